@@ -6,16 +6,17 @@ use std::sync::Arc;
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cache::{CacheFormat, CacheSize, CacheSpec, ModelCache};
 use keel_models::loading::{Loader, Parameters};
-use keel_models::{HybridModel, Part};
+use keel_models::{HybridConfig, HybridModel, MixtureCut, ModelError, Part, Shard};
 use serde_json::Value;
 
+use crate::eyes::{self, Eyes};
 use crate::{EngineError, EngineOptions, Result};
 
 /// The parts of a pipeline of `stages` stages, each of `shares` devices that share its layers. With one share, a pipeline
 /// of devices; with one stage, shares of every layer: attention by heads, recurrent layers by key heads, feed-forward
-/// halves and experts by columns, embedding and output head by tokens. Consecutive layers lie in the same stage, so that
-/// the largest stage of weights, keys, values and states is as small as it can be. `backend` must be one that only
-/// plans.
+/// halves by columns, experts by columns or whole, embedding and output head by tokens. Consecutive layers lie in the
+/// same stage, so that the largest stage of weights, keys, values and states is as small as it can be. `backend` must be
+/// one that only plans.
 ///
 /// # Errors
 /// There are more stages than layers; something of the model does not divide; as [`crate::Engine::load`].
@@ -26,23 +27,79 @@ pub fn grid(
     (stages, shares): (usize, usize),
 ) -> Result<Vec<Part>> {
     let model = keel_models::read_config_of(config, parameters)?;
+    let (mixture, _) = mixture_cut(backend, (parameters, config), &options, (&model, shares))?;
     let stages = match stages {
         1 => std::iter::once(0..model.layers.len()).collect(),
-        stages => cut(backend, (parameters, config), &options, (model.layers.len(), stages))?,
+        stages => {
+            let shard = Shard { count: shares, mixture, ..Shard::default() };
+            cut(backend, (parameters, config), &options, (model.layers.len(), stages, shard))?
+        }
     };
-    let parts = Part::grid(&stages, shares);
+    let parts = Part::by(mixture, Part::grid(&stages, shares));
     for part in parts.iter().filter(|part| part.shard.count > 1) {
         part.shard.config(&model)?;
     }
     Ok(parts)
 }
 
-/// Cuts `layers` layers into stages that are even by bytes.
+/// How `shares` devices divide the mixtures of experts of a model, and the reason in one line, if it has any: by columns
+/// if their number and the groups of the weights allow it, because then all devices have the same work whichever experts
+/// are chosen. `backend` must be one that only plans.
+///
+/// # Errors
+/// As [`grid`].
+pub fn mixture(
+    backend: &Arc<dyn Backend>,
+    source: (&dyn Parameters, &Value),
+    options: EngineOptions,
+    shares: usize,
+) -> Result<Option<(MixtureCut, String)>> {
+    let model = keel_models::read_config_of(source.1, source.0)?;
+    let (cut, why) = mixture_cut(backend, source, &options, (&model, shares))?;
+    Ok(why.map(|why| (cut, why)))
+}
+
+fn mixture_cut(
+    backend: &Arc<dyn Backend>,
+    source: (&dyn Parameters, &Value),
+    options: &EngineOptions,
+    (model, shares): (&HybridConfig, usize),
+) -> Result<(MixtureCut, Option<String>)> {
+    let Some(moe) = model.moe.as_ref().filter(|_| shares > 1) else { return Ok((MixtureCut::Columns, None)) };
+    let layer = (0..model.layers.len()).find(|layer| !moe.dense_layers.contains(layer)).unwrap_or(0);
+    let neighbour = Some(0);
+    let part = Part { layers: layer..layer + 1, previous: neighbour, next: neighbour, ..Part::default() };
+    let loads = |mixture| {
+        let shard = Shard { count: shares, mixture, ..Shard::default() };
+        shard.config(model)?;
+        part_bytes(backend, source, options, Part { shard, ..part.clone() }).map(drop)
+    };
+    match loads(MixtureCut::Columns) {
+        Ok(()) => {
+            let why = "by columns: each device has a share of every expert, and all have the same work";
+            Ok((MixtureCut::Columns, Some(why.into())))
+        }
+        Err(EngineError::Model(ModelError::Part(columns))) => match loads(MixtureCut::Experts) {
+            Ok(()) => {
+                // The reason alone, without the advice that follows it.
+                let reason = columns.split(": take").next().unwrap_or(&columns);
+                let why =
+                    format!("each device has some of them whole, because by columns it cannot be: {reason}");
+                Ok((MixtureCut::Experts, Some(why)))
+            }
+            // Something else does not divide either.
+            Err(_) => Err(EngineError::Model(ModelError::Part(columns))),
+        },
+        Err(error) => Err(error),
+    }
+}
+
+/// Cuts `layers` layers into stages whose first devices are even by bytes. The devices of a stage have these shares.
 fn cut(
     backend: &Arc<dyn Backend>,
     source: (&dyn Parameters, &Value),
     options: &EngineOptions,
-    (layers, stages): (usize, usize),
+    (layers, stages, shard): (usize, usize, Shard),
 ) -> Result<Vec<Range<usize>>> {
     assert!(backend.is_planning(), "a split is planned on a planning backend");
     if stages == 0 || stages > layers {
@@ -56,21 +113,16 @@ fn cut(
     let bytes = |part: Part| part_bytes(backend, source, options, part);
     let mut shares = Vec::with_capacity(layers);
     for i in 0..layers {
-        shares.push(bytes(Part {
-            layers: i..i + 1,
-            previous: neighbour,
-            next: neighbour,
-            ..Part::default()
-        })?);
+        shares.push(bytes(Part { layers: i..i + 1, previous: neighbour, next: neighbour, shard })?);
     }
-    let begin = bytes(Part { layers: 0..0, previous: None, next: neighbour, ..Part::default() })?;
-    let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None, ..Part::default() })?;
+    let begin = bytes(Part { layers: 0..0, previous: None, next: neighbour, shard })?;
+    let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None, shard })?;
     shares[0] += begin;
     shares[layers - 1] += end;
     Ok(even(&shares, stages))
 }
 
-/// Bytes of a part's weights, and of its cache with these options.
+/// Bytes of a part's weights and of its cache with these options, and of the vision tower if the part has it.
 fn part_bytes(
     backend: &Arc<dyn Backend>,
     (parameters, config): (&dyn Parameters, &Value),
@@ -79,12 +131,22 @@ fn part_bytes(
 ) -> Result<u64> {
     let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
     let own = runtime.ledger().active().total();
+    // The tower lies on the device with the output head.
+    let has_tower = part.is_last();
     let loader = Loader::new(&runtime, parameters, options.compute, &|_| ()).of_part(part);
     let model = keel_models::load(&loader, config)?;
     let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
     let cache = ModelCache::allocate(&runtime, model.cache_spec(options.cache_format()), size)?;
+    let eyes = match eyes::config(config, options.vision)?.zip(options.vision).filter(|_| has_tower) {
+        Some((vision, sizes)) => {
+            let text = keel_models::read_config_of(config, parameters)?;
+            let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
+            Some(Eyes::load(&runtime, &loader, (vision, &text), sizes, (options.compute, true))?)
+        }
+        None => None,
+    };
     let bytes = runtime.ledger().active().total() - own;
-    drop((model, cache));
+    drop((model, cache, eyes));
     Ok(bytes)
 }
 

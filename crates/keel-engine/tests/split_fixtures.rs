@@ -16,6 +16,7 @@ use keel_array::Compute;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions};
 use keel_models::loading::CheckpointParameters;
+use keel_models::{MixtureCut, Part, read_config_of};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::Checkpoint;
 
@@ -34,12 +35,20 @@ fn fixtures() -> impl Iterator<Item = (&'static str, PathBuf)> {
     models().map(|name| (name, fixture(name))).chain(others)
 }
 
-/// A model split like this; the refusal if it cannot be.
-fn split_engine(folder: &Path, options: EngineOptions, grid: Grid) -> Result<Engine, String> {
+/// A model split like this; the refusal if it cannot be. Mixtures of experts are divided like this, or as planned.
+fn split_engine(
+    folder: &Path,
+    options: EngineOptions,
+    (grid, mixture): (Grid, Option<MixtureCut>),
+) -> Result<Engine, String> {
     let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
     let parameters = CheckpointParameters(&checkpoint);
     let source = (&parameters as _, checkpoint.config());
     let parts = splitting::parts(source, options, grid).map_err(|error| error.to_string())?;
+    let parts = match mixture {
+        Some(mixture) => Part::by(mixture, parts),
+        None => parts,
+    };
     load_on(source, options, backends(parts.len(), false), &parts).map_err(|error| error.to_string())
 }
 
@@ -60,7 +69,7 @@ fn each_split(
 ) -> usize {
     let mut count = 0;
     for (name, folder) in fixtures() {
-        match split_engine(&folder, options(&folder), grid) {
+        match split_engine(&folder, options(&folder), (grid, None)) {
             Ok(engine) => {
                 check(name, &folder, engine);
                 count += 1;
@@ -73,30 +82,56 @@ fn each_split(
 
 /// Logits of a split model, compared with those of the whole one in both regimes.
 fn compare_logits(grid: Grid, is_exact: bool) -> usize {
-    each_split(
-        grid,
-        |_| exact(),
-        |name, folder, mut parts| {
-            let want = expected(folder);
-            let mtp = want.mtp_logits.is_some();
-            let mut whole = engine(folder, &runtime(1), exact());
-            for one_by_one in [false, true] {
-                let what = format!("{name} in {grid:?}, one by one: {one_by_one}");
-                let got = all_logits(&mut parts, &want.ids, one_by_one, mtp);
-                let whole = all_logits(&mut whole, &want.ids, one_by_one, mtp);
-                if is_exact {
-                    assert!(got == whole, "{what}");
-                    continue;
-                }
-                assert!(got == all_logits(&mut parts, &want.ids, one_by_one, mtp), "{what}: two runs differ");
-                for (got, whole) in [(&got.0, &whole.0), (&got.1, &whole.1)] {
-                    let error = if mtp || !whole.is_empty() { relative_error(got, whole) } else { 0.0 };
-                    assert!(error <= ROUNDING_MAX, "{what}: logits differ by {error:.1e}");
-                }
+    let compare = |name: &str, folder: &Path, parts| {
+        expect_logits(&format!("{name} in {grid:?}"), folder, parts, is_exact)
+    };
+    each_split(grid, |_| exact(), compare)
+}
+
+fn expect_logits(what: &str, folder: &Path, mut parts: Engine, is_exact: bool) {
+    let want = expected(folder);
+    let mtp = want.mtp_logits.is_some();
+    let mut whole = engine(folder, &runtime(1), exact());
+    for one_by_one in [false, true] {
+        let what = format!("{what}, one by one: {one_by_one}");
+        let got = all_logits(&mut parts, &want.ids, one_by_one, mtp);
+        let whole = all_logits(&mut whole, &want.ids, one_by_one, mtp);
+        if is_exact {
+            assert!(got == whole, "{what}");
+            continue;
+        }
+        assert!(got == all_logits(&mut parts, &want.ids, one_by_one, mtp), "{what}: two runs differ");
+        for (got, whole) in [(&got.0, &whole.0), (&got.1, &whole.1)] {
+            let error = if mtp || !whole.is_empty() { relative_error(got, whole) } else { 0.0 };
+            assert!(error <= ROUNDING_MAX, "{what}: logits differ by {error:.1e}");
+        }
+    }
+    end(parts);
+}
+
+#[test]
+fn mixtures_shared_by_experts_give_the_logits_of_the_whole_model_to_rounding() {
+    let mut counts = Vec::new();
+    for grid in [(1, 2), (1, 3), (1, 4), (2, 2)] {
+        let mut count = 0;
+        for (name, folder) in fixtures() {
+            let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
+            let parameters = CheckpointParameters(&checkpoint);
+            let config = read_config_of(checkpoint.config(), &parameters).expect("a config");
+            if config.moe.is_none() {
+                continue;
             }
-            end(parts);
-        },
-    )
+            match split_engine(&folder, exact(), (grid, Some(MixtureCut::Experts))) {
+                Ok(parts) => {
+                    expect_logits(&format!("{name} by experts in {grid:?}"), &folder, parts, false);
+                    count += 1;
+                }
+                Err(reason) => expect_good_reason(name, grid, &reason),
+            }
+        }
+        counts.push(count);
+    }
+    assert!(counts[0] > 1 && counts[2] > 0 && counts[3] > 1, "mixtures in 2, 3, 4 and 2 x 2: {counts:?}");
 }
 
 #[test]

@@ -10,13 +10,15 @@ use std::time::{Duration, Instant};
 
 use common::splitting::{self, Fault, backends, end, load_on};
 use common::{all_logits, decoded, exact, relative_error, runtime};
-use keel_array::{Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
+use keel_array::{Backend, Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
 use keel_cache::CacheError;
+use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{
     Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
+    split,
 };
 use keel_models::loading::{Parameters, RowSink};
-use keel_models::{ModelError, Part};
+use keel_models::{MixtureCut, ModelError, Part};
 use keel_testkit::disturbed::Disturbed;
 use serde_json::{Value, json};
 
@@ -119,6 +121,62 @@ fn placed(model: &Placed, config: &Value, options: EngineOptions, count: usize) 
     load_on((model, config), options, backends(count, false), &parts).expect("the model loads")
 }
 
+/// The model with experts of this width.
+fn with_experts_of(width: usize) -> Value {
+    let mut config = config(12, 6);
+    config["moe_intermediate_size"] = width.into();
+    config["shared_expert_intermediate_size"] = width.into();
+    config
+}
+
+#[test]
+fn experts_whose_columns_do_not_divide_are_shared_whole() {
+    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
+    let chosen = |model: &Placed, width, count| {
+        let config = with_experts_of(width);
+        let chosen = split::mixture(&alone, (model, &config), exact(), count).expect("it can be split");
+        chosen.expect("a mixture, on several devices")
+    };
+    let (cut, why) = chosen(&CODED, 192, 2);
+    assert!(cut == MixtureCut::Columns && why.contains("all have the same work"), "{why}");
+    let (cut, why) = chosen(&CODED, 96, 2);
+    assert_eq!(cut, MixtureCut::Experts);
+    assert!(why.contains("96 columns in groups of 32") && !why.contains("take fewer"), "{why}");
+    assert_eq!(split::mixture(&alone, (&CODED, &config(12, 6)), exact(), 1).expect("one device"), None);
+
+    let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
+    // Three devices have 1, 1 and 2 of the 4 experts.
+    for (model, width, count) in [(&CODED, 96, 2), (&FLOATS, 64, 3), (&CODED, 64, 3)] {
+        let config = with_experts_of(width);
+        assert_eq!(chosen(model, width, count).0, MixtureCut::Experts, "{width} columns on {count} devices");
+        let want = all_logits(&mut placed(model, &config, exact(), 1), &ids, false, true);
+        let mut engine = placed(model, &config, exact(), count);
+        for one_by_one in [false, true] {
+            let got = all_logits(&mut engine, &ids, one_by_one, true);
+            for (got, want) in [(&got.0, &want.0), (&got.1, &want.1)] {
+                let error = relative_error(got, want);
+                assert!(error <= ROUNDING_MAX, "experts on {count} devices: {error:.1e}");
+            }
+        }
+        end(engine);
+    }
+}
+
+/// Six devices in two stages of three.
+#[test]
+fn stages_of_three_give_the_logits_of_the_whole_model() {
+    let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
+    let config = config(12, 6);
+    let want = all_logits(&mut placed(&FLOATS, &config, exact(), 1), &ids, false, true);
+    let parts = splitting::parts((&FLOATS, &config), exact(), (2, 3)).expect("it divides");
+    let mut engine = load_on((&FLOATS, &config), exact(), backends(6, false), &parts).expect("it loads");
+    let got = all_logits(&mut engine, &ids, false, true);
+    for (got, want) in [(&got.0, &want.0), (&got.1, &want.1)] {
+        assert!(relative_error(got, want) <= ROUNDING_MAX);
+    }
+    end(engine);
+}
+
 #[test]
 fn odd_numbers_of_devices_and_repeated_key_value_heads() {
     let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
@@ -180,11 +238,14 @@ fn what_does_not_divide_is_refused_with_its_numbers() {
     );
     let mut narrow = config(12, 6);
     narrow["moe_intermediate_size"] = 25.into();
+    // There are fewer experts than devices, so they cannot be shared whole either.
+    narrow["num_experts"] = 2.into();
     let message = refusal(&narrow, 3);
     assert!(message.contains("25 columns of an expert"), "{message}");
     let mut off_groups = config(12, 6);
     off_groups["moe_intermediate_size"] = 96.into();
-    let parts = tensor(&CODED, &off_groups, 2).expect("heads and columns divide");
+    let parts = tensor(&CODED, &off_groups, 2).expect("heads and experts divide");
+    let parts = Part::by(MixtureCut::Columns, parts);
     let error =
         load_on((&CODED, &off_groups), exact(), backends(2, false), &parts).err().expect("groups do not");
     let message = error.to_string();

@@ -33,6 +33,8 @@ pub enum MixerKind {
 pub struct MoeConfig {
     /// `E`.
     pub experts: usize,
+    /// Those that this device holds: all of them, unless several devices share the experts.
+    pub own: std::ops::Range<usize>,
     /// Experts per token.
     pub chosen: usize,
     /// Width of an expert.
@@ -376,6 +378,7 @@ impl Fields<'_> {
         }
         Ok(Some(MoeConfig {
             experts,
+            own: 0..experts,
             chosen,
             intermediate,
             shared_intermediate,

@@ -43,8 +43,8 @@ pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
 pub use part::Part;
 pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
-pub use shard::Shard;
 use shard::ShardedParameters;
+pub use shard::{MixtureCut, Shard};
 pub use turning::QueryGrowth;
 
 use loading::Loader;

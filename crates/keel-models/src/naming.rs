@@ -186,8 +186,8 @@ impl<'a> FamilyReader<'a> {
             }
         };
         let layout = ExpertLayout::find(self.loader, prefix);
-        let gate_up: Vec<_> = (0..moe.experts).map(|e| layout.gate_up(prefix, moe, e)).collect();
-        let down: Vec<_> = (0..moe.experts).map(|e| layout.down(prefix, moe, hidden, e)).collect();
+        let gate_up: Vec<_> = moe.own.clone().map(|e| layout.gate_up(prefix, moe, e)).collect();
+        let down: Vec<_> = moe.own.clone().map(|e| layout.down(prefix, moe, hidden, e)).collect();
         Ok(MixtureOfExperts {
             router: self.loader.projection(router, hidden)?,
             gate_up_rotation: self
@@ -197,6 +197,7 @@ impl<'a> FamilyReader<'a> {
             down_rotation: self.loader.experts_rotation(&format!("{prefix}experts.down_weight_"), &down)?,
             down: self.loader.experts(&down, moe.intermediate)?,
             shared,
+            own: (moe.own.len() < moe.experts).then(|| moe.own.clone()),
             chosen: moe.chosen,
             normalise: moe.normalise,
         })

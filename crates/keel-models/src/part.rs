@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{ModelError, Result, Shard};
+use crate::{MixtureCut, ModelError, Result, Shard};
 
 /// Consecutive layers, with what comes before the first and after the last layer of the model.
 ///
@@ -50,10 +50,16 @@ impl Part {
                 layers: stages[rank / count].clone(),
                 previous: rank.checked_sub(count),
                 next: Some(rank + count).filter(|next| *next < devices),
-                shard: Shard { index: rank - first, count, first },
+                shard: Shard { index: rank - first, count, first, mixture: MixtureCut::default() },
             }
         };
         (0..devices).map(part).collect()
+    }
+
+    /// The same parts, whose shares divide mixtures of experts like this.
+    pub fn by(mixture: MixtureCut, mut parts: Vec<Part>) -> Vec<Part> {
+        parts.iter_mut().for_each(|part| part.shard.mixture = mixture);
+        parts
     }
 
     /// Checks that the parts, by rank, are those of a split of a model of `layers` layers: each layer is held once, in
@@ -69,7 +75,9 @@ impl Part {
             return wrong(format!("{devices} devices cannot be stages of {count} devices each"));
         }
         let stages: Vec<Range<usize>> = parts.iter().step_by(count).map(|part| part.layers.clone()).collect();
-        for (rank, (part, fitting)) in parts.iter().zip(Part::grid(&stages, count)).enumerate() {
+        let mixture = parts.first().map(|part| part.shard.mixture).unwrap_or_default();
+        let fitting = Part::by(mixture, Part::grid(&stages, count));
+        for (rank, (part, fitting)) in parts.iter().zip(fitting).enumerate() {
             if *part != fitting {
                 return wrong(format!(
                     "device {rank} of {devices} has {part:?}, which does not fit its place: {fitting:?} does"
@@ -133,7 +141,7 @@ mod tests {
         let none = [(None, Some(3)), (None, Some(4)), (None, Some(5))];
         assert_eq!(neighbours[..3], none);
         assert_eq!(neighbours[3..], [(Some(0), None), (Some(1), None), (Some(2), None)]);
-        assert_eq!(parts[4].shard, Shard { index: 1, count: 3, first: 3 });
+        assert_eq!(parts[4].shard, Shard { index: 1, count: 3, first: 3, mixture: MixtureCut::Columns });
     }
 
     #[test]
@@ -149,6 +157,10 @@ mod tests {
         let mut shares = Part::tensor(7, 2);
         shares.swap(0, 1);
         assert!(refusal(&shares).contains("device 0 of 2 has"));
+        let by_experts = Part::by(MixtureCut::Experts, Part::tensor(7, 2));
+        Part::check_all(&by_experts, 7).expect("all divide experts alike");
+        let unlike = [by_experts[0].clone(), Part::tensor(7, 2)[1].clone()];
+        assert!(refusal(&unlike).contains("device 1 of 2 has"), "{}", refusal(&unlike));
         assert!(
             refusal(&Part::pipeline(&[0..2, 3..7]))
                 .contains("layers 3..7, and the layers before it end at 2")

@@ -7,6 +7,7 @@
 //! ```text
 //! q, k, v, z, a, b, convolution    rows of the device's heads         y_r = W[rows_r] x
 //! gate, up                         rows of the device's columns
+//! experts                          the same, or some of the experts whole
 //! o, down, out                     the columns that read them         y = sum over r of W[:, cols_r] y_r
 //! norms, router                    whole on every device
 //! embedding, output head           rows of the device's tokens
@@ -20,7 +21,18 @@ use keel_array::{Peers, RowData, WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
 
 use crate::loading::{Parameters, RowSink};
-use crate::{HybridConfig, MixerKind, ModelError, RecurrentConfig, Result};
+use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, RecurrentConfig, Result};
+
+/// How devices share a mixture of experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MixtureCut {
+    /// Each has some columns of every expert. So all have the same work, whichever experts are chosen.
+    #[default]
+    Columns,
+    /// Each has some of the experts whole; the first one also has the shared expert. A device computes something for each
+    /// choice, also for those of other devices.
+    Experts,
+}
 
 /// Which share of each layer a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,12 +43,14 @@ pub struct Shard {
     pub count: usize,
     /// Rank of the device with the first share. Those with the others follow.
     pub first: usize,
+    /// How mixtures of experts are divided.
+    pub mixture: MixtureCut,
 }
 
 impl Default for Shard {
     /// All of every layer.
     fn default() -> Shard {
-        Shard { index: 0, count: 1, first: 0 }
+        Shard { index: 0, count: 1, first: 0, mixture: MixtureCut::Columns }
     }
 }
 
@@ -96,9 +110,10 @@ impl Shard {
                 whole.kv_heads
             )));
         }
-        let moe = match &whole.moe {
-            None => None,
-            Some(moe) => Some(crate::MoeConfig {
+        let moe = match (&whole.moe, self.mixture) {
+            (None, _) => None,
+            (Some(moe), MixtureCut::Experts) => Some(self.some_experts(moe)?),
+            (Some(moe), MixtureCut::Columns) => Some(MoeConfig {
                 intermediate: share("columns of an expert", moe.intermediate)?,
                 shared_intermediate: moe
                     .shared_intermediate
@@ -121,6 +136,21 @@ impl Shard {
             moe,
             ..whole.clone()
         })
+    }
+}
+
+impl Shard {
+    /// The experts of this share, and on the first one the shared expert.
+    fn some_experts(self, whole: &MoeConfig) -> Result<MoeConfig> {
+        let (experts, count) = (whole.experts, self.count);
+        let own = self.index * experts / count..(self.index + 1) * experts / count;
+        if experts < count {
+            return Err(ModelError::Part(format!(
+                "{experts} experts cannot be shared by {count} devices: take {experts} devices or fewer, or --split pipeline"
+            )));
+        }
+        let shared_intermediate = whole.shared_intermediate.filter(|_| self.index == 0);
+        Ok(MoeConfig { own, shared_intermediate, ..whole.clone() })
     }
 }
 
@@ -161,10 +191,18 @@ impl<'a> ShardedParameters<'a> {
         Ok(ShardedParameters { whole, config, shard, rows: RefCell::default() })
     }
 
+    /// Whether a layer belongs to experts that are not cut.
+    fn is_of_whole_expert(&self, module: &str) -> bool {
+        let of_experts =
+            [".experts.", "switch_mlp.", ".shared_expert."].iter().any(|name| module.contains(name));
+        self.shard.mixture == MixtureCut::Experts && of_experts
+    }
+
     /// Rows of a layer of the whole checkpoint, or entries of a parameter with one for each row. The share has `own`.
     fn whole_rows(&self, module: &str, own: usize) -> usize {
         let (c, shard) = (self.config, self.shard);
         match last(module) {
+            _ if self.is_of_whole_expert(module) => own,
             "k_proj" | "v_proj" => own / shard.kv_heads(c.kv_heads).len().max(1) * c.kv_heads,
             "qkv_proj" => (c.heads + 2 * c.kv_heads) * c.head_dim,
             "in_proj_qkv" | "conv1d" => c.recurrent_layers().conv_channels(),
@@ -192,6 +230,7 @@ impl<'a> ShardedParameters<'a> {
             (rows, heads.start * size..heads.end * size)
         };
         match last(module) {
+            _ if self.is_of_whole_expert(module) => Cut::Whole,
             "k_proj" | "v_proj" => ranges(&[key_values(rows)]),
             "qkv_proj" => {
                 let kv = c.kv_heads * c.head_dim;

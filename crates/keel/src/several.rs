@@ -7,8 +7,8 @@ use anyhow::Result;
 use evenkeel::{OutOfMemory, Room, bound, on_host};
 use keel_array::{Backend, Category, MemoryReport, Runtime};
 use keel_engine::{Engine, EngineOptions, plan, split};
-use keel_models::Part;
 use keel_models::loading::Parameters;
+use keel_models::{MixtureCut, Part};
 use serde_json::Value;
 
 use crate::args::{Device, DeviceArgs};
@@ -49,6 +49,21 @@ pub fn plan_devices(
     Ok(plans
         .map(|((member, part), planned)| DevicePlan { name: member.name.clone(), part, planned })
         .collect())
+}
+
+/// How the devices divide mixtures of experts, and why; see [`split::mixture`].
+///
+/// # Errors
+/// As [`plan_devices`].
+pub fn mixture(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Option<(MixtureCut, String)>> {
+    let (_, shares) = device.split.split().grid(device.split.members().len())?;
+    let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
+    Ok(split::mixture(&alone, (parameters, config), options, shares)?)
 }
 
 /// As [`Session::open`], on several devices.

@@ -62,6 +62,7 @@ fn shares_of_every_layer_are_planned_and_run() {
     let plan = [&["plan", "--model", arg(&model), "--context", "256"][..], &devices].concat();
     let text = succeed(&plan);
     assert!(text.contains("cpu:1: share 2 of 2 of every layer"), "{text}");
+    assert!(text.contains("experts: by columns: each device has a share of every expert"), "{text}");
     let plan = json(&[&plan[..], &["--json"]].concat());
     let command = ["generate", "--model", arg(&model), "--ids", "3,1,4,1,5,9", "--max-tokens", "20"];
     let command =

@@ -1,6 +1,8 @@
 //! The second half of a block: a gated layer, or a mixture of experts.
 
-use keel_array::{Array, PairRotation, Result, Weight};
+use std::ops::Range;
+
+use keel_array::{Array, DType, PairRotation, Result, Weight};
 
 use crate::loading::{Projection, input};
 
@@ -60,6 +62,8 @@ pub struct MixtureOfExperts {
     pub down: Weight,
     /// An expert for every token, weighted by its gate.
     pub shared: Option<GatedLayer>,
+    /// The experts that this device holds, if others hold the rest.
+    pub own: Option<Range<usize>>,
     /// Experts per token.
     pub chosen: usize,
     /// Divide the chosen probabilities by their sum.
@@ -70,6 +74,10 @@ impl MixtureOfExperts {
     fn apply(&self, x: &Array, residual: &Array) -> Result<Array> {
         let routed = self.router.apply(x)?;
         let (weights, experts) = routed[0].route_top_k(self.chosen, self.normalise)?;
+        let (weights, experts) = match &self.own {
+            Some(own) => own_choices(&weights, &experts, own)?,
+            None => (weights, experts),
+        };
         let inner = input(x, &self.gate_up_rotation)?.gather_linear(&self.gate_up, &experts)?.swiglu()?;
         let outputs = input(&inner, &self.down_rotation)?.gather_linear(&self.down, &experts)?;
         match &self.shared {
@@ -80,6 +88,16 @@ impl MixtureOfExperts {
             }
         }
     }
+}
+
+/// The chosen experts as numbers of this device's stack, and their weights. In place of an expert that another device
+/// holds stands the first or the last of this one, with a weight of 0: the sum over the devices is that of all choices.
+fn own_choices(weights: &Array, experts: &Array, own: &Range<usize>) -> Result<(Array, Array)> {
+    let number = |n: usize| Array::full(experts.runtime(), [1], DType::I32, n as f32);
+    let at = experts.cast(DType::I32)?.sub(&number(own.start)?)?;
+    let held = at.maximum(&number(0)?)?.minimum(&number(own.len() - 1)?)?;
+    let none = Array::zeros(weights.runtime(), weights.shape().clone(), DType::F32)?;
+    Ok((at.equal(&held)?.select(weights, &none)?, held.cast(DType::U32)?))
 }
 
 /// The second half of a block.

@@ -5,7 +5,7 @@ use clap::Args;
 use keel_array::{AttentionSpec, MemoryReport};
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, launches, steps};
-use keel_models::Shard;
+use keel_models::{MixtureCut, Shard};
 use serde_json::{Value, json};
 
 use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
@@ -214,6 +214,7 @@ fn print_devices(
     }
     let device = &args.server.device;
     let plans = several::plan_devices(device, &*subject.parameters, &subject.json, options)?;
+    let mixture = several::mixture(device, &*subject.parameters, &subject.json, options)?;
     let layers = |plan: &DevicePlan| plan.part.layers.clone();
     if args.json {
         let mut object = categories(&plans.iter().map(|plan| plan.planned).sum());
@@ -224,6 +225,10 @@ fn print_devices(
             object
         };
         object["devices"] = plans.iter().map(of).collect();
+        if let Some((cut, why)) = mixture {
+            let cut = if cut == MixtureCut::Experts { "experts" } else { "columns" };
+            object["experts"] = json!({"by": cut, "why": why});
+        }
         if let Some(requests) = requests {
             object["requests"] = json!(requests);
         }
@@ -231,6 +236,9 @@ fn print_devices(
     }
     output::line(&format!("context {}, batch {}", options.context, options.sequences))?;
     plans.iter().try_for_each(|plan| output::line(&format!("{}: {}", plan.name, holds(plan))))?;
+    if let Some((_, why)) = &mixture {
+        output::line(&format!("experts: {why}"))?;
+    }
     let columns: Vec<_> = plans.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
     output::line("")?;
     output::text(&devices_table(&columns))?;
