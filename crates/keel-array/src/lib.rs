@@ -26,6 +26,7 @@ mod program;
 mod runtime;
 pub mod sampling;
 mod shape;
+mod sync;
 mod usage;
 mod weight;
 

@@ -6,6 +6,7 @@ mod gauge;
 mod host;
 mod pending;
 mod stream;
+mod turns;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use super::turns::Turns;
 use crate::Buffer;
 use crate::backend::Backend;
 use crate::program::{Bindings, Launch, Program};
@@ -123,29 +124,7 @@ impl Work {
 /// State that the caller's threads and the stream's thread share.
 struct Shared {
     backend: Arc<dyn Backend>,
-    /// The thread that holds this runs kernels, or touches memory from the host.
-    device: Mutex<()>,
-    queued: Mutex<usize>,
-    drained: Condvar,
-}
-
-impl Shared {
-    fn device(&self) -> MutexGuard<'_, ()> {
-        self.device.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    fn queued(&self) -> MutexGuard<'_, usize> {
-        self.queued.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// A queued piece is done.
-    fn pass(&self) {
-        let mut queued = self.queued();
-        *queued -= 1;
-        if *queued == 0 {
-            self.drained.notify_all();
-        }
-    }
+    turns: Turns,
 }
 
 /// The queue of a runtime and the thread that serves it.
@@ -156,20 +135,13 @@ pub(crate) struct Stream {
 
 impl Stream {
     pub fn new(backend: Arc<dyn Backend>) -> Stream {
-        let shared =
-            Shared { backend, device: Mutex::new(()), queued: Mutex::new(0), drained: Condvar::new() };
+        let shared = Shared { backend, turns: Turns::new() };
         Stream { shared: Arc::new(shared), sender: Mutex::new(None) }
     }
 
     /// Runs the work on this thread if the queue is empty. Otherwise queues it and does not wait for it.
     pub fn run(&self, work: Work) {
-        // Checked while the device is held: queued work of another thread may be between two of its submissions, with
-        // live intermediates in the arena.
-        let device = self.shared.device();
-        if *self.shared.queued() > 0 {
-            drop(device);
-            return self.enqueue(work);
-        }
+        let Some(_turn) = self.shared.turns.now() else { return self.enqueue(work) };
         work.submissions().into_iter().for_each(|s| s.run(&*self.shared.backend));
     }
 
@@ -182,47 +154,31 @@ impl Stream {
             std::thread::spawn(move || serve(&shared, &receiver));
             sender
         });
-        // All pieces are counted before the first is sent. Otherwise the queue would read as empty between two pieces,
-        // and a thread that waits for an empty queue would overwrite their intermediates in the arena.
         let submissions = work.submissions();
-        *self.shared.queued() += submissions.len();
+        self.shared.turns.announce(submissions.len());
         for submission in submissions {
             if let Err(back) = sender.send(submission) {
                 let lost = ArrayError::Kernel { op: "stream".into(), reason: "its thread has ended".into() };
                 back.0.fence.pass(Err(Failure { error: lost, done: None }));
-                self.shared.pass();
+                self.shared.turns.pass();
             }
         }
     }
 
     /// Waits until nothing is queued, then gives exclusive use of the device's memory.
     pub fn exclusive<R>(&self, access: impl FnOnce(&dyn Backend) -> R) -> R {
-        loop {
-            self.synchronize();
-            let _device = self.shared.device();
-            // Checked again while the device is held: another thread may have queued work meanwhile, of which the first
-            // piece has run and the second has not.
-            if *self.shared.queued() == 0 {
-                return access(&*self.shared.backend);
-            }
-        }
+        let _turn = self.shared.turns.exclusive();
+        access(&*self.shared.backend)
     }
 
     /// Waits until all queued work is done.
     pub fn synchronize(&self) {
-        let mut queued = self.shared.queued();
-        while *queued > 0 {
-            queued = self.shared.drained.wait(queued).unwrap_or_else(|e| e.into_inner());
-        }
+        self.shared.turns.synchronize();
     }
 }
 
 fn serve(shared: &Shared, receiver: &Receiver<Submission>) {
     for submission in receiver {
-        {
-            let _device = shared.device();
-            submission.run(&*shared.backend);
-        }
-        shared.pass();
+        shared.turns.take(|| submission.run(&*shared.backend));
     }
 }

@@ -1,0 +1,82 @@
+//! Who may use the device: the stream's thread, a thread that runs work at once, or a thread that touches memory.
+//!
+//! `tests/interleavings.rs` compiles this file with loom's types and checks each order of the threads' steps.
+
+use crate::sync::{Condvar, Mutex, MutexGuard};
+
+/// The turns at a device. Queued work is counted before it is sent, and counts until it has run.
+pub(crate) struct Turns {
+    /// The thread that holds this runs kernels, or touches memory from the host.
+    device: Mutex<()>,
+    queued: Mutex<usize>,
+    drained: Condvar,
+}
+
+/// A turn. It ends when this is dropped.
+pub(crate) struct Turn<'a> {
+    _device: MutexGuard<'a, ()>,
+}
+
+impl Turns {
+    pub fn new() -> Turns {
+        Turns { device: Mutex::new(()), queued: Mutex::new(0), drained: Condvar::new() }
+    }
+
+    fn device(&self) -> Turn<'_> {
+        Turn { _device: self.device.lock().unwrap_or_else(|e| e.into_inner()) }
+    }
+
+    fn queued(&self) -> MutexGuard<'_, usize> {
+        self.queued.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// A turn at once, unless work is queued. The queue is looked at while the device is held: queued work may be between
+    /// two of its pieces, with live intermediates in the arena.
+    pub fn now(&self) -> Option<Turn<'_>> {
+        let turn = self.device();
+        (*self.queued() == 0).then_some(turn)
+    }
+
+    /// Counts pieces of work that are about to be sent. All pieces of one work are counted together. Otherwise the queue
+    /// would read as empty between two pieces, and a thread that waits for an empty queue would overwrite their
+    /// intermediates in the arena.
+    pub fn announce(&self, pieces: usize) {
+        *self.queued() += pieces;
+    }
+
+    /// Runs an announced piece, and counts it as done.
+    pub fn take(&self, run: impl FnOnce()) {
+        let turn = self.device();
+        run();
+        drop(turn);
+        self.pass();
+    }
+
+    /// An announced piece is done, or will not come.
+    pub fn pass(&self) {
+        let mut queued = self.queued();
+        *queued -= 1;
+        if *queued == 0 {
+            self.drained.notify_all();
+        }
+    }
+
+    /// Waits until nothing is queued.
+    pub fn synchronize(&self) {
+        let mut queued = self.queued();
+        while *queued > 0 {
+            queued = self.drained.wait(queued).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+
+    /// Waits until nothing is queued, then gives a turn in which nothing is.
+    pub fn exclusive(&self) -> Turn<'_> {
+        loop {
+            self.synchronize();
+            // Another thread may have queued work meanwhile, of which the first piece has run and the second has not.
+            if let Some(turn) = self.now() {
+                return turn;
+            }
+        }
+    }
+}
