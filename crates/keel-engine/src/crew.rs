@@ -68,13 +68,20 @@ impl Ended {
     }
 }
 
-/// Tells the other devices if a run ends without success, also by a panic.
-struct Membership<'a> {
-    runtime: &'a Runtime,
+/// Tells the other devices if a run ends without success: by an error, by a panic, or because its thread has ended and
+/// never begins it. Without that they would wait for this device.
+struct Membership {
+    runtime: Runtime,
     has_succeeded: bool,
 }
 
-impl Drop for Membership<'_> {
+impl Membership {
+    fn of(step: &Executable) -> Membership {
+        Membership { runtime: step.runtime().clone(), has_succeeded: false }
+    }
+}
+
+impl Drop for Membership {
     fn drop(&mut self) {
         if let Some(group) = self.runtime.backend().group().filter(|_| !self.has_succeeded) {
             group.abandon();
@@ -85,8 +92,12 @@ impl Drop for Membership<'_> {
 impl Job {
     /// Runs the step on this thread, as a member of its device's group.
     pub fn run(self) -> Ended {
+        let membership = Membership::of(&self.step);
+        self.run_as(membership)
+    }
+
+    fn run_as(self, mut membership: Membership) -> Ended {
         let Job { step, drawn } = self;
-        let mut membership = Membership { runtime: step.runtime(), has_succeeded: false };
         let run = || match &drawn {
             None => step.run().map(|()| Vec::new()),
             Some(place) => {
@@ -111,6 +122,14 @@ fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
 }
 
+/// A job on its way to a thread. If the thread has ended, its fields are dropped in this order: the other devices stop
+/// waiting before the step is known to be lost, after which the group is made ready again.
+struct Handed {
+    membership: Membership,
+    job: Job,
+    end: Sender<Ended>,
+}
+
 /// A job that was handed to a thread.
 pub(crate) struct Running {
     step: Executable,
@@ -127,7 +146,7 @@ impl Running {
 
 /// The thread of a device. Dropping it waits for its jobs.
 pub(crate) struct DeviceThread {
-    jobs: Option<Sender<(Job, Sender<Ended>)>>,
+    jobs: Option<Sender<Handed>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -137,11 +156,11 @@ impl DeviceThread {
     /// # Errors
     /// The system refuses a thread.
     pub fn start(rank: usize) -> Result<DeviceThread> {
-        let (jobs, received) = channel::<(Job, Sender<Ended>)>();
+        let (jobs, received) = channel::<Handed>();
         let serve = move || {
-            for (job, end) in received {
+            for Handed { membership, job, end } in received {
                 // The receiver is gone if the step's thread was ended by a panic.
-                let _ = end.send(job.run());
+                let _ = end.send(job.run_as(membership));
             }
         };
         let thread = std::thread::Builder::new().name(format!("keel-device-{rank}")).spawn(serve);
@@ -155,9 +174,10 @@ impl DeviceThread {
     pub fn hand(&self, job: Job) -> Running {
         let (end, ended) = channel();
         let step = job.step.clone();
+        let handed = Handed { membership: Membership::of(&job.step), job, end };
         if let Some(jobs) = &self.jobs {
-            // If the thread has ended, the waiter learns it.
-            let _ = jobs.send((job, end));
+            // If the thread has ended, the waiter and the other devices learn it.
+            let _ = jobs.send(handed);
         }
         Running { step, ended }
     }
@@ -169,5 +189,73 @@ impl Drop for DeviceThread {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use keel_array::{Peers, RuntimeOptions};
+    use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+
+    use super::*;
+
+    /// A step of each of two devices, which add up their values.
+    fn sums() -> Vec<Job> {
+        let job = |group| {
+            let options = CpuOptions { threads: Some(1), group: Some(group), ..CpuOptions::default() };
+            let runtime = Runtime::new(Arc::new(CpuBackend::new(options)), RuntimeOptions::default());
+            let share = Array::from_slice(&runtime, &[1.0f32, 2.0], [2]).expect("memory");
+            let place = Array::from_slice(&runtime, &[0.0f32, 0.0], [2]).expect("memory");
+            let sum = runtime.trace(|| share.all_reduce(Peers { first: 0, count: 2 })).expect("f32");
+            let step = runtime.prepare(&[(&sum, &place)]).expect("it can run");
+            Job { step, drawn: Some(place) }
+        };
+        CpuGroup::of(2).into_iter().map(job).collect()
+    }
+
+    /// Runs the steps of two devices, the first on `thread`, and returns their outcomes.
+    fn run_both(thread: DeviceThread) -> [Result<Vec<u8>, Failure>; 2] {
+        let (done, outcomes) = channel();
+        std::thread::spawn(move || {
+            let [first, second] =
+                <[Job; 2]>::try_from(sums()).unwrap_or_else(|_| unreachable!("two devices"));
+            let running = thread.hand(first);
+            let lead = second.run();
+            let _ = done.send([running.wait().outcome, lead.outcome]);
+        });
+        outcomes.recv_timeout(Duration::from_secs(60)).expect("no device waits for another without end")
+    }
+
+    #[test]
+    fn devices_add_up_their_values() {
+        let outcomes = run_both(DeviceThread::start(0).expect("a thread"));
+        let sum: Vec<u8> = [2.0f32, 4.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
+        assert!(outcomes.into_iter().all(|outcome| outcome.is_ok_and(|bytes| bytes == sum)));
+    }
+
+    #[test]
+    fn the_step_of_a_device_whose_thread_has_ended_ends_for_all() {
+        let (jobs, received) = channel();
+        drop(received);
+        let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: None });
+        assert!(matches!(lost, Err(Failure::Lost)));
+        assert!(lead.is_err_and(|failure| failure.is_consequence()));
+    }
+
+    /// The thread ends while a job waits for it.
+    #[test]
+    fn a_job_that_is_never_begun_ends_the_step_for_all() {
+        let (jobs, received) = channel::<Handed>();
+        let thread = std::thread::spawn(move || {
+            let waiting = received.recv();
+            drop(received);
+            drop(waiting);
+        });
+        let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: Some(thread) });
+        assert!(matches!(lost, Err(Failure::Lost)));
+        assert!(lead.is_err_and(|failure| failure.is_consequence()));
     }
 }
