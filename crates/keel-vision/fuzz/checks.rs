@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each target uses one of these functions")]
 
-use keel_vision::{DecodeLimits, Picture, ProcessorFiles, decode};
+use keel_vision::{DecodeLimits, Film, FilmLimits, Picture, ProcessorFiles, decode};
 use serde_json::{Map, Value, json};
 
 /// Small limits, so that a fuzzer spends its time on the parsers.
@@ -54,4 +54,38 @@ pub fn processor(file: &[u8]) -> bool {
             false
         }
     }
+}
+
+/// Counts the frames of `file` as a GIF and decodes some. Returns whether it was accepted. Other kinds of videos are read
+/// by another program.
+pub fn film(file: &[u8]) -> bool {
+    if !file.starts_with(b"GIF8") {
+        return false;
+    }
+    let small = FilmLimits {
+        file_bytes: 1 << 20,
+        pixels: 1 << 16,
+        frames: 64,
+        drawn_pixels: 1 << 19,
+        ..FilmLimits::default()
+    };
+    let film = match Film::open(file, small) {
+        Ok(film) => film,
+        Err(problem) => {
+            assert!(!problem.to_string().is_empty());
+            return false;
+        }
+    };
+    let (width, height) = film.size();
+    assert!(film.fps() > 0.0 && film.frames() > 0 && film.frame_bytes() >= (width * height) as u64);
+    let mut numbers = vec![0, film.frames() / 2, film.frames() - 1];
+    numbers.dedup();
+    let mut taken = 0;
+    let outcome = film.take(&numbers, &mut |frame| {
+        assert_eq!((frame.width, frame.height, frame.rgb.len()), (width, height, width * height * 3));
+        taken += 1;
+        Ok(())
+    });
+    assert!(taken == numbers.len() || outcome.is_err(), "{taken} of {} frames", numbers.len());
+    outcome.is_ok()
 }

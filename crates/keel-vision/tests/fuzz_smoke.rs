@@ -61,6 +61,25 @@ fn mutated_processor_files_never_panic() {
     );
 }
 
+/// A GIF of some frames, each with its own colours.
+fn gif(frames: u8) -> Vec<u8> {
+    let mut file = Vec::new();
+    let mut encoder = image::codecs::gif::GifEncoder::new(&mut file);
+    for number in 0..frames {
+        let pixels = image::RgbaImage::from_fn(9, 7, |x, y| {
+            image::Rgba([number.wrapping_mul(40), (x * 20) as u8, (y * 30) as u8, 255])
+        });
+        encoder.encode_frame(image::Frame::new(pixels)).expect("it is written");
+    }
+    drop(encoder);
+    file
+}
+
+#[test]
+fn mutated_films_never_panic() {
+    survive(&gif(3), checks::film);
+}
+
 #[test]
 fn truncated_files_are_refused() {
     for name in ["bilevel.png", "palette_trns.png", "progressive_420.jpg"] {
