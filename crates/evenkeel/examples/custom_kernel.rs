@@ -4,12 +4,12 @@
 //! cargo run --release -p evenkeel --example custom_kernel
 //! ```
 
-use evenkeel::array::{Array, Compute, CustomKernel, DType, HostSlice, HostSliceMut, Shape};
+use evenkeel::array::{Array, ArraySpec, Compute, CustomKernel, DType, HostSlice, HostSliceMut};
 use evenkeel::{Device, DeviceOptions, Result};
 
 /// The logistic map `y = r x (1 - x)`.
 fn logistic_map(n: usize, r: f32) -> CustomKernel {
-    CustomKernel::new("logistic_map", vec![(Shape::from([n]), DType::F32)], 0.0, move |call| {
+    CustomKernel::new("logistic_map", vec![ArraySpec::new([n], DType::F32)], 0.0, move |call| {
         let (HostSlice::F32(x), HostSliceMut::F32(y)) = (call.inputs[0], &mut call.outputs[0]) else {
             return Err("works on f32".into());
         };

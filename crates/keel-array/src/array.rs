@@ -37,6 +37,22 @@ pub(crate) struct Storage {
     pub fence: Option<Fence>,
 }
 
+/// Extents and element type of a value.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ArraySpec {
+    /// Extents.
+    pub shape: Shape,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl ArraySpec {
+    /// A value of these extents and this type.
+    pub fn new(shape: impl Into<Shape>, dtype: DType) -> ArraySpec {
+        ArraySpec { shape: shape.into(), dtype }
+    }
+}
+
 /// An operation applied to operands, not yet evaluated.
 pub(crate) struct Call {
     /// Increases with each call built: the order of execution.
@@ -44,7 +60,7 @@ pub(crate) struct Call {
     pub op: Op,
     pub inputs: Mutex<Vec<Array>>,
     pub outputs: Mutex<Vec<Weak<Node>>>,
-    pub specs: Vec<(Shape, DType)>,
+    pub specs: Vec<ArraySpec>,
     pub runtime: Runtime,
 }
 
@@ -62,8 +78,8 @@ impl Call {
 }
 
 /// Bytes of values of these shapes and types; `usize::MAX` if they cannot be counted.
-fn bytes_of_all(specs: &[(Shape, DType)]) -> usize {
-    specs.iter().map(|(shape, dtype)| bytes_of(*dtype, shape.elements())).fold(0, usize::saturating_add)
+fn bytes_of_all(specs: &[ArraySpec]) -> usize {
+    specs.iter().map(|spec| bytes_of(spec.dtype, spec.shape.elements())).fold(0, usize::saturating_add)
 }
 
 impl Drop for Call {
@@ -109,18 +125,18 @@ impl Array {
 
     /// An operation without inputs.
     pub(crate) fn create(runtime: &Runtime, op: Op, shape: Shape, dtype: DType) -> Result<Array> {
-        let outputs = Array::call(runtime, op, &[], vec![(shape, dtype)])?;
+        let outputs = Array::call(runtime, op, &[], vec![ArraySpec { shape, dtype }])?;
         Ok(outputs.into_iter().next().unwrap_or_else(|| unreachable!("one output was asked for")))
     }
 
     /// An operation with one output.
     pub(crate) fn build(op: Op, inputs: &[&Array], shape: Shape, dtype: DType) -> Result<Array> {
-        let outputs = Array::build_many(op, inputs, vec![(shape, dtype)])?;
+        let outputs = Array::build_many(op, inputs, vec![ArraySpec { shape, dtype }])?;
         Ok(outputs.into_iter().next().unwrap_or_else(|| unreachable!("one output was asked for")))
     }
 
     /// An operation with any number of outputs. Shapes and types have been checked by the caller.
-    pub(crate) fn build_many(op: Op, inputs: &[&Array], specs: Vec<(Shape, DType)>) -> Result<Vec<Array>> {
+    pub(crate) fn build_many(op: Op, inputs: &[&Array], specs: Vec<ArraySpec>) -> Result<Vec<Array>> {
         let Some(first) = inputs.first() else {
             return Err(ArrayError::Argument {
                 op: "custom kernel",
@@ -136,8 +152,9 @@ impl Array {
         Array::call(&first.0.runtime, op, inputs, specs)
     }
 
-    fn call(runtime: &Runtime, op: Op, inputs: &[&Array], specs: Vec<(Shape, DType)>) -> Result<Vec<Array>> {
-        if let Some((shape, _)) = specs.iter().find(|(shape, _)| shape.rank() > Layout::RANK_MAX) {
+    fn call(runtime: &Runtime, op: Op, inputs: &[&Array], specs: Vec<ArraySpec>) -> Result<Vec<Array>> {
+        let shapes = || specs.iter().map(|spec| &spec.shape);
+        if let Some(shape) = shapes().find(|shape| shape.rank() > Layout::RANK_MAX) {
             return Err(ArrayError::Argument {
                 op: "shape",
                 reason: format!(
@@ -150,7 +167,7 @@ impl Array {
         if bytes_of_all(&specs) > isize::MAX as usize {
             return Err(ArrayError::Argument {
                 op: "allocate",
-                reason: format!("{} gives {}, which cannot be addressed", op.name(), specs[0].0),
+                reason: format!("{} gives {}, which cannot be addressed", op.name(), specs[0].shape),
             });
         }
         let call = Arc::new(Call {
@@ -166,7 +183,7 @@ impl Array {
             .specs
             .iter()
             .enumerate()
-            .map(|(output, (shape, dtype))| {
+            .map(|(output, ArraySpec { shape, dtype })| {
                 Array(Arc::new(Node {
                     runtime: runtime.clone(),
                     shape: shape.clone(),

@@ -52,6 +52,24 @@ pub trait DeviceMemory: Any + Send + Sync {
     fn as_any(&self) -> &dyn Any;
 }
 
+/// A place in device memory.
+#[derive(Clone, Copy)]
+pub struct MemoryAt<'a> {
+    /// The memory.
+    pub memory: &'a dyn DeviceMemory,
+    /// First byte.
+    pub offset: usize,
+}
+
+/// Some bytes of device memory.
+#[derive(Clone)]
+pub struct MemoryPart<'a> {
+    /// The memory.
+    pub memory: &'a dyn DeviceMemory,
+    /// Which of its bytes.
+    pub bytes: Range<usize>,
+}
+
 /// A device: [its memory](Memory), [the kernels it has](Programs) and [their runs](Submission). Implemented by
 /// `keel-cpu` and `keel-cuda`; `docs/design/backend.md` is the contract.
 ///
@@ -140,12 +158,12 @@ pub trait Memory: Send + Sync {
     }
 
     /// Copies bytes from one place of device memory to another. The two must not overlap.
-    fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
+    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
         let mut piece = vec![0; bytes.min(PIECE_BYTES)];
         for at in (0..bytes).step_by(PIECE_BYTES) {
             let piece = &mut piece[..PIECE_BYTES.min(bytes - at)];
-            self.read(from.0, from.1 + at, piece);
-            self.write(to.0, to.1 + at, piece);
+            self.read(from.memory, from.offset + at, piece);
+            self.write(to.memory, to.offset + at, piece);
         }
     }
 
@@ -261,16 +279,12 @@ pub trait Submission: Memory {
     ///
     /// # Errors
     /// As [`Submission::launch`], for errors that are known already.
-    fn enqueue(
-        &self,
-        launch: &Launch<'_>,
-        result: Option<(&dyn DeviceMemory, Range<usize>)>,
-    ) -> Result<Ticket> {
+    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket> {
         self.launch(launch)?;
         let mut ticket = Ticket { number: 0, result: Vec::new() };
-        if let Some((memory, at)) = result {
-            ticket.result.resize(at.len(), 0);
-            self.read(memory, at.start, &mut ticket.result);
+        if let Some(MemoryPart { memory, bytes }) = result {
+            ticket.result.resize(bytes.len(), 0);
+            self.read(memory, bytes.start, &mut ticket.result);
         }
         Ok(ticket)
     }

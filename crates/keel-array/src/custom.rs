@@ -3,7 +3,7 @@
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use crate::{Array, ArrayError, DType, Result, Shape};
+use crate::{Array, ArrayError, ArraySpec, Result, Shape};
 
 /// Elements of an operand as the host sees them.
 #[derive(Clone, Copy, Debug)]
@@ -89,15 +89,15 @@ struct Definition {
     name: String,
     body: Option<Arc<HostFn>>,
     cuda: Option<CudaSource>,
-    outputs: Vec<(Shape, DType)>,
+    outputs: Vec<ArraySpec>,
     initial: f32,
 }
 
 /// A kernel of the user's own that composes lazily with every other operation.
 ///
 /// ```
-/// # use keel_array::{CustomKernel, DType, HostSlice, HostSliceMut, Shape};
-/// let scale = CustomKernel::new("scale", vec![(Shape::from([4]), DType::F32)], 0.0, |call| {
+/// # use keel_array::{ArraySpec, CustomKernel, DType, HostSlice, HostSliceMut};
+/// let scale = CustomKernel::new("scale", vec![ArraySpec::new([4], DType::F32)], 0.0, |call| {
 ///     let (HostSlice::F32(x), HostSliceMut::F32(y)) = (call.inputs[0], &mut call.outputs[0]) else {
 ///         return Err("scale works on f32".into());
 ///     };
@@ -113,7 +113,7 @@ impl CustomKernel {
     /// A kernel for the CPU: name, output shapes and types, value of all outputs before the body runs, and body.
     pub fn new(
         name: impl Into<String>,
-        outputs: Vec<(Shape, DType)>,
+        outputs: Vec<ArraySpec>,
         initial: f32,
         body: impl Fn(&mut HostCall<'_>) -> Result<(), String> + Send + Sync + 'static,
     ) -> CustomKernel {
@@ -124,7 +124,7 @@ impl CustomKernel {
     /// A kernel for NVIDIA GPUs; `outputs` and `initial` as in [`CustomKernel::new`].
     pub fn cuda(
         name: impl Into<String>,
-        outputs: Vec<(Shape, DType)>,
+        outputs: Vec<ArraySpec>,
         initial: f32,
         source: CudaSource,
     ) -> CustomKernel {

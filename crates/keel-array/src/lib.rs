@@ -30,10 +30,10 @@ mod sync;
 mod usage;
 mod weight;
 
-pub use array::Array;
+pub use array::{Array, ArraySpec};
 pub use backend::{
-    Backend, DeviceMemory, LAUNCHES_MAX, Memory, OwnMemory, Preparations, Programs, RESULT_BYTES_MAX,
-    Submission, Ticket,
+    Backend, DeviceMemory, LAUNCHES_MAX, Memory, MemoryAt, MemoryPart, OwnMemory, Preparations, Programs,
+    RESULT_BYTES_MAX, Submission, Ticket,
 };
 pub use blocks::BlockFormat;
 pub use buffer::{Buffer, HostBuffer};
@@ -42,11 +42,14 @@ pub use dtype::DType;
 pub use error::{ArrayError, Result};
 pub use ledger::{Category, Charge, Ledger, MemoryReport};
 pub use ops::{
-    AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep, GatedDeltaSpec, Group,
-    KvFormat, KvPool, Op, PairRotation, Peers, RandomKind, Real, Reduction, Regime, RopeSpec, RowLog, Source,
-    Unary, View,
+    AddedNorm, AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep,
+    GatedDeltaSpec, Group, KvFormat, KvPool, KvRows, Op, PairRotation, Peers, RandomKind, Real, Reduction,
+    Regime, RopeSpec, Routing, RowLog, SharedExpert, Sorted, Source, Unary, View,
 };
-pub use program::{ALIGNMENT, Kernel, KernelGroup, Launch, Operand, Program, ProgramGroup, Slot};
+pub use program::{
+    ALIGNMENT, Kernel, KernelGroup, Launch, Operand, Place, PreparedPiece, Program, ProgramCacheUse,
+    ProgramGroup, Slot,
+};
 pub use runtime::{Element, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};
 pub use usage::DeviceUsage;

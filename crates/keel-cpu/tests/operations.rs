@@ -1,6 +1,6 @@
 //! Every operation against its oracle: on every instruction set, with one worker and with several.
 
-use keel_array::{Backend, Launch, Result, Runtime, RuntimeOptions};
+use keel_array::{Backend, Launch, Place, Result, Runtime, RuntimeOptions};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_testkit::checks;
@@ -43,8 +43,8 @@ impl Disturbance for Broken {
             }
             // The last element, wrong by far more than any tolerance.
             let size = output.dtype.size();
-            let (buffer, start) = launch.resolve(output.slot);
-            let at = start + (output.layout.offset + elements - 1) * size;
+            let Place { buffer, offset } = launch.resolve(output.slot);
+            let at = offset + (output.layout.offset + elements - 1) * size;
             let mut bytes = vec![0; size];
             backend.read(buffer.memory(), at, &mut bytes);
             bytes[size - 1] ^= if size == 1 { 1 } else { 0x41 };

@@ -1,7 +1,7 @@
 //! The failures that the design makes impossible, on a GPU, with freed memory poisoned. Needs a GPU:
 //! `KEEL_TEST_CUDA=1`.
 
-use keel_array::{Array, CudaSource, CustomKernel, DType, Runtime, RuntimeOptions, Shape};
+use keel_array::{Array, ArraySpec, CudaSource, CustomKernel, DType, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 use std::time::Instant;
@@ -91,7 +91,7 @@ fn kernel() -> CustomKernel {
         shared_bytes: 0,
         any_strides: false,
     };
-    CustomKernel::cuda("step", vec![(Shape::from([ELEMENTS]), DType::U32)], 0.0, source)
+    CustomKernel::cuda("step", vec![ArraySpec::new([ELEMENTS], DType::U32)], 0.0, source)
 }
 
 /// 64 kernels, each on the two results before it, and the expected value. `between` is called on each result; all

@@ -2,7 +2,7 @@
 
 use keel_array::{
     Array, AttentionSpec, Backend, Batch, Category, Compute, ConvWindow, DType, KvPool, Program, Regime,
-    RowLog, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
+    Routing, RowLog, Runtime, RuntimeOptions, SharedExpert, Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -150,11 +150,12 @@ fn mixture_as<T>(rows: usize, shared: usize, seen: impl Fn(&Program) -> T) -> T 
         let y = || {
             let normed = x.rms_norm(&scale, 1e-6)?;
             let routed = normed.linear(&router)?;
-            let (weights, chosen) = routed.slice_axis(-1, 0, EXPERTS)?.route_top_k(3, true)?;
+            let logits = routed.slice_axis(-1, 0, EXPERTS)?;
+            let Routing { weights, experts: chosen } = logits.route_top_k(3, true)?;
             let outputs = normed.gather_linear(&gate_up, &chosen)?.swiglu()?.gather_linear(&down, &chosen)?;
             let always = normed.linear(&always_up)?.swiglu()?.linear(&always_down)?;
             let gate = routed.slice_axis(-1, EXPERTS, EXPERTS + 1)?;
-            outputs.combine_experts(&weights, &x, Some((&always, &gate)))
+            outputs.combine_experts(&weights, &x, Some(SharedExpert { output: &always, gate: &gate }))
         };
         let y = y().expect("shapes fit");
         let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");

@@ -1,8 +1,8 @@
 //! A program that a GPU cannot run is refused when it is made, on a backend that only plans.
 
 use keel_array::{
-    Array, ArrayError, AttentionSpec, Batch, Category, CustomKernel, DType, KvPool, Regime, Runtime,
-    RuntimeOptions, Shape,
+    Array, ArrayError, ArraySpec, AttentionSpec, Batch, Category, CustomKernel, DType, KvPool, Regime,
+    Runtime, RuntimeOptions,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
@@ -77,7 +77,7 @@ fn more_products_than_a_grid_has_blocks_are_refused() {
 fn a_kernel_of_the_users_without_a_body_for_the_device_is_refused() {
     let runtime = runtime();
     let [x, out] = [(); 2].map(|()| floats(&runtime, &[4]));
-    let kernel = CustomKernel::new("twice", vec![(Shape::from([4]), DType::F32)], 0.0, |_| Ok(()));
+    let kernel = CustomKernel::new("twice", vec![ArraySpec::new([4], DType::F32)], 0.0, |_| Ok(()));
     let y = runtime.trace(|| kernel.apply(&[&x])).expect("one runtime");
     let error = runtime.prepare(&[(&y[0], &out)]).map(drop).expect_err("no body").to_string();
     assert!(error.contains("cannot run twice") && error.contains("with_cuda"), "{error}");

@@ -26,7 +26,7 @@ impl Disturbance for Poison {
     }
 
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        if launch.has_arena() && launch.prepared().is_some_and(|(_, first)| first == 0) {
+        if launch.has_arena() && launch.prepared().is_some_and(|piece| piece.first_kernel == 0) {
             let arena = launch.arena();
             backend.write(arena.memory(), 0, &vec![0xff; arena.bytes()]);
         }

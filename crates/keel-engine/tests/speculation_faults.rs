@@ -50,8 +50,8 @@ impl Disturbance for Faults {
         }
         self.clear();
         if let Some(attention) = attention.filter(|_| breaks_pages) {
-            let (table, at) = launch.resolve(attention.inputs[5].slot);
-            backend.write(table.memory(), at, &u32::MAX.to_le_bytes());
+            let table = launch.resolve(attention.inputs[5].slot);
+            backend.write(table.buffer.memory(), table.offset, &u32::MAX.to_le_bytes());
             return backend.launch(launch);
         }
         if self.is_silent.load(Ordering::Relaxed) {

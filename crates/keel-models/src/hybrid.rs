@@ -1,6 +1,6 @@
 //! A complete model: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
-use keel_array::{Array, ConvWindow, DType, DeltaState, Peers, Weight};
+use keel_array::{AddedNorm, Array, ConvWindow, DType, DeltaState, Peers, Weight};
 use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
@@ -106,14 +106,14 @@ impl Block {
         (mixer_norm, ff_norm): (&RmsNorm, &RmsNorm),
     ) -> Result<Array> {
         let mixed = mixer_norm.apply(attended)?;
-        let (x, h) = match &self.ff_norm {
+        let AddedNorm { sum, norm } = match &self.ff_norm {
             Some(norm) => norm.add_and_apply(&mixed, x)?,
             None => {
-                let x = mixed.add(x)?;
-                (x.clone(), x)
+                let sum = mixed.add(x)?;
+                AddedNorm { norm: sum.clone(), sum }
             }
         };
-        Ok(ff_norm.apply(&self.sum(self.ff.apply(&h, None)?)?)?.add(&x)?)
+        Ok(ff_norm.apply(&self.sum(self.ff.apply(&norm, None)?)?)?.add(&sum)?)
     }
 }
 

@@ -1,8 +1,8 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, OwnMemory, Preparations,
-    Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
+    Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt, OwnMemory,
+    Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -133,7 +133,7 @@ impl<D: Disturbance> Memory for Disturbed<D> {
     fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.disturbance.read_settled(&*self.backend, memory, offset, bytes)
     }
-    fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
+    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
         self.backend.copy(from, to, bytes);
     }
     fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {

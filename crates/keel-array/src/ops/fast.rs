@@ -3,7 +3,7 @@
 use super::reduce::expect_float;
 use super::{Op, Real};
 use crate::error::expect_shape;
-use crate::{Array, ArrayError, DType, Result, Shape};
+use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
 
 /// A rotary embedding over the first `rotary` elements of each head, in half-split pairs `(i, i + rotary / 2)`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -30,6 +30,33 @@ pub struct PairRotation {
     pub pairs: Array,
     /// f32 `[R, K]`.
     pub turns: Array,
+}
+
+/// The results of [`Array::add_rms_norm`].
+#[derive(Clone, Debug)]
+pub struct AddedNorm {
+    /// The sum of both operands.
+    pub sum: Array,
+    /// The norm of the sum.
+    pub norm: Array,
+}
+
+/// The experts of each token, from [`Array::route_top_k`].
+#[derive(Clone, Debug)]
+pub struct Routing {
+    /// Their weights, f32 `[T, k]`.
+    pub weights: Array,
+    /// Their indices, u32 `[T, k]`.
+    pub experts: Array,
+}
+
+/// An expert for every token, as [`Array::combine_experts`] adds it.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedExpert<'a> {
+    /// Its output, f32 `[T, N]`.
+    pub output: &'a Array,
+    /// Its weight before the sigmoid, f32 `[T, 1]`.
+    pub gate: &'a Array,
 }
 
 impl Array {
@@ -73,17 +100,17 @@ impl Array {
     ///
     /// # Errors
     /// As [`Array::rms_norm`]; or if the residual has another shape.
-    pub fn add_rms_norm(&self, residual: &Array, weight: &Array, eps: f32) -> Result<(Array, Array)> {
+    pub fn add_rms_norm(&self, residual: &Array, weight: &Array, eps: f32) -> Result<AddedNorm> {
         const OP: &str = "add_rms_norm";
         expect_f32(OP, &[self, residual, weight])?;
         expect_shape(OP, "residual", self.shape(), residual.shape())?;
         expect_shape(OP, "weight", &[self.last_extent(OP)?], weight.shape())?;
-        let spec = (self.shape().clone(), DType::F32);
+        let spec = ArraySpec::new(self.shape().clone(), DType::F32);
         let op = Op::AddRmsNorm { eps: Real::from(eps) };
         let mut outputs =
             Array::build_many(op, &[self, residual, weight], vec![spec.clone(), spec])?.into_iter();
         match (outputs.next(), outputs.next()) {
-            (Some(sum), Some(norm)) => Ok((sum, norm)),
+            (Some(sum), Some(norm)) => Ok(AddedNorm { sum, norm }),
             _ => unreachable!("add_rms_norm has two outputs"),
         }
     }
@@ -187,13 +214,13 @@ impl Array {
         Array::build(Op::SigmoidGate, &[self, gate], self.shape().clone(), DType::F32)
     }
 
-    /// Router of a mixture of experts. This array holds the logits f32 `[T, E]`. The results, both `[T, k]`, are the
-    /// softmax probabilities of the `k` most probable experts, divided by their sum if `normalise`, and their indices
-    /// u32. The most probable comes first; among equals the lower index.
+    /// Router of a mixture of experts. This array holds the logits f32 `[T, E]`. The result holds the softmax
+    /// probabilities of the `k` most probable experts, divided by their sum if `normalise`, and their indices. The most
+    /// probable comes first; among equals the lower index.
     ///
     /// # Errors
     /// If the logits are not f32 `[T, E]` with `E >= k >= 1`.
-    pub fn route_top_k(&self, k: usize, normalise: bool) -> Result<(Array, Array)> {
+    pub fn route_top_k(&self, k: usize, normalise: bool) -> Result<Routing> {
         const OP: &str = "route_top_k";
         expect_f32(OP, &[self])?;
         let &[tokens, experts] = &self.shape()[..] else {
@@ -211,17 +238,16 @@ impl Array {
             });
         }
         let shape = Shape::from([tokens, k]);
-        let specs = vec![(shape.clone(), DType::F32), (shape, DType::U32)];
+        let specs = vec![ArraySpec::new(shape.clone(), DType::F32), ArraySpec::new(shape, DType::U32)];
         let mut outputs = Array::build_many(Op::RouteTopK { k, normalise }, &[self], specs)?.into_iter();
         match (outputs.next(), outputs.next()) {
-            (Some(weights), Some(experts)) => Ok((weights, experts)),
+            (Some(weights), Some(experts)) => Ok(Routing { weights, experts }),
             _ => unreachable!("route_top_k has two outputs"),
         }
     }
 
     /// Sum of the experts' outputs: `residual[t] + sum_j weights[t, j] self[t, j]`, and with a shared expert
-    /// `(shared, gate)` also `+ sigmoid(gate[t]) shared[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`,
-    /// residual and shared `[T, N]`, gate `[T, 1]`.
+    /// also `+ sigmoid(gate[t]) output[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`, residual `[T, N]`.
     ///
     /// # Errors
     /// If shapes or types differ from this.
@@ -229,7 +255,7 @@ impl Array {
         &self,
         weights: &Array,
         residual: &Array,
-        shared: Option<(&Array, &Array)>,
+        shared: Option<SharedExpert<'_>>,
     ) -> Result<Array> {
         const OP: &str = "combine_experts";
         expect_f32(OP, &[self, weights, residual])?;
@@ -244,11 +270,11 @@ impl Array {
         expect_shape(OP, "weights", &[tokens, choices], weights.shape())?;
         expect_shape(OP, "residual", &[tokens, width], residual.shape())?;
         let mut inputs = vec![self, weights];
-        if let Some((shared, gate)) = shared {
-            expect_f32(OP, &[shared, gate])?;
-            expect_shape(OP, "shared", &[tokens, width], shared.shape())?;
+        if let Some(SharedExpert { output, gate }) = shared {
+            expect_f32(OP, &[output, gate])?;
+            expect_shape(OP, "shared", &[tokens, width], output.shape())?;
             expect_shape(OP, "gate", &[tokens, 1], gate.shape())?;
-            inputs.extend([shared, gate]);
+            inputs.extend([output, gate]);
         }
         inputs.push(residual);
         let op = Op::CombineExperts { shared: shared.is_some() };

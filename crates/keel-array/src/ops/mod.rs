@@ -18,12 +18,12 @@ use crate::{CustomKernel, DType};
 
 pub use elementwise::{Binary, Fused, FusedStep, Source, Unary};
 pub use exchange::{Group, Peers};
-pub use fast::{PairRotation, RopeSpec};
+pub use fast::{AddedNorm, PairRotation, RopeSpec, Routing, SharedExpert};
 pub use indexing::RandomKind;
 pub use kv_format::KvFormat;
-pub use reduce::Reduction;
+pub use reduce::{Reduction, Sorted};
 pub use sequence::{
-    AttentionSpec, Batch, ConvSpec, ConvWindow, DeltaState, GatedDeltaSpec, KvPool, Regime, RowLog,
+    AttentionSpec, Batch, ConvSpec, ConvWindow, DeltaState, GatedDeltaSpec, KvPool, KvRows, Regime, RowLog,
 };
 
 /// An f32 attribute of an operation. It is part of a program's key, so it is compared and hashed by its bits.

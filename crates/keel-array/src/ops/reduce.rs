@@ -4,7 +4,7 @@
 
 use super::Op;
 use super::views::resolve_axis;
-use crate::{Array, ArrayError, DType, Result, Shape};
+use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
 
 /// How the elements of the last axis become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +38,15 @@ impl Reduction {
             Reduction::All => "all",
         }
     }
+}
+
+/// Elements of an axis in order, from [`Array::sort`] and [`Array::top_k`].
+#[derive(Clone, Debug)]
+pub struct Sorted {
+    /// The elements.
+    pub values: Array,
+    /// Where they were on the axis, u32.
+    pub indices: Array,
 }
 
 impl Array {
@@ -176,18 +185,18 @@ impl Array {
     ///
     /// # Errors
     /// If there is no such axis.
-    pub fn sort(&self, axis: isize, descending: bool) -> Result<(Array, Array)> {
+    pub fn sort(&self, axis: isize, descending: bool) -> Result<Sorted> {
         let axis = resolve_axis("sort", axis, self.shape())?;
         let moved = self.axis_last(axis)?;
         let shape = moved.shape().clone();
-        two_outputs(Op::Sort { descending }, &moved, shape, axis)
+        sorted(Op::Sort { descending }, &moved, shape, axis)
     }
 
     /// Values and indices (u32) of the `k` largest elements of an axis, largest first.
     ///
     /// # Errors
     /// If there is no such axis or it has fewer than `k` elements.
-    pub fn top_k(&self, k: usize, axis: isize) -> Result<(Array, Array)> {
+    pub fn top_k(&self, k: usize, axis: isize) -> Result<Sorted> {
         let axis = resolve_axis("top_k", axis, self.shape())?;
         if k > self.shape()[axis] {
             return Err(ArrayError::Argument {
@@ -198,13 +207,14 @@ impl Array {
         let moved = self.axis_last(axis)?;
         let mut shape = moved.shape().to_vec();
         shape[moved.shape().rank() - 1] = k;
-        two_outputs(Op::TopK { k }, &moved, shape.into(), axis)
+        sorted(Op::TopK { k }, &moved, shape.into(), axis)
     }
 }
 
-fn two_outputs(op: Op, moved: &Array, shape: Shape, axis: usize) -> Result<(Array, Array)> {
-    let outputs = Array::build_many(op, &[moved], vec![(shape.clone(), moved.dtype()), (shape, DType::U32)])?;
-    Ok((outputs[0].last_to(axis)?, outputs[1].last_to(axis)?))
+fn sorted(op: Op, moved: &Array, shape: Shape, axis: usize) -> Result<Sorted> {
+    let specs = vec![ArraySpec::new(shape.clone(), moved.dtype()), ArraySpec::new(shape, DType::U32)];
+    let outputs = Array::build_many(op, &[moved], specs)?;
+    Ok(Sorted { values: outputs[0].last_to(axis)?, indices: outputs[1].last_to(axis)? })
 }
 
 fn expect_elements(op: &'static str, extent: usize) -> Result<()> {

@@ -182,6 +182,15 @@ pub struct ConvWindow {
     pub open: Option<Array>,
 }
 
+/// Keys and values of new rows, each f32 `[T, KV, D]`.
+#[derive(Clone, Copy, Debug)]
+pub struct KvRows<'a> {
+    /// The keys.
+    pub keys: &'a Array,
+    /// The values.
+    pub values: &'a Array,
+}
+
 /// The gated delta rule's memory of one layer.
 #[derive(Clone, Debug)]
 pub struct DeltaState {
@@ -310,7 +319,7 @@ impl Array {
         batch: &Batch,
         spec: AttentionSpec,
     ) -> Result<Array> {
-        self.attend((k, v), pool, batch, None, spec)
+        self.attend(KvRows { keys: k, values: v }, pool, batch, None, spec)
     }
 
     /// As [`Array::paged_attention`] in the prefill regime, but each row also sees later keys up to its own limit. The
@@ -320,7 +329,7 @@ impl Array {
     /// As [`Array::paged_attention`]; in the decode regime; if `until` is not u32 `[T]`.
     pub fn attention_until(
         &self,
-        (k, v): (&Array, &Array),
+        rows: KvRows<'_>,
         pool: &KvPool,
         batch: &Batch,
         until: &Array,
@@ -336,18 +345,19 @@ impl Array {
             return Err(ArrayError::DType { op: OP, operand: "until", expected: "u32", got: until.dtype() });
         }
         expect_shape(OP, "until", &[extent(self, 0)], until.shape())?;
-        self.attend((k, v), pool, batch, Some(until), spec)
+        self.attend(rows, pool, batch, Some(until), spec)
     }
 
     fn attend(
         &self,
-        (k, v): (&Array, &Array),
+        rows: KvRows<'_>,
         pool: &KvPool,
         batch: &Batch,
         until: Option<&Array>,
         spec: AttentionSpec,
     ) -> Result<Array> {
         const OP: &str = "paged_attention";
+        let KvRows { keys: k, values: v } = rows;
         expect_f32(OP, &[self, k, v])?;
         let (&[tokens, heads, size], kv_heads) = (
             match &self.shape()[..] {

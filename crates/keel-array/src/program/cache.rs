@@ -5,6 +5,17 @@ use std::sync::Arc;
 
 use super::{Graph, Kernel, Program};
 
+/// The state of a [runtime](crate::Runtime)'s program cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProgramCacheUse {
+    /// Host bytes of cached programs.
+    pub bytes: usize,
+    /// Programs found.
+    pub hits: u64,
+    /// Programs not found.
+    pub misses: u64,
+}
+
 /// The program cache of a runtime.
 pub(crate) struct ProgramCache {
     entries: HashMap<Arc<Graph>, Entry>,

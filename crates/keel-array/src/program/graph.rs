@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use crate::array::{Array, Call, Node, State, Storage};
+use crate::array::{Array, ArraySpec, Call, Node, State, Storage};
 use crate::ops::{Op, Regime};
-use crate::{DType, Layout, Shape};
+use crate::{DType, Layout};
 
 /// An operand of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,7 +21,14 @@ pub(crate) enum Ref {
 pub(crate) struct GraphCall {
     pub op: Op,
     pub inputs: Vec<Ref>,
-    pub specs: Vec<(Shape, DType)>,
+    pub specs: Vec<ArraySpec>,
+}
+
+/// A result of a call, by the numbers of the call and of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct CallOutput {
+    pub call: usize,
+    pub output: usize,
 }
 
 /// Memory that the graph reads. The layout's offset is left out: it is part of the binding.
@@ -39,7 +46,7 @@ pub(crate) struct Graph {
     pub calls: Vec<GraphCall>,
     pub externals: Vec<External>,
     /// Values that outlive the evaluation.
-    pub outputs: Vec<(usize, usize)>,
+    pub outputs: Vec<CallOutput>,
 }
 
 impl Graph {
@@ -85,7 +92,7 @@ pub(crate) fn collect(targets: &[&Array], purpose: Purpose) -> Collected {
     if purpose == Purpose::Prepare {
         externals.described.iter_mut().for_each(|e| e.donatable = false);
     }
-    let (outputs, nodes) = find_outputs(&calls, targets, &handles, purpose);
+    let Outputs { outputs, nodes } = find_outputs(&calls, targets, &handles, purpose);
     let graph = Graph { calls: graph_calls, externals: externals.described, outputs };
     Collected { graph, externals: externals.storages, outputs: nodes }
 }
@@ -150,7 +157,12 @@ fn reference(
     Ref::External(i)
 }
 
-type Outputs = (Vec<(usize, usize)>, Vec<Arc<Node>>);
+/// The outputs of a graph: as plain data, and their nodes.
+#[derive(Default)]
+struct Outputs {
+    outputs: Vec<CallOutput>,
+    nodes: Vec<Arc<Node>>,
+}
 
 fn find_outputs(
     calls: &[Arc<Call>],
@@ -159,7 +171,7 @@ fn find_outputs(
     purpose: Purpose,
 ) -> Outputs {
     let wanted: Vec<*const Node> = targets.iter().map(|a| Arc::as_ptr(&a.0)).collect();
-    let (mut outputs, mut nodes) = (Vec::new(), Vec::new());
+    let mut found = Outputs::default();
     for (i, call) in calls.iter().enumerate() {
         let weak = call.outputs.lock().unwrap_or_else(|e| e.into_inner());
         for (output, node) in weak.iter().enumerate() {
@@ -169,10 +181,10 @@ fn find_outputs(
                 continue;
             }
             if let Some(node) = node.upgrade() {
-                outputs.push((i, output));
-                nodes.push(node);
+                found.outputs.push(CallOutput { call: i, output });
+                found.nodes.push(node);
             }
         }
     }
-    (outputs, nodes)
+    found
 }

@@ -1,8 +1,8 @@
 //! Stage 2: calls become kernels; views become strides.
 
-use super::graph::{Graph, Ref};
+use super::graph::{CallOutput, Graph, Ref};
 use super::{Kernel, Operand, Slot};
-use crate::array::apply_view;
+use crate::array::{ArraySpec, apply_view};
 use crate::ops::{Op, Strides, bytes_of};
 use crate::{DType, Layout};
 
@@ -18,8 +18,7 @@ pub(super) struct Temp {
 pub(super) struct Draft {
     pub kernels: Vec<Kernel>,
     pub temps: Vec<Temp>,
-    /// Layout and type of each output.
-    pub outputs: Vec<(Layout, DType)>,
+    pub outputs: Vec<ArraySpec>,
 }
 
 pub(super) fn lower(graph: &Graph) -> Draft {
@@ -29,7 +28,7 @@ pub(super) fn lower(graph: &Graph) -> Draft {
         let inputs: Vec<Operand> = call.inputs.iter().map(|&r| operand(graph, &values, r)).collect();
         let results = match &call.op {
             Op::View(view) => {
-                let (shape, _) = &call.specs[0];
+                let shape = &call.specs[0].shape;
                 let moved = apply_view(view, &inputs[0].layout, shape)
                     .map(|layout| Operand { layout, ..inputs[0].clone() });
                 let result = moved.unwrap_or_else(|| {
@@ -44,7 +43,7 @@ pub(super) fn lower(graph: &Graph) -> Draft {
         };
         values.push(results);
     }
-    for &(call, output) in &graph.outputs {
+    for &CallOutput { call, output } in &graph.outputs {
         let value = values[call][output].clone();
         draft.bind_output(value);
     }
@@ -75,7 +74,7 @@ impl Draft {
     }
 
     /// Adds a kernel. Adds a copy for each operand whose strides the kernel cannot walk.
-    fn emit(&mut self, op: Op, inputs: Vec<Operand>, specs: &[(crate::Shape, DType)]) -> Vec<Operand> {
+    fn emit(&mut self, op: Op, inputs: Vec<Operand>, specs: &[ArraySpec]) -> Vec<Operand> {
         let inputs = inputs
             .into_iter()
             .enumerate()
@@ -94,8 +93,8 @@ impl Draft {
                 if walkable { input } else { self.copy(&input) }
             })
             .collect();
-        let outputs: Vec<Operand> =
-            specs.iter().map(|(shape, dtype)| self.temp(Layout::contiguous(shape.clone()), *dtype)).collect();
+        let temp = |spec: &ArraySpec| self.temp(Layout::contiguous(spec.shape.clone()), spec.dtype);
+        let outputs: Vec<Operand> = specs.iter().map(temp).collect();
         self.kernels.push(Kernel::new(op, inputs, outputs.clone()));
         outputs
     }
@@ -118,6 +117,6 @@ impl Draft {
             (t, copy)
         });
         self.temps[t].output = Some(number);
-        self.outputs.push((Layout::contiguous(value.layout.shape), value.dtype));
+        self.outputs.push(ArraySpec { shape: value.layout.shape, dtype: value.dtype });
     }
 }

@@ -24,9 +24,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::backend::Backend;
 use crate::ops::{Op, Regime, bytes_of};
 use crate::runtime::RuntimeOptions;
-use crate::{ArrayError, Buffer, DType, Layout, Result};
+use crate::{ArrayError, ArraySpec, Buffer, DType, Layout, Result};
 
 pub(crate) use cache::ProgramCache;
+pub use cache::ProgramCacheUse;
 pub use fusion::{KernelGroup, ProgramGroup};
 pub(crate) use graph::Graph;
 
@@ -126,11 +127,18 @@ pub(crate) enum OutputMemory {
     Donated(usize),
 }
 
+/// An output of a program, row-major and gap-free.
+#[derive(Debug)]
+pub(crate) struct ProgramOutput {
+    pub memory: OutputMemory,
+    pub spec: ArraySpec,
+}
+
 /// Kernels in order, and the memory they need.
 #[derive(Debug)]
 pub struct Program {
     kernels: Vec<Kernel>,
-    pub(crate) outputs: Vec<(OutputMemory, Layout, DType)>,
+    pub(crate) outputs: Vec<ProgramOutput>,
     arena_bytes: usize,
     pieces: Vec<Range<usize>>,
     groups: Vec<ProgramGroup>,
@@ -264,6 +272,24 @@ pub(crate) struct Bindings {
     pub prepared: Option<u64>,
 }
 
+/// The memory of a slot during a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    /// The buffer.
+    pub buffer: &'a Buffer,
+    /// The byte at which the slot begins.
+    pub offset: usize,
+}
+
+/// A piece of a prepared program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PreparedPiece {
+    /// Number of the program, unique within the process.
+    pub program: u64,
+    /// First kernel of the piece.
+    pub first_kernel: usize,
+}
+
 /// The work of one backend call: some kernels of a program, and their memory.
 pub struct Launch<'a> {
     program: &'a Arc<Program>,
@@ -312,10 +338,10 @@ impl<'a> Launch<'a> {
         (kernels <= self.piece.len()).then(|| self.piece.start + kernels)
     }
 
-    /// For a prepared program, which runs many times with the same memory: its number, unique within the process, and
-    /// the first kernel of this piece. Only the arena may change from run to run.
-    pub fn prepared(&self) -> Option<(u64, usize)> {
-        self.bindings.prepared.map(|number| (number, self.piece.start))
+    /// The piece of a prepared program, which runs many times with the same memory. Only the arena may change from run
+    /// to run. `None` for a program that runs once.
+    pub fn prepared(&self) -> Option<PreparedPiece> {
+        self.bindings.prepared.map(|program| PreparedPiece { program, first_kernel: self.piece.start })
     }
 
     /// True if the program has intermediates or scratch.
@@ -324,12 +350,12 @@ impl<'a> Launch<'a> {
     }
 
     /// The buffer of a slot, and the byte at which the slot begins.
-    pub fn resolve(&self, slot: Slot) -> (&'a Buffer, usize) {
-        let bound = |b: &'a Binding| (&b.buffer, b.offset);
+    pub fn resolve(&self, slot: Slot) -> Place<'a> {
+        let bound = |b: &'a Binding| Place { buffer: &b.buffer, offset: b.offset };
         match slot {
             Slot::External(i) => bound(&self.bindings.externals[i]),
             Slot::Output(i) => bound(&self.bindings.outputs[i]),
-            Slot::Arena { offset, .. } => (self.arena(), offset),
+            Slot::Arena { offset, .. } => Place { buffer: self.arena(), offset },
             Slot::Temp(_) => unreachable!("a planned program has no unplaced operand"),
             Slot::Absorbed(_) => unreachable!("what a kernel makes for itself is not in memory"),
         }

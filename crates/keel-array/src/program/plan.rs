@@ -5,7 +5,7 @@
 
 use super::graph::Graph;
 use super::lower::Draft;
-use super::{ALIGNMENT, Kernel, Operand, OutputMemory, Program, Slot};
+use super::{ALIGNMENT, Kernel, Operand, OutputMemory, Program, ProgramOutput, Slot};
 use crate::backend::Backend;
 use crate::ops::bytes_of;
 
@@ -19,8 +19,8 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
         planner.release_after(i);
     }
     let memory = planner.outputs;
-    let outputs =
-        draft.outputs.into_iter().zip(memory).map(|((layout, dtype), m)| (m, layout, dtype)).collect();
+    let outputs = draft.outputs.into_iter().zip(memory);
+    let outputs = outputs.map(|(spec, memory)| ProgramOutput { memory, spec }).collect();
     Program {
         kernels,
         outputs,
@@ -65,7 +65,7 @@ impl<'a> Planner<'a> {
         let outputs = draft
             .outputs
             .iter()
-            .map(|(l, d)| OutputMemory::Fresh(bytes_of(*d, l.shape.elements())))
+            .map(|spec| OutputMemory::Fresh(bytes_of(spec.dtype, spec.shape.elements())))
             .collect();
         Planner {
             graph,
@@ -168,10 +168,18 @@ fn absorbed(kernel: &Kernel, n: usize) -> bool {
     kernel.absorbed.iter().flat_map(Kernel::reads).any(|operand| operand.slot == slot)
 }
 
-/// Offsets of live intermediates, lowest first.
+/// Bytes of the arena that hold an intermediate, or scratch.
+struct Live {
+    offset: usize,
+    bytes: usize,
+    /// The intermediate; `usize::MAX` for scratch.
+    temp: usize,
+}
+
+/// Live intermediates, lowest offset first.
 #[derive(Default)]
 struct Arena {
-    live: Vec<(usize, usize, usize)>, // (offset, bytes, temp)
+    live: Vec<Live>,
     high_water: usize,
 }
 
@@ -181,25 +189,25 @@ impl Arena {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
         let mut offset = 0;
         let mut at = self.live.len();
-        for (i, &(start, taken, _)) in self.live.iter().enumerate() {
-            if start - offset >= bytes {
+        for (i, live) in self.live.iter().enumerate() {
+            if live.offset - offset >= bytes {
                 at = i;
                 break;
             }
-            offset = start + taken;
+            offset = live.offset + live.bytes;
         }
-        self.live.insert(at, (offset, bytes, temp));
+        self.live.insert(at, Live { offset, bytes, temp });
         self.high_water = self.high_water.max(offset + bytes);
         offset
     }
 
     fn release(&mut self, temp: usize) {
-        self.live.retain(|&(_, _, t)| t != temp);
+        self.live.retain(|live| live.temp != temp);
     }
 
     fn hand_over(&mut self, from: usize, to: usize) {
-        if let Some(entry) = self.live.iter_mut().find(|e| e.2 == from) {
-            entry.2 = to;
+        if let Some(entry) = self.live.iter_mut().find(|live| live.temp == from) {
+            entry.temp = to;
         }
     }
 }

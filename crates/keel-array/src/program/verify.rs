@@ -1,17 +1,27 @@
 //! Stage 5: checks a plan before its first run. A failure is a bug in this crate, so it panics with the kernel's name.
 
+use std::ops::Range;
+
 use super::graph::Graph;
 use super::{OutputMemory, Program, Slot};
 use crate::ops::bytes_of;
 
+/// Bytes of the arena that hold an intermediate.
+#[derive(Clone)]
+struct Held {
+    bytes: Range<usize>,
+    /// The intermediate; `usize::MAX` for scratch.
+    temp: usize,
+}
+
 /// Every operand lies within its memory. Every intermediate is read only while its memory still holds it.
 pub(super) fn verify(program: &Program, graph: &Graph) {
-    let mut holds: Vec<(usize, usize, usize)> = Vec::new(); // (first byte, end, intermediate)
+    let mut holds: Vec<Held> = Vec::new();
     for (i, kernel) in program.kernels.iter().enumerate() {
         let name = kernel.op.name();
         for input in kernel.reads() {
             if let Slot::Arena { temp, offset } = input.slot {
-                let intact = holds.iter().any(|&(start, _, t)| (start, t) == (offset, temp));
+                let intact = holds.iter().any(|held| (held.bytes.start, held.temp) == (offset, temp));
                 assert!(
                     intact,
                     "kernel {i} ({name}) reads intermediate {temp}, whose memory has been reused"
@@ -27,16 +37,16 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
                 );
             }
         }
-        let scratch = kernel.workspace.clone().map(|w| (w.start, w.end, usize::MAX));
+        let scratch = kernel.workspace.clone().map(|bytes| Held { bytes, temp: usize::MAX });
         let written = kernel.outputs.iter().filter_map(|output| match output.slot {
             Slot::Arena { temp, offset } => {
-                let bytes = bytes_of(output.dtype, output.layout.end());
-                Some((offset, offset + bytes, temp))
+                let end = offset + bytes_of(output.dtype, output.layout.end());
+                Some(Held { bytes: offset..end, temp })
             }
             _ => None,
         });
         let written: Vec<_> = written.chain(scratch).collect();
-        for &(start, end, temp) in &written {
+        for Held { bytes: Range { start, end }, temp } in written.iter().cloned() {
             assert!(end <= program.arena_bytes, "kernel {i} ({name}) writes past the arena");
             if temp == usize::MAX {
                 let clash = kernel.reads().into_iter().chain(&kernel.outputs).any(|o| match o.slot {
@@ -48,13 +58,14 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
                 assert!(!clash, "kernel {i} ({name}): the scratch overlaps an operand");
             }
         }
-        holds.retain(|&(start, end, _)| written.iter().all(|&(s, e, _)| e <= start || end <= s));
-        holds.extend(written.into_iter().filter(|w| w.2 != usize::MAX));
+        let are_apart = |a: &Range<usize>, b: &Range<usize>| a.end <= b.start || b.end <= a.start;
+        holds.retain(|held| written.iter().all(|new| are_apart(&held.bytes, &new.bytes)));
+        holds.extend(written.into_iter().filter(|new| new.temp != usize::MAX));
     }
-    for (memory, layout, dtype) in &program.outputs {
-        if let OutputMemory::Donated(e) = memory {
-            let external = &graph.externals[*e];
-            let same = (&external.layout.shape, external.dtype) == (&layout.shape, *dtype);
+    for output in &program.outputs {
+        if let OutputMemory::Donated(e) = output.memory {
+            let external = &graph.externals[e];
+            let same = (&external.layout.shape, external.dtype) == (&output.spec.shape, output.spec.dtype);
             assert!(external.donatable && same, "an output took over an input that is still needed");
         }
     }

@@ -67,7 +67,7 @@ fn refuse(reason: String) -> ArrayError {
 /// A destination may be memory that the graph reads, if the last reader comes before the kernel that writes it.
 /// Destinations must not overlap.
 fn check_destinations(program: &Program, bindings: &Bindings) -> Result<()> {
-    let bytes = |i: usize| program.outputs[i].1.shape.elements() * program.outputs[i].2.size();
+    let bytes = |i: usize| program.outputs[i].spec.shape.elements() * program.outputs[i].spec.dtype.size();
     for (i, output) in bindings.outputs.iter().enumerate() {
         let shares = |other: &Binding, other_bytes: usize| {
             other.buffer.is_same(&output.buffer)

@@ -1,9 +1,10 @@
 //! Bytes between the host and arrays.
 
-use crate::Buffer;
 use crate::array::{Array, Storage};
+use crate::backend::MemoryAt;
 use crate::error::expect_shape;
 use crate::ledger::Category;
+use crate::program::Binding;
 use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
 
 /// A host type that stands for a dtype.
@@ -137,7 +138,7 @@ impl Array {
     /// # Errors
     /// If the bytes do not fit, or the array is not in memory or not contiguous.
     pub fn write_bytes(&self, at: usize, bytes: &[u8]) -> Result<()> {
-        let (buffer, start) = self.contiguous_storage("write")?;
+        let Binding { buffer, offset: start } = self.contiguous_storage("write")?;
         if at.checked_add(bytes.len()).is_none_or(|end| end > self.bytes()) {
             let reason = format!(
                 "{} bytes at {at} do not fit into {} of {} bytes",
@@ -158,7 +159,7 @@ impl Array {
     /// # Errors
     /// If the range is not within the array, or the array is not in memory or not contiguous.
     pub fn read_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
-        let (buffer, start) = self.readable(at, bytes.len())?;
+        let Binding { buffer, offset: start } = self.readable(at, bytes.len())?;
         self.runtime().exclusive(|backend| backend.read(buffer.memory(), start, bytes));
         Ok(())
     }
@@ -168,19 +169,19 @@ impl Array {
     /// # Errors
     /// As [`Array::read_bytes`]; or if the copy fails.
     pub fn read_settled_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
-        let (buffer, start) = self.readable(at, bytes.len())?;
-        self.runtime().exclusive(|backend| backend.read_settled(buffer.memory(), start, bytes))
+        let place = self.readable(at, bytes.len())?;
+        self.runtime().exclusive(|backend| backend.read_settled(place.buffer.memory(), place.offset, bytes))
     }
 
     /// The memory of the array, and where in it byte `at` of the array is, of `count` that are to be read.
-    fn readable(&self, at: usize, count: usize) -> Result<(Buffer, usize)> {
-        let (buffer, start) = self.contiguous_storage("read")?;
+    fn readable(&self, at: usize, count: usize) -> Result<Binding> {
+        let Binding { buffer, offset } = self.contiguous_storage("read")?;
         if at.checked_add(count).is_none_or(|end| end > self.bytes()) {
             let reason =
                 format!("{count} bytes at {at} are not within {} of {} bytes", self.shape(), self.bytes());
             return Err(ArrayError::Argument { op: "read", reason });
         }
-        Ok((buffer, start + at))
+        Ok(Binding { buffer, offset: offset + at })
     }
 
     /// Evaluates, and copies the elements to the host, row-major.
@@ -245,15 +246,15 @@ impl Array {
             );
             return Err(ArrayError::Argument { op: OP, reason });
         }
-        let (source, start) = self.contiguous_storage(OP)?;
-        let (goal, goal_start) = target.contiguous_storage(OP)?;
+        let (source, goal) = (self.contiguous_storage(OP)?, target.contiguous_storage(OP)?);
         if self.runtime().backend().is_planning() {
             return Ok(());
         }
         let size = self.dtype().size();
         self.runtime().exclusive(|backend| {
-            let from = (source.memory(), start + from * size);
-            backend.copy(from, (goal.memory(), goal_start + to * size), count * size);
+            let from = MemoryAt { memory: source.buffer.memory(), offset: source.offset + from * size };
+            let to = MemoryAt { memory: goal.buffer.memory(), offset: goal.offset + to * size };
+            backend.copy(from, to, count * size);
         });
         Ok(())
     }
@@ -264,7 +265,7 @@ impl Array {
     /// If there is no such entry or the array is not contiguous in memory.
     pub fn clear_entry(&self, index: usize) -> Result<()> {
         const OP: &str = "clear_entry";
-        let (buffer, start) = self.contiguous_storage(OP)?;
+        let Binding { buffer, offset: start } = self.contiguous_storage(OP)?;
         let count = self.shape().first().copied().unwrap_or(0);
         if index >= count {
             return Err(ArrayError::Argument {
@@ -280,7 +281,7 @@ impl Array {
         Ok(())
     }
 
-    fn contiguous_storage(&self, op: &'static str) -> Result<(Buffer, usize)> {
+    fn contiguous_storage(&self, op: &'static str) -> Result<Binding> {
         let storage = self.0.storage().filter(|s| s.layout.is_contiguous()).ok_or(ArrayError::Argument {
             op,
             reason: format!("{self:?} is not contiguous in memory; evaluate it first"),
@@ -288,6 +289,6 @@ impl Array {
         if let Some(fence) = &storage.fence {
             fence.wait()?;
         }
-        Ok((storage.buffer, storage.layout.offset * self.dtype().size()))
+        Ok(Binding { offset: storage.layout.offset * self.dtype().size(), buffer: storage.buffer })
     }
 }

@@ -17,7 +17,9 @@ use crate::backend::Backend;
 use crate::buffer::{Buffer, HostBuffer};
 use crate::ledger::{Category, Charge, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
-use crate::program::{Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache};
+use crate::program::{
+    Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache, ProgramCacheUse,
+};
 use crate::{DeviceUsage, Layout, Result};
 
 use arena::Arena;
@@ -226,10 +228,10 @@ impl Runtime {
         self.programs().clear();
     }
 
-    /// Host bytes of cached programs, and the numbers of hits and misses.
-    pub fn program_cache(&self) -> (usize, u64, u64) {
+    /// The state of the program cache.
+    pub fn program_cache(&self) -> ProgramCacheUse {
         let programs = self.programs();
-        (programs.bytes(), programs.hits, programs.misses)
+        ProgramCacheUse { bytes: programs.bytes(), hits: programs.hits, misses: programs.misses }
     }
 
     /// Submissions made so far.
@@ -305,7 +307,7 @@ impl Runtime {
         let outputs = program
             .outputs
             .iter()
-            .map(|(memory, _, _)| match *memory {
+            .map(|output| match output.memory {
                 OutputMemory::Fresh(bytes) => {
                     Ok(Binding { buffer: self.allocate(Category::User, bytes)?, offset: 0 })
                 }

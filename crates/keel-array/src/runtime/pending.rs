@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use super::executable::{Executable, FailedRun};
 use super::stream::Failure;
 use crate::Buffer;
-use crate::backend::{LAUNCHES_MAX, RESULT_BYTES_MAX, Ticket};
+use crate::backend::{LAUNCHES_MAX, MemoryPart, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
@@ -17,12 +17,18 @@ pub const RUNS_MAX: usize = 6;
 /// Most pieces of a run under way at a time. A longer program waits for its first pieces.
 const PIECES_MAX: usize = LAUNCHES_MAX / RUNS_MAX;
 
+/// A piece of the program under way.
+struct PieceTicket {
+    kernels: Range<usize>,
+    ticket: Ticket,
+}
+
 /// A run under way. It owns its memory until the device is done with it. Dropping it waits.
 pub struct PendingRun {
     executable: Executable,
     arena: Option<Buffer>,
     /// One for each piece under way, oldest first.
-    tickets: VecDeque<(Range<usize>, Ticket)>,
+    tickets: VecDeque<PieceTicket>,
     /// Memory of the bytes that the host gets, and their number.
     result: Option<Binding>,
     result_bytes: usize,
@@ -94,17 +100,20 @@ impl PendingRun {
         let Executable { runtime, program, bindings } = &self.executable;
         let launch = Launch::new(program, piece.clone(), bindings, self.arena.as_ref());
         let result = self.result.as_ref().filter(|_| is_last);
-        let result = result.map(|at| (at.buffer.memory(), at.offset..at.offset + self.result_bytes));
+        let result = result.map(|at| MemoryPart {
+            memory: at.buffer.memory(),
+            bytes: at.offset..at.offset + self.result_bytes,
+        });
         let ticket = runtime.exclusive(|backend| backend.enqueue(&launch, result));
         let ticket = ticket.map_err(|error| Failure { error, done: launch.done() })?;
-        self.tickets.push_back((piece, ticket));
+        self.tickets.push_back(PieceTicket { kernels: piece, ticket });
         Ok(())
     }
 
     fn wait_for_first(&mut self, result: &mut [u8]) -> Result<(), Failure> {
-        let Some((piece, ticket)) = self.tickets.pop_front() else { return Ok(()) };
+        let Some(PieceTicket { kernels, ticket }) = self.tickets.pop_front() else { return Ok(()) };
         let Executable { runtime, program, bindings } = &self.executable;
-        let launch = Launch::new(program, piece, bindings, self.arena.as_ref());
+        let launch = Launch::new(program, kernels, bindings, self.arena.as_ref());
         let outcome = runtime.exclusive(|backend| backend.wait(ticket, &launch, result));
         outcome.map_err(|error| Failure { error, done: launch.done() })
     }

@@ -5,7 +5,7 @@ use crate::kernels::generic::scalar::Plain;
 use crate::kernels::generic::strided::Strided;
 use crate::kernels::rows::{Rows, RowsMut};
 use crate::shared_slice::SharedMut;
-use keel_array::{DType, Launch, Layout, Operand};
+use keel_array::{DType, Launch, Layout, Operand, Place};
 use std::marker::PhantomData;
 
 /// An operand with its memory.
@@ -41,7 +41,7 @@ impl<'a> Bound<'a> {
     /// # Panics
     /// If the operand does not lie within its memory.
     pub unsafe fn new(launch: &Launch<'a>, operand: &'a Operand) -> Bound<'a> {
-        let (buffer, start) = launch.resolve(operand.slot);
+        let Place { buffer, offset: start } = launch.resolve(operand.slot);
         let memory = HostMemory::of(buffer.memory());
         let size = operand.dtype.size();
         let end = start + operand.layout.end() * size;

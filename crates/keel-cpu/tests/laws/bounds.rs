@@ -174,14 +174,14 @@ fn the_same_graph_is_compiled_once() {
         x.exp().and_then(|y| y.sum(0)).and_then(|y| y.to_vec::<f32>()).expect("a graph runs")
     };
     run(20);
-    let (_, _, misses) = runtime.program_cache();
+    let misses = runtime.program_cache().misses;
     let first = run(20);
-    let (bytes, hits, again) = runtime.program_cache();
-    assert_eq!(again, misses, "nothing new to compile");
-    assert!(hits >= 1 && bytes > 0);
+    let cache = runtime.program_cache();
+    assert_eq!(cache.misses, misses, "nothing new to compile");
+    assert!(cache.hits >= 1 && cache.bytes > 0);
     assert_eq!(run(20), first);
     run(21);
-    assert_eq!(runtime.program_cache().2, misses + 1, "another shape is another program");
+    assert_eq!(runtime.program_cache().misses, misses + 1, "another shape is another program");
 }
 
 #[test]
@@ -191,8 +191,8 @@ fn the_program_cache_is_bounded_in_bytes() {
     for n in 1..200 {
         let x = Array::full(&runtime, [n], DType::F32, 1.0).expect("an addressable shape");
         assert_eq!(x.sum(0).and_then(|y| y.to_vec::<f32>()).expect("a graph runs"), [n as f32]);
-        assert!(runtime.program_cache().0 <= limit);
+        assert!(runtime.program_cache().bytes <= limit);
     }
     runtime.clear_cache();
-    assert_eq!(runtime.program_cache().0, 0);
+    assert_eq!(runtime.program_cache().bytes, 0);
 }

@@ -3,7 +3,8 @@
 use super::watched::Watched;
 use super::{backend, runtime};
 use keel_array::{
-    Array, Category, CudaSource, CustomKernel, DType, HostSlice, HostSliceMut, Runtime, RuntimeOptions, Shape,
+    Array, ArraySpec, Category, CudaSource, CustomKernel, DType, HostSlice, HostSliceMut, Runtime,
+    RuntimeOptions,
 };
 use std::sync::atomic::Ordering;
 
@@ -15,7 +16,7 @@ fn step(x: f32, y: f32) -> f32 {
 }
 
 fn kernel() -> CustomKernel {
-    CustomKernel::new("step", vec![(Shape::from([ELEMENTS]), DType::F32)], 0.0, |call| {
+    CustomKernel::new("step", vec![ArraySpec::new([ELEMENTS], DType::F32)], 0.0, |call| {
         let (HostSlice::F32(x), HostSlice::F32(y), HostSliceMut::F32(z)) =
             (call.inputs[0], call.inputs[1], &mut call.outputs[0])
         else {
@@ -88,7 +89,7 @@ fn a_submission_that_does_not_own_its_inputs_would_fail_that_test() {
 fn what_a_kernel_says_is_the_error_and_a_panic_is_one_too() {
     let runtime = runtime();
     let x = super::counting(&runtime, &[3]);
-    let outputs = || vec![(Shape::from([3]), DType::F32)];
+    let outputs = || vec![ArraySpec::new([3], DType::F32)];
     let refusing = CustomKernel::new("refusing", outputs(), 0.0, |_| Err("not on Sundays".into()));
     let y = refusing.apply(&[&x]).expect("one runtime").remove(0);
     assert_eq!(y.eval().expect_err("it refuses").to_string(), "refusing: not on Sundays");
@@ -107,7 +108,7 @@ fn what_a_kernel_says_is_the_error_and_a_panic_is_one_too() {
 fn a_kernel_without_a_body_for_the_cpu_is_refused_before_anything_runs() {
     let runtime = runtime();
     let x = super::counting(&runtime, &[3]);
-    let outputs = || vec![(Shape::from([3]), DType::F32)];
+    let outputs = || vec![ArraySpec::new([3], DType::F32)];
     for kernel in [
         CustomKernel::cuda("elsewhere", outputs(), 0.0, CudaSource::default()),
         CustomKernel::cuda("elsewhere", outputs(), 0.0, CudaSource::default())

@@ -2,7 +2,7 @@
 
 use super::{active, runtime, runtime_with};
 use keel_array::{
-    Array, CustomKernel, DType, HostSlice, HostSliceMut, Result, Runtime, RuntimeOptions, Shape,
+    Array, ArraySpec, CustomKernel, DType, HostSlice, HostSliceMut, Result, Runtime, RuntimeOptions,
 };
 use proptest::prelude::*;
 
@@ -45,14 +45,14 @@ fn apply(kind: u8, a: &Array, b: &Array) -> Result<Array> {
         14 => Array::concatenate(&[&a.slice_axis(1, 30, COLS)?, &b.slice_axis(1, 0, 30)?], 1),
         15 => a.cast(DType::BF16)?.cast(DType::F32),
         16 => a.less(b)?.select(a, b),
-        17 => Ok(a.add_rms_norm(b, &row(a)?.reshape([COLS])?, 1e-3)?.1),
+        17 => Ok(a.add_rms_norm(b, &row(a)?.reshape([COLS])?, 1e-3)?.norm),
         18 => a.matmul(&a.swap_axes(0, 1)?)?.matmul(b).and_then(|y| y.sigmoid()),
         _ => Ok(mirror().apply(&[a, b])?.remove(0)),
     }
 }
 
 fn mirror() -> CustomKernel {
-    let outputs = vec![(Shape::from([ROWS, COLS]), DType::F32)];
+    let outputs = vec![ArraySpec::new([ROWS, COLS], DType::F32)];
     CustomKernel::new("mirror", outputs, 0.0, |call| {
         let (HostSlice::F32(a), HostSlice::F32(b), HostSliceMut::F32(y)) =
             (call.inputs[0], call.inputs[1], &mut call.outputs[0])

@@ -68,7 +68,7 @@ impl Disturbance for Watched {
 fn poison_inputs(backend: &dyn Backend, launch: &Launch<'_>) {
     let inputs = launch.kernels().iter().flat_map(|kernel| &kernel.inputs);
     for input in inputs.filter(|input| matches!(input.slot, Slot::External(_))) {
-        let (buffer, _) = launch.resolve(input.slot);
+        let buffer = launch.resolve(input.slot).buffer;
         backend.write(buffer.memory(), 0, &vec![0xff; buffer.bytes()]);
     }
 }

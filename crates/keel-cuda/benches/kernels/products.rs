@@ -2,7 +2,9 @@
 
 use super::{Bench, Floor};
 use keel_array::sampling::Draw;
-use keel_array::{Array, Compute, DType, Result, RowBlock, RowData, Weight, WeightFormat, WeightSpec};
+use keel_array::{
+    Array, Compute, DType, Result, Routing, RowBlock, RowData, SharedExpert, Weight, WeightFormat, WeightSpec,
+};
 use keel_testkit::random::Random;
 use std::cell::Cell;
 
@@ -89,11 +91,12 @@ fn mixture(bench: &Bench, format: WeightFormat) -> Result<()> {
         let (gate_up, down) = &stacks[*i];
         let normed = x.rms_norm(&scale, 1e-6)?;
         let routed = normed.linear(router)?;
-        let (probabilities, chosen) = routed.slice_axis(-1, 0, EXPERTS)?.route_top_k(CHOICES, true)?;
+        let Routing { weights, experts: chosen } =
+            routed.slice_axis(-1, 0, EXPERTS)?.route_top_k(CHOICES, true)?;
         let outputs = normed.gather_linear(gate_up, &chosen)?.swiglu()?.gather_linear(down, &chosen)?;
         let always = normed.linear(shared_gate_up)?.swiglu()?.linear(shared_down)?;
         let gate = routed.slice_axis(-1, EXPERTS, EXPERTS + 1)?;
-        outputs.combine_experts(&probabilities, x, Some((&always, &gate)))
+        outputs.combine_experts(&weights, x, Some(SharedExpert { output: &always, gate: &gate }))
     })
 }
 

@@ -11,7 +11,9 @@ use super::{Gpu, Mode};
 use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::KernelKey;
-use keel_array::{ArrayError, Kernel, LAUNCHES_MAX, Launch, OwnMemory, RESULT_BYTES_MAX, Slot, Ticket};
+use keel_array::{
+    ArrayError, Kernel, LAUNCHES_MAX, Launch, OwnMemory, PreparedPiece, RESULT_BYTES_MAX, Slot, Ticket,
+};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -30,11 +32,10 @@ pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
     host_bytes: (2 * STAGING_BYTES + (1 + LAUNCHES_MAX) * (WRONG_BYTES + RESULT_BYTES_MAX)) as u64,
 };
 
-/// What a graph was captured with: the prepared program, the first kernel of the piece, and the arena's address.
+/// What a graph was captured with: the piece of a prepared program, and the arena's address.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct GraphKey {
-    prepared: u64,
-    first_kernel: usize,
+    piece: PreparedPiece,
     arena: u64,
 }
 
@@ -200,12 +201,12 @@ impl Session {
         ready.map_err(|e| e.in_op("launch"))?;
         self.ahead.forget();
         let record = |session: &Session| session.record(gpu, mode, launch);
-        let Some((prepared, first_kernel)) = launch.prepared() else {
+        let Some(piece) = launch.prepared() else {
             record(self)?;
             return Ok(None);
         };
         let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
-        let key = GraphKey { prepared, first_kernel, arena: arena.unwrap_or(0) };
+        let key = GraphKey { piece, arena: arena.unwrap_or(0) };
         self.run_prepared(device, key, launch, record)?;
         Ok(self.seen.last().map(|seen| seen.ahead.clone()))
     }

@@ -17,11 +17,10 @@ use crate::kernels::KernelKey;
 pub use group::CudaGroup;
 use group::Membership;
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, OwnMemory,
-    Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
+    MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -252,10 +251,10 @@ impl Memory for CudaBackend {
         outcome.map_err(|e| e.in_op("read"))
     }
 
-    fn copy(&self, from: (&dyn DeviceMemory, usize), to: (&dyn DeviceMemory, usize), bytes: usize) {
+    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
         let gpu = self.gpu();
-        let (from, to) = ((CudaMemory::of(from.0), from.1), (CudaMemory::of(to.0), to.1));
-        gpu.session().copy(gpu, from, to, bytes);
+        let address = |at: MemoryAt<'_>| CudaMemory::of(at.memory).range(at.offset, bytes);
+        gpu.session().copy(gpu, address(from), address(to), bytes);
     }
 
     fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
@@ -272,8 +271,9 @@ impl Memory for CudaBackend {
             let mut filled = section.first;
             while filled < section.bytes {
                 let bytes = filled.min(section.bytes - filled);
-                let (from, to) = (offset + section.offset, offset + section.offset + filled);
-                self.copy((memory, from), (memory, to), bytes);
+                let from = MemoryAt { memory, offset: offset + section.offset };
+                let to = MemoryAt { memory, offset: from.offset + filled };
+                self.copy(from, to, bytes);
                 filled += bytes;
             }
         }
@@ -347,15 +347,11 @@ impl Submission for CudaBackend {
         true
     }
 
-    fn enqueue(
-        &self,
-        launch: &Launch<'_>,
-        result: Option<(&dyn DeviceMemory, Range<usize>)>,
-    ) -> Result<Ticket, ArrayError> {
+    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket, ArrayError> {
         let gpu = self.gpu();
-        let result = result.map(|(memory, at)| {
-            let start = CudaMemory::of(memory).range(at.start, at.len());
-            start..start + at.len() as u64
+        let result = result.map(|MemoryPart { memory, bytes }| {
+            let start = CudaMemory::of(memory).range(bytes.start, bytes.len());
+            start..start + bytes.len() as u64
         });
         gpu.session().enqueue(gpu, self.mode, launch, result)
     }

@@ -1,7 +1,7 @@
 //! Operands of a kernel as device addresses, and their strides as kernels take them.
 
 use crate::driver::{CudaMemory, overlap};
-use keel_array::{DType, Kernel, Launch, Layout, Operand, Slot};
+use keel_array::{DType, Kernel, Launch, Layout, Operand, Place, Slot};
 
 /// An operand with its place in device memory.
 #[derive(Clone, Copy)]
@@ -53,7 +53,7 @@ impl<'a> Bound<'a> {
         if let Slot::Absorbed(_) = operand.slot {
             return Bound { address: 0, layout: &operand.layout, dtype: operand.dtype, lasting: false };
         }
-        let (buffer, start) = launch.resolve(operand.slot);
+        let Place { buffer, offset: start } = launch.resolve(operand.slot);
         let size = operand.dtype.size();
         let first = start + operand.layout.offset * size;
         let address = CudaMemory::of(buffer.memory())

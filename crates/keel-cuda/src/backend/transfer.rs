@@ -138,10 +138,9 @@ impl Session {
         Ok(())
     }
 
-    /// Copies device bytes to another place on the device.
-    pub fn copy(&mut self, gpu: &Gpu, from: (&CudaMemory, usize), to: (&CudaMemory, usize), bytes: usize) {
+    /// Copies device bytes to another place on the device. Both addresses come from [`CudaMemory::range`].
+    pub fn copy(&mut self, gpu: &Gpu, from: u64, to: u64, bytes: usize) {
         self.ahead.forget();
-        let (from, to) = (from.0.range(from.1, bytes), to.0.range(to.1, bytes));
         let stream = gpu.device.stream();
         let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
         // SAFETY: within both memories.

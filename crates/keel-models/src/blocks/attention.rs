@@ -1,6 +1,6 @@
 //! Softmax attention, over all earlier tokens or over a window; with a gate on its output (Qwen3.5) or without.
 
-use keel_array::{Array, AttentionSpec, KvPool, Real, Result, RopeSpec};
+use keel_array::{Array, AttentionSpec, KvPool, KvRows, Real, Result, RopeSpec};
 
 use super::{RmsNorm, StepContext};
 use crate::loading::Projection;
@@ -140,7 +140,9 @@ impl Attention {
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         let until = step.sight.as_ref().and_then(|sight| sight.until.as_ref());
         let seen = match until {
-            Some(until) => query.attention_until((&key, &value), pool, batch, until, spec)?,
+            Some(until) => {
+                query.attention_until(KvRows { keys: &key, values: &value }, pool, batch, until, spec)?
+            }
             None => query.paged_attention(&key, &value, pool, batch, spec)?,
         };
         Ok((seen, gate))

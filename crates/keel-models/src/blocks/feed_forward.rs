@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use keel_array::{Array, DType, PairRotation, Result, Weight};
+use keel_array::{Array, DType, PairRotation, Result, Routing, SharedExpert, Weight};
 
 use crate::loading::{Projection, input};
 
@@ -73,10 +73,10 @@ pub struct MixtureOfExperts {
 impl MixtureOfExperts {
     fn apply(&self, x: &Array, residual: &Array) -> Result<Array> {
         let routed = self.router.apply(x)?;
-        let (weights, experts) = routed[0].route_top_k(self.chosen, self.normalise)?;
-        let (weights, experts) = match &self.own {
-            Some(own) => own_choices(&weights, &experts, own)?,
-            None => (weights, experts),
+        let routing = routed[0].route_top_k(self.chosen, self.normalise)?;
+        let Routing { weights, experts } = match &self.own {
+            Some(own) => own_choices(&routing, own)?,
+            None => routing,
         };
         let inner = input(x, &self.gate_up_rotation)?.gather_linear(&self.gate_up, &experts)?.swiglu()?;
         let outputs = input(&inner, &self.down_rotation)?.gather_linear(&self.down, &experts)?;
@@ -84,7 +84,8 @@ impl MixtureOfExperts {
             None => outputs.combine_experts(&weights, residual, None),
             Some(shared) => {
                 let always = shared.apply(x, None)?;
-                outputs.combine_experts(&weights, residual, Some((&always, &routed[1])))
+                let shared = SharedExpert { output: &always, gate: &routed[1] };
+                outputs.combine_experts(&weights, residual, Some(shared))
             }
         }
     }
@@ -92,12 +93,12 @@ impl MixtureOfExperts {
 
 /// The chosen experts as numbers of this device's stack, and their weights. In place of an expert that another device
 /// holds stands the first or the last of this one, with a weight of 0: the sum over the devices is that of all choices.
-fn own_choices(weights: &Array, experts: &Array, own: &Range<usize>) -> Result<(Array, Array)> {
+fn own_choices(Routing { weights, experts }: &Routing, own: &Range<usize>) -> Result<Routing> {
     let number = |n: usize| Array::full(experts.runtime(), [1], DType::I32, n as f32);
     let at = experts.cast(DType::I32)?.sub(&number(own.start)?)?;
     let held = at.maximum(&number(0)?)?.minimum(&number(own.len() - 1)?)?;
     let none = Array::zeros(weights.runtime(), weights.shape().clone(), DType::F32)?;
-    Ok((at.equal(&held)?.select(weights, &none)?, held.cast(DType::U32)?))
+    Ok(Routing { weights: at.equal(&held)?.select(weights, &none)?, experts: held.cast(DType::U32)? })
 }
 
 /// The second half of a block.

@@ -1,6 +1,6 @@
 //! RMS norm with its effective scale.
 
-use keel_array::{Array, Result};
+use keel_array::{AddedNorm, Array, Result};
 
 /// `x / sqrt(mean(x^2) + eps) * scale`.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ impl RmsNorm {
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn add_and_apply(&self, x: &Array, residual: &Array) -> Result<(Array, Array)> {
+    pub fn add_and_apply(&self, x: &Array, residual: &Array) -> Result<AddedNorm> {
         x.add_rms_norm(residual, &self.scale, self.eps)
     }
 }

@@ -1,6 +1,6 @@
 //! The parts of towers: layer norms, feed-forward layers, bidirectional attention.
 
-use keel_array::{Array, AttentionSpec, Batch, DType, KvPool, Real, Regime, Result, RopeSpec};
+use keel_array::{Array, AttentionSpec, Batch, DType, KvPool, KvRows, Real, Regime, Result, RopeSpec};
 
 use super::config::TowerActivation;
 use crate::loading::Projection;
@@ -113,7 +113,8 @@ impl TowerAttention {
         let v = self.pad(part(2)?)?;
         let scale = (self.head_dim as f64).powf(-0.5) as f32;
         let spec = AttentionSpec { scale: Real::from(scale), window: None, regime: Regime::Prefill };
-        let seen = q.attention_until((&k, &v), step.pool, step.batch, step.until, spec)?;
+        let seen =
+            q.attention_until(KvRows { keys: &k, values: &v }, step.pool, step.batch, step.until, spec)?;
         let seen = seen.slice_axis(-1, 0, self.head_dim)?.reshape([rows, width])?;
         self.output.apply_onto(&seen, residual)
     }

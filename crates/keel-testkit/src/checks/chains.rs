@@ -9,7 +9,8 @@ use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
 use keel_array::{
-    Array, AttentionSpec, BlockFormat, Compute, DType, KvPool, Regime, Result, RopeSpec, Runtime, Weight,
+    Array, AttentionSpec, BlockFormat, Compute, DType, KvPool, Regime, Result, RopeSpec, Routing, Runtime,
+    SharedExpert, Weight,
 };
 
 pub(super) const CHECKS: &[Check] = &[
@@ -285,17 +286,18 @@ fn whole_mixture(runtime: &Runtime) {
                     // Both ways round it in the same kernel, so that nearly equal logits have the same order.
                     let routed = step(enter()?.linear(&w.router)?);
                     let logits = routed.slice_axis(-1, 0, experts)?;
-                    let (probabilities, chosen) = logits.route_top_k(choices, normalise)?;
+                    let Routing { weights, experts: chosen } = logits.route_top_k(choices, normalise)?;
                     let entered = step(enter()?);
                     let inner = step(step(entered.gather_linear(&w.gate_up, &chosen)?).swiglu()?);
                     let outputs = step(inner.gather_linear(&w.down, &chosen)?);
                     let Some((gate_up, down)) = &w.shared else {
-                        return outputs.combine_experts(&probabilities, &x, None);
+                        return outputs.combine_experts(&weights, &x, None);
                     };
                     let inner = step(step(entered.linear(gate_up)?).swiglu()?);
                     let always = step(inner.linear(down)?);
                     let gate = routed.slice_axis(-1, experts, experts + 1)?;
-                    outputs.combine_experts(&probabilities, &x, Some((&always, &gate)))
+                    let shared = SharedExpert { output: &always, gate: &gate };
+                    outputs.combine_experts(&weights, &x, Some(shared))
                 });
             }
         }
@@ -318,7 +320,8 @@ fn given_experts(runtime: &Runtime) {
             let combined = |step: &Step<'_>, chosen: &Array| {
                 let inner = step(inner.add(&inner)?);
                 let outputs = step(inner.gather_linear(&down, chosen)?);
-                outputs.combine_experts(&probabilities, &residual, Some((&always, &gate)))
+                let shared = SharedExpert { output: &always, gate: &gate };
+                outputs.combine_experts(&probabilities, &residual, Some(shared))
             };
             for dtype in [DType::U32, DType::I32] {
                 let chosen = upload(runtime, &chosen, dtype);

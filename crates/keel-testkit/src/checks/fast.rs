@@ -102,8 +102,8 @@ fn add_norm(runtime: &Runtime) {
         for residual in [kept.clone(), up(runtime, &r)] {
             let y = up(runtime, &x).add_rms_norm(&residual, &up(runtime, &w), EPS).expect("shapes fit");
             drop(residual);
-            expect("the norm of add_rms_norm", &y.1, &norm);
-            expect("the sum of add_rms_norm", &y.0, &sum);
+            expect("the norm of add_rms_norm", &y.norm, &norm);
+            expect("the sum of add_rms_norm", &y.sum, &sum);
         }
         expect("the residual", &kept, &r);
     }

@@ -5,7 +5,7 @@ use crate::cases::elementwise::SHAPES;
 use crate::naive::indexing::{concatenate, random_bits, random_normal, random_uniform, slice_update};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
-use keel_array::{Array, DType, RandomKind, Runtime};
+use keel_array::{Array, ArraySpec, DType, RandomKind, Runtime};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "fill", run: fill },
@@ -140,8 +140,8 @@ fn updates(runtime: &Runtime) {
 }
 
 fn custom(runtime: &Runtime) {
-    use keel_array::{CudaSource, CustomKernel, HostSlice, HostSliceMut, Shape};
-    let outputs = vec![(Shape::from([2, 3]), DType::F32), (Shape::from([1]), DType::I32)];
+    use keel_array::{CudaSource, CustomKernel, HostSlice, HostSliceMut};
+    let outputs = vec![ArraySpec::new([2, 3], DType::F32), ArraySpec::new([1], DType::I32)];
     let kernel = CustomKernel::new("custom", outputs, 5.0, |call| {
         let (HostSlice::F32(x), HostSlice::U8(flags)) = (call.inputs[0], call.inputs[1]) else {
             return Err("f32 and bool".into());

@@ -14,7 +14,8 @@ use crate::random::Random;
 use crate::{cases, tolerance};
 use half::{bf16, f16};
 use keel_array::{
-    Array, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec,
+    Array, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, SharedExpert, Weight, WeightFormat,
+    WeightSpec,
 };
 
 pub(super) const CHECKS: &[Check] = &[
@@ -394,8 +395,8 @@ fn routing(runtime: &Runtime) {
             let logits = Tensor::integers(&mut random, &[tokens, count], -5, 6).map(|x| x / 2.0);
             let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
             let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
-            expect("weights of experts", &y.0, &Tensor { shape: vec![tokens, k], values: weights });
-            assert_eq!(y.1.to_vec::<u32>().expect("a case runs"), chosen, "experts");
+            expect("weights of experts", &y.weights, &Tensor { shape: vec![tokens, k], values: weights });
+            assert_eq!(y.experts.to_vec::<u32>().expect("a case runs"), chosen, "experts");
         }
     }
 }
@@ -420,8 +421,8 @@ fn broken_routing(runtime: &Runtime) {
             let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
             let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
             let what = format!("{k} of {count} experts with NaN");
-            assert_eq!(y.1.to_vec::<u32>().expect("a case runs"), chosen, "{what}");
-            let got = y.0.to_vec::<f32>().expect("a case runs");
+            assert_eq!(y.experts.to_vec::<u32>().expect("a case runs"), chosen, "{what}");
+            let got = y.weights.to_vec::<f32>().expect("a case runs");
             let (sound, broken) = got.split_at(3 * k);
             assert_close(&what, sound, &weights[..3 * k], tolerance::F32);
             assert!(broken.iter().all(|x| x.is_nan()), "{what}: {broken:?}");
@@ -441,7 +442,8 @@ fn combination(runtime: &Runtime) {
             let oracle = with_shared.then_some((&s[..], &g[..]));
             let values = experts::combine(&floats(&y), &floats(&w), oracle, &floats(&r), width);
             let (s, g) = (up(&shared), up(&gate));
-            let got = up(&y).combine_experts(&up(&w), &up(&r), with_shared.then_some((&s, &g)));
+            let shared = with_shared.then_some(SharedExpert { output: &s, gate: &g });
+            let got = up(&y).combine_experts(&up(&w), &up(&r), shared);
             let want = Tensor { shape: vec![tokens, width], values };
             expect(&format!("combine_experts, shared {with_shared}"), &got.expect("shapes fit"), &want);
         }

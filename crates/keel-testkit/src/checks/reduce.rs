@@ -167,8 +167,8 @@ fn sorts(runtime: &Runtime) {
             let x = with_equals(x, dtype);
             let (values, indices) = sorted(&last(&x, axis), descending, x.shape[axis]);
             let y = upload(runtime, &x, dtype).sort(axis as isize, descending).expect("any type");
-            expect(&format!("sorted indices of {what}"), &y.1, &back(&indices, axis));
-            same(&format!("sorted values of {what}"), &y.0, &back(&values, axis));
+            expect(&format!("sorted indices of {what}"), &y.indices, &back(&indices, axis));
+            same(&format!("sorted values of {what}"), &y.values, &back(&values, axis));
         });
     }
 }
@@ -180,8 +180,8 @@ fn top_ks(runtime: &Runtime) {
             let k = k.min(x.shape[axis]);
             let (values, indices) = sorted(&last(&x, axis), true, k);
             let y = upload(runtime, &x, dtype).top_k(k, axis as isize).expect("enough elements");
-            expect(&format!("top {k} indices of {what}"), &y.1, &back(&indices, axis));
-            same(&format!("top {k} values of {what}"), &y.0, &back(&values, axis));
+            expect(&format!("top {k} indices of {what}"), &y.indices, &back(&indices, axis));
+            same(&format!("top {k} values of {what}"), &y.values, &back(&values, axis));
         }
     });
 }

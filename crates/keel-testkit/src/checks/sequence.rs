@@ -12,7 +12,7 @@ use crate::{cases, tolerance};
 use half::f16;
 use keel_array::{
     Array, AttentionSpec, Batch, Category, ConvWindow, DType, DeltaState, GatedDeltaSpec, KvFormat, KvPool,
-    Regime, RopeSpec, RowLog, Runtime,
+    KvRows, Regime, RopeSpec, RowLog, Runtime,
 };
 
 pub(super) const CHECKS: &[Check] = &[
@@ -315,7 +315,7 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
                 AttentionSpec { scale: shape.scale.into(), window: shape.window, regime: Regime::Prefill };
             let y = up(runtime, &q)
                 .attention_until(
-                    (&up(runtime, &k), &up(runtime, &v)),
+                    KvRows { keys: &up(runtime, &k), values: &up(runtime, &v) },
                     &pool,
                     &batch(runtime, &rows, PAGES),
                     &words,

@@ -26,7 +26,8 @@ pub(super) fn chain(draft: &mut Draft) {
     let mut kept: Vec<Option<Kernel>> = Vec::new();
     for kernel in draft.kernels.drain(..) {
         let mut kernel = kernel;
-        while let Some((input, maker)) = foldable(&kernel, &kept, &producer, &readers, &draft.temps, &mutated)
+        while let Some(Foldable { input, maker }) =
+            foldable(&kernel, &kept, &producer, &readers, &draft.temps, &mutated)
         {
             let Some(made) = kept[maker].take() else { break };
             kernel = fold(made, kernel, input);
@@ -41,6 +42,12 @@ pub(super) fn chain(draft: &mut Draft) {
     draft.kernels = kept.into_iter().flatten().collect();
 }
 
+/// An input of a kernel, and the number of the kernel that computes it.
+struct Foldable {
+    input: usize,
+    maker: usize,
+}
+
 /// An input of `kernel` whose producer can be folded into it.
 fn foldable(
     kernel: &Kernel,
@@ -49,7 +56,7 @@ fn foldable(
     readers: &HashMap<usize, usize>,
     temps: &[Temp],
     mutated: &[usize],
-) -> Option<(usize, usize)> {
+) -> Option<Foldable> {
     let consumer = steps(kernel)?;
     kernel.inputs.iter().enumerate().find_map(|(i, input)| {
         let Slot::Temp(t) = input.slot else { return None };
@@ -60,7 +67,8 @@ fn foldable(
             && kernel.inputs.len() + made.inputs.len() - 1 <= Fused::INPUTS_MAX;
         let stable = made.inputs.iter().all(|i| !matches!(i.slot, Slot::External(e) if mutated.contains(&e)));
         let alone = readers.get(&t) == Some(&1) && temps[t].output.is_none();
-        (fits && stable && alone && input.layout == made.outputs[0].layout).then_some((i, maker))
+        (fits && stable && alone && input.layout == made.outputs[0].layout)
+            .then_some(Foldable { input: i, maker })
     })
 }
 
