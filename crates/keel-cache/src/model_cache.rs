@@ -5,6 +5,7 @@ use std::ops::Range;
 use keel_array::{Array, AttentionSpec, Category, ConvWindow, DType, DeltaState, KvPool, Runtime};
 
 use crate::pools::{Pools, SharedPools};
+use crate::sequence::SavedPosition;
 use crate::swap::SwapSpace;
 use crate::{
     BlockId, CacheError, CacheSize, CacheSpec, CheckpointId, LayerSpec, PageAllocator, Result, SequenceCache,
@@ -282,14 +283,14 @@ impl ModelCache {
             return Ok(());
         }
         let free = self.pools.lock().checkpoints.pop();
-        let oldest = || (!sequence.checkpoints.is_empty()).then(|| sequence.checkpoints.remove(0).1);
+        let oldest = || (!sequence.checkpoints.is_empty()).then(|| sequence.checkpoints.remove(0).entry);
         let Some(entry) = free.or_else(oldest) else { return Ok(()) };
         let copied = self.copy_slot(sequence.slot(), entry, true);
         if copied.is_err() {
             self.free_state(entry);
         }
         copied?;
-        sequence.checkpoints.push((sequence.cached_len, entry));
+        sequence.checkpoints.push(SavedPosition { position: sequence.cached_len, entry });
         Ok(())
     }
 
@@ -308,7 +309,8 @@ impl ModelCache {
             return Ok(position);
         }
         let at = if self.spec.is_recurrent() {
-            sequence.checkpoints.iter().rev().find(|c| c.0 <= position).map(|&(at, entry)| (at, Some(entry)))
+            let saved = sequence.checkpoints.iter().rev().find(|saved| saved.position <= position);
+            saved.map(|saved| (saved.position, Some(saved.entry)))
         } else {
             Some((position, None))
         };
@@ -442,10 +444,10 @@ impl ModelCache {
     /// Frees the checkpoints after `position`, or all.
     fn drop_checkpoints_after(&mut self, sequence: &mut SequenceCache, position: Option<usize>) {
         let free = &mut self.pools.lock().checkpoints;
-        sequence.checkpoints.retain(|&(at, entry)| {
-            let keep = position.is_some_and(|p| at <= p);
+        sequence.checkpoints.retain(|saved| {
+            let keep = position.is_some_and(|position| saved.position <= position);
             if !keep {
-                free.push(entry);
+                free.push(saved.entry);
             }
             keep
         });

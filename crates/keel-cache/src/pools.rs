@@ -22,7 +22,7 @@ pub(crate) struct Pools {
 impl Pools {
     /// Takes back everything that a sequence holds on the device.
     pub fn take_from(&mut self, sequence: &mut SequenceCache) {
-        self.checkpoints.extend(sequence.checkpoints.drain(..).map(|(_, entry)| entry));
+        self.checkpoints.extend(sequence.checkpoints.drain(..).map(|saved| saved.entry));
         sequence.pages.drain(..).for_each(|page| self.pages.release(page));
         sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
         if let Some(slot) = sequence.slot.take() {

@@ -80,6 +80,13 @@ struct Node {
     last_used: u64,
 }
 
+/// When a node was last used. The order is that of eviction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct LastUse {
+    at: u64,
+    node: NodeId,
+}
+
 /// Remembered prefixes. The least recently used is evicted first.
 #[derive(Debug)]
 pub struct PrefixTree {
@@ -90,9 +97,9 @@ pub struct PrefixTree {
     /// For each page, how many nodes name it.
     page_nodes: HashMap<PageId, usize>,
     /// Nodes without children, the least recently used first.
-    leaves: BTreeSet<(u64, NodeId)>,
+    leaves: BTreeSet<LastUse>,
     /// Nodes with a saved state, the least recently used first.
-    with_state: BTreeSet<(u64, NodeId)>,
+    with_state: BTreeSet<LastUse>,
     /// Whether a sequence can only continue from a saved state.
     needs_state: bool,
     clock: u64,
@@ -179,8 +186,8 @@ impl PrefixTree {
             let node = self.nodes[id].as_mut().expect("ids name live nodes");
             let before = std::mem::replace(&mut node.last_used, now);
             for order in [&mut self.leaves, &mut self.with_state] {
-                if order.remove(&(before, id)) {
-                    order.insert((now, id));
+                if order.remove(&LastUse { at: before, node: id }) {
+                    order.insert(LastUse { at: now, node: id });
                 }
             }
         }
@@ -217,7 +224,7 @@ impl PrefixTree {
             let node = self.node_mut(last);
             if node.state.is_none() {
                 node.state = Some(state);
-                let used = (node.last_used, last);
+                let used = LastUse { at: node.last_used, node: last };
                 self.with_state.insert(used);
                 inserted.took_state = true;
             }
@@ -245,11 +252,15 @@ impl PrefixTree {
             }
         };
         if let Some(parent) = parent {
-            self.leaves.remove(&(self.node(parent).last_used, parent));
+            self.leaves.remove(&self.last_use_of(parent));
         }
-        self.leaves.insert((self.clock, id));
+        self.leaves.insert(LastUse { at: self.clock, node: id });
         self.siblings_under(parent).insert(block.into(), id);
         id
+    }
+
+    fn last_use_of(&self, node: NodeId) -> LastUse {
+        LastUse { at: self.node(node).last_used, node }
     }
 
     fn siblings_under(&mut self, parent: Option<NodeId>) -> &mut HashMap<Box<[u32]>, NodeId> {
@@ -263,8 +274,8 @@ impl PrefixTree {
     /// last: a running sequence shares these pages, so forgetting them frees nothing. O(log n) for each block
     /// forgotten and each pinned leaf passed over.
     pub fn evict(&mut self, pinned: impl Fn(PageId) -> bool) -> Option<Evicted> {
-        let is_free = |&&(_, id): &&(u64, NodeId)| !pinned(self.node(id).page);
-        let &(_, leaf) = self.leaves.iter().find(is_free).or_else(|| self.leaves.first())?;
+        let is_free = |used: &&LastUse| !pinned(self.node(used.node).page);
+        let &LastUse { node: leaf, .. } = self.leaves.iter().find(is_free).or_else(|| self.leaves.first())?;
         let mut evicted = Evicted::default();
         self.remove_leaf(leaf, &mut evicted);
         Some(evicted)
@@ -272,7 +283,7 @@ impl PrefixTree {
 
     /// Forgets the least recently used state, and blocks that are useless without it.
     pub fn evict_state(&mut self) -> Option<Evicted> {
-        let (_, id) = self.with_state.pop_first()?;
+        let LastUse { node: id, .. } = self.with_state.pop_first()?;
         let mut evicted = Evicted::default();
         evicted.states.extend(self.node_mut(id).state.take());
         if self.node(id).children.is_empty() && self.needs_state {
@@ -317,7 +328,7 @@ impl PrefixTree {
         while let Some(id) = next {
             let Some(node) = self.nodes[id].take() else { break };
             self.free.push(id);
-            let used = (node.last_used, id);
+            let used = LastUse { at: node.last_used, node: id };
             self.leaves.remove(&used);
             self.with_state.remove(&used);
             evicted.states.extend(node.state);
@@ -331,7 +342,7 @@ impl PrefixTree {
             self.siblings_under(node.parent).remove(&node.block);
             let childless = node.parent.filter(|&parent| self.node(parent).children.is_empty());
             if let Some(parent) = childless {
-                self.leaves.insert((self.node(parent).last_used, parent));
+                self.leaves.insert(self.last_use_of(parent));
             }
             next = childless.filter(|&parent| self.needs_state && self.node(parent).state.is_none());
         }

@@ -5,6 +5,13 @@ use std::sync::Arc;
 use crate::pools::SharedPools;
 use crate::{BlockId, CacheError, CheckpointId, PageId, Result, Sight, SlotId};
 
+/// A position whose slot is saved.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SavedPosition {
+    pub position: usize,
+    pub entry: CheckpointId,
+}
+
 /// Page and slot numbers of a sequence. [`crate::ModelCache`] owns the memory, and has the numbers back when the
 /// sequence is dropped.
 #[derive(Debug)]
@@ -19,8 +26,8 @@ pub struct SequenceCache {
     pub(crate) cached_len: usize,
     /// How many tokens at the end are open rows that the next step commits.
     pub(crate) accepted: usize,
-    /// Positions with a saved slot, and the checkpoint's number.
-    pub(crate) checkpoints: Vec<(usize, CheckpointId)>,
+    /// Positions with a saved slot, oldest first.
+    pub(crate) checkpoints: Vec<SavedPosition>,
     /// Keys are rotated by the frequencies of long sequences, if the model has a separate list for these.
     pub(crate) is_long: bool,
     /// Blocks of host memory, if the sequence is parked. It then holds nothing else.
@@ -98,7 +105,7 @@ impl SequenceCache {
 
     /// Positions that [`crate::ModelCache::rewind`] can go back to, oldest first.
     pub fn checkpoints(&self) -> impl Iterator<Item = usize> + '_ {
-        self.checkpoints.iter().map(|&(position, _)| position)
+        self.checkpoints.iter().map(|saved| saved.position)
     }
 
     /// Accepted open rows of the last step. The next step commits them.

@@ -8,6 +8,8 @@
 //! host     blocks 5, 0, 9             image cut into blocks of 64 KiB, in this order
 //! ```
 
+use std::ops::Range;
+
 use keel_array::{AttentionSpec, Category, HostBuffer, Runtime};
 
 use crate::parts::{Part, parts};
@@ -73,12 +75,13 @@ struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// Start and length of the next bytes, at most `most`.
-    fn next(&mut self, most: usize) -> (usize, usize) {
+    /// The range of the next bytes, at most `most`.
+    fn next(&mut self, most: usize) -> Range<usize> {
         let (block, within) = (self.at / BLOCK_BYTES, self.at % BLOCK_BYTES);
         let len = most.min(BLOCK_BYTES - within);
         self.at += len;
-        (self.blocks[block].index() * BLOCK_BYTES + within, len)
+        let start = self.blocks[block].index() * BLOCK_BYTES + within;
+        start..start + len
     }
 }
 
@@ -95,9 +98,9 @@ fn each_piece(
         for &entry in &part.entries {
             let mut done = 0;
             while done < entry_bytes {
-                let (host, len) = places.next(entry_bytes - done);
-                copy(part, entry * entry_bytes + done, host, len)?;
-                done += len;
+                let host = places.next(entry_bytes - done);
+                copy(part, entry * entry_bytes + done, host.start, host.len())?;
+                done += host.len();
             }
         }
     }

@@ -77,9 +77,9 @@ impl StopMatcher {
         let unseen = self.held.len();
         self.held.push_str(text);
         for (offset, &byte) in text.as_bytes().iter().enumerate() {
-            if let Some((stop, stop_bytes)) = self.step(byte) {
+            if let Some(stop) = self.step(byte) {
                 self.matched = Some(stop);
-                self.held.truncate(unseen + offset + 1 - stop_bytes);
+                self.held.truncate(unseen + offset + 1 - self.stops[stop].stop.len());
                 self.emitted = self.held.len();
                 return StopStep { emit: &self.held, stopped: true };
             }
@@ -102,12 +102,14 @@ impl StopMatcher {
         self.matched.map(|stop| self.stops[stop].stop.as_str())
     }
 
-    /// Advances every automaton. Returns the longest stop string that ends with `byte`, with its length.
-    fn step(&mut self, byte: u8) -> Option<(usize, usize)> {
-        let mut longest = None;
-        for (index, stop) in self.stops.iter_mut().enumerate() {
-            if stop.step(byte) && longest.is_none_or(|(_, bytes)| stop.stop.len() > bytes) {
-                longest = Some((index, stop.stop.len()));
+    /// Advances every automaton. Returns the number of the longest stop string that ends with `byte`.
+    fn step(&mut self, byte: u8) -> Option<usize> {
+        let mut longest: Option<usize> = None;
+        for index in 0..self.stops.len() {
+            let ends = self.stops[index].step(byte);
+            let bytes = |stop: usize| self.stops[stop].stop.len();
+            if ends && longest.is_none_or(|longest| bytes(index) > bytes(longest)) {
+                longest = Some(index);
             }
         }
         longest

@@ -19,7 +19,9 @@ use std::ops::Range;
 
 use keel_array::DType;
 
-use crate::{LinearFormat, LinearInfo, Result, TensorInfo, TensorSource, TensorView, WeightsError, float};
+use crate::{
+    LinearFormat, LinearInfo, RawTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError, float,
+};
 
 /// First bit of output `i` of eight in its word.
 const AWQ_SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
@@ -270,10 +272,10 @@ pub(crate) fn rotation<S: TensorSource + ?Sized>(
         scales.expect_shape(&[1, cols])?
     };
     let scales = scales.to_f32()?;
-    let (kind, shape, bytes) = source.raw(&name("pairs"))?;
+    let RawTensor { dtype, shape, bytes } = source.raw(&name("pairs"))?;
     let wrong = |problem: String| WeightsError::Module { module: module.into(), problem };
-    if kind != "I16" || *shape != [rounds, cols] {
-        return Err(wrong(format!("pairs are {kind} {shape:?}, expected I16 {:?}", [rounds, cols])));
+    if dtype != "I16" || *shape != [rounds, cols] {
+        return Err(wrong(format!("pairs are {dtype} {shape:?}, expected I16 {:?}", [rounds, cols])));
     }
     let mut pairs = Vec::with_capacity(rounds * cols);
     for (i, local) in bytes.as_chunks::<2>().0.iter().enumerate() {

@@ -10,8 +10,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::{
-    Quantization, Result, SafetensorsFile, TensorInfo, TensorSource, TensorView, WeightsError, json,
-    source::missing,
+    Quantization, RawTensor, Result, SafetensorsFile, TensorInfo, TensorSource, TensorView, WeightsError,
+    json, source::missing,
 };
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -44,12 +44,12 @@ impl Checkpoint {
         let weights = weights_path(path)?;
         let folder = weights.parent().unwrap_or(Path::new("")).to_path_buf();
         let config = read_config(&folder)?;
-        let (files, owners) = if weights.extension().is_some_and(|extension| extension == "json") {
+        let Shards { files, owners } = if weights.extension().is_some_and(|extension| extension == "json") {
             open_shards(&weights, &folder)?
         } else {
             let file = SafetensorsFile::open(&weights)?;
             let owners = file.names().map(|name| (name.to_string(), 0)).collect();
-            (vec![file], owners)
+            Shards { files: vec![file], owners }
         };
         let quantization = Quantization::from_config(&config);
         Ok(Checkpoint { path: path.into(), folder, config, quantization, files, owners })
@@ -127,7 +127,7 @@ impl TensorSource for Checkpoint {
         self.file_of(name)?.tensor(name)
     }
 
-    fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
+    fn raw(&self, name: &str) -> Result<RawTensor<'_>> {
         self.file_of(name)?.raw(name)
     }
 
@@ -187,8 +187,15 @@ struct ShardIndex {
     weight_map: BTreeMap<String, String>,
 }
 
+/// The files of a checkpoint.
+struct Shards {
+    files: Vec<SafetensorsFile>,
+    /// For each tensor, the number of its file.
+    owners: BTreeMap<String, usize>,
+}
+
 /// Opens the files named by an index, and checks that each holds the tensors that the index says.
-fn open_shards(index: &Path, folder: &Path) -> Result<(Vec<SafetensorsFile>, BTreeMap<String, usize>)> {
+fn open_shards(index: &Path, folder: &Path) -> Result<Shards> {
     let problem = |problem: String| WeightsError::Json { path: index.into(), problem };
     let ShardIndex { weight_map } = json::read(index, INDEX_BYTES_MAX)?;
     let mut numbers = BTreeMap::new();
@@ -214,7 +221,7 @@ fn open_shards(index: &Path, folder: &Path) -> Result<(Vec<SafetensorsFile>, BTr
         }
         owners.insert(tensor, number);
     }
-    Ok((files, owners))
+    Ok(Shards { files, owners })
 }
 
 /// Whether `name` is one ordinary path component. So an index cannot name files outside its folder.
@@ -314,11 +321,11 @@ mod tests {
         assert_eq!(
             message("l.0.q.weight"),
             format!(
-                "tensor 'l.0.q.weight' is not in {}, which holds 3 tensors, beside it 'l.0.q.qweight'",
+                "tensor 'l.0.q.weight' is not in {}, which holds 3 tensors, next to it 'l.0.q.qweight'",
                 folder.path().display()
             )
         );
-        assert!(message("l.0.v.weight").ends_with("beside it 'l.0.k.weight', 'l.0.q.qweight'"));
+        assert!(message("l.0.v.weight").ends_with("next to it 'l.0.k.weight', 'l.0.q.qweight'"));
         assert!(message("x").ends_with("which holds 3 tensors"));
     }
 

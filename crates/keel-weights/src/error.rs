@@ -278,5 +278,5 @@ impl WeightsError {
 }
 
 fn near(siblings: &[String]) -> String {
-    if siblings.is_empty() { String::new() } else { format!(", beside it {}", siblings.join(", ")) }
+    if siblings.is_empty() { String::new() } else { format!(", next to it {}", siblings.join(", ")) }
 }

@@ -6,7 +6,8 @@
 use std::ops::Range;
 
 use crate::{
-    LinearFormat, LinearInfo, Result, TensorSource, TensorView, WeightsError, linear, view::check_rows,
+    LinearFormat, LinearInfo, RawTensor, Result, TensorSource, TensorView, WeightsError, linear,
+    view::check_rows,
 };
 
 /// Rows and columns of a block.
@@ -31,7 +32,7 @@ impl<'a> Fp8Tensor<'a> {
     /// [`WeightsError::Module`] if its tensors do not fit each other.
     pub(crate) fn open<S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<Fp8Tensor<'a>> {
         let LinearInfo { rows, cols, .. } = info(source, module)?;
-        let (_, _, codes) = source.raw(&format!("{module}.weight"))?;
+        let codes = source.raw(&format!("{module}.weight"))?.bytes;
         let scales = source.tensor(&format!("{module}.weight_scale_inv"))?;
         Ok(Fp8Tensor { codes, rows, cols, scales })
     }
@@ -72,11 +73,11 @@ pub(crate) fn e4m3(code: u8) -> f32 {
 
 /// Sizes of an FP8 layer, checked against each other.
 pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
-    let (kind, shape, bytes) = source.raw(&format!("{module}.weight"))?;
+    let RawTensor { dtype, shape, bytes } = source.raw(&format!("{module}.weight"))?;
     let scales = source.info(&format!("{module}.weight_scale_inv"))?;
     linear::check_matrices(module, shape)?;
     if let &[rows, cols] = shape
-        && kind == E4M3
+        && dtype == E4M3
         && Some(bytes.len()) == rows.checked_mul(cols)
         && scales.dtype.is_float()
         && *scales.shape == [rows.div_ceil(BLOCK), cols.div_ceil(BLOCK)]
@@ -84,7 +85,7 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
         return Ok(LinearInfo { experts: None, rows, cols, format: LinearFormat::Fp8 });
     }
     let problem = format!(
-        "weight {kind} {shape:?} with weight_scale_inv {} {:?} is not F8_E4M3 [N, K] with a float for each block of \
+        "weight {dtype} {shape:?} with weight_scale_inv {} {:?} is not F8_E4M3 [N, K] with a float for each block of \
          {BLOCK} by {BLOCK}",
         scales.dtype, scales.shape
     );

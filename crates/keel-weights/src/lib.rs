@@ -60,7 +60,7 @@ pub use safetensors::{
     SafetensorsFile, SafetensorsHeader, SafetensorsWriter, ShardedWriter, StoredDType, TensorEntry,
     TensorSpec,
 };
-pub use source::{TensorInfo, TensorSource};
+pub use source::{RawTensor, TensorInfo, TensorSource};
 pub use view::TensorView;
 
 /// The result of this crate's operations.

@@ -192,7 +192,7 @@ fn fp4_mode<S: TensorSource + ?Sized>(source: &S, module: &str) -> Option<Fp4Mod
 fn dense_info(module: &str, name: &str, weight: TensorInfo<'_>) -> Result<LinearInfo> {
     if !weight.dtype.is_float() {
         let (name, found) = (name.into(), weight.dtype.to_string());
-        let needed = "f32, f16 or bf16, or u32 with scales beside it,";
+        let needed = "f32, f16 or bf16, or u32 with scales next to it,";
         return Err(WeightsError::UnsupportedDType { name, found, needed });
     }
     check_matrices(module, weight.shape)?;

@@ -24,6 +24,17 @@ impl TensorInfo<'_> {
     }
 }
 
+/// A tensor as a file stores it, of a type that may be unknown here.
+#[derive(Clone, Debug)]
+pub struct RawTensor<'a> {
+    /// The type's name in the file.
+    pub dtype: String,
+    /// The shape.
+    pub shape: &'a [usize],
+    /// The bytes.
+    pub bytes: &'a [u8],
+}
+
 /// A set of named tensors, on disk or generated.
 pub trait TensorSource {
     /// The names of all tensors, sorted.
@@ -54,13 +65,13 @@ pub trait TensorSource {
         Ok(())
     }
 
-    /// A tensor of any type: the type's name in the file, the shape and the bytes.
+    /// A tensor of any type.
     ///
     /// # Errors
     /// [`WeightsError::MissingTensor`]; [`WeightsError::UnsupportedDType`] if the source lends only known types.
-    fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
+    fn raw(&self, name: &str) -> Result<RawTensor<'_>> {
         let (info, view) = (self.info(name)?, self.tensor(name)?);
-        Ok((info.dtype.to_string(), info.shape, view.bytes()))
+        Ok(RawTensor { dtype: info.dtype.to_string(), shape: info.shape, bytes: view.bytes() })
     }
 
     /// The rotation before a ParoQuant layer; `None` if there is none.
@@ -141,9 +152,9 @@ pub(crate) fn missing(source: &dyn TensorSource, name: &str, path: &Path) -> Wei
     let mut prefix = name;
     while let (true, Some((shorter, _))) = (siblings.is_empty(), prefix.rsplit_once('.')) {
         prefix = shorter;
-        let beside =
+        let others =
             source.names().filter(|name| name.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('.')));
-        siblings.extend(beside.take(SIBLINGS_MAX).map(|name| format!("'{name}'")));
+        siblings.extend(others.take(SIBLINGS_MAX).map(|name| format!("'{name}'")));
     }
     let (name, path, held) = (name.into(), path.into(), source.names().count());
     WeightsError::MissingTensor { name, path, held, siblings }

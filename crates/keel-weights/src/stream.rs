@@ -9,8 +9,16 @@ use std::{
 
 use crate::{Result, WeightsError, partial::PartialFile};
 
-/// For each tensor: offset of its bytes from the start of the file, and their number.
-pub(crate) type Places = BTreeMap<String, (u64, u64)>;
+/// Where a tensor's bytes go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// From the start of the file.
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// The place of each tensor.
+pub(crate) type Places = BTreeMap<String, Place>;
 
 /// A file under a temporary name. Its tensors are filled in any order. It gets its name when it is complete; if dropped
 /// before, nothing remains.
@@ -65,7 +73,8 @@ struct Progress {
 impl<W: Write + Seek> Stream<W> {
     fn start(mut target: W, header: &[u8], places: Places) -> io::Result<Stream<W>> {
         target.write_all(header)?;
-        let progress = |(name, (offset, bytes))| (name, Progress { next: offset, end: offset + bytes });
+        let progress =
+            |(name, Place { offset, bytes })| (name, Progress { next: offset, end: offset + bytes });
         let tensors = places.into_iter().map(progress).collect();
         Ok(Stream { target, tensors })
     }
@@ -127,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_is_the_systems_error() {
-        let places = || Places::from([("a".to_string(), (20, 100))]);
+        let places = || Places::from([("a".to_string(), Place { offset: 20, bytes: 100 })]);
         let room = |left| SmallDisk { file: Cursor::new(Vec::new()), left };
         let kind = |error: io::Error| error.kind();
         assert_eq!(

@@ -172,7 +172,7 @@ fn infinities_and_nans_never_panic() {
         values[40] = special;
         let clean = quantize(format, 64, &[0.5; 64]);
         let quantized = quantize(format, 64, &values);
-        assert_eq!(quantized.packed[..20], clean.packed[..20], "the group beside it is untouched");
+        assert_eq!(quantized.packed[..20], clean.packed[..20], "the group next to it is untouched");
         assert_eq!(quantize(format, 64, &[special; 64]).packed.len(), 40);
     }
 }

@@ -61,7 +61,7 @@ fn types_of_another_quantisation_stay_out_of_the_way() {
         assert!(columns.into_iter().eq(0..128), "every column turns once a round");
     }
     let weight = checkpoint.tensor(&format!("{name}.weight")).unwrap_err().to_string();
-    assert!(weight.contains("beside it 'model.language_model.layers.0.linear_attn.in_proj_z."), "{weight}");
+    assert!(weight.contains("next to it 'model.language_model.layers.0.linear_attn.in_proj_z."), "{weight}");
 }
 
 /// MLX made the quantised fixtures from the weights of the dense ones. So quantising these here must give the same

@@ -95,10 +95,12 @@ fn a_state_that_is_known_stays_with_the_caller() {
 
 /// The ordered sets hold what a scan of all nodes finds.
 fn assert_orders_are_right(tree: &PrefixTree) {
-    let scan = |is_in: fn(&Node) -> bool| -> Vec<(u64, NodeId)> {
+    let scan = |is_in: fn(&Node) -> bool| -> Vec<LastUse> {
         let live = tree.nodes.iter().enumerate().filter_map(|(id, node)| Some((id, node.as_ref()?)));
-        let mut found: Vec<_> =
-            live.filter(|(_, node)| is_in(node)).map(|(id, node)| (node.last_used, id)).collect();
+        let mut found: Vec<_> = live
+            .filter(|(_, node)| is_in(node))
+            .map(|(id, node)| LastUse { at: node.last_used, node: id })
+            .collect();
         found.sort_unstable();
         found
     };

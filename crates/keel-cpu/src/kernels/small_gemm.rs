@@ -24,6 +24,19 @@ pub(super) enum Start<'a> {
     Scaled(f32),
 }
 
+/// A matrix whose rows are `stride` elements apart. Columns are adjacent.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<'a, E> {
+    pub values: &'a [E],
+    pub stride: usize,
+}
+
+impl<'a, E> Matrix<'a, E> {
+    pub fn new(values: &'a [E], stride: usize) -> Matrix<'a, E> {
+        Matrix { values, stride }
+    }
+}
+
 /// `C[m, n] = start + A[m, k] B[k, n]`
 #[derive(Clone, Copy)]
 pub(super) struct SmallGemm<'a, E> {
@@ -33,10 +46,8 @@ pub(super) struct SmallGemm<'a, E> {
     pub n: usize,
     /// Columns of A, rows of B.
     pub k: usize,
-    /// A, with its row stride; columns are adjacent.
-    pub a: (&'a [f32], usize),
-    /// B, with its row stride; columns are adjacent.
-    pub b: (&'a [E], usize),
+    pub a: Matrix<'a, f32>,
+    pub b: Matrix<'a, E>,
     /// What C starts from.
     pub start: Start<'a>,
 }
@@ -52,8 +63,8 @@ impl<E: KvElement> SmallGemm<'_, E> {
             if rows == 0 || columns == 0 { 0 } else { (rows - 1) * stride + columns }
         };
         assert!(self.n.is_multiple_of(LANES));
-        assert!(self.a.0.len() >= last(self.m, self.a.1, self.k), "A is too short");
-        assert!(self.b.0.len() >= last(self.k, self.b.1, self.n), "B is too short");
+        assert!(self.a.values.len() >= last(self.m, self.a.stride, self.k), "A is too short");
+        assert!(self.b.values.len() >= last(self.k, self.b.stride, self.n), "B is too short");
         assert!(c.len() >= last(self.m, c_stride, self.n), "C is too short");
         if let Start::Rows(factors) = self.start {
             assert!(factors.len() >= self.m, "one factor for each row");
@@ -109,11 +120,11 @@ impl<E: KvElement> SmallGemm<'_, E> {
                 acc[m][n] = s.mul(factor, unsafe { s.load_ptr(c.add((i + m) * c_stride + j + n * LANES)) });
             }
         }
-        let (a, a_stride) = (self.a.0.as_ptr(), self.a.1);
+        let (a, a_stride) = (self.a.values.as_ptr(), self.a.stride);
         for l in 0..self.k {
             // SAFETY: row l and column l lie within B and A by the caller's promise.
             unsafe {
-                let row = self.b.0.as_ptr().add(l * self.b.1 + j);
+                let row = self.b.values.as_ptr().add(l * self.b.stride + j);
                 let mut b = [s.splat(0.0); N];
                 for n in 0..N {
                     b[n] = E::load(s, row.add(n * LANES));

@@ -2,11 +2,13 @@
 
 use serde_json::{Map, Number, Value};
 
+use super::tool_call::ParsedCall;
+
 /// Largest nesting depth of values.
 const DEPTH_MAX: usize = 64;
 
 /// Returns the calls, or `None` if the text contains anything else.
-pub(super) fn parse(text: &str) -> Option<Vec<(String, Map<String, Value>)>> {
+pub(super) fn parse(text: &str) -> Option<Vec<ParsedCall>> {
     let mut reader = Reader { rest: text.trim() };
     // A list of calls is accepted as well.
     let is_list = reader.take("[");
@@ -46,7 +48,7 @@ impl<'a> Reader<'a> {
         (!name.is_empty()).then_some(name)
     }
 
-    fn call(&mut self) -> Option<(String, Map<String, Value>)> {
+    fn call(&mut self) -> Option<ParsedCall> {
         let name = self.name()?.to_string();
         let mut arguments = Map::new();
         if !self.take("(") {
@@ -62,7 +64,7 @@ impl<'a> Reader<'a> {
                 return None;
             }
         }
-        Some((name, arguments))
+        Some(ParsedCall { name, arguments })
     }
 
     fn value(&mut self, depth: usize) -> Option<Value> {
@@ -190,7 +192,7 @@ mod tests {
 
     fn one(text: &str) -> Option<Value> {
         let calls = parse(text)?;
-        Some(calls.into_iter().map(|(name, arguments)| json!([name, arguments])).collect())
+        Some(calls.into_iter().map(|call| json!([call.name, call.arguments])).collect())
     }
 
     #[test]

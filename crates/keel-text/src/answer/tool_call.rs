@@ -18,7 +18,13 @@ use super::pythonic;
 /// Name and arguments. The arguments are a JSON object as text.
 pub(super) type Call = (String, String);
 
-type Parsed = Option<Vec<(String, Map<String, Value>)>>;
+/// A call with its arguments as values.
+pub(super) struct ParsedCall {
+    pub name: String,
+    pub arguments: Map<String, Value>,
+}
+
+type Parsed = Option<Vec<ParsedCall>>;
 
 /// Parses a text that consists of calls of `tools`. Returns `None` if any part of it is not such a call.
 pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
@@ -37,8 +43,8 @@ pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
     } else {
         parse_named(text, tools).or_else(|| pythonic::parse(text))?
     };
-    let known = calls.iter().all(|(name, _)| find(tools, name).is_some());
-    let as_text = |(name, arguments)| (name, Value::Object(arguments).to_string());
+    let known = calls.iter().all(|call| find(tools, &call.name).is_some());
+    let as_text = |call: ParsedCall| (call.name, Value::Object(call.arguments).to_string());
     (known && !calls.is_empty()).then(|| calls.into_iter().map(as_text).collect())
 }
 
@@ -70,7 +76,7 @@ fn parse_json(text: &str) -> Parsed {
     Some(calls)
 }
 
-fn parse_object(call: Value) -> Option<(String, Map<String, Value>)> {
+fn parse_object(call: Value) -> Option<ParsedCall> {
     let Value::Object(mut call) = call else { return None };
     let name = call.get("name")?.as_str()?.to_string();
     let arguments = match call.remove("arguments").or_else(|| call.remove("parameters")) {
@@ -79,7 +85,7 @@ fn parse_object(call: Value) -> Option<(String, Map<String, Value>)> {
         Some(Value::String(text)) => serde_json::from_str(&text).ok()?,
         Some(_) => return None,
     };
-    Some((name, arguments))
+    Some(ParsedCall { name, arguments })
 }
 
 /// Parses the text after Mistral's marker: a JSON list, or names with arguments, with the marker between the calls.
@@ -92,7 +98,7 @@ fn parse_mistral(text: &str) -> Parsed {
         let (name, arguments) = text.split_at(end);
         let arguments = arguments.strip_prefix(MISTRAL_ARGUMENTS).unwrap_or(arguments);
         let name = name.split(MISTRAL_ID).next().unwrap_or_default().trim();
-        Some((name.to_string(), serde_json::from_str(arguments.trim()).ok()?))
+        Some(ParsedCall { name: name.into(), arguments: serde_json::from_str(arguments.trim()).ok()? })
     };
     text.split(MISTRAL).map(call).collect()
 }
@@ -105,13 +111,13 @@ fn parse_named(text: &str, tools: &[Value]) -> Parsed {
         let (name, after) = rest.split_once('\n')?;
         find(tools, name.trim())?;
         let mut values = Deserializer::from_str(after).into_iter::<Map<String, Value>>();
-        calls.push((name.trim().to_string(), values.next()?.ok()?));
+        calls.push(ParsedCall { name: name.trim().into(), arguments: values.next()?.ok()? });
         rest = after[values.byte_offset()..].trim_start();
     }
     Some(calls)
 }
 
-fn parse_tags(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>)> {
+fn parse_tags(call: &str, tools: &[Value]) -> Option<ParsedCall> {
     let (name, mut rest) = call.strip_prefix("<function=")?.split_once('>')?;
     let mut arguments = Map::new();
     while let Some((_, parameter)) = rest.split_once("<parameter=") {
@@ -122,10 +128,10 @@ fn parse_tags(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>
         arguments.insert(key.to_string(), typed(value, name, key, tools));
         rest = after;
     }
-    Some((name.to_string(), arguments))
+    Some(ParsedCall { name: name.into(), arguments })
 }
 
-fn parse_keys(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>)> {
+fn parse_keys(call: &str, tools: &[Value]) -> Option<ParsedCall> {
     let (name, _) = call.split_once("<arg_key>")?;
     let (name, mut rest) = (name.trim(), call);
     let mut arguments = Map::new();
@@ -136,7 +142,7 @@ fn parse_keys(call: &str, tools: &[Value]) -> Option<(String, Map<String, Value>
         arguments.insert(key.trim().to_string(), typed(value, name, key.trim(), tools));
         rest = after;
     }
-    Some((name.to_string(), arguments))
+    Some(ParsedCall { name: name.into(), arguments })
 }
 
 /// Reads a value that is written without quotes. It is a string if the tool's schema says so, or if it is not valid

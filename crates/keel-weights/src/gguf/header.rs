@@ -40,9 +40,9 @@ pub struct GgufEntry {
 #[derive(Clone, Debug, Default)]
 pub struct GgufHeader {
     tensors: BTreeMap<String, GgufEntry>,
-    metadata: Metadata,
+    metadata: BTreeMap<String, GgufValue>,
     /// Range of each value in the file, with its type.
-    values: Places,
+    ranges: BTreeMap<String, Range<usize>>,
 }
 
 impl GgufHeader {
@@ -61,7 +61,7 @@ impl GgufHeader {
         check_magic(&mut cursor)?;
         let tensors = cursor.u64()?;
         let pairs = cursor.count(PAIR_BYTES_MIN)?;
-        let (metadata, values) = read_metadata(&mut cursor, pairs)?;
+        let Metadata { values: metadata, ranges } = read_metadata(&mut cursor, pairs)?;
         if tensors > (cursor.left() / TENSOR_BYTES_MIN) as u64 {
             return Err(syntax(format!("it claims {tensors} tensors, {} bytes are left", cursor.left())));
         }
@@ -78,7 +78,7 @@ impl GgufHeader {
             }
         }
         check_overlaps(&entries, data_start)?;
-        Ok(GgufHeader { tensors: entries, metadata, values })
+        Ok(GgufHeader { tensors: entries, metadata, ranges })
     }
 
     /// All tensors by name.
@@ -93,7 +93,7 @@ impl GgufHeader {
 
     /// The bytes of a metadata value in `file`, which was parsed: its type and its value.
     pub(crate) fn raw_value<'f>(&self, file: &'f [u8], key: &str) -> Option<&'f [u8]> {
-        file.get(self.values.get(key)?.clone())
+        file.get(self.ranges.get(key)?.clone())
     }
 }
 
@@ -113,24 +113,26 @@ fn check_magic(cursor: &mut Cursor<'_>) -> Result<(), HeaderProblem> {
     }
 }
 
-/// Values by key.
-type Metadata = BTreeMap<String, GgufValue>;
-/// Their ranges in the file, types included.
-type Places = BTreeMap<String, Range<usize>>;
+/// The metadata by key.
+struct Metadata {
+    values: BTreeMap<String, GgufValue>,
+    /// The bytes of each value in the file, type included.
+    ranges: BTreeMap<String, Range<usize>>,
+}
 
-fn read_metadata(cursor: &mut Cursor<'_>, pairs: usize) -> Result<(Metadata, Places), HeaderProblem> {
+fn read_metadata(cursor: &mut Cursor<'_>, pairs: usize) -> Result<Metadata, HeaderProblem> {
     let mut reader = ValueReader::default();
-    let (mut metadata, mut values) = (BTreeMap::new(), BTreeMap::new());
+    let mut metadata = Metadata { values: BTreeMap::new(), ranges: BTreeMap::new() };
     for _ in 0..pairs {
         let key = cursor.string()?;
         let start = cursor.position();
         let value = reader.typed(cursor)?;
-        values.insert(key.clone(), start..cursor.position());
-        if metadata.insert(key.clone(), value).is_some() {
+        metadata.ranges.insert(key.clone(), start..cursor.position());
+        if metadata.values.insert(key.clone(), value).is_some() {
             return Err(syntax(format!("metadata key '{key}' appears twice")));
         }
     }
-    Ok((metadata, values))
+    Ok(metadata)
 }
 
 fn alignment(metadata: &BTreeMap<String, GgufValue>) -> Result<u64, HeaderProblem> {

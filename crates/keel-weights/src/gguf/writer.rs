@@ -6,7 +6,7 @@ use super::{GgmlType, metadata::ALIGNMENT_KEY};
 use crate::{
     Result, WeightsError,
     source::element_count,
-    stream::{Places, StreamedFile},
+    stream::{Place, Places, StreamedFile},
 };
 
 /// Tensors begin at multiples of this. It is the readers' default.
@@ -113,7 +113,7 @@ impl GgufWriter {
     /// [`WeightsError::Output`] if two tensors share a name, rows are not whole blocks or sizes overflow,
     /// [`WeightsError::Io`] if the file cannot be written.
     pub fn create(path: &Path, metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<GgufWriter> {
-        let (header, places) = layout(metadata, tensors)
+        let Layout { header, places } = layout(metadata, tensors)
             .map_err(|problem| WeightsError::Output { path: path.into(), problem })?;
         StreamedFile::create(path, &header, places).map(GgufWriter)
     }
@@ -141,7 +141,12 @@ fn string(text: &str) -> Vec<u8> {
 }
 
 /// The header, and the places of the tensors after it.
-fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<(Vec<u8>, Places), String> {
+struct Layout {
+    header: Vec<u8>,
+    places: Places,
+}
+
+fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<Layout, String> {
     let mut header = b"GGUF".to_vec();
     header.extend(3u32.to_le_bytes());
     header.extend((tensors.len() as u64).to_le_bytes());
@@ -164,16 +169,14 @@ fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<(Vec<u8
         shape.iter().rev().for_each(|&dim| header.extend((dim as u64).to_le_bytes()));
         header.extend(kind.id().to_le_bytes());
         header.extend(next.to_le_bytes());
-        if places.insert(name.clone(), (next, bytes)).is_some() {
+        if places.insert(name.clone(), Place { offset: next, bytes }).is_some() {
             return Err(format!("two tensors are named '{name}'"));
         }
         next = (next + bytes).next_multiple_of(ALIGNMENT);
     }
     header.resize(header.len().next_multiple_of(ALIGNMENT as usize), 0);
-    for (offset, _) in places.values_mut() {
-        *offset += header.len() as u64;
-    }
-    Ok((header, places))
+    places.values_mut().for_each(|place| place.offset += header.len() as u64);
+    Ok(Layout { header, places })
 }
 
 #[cfg(test)]

@@ -8,7 +8,8 @@ use std::{
 
 use super::{SafetensorsHeader, StoredDType, TensorEntry};
 use crate::{
-    Result, TensorInfo, TensorSource, TensorView, WeightsError, mapped::MappedFile, source::missing,
+    RawTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError, mapped::MappedFile,
+    source::missing,
 };
 
 /// A safetensors file, mapped into memory. Opening reads only the header.
@@ -89,13 +90,13 @@ impl TensorSource for SafetensorsFile {
         TensorView::new(name, info.dtype, info.shape, &self.map.bytes()[entry.range.clone()])
     }
 
-    fn raw(&self, name: &str) -> Result<(String, &[usize], &[u8])> {
+    fn raw(&self, name: &str) -> Result<RawTensor<'_>> {
         let (_, entry) = self.entry(name)?;
-        let kind = match &entry.dtype {
+        let dtype = match &entry.dtype {
             StoredDType::Known(dtype) => dtype.to_string(),
             StoredDType::Other(name) => name.clone(),
         };
-        Ok((kind, &entry.shape, &self.map.bytes()[entry.range.clone()]))
+        Ok(RawTensor { dtype, shape: &entry.shape, bytes: &self.map.bytes()[entry.range.clone()] })
     }
 
     fn check_intact(&self) -> Result<()> {

@@ -6,7 +6,10 @@ use keel_array::DType;
 use serde_json::{Map, Value, json};
 
 use super::header::format_name;
-use crate::{source::element_count, stream::Places};
+use crate::{
+    source::element_count,
+    stream::{Place, Places},
+};
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +33,6 @@ impl TensorSpec {
 pub(super) struct Layout {
     /// Length field and JSON, padded to a multiple of eight bytes.
     pub header: Vec<u8>,
-    /// Offset from the start of the file, and length.
     pub places: Places,
 }
 
@@ -57,12 +59,10 @@ impl Layout {
             if name == "__metadata__" || json.insert(name.clone(), entry).is_some() {
                 return Err(format!("two tensors are named '{name}'"));
             }
-            places.insert(name.clone(), (begin, end - begin));
+            places.insert(name.clone(), Place { offset: begin, bytes: end - begin });
         }
         let header = frame(&Value::Object(json));
-        for (offset, _) in places.values_mut() {
-            *offset += header.len() as u64;
-        }
+        places.values_mut().for_each(|place: &mut Place| place.offset += header.len() as u64);
         Ok(Layout { header, places })
     }
 }

@@ -4,7 +4,7 @@ use super::Call;
 use crate::backend::weights;
 use crate::isa::Isa;
 use crate::kernels::blocks::{BlockProduct, workspace_len};
-use crate::kernels::generic::experts::{Combine, combine, route_top_k};
+use crate::kernels::generic::experts::{Combine, SharedExpert, combine, route_top_k};
 use crate::kernels::generic::matmul::{MatmulShape, matmul};
 use crate::kernels::generic::scalar::with_float;
 use crate::kernels::linear::Epilogue;
@@ -70,7 +70,8 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             let task = Combine {
                 experts: x.values(),
                 weights: call.inputs[1].values(),
-                shared: shared.then(|| (call.inputs[2].values(), call.inputs[3].values())),
+                shared: shared
+                    .then(|| SharedExpert { output: call.inputs[2].values(), gate: call.inputs[3].values() }),
                 residual: call.inputs[residual].values(),
                 choices: call.inputs[1].width(),
                 width: y.width(),

@@ -7,7 +7,7 @@
 //! Floor: `4 * D` operations for each query head and visible pair of positions; `n` tokens have about `n^2 / 2` pairs.
 
 use super::{Attention, KvRead, MASKED, PAGE, TILE};
-use crate::kernels::small_gemm::{SmallGemm, Start};
+use crate::kernels::small_gemm::{Matrix, SmallGemm, Start};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
@@ -163,8 +163,8 @@ impl<P: KvRead> Block<'_, '_, P> {
                 m: self.positions.len(),
                 n: TILE,
                 k: size,
-                a: (queries, size),
-                b: (tile, TILE),
+                a: Matrix::new(queries, size),
+                b: Matrix::new(tile, TILE),
                 start: Start::Zero,
             };
             gemm.run(s, &mut scores[start..], PAGE);
@@ -189,8 +189,8 @@ impl<P: KvRead> Block<'_, '_, P> {
             m: self.positions.len(),
             n: size,
             k: seen.len(),
-            a: (&weights[seen.start..], PAGE),
-            b: (&values[seen.start * size..], size),
+            a: Matrix::new(&weights[seen.start..], PAGE),
+            b: Matrix::new(&values[seen.start * size..], size),
             start: Start::Rows(factors),
         };
         gemm.run(s, outputs, size);

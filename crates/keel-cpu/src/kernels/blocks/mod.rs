@@ -19,7 +19,7 @@ use crate::simd::{self, LANES, Simd, VectorKernel};
 use keel_array::BlockFormat;
 use std::ops::Range;
 
-use super::small_gemm::{SmallGemm, Start};
+use super::small_gemm::{Matrix, SmallGemm, Start};
 
 /// Rows of the weight that are decoded together.
 const PANEL: usize = 2 * LANES;
@@ -172,8 +172,8 @@ impl BlockProduct<'_> {
             m: rows.len(),
             n: PANEL,
             k,
-            a: (&self.x[rows.start * k..rows.end * k], k),
-            b: (transposed, PANEL),
+            a: Matrix::new(&self.x[rows.start * k..rows.end * k], k),
+            b: Matrix::new(transposed, PANEL),
             start: Start::Zero,
         };
         gemm.run(s, results, PANEL);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_gets_the_same_bits_alone_and_beside_others() {
+    fn a_row_gets_the_same_bits_alone_and_with_others() {
         let (n, k) = (45, 256);
         let mut bytes = random_bytes(packed_bytes(BlockFormat::Q4K, n, k), 1);
         for block in bytes.chunks_exact_mut(BlockFormat::Q4K.bytes()) {

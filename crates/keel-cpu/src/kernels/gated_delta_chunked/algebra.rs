@@ -2,14 +2,21 @@
 
 use super::scratch::Scratch;
 use super::{CHUNK, STRIP};
-use crate::kernels::small_gemm::{SmallGemm, Start};
+use crate::kernels::small_gemm::{Matrix, SmallGemm, Start};
 use crate::simd::{LANES, Simd, exp, lanes};
 
 /// `u[i] = beta[i] (v[i] - e^G[i] k[i] S)`
 #[inline(always)]
 pub(super) fn right_hand_sides<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
     let (dk, dv) = (m.dk, m.dv);
-    let gemm = SmallGemm { m: padded, n: dv, k: dk, a: (&*m.k, dk), b: (&*m.state, dv), start: Start::Zero };
+    let gemm = SmallGemm {
+        m: padded,
+        n: dv,
+        k: dk,
+        a: Matrix::new(&*m.k, dk),
+        b: Matrix::new(&*m.state, dv),
+        start: Start::Zero,
+    };
     gemm.run(s, m.u, dv);
     for i in 0..padded {
         let (factor, beta) = (s.splat(m.from_start[i]), s.splat(m.beta[i]));
@@ -76,10 +83,10 @@ pub(super) fn triangles<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
     for start in (0..padded).step_by(STRIP) {
         // Columns past the strip's last row are above the diagonal.
         let n = (start + STRIP).next_multiple_of(LANES);
-        let keys = (&*m.k_transposed, CHUNK);
+        let keys = Matrix::new(&*m.k_transposed, CHUNK);
         let product = |a| SmallGemm { m: STRIP, n, k: dk, a, b: keys, start: Start::Zero };
-        product((&m.k[start * dk..], dk)).run(s, &mut m.lower[start * CHUNK..], CHUNK);
-        product((&m.q[start * dk..], dk)).run(s, &mut m.scores[start * CHUNK..], CHUNK);
+        product(Matrix::new(&m.k[start * dk..], dk)).run(s, &mut m.lower[start * CHUNK..], CHUNK);
+        product(Matrix::new(&m.q[start * dk..], dk)).run(s, &mut m.scores[start * CHUNK..], CHUNK);
         for i in start..start + STRIP {
             let (between, _) = m.between[i * CHUNK..i * CHUNK + n].as_chunks::<LANES>();
             let (lower, _) = m.lower[i * CHUNK..i * CHUNK + n].as_chunks_mut::<LANES>();
@@ -103,13 +110,21 @@ pub(super) fn solve<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
     let dv = m.dv;
     for start in (0..padded).step_by(STRIP) {
         let (solved, strip) = m.u.split_at_mut(start * dv);
-        let a = (&m.lower[start * CHUNK..], CHUNK);
-        let gemm = SmallGemm { m: STRIP, n: dv, k: start, a, b: (&*solved, dv), start: Start::Scaled(1.0) };
+        let a = Matrix::new(&m.lower[start * CHUNK..], CHUNK);
+        let gemm = SmallGemm {
+            m: STRIP,
+            n: dv,
+            k: start,
+            a,
+            b: Matrix::new(&*solved, dv),
+            start: Start::Scaled(1.0),
+        };
         gemm.run(s, strip, dv);
         for i in 1..STRIP {
             let (above, row) = strip.split_at_mut(i * dv);
-            let a = (&m.lower[(start + i) * CHUNK + start..], CHUNK);
-            let gemm = SmallGemm { m: 1, n: dv, k: i, a, b: (&*above, dv), start: Start::Scaled(1.0) };
+            let a = Matrix::new(&m.lower[(start + i) * CHUNK + start..], CHUNK);
+            let gemm =
+                SmallGemm { m: 1, n: dv, k: i, a, b: Matrix::new(&*above, dv), start: Start::Scaled(1.0) };
             gemm.run(s, row, dv);
         }
     }
@@ -119,12 +134,20 @@ pub(super) fn solve<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
 #[inline(always)]
 pub(super) fn outputs<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) {
     let (dk, dv) = (m.dk, m.dv);
-    let gemm = SmallGemm { m: padded, n: dv, k: dk, a: (&*m.q, dk), b: (&*m.state, dv), start: Start::Zero };
+    let gemm = SmallGemm {
+        m: padded,
+        n: dv,
+        k: dk,
+        a: Matrix::new(&*m.q, dk),
+        b: Matrix::new(&*m.state, dv),
+        start: Start::Zero,
+    };
     gemm.run(s, m.y, dv);
     for start in (0..padded).step_by(STRIP) {
-        let a = (&m.scores[start * CHUNK..], CHUNK);
+        let a = Matrix::new(&m.scores[start * CHUNK..], CHUNK);
         let factors = Start::Rows(&m.from_start[start..]);
-        let gemm = SmallGemm { m: STRIP, n: dv, k: start + STRIP, a, b: (&*m.u, dv), start: factors };
+        let gemm =
+            SmallGemm { m: STRIP, n: dv, k: start + STRIP, a, b: Matrix::new(&*m.u, dv), start: factors };
         gemm.run(s, &mut m.y[start * dv..], dv);
     }
 }
@@ -138,7 +161,13 @@ pub(super) fn update_state<S: Simd>(s: S, rows: usize, m: &mut Scratch<'_>) {
         lanes!(s, decayed, [u = &m.u[i * dv..(i + 1) * dv]] => s.mul(u, factor));
     }
     let start = Start::Scaled(m.from_start[rows - 1]);
-    let gemm =
-        SmallGemm { m: dk, n: dv, k: rows, a: (&*m.k_transposed, CHUNK), b: (&*m.u_decayed, dv), start };
+    let gemm = SmallGemm {
+        m: dk,
+        n: dv,
+        k: rows,
+        a: Matrix::new(&*m.k_transposed, CHUNK),
+        b: Matrix::new(&*m.u_decayed, dv),
+        start,
+    };
     gemm.run(s, m.state, dv);
 }

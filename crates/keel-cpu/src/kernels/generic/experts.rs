@@ -38,6 +38,15 @@ pub fn route_top_k(
     }
 }
 
+/// An expert for every token.
+#[derive(Clone, Copy)]
+pub struct SharedExpert<'a> {
+    /// `[T, N]`
+    pub output: &'a [f32],
+    /// `[T, 1]`
+    pub gate: &'a [f32],
+}
+
 /// Operands of [`combine`].
 #[derive(Clone, Copy)]
 pub struct Combine<'a> {
@@ -45,8 +54,8 @@ pub struct Combine<'a> {
     pub experts: &'a [f32],
     /// `[T, J]`
     pub weights: &'a [f32],
-    /// Shared expert `[T, N]` and its gate `[T, 1]`.
-    pub shared: Option<(&'a [f32], &'a [f32])>,
+    /// An expert for every token, if there is one.
+    pub shared: Option<SharedExpert<'a>>,
     /// `[T, N]`
     pub residual: &'a [f32],
     /// J
@@ -64,7 +73,7 @@ pub fn combine(task: &Combine<'_>, y: SharedMut<'_, f32>, worker: &Worker<'_>) {
     let rows = y.len() / width.max(1);
     assert!(task.experts.len() == rows * choices * width && task.weights.len() == rows * choices);
     assert!(task.residual.len() == rows * width);
-    assert!(task.shared.is_none_or(|(x, gate)| x.len() == rows * width && gate.len() == rows));
+    assert!(task.shared.is_none_or(|x| x.output.len() == rows * width && x.gate.len() == rows));
     for row in worker.claim(rows, row_grain(width * (choices + 2))).flatten() {
         // SAFETY: each row is claimed once.
         let y = unsafe { y.range(row * width..(row + 1) * width) };
@@ -72,8 +81,8 @@ pub fn combine(task: &Combine<'_>, y: SharedMut<'_, f32>, worker: &Worker<'_>) {
         for choice in row * choices..(row + 1) * choices {
             add_scaled(task.weights[choice], &task.experts[choice * width..], y);
         }
-        if let Some((shared, gate)) = task.shared {
-            add_scaled(1.0 / (1.0 + (-gate[row]).exp()), &shared[row * width..], y);
+        if let Some(SharedExpert { output, gate }) = task.shared {
+            add_scaled(1.0 / (1.0 + (-gate[row]).exp()), &output[row * width..], y);
         }
         add_scaled(1.0, &task.residual[row * width..], y);
     }
