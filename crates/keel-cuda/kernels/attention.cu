@@ -75,8 +75,9 @@ static __device__ __forceinline__ void store4(f16* p, float4 x) {
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-kv_write(const float* k, const float* v, kv_t* keys, kv_t* values, const u32* table, const u32* row_start,
-         const u32* position, u32 sequences, u32 pages, u32 run) {
+kv_write(
+#include "kv_write.params"
+) {
     take_turn();
     u32 b, row;
     if (!locate(row_start, sequences, 1, 1, blockIdx.x, b, row, run)) return;
@@ -112,13 +113,9 @@ static __device__ __forceinline__ float4 kept4(const kv_t* pool, u32 page, u32 h
 
 /// Writes y if there is one split, else partial.
 extern "C" __global__ void __launch_bounds__(128)
-attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-          const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, u32 run, float* partial,
-          float* y
-#if UNTIL
-          , const u32* until
-#endif
-          ) {
+attention(
+#include "attend.params"
+) {
     take_turn();
     // Row groups for the products with V: as many as 128 threads allow, with QUADS threads for all columns of a group.
     constexpr int ROW_GROUPS = 128 / QUADS >= 16 ? 16 : 128 / QUADS >= 8 ? 8 : 128 / QUADS >= 4 ? 4 : 128 / QUADS >= 2 ? 2 : 1;
@@ -257,8 +254,9 @@ attention(const float* q, const kv_t* keys, const kv_t* values, const u32* table
 /// Adds up the splits of a row and head. A thread has four columns; D / 4 threads have a row, and 128 / (D / 4) such
 /// sets share the splits.
 extern "C" __global__ void __launch_bounds__(128)
-attention_merge(float* partial, const u32* row_start, const u32* position, u32 sequences, u32 total_rows, u32 splits,
-                u32 by_position, float* y) {
+attention_merge(
+#include "attention_merge.params"
+) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
     // Each set of D / 4 threads takes a share of the splits.

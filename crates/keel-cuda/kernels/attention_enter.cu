@@ -37,9 +37,13 @@ struct Turn {
     float eps;
 };
 
+// `parameters.rs` passes them as words of 64 bits.
+static_assert(sizeof(Heads) == 3 * sizeof(u64) && sizeof(Turn) == 4 * sizeof(u64), "words of a parameter");
+
 extern "C" __global__ void __launch_bounds__(128)
-attention_enter(Heads q, Heads k, Heads v, Turn turn_q, Turn turn_k, float* turned, kv_t* keys, kv_t* values, const u32* table,
-                const u32* row_start, const u32* position, u32 sequences, u32 pages, u32 rows) {
+attention_enter(
+#include "attention_enter.params"
+) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
     const u32 unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;

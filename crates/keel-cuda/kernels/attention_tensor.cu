@@ -136,9 +136,9 @@ static __device__ __forceinline__ void multiply_values(float (&sums)[D / 8][4], 
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-attention_prefill(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-                  const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
-                  u32 run, float* partial, float* y) {
+attention_prefill(
+#include "attend.params"
+) {
     take_turn();
     DYNAMIC_SHARED(f16, shared);
     f16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
@@ -318,9 +318,9 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-attention_decode(const float* q, const kv_t* keys, const kv_t* values, const u32* table, const u32* row_start,
-                 const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position,
-                 u32, float* partial, float* y) {
+attention_decode(
+#include "attend.params"
+) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
     DYNAMIC_SHARED(f16, shared);

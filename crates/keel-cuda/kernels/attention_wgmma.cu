@@ -23,11 +23,13 @@
 #define KV_PANEL (BN * 128)
 #define KV_TILE (PANELS * KV_PANEL)
 
+typedef f16 kv_t;
+
 #if __CUDA_ARCH_FEAT_SM90_ALL
 extern "C" __global__ void __launch_bounds__(256, 1)
-attention_prefill_wide(const float* q, const f16* keys, const f16* values, const u32* table, const u32* row_start,
-                       const u32* position, u32 sequences, u32 pages, u32 total_rows, float scale, u32 by_position, u32, float* partial,
-                       float* y) {
+attention_prefill_wide(
+#include "attend.params"
+) {
     take_turn();
     DYNAMIC_SHARED(u8, shared);
     const u32 q_tile = (shared_address(shared) + 1023) / 1024 * 1024, key_tiles = q_tile + PANELS * Q_PANEL,

@@ -20,8 +20,7 @@
 #define NO_SLOT 0xffffffffu
 
 extern "C" __global__ void check_batch(
-    u32* row_start, u32* slot, u32* position, u32* table, u32* accepted, u32 sequences, u32 rows, u32 slots, u32 pages, u32 table_width,
-    u32 window, u32 run, u32 grid, u32 records, u32 keep_open, Fault* fault, u32 kernel
+#include "check_batch.params"
 ) {
     wait_for_inputs();
     // If several threads find an error, the lowest one reports, so that the numbers belong together.

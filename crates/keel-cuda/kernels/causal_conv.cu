@@ -73,8 +73,9 @@ static __device__ __forceinline__ void convolve(const float* __restrict__ x, con
 
 /// open and accepted are null without a log.
 extern "C" __global__ void __launch_bounds__(128)
-causal_conv(const float* x, const float* w, float* window, float* open, const u32* row_start, const u32* slot,
-            const u32* accepted, u32 keep_open, float* y) {
+causal_conv(
+#include "causal_conv.params"
+) {
     take_turn();
     u32 channel = blockIdx.x * 128 + threadIdx.x, b = blockIdx.y;
     if (channel >= C) return;
@@ -87,8 +88,9 @@ causal_conv(const float* x, const float* w, float* window, float* open, const u3
 
 /// The same for many rows. This regime leaves no rows open.
 extern "C" __global__ void __launch_bounds__(128)
-causal_conv_prefill(const float* x, const float* w, float* window, const u32* row_start, const u32* slot,
-                    u32 sequences, float* y) {
+causal_conv_prefill(
+#include "causal_conv_prefill.params"
+) {
     take_turn();
     u32 channel = blockIdx.x * 128 + threadIdx.x, tile = blockIdx.y;
     if (channel >= C) return;

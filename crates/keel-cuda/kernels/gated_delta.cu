@@ -53,9 +53,9 @@ static __device__ __forceinline__ void load_token(Token& token, const Part& part
 
 /// records, accepted and counters are null without a log.
 extern "C" __global__ void __launch_bounds__(128)
-gated_delta(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, State* state,
-            const u32* row_start, const u32* slot, float* records, const u32* accepted, u32* counters, u32 keep_open,
-            float* y) {
+gated_delta(
+#include "gated_delta.params"
+) {
     if (!EARLY) wait_for_inputs();
     __shared__ Sums sums;
     __shared__ float k_factors[TILE];

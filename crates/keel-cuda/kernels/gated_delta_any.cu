@@ -35,8 +35,7 @@ static __device__ __forceinline__ float replayed(float s, float* records, u32 ro
 
 /// records and accepted are null without a log.
 extern "C" __global__ void gated_delta_any(
-    const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias, State* state,
-    const u32* row_start, const u32* slot, float* records, const u32* accepted, u32 keep_open, float* y
+#include "gated_delta.params"
 ) {
     take_turn();
     __shared__ float q[DK], k[DK], shared[33];

@@ -31,8 +31,9 @@
 #include "gated_delta_tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(256, 3)
-gated_delta_prepare(const float* qkv, const float* a, const float* b, const float* a_log, const float* dt_bias,
-                    const u32* row_start, u32 sequences, u32 chunks, void* workspace) {
+gated_delta_prepare(
+#include "gated_delta_prepare.params"
+) {
     take_turn();
     DYNAMIC_SHARED(char, shared);
     // The matrices to invert replace k and q once the products of these are in registers.
@@ -217,8 +218,9 @@ static __device__ __forceinline__ void as_operand(u32 (&a)[4][4], const float (&
 }
 
 extern "C" __global__ void __launch_bounds__(128, 1)
-gated_delta_chunks(const float* qkv, State* state, const u32* row_start, const u32* slot, u32 chunks, void* workspace,
-                   float* y) {
+gated_delta_chunks(
+#include "gated_delta_chunks.params"
+) {
     take_turn();
     DYNAMIC_SHARED(char, shared);
     Stage* stages = (Stage*)shared;

@@ -90,16 +90,9 @@ template <int N> struct Extent {
     static constexpr int VALUE = N;
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(const u32 *codes, const u8 *pairs, const f16 *x,
-#if GROUPED
-                                                               const u32 *row_of, const uint4 *tiles,
-#else
-                                                               u32 rows,
-#endif
-#if !GROUPED && SPLITS == 1
-                                                               const float *residual,
-#endif
-                                                               float *y) {
+extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
+#include "linear_tiled.params"
+) {
     extern __shared__ u8 memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u8 *const x_ring = memory + (1024 - shared_address(memory) % 1024) % 1024;

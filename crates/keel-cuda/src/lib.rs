@@ -12,6 +12,7 @@ mod backend;
 mod driver;
 mod error;
 pub mod kernels;
+mod parameters;
 mod peaks;
 
 pub use backend::{CudaBackend, CudaGroup, CudaOptions, Precision};

@@ -13,22 +13,36 @@ fn key(source: Source, entry: &'static str, defines: &[(&'static str, &str)]) ->
     defines.iter().fold(KernelKey::new(source, entry), |key, (name, value)| key.define(name, value))
 }
 
+/// The list of compilations.
+#[derive(Default)]
+struct Keys(Vec<KernelKey>);
+
+impl Keys {
+    fn add(&mut self, source: Source, entries: &[&'static str], defines: &[(&'static str, &str)]) {
+        self.0.extend(entries.iter().map(|entry| key(source, entry, defines)));
+    }
+}
+
 /// At least one compilation for each entry point, together with its variants.
 fn keys() -> Vec<KernelKey> {
-    let mut keys = Vec::new();
-    let mut add = |source, entries: &[&'static str], defines: &[(&'static str, &str)]| {
-        keys.extend(entries.iter().map(|entry| key(source, entry, defines)));
-    };
+    let mut keys = Keys::default();
+    let families: [fn(&mut Keys); 6] = [elementary, rows, products, block_products, sequences, attention];
+    families.into_iter().for_each(|family| family(&mut keys));
+    keys.0
+}
+
+/// Creation, copies, element-wise chains, reductions and sorts.
+fn elementary(keys: &mut Keys) {
     for t in ["flag", "u32", "i64", "bf16"] {
-        add(kernels::CREATE, &["fill", "arange", "bits", "uniform", "normal"], &[("ELEM", t)]);
+        keys.add(kernels::CREATE, &["fill", "arange", "bits", "uniform", "normal"], &[("ELEM", t)]);
         for d in ["u8", "i32", "f16"] {
-            add(kernels::ELEMENTWISE, &["cast"], &[("FROM", t), ("TO", d)]);
+            keys.add(kernels::ELEMENTWISE, &["cast"], &[("FROM", t), ("TO", d)]);
         }
     }
     for t in ["u16", "u64"] {
-        add(kernels::LAYOUT, &["copy", "join", "scatter"], &[("ELEM", t)]);
-        add(kernels::ELEMENTWISE, &["select"], &[("SELECT", "1"), ("ELEM", t)]);
-        add(kernels::INDEXING, &["take", "take_along"], &[("ELEM", t), ("INDEX", "i32")]);
+        keys.add(kernels::LAYOUT, &["copy", "join", "scatter"], &[("ELEM", t)]);
+        keys.add(kernels::ELEMENTWISE, &["select"], &[("SELECT", "1"), ("ELEM", t)]);
+        keys.add(kernels::INDEXING, &["take", "take_along"], &[("ELEM", t), ("INDEX", "i32")]);
     }
     let chain = [
         ("PARAMETERS", ", const ELEM* x0, Strides s0"),
@@ -41,46 +55,62 @@ fn keys() -> Vec<KernelKey> {
     for (t, acc) in [("f16", "float"), ("i64", "i64")] {
         let typed = |rest: &[(&'static str, &'static str)]| [&[("ELEM", t)], rest].concat();
         if acc == "float" {
-            add(kernels::ELEMENTWISE, &["chain"], &typed(&chain));
-            add(kernels::ELEMENTWISE, &["compare"], &typed(&[("COMPARE", "1"), ("EXPRESSION", "a <= b")]));
-            add(kernels::REDUCE, &["softmax"], &typed(&[("SOFTMAX", "1")]));
-            add(kernels::REDUCE, &["layer_norm"], &typed(&[("LAYER_NORM", "1")]));
-            add(kernels::MATMUL, &["matmul"], &typed(&[]));
+            keys.add(kernels::ELEMENTWISE, &["chain"], &typed(&chain));
+            keys.add(
+                kernels::ELEMENTWISE,
+                &["compare"],
+                &typed(&[("COMPARE", "1"), ("EXPRESSION", "a <= b")]),
+            );
+            keys.add(kernels::REDUCE, &["softmax"], &typed(&[("SOFTMAX", "1")]));
+            keys.add(kernels::REDUCE, &["layer_norm"], &typed(&[("LAYER_NORM", "1")]));
+            keys.add(kernels::MATMUL, &["matmul"], &typed(&[]));
         } else {
             let integer = [("INTEGER", "1"), ("RESULT", "flag"), ("EXPRESSION", "a < b")];
-            add(kernels::ELEMENTWISE, &["integer"], &typed(&integer));
+            keys.add(kernels::ELEMENTWISE, &["integer"], &typed(&integer));
         }
         let reduction =
             [("REDUCTION", "1"), ("ACC", acc), ("FIRST", "0"), ("COMBINE", "a + b"), ("FINISH", "total")];
-        add(kernels::REDUCE, &["reduce"], &typed(&reduction));
-        add(kernels::REDUCE, &["arg_reduce"], &typed(&[("ARG", "1"), ("KEY", acc), ("BEFORE", "(a > b)")]));
+        keys.add(kernels::REDUCE, &["reduce"], &typed(&reduction));
+        keys.add(
+            kernels::REDUCE,
+            &["arg_reduce"],
+            &typed(&[("ARG", "1"), ("KEY", acc), ("BEFORE", "(a > b)")]),
+        );
         let sums = [("CUMSUM", "1"), ("ACC", acc), ("REVERSE", "1"), ("EXCLUSIVE", "0")];
-        add(kernels::REDUCE, &["cumsum"], &typed(&sums));
+        keys.add(kernels::REDUCE, &["cumsum"], &typed(&sums));
         let sorted = [("KEY", acc), ("DESCENDING", "1")];
-        add(kernels::SORT, &["number", "stage", "gather", "top_k"], &typed(&sorted));
+        keys.add(kernels::SORT, &["number", "stage", "gather", "top_k"], &typed(&sorted));
     }
-    add(
+}
+
+/// Kernels of rows: norms, rotations, gates, and the choice of experts.
+fn rows(keys: &mut Keys) {
+    keys.add(
         kernels::RMS_NORM,
         &["rms_norm", "rms_norm_half", "gated_heads_half", "add_rms_norm", "gated_rms_norm"],
         &[],
     );
     for half in [("HALF_BF16", "1"), ("HALF_TILES", "1")] {
-        add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &[half]);
-        add(kernels::ACTIVATION, &["swiglu_half"], &[half]);
+        keys.add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &[half]);
+        keys.add(kernels::ACTIVATION, &["swiglu_half"], &[half]);
     }
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
-    for [kv_f16, queries, keys] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
-        let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", keys), ("EARLY", kv_f16)];
-        add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
+    for [kv_f16, queries, taken] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
+        let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken), ("EARLY", kv_f16)];
+        keys.add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
     }
-    add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
-    add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
-    add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
-    add(kernels::EXCHANGE, &["add_shares"], &[]);
-    add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);
-    add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
+    keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
+    keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
+    keys.add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
+    keys.add(kernels::EXCHANGE, &["add_shares"], &[]);
+    keys.add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);
+    keys.add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
     let choice = [("EXPERTS", "60"), ("CHOICES", "4"), ("NORMALISE", "1")];
-    add(kernels::EXPERTS, &["route_few"], &choice);
+    keys.add(kernels::EXPERTS, &["route_few"], &choice);
+}
+
+/// Products with dense and affine weights.
+fn products(keys: &mut Keys) {
     for weight in [
         [("WEIGHT_T", "bf16"), ("DENSE", "1")].as_slice(),
         &[("BITS", "4"), ("GROUP", "64"), ("PAIR_T", "bf16"), ("DENSE", "0")],
@@ -91,12 +121,12 @@ fn keys() -> Vec<KernelKey> {
             [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "i32"), ("SPLIT", "2")], weight, rest].concat()
         };
         let affine = weight[0].0 == "BITS";
-        add(
+        keys.add(
             kernels::QUANTIZED_MATMUL,
             &["linear_rows"],
             &with(&[("DIM_T", "3"), ("FUSED", "1"), ("GATHER", "0")]),
         );
-        add(
+        keys.add(
             kernels::QUANTIZED_MATMUL,
             &["prepare_rows"],
             &with(&[("DIM_T", "16"), ("FUSED", "0"), ("GATHER", "0")]),
@@ -110,128 +140,148 @@ fn keys() -> Vec<KernelKey> {
             &[("NORM", "1"), ("CONV", "4"), ("CONV_C", "48"), ("CONV_FROM", "16")],
         ] {
             let single = [&single[..], entry, &gate].concat();
-            add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
+            keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
             if entry.iter().all(|(name, _)| *name != "CONV") {
                 let prepared = [&[("DIM_T", "5"), ("FUSED", "0"), ("GATHER", "0")], entry, &gate].concat();
-                add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
+                keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
             }
         }
         if affine {
-            let choice =
-                [("EXPERTS", "70"), ("CHOICES", "3"), ("MIN_BLOCKS", "2"), ("DIM_N", "96"), ("DIM_K", "384")];
-            for [normalise, early, always, added] in
-                [["1", "1", "1", "0"], ["0", "0", "0", "1"], ["0", "0", "0", "0"]]
-            {
-                let how = [
-                    ("NORMALISE", normalise),
-                    ("EARLY", early),
-                    ("ALWAYS", always),
-                    ("ADDED", added),
-                    ("LOGITS_ROW", "71"),
-                    ("SHARE_ROW", "71"),
-                ];
-                let with = |rest: &[(&'static str, &'static str)]| [&choice[..], &how, weight, rest].concat();
-                let gate_up = [("SWIGLU", "1"), ("SPLIT", "8"), ("UNIT", "2"), ("NORM", normalise)];
-                add(kernels::MIXTURE, &["chosen_gate_up"], &with(&gate_up));
-                let down = [("SWIGLU", "0"), ("SPLIT", "6"), ("UNIT", "2")];
-                add(kernels::MIXTURE, &["chosen_down"], &with(&down));
-            }
+            mixtures(keys, weight);
         }
         let exact = &weight[..weight.len() - 1];
         let exact =
             [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")], exact];
-        add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
-        add(
+        keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
+        keys.add(
             kernels::DEQUANTIZE,
             &["embedding_rows", "to_half", "to_two_bf16", "leave_padding"],
             &[&exact.concat()[..], &[("ROW", "104")]].concat(),
         );
         if affine {
-            add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
-            add(kernels::EIGHT_BITS, &["to_eight_bits", "dequantize_eight_bits"], &exact.concat());
+            keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
+            keys.add(kernels::EIGHT_BITS, &["to_eight_bits", "dequantize_eight_bits"], &exact.concat());
             let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];
-            add(
+            keys.add(
                 kernels::LINEAR_TILED,
-                &["group_rows", "to_half_tiles"],
+                &["group_rows", "to_half_tiles", "linear_tiled"],
                 &[&exact.concat()[..2], weight, &[("BT", "32"), ("STAGES", "6")], &grouped].concat(),
             );
             let plain = [("BT", "128"), ("SPLITS", "4"), ("STAGES", "2")];
             let entries = ["linear_tiled", "to_half_tiles", "add_parts"];
-            add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
+            keys.add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
         }
     }
+}
+
+/// The experts of a mixture for few tokens.
+fn mixtures(keys: &mut Keys, weight: &[(&'static str, &'static str)]) {
+    let choice =
+        [("EXPERTS", "70"), ("CHOICES", "3"), ("MIN_BLOCKS", "2"), ("DIM_N", "96"), ("DIM_K", "384")];
+    for [normalise, early, always, added] in
+        [["1", "1", "1", "0"], ["0", "0", "0", "1"], ["0", "0", "0", "0"]]
+    {
+        let how = [
+            ("NORMALISE", normalise),
+            ("EARLY", early),
+            ("ALWAYS", always),
+            ("ADDED", added),
+            ("LOGITS_ROW", "71"),
+            ("SHARE_ROW", "71"),
+        ];
+        let with = |rest: &[(&'static str, &'static str)]| [&choice[..], &how, weight, rest].concat();
+        let gate_up = [("SWIGLU", "1"), ("SPLIT", "8"), ("UNIT", "2"), ("NORM", normalise)];
+        keys.add(kernels::MIXTURE, &["chosen_gate_up"], &with(&gate_up));
+        let down = [("SWIGLU", "0"), ("SPLIT", "6"), ("UNIT", "2")];
+        keys.add(kernels::MIXTURE, &["chosen_down"], &with(&down));
+    }
+}
+
+/// Products with weights in blocks.
+fn block_products(keys: &mut Keys) {
     for format in BlockFormat::ALL {
         let name = format.to_string();
         let weight = [("DIM_N", "96"), ("DIM_K", "768"), ("BLOCK", &*name), ("SPLIT", "2"), ("UNIT", "2")];
         let with = |rest: &[(&'static str, &'static str)]| [&weight[..], rest].concat();
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
-        add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
-        add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
-        add(kernels::EIGHT_BITS, &["dequantize_eight_bits"], &with(&[]));
+        keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
+        keys.add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
+        keys.add(kernels::EIGHT_BITS, &["dequantize_eight_bits"], &with(&[]));
         // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
-            add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
-            add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
-            add(kernels::DEQUANTIZE, &["embedding_rows"], &with(&[("INDEX", "u32")]));
-            add(
+            keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
+            keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
+            keys.add(kernels::DEQUANTIZE, &["embedding_rows"], &with(&[("INDEX", "u32")]));
+            keys.add(
                 kernels::LINEAR_TILED,
                 &["linear_tiled"],
                 &with(&[("BT", "32"), ("SPLITS", "4"), ("STAGES", "6")]),
             );
             let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];
-            add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
+            keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
         }
     }
-    add(kernels::SAMPLE, &["greatest", "weigh", "draw"], &[]);
-    add(kernels::DELIVER, &["deliver"], &[("DELIVERIES", "16")]);
-    add(kernels::BATCH, &["check_batch"], &[]);
+}
+
+/// Sampling, and operations with state.
+fn sequences(keys: &mut Keys) {
+    keys.add(kernels::SAMPLE, &["greatest", "weigh", "draw"], &[]);
+    keys.add(kernels::DELIVER, &["deliver"], &[("DELIVERIES", "16")]);
+    keys.add(kernels::BATCH, &["check_batch"], &[]);
     let conv = [("C", "96"), ("K", "4"), ("X_STRIDE", "100"), ("OPEN", "3")];
-    add(kernels::CAUSAL_CONV, &["causal_conv", "causal_conv_prefill"], &conv);
+    keys.add(kernels::CAUSAL_CONV, &["causal_conv", "causal_conv_prefill"], &conv);
     let heads = [("HK", "2"), ("HV", "4"), ("DK", "32"), ("DV", "48")];
     let strides = [("QKV_STRIDE", "400"), ("A_STRIDE", "400"), ("B_STRIDE", "400"), ("LOG", "3")];
     let half = [("STATE_F16", "1")];
-    add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides].concat());
-    add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &half].concat());
+    keys.add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides].concat());
+    keys.add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &half].concat());
     let early = [("EARLY", "1")];
-    add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &early].concat());
+    keys.add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &early].concat());
     let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", "2")];
     let entries = ["gated_delta_prepare", "gated_delta_chunks"];
-    add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
-    add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides, &half].concat());
-    add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides].concat());
-    add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides, &half].concat());
-    add(kernels::CUSTOM, &["initial"], &[("ELEM", "i32")]);
+    keys.add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
+    keys.add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides, &half].concat());
+    keys.add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides].concat());
+    keys.add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides, &half].concat());
+    keys.add(kernels::CUSTOM, &["initial"], &[("ELEM", "i32")]);
+}
+
+/// Attention over pages.
+fn attention(keys: &mut Keys) {
     for (kv_f16, d) in [("0", "80"), ("1", "256")] {
         let defines = [("H", "8"), ("KV", "2"), ("D", d), ("KV_F16", kv_f16), ("WINDOW", "0")];
         let strides = [("Q_STRIDE", "2048"), ("K_STRIDE", "512"), ("V_STRIDE", "512")];
         let entries = ["kv_write", "attention", "attention_merge"];
-        add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
-        add(kernels::ATTENTION, &["attention_merge"], &[&defines[..], &strides, &early].concat());
-        add(kernels::ATTENTION, &["attention"], &[&defines[..], &strides, &[("UNTIL", "1")]].concat());
+        keys.add(kernels::ATTENTION, &entries, &[&defines[..], &strides].concat());
+        keys.add(
+            kernels::ATTENTION,
+            &["attention_merge"],
+            &[&defines[..], &strides, &[("EARLY", "1")]].concat(),
+        );
+        keys.add(kernels::ATTENTION, &["attention"], &[&defines[..], &strides, &[("UNTIL", "1")]].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
-        add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
+        keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
         let early = [("KV_STAGES", "2"), ("EARLY", "1")];
-        add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
+        keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
         let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
         let bits = [("KV_BITS", bits), ("RUNS", runs)];
         let coded =
             [&tensor[..2], &[("D", "96"), ("KV_F16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
-        add(kernels::ATTENTION, &entries, &coded);
-        add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
+        keys.add(kernels::ATTENTION, &entries, &coded);
+        keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
     }
-    for (d, keys) in [("64", "128"), ("128", "128"), ("256", "64")] {
+    for (d, columns) in [("64", "128"), ("128", "128"), ("256", "64")] {
         let defines = [
             ("H", "8"),
             ("KV", "2"),
             ("D", d),
             ("Q_STRIDE", "2048"),
             ("WINDOW", "0"),
-            ("BN", keys),
-            ("SPLIT_STEP", keys),
+            ("BN", columns),
+            ("SPLIT_STEP", columns),
         ];
-        add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
+        keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
     }
-    keys
 }
 
 /// Names of the entry points of a source: the word before the first parenthesis that opens parameters.

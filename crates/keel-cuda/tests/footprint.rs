@@ -27,7 +27,7 @@ fn tensors_are_no_part_of_the_drivers_footprint() {
         sizes.map(|bytes| Array::persistent(&runtime, Category::Kv, [bytes], DType::U8).expect("memory"));
     let held = driver_bytes();
     let tensors = runtime.ledger().active().total();
-    eprintln!("{tensors} bytes of tensors, beside which the driver has {held}");
+    eprintln!("{tensors} bytes of tensors, and {held} bytes of the driver");
     assert!(held.abs_diff(before) <= sizes.len() as u64 * GRANULE, "{before} and then {held}");
     assert_eq!(sums(), expected);
     drop(pools);

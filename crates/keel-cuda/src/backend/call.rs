@@ -5,6 +5,7 @@ use super::{Gpu, Mode};
 use crate::driver::{Arguments, Product, ProductOperands, driver, overlap};
 use crate::error::Result;
 use crate::kernels::KernelKey;
+use crate::parameters::{CheckBatch, Parameters};
 use cudarc::driver::sys;
 use keel_array::ArrayError;
 use std::cell::RefCell;
@@ -28,7 +29,7 @@ pub(super) struct Call<'a> {
     /// Address of [`COUNTERS`] counters.
     pub counters: u64,
     /// Checks that the launch has made so far: operands that last are checked once.
-    pub checked: &'a RefCell<Vec<Arguments>>,
+    pub checked: &'a RefCell<Vec<CheckBatch>>,
     /// Memory from before the launch that its kernels have written so far.
     pub written: &'a RefCell<Vec<Range<u64>>>,
     /// Memory written by kernels that may still run when the next one starts.
@@ -122,6 +123,17 @@ impl Call<'_> {
             return Ok(());
         }
         self.gpu.launch(key, geometry, arguments).map_err(|e| e.in_op(self.kernel.op.name()))
+    }
+
+    /// As [`Call::launch`], with arguments that are described for this kernel.
+    pub fn launch_described<P: Parameters>(
+        &self,
+        key: &KernelKey,
+        geometry: Geometry,
+        parameters: &P,
+    ) -> Result<(), ArrayError> {
+        assert!(P::LIST.entries.contains(&key.entry), "{} does not have {}", key.entry, P::LIST.file);
+        self.launch(key, geometry, parameters.arguments())
     }
 
     /// Whether an operand is as it was before the launch. If so, it may be read while other kernels of the launch run.

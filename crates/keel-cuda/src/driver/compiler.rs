@@ -3,6 +3,7 @@
 use crate::CudaError;
 use crate::error::Result;
 use crate::kernels::{HEADERS, KernelKey};
+use crate::parameters::LISTS;
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use std::ffi::{CStr, CString, c_char};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -80,6 +81,8 @@ fn compile_source(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>
     let text = |s: &str| CString::new(s).expect("sources and options hold no zero byte");
     let (source, name) = (text(&key.source), text(key.file));
     let headers: Vec<(CString, CString)> = HEADERS.iter().map(|(n, s)| (text(n), text(s))).collect();
+    let lists = LISTS.iter().map(|list| (text(list.file), text(&list.text())));
+    let headers: Vec<(CString, CString)> = headers.into_iter().chain(lists).collect();
     let header_names: Vec<*const c_char> = headers.iter().map(|h| h.0.as_ptr()).collect();
     let header_sources: Vec<*const c_char> = headers.iter().map(|h| h.1.as_ptr()).collect();
     let mut handle = std::ptr::null_mut();
@@ -149,6 +152,7 @@ fn cached_path(key: &KernelKey, architecture: Architecture) -> Option<PathBuf> {
     let folder = cache_folder()?;
     let mut hasher = DefaultHasher::new();
     (key, architecture, HEADERS, compiler_version()).hash(&mut hasher);
+    LISTS.iter().for_each(|list| list.text().hash(&mut hasher));
     Some(folder.join(format!("{}-{:016x}.cubin", key.entry, hasher.finish())))
 }
 

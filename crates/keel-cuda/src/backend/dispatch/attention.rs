@@ -7,8 +7,8 @@ use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
 use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::{Mode, Precision};
-use crate::driver::Arguments;
 use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey, Source};
+use crate::parameters::{Attend, AttentionEnter, AttentionMerge, KvWrite};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
 use shares::{BLOCKS_WANTED, Shares, WIDE_TILE, shares};
 
@@ -85,10 +85,16 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     if shares.count == 1 {
         return Ok(());
     }
-    let arguments =
-        Arguments::default().pointer(partial).pointer(row_start.address).pointer(position.address);
-    let arguments = arguments.u32(task.sequences).u32(task.rows).u32(shares.count);
-    let arguments = arguments.u32(usize::from(shares.by_position)).pointer(call.outputs[0].address);
+    let parameters = AttentionMerge {
+        partial,
+        row_start: row_start.address,
+        position: position.address,
+        sequences: task.sequences,
+        total_rows: task.rows,
+        splits: shares.count,
+        by_position: usize::from(shares.by_position),
+        y: call.outputs[0].address,
+    };
     let shared_bytes = shares.count * size_of::<f32>();
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     let early = [row_start, position].iter().all(|operand| call.is_untouched(operand));
@@ -97,7 +103,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         Some(keys) => key.define("SPLIT_STEP", keys),
         None => key,
     };
-    call.launch(&key, geometry, arguments)
+    call.launch_described(&key, geometry, &parameters)
 }
 
 /// The rotation of queries or keys.
@@ -135,10 +141,6 @@ fn heads(maker: &BoundKernel<'_>) -> [u64; 3] {
     let x = maker.strided(0);
     let (row, head) = if maker.maker(0).is_some() { x.head_strides() } else { (x.row_stride(2), x.width()) };
     [x.address, row as u64, head as u64]
-}
-
-fn all(operands: &[&Bound<'_>]) -> Arguments {
-    operands.iter().fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address))
 }
 
 /// The dimensions of a step.
@@ -225,19 +227,23 @@ impl<'a> Task<'a> {
         let [_, _, v, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
-        let arguments = Arguments::default()
-            .words(&heads(q.unwrap_or(any)))
-            .words(&heads(k.unwrap_or(any)))
-            .words(&[v.address, v.row_stride(2) as u64, self.size as u64])
-            .words(&turn(q.unwrap_or(any)).words())
-            .words(&turn(k.unwrap_or(any)).words())
-            .pointer(queries);
-        let arguments = [keys, values, table, row_start, position]
-            .into_iter()
-            .fold(arguments, |arguments, operand| arguments.pointer(operand.address))
-            .u32(self.sequences)
-            .u32(self.pages)
-            .u32(self.rows);
+        let (turned_q, turned_k) = (q.unwrap_or(any), k.unwrap_or(any));
+        let parameters = AttentionEnter {
+            q: heads(turned_q),
+            k: heads(turned_k),
+            v: [v.address, v.row_stride(2) as u64, self.size as u64],
+            turn_q: turn(turned_q).words(),
+            turn_k: turn(turned_k).words(),
+            turned: queries,
+            keys: keys.address,
+            values: values.address,
+            table: table.address,
+            row_start: row_start.address,
+            position: position.address,
+            sequences: self.sequences,
+            pages: self.pages,
+            rows: self.rows,
+        };
         let turns = [q, k].into_iter().flatten().flat_map(|heads| &heads.inputs[1..3]);
         let early = turns.chain([table, row_start, position]).all(|operand| self.call.is_untouched(operand));
         let key = KernelKey::new(ATTENTION_ENTER, "attention_enter")
@@ -252,7 +258,7 @@ impl<'a> Task<'a> {
         let taken =
             if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
         let grid = ((self.rows * taken).div_ceil(4), 1, 1);
-        self.call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)
+        self.call.launch_described(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, &parameters)
     }
 
     /// Writes the keys and values of a run to their pages.
@@ -260,10 +266,20 @@ impl<'a> Task<'a> {
         let [_, k, v, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
-        let arguments = all(&[k, v, keys, values, table, row_start, position]);
-        let arguments = arguments.u32(self.sequences).u32(self.pages).u32(run);
+        let parameters = KvWrite {
+            k: k.address,
+            v: v.address,
+            keys: keys.address,
+            values: values.address,
+            table: table.address,
+            row_start: row_start.address,
+            position: position.address,
+            sequences: self.sequences,
+            pages: self.pages,
+            run,
+        };
         let rows = self.rows.min(self.sequences * self.run_rows());
-        self.call.launch(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), arguments)
+        self.call.launch_described(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), &parameters)
     }
 
     /// Attends the rows of a run: to y, or to `partial` if there are several shares.
@@ -271,24 +287,25 @@ impl<'a> Task<'a> {
         let [_, _, _, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
-        let arguments = Arguments::default().pointer(queries);
-        let arguments = [keys, values, table, row_start, position]
-            .into_iter()
-            .fold(arguments, |arguments, operand| arguments.pointer(operand.address))
-            .u32(self.sequences)
-            .u32(self.pages)
-            .u32(self.rows)
-            .f32(self.spec.scale.get())
-            .u32(usize::from(shares.by_position))
-            .u32(run)
-            .pointer(partial)
-            .pointer(self.call.outputs[0].address);
-        let arguments = match self.until() {
-            Some(until) => arguments.pointer(until.address),
-            None => arguments,
+        let parameters = Attend {
+            q: queries,
+            keys: keys.address,
+            values: values.address,
+            table: table.address,
+            row_start: row_start.address,
+            position: position.address,
+            sequences: self.sequences,
+            pages: self.pages,
+            total_rows: self.rows,
+            scale: self.spec.scale.get(),
+            by_position: usize::from(shares.by_position),
+            run,
+            partial,
+            y: self.call.outputs[0].address,
+            until: self.until().map(|until| until.address),
         };
         let (key, geometry) = self.kernel(shares.count);
-        self.call.launch(&key, geometry, arguments)
+        self.call.launch_described(&key, geometry, &parameters)
     }
 
     /// Keys that the kernel for Hopper's instructions takes at a time, if that kernel runs.

@@ -1,8 +1,8 @@
 //! The arrays that say which rows belong to which sequence, checked on the device before kernels trust them.
 
 use super::{Bound, Call, Geometry};
-use crate::driver::Arguments;
 use crate::kernels::{BATCH, KernelKey};
+use crate::parameters::CheckBatch;
 use keel_array::ArrayError;
 
 /// The message for wrong data that `batch.cu` has found.
@@ -63,22 +63,26 @@ pub(super) fn check_batch(
     check: &BatchCheck<'_>,
 ) -> Result<(), ArrayError> {
     let address = |bound: Option<&Bound<'_>>| bound.map_or(0, |b| b.address);
-    let arguments = Arguments::default()
-        .pointer(row_start.address)
-        .pointer(address(check.slot.map(|s| s.0)))
-        .pointer(address(check.position))
-        .pointer(address(check.table.map(|t| t.0)))
-        .pointer(address(check.log.map(|log| log.accepted)))
-        .u32(row_start.len().saturating_sub(1))
-        .u32(check.rows)
-        .u32(check.slot.map_or(0, |s| s.1))
-        .u32(check.table.map_or(0, |t| t.1))
-        .u32(check.table.map_or(0, |t| t.0.width()))
-        .u32(check.window)
-        .u32(check.run)
-        .u32(check.grid)
-        .u32(check.log.map_or(0, |log| log.capacity()))
-        .u32(check.log.map_or(0, |log| usize::from(log.keep_open)));
+    // The report's address and the kernel's number are added below: they do not change what is checked.
+    let parameters = CheckBatch {
+        row_start: row_start.address,
+        slot: address(check.slot.map(|s| s.0)),
+        position: address(check.position),
+        table: address(check.table.map(|t| t.0)),
+        accepted: address(check.log.map(|log| log.accepted)),
+        sequences: row_start.len().saturating_sub(1),
+        rows: check.rows,
+        slots: check.slot.map_or(0, |s| s.1),
+        pages: check.table.map_or(0, |t| t.1),
+        table_width: check.table.map_or(0, |t| t.0.width()),
+        window: check.window,
+        run: check.run,
+        grid: check.grid,
+        records: check.log.map_or(0, |log| log.capacity()),
+        keep_open: check.log.map_or(0, |log| usize::from(log.keep_open)),
+        fault: 0,
+        kernel: 0,
+    };
     let operands = [
         Some(row_start),
         check.slot.map(|s| s.0),
@@ -88,12 +92,12 @@ pub(super) fn check_batch(
     ];
     if operands.into_iter().flatten().all(|operand| operand.lasting) {
         let mut checked = call.checked.borrow_mut();
-        if checked.contains(&arguments) {
+        if checked.contains(&parameters) {
             return Ok(());
         }
-        checked.push(arguments.clone());
+        checked.push(parameters.clone());
     }
-    let arguments = arguments.pointer(call.fault).u32(call.index);
+    let parameters = CheckBatch { fault: call.fault, kernel: call.index, ..parameters };
     let geometry = Geometry { grid: (1, 1, 1), block: (256, 1, 1), shared_bytes: 0 };
-    call.launch(&KernelKey::new(BATCH, "check_batch"), geometry, arguments)
+    call.launch_described(&KernelKey::new(BATCH, "check_batch"), geometry, &parameters)
 }

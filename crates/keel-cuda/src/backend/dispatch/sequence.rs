@@ -4,8 +4,8 @@ use super::batch::{BatchCheck, Log, check_batch};
 use super::linear::{self, Convolution};
 use super::{Bound, Call, Geometry, attention};
 use crate::backend::{Mode, Precision};
-use crate::driver::Arguments;
 use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
+use crate::parameters::{CausalConv, CausalConvPrefill, GatedDelta, GatedDeltaChunks, GatedDeltaPrepare};
 use keel_array::{ArrayError, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
 
 /// Rows that prefill starts at multiples of.
@@ -46,9 +46,21 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     }
 }
 
-/// The log's address, that of the accepted counts, and whether rows stay open.
-fn log_arguments(log: Option<Log<'_>>) -> (u64, u64, usize) {
-    log.map_or((0, 0, 0), |log| (log.rows.address, log.accepted.address, usize::from(log.keep_open)))
+/// A log as kernels take it.
+struct LogArguments {
+    /// Address of the records, 0 without a log.
+    records: u64,
+    /// Address of the accepted counts, 0 without a log.
+    accepted: u64,
+    /// 1 if rows stay open.
+    keep_open: usize,
+}
+
+impl LogArguments {
+    fn of(log: Option<Log<'_>>) -> LogArguments {
+        let (records, accepted) = log.map_or((0, 0), |log| (log.rows.address, log.accepted.address));
+        LogArguments { records, accepted, keep_open: log.map_or(0, |log| usize::from(log.keep_open)) }
+    }
 }
 
 fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
@@ -73,24 +85,18 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
             .define("X_STRIDE", x.row_stride(1))
             .define("OPEN", log.map_or(0, |log| log.capacity()))
     };
-    let state = Arguments::default().pointer(x.address).pointer(weight.address).pointer(window.address);
     let (sequences, y) = (slot.len(), call.outputs[0].address);
+    let [x, w, window, row_start, slot] = [x, weight, window, row_start, slot].map(|operand| operand.address);
     let geometry =
         |y: usize| Geometry { grid: (channels.div_ceil(BLOCK), y, 1), block: (BLOCK, 1, 1), shared_bytes: 0 };
     if log.is_none() && rows > TILE * sequences {
         let tiles = rows.div_ceil(TILE) + sequences;
-        let arguments = state.pointer(row_start.address).pointer(slot.address).u32(sequences).pointer(y);
-        return call.launch(&key("causal_conv_prefill"), geometry(tiles), arguments);
+        let parameters = CausalConvPrefill { x, w, window, row_start, slot, sequences, y };
+        return call.launch_described(&key("causal_conv_prefill"), geometry(tiles), &parameters);
     }
-    let (open, accepted, keep_open) = log_arguments(log);
-    let arguments = state
-        .pointer(open)
-        .pointer(row_start.address)
-        .pointer(slot.address)
-        .pointer(accepted)
-        .u32(keep_open)
-        .pointer(y);
-    call.launch(&key("causal_conv"), geometry(sequences), arguments)
+    let LogArguments { records: open, accepted, keep_open } = LogArguments::of(log);
+    let parameters = CausalConv { x, w, window, open, row_start, slot, accepted, keep_open, y };
+    call.launch_described(&key("causal_conv"), geometry(sequences), &parameters)
 }
 
 /// The name of a group of a product and a convolution of its columns.
@@ -124,13 +130,13 @@ pub(super) fn run_convolved(product: &Call<'_>, conv: &Call<'_>) -> Result<(), A
     };
     let slots = Some((slot, window.layout.shape[0]));
     check_batch(conv, row_start, &BatchCheck { rows: 1, slot: slots, ..BatchCheck::default() })?;
-    let behind = Convolution {
+    let convolution = Convolution {
         width: spec.width,
         channels: x.width(),
         first_column: (x.address - product.outputs[0].address) as usize / size_of::<f32>(),
         operands: [*taps, *window, *row_start, *slot, conv.outputs[0]],
     };
-    linear::convolved_linear(product, behind)?;
+    linear::convolved_linear(product, convolution)?;
     [product, conv].into_iter().for_each(Call::note_written);
     Ok(())
 }
@@ -168,28 +174,36 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
             .define("LOG", log.map_or(0, |log| log.capacity()))
             .define("STATE_F16", u8::from(state.dtype == DType::F16))
     };
-    let arguments = [qkv, a, b, a_log, dt_bias, state, row_start, slot]
-        .into_iter()
-        .fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
-    let y = call.outputs[0].address;
-    let (records, accepted, keep_open) = log_arguments(log);
+    let LogArguments { records, accepted, keep_open } = LogArguments::of(log);
+    let parameters = GatedDelta {
+        qkv: qkv.address,
+        a: a.address,
+        b: b.address,
+        a_log: a_log.address,
+        dt_bias: dt_bias.address,
+        state: state.address,
+        row_start: row_start.address,
+        slot: slot.address,
+        records,
+        accepted,
+        counters: call.counters,
+        keep_open,
+        y: call.outputs[0].address,
+    };
     if !spec.value_dim.is_multiple_of(4) {
         let key = constants(KernelKey::new(GATED_DELTA_ANY, "gated_delta_any"));
         let columns = spec.value_heads / spec.key_heads * spec.value_dim;
         let block = (columns.next_multiple_of(32).min(256), 1, 1);
         let geometry = Geometry { grid: (spec.key_heads, slot.len(), 1), block, shared_bytes: 0 };
-        let arguments = arguments.pointer(records).pointer(accepted).u32(keep_open);
-        return call.launch(&key, geometry, arguments.pointer(y));
+        return call.launch_described(&key, geometry, &parameters);
     }
     if spec.regime == Regime::Prefill && chunked(spec, call.mode.precision) && aligned(qkv) {
         return delta_chunked(spec, constants, call);
     }
-    let arguments =
-        arguments.pointer(records).pointer(accepted).pointer(call.counters).u32(keep_open).pointer(y);
     let early = [state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
     let key = constants(KernelKey::new(GATED_DELTA, "gated_delta")).define("EARLY", u8::from(early));
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
-    call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, arguments)?;
+    call.launch_described(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, &parameters)?;
     call.settle();
     Ok(())
 }
@@ -234,19 +248,31 @@ fn delta_chunked(
         return Err(call.error(format!("key heads of {dk} do not fit this GPU; use --compute f32")));
     }
     let key = |entry| constants(KernelKey::new(GATED_DELTA_CHUNKED, entry)).define("STAGES", stages);
-    let all = |operands: &[&Bound<'_>]| {
-        operands.iter().fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address))
+    let (workspace, row_start) = (call.scratch, row_start.address);
+    let parameters = GatedDeltaPrepare {
+        qkv: qkv.address,
+        a: a.address,
+        b: b.address,
+        a_log: a_log.address,
+        dt_bias: dt_bias.address,
+        row_start,
+        sequences,
+        chunks,
+        workspace,
     };
-    let arguments =
-        all(&[qkv, a, b, a_log, dt_bias, row_start]).u32(sequences).u32(chunks).pointer(call.scratch);
     let shared_bytes = (256 * (dk + 8)).max(44_032) + 512 * spec.value_heads / spec.key_heads;
     let geometry = Geometry { grid: (spec.key_heads, chunks, 1), block: (256, 1, 1), shared_bytes };
-    call.launch(&key("gated_delta_prepare"), geometry, arguments)?;
-    let arguments = all(&[qkv, state, row_start, slot])
-        .u32(chunks)
-        .pointer(call.scratch)
-        .pointer(call.outputs[0].address);
+    call.launch_described(&key("gated_delta_prepare"), geometry, &parameters)?;
+    let parameters = GatedDeltaChunks {
+        qkv: qkv.address,
+        state: state.address,
+        row_start,
+        slot: slot.address,
+        chunks,
+        workspace,
+        y: call.outputs[0].address,
+    };
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), sequences, 1);
     let geometry = Geometry { grid, block: (128, 1, 1), shared_bytes: stages * stage_bytes };
-    call.launch(&key("gated_delta_chunks"), geometry, arguments)
+    call.launch_described(&key("gated_delta_chunks"), geometry, &parameters)
 }

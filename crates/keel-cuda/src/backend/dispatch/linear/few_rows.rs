@@ -59,7 +59,7 @@ pub(super) struct FewRows<'a> {
     experts: Option<(Bound<'a>, usize)>,
     /// The result is `silu(first half) * second half`.
     gated: bool,
-    behind: Option<Convolution<'a>>,
+    convolution: Option<Convolution<'a>>,
     /// See [`FewRows::late`].
     late: bool,
 }
@@ -84,7 +84,16 @@ impl<'a> FewRows<'a> {
             _ => None,
         };
         let packed = product.inputs[1];
-        FewRows { weight, packed, x, entry: Entry::Plain, experts, gated: false, behind: None, late: false }
+        FewRows {
+            weight,
+            packed,
+            x,
+            entry: Entry::Plain,
+            experts,
+            gated: false,
+            convolution: None,
+            late: false,
+        }
     }
 
     /// The same, followed by SwiGLU.
@@ -93,8 +102,8 @@ impl<'a> FewRows<'a> {
     }
 
     /// The same for a single row, followed by a convolution of some of its columns.
-    pub fn convolved(self, behind: Convolution<'a>) -> FewRows<'a> {
-        FewRows { behind: Some(behind), ..self }
+    pub fn convolved(self, convolution: Convolution<'a>) -> FewRows<'a> {
+        FewRows { convolution: Some(convolution), ..self }
     }
 
     /// The same, but the next kernel starts only once all kernels before this one have ended.
@@ -134,7 +143,7 @@ impl<'a> FewRows<'a> {
             .define("SWIGLU", u8::from(self.gated))
             .define("LATE", u8::from(self.is_late()))
             .define("GATHER", self.experts.map_or(0, |(_, fanout)| fanout));
-        let key = match &self.behind {
+        let key = match &self.convolution {
             None => key,
             Some(conv) => key
                 .define("CONV", conv.width)
@@ -249,7 +258,7 @@ impl<'a> FewRows<'a> {
             first,
             width,
         ));
-        if let Some(conv) = &self.behind {
+        if let Some(conv) = &self.convolution {
             arguments = conv.operands.iter().fold(arguments, |arguments, x| arguments.pointer(x.address));
         }
         let early = fused && self.factors().all(|operand| call.is_settled(&operand));

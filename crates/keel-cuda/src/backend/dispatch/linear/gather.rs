@@ -4,9 +4,12 @@ use super::super::fast::swiglu;
 use super::super::{Bound, Call, Geometry};
 use super::few_rows::FewRows;
 use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
-use super::{Arithmetic, arithmetic, exact_split, packed, row_tiles, surely_in_groups, weight_key};
+use super::{
+    Arithmetic, arithmetic, codes_and_pairs, exact_split, packed, row_tiles, surely_in_groups, weight_key,
+};
 use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
+use crate::parameters::LinearTiled;
 use keel_array::{ArrayError, Op, WeightSpec};
 
 /// `y[t, j] = x[t or t, j] W[e[t, j]]^T`.
@@ -105,15 +108,21 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     to_half_tiles(&key, weight, rows / fanout, (shares, &count), call)?;
     let arguments = chosen(Arguments::default()).pointer(row_of).pointer(tiles);
     call.launch(&KernelKey { entry: "group_rows", ..key.clone() }, Geometry::rows(shares, 1024), arguments)?;
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-        .pointer(call.scratch)
-        .pointer(row_of)
-        .pointer(tiles)
-        .pointer(call.outputs[0].address);
+    let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
+    let parameters = LinearTiled {
+        codes,
+        pairs,
+        x: call.scratch,
+        row_of: Some(row_of),
+        tiles: Some(tiles),
+        rows: None,
+        residual: None,
+        y: call.outputs[0].address,
+    };
     let geometry = Geometry {
         grid: (tiles_max(weight, rows), row_tiles(weight).div_ceil(8), 1),
         block: (256, 1, 1),
         shared_bytes: tiled_shared_bytes(weight, tile_of(per_expert)),
     };
-    call.launch(&key, geometry, arguments)
+    call.launch_described(&key, geometry, &parameters)
 }

@@ -113,8 +113,16 @@ fn weight_key(source: Source, entry: &'static str, weight: &WeightSpec) -> Kerne
 fn packed(arguments: Arguments, weight: &WeightSpec, operand: &Bound<'_>) -> Arguments {
     match weight.format {
         WeightFormat::Dense(_) => arguments.pointer(operand.address),
-        _ => arguments.pointer(operand.address).pointer(operand.address + Layout::of(weight).pairs as u64),
+        _ => {
+            let [codes, pairs] = codes_and_pairs(weight, operand);
+            arguments.pointer(codes).pointer(pairs)
+        }
     }
+}
+
+/// The addresses of a quantised weight: codes and pairs.
+fn codes_and_pairs(weight: &WeightSpec, operand: &Bound<'_>) -> [u64; 2] {
+    [operand.address, operand.address + Layout::of(weight).pairs as u64]
 }
 
 /// `y = x W^T`, plus a residual if there is one.
@@ -160,9 +168,9 @@ pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -
 }
 
 /// A product of one row, followed by a convolution of some of its columns, in one kernel.
-pub(super) fn convolved_linear<'a>(call: &Call<'a>, behind: Convolution<'a>) -> Result<(), ArrayError> {
+pub(super) fn convolved_linear<'a>(call: &Call<'a>, convolution: Convolution<'a>) -> Result<(), ArrayError> {
     match &call.kernel.op {
-        Op::Linear { weight, .. } => FewRows::of(weight, &call.bound).convolved(behind).run(None, call),
+        Op::Linear { weight, .. } => FewRows::of(weight, &call.bound).convolved(convolution).run(None, call),
         op => unreachable!("{} is no product", op.name()),
     }
 }

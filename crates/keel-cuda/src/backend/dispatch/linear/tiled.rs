@@ -2,10 +2,11 @@
 
 use super::super::{Bound, Call, Geometry};
 use super::half::absorbed_to_half;
-use super::{BLOCKS_WANTED, TILE_COLS, address, col_tiles, packed, row_tiles, weight_key};
+use super::{BLOCKS_WANTED, TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LINEAR_TILED};
+use crate::parameters::LinearTiled;
 use keel_array::{ArrayError, WeightSpec};
 
 /// Rows of x of a block of `linear_tiled`.
@@ -90,10 +91,17 @@ pub(super) fn tiled(
         None => to_half_tiles(&key, weight, rows, (0, &|arguments| arguments), call)?,
     }
     let sums = call.scratch + half_rows_bytes(weight, rows).next_multiple_of(256) as u64;
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(call.scratch).u32(rows);
-    let (arguments, target) = match parts {
-        1 => (arguments.pointer(address(residual)), call.outputs[0].address),
-        _ => (arguments, sums),
+    let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
+    let is_whole = parts == 1;
+    let parameters = LinearTiled {
+        codes,
+        pairs,
+        x: call.scratch,
+        row_of: None,
+        tiles: None,
+        rows: Some(rows),
+        residual: is_whole.then(|| address(residual)),
+        y: if is_whole { call.outputs[0].address } else { sums },
     };
     let tile = tile_of(rows);
     let geometry = Geometry {
@@ -101,8 +109,8 @@ pub(super) fn tiled(
         block: (256, 1, 1),
         shared_bytes: tiled_shared_bytes(weight, tile),
     };
-    call.launch(&key, geometry, arguments.pointer(target))?;
-    if parts == 1 {
+    call.launch_described(&key, geometry, &parameters)?;
+    if is_whole {
         return Ok(());
     }
     let elements = rows * weight.rows;

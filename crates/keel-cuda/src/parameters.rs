@@ -1,0 +1,365 @@
+//! Parameters of kernels, each list described once.
+//!
+//! A description gives the Rust struct of a launch's arguments, and the text of the parameter list that the kernel
+//! includes between its parentheses:
+//!
+//! ```text
+//! extern "C" __global__ void check_batch(
+//! #include "check_batch.params"
+//! ) {
+//! ```
+//!
+//! | Rust | CUDA |
+//! |---|---|
+//! | `u64` | a pointer |
+//! | `usize` | `u32` |
+//! | `f32` | `float` |
+//! | `[u64; N]` | a structure of `N` words of 64 bits |
+//! | `Option<u64>`, `Option<usize>` | a pointer, a `u32` that exists only under a condition on the kernel's constants |
+
+use crate::driver::Arguments;
+
+/// A type of a struct's field, as kernels take it.
+trait Parameter {
+    fn push(&self, arguments: Arguments) -> Arguments;
+}
+
+impl Parameter for u64 {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        arguments.pointer(*self)
+    }
+}
+
+impl Parameter for Option<u64> {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        self.iter().fold(arguments, |arguments, address| arguments.pointer(*address))
+    }
+}
+
+impl Parameter for Option<usize> {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        self.iter().fold(arguments, |arguments, value| arguments.u32(*value))
+    }
+}
+
+impl Parameter for usize {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        arguments.u32(*self)
+    }
+}
+
+impl Parameter for f32 {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        arguments.f32(*self)
+    }
+}
+
+impl<const N: usize> Parameter for [u64; N] {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        arguments.words(self)
+    }
+}
+
+/// A parameter of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Described {
+    pub name: &'static str,
+    /// The type in CUDA C++.
+    pub c_type: &'static str,
+    /// The type of the struct's field.
+    #[cfg_attr(not(test), allow(dead_code, reason = "checked by a test"))]
+    pub rust_type: &'static str,
+    /// The condition on the kernel's constants under which the parameter exists; empty if it always exists.
+    pub condition: &'static str,
+}
+
+/// A parameter list.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ParameterList {
+    /// Name of the file that the kernel includes.
+    pub file: &'static str,
+    /// The entry points that have these parameters.
+    pub entries: &'static [&'static str],
+    pub parameters: &'static [Described],
+}
+
+impl ParameterList {
+    /// The text between the parentheses of the kernel.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        for (i, Described { name, c_type, condition, .. }) in self.parameters.iter().enumerate() {
+            let comma = if i == 0 { "" } else { ", " };
+            let line = format!("{comma}{c_type} {name}\n");
+            match *condition {
+                "" => text.push_str(&line),
+                condition => text.extend(["#if ", condition, "\n", &line, "#endif\n"]),
+            }
+        }
+        text
+    }
+}
+
+/// The arguments of a launch.
+pub(crate) trait Parameters {
+    /// The description.
+    const LIST: ParameterList;
+
+    /// The values, in order.
+    fn arguments(&self) -> Arguments;
+}
+
+macro_rules! parameters {
+    ($($(#[$doc:meta])* $struct:ident = $file:literal of [$($entry:literal),+] {
+        $($field:ident: $rust:ty = $c:literal $(if $condition:literal)?,)+
+    })+) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Debug, PartialEq)]
+            pub(crate) struct $struct {
+                $(pub $field: $rust,)+
+            }
+
+            impl Parameters for $struct {
+                const LIST: ParameterList = ParameterList {
+                    file: $file,
+                    entries: &[$($entry),+],
+                    parameters: &[$(Described {
+                        name: stringify!($field),
+                        c_type: $c,
+                        rust_type: stringify!($rust),
+                        condition: concat!("" $(, $condition)?),
+                    }),+],
+                };
+
+                fn arguments(&self) -> Arguments {
+                    let arguments = Arguments::default();
+                    $(let arguments = self.$field.push(arguments);)+
+                    arguments
+                }
+            }
+        )+
+
+        /// Every parameter list.
+        pub(crate) const LISTS: &[ParameterList] = &[$($struct::LIST),+];
+    };
+}
+
+parameters! {
+    /// A product on Hopper's tensor cores: of all rows, or of rows grouped by expert. Only a product of whole K adds the
+    /// residual, which may be null.
+    LinearTiled = "linear_tiled.params" of ["linear_tiled"] {
+        codes: u64 = "const u32*",
+        pairs: u64 = "const u8*",
+        x: u64 = "const f16*",
+        row_of: Option<u64> = "const u32*" if "GROUPED",
+        tiles: Option<u64> = "const uint4*" if "GROUPED",
+        rows: Option<usize> = "u32" if "!GROUPED",
+        residual: Option<u64> = "const float*" if "!GROUPED && SPLITS == 1",
+        y: u64 = "float*",
+    }
+
+    /// The arrays of a batch, and what they are checked against. Pointers that an operation does not have are null.
+    CheckBatch = "check_batch.params" of ["check_batch"] {
+        row_start: u64 = "u32*",
+        slot: u64 = "u32*",
+        position: u64 = "u32*",
+        table: u64 = "u32*",
+        accepted: u64 = "u32*",
+        sequences: usize = "u32",
+        rows: usize = "u32",
+        slots: usize = "u32",
+        pages: usize = "u32",
+        table_width: usize = "u32",
+        window: usize = "u32",
+        run: usize = "u32",
+        grid: usize = "u32",
+        records: usize = "u32",
+        keep_open: usize = "u32",
+        fault: u64 = "Fault*",
+        kernel: usize = "u32",
+    }
+
+    /// A convolution of few rows. Without a log, `open` and `accepted` are null.
+    CausalConv = "causal_conv.params" of ["causal_conv"] {
+        x: u64 = "const float*",
+        w: u64 = "const float*",
+        window: u64 = "float*",
+        open: u64 = "float*",
+        row_start: u64 = "const u32*",
+        slot: u64 = "const u32*",
+        accepted: u64 = "const u32*",
+        keep_open: usize = "u32",
+        y: u64 = "float*",
+    }
+
+    /// A convolution of many rows.
+    CausalConvPrefill = "causal_conv_prefill.params" of ["causal_conv_prefill"] {
+        x: u64 = "const float*",
+        w: u64 = "const float*",
+        window: u64 = "float*",
+        row_start: u64 = "const u32*",
+        slot: u64 = "const u32*",
+        sequences: usize = "u32",
+        y: u64 = "float*",
+    }
+
+    /// The gated delta rule, token by token. Without a log, `records` and `accepted` are null.
+    GatedDelta = "gated_delta.params" of ["gated_delta", "gated_delta_any"] {
+        qkv: u64 = "const float*",
+        a: u64 = "const float*",
+        b: u64 = "const float*",
+        a_log: u64 = "const float*",
+        dt_bias: u64 = "const float*",
+        state: u64 = "State*",
+        row_start: u64 = "const u32*",
+        slot: u64 = "const u32*",
+        records: u64 = "float*",
+        accepted: u64 = "const u32*",
+        counters: u64 = "u32*",
+        keep_open: usize = "u32",
+        y: u64 = "float*",
+    }
+
+    /// What the chunks of a step need of their own rows.
+    GatedDeltaPrepare = "gated_delta_prepare.params" of ["gated_delta_prepare"] {
+        qkv: u64 = "const float*",
+        a: u64 = "const float*",
+        b: u64 = "const float*",
+        a_log: u64 = "const float*",
+        dt_bias: u64 = "const float*",
+        row_start: u64 = "const u32*",
+        sequences: usize = "u32",
+        chunks: usize = "u32",
+        workspace: u64 = "void*",
+    }
+
+    /// The gated delta rule, chunk by chunk.
+    GatedDeltaChunks = "gated_delta_chunks.params" of ["gated_delta_chunks"] {
+        qkv: u64 = "const float*",
+        state: u64 = "State*",
+        row_start: u64 = "const u32*",
+        slot: u64 = "const u32*",
+        chunks: usize = "u32",
+        workspace: u64 = "void*",
+        y: u64 = "float*",
+    }
+
+    /// New keys and values, rotated on their way to the pages, and queries.
+    AttentionEnter = "attention_enter.params" of ["attention_enter"] {
+        q: [u64; 3] = "Heads",
+        k: [u64; 3] = "Heads",
+        v: [u64; 3] = "Heads",
+        turn_q: [u64; 4] = "Turn",
+        turn_k: [u64; 4] = "Turn",
+        turned: u64 = "float*",
+        keys: u64 = "kv_t*",
+        values: u64 = "kv_t*",
+        table: u64 = "const u32*",
+        row_start: u64 = "const u32*",
+        position: u64 = "const u32*",
+        sequences: usize = "u32",
+        pages: usize = "u32",
+        rows: usize = "u32",
+    }
+
+    /// New keys and values of a run of rows.
+    KvWrite = "kv_write.params" of ["kv_write"] {
+        k: u64 = "const float*",
+        v: u64 = "const float*",
+        keys: u64 = "kv_t*",
+        values: u64 = "kv_t*",
+        table: u64 = "const u32*",
+        row_start: u64 = "const u32*",
+        position: u64 = "const u32*",
+        sequences: usize = "u32",
+        pages: usize = "u32",
+        run: usize = "u32",
+    }
+
+    /// Attention of a run of rows. `partial` is used if the keys are split.
+    Attend = "attend.params" of [
+        "attention", "attention_prefill", "attention_decode", "attention_prefill_wide"
+    ] {
+        q: u64 = "const float*",
+        keys: u64 = "const kv_t*",
+        values: u64 = "const kv_t*",
+        table: u64 = "const u32*",
+        row_start: u64 = "const u32*",
+        position: u64 = "const u32*",
+        sequences: usize = "u32",
+        pages: usize = "u32",
+        total_rows: usize = "u32",
+        scale: f32 = "float",
+        by_position: usize = "u32",
+        run: usize = "u32",
+        partial: u64 = "float*",
+        y: u64 = "float*",
+        until: Option<u64> = "const u32*" if "UNTIL",
+    }
+
+    /// The sum of the partial results.
+    AttentionMerge = "attention_merge.params" of ["attention_merge"] {
+        partial: u64 = "float*",
+        row_start: u64 = "const u32*",
+        position: u64 = "const u32*",
+        sequences: usize = "u32",
+        total_rows: usize = "u32",
+        splits: usize = "u32",
+        by_position: usize = "u32",
+        y: u64 = "float*",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::SOURCES;
+
+    /// The Rust type of a parameter of this type.
+    fn rust_type(parameter: &Described) -> String {
+        match (parameter.c_type, parameter.condition) {
+            (pointer, "") if pointer.ends_with('*') => "u64".into(),
+            (pointer, _) if pointer.ends_with('*') => "Option<u64>".into(),
+            ("u32", "") => "usize".into(),
+            ("u32", _) => "Option<usize>".into(),
+            ("float", "") => "f32".into(),
+            // `attention_enter.cu` asserts these sizes.
+            ("Heads", "") => "[u64; 3]".into(),
+            ("Turn", "") => "[u64; 4]".into(),
+            (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
+        }
+    }
+
+    #[test]
+    fn each_parameter_has_the_type_that_the_kernel_takes() {
+        for list in LISTS {
+            for parameter in list.parameters {
+                let (got, name) = (parameter.rust_type.replace(' ', ""), parameter.name);
+                assert_eq!(got, rust_type(parameter).replace(' ', ""), "{}: {name}", list.file);
+            }
+            assert_eq!(list.parameters[0].condition, "", "{}: the first has no comma", list.file);
+        }
+    }
+
+    /// A kernel of a list takes its parameters from the description and has no others.
+    #[test]
+    fn kernels_include_their_parameters() {
+        for list in LISTS {
+            for entry in list.entries {
+                let signature = format!("{entry}(\n#include \"{}\"\n) {{", list.file);
+                let found = SOURCES.iter().filter(|source| source.text.contains(&signature)).count();
+                assert_eq!(found, 1, "{signature}");
+            }
+        }
+        let described = SOURCES.iter().flat_map(|source| source.text.match_indices(".params\"")).count();
+        assert_eq!(described, LISTS.iter().map(|list| list.entries.len()).sum::<usize>());
+    }
+
+    #[test]
+    fn a_list_is_the_text_between_parentheses() {
+        let conditional: String =
+            Attend::LIST.text().lines().skip(13).map(|line| format!("{line};")).collect();
+        assert_eq!(conditional, ", float* y;#if UNTIL;, const u32* until;#endif;");
+        assert!(CheckBatch::LIST.text().starts_with("u32* row_start\n, u32* slot\n"));
+    }
+}
