@@ -1,0 +1,223 @@
+//! Remembered prefixes on disk.
+//!
+//! A folder holds one cache file for each text ([`ModelCache::save`](crate::ModelCache::save)), and `index.json`. The
+//! index names the files with their sizes and checksums, and the pictures of each text by their hashes. It is written
+//! last: files without an index are never read.
+
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use keel_weights::{open_regular, read_regular, write_whole};
+use serde_json::{Value, json};
+
+/// The hash of a picture and its settings.
+pub type PictureHash = [u8; 32];
+
+const INDEX: &str = "index.json";
+/// The size limit of an index. Each entry takes less than 100 bytes, and 70 for each picture.
+const INDEX_BYTES_MAX: u64 = 1 << 20;
+const FORMAT: &str = "keel-prefix-cache-1";
+
+/// A folder of the texts that a model remembered.
+#[derive(Clone, Copy, Debug)]
+pub struct PrefixFolder<'a> {
+    model: &'a str,
+    path: &'a Path,
+}
+
+/// A text in the index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedPrefix {
+    name: String,
+    file: Checked,
+    /// The pictures in the text, in order.
+    pub pictures: Vec<PictureHash>,
+}
+
+/// Bytes of a file and their CRC-32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Checked {
+    bytes: u64,
+    crc32: u32,
+}
+
+/// The texts that an index names, and for each that cannot be read the reason.
+pub type IndexEntries = Vec<Result<SavedPrefix, String>>;
+
+/// A file that cannot be written, and the system's reason.
+#[derive(Debug)]
+pub struct Unwritten {
+    /// The file or folder.
+    pub path: PathBuf,
+    /// The reason.
+    pub reason: String,
+}
+
+impl Unwritten {
+    fn new(path: &Path, error: &dyn std::fmt::Display) -> Unwritten {
+        Unwritten { path: path.into(), reason: error.to_string() }
+    }
+}
+
+impl PrefixFolder<'_> {
+    /// Most texts in an index.
+    pub const TEXTS_MAX: usize = 256;
+    /// Most pictures of a text.
+    pub const PICTURES_MAX: usize = 32;
+
+    /// The folder at `path`, for texts of `model`.
+    pub fn new<'a>(model: &'a str, path: &'a Path) -> PrefixFolder<'a> {
+        PrefixFolder { model, path }
+    }
+
+    /// Makes the folder if it does not exist, and removes its index.
+    ///
+    /// # Errors
+    /// The folder cannot be made.
+    pub fn begin(&self) -> Result<(), Unwritten> {
+        std::fs::create_dir_all(self.path).map_err(|error| Unwritten::new(self.path, &error))?;
+        let _ = std::fs::remove_file(self.path.join(INDEX));
+        Ok(())
+    }
+
+    /// The path for the file of text number `i`.
+    pub fn file_of(&self, i: usize) -> PathBuf {
+        self.path.join(name_of(i))
+    }
+
+    /// The entry of text number `i`, whose file is written.
+    ///
+    /// # Errors
+    /// The file cannot be read back.
+    pub fn entry(&self, i: usize, pictures: Vec<PictureHash>) -> Result<SavedPrefix, Unwritten> {
+        let path = self.file_of(i);
+        let file = checked(&path).map_err(|error| Unwritten::new(&path, &error))?;
+        Ok(SavedPrefix { name: name_of(i), file, pictures })
+    }
+
+    /// Writes the index. It is complete or absent.
+    ///
+    /// # Errors
+    /// The index cannot be written.
+    pub fn write_index(&self, texts: &[SavedPrefix]) -> Result<(), Unwritten> {
+        let files: Vec<Value> = texts.iter().map(SavedPrefix::to_json).collect();
+        let index = json!({"format": FORMAT, "model": self.model, "files": files});
+        let path = self.path.join(INDEX);
+        write_whole(&path, index.to_string().as_bytes()).map_err(|error| Unwritten::new(&path, &error))
+    }
+
+    /// The texts of the index. `None` if there is no index.
+    ///
+    /// # Errors
+    /// One sentence: the index cannot be read, or is of another format or model.
+    pub fn read_index(&self) -> Result<Option<IndexEntries>, String> {
+        let path = self.path.join(INDEX);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let bytes = read_regular(&path, INDEX_BYTES_MAX).map_err(|e| format!("{INDEX}: {e}"))?;
+        let index: Value = serde_json::from_slice(&bytes).map_err(|e| format!("{INDEX}: {e}"))?;
+        if index["format"] != FORMAT || index["model"] != self.model {
+            return Err(format!("{INDEX}: it is of another format or model"));
+        }
+        match &index["files"] {
+            Value::Array(files) => {
+                Ok(Some(files.iter().take(Self::TEXTS_MAX).map(SavedPrefix::from_json).collect()))
+            }
+            _ => Err(format!("{INDEX}: it names no files")),
+        }
+    }
+
+    /// The path of a text's file, which has the bytes that were written.
+    ///
+    /// # Errors
+    /// One sentence: the file cannot be read, or has other bytes.
+    pub fn intact(&self, text: &SavedPrefix) -> Result<PathBuf, String> {
+        let name = &text.name;
+        let path = self.path.join(name);
+        match checked(&path) {
+            Ok(file) if file == text.file => Ok(path),
+            Ok(_) => Err(format!("{name}: damaged, its checksum is another")),
+            Err(error) => Err(format!("{name}: {error}")),
+        }
+    }
+}
+
+impl SavedPrefix {
+    /// Name of the file.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn to_json(&self) -> Value {
+        let hex = |hash: &PictureHash| hash.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let pictures: Vec<String> = self.pictures.iter().map(hex).collect();
+        json!({"name": self.name, "bytes": self.file.bytes, "crc32": self.file.crc32, "pictures": pictures})
+    }
+
+    /// An entry without a size or a checksum is that of a damaged file.
+    fn from_json(entry: &Value) -> Result<SavedPrefix, String> {
+        let name = entry["name"].as_str().filter(|name| !name.contains(['/', '\\'])).unwrap_or_default();
+        let crc32 = entry["crc32"].as_u64().and_then(|crc32| u32::try_from(crc32).ok());
+        let (Some(bytes), Some(crc32)) = (entry["bytes"].as_u64(), crc32) else {
+            return Err(format!("{name}: damaged, its checksum is another"));
+        };
+        let pictures = entry["pictures"].as_array().map_or(Some(Vec::new()), |all| {
+            all.iter().take(PrefixFolder::PICTURES_MAX).map(|hash| from_hex(hash.as_str()?)).collect()
+        });
+        let pictures = pictures.ok_or_else(|| format!("{name}: its pictures are no hashes"))?;
+        Ok(SavedPrefix { name: name.into(), file: Checked { bytes, crc32 }, pictures })
+    }
+}
+
+fn name_of(i: usize) -> String {
+    format!("{i}.safetensors")
+}
+
+fn from_hex(text: &str) -> Option<PictureHash> {
+    let mut hash = PictureHash::default();
+    let is_hex = text.len() == 2 * hash.len() && text.bytes().all(|b| b.is_ascii_hexdigit());
+    for (i, byte) in hash.iter_mut().enumerate().filter(|_| is_hex) {
+        *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
+    }
+    is_hex.then_some(hash)
+}
+
+fn checked(path: &Path) -> io::Result<Checked> {
+    let mut reader = BufReader::new(open_regular(path)?);
+    let (mut hasher, mut bytes) = (crc32fast::Hasher::new(), 0);
+    let mut block = vec![0; 1 << 16];
+    loop {
+        let read = reader.read(&mut block)?;
+        if read == 0 {
+            return Ok(Checked { bytes, crc32: hasher.finalize() });
+        }
+        hasher.update(&block[..read]);
+        bytes += read as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_comes_back_and_a_damaged_file_is_noticed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let saved = PrefixFolder::new("a model", folder.path());
+        assert!(saved.read_index().expect("none").is_none());
+        saved.begin().expect("it exists");
+        std::fs::write(saved.file_of(0), b"text").expect("written");
+        let entry = saved.entry(0, vec![[7; 32]]).expect("there");
+        saved.write_index(std::slice::from_ref(&entry)).expect("written");
+        let index = saved.read_index().expect("sound").expect("there");
+        assert_eq!(index, [Ok(entry.clone())]);
+        assert_eq!(saved.intact(&entry), Ok(saved.file_of(0)));
+        std::fs::write(saved.file_of(0), b"texT").expect("written");
+        assert!(saved.intact(&entry).expect_err("another").contains("checksum"));
+        let other = PrefixFolder::new("another model", folder.path());
+        assert!(other.read_index().expect_err("not its own").contains("format or model"));
+        saved.begin().expect("it exists");
+        assert!(saved.read_index().expect("none").is_none(), "files without an index are not read");
+    }
+}
