@@ -2,14 +2,13 @@
 
 mod amx;
 mod backend;
-pub mod code;
 pub mod error;
 pub mod floors;
-pub mod heap;
 pub mod isa;
 pub mod kernels;
 pub mod memory;
 pub mod pool;
+pub mod process;
 pub mod shared_slice;
 mod simd;
 

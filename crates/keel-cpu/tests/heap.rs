@@ -13,7 +13,7 @@ fn resident() -> usize {
 
 #[test]
 fn freed_blocks_leave_no_holes_in_the_heap() {
-    keel_cpu::heap::stay_small();
+    keel_cpu::process::heap::stay_small();
     let block = || vec![1u8; 16 * MB];
     // By default freeing this block makes the allocator put the next ones into the heap.
     drop(std::hint::black_box(block()));

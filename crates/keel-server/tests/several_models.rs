@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     // As in `keel serve`.
-    keel_cpu::heap::stay_small();
+    keel_cpu::process::heap::stay_small();
     TURN.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -58,7 +58,8 @@ impl Several {
             runtime.expect("a runtime").block_on(async {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 sender.send(listener.local_addr().expect("it is bound")).expect("the test waits");
-                let fleet = FleetOptions { memory_limit, keep_alive, rest: keel_cpu::heap::give_back_free };
+                let fleet =
+                    FleetOptions { memory_limit, keep_alive, rest: keel_cpu::process::heap::give_back_free };
                 let server = Server::of_several(offers, fleet, ServerOptions::default()).expect("starts");
                 assert!(server.app().is_none(), "nothing is loaded before it is asked for");
                 let drained = async { drop(drained.await) };

@@ -125,7 +125,7 @@ fn main() {
     const NAME: &str = "after_many_requests_nothing_is_left";
     let mut filters = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).peekable();
     if filters.peek().is_none() || filters.any(|filter| NAME.contains(&filter)) {
-        keel_cpu::heap::stay_small();
+        keel_cpu::process::heap::stay_small();
         after_many_requests_nothing_is_left();
         println!("test {NAME} ... ok");
     }

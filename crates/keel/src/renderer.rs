@@ -15,8 +15,9 @@ pub fn is_asked_for() -> bool {
 /// Renders until the parent ends.
 pub fn run() -> Result<()> {
     // One heap arena, because further arenas would reserve address space, which is bounded.
-    keel_cpu::heap::stay_small();
-    keel_text::render_for_parent(keel_cpu::heap::give_back_free).context("templates are not rendered")
+    keel_cpu::process::heap::stay_small();
+    keel_text::render_for_parent(keel_cpu::process::heap::give_back_free)
+        .context("templates are not rendered")
 }
 
 /// Makes the rendering process render the templates of this process.

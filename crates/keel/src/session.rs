@@ -126,16 +126,16 @@ pub fn close(model: ModelFiles) {
 
 /// Gives back what the allocator keeps and code that has run.
 pub fn forget() {
-    keel_cpu::heap::give_back_free();
-    keel_cpu::code::give_back();
+    keel_cpu::process::heap::give_back_free();
+    keel_cpu::process::code::give_back();
 }
 
 /// Releases memory that a prompt needs but the tokens after it do not: most of the arenas, free blocks of the heap, and
 /// code. It is taken again for the next prompt.
 pub fn rest(runtimes: &[Runtime]) {
     runtimes.iter().for_each(Runtime::rest);
-    keel_cpu::heap::give_back_free();
-    keel_cpu::code::give_back();
+    keel_cpu::process::heap::give_back_free();
+    keel_cpu::process::code::give_back();
 }
 
 /// A runtime on the device, with its memory limit.

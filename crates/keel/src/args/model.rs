@@ -34,8 +34,8 @@ impl ModelArgs {
 /// The vision tower of a GGUF model.
 #[derive(Clone, Debug, Default, Args)]
 pub struct TowerArgs {
-    /// File with the vision tower of a GGUF model. By default the one file in the model's folder whose name contains mmproj;
-    /// none reads text alone.
+    /// File with the vision tower of a GGUF model. By default the one file in the model's folder whose name contains
+    /// mmproj. none: the model reads text alone.
     #[arg(long, value_name = "FILE")]
     pub mmproj: Option<PathBuf>,
 }
@@ -50,9 +50,9 @@ pub struct EngineArgs {
     /// Arithmetic of the linear layers. auto takes the fastest one that keeps the accuracy of the weights' format.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
-    /// Arithmetic of prompts' products: 8bit rounds activations and quantised weights to 8-bit floats with a scale a row,
-    /// for steps of more than 256 rows on a GPU that multiplies them. It is faster and changes the result; elsewhere it
-    /// changes nothing.
+    /// Arithmetic of prompts' products: 8bit rounds activations and quantised weights to 8-bit floats with one scale
+    /// for each row, in steps of more than 256 rows on a GPU that multiplies such floats. It is faster and changes the
+    /// result. Elsewhere it changes nothing.
     #[arg(long, value_enum, default_value = "auto", conflicts_with_all = ["compute", "deterministic"])]
     pub prefill_compute: PrefillComputeArg,
     /// Bits of each stored key and value: 32, 16 (f16), or 8 or 4 with one scale for each 32 values. Fewer bits take

@@ -22,11 +22,11 @@ const SEQUENCES_MAX: usize = 16;
 /// Largest number of bytes of all texts.
 const BYTES_MAX: usize = 1 << 30;
 
-/// Print the embeddings of texts: one JSON object a line, {"index": 0, "tokens": 5, "embedding": [...]}, in the order of the
-/// texts.
+/// Print the embeddings of texts: one JSON object for each text, {"index": 0, "tokens": 5, "embedding": [...]}, in the
+/// order of the texts.
 ///
-/// An embedding has length one. Texts come from the command line, from files and from standard input, one a line; empty lines are
-/// left out.
+/// An embedding has length one. Texts come from the command line, from files and from standard input. Each line of a file
+/// is one text; empty lines are left out.
 #[derive(Debug, Args)]
 pub struct EmbedArgs {
     #[command(flatten)]
@@ -34,14 +34,14 @@ pub struct EmbedArgs {
     /// Texts. Without any, and without --file, standard input is read.
     #[arg(value_name = "TEXT")]
     texts: Vec<String>,
-    /// A file with one text a line, after the texts of the command line; - is standard input. May be given several times.
+    /// File with one text in each line. Its texts come after those of the command line. - is standard input. May be repeated.
     #[arg(long, short = 'f', value_name = "FILE")]
     file: Vec<PathBuf>,
-    /// What an embedding is: the hidden state of the last token, or the mean of those of all tokens. By default what the model's
-    /// folder says (modules.json, 1_Pooling/config.json), else the last token's.
+    /// How an embedding is computed: the hidden state of the last token, or the mean over all tokens. By default as the
+    /// model's folder says (modules.json, 1_Pooling/config.json), else the last token.
     #[arg(long, value_name = "POOLING", value_enum)]
     pooling: Option<Pooling>,
-    /// Keep so many of the first values, of length one again.
+    /// Number of values of each embedding. The first ones are kept and scaled to length one.
     #[arg(long, value_name = "N")]
     dimensions: Option<usize>,
     /// Put the text into each line, too.

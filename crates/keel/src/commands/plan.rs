@@ -108,7 +108,7 @@ fn check_no_run(args: &PlanArgs) -> Result<()> {
     let wrong = if args.batch.is_some() {
         "--batch is of bench: a server has --sequences"
     } else if args.limit.is_some() {
-        "--limit: keel fit --limit tells what of a server fits in so many bytes"
+        "--limit: use keel fit --limit, which prints the servers that fit into a number of bytes"
     } else if args.speculate.is_given() {
         "--speculate is of generate: a server has --drafts"
     } else {

@@ -169,7 +169,7 @@ fn request_bytes(text: &str) -> Result<u64, String> {
 
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<()> {
-    keel_cpu::heap::stay_small();
+    keel_cpu::process::heap::stay_small();
     let ServeArgs { models, options } = args;
     let mmproj = models.tower.mmproj.as_deref();
     if models.shape.name().is_some() {
