@@ -18,7 +18,7 @@ use crate::app::{App, Shared};
 use crate::error::{Result, ServerError, setting};
 use crate::options::PrefixStore;
 use crate::text::ModelText;
-use crate::worker::{EngineHandle, EngineView};
+use crate::worker::{DeviceMemory, EngineHandle, EngineView};
 
 /// The result of loading a model.
 pub struct Loaded {
@@ -109,6 +109,14 @@ pub(crate) struct Totals {
     pub status: BatchStatus,
     pub losses: u64,
     pub engines: Vec<EngineView>,
+    /// The loaded models that several devices share.
+    pub split: Vec<SplitModel>,
+}
+
+/// The memory of a model that several devices share.
+pub(crate) struct SplitModel {
+    pub model: String,
+    pub devices: Vec<DeviceMemory>,
 }
 
 impl Deref for Front {
@@ -245,10 +253,18 @@ impl Front {
     pub(crate) fn totals(&self) -> Totals {
         let departed = self.departed();
         let mut engines = departed.leaving.clone();
-        engines.extend(
-            self.entries.iter().filter_map(|entry| Some(entry.resident().as_ref()?.app.engine.view())),
-        );
-        let mut totals = Totals { status: departed.status.clone(), losses: departed.losses, engines };
+        let mut split = Vec::new();
+        for entry in &self.entries {
+            let Some(engine) = entry.resident().as_ref().map(|resident| resident.app.engine.view()) else {
+                continue;
+            };
+            let devices = engine.devices();
+            if devices.len() > 1 {
+                split.push(SplitModel { model: entry.id.clone(), devices });
+            }
+            engines.push(engine);
+        }
+        let mut totals = Totals { status: departed.status.clone(), losses: departed.losses, engines, split };
         drop(departed);
         for engine in &totals.engines {
             totals.status.add(&engine.status());

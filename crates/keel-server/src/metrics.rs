@@ -17,7 +17,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tracing::Span;
 
 use crate::answer::{Ending, Usage};
-use crate::fleet::Totals;
+use crate::fleet::{SplitModel, Totals};
 use crate::memory::RequestMemory;
 use crate::worker::{DeviceMemory, EngineView};
 
@@ -44,6 +44,7 @@ struct Bytes {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DeviceBytes {
+    model: String,
     device: String,
     category: Word,
     kind: Word,
@@ -154,7 +155,7 @@ impl Metrics {
     /// The current metrics in Prometheus' text format.
     pub(crate) fn expose(&self, totals: Totals, requests: &RequestMemory) -> String {
         let inner = &self.0;
-        let Totals { status, losses, engines } = totals;
+        let Totals { status, losses, engines, split } = totals;
         inner.running.set(status.running.len() as i64);
         inner.waiting.set(status.waiting as i64);
         self.count_parking(&status.parking);
@@ -168,6 +169,7 @@ impl Metrics {
             inner.late_work.get_or_create(&label).inner().fetch_max(count, Ordering::Relaxed);
         }
         self.set_all_memory(&engines.iter().map(EngineView::devices).collect::<Vec<_>>());
+        split.iter().for_each(|model| self.set_split_memory(model));
         for (kind, bytes) in
             [("planned", requests.limit()), ("allocated", requests.used()), ("peak", requests.peak())]
         {
@@ -213,7 +215,7 @@ impl Metrics {
         *counted = *now;
     }
 
-    /// Sets the memory of these engines: the sums of all devices, and of a split model each device.
+    /// Sets the memory of these engines, the sums of all devices.
     fn set_all_memory(&self, engines: &[Vec<DeviceMemory>]) {
         let all = || engines.iter().flatten();
         for category in Category::ALL {
@@ -224,12 +226,17 @@ impl Metrics {
             self.set_memory(category, "allocated", sum(&|device| device.allocated));
             self.set_memory(category, "peak", sum(&|device| device.peak));
         }
-        for device in engines.iter().filter(|devices| devices.len() > 1).flatten() {
+    }
+
+    /// Sets the memory of each device that shares a model.
+    fn set_split_memory(&self, split: &SplitModel) {
+        for device in &split.devices {
             let kinds = [("planned", device.planned), ("allocated", device.allocated), ("peak", device.peak)];
             for (kind, report) in kinds {
                 for (category, bytes) in report.iter() {
-                    let (device, category) = (device.name.clone(), Word(category.name()));
-                    let labels = DeviceBytes { device, category, kind: Word(kind) };
+                    let (model, device) = (split.model.clone(), device.name.clone());
+                    let labels =
+                        DeviceBytes { model, device, category: Word(category.name()), kind: Word(kind) };
                     self.0.split_memory.get_or_create(&labels).set(bytes as i64);
                 }
             }

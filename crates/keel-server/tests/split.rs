@@ -56,16 +56,20 @@ fn ask_all(server: &Running, count: usize) -> Vec<Value> {
 }
 
 #[test]
-fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
+fn split_models_serve_their_answers_and_leave_nothing() {
     const COUNT: usize = 24;
     let options = || ServerOptions { model_id: "demo".into(), ..ServerOptions::default() };
     let whole = Running::with(crowded(), options());
     let want = ask_all(&whole, COUNT);
     drop(whole);
-    for grid in [(2, 1)] {
+    for grid in [(2, 1), (1, 2)] {
         let server = Running::made(&demo(), move || engine_on_two(grid, crowded()), options());
         let answers = ask_all(&server, COUNT);
-        assert!(answers == want, "a pipeline has the bits of the whole model");
+        // Shares add in another order than the whole model, and near ties of its tokens may fall differently.
+        match grid {
+            (2, 1) => assert!(answers == want, "a pipeline has the bits of the whole model"),
+            _ => assert!(answers == ask_all(&server, COUNT), "shares have the same bits on every run"),
+        }
         server.wait_until_idle();
         let status = server.get("/status").json();
         let devices = status["devices"].as_array().expect("devices");
@@ -75,10 +79,9 @@ fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
             assert_eq!(device["peak"], device["planned"], "{grid:?}");
         }
         let metrics = server.get("/metrics").body;
-        assert!(
-            metrics
-                .contains("keel_split_memory_bytes{device=\"cpu:1\",category=\"weights\",kind=\"planned\"}")
-        );
+        assert!(metrics.contains(
+            "keel_split_memory_bytes{model=\"demo\",device=\"cpu:1\",category=\"weights\",kind=\"planned\"}"
+        ));
         let batch = server.app.engine.status();
         assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{grid:?}: {batch:?}");
         assert_eq!((batch.failed_steps, server.app.engine.losses()), (0, 0));

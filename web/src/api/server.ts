@@ -18,6 +18,14 @@ export interface Sequence {
   accepted: number;
 }
 
+/** One of the devices that share the model. */
+export interface Device {
+  device: string;
+  planned: Bytes;
+  allocated: Bytes;
+  peak: Bytes;
+}
+
 export interface Status {
   model: string;
   /** Bytes now; the pages of keys and values are divided by who holds them. */
@@ -27,6 +35,8 @@ export interface Status {
   peak: Bytes;
   waiting: number;
   running: Sequence[];
+  /** Present if several devices share the model. */
+  devices?: Device[];
 }
 
 export interface Model {

@@ -1,6 +1,6 @@
 // Memory: the plan, which is there before anything runs, and what is done with it.
 
-import type { Bytes, Sequence, Status } from "../api/server";
+import type { Bytes, Device, Sequence, Status } from "../api/server";
 import { app } from "../state/app";
 import { history } from "../state/history";
 import { useStore } from "../state/store";
@@ -33,6 +33,7 @@ function Report({ status }: { status: Status }) {
           {allocated === planned ? "Exactly this is allocated, and it never grows." : `${bytes(allocated)} of it are allocated so far.`}
         </p>
       </section>
+      {status.devices && <Devices devices={status.devices} />}
       <section aria-label="Now">
         <Timeline samples={history()} planned={status.planned} />
         <Categories status={status} />
@@ -45,12 +46,28 @@ function Report({ status }: { status: Status }) {
   );
 }
 
+/** The plan of each device as a bar of its own; the longest is that of the device that has most. */
+function Devices({ devices }: { devices: Device[] }) {
+  const most = Math.max(...devices.map((device) => total(device.planned)), 1);
+  return (
+    <section aria-label="Devices">
+      <h3>Devices <span class="faint">{devices.length} share the model</span></h3>
+      {devices.map(({ device, planned, peak }) => (
+        <div key={device} class="device" data-device={device}>
+          <p>{device} <span class="faint">{bytes(total(planned))} planned, {bytes(total(peak))} at most so far</span></p>
+          <div style={{ width: `${(100 * total(planned)) / most}%` }}><PlanBar planned={planned} of={device} /></div>
+        </div>
+      ))}
+    </section>
+  );
+}
+
 /** The plan as one bar; each part is as wide as its share. */
-function PlanBar({ planned }: { planned: Bytes }) {
+function PlanBar({ planned, of }: { planned: Bytes; of?: string }) {
   const parts = ordered(Object.keys(planned)).filter((category) => (planned[category] ?? 0) > 0);
   const all = total(planned) || 1;
   return (
-    <div class="plan-bar" role="img" aria-label="The plan by category; the table has its numbers">
+    <div class="plan-bar" role="img" aria-label={of ? `The plan of ${of} by category` : "The plan by category; the table has its numbers"}>
       {parts.map((category) => (
         <div key={category} class={look(category).class} data-category={category} style={{ flexGrow: (planned[category] ?? 0) / all }}
           title={`${look(category).name}: ${bytes(planned[category] ?? 0)}`} />

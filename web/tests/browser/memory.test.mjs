@@ -69,3 +69,14 @@ test("the panel closes, and stays so", () =>
     await page.getByRole("button", { name: "Memory", exact: true }).click();
     await page.locator(".panel").waitFor();
   }));
+
+test("devices that share the model have a bar each, as long as what they hold", () =>
+  browser.visit({ stub: { devices: [0.75, 0.25] } }, async ({ page }) => {
+    await page.locator(".device").nth(1).waitFor();
+    const bars = await page.$$eval(".device", (all) => all.map((each) => ({
+      device: each.dataset.device, width: each.querySelector(".plan-bar").offsetWidth, text: each.innerText,
+    })));
+    assert.deepEqual(bars.map((bar) => bar.device), ["cuda:0", "cuda:1"]);
+    assert.ok(Math.abs(bars[1].width / bars[0].width - 1 / 3) < 0.02, JSON.stringify(bars));
+    assert.match(bars[0].text, /cuda:0 .* planned, .* at most so far/);
+  }));

@@ -37,6 +37,14 @@ export async function startStub() {
   stub.url = `http://127.0.0.1:${server.address().port}/`;
   return stub;
 
+  /** Devices that hold these shares of the plan. */
+  function shares(parts) {
+    return parts.map((part, i) => {
+      const planned = Object.fromEntries(Object.entries(PLANNED).map(([name, bytes]) => [name, bytes * part]));
+      return { device: `cuda:${i}`, planned, allocated: planned, peak: planned };
+    });
+  }
+
   function status() {
     const { kv, ...others } = PLANNED;
     const used = Math.min(kv, stub.running * 6 * MIB);
@@ -48,7 +56,7 @@ export async function startStub() {
     }));
     return {
       model: stub.models[0], now: stub.allocated ? now : {}, planned: PLANNED, allocated: stub.allocated ? PLANNED : none,
-      peak: stub.allocated ? PLANNED : none, waiting: 0, running,
+      peak: stub.allocated ? PLANNED : none, waiting: 0, running, ...(stub.devices && { devices: shares(stub.devices) }),
     };
   }
 }
