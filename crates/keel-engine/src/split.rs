@@ -22,17 +22,34 @@ use crate::{EngineError, EngineOptions, Result};
 /// There are more stages than layers; something of the model does not divide; as [`crate::Engine::load`].
 pub fn grid(
     backend: &Arc<dyn Backend>,
+    source: (&dyn Parameters, &Value),
+    options: EngineOptions,
+    grid: (usize, usize),
+) -> Result<Vec<Part>> {
+    grid_within(backend, source, options, (grid, &[]))
+}
+
+/// As [`grid`], for devices that hold these bytes, by rank; none means that all hold the same. A stage gets layers in
+/// proportion to what its smallest device holds.
+///
+/// # Errors
+/// As [`grid`].
+pub fn grid_within(
+    backend: &Arc<dyn Backend>,
     (parameters, config): (&dyn Parameters, &Value),
     options: EngineOptions,
-    (stages, shares): (usize, usize),
+    ((stages, shares), limits): ((usize, usize), &[u64]),
 ) -> Result<Vec<Part>> {
+    let room =
+        |stage: usize| limits.iter().skip(stage * shares).take(shares).min().copied().unwrap_or(1).max(1);
+    let rooms: Vec<u64> = (0..stages).map(room).collect();
     let model = keel_models::read_config_of(config, parameters)?;
     let (mixture, _) = mixture_cut(backend, (parameters, config), &options, (&model, shares))?;
     let stages = match stages {
         1 => std::iter::once(0..model.layers.len()).collect(),
-        stages => {
+        _ => {
             let shard = Shard { count: shares, mixture, ..Shard::default() };
-            cut(backend, (parameters, config), &options, (model.layers.len(), stages, shard))?
+            cut(backend, (parameters, config), &options, (model.layers.len(), &rooms, shard))?
         }
     };
     let parts = Part::by(mixture, Part::grid(&stages, shares));
@@ -94,13 +111,14 @@ fn mixture_cut(
     }
 }
 
-/// Cuts `layers` layers into stages whose first devices are even by bytes. The devices of a stage have these shares.
+/// Cuts `layers` layers into stages whose first devices fill their rooms evenly. The devices of a stage have these shares.
 fn cut(
     backend: &Arc<dyn Backend>,
     source: (&dyn Parameters, &Value),
     options: &EngineOptions,
-    (layers, stages, shard): (usize, usize, Shard),
+    (layers, rooms, shard): (usize, &[u64], Shard),
 ) -> Result<Vec<Range<usize>>> {
+    let stages = rooms.len();
     assert!(backend.is_planning(), "a split is planned on a planning backend");
     if stages == 0 || stages > layers {
         return Err(EngineError::Option(format!(
@@ -119,7 +137,7 @@ fn cut(
     let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None, shard })?;
     shares[0] += begin;
     shares[layers - 1] += end;
-    Ok(even(&shares, stages))
+    Ok(even(&shares, rooms))
 }
 
 /// Bytes of a part's weights and of its cache with these options, and of the vision tower if the part has it.
@@ -150,17 +168,24 @@ fn part_bytes(
     Ok(bytes)
 }
 
-/// Cuts `shares` into `count` ranges, none of them empty, so that the largest sum is as small as possible.
-fn even(shares: &[u64], count: usize) -> Vec<Range<usize>> {
-    let sum = |range: Range<usize>| shares[range].iter().sum::<u64>();
-    // `best[i]` is the largest sum of the best cut of the first `i` shares into the ranges so far, and where the last
+/// Cuts `shares` into ranges, one for each room and none of them empty, so that the largest sum, compared with its room,
+/// is as small as possible.
+fn even(shares: &[u64], rooms: &[u64]) -> Vec<Range<usize>> {
+    let count = rooms.len();
+    let widest = u128::from(rooms.iter().max().copied().unwrap_or(1));
+    // With equal rooms this is the sum itself.
+    let filled = |range: Range<usize>, room: u64| {
+        shares[range].iter().map(|&share| u128::from(share)).sum::<u128>() * widest / u128::from(room)
+    };
+    // `best[i]` is the largest filling of the best cut of the first `i` shares into the ranges so far, and where the last
     // of them begins.
-    let mut best: Vec<Option<(u64, usize)>> = vec![None; shares.len() + 1];
+    let mut best: Vec<Option<(u128, usize)>> = vec![None; shares.len() + 1];
     best[0] = Some((0, 0));
     let mut begins = Vec::with_capacity(count);
-    for _ in 0..count {
+    for &room in rooms {
         let longer = |end: usize| {
-            let cut = |start: usize| best[start].map(|(largest, _)| (largest.max(sum(start..end)), start));
+            let cut =
+                |start: usize| best[start].map(|(largest, _)| (largest.max(filled(start..end, room)), start));
             (0..end).filter_map(cut).min()
         };
         best = (0..=shares.len()).map(longer).collect();
@@ -221,11 +246,19 @@ mod tests {
 
     #[test]
     fn ranges_are_as_even_as_their_order_allows() {
-        assert_eq!(even(&[1, 1, 1, 1], 2), [0..2, 2..4]);
-        assert_eq!(even(&[5, 1, 1, 1], 2), [0..1, 1..4]);
-        assert_eq!(even(&[1, 1, 1, 5], 3), [0..1, 1..3, 3..4]);
-        assert_eq!(even(&[0, 0, 9], 3), [0..1, 1..2, 2..3]);
-        assert_eq!(even(&[7, 8], 2), [0..1, 1..2]);
+        assert_eq!(even(&[1, 1, 1, 1], &[1; 2]), [0..2, 2..4]);
+        assert_eq!(even(&[5, 1, 1, 1], &[1; 2]), [0..1, 1..4]);
+        assert_eq!(even(&[1, 1, 1, 5], &[1; 3]), [0..1, 1..3, 3..4]);
+        assert_eq!(even(&[0, 0, 9], &[1; 3]), [0..1, 1..2, 2..3]);
+        assert_eq!(even(&[7, 8], &[1; 2]), [0..1, 1..2]);
+    }
+
+    #[test]
+    fn a_room_twice_as_large_gets_twice_as_much() {
+        assert_eq!(even(&[1; 9], &[200, 100]), [0..6, 6..9]);
+        assert_eq!(even(&[1; 9], &[100, 200]), [0..3, 3..9]);
+        assert_eq!(even(&[1; 8], &[100, 200, 100]), [0..2, 2..6, 6..8]);
+        assert_eq!(even(&[u64::MAX / 4; 3], &[u64::MAX, 1]), [0..2, 2..3]);
     }
 
     #[test]
@@ -234,7 +267,7 @@ mod tests {
         let largest = |cut: &[std::ops::Range<usize>]| {
             cut.iter().map(|range| shares[range.clone()].iter().sum::<u64>()).max().unwrap_or(0)
         };
-        let found = largest(&even(&shares, 3));
+        let found = largest(&even(&shares, &[1; 3]));
         for a in 1..11 {
             for b in a + 1..12 {
                 assert!(found <= largest(&[0..a, a..b, b..12]), "{a} {b}");

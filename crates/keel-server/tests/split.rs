@@ -56,20 +56,16 @@ fn ask_all(server: &Running, count: usize) -> Vec<Value> {
 }
 
 #[test]
-fn split_models_serve_their_answers_and_leave_nothing() {
+fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
     const COUNT: usize = 24;
     let options = || ServerOptions { model_id: "demo".into(), ..ServerOptions::default() };
     let whole = Running::with(crowded(), options());
     let want = ask_all(&whole, COUNT);
     drop(whole);
-    for grid in [(2, 1), (1, 2)] {
+    for grid in [(2, 1)] {
         let server = Running::made(&demo(), move || engine_on_two(grid, crowded()), options());
         let answers = ask_all(&server, COUNT);
-        // Shares add in another order than the whole model, and near ties of its tokens may fall differently.
-        match grid {
-            (2, 1) => assert!(answers == want, "a pipeline has the bits of the whole model"),
-            _ => assert!(answers == ask_all(&server, COUNT), "shares have the same bits on every run"),
-        }
+        assert!(answers == want, "a pipeline has the bits of the whole model");
         server.wait_until_idle();
         let status = server.get("/status").json();
         let devices = status["devices"].as_array().expect("devices");

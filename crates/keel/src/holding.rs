@@ -42,7 +42,7 @@ pub struct Holding {
 /// # Errors
 /// Errors of the plan, or drafts without an MTP head.
 pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding> {
-    args.device.split.check()?;
+    args.device.check()?;
     settle(&args.device, &*subject.parameters, &subject.json, |device| {
         let (device, engine) = (args.device.on(device), args.engine.options());
         Ok(Planner::new(&args.holding, subject, &device, engine, args.step_tokens())?.wanted)
@@ -55,7 +55,10 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding
         let all = human_bytes(holding.options.swap_bytes as u64);
         tracing::info!("--swap: {all} are enough for all sequences at full length; the rest is not taken");
     }
-    if let Some(room) = room.filter(|_| holding.options != planner.wanted) {
+    let has_shrunk = holding.options != planner.wanted;
+    let limit = if has_shrunk { planner.needs(planner.wanted)?.beyond_limit(&args.device) } else { None };
+    let limited = limit.map(|bytes| Room { bytes, why: "the --memory-limit of a device".into() });
+    if let Some(room) = limited.or(room).filter(|_| has_shrunk) {
         tracing::info!(
             "{} are {}: reduced to {} sequences of up to {} tokens and {} of keys and values, to fit",
             human_bytes(room.bytes),
@@ -68,19 +71,46 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding
     Ok(holding)
 }
 
-/// Free memory, before there is a runtime. Returns `None` if it is unknown, for example if there is no such GPU. The
-/// limit of each of several devices is not part of it.
+/// Free memory, before there is a runtime; of several GPUs, of the one that has least. Returns `None` if it is unknown,
+/// for example if there is no such GPU. The limits of several devices are not part of it.
 pub fn room(device: &DeviceArgs, compute: Compute) -> Option<Room> {
+    let of_gpu = |gpu: &DeviceArgs| session::driver(gpu, compute).map(|driver| Room::of_gpu(&driver));
     let mut room = match device.device() {
         Device::Cpu => Room::of_host(),
-        _ => session::driver(device, compute).map(|driver| Room::of_gpu(&driver)),
+        _ if device.split.is_split() => {
+            let rooms: Option<Vec<Room>> =
+                device.split.members().iter().map(|gpu| of_gpu(&device.on(gpu.device))).collect();
+            rooms?.into_iter().min_by_key(|room| room.bytes)
+        }
+        _ => of_gpu(device),
     };
-    if let Some(limit) = device.memory_limit.filter(|_| !device.split.is_split())
+    if let Some(limit) = device.limit_of(0).filter(|_| !device.split.is_split())
         && room.as_ref().is_none_or(|room| limit < room.bytes)
     {
         room = Some(Room { bytes: limit, why: "--memory-limit".into() });
     }
     room
+}
+
+/// The bytes of a plan.
+pub struct Needs {
+    /// Of all devices together.
+    pub planned: MemoryReport,
+    /// Of each on itself, if there are several.
+    devices: Vec<u64>,
+}
+
+impl Needs {
+    /// The bytes of the device that has most, of several.
+    pub fn largest(&self) -> Option<u64> {
+        self.devices.iter().max().copied()
+    }
+
+    /// The limit of the first of several devices that needs more than its own.
+    fn beyond_limit(&self, device: &DeviceArgs) -> Option<u64> {
+        let beyond = |(rank, &needed): (usize, &u64)| device.limit_of(rank).filter(|&limit| needed > limit);
+        self.devices.iter().enumerate().find_map(beyond)
+    }
 }
 
 /// Turns bounds into plans.
@@ -158,18 +188,19 @@ impl<'a> Planner<'a> {
         session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
     }
 
-    /// The same, and of several devices the bytes of the one that has most.
+    /// The same, with the bytes of each of several devices.
     ///
     /// # Errors
     /// Errors of the plan.
-    pub fn plan_and_largest(&self, options: EngineOptions) -> Result<(MemoryReport, Option<u64>)> {
+    pub fn needs(&self, options: EngineOptions) -> Result<Needs> {
         let Planner { device, subject, .. } = self;
         if !device.split.is_split() {
-            return Ok((self.plan(options)?, None));
+            return Ok(Needs { planned: self.plan(options)?, devices: Vec::new() });
         }
         let plans = several::plan_devices(device, &*subject.parameters, &subject.json, options)?;
-        let largest = plans.iter().map(|plan| plan.planned.total()).max();
-        Ok((plans.iter().map(|plan| plan.planned).sum(), largest))
+        let of_device = |planned: &MemoryReport| on_device(planned, device.device() != Device::Cpu);
+        let devices = plans.iter().map(|plan| of_device(&plan.planned)).collect();
+        Ok(Needs { planned: plans.iter().map(|plan| plan.planned).sum(), devices })
     }
 
     /// At most the bytes of [`Planner::plan`], found quickly: see [`keel_engine::plan::at_least`].
@@ -239,13 +270,12 @@ impl<'a> Planner<'a> {
     pub fn fit_into(&self, room: Option<u64>) -> Result<Holding> {
         let mut options = self.wanted;
         loop {
-            let (planned, largest) = self.plan_and_largest(options)?;
+            let needs = self.needs(options)?;
             let is_gpu = self.device.device() != Device::Cpu;
-            // Several devices have the limit each for itself.
-            let is_within =
-                largest.zip(self.device.memory_limit).is_none_or(|(largest, limit)| largest <= limit);
-            if is_within && room.is_none_or(|room| on_device(&planned, is_gpu) <= room) {
-                return Ok(Holding { options, planned });
+            // The room is that of each GPU; devices of the CPU share the host's.
+            let needed = needs.largest().filter(|_| is_gpu).unwrap_or(on_device(&needs.planned, is_gpu));
+            if needs.beyond_limit(self.device).is_none() && room.is_none_or(|room| needed <= room) {
+                return Ok(Holding { options, planned: needs.planned });
             }
             match self.smaller(options) {
                 Some(smaller) => options = smaller,

@@ -143,6 +143,7 @@ pub fn rest(runtimes: &[Runtime]) {
 /// # Errors
 /// The device is not available, or there are several.
 pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
+    device.check()?;
     device.split.refuse()?;
     Ok(device.options().runtime(compute)?)
 }

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::args::{Device, DeviceArgs};
 use crate::progress;
-use crate::session::{Session, runtime_on};
+use crate::session::Session;
 
 /// The plan of one of several devices.
 #[derive(Clone, Debug)]
@@ -36,12 +36,12 @@ pub fn plan_devices(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<DevicePlan>> {
-    device.split.check()?;
+    device.check()?;
     device.tower()?;
     let members = device.split.members();
     let grid = device.split.split().grid(members.len())?;
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
-    let parts = split::grid(&alone, (parameters, config), options, grid)?;
+    let parts = split::grid_within(&alone, (parameters, config), options, (grid, device.limits()))?;
     let devices: Vec<_> =
         device.group(options.compute, true)?.into_iter().zip(parts.iter().cloned()).collect();
     let planned = plan::plan_on(&devices, parameters, config, options).map_err(evenkeel::Error::from)?;
@@ -79,8 +79,8 @@ pub fn open(
     let plans = plan_devices(device, parameters, config, options)?;
     let planned: MemoryReport = plans.iter().map(|plan| plan.planned).sum();
     check(device, &plans, &planned, &options)?;
-    let runtimes =
-        device.group(options.compute, false)?.into_iter().map(|backend| runtime_on(backend, device));
+    let backends = device.group(options.compute, false)?.into_iter().enumerate();
+    let runtimes = backends.map(|(rank, backend)| device.options_of(rank).runtime_on(backend));
     let devices: Vec<(Runtime, Part)> =
         runtimes.zip(&plans).map(|(runtime, plan)| (runtime, plan.part.clone())).collect();
     if device.device() != Device::Cpu {
@@ -102,8 +102,8 @@ fn check(
     planned: &MemoryReport,
     options: &EngineOptions,
 ) -> Result<()> {
-    for DevicePlan { name, planned, .. } in plans {
-        if let Some(limit) = device.memory_limit.filter(|&limit| planned.total() > limit) {
+    for (rank, DevicePlan { name, planned, .. }) in plans.iter().enumerate() {
+        if let Some(limit) = device.limit_of(rank).filter(|&limit| planned.total() > limit) {
             let whose = format!("the memory limit, which {name} has for itself");
             return Err(too_little(planned, limit, whose, options));
         }
@@ -123,8 +123,8 @@ fn bound_gpus(
     devices: &[(Runtime, Part)],
     options: &EngineOptions,
 ) -> Result<()> {
-    for (DevicePlan { name, planned, .. }, (runtime, _)) in plans.iter().zip(devices) {
-        bound(&device.options(), runtime, planned, options).map_err(|error| match error {
+    for (rank, (DevicePlan { name, planned, .. }, (runtime, _))) in plans.iter().zip(devices).enumerate() {
+        bound(&device.options_of(rank), runtime, planned, options).map_err(|error| match error {
             evenkeel::Error::OutOfMemory(mut error) => {
                 error.whose = format!("{name}: {}", error.whose);
                 evenkeel::Error::OutOfMemory(error)

@@ -157,6 +157,74 @@ fn a_split_is_timed_and_proposed() {
 }
 
 #[test]
+fn each_split_that_fits_has_a_line_and_the_smallest_largest_device_is_first() {
+    let model = fixture("qwen3_5");
+    let devices = ["--devices", "cpu:0,cpu:1", "--kv-bits", "16"];
+    let fit = ["fit", arg(&model), "--sequences", "1", "--context", "256", "--json"];
+    for limit in [&["--limit", "1Gi"][..], &[]] {
+        let fit = json(&[&fit[..], &devices, limit].concat());
+        let first: Vec<&Value> = fit["fits"].as_array().expect("lines").iter().take(2).collect();
+        let splits: Vec<&str> = first.iter().map(|line| line["split"].as_str().expect("a split")).collect();
+        assert!(splits.contains(&"tensor") && splits.contains(&"pipeline"), "{splits:?}, {limit:?}");
+        let largest: Vec<u64> =
+            first.iter().map(|line| line["largest_device"].as_u64().expect("bytes")).collect();
+        assert!(largest.is_sorted(), "{largest:?}, {limit:?}");
+        for line in first {
+            let command = line["command"].as_str().expect("a command");
+            assert!(
+                command.ends_with(&format!("--split {}", line["split"].as_str().expect("a split"))),
+                "{command}"
+            );
+        }
+    }
+}
+
+/// The pipeline of a model with the largest step's bytes on each device.
+fn columns(limits: &str) -> Vec<(u64, u64)> {
+    let model = fixture("qwen3_5");
+    let plan = ["plan", "--serve", "--model", arg(&model), "--context", "256", "--sequences", "2", "--json"];
+    let plan = json(&[&plan[..], &["--devices", "cpu:0,cpu:1", "--memory-limit", limits]].concat());
+    let column = |rank: usize| {
+        let device = &plan["devices"][rank];
+        let layers = (0..2).map(|i| device["layers"][i].as_u64().expect("a number")).collect::<Vec<_>>();
+        (layers[1] - layers[0], device["weights"].as_u64().expect("bytes"))
+    };
+    vec![column(0), column(1)]
+}
+
+#[test]
+fn unequal_devices_get_layers_by_what_they_hold() {
+    let (large_first, large_last) = (columns("900Mi,300Mi"), columns("300Mi,900Mi"));
+    assert!(large_first[0].0 > large_last[0].0, "{large_first:?}, {large_last:?}");
+    assert!(large_first[1].1 < large_last[1].1, "{large_first:?}, {large_last:?}");
+    let model = fixture("qwen3_5");
+    let command = ["generate", "--model", arg(&model), "--ids", "3,1,4", "--max-tokens", "6", "--ignore-eos"];
+    let command = [&command[..], &["--json", "--context", "256"]].concat();
+    let devices = ["--devices", "cpu:0,cpu:1", "--threads", "2", "--memory-limit"];
+    let report = json(&[&command[..], &devices, &["900Mi,300Mi"]].concat());
+    assert_eq!(report["tokens"], json(&command)["tokens"], "a pipeline has the bits of the whole model");
+    let too_small = keel(&[&command[..], &devices, &["900Mi,64Ki"]].concat());
+    let message = stderr(&too_small);
+    assert!(message.contains("the memory limit, which cpu:1 has for itself"), "{message}");
+    assert!(!too_small.status.success() && message.contains("65536"), "{message}");
+    misuse(&[&command[..], &devices, &["1G,2G,3G"]].concat(), "--memory-limit has 3 values for 2 device(s)");
+    misuse(
+        &[&command[..], &["--memory-limit", "1G,2G"]].concat(),
+        "--memory-limit has 2 values for 1 device(s)",
+    );
+}
+
+#[test]
+fn a_server_that_is_made_smaller_names_the_limit_of_a_device() {
+    let model = fixture("qwen3_5");
+    let plan = ["plan", "--serve", "--model", arg(&model), "--devices", "cpu:0,cpu:1"];
+    let output = keel(&[&plan[..], &["--memory-limit", "18Mi"]].concat());
+    let message = stderr(&output);
+    assert!(message.contains("18.0 MiB are the --memory-limit of a device: reduced to"), "{message}");
+    assert!(!message.contains("free memory"), "{message}");
+}
+
+#[test]
 fn a_server_is_planned_on_each_device() {
     let model = fixture("qwen3_5");
     let plan = ["plan", "--serve", "--model", arg(&model), "--context", "256", "--sequences", "2", "--json"];

@@ -45,10 +45,11 @@ pub struct DeviceArgs {
     /// or on reused prefixes. Slower on a GPU. On the CPU this always holds.
     #[arg(long)]
     deterministic: bool,
-    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device. The default on a GPU is its
-    /// free memory minus 512 MiB for code of kernels and other programs. On the CPU there is no default limit.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    pub memory_limit: Option<u64>,
+    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each: 8Gi,4Gi. A
+    /// pipeline then gives a device layers in proportion to its limit. The default on a GPU is its free memory minus 512 MiB
+    /// for code of kernels and other programs. On the CPU there is no default limit.
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = parse_bytes)]
+    memory_limit: Vec<u64>,
 }
 
 /// The value of `--device`.
@@ -123,8 +124,46 @@ impl DeviceArgs {
             isa: self.cpu_isa.map(Isa::from),
             resident: self.resident,
             deterministic: self.deterministic,
-            memory_limit: self.memory_limit,
+            memory_limit: self.memory_limit.first().copied(),
         }
+    }
+
+    /// The same for one of several devices, by rank.
+    pub fn options_of(&self, rank: usize) -> DeviceOptions {
+        DeviceOptions { memory_limit: self.limit_of(rank), ..self.options() }
+    }
+
+    /// Whether tensor memory has a limit.
+    pub fn is_limited(&self) -> bool {
+        !self.memory_limit.is_empty()
+    }
+
+    /// The limit of one of several devices, by rank.
+    pub fn limit_of(&self, rank: usize) -> Option<u64> {
+        match &self.memory_limit[..] {
+            [all] => Some(*all),
+            each => each.get(rank).copied(),
+        }
+    }
+
+    /// The limits of several devices by rank, if there is one for each.
+    pub fn limits(&self) -> &[u64] {
+        if self.memory_limit.len() > 1 { &self.memory_limit } else { &[] }
+    }
+
+    /// Refuses devices that cannot share a model, and limits of other devices.
+    ///
+    /// # Errors
+    /// As [`SplitArgs::check`]; there are several limits, and not one for each device.
+    pub fn check(&self) -> Result<()> {
+        self.split.check()?;
+        let (limits, devices) = (self.memory_limit.len(), self.split.members().len().max(1));
+        if limits > 1 && limits != devices {
+            return Err(usage(format!(
+                "--memory-limit has {limits} values for {devices} device(s): give one, or one for each of --devices"
+            )));
+        }
+        Ok(())
     }
 
     /// The vision tower's device and its bounds, if it is not the model's.

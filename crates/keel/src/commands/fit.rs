@@ -9,7 +9,7 @@ use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
 use crate::args::{
-    Device, DeviceArgs, EngineArgs, HoldingArgs, Subject, SubjectArgs, count, parse_bytes, quoted,
+    Device, DeviceArgs, EngineArgs, HoldingArgs, Split, Subject, SubjectArgs, count, parse_bytes, quoted,
 };
 use crate::commands::serve::STEP_TOKENS_DEFAULT;
 use crate::failure::usage;
@@ -29,9 +29,9 @@ const CONTEXT_LEAST: usize = 1024;
 /// sequences and context. Each line has the command that serves the model this way.
 ///
 /// More bits of the weights rank first, then more bits of keys and values. Fewer bits are listed only if a longer
-/// context then fits. With --devices the command also has the split whose largest device is smallest, unless --split
-/// names one. The bytes equal those of keel plan with the same options. For a model that is yet to be quantised
-/// they come from a plan of its shape.
+/// context then fits. With --devices there is a line for each split that fits, unless --split names one: first the split
+/// whose largest device is smallest. The bytes equal those of keel plan with the same options. For a model that is yet to
+/// be quantised they come from a plan of its shape.
 #[derive(Debug, Args)]
 pub struct FitArgs {
     /// A folder, a weights file or a hub name.
@@ -66,13 +66,15 @@ struct Line {
     planned: MemoryReport,
     /// The bytes that are compared with the limit.
     needed: u64,
+    /// How several devices share the model, and the bytes of the largest.
+    split: Option<(Split, u64)>,
     command: String,
 }
 
 /// Runs the command.
 pub fn run(args: &FitArgs) -> Result<()> {
-    args.device.split.check()?;
-    if args.device.memory_limit.is_some() {
+    args.device.check()?;
+    if args.device.is_limited() {
         return Err(usage(
             "--memory-limit: nothing is loaded here; use --limit for the number of bytes to fit into",
         ));
@@ -102,8 +104,9 @@ pub fn run(args: &FitArgs) -> Result<()> {
         return output::json(&json!({"limit": limit, "fits": lines}));
     }
     output::line(&format!("what fits into {} ({limit} bytes), best first:\n", human_bytes(limit)))?;
+    let largest = if args.device.split.is_split() { "  each at most" } else { "" };
     output::line(&format!(
-        "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}  command",
+        "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}{largest}  command",
         "weights", "kv", "sequences", "context", "needed", "left"
     ))?;
     lines.iter().try_for_each(|line| output::line(&line.to_line(limit)))
@@ -162,13 +165,17 @@ fn fit_variant(
                 let longest = so_far.map(|line| line.options.context).max().unwrap_or(0);
                 let contexts = contexts(args, &variant.subject, longest);
                 let form = |context| Form { variant, kv, sequences, context };
-                lines.extend(longest_that_fits(args, &contexts, form, limit)?);
+                if let Some(line) = longest_that_fits(args, &contexts, form, limit)? {
+                    let others = form(line.options.context).other_splits(args, &line, limit);
+                    lines.push(line);
+                    lines.extend(others);
+                }
             }
         }
     }
     // The least is told where nothing fits.
     if lines.is_empty() {
-        let line = smallest.line(args, false)?;
+        let line = smallest.line(args, (limit, false))?;
         if least.as_ref().is_none_or(|(bytes, _)| line.needed < *bytes) {
             *least = Some((line.needed, line.what()));
         }
@@ -193,7 +200,7 @@ fn longest_that_fits<'a>(
         }
     }
     for &context in &contexts[first..] {
-        let line = form(context).line(args, false)?;
+        let line = form(context).line(args, (limit, false))?;
         if line.needed <= limit {
             return Ok(Some(line));
         }
@@ -223,11 +230,12 @@ struct Form<'a> {
 impl Form<'_> {
     /// Whether a plan of the largest steps alone fits. It is quick, and never larger than the whole plan.
     fn may_fit(&self, args: &FitArgs, limit: u64) -> Result<bool> {
-        Ok(self.line(args, true)?.needed <= limit)
+        Ok(self.line(args, (limit, true))?.needed <= limit)
     }
 
-    /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that with the fewest bytes.
-    fn line(&self, args: &FitArgs, is_quick: bool) -> Result<Line> {
+    /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that whose largest device is
+    /// smallest, among those that fit if any does.
+    fn line(&self, args: &FitArgs, (limit, is_quick): (u64, bool)) -> Result<Line> {
         if !args.device.split.is_split() {
             return self.line_on(args, &args.device, is_quick);
         }
@@ -236,7 +244,7 @@ impl Form<'_> {
         for line in choices.map(|split| self.line_on(args, &args.device.split_as(split), is_quick)) {
             // A split that the model does not allow is an error if there is no other.
             let is_better = match (&best, &line) {
-                (Some(Ok(best)), Ok(line)) => line.needed < best.needed,
+                (Some(Ok(best)), Ok(line)) => line.rank(limit) < best.rank(limit),
                 (Some(Ok(_)), Err(_)) => false,
                 (None | Some(Err(_)), Ok(_)) | (None, Err(_)) => true,
                 (Some(Err(_)), Err(_)) => false,
@@ -246,6 +254,17 @@ impl Form<'_> {
             }
         }
         best.unwrap_or_else(|| unreachable!("there is a split"))
+    }
+
+    /// The lines of the other splits that fit, best first.
+    fn other_splits(&self, args: &FitArgs, best: &Line, limit: u64) -> Vec<Line> {
+        let Some((chosen, _)) = best.split else { return Vec::new() };
+        let others = args.device.split.choices().into_iter().filter(|&split| split != chosen);
+        // A split that the model does not allow has no line.
+        let line = |split| self.line_on(args, &args.device.split_as(split), false).ok();
+        let mut lines: Vec<Line> = others.filter_map(line).filter(|line| line.needed <= limit).collect();
+        lines.sort_by_key(|line| line.rank(limit));
+        lines
     }
 
     fn line_on(&self, args: &FitArgs, on: &DeviceArgs, is_quick: bool) -> Result<Line> {
@@ -259,11 +278,14 @@ impl Form<'_> {
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
         let planner = Planner::new(&holding, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;
         let options = EngineOptions { largest_steps: is_quick, ..planner.wanted };
-        let (planned, largest) = planner.plan_and_largest(options)?;
-        let needed = match largest.filter(|_| args.limit.is_some()) {
+        let needs = planner.needs(options)?;
+        let (planned, is_gpu) = (needs.planned, on.device() != Device::Cpu);
+        // Devices of the CPU share the host's memory, unless each has a limit.
+        let needed = match needs.largest().filter(|_| is_gpu || args.limit.is_some()) {
             Some(largest) => largest,
-            None => on_device(&planned, on.device() != Device::Cpu),
+            None => on_device(&planned, is_gpu),
         };
+        let split = needs.largest().map(|largest| (on.split.split(), largest));
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
         let state_flag = if args.engine.state_bits == DType::F16 { " --state-bits 16" } else { "" };
@@ -279,11 +301,24 @@ impl Form<'_> {
             variant.command,
             planner.kv_bytes(&planner.wanted)
         );
-        Ok(Line { weights: variant.name.clone(), kv, options: planner.wanted, planned, needed, command })
+        Ok(Line {
+            weights: variant.name.clone(),
+            kv,
+            options: planner.wanted,
+            planned,
+            needed,
+            split,
+            command,
+        })
     }
 }
 
 impl Line {
+    /// Smaller is better: lines that fit, then a smaller largest device.
+    fn rank(&self, limit: u64) -> (bool, u64) {
+        (self.needed > limit, self.split.map_or(self.needed, |(_, largest)| largest))
+    }
+
     fn what(&self) -> String {
         format!(
             "the least, {} weights, {} bits of keys and values, {} sequence(s) and a context of {},",
@@ -296,8 +331,9 @@ impl Line {
 
     fn to_line(&self, limit: u64) -> String {
         let needed = self.needed;
+        let largest = self.split.map_or(String::new(), |(_, bytes)| format!("{:>14}", human_bytes(bytes)));
         format!(
-            "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}  {}",
+            "{:<10}{:>4}{:>11}{:>10}{:>12}{:>12}{largest}  {}",
             self.weights,
             bits_of(self.kv),
             self.options.sequences,
@@ -309,7 +345,7 @@ impl Line {
     }
 
     fn to_json(&self) -> Value {
-        json!({
+        let mut line = json!({
             "weights": self.weights,
             "kv_bits": bits_of(self.kv),
             "sequences": self.options.sequences,
@@ -319,7 +355,12 @@ impl Line {
             "needed": self.needed,
             "weights_bytes": self.planned.get(Category::Weights),
             "command": self.command,
-        })
+        });
+        if let Some((split, largest)) = self.split {
+            line["split"] = json!(split.to_string());
+            line["largest_device"] = json!(largest);
+        }
+        line
     }
 }
 

@@ -41,7 +41,7 @@ pub struct InspectArgs {
 /// Runs the command.
 pub fn run(args: &InspectArgs) -> Result<()> {
     args.device.split.refuse()?;
-    if args.device.memory_limit.is_some() {
+    if args.device.is_limited() {
         return Err(usage(
             "--memory-limit: nothing is loaded here; keel fit --limit shows what fits in a number of bytes",
         ));

@@ -58,7 +58,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let (device, holding) = (&args.server.device, &args.server.holding);
     let is_server = args.serve || holding.is_of_a_server();
     // A server is made smaller where nobody asked for what does not fit.
-    if device.memory_limit.is_some() && !is_server {
+    if device.is_limited() && !is_server {
         return Err(usage(
             "--memory-limit: a plan takes no memory; use --limit or keel fit to see what fits in a number of bytes",
         ));
