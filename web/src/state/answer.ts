@@ -2,11 +2,12 @@
 
 import { type ChatMessage, type ChatRequest, type ContentPart, type Part, streamChat } from "../api/chat";
 import { ApiError } from "../api/client";
+import { type Attached } from "../text/attached";
 import { asPrompt } from "../text/files";
 import { app, notify } from "./app";
 import { change, createChat, keep, titleOf } from "./chats";
 import { freshId, lastGood, newestEnd, pathTo, withMessage, withoutBranch } from "./tree";
-import type { Chat, ChatOptions, Counts, Message, Picture, Problem, TextFile, Video } from "./types";
+import type { Chat, ChatOptions, Counts, Message, Problem } from "./types";
 
 /** Time between two renderings of a growing answer, and between two writes to storage. */
 const SHOW_MS = 60;
@@ -16,13 +17,6 @@ const controllers = new Map<string, AbortController>();
 
 function chatOf(id: string): Chat | undefined {
   return app.state.chats.find((chat) => chat.id === id);
-}
-
-/** What goes with a message. */
-export interface Attached {
-  files: TextFile[];
-  pictures: Picture[];
-  videos: Video[];
 }
 
 /** Sends a message at the end of the chat that is shown, or in a new one. */

@@ -1,5 +1,6 @@
 // Making, changing, keeping and removing chats.
 
+import { ATTACHED_BYTES_MAX } from "../text/attached";
 import { app, currentChat, notify, setDraftOptions } from "./app";
 import { deleteChat, readChat, readChats, writeChat } from "./database";
 import { branchAt, freshId, newestEnd, withoutBranch } from "./tree";
@@ -7,8 +8,9 @@ import type { Chat, ChatOptions } from "./types";
 
 /** Chats kept in this browser. */
 export const CHATS_MAX = 500;
-/** Characters of one chat, and of all together. A browser would take more; a limit keeps the page quick. */
-export const CHAT_CHARS_MAX = 4_000_000;
+/** Characters of one chat, and of all together. A browser would take more; a limit keeps the page quick. A chat has room for
+ * as many attachments as can be sent, and for text. */
+export const CHAT_CHARS_MAX = ATTACHED_BYTES_MAX + 1_000_000;
 export const ALL_CHARS_MAX = 64_000_000;
 const TITLE_CHARS_MAX = 60;
 

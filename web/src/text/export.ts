@@ -1,6 +1,6 @@
 // Chats as files, and back.
 
-import type { Chat, ChatOptions, Message } from "../state/types";
+import type { Chat, ChatOptions, Message, Picture } from "../state/types";
 import { pathTo } from "../state/tree";
 import { asPrompt } from "./files";
 
@@ -68,17 +68,28 @@ function checkChat(value: unknown): Chat {
 /** The fields that are needed, and those of the others that have the right form. */
 function checkMessage(value: unknown): Message {
   if (!isRecord(value)) throw damaged();
-  const { id, parent, role, content, at, files, reasoning, cut, json } = value;
+  const { id, parent, role, content, at, files, pictures, videos, reasoning, cut, json } = value;
   if (!isText(id) || !isId(parent) || !isText(content) || !isNumber(at)) throw damaged();
   if (role !== "user" && role !== "assistant") throw damaged();
   const message: Message = { id, parent, role, content, at };
   if (Array.isArray(files)) {
     message.files = files.filter((file) => isRecord(file) && isText(file.name) && isText(file.text));
   }
+  const shown = shownOf(pictures, "data:image/");
+  if (shown.length > 0) message.pictures = shown;
+  const films = shownOf(videos, "data:video/");
+  if (films.length > 0) message.videos = films;
   if (isText(reasoning)) message.reasoning = reasoning;
   if (cut === true) message.cut = true;
   if (json === true) message.json = true;
   return message;
+}
+
+/** The pictures or videos of a list. Their URIs begin with `scheme`: none is an address to be fetched. */
+function shownOf(value: unknown, scheme: string): Picture[] {
+  if (!Array.isArray(value)) return [];
+  const right = value.filter((each) => isRecord(each) && isText(each.name) && isText(each.uri) && each.uri.startsWith(scheme));
+  return right.map(({ name, uri }) => ({ name, uri }));
 }
 
 function checkOptions(value: Record<string, unknown>): ChatOptions {

@@ -1,9 +1,9 @@
 // Text files that go with a message.
 
 import type { Message, TextFile } from "../state/types";
-import { bytes } from "./format";
+import { bytes, bytesOver } from "./format";
 
-/** Bytes of one file, and of all of a message. The server takes 8 MiB in one request. */
+/** Bytes of one file, and of all of a message. */
 export const FILE_BYTES_MAX = 1 << 20;
 export const FILES_BYTES_MAX = 4 << 20;
 
@@ -13,7 +13,7 @@ export class FileProblem extends Error {}
 /** Reads a file as UTF-8 text. */
 export async function readTextFile(file: File): Promise<TextFile> {
   if (file.size > FILE_BYTES_MAX) {
-    throw new FileProblem(`${file.name} has ${bytes(file.size)}; up to ${bytes(FILE_BYTES_MAX)} can be attached.`);
+    throw new FileProblem(`${file.name} has ${bytesOver(file.size, FILE_BYTES_MAX)}; up to ${bytes(FILE_BYTES_MAX)} can be attached.`);
   }
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());

@@ -13,6 +13,12 @@ export function bytes(count: number): string {
   return `${value.toFixed(digits)} ${UNITS[unit]}`;
 }
 
+/** A number of bytes above a limit, so that the two never read the same. */
+export function bytesOver(value: number, limit: number): string {
+  const text = bytes(value);
+  return text === bytes(limit) ? `more than ${text}` : text;
+}
+
 export function count(value: number): string {
   return value.toLocaleString("en");
 }

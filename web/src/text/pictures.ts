@@ -1,7 +1,7 @@
 // Pictures that go with a message.
 
 import type { Picture } from "../state/types";
-import { bytes } from "./format";
+import { bytes, bytesOver } from "./format";
 import { FileProblem } from "./files";
 
 /** Pictures of one message. */
@@ -21,7 +21,7 @@ export function isPicture(file: File): boolean {
 /** Reads a picture, made smaller if its file is large. */
 export async function readPicture(file: File): Promise<Picture> {
   if (file.size > FILE_BYTES_MAX) {
-    throw new FileProblem(`${file.name} has ${bytes(file.size)}; pictures of up to ${bytes(FILE_BYTES_MAX)} can be attached.`);
+    throw new FileProblem(`${file.name} has ${bytesOver(file.size, FILE_BYTES_MAX)}; pictures of up to ${bytes(FILE_BYTES_MAX)} can be attached.`);
   }
   const sent = file.size > SENT_BYTES_MAX ? await smaller(file) : file;
   return { name: file.name, uri: await dataUri(sent) };

@@ -5,12 +5,13 @@ import { countTokens } from "../api/server";
 import { app, contextLength, currentChat, notify, seesPictures } from "../state/app";
 import { send, stop } from "../state/answer";
 import { useStore } from "../state/store";
-import { pathTo } from "../state/tree";
-import type { Picture, TextFile, Video } from "../state/types";
-import { asPrompt, FILES_BYTES_MAX, readTextFile } from "../text/files";
-import { bytes, count } from "../text/format";
-import { isPicture, PICTURES_MAX, readPicture } from "../text/pictures";
-import { isVideo, readVideo, VIDEOS_MAX } from "../text/videos";
+import { lastGood, pathTo } from "../state/tree";
+import type { TextFile } from "../state/types";
+import { type Attached, NOTHING, sendingProblem, sentBytesOf, withMore } from "../text/attached";
+import { asPrompt, readTextFile } from "../text/files";
+import { count } from "../text/format";
+import { isPicture, readPicture } from "../text/pictures";
+import { isVideo, readVideo } from "../text/videos";
 import { FileChips, PictureChips, VideoChips } from "./filelist";
 import { IconButton } from "./icons";
 
@@ -23,9 +24,13 @@ export function Composer() {
   const current = useStore(app, (state) => state.current);
   const busy = useStore(app, (state) => state.current !== null && state.running.has(state.current));
   const [text, setText] = useState("");
-  const [files, setFiles] = useState<TextFile[]>([]);
-  const [pictures, setPictures] = useState<Picture[]>([]);
-  const [videos, setVideos] = useState<Video[]>([]);
+  const [attached, setAttached] = useState(NOTHING);
+  // Files are read one after the other, and between two of them nothing may have been rendered.
+  const held = useRef(NOTHING);
+  const hold = (next: Attached) => {
+    held.current = next;
+    setAttached(next);
+  };
   const sees = useStore(app, seesPictures);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
@@ -41,49 +46,27 @@ export function Composer() {
   const attach = async (chosen: File[]) => {
     for (const file of chosen) {
       try {
-        if (sees && isPicture(file)) {
-          const picture = await readPicture(file);
-          setPictures((before) => {
-            if (before.length < PICTURES_MAX) return [...before, picture];
-            notify(`Up to ${PICTURES_MAX} pictures can be attached to one message.`);
-            return before;
-          });
-          continue;
-        }
-        if (sees && isVideo(file)) {
-          const video = await readVideo(file);
-          setVideos((before) => {
-            if (before.length < VIDEOS_MAX) return [...before, video];
-            notify(`Up to ${VIDEOS_MAX} videos can be attached to one message.`);
-            return before;
-          });
-          continue;
-        }
-        const read = await readTextFile(file);
-        setFiles((before) => {
-          const after = [...before, read];
-          const total = after.reduce((sum, each) => sum + each.text.length, 0);
-          if (total <= FILES_BYTES_MAX) return after;
-          notify(`Up to ${bytes(FILES_BYTES_MAX)} can be attached to one message.`);
-          return before;
-        });
+        const read = await readFile(file, sees);
+        hold(withMore(held.current, read, earlierBytes()));
       } catch (error) {
         notify(error instanceof Error ? error.message : String(error));
       }
     }
     area.current?.focus();
   };
-  const attached = files.length + pictures.length + videos.length;
-  const canSend = !busy && (text.trim() !== "" || attached > 0);
+  const { files, pictures, videos } = attached;
+  const hasAttached = files.length + pictures.length + videos.length > 0;
+  const canSend = !busy && (text.trim() !== "" || hasAttached);
   const submit = () => {
     // From the field itself: a quick Enter comes before the last key is rendered.
     const written = area.current?.value.trim() ?? "";
-    if (busy || (written === "" && attached === 0)) return;
-    send(written, { files, pictures, videos });
+    if (busy || (written === "" && !hasAttached)) return;
+    // Another chat may be shown than when they were attached.
+    const problem = hasAttached ? sendingProblem(attached, earlierBytes()) : null;
+    if (problem) return notify(problem);
+    send(written, attached);
     setText("");
-    setFiles([]);
-    setPictures([]);
-    setVideos([]);
+    hold(NOTHING);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -98,9 +81,9 @@ export function Composer() {
   };
   return (
     <form class={`composer ${dragging ? "dragging" : ""}`} onSubmit={(event) => { event.preventDefault(); submit(); }}>
-      <FileChips files={files} remove={(gone) => setFiles(files.filter((_, index) => index !== gone))} />
-      <PictureChips pictures={pictures} remove={(gone) => setPictures(pictures.filter((_, index) => index !== gone))} />
-      <VideoChips videos={videos} remove={(gone) => setVideos(videos.filter((_, index) => index !== gone))} />
+      <FileChips files={files} remove={(gone) => hold({ ...attached, files: files.filter((_, index) => index !== gone) })} />
+      <PictureChips pictures={pictures} remove={(gone) => hold({ ...attached, pictures: pictures.filter((_, index) => index !== gone) })} />
+      <VideoChips videos={videos} remove={(gone) => hold({ ...attached, videos: videos.filter((_, index) => index !== gone) })} />
       <div class="composer-row">
         <IconButton icon="attach" label={sees ? "Attach pictures, videos and text files" : "Attach text files"} onClick={() => picker.current?.click()} />
         <textarea ref={area} rows={1} aria-label="Your message" placeholder="Write a message" value={text}
@@ -119,6 +102,18 @@ export function Composer() {
       <Hint text={text} files={files} />
     </form>
   );
+}
+
+async function readFile(file: File, sees: boolean): Promise<Partial<Attached>> {
+  if (sees && isPicture(file)) return { pictures: [await readPicture(file)] };
+  if (sees && isVideo(file)) return { videos: [await readVideo(file)] };
+  return { files: [await readTextFile(file)] };
+}
+
+/** Bytes of the attachments that go before the next message of the chat that is shown. */
+function earlierBytes(): number {
+  const chat = currentChat();
+  return chat ? sentBytesOf(pathTo(chat, lastGood(chat))) : 0;
 }
 
 /** Whether files are being dragged over the page; they are handed over when they are dropped. */

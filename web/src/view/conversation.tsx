@@ -6,6 +6,7 @@ import { send } from "../state/answer";
 import { useStore } from "../state/store";
 import { childrenOf, pathTo } from "../state/tree";
 import type { Chat } from "../state/types";
+import { NOTHING } from "../text/attached";
 import { bytes } from "../text/format";
 import { IconButton, Mark } from "./icons";
 import { MessageView } from "./message";
@@ -93,7 +94,7 @@ function Welcome() {
       </p>
       <ul class="suggestions">
         {SUGGESTIONS.map((text) => (
-          <li key={text}><button type="button" onClick={() => send(text, { files: [], pictures: [], videos: [] })}>{text}</button></li>
+          <li key={text}><button type="button" onClick={() => send(text, NOTHING)}>{text}</button></li>
         ))}
       </ul>
     </div>

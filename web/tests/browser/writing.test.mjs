@@ -255,7 +255,10 @@ test("a video that is too large is refused, and so are more than two, and what t
       window.dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
     }, [names, size]);
     await drop(["large.mp4"], (5 << 20) + 1);
-    await page.getByText("large.mp4 has 5.00 MiB; videos of up to 5.00 MiB can be attached.").waitFor();
+    await page.getByText("large.mp4 has more than 5.00 MiB; videos of up to 5.00 MiB can be attached.").waitFor();
+    await drop(["one.mp4", "two.mp4"], 3 << 20);
+    await page.getByText("The attachments would have 8.00 MiB as they are sent; up to 6.68 MiB can be sent. Attach less.").waitFor();
+    await page.getByRole("button", { name: "Take one.mp4 away" }).click();
     await drop(["a.mp4", "b.mp4", "c.mp4"], 9);
     await page.getByText("Up to 2 videos can be attached to one message.").waitFor();
     assert.equal(await page.locator(".chip.video").count(), 2);

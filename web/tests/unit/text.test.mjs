@@ -4,6 +4,8 @@ import { load } from "../support/load.mjs";
 
 const { EventReader } = await load("api/sse.ts");
 const { asPrompt, readTextFile, FILE_BYTES_MAX } = await load("text/files.ts");
+const { ATTACHED_BYTES_MAX, NOTHING, sendingProblem, sentBytesOf, withMore } = await load("text/attached.ts");
+const { isVideo, readVideo } = await load("text/videos.ts");
 const { toJson, toMarkdown, fromJson, fileName } = await load("text/export.ts");
 const { bytes, seconds, tokens } = await load("text/format.ts");
 
@@ -27,7 +29,34 @@ test("what is no text, or too large, is refused with its name", async () => {
   assert.deepEqual(await readTextFile(file("a.txt", "Grüße")), { name: "a.txt", text: "Grüße" });
   await assert.rejects(readTextFile(file("a.png", new Uint8Array([0x89, 0x50, 0xff]))), /a\.png is not text/);
   await assert.rejects(readTextFile(file("z.bin", "a\0b")), /z\.bin is not text/);
-  await assert.rejects(readTextFile(file("big", new Uint8Array(FILE_BYTES_MAX + 1))), /big has 1\.00 MiB/);
+  await assert.rejects(readTextFile(file("big", new Uint8Array(FILE_BYTES_MAX + 1))), /big has more than 1\.00 MiB; up to 1\.00 MiB/);
+});
+
+test("videos are the kinds that the server reads, and no other file is taken for one", () => {
+  const is = (name, type) => isVideo({ name, type });
+  for (const type of ["video/mp4", "video/webm;codecs=vp9", "video/quicktime", "video/x-matroska", "video/vnd.avi"]) assert.ok(is("a", type), type);
+  assert.ok(is("A.MKV", "") && is("a.avi", ""));
+  for (const [name, type] of [["main.ts", "video/mp2t"], ["a.ts", ""], ["a.ogv", "video/ogg"], ["a.mp4", "text/plain"]]) {
+    assert.ok(!is(name, type), `${name} ${type}`);
+  }
+});
+
+test("a size above a limit never reads as the limit", async () => {
+  const large = Object.assign(new Blob([new Uint8Array((5 << 20) + 1)], { type: "video/mp4" }), { name: "large.mp4" });
+  await assert.rejects(readVideo(large), /large\.mp4 has more than 5\.00 MiB; videos of up to 5\.00 MiB can be attached\./);
+});
+
+test("all attachments of a request have one bound, which has room for one of the largest videos", () => {
+  const video = { name: "a.mp4", uri: `data:video/mp4;base64,${"A".repeat(4 * Math.ceil((5 << 20) / 3))}` };
+  const one = withMore(NOTHING, { videos: [video] }, 0);
+  assert.deepEqual(one.videos, [video]);
+  assert.throws(() => withMore(one, { videos: [video] }, 0), /13\.3 MiB as they are sent; up to 6\.68 MiB can be sent\. Attach less\./);
+  const path = [{ id: "a", parent: null, role: "user", content: "Look", at: 1, videos: [video], files: [{ name: "f", text: "é\n" }] }];
+  assert.equal(sentBytesOf(path), video.uri.length + 6, "as JSON in UTF-8");
+  assert.throws(() => withMore(NOTHING, { pictures: [{ name: "p", uri: "x".repeat(10_000) }] }, sentBytesOf(path)), /earlier messages/);
+  assert.equal(sendingProblem(NOTHING, ATTACHED_BYTES_MAX), null);
+  assert.throws(() => withMore(NOTHING, { videos: Array(3).fill({ name: "v", uri: "" }) }, 0), /Up to 2 videos/);
+  assert.throws(() => withMore(NOTHING, { pictures: Array(9).fill({ name: "p", uri: "" }) }, 0), /Up to 8 pictures/);
 });
 
 const chat = {
@@ -41,6 +70,21 @@ const chat = {
 
 test("an exported chat comes back with all its versions", () => {
   assert.deepEqual(fromJson(toJson([chat])), [chat]);
+});
+
+test("pictures and videos come back, and addresses in their place do not", () => {
+  const shown = {
+    pictures: [{ name: "p", uri: "data:image/png;base64,AA==" }],
+    videos: [{ name: "v", uri: "data:video/mp4;base64,AA==" }],
+  };
+  const looking = { ...chat, messages: { ...chat.messages, a: { ...chat.messages.a, ...shown } } };
+  assert.deepEqual(fromJson(toJson([looking])), [looking]);
+  const strange = {
+    pictures: [{ name: "p", uri: "https://example.org/a.png" }, { name: "q", uri: "data:text/html,x" }, { uri: "data:image/png," }, 3],
+    videos: [{ name: "v", uri: "data:image/png;base64,AA==" }, { name: 3, uri: "data:video/mp4," }],
+  };
+  const odd = { ...chat, messages: { ...chat.messages, a: { ...chat.messages.a, ...strange } } };
+  assert.deepEqual(fromJson(toJson([odd])), [chat]);
 });
 
 test("Markdown holds what is shown", () => {
