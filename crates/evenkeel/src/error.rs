@@ -37,10 +37,10 @@ pub enum Error {
         /// The reason.
         reason: Box<ModelError>,
     },
-    /// Several files next to a GGUF model may be its vision tower.
+    /// Several files next to a GGUF model fit it as a vision tower.
     #[error(
-        "{} files next to {} have mmproj in their names, so it is not clear which is its vision tower: {}; name one with \
-         --mmproj FILE, or none with --mmproj none",
+        "{} files next to {} fit it as a vision tower: {}; name one (TowerFile::At, --mmproj FILE) or none (TowerFile::None, \
+         --mmproj none)",
         found.len(), model.display(), names(found)
     )]
     SeveralTowers {

@@ -14,19 +14,12 @@ use anyhow::{Result, bail};
 use evenkeel::{ModelFiles, TowerFile};
 use hub_name::HubName;
 
-/// Opens a folder, a file or a hub name; without a name, the built-in model.
+/// Opens a folder, a file or a hub name; without a name, the built-in model. `mmproj` is the value of `--mmproj`.
 ///
 /// # Errors
-/// There is no such model, its config is incomplete, or its architecture is unknown.
-pub fn open(model: Option<&str>) -> Result<ModelFiles> {
-    open_with(model, None)
-}
-
-/// As [`open`], with the value of `--mmproj`.
-///
-/// # Errors
-/// As [`open`]; a vision tower that does not fit, or that is not clear.
-pub fn open_with(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
+/// There is no such model, its config is incomplete, its architecture is unknown, or its vision tower does not fit or is
+/// not clear.
+pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
     let Some(model) = model else {
         if mmproj.is_some() {
             bail!("--mmproj: the built-in model reads only text; name a GGUF model with --model");

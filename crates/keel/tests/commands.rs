@@ -104,6 +104,9 @@ fn an_answer_ends_where_the_models_context_does() {
     let report = json(&[&["generate"], &flags[..]].concat());
     assert_eq!(report["tokens"].as_array().map(Vec::len), Some(7), "the last one needs no place: {report}");
     assert_eq!(report["finish_reason"], "length");
+    let ids = vec!["7"; 4096].join(",");
+    let report = json(&["generate", "--model", arg(&folder), "--ids", &ids, "--ignore-eos", "--json"]);
+    assert_eq!(report["tokens"].as_array().map(Vec::len), Some(1), "the prompt fills the context: {report}");
 }
 
 #[test]

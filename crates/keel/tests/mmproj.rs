@@ -87,6 +87,12 @@ fn the_tower_next_to_a_model_is_found_and_named() {
     fail(&ask, "2 files next to");
     fail(&ask, "mmproj-F32.gguf, model-mmproj-BF16.gguf");
     succeed(&[&ask[..], &["--mmproj", arg(&files.tower)]].concat());
+    // A tower of another model in the same folder is passed over.
+    let other = vlm_fixture("vlm_gemma3").expect("there with the first");
+    let other = mmproj(&other, MmprojForm::default());
+    std::fs::write(files.scratch.path().join("mmproj-F32.gguf"), other).expect("writable");
+    let output = keel(&ask);
+    assert!(output.status.success() && stderr(&output).contains(notice), "{}", stderr(&output));
 }
 
 #[test]
@@ -97,7 +103,11 @@ fn a_tower_that_does_not_fit_is_left_out_or_refused() {
     let ask = ["generate", "-m", arg(&files.text), "--raw", "a", "--max-tokens", "2"];
     let output = keel(&ask);
     assert!(output.status.success(), "text needs no tower: {}", stderr(&output));
-    assert!(stderr(&output).contains("is left out, so only text is read: "), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("no vision tower next to the model fits it, so only text is read: "),
+        "{}",
+        stderr(&output)
+    );
     fail(&[&ask[..], &["--mmproj", arg(&files.tower)]].concat(), "does not fit a text model of qwen35");
     fail(&[&ask[..], &["--mmproj", arg(&files.text)]].concat(), "this is no mmproj file");
     // A file that is cut short is refused as any other.

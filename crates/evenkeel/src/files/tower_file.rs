@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use keel_models::gguf::{add_tower, may_see};
+use keel_models::gguf::{add_tower, may_see, processor};
 use keel_models::{ModelError, vision};
 use keel_weights::gguf::GgufFile;
 use serde_json::Value;
@@ -22,8 +22,8 @@ const CUSTOM: &str = "mmproj";
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TowerFile {
-    /// In the model's folder, in the one file whose name contains `mmproj`. Without such a file the model reads text
-    /// alone.
+    /// In the model's folder, in the one file whose name contains `mmproj` and that fits the model. Without such a file
+    /// the model reads text alone.
     #[default]
     Beside,
     /// In this file.
@@ -74,22 +74,29 @@ pub(super) fn open(
         }
         TowerFile::Beside if !may_see(text) => Ok(FoundTower::default()),
         TowerFile::Beside => {
-            let Some(beside) = beside(path)? else { return Ok(FoundTower::default()) };
-            let name = beside.file_name().unwrap_or_default().display().to_string();
-            let opened = GgufFile::open(&beside).map_err(ModelError::from);
-            match opened.and_then(|file| Ok((with_tower(config, text, &file)?, file))) {
-                Ok((seeing, file)) => {
-                    *config = seeing;
-                    let notice = format!("the vision tower is {name}, which lies next to the model");
-                    Ok(FoundTower { tower: Some(OpenTower { path: beside, file }), notice: Some(notice) })
-                }
-                Err(reason) => {
-                    let notice = format!(
-                        "{name} lies next to the model and is left out, so only text is read: {reason}"
-                    );
-                    Ok(FoundTower { tower: None, notice: Some(notice) })
+            let (mut fitting, mut left_out) = (Vec::new(), Vec::new());
+            for beside in beside(path) {
+                let opened = GgufFile::open(&beside).map_err(ModelError::from);
+                match opened.and_then(|file| Ok((with_tower(config, text, &file)?, file))) {
+                    Ok((seeing, file)) => fitting.push((seeing, OpenTower { path: beside, file })),
+                    Err(reason) => left_out.push(format!("{}: {reason}", name_of(&beside))),
                 }
             }
+            if fitting.len() > 1 {
+                let found = fitting.into_iter().map(|(_, tower)| tower.path).collect();
+                return Err(Error::SeveralTowers { model: path.into(), found });
+            }
+            if let Some((seeing, tower)) = fitting.pop() {
+                *config = seeing;
+                let name = name_of(&tower.path);
+                let notice = format!("the vision tower is {name}, which lies next to the model");
+                return Ok(FoundTower { tower: Some(tower), notice: Some(notice) });
+            }
+            let notice = (!left_out.is_empty()).then(|| {
+                let reasons = left_out.join("; ");
+                format!("no vision tower next to the model fits it, so only text is read: {reasons}")
+            });
+            Ok(FoundTower { tower: None, notice })
         }
     }
 }
@@ -99,27 +106,24 @@ fn with_tower(config: &Value, text: &GgufFile, tower: &GgufFile) -> keel_models:
     let mut config = config.clone();
     add_tower(&mut config, text, tower)?;
     vision::read_vision(&config)?;
+    processor(text, tower)?;
     Ok(config)
 }
 
-/// The tower's file in the folder of a model.
-fn beside(model: &Path) -> Result<Option<PathBuf>> {
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().display().to_string()
+}
+
+/// The files in the folder of a model that may be its tower. A folder that cannot be listed has none.
+fn beside(model: &Path) -> Vec<PathBuf> {
     let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let unreadable = |error: std::io::Error| Error::Read { path: folder.into(), reason: error.to_string() };
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(unreadable)? {
-        let path = entry.map_err(unreadable)?.path();
-        let is_custom = path.file_name().is_some_and(|name| {
-            name.to_string_lossy().to_ascii_lowercase().contains(CUSTOM)
-                && name != model.file_name().unwrap_or_default()
-        });
-        if is_custom && super::is_gguf(&path) {
-            found.push(path);
-        }
-    }
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_custom = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default();
+        name.to_string_lossy().to_ascii_lowercase().contains(CUSTOM)
+            && name != model.file_name().unwrap_or_default()
+    };
+    let mut found: Vec<PathBuf> = entries.filter(is_custom).filter(|path| super::is_gguf(path)).collect();
     found.sort();
-    if found.len() > 1 {
-        return Err(Error::SeveralTowers { model: model.into(), found });
-    }
-    Ok(found.pop())
+    found
 }

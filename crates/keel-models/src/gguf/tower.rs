@@ -43,13 +43,18 @@ pub fn add_tower(config: &mut Value, text: &GgufFile, tower: &GgufFile) -> Resul
     let keys = Keys { file: tower };
     let width = config["hidden_size"].as_u64().unwrap_or(0);
     let is_gemma = keys.projector(architecture(text))? == "gemma3";
-    let out =
-        if is_gemma { keys.extent("mm.input_projection.weight", 1) } else { keys.extent("mm.2.weight", 0) };
-    let out = out.unwrap_or(0);
+    keys.needed("v.patch_embd.weight", 0)?;
+    let out = match is_gemma {
+        true => keys.needed("mm.input_projection.weight", 1)?,
+        false => keys.needed("mm.2.weight", 0)?,
+    };
     if out != width {
         let reason =
             format!("the vision tower gives rows of {out} values, and the text model reads rows of {width}");
         return Err(ModelError::Config(reason));
+    }
+    if !is_gemma {
+        keys.check_deepstack(text)?;
     }
     let vocabulary = Vocabulary::of(text);
     let added = if is_gemma { keys.gemma(&vocabulary)? } else { keys.qwen(&vocabulary)? };
@@ -65,9 +70,13 @@ pub fn add_tower(config: &mut Value, text: &GgufFile, tower: &GgufFile) -> Resul
 /// As [`add_tower`].
 pub fn processor(text: &GgufFile, tower: &GgufFile) -> Result<Value> {
     let keys = Keys { file: tower };
+    let (mean, deviation) = (keys.triple("image_mean")?, keys.triple("image_std")?);
+    if deviation.contains(&0.0) {
+        return Err(ModelError::Config("a clip.vision.image_std of 0 in the mmproj file".into()));
+    }
     let scale = |json: &mut Value| {
-        json["image_mean"] = keys.triple("image_mean");
-        json["image_std"] = keys.triple("image_std");
+        json["image_mean"] = json!(mean);
+        json["image_std"] = json!(deviation);
     };
     if keys.projector(architecture(text))? == "gemma3" {
         let side = keys.size("image_size")?;
@@ -91,6 +100,11 @@ pub fn processor(text: &GgufFile, tower: &GgufFile) -> Result<Value> {
         Ok(json)
     };
     let pixels = (bound("image_min_pixels", IMAGE_PIXELS.0), bound("image_max_pixels", IMAGE_PIXELS.1));
+    if pixels.0 > pixels.1 {
+        let reason =
+            format!("pictures of at least {} and at most {} pixels in the mmproj file", pixels.0, pixels.1);
+        return Err(ModelError::Config(reason));
+    }
     Ok(json!({
         "image_processor": processor("image_processor_type", pixels)?,
         "video_processor": processor("video_processor_type", VIDEO_PIXELS)?,
@@ -122,11 +136,19 @@ impl Keys<'_> {
         shape.get(axis).map(|extent| *extent as u64)
     }
 
-    fn triple(&self, key: &str) -> Value {
-        let values = self.get(&format!("vision.{key}")).and_then(GgufValue::as_array);
-        let values: Option<Vec<f64>> =
-            values.and_then(|list| list.iter().map(GgufValue::as_f64).collect::<Option<_>>());
-        values.map_or(json!([0.5, 0.5, 0.5]), |values| json!(values))
+    /// An extent of a tensor that a tower has.
+    fn needed(&self, tensor: &str, axis: usize) -> Result<u64> {
+        self.extent(tensor, axis)
+            .ok_or_else(|| ModelError::Config(format!("the mmproj file has no {tensor}; download it again")))
+    }
+
+    fn triple(&self, key: &str) -> Result<[f64; 3]> {
+        let values = self.get(&format!("vision.{key}")).and_then(GgufValue::as_array).unwrap_or_default();
+        let values: Option<Vec<f64>> = values.iter().map(GgufValue::as_f64).collect();
+        let triple = values.and_then(|values| <[f64; 3]>::try_from(values).ok());
+        triple.ok_or_else(|| {
+            ModelError::Config(format!("clip.vision.{key} of the mmproj file is not three numbers"))
+        })
     }
 
     /// Frames of a patch. The converter splits those of two frames.
@@ -171,10 +193,39 @@ impl Keys<'_> {
         }
     }
 
-    /// The blocks with a merger of their own, ascending.
+    /// The blocks with a merger of their own, ascending, as their tensors say.
     pub fn deepstack(&self) -> Vec<usize> {
-        let flags = self.get("vision.is_deepstack_layers").and_then(GgufValue::as_array).unwrap_or_default();
-        flags.iter().enumerate().filter(|(_, is)| is.as_bool() == Some(true)).map(|(i, _)| i).collect()
+        let tensors = self.file.header().tensors().keys();
+        let blocks = tensors
+            .filter_map(|name| name.strip_prefix("v.deepstack.")?.strip_suffix(".fc1.weight")?.parse().ok());
+        let mut blocks: Vec<usize> = blocks.collect();
+        blocks.sort_unstable();
+        blocks
+    }
+
+    /// Refuses a tower whose mergers of earlier blocks are not those that its flags name, or that the text model adds.
+    fn check_deepstack(&self, text: &GgufFile) -> Result<()> {
+        let found = self.deepstack();
+        let flags = self.get("vision.is_deepstack_layers").and_then(GgufValue::as_array);
+        let is_set = |flag: &GgufValue| flag.as_bool().unwrap_or_else(|| flag.as_u64().unwrap_or(0) != 0);
+        let named = flags.map(|all| (0..all.len()).filter(|&i| is_set(&all[i])).collect::<Vec<_>>());
+        let kind = architecture(text);
+        // Qwen3.5 adds no features of earlier blocks.
+        let wanted = match kind {
+            "qwen3vl" => text.metadata().get("qwen3vl.n_deepstack_layers").and_then(GgufValue::as_u64),
+            _ => Some(0),
+        };
+        let reason = if named.as_ref().is_some_and(|named| *named != found) {
+            format!("the mmproj file has mergers of blocks {found:?}, and its flags name {named:?}")
+        } else if wanted.is_some_and(|wanted| wanted != found.len() as u64) {
+            let (wanted, count) = (wanted.unwrap_or(0), found.len());
+            format!(
+                "the vision tower gives features of {count} earlier blocks, and this {kind} text model adds {wanted}"
+            )
+        } else {
+            return Ok(());
+        };
+        Err(ModelError::Config(reason))
     }
 
     fn qwen(&self, vocabulary: &Vocabulary<'_>) -> Result<Value> {

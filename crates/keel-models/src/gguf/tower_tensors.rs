@@ -169,14 +169,17 @@ impl<'a> TowerTensors<'a> {
             return Ok(values);
         }
         // `[hidden, 3, y, x]` for each frame become `[hidden, 3, frame, y, x]`.
-        let second = self.all(SECOND_FRAME)?;
-        if second.len() != values.len() {
-            let (expected, got) = (values.len().to_string(), second.len().to_string());
+        let shape = |name: &str| self.file.header().tensors().get(name).map(|entry| entry.shape.clone());
+        let (first, last) = (shape(&tensor).unwrap_or_default(), shape(SECOND_FRAME).unwrap_or_default());
+        let [_, 3, height, width] = first[..] else {
+            let (expected, got) = ("(hidden, 3, patch, patch)".into(), format!("{first:?}"));
+            return Err(ModelError::Shape { name: tensor, expected, got });
+        };
+        if last != first {
+            let (expected, got) = (format!("{first:?}"), format!("{last:?}"));
             return Err(ModelError::Shape { name: SECOND_FRAME.into(), expected, got });
         }
-        let shape =
-            self.file.header().tensors().get(&tensor).map(|entry| entry.shape.clone()).unwrap_or_default();
-        let plane: usize = shape.get(2..).map_or(1, |sides| sides.iter().product()).max(1);
+        let (second, plane) = (self.all(SECOND_FRAME)?, (height * width).max(1));
         let planes = values.chunks_exact(plane).zip(second.chunks_exact(plane));
         Ok(planes.flat_map(|(first, second)| [first, second]).flatten().copied().collect())
     }

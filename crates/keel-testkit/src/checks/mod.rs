@@ -3,6 +3,7 @@
 //! A backend passes if every [`Listed`] check returns. A failed check panics and names the worst element.
 
 mod chains;
+mod delta_cuts;
 mod eight_bits;
 mod elementwise;
 mod exchange;

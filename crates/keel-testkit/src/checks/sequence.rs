@@ -26,6 +26,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F32, EXACT_DELTA) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Decode, DType::F16, tolerance::F16_STATE) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F16, tolerance::F16_STATE) },
+    Check { op: "gated_delta", run: super::delta_cuts::check },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, EXACT) },

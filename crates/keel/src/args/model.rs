@@ -25,9 +25,9 @@ impl ModelArgs {
     /// Opens the model.
     ///
     /// # Errors
-    /// As [`source::open_with`].
+    /// As [`source::open`].
     pub fn open(&self) -> Result<ModelFiles> {
-        source::open_with(self.model.as_deref(), self.tower.mmproj.as_deref())
+        source::open(self.model.as_deref(), self.tower.mmproj.as_deref())
     }
 }
 

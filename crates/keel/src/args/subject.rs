@@ -92,7 +92,7 @@ impl SubjectArgs {
             }
             return Ok(None);
         }
-        source::open_with(self.model.as_deref(), self.tower.mmproj.as_deref()).map(Some)
+        source::open(self.model.as_deref(), self.tower.mmproj.as_deref()).map(Some)
     }
 
     /// The subject for the opened model, or for the shape. With `drafts` the shape includes its multi-token-prediction

@@ -1,6 +1,6 @@
 //! `keel eval`: how well a model predicts a text, and how much it differs from another model.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -110,7 +110,7 @@ fn windows<'i>(args: &EvalArgs, text: &ModelText, ids: &'i [u32]) -> Result<(Opt
 }
 
 fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Session> {
-    let other = source::open(Some(other)).context("--kl")?;
+    let other = source::open(Some(other), Some(Path::new("none"))).context("--kl")?;
     Session::load(&args.device, &other, options)
 }
 

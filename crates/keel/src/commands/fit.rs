@@ -82,7 +82,7 @@ pub fn run(args: &FitArgs) -> Result<()> {
     let limit = limit(args)?;
     let mut lines = Vec::new();
     let model = match &args.path {
-        Some(path) => Some(source::open_with(Some(path), args.subject.tower.mmproj.as_deref())?),
+        Some(path) => Some(source::open(Some(path), args.subject.tower.mmproj.as_deref())?),
         None => args.subject.open()?,
     };
     let mut least: Option<(u64, String)> = None;

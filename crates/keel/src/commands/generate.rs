@@ -177,7 +177,7 @@ fn context(args: &GenerateArgs, model: &ModelFiles, prompt_tokens: usize) -> Res
         return Ok(context);
     }
     // The answer ends where the model's context does.
-    let room = model.config.context_max.saturating_sub(prompt_tokens).max(1);
+    let room = model.config.context_max.saturating_sub(prompt_tokens);
     let max_tokens = args.sampling.max_tokens.min(room);
     context_for(&model.config, prompt_tokens.saturating_add(max_tokens))
         .with_context(|| format!("a prompt of {prompt_tokens} tokens"))

@@ -46,8 +46,7 @@ pub fn run(args: &InspectArgs) -> Result<()> {
             "--memory-limit: nothing is loaded here; keel fit --limit shows what fits in a number of bytes",
         ));
     }
-    let model =
-        source::open_with(args.path.as_deref().or(args.model.as_deref()), args.tower.mmproj.as_deref())?;
+    let model = source::open(args.path.as_deref().or(args.model.as_deref()), args.tower.mmproj.as_deref())?;
     let facts = facts(&model, &args.device)?;
     if args.json {
         return output::json(&facts);

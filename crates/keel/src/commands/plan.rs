@@ -138,6 +138,9 @@ fn print_all(
         return Ok(());
     }
     print_steps(args, &subject.json, options)?;
+    if args.server.device.split.is_split() {
+        return Ok(());
+    }
     output::line("")?;
     let backend = args.server.device.planning_backend(options.compute);
     let launches = launches(&backend, &*subject.parameters, &subject.json, options)?;

@@ -215,7 +215,7 @@ fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
 }
 
 fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) -> Result<()> {
-    let model = source::open_with(named.map(|named| named.model.as_str()), mmproj)?;
+    let model = source::open(named.map(|named| named.model.as_str()), mmproj)?;
     let text = ModelText::new(&model.text_files()?)?;
     let mut server_options = server_options(args)?;
     server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
@@ -324,7 +324,10 @@ fn with_eyes(
 fn prefix_store(args: &ServeOptions, model: &ModelFiles, own: Option<&str>) -> Result<Option<PrefixStore>> {
     let Some(folder) = &args.requests.prefix_cache_dir else { return Ok(None) };
     let folder = own.map_or_else(|| folder.clone(), |own| folder.join(own));
-    Ok(Some(PrefixStore { folder, model: model.identity(args.engine.options().compute)? }))
+    let options = args.engine.options();
+    // Prefixes of another form of keys, values or states are of no use.
+    let model = format!("{} {:?} {}", model.identity(options.compute)?, options.kv_format(), options.state);
+    Ok(Some(PrefixStore { folder, model }))
 }
 
 /// What does not depend on the model.

@@ -52,7 +52,7 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
 /// A model that requests may name. It is opened and planned now, so that its errors are reported before the server
 /// starts.
 fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Offer> {
-    let model = source::open_with(Some(&named.model), mmproj)?;
+    let model = source::open(Some(&named.model), mmproj)?;
     ModelText::new(&model.text_files()?)?;
     let id = named.name.clone().unwrap_or_else(|| named::of(&model));
     let Holding { options, planned } = holding::plan_server(args, &Subject::of(&model))?;
@@ -67,7 +67,7 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Of
     let (device, path, pixels) = (device(args), named.model.clone(), args.holding.image_pixels());
     let mmproj = mmproj.map(Path::to_path_buf);
     let load = move || -> Result<Loaded> {
-        let model = source::open_with(Some(&path), mmproj.as_deref())?;
+        let model = source::open(Some(&path), mmproj.as_deref())?;
         let mut text = ModelText::new(&model.text_files()?)?;
         if let Some(vision) = options.vision {
             let viewer = sight::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
