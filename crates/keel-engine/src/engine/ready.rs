@@ -101,7 +101,8 @@ impl Engine {
     }
 
     /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the
-    /// list without a sequence. [`Engine::late_work`] counts later work of this kind. `progress` gets the kind of work,
+    /// list without a sequence. Exception: steps of a model on several devices are not run, so their first runs capture
+    /// them. [`Engine::late_work`] counts later work of this kind. `progress` gets the kind of work,
     /// how much is done, and how much there is.
     ///
     /// # Errors
@@ -113,8 +114,15 @@ impl Engine {
             if self.eyes_runtime.is_none() {
                 listed.extend(&passes);
             }
+            for peer in &self.peers {
+                let listed = peer.stepper.listed();
+                peer.runtime.make_ready(&listed, &mut |done, all| progress("compiling", done, all))?;
+            }
             self.runtime.make_ready(&listed, &mut |done, all| progress("compiling", done, all))?;
-            self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
+            // A step of a split model waits for all of its devices, so the lead cannot run one alone.
+            if !self.is_split() {
+                self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
+            }
         }
         let tower = self.eyes_runtime.as_ref().unwrap_or(&self.runtime);
         if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
