@@ -102,6 +102,11 @@ impl Engine {
         self.peers.iter().map(|peer| &peer.runtime).chain([&self.runtime]).chain(&self.eyes_runtime)
     }
 
+    /// The rank of the lead, the device with the output head. A vision tower's own device comes after it.
+    pub fn lead_rank(&self) -> usize {
+        self.peers.len()
+    }
+
     /// Names the devices in reports, by rank.
     pub fn name_devices(&mut self, names: Vec<String>) {
         self.device_names = names;

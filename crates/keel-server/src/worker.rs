@@ -53,6 +53,8 @@ struct Shared {
     /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
     /// have ended.
     devices: Vec<DeviceBooks>,
+    /// The rank of the device with the output head.
+    lead: usize,
     context: usize,
     context_max: usize,
     vocab: usize,
@@ -93,7 +95,7 @@ impl Shared {
 
     /// The device with the output head.
     fn lead(&self) -> &DeviceBooks {
-        self.devices.last().unwrap_or_else(|| unreachable!("an engine has a device"))
+        &self.devices[self.lead]
     }
 
     fn planned(&self) -> MemoryReport {
@@ -210,6 +212,7 @@ impl EngineHandle {
                     planned: runtime.ledger().active(),
                 })
                 .collect(),
+            lead: engine.lead_rank(),
             context: engine.options().context,
             context_max: engine.model().config.context_max,
             vocab: engine.model().config.vocab,

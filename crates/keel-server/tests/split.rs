@@ -1,15 +1,19 @@
 //! A server of a split model: the answers of the whole one, and after many requests every device's ledger as at the start.
+//! A server whose vision tower has a device of its own.
 
 mod common;
 
 use std::sync::Arc;
 
 use common::{Running, demo, engine_options};
-use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_array::{Backend, Category, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_engine::{Engine, EngineOptions, split};
+use keel_engine::batch::{BatchOptions, Batcher};
+use keel_engine::{Engine, EngineOptions, VisionOptions, split};
+use keel_models::Part;
 use keel_models::loading::CheckpointParameters;
-use keel_server::ServerOptions;
+use keel_server::{EngineHandle, ServerOptions};
+use keel_testkit::fixtures::{SEEING, seeing_fixture};
 use keel_weights::Checkpoint;
 use serde_json::{Value, json};
 
@@ -84,4 +88,34 @@ fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
         assert!(batch.late_work.named().iter().all(|(_, count)| *count == 0), "{:?}", batch.late_work);
         server.assert_all_is_back();
     }
+}
+
+/// The ledger that a server shows is that of the model, not that of the tower.
+#[test]
+fn the_ledger_of_a_server_whose_tower_is_apart_is_that_of_the_model() {
+    let folder = seeing_fixture(SEEING[0]);
+    let checkpoint = Checkpoint::open(&folder).expect("the model opens");
+    let parameters = CheckpointParameters(&checkpoint);
+    let runtime = || Runtime::new(common::cpu(), RuntimeOptions::default());
+    let (devices, tower) = ([(runtime(), Part::default())], runtime());
+    let vision = VisionOptions { patches: 64, pictures: 2, piece_tokens: VisionOptions::WHOLE };
+    let options = EngineOptions {
+        drafts: 0,
+        context: 512,
+        pool_pages: Some(8),
+        vision: Some(vision),
+        ..engine_options()
+    };
+    let devices = (&devices[..], Some(&tower));
+    let engine = Engine::load_seeing_on(devices, &parameters, checkpoint.config(), options, &|_| ())
+        .expect("the model loads");
+    let (handle, thread) =
+        EngineHandle::start(Batcher::new(engine, BatchOptions::default()), None).expect("it starts");
+    let all = handle.devices();
+    let [on_model, on_tower] = &all[..] else { panic!("{all:?}") };
+    assert!(on_tower.planned.get(Category::Vision) > 0 && on_tower.planned.get(Category::Kv) == 0, "{all:?}");
+    assert!(handle.ledger().active().get(Category::Kv) > 0, "{all:?}");
+    assert_eq!(handle.ledger().active(), on_model.allocated);
+    drop(handle);
+    thread.join().expect("it ends well");
 }
