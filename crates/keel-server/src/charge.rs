@@ -99,8 +99,10 @@ impl Charge {
             // Whatever others use, what is charged already stays.
             return Ok(());
         }
+        // An owner of little may use the whole budget, also for a large request: tokens that wait, for example. So an
+        // answer that runs is not cut while there is room for small requests.
+        let share = self.budget.share(self.held().saturating_add(bytes));
         let wanted = self.request.load(Ordering::Acquire).saturating_add(bytes);
-        let share = self.budget.share(wanted);
         let more = |used: u64| used.checked_add(bytes).filter(|&used| used <= share);
         match self.budget.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
             Ok(before) => {
@@ -110,7 +112,9 @@ impl Charge {
                 self.held.fetch_add(bytes, Ordering::AcqRel);
                 Ok(())
             }
-            Err(_) if wanted > share => Err(Refused::Always { needed: wanted, limit: share }),
+            Err(_) if wanted > self.budget.share(wanted) => {
+                Err(Refused::Always { needed: wanted, limit: self.budget.share(wanted) })
+            }
             Err(used) => Err(Refused::Now { needed: bytes, used, limit: share }),
         }
     }

@@ -261,6 +261,22 @@ mod tests {
         assert_eq!(memory.used(), 1 << 20);
     }
 
+    /// What waits for the client of a large request is little, and a small request would find room for it.
+    #[test]
+    fn a_small_part_of_a_large_request_uses_the_room_of_small_ones() {
+        let memory = RequestMemory::new(8 << 20, 0);
+        let (large, others) = (memory.meter(), memory.meter());
+        large.take(1 << 20).expect("there is room");
+        others.take(6 << 20).expect("there is room");
+        assert_eq!(memory.used(), 7 << 20);
+        let waiting = large.part();
+        waiting.take(100).expect("an eighth is free for small ones");
+        assert!(
+            matches!(large.take(1 << 20), Err(ServerError::RequestMemory { .. })),
+            "but not for large ones"
+        );
+    }
+
     #[test]
     fn a_budget_without_room_for_a_request_is_refused() {
         let error = check_limit(REQUEST_MEMORY_MIN - 1).expect_err("too little").to_string();

@@ -82,6 +82,7 @@ fn assert_bounded(what: &str, server: &Running, watch: Watch) {
 fn requests_stay_within_their_memory() {
     what_is_charged_is_what_is_taken();
     a_streamed_response_is_charged();
+    what_a_response_repeats_is_charged();
     buffers_of_the_network_are_charged();
     large_texts_at_once();
     unfinished_bodies();
@@ -199,6 +200,23 @@ fn answers_and_copies() -> Vec<(u16, &'static str, &'static str, String)> {
         .into_iter()
         .chain([(200, "a chat's listed tokens", "/v1/chat/completions", chat.to_string())])
         .collect()
+}
+
+/// A response repeats its tools, also those that it may not call. They are charged while it runs.
+fn what_a_response_repeats_is_charged() {
+    let server = Arc::new(server(BUDGET));
+    let tool = json!({"type": "function", "name": "f", "parameters": {}, "description": "b".repeat(MB)});
+    let body = json!({"input": "Once", "max_output_tokens": 400, "tools": [tool], "tool_choice": "none",
+        "temperature": 2, "top_k": 0, "top_p": 1, "seed": 1});
+    let asking = {
+        let server = Arc::clone(&server);
+        std::thread::spawn(move || server.post("/v1/responses", &body).status)
+    };
+    wait_for("it runs", || !server.app.engine.status().running.is_empty());
+    let used = server.app.memory.used() as usize;
+    assert_eq!(asking.join().expect("it is answered"), 200);
+    assert!(used > 3 * MB, "{used} bytes are charged for three times {MB}");
+    wait_for("all is given back", || server.app.memory.used() == 0);
 }
 
 /// What is kept of a stream until its end is charged.

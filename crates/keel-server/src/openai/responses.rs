@@ -17,6 +17,7 @@ use crate::collect::{Collected, Outbox, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::fleet::Front;
 use crate::http::{Body, error_json};
+use crate::memory::{Meter, bytes_of_value};
 use crate::unsupported;
 
 /// The fields that differ from those of a chat. The others are passed on.
@@ -62,6 +63,7 @@ pub(crate) async fn create(
         return Err(wrong("previous_response_id", "responses are not stored; send the whole conversation"));
     }
     let streams = body.stream.unwrap_or(false);
+    let charged = caller.meter.part();
     let mut head = Head {
         id: fresh_id("resp_"),
         created: front.now(),
@@ -75,7 +77,10 @@ pub(crate) async fn create(
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
         }),
+        charged,
     };
+    // Kept until the answer ends; copied to an event, and written as text.
+    head.charged.take(3 * bytes_of_value(&head.echoed))?;
     let chat = front.work(&caller, move |_| chat(body)).await?;
     let app = front.app(chat.model()).await?;
     head.model.clone_from(&app.id);
@@ -144,6 +149,8 @@ struct Head {
     created: u64,
     model: String,
     echoed: Value,
+    /// The charge of it.
+    charged: Meter,
 }
 
 impl Head {
