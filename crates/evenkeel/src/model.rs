@@ -119,7 +119,10 @@ impl Model {
         let mut device = options.device.clone();
         let mut placement = None;
         if device.device.is_none() {
-            let placed = place(&device, &*parameters, &files.json, |_| Ok::<_, Error>(engine));
+            let placed = place(|gpu| {
+                let candidate = DeviceOptions { device: Some(gpu), ..device.clone() };
+                crate::plan(&candidate, &*parameters, &files.json, engine)
+            });
             device = DeviceOptions { device: Some(placed.device), ..device };
             placement = Some(placed.why);
         }

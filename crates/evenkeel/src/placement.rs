@@ -2,15 +2,13 @@
 
 use std::fmt::Display;
 
+use keel_array::MemoryReport;
 use keel_cuda::{GpuFacts, Survey};
-use keel_engine::EngineOptions;
-use keel_models::loading::Parameters;
-use serde_json::Value;
 
-use crate::device::{Device, DeviceOptions, machine};
+use crate::device::{Device, machine};
 use crate::driver::DRIVER_ROOM_BYTES;
+use crate::human_bytes;
 use crate::room::on_device;
-use crate::{Error, human_bytes, plan};
 
 /// Most bytes that a context and the libraries take on a device before there are tensors.
 const CONTEXT_BYTES: u64 = 1 << 30;
@@ -30,31 +28,24 @@ pub struct Placement {
     pub why: String,
 }
 
-/// Chooses the first GPU on which the plan fits, else the CPU. `options` returns the options of the plan for a device,
-/// because drafts may depend on it. If no GPU can take the plan, the plan of the CPU then reports any error.
+/// Chooses the first GPU on which the plan fits, else the CPU. `planned` returns the plan of a GPU: what is on another
+/// device, such as a vision tower, is no part of it. If no GPU can take the plan, the plan of the CPU then reports any
+/// error.
 ///
 /// ```
 /// use evenkeel::engine::EngineOptions;
-/// use evenkeel::{DeviceOptions, Error, ModelFiles, place};
+/// use evenkeel::{DeviceOptions, ModelFiles, place, plan};
 /// let files = ModelFiles::built_in()?;
-/// let placement = place(&DeviceOptions::default(), &*files.parameters(), &files.json, |_| {
-///     Ok::<_, Error>(EngineOptions::default())
+/// let placement = place(|gpu| {
+///     let device = DeviceOptions { device: Some(gpu), ..DeviceOptions::default() };
+///     plan(&device, &*files.parameters(), &files.json, EngineOptions::default())
 /// });
 /// println!("{}", placement.why);
-/// # Ok::<(), Error>(())
+/// # Ok::<(), evenkeel::Error>(())
 /// ```
-pub fn place<E: Display + From<Error>>(
-    device: &DeviceOptions,
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: impl Fn(Device) -> Result<EngineOptions, E>,
-) -> Placement {
-    let (device, why) = choose(machine(), &mut |ordinal| {
-        let gpu = Device::Cuda(ordinal);
-        let candidate = DeviceOptions { device: Some(gpu), ..device.clone() };
-        let planned = plan(&candidate, parameters, config, options(gpu)?)?;
-        Ok::<_, E>(on_device(&planned, true))
-    });
+pub fn place<E: Display>(planned: impl Fn(Device) -> Result<MemoryReport, E>) -> Placement {
+    let (device, why) =
+        choose(machine(), &mut |ordinal| Ok::<_, E>(on_device(&planned(Device::Cuda(ordinal))?, true)));
     Placement { device, why }
 }
 
@@ -95,6 +86,8 @@ fn room_on(gpu: &GpuFacts) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use keel_cuda::CudaError;
+
+    use crate::Error;
 
     use super::*;
 

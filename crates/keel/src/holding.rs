@@ -57,7 +57,9 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<Holding
     }
     let has_shrunk = holding.options != planner.wanted;
     let limit = if has_shrunk { planner.needs(planner.wanted)?.beyond_limit(&args.device) } else { None };
-    let limited = limit.map(|bytes| Room { bytes, why: "the --memory-limit of a device".into() });
+    let whose =
+        if args.device.split.is_split() { "the --memory-limit of a device" } else { "--memory-limit" };
+    let limited = limit.map(|bytes| Room { bytes, why: whose.into() });
     if let Some(room) = limited.or(room).filter(|_| has_shrunk) {
         tracing::info!(
             "{} are {}: reduced to {} sequences of up to {} tokens and {} of keys and values, to fit",
@@ -98,6 +100,8 @@ pub struct Needs {
     pub planned: MemoryReport,
     /// Of each on itself, if there are several.
     devices: Vec<u64>,
+    /// What is charged to each, host memory too; of a single one as well. A limit bounds it.
+    charged: Vec<u64>,
 }
 
 impl Needs {
@@ -106,10 +110,15 @@ impl Needs {
         self.devices.iter().max().copied()
     }
 
-    /// The limit of the first of several devices that needs more than its own.
+    /// The bytes that are charged to the device with most of them.
+    pub fn charged(&self) -> u64 {
+        self.charged.iter().max().copied().unwrap_or(0)
+    }
+
+    /// The limit of the first device to which more is charged.
     fn beyond_limit(&self, device: &DeviceArgs) -> Option<u64> {
-        let beyond = |(rank, &needed): (usize, &u64)| device.limit_of(rank).filter(|&limit| needed > limit);
-        self.devices.iter().enumerate().find_map(beyond)
+        let beyond = |(rank, &charged): (usize, &u64)| device.limit_of(rank).filter(|&limit| charged > limit);
+        self.charged.iter().enumerate().find_map(beyond)
     }
 }
 
@@ -195,12 +204,14 @@ impl<'a> Planner<'a> {
     pub fn needs(&self, options: EngineOptions) -> Result<Needs> {
         let Planner { device, subject, .. } = self;
         if !device.split.is_split() {
-            return Ok(Needs { planned: self.plan(options)?, devices: Vec::new() });
+            let planned = self.plan(options)?;
+            return Ok(Needs { planned, devices: Vec::new(), charged: vec![planned.total()] });
         }
         let plans = several::plan_devices(device, &*subject.parameters, &subject.json, options)?;
         let of_device = |planned: &MemoryReport| on_device(planned, device.device() != Device::Cpu);
         let devices = plans.iter().map(|plan| of_device(&plan.planned)).collect();
-        Ok(Needs { planned: plans.iter().map(|plan| plan.planned).sum(), devices })
+        let charged = plans.iter().map(|plan| plan.planned.total()).collect();
+        Ok(Needs { planned: plans.iter().map(|plan| plan.planned).sum(), devices, charged })
     }
 
     /// At most the bytes of [`Planner::plan`], found quickly: see [`keel_engine::plan::at_least`].

@@ -165,7 +165,7 @@ pub fn settle(
     options: impl Fn(Device) -> Result<EngineOptions>,
 ) -> Result<EngineOptions> {
     if device.is_open() {
-        let placed = place(&device.options(), parameters, config, &options);
+        let placed = place(|gpu| plan(&device.on(gpu), parameters, config, options(gpu)?));
         device.choose(placed.device, placed.why);
     }
     options(device.device())

@@ -208,6 +208,19 @@ fn fit_offers_fewer_bits_where_they_buy_something() {
     );
 }
 
+/// A plan for a GPU needs none. Parked sequences are in host memory, and charged to the limit.
+#[test]
+fn a_limit_between_the_bytes_on_the_gpu_and_all_bytes_is_kept() {
+    let plan = ["plan", "--serve", "--overcommit", "--device", "cuda:0", "--json"];
+    let whole = json(&plan);
+    let on_host = whole["swap"].as_u64().filter(|&bytes| bytes > 0).expect("host memory");
+    let limit = total(&whole) - on_host / 2;
+    let held = json(&[&plan[..], &["--memory-limit", &limit.to_string()]].concat());
+    assert!(total(&held) <= limit, "{} bytes with a limit of {limit}: {held}", total(&held));
+    let kv = |plan: &Value| plan["kv"].as_u64().expect("a number");
+    assert!(kv(&held) > 0 && kv(&held) <= kv(&whole), "{held}");
+}
+
 #[test]
 fn what_takes_no_memory_refuses_a_memory_limit() {
     for command in ["plan", "fit", "inspect"] {

@@ -290,6 +290,25 @@ fn a_tower_off_the_gpu_is_planned_on_the_cpu() {
     common::misuse(&two, "--vision-device is for a model on one device");
 }
 
+/// Kept features are in host memory, and a server's limit counts them.
+#[test]
+fn fit_counts_what_a_limit_counts_and_names_the_device_of_the_tower() {
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    let fit = ["fit", arg(&folder), "--device", "cuda:0", "--limit", "8Gi", "--json"];
+    let lines = |fit: Value| fit["fits"].as_array().expect("lines").clone();
+    let whole = lines(common::json(&fit));
+    assert!(!whole.is_empty());
+    for line in &whole {
+        assert_eq!(line["needed"], line["bytes"], "{line}");
+    }
+    let apart = lines(common::json(&[&fit[..], &["--vision-device", "cpu"]].concat()));
+    for line in &apart {
+        let command = line["command"].as_str().expect("a command");
+        assert!(command.ends_with(" --device cuda:0 --vision-device cpu"), "{command}");
+    }
+    assert!(apart[0]["bytes"].as_u64() < whole[0]["bytes"].as_u64(), "the tower is not on the GPU");
+}
+
 /// A program that stands in for `ffmpeg` gives a file the frames of the fixture.
 #[cfg(unix)]
 #[test]

@@ -23,7 +23,8 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DEVICE", env = "KEEL_DEVICE", default_value = "auto", value_parser = parse_device)]
     device: Wanted,
     /// Device of the vision tower of a model on a GPU: cpu keeps its weights, buffers and work off the GPU, and pictures
-    /// take longer. By default the model's device.
+    /// take longer. Other requests wait while a piece of a picture is looked at, with a published model for up to
+    /// seconds. By default the model's device.
     #[arg(long, value_name = "DEVICE", value_enum)]
     vision_device: Option<VisionDevice>,
     #[command(flatten)]
@@ -46,8 +47,9 @@ pub struct DeviceArgs {
     #[arg(long)]
     deterministic: bool,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each: 8Gi,4Gi. A
-    /// pipeline then gives a device layers in proportion to its limit. The default on a GPU is its free memory minus 512 MiB
-    /// for code of kernels and other programs. On the CPU there is no default limit.
+    /// pipeline then gives a device layers in proportion to its limit. With --vision-device it bounds the model's device, not
+    /// the tower's. The default on a GPU is its free memory minus 512 MiB for code of kernels and other programs. On the CPU
+    /// there is no default limit.
     #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = parse_bytes)]
     memory_limit: Vec<u64>,
 }
@@ -179,6 +181,14 @@ impl DeviceArgs {
         }
         let cpu = DeviceOptions { device: Some(Device::Cpu), memory_limit: None, ..self.options() };
         Ok((self.device() != Device::Cpu).then_some(cpu))
+    }
+
+    /// The flag for the vision tower's device, if it was given.
+    pub fn tower_flag(&self) -> &'static str {
+        match self.vision_device {
+            Some(VisionDevice::Cpu) => " --vision-device cpu",
+            None => "",
+        }
     }
 
     /// The device's name in reports.

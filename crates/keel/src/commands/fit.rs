@@ -280,8 +280,9 @@ impl Form<'_> {
         let options = EngineOptions { largest_steps: is_quick, ..planner.wanted };
         let needs = planner.needs(options)?;
         let (planned, is_gpu) = (needs.planned, on.device() != Device::Cpu);
-        // Devices of the CPU share the host's memory, unless each has a limit.
-        let needed = match needs.largest().filter(|_| is_gpu || args.limit.is_some()) {
+        // A limit counts what --memory-limit counts. Free memory is a GPU's own; devices of the CPU share the host's.
+        let needed = match needs.largest().filter(|_| is_gpu) {
+            _ if args.limit.is_some() => needs.charged(),
             Some(largest) => largest,
             None => on_device(&planned, is_gpu),
         };
@@ -297,9 +298,10 @@ impl Form<'_> {
             Device::Cuda(n) => format!(" --device cuda:{n}"),
         };
         let command = format!(
-            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{state_flag}{device}",
+            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{state_flag}{device}{}",
             variant.command,
-            planner.kv_bytes(&planner.wanted)
+            planner.kv_bytes(&planner.wanted),
+            on.tower_flag()
         );
         Ok(Line {
             weights: variant.name.clone(),
