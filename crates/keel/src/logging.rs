@@ -32,7 +32,8 @@ pub fn begin(is_verbose: bool, is_quiet: bool, server: Option<LogFormat>) {
         Err(problem) => (EnvFilter::new(default), Some(problem)),
     };
     let all = tracing_subscriber::registry().with(filter);
-    let lines = || layer().with_writer(std::io::stderr).with_target(false);
+    // No colours, whatever features other crates give the formatter: lines go to files and supervisors, too.
+    let lines = || layer().with_writer(std::io::stderr).with_target(false).with_ansi(false);
     match server {
         None => all.with(lines().without_time()).init(),
         Some(LogFormat::Text) => all.with(lines()).init(),
