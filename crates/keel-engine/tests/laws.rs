@@ -137,7 +137,7 @@ fn what_a_checkpoint_saves_lies_together() {
         engine(&folder, &runtime, EngineOptions { checkpoints, ..exact() });
         runtime.ledger().charges()
     };
-    assert_eq!(charges(5), charges(0) + 1, "the states of all layers have one array");
+    assert_eq!(charges(5), charges(0) + 2, "the windows of all layers have one array, and their states one");
 }
 
 #[test]
