@@ -87,7 +87,7 @@ class Server:
     def resident_at_rest(self):
         """Resident bytes after the server has given back what it keeps. It does so within a second after requests whose charges
         add up to 1 MB, and drops code, too. A request that comes later, such as one for its health, has it read 2 MB of
-        code again. So both readings that are compared follow the same request, and nobody asks in between."""
+        code again. So both readings that are compared follow the same request, and no request comes in between."""
         assert self.ask("POST", "/tokenize", {"text": WORDS * 400})[0] == 200
         time.sleep(REST)
         return resident(self.process.pid)

@@ -60,7 +60,7 @@ pub struct ModelFiles {
 
 impl ModelFiles {
     /// Opens a checkpoint folder, a weights file or a GGUF file. The vision tower of a GGUF file may lie next to it: see
-    /// [`TowerFile::Beside`].
+    /// [`TowerFile::NextToModel`].
     ///
     /// # Errors
     /// There is no such model, its config is incomplete, or its architecture is unknown; several files next to a GGUF
@@ -71,7 +71,7 @@ impl ModelFiles {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles> {
-        ModelFiles::open_with(path, &TowerFile::Beside)
+        ModelFiles::open_with(path, &TowerFile::NextToModel)
     }
 
     /// As [`ModelFiles::open`], with the vision tower of a GGUF file from this file.

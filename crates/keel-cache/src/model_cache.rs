@@ -420,13 +420,10 @@ impl ModelCache {
     /// Copies a slot to a checkpoint (`save`) or back.
     pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, save: bool) -> Result<()> {
         for SavedSlots { layers, windows, states } in &self.saved {
-            let first = |saved: &Array| entry.index() * saved.shape()[1];
-            let (mut window_at, mut state_at) = (first(windows), first(states));
+            // In the order of `slot_arrays`, each with the element that comes next.
+            let mut kept = [windows, states].map(|saved| (saved, entry.index() * saved.shape()[1]));
             for layer in &self.layers[layers.clone()] {
-                let LayerStorage::Recurrent { window, state } = layer else { continue };
-                for (live, saved, at) in
-                    [(&window.rows, windows, &mut window_at), (&state.state, states, &mut state_at)]
-                {
+                for (live, (saved, at)) in layer.slot_arrays().into_iter().zip(&mut kept) {
                     let len = live.shape()[1..].iter().product();
                     let slot_at = slot.index() * len;
                     if save {

@@ -2,19 +2,9 @@
 
 mod common;
 
-use common::{HYBRID, PLAIN, all_logits, argmax, engine, exact, expected, fixture, models, runtime};
+use common::{HYBRID, PLAIN, all_logits, argmax, engine, exact, expected, fixture, greedy, models, runtime};
 use keel_array::Compute;
-use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
-
-fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
-    let sequence = engine.open().expect("a slot is free");
-    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
-    let mut tokens =
-        TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("the prompt fits");
-    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-    tokens.release();
-    got
-}
+use keel_engine::EngineOptions;
 
 /// A prompt that spans several steps of the smallest size, with a partial chunk at its end.
 fn long_prompt(ids: &[u32]) -> Vec<u32> {

@@ -6,10 +6,10 @@ mod common;
 use std::time::Instant;
 
 use common::batching::{assert_all_is_back, finish, run};
-use common::{all_logits, argmax, exact, runtime};
+use common::{all_logits, argmax, exact, greedy, runtime};
 use keel_array::{DType, WeightFormat};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{Engine, EngineError, GenerateOptions, TokenIterator};
+use keel_engine::{Engine, EngineError};
 use keel_models::loading::RandomParameters;
 use serde_json::json;
 
@@ -52,15 +52,6 @@ fn the_length_of_the_whole_prompt_decides() {
         assert!(logits(switching(), ORIGINAL + 1) == logits(always(LONG), ORIGINAL + 1), "a long prompt");
         assert!(logits(always(SHORT), 70) != logits(always(LONG), 70), "the lists make no difference");
     }
-}
-
-fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
-    let sequence = engine.open().expect("a slot is free");
-    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
-    let mut tokens = TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("fits");
-    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-    tokens.release();
-    got
 }
 
 /// The expected answer of a sequence that begins short and is run again as a long one.

@@ -6,9 +6,9 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{all_logits, device, engine, exact, expected, relative_error};
+use common::{all_logits, device, engine, exact, expected, greedy, relative_error};
 use keel_array::Compute;
-use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
+use keel_engine::EngineOptions;
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 
 /// As in `fixtures.rs`.
@@ -56,16 +56,6 @@ fn configs_as_they_are_published_give_the_same_logits() {
         let error = error_of(&target, false);
         assert!(error <= ERROR_MAX, "{name}: logits differ by {error:.1e}");
     }
-}
-
-fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
-    let sequence = engine.open().expect("a slot is free");
-    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
-    let mut tokens =
-        TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("the prompt fits");
-    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-    tokens.release();
-    got
 }
 
 #[test]

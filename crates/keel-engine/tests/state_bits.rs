@@ -2,13 +2,14 @@
 
 mod common;
 
+use common::forms::{
+    expect_drafts_to_change_no_token, expect_same_bits_for_all_steps_and_threads, expect_saved_to_continue,
+    prompt,
+};
 use common::{all_logits, demo, engine, recurrent_bytes, relative_error, runtime};
 use keel_array::{Category, Compute, DType};
 use keel_cache::LayerStorage;
-use keel_engine::{
-    Depth, Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions,
-    TokenIterator,
-};
+use keel_engine::{Engine, EngineError, EngineOptions};
 
 fn options() -> EngineOptions {
     EngineOptions {
@@ -21,64 +22,20 @@ fn options() -> EngineOptions {
     }
 }
 
-fn prompt() -> Vec<u32> {
-    (0..300).map(|i| (i * 37 + i / 7) % 4000).collect()
-}
-
 #[test]
 fn steps_and_threads_do_not_change_a_bit() {
-    let logits = |prefill_step, threads| {
-        let options = EngineOptions { prefill_step, ..options() };
-        all_logits(&mut engine(&demo(), &runtime(threads), options), &prompt(), false, false).0
-    };
-    let whole = logits(2048, 2);
-    for (step, threads) in [(64, 1), (128, 3)] {
-        assert!(logits(step, threads) == whole, "step {step}, {threads} threads");
-    }
+    expect_same_bits_for_all_steps_and_threads(options());
 }
 
 #[test]
 fn a_saved_cache_continues_with_the_same_bits_and_no_other_form_takes_it() {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    let path = dir.path().join("cache");
-    let ids = prompt();
-    let whole = all_logits(&mut engine(&demo(), &runtime(2), options()), &ids, false, false).0;
-    let mut first = engine(&demo(), &runtime(2), options());
-    let mut sequence = first.open().expect("a slot is free");
-    first.prefill(&mut sequence, &ids[..64], &mut Vec::new(), &mut |_| ()).expect("runs");
-    first.cache().save(&sequence, &ids[..64], "demo", &path).expect("saves");
-    let wide = EngineOptions { state: DType::F32, ..options() };
-    let error = engine(&demo(), &runtime(1), wide).cache_mut().load("demo", &path).map(|_| ());
-    let error = error.expect_err("its states have another type").to_string();
+    let error = expect_saved_to_continue(options(), EngineOptions { state: DType::F32, ..options() });
     assert!(error.contains("layers.0.state") && error.contains("f16"), "{error}");
-    let mut second = engine(&demo(), &runtime(1), options());
-    let (mut sequence, _) = second.cache_mut().load("demo", &path).expect("loads");
-    let mut rest = Vec::new();
-    let mut sink = |row: &[f32]| {
-        rest.extend_from_slice(row);
-        Ok(())
-    };
-    second.all_logits(&mut sequence, &ids[64..], false, &mut sink, None).expect("runs");
-    assert!(rest == whole[whole.len() - rest.len()..], "the continuation differs");
-}
-
-fn plain(engine: &mut Engine, prompt: &[u32]) -> Vec<u32> {
-    let sequence = engine.open().expect("a slot is free");
-    let options = GenerateOptions { max_tokens: 120, ..GenerateOptions::default() };
-    let tokens = TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("fits");
-    tokens.collect::<Result<_, _>>().expect("every step runs")
 }
 
 #[test]
 fn drafts_change_no_token() {
-    let mut engine = engine(&demo(), &runtime(2), EngineOptions { drafts: 3, ..options() });
-    let want = plain(&mut engine, &prompt()[..70]);
-    let sequence = engine.open().expect("a slot is free");
-    let speculation = SpeculationOptions { depth: Depth::Fixed(3), ..SpeculationOptions::default() };
-    let how = GenerateOptions { max_tokens: 120, ..GenerateOptions::default() };
-    let tokens = MtpTokenIterator::new(&mut engine, sequence, &prompt()[..70], how, speculation, &mut |_| ());
-    let got: Vec<u32> = tokens.expect("fits").collect::<Result<_, _>>().expect("every round runs");
-    assert_eq!(got, want);
+    expect_drafts_to_change_no_token(options());
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
         return Ok(ModelFiles::built_in()?);
     };
     let tower = match mmproj {
-        None => TowerFile::Beside,
+        None => TowerFile::NextToModel,
         Some(none) if none.as_os_str() == "none" => TowerFile::None,
         Some(file) => TowerFile::At(file.into()),
     };

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 const WEIGHTS: &str = "model.safetensors";
 /// Port 9 of this machine has no listener that speaks HTTP.
-const NOBODY: &str = "http://127.0.0.1:9";
+const NO_RANK: &str = "http://127.0.0.1:9";
 const HOW: [&str; 7] = ["--ids", "1,2,3", "--max-tokens", "4", "--temperature", "0", "--json"];
 
 /// The files of a fixture, and other files that must not be downloaded.
@@ -90,7 +90,7 @@ fn a_hub_name_is_downloaded_once_and_then_nobody_is_asked() {
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
     assert_eq!(hub.take_asked(), [], "a model that is there needs no hub");
     let named = [&["generate", "--model", "owner/name"], &HOW[..]].concat();
-    assert_eq!(tokens(&keel_with_hub(NOBODY, home.path(), &named, &[("HF_HUB_OFFLINE", "1")])), want);
+    assert_eq!(tokens(&keel_with_hub(NO_RANK, home.path(), &named, &[("HF_HUB_OFFLINE", "1")])), want);
 }
 
 #[test]
@@ -261,7 +261,7 @@ fn a_model_that_the_hub_does_not_have_is_one_line() {
     let home = tempfile::tempdir().expect("a temporary folder");
     let hub = Hub::start(Vec::new(), Manners::default());
     for (endpoint, reason) in
-        [(hub.endpoint.as_str(), "it has no such model"), (NOBODY, "it cannot be reached")]
+        [(hub.endpoint.as_str(), "it has no such model"), (NO_RANK, "it cannot be reached")]
     {
         let named = ["generate", "--model", "owner/other", "--ids", "1"];
         let output = keel_with_hub(endpoint, home.path(), &named, &[]);

@@ -25,7 +25,7 @@ pub enum TowerFile {
     /// In the model's folder, in the one file whose name contains `mmproj` and that fits the model. Without such a file
     /// the model reads text alone.
     #[default]
-    Beside,
+    NextToModel,
     /// In this file.
     At(PathBuf),
     /// Nowhere: the model reads text alone.
@@ -72,14 +72,14 @@ pub(super) fn open(
                 fitting.map_err(|reason| Error::Unusable { path: path.clone(), reason: Box::new(reason) })?;
             Ok(FoundTower { tower: Some(OpenTower { path, file }), notice: None })
         }
-        TowerFile::Beside if !may_see(text) => Ok(FoundTower::default()),
-        TowerFile::Beside => {
+        TowerFile::NextToModel if !may_see(text) => Ok(FoundTower::default()),
+        TowerFile::NextToModel => {
             let (mut fitting, mut left_out) = (Vec::new(), Vec::new());
-            for beside in beside(path) {
-                let opened = GgufFile::open(&beside).map_err(ModelError::from);
+            for candidate in candidates(path) {
+                let opened = GgufFile::open(&candidate).map_err(ModelError::from);
                 match opened.and_then(|file| Ok((with_tower(config, text, &file)?, file))) {
-                    Ok((seeing, file)) => fitting.push((seeing, OpenTower { path: beside, file })),
-                    Err(reason) => left_out.push(format!("{}: {reason}", name_of(&beside))),
+                    Ok((seeing, file)) => fitting.push((seeing, OpenTower { path: candidate, file })),
+                    Err(reason) => left_out.push(format!("{}: {reason}", name_of(&candidate))),
                 }
             }
             if fitting.len() > 1 {
@@ -115,7 +115,7 @@ fn name_of(path: &Path) -> String {
 }
 
 /// The files in the folder of a model that may be its tower. A folder that cannot be listed has none.
-fn beside(model: &Path) -> Vec<PathBuf> {
+fn candidates(model: &Path) -> Vec<PathBuf> {
     let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let is_custom = |path: &PathBuf| {

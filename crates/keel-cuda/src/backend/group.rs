@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 /// No device has failed.
-const NOBODY: usize = usize::MAX;
+const NO_RANK: usize = usize::MAX;
 
 /// The longest wait for a stream whose exchanges were ended.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -73,7 +73,7 @@ impl CudaGroup {
         let shared = Arc::new(Shared {
             members: Mutex::new(members),
             seats: (0..size).map(|_| Mutex::default()).collect(),
-            absent: AtomicUsize::new(NOBODY),
+            absent: AtomicUsize::new(NO_RANK),
         });
         (0..size).map(|rank| CudaGroup { shared: Arc::clone(&shared), rank, shares }).collect()
     }
@@ -170,7 +170,7 @@ impl CudaGroup {
     /// The error of a device that waits: a peer has failed, or a connection.
     fn check(&self) -> Result<()> {
         let absent = self.shared.absent.load(Ordering::Acquire);
-        if absent != NOBODY && absent != self.rank {
+        if absent != NO_RANK && absent != self.rank {
             let rank = self.rank;
             let reason = format!("device {absent} of the group has failed, and device {rank} waited for it");
             return Err(CudaError::Peer { reason });
@@ -186,13 +186,13 @@ impl CudaGroup {
     }
 
     pub(super) fn abandon(&self) {
-        let _ = self.shared.absent.compare_exchange(NOBODY, self.rank, Ordering::AcqRel, Ordering::Acquire);
+        let _ = self.shared.absent.compare_exchange(NO_RANK, self.rank, Ordering::AcqRel, Ordering::Acquire);
     }
 
     /// As [`keel_array::Group::rejoin`]. What was sent and not received would stay in the library's buffers, so all
     /// devices connect again.
     pub(super) fn rejoin(&self, gpu: &Gpu) {
-        if self.shared.absent.load(Ordering::Acquire) == NOBODY {
+        if self.shared.absent.load(Ordering::Acquire) == NO_RANK {
             return;
         }
         gpu.session().drop_graphs();
@@ -201,7 +201,7 @@ impl CudaGroup {
         members.back += 1;
         if members.back == self.size() {
             members.back = 0;
-            self.shared.absent.store(NOBODY, Ordering::Release);
+            self.shared.absent.store(NO_RANK, Ordering::Release);
             members.reason = self.connect(&members).err();
             if let Some(error) = &members.reason {
                 tracing::error!("the devices cannot be connected again: {error}");
@@ -289,7 +289,7 @@ mod tests {
         let error = groups[0].check().expect_err("device 1 has failed").to_string();
         assert!(error.contains("device 1 of the group has failed, and device 0 waited for it"), "{error}");
         assert!(groups[1].check().is_ok(), "its own failure is another error");
-        let error = groups[0].with(None, |_| Ok(())).expect_err("nobody is connected").to_string();
+        let error = groups[0].with(None, |_| Ok(())).expect_err("no device is connected").to_string();
         assert!(error.contains("the devices are not connected"), "{error}");
     }
 }

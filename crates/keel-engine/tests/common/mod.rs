@@ -5,6 +5,7 @@
 pub mod adversary;
 pub mod batching;
 pub mod drawn;
+pub mod forms;
 pub mod looking;
 pub mod queueing;
 pub mod splitting;
@@ -17,7 +18,7 @@ use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::{LayerStorage, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
-use keel_engine::{Engine, EngineOptions};
+use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
 use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
 pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
@@ -143,6 +144,17 @@ pub fn all_logits(engine: &mut Engine, ids: &[u32], one_by_one: bool, mtp: bool)
     engine.all_logits(&mut sequence, ids, one_by_one, &mut sink, mtp_sink).expect("the prompt runs");
     engine.release(sequence);
     (logits, mtp_logits)
+}
+
+/// The greedy text after a prompt in a fresh sequence.
+pub fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
+    let sequence = engine.open().expect("a slot is free");
+    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
+    let mut tokens =
+        TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("the prompt fits");
+    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
+    tokens.release();
+    got
 }
 
 /// Bytes that the process holds in memory.
