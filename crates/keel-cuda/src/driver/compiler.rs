@@ -9,6 +9,8 @@ use std::ffi::{CStr, CString, c_char};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
+use super::kernel_cache::{cache_folder, read, store};
+
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Architecture {
@@ -40,7 +42,7 @@ pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
     if !unsafe { sys::is_culib_present() } {
         return None;
     }
-    cached_path(key, architecture).and_then(|path| std::fs::read(path).ok())
+    read(&path_of(key, architecture)?)
 }
 
 /// Machine code of a kernel, from the cache on disk or from the compiler.
@@ -49,12 +51,11 @@ pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
 /// If the compiler is not there, or refuses the source.
 pub fn compile(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
     is_present()?;
-    let path = cached_path(key, architecture);
-    if let Some(code) = path.as_ref().and_then(|path| std::fs::read(path).ok()) {
+    if let Some(code) = cached(key, architecture) {
         return Ok(code);
     }
     let code = compile_source(key, architecture)?;
-    if let Some(path) = path {
+    if let Some(path) = path_of(key, architecture) {
         store(&path, &code);
     }
     Ok(code)
@@ -138,24 +139,6 @@ fn log_of(program: &Program) -> String {
     CStr::from_bytes_until_nul(&log).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Where compiled kernels are kept: below `KEEL_CACHE_DIR`, or `keel` in the user's cache folder.
-pub(super) fn cache_folder() -> Option<PathBuf> {
-    let variable = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    let folder = variable("KEEL_CACHE_DIR")
-        .or_else(|| variable("XDG_CACHE_HOME").map(|p| p.join("keel")))
-        .or_else(|| variable("HOME").map(|p| p.join(".cache/keel")))?;
-    Some(folder.join("kernels"))
-}
-
-/// Where the machine code of this kernel is kept.
-fn cached_path(key: &KernelKey, architecture: Architecture) -> Option<PathBuf> {
-    let folder = cache_folder()?;
-    let mut hasher = DefaultHasher::new();
-    (key, architecture, HEADERS, compiler_version()).hash(&mut hasher);
-    LISTS.iter().for_each(|list| list.text().hash(&mut hasher));
-    Some(folder.join(format!("{}-{:016x}.cubin", key.entry, hasher.finish())))
-}
-
 fn compiler_version() -> (i32, i32) {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the pointers are to locals.
@@ -163,14 +146,10 @@ fn compiler_version() -> (i32, i32) {
     (major, minor)
 }
 
-/// Keeps code for the next process. A cache that cannot be written costs time, nothing else.
-fn store(path: &std::path::Path, code: &[u8]) {
-    let Some(folder) = path.parent() else { return };
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
-    let kept = std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&partial, code))
-        .and_then(|()| std::fs::rename(&partial, path));
-    if let Err(error) = kept {
-        tracing::warn!("the compiled kernel was not kept in {}: {error}", path.display());
-    }
+/// Where the machine code of this kernel is kept.
+fn path_of(key: &KernelKey, architecture: Architecture) -> Option<PathBuf> {
+    let mut hasher = DefaultHasher::new();
+    (key, architecture, HEADERS, compiler_version()).hash(&mut hasher);
+    LISTS.iter().for_each(|list| list.text().hash(&mut hasher));
+    Some(cache_folder()?.join(format!("{}-{:016x}.cubin", key.entry, hasher.finish())))
 }

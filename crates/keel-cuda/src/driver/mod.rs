@@ -7,6 +7,7 @@ mod compiler;
 mod device;
 mod event;
 mod graph;
+mod kernel_cache;
 mod memory;
 mod modules;
 mod nccl;

@@ -2,7 +2,7 @@
 
 use super::device::{DRIVER_MIN, attribute_of, name_of};
 use super::nvml::Nvml;
-use super::{compiler, driver};
+use super::{compiler, driver, kernel_cache};
 use crate::CudaError;
 use crate::error::Result;
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute};
@@ -59,7 +59,7 @@ impl Survey {
             gpus,
             compiler: compiler::version(),
             blas: super::blas::version(),
-            kernel_cache: compiler::cache_folder(),
+            kernel_cache: kernel_cache::cache_folder(),
         }
     }
 
