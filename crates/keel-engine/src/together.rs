@@ -150,6 +150,27 @@ impl Engine {
         self.note_ended(ended, rows, ((0, 0), commits_rows))
     }
 
+    /// Runs each step of the list twice without a sequence, so that the extra work of a first and a second run is done.
+    /// All devices of a step run it at the same time, because they wait for each other.
+    pub(crate) fn run_for_nobody(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let shapes = self.stepper.listed_shapes();
+        for (i, shape) in shapes.iter().enumerate() {
+            for _ in 0..2 {
+                let mut shares = Vec::with_capacity(self.peers.len() + 1);
+                for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
+                    let step = peer.stepper.step_for_nobody(*shape)?;
+                    shares.push(Share { thread: peer.thread.as_ref(), job: Job { step, drawn: None } });
+                }
+                let drawn = Some(self.stepper.drawn((shape.regime, shape.outcome), 1)?);
+                let step = self.stepper.step_for_nobody(*shape)?;
+                shares.push(Share { thread: None, job: Job { step, drawn } });
+                self.note_ended(run_together(shares), &[], ((0, 0), false))?;
+            }
+            progress(i + 1, shapes.len());
+        }
+        Ok(())
+    }
+
     /// The devices that share the output head with the lead.
     fn sharers(&mut self) -> impl Iterator<Item = &mut Peer> {
         self.peers.iter_mut().filter(|peer| peer.model.part.is_last())

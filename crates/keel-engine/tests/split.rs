@@ -217,43 +217,6 @@ fn saved_parked_forked_and_rewound_sequences_go_on_alike() {
     end(parts);
 }
 
-/// Acts as a backend that compiles, so that an engine gets ready before its first request.
-struct Compiling;
-
-impl Disturbance for Compiling {
-    fn is_compiling(&self, _: &dyn Backend) -> bool {
-        true
-    }
-}
-
-/// Steps of a split model wait for all devices, so getting ready must not run one on the lead alone.
-#[test]
-fn getting_ready_waits_for_no_other_device() {
-    let checkpoint = Checkpoint::open(&fixture("qwen3_5")).expect("the checkpoint opens");
-    let parts = Part::pipeline(&[0..1, 1..4]);
-    let devices: Vec<(Runtime, Part)> = backends(2, false)
-        .into_iter()
-        .zip(parts)
-        .map(|(backend, part)| {
-            let backend = Disturbed::new(backend, Arc::new(Compiling));
-            (Runtime::new(backend, RuntimeOptions::default()), part)
-        })
-        .collect();
-    let parameters = CheckpointParameters(&checkpoint);
-    let options = EngineOptions { context: 512, ..EngineOptions::default() };
-    let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ());
-    let mut engine = engine.expect("the parts load");
-    let (sender, receiver) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
-        let sequence = decoded(&mut engine, &prompt(64), &[5]);
-        engine.release(sequence);
-        sender.send(()).expect("the test waits");
-    });
-    let ready = receiver.recv_timeout(Duration::from_secs(60));
-    assert!(ready.is_ok(), "the lead waits for a device that runs nothing");
-}
-
 /// An engine in two parts whose device `rank` can fail.
 fn faulty(rank: usize, options: EngineOptions) -> (Engine, Arc<Fault>) {
     let fault = Arc::new(Fault::default());

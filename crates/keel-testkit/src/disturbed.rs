@@ -54,6 +54,11 @@ pub trait Disturbance: Send + Sync + 'static {
         backend.is_compiling()
     }
 
+    /// What the backend has prepared so far.
+    fn preparations(&self, backend: &dyn Backend) -> Preparations {
+        backend.preparations()
+    }
+
     /// Called when a launch that was enqueued is waited for.
     fn note_wait(&self) {}
 
@@ -179,7 +184,7 @@ impl<D: Disturbance> Programs for Disturbed<D> {
         self.backend.make_ready(launches, progress)
     }
     fn preparations(&self) -> Preparations {
-        self.backend.preparations()
+        self.disturbance.preparations(&*self.backend)
     }
 }
 

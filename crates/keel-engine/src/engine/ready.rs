@@ -101,38 +101,38 @@ impl Engine {
     }
 
     /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the
-    /// list without a sequence. Exception: steps of a model on several devices are not run, so their first runs capture
-    /// them. [`Engine::late_work`] counts later work of this kind. `progress` gets the kind of work,
-    /// how much is done, and how much there is.
+    /// list without a sequence, on all devices that take part in it. [`Engine::late_work`] counts later work of this kind.
+    /// `progress` gets the kind of work, how much is done, and how much there is.
     ///
     /// # Errors
     /// An error of the runtime.
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
-        let passes: Vec<&Executable> = self.eyes.iter().flat_map(Eyes::listed).collect();
         if self.runtime.backend().is_compiling() {
-            let mut listed = self.stepper.listed();
-            if self.eyes_runtime.is_none() {
-                listed.extend(&passes);
-            }
-            for peer in &self.peers {
-                let listed = peer.stepper.listed();
-                peer.runtime.make_ready(&listed, &mut |done, all| progress("compiling", done, all))?;
-            }
-            self.runtime.make_ready(&listed, &mut |done, all| progress("compiling", done, all))?;
-            // A step of a split model waits for all of its devices, so the lead cannot run one alone.
-            if !self.is_split() {
-                self.stepper.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
-            }
+            self.compile_steps(&mut |done, all| progress("compiling", done, all))?;
+            self.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
         }
         let tower = self.eyes_runtime.as_ref().unwrap_or(&self.runtime);
         if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
             if self.eyes_runtime.is_some() {
+                let passes: Vec<&Executable> = eyes.listed().collect();
                 tower.make_ready(&passes, &mut |done, all| progress("compiling", done, all))?;
             }
             eyes.run_for_nobody()?;
         }
         self.ready = Some(self.work_so_far());
         Ok(())
+    }
+
+    /// Compiles and loads the kernels of the list on all devices, and those of a vision tower on the lead.
+    fn compile_steps(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        for peer in &self.peers {
+            peer.runtime.make_ready(&peer.stepper.listed(), progress)?;
+        }
+        let mut listed = self.stepper.listed();
+        if self.eyes_runtime.is_none() {
+            listed.extend(self.eyes.iter().flat_map(Eyes::listed));
+        }
+        Ok(self.runtime.make_ready(&listed, progress)?)
     }
 
     /// The launches of a small step of either regime, as text.

@@ -10,7 +10,7 @@ mod trace;
 
 use std::ops::Range;
 
-use keel_array::{Array, ArrayError, Executable, PendingRun, Regime, RowLog, Runtime};
+use keel_array::{Array, Executable, PendingRun, Regime, RowLog, Runtime};
 use keel_cache::ModelCache;
 use keel_models::HybridModel;
 use keel_models::vision::VisionConfig;
@@ -176,20 +176,20 @@ impl Stepper {
         self.listed.iter().map(|(_, step)| step).collect()
     }
 
-    /// Runs each step of the list twice without a sequence, so that the extra work of a first and a second run is done.
-    pub fn run_for_nobody(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        for (i, (shape, step)) in self.listed.iter().enumerate() {
-            for _ in 0..2 {
-                self.staging.fill(&[], *shape, shape.outcome == Outcome::OpenRows)?;
-                if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
-                    sight.fill(&[], *shape)?;
-                }
-                let drawn = self.drawn((shape.regime, shape.outcome), 1)?;
-                step.submit(&drawn).wait(&mut vec![0; drawn.bytes()]).map_err(ArrayError::from)?;
-            }
-            progress(i + 1, self.listed.len());
+    /// The shapes of the list.
+    pub fn listed_shapes(&self) -> Vec<StepShape> {
+        self.listed.iter().map(|(shape, _)| *shape).collect()
+    }
+
+    /// A step of the list over no sequence, ready to run.
+    pub fn step_for_nobody(&self, shape: StepShape) -> Result<Executable> {
+        let step = self.listed.iter().find(|(listed, _)| *listed == shape).map(|(_, step)| step.clone());
+        let missing = || EngineError::Option(format!("{shape:?} is on no list of prepared steps"));
+        self.staging.fill(&[], shape, shape.outcome == Outcome::OpenRows)?;
+        if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
+            sight.fill(&[], shape)?;
         }
-        Ok(())
+        step.ok_or_else(missing)
     }
 
     /// What a step does with rows that may be taken back. Where rows can be left open, each decode step commits the
