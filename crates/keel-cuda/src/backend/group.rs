@@ -5,24 +5,26 @@
 //! its own exchanges.
 //!
 //! ```text
-//! device 0    exchange ── waits ──▶ sees that 1 has failed ▸ drops its graphs ▸ ends its exchanges ▸ error
+//! device 0    exchange ── waits ──▶ sees that 1 has failed ▸ ends its exchanges, drops its graphs ▸ error
 //! device 1    fails ▸ abandon
-//! then        each: rejoin ▸ drops its graphs and communicators      the last one: connects all again
+//! then        each: rejoin ▸ ends its exchanges, drops its graphs      the last one: connects all again
 //! ```
+//!
+//! The end of a device's exchanges tells its kernels to stop. The last device to end them waits until no graph of any
+//! device holds a communicator. A graph may be dropped only when it does not run. So communicators end on threads of
+//! their own, all at the same time, while the graphs are dropped.
 
 use super::Gpu;
-use crate::driver::{Communicator, CudaMemory, Device, Nccl};
+use crate::driver::{
+    Communicator, CudaMemory, DRAIN, Device, Messages, Nccl, apply_settings, communicator_bytes,
+};
 use crate::error::{CudaError, Result};
 use keel_array::{Op, Peers};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Duration;
 
 /// No device has failed.
 const NO_RANK: usize = usize::MAX;
-
-/// The longest wait for a stream whose exchanges were ended.
-const DRAIN: Duration = Duration::from_secs(10);
 
 /// A device's communicators: with all devices, and with those of its stage if these are fewer.
 #[derive(Default)]
@@ -64,10 +66,16 @@ impl CudaGroup {
     /// The memberships of a group of `size` backends, by rank. Each `shares` of them are a stage of a pipeline, and share
     /// its layers; they alone, and all devices together, can add and gather arrays.
     ///
+    /// The first call sets variables of the environment for NCCL. Make it before other threads start that read the
+    /// environment, and before a device is opened.
+    ///
     /// # Panics
     /// If the devices are no whole stages.
     pub fn of(size: usize, shares: usize) -> Vec<CudaGroup> {
         assert!(shares > 0 && size.is_multiple_of(shares), "{size} devices are no stages of {shares}");
+        if size > 1 {
+            apply_settings();
+        }
         let devices = std::iter::repeat_with(Weak::new).take(size).collect();
         let members = Members { devices, ..Members::default() };
         let shared = Arc::new(Shared {
@@ -85,6 +93,18 @@ impl CudaGroup {
     /// The devices of this one's stage.
     fn stage(&self) -> Peers {
         Peers { first: self.rank / self.shares * self.shares, count: self.shares }
+    }
+
+    /// The most bytes of the device's memory that NCCL takes.
+    pub(super) fn buffer_bytes(&self) -> u64 {
+        let (size, shares) = (self.size(), self.shares);
+        if size == 1 {
+            return 0;
+        }
+        let (received, sent) = (self.rank >= shares, self.rank + shares < size);
+        let messages = Messages { received: received.into(), sent: sent.into() };
+        let stage = (1 < shares && shares < size).then(|| communicator_bytes(shares, Messages::default()));
+        communicator_bytes(size, messages) + stage.unwrap_or(0)
     }
 
     /// Refuses an exchange with devices that have no communicator.
@@ -180,9 +200,23 @@ impl CudaGroup {
         failure.map_or(Ok(()), |error| Err(CudaError::Peer { reason: error.to_string() }))
     }
 
-    /// Ends this device's exchanges. Its graphs are dropped.
-    fn leave(&self) {
-        *self.seat(self.rank) = Seat::default();
+    /// Ends this device's exchanges, while `drop_graphs` drops the graphs that hold them.
+    fn leave(&self, device: &Arc<Device>, drop_graphs: impl FnOnce()) {
+        let Seat { all, stage } = std::mem::take(&mut *self.seat(self.rank));
+        std::thread::scope(|scope| {
+            for communicator in [all, stage].into_iter().flatten() {
+                let end = move || {
+                    // The library must not bind its thread to another device.
+                    let _ = device.bind();
+                    drop(communicator);
+                };
+                // Without a thread the communicator ends here, with the closure.
+                if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, end) {
+                    tracing::error!("no thread can be started: {error}");
+                }
+            }
+            drop_graphs();
+        });
     }
 
     pub(super) fn abandon(&self) {
@@ -195,8 +229,8 @@ impl CudaGroup {
         if self.shared.absent.load(Ordering::Acquire) == NO_RANK {
             return;
         }
-        gpu.session().drop_graphs();
-        self.leave();
+        // Its own stream may hold exchanges as well, whatever its failure was.
+        gpu.session().end_exchanges(gpu);
         let mut members = self.members();
         members.back += 1;
         if members.back == self.size() {
@@ -247,19 +281,20 @@ impl Membership {
         Ok(Membership { group: group.clone(), device: Arc::clone(device) })
     }
 
-    /// Ends the device's exchanges, and waits until its stream is empty. Its graphs are dropped.
-    pub fn end(&self) {
-        self.group.leave();
-        if let Err(error) = self.device.drain(DRAIN) {
-            tracing::error!("after its exchanges were ended: {error}");
-        }
+    /// Ends the device's exchanges, while `drop_graphs` drops its graphs, and waits until its stream is empty.
+    ///
+    /// # Errors
+    /// It does not become empty.
+    pub fn end(&self, drop_graphs: impl FnOnce()) -> Result<()> {
+        self.group.leave(&self.device, drop_graphs);
+        self.device.drain(DRAIN)
     }
 }
 
 impl Drop for Membership {
     fn drop(&mut self) {
         let _ = self.device.bind();
-        self.group.leave();
+        self.group.leave(&self.device, || ());
     }
 }
 
@@ -278,6 +313,26 @@ mod tests {
         }
         let refusal = groups[1].supports(&sum(0, 3)).expect_err("three are no stage");
         assert!(refusal.contains("devices 0..3 cannot add arrays") && refusal.contains("0..2"), "{refusal}");
+    }
+
+    #[test]
+    fn a_group_counts_what_nccl_takes_of_each_device() {
+        let bytes = |size, shares| -> Vec<u64> {
+            CudaGroup::of(size, shares).iter().map(CudaGroup::buffer_bytes).collect()
+        };
+        assert_eq!(bytes(1, 1), [0]);
+        let [tensor, other] = bytes(2, 2)[..] else { unreachable!("two devices") };
+        assert!(tensor == other && tensor > 0);
+        let [first, last] = bytes(2, 1)[..] else { unreachable!("two devices") };
+        assert!(tensor < first && first < last, "a receiver has the buffers of messages: {first}, {last}");
+        assert!(bytes(4, 2)[0] > bytes(4, 1)[0], "a stage of several devices has a communicator of its own");
+    }
+
+    #[test]
+    fn settings_are_made_with_the_first_group() {
+        let _group = CudaGroup::of(2, 2);
+        assert_eq!(std::env::var("NCCL_NVLS_ENABLE").as_deref(), Ok("0"));
+        assert_eq!(std::env::var("NCCL_MAX_NCHANNELS").as_deref(), Ok("16"));
     }
 
     #[test]

@@ -32,6 +32,19 @@ pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
     host_bytes: (2 * STAGING_BYTES + (1 + LAUNCHES_MAX) * (WRONG_BYTES + RESULT_BYTES_MAX)) as u64,
 };
 
+/// Groups of kernels after which a host that launches one by one waits for a device with peers. The driver holds about
+/// 1,024 launches and then blocks the host, which could not see that a peer has failed.
+const WATCHED_GROUPS: usize = 128;
+
+/// How kernels are put on the stream.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pace {
+    /// All at once: into a graph, or only into a list.
+    Free,
+    /// One by one. A host whose device has peers looks at them from time to time.
+    Watched,
+}
+
 /// What a graph was captured with: the piece of a prepared program, and the arena's address.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct GraphKey {
@@ -125,7 +138,7 @@ impl Session {
         let device = &gpu.device;
         self.bring(device, ahead.as_ref()).map_err(|e| e.in_op("launch"))?;
         let passed = self.synchronize(device);
-        passed.map_err(|e| self.end_exchanges(gpu, e).in_op("launch"))?;
+        passed.map_err(|e| self.after_wait(gpu, e).in_op("launch"))?;
         ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
         self.fault(device, WAITED, launch.kernels())
     }
@@ -161,22 +174,32 @@ impl Session {
         gpu.device.bind().map_err(|e| e.in_op("launch"))?;
         self.waits += 1;
         let (entry, outcome) = self.queue.wait(number);
-        outcome.map_err(|e| self.end_exchanges(gpu, e).in_op("launch"))?;
+        outcome.map_err(|e| self.after_wait(gpu, e).in_op("launch"))?;
         self.outgoing_ring.pass(entry.staged);
         result.copy_from_slice(self.queue.result(entry.slot, 0..result.len()));
         self.fault(&gpu.device, entry.slot, launch.kernels())
     }
 
-    /// Drops all graphs: the communicators that they hold are to end.
-    pub fn drop_graphs(&mut self) {
-        self.seen.clear();
+    /// Ends the device's exchanges, and forgets what they and the kernels after them have left behind.
+    pub fn end_exchanges(&mut self, gpu: &Gpu) {
+        let Some(membership) = &gpu.membership else { return };
+        let ended = gpu.device.bind().and_then(|()| membership.end(|| self.seen.clear()));
+        self.ahead.forget();
+        if let Err(error) = ended {
+            tracing::error!("after its exchanges were ended: {error}");
+            return;
+        }
+        self.outgoing_ring.pass_all(STAGING_BYTES);
+        // Kernels after an exchange that has not happened may have reported wrong data. No launch is to blame for it.
+        self.queue.forget_reports();
+        let cleared = self.clear_fault(&gpu.device);
+        self.note(cleared);
     }
 
     /// If the host has stopped waiting because a peer has failed, frees the stream from the exchanges that wait for it.
-    fn end_exchanges(&mut self, gpu: &Gpu, error: CudaError) -> CudaError {
-        if let (CudaError::Peer { .. }, Some(membership)) = (&error, &gpu.membership) {
-            self.drop_graphs();
-            membership.end();
+    fn after_wait(&mut self, gpu: &Gpu, error: CudaError) -> CudaError {
+        if matches!(error, CudaError::Peer { .. }) {
+            self.end_exchanges(gpu);
         }
         error
     }
@@ -200,9 +223,9 @@ impl Session {
         let ready = device.bind().and_then(|()| self.report_to(gpu, slot)).and_then(|()| self.deliver(gpu));
         ready.map_err(|e| e.in_op("launch"))?;
         self.ahead.forget();
-        let record = |session: &Session| session.record(gpu, mode, launch);
+        let record = |session: &Session, pace| session.record(gpu, mode, (launch, pace));
         let Some(piece) = launch.prepared() else {
-            record(self)?;
+            record(self, Pace::Watched)?;
             return Ok(None);
         };
         let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
@@ -236,11 +259,11 @@ impl Session {
         device: &Arc<Device>,
         key: GraphKey,
         launch: &Launch<'_>,
-        record: impl Fn(&Session) -> Result<(), ArrayError>,
+        record: impl Fn(&Session, Pace) -> Result<(), ArrayError>,
     ) -> Result<(), ArrayError> {
         let Some(i) = self.seen.iter().position(|s| s.key == key) else {
             // The first run loads kernels and lets libraries choose, which a capture cannot contain.
-            record(self)?;
+            record(self, Pace::Watched)?;
             if self.seen.len() == GRAPHS_MAX {
                 self.seen.remove(0);
             }
@@ -250,7 +273,8 @@ impl Session {
         // Least recently used first.
         let mut seen = self.seen.remove(i);
         if seen.graph.is_none() {
-            seen.graph = capture(device, || record(self).map_err(Captured)).map_err(|Captured(e)| e)?;
+            seen.graph =
+                capture(device, || record(self, Pace::Free).map_err(Captured)).map_err(|Captured(e)| e)?;
             self.captured += u64::from(seen.graph.is_some());
         } else {
             self.replayed += 1;
@@ -259,14 +283,14 @@ impl Session {
             // SAFETY: the launch owns the memory of the prepared program, whose addresses never change; the arena's
             // address is part of the key; and the caller keeps both until the stream has passed.
             Some(graph) => unsafe { graph.launch() }.map_err(|e| e.in_op("launch")),
-            None => record(self),
+            None => record(self, Pace::Watched),
         };
         self.seen.push(seen);
         outcome
     }
 
     /// Puts the kernels on the stream.
-    fn record(&self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>) -> Result<(), ArrayError> {
+    fn record(&self, gpu: &Gpu, mode: Mode, (launch, pace): (&Launch<'_>, Pace)) -> Result<(), ArrayError> {
         let (checked, written, unsettled) = (RefCell::default(), RefCell::default(), RefCell::default());
         let bind = |(index, kernel)| Call {
             gpu,
@@ -285,7 +309,14 @@ impl Session {
             unsettled: &unsettled,
         };
         let calls: Vec<Call<'_>> = launch.kernels().iter().enumerate().map(bind).collect();
-        launch.groups().try_for_each(|group| dispatch::run_group(group.name, &calls[group.kernels]))
+        let is_watched = pace == Pace::Watched && gpu.membership.is_some();
+        launch.groups().enumerate().try_for_each(|(i, group)| {
+            dispatch::run_group(group.name, &calls[group.kernels])?;
+            match is_watched && (i + 1).is_multiple_of(WATCHED_GROUPS) {
+                true => gpu.device.synchronize().map_err(|e| e.in_op("launch")),
+                false => Ok(()),
+            }
+        })
     }
 
     /// The kernels that the launches would put on the stream, each once. Runs nothing.
@@ -296,7 +327,7 @@ impl Session {
         launches: &[Launch<'_>],
     ) -> Result<Vec<(KernelKey, usize)>, ArrayError> {
         *gpu.listed() = Some(Vec::new());
-        let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, launch));
+        let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, (launch, Pace::Free)));
         let listed = gpu.listed().take().unwrap_or_default();
         outcome?;
         let mut most: HashMap<KernelKey, usize> = HashMap::new();
@@ -307,6 +338,12 @@ impl Session {
         Ok(most.into_iter().collect())
     }
 
+    /// Clears the report of the kernels on the device, after what is on the stream.
+    fn clear_fault(&self, device: &Device) -> Result<()> {
+        // SAFETY: the memory is longer than WRONG_BYTES.
+        unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, WRONG_BYTES, device.stream())) }
+    }
+
     /// The error that a kernel of a slot's launch has reported. The launch has ended.
     fn fault(&mut self, device: &Device, slot: usize, kernels: &[Kernel]) -> Result<(), ArrayError> {
         let wrong = self.queue.wrong(slot);
@@ -314,8 +351,7 @@ impl Session {
         let &[kernel, what, number, bound] = &words[..] else { unreachable!("four words") };
         let Some(kernel) = kernels.get((kernel as usize).wrapping_sub(1)) else { return Ok(()) };
         wrong.fill(0);
-        // SAFETY: the memory is longer than WRONG_BYTES.
-        let cleared = unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, WRONG_BYTES, device.stream())) };
+        let cleared = self.clear_fault(device);
         self.note(cleared);
         let reason = dispatch::describe_fault(kernel, what, number, bound);
         Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })

@@ -225,7 +225,8 @@ impl Memory for CudaBackend {
     }
 
     fn own_memory(&self) -> OwnMemory {
-        launch::OWN_MEMORY
+        let exchanges = self.group.as_ref().map_or(0, CudaGroup::buffer_bytes);
+        OwnMemory { device_bytes: launch::OWN_MEMORY.device_bytes + exchanges, ..launch::OWN_MEMORY }
     }
 
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {

@@ -112,6 +112,11 @@ impl Queue {
         self.memory.bytes(slot * SLOT_BYTES..slot * SLOT_BYTES + WRONG_BYTES)
     }
 
+    /// Clears the reports of all slots. The stream is empty.
+    pub fn forget_reports(&mut self) {
+        (WAITED..=LAUNCHES_MAX).for_each(|slot| self.wrong(slot).fill(0));
+    }
+
     /// Address of the result in a slot.
     pub fn result_address(&self, slot: usize) -> u64 {
         self.address(slot) + WRONG_BYTES as u64

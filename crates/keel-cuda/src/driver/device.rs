@@ -8,6 +8,7 @@ use keel_array::DeviceUsage;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,9 @@ const QUERIES: usize = 32;
 /// How long a host waits without giving its core to others, and the pauses after that.
 const AWAKE: Duration = Duration::from_millis(20);
 const PAUSE: Duration = Duration::from_micros(50);
+
+/// The longest wait for a stream whose exchanges were ended.
+pub(crate) const DRAIN: Duration = Duration::from_secs(10);
 
 /// Tells why a host must not wait on; see [`Device::watch`].
 type Watch = Box<dyn Fn() -> Result<()> + Send + Sync>;
@@ -64,6 +68,8 @@ pub(crate) struct Device {
     free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
     watch: OnceLock<Watch>,
+    /// Whether a wait without a look at the peers has ended in vain.
+    is_stuck: AtomicBool,
 }
 
 // SAFETY: the driver's handles may be used from any thread that has made the context current, which every method does.
@@ -127,6 +133,7 @@ impl Device {
             free_before,
             deliveries: Mutex::default(),
             watch: OnceLock::new(),
+            is_stuck: AtomicBool::new(false),
         })
     }
 
@@ -202,6 +209,18 @@ impl Device {
         };
         // SAFETY: the stream lives as long as this value.
         poll(|| unsafe { sys::cuStreamQuery(self.stream) }, is_late)
+    }
+
+    /// Waits for everything on the stream before memory is freed, also if a peer has failed. False if the device may still
+    /// use the memory, or does not tell.
+    pub fn is_done(&self) -> bool {
+        if self.synchronize().is_ok() {
+            return true;
+        }
+        // One wait is enough for all memory of a device that does not end.
+        let is_done = !self.is_stuck.load(Ordering::Relaxed) && self.drain(DRAIN).is_ok();
+        self.is_stuck.store(!is_done, Ordering::Relaxed);
+        is_done
     }
 
     /// Free and total bytes of the device, as the driver sees them.

@@ -117,13 +117,18 @@ impl Drop for CudaMemory {
         // Nothing will read the host's writes to this memory that are not delivered yet.
         let gone = self.start..self.start + bytes as u64;
         device.deliveries().retain(|delivery| !delivery.touches(&gone));
-        // Nothing can be done about a device that refuses to free.
+        // Nothing can be done about a device that refuses.
         let _ = device.bind();
         if self.poison && bytes > 0 {
             // SAFETY: this value owns the bytes, and no submission holds it any more.
             let _ = unsafe { driver!(cuMemsetD8Async(self.start, POISON, bytes, device.stream())) };
         }
-        let _ = device.synchronize();
+        if !device.is_done() {
+            // Memory that a kernel may still use is lost to this process, and never given to anyone else.
+            tracing::error!("{bytes} bytes are not freed: the device has not ended what may use them");
+            std::mem::forget(self.reservation.take());
+            return;
+        }
         if self.reservation.is_none() {
             // SAFETY: allocated by `zeroed`, freed once, and the stream is idle.
             let _ = unsafe { driver!(cuMemFree_v2(self.start)) };

@@ -3,6 +3,10 @@
 //! `cudarc` opens this library by the name of its development package alone, `libnccl.so`. Other packages install
 //! `libnccl.so.2` and nothing else. So it is opened here by that name, as NVML is.
 
+mod settings;
+
+pub(crate) use settings::{Messages, apply as apply_settings, communicator_bytes};
+
 use super::Device;
 use crate::CudaError;
 use crate::error::Result;
@@ -16,20 +20,6 @@ const LIBRARIES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The oldest version that frees the communicators of one process in any order: 2.18.
 const VERSION_MIN: c_int = 21_800;
-
-/// Settings of the library, each unless the user has set it:
-///
-/// - No NVLink multicast.
-/// - All connections are made at the start. So a device that fails later cannot leave a peer in the middle of a
-///   connection, and what connections take is not free any more when plans are compared with free memory.
-/// - No access to another device's operands: arenas are mapped for their own device only. Exchanges go through the
-///   library's buffers, also in graphs.
-const SETTINGS: [(&str, &str); 4] = [
-    ("NCCL_NVLS_ENABLE", "0"),
-    ("NCCL_RUNTIME_CONNECT", "0"),
-    ("NCCL_P2P_DIRECT_DISABLE", "1"),
-    ("NCCL_GRAPH_REGISTER", "0"),
-];
 
 /// `ncclFloat32`, `ncclSum` and results of the library.
 const FLOAT32: c_int = 7;
@@ -63,18 +53,12 @@ pub(crate) struct Nccl {
 }
 
 impl Nccl {
-    /// Loads the library, with its settings.
+    /// Loads the library, with its [settings](apply_settings).
     ///
     /// # Errors
     /// It is not there, or too old.
     pub fn load() -> Result<Arc<Nccl>> {
-        for (name, value) in SETTINGS {
-            if std::env::var_os(name).is_none() {
-                // SAFETY: devices are opened by one thread, before any thread runs steps. Rust's own readers of the
-                // environment wait for this call; the only other readers are the driver's libraries, on this thread.
-                unsafe { std::env::set_var(name, value) };
-            }
-        }
+        apply_settings();
         Nccl::open(&LIBRARIES)
     }
 
@@ -165,8 +149,8 @@ impl Nccl {
 
 /// A device's place among those that it exchanges arrays with.
 ///
-/// Dropping it ends the exchanges of its device that are under way. Graphs that hold exchanges must be dropped before the
-/// communicators of all devices are: the library waits for them.
+/// Dropping it ends the exchanges of its device that are under way. The last drop among all devices waits until no graph
+/// holds exchanges, on any of them.
 pub(crate) struct Communicator {
     nccl: Arc<Nccl>,
     handle: Handle,

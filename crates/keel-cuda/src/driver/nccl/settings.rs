@@ -1,0 +1,137 @@
+//! NCCL's settings, and what it takes of a device's memory with them.
+//!
+//! The sizes are those of NCCL 2.30 (`src/init.cc`, `src/channel.cc`, `src/transport/p2p.cc`, `src/include/device.h`). Each
+//! allocation takes whole pages of [`PAGE`], because NCCL maps them one by one.
+//!
+//! ```text
+//! a channel        3 tables                                                   3 pages
+//! a connection     receiving: buffers of three protocols     512 KiB + 4.7 MiB + 4 MiB = 5 pages
+//!                  sending: one page of flags                                 1 page
+//! a communicator   its own tables                                             at most 8 pages
+//! ```
+
+use std::sync::Once;
+
+/// Channels of a communicator, which share its work. The library would take up to 24 on Hopper, and 64 elsewhere.
+const CHANNELS: u64 = 16;
+
+/// Settings of the library, each unless the user has set it:
+///
+/// - No NVLink multicast.
+/// - All connections are made at the start. So a device that fails later cannot leave a peer in the middle of a
+///   connection, and what connections take is not free any more when plans are compared with free memory.
+/// - No access to another device's operands: arenas are mapped for their own device only. Exchanges go through the
+///   library's buffers, also in graphs.
+/// - A number of channels that does not depend on the machine, so that a plan knows it: [`CHANNELS`].
+const SETTINGS: [(&str, &str); 5] = [
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("NCCL_RUNTIME_CONNECT", "0"),
+    ("NCCL_P2P_DIRECT_DISABLE", "1"),
+    ("NCCL_GRAPH_REGISTER", "0"),
+    ("NCCL_MAX_NCHANNELS", "16"),
+];
+
+/// What the device maps at least.
+const PAGE: u64 = 2 << 20;
+
+/// Tables of a channel, and of a communicator.
+const CHANNEL_TABLES: u64 = 3;
+const OWN_TABLES: u64 = 8;
+
+/// Bytes of a connection's buffers: for short messages, for those of medium length, and for long ones.
+const BUFFERS: [(&str, u64); 3] = [
+    ("NCCL_LL_BUFFSIZE", 8 * 512 * 8 * 16),
+    ("NCCL_LL128_BUFFSIZE", 120 * 640 * 8 * 8),
+    ("NCCL_BUFFSIZE", 4 << 20),
+];
+
+/// Bytes of flags next to the buffers of a connection.
+const FLAGS: u64 = 8 << 10;
+
+/// Most channels of any communicator.
+const CHANNELS_MAX: u64 = 64;
+
+/// Devices of a communicator with which one is connected to add and gather: its neighbours in a ring and in a tree.
+const NEIGHBOURS_MAX: u64 = 3;
+
+/// Makes the settings. The library reads them when it is first used.
+pub(crate) fn apply() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for (name, value) in SETTINGS {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: no other thread may read the environment outside of Rust, whose own readers wait for this
+                // call. A group is made before its first device is opened, so no thread of the driver or of NCCL runs
+                // yet; and no other library of this process starts threads that read it.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+    });
+}
+
+/// What the user or [`apply`] has set.
+fn setting(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.trim().parse().ok()
+}
+
+/// The most bytes of a device's memory that a communicator of `devices` devices takes. Arrays also go to and from
+/// `messages` of the other devices one by one.
+pub(crate) fn communicator_bytes(devices: usize, messages: Messages) -> u64 {
+    bytes_with(devices, messages, setting)
+}
+
+/// Neighbours that send arrays to a device, and to which it sends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Messages {
+    pub received: usize,
+    pub sent: usize,
+}
+
+fn bytes_with(devices: usize, messages: Messages, setting: impl Fn(&str) -> Option<u64>) -> u64 {
+    let channels = setting("NCCL_MAX_NCHANNELS").unwrap_or(CHANNELS);
+    let channels = channels.max(setting("NCCL_MIN_NCHANNELS").unwrap_or(0)).clamp(1, CHANNELS_MAX);
+    // Messages use a power of two.
+    let channels = channels.next_power_of_two();
+    let buffers = BUFFERS.iter().map(|&(name, bytes)| setting(name).unwrap_or(bytes));
+    let receiving = buffers.fold(FLAGS, u64::saturating_add).div_ceil(PAGE);
+    let neighbours = NEIGHBOURS_MAX.min(devices as u64 - 1);
+    let pages = CHANNEL_TABLES
+        + (neighbours + messages.received as u64).saturating_mul(receiving)
+        + (neighbours + messages.sent as u64);
+    channels.saturating_mul(pages).saturating_add(OWN_TABLES).saturating_mul(PAGE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_communicator_takes_pages_for_each_channel_and_connection() {
+        let none = |_: &str| None;
+        let sums = Messages::default();
+        assert_eq!(bytes_with(2, sums, none), (16 * (3 + 5 + 1) + 8) * PAGE);
+        assert_eq!(bytes_with(8, sums, none), (16 * (3 + 3 * 6) + 8) * PAGE);
+        let ends = Messages { received: 1, sent: 0 };
+        assert_eq!(bytes_with(2, ends, none), (16 * (3 + 2 * 5 + 1) + 8) * PAGE);
+    }
+
+    #[test]
+    fn what_the_user_sets_is_counted() {
+        let sums = Messages::default();
+        let set = |wanted: &'static str, value: u64| {
+            bytes_with(2, sums, move |name| (name == wanted).then_some(value))
+        };
+        assert_eq!(set("NCCL_MAX_NCHANNELS", 4), (4 * 9 + 8) * PAGE);
+        assert_eq!(set("NCCL_MAX_NCHANNELS", 6), (8 * 9 + 8) * PAGE);
+        assert_eq!(set("NCCL_MIN_NCHANNELS", 32), (32 * 9 + 8) * PAGE);
+        assert_eq!(set("NCCL_BUFFSIZE", 1 << 20), (16 * 8 + 8) * PAGE);
+        assert_eq!(set("NCCL_MAX_NCHANNELS", u64::MAX), (64 * 9 + 8) * PAGE, "more than there are");
+        assert!(set("NCCL_BUFFSIZE", u64::MAX) > 1 << 60, "no overflow");
+    }
+
+    #[test]
+    fn the_number_of_channels_is_that_of_the_setting() {
+        let (_, value) = SETTINGS.iter().find(|(name, _)| *name == "NCCL_MAX_NCHANNELS").expect("it is set");
+        assert_eq!(value.parse(), Ok(CHANNELS));
+    }
+}
