@@ -1,14 +1,19 @@
-//! Every order in which threads can take turns at a device. The file under test is the crate's own, compiled with loom's
-//! types, so no special build is needed.
+//! Every order in which threads can take turns at a device, and wait for work. The files under test are the crate's own,
+//! compiled with loom's types, so no special build is needed.
+
+#[path = "../src/runtime/fence.rs"]
+#[allow(dead_code)]
+mod fence;
 
 #[path = "../src/runtime/turns.rs"]
 #[allow(dead_code)]
 mod turns;
 
 mod sync {
-    pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
+    pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard, atomic};
 }
 
+use fence::Fence;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
@@ -94,5 +99,53 @@ fn a_piece_that_does_not_come_lets_waiting_threads_go_on() {
         let waits = thread::spawn(move || other.turns.synchronize());
         device.turns.pass();
         waits.join().expect("it ends");
+    });
+}
+
+#[test]
+fn nothing_rests_between_two_pieces_of_a_run() {
+    loom::model(|| {
+        let device = Device::new();
+        let other = Arc::clone(&device);
+        let rests = thread::spawn(move || {
+            if let Some(_turn) = other.turns.at_rest() {
+                other.touch();
+                assert!(!other.is_between_pieces(), "the arena holds intermediates");
+            }
+        });
+        device.turns.begin_run();
+        for _ in 0..2 {
+            let _turn = device.turns.exclusive();
+            device.touch();
+            device.done.fetch_add(1, Ordering::Relaxed);
+        }
+        device.turns.end_run();
+        rests.join().expect("it ends");
+        assert!(device.turns.at_rest().is_some(), "no run is under way at the end");
+    });
+}
+
+/// Work passes its fence after it has freed its memory. Whoever waits finds that memory free.
+#[test]
+fn whoever_waits_for_work_hears_of_its_end_and_finds_its_memory_free() {
+    loom::model(|| {
+        let (fence, memory) = (Fence::default(), Arc::new(UnsafeCell::new(0)));
+        let (passed, used) = (fence.clone(), Arc::clone(&memory));
+        let works = thread::spawn(move || {
+            used.with_mut(|_| ());
+            drop(used);
+            passed.pass(7);
+            passed.pass(8);
+        });
+        let (other, also) = (fence.clone(), Arc::clone(&memory));
+        let waits = thread::spawn(move || {
+            assert_eq!(other.outcome(), 7, "the first outcome stays");
+            also.with(|_| ());
+        });
+        assert_eq!(fence.outcome(), 7);
+        memory.with(|_| ());
+        waits.join().expect("it hears of the end");
+        works.join().expect("it ends");
+        assert_eq!(fence.outcome_so_far(), Some(7));
     });
 }

@@ -130,7 +130,7 @@ impl Executable {
             fence: fence.clone(),
         };
         Stream::run(&self.runtime.0.stream, work);
-        fence.wait_or_tell().map_err(|failure| self.failed(failure))
+        fence.outcome().map_err(|failure| self.failed(failure))
     }
 
     /// The failure of a run.

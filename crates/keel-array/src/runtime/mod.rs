@@ -2,6 +2,7 @@
 
 mod arena;
 mod executable;
+mod fence;
 mod gauge;
 mod host;
 mod pending;
@@ -76,8 +77,6 @@ struct Inner {
     pending_ops: AtomicUsize,
     pending_bytes: AtomicUsize,
     submissions: AtomicUsize,
-    /// Runs of prepared programs that are not waited for yet.
-    runs_under_way: AtomicUsize,
 }
 
 thread_local! {
@@ -119,7 +118,6 @@ impl Runtime {
             pending_ops: AtomicUsize::new(0),
             pending_bytes: AtomicUsize::new(0),
             submissions: AtomicUsize::new(0),
-            runs_under_way: AtomicUsize::new(0),
         }))
     }
 
@@ -187,12 +185,7 @@ impl Runtime {
     /// Lets the system have the arena's memory until its next use, if the backend can: a prompt needs far more of it
     /// than the tokens that follow. It stays allocated and charged.
     pub fn rest(&self) {
-        self.exclusive(|backend| {
-            // A run whose pieces are submitted one by one has live intermediates in the arena between two pieces. The
-            // counter is raised before the first piece takes the device, so this check sees such a run.
-            if self.runs_under_way() > 0 {
-                return;
-            }
+        self.0.stream.at_rest(|backend| {
             let arena = self.0.arena.get();
             backend.rest(arena.as_ref().map(Buffer::memory));
         });
@@ -241,7 +234,7 @@ impl Runtime {
 
     /// Runs of [`Executable::submit`] that have not been waited for yet: at most [`RUNS_MAX`].
     pub fn runs_under_way(&self) -> usize {
-        self.0.runs_under_way.load(Ordering::Relaxed)
+        self.0.stream.turns().runs()
     }
 
     /// Runs `build`. Operations that it builds on this thread are never submitted automatically, however many they are.

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use super::executable::{Executable, FailedRun};
 use super::stream::Failure;
@@ -44,7 +43,7 @@ impl Executable {
     /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not
     /// in memory; [`RUNS_MAX`] runs are under way already.
     pub fn submit(&self, result: &Array) -> PendingRun {
-        let under_way = self.runtime.0.runs_under_way.fetch_add(1, Ordering::Relaxed) + 1;
+        let under_way = self.runtime.0.stream.turns().begin_run();
         let mut run = PendingRun {
             executable: self.clone(),
             arena: None,
@@ -151,7 +150,7 @@ impl Drop for PendingRun {
                 tracing::debug!("a run that nobody waited for failed: {}", failure.error);
             }
         }
-        self.executable.runtime.0.runs_under_way.fetch_sub(1, Ordering::Relaxed);
+        self.executable.runtime.0.stream.turns().end_run();
     }
 }
 

@@ -1,9 +1,12 @@
 //! The stream: submissions run one at a time, in order, and own their memory until they are done.
 
+use std::any::Any;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
+use super::fence;
 use super::turns::Turns;
 use crate::Buffer;
 use crate::backend::Backend;
@@ -23,39 +26,28 @@ pub(crate) struct Failure {
 
 type Outcome = Result<(), Failure>;
 
-/// Tells whether work is done, and whether it failed.
-#[derive(Clone, Default)]
-pub(crate) struct Fence(Arc<(Mutex<Option<Outcome>>, Condvar)>);
+impl Failure {
+    /// A panic is a bug of ours. How far the work came is not known.
+    fn of_panic(panic: &(dyn Any + Send)) -> Failure {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+        let reason = format!("the device panicked, which is a bug: {message}");
+        Failure { error: ArrayError::Kernel { op: "stream".into(), reason }, done: None }
+    }
+}
+
+/// Tells whether work is done, and whether it failed and how far it came.
+pub(crate) type Fence = fence::Fence<Outcome>;
 
 impl Fence {
-    fn slot(&self) -> MutexGuard<'_, Option<Outcome>> {
-        self.0.0.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    fn pass(&self, outcome: Outcome) {
-        *self.slot() = Some(outcome);
-        self.0.1.notify_all();
-    }
-
     /// Waits for the work.
     pub fn wait(&self) -> Result<()> {
-        self.wait_or_tell().map_err(|failure| failure.error)
-    }
-
-    /// Waits for the work. A failure tells how far the work came.
-    pub fn wait_or_tell(&self) -> Outcome {
-        let mut slot = self.slot();
-        loop {
-            match &*slot {
-                Some(outcome) => return outcome.clone(),
-                None => slot = self.0.1.wait(slot).unwrap_or_else(|e| e.into_inner()),
-            }
-        }
+        self.outcome().map_err(|failure| failure.error)
     }
 
     /// The error, if the work has failed.
     fn failure(&self) -> Option<ArrayError> {
-        self.slot().as_ref().and_then(|outcome| outcome.clone().err()).map(|failure| failure.error)
+        self.outcome_so_far()?.err().map(|failure| failure.error)
     }
 }
 
@@ -73,19 +65,27 @@ struct Submission {
 }
 
 impl Submission {
+    /// Runs the piece. A panic goes on to the caller after those who wait for the work have heard of it.
     fn run(self, backend: &dyn Backend) {
         if self.fence.failure().is_some() {
             return;
         }
-        let outcome = match self.needs.iter().find_map(Fence::failure) {
-            Some(error) => Err(Failure { error, done: Some(self.piece.start) }),
-            None => self.launch(backend),
+        let launched = match self.needs.iter().find_map(Fence::failure) {
+            Some(error) => Ok(Err(Failure { error, done: Some(self.piece.start) })),
+            None => catch_unwind(AssertUnwindSafe(|| self.launch(backend))),
+        };
+        let (outcome, panic) = match launched {
+            Ok(outcome) => (outcome, None),
+            Err(panic) => (Err(Failure::of_panic(&*panic)), Some(panic)),
         };
         if self.last || outcome.is_err() {
             let fence = self.fence.clone();
             // The memory is freed before a waiter hears that the work is done.
             drop(self);
             fence.pass(outcome);
+        }
+        if let Some(panic) = panic {
+            resume_unwind(panic);
         }
     }
 
@@ -175,10 +175,24 @@ impl Stream {
     pub fn synchronize(&self) {
         self.shared.turns.synchronize();
     }
+
+    /// Gives exclusive use of the device's memory as [`Stream::exclusive`] does, if no run has begun and not ended.
+    pub fn at_rest(&self, access: impl FnOnce(&dyn Backend)) {
+        if let Some(_turn) = self.shared.turns.at_rest() {
+            access(&*self.shared.backend);
+        }
+    }
+
+    /// Who takes turns, and the count of runs under way.
+    pub fn turns(&self) -> &Turns {
+        &self.shared.turns
+    }
 }
 
 fn serve(shared: &Shared, receiver: &Receiver<Submission>) {
     for submission in receiver {
-        shared.turns.take(|| submission.run(&*shared.backend));
+        // The reader of the work hears of a panic by its fence. Work that follows runs.
+        let run = || shared.turns.take(|| submission.run(&*shared.backend));
+        let _ = catch_unwind(AssertUnwindSafe(run));
     }
 }

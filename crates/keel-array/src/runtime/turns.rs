@@ -2,6 +2,7 @@
 //!
 //! `tests/interleavings.rs` compiles this file with loom's types and checks each order of the threads' steps.
 
+use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The turns at a device. Queued work is counted before it is sent, and counts until it has run.
@@ -10,6 +11,8 @@ pub(crate) struct Turns {
     device: Mutex<()>,
     queued: Mutex<usize>,
     drained: Condvar,
+    /// Runs that take a turn for each of their pieces, and have intermediates in the arena between two turns.
+    runs: AtomicUsize,
 }
 
 /// A turn. It ends when this is dropped.
@@ -19,7 +22,8 @@ pub(crate) struct Turn<'a> {
 
 impl Turns {
     pub fn new() -> Turns {
-        Turns { device: Mutex::new(()), queued: Mutex::new(0), drained: Condvar::new() }
+        let runs = AtomicUsize::new(0);
+        Turns { device: Mutex::new(()), queued: Mutex::new(0), drained: Condvar::new(), runs }
     }
 
     fn device(&self) -> Turn<'_> {
@@ -44,12 +48,12 @@ impl Turns {
         *self.queued() += pieces;
     }
 
-    /// Runs an announced piece, and counts it as done.
+    /// Runs an announced piece, and counts it as done, also if it panics. Nobody waits for a piece that will not end.
     pub fn take(&self, run: impl FnOnce()) {
-        let turn = self.device();
+        // Dropped in the opposite order: the turn ends before the piece counts as done.
+        let _done = Done(self);
+        let _turn = self.device();
         run();
-        drop(turn);
-        self.pass();
     }
 
     /// An announced piece is done, or will not come.
@@ -78,5 +82,37 @@ impl Turns {
                 return turn;
             }
         }
+    }
+
+    /// A run begins. Each of its pieces takes a turn of its own. Returns how many runs are under way with it.
+    pub fn begin_run(&self) -> usize {
+        // The turn of its first piece comes later, and its lock orders this before any turn that follows.
+        self.runs.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// A run has ended.
+    pub fn end_run(&self) {
+        self.runs.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Runs that have begun and not ended.
+    pub fn runs(&self) -> usize {
+        self.runs.load(Ordering::Relaxed)
+    }
+
+    /// An exclusive turn in which the arena holds nothing of value: nothing is queued, and no run is between two of its
+    /// pieces. `None` if a run is under way.
+    pub fn at_rest(&self) -> Option<Turn<'_>> {
+        let turn = self.exclusive();
+        (self.runs() == 0).then_some(turn)
+    }
+}
+
+/// Counts an announced piece as done when it is dropped.
+struct Done<'a>(&'a Turns);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.pass();
     }
 }

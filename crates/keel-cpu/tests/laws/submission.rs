@@ -1,7 +1,11 @@
 //! Order and errors of submissions.
 
-use super::{active, counting, runtime, runtime_with};
-use keel_array::{Array, Category, DType, RuntimeOptions};
+use super::watched::Watched;
+use super::{active, backend, counting, runtime, runtime_with};
+use keel_array::{Array, Category, DType, Runtime, RuntimeOptions};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
+use std::time::Duration;
 
 #[test]
 fn submitted_work_runs_in_order_and_reading_waits_for_it() {
@@ -41,6 +45,39 @@ fn an_error_reaches_whoever_reads_and_what_depends_on_it_and_nobody_else() {
     drop((taken, dependent, other, x, wrong));
     runtime.clear_cache();
     assert_eq!(active(&runtime), 0, "failed work gives its memory back");
+}
+
+/// A panic in the stream's thread must not leave anybody waiting, neither for the work nor for an empty queue.
+#[test]
+fn a_panic_in_queued_work_is_its_error_and_nobody_waits_for_it() {
+    let (done, finished) = channel();
+    std::thread::spawn(move || {
+        let (watched, backend) = Watched::over(backend());
+        let runtime =
+            Runtime::new(backend, RuntimeOptions { submission_ops: 1, ..RuntimeOptions::default() });
+        let x = counting(&runtime, &[3]);
+        watched.panics.store(true, Ordering::Relaxed);
+        // Two pieces: the second does not run.
+        let lost = x.cumsum(0, false, true).and_then(|y| y.cumsum(0, true, false)).expect("an axis");
+        runtime.async_eval(&[&lost]).expect("the graph is submitted");
+        let error = lost.to_vec::<f32>().expect_err("the device panics").to_string();
+        assert!(error.contains("panicked, which is a bug: planted"), "{error}");
+        runtime.synchronize();
+        runtime.rest();
+        let next = x.neg().expect("floats");
+        runtime.async_eval(&[&next]).expect("the graph is submitted");
+        assert_eq!(next.to_vec::<f32>().expect("the stream goes on"), [0.0, -1.0, -2.0]);
+        // The same on this thread, which sees the panic itself.
+        watched.panics.store(true, Ordering::Relaxed);
+        let alone = x.exp().expect("floats");
+        let evaluates = std::panic::AssertUnwindSafe(|| alone.eval());
+        assert!(std::panic::catch_unwind(evaluates).is_err(), "it goes on to the caller");
+        assert!(alone.to_vec::<f32>().expect_err("it has no value").to_string().contains("planted"));
+        drop((x, lost, next, alone));
+        runtime.clear_cache();
+        let _ = done.send(active(&runtime));
+    });
+    assert_eq!(finished.recv_timeout(Duration::from_secs(60)), Ok(0), "somebody waits, or memory is lost");
 }
 
 /// Between two pieces of a thread's work, only the arena holds its intermediates. A thread that asks for the device

@@ -13,6 +13,8 @@ pub struct Watched {
     opened: Condvar,
     /// Act as if dropping the host's handle had freed what a submission still reads.
     pub forgetful: AtomicBool,
+    /// The next launch panics.
+    pub panics: AtomicBool,
     /// Kernels of the largest launch.
     pub kernels_max: AtomicUsize,
     /// Launches so far.
@@ -26,6 +28,7 @@ impl Watched {
             gate: Mutex::new(true),
             opened: Condvar::new(),
             forgetful: AtomicBool::new(false),
+            panics: AtomicBool::new(false),
             kernels_max: AtomicUsize::new(0),
             launches: AtomicUsize::new(0),
         });
@@ -55,6 +58,7 @@ impl Disturbance for Watched {
             open = self.opened.wait(open).unwrap_or_else(|e| e.into_inner());
         }
         drop(open);
+        assert!(!self.panics.swap(false, Ordering::Relaxed), "planted");
         if self.forgetful.load(Ordering::Relaxed) {
             poison_inputs(backend, launch);
         }
