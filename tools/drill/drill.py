@@ -443,6 +443,8 @@ def hostile_folders(server, options):
             os.mkfifo(os.path.join(prefixes, pipe))
             with another(server, "--prefix-cache-dir", prefixes) as other:
                 assert other.ask("POST", "/v1/completions", {"prompt": WORDS * 20, "max_tokens": 1})[0] == 200
+            assert any("not a regular file" in line for line in other.lines), f"{pipe} was never opened"
+            assert stat.S_ISFIFO(os.lstat(os.path.join(prefixes, pipe)).st_mode), f"{pipe} was replaced"
 
 
 def outputs(server, options):

@@ -30,7 +30,7 @@ impl ModelCache {
     ///
     /// # Errors
     /// [`CacheError::File`] if the number of tokens is not the sequence's; [`CacheError::OpenRows`]; an error of the
-    /// disk. After an error there is no file at `path`.
+    /// disk. After an error what was at `path` is still there.
     pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
         self.expect_settled(sequence)?;
         if tokens.len() != sequence.len() {

@@ -73,10 +73,14 @@ impl PrefixFolder<'_> {
     /// Makes the folder if it does not exist, and removes its index.
     ///
     /// # Errors
-    /// The folder cannot be made.
+    /// The folder cannot be made, or what stands in place of its index is not a file.
     pub fn begin(&self) -> Result<(), Unwritten> {
         std::fs::create_dir_all(self.path).map_err(|error| Unwritten::new(self.path, &error))?;
-        let _ = std::fs::remove_file(self.path.join(INDEX));
+        let index = self.path.join(INDEX);
+        if std::fs::metadata(&index).is_ok_and(|found| !found.is_file()) {
+            return Err(Unwritten::new(&index, &"what is there is not a regular file"));
+        }
+        let _ = std::fs::remove_file(index);
         Ok(())
     }
 

@@ -350,6 +350,31 @@ fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
     assert_all_is_back(&mut batcher);
 }
 
+/// What somebody has put there in place of a file stays, and nobody waits for its other end.
+#[cfg(unix)]
+#[test]
+fn pipes_in_a_folder_of_prefixes_stay() {
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
+    run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)]);
+    for name in ["index.json", "0.safetensors"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let pipe = dir.path().join(name);
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("it runs").success());
+        for _ in 0..2 {
+            let error = batcher.save_prefixes("m", dir.path()).expect_err("a pipe is no file").to_string();
+            assert!(error.contains(name) && error.contains("not a regular file"), "{error}");
+            let there = std::fs::metadata(&pipe).expect("it is there");
+            assert!(!there.is_file(), "{name} was replaced");
+        }
+        assert_eq!(
+            std::fs::read_dir(dir.path()).expect("a folder").count(),
+            1,
+            "nothing is left next to {name}"
+        );
+    }
+    assert_all_is_back(&mut batcher);
+}
+
 #[test]
 fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
     let mut batcher = batcher("qwen3_5", BatchOptions::default());

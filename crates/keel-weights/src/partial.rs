@@ -30,7 +30,9 @@ impl PartialFile {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = path.with_file_name(format!(".{name}.{}-{number}.partial", std::process::id()));
-        let file = File::create(&temporary).map_err(WeightsError::io("create", path))?;
+        // What another process left under this name goes, be it a link or a pipe. It is never written through.
+        let _ = fs::remove_file(&temporary);
+        let file = File::create_new(&temporary).map_err(WeightsError::io("create", path))?;
         Ok((PartialFile { temporary, path: path.into(), committed: false }, file))
     }
 
@@ -113,6 +115,22 @@ mod tests {
         }
         assert!(!fs::symlink_metadata(&pipe).unwrap().is_file());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left behind");
+    }
+
+    #[test]
+    fn links_that_stand_in_place_of_the_temporary_file_are_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, other] = ["file", "other"].map(|name| folder.path().join(name));
+        fs::write(&other, "another's").unwrap();
+        // Other tests of this process count, too.
+        for number in 0..10_000 {
+            let name = format!(".file.{}-{number}.partial", std::process::id());
+            symlink(&other, folder.path().join(name)).unwrap();
+        }
+        write_whole(&file, b"new").unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"new");
+        assert!(fs::symlink_metadata(&file).unwrap().is_file());
+        assert_eq!(fs::read(&other).unwrap(), b"another's");
     }
 
     #[test]

@@ -42,8 +42,7 @@ impl Batcher {
         saved
     }
 
-    /// Writes a file for each text and returns the entries of the index. Adds each path to `written` before its file
-    /// exists.
+    /// Writes a file for each text and returns the entries of the index. Adds the path of each file to `written`.
     fn write_texts(
         &mut self,
         model: &str,
@@ -70,9 +69,9 @@ impl Batcher {
                 Err(CacheError::NoSlot { .. }) => break,
                 Err(error) => return Err(error.into()),
             };
-            written.push(path.clone());
             sequence.set_long(is_long);
             cache.save(&sequence, &tokens, model, &path)?;
+            written.push(path);
             entries.push(folder.entry(i, pictures)?);
         }
         Ok(entries)
