@@ -78,7 +78,8 @@ pub struct AnswerStyle {
     pub(crate) listing: Option<Listing>,
 }
 
-/// A running answer. Dropping it ends the sequence.
+/// A running answer. Dropping it ends the sequence. An answer that is dropped before its end counts as cancelled, unless
+/// its request has failed: then it ended for that reason.
 pub struct Answer {
     events: Events,
     tokenizer: Tokenizer,
@@ -118,7 +119,8 @@ impl Answer {
             }
             Piece::End(..) => 0,
         };
-        self.caller.as_ref().map_or(Ok(()), |caller| caller.meter.take(bytes))
+        let Some(caller) = &self.caller else { return Ok(()) };
+        caller.meter.take(bytes).map_err(|error| caller.failed(error))
     }
 
     /// Creates an answer from `events`.
@@ -197,7 +199,10 @@ impl Answer {
 
     fn failed(&mut self, error: ServerError) -> ServerError {
         self.timer.failed(error.reply().code);
-        error
+        match &self.caller {
+            Some(caller) => caller.failed(error),
+            None => error,
+        }
     }
 
     fn take(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<()> {
@@ -264,5 +269,13 @@ impl Answer {
         self.pieces.push_back(Piece::End(ending, stop));
         self.ended = true;
         self.timer.ended(ending, self.usage);
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if let Some(code) = self.caller.as_ref().and_then(|caller| caller.failure()) {
+            self.timer.failed(code);
+        }
     }
 }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::{App, Ask, fresh_id};
 use crate::caller::Caller;
-use crate::collect::{Collected, Outbox, collect, respond};
+use crate::collect::{Collected, Outbox, StreamRoom, collect, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::fleet::Front;
 use crate::http::Body;
@@ -106,14 +106,14 @@ pub(crate) async fn create(
     if body.max_tokens.is_none() {
         return Err(wrong("max_tokens", "it is missing").into());
     }
-    let streams = body.stream.unwrap_or(false);
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let (app, ask) = ask(&front, &caller, body).await?;
     let mut answers = app.start("/v1/messages", &caller, ask).await?;
     let model = app.id.clone();
-    if streams {
+    if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return Ok(respond(&app, &caller, error_event, move |outbox| stream(model, answer, outbox))?);
+        return Ok(respond(&app, room, error_event, move |outbox| stream(model, answer, outbox)));
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&model, &answer)).into_response())

@@ -1,6 +1,6 @@
 //! The origin of a request: its name in logs and answers, its key, and its memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -8,6 +8,7 @@ use axum::middleware::Next;
 use axum::response::Response;
 
 use crate::app::fresh_id;
+use crate::error::ServerError;
 use crate::memory::{Meter, RequestMemory};
 
 /// The header with a request's name.
@@ -29,6 +30,8 @@ pub(crate) struct Caller {
     /// Name of the key, if keys are required.
     pub key: Option<Arc<str>>,
     pub meter: Arc<Meter>,
+    /// Code of the first error that ended the request after it had begun.
+    failure: OnceLock<&'static str>,
 }
 
 /// The meter of a request. The layer that charges responses holds it, too, so that the charge passes from an answer to
@@ -45,7 +48,19 @@ impl Caller {
             id: id.unwrap_or_else(|| fresh_id("req_").into()),
             key,
             meter: meter.unwrap_or_else(|| Arc::new(memory.meter())),
+            failure: OnceLock::new(),
         }
+    }
+
+    /// Returns the error. It is the reason why all answers of the request end that have not ended by themselves.
+    pub fn failed(&self, error: ServerError) -> ServerError {
+        self.failure.get_or_init(|| error.reply().code);
+        error
+    }
+
+    /// The code of the error that ended the request.
+    pub fn failure(&self) -> Option<&'static str> {
+        self.failure.get().copied()
     }
 }
 

@@ -121,9 +121,10 @@ impl Charge {
 
     /// Returns charged bytes.
     pub fn give_back(&self, bytes: u64) {
-        self.held.fetch_sub(bytes, Ordering::AcqRel);
         self.request.fetch_sub(bytes, Ordering::AcqRel);
         self.budget.used.fetch_sub(bytes, Ordering::AcqRel);
+        // Last, so that whoever sees that this owner holds less sees that the request does, too.
+        self.held.fetch_sub(bytes, Ordering::AcqRel);
     }
 
     /// Charges bytes until the returned [`Hold`] is dropped.

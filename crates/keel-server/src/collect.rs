@@ -78,7 +78,7 @@ pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged
     stream::select_all(answers.into_iter().enumerate().map(pieces))
 }
 
-/// Bytes that a stream has for events that wait for its client. They are charged before it begins.
+/// Bytes that a stream has for events that wait for its client. They are charged before its prompt runs.
 const STREAM_BYTES: usize = 8 << 10;
 /// Bytes of an event besides its text.
 const EVENT_BYTES: usize = 128;
@@ -103,18 +103,55 @@ enum Room {
     /// Of the stream's own [`STREAM_BYTES`].
     Own(OwnedSemaphorePermit),
     /// Of the memory that all requests share.
-    Shared(Meter),
+    Shared(SharedRoom),
+}
+
+/// Memory of an event that is charged next to the stream's own.
+struct SharedRoom {
+    waiting: Arc<Meter>,
+    bytes: u64,
+}
+
+impl Drop for SharedRoom {
+    fn drop(&mut self) {
+        self.waiting.give_back(self.bytes);
+    }
+}
+
+/// The own memory of a stream. It is taken when a request is admitted. So a stream that is refused has run no prompt.
+pub(crate) struct StreamRoom {
+    caller: Arc<Caller>,
+    charge: Meter,
+}
+
+impl StreamRoom {
+    /// Takes the memory of a stream, if the request asks for one.
+    ///
+    /// # Errors
+    /// There is no memory left for it.
+    pub fn wanted(streams: bool, caller: &Arc<Caller>) -> Result<Option<StreamRoom>> {
+        streams.then(|| StreamRoom::take(caller)).transpose()
+    }
+
+    fn take(caller: &Arc<Caller>) -> Result<StreamRoom> {
+        let charge = caller.meter.part();
+        charge.take(STREAM_BYTES as u64)?;
+        Ok(StreamRoom { caller: Arc::clone(caller), charge })
+    }
 }
 
 /// Receives the events of a stream.
 ///
 /// A stream holds memory while it sends: its prompt, and tokens that wait. If it waited without end for memory that
 /// others hold, two streams could wait for each other. So an event that fits into the stream's own bytes waits for the
-/// stream's own client alone, and a larger one waits for a limited time.
+/// stream's own client alone, and a larger one waits for a limited time. An event that exceeds what its request may ever
+/// have, also when the client has read all others, is refused at once.
 #[derive(Clone)]
 pub(crate) struct Outbox {
     events: mpsc::Sender<Waiting>,
     own: Arc<Semaphore>,
+    /// Holds what waits beyond the stream's own bytes.
+    waiting: Arc<Meter>,
     caller: Arc<Caller>,
 }
 
@@ -133,7 +170,7 @@ impl Outbox {
     /// # Errors
     /// There is no memory left for a large event.
     pub async fn text(&self, event: Event, text: String) -> Result<()> {
-        let room = self.room(text.len() + EVENT_BYTES).await?;
+        let room = self.room(text.len() + EVENT_BYTES).await.map_err(|error| self.caller.failed(error))?;
         let _ = self.events.send(Waiting { event: event.data(text), _room: room }).await;
         Ok(())
     }
@@ -145,21 +182,25 @@ impl Outbox {
         {
             return Ok(Room::Own(room));
         }
-        let shared = self.caller.meter.part();
+        let bytes = bytes as u64;
         let until = Instant::now() + ROOM_TIME;
-        while let Err(error) = shared.take(bytes as u64) {
+        loop {
+            // Read before the attempt: what is given back meanwhile makes this too large, never too small.
+            let unread = self.waiting.held();
+            let Err(error) = self.waiting.take(bytes) else { break };
             // The client reads, and so makes room in the stream's own bytes.
-            if bytes <= STREAM_BYTES
+            if bytes <= STREAM_BYTES as u64
                 && let Ok(room) = Arc::clone(&self.own).acquire_many_owned(own).await
             {
                 return Ok(Room::Own(room));
             }
-            if Instant::now() >= until {
+            let never = matches!(error, ServerError::RequestTooLarge { needed, limit } if needed.saturating_sub(unread) > limit);
+            if never || Instant::now() >= until {
                 return Err(error);
             }
             tokio::time::sleep(NO_ROOM_PAUSE).await;
         }
-        Ok(Room::Shared(shared))
+        Ok(Room::Shared(SharedRoom { waiting: Arc::clone(&self.waiting), bytes }))
     }
 }
 
@@ -173,37 +214,34 @@ pub(crate) fn error_event(error: &ServerError) -> (Event, Value) {
 
 /// A response with the events that `produce` sends. An error of it becomes the last event. When the client disconnects,
 /// `produce` is dropped at its current await point, together with its answers.
-///
-/// # Errors
-/// There is no memory left for a stream.
 pub(crate) fn respond<F: Future<Output = Result<()>> + Send + 'static>(
     app: &App,
-    caller: &Arc<Caller>,
+    room: StreamRoom,
     form: ErrorEvent,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
-) -> Result<Response> {
+) -> Response {
     let limit = app.options.deadline.saturating_mul(READING_TIME);
-    let (events, own) = spawn_within(limit, caller, form, produce)?;
+    let (events, own) = spawn_within(limit, room, form, produce);
     let events = ReceiverStream::new(events).map(move |waiting| {
         let _own = &own;
         Ok(waiting.event)
     });
-    Ok(sse(app, events))
+    sse(app, events)
 }
 
 /// Runs `produce` and returns its events, and the charge of the stream's own bytes. After `limit` the stream is cut off.
 /// Without a limit, a slow client could keep a task and its answers for any time.
 fn spawn_within<F: Future<Output = Result<()>> + Send + 'static>(
     limit: Duration,
-    caller: &Arc<Caller>,
+    room: StreamRoom,
     form: ErrorEvent,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
-) -> Result<(mpsc::Receiver<Waiting>, Meter)> {
-    let charge = caller.meter.part();
-    charge.take(STREAM_BYTES as u64)?;
+) -> (mpsc::Receiver<Waiting>, Meter) {
+    let StreamRoom { caller, charge } = room;
     let (sender, receiver) = mpsc::channel(OUTBOX);
     let own = Arc::new(Semaphore::new(STREAM_BYTES));
-    let outbox = Outbox { events: sender.clone(), own, caller: Arc::clone(caller) };
+    let waiting = Arc::new(caller.meter.part());
+    let outbox = Outbox { events: sender.clone(), own, waiting, caller };
     tokio::spawn(async move {
         let work = async {
             if let Err(error) = produce(outbox.clone()).await {
@@ -218,7 +256,7 @@ fn spawn_within<F: Future<Output = Result<()>> + Send + 'static>(
             () = work => {}
         }
     });
-    Ok((receiver, charge))
+    (receiver, charge)
 }
 
 #[cfg(test)]
@@ -235,6 +273,10 @@ mod tests {
         Arc::new(Caller::new(&Request::new(Body::empty()), memory))
     }
 
+    fn room(memory: &RequestMemory) -> StreamRoom {
+        StreamRoom::take(&caller(memory)).expect("there is room")
+    }
+
     #[tokio::test]
     async fn a_client_that_never_reads_costs_a_bounded_outbox_until_its_time_is_over() {
         let held = Arc::new(());
@@ -246,8 +288,7 @@ mod tests {
                 outbox.text(Event::default(), "x".repeat(1000)).await?;
             }
         };
-        let begun = spawn_within(Duration::from_millis(1), &caller(&memory), error_event, produce);
-        let (mut receiver, own) = begun.expect("there is room");
+        let (mut receiver, own) = spawn_within(Duration::from_millis(1), room(&memory), error_event, produce);
         while Arc::strong_count(&held) > 1 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -275,7 +316,8 @@ mod tests {
                 }
                 outbox.text(Event::default(), "x".repeat(STREAM_BYTES)).await
             };
-            spawn_within(Duration::from_secs(60), &caller, error_event, produce).expect("there is room")
+            let room = StreamRoom::take(&caller).expect("there is room");
+            spawn_within(Duration::from_secs(60), room, error_event, produce)
         };
         let streams = [begin(), begin()];
         assert_eq!(memory.used(), memory.limit() / 8 * 7, "large requests have no more");
@@ -295,11 +337,28 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_without_room_is_refused_before_it_begins() {
-        let memory = RequestMemory::new(STREAM_BYTES as u64, 0);
-        let other = memory.meter();
-        other.take(1).expect("there is room");
-        let begun = spawn_within(Duration::from_secs(1), &caller(&memory), error_event, |_| async { Ok(()) });
-        assert!(matches!(begun, Err(ServerError::RequestMemory { .. })));
+    async fn an_event_that_never_fits_is_refused_at_once_and_one_that_will_fit_waits() {
+        const HALF: usize = 600 << 10;
+        let memory = RequestMemory::new(1 << 20, 0);
+        let caller = caller(&memory);
+        let room = StreamRoom::take(&caller).expect("there is room");
+        let produce = |outbox: Outbox| async move {
+            // Together they exceed the budget, and the client reads the first.
+            outbox.text(Event::default(), "x".repeat(HALF)).await?;
+            outbox.text(Event::default(), "x".repeat(HALF)).await?;
+            outbox.text(Event::default(), "x".repeat(2 * HALF)).await
+        };
+        let (mut receiver, own) = spawn_within(Duration::from_secs(60), room, error_event, produce);
+        tokio::time::sleep(2 * NO_ROOM_PAUSE).await;
+        assert_eq!(caller.failure(), None, "the second waits until the first is read");
+        for _ in 0..2 {
+            assert!(receiver.recv().await.is_some_and(|waiting| matches!(waiting._room, Room::Shared(_))));
+        }
+        let start = Instant::now();
+        assert!(receiver.recv().await.is_some() && receiver.recv().await.is_none(), "the error is the last");
+        assert!(start.elapsed() < ROOM_TIME / 2, "{:?}", start.elapsed());
+        assert_eq!(caller.failure(), Some("request_too_large"));
+        drop(own);
+        assert_eq!(memory.used(), 0);
     }
 }

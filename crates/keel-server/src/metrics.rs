@@ -371,9 +371,9 @@ impl RequestTimer {
         self.usage = usage;
     }
 
-    /// The request failed with this code of [`crate::Reply`].
+    /// The request failed with this code of [`crate::Reply`]. The first one counts.
     pub fn failed(&mut self, code: &'static str) {
-        self.failure = Some(code);
+        self.failure.get_or_insert(code);
     }
 }
 

@@ -89,6 +89,7 @@ fn requests_stay_within_their_memory() {
     abandoned_prompts();
     large_bodies_of_many_values();
     answers_without_room_are_refused();
+    a_stream_that_is_refused_has_run_no_prompt();
     the_least_memory_has_room_for_a_request();
     half_heads_and_unfinished_bodies();
 }
@@ -257,6 +258,42 @@ fn answers_without_room_are_refused() {
     }
     let small = json!({"prompt": "Once", "max_tokens": 1});
     assert_eq!(server.post("/v1/completions", &small).status, 200);
+    let finished =
+        |reason: &str| counter(&server, &format!("requests_finished_total{{reason=\"{reason}\"}}"));
+    assert_eq!((finished("request_too_large"), finished("cancelled")), (1 + 3 * 8, 0), "all their answers");
+}
+
+/// A counter of the server's metrics; 0 if it is not listed.
+fn counter(server: &Running, name: &str) -> usize {
+    let text = server.get("/metrics").body;
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("keel_{name} ")));
+    line.map_or(0, |count| count.parse().expect("a whole number"))
+}
+
+/// A request for many answers with a long stop string, which each answer copies. The memory for its events is taken before
+/// its prompt runs: no length of the string is refused later.
+fn a_stream_that_is_refused_has_run_no_prompt() {
+    let server = server(keel_server::REQUEST_MEMORY_MIN as usize);
+    let (mut fits, mut exceeds) = (0, 4096);
+    let mut refused_after = None;
+    while exceeds - fits > 8 {
+        let length = (fits + exceeds) / 2;
+        let body =
+            json!({"prompt": "Once", "max_tokens": 1, "n": 16, "stream": true, "stop": "x".repeat(length)});
+        let before = counter(&server, "prompt_tokens_total");
+        let reply = server.post("/v1/completions", &body);
+        wait_for("all is given back", || server.app.memory.used() == 0);
+        let has_run = counter(&server, "prompt_tokens_total") > before;
+        match reply.status {
+            200 => fits = length,
+            _ => exceeds = length,
+        }
+        if reply.status != 200 && has_run {
+            refused_after = Some((length, reply));
+        }
+    }
+    assert!(fits > 0 && exceeds < 4096, "some lengths fit, others do not");
+    assert!(refused_after.is_none(), "{refused_after:?}");
 }
 
 /// With less than the least memory a server would refuse everything, so it does not start.

@@ -17,7 +17,7 @@ use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
 use crate::app::{App, Ask, bytes_of_copy, fresh_id};
 use crate::caller::Caller;
-use crate::collect::{Collected, Outbox, collect, error_event, merge, respond};
+use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
 use crate::http::Body;
@@ -74,12 +74,12 @@ pub(crate) async fn create(
 ) -> Result<Response> {
     let app = front.app(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
-    let streams = body.stream.unwrap_or(false);
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let ask = ask_apart(&app, &caller, body).await?;
     let answers = app.start("/v1/chat/completions", &caller, ask).await?;
     let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
-    if streams {
-        return respond(&app, &caller, error_event, move |outbox| stream(head, answers, outbox, with_usage));
+    if let Some(room) = room {
+        return Ok(respond(&app, room, error_event, move |outbox| stream(head, answers, outbox, with_usage)));
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers)).into_response())

@@ -16,7 +16,7 @@ use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
 use crate::app::{Ask, bytes_of_copy, fresh_id};
-use crate::collect::{Collected, Outbox, collect, error_event, merge, respond};
+use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
 use crate::fleet::Front;
 use crate::http::Body;
@@ -88,7 +88,7 @@ pub(crate) async fn create(
 ) -> Result<Response> {
     let app = front.app(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
-    let streams = body.stream.unwrap_or(false);
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let choices = body.n.unwrap_or(1);
     let worker = Arc::clone(&app);
     let (asks, echoes) =
@@ -98,9 +98,9 @@ pub(crate) async fn create(
         answers.extend(app.start("/v1/completions", &caller, ask).await?);
     }
     let head = Head { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
-    if streams {
+    if let Some(room) = room {
         let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
-        return respond(&app, &caller, error_event, produce);
+        return Ok(respond(&app, room, error_event, produce));
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers, &echoes)).into_response())

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::fresh_id;
-use crate::collect::{Collected, Outbox, collect, error_event, respond};
+use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::fleet::Front;
 use crate::http::{Body, error_json};
@@ -62,7 +62,7 @@ pub(crate) async fn create(
     if body.previous_response_id.is_some() {
         return Err(wrong("previous_response_id", "responses are not stored; send the whole conversation"));
     }
-    let streams = body.stream.unwrap_or(false);
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let charged = caller.meter.part();
     let mut head = Head {
         id: fresh_id("resp_"),
@@ -86,10 +86,10 @@ pub(crate) async fn create(
     head.model.clone_from(&app.id);
     let ask = ask_apart(&app, &caller, chat).await?;
     let mut answers = app.start("/v1/responses", &caller, ask).await?;
-    if streams {
+    if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return respond(&app, &caller, error_event, move |outbox| stream(head, answer, outbox));
+        return Ok(respond(&app, room, error_event, move |outbox| stream(head, answer, outbox)));
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&head, &answer)).into_response())
