@@ -12,11 +12,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use keel_array::DType;
+use keel_array::{Array, DType};
 use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec, WeightsError};
 
 use crate::parts::parts;
-use crate::{CacheError, ModelCache, Result, SequenceCache};
+use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
 
 /// Name of the file's layout. A change of the layout changes it.
 const FORMAT: &str = "keel-prompt-cache-1";
@@ -77,17 +77,13 @@ impl ModelCache {
             }
         }
         let ids = file.tensor("tokens")?;
-        let tokens: Vec<u32> =
-            ids.bytes().as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
-        if ids.dtype() != DType::U32 || tokens.is_empty() || tokens.len() > self.size().context {
-            let problem = format!(
-                "it holds {} {} tokens, and the context is {}",
-                tokens.len(),
-                ids.dtype(),
-                self.size().context
-            );
-            return Err(wrong(problem));
+        // Counted before they are copied: a file may claim any number of them.
+        let (ids_of, context) = (ids.bytes().as_chunks::<4>().0, self.size().context);
+        if ids.dtype() != DType::U32 || ids_of.is_empty() || ids_of.len() > context {
+            let (dtype, count) = (ids.dtype(), ids_of.len());
+            return Err(wrong(format!("it holds {count} {dtype} tokens, and the context is {context}")));
         }
+        let tokens: Vec<u32> = ids_of.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
         let mut sequence = self.open()?;
         sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
         // The tokens and a tensor for each part. A tensor split has layers for each of its devices: of another number of
@@ -101,6 +97,22 @@ impl ModelCache {
         self.fill_from(&file, &mut sequence, tokens.len())?;
         file.check_intact()?;
         Ok((sequence, tokens))
+    }
+
+    /// The most bytes of a file that [`ModelCache::save`] writes.
+    pub fn saved_bytes_max(&self) -> u64 {
+        /// Name, type, shape and place of a tensor, and its share of the rest of the header.
+        const HEADER_BYTES: usize = 4096;
+        let pages = self.size().pages_per_sequence();
+        let entry = |array: &Array| array.bytes() / array.shape()[0].max(1);
+        let layer = |layer: &LayerStorage| match layer {
+            LayerStorage::Attention(pool) | LayerStorage::Sliding(pool) => {
+                (entry(&pool.keys) + entry(&pool.values)) * pages
+            }
+            LayerStorage::Recurrent { window, state } => entry(&window.rows) + entry(&state.state),
+        };
+        let parts: usize = self.layers().iter().map(|of| layer(of) + 2 * HEADER_BYTES).sum();
+        (parts + self.size().context * size_of::<u32>() + HEADER_BYTES) as u64
     }
 
     fn fill_from(&mut self, file: &SafetensorsFile, sequence: &mut SequenceCache, len: usize) -> Result<()> {

@@ -4,6 +4,7 @@
 //! index names the files with their sizes and checksums, and the pictures of each text by their hashes. It is written
 //! last: files without an index are never read.
 
+use std::collections::HashSet;
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -95,7 +96,7 @@ impl PrefixFolder<'_> {
     /// The file cannot be read back.
     pub fn entry(&self, i: usize, pictures: Vec<PictureHash>) -> Result<SavedPrefix, Unwritten> {
         let path = self.file_of(i);
-        let file = checked(&path).map_err(|error| Unwritten::new(&path, &error))?;
+        let file = checked(&path, u64::MAX).map_err(|error| Unwritten::new(&path, &error))?;
         Ok(SavedPrefix { name: name_of(i), file, pictures })
     }
 
@@ -124,22 +125,35 @@ impl PrefixFolder<'_> {
         if index["format"] != FORMAT || index["model"] != self.model {
             return Err(format!("{INDEX}: it is of another format or model"));
         }
-        match &index["files"] {
-            Value::Array(files) => {
-                Ok(Some(files.iter().take(Self::TEXTS_MAX).map(SavedPrefix::from_json).collect()))
+        let Value::Array(files) = &index["files"] else { return Err(format!("{INDEX}: it names no files")) };
+        let mut names = HashSet::new();
+        let mut entry = |file: &Value| {
+            let text = SavedPrefix::from_json(file)?;
+            // One file is read once.
+            if names.insert(text.name.clone()) {
+                Ok(text)
+            } else {
+                Err(format!("{}: it is named twice", text.name))
             }
-            _ => Err(format!("{INDEX}: it names no files")),
-        }
+        };
+        Ok(Some(files.iter().take(Self::TEXTS_MAX).map(&mut entry).collect()))
     }
 
-    /// The path of a text's file, which has the bytes that were written.
+    /// The path of a text's file, which has the bytes that were written. A file of more than `bytes_max` bytes is not
+    /// read.
     ///
     /// # Errors
-    /// One sentence: the file cannot be read, or has other bytes.
-    pub fn intact(&self, text: &SavedPrefix) -> Result<PathBuf, String> {
+    /// One sentence: the file cannot be read, is too large or has other bytes.
+    pub fn intact(&self, text: &SavedPrefix, bytes_max: u64) -> Result<PathBuf, String> {
         let name = &text.name;
+        if text.file.bytes > bytes_max {
+            return Err(format!(
+                "{name}: {} bytes, and a text of this engine has at most {bytes_max}",
+                text.file.bytes
+            ));
+        }
         let path = self.path.join(name);
-        match checked(&path) {
+        match checked(&path, text.file.bytes) {
             Ok(file) if file == text.file => Ok(path),
             Ok(_) => Err(format!("{name}: damaged, its checksum is another")),
             Err(error) => Err(format!("{name}: {error}")),
@@ -187,8 +201,9 @@ fn from_hex(text: &str) -> Option<PictureHash> {
     is_hex.then_some(hash)
 }
 
-fn checked(path: &Path) -> io::Result<Checked> {
-    let mut reader = BufReader::new(open_regular(path)?);
+/// Reads a file up to one byte more than `expected`, by which a larger file is known.
+fn checked(path: &Path, expected: u64) -> io::Result<Checked> {
+    let mut reader = BufReader::new(open_regular(path)?.take(expected.saturating_add(1)));
     let (mut hasher, mut bytes) = (crc32fast::Hasher::new(), 0);
     let mut block = vec![0; 1 << 16];
     loop {
@@ -216,9 +231,15 @@ mod tests {
         saved.write_index(std::slice::from_ref(&entry)).expect("written");
         let index = saved.read_index().expect("sound").expect("there");
         assert_eq!(index, [Ok(entry.clone())]);
-        assert_eq!(saved.intact(&entry), Ok(saved.file_of(0)));
-        std::fs::write(saved.file_of(0), b"texT").expect("written");
-        assert!(saved.intact(&entry).expect_err("another").contains("checksum"));
+        assert_eq!(saved.intact(&entry, 4), Ok(saved.file_of(0)));
+        assert!(saved.intact(&entry, 3).expect_err("too large").contains("4 bytes"), "it is not read");
+        for other in [b"texT".as_slice(), b"text and more", b"tex"] {
+            std::fs::write(saved.file_of(0), other).expect("written");
+            assert!(saved.intact(&entry, 100).expect_err("another").contains("checksum"));
+        }
+        saved.write_index(&[entry.clone(), entry.clone()]).expect("written");
+        let twice = saved.read_index().expect("sound").expect("there");
+        assert!(twice[0].is_ok() && twice[1].as_ref().is_err_and(|problem| problem.contains("twice")));
         let other = PrefixFolder::new("another model", folder.path());
         assert!(other.read_index().expect_err("not its own").contains("format or model"));
         saved.begin().expect("it exists");

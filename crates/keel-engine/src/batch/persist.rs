@@ -106,8 +106,8 @@ impl Batcher {
         folder: PrefixFolder<'_>,
         text: &SavedPrefix,
     ) -> Result<bool, String> {
-        let (path, name) = (folder.intact(text)?, text.name());
         let cache = self.engine.cache_mut();
+        let (path, name) = (folder.intact(text, cache.saved_bytes_max())?, text.name());
         let (sequence, mut tokens) = match cache.load(model, &path) {
             Ok(loaded) => loaded,
             Err(CacheError::NoPages { .. }) => return Ok(false),
