@@ -166,6 +166,7 @@ impl App {
         Bounds {
             vocab: self.engine.vocab(),
             context: self.engine.context(),
+            context_max: self.engine.context_max(),
             choices_max: self.options.choices_max,
             sources: Some(&self.options.pictures),
             meter: Some(&caller.meter),

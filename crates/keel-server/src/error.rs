@@ -38,6 +38,23 @@ pub enum ServerError {
         /// The model's own limit.
         context_max: usize,
     },
+    /// A text is surely too long, by its bytes alone. It has not been made into tokens.
+    #[error(
+        "the text has {bytes} bytes, which are at least {tokens} tokens, and the context of prompt and answer together is {context}: \
+         a text of more than {bytes_most} bytes never fits{}", longer_context(*tokens, *context, *context_max)
+    )]
+    TextTooLong {
+        /// Bytes of the text.
+        bytes: usize,
+        /// The most bytes of a text that could fit.
+        bytes_most: usize,
+        /// The fewest tokens that the text can have.
+        tokens: usize,
+        /// Limit on the tokens of prompt and answer together.
+        context: usize,
+        /// The model's own limit.
+        context_max: usize,
+    },
     /// The requested model is not served here.
     #[error("the model {asked:?} is not served here; {served}")]
     UnknownModel {
@@ -245,7 +262,9 @@ impl ServerError {
                 }
                 _ => reply(S::INTERNAL_SERVER_ERROR, OURS, "text_failure"),
             },
-            ServerError::PromptTooLong { .. } => reply(S::BAD_REQUEST, INVALID, "context_length_exceeded"),
+            ServerError::PromptTooLong { .. } | ServerError::TextTooLong { .. } => {
+                reply(S::BAD_REQUEST, INVALID, "context_length_exceeded")
+            }
             ServerError::Body(_) => reply(S::BAD_REQUEST, INVALID, "invalid_body"),
             ServerError::Field { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_value"),
             ServerError::UnknownModel { .. } => reply(S::NOT_FOUND, INVALID, "model_not_found"),

@@ -34,6 +34,20 @@ pub(crate) struct RerankBody {
     rest: Map<String, Value>,
 }
 
+impl RerankBody {
+    /// Bytes of all prompts as texts.
+    fn prompt_bytes(&self) -> u64 {
+        let instruction = self.instruction.as_deref().unwrap_or(INSTRUCTION);
+        let shared = HEAD.len() + TAIL.len() + FRAME_BYTES + instruction.len() + self.query.len();
+        self.documents.iter().map(|document| (shared + document.text().len()) as u64).sum()
+    }
+}
+
+/// The names of the parts of a prompt.
+const FRAME_BYTES: usize = "<Instruct>: \n<Query>: \n<Document>: ".len();
+/// A token covers at least a byte. Buffers of ids grow by doubling.
+const BYTES_PER_PROMPT_BYTE: u64 = 2 * size_of::<u32>() as u64;
+
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Document {
@@ -62,8 +76,14 @@ pub(crate) async fn create(
 ) -> Result<Json<Value>> {
     let app = front.app(body.model.as_deref()).await?;
     let worker = Arc::clone(&app);
+    // Each prompt repeats the query, so the prompts may be far larger than the body. They are charged before they are
+    // made, and take a seat of their size.
+    let most = body.prompt_bytes() * BYTES_PER_PROMPT_BYTE;
+    caller.meter.take(most)?;
     let work = move |caller: &_| Ok((asks(&worker.text, &worker.bounds(caller), &body)?, body));
     let (ask, body) = app.work(&caller, work).await?;
+    let ids: usize = ask.prompts.iter().map(Vec::capacity).sum();
+    caller.meter.give_back(most.saturating_sub((ids * size_of::<u32>()) as u64));
     let read = app.read("/v1/rerank", &caller, ask).await?;
     let mut scores: Vec<(usize, f64)> =
         read.values.iter().enumerate().map(|(i, logits)| (i, score(logits))).collect();

@@ -1,13 +1,12 @@
 //! The text side of the served model.
 
-use keel_engine::EngineError;
 use keel_engine::batch::RequestSight;
 use keel_text::{
     AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer,
 };
 use serde_json::{Map, Value};
 
-use crate::error::{Result, wrong};
+use crate::error::{Result, ServerError, wrong};
 use crate::grammar::GrammarFactory;
 use crate::memory::{Meter, bytes_of_encoding};
 use crate::pictures::{PictureSources, Spans, Viewer};
@@ -40,8 +39,9 @@ pub(crate) struct ChatPrompt {
 pub(crate) struct Bounds<'a> {
     /// All ids are below this.
     pub vocab: usize,
-    /// Largest number of tokens of a sequence.
+    /// Largest number of tokens of a sequence. The model's own limit may be larger.
     pub context: usize,
+    pub context_max: usize,
     /// Largest number of answers per request.
     pub choices_max: usize,
     /// Where pictures may come from besides the request.
@@ -53,9 +53,12 @@ pub(crate) struct Bounds<'a> {
 impl Bounds<'_> {
     /// Encodes a text that fits in the context. A text that is surely too long is refused by its bytes alone.
     pub fn encode(&self, tokenizer: &Tokenizer, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let needed = tokenizer.tokens_at_least(text).saturating_add(1);
-        if needed > self.context {
-            return Err(EngineError::Context { needed, context: self.context }.into());
+        let tokens = tokenizer.tokens_at_least(text);
+        if tokens >= self.context {
+            let (context, context_max) = (self.context, self.context_max);
+            let bytes_most = tokenizer.bytes_at_most(text, context - 1).unwrap_or(0);
+            let bytes = text.len();
+            return Err(ServerError::TextTooLong { bytes, bytes_most, tokens, context, context_max });
         }
         let _held = self.meter.map(|meter| meter.hold(bytes_of_encoding(text))).transpose()?;
         Ok(tokenizer.encode(text, add_special)?)

@@ -170,7 +170,25 @@ fn an_answer_is_as_long_as_the_context_allows_and_a_prompt_that_does_not_fit_is_
     {
         assert!(message.contains(part), "{message}");
     }
-    // The model itself takes 4096.
+    // A text whose bytes say enough is not made into tokens. The model itself takes 4096.
+    let text = "a ".repeat(3 << 20);
+    let reply = server.post("/v1/completions", &json!({"prompt": text, "max_tokens": 1}));
+    let error = &reply.json()["error"];
+    assert_eq!((reply.status, error["code"].as_str()), (400, Some("context_length_exceeded")));
+    let message = error["message"].as_str().expect("a message");
+    let number = |before: &str| -> usize {
+        let after = message.split_once(before).unwrap_or_else(|| panic!("{message}")).1;
+        let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().expect("a number")
+    };
+    assert_eq!((number("the text has "), number("together is ")), (6 << 20, 2048));
+    assert!(number("at least ") > 2048 && message.ends_with("with --context 4096"), "{message}");
+    let most = number("more than ");
+    let reply =
+        server.post("/v1/completions", &json!({"prompt": "a ".repeat(most / 2 + 1), "max_tokens": 1}));
+    assert!(reply.body.contains(&format!("more than {most} bytes never fits")), "{}", reply.body);
+    let reply = server.post("/v1/completions", &json!({"prompt": "a".repeat(most), "max_tokens": 1}));
+    assert!(!reply.body.contains("never fits"), "{}", reply.body);
     let prompt: Vec<u32> = (0..5000).map(|i| 300 + i % 700).collect();
     let reply = server.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": 1}));
     let message = reply.json()["error"]["message"].to_string();

@@ -189,6 +189,10 @@ fn answers_and_copies() -> Vec<(u16, &'static str, &'static str, String)> {
     let biases: serde_json::Map<_, _> = (0..4000).map(|id| (id.to_string(), json!(1))).collect();
     let biases = json!({"prompt": vec!["a"; 64], "max_tokens": 1, "logit_bias": biases});
     let echo = json!({"prompt": "The little dog ran. ".repeat(200), "max_tokens": 1, "n": 16, "echo": true});
+    // Each document's prompt repeats the query. The last one is too long, which shows after the others were made.
+    let mut documents = vec!["a".to_string(); 2047];
+    documents.push("The little dog ran. ".repeat(2000));
+    let documents = json!({"query": "The little dog ran. ".repeat(300), "documents": documents});
     let completions = [
         ("listed tokens", listed),
         ("stop strings of many answers", stops),
@@ -200,6 +204,7 @@ fn answers_and_copies() -> Vec<(u16, &'static str, &'static str, String)> {
     completions
         .into_iter()
         .chain([(200, "a chat's listed tokens", "/v1/chat/completions", chat.to_string())])
+        .chain([(400, "a query that many documents repeat", "/v1/rerank", documents.to_string())])
         .collect()
 }
 

@@ -43,8 +43,13 @@ impl Longest {
 
     /// The fewest tokens that a text can have.
     pub fn tokens_at_least(self, text: &str) -> usize {
+        text.len().div_ceil(self.bytes_of_token(text))
+    }
+
+    /// The most bytes of this text that one token covers.
+    pub fn bytes_of_token(self, text: &str) -> usize {
         let longest = if text.is_ascii() { self.ascii_bytes } else { self.bytes };
-        text.len().div_ceil(longest.max(1))
+        longest.max(1)
     }
 }
 

@@ -107,6 +107,14 @@ impl Tokenizer {
         least.saturating_sub(usize::from(matches!(self.shared.bos_fix, BosFix::Remove(_))))
     }
 
+    /// The most bytes that a text of this kind can have, if it has at most `tokens` tokens. The kind is whether it is
+    /// ASCII. `None` if there is no bound.
+    pub fn bytes_at_most(&self, text: &str, tokens: usize) -> Option<usize> {
+        let removed = usize::from(matches!(self.shared.bos_fix, BosFix::Remove(_)));
+        let longest = self.shared.parts.longest?.bytes_of_token(text);
+        Some(tokens.saturating_add(removed).saturating_mul(longest))
+    }
+
     /// Decodes ids. Ids outside the vocabulary decode to nothing, and invalid UTF-8 to U+FFFD.
     ///
     /// # Errors
