@@ -1,9 +1,11 @@
-//! The threads of a split model's devices. Each lives as long as the engine, and runs the steps of its device in order.
+//! The threads of a split model's devices, and of a vision tower with a device of its own. Each lives as long as the engine, and
+//! runs the programs of its device in order.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
 
@@ -142,6 +144,17 @@ impl Running {
         let Running { step, ended } = self;
         ended.recv().unwrap_or_else(|_| Ended { step, outcome: Err(Failure::Lost) })
     }
+
+    /// Waits for the job's end, but no longer than `patience`. An end is returned once.
+    pub fn wait_for(&self, patience: Duration) -> Option<Ended> {
+        match self.ended.recv_timeout(patience) {
+            Ok(ended) => Some(ended),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => {
+                Some(Ended { step: self.step.clone(), outcome: Err(Failure::Lost) })
+            }
+        }
+    }
 }
 
 /// The thread of a device. Dropping it waits for its jobs.
@@ -151,11 +164,11 @@ pub(crate) struct DeviceThread {
 }
 
 impl DeviceThread {
-    /// Starts the thread of device `rank`.
+    /// Starts the thread of a device, which is named in errors.
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn start(rank: usize) -> Result<DeviceThread> {
+    pub fn start(device: &str) -> Result<DeviceThread> {
         let (jobs, received) = channel::<Handed>();
         let serve = move || {
             for Handed { membership, job, end } in received {
@@ -163,9 +176,9 @@ impl DeviceThread {
                 let _ = end.send(job.run_as(membership));
             }
         };
-        let thread = std::thread::Builder::new().name(format!("keel-device-{rank}")).spawn(serve);
+        let thread = std::thread::Builder::new().name(format!("keel-{device}")).spawn(serve);
         let refused = |error: io::Error| {
-            EngineError::Option(format!("device {rank} of the model could not be given a thread: {error}"))
+            EngineError::Option(format!("the {device} of the model could not be given a thread: {error}"))
         };
         Ok(DeviceThread { jobs: Some(jobs), thread: Some(thread.map_err(refused)?) })
     }
@@ -231,7 +244,7 @@ mod tests {
 
     #[test]
     fn devices_add_up_their_values() {
-        let outcomes = run_both(DeviceThread::start(0).expect("a thread"));
+        let outcomes = run_both(DeviceThread::start("device-0").expect("a thread"));
         let sum: Vec<u8> = [2.0f32, 4.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
         assert!(outcomes.into_iter().all(|outcome| outcome.is_ok_and(|bytes| bytes == sum)));
     }

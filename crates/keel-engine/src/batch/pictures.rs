@@ -3,13 +3,15 @@
 //! ```text
 //! submit     pictures known by their keys; what never fits is refused
 //! start      room for the features of those pictures that the prompt's remembered part does not cover
-//! each step  the tower does a piece of its work at most, so that it delays nobody by more; known pictures cost nothing
+//! each step  the tower does a piece of its work at most, so that it delays nobody by more; known pictures cost nothing.
+//!            A tower with a device of its own is handed a piece, and steps run until it has ended
 //! prompt     runs once all are seen; then the features are let go, and stay for others as long as there is room
 //! ```
 
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use keel_cache::{SeenPicture, Sight};
 use keel_models::vision::{ImageRun, VisionConfig, run_ends, sight_of};
@@ -18,7 +20,12 @@ use super::features::{PictureKey, Wanted};
 use super::request::BatchEvent;
 use super::sequence::Running;
 use super::{BatchRequest, Batcher};
+use crate::eyes::Looked;
 use crate::{Engine, EngineError, PatchGrid, Result};
+
+/// How long a step waits for a tower with a thread of its own while no sequence has other work. After that it returns, so that
+/// arrivals and cancellations are seen.
+const TOWER_PATIENCE: Duration = Duration::from_millis(2);
 
 /// A picture or a video, ready for the tower.
 #[derive(Clone)]
@@ -232,8 +239,10 @@ impl Batcher {
             self.looking = None;
             return;
         }
-        // The tower runs alone, so steps under way are taken first.
-        self.settle();
+        if !self.engine.looks_apart() {
+            // The tower runs alone, so steps under way are taken first.
+            self.settle();
+        }
         let Some(i) = self.looked_for() else { return };
         if let Err(error) = self.go_on_looking(i) {
             self.looking = None;
@@ -261,10 +270,14 @@ impl Batcher {
             Some((of, look)) if of == *key => look,
             _ => self.engine.begin_look(values, *grid)?,
         };
-        self.look_pieces += 1;
-        match self.engine.go_on_looking(&mut look, values)? {
-            None => self.looking = Some((*key, look)),
-            Some(features) => {
+        let has_other_work =
+            !self.pending.is_empty() || self.running.iter().any(|r| !r.pictures.are_unseen());
+        let patience = if has_other_work { Duration::ZERO } else { TOWER_PATIENCE };
+        let looked = self.engine.go_on_looking(&mut look, values, patience)?;
+        self.look_pieces += u64::from(!matches!(looked, Looked::UnderWay));
+        match looked {
+            Looked::UnderWay | Looked::Piece => self.looking = Some((*key, look)),
+            Looked::All(features) => {
                 self.features.fill(key, Arc::new(features));
                 self.looks += 1;
             }

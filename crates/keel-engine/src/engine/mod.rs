@@ -5,6 +5,7 @@ mod prompts;
 mod ready;
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
@@ -15,7 +16,7 @@ use keel_models::{HybridModel, Part};
 use serde_json::Value;
 
 use crate::crew::DeviceThread;
-use crate::eyes::{self, Eyes, Look, PatchGrid};
+use crate::eyes::{self, Eyes, Look, Looked, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::Costs;
 use crate::split;
@@ -132,7 +133,7 @@ impl Engine {
         let mut peers = Vec::with_capacity(models.len());
         for (rank, (runtime, model)) in models.into_iter().enumerate() {
             let runs = !runtime.backend().is_planning();
-            let thread = runs.then(|| DeviceThread::start(rank)).transpose()?;
+            let thread = runs.then(|| DeviceThread::start(&format!("device-{rank}"))).transpose()?;
             peers.push(Peer {
                 thread,
                 runtime: runtime.clone(),
@@ -147,7 +148,11 @@ impl Engine {
             (Some(vision), Some(sizes)) => {
                 let config = (vision, &whole);
                 let how = (options.compute, options.largest_steps);
-                Some(Eyes::load(place, &loader, config, sizes, how)?)
+                let mut eyes = Eyes::load(place, &loader, config, sizes, how)?;
+                if tower.is_some_and(|tower| !tower.backend().is_planning()) {
+                    eyes.start_thread()?;
+                }
+                Some(eyes)
             }
             _ => None,
         };
@@ -270,8 +275,21 @@ impl Engine {
         self.eyes.as_ref().ok_or(EngineError::NoEyes)?.begin(values, grid)
     }
 
-    /// Runs the next piece of a look. Returns the features if it was the last.
-    pub(crate) fn go_on_looking(&mut self, look: &mut Look, values: &[f32]) -> Result<Option<Features>> {
+    /// Whether the tower has a device and a thread of its own, so that steps run while it looks.
+    pub(crate) fn looks_apart(&self) -> bool {
+        self.eyes.as_ref().is_some_and(Eyes::has_thread)
+    }
+
+    /// Runs the next piece of a look. A tower with a thread of its own is only waited for as long as `patience`.
+    pub(crate) fn go_on_looking(
+        &mut self,
+        look: &mut Look,
+        values: &[f32],
+        patience: Duration,
+    ) -> Result<Looked> {
+        if self.looks_apart() {
+            return self.eyes.as_mut().ok_or(EngineError::NoEyes)?.go_on_apart(look, values, patience);
+        }
         self.finish_under_way()?;
         self.eyes.as_mut().ok_or(EngineError::NoEyes)?.go_on(look, values)
     }

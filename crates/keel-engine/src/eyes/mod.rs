@@ -3,6 +3,7 @@
 //! The passes of a short list (`passes.rs`) are traced when the engine is made. A picture runs through one of them, piece by
 //! piece.
 
+mod apart;
 mod passes;
 
 use std::ops::Range;
@@ -20,6 +21,7 @@ use serde_json::Value;
 pub(crate) use passes::Passes;
 
 use crate::{EngineError, Result};
+use apart::TowerThread;
 
 /// The pictures that memory is planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +73,8 @@ pub(crate) struct Eyes {
     traced: u64,
     /// The number of the look that the buffers belong to.
     look: u64,
+    /// Runs the pieces of a tower with a device of its own.
+    thread: Option<TowerThread>,
 }
 
 /// A picture or video that the tower is looking at.
@@ -80,6 +84,16 @@ pub(crate) struct Look {
     /// Pieces done, counted over all groups of frames.
     done: usize,
     features: Features,
+}
+
+/// How far a look has come.
+pub(crate) enum Looked {
+    /// No further piece has ended.
+    UnderWay,
+    /// A piece has ended, and another follows.
+    Piece,
+    /// The last piece has ended.
+    All(Features),
 }
 
 /// The tower's numbers in a config, if the options ask for a tower.
@@ -140,6 +154,7 @@ impl Eyes {
             prepared: Vec::new(),
             traced: 0,
             look: 0,
+            thread: None,
             passes,
             tower,
         };
@@ -231,38 +246,56 @@ impl Eyes {
         Ok(Look { number: 0, grid, done: 0, features })
     }
 
-    /// Runs the next piece over the values that the look began with. Returns the features if it was the last. A look whose
-    /// buffers another one has taken begins anew.
+    /// Runs the next piece over the values that the look began with. A look whose buffers another one has taken begins
+    /// anew.
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn go_on(&mut self, look: &mut Look, values: &[f32]) -> Result<Option<Features>> {
+    pub fn go_on(&mut self, look: &mut Look, values: &[f32]) -> Result<Looked> {
+        let piece = self.stage_piece(look, values)?;
+        piece.run().map_err(ArrayError::from)?;
+        self.take_piece(look)
+    }
+
+    /// Fills the buffers for the next piece of a look, and returns it.
+    fn stage_piece(&mut self, look: &mut Look, values: &[f32]) -> Result<Executable> {
         if look.number != self.look || look.number == 0 {
             self.look += 1;
             look.number = self.look;
             look.done = 0;
             look.features.levels.iter_mut().for_each(Vec::clear);
         }
-        let count = look.grid.h * look.grid.w;
-        let fits = self.passes.fit(count);
-        let pass = self.prepared.iter().find(|(patches, _)| Some(*patches) == fits);
-        let Some((patches, pieces)) = pass else {
-            return Err(EngineError::PicturePatches { patches: count, planned: self.patches_max() });
-        };
+        let (patches, pieces) = self.pass_of(look)?;
         let (group, piece) = (look.done / pieces.len(), look.done % pieces.len());
         if piece == 0 {
             self.stage(look.grid, group_of(values, look.grid, group), *patches)?;
         }
-        pieces[piece].run().map_err(ArrayError::from)?;
+        Ok(pieces[piece].clone())
+    }
+
+    /// The prepared pass for a look.
+    fn pass_of(&self, look: &Look) -> Result<&(usize, Vec<Executable>)> {
+        let count = look.grid.h * look.grid.w;
+        let fits = self.passes.fit(count);
+        let pass = self.prepared.iter().find(|(patches, _)| Some(*patches) == fits);
+        pass.ok_or(EngineError::PicturePatches { patches: count, planned: self.patches_max() })
+    }
+
+    /// Notes that the piece which was staged last has run, and takes the features after the last piece of a group.
+    fn take_piece(&self, look: &mut Look) -> Result<Looked> {
+        let pieces = self.pass_of(look)?.1.len();
         look.done += 1;
-        if piece + 1 < pieces.len() {
-            return Ok(None);
+        if !look.done.is_multiple_of(pieces) {
+            return Ok(Looked::Piece);
         }
         let rows = self.tower.config.rows_of(look.grid.h, look.grid.w);
         for (output, level) in self.outputs.iter().zip(&mut look.features.levels) {
             crate::step::append_rows(output, 0, rows, level)?;
         }
-        Ok((group + 1 == look.grid.t).then(|| std::mem::take(&mut look.features)))
+        if look.done < pieces * look.grid.t {
+            return Ok(Looked::Piece);
+        }
+        Ok(Looked::All(std::mem::take(&mut look.features)))
     }
 
     /// All pieces at once.
@@ -271,8 +304,9 @@ impl Eyes {
     /// As [`Eyes::begin`] and [`Eyes::go_on`].
     pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
         let mut look = self.begin(values, grid)?;
+        self.wait_for_thread();
         loop {
-            if let Some(features) = self.go_on(&mut look, values)? {
+            if let Looked::All(features) = self.go_on(&mut look, values)? {
                 return Ok(features);
             }
         }

@@ -23,8 +23,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "DEVICE", env = "KEEL_DEVICE", default_value = "auto", value_parser = parse_device)]
     device: Wanted,
     /// Device of the vision tower of a model on a GPU: cpu keeps its weights, buffers and work off the GPU, and pictures
-    /// take longer. Other requests wait while a piece of a picture is looked at, with a published model for up to
-    /// seconds. By default the model's device.
+    /// take longer. Answers to other requests go on while a picture is looked at. By default the model's device.
     #[arg(long, value_name = "DEVICE", value_enum)]
     vision_device: Option<VisionDevice>,
     #[command(flatten)]

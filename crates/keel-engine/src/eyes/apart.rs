@@ -1,0 +1,90 @@
+//! A tower with a device of its own. A thread runs its pieces, and steps of the model go on meanwhile.
+//!
+//! ```text
+//! batch    stage piece 1 | step | step | step | take 1, stage piece 2 | step | ...
+//! thread                 | piece 1         |                          | piece 2 ...
+//! ```
+//!
+//! The buffers are written and read only while no piece is under way. A piece whose request has ended runs to its end; its
+//! outcome is dropped.
+
+use std::time::Duration;
+
+use super::{Eyes, Look, Looked};
+use crate::Result;
+use crate::crew::{DeviceThread, Job, Running};
+
+/// The thread of a tower.
+pub(super) struct TowerThread {
+    /// Ends after its last piece, and before the tower's buffers are freed.
+    thread: DeviceThread,
+    under_way: Option<Piece>,
+}
+
+/// A piece under way.
+struct Piece {
+    /// The number of its look.
+    look: u64,
+    running: Running,
+}
+
+impl Eyes {
+    /// Gives the tower a thread of its own.
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn start_thread(&mut self) -> Result<()> {
+        let thread = DeviceThread::start("vision-tower")?;
+        self.thread = Some(TowerThread { thread, under_way: None });
+        Ok(())
+    }
+
+    /// Whether pieces run on a thread of the tower.
+    pub fn has_thread(&self) -> bool {
+        self.thread.is_some()
+    }
+
+    /// As [`Eyes::go_on`], on the tower's thread: takes the piece under way if it ends within `patience`, then hands the next
+    /// piece over and does not wait for it.
+    ///
+    /// # Errors
+    /// As [`Eyes::go_on`], for the piece that has ended.
+    pub fn go_on_apart(&mut self, look: &mut Look, values: &[f32], patience: Duration) -> Result<Looked> {
+        let mut looked = Looked::UnderWay;
+        if let Some(Piece { look: number, running }) = self.under_way() {
+            let (number, ended) = (*number, running.wait_for(patience));
+            let Some(ended) = ended else { return Ok(looked) };
+            self.forget_piece();
+            if number == look.number {
+                ended.outcome.map_err(|failure| failure.into_error())?;
+                looked = self.take_piece(look)?;
+            }
+        }
+        if !matches!(looked, Looked::All(_)) {
+            let step = self.stage_piece(look, values)?;
+            let number = look.number;
+            if let Some(TowerThread { thread, under_way }) = &mut self.thread {
+                let running = thread.hand(Job { step, drawn: None });
+                *under_way = Some(Piece { look: number, running });
+            }
+        }
+        Ok(looked)
+    }
+
+    /// Waits for a piece under way, whose look has been given up.
+    pub(super) fn wait_for_thread(&mut self) {
+        if let Some(piece) = self.thread.as_mut().and_then(|thread| thread.under_way.take()) {
+            drop(piece.running.wait());
+        }
+    }
+
+    fn under_way(&self) -> Option<&Piece> {
+        self.thread.as_ref()?.under_way.as_ref()
+    }
+
+    fn forget_piece(&mut self) {
+        if let Some(thread) = &mut self.thread {
+            thread.under_way = None;
+        }
+    }
+}
