@@ -1,7 +1,7 @@
 //! The models of a server: which are loaded, and how they are loaded and unloaded within one memory limit.
 //!
 //! A request for a model that is not loaded waits until it is loaded. Models are loaded one at a time. If memory is
-//! short, the least recently used model is unloaded first: it takes no new requests, its running requests end, and then
+//! short, that of the models' device or that of the CPU for their vision towers, the least recently used model is unloaded first: it takes no new requests, its running requests end, and then
 //! its engine's thread ends and all of its memory is freed. Its ledger is checked.
 
 use std::error::Error;
@@ -37,14 +37,25 @@ pub type Load = Box<dyn Fn() -> Result<Loaded, Box<dyn Error + Send + Sync>> + S
 pub struct Offer {
     /// The model's name in the API.
     pub id: String,
-    /// The planned bytes of the loaded model.
+    /// The planned bytes of the loaded model, without a vision tower that has a device of its own.
     pub bytes: u64,
+    /// The planned bytes of a vision tower on the CPU, of a model on another device; otherwise 0.
+    pub tower_bytes: u64,
     /// Largest number of tokens of a sequence.
     pub context: usize,
-    /// Whether the model takes pictures.
-    pub sees: bool,
+    /// What the model takes besides text.
+    pub takes: Takes,
     /// Loads the model.
     pub load: Load,
+}
+
+/// What a model takes besides text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Takes {
+    /// Pictures.
+    pub pictures: bool,
+    /// Videos.
+    pub videos: bool,
 }
 
 /// Bounds of a server with several models.
@@ -52,6 +63,8 @@ pub struct Offer {
 pub struct FleetOptions {
     /// Limit on the bytes of all loaded models together.
     pub memory_limit: u64,
+    /// Limit on the bytes of the loaded models' vision towers that are on the CPU next to models on another device.
+    pub tower_limit: u64,
     /// Time after which an unused model is unloaded. With `None` it stays until another model needs its memory.
     pub keep_alive: Option<Duration>,
     /// Makes the allocator return the memory that a model left in it.
@@ -61,12 +74,33 @@ pub struct FleetOptions {
 /// A model of the server.
 struct Entry {
     id: String,
-    bytes: u64,
+    needs: Needs,
     context: usize,
-    sees: bool,
+    takes: Takes,
     /// `None` if the model is always loaded.
     load: Option<Load>,
     resident: Mutex<Option<Resident>>,
+}
+
+/// The planned bytes of models.
+#[derive(Clone, Copy, Default)]
+struct Needs {
+    bytes: u64,
+    /// Those of vision towers with a device of their own.
+    tower_bytes: u64,
+}
+
+impl Needs {
+    fn plus(self, other: Needs) -> Needs {
+        Needs { bytes: self.bytes + other.bytes, tower_bytes: self.tower_bytes + other.tower_bytes }
+    }
+
+    /// What exceeds its limit: whose bytes, and the limit.
+    fn beyond(self, options: &FleetOptions) -> Option<(&'static str, u64, u64)> {
+        let model = ("", self.bytes, options.memory_limit);
+        let tower = (" of its vision tower on the CPU", self.tower_bytes, options.tower_limit);
+        [model, tower].into_iter().find(|(_, bytes, limit)| bytes > limit)
+    }
 }
 
 /// A loaded model.
@@ -82,7 +116,7 @@ pub(crate) struct ModelFacts {
     pub context: usize,
     pub bytes: u64,
     pub is_loaded: bool,
-    pub sees: bool,
+    pub takes: Takes,
 }
 
 /// The state that the handlers of all endpoints share: the models, and through them the state for one request.
@@ -142,12 +176,14 @@ impl Front {
     ) -> Arc<Front> {
         let shared = Arc::new(shared);
         let id = shared.options.model_id.clone();
-        let (bytes, context) = (engine.planned().total(), engine.context());
-        let sees = text.is_shown_pictures();
+        let needs = Needs { bytes: engine.planned().total(), tower_bytes: 0 };
+        let (context, takes) = (engine.context(), text.takes());
         let app = Arc::new(App { shared: Arc::clone(&shared), id: id.clone(), engine, text });
         let resident = Mutex::new(Some(Resident { app, thread, used: Instant::now() }));
-        let entries = vec![Entry { id, bytes, context, sees, load: None, resident }];
-        Front::with(shared, entries, FleetOptions { memory_limit: u64::MAX, keep_alive: None, rest: || () })
+        let entries = vec![Entry { id, needs, context, takes, load: None, resident }];
+        let options =
+            FleetOptions { memory_limit: u64::MAX, tower_limit: u64::MAX, keep_alive: None, rest: || () };
+        Front::with(shared, entries, options)
     }
 
     /// A server with several models. None is loaded yet.
@@ -162,22 +198,22 @@ impl Front {
         if offers.is_empty() {
             return Err(setting("--model", "there is none to serve"));
         }
-        for (i, Offer { id, bytes, .. }) in offers.iter().enumerate() {
+        for (i, Offer { id, bytes, tower_bytes, .. }) in offers.iter().enumerate() {
             if offers[..i].iter().any(|other| other.id == *id) {
                 return Err(setting("--model", format!("two models are called {id:?}; say NAME=MODEL")));
             }
-            if *bytes > options.memory_limit {
-                let limit = options.memory_limit;
+            let needs = Needs { bytes: *bytes, tower_bytes: *tower_bytes };
+            if let Some((whose, bytes, limit)) = needs.beyond(&options) {
                 return Err(setting(
                     "--model",
-                    format!("{id:?} holds {bytes} bytes, and the limit for all is {limit}"),
+                    format!("{id:?} holds {bytes} bytes{whose}, and the limit for all is {limit}"),
                 ));
             }
         }
-        let entry = |Offer { id, bytes, context, sees, load }| Entry {
-            sees,
+        let entry = |Offer { id, bytes, tower_bytes, context, takes, load }| Entry {
+            takes,
             id,
-            bytes,
+            needs: Needs { bytes, tower_bytes },
             context,
             load: Some(load),
             resident: Mutex::new(None),
@@ -229,9 +265,9 @@ impl Front {
 
     /// Facts about a model.
     pub(crate) fn facts(&self, at: usize) -> ModelFacts {
-        let Entry { id, context, bytes, sees, .. } = &self.entries[at];
+        let Entry { id, context, needs, takes, .. } = &self.entries[at];
         let is_loaded = self.entries[at].resident().is_some();
-        ModelFacts { id: id.clone(), context: *context, bytes: *bytes, is_loaded, sees: *sees }
+        ModelFacts { id: id.clone(), context: *context, bytes: needs.bytes, is_loaded, takes: *takes }
     }
 
     /// Facts about every model.
@@ -286,7 +322,7 @@ impl Front {
         }
         // A model whose engine has failed is unloaded like any other.
         self.give_back(at).await;
-        while self.held() + entry.bytes > self.options.memory_limit {
+        while self.held().plus(entry.needs).beyond(&self.options).is_some() {
             let Some(oldest) = self.least_recent() else { break };
             self.give_back(oldest).await;
         }
@@ -317,8 +353,9 @@ impl Front {
     }
 
     /// Bytes of the loaded models.
-    fn held(&self) -> u64 {
-        self.entries.iter().filter(|entry| entry.resident().is_some()).map(|entry| entry.bytes).sum()
+    fn held(&self) -> Needs {
+        let loaded = self.entries.iter().filter(|entry| entry.resident().is_some());
+        loaded.map(|entry| entry.needs).fold(Needs::default(), Needs::plus)
     }
 
     /// The least recently used model. Idle models come before busy ones.
@@ -364,7 +401,7 @@ impl Front {
             );
         }
         (self.options.rest)();
-        tracing::info!(model = entry.id, bytes = entry.bytes, "given back");
+        tracing::info!(model = entry.id, bytes = entry.needs.bytes, "given back");
     }
 
     /// Unloads models that were unused for the time of `keep_alive`. Runs forever.

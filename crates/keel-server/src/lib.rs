@@ -50,7 +50,7 @@ mod worker;
 
 pub use app::{App, Shared};
 pub use error::{Reply, Result, ServerError};
-pub use fleet::{FleetOptions, Front, Load, Loaded, Offer};
+pub use fleet::{FleetOptions, Front, Load, Loaded, Offer, Takes};
 pub use keys::{ApiKey, KeyLimits};
 pub use memory::{REQUEST_MEMORY_MIN, RequestMemory};
 pub use metrics::{Metrics, RequestTimer};

@@ -16,7 +16,7 @@ use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
 use crate::caller::{KeyName, RequestMeter, name_request};
 use crate::error::{Result, ServerError, wrong};
-use crate::fleet::{Front, ModelFacts};
+use crate::fleet::{Front, ModelFacts, Takes};
 use crate::gate::Gate;
 use crate::held::{holding, paced};
 use crate::http::Refusal;
@@ -160,8 +160,14 @@ fn model_json(created: u64, facts: &ModelFacts) -> serde_json::Value {
         "context_length": facts.context,
         "loaded": facts.is_loaded,
         "memory_bytes": facts.bytes,
-        "input_modalities": if facts.sees { json!(["text", "image"]) } else { json!(["text"]) },
+        "input_modalities": modalities(facts.takes),
     })
+}
+
+/// The kinds of input, as other servers name them.
+fn modalities(takes: Takes) -> Vec<&'static str> {
+    let more = [(takes.pictures, "image"), (takes.videos, "video")];
+    ["text"].into_iter().chain(more.into_iter().filter_map(|(takes, name)| takes.then_some(name))).collect()
 }
 
 async fn models(State(app): State<Arc<Front>>) -> Response {

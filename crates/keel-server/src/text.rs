@@ -7,6 +7,7 @@ use keel_text::{
 use serde_json::{Map, Value};
 
 use crate::error::{Result, ServerError, wrong};
+use crate::fleet::Takes;
 use crate::grammar::GrammarFactory;
 use crate::memory::{Meter, bytes_of_encoding};
 use crate::pictures::{PictureSources, Spans, Viewer};
@@ -111,9 +112,10 @@ impl ModelText {
         ModelText { viewer: Some(viewer), ..self }
     }
 
-    /// Whether the model is shown pictures.
-    pub fn is_shown_pictures(&self) -> bool {
-        self.viewer.is_some()
+    /// What the model takes besides text.
+    pub fn takes(&self) -> Takes {
+        let videos = self.viewer.as_ref().is_some_and(Viewer::shows_videos);
+        Takes { pictures: self.viewer.is_some(), videos }
     }
 
     /// Whether the model marks the end of its reasoning.

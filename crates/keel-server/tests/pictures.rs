@@ -175,8 +175,20 @@ fn every_api_shows_the_same_picture() {
         (&count["input_tokens"], &response["usage"]["input_tokens"]),
         (&json!(tokens), &json!(tokens))
     );
-    assert_eq!(server.get("/v1/models").json()["data"][0]["input_modalities"], json!(["text", "image"]));
     server.assert_all_is_back();
+}
+
+/// The page offers what the model takes.
+#[test]
+fn a_model_says_whether_it_takes_videos() {
+    for name in VLM {
+        let Some((_, mut server)) = start(name) else { continue };
+        let want =
+            if name == "vlm_gemma3" { json!(["text", "image"]) } else { json!(["text", "image", "video"]) };
+        assert_eq!(server.get("/v1/models").json()["data"][0]["input_modalities"], want, "{name}");
+        server.drain();
+        server.join();
+    }
 }
 
 /// Same size, same text, remembered prefixes: each is answered as a server does that has seen nothing.

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use common::{Reply, cpu, demo, engine, engine_options, read, request, send, wait_for};
-use keel_server::{FleetOptions, Loaded, ModelText, Offer, Server, ServerOptions, bind};
+use keel_server::{FleetOptions, Loaded, ModelText, Offer, Server, ServerOptions, Takes, bind};
 use keel_text::TextFiles;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -44,13 +44,27 @@ fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> Offer {
         let text = ModelText::new(&TextFiles::read(&demo())?)?;
         Ok(Loaded { engine: engine(cpu(), engine_options()), text, prefix_store: None })
     };
-    Offer { id: id.into(), bytes, context: engine_options().context, sees: false, load: Box::new(load) }
+    Offer {
+        id: id.into(),
+        bytes,
+        tower_bytes: 0,
+        context: engine_options().context,
+        takes: Takes::default(),
+        load: Box::new(load),
+    }
 }
 
 impl Several {
     fn start(names: &[&str], memory_limit: u64, keep_alive: Option<Duration>) -> Several {
+        let rest = keel_cpu::process::heap::give_back_free;
+        Several::with_towers(names, 0, FleetOptions { memory_limit, tower_limit: 0, keep_alive, rest })
+    }
+
+    /// The same with vision towers of `tower_bytes` next to the models.
+    fn with_towers(names: &[&str], tower_bytes: u64, fleet: FleetOptions) -> Several {
         let (bytes, loads) = (planned(), Arc::new(AtomicUsize::new(0)));
-        let offers: Vec<Offer> = names.iter().map(|id| offer(id, bytes, &loads)).collect();
+        let offers: Vec<Offer> =
+            names.iter().map(|id| Offer { tower_bytes, ..offer(id, bytes, &loads) }).collect();
         let (sender, receiver) = mpsc::channel();
         let (drain, drained) = oneshot::channel();
         let thread = std::thread::spawn(move || {
@@ -58,8 +72,6 @@ impl Several {
             runtime.expect("a runtime").block_on(async {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 sender.send(listener.local_addr().expect("it is bound")).expect("the test waits");
-                let fleet =
-                    FleetOptions { memory_limit, keep_alive, rest: keel_cpu::process::heap::give_back_free };
                 let server = Server::of_several(offers, fleet, ServerOptions::default()).expect("starts");
                 assert!(server.app().is_none(), "nothing is loaded before it is asked for");
                 let drained = async { drop(drained.await) };
@@ -130,6 +142,30 @@ fn status(field: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").expect("Linux tells");
     let line = text.lines().find_map(|line| line.strip_prefix(field)).expect("it is there");
     line.trim_start_matches(':').trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+/// Two models fit by their own bytes, but one vision tower at a time fits next to them.
+#[test]
+fn towers_on_the_cpu_have_a_limit_of_their_own() {
+    let _turn = alone();
+    let fleet = FleetOptions {
+        memory_limit: u64::MAX,
+        tower_limit: 150,
+        keep_alive: None,
+        rest: keel_cpu::process::heap::give_back_free,
+    };
+    let server = Several::with_towers(&["a", "b"], 100, fleet);
+    server.text("a");
+    server.text("b");
+    assert_eq!(server.loaded(), ["b"], "both towers would take 200 of 150 bytes");
+
+    let offers = vec![Offer { tower_bytes: 151, ..offer("a", planned(), &Arc::default()) }];
+    let refused = Server::of_several(offers, fleet, ServerOptions::default()).map(drop);
+    let message = refused.expect_err("it never fits").to_string();
+    assert!(
+        message.contains("holds 151 bytes of its vision tower on the CPU, and the limit for all is 150"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -245,7 +281,7 @@ fn what_cannot_be_loaded_says_so_and_spoils_nothing() {
     let loads = Arc::new(AtomicUsize::new(0));
     let refused = |names: &[&str], memory_limit| {
         let offers = names.iter().map(|id| offer(id, 100, &loads)).collect();
-        let fleet = FleetOptions { memory_limit, keep_alive: None, rest: || () };
+        let fleet = FleetOptions { memory_limit, tower_limit: 0, keep_alive: None, rest: || () };
         Server::of_several(offers, fleet, ServerOptions::default()).err().map(|error| error.to_string())
     };
     assert!(refused(&["a", "a"], 100).is_some_and(|error| error.contains("two models are called")));

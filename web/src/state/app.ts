@@ -133,9 +133,10 @@ export function contextLength(state: AppState = app.state): number | undefined {
   return (state.models.find((model) => model.id === asked) ?? state.models[0])?.context_length;
 }
 
-/** Whether the model that the chat uses can be shown pictures. */
-export function seesPictures(state: AppState = app.state): boolean {
+/** What the model that the chat uses takes besides text. Models with videos take pictures, too. */
+export function takes(state: AppState = app.state): "text" | "pictures" | "videos" {
   const asked = currentOptions(state).model;
-  const model = state.models.find((each) => each.id === asked) ?? state.models[0];
-  return model?.input_modalities?.includes("image") ?? false;
+  const kinds = (state.models.find((each) => each.id === asked) ?? state.models[0])?.input_modalities ?? [];
+  if (kinds.includes("video")) return "videos";
+  return kinds.includes("image") ? "pictures" : "text";
 }

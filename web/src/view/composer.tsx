@@ -2,13 +2,13 @@
 
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { countTokens } from "../api/server";
-import { app, contextLength, currentChat, notify, seesPictures } from "../state/app";
+import { app, contextLength, currentChat, notify, takes } from "../state/app";
 import { send, stop } from "../state/answer";
 import { useStore } from "../state/store";
 import { lastGood, pathTo } from "../state/tree";
 import type { TextFile } from "../state/types";
 import { type Attached, NOTHING, sendingProblem, sentBytesOf, withMore } from "../text/attached";
-import { asPrompt, readTextFile } from "../text/files";
+import { asPrompt, FileProblem, readTextFile } from "../text/files";
 import { count } from "../text/format";
 import { isPicture, readPicture } from "../text/pictures";
 import { isVideo, readVideo } from "../text/videos";
@@ -17,6 +17,8 @@ import { IconButton } from "./icons";
 
 /** Pause after the last key before tokens are counted. */
 const COUNT_PAUSE_MS = 500;
+/** What can be attached, for a model that takes this besides text. */
+const ATTACHED = { text: "text files", pictures: "pictures and text files", videos: "pictures, videos and text files" };
 /** A text with fewer characters than this share of the context is not worth the request, which counts against a key's limit. */
 const COUNTED_SHARE = 1 / 16;
 
@@ -31,7 +33,7 @@ export function Composer() {
     held.current = next;
     setAttached(next);
   };
-  const sees = useStore(app, seesPictures);
+  const taken = useStore(app, takes);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
   const dragging = useFileDrop((dropped) => void attach(dropped));
@@ -46,7 +48,7 @@ export function Composer() {
   const attach = async (chosen: File[]) => {
     for (const file of chosen) {
       try {
-        const read = await readFile(file, sees);
+        const read = await readFile(file, taken);
         hold(withMore(held.current, read, earlierBytes()));
       } catch (error) {
         notify(error instanceof Error ? error.message : String(error));
@@ -85,7 +87,7 @@ export function Composer() {
       <PictureChips pictures={pictures} remove={(gone) => hold({ ...attached, pictures: pictures.filter((_, index) => index !== gone) })} />
       <VideoChips videos={videos} remove={(gone) => hold({ ...attached, videos: videos.filter((_, index) => index !== gone) })} />
       <div class="composer-row">
-        <IconButton icon="attach" label={sees ? "Attach pictures, videos and text files" : "Attach text files"} onClick={() => picker.current?.click()} />
+        <IconButton icon="attach" label={`Attach ${ATTACHED[taken]}`} onClick={() => picker.current?.click()} />
         <textarea ref={area} rows={1} aria-label="Your message" placeholder="Write a message" value={text}
           onInput={(event) => setText(event.currentTarget.value)} onKeyDown={onKeyDown} onPaste={onPaste} />
         {busy ? (
@@ -94,7 +96,7 @@ export function Composer() {
           <IconButton icon="send" label="Send (Enter)" class="primary round" disabled={!canSend} onClick={submit} />
         )}
       </div>
-      <input ref={picker} type="file" multiple class="offscreen" tabIndex={-1} aria-label={sees ? "Pictures, videos and text files to attach" : "Text files to attach"}
+      <input ref={picker} type="file" multiple class="offscreen" tabIndex={-1} aria-label={`To attach: ${ATTACHED[taken]}`}
         onChange={(event) => {
           void attach([...(event.currentTarget.files ?? [])]);
           event.currentTarget.value = "";
@@ -104,9 +106,10 @@ export function Composer() {
   );
 }
 
-async function readFile(file: File, sees: boolean): Promise<Partial<Attached>> {
-  if (sees && isPicture(file)) return { pictures: [await readPicture(file)] };
-  if (sees && isVideo(file)) return { videos: [await readVideo(file)] };
+async function readFile(file: File, taken: keyof typeof ATTACHED): Promise<Partial<Attached>> {
+  if (taken !== "text" && isPicture(file)) return { pictures: [await readPicture(file)] };
+  if (taken === "videos" && isVideo(file)) return { videos: [await readVideo(file)] };
+  if (taken === "pictures" && isVideo(file)) throw new FileProblem(`${file.name} is a video, and this model takes pictures alone.`);
   return { files: [await readTextFile(file)] };
 }
 

@@ -158,7 +158,7 @@ test("on a phone everything is there, one thing at a time", () =>
   }));
 
 const PIXEL = Buffer.from("iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGP4z8AARAwQCgAf7gP9i18U1AAAAABJRU5ErkJggg==", "base64");
-const SEES = { stub: { sees: true } };
+const SEES = { stub: { sees: ["image", "video"] } };
 
 test("pictures are attached by button, by drop and by paste, shown, and sent with their message", () =>
   browser.visit(SEES, async ({ page, stub }) => {
@@ -245,6 +245,20 @@ test("videos are attached by button, by drop and by paste, shown with their firs
     await page.waitForFunction(() => document.querySelector(".message.user video")?.readyState >= 2);
     assert.deepEqual(await shown.evaluate((video) => [video.videoWidth, video.videoHeight, video.controls]), [64, 48, true]);
     await page.getByText("This browser cannot play it. The model is sent it.").waitFor();
+  }));
+
+test("a model that takes pictures alone is offered no videos", () =>
+  browser.visit({ stub: { sees: ["image"] } }, async ({ page, stub }) => {
+    await page.getByRole("button", { name: "Attach pictures and text files" }).waitFor();
+    await files(page).setInputFiles([
+      { name: "film.mp4", mimeType: "video/mp4", buffer: Buffer.from("no matter") },
+      { name: "cat.png", mimeType: "image/png", buffer: PIXEL },
+    ]);
+    await page.getByText("film.mp4 is a video, and this model takes pictures alone.").waitFor();
+    await page.locator(".chip.picture").waitFor();
+    assert.equal(await page.locator(".chip").count(), 1);
+    await ask(page, "What is this?");
+    assert.deepEqual(stub.requests[0].messages[0].content.map(({ type }) => type), ["image_url", "text"]);
   }));
 
 test("a video that is too large is refused, and so are more than two, and what the server says is shown", () =>

@@ -21,7 +21,8 @@ export async function startStub() {
     key: null,
     models: ["demo"],
     /** Whether the models can be shown pictures. */
-    sees: false,
+    /** What its models take besides text: "image", "video". */
+    sees: [],
     /** Whether videos are refused. */
     refuseVideos: false,
     /** Whether memory has been allocated yet. */
@@ -69,7 +70,7 @@ async function handle(stub, request, response) {
   }
   const body = await read(request);
   if (pathname === "/status") return json(response, 200, stub.status());
-  if (pathname === "/v1/models") return json(response, 200, { data: stub.models.map((id) => ({ id, context_length: CONTEXT, input_modalities: stub.sees ? ["text", "image"] : ["text"] })) });
+  if (pathname === "/v1/models") return json(response, 200, { data: stub.models.map((id) => ({ id, context_length: CONTEXT, input_modalities: ["text", ...stub.sees] })) });
   if (pathname === "/tokenize") return json(response, 200, { count: Math.ceil(body.text.length / 4) });
   if (pathname === "/v1/chat/completions") return chat(stub, body, response);
   return refuse(response, 404, "unknown_url", "no such endpoint");

@@ -111,6 +111,11 @@ impl Viewer {
         Ok(Viewer { config, processor, placeholders, videos })
     }
 
+    /// Whether the model is shown videos, too.
+    pub fn shows_videos(&self) -> bool {
+        self.videos.is_some()
+    }
+
     /// Reads, decodes and prepares pictures and videos.
     ///
     /// # Errors

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use anyhow::Result;
-use keel_server::{FleetOptions, Loaded, ModelText, Offer, Server, bind, wait_for_signal};
+use keel_engine::EngineOptions;
+use keel_server::{FleetOptions, Loaded, ModelText, Offer, Server, Takes, bind, wait_for_signal};
 
 use super::named::{self, Named};
 use super::{ServeOptions, device, prefix_store, second_signal, server_options, tasks, warn_if_open};
@@ -13,7 +14,7 @@ use crate::holding::{self, Holding};
 use crate::session::{self, Session};
 use crate::sight;
 use crate::source;
-use evenkeel::human_bytes;
+use evenkeel::{Room, human_bytes};
 
 /// Serves models that are loaded on request.
 ///
@@ -27,11 +28,12 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
     let offers = models.iter().map(|named| offer(args, named, mmproj)).collect::<Result<Vec<_>>>()?;
     let room = holding::room(&args.device, args.engine.options().compute);
     let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
+    let tower_limit = Room::of_host().map_or(u64::MAX, |host| host.bytes);
     let (count, all) = (offers.len(), offers.iter().map(|offer| offer.bytes).sum::<u64>());
     tasks()?.block_on(async {
         let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
         let keep_alive = args.patience.keep_alive();
-        let fleet = FleetOptions { memory_limit, keep_alive, rest: session::forget };
+        let fleet = FleetOptions { memory_limit, tower_limit, keep_alive, rest: session::forget };
         let address = listener.local_addr()?;
         warn_if_open(address, &options);
         let server = Server::of_several(offers, fleet, options)?;
@@ -53,18 +55,32 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
 /// starts.
 fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Offer> {
     let model = source::open(Some(&named.model), mmproj)?;
-    ModelText::new(&model.text_files()?)?;
+    let text = ModelText::new(&model.text_files()?)?;
     let id = named.name.clone().unwrap_or_else(|| named::of(&model));
     let Holding { options, planned } = holding::plan_server(args, &Subject::of(&model))?;
+    let tower_bytes = tower_bytes(args, &Subject::of(&model), options)?;
+    let tower = if tower_bytes > 0 {
+        format!(", and {} on the CPU", human_bytes(tower_bytes))
+    } else {
+        String::new()
+    };
     tracing::info!(
-        "{id} holds {} for {} sequences of up to {} tokens",
+        "{id} holds {}{tower} for {} sequences of up to {} tokens",
         human_bytes(planned.total()),
         options.sequences,
         options.context
     );
+    let pixels = args.holding.image_pixels();
+    let takes = match options.vision {
+        Some(vision) => {
+            let viewer = sight::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
+            text.with_viewer(viewer).takes()
+        }
+        None => Takes::default(),
+    };
     let prefix_store = prefix_store(args, &model, Some(&id))?;
     session::close(model);
-    let (device, path, pixels) = (device(args), named.model.clone(), args.holding.image_pixels());
+    let (device, path) = (device(args), named.model.clone());
     let mmproj = mmproj.map(Path::to_path_buf);
     let load = move || -> Result<Loaded> {
         let model = source::open(Some(&path), mmproj.as_deref())?;
@@ -79,5 +95,14 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Of
         Ok(Loaded { engine: session.engine, text, prefix_store: prefix_store.clone() })
     };
     let load = Box::new(move || load().map_err(|error| format!("{error:#}").into()));
-    Ok(Offer { id, bytes: planned.total(), context: options.context, sees: options.vision.is_some(), load })
+    Ok(Offer { id, bytes: planned.total(), tower_bytes, context: options.context, takes, load })
+}
+
+/// Planned bytes of the vision tower if it is on the CPU and the model is not.
+fn tower_bytes(args: &ServeOptions, subject: &Subject<'_>, options: EngineOptions) -> Result<u64> {
+    if args.device.tower()?.is_none() || options.vision.is_none() {
+        return Ok(0);
+    }
+    let plans = session::plan_apart(&args.device, &*subject.parameters, &subject.json, options)?;
+    Ok(plans.tower.map_or(0, |tower| tower.total()))
 }
