@@ -31,34 +31,36 @@ pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
         Some(none) if none.as_os_str() == "none" => TowerFile::None,
         Some(file) => TowerFile::At(file.into()),
     };
-    let model = ModelFiles::open_with(locate(model)?, &tower)?;
+    let path = locate(model, tower == TowerFile::NextToModel)?;
+    let model = ModelFiles::open_with(path, &tower)?;
     if let Some(notice) = &model.tower_notice {
         tracing::info!("{notice}");
     }
     Ok(model)
 }
 
-/// Resolves the value of `--model` to a path.
+/// Resolves the value of `--model` to a path. `sees` says whether the vision tower of a GGUF model is downloaded with it.
 ///
 /// # Errors
 /// There is no such model, or it cannot be downloaded.
-pub fn locate(model: &str) -> Result<PathBuf> {
+pub fn locate(model: &str, sees: bool) -> Result<PathBuf> {
     if Path::new(model).exists() {
         return Ok(model.into());
     }
     if HubName::looks_like(model) {
-        return download(model);
+        return download(model, sees);
     }
     bail!("--model {model}: there is no such file or folder")
 }
 
 #[cfg(feature = "hub")]
-fn download(name: &str) -> Result<PathBuf> {
-    hub::locate(name).with_context(|| format!("--model {name}: there is no such file or folder here"))
+fn download(name: &str, sees: bool) -> Result<PathBuf> {
+    let towers = if sees { hub::Towers::Wanted } else { hub::Towers::Left };
+    hub::locate(name, towers).with_context(|| format!("--model {name}: there is no such file or folder here"))
 }
 
 #[cfg(not(feature = "hub"))]
-fn download(name: &str) -> Result<PathBuf> {
+fn download(name: &str, _sees: bool) -> Result<PathBuf> {
     bail!(
         "--model {name}: there is no such file or folder, and this binary was built without the feature hub: download the \
          model and give its folder"

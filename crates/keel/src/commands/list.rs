@@ -37,7 +37,9 @@ pub fn run(args: &ListArgs) -> Result<()> {
         let form = match (&entry.gguf[..], entry.is_complete) {
             (_, false) => "not a model that keel runs, or incomplete".to_string(),
             ([], _) => "safetensors".to_string(),
-            (files, _) => files.join(", "),
+            (files, _) => {
+                files.iter().chain(&entry.towers).map(String::as_str).collect::<Vec<_>>().join(", ")
+            }
         };
         let size = human_bytes(entry.bytes);
         output::line(&format!("{name:<width$}  {size:>9}  {}  {form}", &entry.commit[..8]))?;
@@ -63,6 +65,7 @@ fn to_json(entry: &Entry) -> Value {
         "revision": entry.commit,
         "refs": entry.revisions,
         "gguf": entry.gguf,
+        "mmproj": entry.towers,
         "complete": entry.is_complete,
         "bytes": entry.bytes,
         "changed": changed.map(|time| time.as_secs()),

@@ -5,7 +5,7 @@ use clap::Args;
 use serde_json::json;
 
 use crate::output;
-use crate::source::hub::{self, HubName, Settings};
+use crate::source::hub::{self, HubName, Settings, Towers};
 use evenkeel::human_bytes;
 
 /// Download a model from the hub, or its new files. An interrupted download continues where it stopped. The size of
@@ -19,6 +19,10 @@ pub struct PullArgs {
     /// as owner/name:Q4_K_M.
     #[arg(value_name = "NAME")]
     name: String,
+    /// Leave out the vision tower of a GGUF model, a file with mmproj in its name. By default the fitting one comes with the
+    /// model.
+    #[arg(long)]
+    no_mmproj: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -27,7 +31,8 @@ pub struct PullArgs {
 /// Runs the command.
 pub fn run(args: &PullArgs) -> Result<()> {
     let name = HubName::parse(&args.name)?;
-    let pulled = hub::pull(&name, &Settings::from_env()?)?;
+    let towers = if args.no_mmproj { Towers::Left } else { Towers::Wanted };
+    let pulled = hub::pull(&name, &Settings::from_env()?, towers)?;
     if args.json {
         return output::json(&json!({
             "name": name.to_string(),

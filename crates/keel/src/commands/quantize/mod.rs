@@ -114,7 +114,7 @@ enum Output {
 /// Runs the command.
 pub fn run(args: &QuantizeArgs) -> Result<()> {
     let output_form = output_form(args)?;
-    let source = source::locate(&args.source)?;
+    let source = source::locate(&args.source, false)?;
     let bar = progress::bytes("converting", 0);
     let report = convert::convert(&source, &args.target, &output_form, &mut |progress| {
         bar.set_length(progress.total_bytes);

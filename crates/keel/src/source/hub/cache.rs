@@ -14,7 +14,7 @@ use std::time::SystemTime;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::choice::{is_gguf_model, is_picked};
+use super::choice::{folder_of, is_gguf_model, is_gguf_tower, is_picked};
 use crate::source::hub_name::{HubName, is_commit};
 
 /// The folder of models.
@@ -33,6 +33,8 @@ pub struct Entry {
     pub revisions: Vec<String>,
     /// GGUF files. Empty for a checkpoint.
     pub gguf: Vec<String>,
+    /// The files of vision towers next to them.
+    pub towers: Vec<String>,
     /// Whether the files suffice to run the model.
     pub is_complete: bool,
     /// Total size of its files.
@@ -168,7 +170,10 @@ impl Cache {
                 let Some(path) = self.find(name) else {
                     bail!("{name} is not in {}; keel list shows what is", self.root.display());
                 };
-                fs::remove_file(path).with_context(cannot_remove)?;
+                let snapshots = folder.join("snapshots");
+                let commit = path.strip_prefix(&snapshots).ok().and_then(|below| below.iter().next());
+                let snapshot = snapshots.join(commit.unwrap_or_default());
+                fs::remove_file(&path).and_then(|()| forget_towers(&snapshot)).with_context(cannot_remove)?;
             }
             (Some(revision), None) => {
                 let in_refs = folder.join("refs").join(revision);
@@ -184,6 +189,16 @@ impl Cache {
         sweep(&folder).with_context(cannot_remove)?;
         Ok(before.saturating_sub(bytes_below(&folder)))
     }
+}
+
+/// Removes the vision towers of a snapshot whose GGUF models are gone: those with no model in their folder or below it.
+fn forget_towers(snapshot: &Path) -> std::io::Result<()> {
+    let files = files_below(snapshot, "");
+    let has_model = |tower: &str| {
+        files.iter().any(|file| is_gguf_model(file) && folder_of(file).starts_with(folder_of(tower)))
+    };
+    let mut left = files.iter().filter(|file| is_gguf_tower(file) && !has_model(file));
+    left.try_for_each(|tower| fs::remove_file(snapshot.join(tower)))
 }
 
 /// Removes empty snapshots and contents without a link. If no snapshot is left, removes the whole folder.
@@ -219,7 +234,9 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, St
     let facts = |file: &String| fs::metadata(snapshot.join(file)).ok();
     let is_whole = is_checkpoint(&snapshot);
     let gguf = gguf_files(&snapshot);
+    let is_tower = |file: &&String| !is_whole && is_gguf_tower(file) && snapshot.join(file).is_file();
     Entry {
+        towers: files.iter().filter(is_tower).cloned().collect(),
         repository: repository.into(),
         commit: commit.into(),
         revisions: revisions.iter().filter(|(_, c)| c == commit).map(|(name, _)| name.clone()).collect(),
@@ -370,6 +387,24 @@ mod tests {
         cache.remove(&name("a/b@new")).expect("there");
         assert!(cache.blob(&name("a/b"), "aa").exists(), "another revision has it, too");
         assert!(!cache.blob(&name("a/b"), "cc").exists());
+        cache.remove(&name("a/b:Q4_K_M")).expect("there");
+        assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+    }
+
+    #[test]
+    fn a_vision_tower_goes_with_the_last_model_next_to_it() {
+        let (_folder, cache) = cache();
+        let files = [("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "bb"), ("mmproj-F16.gguf", "cc")];
+        put(&cache, "a/b", ONE, &files);
+        put(&cache, "a/b", ONE, &[("x/m-Q2_K.gguf", "dd"), ("x/mmproj-F16.gguf", "ee")]);
+        let entry = cache.entries().expect("readable").swap_remove(0);
+        assert_eq!(entry.gguf, ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "x/m-Q2_K.gguf"]);
+        assert_eq!(entry.towers, ["mmproj-F16.gguf", "x/mmproj-F16.gguf"]);
+        let is_there = |blob: &str| cache.blob(&name("a/b"), blob).exists();
+        cache.remove(&name("a/b:Q2_K")).expect("there");
+        assert!(!is_there("ee") && is_there("cc"));
+        cache.remove(&name("a/b:Q8_0")).expect("there");
+        assert!(is_there("cc"), "another model sees with it");
         cache.remove(&name("a/b:Q4_K_M")).expect("there");
         assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
     }

@@ -1,5 +1,7 @@
 //! Chooses the files of a model to download.
 
+use std::cmp::Reverse;
+
 use anyhow::{Result, bail};
 
 use super::client::RemoteFile;
@@ -13,8 +15,8 @@ const USUAL_CODING: &str = "Q4_K_M";
 pub enum Wanted<'a> {
     /// A checkpoint: config, weights and text files, in one folder.
     Checkpoint(Vec<&'a RemoteFile>),
-    /// One GGUF file.
-    Gguf(&'a RemoteFile),
+    /// One GGUF file, and the file of its vision tower, if it has one.
+    Gguf { model: &'a RemoteFile, tower: Option<&'a RemoteFile> },
 }
 
 impl<'a> Wanted<'a> {
@@ -22,18 +24,36 @@ impl<'a> Wanted<'a> {
     pub fn files(&self) -> Vec<&'a RemoteFile> {
         match self {
             Wanted::Checkpoint(files) => files.clone(),
-            Wanted::Gguf(file) => vec![file],
+            Wanted::Gguf { model, tower } => [*model].into_iter().chain(*tower).collect(),
         }
     }
 
-    /// Chooses among the files of a model.
+    /// The path of one of the files in the model's folder. A vision tower lies next to its model there.
+    pub fn place_of(&self, file: &RemoteFile) -> String {
+        match self {
+            Wanted::Gguf { model, tower: Some(tower) } if tower.path == file.path => {
+                place_of(&file.path, &model.path)
+            }
+            _ => file.path.clone(),
+        }
+    }
+
+    /// Chooses among the files of a model. `is_here` says whether a path of the model's folder is there already.
     ///
     /// # Errors
     /// No file can be run, or the choice is ambiguous. The message lists the files.
-    pub fn choose(name: &HubName, files: &'a [RemoteFile]) -> Result<Wanted<'a>> {
+    pub fn choose(
+        name: &HubName,
+        files: &'a [RemoteFile],
+        is_here: &dyn Fn(&str) -> bool,
+    ) -> Result<Wanted<'a>> {
         let gguf: Vec<&RemoteFile> = files.iter().filter(|file| is_gguf_model(&file.path)).collect();
+        let with_tower = |model: &'a RemoteFile| {
+            let tower = tower_of(&model.path, files, is_here);
+            Wanted::Gguf { model, tower }
+        };
         if let Some(pick) = &name.pick {
-            return choose_gguf(name, &gguf, pick).map(Wanted::Gguf);
+            return choose_gguf(name, &gguf, pick).map(with_tower);
         }
         let checkpoint = checkpoint_files(files);
         if !checkpoint.is_empty() {
@@ -43,8 +63,8 @@ impl<'a> Wanted<'a> {
             [] => bail!(
                 "{name} on the hub has neither config.json with safetensors nor a GGUF file: there is nothing that keel runs"
             ),
-            [only] if !is_split(&only.path) => Ok(Wanted::Gguf(only)),
-            _ => choose_gguf(name, &gguf, USUAL_CODING).map(Wanted::Gguf),
+            [only] if !is_split(&only.path) => Ok(with_tower(only)),
+            _ => choose_gguf(name, &gguf, USUAL_CODING).map(with_tower),
         }
     }
 }
@@ -69,6 +89,47 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
 pub fn is_gguf_model(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
     name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix")
+}
+
+/// Whether a file is by its name the vision tower of a GGUF model.
+pub fn is_gguf_tower(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
+    name.ends_with(".gguf") && name.contains("mmproj")
+}
+
+/// The folder of a path, with a slash at its end unless it is the root.
+pub fn folder_of(path: &str) -> &str {
+    &path[..path.rfind('/').map_or(0, |at| at + 1)]
+}
+
+/// Where the vision tower `tower` is found for the GGUF file `model`: next to it.
+pub fn place_of(tower: &str, model: &str) -> String {
+    format!("{}{}", folder_of(model), &tower[folder_of(tower).len()..])
+}
+
+/// The vision tower to download with a GGUF file, as llama.cpp chooses it: in the file's folder or the nearest one above, the one
+/// with the nearest number of bits. One that is here already comes first, because a model with two towers next to it
+/// would have no clear one.
+fn tower_of<'a>(
+    model: &str,
+    files: &'a [RemoteFile],
+    is_here: &dyn Fn(&str) -> bool,
+) -> Option<&'a RemoteFile> {
+    let is_above =
+        |file: &&RemoteFile| is_gguf_tower(&file.path) && folder_of(model).starts_with(folder_of(&file.path));
+    let bits = |path: &str| bits_of(path).unwrap_or(u32::MAX);
+    files.iter().filter(is_above).min_by_key(|file| {
+        let difference = bits(&file.path).abs_diff(bits(model));
+        (!is_here(&place_of(&file.path, model)), Reverse(folder_of(&file.path).len()), difference, &file.path)
+    })
+}
+
+/// Bits of the coding at the end of a file's name: 4 of `Q4_K_M`, 16 of `BF16`.
+fn bits_of(path: &str) -> Option<u32> {
+    let stem = path.strip_suffix(".gguf").unwrap_or(path);
+    let coding = stem.rsplit(['-', '.', '/']).next()?;
+    let digits = coding.trim_start_matches(|c: char| !c.is_ascii_digit());
+    digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 /// Whether a file is one of several parts: `-00001-of-00003.gguf`.
@@ -131,7 +192,7 @@ mod tests {
     fn chosen(name: &str, paths: &[&str]) -> Result<Vec<String>> {
         let name = HubName::parse(name)?;
         let files = files(paths);
-        let wanted = Wanted::choose(&name, &files)?;
+        let wanted = Wanted::choose(&name, &files, &|_| false)?;
         let mut paths: Vec<String> = wanted.files().iter().map(|file| file.path.clone()).collect();
         paths.sort();
         Ok(paths)
@@ -156,14 +217,7 @@ mod tests {
 
     #[test]
     fn of_gguf_files_the_one_that_is_picked() {
-        let paths = [
-            "m-Q4_K_M.gguf",
-            "m-Q4_K_S.gguf",
-            "m-UD-Q4_K_M.gguf",
-            "m-Q8_0.gguf",
-            "mmproj-F16.gguf",
-            "README.md",
-        ];
+        let paths = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-UD-Q4_K_M.gguf", "m-Q8_0.gguf", "README.md"];
         let of = |name: &str| chosen(name, &paths).map(|paths| paths.concat());
         assert_eq!(of("a/b:Q4_K_M").expect("there"), "m-Q4_K_M.gguf");
         assert_eq!(of("a/b:q8_0").expect("there"), "m-Q8_0.gguf");
@@ -173,6 +227,25 @@ mod tests {
         assert!(missing.contains("no GGUF file for Q6_K") && missing.contains("m-Q8_0.gguf"), "{missing}");
         assert!(of("a/b:F16").is_err(), "what reads pictures is no model");
         assert!(of("a/b:Q4_K").is_err(), "a part of a coding's name is another coding");
+    }
+
+    #[test]
+    fn a_gguf_file_comes_with_its_vision_tower() {
+        let towers =
+            ["m-Q4_K_M.gguf", "m-BF16.gguf", "mmproj-m-BF16.gguf", "mmproj-m-Q8_0.gguf", "x/m-Q6_K.gguf"];
+        let of = |name: &str, paths: &[&str]| chosen(name, paths).expect("there");
+        assert_eq!(of("a/b", &towers), ["m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf"], "8 bits are nearest to 4");
+        assert_eq!(of("a/b:BF16", &towers), ["m-BF16.gguf", "mmproj-m-BF16.gguf"]);
+        assert_eq!(of("a/b:Q6_K", &towers), ["mmproj-m-Q8_0.gguf", "x/m-Q6_K.gguf"], "from the folder above");
+        let usual = ["m-Q4_K_M.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf", "y/mmproj-Q4_0.gguf"];
+        assert_eq!(of("a/b", &usual), ["m-Q4_K_M.gguf", "mmproj-F16.gguf"], "that in y is of another model");
+        let nearer = ["mmproj-Q8_0.gguf", "x/m-Q8_0.gguf", "x/mmproj-F32.gguf"];
+        assert_eq!(of("a/b", &nearer), ["x/m-Q8_0.gguf", "x/mmproj-F32.gguf"]);
+        assert_eq!(place_of("mmproj-Q8_0.gguf", "x/m-Q6_K.gguf"), "x/mmproj-Q8_0.gguf");
+
+        let (name, files) = (HubName::parse("a/b:Q4_K_M").expect("a name"), files(&towers));
+        let here = Wanted::choose(&name, &files, &|path| path == "mmproj-m-BF16.gguf").expect("there");
+        assert_eq!(here.files()[1].path, "mmproj-m-BF16.gguf", "one that is here is taken");
     }
 
     #[test]

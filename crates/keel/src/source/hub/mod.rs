@@ -37,17 +37,26 @@ pub struct Pulled {
     pub new_bytes: u64,
 }
 
+/// Whether the vision tower of a GGUF model is downloaded with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Towers {
+    /// With the model.
+    Wanted,
+    /// The model alone.
+    Left,
+}
+
 /// Finds the folder or file of a model, and downloads the model if necessary.
 ///
 /// # Errors
 /// It is not in the folder of models and cannot be downloaded.
-pub fn locate(text: &str) -> Result<PathBuf> {
+pub fn locate(text: &str, towers: Towers) -> Result<PathBuf> {
     let name = HubName::parse(text)?;
     let settings = Settings::from_env()?;
     if let Some(path) = Cache::new(settings.cache.clone()).find(&name) {
         return Ok(path);
     }
-    pull(&name, &settings).map(|pulled| pulled.path)
+    pull(&name, &settings, towers).map(|pulled| pulled.path)
 }
 
 /// Downloads the missing files of a model's newest version, with a progress bar on standard error.
@@ -56,7 +65,7 @@ pub fn locate(text: &str) -> Result<PathBuf> {
 /// - The program is offline, or the hub cannot be reached.
 /// - The hub does not have the model, or sends wrong data.
 /// - The disk has too little space.
-pub fn pull(name: &HubName, settings: &Settings) -> Result<Pulled> {
+pub fn pull(name: &HubName, settings: &Settings, towers: Towers) -> Result<Pulled> {
     let cache = Cache::new(settings.cache.clone());
     if settings.offline {
         bail!("{name} is not in {}, and HF_HUB_OFFLINE forbids to download it", cache.root().display());
@@ -64,9 +73,15 @@ pub fn pull(name: &HubName, settings: &Settings) -> Result<Pulled> {
     let failed = || format!("cannot download {name} from {}", settings.endpoint);
     let client = Client::new(settings);
     let listing = client.listing(name).with_context(failed)?;
-    let wanted = Wanted::choose(name, &listing.files)?;
-    let files = wanted.files();
     let commit = &listing.commit;
+    let folder = cache.snapshot(name, commit);
+    let mut wanted = Wanted::choose(name, &listing.files, &|path| folder.join(path).is_file())?;
+    if let Wanted::Gguf { tower, .. } = &mut wanted
+        && towers == Towers::Left
+    {
+        *tower = None;
+    }
+    let files = wanted.files();
     let missing: Vec<&RemoteFile> =
         files.iter().filter(|file| !cache.blob(name, &blob_of(file, commit)).exists()).copied().collect();
     let (total, new_bytes) = (sum(&files), left(&cache, name, commit, &missing));
@@ -88,12 +103,11 @@ pub fn pull(name: &HubName, settings: &Settings) -> Result<Pulled> {
         if !path.exists() {
             download(&origin, file, &path, &bar).with_context(failed)?;
         }
-        cache.link(name, commit, &file.path, &blob)?;
+        cache.link(name, commit, &wanted.place_of(file), &blob)?;
     }
     bar.finish_and_clear();
     cache.note_revision(name, commit)?;
-    let folder = cache.snapshot(name, commit);
-    let path = if let Wanted::Gguf(file) = &wanted { folder.join(&file.path) } else { folder };
+    let path = if let Wanted::Gguf { model, .. } = &wanted { folder.join(&model.path) } else { folder };
     Ok(Pulled { path, commit: commit.clone(), new_bytes })
 }
 
