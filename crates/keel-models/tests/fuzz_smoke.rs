@@ -3,6 +3,7 @@
 #[path = "../fuzz/checks.rs"]
 mod checks;
 
+use keel_testkit::fixtures::{SEEING, seeing_fixture};
 use keel_testkit::random::{Random, mutations};
 use serde_json::{Value, json};
 
@@ -54,14 +55,23 @@ fn plain(model_type: &str) -> Value {
         "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"]})
 }
 
-fn survive(sound: &Value) -> u64 {
+/// Runs `check` on mutations of a sound config, and returns how many are accepted.
+fn survive(sound: &Value, check: fn(&[u8]) -> bool) -> u64 {
+    assert!(check(sound.to_string().as_bytes()), "{sound}");
     let mut accepted = 0;
     for seed in 1..=mutations(MUTATED_CONFIGS / 10) {
         let (mut config, mut random) = (sound.clone(), Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
         for _ in 0..1 + random.below(3) {
             mutate(&mut config, &mut random);
         }
-        accepted += u64::from(checks::config(config.to_string().as_bytes()));
+        let text = config.to_string();
+        match std::panic::catch_unwind(|| check(text.as_bytes())) {
+            Ok(is_accepted) => accepted += u64::from(is_accepted),
+            Err(cause) => {
+                println!("{text}");
+                std::panic::resume_unwind(cause);
+            }
+        }
     }
     accepted
 }
@@ -71,12 +81,55 @@ fn mutated_configs_never_panic() {
     let plain_ones = ["llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo3"];
     let mut accepted = 0;
     for model_type in plain_ones {
-        accepted += survive(&plain(model_type));
+        accepted += survive(&plain(model_type), checks::config);
     }
     assert!(accepted > 0, "some mutations are sound");
     for shape in ["qwen3.5-0.8b", "qwen3.5-35b-a3b"] {
         let config = keel_models::shape(shape).expect("a published shape");
-        assert!(checks::config(config.to_string().as_bytes()), "{shape}");
-        survive(&config);
+        survive(&config, checks::config);
+    }
+}
+
+#[test]
+fn mutated_configs_of_towers_never_panic() {
+    for name in SEEING {
+        let text = std::fs::read(seeing_fixture(name).join("config.json")).expect("readable");
+        let config: Value = serde_json::from_slice(&text).expect("JSON");
+        assert!(survive(&config, checks::tower) > 0, "{name}: some mutations are sound");
+        let mut tower = config["vision_config"].clone();
+        for seed in 1..=mutations(MUTATED_CONFIGS / 10) {
+            // Most mutations above are of the text part.
+            let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            (0..1 + random.below(3)).for_each(|_| mutate(&mut tower, &mut random));
+            let mut config = config.clone();
+            config["vision_config"] = std::mem::replace(&mut tower, config["vision_config"].clone());
+            checks::tower(config.to_string().as_bytes());
+        }
+    }
+}
+
+/// Numbers that are allowed one by one, and whose products do not fit into 64 bits.
+#[test]
+fn products_of_a_huge_tower_do_not_overflow() {
+    for (name, changes) in [
+        (
+            "seeing_gemma3",
+            json!({"image_size": 1 << 20, "patch_size": 1, "hidden_size": 1 << 20, "num_attention_heads": 1}),
+        ),
+        ("seeing_qwen3_vl", json!({"spatial_merge_size": 1 << 20, "hidden_size": 1 << 20, "num_heads": 4})),
+    ] {
+        let text = std::fs::read(seeing_fixture(name).join("config.json")).expect("readable");
+        let mut config: Value = serde_json::from_slice(&text).expect("JSON");
+        config["mm_tokens_per_image"] = json!(1 << 20);
+        for (key, value) in changes.as_object().expect("an object") {
+            config["vision_config"][key] = value.clone();
+        }
+        assert!(checks::tower(config.to_string().as_bytes()), "{name} is sound as far as its config says");
+    }
+    let gemma = std::fs::read(seeing_fixture("seeing_gemma3").join("config.json")).expect("readable");
+    let mut gemma: Value = serde_json::from_slice(&gemma).expect("JSON");
+    for eps in [1e300, 1e-300] {
+        gemma["vision_config"]["layer_norm_eps"] = json!(eps);
+        assert!(!checks::tower(gemma.to_string().as_bytes()), "{eps} is no f32 above 0");
     }
 }

@@ -1,4 +1,4 @@
-//! The config.json of a model of any family.
+//! The config.json of a model of any family, and its vision tower.
 #![no_main]
 
 #[path = "../checks.rs"]
@@ -6,4 +6,5 @@ mod checks;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     checks::config(bytes);
+    checks::tower(bytes);
 });

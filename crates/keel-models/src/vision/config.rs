@@ -109,9 +109,12 @@ impl Part<'_> {
     fn number_or(&self, key: &str, default: f64) -> Result<f64> {
         match self.0.get(key).filter(|v| !v.is_null()) {
             None => Ok(default),
-            Some(value) => value.as_f64().filter(|x| x.is_finite() && *x > 0.0).ok_or_else(|| {
-                ModelError::Config(format!("vision_config.{key} is {value}, expected a number above 0"))
-            }),
+            // Also as f32, in which most are used.
+            Some(value) => {
+                value.as_f64().filter(|x| (*x as f32).is_finite() && *x as f32 > 0.0).ok_or_else(|| {
+                    ModelError::Config(format!("vision_config.{key} is {value}, expected a number above 0"))
+                })
+            }
         }
     }
 
@@ -252,20 +255,27 @@ impl VisionConfig {
     /// Products of numbers that each block costs for `patches` patches. The first also makes rows of the patches, and the
     /// last makes the features.
     pub fn products_per_block(&self, patches: usize) -> Vec<u64> {
-        let [n, hidden, inner] = [patches, self.hidden, self.intermediate].map(|n| n as u64);
-        let merged = self.block_side().pow(2) as u64;
+        // No product of a sound config reaches 2^128: each factor is at most 2^63.
+        let [n, hidden, inner] = [patches, self.hidden, self.intermediate].map(|n| n as u128);
+        let merged = self.block_side().pow(2) as u128;
         let wide = merged * hidden;
-        let text = self.text_hidden as u64;
-        let (features, deepstack): (u64, &[usize]) = match &self.kind {
-            TowerKind::Qwen { deepstack, .. } => (n / merged * wide * (wide + text), deepstack),
+        let text = self.text_hidden as u128;
+        let (features, deepstack): (u128, &[usize]) = match &self.kind {
+            TowerKind::Qwen { deepstack, .. } => {
+                ((n / merged).saturating_mul(wide * (wide + text)), deepstack)
+            }
             TowerKind::Siglip { .. } => (n / merged * hidden * text, &[]),
         };
         let block = n * hidden * (4 * hidden + 2 * inner) + 2 * n * n * hidden;
         let of = |i: usize| {
-            let first = if i == 0 { n * hidden * self.patch_values() as u64 } else { 0 };
+            let first = if i == 0 { n * hidden * self.patch_values() as u128 } else { 0 };
             let last = if i + 1 == self.depth { features } else { 0 };
-            let deep = deepstack.iter().filter(|&&of| of == i).count() as u64;
-            block + first + last + deep * features
+            let deep = deepstack.iter().filter(|&&of| of == i).count() as u128;
+            let sum = block
+                .saturating_add(first)
+                .saturating_add(last)
+                .saturating_add(deep.saturating_mul(features));
+            u64::try_from(sum).unwrap_or(u64::MAX)
         };
         (0..self.depth).map(of).collect()
     }
