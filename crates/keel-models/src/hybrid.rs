@@ -4,7 +4,7 @@ use keel_array::{AddedNorm, Array, ConvWindow, DType, DeltaState, Peers, Weight}
 use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
-use crate::{HybridConfig, MixerKind, ModelError, Part, Result, Shard};
+use crate::{HybridConfig, MixerKind, ModelError, Part, Result, Shard, VocabularyShare};
 
 /// The first half of a block.
 #[derive(Debug)]
@@ -273,9 +273,8 @@ impl HybridModel {
     /// before the sum.
     fn look_up(&self, tokens: &Array) -> Result<Array> {
         let weight = self.embedding()?;
-        let Some((peers, own)) = self.part.shard.vocabulary(self.config.vocab) else {
-            return Ok(tokens.embedding(weight)?);
-        };
+        let VocabularyShare { peers, tokens: own } = self.part.shard.vocabulary(self.config.vocab);
+        let Some(peers) = peers else { return Ok(tokens.embedding(weight)?) };
         let number = |n: usize| Array::full(tokens.runtime(), [1], DType::I32, n as f32);
         let at = tokens.cast(DType::I32)?.sub(&number(own.start)?)?;
         let row = at.maximum(&number(0)?)?.minimum(&number(own.len() - 1)?)?;

@@ -31,6 +31,7 @@ mod qwen3_next;
 mod rope;
 mod shapes;
 mod shard;
+mod sharded_parameters;
 mod smollm3;
 mod transformer;
 mod turning;
@@ -43,8 +44,8 @@ pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
 pub use part::Part;
 pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
-use shard::ShardedParameters;
-pub use shard::{MixtureCut, Shard};
+pub use shard::{MixtureCut, Shard, VocabularyShare};
+use sharded_parameters::ShardedParameters;
 pub use turning::QueryGrowth;
 
 use loading::Loader;

@@ -1,16 +1,15 @@
 //! Names of parameters that most model types share, and the variants of their storage.
 
 use std::cell::OnceCell;
-use std::ops::Range;
 
-use keel_array::{Array, Peers, Weight};
+use keel_array::{Array, Weight};
 
 use crate::blocks::{
     Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
 };
 use crate::hybrid::Output;
 use crate::loading::{Loader, Piece};
-use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Part, Result};
+use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Part, Result, VocabularyShare};
 
 /// Reads the blocks that the family's model types share.
 pub(crate) struct FamilyReader<'a> {
@@ -77,8 +76,11 @@ impl<'a> FamilyReader<'a> {
         let part = self.part();
         let drafts = part.is_last() && crate::has_mtp_head(self.config, self.loader.parameters());
         let load = || {
-            let piece =
-                Piece::rows(format!("{}embed_tokens", self.root), self.config.vocab, vec![self.tokens().1]);
+            let piece = Piece::rows(
+                format!("{}embed_tokens", self.root),
+                self.config.vocab,
+                vec![self.tokens().tokens],
+            );
             self.loader.linear(piece, self.config.hidden)
         };
         (part.is_first() || drafts).then(load).transpose()
@@ -86,12 +88,8 @@ impl<'a> FamilyReader<'a> {
 
     /// The tokens whose rows of the embedding and of the output head this device has, and the devices that have the
     /// others.
-    fn tokens(&self) -> (Option<Peers>, Range<usize>) {
-        let vocab = self.config.vocab;
-        match self.part().shard.vocabulary(vocab) {
-            Some((peers, tokens)) => (Some(peers), tokens),
-            None => (None, 0..vocab),
-        }
+    fn tokens(&self) -> VocabularyShare {
+        self.part().shard.vocabulary(self.config.vocab)
     }
 
     /// The final norm and the output head, in the last part of the model. If the head is tied to the embedding and this
@@ -100,7 +98,7 @@ impl<'a> FamilyReader<'a> {
         if !self.part().is_last() {
             return Ok(None);
         }
-        let (peers, rows) = self.tokens();
+        let VocabularyShare { peers, tokens: rows } = self.tokens();
         let load = |module: String| {
             let piece = Piece::rows(module, self.config.vocab, vec![rows.clone()]);
             self.loader.linear(piece, self.config.hidden)

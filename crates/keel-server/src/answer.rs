@@ -10,9 +10,9 @@ use keel_text::{AnswerForm, AnswerParser, AnswerPart, StopMatcher, StreamDetoken
 
 use crate::caller::Caller;
 use crate::error::{Result, ServerError};
+use crate::events::Events;
 use crate::memory::{Listing, bytes_of_body, bytes_of_part};
 use crate::metrics::RequestTimer;
-use crate::worker::Events;
 
 /// A token with its log probabilities.
 #[derive(Clone, Debug)]

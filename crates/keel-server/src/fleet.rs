@@ -15,10 +15,11 @@ use keel_engine::{Engine, EngineError};
 use tokio::sync::oneshot;
 
 use crate::app::{App, Shared};
+use crate::engine_view::{DeviceMemory, EngineView};
 use crate::error::{Result, ServerError, setting};
 use crate::options::PrefixStore;
 use crate::text::ModelText;
-use crate::worker::{DeviceMemory, EngineHandle, EngineView};
+use crate::worker::EngineHandle;
 
 /// The result of loading a model.
 pub struct Loaded {
@@ -135,14 +136,14 @@ struct Departed {
     status: BatchStatus,
     losses: u64,
     /// Models that are being unloaded.
-    leaving: Vec<EngineView>,
+    leaving: Vec<Arc<EngineView>>,
 }
 
 /// Counters over all models.
 pub(crate) struct Totals {
     pub status: BatchStatus,
     pub losses: u64,
-    pub engines: Vec<EngineView>,
+    pub engines: Vec<Arc<EngineView>>,
     /// The loaded models that several devices share.
     pub split: Vec<SplitModel>,
 }
@@ -386,7 +387,7 @@ impl Front {
         }
         {
             let mut departed = self.departed();
-            departed.leaving.retain(|leaving| !leaving.is_of(&view));
+            departed.leaving.retain(|leaving| !Arc::ptr_eq(leaving, &view));
             departed.status.add(&view.status());
             departed.status.forget_gauges();
             departed.losses += view.losses();

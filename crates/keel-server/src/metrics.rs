@@ -17,9 +17,9 @@ use prometheus_client::registry::{Registry, Unit};
 use tracing::Span;
 
 use crate::answer::{Ending, Usage};
+use crate::engine_view::DeviceMemory;
 use crate::fleet::{SplitModel, Totals};
 use crate::memory::RequestMemory;
-use crate::worker::{DeviceMemory, EngineView};
 
 /// A label with a fixed set of values.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -168,7 +168,7 @@ impl Metrics {
             let label = Kind { kind: Word(kind) };
             inner.late_work.get_or_create(&label).inner().fetch_max(count, Ordering::Relaxed);
         }
-        self.set_all_memory(&engines.iter().map(EngineView::devices).collect::<Vec<_>>());
+        self.set_all_memory(&engines.iter().map(|engine| engine.devices()).collect::<Vec<_>>());
         split.iter().for_each(|model| self.set_split_memory(model));
         for (kind, bytes) in
             [("planned", requests.limit()), ("allocated", requests.used()), ("peak", requests.peak())]
@@ -176,7 +176,7 @@ impl Metrics {
             inner.request_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
         }
         inner.lost.inner().fetch_max(losses, Ordering::Relaxed);
-        if let Some((usage, driver)) = engines.first().and_then(EngineView::device_usage) {
+        if let Some((usage, driver)) = engines.first().and_then(|engine| engine.device_usage()) {
             for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver)] {
                 inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
             }

@@ -9,8 +9,8 @@ use keel_engine::batch::SequenceStatus;
 use serde_json::{Map, Value, json};
 
 use crate::app::{App, Shared};
+use crate::engine_view::DeviceMemory;
 use crate::fleet::{Front, ModelFacts};
-use crate::worker::DeviceMemory;
 
 /// Memory and the running sequences.
 ///

@@ -4,19 +4,21 @@
 //! when a client is gone for any reason, its sequence ends within one step.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use keel_array::{DeviceUsage, Gauge, Ledger, MemoryReport};
+use keel_array::{DeviceUsage, Ledger, MemoryReport};
 use keel_engine::EngineError;
 use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
+use crate::engine_view::{DeviceMemory, EngineView};
 use crate::error::{Result, ServerError};
+use crate::events::{Events, Listener, waiting_bytes};
 use crate::memory::Meter;
 use crate::options::PrefixStore;
 
@@ -40,150 +42,8 @@ enum Command {
 #[derive(Clone)]
 pub struct EngineHandle {
     inbox: SyncSender<Command>,
-    shared: Arc<Shared>,
+    shared: Arc<EngineView>,
 }
-
-struct Shared {
-    next_id: AtomicU64,
-    status: Mutex<BatchStatus>,
-    aborted: AtomicBool,
-    stopped: AtomicBool,
-    /// Number of checks at idle that found pages or bytes missing.
-    losses: AtomicU64,
-    /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
-    /// have ended.
-    devices: Vec<DeviceBooks>,
-    /// The rank of the device with the output head.
-    lead: usize,
-    context: usize,
-    context_max: usize,
-    vocab: usize,
-    hidden: usize,
-    pools_rows: bool,
-}
-
-/// The books of a device.
-struct DeviceBooks {
-    name: String,
-    gauge: Gauge,
-    planned: MemoryReport,
-}
-
-/// The memory of a device of an engine.
-#[derive(Clone, Debug)]
-pub struct DeviceMemory {
-    /// Its name.
-    pub name: String,
-    /// Bytes when the engine was ready. It never needs more.
-    pub planned: MemoryReport,
-    /// Bytes now.
-    pub allocated: MemoryReport,
-    /// The most bytes so far, by category.
-    pub peak: MemoryReport,
-}
-
-impl Shared {
-    fn devices(&self) -> Vec<DeviceMemory> {
-        let device = |books: &DeviceBooks| DeviceMemory {
-            name: books.name.clone(),
-            planned: books.planned,
-            allocated: books.gauge.ledger().active(),
-            peak: books.gauge.ledger().peak(),
-        };
-        self.devices.iter().map(device).collect()
-    }
-
-    /// The device with the output head.
-    fn lead(&self) -> &DeviceBooks {
-        &self.devices[self.lead]
-    }
-
-    fn planned(&self) -> MemoryReport {
-        self.devices.iter().map(|books| books.planned).sum()
-    }
-
-    fn is_level(&self) -> bool {
-        self.devices.iter().all(|books| books.gauge.ledger().active() == books.planned)
-    }
-}
-
-/// Sees what an engine does, and lets its thread end.
-#[derive(Clone)]
-pub(crate) struct EngineView(Arc<Shared>);
-
-impl EngineView {
-    /// Counts as of the last step.
-    pub fn status(&self) -> BatchStatus {
-        self.0.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
-    }
-
-    /// As [`EngineHandle::losses`].
-    pub fn losses(&self) -> u64 {
-        self.0.losses.load(Ordering::Acquire)
-    }
-
-    /// As [`EngineHandle::devices`].
-    pub fn devices(&self) -> Vec<DeviceMemory> {
-        self.0.devices()
-    }
-
-    /// As [`EngineHandle::device_usage`].
-    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        self.0.lead().gauge.device_usage()
-    }
-
-    /// Whether both are of one engine.
-    pub fn is_of(&self, other: &EngineView) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-/// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of requests.
-pub struct Events {
-    receiver: mpsc::UnboundedReceiver<Result<BatchEvent>>,
-    meter: Arc<Meter>,
-}
-
-impl Events {
-    /// Waits for the next event.
-    ///
-    /// # Errors
-    /// The request has failed, too many of its tokens wait, or the engine has stopped.
-    pub async fn recv(&mut self) -> Result<BatchEvent> {
-        let event = self.receiver.recv().await.unwrap_or(Err(ServerError::EngineStopped))?;
-        self.meter.give_back(waiting_bytes(&event));
-        match event {
-            BatchEvent::Failed(error) => Err(error.into()),
-            event => Ok(event),
-        }
-    }
-
-    /// Ends the request.
-    pub fn close(&mut self) {
-        self.receiver.close();
-    }
-}
-
-/// The other end of [`Events`].
-struct Listener {
-    sender: mpsc::UnboundedSender<Result<BatchEvent>>,
-    meter: Arc<Meter>,
-}
-
-/// Bytes of an event that waits. Other events than tokens are few.
-fn waiting_bytes(event: &BatchEvent) -> u64 {
-    match event {
-        BatchEvent::Token { logprobs, .. } => {
-            let top =
-                logprobs.as_ref().map_or(0, |logprobs| size_of_val(&logprobs.top[..]) + HEAP_BLOCK_BYTES);
-            (size_of::<Result<BatchEvent>>() + top) as u64
-        }
-        _ => 0,
-    }
-}
-
-/// The allocator's own bytes per block.
-const HEAP_BLOCK_BYTES: usize = 16;
 
 impl EngineHandle {
     /// Restores remembered prefixes from the store and starts the thread, which saves them again when it ends.
@@ -197,28 +57,7 @@ impl EngineHandle {
             restored.problems.iter().for_each(|problem| tracing::warn!("not remembered: {problem}"));
         }
         let (inbox, commands) = sync_channel(INBOX);
-        let engine = batcher.engine();
-        let shared = Arc::new(Shared {
-            next_id: AtomicU64::new(1),
-            status: Mutex::new(batcher.status()),
-            aborted: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
-            losses: AtomicU64::new(0),
-            devices: engine
-                .devices()
-                .map(|(name, runtime)| DeviceBooks {
-                    name,
-                    gauge: runtime.gauge(),
-                    planned: runtime.ledger().active(),
-                })
-                .collect(),
-            lead: engine.lead_rank(),
-            context: engine.options().context,
-            context_max: engine.model().config.context_max,
-            vocab: engine.model().config.vocab,
-            hidden: engine.model().config.hidden,
-            pools_rows: engine.options().row_hidden,
-        });
+        let shared = Arc::new(EngineView::new(&batcher));
         let worker = Worker {
             batcher,
             commands,
@@ -234,8 +73,8 @@ impl EngineHandle {
     }
 
     /// A view that does not keep the thread alive.
-    pub(crate) fn view(&self) -> EngineView {
-        EngineView(Arc::clone(&self.shared))
+    pub(crate) fn view(&self) -> Arc<EngineView> {
+        Arc::clone(&self.shared)
     }
 
     /// Largest number of tokens of a sequence.
@@ -265,7 +104,7 @@ impl EngineHandle {
 
     /// The ledger of the device; of a split model, of the one with the output head.
     pub fn ledger(&self) -> &Ledger {
-        self.shared.lead().gauge.ledger()
+        self.shared.ledger()
     }
 
     /// The memory of each device, by rank.
@@ -275,7 +114,7 @@ impl EngineHandle {
 
     /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
     pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
-        self.shared.lead().gauge.device_usage()
+        self.shared.device_usage()
     }
 
     /// The memory that the engine had allocated when it was ready, on all devices. It never needs more.
@@ -285,12 +124,12 @@ impl EngineHandle {
 
     /// Counts as of the last step.
     pub fn status(&self) -> BatchStatus {
-        self.shared.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
+        self.shared.status()
     }
 
     /// Number of checks at idle that found pages or bytes missing. Each is a bug, and a line in the log.
     pub fn losses(&self) -> u64 {
-        self.shared.losses.load(Ordering::Acquire)
+        self.shared.losses()
     }
 
     /// Whether the thread has ended. While a handle exists, it ends only after a failure.
@@ -353,7 +192,7 @@ struct Worker {
     batcher: Batcher,
     commands: Receiver<Command>,
     live: HashMap<RequestId, Listener>,
-    shared: Arc<Shared>,
+    shared: Arc<EngineView>,
     store: Option<PrefixStore>,
     /// Number of steps so far.
     steps: u64,
@@ -364,7 +203,7 @@ struct Worker {
 }
 
 /// Records that the thread has ended for any reason.
-struct StopNote(Arc<Shared>);
+struct StopNote(Arc<EngineView>);
 
 impl Drop for StopNote {
     fn drop(&mut self) {
@@ -406,7 +245,7 @@ impl Worker {
         for (id, event) in events {
             self.deliver(id, event);
         }
-        *self.shared.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
+        self.shared.set_status(status);
     }
 
     /// When nothing runs, every page must be free or remembered, and the ledgers must read the same as at the start.

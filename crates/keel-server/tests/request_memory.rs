@@ -95,11 +95,45 @@ fn requests_stay_within_their_memory() {
 }
 
 fn what_is_charged_is_what_is_taken() {
+    let mut wrong = Vec::new();
+    let shapes = large_bodies().into_iter().chain(answers_and_copies());
+    // The peak of charges never falls, so each shape gets its own server.
+    for (status, what, path, body) in shapes {
+        let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };
+        let server = Running::with(engine_options(), options);
+        // This request creates everything that is created only once.
+        read(post(&server, path, "{}"));
+        let watch = Watch::begin();
+        let reply = read(post(&server, path, &body));
+        // The client also holds the answer, in a buffer that grows by doubling.
+        let most = watch.end().saturating_sub(3 * reply.body.len());
+        let charged = server.app.memory.peak() as usize;
+        println!(
+            "{what}: {} KB on the heap, {} KB charged, status {}",
+            most / 1000,
+            charged / 1000,
+            reply.status
+        );
+        if what == "listed tokens" && charged > 3 * most {
+            wrong.push(format!("{what}: {charged} bytes charged for {most} bytes on the heap"));
+        }
+        if reply.status != status {
+            wrong.push(format!("{what}: status {}, expected {status}: {:.200}", reply.status, reply.body));
+        }
+        if most > charged + (2 << 20) {
+            wrong.push(format!("{what}: {most} bytes on the heap, {charged} charged"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+/// Requests whose bodies are large: status, what they hold, path and body.
+fn large_bodies() -> Vec<(u16, &'static str, &'static str, String)> {
     let words = "The little dog ran over the hill and far away. ";
     let text = |text: &str| json!({"text": text.repeat(MB / text.len())}).to_string();
     let values = |value: &str, items: usize| vec![value; items].join(",");
     // Status 400: the prompt is longer than the context, or has too many parts, which shows after it was read.
-    let shapes: Vec<(u16, &str, &str, String)> = vec![
+    vec![
         (200, "words", "/tokenize", text(words)),
         (200, "spaces", "/tokenize", text(" ")),
         (200, "digits", "/tokenize", text("1 2")),
@@ -143,37 +177,7 @@ fn what_is_charged_is_what_is_taken() {
                 values(r#"{"type":"text","text":"a"}"#, 30_000)
             ),
         ),
-    ];
-    let mut wrong = Vec::new();
-    let shapes = shapes.into_iter().chain(answers_and_copies());
-    // The peak of charges never falls, so each shape gets its own server.
-    for (status, what, path, body) in shapes {
-        let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };
-        let server = Running::with(engine_options(), options);
-        // This request creates everything that is created only once.
-        read(post(&server, path, "{}"));
-        let watch = Watch::begin();
-        let reply = read(post(&server, path, &body));
-        // The client also holds the answer, in a buffer that grows by doubling.
-        let most = watch.end().saturating_sub(3 * reply.body.len());
-        let charged = server.app.memory.peak() as usize;
-        println!(
-            "{what}: {} KB on the heap, {} KB charged, status {}",
-            most / 1000,
-            charged / 1000,
-            reply.status
-        );
-        if what == "listed tokens" && charged > 3 * most {
-            wrong.push(format!("{what}: {charged} bytes charged for {most} bytes on the heap"));
-        }
-        if reply.status != status {
-            wrong.push(format!("{what}: status {}, expected {status}: {:.200}", reply.status, reply.body));
-        }
-        if most > charged + (2 << 20) {
-            wrong.push(format!("{what}: {most} bytes on the heap, {charged} charged"));
-        }
-    }
-    assert!(wrong.is_empty(), "{wrong:?}");
+    ]
 }
 
 /// Requests whose answers, or what each answer holds, are larger than their bodies.

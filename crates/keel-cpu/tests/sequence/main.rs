@@ -2,6 +2,7 @@
 
 mod attention;
 mod causal_conv;
+mod delta_steps;
 mod gated_delta;
 mod rows;
 

@@ -1,33 +1,24 @@
-//! Matrix products, with weights and without, and the mixture of experts around them.
+//! Matrix products, with weights and without, and the embedding.
 
 use super::share::is_mine;
 use super::{Check, FLOATS, download, eight_bits, expect, expect_within, layouts, rounded, upload};
 use crate::cases::quantized_matmul::weights;
-use crate::compare::assert_close;
+use crate::naive::elementwise;
 use crate::naive::matmul::{matmul, matmul_transposed};
-use crate::naive::quantized_matmul::{
-    Affine, gather_quantized_matmul, quantised_activations, quantized_matmul,
-};
+use crate::naive::quantized_matmul::{Affine, quantised_activations, quantized_matmul};
 use crate::naive::tensor::Tensor;
-use crate::naive::{elementwise, experts};
 use crate::random::Random;
 use crate::{cases, tolerance};
 use half::{bf16, f16};
 use keel_array::{
-    Array, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, SharedExpert, Weight, WeightFormat,
-    WeightSpec,
+    Array, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec,
 };
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "matmul", run: broadcast_products },
     Check { op: "linear", run: onto_a_residual },
     Check { op: "linear", run: rows_that_do_not_fit_their_weight },
-    Check { op: "gather_linear", run: gathered },
-    Check { op: "gather_linear", run: expert_out_of_range },
     Check { op: "embedding", run: embedding },
-    Check { op: "route_top_k", run: routing },
-    Check { op: "route_top_k", run: broken_routing },
-    Check { op: "combine_experts", run: combination },
 ];
 
 pub(super) const BY_CASE: &[Check] = &[
@@ -289,32 +280,6 @@ fn onto_a_residual(runtime: &Runtime) {
     }
 }
 
-fn gathered(runtime: &Runtime) {
-    let mut random = Random::new(54);
-    for (tokens, choices, experts, n, k, compute, limit) in [
-        (1, 2, 5, 33, 64, Compute::F32, tolerance::F32),
-        (7, 3, 4, 17, 128, Compute::F32, tolerance::F32),
-        (65, 2, 9, 31, 64, Compute::F32, tolerance::F32),
-        (1, 3, 5, 65, 192, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
-        (33, 4, 7, 95, 128, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
-    ] {
-        let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, 4, 32)).collect();
-        let weight = affine_weight(runtime, &stack, 4, compute);
-        let chosen = Tensor::integers(&mut random, &[tokens, choices], 0, experts as i64);
-        let choice: Vec<u32> = chosen.values.iter().map(|&e| e as u32).collect();
-        for shape in [&[tokens, k][..], &[tokens, choices, k]] {
-            let x = rounded(&Tensor::random(&mut random, shape, -1.0, 1.0), DType::F32);
-            for dtype in [DType::U32, DType::I32] {
-                let y =
-                    upload(runtime, &x, DType::F32).gather_linear(&weight, &upload(runtime, &chosen, dtype));
-                let want = gather_quantized_matmul(&floats(&x), &stack, &choice);
-                let what = format!("gather_linear of {shape:?}, {compute:?}");
-                expect_within(&what, &y.expect("extents fit"), &want, limit);
-            }
-        }
-    }
-}
-
 fn rows_that_do_not_fit_their_weight(runtime: &Runtime) {
     let (rows, cols) = (33, 64);
     let refusal = |format: WeightFormat, data: RowData<'_>| {
@@ -352,15 +317,6 @@ fn rows_that_do_not_fit_their_weight(runtime: &Runtime) {
     }
 }
 
-fn expert_out_of_range(runtime: &Runtime) {
-    let stack: Vec<Affine> = (0..3).map(|_| weights(&mut Random::new(55), 5, 32, 4, 32)).collect();
-    let weight = affine_weight(runtime, &stack, 4, Compute::F32);
-    let x = Array::zeros(runtime, [2, 32], DType::F32).expect("an addressable shape");
-    let chosen = Array::from_slice(runtime, &[2u32, 3], [2, 1]).expect("memory");
-    let error = x.gather_linear(&weight, &chosen).expect("extents fit").eval().expect_err("no such expert");
-    assert!(error.to_string().contains("expert 3 of a stack of 3"), "{error}");
-}
-
 fn embedding(runtime: &Runtime) {
     let mut random = Random::new(56);
     let ids = Tensor::integers(&mut random, &[3, 7], 0, 37);
@@ -384,68 +340,5 @@ fn embedding(runtime: &Runtime) {
         let w = weights(&mut random, 37, 128, bits, 64);
         let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto);
         check(&format!("{bits} bits"), &weight, &w.weights(), 128);
-    }
-}
-
-fn routing(runtime: &Runtime) {
-    let mut random = Random::new(57);
-    for (tokens, count, k) in [(1, 4, 1), (5, 60, 4), (67, 129, 8), (3, 7, 7)] {
-        for normalise in [false, true] {
-            // Few different values, so that some are equal.
-            let logits = Tensor::integers(&mut random, &[tokens, count], -5, 6).map(|x| x / 2.0);
-            let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
-            let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
-            expect("weights of experts", &y.weights, &Tensor { shape: vec![tokens, k], values: weights });
-            assert_eq!(y.experts.to_vec::<u32>().expect("a case runs"), chosen, "experts");
-        }
-    }
-}
-
-/// Rows with NaN and with negative infinity. NaN comes last and has no weight; a row of nothing but NaN still names
-/// experts that exist, and its weights are NaN.
-fn broken_routing(runtime: &Runtime) {
-    let mut random = Random::new(59);
-    for (count, k) in [(7, 7), (60, 4), (129, 40), (600, 5)] {
-        let mut logits = Tensor::integers(&mut random, &[4, count], -5, 6).map(|x| x / 2.0);
-        for (i, x) in logits.values.iter_mut().enumerate() {
-            match (i / count, i % count) {
-                // Every row but the last keeps at least one number. Row 1 keeps no other, so that NaN is chosen.
-                (0, at) if at % 3 == 0 => *x = f64::NAN,
-                (1, at) if at != count / 2 => *x = if at % 2 == 0 { f64::NAN } else { f64::NEG_INFINITY },
-                (2, at) if at % 5 == 1 => *x = f64::NEG_INFINITY,
-                (3, _) => *x = f64::NAN,
-                _ => {}
-            }
-        }
-        for normalise in [false, true] {
-            let (weights, chosen) = experts::route_top_k(&floats(&logits), count, k, normalise);
-            let y = upload(runtime, &logits, DType::F32).route_top_k(k, normalise).expect("enough experts");
-            let what = format!("{k} of {count} experts with NaN");
-            assert_eq!(y.experts.to_vec::<u32>().expect("a case runs"), chosen, "{what}");
-            let got = y.weights.to_vec::<f32>().expect("a case runs");
-            let (sound, broken) = got.split_at(3 * k);
-            assert_close(&what, sound, &weights[..3 * k], tolerance::F32);
-            assert!(broken.iter().all(|x| x.is_nan()), "{what}: {broken:?}");
-        }
-    }
-}
-
-fn combination(runtime: &Runtime) {
-    let mut random = Random::new(58);
-    for (tokens, choices, width) in [(1, 2, 33), (7, 3, 256), (65, 8, 17)] {
-        let mut draw = |shape: &[usize]| rounded(&Tensor::random(&mut random, shape, -1.0, 1.0), DType::F32);
-        let (y, w, r) = (draw(&[tokens, choices, width]), draw(&[tokens, choices]), draw(&[tokens, width]));
-        let (shared, gate) = (draw(&[tokens, width]), draw(&[tokens, 1]));
-        let up = |x: &Tensor| upload(runtime, x, DType::F32);
-        for with_shared in [false, true] {
-            let (s, g) = (floats(&shared), floats(&gate));
-            let oracle = with_shared.then_some((&s[..], &g[..]));
-            let values = experts::combine(&floats(&y), &floats(&w), oracle, &floats(&r), width);
-            let (s, g) = (up(&shared), up(&gate));
-            let shared = with_shared.then_some(SharedExpert { output: &s, gate: &g });
-            let got = up(&y).combine_experts(&up(&w), &up(&r), shared);
-            let want = Tensor { shape: vec![tokens, width], values };
-            expect(&format!("combine_experts, shared {with_shared}"), &got.expect("shapes fit"), &want);
-        }
     }
 }

@@ -11,6 +11,7 @@ mod fast;
 mod indexing;
 mod layout;
 mod linear;
+mod mixture;
 mod open_rows;
 mod reduce;
 mod sample;
@@ -74,6 +75,7 @@ const WHOLE: &[&[Check]] = &[
     sample::CHECKS,
     indexing::CHECKS,
     linear::CHECKS,
+    mixture::CHECKS,
     fast::CHECKS,
     sequence::CHECKS,
     open_rows::CHECKS,

@@ -1,0 +1,326 @@
+//! A checkpoint as the device of a share sees it: some rows or columns of each layer.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+
+use keel_array::{RowData, WeightFormat, WeightSpec};
+use keel_weights::RotationValues;
+
+use crate::loading::{Parameters, RowSink};
+use crate::{HybridConfig, MixerKind, MixtureCut, ModelError, Result, Shard};
+
+/// How a layer is divided.
+enum Cut {
+    /// Not at all.
+    Whole,
+    /// By rows: the share's ranges of them.
+    Rows(Vec<Range<usize>>),
+    /// By columns: every device has an even share.
+    Columns,
+}
+
+/// Rows of a layer that are divided together, such as those of its queries.
+struct Section {
+    len: usize,
+    /// The share's range of them.
+    own: Range<usize>,
+}
+
+/// A checkpoint, as the device of a share sees it.
+pub(crate) struct ShardedParameters<'a> {
+    whole: &'a dyn Parameters,
+    config: &'a HybridConfig,
+    shard: Shard,
+    /// Rows of the layers of the whole checkpoint that were asked about.
+    rows: RefCell<HashMap<String, usize>>,
+}
+
+impl<'a> ShardedParameters<'a> {
+    /// The share of a checkpoint of the model with this config.
+    ///
+    /// # Errors
+    /// The columns of a layer lie in an order that is not split.
+    pub fn new(
+        whole: &'a dyn Parameters,
+        config: &'a HybridConfig,
+        shard: Shard,
+    ) -> Result<ShardedParameters<'a>> {
+        if whole.value_heads_are_tiled() && config.layers.contains(&MixerKind::GatedDelta) {
+            let reason = "GGUF files keep the value heads of recurrent layers in an order that is not split by heads: use \
+                          --split pipeline, or a safetensors checkpoint";
+            return Err(ModelError::Part(reason.into()));
+        }
+        Ok(ShardedParameters { whole, config, shard, rows: RefCell::default() })
+    }
+
+    /// Whether a layer belongs to experts that are not cut.
+    fn is_of_whole_expert(&self, module: &str) -> bool {
+        let of_experts =
+            [".experts.", "switch_mlp.", ".shared_expert."].iter().any(|name| module.contains(name));
+        self.shard.mixture == MixtureCut::Experts && of_experts
+    }
+
+    /// Rows of a layer of the whole checkpoint, or entries of a parameter with one for each row. The share has `own`.
+    fn whole_rows(&self, module: &str, own: usize) -> usize {
+        let (c, shard) = (self.config, self.shard);
+        match last(module) {
+            _ if self.is_of_whole_expert(module) => own,
+            "k_proj" | "v_proj" => own / shard.kv_heads(c.kv_heads).len().max(1) * c.kv_heads,
+            "qkv_proj" => (c.heads + 2 * c.kv_heads) * c.head_dim,
+            "in_proj_qkv" | "conv1d" => c.recurrent_layers().conv_channels(),
+            name if EVEN.contains(&name) || name == "gate_up_proj" => own * shard.count,
+            _ => own,
+        }
+    }
+
+    /// How a layer of `rows` rows, or a parameter with one entry for each of them, is divided.
+    fn cut(&self, module: &str, rows: usize) -> Cut {
+        let (c, shard) = (self.config, self.shard);
+        // The share's ranges of parts that follow each other.
+        let ranges = |parts: &[Section]| {
+            let mut start = 0;
+            let range = |Section { len, own }: &Section| {
+                let range = start + own.start..start + own.end;
+                start += len;
+                range
+            };
+            Cut::Rows(parts.iter().map(range).collect())
+        };
+        let even = |len: usize| Section { len, own: shard.of(len) };
+        let key_values = |len: usize| {
+            let (heads, size) = (shard.kv_heads(c.kv_heads), len / c.kv_heads.max(1));
+            Section { len, own: heads.start * size..heads.end * size }
+        };
+        match last(module) {
+            _ if self.is_of_whole_expert(module) => Cut::Whole,
+            "k_proj" | "v_proj" => ranges(&[key_values(rows)]),
+            "qkv_proj" => {
+                let kv = c.kv_heads * c.head_dim;
+                ranges(&[even(c.heads * c.head_dim), key_values(kv), key_values(kv)])
+            }
+            "in_proj_qkv" | "conv1d" => {
+                let r = c.recurrent_layers();
+                let keys = r.key_heads * r.key_dim;
+                ranges(&[even(keys), even(keys), even(r.values())])
+            }
+            "gate_up_proj" => ranges(&[even(rows / 2), even(rows / 2)]),
+            "o_proj" | "down_proj" | "out_proj" => Cut::Columns,
+            name if EVEN.contains(&name) => ranges(&[even(rows)]),
+            _ => Cut::Whole,
+        }
+    }
+}
+
+/// Layers and parameters whose rows belong to heads, key heads or columns, in order.
+const EVEN: [&str; 10] = [
+    "q_proj",
+    "gate_proj",
+    "up_proj",
+    "in_proj_z",
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "A_log",
+    "dt_bias",
+];
+
+/// The layer that a small parameter belongs to, or the parameter itself.
+fn layer_of(name: &str) -> &str {
+    name.strip_suffix(".weight").or_else(|| name.strip_suffix(".bias")).unwrap_or(name)
+}
+
+/// The last part of a name.
+fn last(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
+}
+
+/// The parts of `ranges`, laid end to end, that `range` names.
+fn within(ranges: &[Range<usize>], range: Range<usize>) -> Vec<Range<usize>> {
+    let mut at = 0;
+    let mut parts = Vec::new();
+    for whole in ranges {
+        let own = at..at + whole.len();
+        let (start, end) = (range.start.max(own.start), range.end.min(own.end));
+        if start < end {
+            parts.push(whole.start + start - at..whole.start + end - at);
+        }
+        at = own.end;
+    }
+    parts
+}
+
+/// Columns that are coded together.
+fn columns_together(format: WeightFormat) -> usize {
+    match format {
+        WeightFormat::Dense(_) => 1,
+        WeightFormat::Affine { group_size, .. } => group_size.into(),
+        WeightFormat::Blocks(format) => format.values(),
+    }
+}
+
+/// Some columns of a layer.
+struct Columns {
+    format: WeightFormat,
+    /// Columns of the whole layer.
+    whole: usize,
+    /// The share's range of them.
+    own: Range<usize>,
+}
+
+/// These entries of each row of `row` entries.
+fn pick<T: Copy>(data: &[T], row: usize, columns: Range<usize>) -> Vec<T> {
+    data.chunks_exact(row).flat_map(|row| &row[columns.clone()]).copied().collect()
+}
+
+/// Passes the columns of `rows` rows to `sink`.
+fn pick_columns(rows: usize, data: RowData<'_>, columns: &Columns, sink: &mut RowSink<'_>) -> Result<()> {
+    let &Columns { format, whole: cols, own: ref columns } = columns;
+    let together = columns_together(format);
+    let units = columns.start / together..columns.end / together;
+    let of_bytes = |unit: usize| units.start * unit..units.end * unit;
+    match data {
+        RowData::Dense(bytes) => {
+            let unit = bytes.len() / (rows * cols).max(1);
+            sink(rows, RowData::Dense(&pick(bytes, cols * unit, of_bytes(unit))))
+        }
+        RowData::Affine { codes, scales, biases } => {
+            let groups = cols / together;
+            let codes = pick(codes, cols, columns.clone());
+            let (scales, biases) = (pick(scales, groups, units.clone()), pick(biases, groups, units));
+            sink(rows, RowData::Affine { codes: &codes, scales: &scales, biases: &biases })
+        }
+        RowData::Blocks(bytes) => {
+            let unit = bytes.len() / (rows * cols / together).max(1);
+            sink(rows, RowData::Blocks(&pick(bytes, cols / together * unit, of_bytes(unit))))
+        }
+    }
+}
+
+impl Parameters for ShardedParameters<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.whole.contains(name)
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        let mut shape = self.whole.shape(name)?;
+        if let Some(rows) = shape.first_mut()
+            && let Cut::Rows(ranges) = self.cut(layer_of(name), *rows)
+        {
+            *rows = ranges.iter().map(Range::len).sum();
+        }
+        Some(shape)
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat> {
+        let rows = self.whole_rows(module, rows);
+        let whole_cols = match self.cut(module, rows) {
+            Cut::Columns => cols * self.shard.count,
+            _ => cols,
+        };
+        let format = self.whole.linear_format(module, experts, rows, whole_cols)?;
+        self.rows.borrow_mut().insert(module.into(), rows);
+        let together = columns_together(format);
+        if whole_cols != cols && !cols.is_multiple_of(together) {
+            return Err(ModelError::Part(format!(
+                "{module}: {whole_cols} columns in groups of {together} cannot be split over {} devices, which would have {cols} \
+                 each: take fewer devices, or --split pipeline",
+                self.shard.count
+            )));
+        }
+        if whole_cols != cols && self.whole.rotation(module)?.is_some() {
+            return Err(ModelError::Part(format!(
+                "{module}: an input with rotated pairs of columns is not split by columns: use --split pipeline"
+            )));
+        }
+        Ok(format)
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> Result<()> {
+        // The loader asks for a layer's format before it reads rows.
+        let whole_rows = self.rows.borrow().get(module).copied().unwrap_or_default();
+        match self.cut(module, whole_rows) {
+            Cut::Whole => self.whole.linear_rows(module, expert, rows, spec, sink),
+            Cut::Rows(_) if self.rows_are_alike() => self.whole.linear_rows(module, expert, rows, spec, sink),
+            Cut::Rows(ranges) => {
+                let parts = within(&ranges, rows);
+                parts
+                    .into_iter()
+                    .try_for_each(|part| self.whole.linear_rows(module, expert, part, spec, sink))
+            }
+            Cut::Columns => {
+                let whole = WeightSpec { cols: spec.cols * self.shard.count, ..*spec };
+                let columns =
+                    Columns { format: spec.format, whole: whole.cols, own: self.shard.of(whole.cols) };
+                self.whole.linear_rows(module, expert, rows, &whole, &mut |count, data| {
+                    pick_columns(count, data, &columns, sink)
+                })
+            }
+        }
+    }
+
+    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
+        self.whole.rotation(module)
+    }
+
+    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+        let values = self.whole.shared_rotation(prefix, module)?;
+        if values.is_some() && matches!(self.cut(module, 0), Cut::Columns) {
+            return Err(ModelError::Part(format!(
+                "{module}: an input with rotated pairs of columns is not split by columns: use --split pipeline"
+            )));
+        }
+        Ok(values)
+    }
+
+    fn release(&self, module: &str) {
+        self.whole.release(module);
+    }
+
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
+        let layer = layer_of(name);
+        let rows = self.whole_rows(layer, elements);
+        match self.cut(layer, rows) {
+            // Every device adds its product to the sum; the first one adds the bias.
+            Cut::Columns if self.shard.index > 0 => Ok(vec![0.0; elements]),
+            Cut::Rows(ranges) => {
+                let own = ranges.iter().map(Range::len).sum::<usize>();
+                let each = elements / own.max(1);
+                let all = self.whole.values(name, rows * each)?;
+                let part = |range: Range<usize>| all.get(range.start * each..range.end * each);
+                let parts: Option<Vec<&[f32]>> = ranges.into_iter().map(part).collect();
+                let misshapen = || {
+                    ModelError::Part(format!("{name}: {} values are fewer than {}", all.len(), rows * each))
+                };
+                Ok(parts.ok_or_else(misshapen)?.concat())
+            }
+            _ => self.whole.values(name, elements),
+        }
+    }
+
+    fn rows_are_alike(&self) -> bool {
+        self.whole.rows_are_alike()
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        self.whole.norms_are_scales()
+    }
+
+    fn value_heads_are_tiled(&self) -> bool {
+        self.whole.value_heads_are_tiled()
+    }
+}

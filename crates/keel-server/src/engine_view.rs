@@ -1,0 +1,117 @@
+//! What an engine shows to other threads: counts as of the last step, and the memory of its devices.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use keel_array::{DeviceUsage, Gauge, Ledger, MemoryReport, Runtime};
+use keel_engine::batch::{BatchStatus, Batcher};
+
+/// What an engine's thread and the handles to it share. Holding it does not keep the thread alive.
+pub(crate) struct EngineView {
+    pub next_id: AtomicU64,
+    status: Mutex<BatchStatus>,
+    pub aborted: AtomicBool,
+    pub stopped: AtomicBool,
+    /// Number of checks at idle that found pages or bytes missing.
+    pub losses: AtomicU64,
+    /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
+    /// have ended.
+    devices: Vec<DeviceBooks>,
+    /// The rank of the device with the output head.
+    lead: usize,
+    pub context: usize,
+    pub context_max: usize,
+    pub vocab: usize,
+    pub hidden: usize,
+    pub pools_rows: bool,
+}
+
+/// The books of a device.
+struct DeviceBooks {
+    name: String,
+    gauge: Gauge,
+    planned: MemoryReport,
+}
+
+/// The memory of a device of an engine.
+#[derive(Clone, Debug)]
+pub struct DeviceMemory {
+    /// Its name.
+    pub name: String,
+    /// Bytes when the engine was ready. It never needs more.
+    pub planned: MemoryReport,
+    /// Bytes now.
+    pub allocated: MemoryReport,
+    /// The most bytes so far, by category.
+    pub peak: MemoryReport,
+}
+
+impl EngineView {
+    pub fn new(batcher: &Batcher) -> EngineView {
+        let engine = batcher.engine();
+        let books = |(name, runtime): (String, &Runtime)| DeviceBooks {
+            name,
+            gauge: runtime.gauge(),
+            planned: runtime.ledger().active(),
+        };
+        EngineView {
+            next_id: AtomicU64::new(1),
+            status: Mutex::new(batcher.status()),
+            aborted: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            losses: AtomicU64::new(0),
+            devices: engine.devices().map(books).collect(),
+            lead: engine.lead_rank(),
+            context: engine.options().context,
+            context_max: engine.model().config.context_max,
+            vocab: engine.model().config.vocab,
+            hidden: engine.model().config.hidden,
+            pools_rows: engine.options().row_hidden,
+        }
+    }
+
+    /// Counts as of the last step.
+    pub fn status(&self) -> BatchStatus {
+        self.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// A step has ended.
+    pub fn set_status(&self, status: BatchStatus) {
+        *self.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
+    }
+
+    /// Number of checks at idle that found pages or bytes missing.
+    pub fn losses(&self) -> u64 {
+        self.losses.load(Ordering::Acquire)
+    }
+
+    /// The memory of each device, by rank.
+    pub fn devices(&self) -> Vec<DeviceMemory> {
+        let device = |books: &DeviceBooks| DeviceMemory {
+            name: books.name.clone(),
+            planned: books.planned,
+            allocated: books.gauge.ledger().active(),
+            peak: books.gauge.ledger().peak(),
+        };
+        self.devices.iter().map(device).collect()
+    }
+
+    /// Memory of the device with the output head according to its driver, and the driver's own part of it.
+    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+        self.devices[self.lead].gauge.device_usage()
+    }
+
+    /// The ledger of the device with the output head.
+    pub fn ledger(&self) -> &Ledger {
+        self.devices[self.lead].gauge.ledger()
+    }
+
+    pub fn planned(&self) -> MemoryReport {
+        self.devices.iter().map(|books| books.planned).sum()
+    }
+
+    /// Whether each device has as many bytes as when the engine was ready.
+    pub fn is_level(&self) -> bool {
+        self.devices.iter().all(|books| books.gauge.ledger().active() == books.planned)
+    }
+}

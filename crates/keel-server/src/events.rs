@@ -1,0 +1,56 @@
+//! The events of a request, from the engine's thread to the request's task.
+
+use std::sync::Arc;
+
+use keel_engine::batch::BatchEvent;
+use tokio::sync::mpsc;
+
+use crate::error::{Result, ServerError};
+use crate::memory::Meter;
+
+/// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of requests.
+pub struct Events {
+    pub(crate) receiver: mpsc::UnboundedReceiver<Result<BatchEvent>>,
+    pub(crate) meter: Arc<Meter>,
+}
+
+impl Events {
+    /// Waits for the next event.
+    ///
+    /// # Errors
+    /// The request has failed, too many of its tokens wait, or the engine has stopped.
+    pub async fn recv(&mut self) -> Result<BatchEvent> {
+        let event = self.receiver.recv().await.unwrap_or(Err(ServerError::EngineStopped))?;
+        self.meter.give_back(waiting_bytes(&event));
+        match event {
+            BatchEvent::Failed(error) => Err(error.into()),
+            event => Ok(event),
+        }
+    }
+
+    /// Ends the request.
+    pub fn close(&mut self) {
+        self.receiver.close();
+    }
+}
+
+/// The other end of [`Events`].
+pub(crate) struct Listener {
+    pub sender: mpsc::UnboundedSender<Result<BatchEvent>>,
+    pub meter: Arc<Meter>,
+}
+
+/// Bytes of an event that waits. Other events than tokens are few.
+pub(crate) fn waiting_bytes(event: &BatchEvent) -> u64 {
+    match event {
+        BatchEvent::Token { logprobs, .. } => {
+            let top =
+                logprobs.as_ref().map_or(0, |logprobs| size_of_val(&logprobs.top[..]) + HEAP_BLOCK_BYTES);
+            (size_of::<Result<BatchEvent>>() + top) as u64
+        }
+        _ => 0,
+    }
+}
+
+/// The allocator's own bytes per block.
+const HEAP_BLOCK_BYTES: usize = 16;
