@@ -9,16 +9,20 @@ use keel_array::Array;
 
 use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache, SlotId};
 
+/// How many of the first recurrent layers have committed the accepted open rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settled {
+    /// Convolution windows that have committed.
+    pub windows: usize,
+    /// States that have committed, at most `windows`.
+    pub states: usize,
+}
+
 /// How far a failed step changed the state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interruption {
-    /// The first layers have committed the accepted open rows; nothing else has changed. Counts recurrent layers.
-    Settling {
-        /// Convolution windows that have committed.
-        windows: usize,
-        /// States that have committed.
-        states: usize,
-    },
+    /// The first layers have committed the accepted open rows; nothing else has changed.
+    Settling(Settled),
     /// Some layers have committed rows of the step itself, or it is not known how far the step came.
     Torn {
         /// Layers that have committed rows; 0 if not known.
@@ -60,13 +64,12 @@ impl ModelCache {
 
     /// Records what a failed run did to the sequences of these slots. `has_mutated` tells whether it has changed a state
     /// (see [`keel_array::FailedRun::has_mutated`]; on several devices, whether that of the state's device has).
-    /// `settled` counts the windows and states that
-    /// earlier runs had committed. `commits_rows` says whether the run also commits its own rows.
+    /// `settled` is what earlier runs had committed. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(
         &mut self,
         slots: impl IntoIterator<Item = SlotId>,
         has_mutated: &dyn Fn(&Array) -> Option<bool>,
-        settled: (usize, usize),
+        settled: Settled,
         commits_rows: bool,
     ) {
         let interruption = self.interruption_of(has_mutated, settled, commits_rows);
@@ -111,7 +114,7 @@ impl ModelCache {
     fn interruption_of(
         &self,
         has_mutated: &dyn Fn(&Array) -> Option<bool>,
-        settled: (usize, usize),
+        settled: Settled,
         commits_rows: bool,
     ) -> Option<Interruption> {
         let recurrent = self.layers().iter().filter_map(|layer| match layer {
@@ -128,7 +131,8 @@ impl ModelCache {
         let follow = |layers: &[Option<bool>], settled: usize, new: usize| {
             layers.iter().skip(settled).take(new).all(|moved| *moved == Some(true))
         };
-        let is_in_order = follow(&windows, settled.0, new_windows) && follow(&states, settled.1, new_states);
+        let is_in_order =
+            follow(&windows, settled.windows, new_windows) && follow(&states, settled.states, new_states);
         if !is_known {
             Some(Interruption::Torn { layers: 0 })
         } else if new_windows == 0 && new_states == 0 {
@@ -136,7 +140,8 @@ impl ModelCache {
         } else if commits_rows || !is_in_order {
             Some(Interruption::Torn { layers: new_windows })
         } else {
-            Some(Interruption::Settling { windows: settled.0 + new_windows, states: settled.1 + new_states })
+            let (windows, states) = (settled.windows + new_windows, settled.states + new_states);
+            Some(Interruption::Settling(Settled { windows, states }))
         }
     }
 }

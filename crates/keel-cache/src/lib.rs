@@ -39,7 +39,7 @@ mod swap;
 
 pub use error::{CacheError, Result};
 pub use ids::{BlockId, CheckpointId, PageId, SlotId};
-pub use interruption::Interruption;
+pub use interruption::{Interruption, Settled};
 pub use model_cache::ModelCache;
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree, RememberedText};

@@ -22,9 +22,9 @@
 
 use keel_array::sampling::Draw;
 use keel_array::{Array, ArrayError, Regime, RowLog};
-use keel_cache::{SequenceCache, SlotId};
+use keel_cache::{SequenceCache, Settled, SlotId};
 
-use crate::step::{Outcome, Rows};
+use crate::step::{Outcome, Rows, StepKind};
 use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay};
 use crate::{Engine, EngineError, Result};
 
@@ -141,15 +141,15 @@ impl Engine {
             let slots = rows.iter().map(|row| row.sequence.slot()).collect();
             let tokens = rows.len();
             let Some(outcome) = outcome else { continue };
-            let how = (regime, outcome);
-            match self.stepper.submit(&self.runtime, &self.model, &self.cache, how, rows) {
+            let kind = StepKind { regime, outcome };
+            match self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, rows) {
                 Ok(run) => step.runs.push(RunUnderWay { run, regime, slots, tokens }),
                 Err(error) => step.refusal = Some(error),
             }
             if kept.is_empty() {
                 continue;
             }
-            match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, (regime, kept)) {
+            match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, kept) {
                 Ok(run) => step.runs.push(RunUnderWay { run, regime, slots: Vec::new(), tokens: 1 }),
                 Err(error) => step.refusal = Some(error),
             }
@@ -269,9 +269,10 @@ impl Engine {
     /// # Errors
     /// The host does not draw for this item.
     pub fn kept_logits(&self, item: usize, logits: &mut Vec<f32>) -> Result<()> {
-        let at = self.taken.get(item).and_then(|item| item.kept.map(|row| (item.regime, row)));
-        let not_kept = || EngineError::Option(format!("no logits are kept of work item {item}"));
-        self.stepper.read_kept_logits(at.ok_or_else(not_kept)?, logits)
+        let Some(&Item { regime, kept: Some(row), .. }) = self.taken.get(item) else {
+            return Err(EngineError::Option(format!("no logits are kept of work item {item}")));
+        };
+        self.stepper.read_kept_logits(regime, row, logits)
     }
 
     /// Records how the programs of a failed step left its sequences. Returns the first error.
@@ -282,7 +283,7 @@ impl Engine {
                 Err(failed) => {
                     let commits_rows = regime == Regime::Prefill || !self.leaves_open();
                     let has_mutated = |state: &Array| failed.has_mutated(state);
-                    self.cache.note_failure(slots, &has_mutated, (0, 0), commits_rows);
+                    self.cache.note_failure(slots, &has_mutated, Settled::default(), commits_rows);
                     error.get_or_insert_with(|| ArrayError::from(failed).into());
                 }
                 // These rows were run, but they do not count.
@@ -424,7 +425,7 @@ impl Engine {
 
     /// Whether a plain decode step leaves its rows open.
     fn leaves_open(&self) -> bool {
-        self.stepper.row_log(Regime::Decode, Outcome::LastLogits) == RowLog::KeepOpen
+        self.stepper.row_log(StepKind::decode(Outcome::LastLogits)) == RowLog::KeepOpen
     }
 }
 

@@ -199,7 +199,8 @@ fn step_ahead(
     engine: &mut Engine,
     sequence: &mut SequenceCache,
     sampler: &mut Sampler,
-    (last, left): (u32, usize),
+    last: u32,
+    left: usize,
 ) -> Result<Option<u32>> {
     let mut submit = |engine: &mut Engine, sequence: &mut SequenceCache, token: Option<&[u32]>| {
         let before = sampler.random();
@@ -246,7 +247,7 @@ impl Iterator for TokenIterator<'_> {
             let mut drawn = first.take();
             if let Some(last) = *last {
                 let mut run = |engine: &mut Engine, sequence: &mut SequenceCache| match is_ahead {
-                    true => step_ahead(engine, sequence, sampler, (last, left)),
+                    true => step_ahead(engine, sequence, sampler, last, left),
                     false => step(engine, sequence, sampler, last),
                 };
                 let outcome = match (run(engine, sequence), history.as_ref().and_then(|all| all.split_last()))

@@ -11,11 +11,11 @@
 //! ```
 
 use keel_array::{Array, Regime, RowLog, Runtime};
-use keel_cache::{CacheSpec, LayerSpec};
+use keel_cache::{CacheSpec, LayerSpec, Settled};
 use keel_models::HybridModel;
 
 use crate::crew::{DeviceThread, Ended, Failure, Job, Running};
-use crate::step::{Outcome, Rows, Stepper};
+use crate::step::{Outcome, Rows, StepKind, Stepper};
 use crate::{Engine, Result};
 
 /// A device of a split model that is not the lead.
@@ -64,17 +64,17 @@ fn recurrent(layers: &[LayerSpec]) -> usize {
 }
 
 /// A device's share of a commit; `None` if its layers are committed already.
-fn commit_of(stepper: &Stepper, spec: &CacheSpec, (windows, states): (usize, usize)) -> Option<Outcome> {
+fn commit_of(stepper: &Stepper, spec: &CacheSpec, settled: Settled) -> Option<Outcome> {
     let before = recurrent(&spec.layers[..stepper.layers().start]);
     let own = recurrent(&spec.layers[stepper.layers()]);
-    let (windows, states) = (windows.saturating_sub(before), states.saturating_sub(before));
-    (states < own).then_some(Outcome::Commit { windows: windows.min(own), states })
+    let (windows, states) = (settled.windows.saturating_sub(before), settled.states.saturating_sub(before));
+    (states < own).then_some(Outcome::Commit(Settled { windows: windows.min(own), states }))
 }
 
 impl Outcome {
     /// Whether a step with this outcome hands hidden states on from this part of a model.
     pub(crate) fn hands_on(self, model: &HybridModel) -> bool {
-        !model.part.is_last() && !matches!(self, Outcome::Commit { .. })
+        !model.part.is_last() && !matches!(self, Outcome::Commit(_))
     }
 
     /// Whether a step with this outcome runs the model's layers, and so takes all devices. Others are the lead's.
@@ -86,7 +86,7 @@ impl Outcome {
             | Outcome::Draft
             | Outcome::HeadState
             | Outcome::KeptLogits => false,
-            Outcome::Commit { .. } => true,
+            Outcome::Commit(_) => true,
         }
     }
 }
@@ -123,31 +123,31 @@ impl Engine {
     /// Runs a step on all devices that take part in it. The bytes of `drawn` come to the host.
     pub(crate) fn run_split(
         &mut self,
-        (regime, outcome): (Regime, Outcome),
+        kind: StepKind,
         rows: &[Rows<'_>],
         drawn: Option<Drawn<'_>>,
     ) -> Result<()> {
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
-        if let Outcome::Commit { windows, states } = outcome {
-            return self.commit_split(regime, (windows, states), rows);
+        if let Outcome::Commit(settled) = kind.outcome {
+            return self.commit_split(kind.regime, settled, rows);
         }
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
-        for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(outcome)) {
+        for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {
             let Peer { thread, runtime, model, stepper } = peer;
-            let step = stepper.step_for(runtime, model, &self.cache, (regime, outcome), rows)?.clone();
+            let step = stepper.step_for(runtime, model, &self.cache, kind, rows)?.clone();
             shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None } });
         }
-        let lead = self.stepper.step_for(&self.runtime, &self.model, &self.cache, (regime, outcome), rows)?;
+        let lead = self.stepper.step_for(&self.runtime, &self.model, &self.cache, kind, rows)?;
         let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
         shares.push(Share { thread: None, job: Job { step: lead.clone(), drawn: place } });
-        let commits_rows = self.stepper.row_log(regime, outcome) != RowLog::KeepOpen;
+        let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
         let ended = run_together(shares);
         if let (Some(bytes), Some(Ended { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
             bytes.copy_from_slice(drawn);
         }
-        self.note_ended(ended, rows, ((0, 0), commits_rows))
+        self.note_ended(ended, rows, Settled::default(), commits_rows)
     }
 
     /// Runs each step of the list twice without a sequence, so that the extra work of a first and a second run is done.
@@ -161,10 +161,10 @@ impl Engine {
                     let step = peer.stepper.step_for_nobody(*shape)?;
                     shares.push(Share { thread: peer.thread.as_ref(), job: Job { step, drawn: None } });
                 }
-                let drawn = Some(self.stepper.drawn((shape.regime, shape.outcome), 1)?);
+                let drawn = Some(self.stepper.drawn(shape.kind(), 1)?);
                 let step = self.stepper.step_for_nobody(*shape)?;
                 shares.push(Share { thread: None, job: Job { step, drawn } });
-                self.note_ended(run_together(shares), &[], ((0, 0), false))?;
+                self.note_ended(run_together(shares), &[], Settled::default(), false)?;
             }
             progress(i + 1, shapes.len());
         }
@@ -188,7 +188,7 @@ impl Engine {
         let step = self.stepper.head_step(&self.runtime, &self.model, &self.cache, hidden)?.clone();
         shares.push(Share { thread: None, job: Job { step, drawn: None } });
         let ended = run_together(shares);
-        self.note_ended(ended, &[], ((0, 0), false))
+        self.note_ended(ended, &[], Settled::default(), false)
     }
 
     /// Overwrites the input of the MTP head, on every device that has it.
@@ -205,14 +205,15 @@ impl Engine {
 
     /// Commits device by device, so that the committed layers are always the first ones. All devices prepare their step
     /// before the first one runs: what is committed is recorded, however a later device fails.
-    fn commit_split(&mut self, regime: Regime, settled: (usize, usize), rows: &[Rows<'_>]) -> Result<()> {
+    fn commit_split(&mut self, regime: Regime, settled: Settled, rows: &[Rows<'_>]) -> Result<()> {
         let (cache, spec) = (&self.cache, self.cache.spec());
         let lead = (&self.runtime, &self.model, &mut self.stepper);
         let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
         let mut steps = Vec::with_capacity(peers.len() + 1);
         for (runtime, model, stepper) in peers.chain([lead]) {
             let Some(outcome) = commit_of(stepper, spec, settled) else { continue };
-            steps.push(stepper.step_for(runtime, model, cache, (regime, outcome), rows)?.clone());
+            let kind = StepKind { regime, outcome };
+            steps.push(stepper.step_for(runtime, model, cache, kind, rows)?.clone());
         }
         let mut all = Vec::with_capacity(steps.len());
         for step in steps {
@@ -223,7 +224,7 @@ impl Engine {
                 break;
             }
         }
-        self.note_ended(all, rows, (settled, false))
+        self.note_ended(all, rows, settled, false)
     }
 
     /// Records what a step did to its sequences if it failed on a device. Returns the error that was the first cause.
@@ -231,7 +232,8 @@ impl Engine {
         &mut self,
         ended: Vec<Ended>,
         rows: &[Rows<'_>],
-        (settled, commits_rows): ((usize, usize), bool),
+        settled: Settled,
+        commits_rows: bool,
     ) -> Result<()> {
         if ended.iter().all(|ended| ended.outcome.is_ok()) {
             return Ok(());

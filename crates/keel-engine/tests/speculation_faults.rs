@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use common::{decoded, demo, expect_same_state, fixture, recurrent_bytes};
 use keel_array::{ArrayError, Backend, Compute, Launch, Op, Runtime, RuntimeOptions};
-use keel_cache::{CacheError, Interruption, SequenceCache};
+use keel_cache::{CacheError, Interruption, SequenceCache, Settled};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{
@@ -274,7 +274,7 @@ fn a_plain_step_that_fails_within_its_launch_has_not_been() {
             assert_eq!(sequence.len(), prompt.len() + i);
             // Three layers have committed the row before, if there is one. The others have not.
             let left = engine.cache().interruption(&sequence);
-            assert_eq!(left, Some(Interruption::Settling { windows: 3, states: 3 }));
+            assert_eq!(left, Some(Interruption::Settling(Settled { windows: 3, states: 3 })));
             expect_on_course(&mut engine, &sequence, &course, (i, token));
         }
         engine.decode(&mut [&mut sequence], &[token]).expect("runs");

@@ -1,7 +1,7 @@
 //! A complete model: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
 use keel_array::{AddedNorm, Array, ConvWindow, DType, DeltaState, Peers, Weight};
-use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage};
+use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage, Settled};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
 use crate::{HybridConfig, MixerKind, ModelError, Part, Result, Shard, VocabularyShare};
@@ -49,12 +49,12 @@ impl Block {
     ) -> Result<Array> {
         let h = normed(self.mixer_norm.as_ref(), x)?;
         if let (Some(mixer_norm), Some(ff_norm)) = (&self.mixer_out_norm, &self.ff_out_norm) {
-            let attended = self.sum(self.attend((&h, None), growth, storage, step)?)?;
-            return self.add_normed((x, &attended), (mixer_norm, ff_norm));
+            let attended = self.sum(self.attend(&h, None, growth, storage, step)?)?;
+            return self.add_normed(x, &attended, mixer_norm, ff_norm);
         }
         let residual = self.residual(x)?;
         let x = match (&self.mixer, storage) {
-            (Mixer::Attention(_), _) => self.attend((&h, Some(&residual)), growth, storage, step)?,
+            (Mixer::Attention(_), _) => self.attend(&h, Some(&residual), growth, storage, step)?,
             (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
                 mixer.apply(&h, &residual, window, state, step)?
             }
@@ -84,7 +84,8 @@ impl Block {
     /// Attention of rows, added to the residual, if there is one.
     fn attend(
         &self,
-        (normed, residual): (&Array, Option<&Array>),
+        normed: &Array,
+        residual: Option<&Array>,
         growth: Option<&Array>,
         storage: &LayerStorage,
         step: &StepContext,
@@ -102,8 +103,10 @@ impl Block {
     /// The rest of a block that norms the output of each half before it is added.
     fn add_normed(
         &self,
-        (x, attended): (&Array, &Array),
-        (mixer_norm, ff_norm): (&RmsNorm, &RmsNorm),
+        x: &Array,
+        attended: &Array,
+        mixer_norm: &RmsNorm,
+        ff_norm: &RmsNorm,
     ) -> Result<Array> {
         let mixed = mixer_norm.apply(attended)?;
         let AddedNorm { sum, norm } = match &self.ff_norm {
@@ -294,9 +297,8 @@ impl HybridModel {
         self.output.as_ref().ok_or_else(missing)
     }
 
-    /// Commits the accepted open rows of the recurrent layers without running a row. The first `windows` convolution
-    /// windows and the first `states` states (at most `windows`) are committed already. Returns one result for each
-    /// committed layer; their values are undefined.
+    /// Commits the accepted open rows of the recurrent layers without running a row. Those of `settled` are committed
+    /// already. Returns one result for each committed layer; their values are undefined.
     ///
     /// # Errors
     /// If the operands do not fit.
@@ -304,7 +306,7 @@ impl HybridModel {
         &self,
         layers: &[LayerStorage],
         step: &StepContext,
-        (windows, states): (usize, usize),
+        settled: Settled,
     ) -> Result<Vec<Array>> {
         let recurrent =
             self.blocks.iter().zip(layers).filter_map(|(block, storage)| match (&block.mixer, storage) {
@@ -313,9 +315,9 @@ impl HybridModel {
                 }
                 _ => None,
             });
-        let left = recurrent.enumerate().skip(states);
+        let left = recurrent.enumerate().skip(settled.states);
         let commit = |(i, (mixer, window, state)): (usize, (&GatedDeltaNet, &ConvWindow, &DeltaState))| {
-            mixer.commit((i >= windows).then_some(window), state, step)
+            mixer.commit((i >= settled.windows).then_some(window), state, step)
         };
         Ok(left.map(commit).collect::<std::result::Result<_, _>>()?)
     }

@@ -243,22 +243,17 @@ impl ExpertLayout {
             ExpertLayout::Separate => {
                 both.map(|n| Piece::whole(format!("{prefix}experts.{e}.{n}"), f)).into()
             }
-            ExpertLayout::Switch => both
-                .map(|n| Piece::expert(format!("{prefix}switch_mlp.{n}"), (moe.experts, f), e, 0..f))
-                .into(),
+            ExpertLayout::Switch => {
+                both.map(|n| Piece::expert(format!("{prefix}switch_mlp.{n}"), e, moe.experts, f)).into()
+            }
             ExpertLayout::Fused => {
-                vec![Piece::expert(
-                    format!("{prefix}experts.gate_up_proj"),
-                    (moe.experts, 2 * f),
-                    e,
-                    0..2 * f,
-                )]
+                vec![Piece::expert(format!("{prefix}experts.gate_up_proj"), e, moe.experts, 2 * f)]
             }
         }
     }
 
     fn down(self, prefix: &str, moe: &MoeConfig, hidden: usize, e: usize) -> Vec<Piece> {
-        let stacked = |name| Piece::expert(format!("{prefix}{name}"), (moe.experts, hidden), e, 0..hidden);
+        let stacked = |name| Piece::expert(format!("{prefix}{name}"), e, moe.experts, hidden);
         vec![match self {
             ExpertLayout::Separate => Piece::whole(format!("{prefix}experts.{e}.down_proj"), hidden),
             ExpertLayout::Switch => stacked("switch_mlp.down_proj"),

@@ -4,6 +4,7 @@
 //! implementation: `linear`, `llama3`, YaRN (Peng et al., 2023) and LongRoPE (Ding et al., 2024).
 
 use std::f64::consts::{PI, TAU};
+use std::ops::Range;
 
 use serde_json::Value;
 
@@ -143,12 +144,18 @@ impl RopeScaling {
         }
     }
 
-    /// The scaling for sequences longer than the original context, and that context; `None` if it is the same.
-    pub fn of_long_sequences(&self) -> Option<(RopeScaling, usize)> {
+    /// The scaling for sequences longer than the original context; `None` if it is the same.
+    pub fn of_long_sequences(&self) -> Option<RopeScaling> {
         match self {
-            RopeScaling::Long { long, original, .. } => {
-                Some((RopeScaling::Divisors(long.clone()), *original))
-            }
+            RopeScaling::Long { long, .. } => Some(RopeScaling::Divisors(long.clone())),
+            _ => None,
+        }
+    }
+
+    /// The original context, if longer sequences have a scaling of their own.
+    pub fn short_context(&self) -> Option<usize> {
+        match self {
+            RopeScaling::Long { original, .. } => Some(*original),
             _ => None,
         }
     }
@@ -166,8 +173,8 @@ impl RopeScaling {
                 plain(i) * (kept + (1.0 - kept) / factor)
             }
             RopeScaling::Yarn { factor, fast, slow, original, whole, .. } => {
-                let (from, to) = ramp(theta, rotary, (fast, slow), original, whole);
-                let divided = ((i as f64 - from) / (to - from)).clamp(0.0, 1.0);
+                let ramp = ramp(theta, rotary, fast..slow, original, whole);
+                let divided = ((i as f64 - ramp.start) / (ramp.end - ramp.start)).clamp(0.0, 1.0);
                 plain(i) * (1.0 - divided + divided / factor)
             }
             RopeScaling::Divisors(ref divisors) | RopeScaling::Long { short: ref divisors, .. } => {
@@ -203,17 +210,17 @@ fn long(
     })
 }
 
-/// The frequencies at which YaRN's ramp begins and ends.
-fn ramp(theta: f64, rotary: usize, (fast, slow): (f64, f64), original: f64, whole: bool) -> (f64, f64) {
+/// The frequencies between which YaRN's ramp lies, from these numbers of turns in the original context.
+fn ramp(theta: f64, rotary: usize, turns: Range<f64>, original: f64, whole: bool) -> Range<f64> {
     let frequency_of = |turns: f64| rotary as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
-    let (mut from, mut to) = (frequency_of(fast), frequency_of(slow));
+    let (mut from, mut to) = (frequency_of(turns.start), frequency_of(turns.end));
     if whole {
         (from, to) = (from.floor(), to.ceil());
     }
     let last = rotary as f64 - 1.0;
     let (from, to) = (from.max(0.0), to.min(last));
     // The reference avoids an empty ramp in the same way.
-    (from, if from == to { to + 0.001 } else { to })
+    from..if from == to { to + 0.001 } else { to }
 }
 
 /// The rope parameters of a layer type: nested under its name, common to all types, or the older `rope_scaling`.
@@ -285,8 +292,8 @@ mod tests {
             let scaling = RopeScaling::from_json(&json, contexts).expect("sound");
             assert!((scaling.attention_factor() - (1.0 + 32f64.ln() / 4096f64.ln()).sqrt()).abs() < 1e-12);
             close(&scaling.inverse_frequencies(10_000.0, 4), &[1.0, 0.005]);
-            let (long, original) = scaling.of_long_sequences().expect("it has two lists");
-            assert_eq!(original, 4096);
+            let long = scaling.of_long_sequences().expect("it has two lists");
+            assert_eq!(scaling.short_context(), Some(4096));
             close(&long.inverse_frequencies(10_000.0, 4), &[0.25, 0.001_25]);
         }
         let own =

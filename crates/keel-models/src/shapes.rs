@@ -24,9 +24,15 @@ struct Size {
     key_heads: usize,
     value_heads: usize,
     intermediate: usize,
-    /// Experts, experts per token.
-    experts: Option<(usize, usize)>,
+    experts: Option<Experts>,
     tied: bool,
+}
+
+/// Numbers of a mixture.
+struct Experts {
+    count: usize,
+    /// Experts per token.
+    chosen: usize,
 }
 
 /// The config of a published size; `None` for an unknown name.
@@ -42,7 +48,7 @@ pub fn shape(name: &str) -> Option<Value> {
         experts: None,
         tied,
     };
-    let sparse = |hidden, layers, heads, value_heads, intermediate, experts| Size {
+    let sparse = |hidden, layers, heads, value_heads, intermediate, count, chosen| Size {
         hidden,
         layers,
         heads,
@@ -50,7 +56,7 @@ pub fn shape(name: &str) -> Option<Value> {
         key_heads: 16,
         value_heads,
         intermediate,
-        experts: Some(experts),
+        experts: Some(Experts { count, chosen }),
         tied: false,
     };
     let size = match name {
@@ -58,9 +64,9 @@ pub fn shape(name: &str) -> Option<Value> {
         "qwen3.5-4b" => dense(2560, 32, 16, 4, 32, 9216, true),
         "qwen3.5-9b" => dense(4096, 32, 16, 4, 32, 12288, false),
         "qwen3.5-27b" => dense(5120, 64, 24, 4, 48, 17408, false),
-        "qwen3.5-35b-a3b" => sparse(2048, 40, 16, 32, 512, (256, 8)),
-        "qwen3.5-122b-a10b" => sparse(3072, 48, 32, 64, 1024, (256, 8)),
-        "qwen3.5-397b-a17b" => sparse(4096, 60, 32, 64, 1024, (512, 10)),
+        "qwen3.5-35b-a3b" => sparse(2048, 40, 16, 32, 512, 256, 8),
+        "qwen3.5-122b-a10b" => sparse(3072, 48, 32, 64, 1024, 256, 8),
+        "qwen3.5-397b-a17b" => sparse(4096, 60, 32, 64, 1024, 512, 10),
         "qwen3-8b" => return Some(qwen3_8b()),
         "qwen3-30b-a3b" => return Some(qwen3_30b_a3b()),
         _ => return None,
@@ -136,8 +142,8 @@ fn config(size: &Size) -> Value {
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
     });
-    if let Some((experts, chosen)) = size.experts {
-        config["num_experts"] = experts.into();
+    if let Some(Experts { count, chosen }) = size.experts {
+        config["num_experts"] = count.into();
         config["num_experts_per_tok"] = chosen.into();
         config["moe_intermediate_size"] = size.intermediate.into();
         config["shared_expert_intermediate_size"] = size.intermediate.into();

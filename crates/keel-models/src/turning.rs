@@ -39,12 +39,14 @@ impl HybridConfig {
         Err(ModelError::Config(reason))
     }
 
-    /// Base and scaling of the frequencies of a kind of layers.
-    fn turns(&self, kind: MixerKind) -> (f64, &RopeScaling) {
-        match kind {
-            MixerKind::SlidingAttention => (self.sliding_rope_theta, &self.sliding_rope_scaling),
-            _ => (self.rope_theta, &self.rope_scaling),
-        }
+    /// Base of the frequencies of a kind of layers.
+    fn theta(&self, kind: MixerKind) -> f64 {
+        if kind == MixerKind::SlidingAttention { self.sliding_rope_theta } else { self.rope_theta }
+    }
+
+    /// Scaling of these frequencies.
+    fn scaling(&self, kind: MixerKind) -> &RopeScaling {
+        if kind == MixerKind::SlidingAttention { &self.sliding_rope_scaling } else { &self.rope_scaling }
     }
 
     /// Inverse rotary frequencies of layers without a window.
@@ -54,25 +56,24 @@ impl HybridConfig {
 
     /// Inverse rotary frequencies of a kind of layers.
     pub fn frequencies_of(&self, kind: MixerKind) -> Vec<f32> {
-        let (theta, scaling) = self.turns(kind);
-        scaling.inverse_frequencies(theta, self.rotary)
+        self.scaling(kind).inverse_frequencies(self.theta(kind), self.rotary)
     }
 
     /// Inverse rotary frequencies of a kind of layers for sequences longer than the original context, if they differ.
     pub fn long_frequencies_of(&self, kind: MixerKind) -> Option<Vec<f32>> {
-        let (theta, scaling) = self.turns(kind);
-        scaling.of_long_sequences().map(|(long, _)| long.inverse_frequencies(theta, self.rotary))
+        let long = self.scaling(kind).of_long_sequences()?;
+        Some(long.inverse_frequencies(self.theta(kind), self.rotary))
     }
 
     /// Longest sequence with the usual frequencies; `None` if all lengths have the same.
     pub fn short_context(&self) -> Option<usize> {
-        self.rope_scaling.of_long_sequences().map(|(_, original)| original)
+        self.rope_scaling.short_context()
     }
 
     /// Factor on scores of a kind of layers. The rope scaling's factor applies to rotated queries and to rotated keys.
     /// If the whole head rotates, scores get its square.
     pub fn score_scale(&self, kind: MixerKind) -> f64 {
-        let factor = self.turns(kind).1.attention_factor();
+        let factor = self.scaling(kind).attention_factor();
         if self.rotary == self.head_dim {
             self.attention_scale * factor.powi(2)
         } else {
@@ -82,7 +83,7 @@ impl HybridConfig {
 
     /// Factors on the elements of a rotated query, if only part of a head rotates and the rope scaling has a factor.
     pub fn query_scales(&self, kind: MixerKind) -> Option<Vec<f32>> {
-        let factor = self.turns(kind).1.attention_factor();
+        let factor = self.scaling(kind).attention_factor();
         let square = |i: usize| if i < self.rotary { factor.powi(2) as f32 } else { 1.0 };
         (factor != 1.0 && self.rotary < self.head_dim).then(|| (0..self.head_dim).map(square).collect())
     }

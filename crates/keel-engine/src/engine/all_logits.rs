@@ -61,7 +61,7 @@ impl Engine {
         match mtp_sink {
             Some(sink) if start == 0 => {
                 let sight = sequence.sight().cloned();
-                self.mtp_logits((prompt, sight), &hidden, one_by_one, sink)
+                self.mtp_logits(prompt, sight, &hidden, one_by_one, sink)
             }
             Some(_) => Err(EngineError::Option("the head's logits are given for whole prompts only".into())),
             None => Ok(()),
@@ -90,7 +90,8 @@ impl Engine {
     /// model's, but positions and pages are counted alike.
     fn mtp_logits(
         &mut self,
-        (prompt, sight): (&[u32], Option<Arc<Sight>>),
+        prompt: &[u32],
+        sight: Option<Arc<Sight>>,
         hidden: &[f32],
         one_by_one: bool,
         sink: &mut LogitSink<'_>,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{Features, Interruption, ModelCache, SequenceCache};
+use keel_cache::{Features, Interruption, ModelCache, SequenceCache, Settled};
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
 use keel_models::{HybridModel, Part};
@@ -20,7 +20,7 @@ use crate::eyes::{self, Eyes, Look, Looked, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::Costs;
 use crate::split;
-use crate::step::{Outcome, Rows, Stepper, ids_of, prefill_rows_max};
+use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::together::Peer;
 use crate::under_way::{Item, StepUnderWay};
 use crate::{EngineError, Result};
@@ -127,8 +127,8 @@ impl Engine {
         let layers: Vec<_> = places.iter().map(|(_, layers)| layers.clone()).collect();
         let cache = ModelCache::allocate_on(&places, spec, size)?;
         let stepper = |runtime: &Runtime, model: &HybridModel, rank: usize| {
-            let part = (model, layers[rank].clone());
-            Stepper::allocate(runtime, part, vision.as_ref(), &options, size.pages_per_sequence())
+            let (layers, pages) = (layers[rank].clone(), size.pages_per_sequence());
+            Stepper::allocate(runtime, model, layers, vision.as_ref(), &options, pages)
         };
         let mut peers = Vec::with_capacity(models.len());
         for (rank, (runtime, model)) in models.into_iter().enumerate() {
@@ -311,13 +311,12 @@ impl Engine {
     /// An error of the runtime; the call may then be retried. [`keel_cache::CacheError::TornState`].
     pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.cache.expect_whole(sequence)?;
-        let (windows, states) = match self.cache.interruption(sequence) {
-            Some(Interruption::Settling { windows, states }) => (windows, states),
-            _ => (0, 0),
+        let settled = match self.cache.interruption(sequence) {
+            Some(Interruption::Settling(settled)) => settled,
+            _ => Settled::default(),
         };
-        if sequence.accepted() > 0 && states < self.cache.spec().recurrent_layers() {
-            let outcome = Outcome::Commit { windows, states };
-            self.run(Regime::Decode, outcome, &[Rows::behind(sequence, &[])])?;
+        if sequence.accepted() > 0 && settled.states < self.cache.spec().recurrent_layers() {
+            self.run(Regime::Decode, Outcome::Commit(settled), &[Rows::behind(sequence, &[])])?;
         }
         self.cache.note_settled(sequence);
         Ok(())
@@ -329,53 +328,49 @@ impl Engine {
     }
 
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
+        let kind = StepKind { regime, outcome };
         if self.is_split() {
-            return self.run_split((regime, outcome), rows, None);
+            return self.run_split(kind, rows, None);
         }
-        let ended = self.step_for((regime, outcome), rows)?.run();
-        ended.map_err(|failed| self.note_failed((regime, outcome), rows, failed))
+        let ended = self.step_for(kind, rows)?.run();
+        ended.map_err(|failed| self.note_failed(kind, rows, failed))
     }
 
     /// As [`Engine::run`]. Returns the `count` tokens that the step draws; they come to the host with it.
     pub(crate) fn run_and_draw(
         &mut self,
-        how: (Regime, Outcome),
+        kind: StepKind,
         rows: &[Rows<'_>],
         count: usize,
     ) -> Result<Vec<u32>> {
-        let drawn = self.stepper.drawn(how, count)?;
+        let drawn = self.stepper.drawn(kind, count)?;
         let mut bytes = vec![0; drawn.bytes()];
         if bytes.len() > RESULT_BYTES_MAX {
-            self.run(how.0, how.1, rows)?;
+            self.run(kind.regime, kind.outcome, rows)?;
             drawn.read_bytes(0, &mut bytes)?;
         } else if self.is_split() {
-            self.run_split(how, rows, Some((&drawn, &mut bytes)))?;
+            self.run_split(kind, rows, Some((&drawn, &mut bytes)))?;
         } else {
-            let ended = self.step_for(how, rows)?.submit(&drawn).wait(&mut bytes);
-            ended.map_err(|failed| self.note_failed(how, rows, failed))?;
+            let ended = self.step_for(kind, rows)?.submit(&drawn).wait(&mut bytes);
+            ended.map_err(|failed| self.note_failed(kind, rows, failed))?;
         }
         Ok(ids_of(&bytes))
     }
 
     /// The step over these rows. Waits for all steps under way first.
-    fn step_for(&mut self, how: (Regime, Outcome), rows: &[Rows<'_>]) -> Result<&Executable> {
+    fn step_for(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<&Executable> {
         self.finish_under_way()?;
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
-        self.stepper.step_for(&self.runtime, &self.model, &self.cache, how, rows)
+        self.stepper.step_for(&self.runtime, &self.model, &self.cache, kind, rows)
     }
 
     /// Records what a failed step did to its sequences.
-    fn note_failed(
-        &mut self,
-        (regime, outcome): (Regime, Outcome),
-        rows: &[Rows<'_>],
-        failed: Box<FailedRun>,
-    ) -> EngineError {
-        let (settled, commits_rows) = match outcome {
-            Outcome::Commit { windows, states } => ((windows, states), false),
-            outcome => ((0, 0), self.stepper.row_log(regime, outcome) != RowLog::KeepOpen),
+    fn note_failed(&mut self, kind: StepKind, rows: &[Rows<'_>], failed: Box<FailedRun>) -> EngineError {
+        let (settled, commits_rows) = match kind.outcome {
+            Outcome::Commit(settled) => (settled, false),
+            _ => (Settled::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
         };
         let slots = rows.iter().map(|row| row.sequence.slot());
         self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);

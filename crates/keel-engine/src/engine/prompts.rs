@@ -6,7 +6,7 @@ use keel_cache::SequenceCache;
 
 use super::Engine;
 use crate::options::PREFILL_GRID;
-use crate::step::{Outcome, Rows};
+use crate::step::{Outcome, Rows, StepKind};
 use crate::{EngineError, Result};
 
 /// Runs one step of a prompt: its tokens, and the token after them unless they are the last.
@@ -166,7 +166,7 @@ impl Engine {
         if rows.iter().all(|row| row.draws.is_empty()) {
             return self.run(Regime::Prefill, outcome, rows).map(|()| Vec::new());
         }
-        self.run_and_draw((Regime::Prefill, outcome), rows, rows.len())
+        self.run_and_draw(StepKind::prefill(outcome), rows, rows.len())
     }
 
     /// How many of a prompt's next `rows` tokens a step should run if the prompt is alone in it: all, or fewer on the

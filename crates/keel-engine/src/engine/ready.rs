@@ -56,12 +56,12 @@ impl Engine {
     /// Traces every step that serving needs, and the largest of the others, so that the arena has its final size.
     pub(super) fn prepare_steps(&mut self) -> Result<()> {
         for shape in self.stepper.buckets().list() {
-            self.prepare_step((shape, true))?;
+            self.prepare_step(shape, true)?;
             // Any step of a prompt may hold pictures.
             if self.eyes.is_some() && shape.regime == Regime::Prefill && shape.outcome != Outcome::KeptLogits
             {
                 let seeing = StepShape { sees: true, ..shape };
-                self.prepare_step((seeing, true))?;
+                self.prepare_step(seeing, true)?;
             }
         }
         self.prepare_seeing_steps()?;
@@ -73,17 +73,17 @@ impl Engine {
             |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: false };
         let head = self.model.mtp.is_some().then(|| step(rows, Outcome::MtpHidden));
         for shape in [step(rows, Outcome::Hidden), step(HEAD_ROWS, Outcome::Head)].into_iter().chain(head) {
-            self.prepare_step((shape, false))?;
+            self.prepare_step(shape, false)?;
         }
         Ok(())
     }
 
     /// Traces a step on all devices that take part in it.
-    fn prepare_step(&mut self, (shape, stays): (StepShape, bool)) -> Result<()> {
+    fn prepare_step(&mut self, shape: StepShape, stays: bool) -> Result<()> {
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(shape.outcome)) {
-            peer.stepper.prepare(&peer.runtime, &peer.model, &self.cache, (shape, stays))?;
+            peer.stepper.prepare(&peer.runtime, &peer.model, &self.cache, shape, stays)?;
         }
-        self.stepper.prepare(&self.runtime, &self.model, &self.cache, (shape, stays))
+        self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape, stays)
     }
 
     /// Traces the largest steps that give all logits of prompts with pictures, if they are planned for.
@@ -95,7 +95,7 @@ impl Engine {
         let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
         for outcome in [Outcome::Hidden].into_iter().chain(head) {
             let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: true };
-            self.prepare_step((shape, false))?;
+            self.prepare_step(shape, false)?;
         }
         Ok(())
     }

@@ -15,7 +15,9 @@ use keel_array::{
 use keel_cache::Features;
 use keel_models::HybridConfig;
 use keel_models::loading::Loader;
-use keel_models::vision::{self, PassPiece, Tower, TowerInput, TowerKind, TowerRows, VisionConfig};
+use keel_models::vision::{
+    self, LevelFeatures, PassPiece, Tower, TowerInput, TowerKind, TowerRows, VisionConfig,
+};
 use serde_json::Value;
 
 pub(crate) use passes::Passes;
@@ -355,7 +357,7 @@ impl Eyes {
             let before = state.as_ref().filter(|_| blocks.start > 0);
             let made = self.tower.piece(&input, PassPiece { blocks, state: before })?;
             let mut pairs = Vec::new();
-            for (level, features) in made.features {
+            for LevelFeatures { level, features } in made.features {
                 let place = self.outputs[level].prefix(features.shape()[0])?;
                 pairs.push((features, place));
             }

@@ -7,7 +7,7 @@ use keel_array::sampling::Draw;
 
 use super::round::{Part, RoundSequence};
 use crate::options::HEAD_LAG_MAX;
-use crate::step::{Outcome, Rows};
+use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
 
 impl Engine {
@@ -63,7 +63,7 @@ impl Engine {
             if !stays {
                 self.write_draft_input(&input)?;
             }
-            let drawn = self.run_and_draw((Regime::Decode, Outcome::Draft), &rows, active.len())?;
+            let drawn = self.run_and_draw(StepKind::decode(Outcome::Draft), &rows, active.len())?;
             for (row, &i) in active.iter().enumerate() {
                 let draft = if parts[i].draws.is_some() {
                     drawn[row]

@@ -10,13 +10,12 @@
 
 use std::time::{Duration, Instant};
 
-use keel_array::Regime;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::choose::Chooser;
 use super::{Speculation, SpeculationOptions};
-use crate::step::{Outcome, Rows};
+use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, EngineError, Result};
 
 /// One sequence of a round.
@@ -164,7 +163,7 @@ impl Engine {
         });
         let rows: Vec<Rows<'_>> = rows.collect();
         let count = tokens.iter().map(Vec::len).sum();
-        self.run_and_draw((Regime::Decode, Outcome::OpenRows), &rows, count)
+        self.run_and_draw(StepKind::decode(Outcome::OpenRows), &rows, count)
     }
 
     /// Chooses the tokens of each sequence, and keeps the hidden states of their rows for the head.

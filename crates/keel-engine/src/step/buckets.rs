@@ -9,7 +9,7 @@
 
 use keel_array::Regime;
 
-use super::{Outcome, StepShape};
+use super::{Outcome, StepKind, StepShape};
 use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
 
 /// The most prompts in a step.
@@ -91,7 +91,8 @@ impl Buckets {
     }
 
     /// The shape for this many rows and sequences.
-    pub fn fit(&self, (regime, outcome): (Regime, Outcome), rows: usize, sequences: usize) -> StepShape {
+    pub fn fit(&self, kind: StepKind, rows: usize, sequences: usize) -> StepShape {
+        let StepKind { regime, outcome } = kind;
         let shape = |rows, sequences| StepShape { regime, rows, sequences, outcome, sees: false };
         let padded = at_least(&self.sequences, sequences.max(1));
         match (regime, outcome) {
@@ -271,27 +272,27 @@ mod tests {
                 let buckets = Buckets::new(&options, is_coarse, 0);
                 let list = buckets.list();
                 assert!(list.len() < 450, "{} shapes", list.len());
-                let expect = |how: (Regime, Outcome), rows: usize, sequences: usize| {
-                    let shape = buckets.fit(how, rows, sequences);
+                let expect = |kind: StepKind, rows: usize, sequences: usize| {
+                    let shape = buckets.fit(kind, rows, sequences);
                     assert!(list.contains(&shape), "{shape:?} for {rows} rows of {sequences}");
                     assert!(shape.rows >= rows && shape.sequences >= sequences);
                 };
                 for n in 1..=sequences {
                     if drafts == 0 || n == 1 {
-                        expect((Regime::Decode, Outcome::LastLogits), n, n);
+                        expect(StepKind::decode(Outcome::LastLogits), n, n);
                     }
                     for rows in (n..=n * (drafts + 1)).filter(|_| drafts > 0) {
-                        expect((Regime::Decode, Outcome::OpenRows), rows, n);
-                        expect((Regime::Decode, Outcome::Draft), rows, n);
+                        expect(StepKind::decode(Outcome::OpenRows), rows, n);
+                        expect(StepKind::decode(Outcome::Draft), rows, n);
                     }
                 }
                 for rows in 1..=buckets.prefill_rows_max() {
-                    expect((Regime::Prefill, Outcome::LastLogits), rows, 1);
-                    expect((Regime::Prefill, Outcome::LastLogits), rows, buckets.prompts);
+                    expect(StepKind::prefill(Outcome::LastLogits), rows, 1);
+                    expect(StepKind::prefill(Outcome::LastLogits), rows, buckets.prompts);
                     let chunk = buckets.chunk_rows(rows);
                     assert!(chunk == rows || chunk > 0 && chunk < rows && chunk.is_multiple_of(PREFILL_GRID));
                     if rows.is_multiple_of(PREFILL_GRID) {
-                        expect((Regime::Prefill, Outcome::State), rows, 1);
+                        expect(StepKind::prefill(Outcome::State), rows, 1);
                     }
                 }
             }

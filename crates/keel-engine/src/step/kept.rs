@@ -50,7 +50,7 @@ impl KeptLogits {
     }
 
     /// Copies kept row `row` of a regime. The step that kept it has ended; a later one may be under way.
-    pub fn read(&self, (regime, row): (Regime, usize), values: &mut Vec<f32>) -> Result<()> {
+    pub fn read(&self, regime: Regime, row: usize, values: &mut Vec<f32>) -> Result<()> {
         let row = self.first(regime) + row;
         values.clear();
         append_with(Array::read_settled_bytes, &self.logits, row..row + 1, values)

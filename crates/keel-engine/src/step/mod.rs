@@ -22,7 +22,7 @@ use crate::{EngineError, Result};
 use kept::KeptLogits;
 use results::{Results, read_ids, read_rows};
 pub(crate) use results::{append_rows, ids_of};
-pub(crate) use shape::{Outcome, StepShape};
+pub(crate) use shape::{Outcome, StepKind, StepShape};
 use sight::SightStaging;
 pub(crate) use staging::Rows;
 use staging::Staging;
@@ -57,7 +57,8 @@ impl Stepper {
     /// Allocates the buffers. `layers` are those of the model's part among all of the cache.
     pub fn allocate(
         runtime: &Runtime,
-        (model, layers): (&HybridModel, Range<usize>),
+        model: &HybridModel,
+        layers: Range<usize>,
         vision: Option<&VisionConfig>,
         options: &EngineOptions,
         pages_per_sequence: usize,
@@ -142,7 +143,8 @@ impl Stepper {
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
-        (shape, stays): (StepShape, bool),
+        shape: StepShape,
+        stays: bool,
     ) -> Result<()> {
         let mut all = self.listed.iter().chain(&self.others);
         if all.any(|(prepared, _)| *prepared == shape) {
@@ -194,11 +196,10 @@ impl Stepper {
 
     /// What a step does with rows that may be taken back. Where rows can be left open, each decode step commits the
     /// open rows of the step before. A step of generated tokens leaves its own rows open, so it is atomic.
-    pub fn row_log(&self, regime: Regime, outcome: Outcome) -> RowLog {
-        match (regime, outcome) {
-            (Regime::Prefill, _) => RowLog::None,
-            _ if !self.drafts => RowLog::None,
-            (_, Outcome::OpenRows | Outcome::LastLogits) => RowLog::KeepOpen,
+    pub fn row_log(&self, kind: StepKind) -> RowLog {
+        match kind.outcome {
+            _ if kind.regime == Regime::Prefill || !self.drafts => RowLog::None,
+            Outcome::OpenRows | Outcome::LastLogits => RowLog::KeepOpen,
             _ => RowLog::Commit,
         }
     }
@@ -209,14 +210,14 @@ impl Stepper {
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
-        (regime, outcome): (Regime, Outcome),
+        kind: StepKind,
         rows: &[Rows<'_>],
     ) -> Result<&Executable> {
         // A step that only commits has one row of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
         let sees = rows.iter().any(Rows::sees);
-        let shape = StepShape { sees, ..self.buckets.fit((regime, outcome), count, rows.len()) };
-        self.staging.fill(rows, shape, outcome == Outcome::OpenRows)?;
+        let shape = StepShape { sees, ..self.buckets.fit(kind, count, rows.len()) };
+        self.staging.fill(rows, shape, kind.outcome == Outcome::OpenRows)?;
         match &self.sight {
             Some(sight) if sees => sight.fill(rows, shape)?,
             None if sees => return Err(EngineError::NoEyes),
@@ -231,11 +232,11 @@ impl Stepper {
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
-        how: (Regime, Outcome),
+        kind: StepKind,
         rows: &[Rows<'_>],
     ) -> Result<PendingRun> {
-        let drawn = self.drawn(how, rows.len())?;
-        Ok(self.step_for(runtime, model, cache, how, rows)?.submit(&drawn))
+        let drawn = self.drawn(kind, rows.len())?;
+        Ok(self.step_for(runtime, model, cache, kind, rows)?.submit(&drawn))
     }
 
     /// How many rows of a regime the host may draw for while a later step runs.
@@ -250,9 +251,11 @@ impl Stepper {
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
-        (regime, rows): (Regime, &[usize]),
+        regime: Regime,
+        rows: &[usize],
     ) -> Result<PendingRun> {
-        let (shape, drawn) = (self.buckets.keeping(regime), self.drawn((regime, Outcome::KeptLogits), 1)?);
+        let shape = self.buckets.keeping(regime);
+        let drawn = self.drawn(StepKind { regime, outcome: Outcome::KeptLogits }, 1)?;
         self.kept()?.fill(regime, rows)?;
         Ok(self.step(runtime, model, cache, shape)?.submit(&drawn))
     }
@@ -264,8 +267,8 @@ impl Stepper {
     }
 
     /// Copies row `row` of the logits that were kept of a regime.
-    pub fn read_kept_logits(&self, at: (Regime, usize), logits: &mut Vec<f32>) -> Result<()> {
-        self.kept()?.read(at, logits)
+    pub fn read_kept_logits(&self, regime: Regime, row: usize, logits: &mut Vec<f32>) -> Result<()> {
+        self.kept()?.read(regime, row, logits)
     }
 
     /// Copies row `row` of the logits of the last step, submitted or run.
@@ -285,11 +288,11 @@ impl Stepper {
 
     /// Where a step writes the tokens that it draws: one for each of `rows` rows with [`Outcome::OpenRows`], else one
     /// for each of `rows` sequences.
-    pub fn drawn(&self, how: (Regime, Outcome), rows: usize) -> Result<Array> {
-        Ok(match how {
-            (_, Outcome::OpenRows) => self.results.draft()?.drawn.prefix(rows)?,
-            (_, Outcome::Draft) => self.staging.tokens.prefix(rows)?,
-            (regime, _) => self.staging.drawn(regime, rows)?,
+    pub fn drawn(&self, kind: StepKind, rows: usize) -> Result<Array> {
+        Ok(match kind.outcome {
+            Outcome::OpenRows => self.results.draft()?.drawn.prefix(rows)?,
+            Outcome::Draft => self.staging.tokens.prefix(rows)?,
+            _ => self.staging.drawn(kind.regime, rows)?,
         })
     }
 

@@ -1,6 +1,7 @@
 //! What a program of a step computes, and for how many rows.
 
 use keel_array::Regime;
+use keel_cache::Settled;
 
 /// The output of a step besides the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,13 +24,32 @@ pub(crate) enum Outcome {
     HeadState,
     /// Rows of the logits of the step before, for the host.
     KeptLogits,
-    /// Commits accepted open rows and runs none. The first `windows` windows and `states` states are committed already.
-    Commit { windows: usize, states: usize },
+    /// Commits accepted open rows and runs none. Those of some layers are committed already.
+    Commit(Settled),
 }
 
 impl Outcome {
     /// Commits in all layers.
-    pub const COMMIT: Outcome = Outcome::Commit { windows: 0, states: 0 };
+    pub const COMMIT: Outcome = Outcome::Commit(Settled { windows: 0, states: 0 });
+}
+
+/// What a step computes, and in which regime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepKind {
+    pub regime: Regime,
+    pub outcome: Outcome,
+}
+
+impl StepKind {
+    /// A step of generated tokens.
+    pub fn decode(outcome: Outcome) -> StepKind {
+        StepKind { regime: Regime::Decode, outcome }
+    }
+
+    /// A step of prompts.
+    pub fn prefill(outcome: Outcome) -> StepKind {
+        StepKind { regime: Regime::Prefill, outcome }
+    }
 }
 
 /// The shape of a step.
@@ -41,4 +61,10 @@ pub(crate) struct StepShape {
     pub outcome: Outcome,
     /// Whether some rows, or tokens after them, belong to pictures.
     pub sees: bool,
+}
+
+impl StepShape {
+    pub fn kind(self) -> StepKind {
+        StepKind { regime: self.regime, outcome: self.outcome }
+    }
 }

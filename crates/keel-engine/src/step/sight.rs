@@ -1,7 +1,7 @@
 //! Buffers for the rows of pictures in a step.
 
 use keel_array::{Array, Category, DType, Regime, Runtime};
-use keel_models::blocks::SightRows;
+use keel_models::blocks::{NextSight, SightRows};
 use keel_models::vision::VisionConfig;
 
 use super::staging::Rows;
@@ -19,7 +19,7 @@ pub(super) struct SightStaging {
     /// u32 `[rows]`, where the rows of a picture see each other.
     until: Option<Array>,
     /// `sees` and the first level of `features` for the tokens after the rows, where sequences draft.
-    next: Option<(Array, Array)>,
+    next: Option<NextSight>,
 }
 
 impl Rows<'_> {
@@ -46,7 +46,10 @@ impl SightStaging {
             features: (0..config.levels()).map(|_| features()).collect::<std::result::Result<_, _>>()?,
             positions: array(&[3 * rows], DType::I32)?,
             until: config.is_bidirectional().then(|| array(&[rows], DType::U32)).transpose()?,
-            next: if options.drafts > 0 { Some((sees()?, features()?)) } else { None },
+            next: match options.drafts {
+                0 => None,
+                _ => Some(NextSight { sees: sees()?, features: features()? }),
+            },
         })
     }
 
@@ -58,8 +61,10 @@ impl SightStaging {
         let sees = first(&self.sees)?;
         let next = match (&self.next, shape.outcome) {
             // The rows' own tokens are those after the hidden states.
-            (_, Outcome::MtpHidden) => Some((sees.clone(), features[0].clone())),
-            (Some((sees, features)), _) => Some((first(sees)?, first(features)?)),
+            (_, Outcome::MtpHidden) => Some(NextSight { sees: sees.clone(), features: features[0].clone() }),
+            (Some(NextSight { sees, features }), _) => {
+                Some(NextSight { sees: first(sees)?, features: first(features)? })
+            }
             (None, _) => None,
         };
         Ok(SightRows {
@@ -78,9 +83,9 @@ impl SightStaging {
     /// Fills the buffers for the rows of a step of this shape. Padding rows see nothing.
     pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
         let shift = usize::from(shape.outcome == Outcome::MtpHidden);
-        fill_features((rows, shape.rows), shift, &self.sees, &self.features)?;
-        if let Some((sees, features)) = &self.next {
-            fill_features((rows, shape.rows), 1, sees, std::slice::from_ref(features))?;
+        fill_features(rows, shape.rows, shift, &self.sees, &self.features)?;
+        if let Some(NextSight { sees, features }) = &self.next {
+            fill_features(rows, shape.rows, 1, sees, std::slice::from_ref(features))?;
         }
         let mut places: Vec<[i32; 3]> = rows
             .iter()
@@ -104,9 +109,10 @@ impl SightStaging {
     }
 }
 
-/// Fills the features of the tokens that come `shift` after the rows' own.
+/// Fills the features of the tokens that come `shift` after the rows' own, for a step of `count` rows.
 fn fill_features(
-    (rows, count): (&[Rows<'_>], usize),
+    rows: &[Rows<'_>],
+    count: usize,
     shift: usize,
     sees: &Array,
     levels: &[Array],

@@ -15,7 +15,7 @@ impl Stepper {
     fn context(&self, shape: StepShape) -> Result<StepContext> {
         let (batch, window_batch) = self.staging.batches(shape.sequences)?;
         let positions = self.staging.positions.prefix(shape.rows)?;
-        let log = self.row_log(shape.regime, shape.outcome);
+        let log = self.row_log(shape.kind());
         let turns = self.staging.turns(shape.rows)?;
         let sight = match &self.sight {
             Some(sight) if shape.sees => Some(sight.rows(shape)?),
@@ -42,7 +42,7 @@ impl Stepper {
             Outcome::MtpHidden => {
                 // The buffer holds the head's input. The head's result overwrites it.
                 let input = self.results.hidden()?.prefix(shape.rows)?;
-                vec![(trace_mtp(model, layers, (&input, &tokens), &context)?, input)]
+                vec![(trace_mtp(model, layers, &input, &tokens, &context)?, input)]
             }
             Outcome::Head => {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
@@ -70,8 +70,8 @@ impl Stepper {
                 let last = rows.take(&self.staging.last_rows.prefix(1)?)?;
                 vec![(last, self.results.draft()?.remembered.clone())]
             }
-            Outcome::Commit { windows, states } => {
-                let results = model.commit(layers, &context, (windows, states))?.into_iter();
+            Outcome::Commit(settled) => {
+                let results = model.commit(layers, &context, settled)?.into_iter();
                 let sum = results.map(Ok).reduce(|sum, y| sum?.add(&y?));
                 let place = self.results.draft()?.committed.clone();
                 sum.transpose()?.into_iter().zip(place).collect()
@@ -114,13 +114,13 @@ impl Stepper {
         if shape.outcome == Outcome::LastLogits {
             let logits = model.logits(&last)?;
             let tokens = logits.sample(&self.staging.draws.prefix(shape.sequences)?)?;
-            pairs.push((tokens, self.drawn((shape.regime, shape.outcome), shape.sequences)?));
+            pairs.push((tokens, self.drawn(shape.kind(), shape.sequences)?));
             pairs.push((logits, self.results.logits.prefix(shape.sequences)?));
         }
         let head = self.staging.head.as_ref().filter(|_| shape.regime == Regime::Prefill);
         if let Some(head) = head {
             let next = head.next_tokens.prefix(shape.rows)?;
-            let drafts = trace_mtp(model, layers, (&hidden, &next), context)?.take(&last_rows)?;
+            let drafts = trace_mtp(model, layers, &hidden, &next, context)?.take(&last_rows)?;
             pairs.push((drafts, self.results.draft()?.head.prefix(shape.sequences)?));
         }
         if shape.regime == Regime::Prefill {
@@ -141,7 +141,7 @@ impl Stepper {
         context: &StepContext,
     ) -> Result<Pairs> {
         let tokens = self.staging.tokens.prefix(shape.rows)?;
-        let hidden = trace_mtp(model, layers, (&self.draft_input(shape)?, &tokens), context)?;
+        let hidden = trace_mtp(model, layers, &self.draft_input(shape)?, &tokens, context)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
         let logits = model.logits(&last)?;
         // The next pass of the same sequences reads the results there.
@@ -164,7 +164,8 @@ impl Stepper {
 fn trace_mtp(
     model: &HybridModel,
     layers: &[LayerStorage],
-    (hidden, next): (&Array, &Array),
+    hidden: &Array,
+    next: &Array,
     context: &StepContext,
 ) -> Result<Array> {
     let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;

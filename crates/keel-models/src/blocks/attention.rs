@@ -75,6 +75,20 @@ pub struct Attention {
     pub window: Option<usize>,
 }
 
+/// What the heads give.
+struct Mixed {
+    /// f32 `[T, H, D]`.
+    heads: Array,
+    /// The gate on it.
+    gate: Option<Array>,
+}
+
+/// Rotated keys, and values, each f32 `[T, KV, D]`.
+struct NewRows {
+    key: Array,
+    value: Array,
+}
+
 impl Attention {
     /// `attention(x)` for x `[T, hidden]`, already normed; added to the residual, if there is one. Queries are
     /// multiplied by `growth`, f32 `[T, 1, 1]`, if there is one.
@@ -89,7 +103,7 @@ impl Attention {
         pool: &KvPool,
         step: &StepContext,
     ) -> Result<Array> {
-        let (mut mixed, gate) = self.mix(x, growth, pool, step)?;
+        let Mixed { heads: mut mixed, gate } = self.mix(x, growth, pool, step)?;
         if let Some(gate) = gate {
             mixed = mixed.sigmoid_gate(&gate)?;
         }
@@ -106,7 +120,7 @@ impl Attention {
     /// # Errors
     /// If the operands do not fit.
     pub fn remember(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
-        let (key, value) = self.key_and_value(&self.projection.apply_from(1, x)?, step)?;
+        let NewRows { key, value } = self.new_rows(&self.projection.apply_from(1, x)?, step)?;
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         let spec = AttentionSpec { scale: Real::from(self.scale), window: Some(0), regime: step.regime };
         // Nothing reads the queries.
@@ -114,14 +128,7 @@ impl Attention {
         seen.reshape([x.shape()[0], self.kv_heads * self.head_dim])
     }
 
-    /// The heads' results, f32 `[T, H, D]`, and the gate on them.
-    fn mix(
-        &self,
-        x: &Array,
-        growth: Option<&Array>,
-        pool: &KvPool,
-        step: &StepContext,
-    ) -> Result<(Array, Option<Array>)> {
+    fn mix(&self, x: &Array, growth: Option<&Array>, pool: &KvPool, step: &StepContext) -> Result<Mixed> {
         let (tokens, d) = (x.shape()[0], self.head_dim);
         let parts = self.projection.apply(x)?;
         let (query, gate) = if self.gated {
@@ -135,7 +142,7 @@ impl Attention {
         for factor in [scales, growth].into_iter().flatten() {
             query = query.mul(factor)?;
         }
-        let (key, value) = self.key_and_value(&parts[1..], step)?;
+        let NewRows { key, value } = self.new_rows(&parts[1..], step)?;
         let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         let until = step.sight.as_ref().and_then(|sight| sight.until.as_ref());
@@ -145,13 +152,13 @@ impl Attention {
             }
             None => query.paged_attention(&key, &value, pool, batch, spec)?,
         };
-        Ok((seen, gate))
+        Ok(Mixed { heads: seen, gate })
     }
 
-    /// Rotated keys, and values, each f32 `[T, KV, D]`, from these parts of the projection.
-    fn key_and_value(&self, parts: &[Array], step: &StepContext) -> Result<(Array, Array)> {
+    fn new_rows(&self, parts: &[Array], step: &StepContext) -> Result<NewRows> {
         let heads = |part: &Array| part.reshape([part.shape()[0], self.kv_heads, self.head_dim]);
-        Ok((self.turn(&heads(&parts[0])?, self.k_norm.as_ref(), step)?, heads(&parts[1])?))
+        let key = self.turn(&heads(&parts[0])?, self.k_norm.as_ref(), step)?;
+        Ok(NewRows { key, value: heads(&parts[1])? })
     }
 
     /// Heads f32 `[T, heads, D]`, with norm and rotation if the model has them.

@@ -48,7 +48,7 @@ impl GatedDeltaNet {
         let tokens = x.shape()[0];
         let parts = self.projection.apply(x)?;
         let mixed = parts[0].causal_conv(&self.conv, window, &step.batch, step.log)?;
-        let out = self.delta(&mixed, (&parts[2], &parts[3]), state, step)?;
+        let out = self.delta(&mixed, &parts[2], &parts[3], state, step)?;
         let z = parts[1].reshape([tokens, self.value_heads, self.value_dim])?;
         let mut normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
         if self.tiled_output {
@@ -77,13 +77,14 @@ impl GatedDeltaNet {
             Some(window) => mixed.causal_conv(&self.conv, window, &step.batch, step.log)?,
             None => mixed,
         };
-        self.delta(&mixed, (&row(self.value_heads)?, &row(self.value_heads)?), state, step)
+        self.delta(&mixed, &row(self.value_heads)?, &row(self.value_heads)?, state, step)
     }
 
     fn delta(
         &self,
         qkv: &Array,
-        (a, b): (&Array, &Array),
+        a: &Array,
+        b: &Array,
         state: &DeltaState,
         step: &StepContext,
     ) -> Result<Array> {

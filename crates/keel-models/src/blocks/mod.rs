@@ -23,8 +23,17 @@ pub struct SightRows {
     pub positions: Array,
     /// The last position that each row sees, u32 `[T]`, if the rows of a picture see each other.
     pub until: Option<Array>,
-    /// `sees` and the first of `features` for the token after each row, for the multi-token-prediction head.
-    pub next: Option<(Array, Array)>,
+    /// The same for the token after each row, for the multi-token-prediction head.
+    pub next: Option<NextSight>,
+}
+
+/// `sees` and the first of `features` of [`SightRows`], for other tokens.
+#[derive(Clone, Debug)]
+pub struct NextSight {
+    /// Whether a token belongs to a picture, bool `[T, 1]`.
+    pub sees: Array,
+    /// The features that replace embeddings, f32 `[T, hidden]`.
+    pub features: Array,
 }
 
 impl SightRows {
@@ -47,7 +56,7 @@ impl SightRows {
     /// If the operands do not fit.
     pub fn embed_next(&self, embedded: &Array) -> Result<Array> {
         match &self.next {
-            Some((sees, features)) => SightRows::place(sees, features, embedded),
+            Some(NextSight { sees, features }) => SightRows::place(sees, features, embedded),
             None => Ok(embedded.clone()),
         }
     }

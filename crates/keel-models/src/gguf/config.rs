@@ -105,16 +105,19 @@ impl Keys<'_> {
         Ok(self.size_or_none("attention.key_length")?.unwrap_or(width / heads.max(1)))
     }
 
-    /// Numbers of layers: of the model, and of the multi-token-prediction head.
-    fn layers(&self) -> Result<(u64, u64)> {
-        let (all, head) =
-            (self.size("block_count")?, self.size_or_none("nextn_predict_layers")?.unwrap_or(0));
-        Ok((all.saturating_sub(head), head))
+    /// Number of layers of the multi-token-prediction head.
+    fn head_layers(&self) -> Result<u64> {
+        Ok(self.size_or_none("nextn_predict_layers")?.unwrap_or(0))
+    }
+
+    /// Number of layers of the model without that head.
+    fn layers(&self) -> Result<u64> {
+        Ok(self.size("block_count")?.saturating_sub(self.head_layers()?))
     }
 
     fn common(&self) -> Result<Value> {
         let vocab = self.file.linear_info("token_embd")?.rows;
-        let (layers, _) = self.layers()?;
+        let layers = self.layers()?;
         let heads = self.size("attention.head_count")?;
         let mut config = json!({
             "hidden_size": self.size("embedding_length")?,
@@ -171,7 +174,7 @@ impl Keys<'_> {
 
     /// OLMo 3, and OLMo 2, which has no windows.
     fn olmo2(&self) -> Result<Value> {
-        let (layers, _) = self.layers()?;
+        let layers = self.layers()?;
         let window = self.size_or_none("attention.sliding_window")?.filter(|window| *window > 0);
         let pattern = self.get("attention.sliding_window_pattern");
         let kinds = match pattern.and_then(GgufValue::as_array) {
@@ -197,7 +200,7 @@ impl Keys<'_> {
     }
 
     fn gemma3(&self) -> Result<Value> {
-        let (layers, _) = self.layers()?;
+        let layers = self.layers()?;
         // Files do not contain it. Only the largest model scales queries by `hidden / heads` instead of the head size.
         let query_scalar = match layers {
             62 => self.size("embedding_length")? / self.size("attention.head_count")?.max(1),
@@ -230,7 +233,7 @@ impl Keys<'_> {
 
     fn recurrent(&self) -> Result<Value> {
         let (heads, width) = (self.size("ssm.time_step_rank")?, self.size("ssm.inner_size")?);
-        let (layers, head_layers) = self.layers()?;
+        let (layers, head_layers) = (self.layers()?, self.head_layers()?);
         let mut config = json!({
             "linear_num_key_heads": self.size("ssm.group_count")?,
             "linear_num_value_heads": heads,

@@ -250,12 +250,19 @@ fn rows_of(shape: &[usize]) -> usize {
     shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
 }
 
+/// A row of a part's tensor.
+struct RowOfPart<'a> {
+    part: &'a Part,
+    row: usize,
+}
+
 impl Tensor {
-    /// The part that holds row `row`, counted in the checkpoint's order, and the row within the part's tensor.
-    fn find(&self, mut row: usize) -> Option<(&Part, usize)> {
+    /// Where row `row` lies, counted in the checkpoint's order.
+    fn find(&self, mut row: usize) -> Option<RowOfPart<'_>> {
         for part in &self.parts {
             if row < part.rows {
-                return Some((part, row / part.len * part.stride + part.offset + row % part.len));
+                let row = row / part.len * part.stride + part.offset + row % part.len;
+                return Some(RowOfPart { part, row });
             }
             row -= part.rows;
         }
@@ -322,7 +329,7 @@ impl CheckpointAsGguf<'_> {
                 RowOrder::Same => (row, tensor.run(row).min(rows.end - row)),
                 order => (order.row_of(row), 1),
             };
-            let (part, at) = tensor.find(from).expect("the parts make up the tensor");
+            let RowOfPart { part, row: at } = tensor.find(from).expect("the parts make up the tensor");
             let out = &mut out[(row - rows.start) * cols..][..count * cols];
             self.source.rows_f32(&part.name, self.stored_rows(part, at..at + count, cols), out)?;
             row += count;

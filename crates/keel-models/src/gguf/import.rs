@@ -64,7 +64,7 @@ impl<'a> GgufAsCheckpoint<'a> {
             }
             for parameter in parameters {
                 let suffix = if parameter.contains(".experts.") { "" } else { suffix };
-                let parameter = parameter_of(&stored, &orders, (arch, file), format!("{parameter}{suffix}"));
+                let parameter = parameter_of(&stored, &orders, arch, file, format!("{parameter}{suffix}"));
                 tensors.insert(parameter.spec.name.clone(), parameter);
             }
         }
@@ -81,7 +81,8 @@ impl<'a> GgufAsCheckpoint<'a> {
 fn parameter_of(
     stored: &TensorSpec,
     orders: &Orders,
-    (arch, file): (&str, &GgufFile),
+    arch: &str,
+    file: &GgufFile,
     name: String,
 ) -> Parameter {
     let rows = orders.rows(&name);

@@ -79,7 +79,7 @@ impl Parameters for GgufParameters<'_> {
         cols: usize,
     ) -> Result<WeightFormat> {
         if let Some(tower) = self.tower_of(module) {
-            return tower.linear_format(module, (rows, cols));
+            return tower.linear_format(module, rows, cols);
         }
         let tensor = self.module(module)?;
         let info = self.file.linear_info(&tensor)?;

@@ -126,7 +126,7 @@ impl<'a> TowerTensors<'a> {
         Some(shape)
     }
 
-    pub fn linear_format(&self, module: &str, (rows, cols): (usize, usize)) -> Result<WeightFormat> {
+    pub fn linear_format(&self, module: &str, rows: usize, cols: usize) -> Result<WeightFormat> {
         let tensor = self.named(module)?;
         let info = self.file.linear_info(&tensor)?;
         if (info.experts, info.rows, info.cols) != (None, rows, cols) {

@@ -17,7 +17,7 @@ use keel_weights::RotationValues;
 use crate::{Part, Result};
 
 pub use checkpoint::CheckpointParameters;
-pub use piece::Piece;
+pub use piece::{Piece, Stored};
 pub use projection::{Projection, input};
 pub use random::RandomParameters;
 
@@ -154,7 +154,7 @@ impl<'a> Loader<'a> {
     fn common_format(&self, pieces: &[Piece], cols: usize) -> Result<Option<WeightFormat>> {
         let mut common = None;
         for piece in pieces {
-            let (experts, rows) = piece.extents;
+            let Stored { experts, rows } = piece.stored;
             let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
             if *common.get_or_insert(format) != format {
                 return Ok(None);
@@ -168,7 +168,7 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// If a piece is missing or misshapen, or memory runs out.
     pub fn linear(&self, piece: Piece, cols: usize) -> Result<Weight> {
-        let (experts, rows) = piece.extents;
+        let Stored { experts, rows } = piece.stored;
         let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
         self.stack(&[vec![piece]], cols, format)
     }
@@ -292,7 +292,7 @@ impl<'a> Loader<'a> {
                     &mut |count, data| rows.push(count, data),
                 )?;
             }
-            let last_of_stack = piece.extents.0.is_none_or(|stack| piece.expert == Some(stack - 1));
+            let last_of_stack = piece.stored.experts.is_none_or(|stack| piece.expert == Some(stack - 1));
             if last_of_stack {
                 self.parameters.release(&piece.module);
             }
@@ -326,7 +326,8 @@ impl<'a> Loader<'a> {
     pub fn dense(
         &self,
         name: &str,
-        (rows, cols): (usize, usize),
+        rows: usize,
+        cols: usize,
         order: impl FnOnce(Vec<f32>) -> Vec<f32>,
     ) -> Result<Projection> {
         self.check_elements(name, &[rows, cols])?;
@@ -353,7 +354,7 @@ impl<'a> Loader<'a> {
         let array = Array::persistent(self.runtime, Category::Weights, [elements], DType::F32)?;
         let mut all = Vec::with_capacity(elements);
         for piece in pieces {
-            let (name, (_, rows)) = (format!("{}.bias", piece.module), piece.extents);
+            let (name, rows) = (format!("{}.bias", piece.module), piece.stored.rows);
             self.check_elements(&name, &[rows])?;
             if !self.runtime.backend().is_planning() {
                 let values = self.parameters.values(&name, rows)?;

@@ -2,6 +2,15 @@
 
 use std::ops::Range;
 
+/// How large a linear layer of the checkpoint is.
+#[derive(Clone, Copy, Debug)]
+pub struct Stored {
+    /// Number of experts, if the layer is a stack.
+    pub experts: Option<usize>,
+    /// Number of rows, of each expert if there are any.
+    pub rows: usize,
+}
+
 /// Rows of a linear layer of the checkpoint.
 #[derive(Clone, Debug)]
 pub struct Piece {
@@ -9,8 +18,8 @@ pub struct Piece {
     pub module: String,
     /// The number of the expert, if the layer is a stack.
     pub expert: Option<usize>,
-    /// The layer's numbers of experts and of rows in the checkpoint.
-    pub extents: (Option<usize>, usize),
+    /// The layer in the checkpoint.
+    pub stored: Stored,
     /// The selected rows, in their order in the weight.
     pub rows: Vec<Range<usize>>,
 }
@@ -18,31 +27,23 @@ pub struct Piece {
 impl Piece {
     /// All rows of a plain layer.
     pub fn whole(module: impl Into<String>, rows: usize) -> Piece {
-        Piece {
-            module: module.into(),
-            expert: None,
-            extents: (None, rows),
-            rows: vec![Range { start: 0, end: rows }],
-        }
+        Piece::rows(module, rows, vec![Range { start: 0, end: rows }])
     }
 
     /// Some rows of a plain layer of `total` rows, in the order given.
     pub fn rows(module: impl Into<String>, total: usize, rows: Vec<Range<usize>>) -> Piece {
-        Piece { module: module.into(), expert: None, extents: (None, total), rows }
+        let stored = Stored { experts: None, rows: total };
+        Piece { module: module.into(), expert: None, stored, rows }
     }
 
-    /// Some rows of one expert of a stack.
-    pub fn expert(
-        module: impl Into<String>,
-        stack: (usize, usize),
-        expert: usize,
-        rows: Range<usize>,
-    ) -> Piece {
+    /// All rows of one of `experts` experts, each of `rows` rows.
+    pub fn expert(module: impl Into<String>, expert: usize, experts: usize, rows: usize) -> Piece {
+        let stored = Stored { experts: Some(experts), rows };
         Piece {
             module: module.into(),
             expert: Some(expert),
-            extents: (Some(stack.0), stack.1),
-            rows: vec![rows],
+            stored,
+            rows: vec![Range { start: 0, end: rows }],
         }
     }
 

@@ -68,8 +68,16 @@ pub(super) struct TowerStep<'a> {
     pub batch: &'a Batch,
     /// For each row, the last row of the run.
     pub until: &'a Array,
-    /// Row and column of each patch, i32 `[3, N]`, and the frequencies, if positions are rotated.
-    pub turn: Option<(&'a Array, &'a Array)>,
+    /// If positions are rotated.
+    pub turn: Option<TowerTurn<'a>>,
+}
+
+/// A rotation by positions.
+#[derive(Clone, Copy)]
+pub(super) struct TowerTurn<'a> {
+    /// Row and column of each patch, i32 `[3, N]`.
+    pub positions: &'a Array,
+    pub frequencies: &'a Array,
 }
 
 /// Attention among all rows of a run.
@@ -99,7 +107,7 @@ impl TowerAttention {
         };
         let turned = |heads: Array| match step.turn {
             None => Ok(heads),
-            Some((positions, frequencies)) => {
+            Some(TowerTurn { positions, frequencies }) => {
                 let quarter = self.head_dim / 4;
                 let spec = RopeSpec {
                     rotary: self.head_dim,

@@ -120,7 +120,7 @@ impl Reader<'_> {
             let value = |i: usize| values[i / (3 * inner) * 3 * inner + i % inner * 3 + i / inner % 3];
             (0..values.len()).map(value).collect()
         };
-        let mut projection = self.loader.dense(&format!("{name}.weight"), (rows, 3 * inner), order)?;
+        let mut projection = self.loader.dense(&format!("{name}.weight"), rows, 3 * inner, order)?;
         projection.bias = Some(self.loader.vector(&format!("{name}.bias"), &[rows], |x| x)?);
         Ok(projection)
     }
@@ -202,7 +202,7 @@ impl Reader<'_> {
                 scale: self.loader.vector(&format!("{root}mm_soft_emb_norm.weight"), &[hidden], norm)?,
                 eps,
             },
-            projection: self.loader.dense(&name, (text_hidden, hidden), transposed)?,
+            projection: self.loader.dense(&name, text_hidden, hidden, transposed)?,
         })
     }
 }

@@ -13,7 +13,7 @@ mod tower;
 
 pub use config::{TowerActivation, TowerKind, VisionConfig, VisionTokens};
 pub use positions::{ImageRun, SightPlan, run_ends, sight_of};
-pub use tower::{PassPiece, PieceResult, Tower, TowerHead, TowerInput, TowerRows};
+pub use tower::{LevelFeatures, PassPiece, PieceResult, Tower, TowerHead, TowerInput, TowerRows};
 
 use serde_json::Value;
 

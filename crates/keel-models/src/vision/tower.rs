@@ -5,7 +5,7 @@ use std::ops::Range;
 use keel_array::{Array, Batch, KvPool, Runtime};
 
 use super::config::{TowerKind, VisionConfig, level_of};
-use super::layers::{TowerBlock, TowerStep};
+use super::layers::{TowerBlock, TowerStep, TowerTurn};
 use super::qwen::{self, Merger};
 use super::siglip::Projector;
 use crate::Result;
@@ -88,8 +88,16 @@ pub struct PassPiece<'a> {
 pub struct PieceResult {
     /// The output of its last block, if the pass goes on.
     pub state: Option<Array>,
-    /// Features, f32 `[rows, text hidden]`, each with its level.
-    pub features: Vec<(usize, Array)>,
+    /// What it gives to the text model.
+    pub features: Vec<LevelFeatures>,
+}
+
+/// Features of one level.
+pub struct LevelFeatures {
+    /// The number of the level.
+    pub level: usize,
+    /// f32 `[rows, text hidden]`.
+    pub features: Array,
 }
 
 impl Tower {
@@ -117,7 +125,9 @@ impl Tower {
             None => self.patch.apply_wide(input.patches)?.add(&self.position(input)?)?,
         };
         let turn = match &self.head {
-            TowerHead::Merged { frequencies, .. } => Some((input.positions, frequencies)),
+            TowerHead::Merged { frequencies, .. } => {
+                Some(TowerTurn { positions: input.positions, frequencies })
+            }
             TowerHead::Averaged(_) => None,
         };
         let step = TowerStep { pool: input.pool, batch: input.batch, until: input.until, turn };
@@ -132,7 +142,7 @@ impl Tower {
                 (&self.head, taken.iter().position(|&taken| taken == i))
             {
                 let level = level_of(taken, i).unwrap_or(0);
-                features.push((level, deepstack[k].apply(&x)?));
+                features.push(LevelFeatures { level, features: deepstack[k].apply(&x)? });
             }
         }
         if blocks.end < self.blocks.len() {
@@ -142,7 +152,7 @@ impl Tower {
             TowerHead::Merged { merger, .. } => merger.apply(&x)?,
             TowerHead::Averaged(projector) => projector.apply(&x)?,
         };
-        features.push((0, last));
+        features.push(LevelFeatures { level: 0, features: last });
         Ok(PieceResult { state: None, features })
     }
 
