@@ -90,7 +90,7 @@ fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while !done.load(std::sync::atomic::Ordering::Acquire) {
+            while !done.load(Ordering::Acquire) {
                 runtime.rest();
             }
         });
@@ -102,7 +102,7 @@ fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
             let most = y.to_vec::<f32>().expect("it runs")[0];
             assert_eq!(most, 1.0, "round {round}: an intermediate was lost");
         }
-        done.store(true, std::sync::atomic::Ordering::Release);
+        done.store(true, Ordering::Release);
     });
 }
 
