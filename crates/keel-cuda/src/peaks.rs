@@ -80,6 +80,7 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
         rows: PRODUCT,
         cols: PRODUCT,
         inner: PRODUCT,
+        alpha: 1,
         accumulate: false,
         factors: FactorType::Bf16,
     };

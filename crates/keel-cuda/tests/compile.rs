@@ -172,6 +172,10 @@ fn products(keys: &mut Keys) {
             keys.add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
         }
     }
+    let of_f16 = [("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("WEIGHT_T", "f16")];
+    keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &of_f16);
+    let padded = [&of_f16[..], &[("ROW", "104")]].concat();
+    keys.add(kernels::DEQUANTIZE, &["embedding_rows", "to_half", "leave_padding"], &padded);
 }
 
 /// The experts of a mixture for few tokens.

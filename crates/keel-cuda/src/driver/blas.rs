@@ -30,12 +30,13 @@ pub(crate) struct ProductOperands {
     pub scales: (u64, u64),
 }
 
-/// `y [rows, cols] = x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`.
+/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     pub rows: usize,
     pub cols: usize,
     pub inner: usize,
+    pub alpha: u8,
     pub accumulate: bool,
     pub factors: FactorType,
 }
@@ -203,7 +204,7 @@ impl Blas {
                 .map_err(refused("cublasLtMatmulDescSetAttribute"))?;
         }
         let ProductOperands { x, w, y, .. } = operands;
-        let (alpha, beta) = (1f32, if product.accumulate { 1f32 } else { 0f32 });
+        let (alpha, beta) = (f32::from(product.alpha), if product.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the plan's handles are alive; the addresses are as the caller promises.
         let outcome = unsafe {
             result::matmul(

@@ -1,6 +1,6 @@
 //! Weights of linear layers in the device's layout.
 //!
-//! Dense weights are stored row-major, as in the file; a single one of bf16 has room for [`padded_rows`]. Quantised
+//! Dense weights are stored row-major, as in the file; a single one of 16 bits has room for [`padded_rows`]. Quantised
 //! weights are stored in tiles of 16 rows and 64 columns (`weight_tiles.cuh`): first the codes of all tiles, then, from
 //! a multiple of 256 bytes, the scales of each row and group.
 
@@ -42,7 +42,7 @@ impl Layout {
                 (spec.rows.div_ceil(TILE_ROWS), code_bytes, coding.pair_bytes(tiles))
             }
             (None, WeightFormat::Dense(dtype)) => {
-                let padded = spec.experts == 1 && dtype == DType::BF16;
+                let padded = spec.experts == 1 && matches!(dtype, DType::BF16 | DType::F16);
                 let rows = if padded { padded_rows(spec.rows) } else { spec.rows };
                 (rows, spec.cols.saturating_mul(dtype.size()), 0)
             }
@@ -266,7 +266,9 @@ mod tests {
             let format = WeightFormat::Dense(dtype);
             Layout::of(&WeightSpec { experts, rows, cols: 128, format, compute: Compute::Auto }).bytes()
         };
-        assert_eq!([256, 257, 264, 265].map(|rows| bytes(1, rows, DType::BF16) / 256), [256, 264, 264, 272]);
+        for dtype in [DType::BF16, DType::F16] {
+            assert_eq!([256, 257, 264, 265].map(|rows| bytes(1, rows, dtype) / 256), [256, 264, 264, 272]);
+        }
         assert_eq!(bytes(3, 257, DType::BF16), 3 * 257 * 256, "experts lie one behind the other");
         assert_eq!(bytes(1, 257, DType::F32), 257 * 512, "f32 never goes through the library");
     }

@@ -1,5 +1,5 @@
 //! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch, or to 8 bits
-//! (`eight_bits.rs`). A dense one is multiplied as stored, twice if x has to keep 16 bits.
+//! (`eight_bits.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry};
 use super::eight_bits::{self, EightScratch};
@@ -10,7 +10,7 @@ use crate::backend::weights::padded_rows;
 use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DEQUANTIZE, KernelKey};
-use keel_array::{ArrayError, Compute, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, Compute, DType, WeightFormat, WeightSpec};
 
 /// Rows that cuBLASLt multiplies at a time in the deterministic mode. The number is constant, so the library always
 /// chooses the same algorithm. It is small enough for one tile of that algorithm, so all rows share out their sums
@@ -37,8 +37,7 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
     let rows = if in_blocks { rows.next_multiple_of(BLAS_BLOCK) } else { rows };
     let w = x + x_parts(weight) * x_bytes(weight, rows);
     let (padded, is_padded) = (padded_rows(weight.rows), padded_rows(weight.rows) != weight.rows);
-    let is_widened = factors(weight) == FactorType::F16;
-    let last = w + if is_widened { padded * weight.cols * size_of::<u16>() } else { 0 };
+    let last = w + if is_widened(weight) { padded * weight.cols * size_of::<u16>() } else { 0 };
     let last = last.next_multiple_of(BLAS_ALIGN);
     let end = last
         + match in_blocks {
@@ -53,9 +52,15 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
 
 pub(super) fn factors(weight: &WeightSpec) -> FactorType {
     match weight.format {
+        WeightFormat::Dense(DType::F16) => FactorType::F16,
         WeightFormat::Dense(_) => FactorType::Bf16,
         _ => FactorType::F16,
     }
+}
+
+/// Whether the weight is written to scratch in f16 first.
+pub(super) fn is_widened(weight: &WeightSpec) -> bool {
+    !matches!(weight.format, WeightFormat::Dense(_))
 }
 
 /// Whether x enters as the sum of two bf16, each of which is multiplied.
@@ -119,7 +124,7 @@ pub(super) fn through_blas(
             return Ok(());
         }
     }
-    if factors(weight) == FactorType::F16 {
+    if is_widened(weight) {
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
         let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).u32(1);
@@ -165,7 +170,10 @@ fn half_operands(x: u64, w: u64, y: u64) -> ProductOperands {
 }
 
 fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
-    Product { rows, cols: weight.rows, inner: weight.cols, accumulate, factors: factors(weight) }
+    let factors = factors(weight);
+    // In f16, x is an eighth (`half.cuh`). A widened weight makes up for it, and one as stored does not.
+    let alpha = if factors == FactorType::F16 && !is_widened(weight) { 8 } else { 1 };
+    Product { rows, cols: weight.rows, inner: weight.cols, alpha, accumulate, factors }
 }
 
 /// y in blocks of [`BLAS_BLOCK`] rows. The last block is computed in `last`; its rows after those of x are not used.

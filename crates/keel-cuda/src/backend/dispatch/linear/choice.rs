@@ -56,7 +56,7 @@ pub(super) enum Way {
 pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: bool) -> Way {
     let few = choice.is_few(rows);
     match (arithmetic(weight), choice) {
-        (Arithmetic::Exact, _) if few => Way::ExactRows,
+        (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => Way::ExactRows,
         (Arithmetic::Exact, _) => Way::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => Way::FewRows,
         (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Rows)
@@ -120,6 +120,7 @@ mod tests {
             WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 },
             WeightFormat::Blocks(BlockFormat::Q4K),
             WeightFormat::Dense(DType::BF16),
+            WeightFormat::Dense(DType::F16),
             WeightFormat::Dense(DType::F32),
         ];
         let shapes = [(1, 32, 2560), (1, 2560, 9216), (1, 18_432, 2560), (128, 1536, 2048), (512, 512, 2048)];
@@ -132,6 +133,22 @@ mod tests {
     }
 
     const ROWS: [usize; 9] = [1, 7, 16, 17, 20, 64, 100, 256, 4096];
+
+    #[test]
+    fn many_rows_meet_a_dense_weight_of_16_bits_on_tensor_cores() {
+        for dtype in [DType::BF16, DType::F16] {
+            let spec = WeightSpec {
+                experts: 1,
+                rows: 1152,
+                cols: 4304,
+                format: WeightFormat::Dense(dtype),
+                compute: Compute::Auto,
+            };
+            assert_eq!(way(&spec, 4096, Choice::Rows, true), Way::Blas { in_blocks: false }, "{dtype}");
+            let exact = WeightSpec { compute: Compute::F32, ..spec };
+            assert_eq!(way(&exact, 4096, Choice::Rows, true), Way::ExactTiled, "{dtype}");
+        }
+    }
 
     #[test]
     fn in_a_regime_every_number_of_rows_goes_the_same_way() {

@@ -3,7 +3,7 @@
 //! 2^-4 of itself.
 
 use super::super::{Call, Geometry};
-use super::blas::{BLAS_ALIGN, factors};
+use super::blas::{BLAS_ALIGN, is_widened};
 use super::{packed, row_tiles, weight_key};
 use crate::driver::{Arguments, FactorType, Product, ProductOperands};
 use crate::kernels::EIGHT_BITS;
@@ -16,7 +16,7 @@ const MULTIPLE: usize = 16;
 pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
     weight.compute == Compute::Prompts8
         && !in_blocks
-        && factors(weight) == FactorType::F16
+        && is_widened(weight)
         && weight.rows.is_multiple_of(MULTIPLE)
         && weight.cols.is_multiple_of(MULTIPLE)
 }
@@ -55,7 +55,7 @@ pub(super) fn multiply(
     let key = weight_key(EIGHT_BITS, "dequantize_eight_bits", weight);
     call.launch(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
     let (cols, inner) = (weight.rows, weight.cols);
-    let product = Product { rows, cols, inner, accumulate, factors: FactorType::E4m3 };
+    let product = Product { rows, cols, inner, alpha: 1, accumulate, factors: FactorType::E4m3 };
     match call.multiply(product, ProductOperands { x, w, y: call.outputs[0].address, scales }, own) {
         Ok(()) => Ok(true),
         Err(error) => {

@@ -21,7 +21,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     }
     let made = made_input(call)?;
     match arithmetic(weight) {
-        Arithmetic::Exact | Arithmetic::WidenedCodes => {
+        Arithmetic::Exact | Arithmetic::WidenedCodes | Arithmetic::ManyHalf => {
             let split = exact_split(weight);
             let key = weight_key(EXACT_MATMUL, "exact_rows", weight)
                 .define("DIM_T", 1)

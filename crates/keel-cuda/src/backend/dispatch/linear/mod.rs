@@ -1,13 +1,13 @@
 //! Products with packed weights. Which kernel multiplies depends on shapes alone, see `choice.rs`; in the fast mode:
 //!
-//! | rows | quantised weight | dense bf16 weight | f32 arithmetic, other dense weights |
-//! |---|---|---|---|
-//! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` |
-//! | up to 256 | widened to f16 on the way into the tensor cores (Hopper) | cuBLASLt | `exact_tiled` |
-//! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | `exact_tiled` |
+//! | rows | quantised weight | dense bf16 weight | dense f16 weight | f32 arithmetic, other dense weights |
+//! |---|---|---|---|---|
+//! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` | `exact_rows` |
+//! | up to 256 | widened to f16 on the way into the tensor cores (Hopper) | cuBLASLt | cuBLASLt | `exact_tiled` |
+//! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | cuBLASLt | `exact_tiled` |
 //!
-//! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense weight
-//! meets x as the sum of two bf16, for any number of rows.
+//! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense bf16 weight
+//! meets x as the sum of two bf16, for any number of rows. x always meets a dense f16 weight in f16.
 //!
 //! With `Compute::Prompts8` the third line rounds x and a quantised weight to 8-bit floats instead, on devices that
 //! multiply them.
@@ -74,6 +74,8 @@ enum Arithmetic {
     WidenedCodes,
     /// bf16 as stored.
     Half,
+    /// f16 as stored for many rows, f32 for few.
+    ManyHalf,
 }
 
 fn arithmetic(weight: &WeightSpec) -> Arithmetic {
@@ -85,6 +87,7 @@ fn arithmetic(weight: &WeightSpec) -> Arithmetic {
         },
         // Lanes of the tensor-core kernels take eight columns at a time.
         WeightFormat::Dense(DType::BF16) if weight.cols.is_multiple_of(8) => Arithmetic::Half,
+        WeightFormat::Dense(DType::F16) if weight.cols.is_multiple_of(8) => Arithmetic::ManyHalf,
         _ => Arithmetic::Exact,
     }
 }
