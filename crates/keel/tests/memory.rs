@@ -185,6 +185,33 @@ fn what_fit_says_fits_and_its_commands_hold_what_it_says() {
     fail(&["fit", "--limit", "1M"], "bytes (");
 }
 
+/// A command that leaves out an option that was given would start another server than the one that was counted.
+#[test]
+fn the_commands_of_fit_repeat_what_was_given() {
+    let given = [
+        "--compute",
+        "f32",
+        "--prefill-step",
+        "256",
+        "--state-bits",
+        "16",
+        "--threads",
+        "3",
+        "--cpu-isa",
+        "portable",
+    ];
+    let start = ["fit", "--limit", "200M", "--sequences", "1", "--device", "cpu", "--json"];
+    let fit = json(&[&start[..], &given].concat());
+    let command = fit["fits"][0]["command"].as_str().expect("a command");
+    for option in given.chunks(2) {
+        assert!(command.contains(&option.join(" ")), "{option:?} is not in {command}");
+    }
+    let flags = command.strip_prefix("keel serve").expect("a server");
+    let plan: Vec<&str> =
+        ["plan", "--device", "cpu", "--json"].into_iter().chain(flags.split_whitespace()).collect();
+    assert_eq!(Some(total(&json(&plan))), fit["fits"][0]["bytes"].as_u64(), "{command}");
+}
+
 #[test]
 fn fit_offers_fewer_bits_where_they_buy_something() {
     let shape = ["fit", "--shape", "qwen3.5-4b", "--limit", "6Gi", "--json"];

@@ -182,12 +182,23 @@ impl DeviceArgs {
         Ok((self.device() != Device::Cpu).then_some(cpu))
     }
 
-    /// The flag for the vision tower's device, if it was given.
-    pub fn tower_flag(&self) -> &'static str {
-        match self.vision_device {
-            Some(VisionDevice::Cpu) => " --vision-device cpu",
-            None => "",
+    /// The options that were given and that change a plan, but those that name the model's devices, with a space before
+    /// each.
+    pub fn flags(&self) -> String {
+        let mut flags = String::new();
+        if self.vision_device == Some(VisionDevice::Cpu) {
+            flags += " --vision-device cpu";
         }
+        if let Some(threads) = self.threads {
+            flags += &format!(" --threads {threads}");
+        }
+        if let Some(isa) = self.cpu_isa.and_then(|isa| isa.to_possible_value()) {
+            flags += &format!(" --cpu-isa {}", isa.get_name());
+        }
+        if self.deterministic {
+            flags += " --deterministic";
+        }
+        flags
     }
 
     /// The device's name in reports.

@@ -8,6 +8,7 @@ use evenkeel::ModelFiles;
 use keel_array::{Compute, DType, KvFormat};
 use keel_engine::{EngineOptions, PREFILL_GRID};
 
+use super::quoted;
 use crate::source;
 
 /// The model.
@@ -40,12 +41,22 @@ pub struct TowerArgs {
     pub mmproj: Option<PathBuf>,
 }
 
+impl TowerArgs {
+    /// The option, if it was given, with a space before it.
+    pub fn flag(&self) -> String {
+        let file = self.mmproj.as_ref().map(|file| quoted(&file.display().to_string()));
+        file.map_or(String::new(), |file| format!(" --mmproj {file}"))
+    }
+}
+
+const PREFILL_STEP_DEFAULT: usize = 2048;
+
 /// Bounds and arithmetic of an engine.
 #[derive(Clone, Debug, Args)]
 pub struct EngineArgs {
     /// Prompt tokens of one step, a multiple of 64. More tokens are faster and take more memory. The result is the
     /// same.
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = parse_prefill_step)]
+    #[arg(long, value_name = "N", default_value_t = PREFILL_STEP_DEFAULT, value_parser = parse_prefill_step)]
     pub prefill_step: usize,
     /// Arithmetic of the linear layers. auto takes the fastest one that keeps the accuracy of the weights' format.
     #[arg(long, value_enum, default_value = "auto")]
@@ -91,6 +102,26 @@ fn parse_prefill_step(text: &str) -> std::result::Result<usize, String> {
 }
 
 impl EngineArgs {
+    /// The options that were given, but --kv-bits, with a space before each.
+    pub fn flags(&self) -> String {
+        let mut flags = String::new();
+        if self.prefill_step != PREFILL_STEP_DEFAULT {
+            flags += &format!(" --prefill-step {}", self.prefill_step);
+        }
+        flags += match self.compute {
+            ComputeArg::Auto => "",
+            ComputeArg::F32 => " --compute f32",
+            ComputeArg::Bf16 => " --compute bf16",
+        };
+        if self.prefill_compute == PrefillComputeArg::EightBits {
+            flags += " --prefill-compute 8bit";
+        }
+        if self.state_bits == DType::F16 {
+            flags += " --state-bits 16";
+        }
+        flags
+    }
+
     /// Engine options with these values. All others have their defaults.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {

@@ -16,7 +16,7 @@ use evenkeel::ModelFiles;
 pub struct SubjectArgs {
     /// A folder, a weights file or a hub name. Without --model and --shape, the built-in model.
     #[arg(long, short, value_name = "MODEL")]
-    model: Option<String>,
+    pub model: Option<String>,
     #[command(flatten)]
     pub tower: TowerArgs,
     #[command(flatten)]
@@ -63,12 +63,7 @@ impl SubjectArgs {
     /// The options that name the subject, with a space before them. Empty for the built-in model.
     pub fn flags(&self) -> String {
         let Some(model) = &self.model else { return self.shape.flags() };
-        let tower = self
-            .tower
-            .mmproj
-            .as_ref()
-            .map(|file| format!(" --mmproj {}", quoted(&file.display().to_string())));
-        format!(" --model {}{}", quoted(model), tower.unwrap_or_default())
+        format!(" --model {}{}", quoted(model), self.tower.flag())
     }
 
     /// The same shape in other formats: dense first, then in fewer and fewer bits. If the format is given, or the

@@ -4,7 +4,7 @@ mod variants;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use keel_array::{AttentionSpec, Category, DType, KvFormat, MemoryReport};
+use keel_array::{AttentionSpec, Category, KvFormat, MemoryReport};
 use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
@@ -131,11 +131,8 @@ fn variants<'a>(args: &'a FitArgs, model: Option<&'a ModelFiles>) -> Result<Vec<
     let Some(model) = model else {
         return args.subject.in_other_formats().into_iter().map(Variant::of_shape).collect();
     };
-    let flags = match &args.path {
-        Some(path) => format!(" --model {}", quoted(path)),
-        None => args.subject.flags(),
-    };
-    Ok(Variant::of_model(model, &flags))
+    let name = args.path.as_ref().or(args.subject.model.as_ref()).map(|name| quoted(name));
+    Ok(Variant::of_model(model, name.as_deref(), &args.subject.tower.flag()))
 }
 
 /// Adds the lines for one form of the weights. A line is added only if its context is longer than those of earlier
@@ -289,7 +286,6 @@ impl Form<'_> {
         let split = needs.largest().map(|largest| (on.split.split(), largest));
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
-        let state_flag = if args.engine.state_bits == DType::F16 { " --state-bits 16" } else { "" };
         let device = match on.device() {
             _ if on.split.is_split() => {
                 format!(" --devices {} --split {}", on.split.list(), on.split.split())
@@ -298,10 +294,11 @@ impl Form<'_> {
             Device::Cuda(n) => format!(" --device cuda:{n}"),
         };
         let command = format!(
-            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{state_flag}{device}{}",
+            "{} --sequences {sequences} --context {context} --kv-cache {}{kv_flag}{}{device}{}",
             variant.command,
             planner.kv_bytes(&planner.wanted),
-            on.tower_flag()
+            args.engine.flags(),
+            on.flags()
         );
         Ok(Line {
             weights: variant.name.clone(),

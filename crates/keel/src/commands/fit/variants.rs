@@ -38,10 +38,11 @@ impl<'a> Variant<'a> {
     }
 
     /// The model as it is, and quantised to fewer bits where that is possible.
-    pub fn of_model(model: &'a ModelFiles, flags: &str) -> Vec<Variant<'a>> {
-        let own = Subject::of(model);
-        let mut variants =
-            vec![Variant { name: "as it is".into(), subject: own, command: format!("keel serve{flags}") }];
+    /// `source` is its name for a shell, `None` for the built-in model; `tower` the option of its vision tower.
+    pub fn of_model(model: &'a ModelFiles, source: Option<&str>, tower: &str) -> Vec<Variant<'a>> {
+        let named = source.map_or(String::new(), |source| format!(" --model {source}"));
+        let command = format!("keel serve{named}{tower}");
+        let mut variants = vec![Variant { name: "as it is".into(), subject: Subject::of(model), command }];
         let file_bits = match &model.weights {
             // A quantised checkpoint cannot be quantised again.
             WeightFiles::Checkpoint(checkpoint) if checkpoint.quantization().is_some() => return variants,
@@ -54,10 +55,7 @@ impl<'a> Variant<'a> {
                 8.0 * bytes as f64 / elements.max(1) as f64
             }
         };
-        if flags.is_empty() {
-            return variants;
-        }
-        let source = flags.trim_start_matches(" --model ");
+        let Some(source) = source else { return variants };
         // The 0.5 is for a 16-bit scale and a 16-bit offset per group of 64.
         for bits in BITS.into_iter().filter(|&bits| f64::from(bits) + 0.5 < file_bits - 0.5) {
             let format = WeightFormat::Affine { bits, group_size: GROUP_SIZE, scale_dtype: DType::BF16 };
