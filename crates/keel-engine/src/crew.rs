@@ -3,12 +3,15 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
 
+use crate::step::Filling;
 use crate::{EngineError, Result};
 
 /// A step of a device, ready to run.
@@ -16,6 +19,16 @@ pub(crate) struct Job {
     pub step: Executable,
     /// The destination whose bytes come to the host, if any do.
     pub drawn: Option<Array>,
+    /// The job's place among jobs that queue up; `None` if its buffers are filled.
+    pub queued: Option<Queued>,
+}
+
+/// What a job needs that waits for earlier ones on its device.
+pub(crate) struct Queued {
+    /// What is written before the step runs.
+    pub filling: Filling,
+    /// Set if a job of the same queue, on any device, has failed. Later ones then do not run.
+    pub has_failed: Arc<AtomicBool>,
 }
 
 /// Why a device's run did not succeed.
@@ -23,6 +36,10 @@ pub(crate) enum Failure {
     Failed(Box<FailedRun>),
     /// A bug of ours. How far the run came is not known.
     Panicked(String),
+    /// The device's buffers could not be filled, so nothing was run.
+    Unfilled(EngineError),
+    /// An earlier job of the same queue has failed, so nothing was run.
+    Skipped,
     /// The device's thread has ended, so nothing was run.
     Lost,
 }
@@ -32,7 +49,8 @@ impl Failure {
     pub fn is_consequence(&self) -> bool {
         let exchanges = ["send", "receive", "all_reduce", "all_gather", "exchange"];
         match self {
-            Failure::Panicked(_) | Failure::Lost => false,
+            Failure::Panicked(_) | Failure::Unfilled(_) | Failure::Lost => false,
+            Failure::Skipped => true,
             Failure::Failed(failed) => {
                 matches!(failed.error(), ArrayError::Kernel { op, .. } if exchanges.contains(&op.as_str()))
             }
@@ -46,6 +64,8 @@ impl Failure {
             Failure::Panicked(message) => {
                 step(format!("a device of the model panicked, which is a bug: {message}")).into()
             }
+            Failure::Unfilled(error) => error,
+            Failure::Skipped => step("a chunk before this one has failed".into()).into(),
             Failure::Lost => step("the thread of a device has ended".into()).into(),
         }
     }
@@ -63,7 +83,7 @@ impl Ended {
     pub fn has_mutated(&self, state: &Array) -> Option<bool> {
         match &self.outcome {
             Ok(_) => Some(self.step.mutates(state)),
-            Err(Failure::Lost) => Some(false),
+            Err(Failure::Unfilled(_) | Failure::Skipped | Failure::Lost) => Some(false),
             Err(Failure::Panicked(_)) => (!self.step.mutates(state)).then_some(false),
             Err(Failure::Failed(failed)) => failed.has_mutated(state),
         }
@@ -99,22 +119,38 @@ impl Job {
     }
 
     fn run_as(self, mut membership: Membership) -> Ended {
-        let Job { step, drawn } = self;
-        let run = || match &drawn {
-            None => step.run().map(|()| Vec::new()),
-            Some(place) => {
-                let mut bytes = vec![0; place.bytes()];
-                step.submit(place).wait(&mut bytes).map(|()| bytes)
+        let Job { step, drawn, queued } = self;
+        let run = || {
+            if let Some(queued) = &queued {
+                queued.begin()?;
+            }
+            match &drawn {
+                None => step.run().map(|()| Vec::new()).map_err(Failure::Failed),
+                Some(place) => {
+                    let mut bytes = vec![0; place.bytes()];
+                    step.submit(place).wait(&mut bytes).map(|()| bytes).map_err(Failure::Failed)
+                }
             }
         };
         // A panic of the host must end the step of all devices, and leave the engine usable.
-        let outcome = match catch_unwind(AssertUnwindSafe(run)) {
-            Ok(outcome) => outcome.map_err(Failure::Failed),
-            Err(panic) => Err(Failure::Panicked(message_of(&*panic))),
-        };
+        let outcome = catch_unwind(AssertUnwindSafe(run))
+            .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))));
         membership.has_succeeded = outcome.is_ok();
+        if let Some(queued) = queued.filter(|_| outcome.is_err()) {
+            queued.has_failed.store(true, Ordering::Release);
+        }
         drop(membership);
         Ended { step, outcome }
+    }
+}
+
+impl Queued {
+    /// Fills the buffers, unless an earlier job has failed.
+    fn begin(&self) -> Result<(), Failure> {
+        if self.has_failed.load(Ordering::Acquire) {
+            return Err(Failure::Skipped);
+        }
+        self.filling.write().map_err(Failure::Unfilled)
     }
 }
 
@@ -224,7 +260,7 @@ mod tests {
             let place = Array::from_slice(&runtime, &[0.0f32, 0.0], [2]).expect("memory");
             let sum = runtime.trace(|| share.all_reduce(Peers { first: 0, count: 2 })).expect("f32");
             let step = runtime.prepare(&[(&sum, &place)]).expect("it can run");
-            Job { step, drawn: Some(place) }
+            Job { step, drawn: Some(place), queued: None }
         };
         CpuGroup::of(2).into_iter().map(job).collect()
     }

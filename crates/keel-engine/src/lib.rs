@@ -16,6 +16,7 @@ mod eyes;
 mod generate;
 mod hidden;
 mod options;
+mod overlap;
 pub mod plan;
 mod sampler;
 pub mod speculation;

@@ -60,8 +60,8 @@ pub fn grid_within(
 }
 
 /// How `shares` devices divide the mixtures of experts of a model, and the reason in one line, if it has any: by columns
-/// if their number and the groups of the weights allow it, because then all devices have the same work whichever experts
-/// are chosen. `backend` must be one that only plans.
+/// if their number and the groups of the weights allow it in every layer and in the MTP head, because then all devices have
+/// the same work whichever experts are chosen. `backend` must be one that only plans.
 ///
 /// # Errors
 /// As [`grid`].
@@ -83,9 +83,11 @@ fn mixture_cut(
     (model, shares): (&HybridConfig, usize),
 ) -> Result<(MixtureCut, Option<String>)> {
     let Some(moe) = model.moe.as_ref().filter(|_| shares > 1) else { return Ok((MixtureCut::Columns, None)) };
-    let layer = (0..model.layers.len()).find(|layer| !moe.dense_layers.contains(layer)).unwrap_or(0);
-    let neighbour = Some(0);
-    let part = Part { layers: layer..layer + 1, previous: neighbour, next: neighbour, ..Part::default() };
+    // Layers may have weights of different formats, and the MTP head, too. Dense layers in front do not matter.
+    let layers = model.layers.len();
+    let first = (0..layers).find(|layer| !moe.dense_layers.contains(layer)).unwrap_or(0);
+    let part = Part { layers: first..layers, previous: Some(0), next: None, ..Part::default() };
+    let options = &EngineOptions { vision: None, ..*options };
     let loads = |mixture| {
         let shard = Shard { count: shares, mixture, ..Shard::default() };
         shard.config(model)?;

@@ -38,14 +38,15 @@ impl Peer {
 pub(crate) type Drawn<'a> = (&'a Array, &'a mut [u8]);
 
 /// A device's next step.
-struct Share<'a> {
+pub(crate) struct Share<'a> {
     /// The device's thread; `None` for the lead, whose step runs on the caller's.
-    thread: Option<&'a DeviceThread>,
-    job: Job,
+    pub thread: Option<&'a DeviceThread>,
+    pub job: Job,
 }
 
-/// Runs the steps of devices at the same time. Each is ready to run. The last comes back last.
-fn run_together(shares: Vec<Share<'_>>) -> Vec<Ended> {
+/// Runs the steps of devices at the same time, those of a device in their order. Each is ready to run. The last comes back
+/// last.
+pub(crate) fn run_together(shares: Vec<Share<'_>>) -> Vec<Ended> {
     let (mut there, mut here) = (Vec::new(), Vec::new());
     for Share { thread, job } in shares {
         match thread {
@@ -133,15 +134,18 @@ impl Engine {
         if let Outcome::Commit(settled) = kind.outcome {
             return self.commit_split(kind.regime, settled, rows);
         }
+        if let Some(chunks) = self.overlapping_chunks(kind, rows) {
+            return self.run_overlapping((kind.outcome, &rows[0]), &chunks, drawn);
+        }
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {
             let Peer { thread, runtime, model, stepper } = peer;
             let step = stepper.step_for(runtime, model, &self.cache, kind, rows)?.clone();
-            shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None } });
+            shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None, queued: None } });
         }
         let lead = self.stepper.step_for(&self.runtime, &self.model, &self.cache, kind, rows)?;
         let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
-        shares.push(Share { thread: None, job: Job { step: lead.clone(), drawn: place } });
+        shares.push(Share { thread: None, job: Job { step: lead.clone(), drawn: place, queued: None } });
         let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
         let ended = run_together(shares);
         if let (Some(bytes), Some(Ended { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
@@ -159,11 +163,14 @@ impl Engine {
                 let mut shares = Vec::with_capacity(self.peers.len() + 1);
                 for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
                     let step = peer.stepper.step_for_nobody(*shape)?;
-                    shares.push(Share { thread: peer.thread.as_ref(), job: Job { step, drawn: None } });
+                    shares.push(Share {
+                        thread: peer.thread.as_ref(),
+                        job: Job { step, drawn: None, queued: None },
+                    });
                 }
                 let drawn = Some(self.stepper.drawn(shape.kind(), 1)?);
                 let step = self.stepper.step_for_nobody(*shape)?;
-                shares.push(Share { thread: None, job: Job { step, drawn } });
+                shares.push(Share { thread: None, job: Job { step, drawn, queued: None } });
                 self.note_ended(run_together(shares), &[], Settled::default(), false)?;
             }
             progress(i + 1, shapes.len());
@@ -182,11 +189,11 @@ impl Engine {
         for Peer { thread, runtime, model, stepper } in &mut self.peers {
             if model.part.is_last() {
                 let step = stepper.head_step(runtime, model, &self.cache, hidden)?.clone();
-                shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None } });
+                shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None, queued: None } });
             }
         }
         let step = self.stepper.head_step(&self.runtime, &self.model, &self.cache, hidden)?.clone();
-        shares.push(Share { thread: None, job: Job { step, drawn: None } });
+        shares.push(Share { thread: None, job: Job { step, drawn: None, queued: None } });
         let ended = run_together(shares);
         self.note_ended(ended, &[], Settled::default(), false)
     }
@@ -217,7 +224,7 @@ impl Engine {
         }
         let mut all = Vec::with_capacity(steps.len());
         for step in steps {
-            let ended = Job { step, drawn: None }.run();
+            let ended = Job { step, drawn: None, queued: None }.run();
             let has_failed = ended.outcome.is_err();
             all.push(ended);
             if has_failed {
@@ -228,7 +235,7 @@ impl Engine {
     }
 
     /// Records what a step did to its sequences if it failed on a device. Returns the error that was the first cause.
-    fn note_ended(
+    pub(crate) fn note_ended(
         &mut self,
         ended: Vec<Ended>,
         rows: &[Rows<'_>],
@@ -240,8 +247,13 @@ impl Engine {
         }
         self.runtimes().filter_map(|runtime| runtime.backend().group()).for_each(|group| group.rejoin());
         let has_mutated = |state: &Array| {
-            let own = ended.iter().find(|ended| ended.step.runtime().is_same(state.runtime()));
-            own.map_or(Some(false), |ended| ended.has_mutated(state))
+            // A device may have run several chunks of a prompt. If one has changed the state, it is changed.
+            let own = ended.iter().filter(|ended| ended.step.runtime().is_same(state.runtime()));
+            let has_mutated: Vec<Option<bool>> = own.map(|ended| ended.has_mutated(state)).collect();
+            match has_mutated.contains(&Some(true)) {
+                true => Some(true),
+                false => (!has_mutated.contains(&None)).then_some(false),
+            }
         };
         let slots = rows.iter().map(|row| row.sequence.slot());
         self.cache.note_failure(slots, &has_mutated, settled, commits_rows);

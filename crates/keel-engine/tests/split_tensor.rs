@@ -27,13 +27,23 @@ const ROUNDING_MAX: f64 = 1e-5;
 
 /// A model of any shape, whose every element is a function of its place.
 struct Placed {
-    format: WeightFormat,
+    first_layer: WeightFormat,
+    others: WeightFormat,
 }
 
-const FLOATS: Placed = Placed { format: WeightFormat::Dense(DType::F32) };
+const DENSE: WeightFormat = WeightFormat::Dense(DType::F32);
+const IN_GROUPS: WeightFormat = WeightFormat::Affine { bits: 4, group_size: 32, scale_dtype: DType::F32 };
 
-const CODED: Placed =
-    Placed { format: WeightFormat::Affine { bits: 4, group_size: 32, scale_dtype: DType::F32 } };
+const FLOATS: Placed = Placed { first_layer: DENSE, others: DENSE };
+const CODED: Placed = Placed { first_layer: IN_GROUPS, others: IN_GROUPS };
+/// Only the first layer divides between any columns.
+const MIXED: Placed = Placed { first_layer: DENSE, others: IN_GROUPS };
+
+impl Placed {
+    fn format(&self, module: &str) -> WeightFormat {
+        if module.contains("layers.0.") && !module.contains("mtp") { self.first_layer } else { self.others }
+    }
+}
 
 fn element(name: &str, row: usize, col: usize) -> f32 {
     let seed = name.bytes().fold(17u64, |h, b| h.wrapping_mul(31).wrapping_add(b.into()));
@@ -52,12 +62,12 @@ impl Parameters for Placed {
 
     fn linear_format(
         &self,
-        _: &str,
+        module: &str,
         _: Option<usize>,
         _: usize,
         _: usize,
     ) -> Result<WeightFormat, ModelError> {
-        Ok(self.format)
+        Ok(self.format(module))
     }
 
     fn linear_rows(
@@ -71,7 +81,7 @@ impl Parameters for Placed {
         let name = format!("{module} {expert:?}");
         for row in rows {
             let values: Vec<f32> = (0..spec.cols).map(|col| element(&name, row, col)).collect();
-            let WeightFormat::Affine { .. } = self.format else {
+            let WeightFormat::Affine { .. } = self.format(module) else {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 sink(1, RowData::Dense(&bytes))?;
                 continue;
@@ -141,12 +151,14 @@ fn experts_whose_columns_do_not_divide_are_shared_whole() {
     assert!(cut == MixtureCut::Columns && why.contains("all have the same work"), "{why}");
     let (cut, why) = chosen(&CODED, 96, 2);
     assert_eq!(cut, MixtureCut::Experts);
+    // A layer after the first may be the one that does not divide.
+    assert_eq!(chosen(&MIXED, 96, 2).0, MixtureCut::Experts);
     assert!(why.contains("96 columns in groups of 32") && !why.contains("take fewer"), "{why}");
     assert_eq!(split::mixture(&alone, (&CODED, &config(12, 6)), exact(), 1).expect("one device"), None);
 
     let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
     // Three devices have 1, 1 and 2 of the 4 experts.
-    for (model, width, count) in [(&CODED, 96, 2), (&FLOATS, 64, 3), (&CODED, 64, 3)] {
+    for (model, width, count) in [(&CODED, 96, 2), (&MIXED, 96, 2), (&FLOATS, 64, 3), (&CODED, 64, 3)] {
         let config = with_experts_of(width);
         assert_eq!(chosen(model, width, count).0, MixtureCut::Experts, "{width} columns on {count} devices");
         let want = all_logits(&mut placed(model, &config, exact(), 1), &ids, false, true);

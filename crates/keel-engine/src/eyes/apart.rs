@@ -64,7 +64,7 @@ impl Eyes {
             let step = self.stage_piece(look, values)?;
             let number = look.number;
             if let Some(TowerThread { thread, under_way }) = &mut self.thread {
-                let running = thread.hand(Job { step, drawn: None });
+                let running = thread.hand(Job { step, drawn: None, queued: None });
                 *under_way = Some(Piece { look: number, running });
             }
         }

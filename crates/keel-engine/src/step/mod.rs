@@ -1,6 +1,7 @@
 //! The prepared steps of a model: traced once per shape, and run again with new data in the staging buffers.
 
 mod buckets;
+mod filling;
 mod kept;
 mod results;
 mod shape;
@@ -16,6 +17,7 @@ use keel_models::HybridModel;
 use keel_models::vision::VisionConfig;
 
 pub(crate) use buckets::{Buckets, prefill_rows_max};
+pub(crate) use filling::Filling;
 
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
@@ -187,7 +189,7 @@ impl Stepper {
     pub fn step_for_nobody(&self, shape: StepShape) -> Result<Executable> {
         let step = self.listed.iter().find(|(listed, _)| *listed == shape).map(|(_, step)| step.clone());
         let missing = || EngineError::Option(format!("{shape:?} is on no list of prepared steps"));
-        self.staging.fill(&[], shape, shape.outcome == Outcome::OpenRows)?;
+        self.staging.filling(&[], shape, shape.outcome == Outcome::OpenRows).write()?;
         if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
             sight.fill(&[], shape)?;
         }
@@ -217,13 +219,31 @@ impl Stepper {
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
         let sees = rows.iter().any(Rows::sees);
         let shape = StepShape { sees, ..self.buckets.fit(kind, count, rows.len()) };
-        self.staging.fill(rows, shape, kind.outcome == Outcome::OpenRows)?;
+        self.staging.filling(rows, shape, kind.outcome == Outcome::OpenRows).write()?;
         match &self.sight {
             Some(sight) if sees => sight.fill(rows, shape)?,
             None if sees => return Err(EngineError::NoEyes),
             _ => {}
         }
         self.step(runtime, model, cache, shape)
+    }
+
+    /// The step over a chunk of a prompt without pictures, and what to write before it runs. Other steps may run before.
+    pub fn chunk_for(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        (outcome, rows): (Outcome, &Rows<'_>),
+    ) -> Result<(Executable, Filling)> {
+        let shape = self.buckets.fit(StepKind::prefill(outcome), rows.tokens.len(), 1);
+        let filling = self.staging.filling(std::slice::from_ref(rows), shape, false);
+        Ok((self.step(runtime, model, cache, shape)?.clone(), filling))
+    }
+
+    /// Whether the hidden states of all rows of a step stay until the next step.
+    pub fn keeps_rows(&self) -> bool {
+        self.results.keeps_rows
     }
 
     /// Submits a step over these rows. The tokens that it draws come to the host with it.

@@ -6,6 +6,7 @@ use keel_cache::SequenceCache;
 use keel_models::HybridModel;
 use keel_models::blocks::TurnPositions;
 
+use super::filling::Filling;
 use super::{Buckets, Outcome, StepShape};
 use crate::Result;
 use crate::options::EngineOptions;
@@ -158,17 +159,18 @@ impl Staging {
         Ok(self.pool.entries(self.place(regime, 0), rows)?)
     }
 
-    /// Writes the host's tokens to the pool, and each decode row's place in it.
-    fn fill_pool(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
+    /// The host's tokens for the pool, and each decode row's place in it.
+    fn for_pool(&self, rows: &[Rows<'_>], shape: StepShape, filling: &mut Filling) {
         let tokens = rows.iter().flat_map(|row| row.tokens).copied().collect();
-        self.pool.write(&padded(tokens, shape.rows, 0))?;
+        filling.add(&self.pool, padded(tokens, shape.rows, 0));
         let source = |i: usize| rows.get(i).and_then(|row| row.drawn_at).unwrap_or(i) as u32;
-        Ok(self.source.write(&(0..shape.rows).map(source).collect::<Vec<_>>())?)
+        filling.add(&self.source, (0..shape.rows).map(source).collect::<Vec<_>>());
     }
 
-    /// Fills the buffers for the rows of a step of this shape. The step draws a token after each row if `draws_rows`,
+    /// What the buffers hold for the rows of a step of this shape. The step draws a token after each row if `draws_rows`,
     /// else after each sequence. Padding belongs to no sequence.
-    pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Result<()> {
+    pub fn filling(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Filling {
+        let mut filling = Filling::default();
         let pages = self.table.shape()[1];
         let (mut tokens, mut next_tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
@@ -187,20 +189,20 @@ impl Staging {
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
         if (shape.regime, shape.outcome) == (Regime::Decode, Outcome::LastLogits) {
-            self.fill_pool(rows, shape)?;
+            self.for_pool(rows, shape, &mut filling);
         } else if !rows.iter().any(|row| row.is_drawn) {
-            self.tokens.write(&padded(tokens, shape.rows, 0))?;
+            filling.add(&self.tokens, padded(tokens, shape.rows, 0));
         }
-        self.positions.write(&padded(positions, shape.rows, 0))?;
-        self.fill_turns(rows)?;
+        filling.add(&self.positions, padded(positions, shape.rows, 0));
+        self.for_turns(rows, &mut filling);
         let end = row_start.last().copied().unwrap_or_default();
-        self.row_start.write(&padded(row_start, shape.sequences + 1, end))?;
-        self.slot.write(&padded(slots, shape.sequences, Batch::NO_SLOT))?;
-        self.position.write(&padded(firsts, shape.sequences, 0))?;
-        self.table.write(&padded(table, shape.sequences * pages, 0))?;
-        self.accepted.write(&padded(accepted, shape.sequences, 0))?;
-        self.fill_windows(rows)?;
-        self.last_rows.write(&padded(last_rows, shape.sequences, 0))?;
+        filling.add(&self.row_start, padded(row_start, shape.sequences + 1, end));
+        filling.add(&self.slot, padded(slots, shape.sequences, Batch::NO_SLOT));
+        filling.add(&self.position, padded(firsts, shape.sequences, 0));
+        filling.add(&self.table, padded(table, shape.sequences * pages, 0));
+        filling.add(&self.accepted, padded(accepted, shape.sequences, 0));
+        self.for_windows(rows, &mut filling);
+        filling.add(&self.last_rows, padded(last_rows, shape.sequences, 0));
         let mut words = Vec::new();
         for row in rows {
             let count = if draws_rows { row.tokens.len() } else { 1 };
@@ -208,18 +210,16 @@ impl Staging {
             words.extend((0..count).map(of));
         }
         let drawn = if draws_rows { shape.rows } else { shape.sequences };
-        self.draws.write(&padded(words, drawn, Draw::NOTHING).concat())?;
-        match &self.head {
-            Some(head) if shape.rows <= head.next_tokens.shape()[0] => {
-                Ok(head.next_tokens.write(&padded(next_tokens, shape.rows, 0))?)
-            }
-            _ => Ok(()),
+        filling.add(&self.draws, padded(words, drawn, Draw::NOTHING).concat());
+        if let Some(head) = self.head.as_ref().filter(|head| shape.rows <= head.next_tokens.shape()[0]) {
+            filling.add(&head.next_tokens, padded(next_tokens, shape.rows, 0));
         }
+        filling
     }
 
-    /// Fills the rotary positions: a row's position for the frequencies of its sequence, 0 for the other frequencies.
-    fn fill_turns(&self, rows: &[Rows<'_>]) -> Result<()> {
-        let Some(turns) = &self.turns else { return Ok(()) };
+    /// The rotary positions: a row's position for the frequencies of its sequence, 0 for the other frequencies.
+    fn for_turns(&self, rows: &[Rows<'_>], filling: &mut Filling) {
+        let Some(turns) = &self.turns else { return };
         let (mut short, mut long) = (Vec::new(), Vec::new());
         for Rows { sequence, tokens, first, .. } in rows {
             let positions = (*first..first + tokens.len()).map(|p| p as i32);
@@ -228,21 +228,21 @@ impl Staging {
             own.extend(positions);
             other.resize(own.len(), 0);
         }
-        turns.short.write(&short)?;
-        Ok(turns.long.write(&long)?)
+        filling.add(&turns.short, short);
+        filling.add(&turns.long, long);
     }
 
-    /// Fills the page tables of sliding layers, whose pages rotate.
-    fn fill_windows(&self, rows: &[Rows<'_>]) -> Result<()> {
+    /// The page tables of sliding layers, whose pages rotate.
+    fn for_windows(&self, rows: &[Rows<'_>], filling: &mut Filling) {
         let entries = self.table.shape()[1];
         if rows.iter().all(|r| r.sequence.window_pages().is_empty()) {
-            return Ok(());
+            return;
         }
         let table: Vec<u32> = rows
             .iter()
             .flat_map(|r| r.sequence.window_pages().iter().map(|page| page.0).cycle().take(entries))
             .collect();
-        Ok(self.window_table.write(&table)?)
+        filling.add(&self.window_table, table);
     }
 }
 

@@ -1,0 +1,123 @@
+//! Prompts in a pipeline: the chunks of a step overlap across its stages.
+//!
+//! ```text
+//! stage 1    chunk 1 ▸ chunk 2 ▸ chunk 3 ▸ chunk 4
+//! stage 2              chunk 1 ▸ chunk 2 ▸ chunk 3 ▸ chunk 4
+//! ```
+//!
+//! Each device gets its programs of all chunks at once and runs them in order. Its buffers are filled when a chunk's turn
+//! comes. The chunks lie on the 64-token grid, so the bits are those of one step.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use keel_array::Regime;
+use keel_cache::Settled;
+
+use crate::crew::{Ended, Job, Queued};
+use crate::options::PREFILL_GRID;
+use crate::step::{Outcome, Rows, StepKind};
+use crate::together::{Drawn, Share, run_together};
+use crate::{Engine, Result};
+
+/// Chunks for each stage of a pipeline. More keep the stages busier at both ends of a step: with `n` chunks and `s` stages
+/// each stage works for `n` of `n + s - 1` turns.
+const CHUNKS_PER_STAGE: usize = 4;
+
+/// The fewest rows of a chunk: fewer use a device less well.
+const CHUNK_ROWS_MIN: usize = 256;
+
+/// Cuts `rows` rows into chunks for a pipeline of `stages` stages; `None` if one step is as good.
+fn chunks_of(rows: usize, stages: usize) -> Option<Vec<Range<usize>>> {
+    let even = rows.div_ceil(CHUNKS_PER_STAGE * stages).next_multiple_of(PREFILL_GRID);
+    let size = even.max(CHUNK_ROWS_MIN);
+    (stages > 1 && rows > size)
+        .then(|| (0..rows).step_by(size).map(|start| start..(start + size).min(rows)).collect())
+}
+
+impl Engine {
+    /// The stages of the pipeline, each of one device or several.
+    fn stages(&self) -> usize {
+        (self.peers.len() + 1) / self.model.part.shard.count
+    }
+
+    /// The chunks into which a step of one prompt is cut to overlap; `None` if it runs as a whole. It does if pictures must
+    /// not be cut, or if the hidden states of all its rows are asked for.
+    pub(crate) fn overlapping_chunks(&self, kind: StepKind, rows: &[Rows<'_>]) -> Option<Vec<Range<usize>>> {
+        let [row] = rows else { return None };
+        let is_prompt =
+            kind.regime == Regime::Prefill && matches!(kind.outcome, Outcome::State | Outcome::LastLogits);
+        let is_whole = self.leaves_grid() || row.sees() || self.stepper.keeps_rows();
+        if !is_prompt || is_whole || !row.first.is_multiple_of(PREFILL_GRID) {
+            return None;
+        }
+        chunks_of(row.tokens.len(), self.stages())
+    }
+
+    /// Runs the chunks of a step of one prompt on all devices. The bytes of `drawn` come to the host after the last.
+    pub(crate) fn run_overlapping(
+        &mut self,
+        (outcome, row): (Outcome, &Rows<'_>),
+        chunks: &[Range<usize>],
+        drawn: Option<Drawn<'_>>,
+    ) -> Result<()> {
+        let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
+        let mut jobs = self.jobs_of_chunks((outcome, row), chunks)?;
+        if let Some(last) = jobs.last_mut().and_then(|of_lead| of_lead.last_mut()) {
+            last.drawn = place;
+        }
+        let threads = self.peers.iter().map(|peer| peer.thread.as_ref()).chain([None]);
+        let of_device =
+            |(thread, jobs): (_, Vec<Job>)| jobs.into_iter().map(move |job| Share { thread, job });
+        let ended = run_together(threads.zip(jobs).flat_map(of_device).collect());
+        if let (Some(bytes), Some(Ended { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
+            bytes.copy_from_slice(drawn);
+        }
+        self.note_ended(ended, std::slice::from_ref(row), Settled::default(), true)
+    }
+
+    /// The jobs of each device, by rank.
+    fn jobs_of_chunks(
+        &mut self,
+        (outcome, row): (Outcome, &Rows<'_>),
+        chunks: &[Range<usize>],
+    ) -> Result<Vec<Vec<Job>>> {
+        let has_failed = Arc::new(AtomicBool::new(false));
+        let mut jobs: Vec<Vec<Job>> = (0..=self.peers.len()).map(|_| Vec::new()).collect();
+        for (i, chunk) in chunks.iter().enumerate() {
+            let is_last = i + 1 == chunks.len();
+            let tokens = &row.tokens[chunk.clone()];
+            let part = Rows {
+                first: row.first + chunk.start,
+                next: row.tokens.get(chunk.end).copied().or(row.next),
+                draws: if is_last { row.draws } else { &[] },
+                ..Rows::behind(row.sequence, tokens)
+            };
+            let how = (if is_last { outcome } else { Outcome::State }, &part);
+            let lead = (&self.runtime, &self.model, &mut self.stepper);
+            let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
+            for ((runtime, model, stepper), jobs) in peers.chain([lead]).zip(&mut jobs) {
+                let (step, filling) = stepper.chunk_for(runtime, model, &self.cache, how)?;
+                let queued = Some(Queued { filling, has_failed: Arc::clone(&has_failed) });
+                jobs.push(Job { step, drawn: None, queued });
+            }
+        }
+        Ok(jobs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::chunks_of;
+
+    #[test]
+    fn a_step_is_cut_on_the_grid_where_that_keeps_stages_busy() {
+        assert_eq!(chunks_of(2048, 1), None);
+        assert_eq!(chunks_of(256, 2), None);
+        assert_eq!(chunks_of(300, 2), Some(vec![0..256, 256..300]));
+        assert_eq!(chunks_of(2048, 2).map(|chunks| chunks.len()), Some(8));
+        assert_eq!(chunks_of(2048, 4).map(|chunks| chunks.len()), Some(8), "no chunk is smaller");
+        assert_eq!(chunks_of(3000, 2).map(|chunks| chunks[1].clone()), Some(384..768));
+    }
+}

@@ -1,0 +1,180 @@
+//! Prompts in a pipeline: a stage works on the next chunk while the stage after it works on this one.
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use common::splitting::{self, Fault, backends, end};
+use common::{engine, fixture, recurrent_bytes, runtime};
+use keel_array::{Backend, Compute, Launch, Result};
+use keel_engine::{Engine, EngineOptions};
+use keel_models::loading::CheckpointParameters;
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_weights::Checkpoint;
+
+fn options(prefill_step: usize) -> EngineOptions {
+    EngineOptions {
+        context: 1536,
+        sequences: 3,
+        checkpoints: 0,
+        prefill_step,
+        compute: Compute::F32,
+        ..EngineOptions::default()
+    }
+}
+
+fn prompt(len: usize) -> Vec<u32> {
+    (0..len as u32).map(|i| i * 37 % 90).collect()
+}
+
+fn engine_on(
+    name: &str,
+    options: EngineOptions,
+    grid: (usize, usize),
+    wrap: impl Fn(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
+) -> Engine {
+    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
+    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
+    let parts = splitting::parts(source, options, grid).expect("it divides");
+    let wrapped = backends(parts.len(), false).into_iter().enumerate().map(|(rank, b)| wrap(rank, b));
+    splitting::load_on(source, options, wrapped.collect(), &parts).expect("the model loads")
+}
+
+#[test]
+fn chunks_that_overlap_give_the_bits_of_the_whole_model() {
+    for (name, drafts) in [("qwen3_5", 2), ("qwen3_5_moe", 0), ("gemma3_text", 0)] {
+        let options = EngineOptions { drafts, ..options(1280) };
+        let mut whole = engine(&fixture(name), &runtime(2), options);
+        for grid in [(2, 1), (3, 1)] {
+            let mut parts = engine_on(name, options, grid, |_, backend| backend);
+            let (mut want, mut got) = (Vec::new(), Vec::new());
+            let mut of_whole = whole.open().expect("a slot is free");
+            whole.prefill(&mut of_whole, &prompt(1100), &mut want, &mut |_| ()).expect("runs");
+            let mut of_parts = parts.open().expect("a slot is free");
+            parts.prefill(&mut of_parts, &prompt(1100), &mut got, &mut |_| ()).expect("runs");
+            assert!(want == got, "{name} on {grid:?}: logits");
+            assert!(
+                recurrent_bytes(&parts, &of_parts) == recurrent_bytes(&whole, &of_whole),
+                "{name}: states"
+            );
+            for token in [5, 6, 7] {
+                whole.decode(&mut [&mut of_whole], &[token]).expect("runs");
+                parts.decode(&mut [&mut of_parts], &[token]).expect("runs");
+            }
+            whole.logits(0, &mut want).expect("there");
+            parts.logits(0, &mut got).expect("there");
+            assert!(want == got, "{name} on {grid:?}: keys and values");
+            whole.release(of_whole);
+            parts.release(of_parts);
+            end(parts);
+        }
+    }
+}
+
+/// Stages of several devices: the bits do not depend on whether chunks overlap.
+#[test]
+fn chunks_overlap_in_stages_of_several_devices() {
+    let mut cut = engine_on("qwen3_5_moe", options(256), (2, 2), |_, backend| backend);
+    let mut overlapping = engine_on("qwen3_5_moe", options(1280), (2, 2), |_, backend| backend);
+    let run = |engine: &mut Engine| {
+        let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
+        engine.prefill(&mut sequence, &prompt(1100), &mut logits, &mut |_| ()).expect("runs");
+        let states = recurrent_bytes(engine, &sequence);
+        engine.release(sequence);
+        (logits, states)
+    };
+    assert!(run(&mut cut) == run(&mut overlapping));
+    end(cut);
+    end(overlapping);
+}
+
+/// Programs that each stage has begun.
+#[derive(Default)]
+struct Begun {
+    counts: Mutex<[usize; 2]>,
+    changed: Condvar,
+    /// Chunks of the second stage that ended without the first stage at the next one.
+    alone: AtomicUsize,
+}
+
+/// The device of a stage. The second stage ends a chunk only when the first has begun the next one.
+struct Stage {
+    rank: usize,
+    chunks: usize,
+    begun: Arc<Begun>,
+}
+
+impl Disturbance for Stage {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
+        let begins = launch.prepared().is_some_and(|piece| piece.first_kernel == 0);
+        let mut counts = self.begun.counts.lock().expect("no test panics here");
+        counts[self.rank] += usize::from(begins);
+        let (chunk, rank) = (counts[self.rank], self.rank);
+        self.begun.changed.notify_all();
+        drop(counts);
+        let outcome = backend.launch(launch);
+        if begins && rank == 1 && chunk < self.chunks {
+            let counts = self.begun.counts.lock().expect("no test panics here");
+            let waits = |counts: &mut [usize; 2]| counts[0] <= chunk;
+            let most = Duration::from_secs(5);
+            let waited = self.begun.changed.wait_timeout_while(counts, most, waits);
+            let is_alone = waited.expect("no test panics here").1.timed_out();
+            self.begun.alone.fetch_add(usize::from(is_alone), Ordering::Relaxed);
+        }
+        outcome
+    }
+}
+
+#[test]
+fn the_first_stage_works_on_the_next_chunk_while_the_second_works_on_this_one() {
+    // Chunks of 256 rows.
+    const CHUNKS: usize = 5;
+    let begun = Arc::new(Begun::default());
+    let stage = |rank, backend| {
+        Disturbed::new(backend, Arc::new(Stage { rank, chunks: CHUNKS, begun: Arc::clone(&begun) })) as _
+    };
+    let mut engine = engine_on("qwen3_5", options(1280), (2, 1), stage);
+    *begun.counts.lock().expect("no test panics here") = [0, 0];
+    let mut sequence = engine.open().expect("a slot is free");
+    engine.prefill(&mut sequence, &prompt(1280), &mut Vec::new(), &mut |_| ()).expect("runs");
+    assert_eq!(*begun.counts.lock().expect("no test panics here"), [CHUNKS, CHUNKS]);
+    assert_eq!(begun.alone.load(Ordering::Relaxed), 0, "the first stage waits for the second");
+    engine.release(sequence);
+    end(engine);
+}
+
+#[test]
+fn a_chunk_that_fails_ends_the_step_and_the_prompt_can_run_again() {
+    let mut whole = engine(&fixture("qwen3_5"), &runtime(2), options(1280));
+    let mut want = whole.open().expect("a slot is free");
+    whole.prefill(&mut want, &prompt(1100), &mut Vec::new(), &mut |_| ()).expect("runs");
+    for rank in 0..2 {
+        let fault = Arc::new(Fault::default());
+        let mut parts = engine_on("qwen3_5", options(1280), (2, 1), |at, backend| match at == rank {
+            true => Disturbed::new(backend, Arc::clone(&fault)) as _,
+            false => backend,
+        });
+        // The first 1,024 tokens are a step of four chunks.
+        for at in 0..4 {
+            let mut sequence = parts.open().expect("a slot is free");
+            let start = Instant::now();
+            fault.0.store(at, Ordering::Relaxed);
+            let error = parts.prefill(&mut sequence, &prompt(1100), &mut Vec::new(), &mut |_| ());
+            let error = error.expect_err("a device has failed").to_string();
+            assert!(error.contains("injected"), "device {rank}, chunk {at}: {error}");
+            assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for a device that has failed");
+            fault.0.store(usize::MAX, Ordering::Relaxed);
+            assert_eq!(sequence.offset(), 0, "no chunk counts");
+            parts.prefill(&mut sequence, &prompt(1100), &mut Vec::new(), &mut |_| ()).expect("runs again");
+            assert!(
+                recurrent_bytes(&parts, &sequence) == recurrent_bytes(&whole, &want),
+                "device {rank}, chunk {at}"
+            );
+            parts.release(sequence);
+        }
+        end(parts);
+    }
+    whole.release(want);
+}
