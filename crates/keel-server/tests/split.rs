@@ -3,13 +3,11 @@
 
 mod common;
 
-use std::sync::Arc;
-
+use common::splitting::engine_on;
 use common::{Running, demo, engine_options};
-use keel_array::{Backend, Category, Runtime, RuntimeOptions};
-use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+use keel_array::{Category, Runtime, RuntimeOptions};
 use keel_engine::batch::{BatchOptions, Batcher};
-use keel_engine::{Engine, EngineOptions, VisionOptions, split};
+use keel_engine::{Engine, EngineOptions, VisionOptions};
 use keel_models::Part;
 use keel_models::loading::CheckpointParameters;
 use keel_server::{EngineHandle, ServerOptions};
@@ -26,20 +24,6 @@ fn crowded() -> EngineOptions {
         swap_bytes: 64 << 20,
         ..engine_options()
     }
-}
-
-/// An engine on two devices: stages, and devices of each.
-fn engine_on_two(grid: (usize, usize), options: EngineOptions) -> Engine {
-    let checkpoint = Checkpoint::open(&demo()).expect("the model opens");
-    let parameters = CheckpointParameters(&checkpoint);
-    let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
-    let parts = split::grid(&alone, (&parameters, checkpoint.config()), options, grid).expect("it divides");
-    let runtime = |group| {
-        let options = CpuOptions { threads: Some(1), group: Some(group), ..CpuOptions::default() };
-        Runtime::new(Arc::new(CpuBackend::new(options)), RuntimeOptions::default())
-    };
-    let devices: Vec<_> = CpuGroup::of(2).into_iter().map(runtime).zip(parts).collect();
-    Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
 }
 
 /// A request whose prompt begins as others do. Some answers are long, so that sequences are parked.
@@ -66,28 +50,27 @@ fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
     let whole = Running::with(crowded(), options());
     let want = ask_all(&whole, COUNT);
     drop(whole);
-    for grid in [(2, 1)] {
-        let server = Running::made(&demo(), move || engine_on_two(grid, crowded()), options());
-        let answers = ask_all(&server, COUNT);
-        assert!(answers == want, "a pipeline has the bits of the whole model");
-        server.wait_until_idle();
-        let status = server.get("/status").json();
-        let devices = status["devices"].as_array().expect("devices");
-        assert_eq!([&devices[0]["device"], &devices[1]["device"]], ["cpu:0", "cpu:1"]);
-        for device in devices {
-            assert_eq!(device["allocated"], device["planned"], "{grid:?}");
-            assert_eq!(device["peak"], device["planned"], "{grid:?}");
-        }
-        let metrics = server.get("/metrics").body;
-        assert!(metrics.contains(
-            "keel_split_memory_bytes{model=\"demo\",device=\"cpu:1\",category=\"weights\",kind=\"planned\"}"
-        ));
-        let batch = server.app.engine.status();
-        assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{grid:?}: {batch:?}");
-        assert_eq!((batch.failed_steps, server.app.engine.losses()), (0, 0));
-        assert!(batch.late_work.named().iter().all(|(_, count)| *count == 0), "{:?}", batch.late_work);
-        server.assert_all_is_back();
+    let engine = || engine_on(&demo(), (2, 1), crowded(), |_, backend| backend);
+    let server = Running::made(&demo(), engine, options());
+    let answers = ask_all(&server, COUNT);
+    assert!(answers == want, "a pipeline has the bits of the whole model");
+    server.wait_until_idle();
+    let status = server.get("/status").json();
+    let devices = status["devices"].as_array().expect("devices");
+    assert_eq!([&devices[0]["device"], &devices[1]["device"]], ["cpu:0", "cpu:1"]);
+    for device in devices {
+        assert_eq!(device["allocated"], device["planned"]);
+        assert_eq!(device["peak"], device["planned"]);
     }
+    let metrics = server.get("/metrics").body;
+    assert!(metrics.contains(
+        "keel_split_memory_bytes{model=\"demo\",device=\"cpu:1\",category=\"weights\",kind=\"planned\"}"
+    ));
+    let batch = server.app.engine.status();
+    assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{batch:?}");
+    assert_eq!((batch.failed_steps, server.app.engine.losses()), (0, 0));
+    assert!(batch.late_work.named().iter().all(|(_, count)| *count == 0), "{:?}", batch.late_work);
+    server.assert_all_is_back();
 }
 
 /// The ledger that a server shows is that of the model, not that of the tower.
