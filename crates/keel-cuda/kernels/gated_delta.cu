@@ -32,6 +32,8 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
+// Blocks that a multiprocessor has room for. A block with an f16 state asks for half as many bytes, so more of them are needed.
+#define BLOCKS_AT_ONCE (STATE_F16 ? 6 : 4)
 // Slot number of a padding sequence.
 #define NO_SLOT 0xffffffffu
 
@@ -52,7 +54,7 @@ static __device__ __forceinline__ void load_token(Token& token, const Part& part
 }
 
 /// records, accepted and counters are null without a log.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, BLOCKS_AT_ONCE)
 gated_delta(
 #include "gated_delta.params"
 ) {
@@ -90,7 +92,8 @@ gated_delta(
         const u32 rows = min(end - tile, TILE);
         for (u32 t = 0; t < rows; t++) {
             const Token token = next;
-            if (tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
+            // Only steps with a log usually have several rows a sequence. To read ahead takes registers.
+            if (LOG > 0 && tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
             float4 u, out;
             const float k_factor = step(part, token, decay, sums, t, u, out);
             if (LOG > 0 && keep_open && threadIdx.x == 0) k_factors[t] = k_factor;
@@ -105,6 +108,7 @@ gated_delta(
                     to[3] = u.w;
                 }
             }
+            if (LOG == 0 && tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
         }
         if (LOG > 0 && keep_open) {
             __syncthreads(); // `k_factors` is written

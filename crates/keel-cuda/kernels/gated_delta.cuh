@@ -43,7 +43,7 @@ struct Sums {
 
 /// This thread's part of the state.
 struct Part {
-    float4 s[ROWS];
+    StateQuad s[ROWS];
     u32 group, lane, column;
     bool valid;
 };
@@ -61,11 +61,9 @@ static __device__ __forceinline__ float log_decay_of(float a, const Decay& decay
 }
 
 /// `s = decay * s + k u^T` on one row.
-static __device__ __forceinline__ void update(float4& s, float decay, float k, const float4& u) {
-    s.x = kept(fmaf(k, u.x, s.x * decay));
-    s.y = kept(fmaf(k, u.y, s.y * decay));
-    s.z = kept(fmaf(k, u.z, s.z * decay));
-    s.w = kept(fmaf(k, u.w, s.w * decay));
+static __device__ __forceinline__ void update(StateQuad& s, float decay, float k, const float4& u) {
+    const float4 x = wide(s);
+    s = narrow(make_float4(fmaf(k, u.x, x.x * decay), fmaf(k, u.y, x.y * decay), fmaf(k, u.z, x.z * decay), fmaf(k, u.w, x.w * decay)));
 }
 
 /// Sum over the four groups of a warp, which lie 8 lanes apart.
@@ -93,7 +91,7 @@ static __device__ __forceinline__ void load_part(Part& part, const State* s_bloc
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         u32 row = r * GROUPS + part.group;
-        part.s[r] = part.valid && row < DK ? load_state4(s_block + row * DV + part.column) : zero4();
+        part.s[r] = part.valid && row < DK ? *(const StateQuad*)(s_block + row * DV + part.column) : narrow(zero4());
     }
 }
 
@@ -101,7 +99,7 @@ static __device__ __forceinline__ void store_part(const Part& part, State* s_blo
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         u32 row = r * GROUPS + part.group;
-        if (part.valid && row < DK) store_state4(s_block + row * DV + part.column, part.s[r]);
+        if (part.valid && row < DK) *(StateQuad*)(s_block + row * DV + part.column) = part.s[r];
     }
 }
 
@@ -126,8 +124,9 @@ static __device__ __forceinline__ Products products_of_rows(const Part& part, co
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         const float q = token.q[r], k = token.k[r];
-        add_row(p.ks, k, part.s[r]);
-        add_row(p.qs, q, part.s[r]);
+        const float4 s = wide(part.s[r]);
+        add_row(p.ks, k, s);
+        add_row(p.qs, q, s);
         p.qq = fmaf(q, q, p.qq);
         p.kk = fmaf(k, k, p.kk);
         p.qk = fmaf(q, k, p.qk);

@@ -1,7 +1,7 @@
 // How the elements of a gated-delta state lie in memory: f32, or f16 with STATE_F16=1. Arithmetic is in f32. A state in
 // f16 is rounded after each update, also where it stays in registers, so it does not matter which rows share a step.
 #pragma once
-#include "common.cuh"
+#include "ptx.cuh"
 
 #ifndef STATE_F16
 #define STATE_F16 0
@@ -40,20 +40,16 @@ static __device__ __forceinline__ void store_state(State* s, float x) {
 #endif
 }
 
-/// Four neighbours, aligned to their size.
-static __device__ __forceinline__ float4 load_state4(const State* s) {
+/// Four neighbours, in registers as in memory.
 #if STATE_F16
-    const ushort4 x = *(const ushort4*)s;
-    return make_float4(to_f32(f16{x.x}), to_f32(f16{x.y}), to_f32(f16{x.z}), to_f32(f16{x.w}));
-#else
-    return *(const float4*)s;
-#endif
+typedef uint2 StateQuad;
+static __device__ __forceinline__ float4 wide(StateQuad s) {
+    return make_float4(low_f16(s.x), high_f16(s.x), low_f16(s.y), high_f16(s.y));
 }
-
-static __device__ __forceinline__ void store_state4(State* s, float4 x) {
-#if STATE_F16
-    *(ushort4*)s = make_ushort4(From<f16>::f32(x.x).bits, From<f16>::f32(x.y).bits, From<f16>::f32(x.z).bits, From<f16>::f32(x.w).bits);
+/// Rounded as `kept` does.
+static __device__ __forceinline__ StateQuad narrow(float4 x) { return make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w)); }
 #else
-    *(float4*)s = x;
+typedef float4 StateQuad;
+static __device__ __forceinline__ float4 wide(StateQuad s) { return s; }
+static __device__ __forceinline__ StateQuad narrow(float4 x) { return x; }
 #endif
-}
