@@ -21,7 +21,7 @@ extern "C" __global__ void swiglu_half(const float* x, u64 stride, u16* y, u64 r
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float4 gate = *(const float4*)(row + 4 * half), up = *(const float4*)(row + width + 4 * half);
-        put_four(y + i / eights * width, column + 4 * half,
+        put_four(y, i / eights, width, column + 4 * half,
                  make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w));
     }
 }

@@ -18,21 +18,22 @@
 // state. The next step is told how many were accepted, applies those, and writes the state once.
 //
 // Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (any number; qkv and its v part need only
-// be 4-byte aligned), LOG (records of a slot; 0 without a log), STATE_F16. EARLY=1: no kernel that may still run writes the state,
-// slot or row_start, so they are fetched while earlier kernels finish.
+// be 4-byte aligned), LOG (records of a slot; 0 without a log), STATE_F16. EARLY=1: no kernel that may still run
+// writes the state, slot or row_start, so they are fetched while earlier kernels finish.
 // Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
 // in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
 // counters: u32 [B, HK], zero before the first launch and left zero; only read where keep_open.
 //
-// Bytes: 8 HV DK DV a sequence (4 if rows stay open and none was accepted); half of it with an f16 state. Floor: those bytes at the memory's
-// bandwidth.
+// Bytes: 8 HV DK DV a sequence (4 if rows stay open and none was accepted); half of it with an f16 state. Floor:
+// those bytes at the memory's bandwidth.
 
 #include "gated_delta.cuh"
 
 #ifndef EARLY
 #define EARLY 0
 #endif
-// Blocks that a multiprocessor has room for. A block with an f16 state asks for half as many bytes, so more of them are needed.
+// Blocks that a multiprocessor has room for. A block with an f16 state asks for half as many bytes, so more of them
+// are needed.
 #define BLOCKS_AT_ONCE (STATE_F16 ? 6 : 4)
 // Slot number of a padding sequence.
 #define NO_SLOT 0xffffffffu

@@ -1,5 +1,5 @@
-// Tiles of the chunked gated delta rule: the workspace of a chunk, products of tiles, the inverse of I + M. The formula is in
-// gated_delta_chunked.cu.
+// Tiles of the chunked gated delta rule: the workspace of a chunk, products of tiles, the inverse of I + M. The
+// formula is in gated_delta_chunked.cu.
 #pragma once
 #include "gated_delta_state.cuh"
 #include "paged.cuh"

@@ -1,91 +1,43 @@
-// y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands. W is dequantised on its way into Hopper's tensor
-// cores (sm_90a). x and W are f16 (see half.cuh), sums f32. One matrix, or the experts of a mixture with rows grouped
-// by expert.
+// y[t, n] = sum_k x[t, k] W[n, k] with an expert W for each row: rows of a mixture, grouped by expert. W is dequantised
+// on its way into Hopper's tensor cores (sm_90a). x and W are f16 (see half.cuh), sums f32. One weight: see
+// linear_panels.cu.
 //
 // A block has two warpgroups, each with 64 rows of W (a warp has one row tile) by BT rows of x.
 // - W is wgmma's A operand and is made in registers: a lane's slots of a tile are its fragments for four steps of 16
 //   columns. The columns of x must be permuted in the same way, which `to_half_tiles` does.
 // - Tiles of W pass, two at a time, through a ring of each warp in shared memory.
-// - Tiles of x [BT][64] f16 pass through a ring of the block, swizzled as wgmma reads them. Their rows may be gathered.
+// - Tiles of x [BT][64] f16 are gathered into a ring of the block, swizzled as wgmma reads them.
 // - cp.async fills both rings: bulk copies of 1 KB for each warp would keep the copy engine busier than the memory.
 // - While one tile is multiplied, the next is widened.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT (32, 64, 128); SPLITS (parts of K, at least 1);
-//   STAGES (fetches in the rings); GROUPED (0, 1), and if 1: FANOUT (row r of y is from row r / FANOUT of x)
-//   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), then GROUPED=0: u32 rows;
-//                   GROUPED=1: row_of u32 [rows of y], tiles (see group_rows);
-//                   then residual (GROUPED=0 and SPLITS=1 only, may be null),
-//                   y f32 ([SPLITS][rows][N] if SPLITS > 1: add_parts adds them up).
-//                   Grid (GROUPED ? MOST_TILES : ceil(rows / BT), ceil(row tiles / 8), SPLITS), block 256,
-//                   dynamic shared memory TILED_SHARED. Bytes moved: the weight's for each BT rows of x.
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; EXPERTS; BT (32, 64, 128); STAGES (fetches in the rings);
+//   FANOUT (row r of y is from row r / FANOUT of x)
+//   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), row_of u32 [rows of y], tiles (see
+//                   group_rows), y f32. Grid (MOST_TILES, ceil(row tiles / 8)), block 256, dynamic shared memory
+//                   TILED_SHARED. Bytes moved: the weight's for each BT rows of an expert.
 //                   Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
 //   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K],
-//                   silu(first half) * second half. Arguments x, out, u32 rows.
-//                   Grid ceil(rows * K_TILES * 8 / 256), block 256. GROUPED=1: EXPERTS <= 256; ceil(R / share) more
-//                   blocks, the first ones, each count the rows of each expert in a share of chosen u32 [R] into
-//                   counts u32 [shares][EXPERTS]. More arguments chosen, R, share, counts, fault, kernel.
-//   add_parts       parts [SPLITS][rows][N], residual or null, y, u32 elements (rows N, a multiple of 4).
-//                   Grid ceil(elements / 1024), block 256.
-//   group_rows      GROUPED=1, EXPERTS, BT. chosen, counts -> row_of u32 [R]: rows by expert, those of one expert in
+//                   silu(first half) * second half. Arguments x, out, u32 rows, chosen, R, share, counts, fault,
+//                   kernel. Grid ceil(R / share) + ceil(rows * K_TILES * 8 / 256), block 256. EXPERTS <= 256. The
+//                   first blocks each count the rows of each expert in a share of chosen u32 [R] into counts u32
+//                   [shares][EXPERTS].
+//   group_rows      chosen, counts -> row_of u32 [R]: rows by expert, those of one expert in
 //                   their order; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
 //                   Every block adds up the counts and places its share.
 //                   Arguments chosen, R, share, counts, row_of, tiles. Grid ceil(R / share), block 1024.
 //                   tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
 //                   Floor: 8 bytes a row and the counts once a block, 1 us; the launch takes longer.
-#include "half.cuh"
-#include "weight_tiles.cuh"
-#include "wgmma.cuh"
+#include "widen_half.cuh"
 
-#ifndef GROUPED
-#define GROUPED 0
-#endif
-#ifndef SPLITS
-#define SPLITS 1
-#endif
 #ifndef SWIGLU
 #define SWIGLU 0
 #endif
-#define W_UNIT 2 // tiles of a fetch, of W or x, and of a step
-#define W_SLOT COPY_BYTES(W_UNIT)
 #define X_TILE (BT * 128)
 #define X_SLOT (W_UNIT * X_TILE)
 #define TILED_SHARED (1024 + STAGES * (X_SLOT + 8 * W_SLOT))
 
 #ifdef BT
 #if __CUDA_ARCH_FEAT_SM90_ALL
-// Factors that widen a level: affine weights with 16-bit scales in f16 arithmetic, two at a time; others in f32, then
-// rounded.
-template <typename T> __device__ __forceinline__ f16x2 factor_of(T v) { return two_f16(WEIGHT_FACTOR * to_f32(v), WEIGHT_FACTOR * to_f32(v)); }
-__device__ __forceinline__ float factor_of(float v) { return WEIGHT_FACTOR * v; }
-#ifdef BLOCK
-typedef float Factor;
-#else
-typedef decltype(factor_of(PAIR_T())) Factor;
-#endif
-struct Widening {
-    Factor scale, bias;
-};
-// Factors of the eight columns of lane t in columns 32 m to 32 m + 31 of a tile.
-__device__ __forceinline__ Widening widening(const SlotPairs (&p)[TILE_SLOTS], int m, int half, int t) {
-#ifdef BLOCK
-    const Scaling s = scaling_at(p, m, half, t);
-    return {factor_of(s.scale), factor_of(bias_of(s))};
-#else
-    const PAIR_T *pair = (const PAIR_T *)p[0].subs + 2 * (2 * (PARTS == 2 ? m : 0) + half);
-    return {factor_of(pair[0]), factor_of(pair[1])};
-#endif
-}
-// Widens two slots to scale q + bias. 0x6400 | q is the f16 1024 + q.
-__device__ __forceinline__ u32 widen_two(u32 q, int which, f16x2 scale, f16x2 bias) {
-    const u32 v = __byte_perm(q, 0x64646464u, which ? 0x4342 : 0x4140), offset = 0x64006400u;
-    const f16x2 w = __hfma2(__hsub2(*(const f16x2 *)&v, *(const f16x2 *)&offset), scale, bias);
-    return *(const u32 *)&w;
-}
-__device__ __forceinline__ u32 widen_two(u32 q, int which, float scale, float bias) {
-    const float lo = byte_as_float(q, 2 * which), hi = byte_as_float(q, 2 * which + 1);
-    return two_weights(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
-}
-
 template <int N> struct Extent {
     static constexpr int VALUE = N;
 };
@@ -99,30 +51,20 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
     u8 *const w_ring = x_ring + STAGES * (X_SLOT + warp * W_SLOT);
     const int rt = blockIdx.y * 8 + warp;
     let_next_start();
-    Weights w = {codes, pairs};
-#if GROUPED
     wait_for_inputs();
     if (blockIdx.x >= tiles[0].x) return;
     const uint4 part = tiles[1 + blockIdx.x];
-    w = expert_of(w, part.x);
+    const Weights w = expert_of(Weights{codes, pairs}, part.x);
     const int first = part.y, count = part.z;
-#else
-    const int first = blockIdx.x * BT, count = min(BT, (int)rows - first);
-#endif
-    // This block's part of K, in whole fetches.
     constexpr int FETCHES = (K_TILES + W_UNIT - 1) / W_UNIT;
-    const int fetch_begin = FETCHES * blockIdx.z / SPLITS, fetch_end = FETCHES * (blockIdx.z + 1) / SPLITS;
 
     // Row tiles beyond the last one fetch the last one; their sums are not stored.
     auto fetch_weights = [&](int f) {
-        if (f >= fetch_end) return;
-        const int slot = (f - fetch_begin) % STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
+        if (f >= FETCHES) return;
+        const int slot = f % STAGES, n = min(W_UNIT, K_TILES - f * W_UNIT);
         copy_tiles_async<W_UNIT>(w_ring + slot * W_SLOT, w, min(rt, N_TILES - 1), f * W_UNIT, n, lane);
     };
-    for (int i = 0; i < STAGES - 1; i++) fetch_weights(fetch_begin + i);
-#if !GROUPED
-    wait_for_inputs();
-#endif
+    for (int i = 0; i < STAGES - 1; i++) fetch_weights(i);
 
     // N rows of the tile, of which `count` exist.
     auto multiply_tile = [&](auto extent) {
@@ -133,17 +75,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
 #pragma unroll
         for (int i = 0; i < N / 32; i++) {
             int row = first + min(i * 32 + (int)threadIdx.x / 8, count - 1);
-#if GROUPED
             row = row_of[row] / FANOUT;
-#endif
             from[i] = x + (size_t)row * (64 * K_TILES) + chunk * 8;
         }
         auto fetch_x = [&](int f) {
-            if (f < fetch_end) {
+            if (f < FETCHES) {
 #pragma unroll
                 for (int tile = 0; tile < W_UNIT; tile++) {
                     if (K_TILES % W_UNIT != 0 && f * W_UNIT + tile >= K_TILES) break;
-                    const u32 to = shared_address(x_ring) + (f - fetch_begin) % STAGES * X_SLOT + tile * X_TILE;
+                    const u32 to = shared_address(x_ring) + f % STAGES * X_SLOT + tile * X_TILE;
 #pragma unroll
                     for (int i = 0; i < N / 32; i++) {
                         const int row = i * 32 + threadIdx.x / 8;
@@ -153,26 +93,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
             }
             copy_commit();
         };
-        for (int i = 0; i < STAGES - 1; i++) fetch_x(fetch_begin + i);
+        for (int i = 0; i < STAGES - 1; i++) fetch_x(i);
 
         float acc[N / 8][4] = {};
-        // A tile's fragments for four steps of 16 columns.
-        auto widen_fragments = [&](u32(&a)[4][4], const u8 *slot, int i) {
-            TileCodes c;
-            SlotPairs p[TILE_SLOTS];
-            const TilesAt at = copy_at<W_UNIT>(slot);
-            load_codes<true>(c, at.codes + i * TILE_WORDS, lane);
-#pragma unroll
-            for (int s = 0; s < TILE_SLOTS; s++) load_pairs<true>(p[s], at, i * TILE_SLOTS + s, lane / 4);
-#pragma unroll
-            for (int s = 0; s < 4; s++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const u32 q = four_codes(c, h, s);
-                    const Widening by = widening(p, s / 2, h, lane % 4);
-                    a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
-                }
-        };
         auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {
             const u64 b = panel_of_rows(x_tile);
             wgmma_fence();
@@ -183,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
         u32 even[4][4], odd[4][4];
         int stage = 0;
 #pragma unroll 1
-        for (int f = fetch_begin; f < fetch_end; f++) {
+        for (int f = 0; f < FETCHES; f++) {
             const u8 *slot = w_ring + stage * W_SLOT;
             const u32 x_slot = shared_address(x_ring) + stage * X_SLOT;
             copy_wait<STAGES - 2>();
             __syncwarp(); // the warp's tiles of W have arrived
-            widen_fragments(even, slot, 0);
+            widen_fragments(even, slot, 0, lane);
             wgmma_wait<0>();
             publish_to_products();
             __syncthreads(); // the tiles of x have arrived, and all warps are done with the tiles before
@@ -196,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
             fetch_x(f + STAGES - 1);
             multiply(even, x_slot);
             const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
-            if (both) widen_fragments(odd, slot, 1);
+            if (both) widen_fragments(odd, slot, 1, lane);
             if (both) multiply(odd, x_slot + X_TILE);
             wgmma_wait<1>(); // `even` may be written again
             if (++stage == STAGES) stage = 0;
@@ -211,27 +134,17 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
             for (int e = 0; e < 2; e++) {
                 const int row = 8 * j + 2 * (lane % 4) + e;
                 if (row >= count) continue;
-#if GROUPED
                 const size_t to = row_of[first + row];
-#else
-                const size_t to = first + row;
-#endif
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int n = 16 * rt + 8 * h + lane / 4;
                     if (n >= DIM_N) continue;
                     const size_t at = to * DIM_N + n;
-#if !GROUPED && SPLITS == 1
-                    y[at] = residual ? residual[at] + acc[j][e + 2 * h] : acc[j][e + 2 * h];
-#elif !GROUPED
-                    y[(size_t)blockIdx.z * rows * DIM_N + at] = acc[j][e + 2 * h];
-#else
                     y[at] = acc[j][e + 2 * h];
-#endif
                 }
             }
     };
-#if GROUPED && BT > 32
+#if BT > 32
     // The last tile of an expert is usually short.
     if (count <= BT / 2) return multiply_tile(Extent<BT / 2>());
 #endif
@@ -244,7 +157,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
 __device__ __forceinline__ float2 gated(float2 a, float2 b) {
     return make_float2(__fdiv_rn(a.x, 1.0f + expf(-a.x)) * b.x, __fdiv_rn(a.y, 1.0f + expf(-a.y)) * b.y);
 }
-#if GROUPED
 // An expert that does not exist is reported. Its rows go to the last expert and are not used.
 __device__ __forceinline__ u32 existing(u32 expert) { return min(expert, (u32)EXPERTS - 1); }
 
@@ -263,26 +175,19 @@ __device__ void count_share(const u32 *chosen, u32 R, u32 share, u32 *counts, Fa
     __syncthreads();
     for (u32 e = threadIdx.x; e < EXPERTS; e += 256) counts[blockIdx.x * EXPERTS + e] = n[e];
 }
-#endif
-// In step i of 16 columns, slots 4 i and 4 i + 1 of lane t are at 2 t, the next two at 8 + 2 t. A thread writes one
-// such eight.
-extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows
-#if GROUPED
-                                                               , const u32 *chosen, u32 R, u32 share, u32 *counts, Fault *fault, u32 kernel
-#endif
-) {
+// A thread writes one chunk.
+extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows, const u32 *chosen, u32 R, u32 share,
+                                                               u32 *counts, Fault *fault, u32 kernel) {
     take_turn();
     u32 block = blockIdx.x;
-#if GROUPED
     const u32 shares = (R + share - 1) / share;
     if (block < shares) return count_share(chosen, R, share, counts, fault, kernel);
     block -= shares;
-#endif
     const size_t item = (size_t)block * 256 + threadIdx.x;
     if (item >= (size_t)rows * (K_TILES * 8)) return;
     const u32 eight = item % 8, kt = item / 8 % K_TILES;
     const float *row = x + item / (K_TILES * 8) * (DIM_K * (SWIGLU ? 2 : 1));
-    const u32 i = eight / 2, column = 64 * kt + 32 * (i / 2) + 4 * (i % 2) + 2 * (eight % 2);
+    const u32 column = 64 * kt + column_of_chunk(eight);
     u32 v[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
@@ -296,23 +201,6 @@ extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, 
     store16((uint4 *)out + item, v[0], v[1], v[2], v[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(256) add_parts(const float4 *parts, const float4 *residual, float4 *y, u32 elements) {
-    take_turn();
-    const u32 i = blockIdx.x * 256 + threadIdx.x, quads = elements / 4;
-    if (i >= quads) return;
-    float4 sum = parts[i];
-    for (int s = 1; s < SPLITS; s++) {
-        float4 p = parts[(size_t)s * quads + i];
-        sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
-    }
-    if (residual) {
-        float4 r = residual[i];
-        sum.x += r.x, sum.y += r.y, sum.z += r.z, sum.w += r.w;
-    }
-    y[i] = sum;
-}
-
-#if GROUPED
 #define PARTS_OF_SHARES 4
 extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen, u32 R, u32 share, const u32 *counts, u32 *row_of, uint4 *tiles) {
     __shared__ u32 of_all[PARTS_OF_SHARES][EXPERTS], of_those_before[PARTS_OF_SHARES][EXPERTS];
@@ -381,4 +269,3 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
         if (threadIdx.x < EXPERTS) next[threadIdx.x] += in_round;
     }
 }
-#endif

@@ -30,7 +30,7 @@ extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float
     }
     const float by = inverse_rms(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))), width, eps, shared);
     if (i >= fours) return;
-    put_four(y + (u64)blockIdx.x * width, 4 * i,
+    put_four(y, blockIdx.x, width, 4 * i,
              make_float4(v.x * by * scale.x, v.y * by * scale.y, v.z * by * scale.z, v.w * by * scale.w));
 }
 
@@ -43,7 +43,6 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
     if (row >= rows) return;
     const u32 first = row % heads * d; // column of the token's row
     x += (u64)row * d;
-    y += (u64)(row / heads) * heads * d;
     gate += row / heads * gate_row + row % heads * gate_head;
     float4 v[4], z[4];
     // All loads are under way before the first value is used.
@@ -74,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
             const float4 n = *(const float4*)(w + i);
             f = make_float4(by * n.x * z[j].x * f.x, by * n.y * z[j].y * f.y, by * n.z * z[j].z * f.z, by * n.w * z[j].w * f.w);
         }
-        put_four(y, first + i, make_float4(v[j].x * f.x, v[j].y * f.y, v[j].z * f.z, v[j].w * f.w));
+        put_four(y, row / heads, heads * d, first + i, make_float4(v[j].x * f.x, v[j].y * f.y, v[j].z * f.z, v[j].w * f.w));
     }
 }
 

@@ -23,6 +23,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("softmax.cuh", include_str!("../kernels/softmax.cuh")),
     ("weight_blocks.cuh", include_str!("../kernels/weight_blocks.cuh")),
     ("weight_tiles.cuh", include_str!("../kernels/weight_tiles.cuh")),
+    ("widen_half.cuh", include_str!("../kernels/widen_half.cuh")),
     ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
 ];
 
@@ -67,6 +68,7 @@ sources! {
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
     EIGHT_BITS = "eight_bits.cu",
+    LINEAR_PANELS = "linear_panels.cu",
     LINEAR_TILED = "linear_tiled.cu",
     BATCH = "batch.cu",
     CAUSAL_CONV = "causal_conv.cu",

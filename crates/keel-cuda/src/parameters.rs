@@ -145,16 +145,23 @@ macro_rules! parameters {
 }
 
 parameters! {
-    /// A product on Hopper's tensor cores: of all rows, or of rows grouped by expert. Only a product of whole K adds the
-    /// residual, which may be null.
+    /// A product on Hopper's tensor cores. Only a product of whole K adds the residual, which may be null.
+    LinearPanels = "linear_panels.params" of ["linear_panels"] {
+        codes: u64 = "const u32*",
+        pairs: u64 = "const u8*",
+        x: u64 = "const f16*",
+        rows: usize = "u32",
+        residual: Option<u64> = "const float*" if "SPLITS == 1",
+        y: u64 = "float*",
+    }
+
+    /// The same of rows grouped by expert.
     LinearTiled = "linear_tiled.params" of ["linear_tiled"] {
         codes: u64 = "const u32*",
         pairs: u64 = "const u8*",
         x: u64 = "const f16*",
-        row_of: Option<u64> = "const u32*" if "GROUPED",
-        tiles: Option<u64> = "const uint4*" if "GROUPED",
-        rows: Option<usize> = "u32" if "!GROUPED",
-        residual: Option<u64> = "const float*" if "!GROUPED && SPLITS == 1",
+        row_of: u64 = "const u32*",
+        tiles: u64 = "const uint4*",
         y: u64 = "float*",
     }
 

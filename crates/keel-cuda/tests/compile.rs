@@ -90,7 +90,7 @@ fn rows(keys: &mut Keys) {
         &["rms_norm", "rms_norm_half", "gated_heads_half", "add_rms_norm", "gated_rms_norm"],
         &[],
     );
-    for half in [("HALF_BF16", "1"), ("HALF_TILES", "1")] {
+    for half in [("HALF_BF16", "1"), ("HALF_PANEL", "64")] {
         keys.add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &[half]);
         keys.add(kernels::ACTIVATION, &["swiglu_half"], &[half]);
     }
@@ -161,15 +161,19 @@ fn products(keys: &mut Keys) {
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
             keys.add(kernels::EIGHT_BITS, &["to_eight_bits", "dequantize_eight_bits"], &exact.concat());
-            let grouped = [("GROUPED", "1"), ("FANOUT", "2"), ("EXPERTS", "64"), ("SPLITS", "1")];
+            let grouped = [("FANOUT", "2"), ("EXPERTS", "64"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,
                 &["group_rows", "to_half_tiles", "linear_tiled"],
-                &[&exact.concat()[..2], weight, &[("BT", "32"), ("STAGES", "6")], &grouped].concat(),
+                &[&exact.concat()[..2], weight, &grouped].concat(),
             );
-            let plain = [("BT", "128"), ("SPLITS", "4"), ("STAGES", "2")];
-            let entries = ["linear_tiled", "to_half_tiles", "add_parts"];
-            keys.add(kernels::LINEAR_TILED, &entries, &[&exact.concat()[..2], weight, &plain].concat());
+            for (parts, groups) in [("1", "3"), ("4", "2")] {
+                let cut = [("SPLITS", parts), ("GROUPS", groups), ("STAGES", "3")];
+                let panels = [("BT", "128"), ("HALF_PANEL", "128")];
+                let entries = ["linear_panels", "to_half_panels", "add_parts"];
+                let defines = [&exact.concat()[..2], weight, &panels, &cut].concat();
+                keys.add(kernels::LINEAR_PANELS, &entries, &defines);
+            }
         }
     }
     let of_f16 = [("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("WEIGHT_T", "f16")];
@@ -217,9 +221,15 @@ fn block_products(keys: &mut Keys) {
             keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
             keys.add(kernels::DEQUANTIZE, &["embedding_rows"], &with(&[("INDEX", "u32")]));
             keys.add(
-                kernels::LINEAR_TILED,
-                &["linear_tiled"],
-                &with(&[("BT", "32"), ("SPLITS", "4"), ("STAGES", "6")]),
+                kernels::LINEAR_PANELS,
+                &["linear_panels"],
+                &with(&[
+                    ("BT", "32"),
+                    ("HALF_PANEL", "32"),
+                    ("SPLITS", "4"),
+                    ("GROUPS", "3"),
+                    ("STAGES", "6"),
+                ]),
             );
             let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];
             keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
@@ -329,7 +339,7 @@ fn every_kernel_waits_for_its_inputs() {
 fn every_kernel_compiles_for_every_architecture() {
     let keys = keys();
     let hoppers = |key: &KernelKey| {
-        ["linear_tiled", "attention_prefill_wide"].contains(&key.entry)
+        ["linear_panels", "linear_tiled", "attention_prefill_wide"].contains(&key.entry)
             || key.defines.contains(&("BULK", "1".into()))
     };
     let tasks: Vec<_> = ARCHITECTURES

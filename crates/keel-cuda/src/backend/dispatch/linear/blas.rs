@@ -87,7 +87,7 @@ fn to_half(
 ) -> Result<(), ArrayError> {
     let is_bf16 = u8::from(factors(weight) == FactorType::Bf16);
     if let Some(maker) = call.maker(0) {
-        return absorbed_to_half(maker, weight, rows, (to, ("HALF_BF16", is_bf16)), call);
+        return absorbed_to_half(maker, weight, rows, (to, ("HALF_BF16", is_bf16.into())), call);
     }
     // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
     let pairs = (rows * weight.cols).div_ceil(2);

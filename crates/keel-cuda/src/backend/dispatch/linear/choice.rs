@@ -2,7 +2,7 @@
 //! so that the order of a row's sums does not depend on the other rows.
 
 use super::blas::splits_x;
-use super::tiled::parts;
+use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
 use keel_array::{Kernel, Regime, WeightSpec};
@@ -46,8 +46,8 @@ pub(super) enum Way {
     ExactTiled,
     /// `linear_rows`, [`FEW_ROWS`] at a time.
     FewRows,
-    /// `linear_tiled`, with `parts` parts of K.
-    Tiled { parts: usize },
+    /// `linear_panels`, with `parts` parts of K.
+    Panels { parts: usize },
     /// cuBLASLt; in blocks of equally many rows, or all rows at once.
     Blas { in_blocks: bool },
 }
@@ -62,10 +62,10 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
         (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Rows)
             if has_wgmma && rows <= TILED_ROWS_MAX =>
         {
-            Way::Tiled { parts: parts(weight, rows) }
+            Way::Panels { parts: parts(weight, rows) }
         }
         (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Regime(_)) if has_wgmma => {
-            Way::Tiled { parts: 1 }
+            Way::Panels { parts: 1 }
         }
         (_, choice) => Way::Blas { in_blocks: choice != Choice::Rows },
     }
@@ -78,7 +78,7 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let in_half = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
         Way::Blas { in_blocks } => !in_blocks,
-        Way::Tiled { .. } => !mode.deterministic,
+        Way::Panels { .. } => !mode.deterministic,
         Way::ExactRows | Way::ExactTiled | Way::FewRows => false,
     };
     [false, true].into_iter().all(in_half)
@@ -171,9 +171,9 @@ mod tests {
         let ways = [16, 17, 256, 257].map(|rows| way(&weight, rows, Choice::Rows, true));
         assert!(matches!(
             ways,
-            [Way::FewRows, Way::Tiled { .. }, Way::Tiled { .. }, Way::Blas { in_blocks: false }]
+            [Way::FewRows, Way::Panels { .. }, Way::Panels { .. }, Way::Blas { in_blocks: false }]
         ));
         let wide = WeightSpec { compute: Compute::Bf16, ..weight };
-        assert!(matches!(way(&wide, 1, Choice::Rows, true), Way::Tiled { .. }), "x never in 8 bits");
+        assert!(matches!(way(&wide, 1, Choice::Rows, true), Way::Panels { .. }), "x never in 8 bits");
     }
 }

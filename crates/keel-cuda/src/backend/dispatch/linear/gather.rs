@@ -3,7 +3,8 @@
 use super::super::fast::swiglu;
 use super::super::{Bound, Call, Geometry};
 use super::few_rows::FewRows;
-use super::tiled::{half_rows_bytes, tile_of, tiled_key, tiled_shared_bytes, to_half_tiles};
+use super::panels::panel_of;
+use super::tiled::{half_rows_bytes, tiled_key, tiled_shared_bytes, to_half_tiles};
 use super::{
     Arithmetic, arithmetic, codes_and_pairs, exact_split, packed, row_tiles, surely_in_groups, weight_key,
 };
@@ -59,7 +60,7 @@ fn made_input<'a>(call: &Call<'a>) -> Result<Option<Bound<'a>>, ArrayError> {
 
 /// Tiles of rows that the sort may produce, at most.
 fn tiles_max(weight: &WeightSpec, rows: usize) -> usize {
-    rows.min(rows.div_ceil(tile_of(rows.div_ceil(weight.experts))) + weight.experts)
+    rows.min(rows.div_ceil(panel_of(rows.div_ceil(weight.experts))) + weight.experts)
 }
 
 /// Rows that a block counts and then places, at least: one for each of its threads. There are at most [`SHARES_MAX`]
@@ -96,8 +97,7 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
         [scratch.row_of, scratch.tiles, scratch.counts].map(|at| call.scratch + at as u64);
     // A tile holds rows of one expert: about `per_expert` of them.
     let per_expert = rows.div_ceil(weight.experts);
-    let key = tiled_key("linear_tiled", weight, per_expert, 1)
-        .define("GROUPED", 1)
+    let key = tiled_key("linear_tiled", weight, per_expert)
         .define("FANOUT", fanout)
         .define("EXPERTS", weight.experts);
     let share = share_of(rows);
@@ -105,24 +105,15 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let chosen =
         |arguments: Arguments| arguments.pointer(call.inputs[2].address).u32(rows).u32(share).pointer(counts);
     let count = |arguments| chosen(arguments).pointer(call.fault).u32(call.index);
-    to_half_tiles(&key, weight, rows / fanout, (shares, &count), call)?;
+    to_half_tiles(&key, weight, rows / fanout, shares, count, call)?;
     let arguments = chosen(Arguments::default()).pointer(row_of).pointer(tiles);
     call.launch(&KernelKey { entry: "group_rows", ..key.clone() }, Geometry::rows(shares, 1024), arguments)?;
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
-    let parameters = LinearTiled {
-        codes,
-        pairs,
-        x: call.scratch,
-        row_of: Some(row_of),
-        tiles: Some(tiles),
-        rows: None,
-        residual: None,
-        y: call.outputs[0].address,
-    };
+    let parameters = LinearTiled { codes, pairs, x: call.scratch, row_of, tiles, y: call.outputs[0].address };
     let geometry = Geometry {
         grid: (tiles_max(weight, rows), row_tiles(weight).div_ceil(8), 1),
         block: (256, 1, 1),
-        shared_bytes: tiled_shared_bytes(weight, tile_of(per_expert)),
+        shared_bytes: tiled_shared_bytes(weight, panel_of(per_expert)),
     };
     call.launch_described(&key, geometry, &parameters)
 }

@@ -11,7 +11,7 @@ pub(super) fn absorbed_to_half(
     maker: &BoundKernel<'_>,
     weight: &WeightSpec,
     rows: usize,
-    (to, form): (u64, (&'static str, u8)),
+    (to, form): (u64, (&'static str, usize)),
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let key = |source: Source, entry| KernelKey::new(source, entry).define(form.0, form.1);

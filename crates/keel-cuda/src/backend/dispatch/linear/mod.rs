@@ -30,6 +30,7 @@ mod few_rows;
 mod gather;
 mod half;
 pub(super) mod mixture;
+mod panels;
 mod tiled;
 mod tuning;
 
@@ -48,7 +49,7 @@ use few_rows::{FewRows, few_rows_bytes};
 pub(super) use gather::gather;
 use gather::grouped_scratch;
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
-use tiled::{half_rows_bytes, tiled};
+use panels::{in_panels, panels_bytes};
 
 /// Rows that are multiplied in one pass over the weight. A row's bits do not depend on their number.
 const FEW_ROWS: usize = 16;
@@ -139,7 +140,7 @@ pub(super) fn linear(
         Way::ExactRows => exact_rows(weight, residual, rows, call),
         Way::ExactTiled => exact_tiled(weight, residual, rows, call),
         Way::FewRows => FewRows::of(weight, call).run(residual, call),
-        Way::Tiled { parts } => tiled(weight, residual, (rows, parts), call),
+        Way::Panels { parts } => in_panels(weight, residual, rows, parts, call),
         Way::Blas { in_blocks } => through_blas(weight, residual, (rows, in_blocks), call),
     }
 }
@@ -217,9 +218,9 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
     let bytes = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
         Way::ExactRows | Way::ExactTiled => 0,
         Way::FewRows => few_rows_bytes(weight, rows.min(FEW_ROWS)),
-        Way::Tiled { parts } => {
+        Way::Panels { parts } => {
             let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
-            half_rows_bytes(weight, rows).next_multiple_of(256) + sums
+            panels_bytes(weight, rows).next_multiple_of(256) + sums
         }
         Way::Blas { in_blocks } => blas_scratch(weight, rows, in_blocks).end,
     };

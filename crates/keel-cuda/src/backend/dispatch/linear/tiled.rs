@@ -1,40 +1,17 @@
-//! Products whose weight is widened on its way into Hopper's tensor cores.
+//! Rows of a mixture grouped by expert, whose weights are widened on their way into Hopper's tensor cores.
 
-use super::super::{Bound, Call, Geometry};
-use super::half::absorbed_to_half;
-use super::{BLOCKS_WANTED, TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
+use super::super::{Call, Geometry};
+use super::panels::panel_of;
+use super::{TILE_COLS, col_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LINEAR_TILED};
-use crate::parameters::LinearTiled;
 use keel_array::{ArrayError, WeightSpec};
 
-/// Rows of x of a block of `linear_tiled`.
-pub(super) fn tile_of(rows: usize) -> usize {
-    match rows {
-        0..=32 => 32,
-        33..=64 => 64,
-        _ => 128,
-    }
-}
-
-/// Parts of K that blocks share if there are too few blocks to fill the device.
-pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
-    if !(rows * weight.rows).is_multiple_of(4) {
-        return 1;
-    }
-    let blocks = rows.div_ceil(tile_of(rows)) * row_tiles(weight).div_ceil(8);
-    // With more than 32 rows a multiprocessor has room for two blocks.
-    let wanted = if tile_of(rows) == 32 { BLOCKS_WANTED } else { 2 * BLOCKS_WANTED };
-    (wanted / blocks).clamp(1, 8).min(col_tiles(weight).div_ceil(8))
-}
-
-/// The key of an entry of `linear_tiled.cu`, whose constants all entries share.
-pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize, parts: usize) -> KernelKey {
-    weight_key(LINEAR_TILED, entry, weight)
-        .define("BT", tile_of(rows))
-        .define("SPLITS", parts)
-        .define("STAGES", stages(tile_of(rows)))
+/// The key of an entry of `linear_tiled.cu`, whose constants all entries share. `rows` is the number of rows of an expert.
+pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize) -> KernelKey {
+    let tile = panel_of(rows);
+    weight_key(LINEAR_TILED, entry, weight).define("BT", tile).define("STAGES", stages(tile))
 }
 
 /// Stages of the rings of x and of W. Two blocks fit a multiprocessor.
@@ -58,13 +35,14 @@ pub(super) fn half_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows * col_tiles(weight) * TILE_COLS * size_of::<u16>()
 }
 
-/// Writes x as f16 to the scratch. The first `first` blocks of the launch have other work, for which `more` adds
+/// Writes x as f16 to the scratch. The first `first` blocks of the launch count rows by expert, for which `more` adds
 /// arguments.
 pub(super) fn to_half_tiles(
     key: &KernelKey,
     weight: &WeightSpec,
     rows: usize,
-    (first, more): (usize, &dyn Fn(Arguments) -> Arguments),
+    first: usize,
+    more: impl Fn(Arguments) -> Arguments,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let mut key = KernelKey { entry: "to_half_tiles", ..key.clone() };
@@ -76,52 +54,4 @@ pub(super) fn to_half_tiles(
     let arguments = Arguments::default().pointer(x).pointer(call.scratch).u32(rows);
     let blocks = first + (rows * col_tiles(weight) * 8).div_ceil(256);
     call.launch(&key, Geometry::rows(blocks, 256), more(arguments))
-}
-
-/// The product with K in `parts` parts.
-pub(super) fn tiled(
-    weight: &WeightSpec,
-    residual: Option<&Bound<'_>>,
-    (rows, parts): (usize, usize),
-    call: &Call<'_>,
-) -> Result<(), ArrayError> {
-    let key = tiled_key("linear_tiled", weight, rows, parts);
-    match call.maker(0) {
-        Some(maker) => absorbed_to_half(maker, weight, rows, (call.scratch, ("HALF_TILES", 1)), call)?,
-        None => to_half_tiles(&key, weight, rows, (0, &|arguments| arguments), call)?,
-    }
-    let sums = call.scratch + half_rows_bytes(weight, rows).next_multiple_of(256) as u64;
-    let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
-    let is_whole = parts == 1;
-    let parameters = LinearTiled {
-        codes,
-        pairs,
-        x: call.scratch,
-        row_of: None,
-        tiles: None,
-        rows: Some(rows),
-        residual: is_whole.then(|| address(residual)),
-        y: if is_whole { call.outputs[0].address } else { sums },
-    };
-    let tile = tile_of(rows);
-    let geometry = Geometry {
-        grid: (rows.div_ceil(tile), row_tiles(weight).div_ceil(8), parts),
-        block: (256, 1, 1),
-        shared_bytes: tiled_shared_bytes(weight, tile),
-    };
-    call.launch_described(&key, geometry, &parameters)?;
-    if is_whole {
-        return Ok(());
-    }
-    let elements = rows * weight.rows;
-    let arguments = Arguments::default()
-        .pointer(sums)
-        .pointer(address(residual))
-        .pointer(call.outputs[0].address)
-        .u32(elements);
-    call.launch(
-        &KernelKey { entry: "add_parts", ..key },
-        Geometry::rows(elements.div_ceil(1024), 256),
-        arguments,
-    )
 }

@@ -1,0 +1,199 @@
+//! Products whose weight is widened on its way into Hopper's tensor cores, with x in panels.
+
+use super::super::{Bound, Call, Geometry};
+use super::half::absorbed_to_half;
+use super::{BLOCKS_WANTED, TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
+use crate::backend::weights::Coding;
+use crate::driver::Arguments;
+use crate::kernels::{KernelKey, LINEAR_PANELS};
+use crate::parameters::LinearPanels;
+use keel_array::{ArrayError, WeightSpec};
+
+/// Row tiles of a weight that a warpgroup multiplies.
+const ROW_TILES: usize = 4;
+
+/// Shared memory of the rings of a block, of the 227 KiB that Hopper has.
+const RING_BYTES_MAX: usize = 212 << 10;
+const STAGES_MAX: usize = 8;
+
+/// Rows of x of a panel, and of a block.
+pub(super) fn panel_of(rows: usize) -> usize {
+    match rows {
+        0..=32 => 32,
+        33..=64 => 64,
+        _ => 128,
+    }
+}
+
+/// How a product is cut into blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cut {
+    /// Warpgroups of a block.
+    groups: usize,
+    /// Parts of K, whose sums are added up by another kernel.
+    parts: usize,
+}
+
+/// Parts of K with which a product takes least time. The order of its sums follows from them.
+pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
+    let most = match (rows * weight.rows).is_multiple_of(4) {
+        true => (col_tiles(weight) / 8).clamp(1, 8),
+        false => 1,
+    };
+    let time = |&parts: &usize| Cut::of(weight, rows, parts).nanoseconds(weight, rows);
+    (1..=most).min_by_key(time).unwrap_or(1)
+}
+
+impl Cut {
+    /// The cut into so many parts that takes least time. Warpgroups do not change a bit.
+    fn of(weight: &WeightSpec, rows: usize, parts: usize) -> Cut {
+        let [wide, narrow] = [3, 2].map(|groups| Cut { groups, parts });
+        if wide.nanoseconds(weight, rows) <= narrow.nanoseconds(weight, rows) { wide } else { narrow }
+    }
+
+    /// Blocks of rows of W.
+    fn row_blocks(self, weight: &WeightSpec) -> usize {
+        row_tiles(weight).div_ceil(ROW_TILES * self.groups)
+    }
+
+    /// Time on an H100, as fitted to products in 4 bits: blocks run in waves of one for each multiprocessor.
+    fn nanoseconds(self, weight: &WeightSpec, rows: usize) -> usize {
+        let panel = panel_of(rows);
+        let blocks = rows.div_ceil(panel) * self.row_blocks(weight) * self.parts;
+        // For a column tile.
+        let tile = match (panel, self.groups) {
+            (128, 3) => 640,
+            (128, _) => 430,
+            (64, 3) => 458,
+            (64, _) => 322,
+            (_, 3) => 391,
+            _ => 281,
+        };
+        let wave = 4_000 + tile * col_tiles(weight).div_ceil(self.parts);
+        // Sums of parts are written and read at about 3 bytes a picosecond, after a launch.
+        let adding = match self.parts {
+            1 => 0,
+            parts => 3_000 + rows * weight.rows * 8 * parts / 3_000,
+        };
+        blocks.div_ceil(BLOCKS_WANTED) * wave + adding
+    }
+}
+
+/// The key of an entry of `linear_panels.cu`, whose constants all entries share.
+fn panels_key(entry: &'static str, weight: &WeightSpec, rows: usize, cut: Cut) -> KernelKey {
+    let panel = panel_of(rows);
+    weight_key(LINEAR_PANELS, entry, weight)
+        .define("BT", panel)
+        .define("HALF_PANEL", panel)
+        .define("GROUPS", cut.groups)
+        .define("SPLITS", cut.parts)
+        .define("STAGES", stages(weight, panel, cut.groups))
+}
+
+/// Bytes of a fetch of two column tiles: of x for the block and of W for each of its warps.
+fn stage_bytes(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
+    let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
+    2 * panel * 128 + ROW_TILES * groups * coding.copy_bytes(2)
+}
+
+fn stages(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
+    (RING_BYTES_MAX / stage_bytes(weight, panel, groups)).min(STAGES_MAX)
+}
+
+/// Bytes of rows of x as f16, in whole panels.
+pub(super) fn panels_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    rows.next_multiple_of(panel_of(rows)) * col_tiles(weight) * TILE_COLS * size_of::<u16>()
+}
+
+/// The product with K in `parts` parts.
+pub(super) fn in_panels(
+    weight: &WeightSpec,
+    residual: Option<&Bound<'_>>,
+    rows: usize,
+    parts: usize,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let (panel, cut) = (panel_of(rows), Cut::of(weight, rows, parts));
+    let key = panels_key("linear_panels", weight, rows, cut);
+    let arguments = |x: u64| Arguments::default().pointer(x);
+    match call.maker(0) {
+        Some(maker) => absorbed_to_half(maker, weight, rows, (call.scratch, ("HALF_PANEL", panel)), call)?,
+        None => call.launch(
+            &KernelKey { entry: "to_half_panels", ..key.clone() },
+            Geometry::rows((rows * col_tiles(weight) * 8).div_ceil(256), 256),
+            arguments(call.inputs[0].address).pointer(call.scratch).u32(rows),
+        )?,
+    }
+    let sums = call.scratch + panels_bytes(weight, rows).next_multiple_of(256) as u64;
+    let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
+    let is_whole = cut.parts == 1;
+    let parameters = LinearPanels {
+        codes,
+        pairs,
+        x: call.scratch,
+        rows,
+        residual: is_whole.then(|| address(residual)),
+        y: if is_whole { call.outputs[0].address } else { sums },
+    };
+    let geometry = Geometry {
+        grid: (rows.div_ceil(panel), cut.row_blocks(weight), cut.parts),
+        block: (128 * cut.groups, 1, 1),
+        shared_bytes: 1024 + stages(weight, panel, cut.groups) * stage_bytes(weight, panel, cut.groups),
+    };
+    call.launch_described(&key, geometry, &parameters)?;
+    if is_whole {
+        return Ok(());
+    }
+    let elements = rows * weight.rows;
+    call.launch(
+        &KernelKey { entry: "add_parts", ..key },
+        Geometry::rows(elements.div_ceil(1024), 256),
+        arguments(sums).pointer(address(residual)).pointer(call.outputs[0].address).u32(elements),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::{BlockFormat, Compute, DType, WeightFormat};
+
+    fn weight(rows: usize, cols: usize, format: WeightFormat) -> WeightSpec {
+        WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto }
+    }
+
+    fn affine(bits: u32, group_size: usize) -> WeightFormat {
+        WeightFormat::Affine { bits: bits as _, group_size: group_size as _, scale_dtype: DType::BF16 }
+    }
+
+    #[test]
+    fn cuts_are_those_that_measured_best() {
+        let cut = |rows, cols, tokens| {
+            let weight = weight(rows, cols, affine(4, 64));
+            Cut::of(&weight, tokens, parts(&weight, tokens))
+        };
+        let of = |groups, parts| Cut { groups, parts };
+        // Nothing is added up where blocks of all of K fill the device.
+        assert_eq!(cut(24_576, 4096, 128), of(3, 1));
+        assert_eq!(cut(24_576, 4096, 256), of(3, 1));
+        assert_eq!(cut(18_432, 2560, 128), of(3, 1));
+        assert_eq!(cut(4096, 12_288, 128), of(2, 4));
+        assert_eq!(cut(2560, 9216, 128).groups, 2);
+        assert!(cut(64, 128, 17).parts == 1 && cut(4096, 12_288, 17).parts > 1);
+    }
+
+    #[test]
+    fn rings_fit_a_block_and_have_a_slot_to_spare() {
+        let formats =
+            [2, 3, 4, 5, 6, 8].into_iter().flat_map(|bits| [32, 64, 128].map(|group| affine(bits, group)));
+        for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)) {
+            let weight = weight(4096, 4096, format);
+            for (panel, groups) in
+                [32, 64, 128].into_iter().flat_map(|panel| [2, 3].map(|groups| (panel, groups)))
+            {
+                let stages = stages(&weight, panel, groups);
+                assert!(stages >= 3, "{format:?}: {stages} fetches of {panel} rows");
+                assert!(1024 + stages * stage_bytes(&weight, panel, groups) + 256 <= 227 << 10);
+            }
+        }
+    }
+}
