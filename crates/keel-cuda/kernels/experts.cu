@@ -5,7 +5,9 @@
 
 // Softmax probabilities of the k largest of E logits, divided by their sum if `normalise`. Among equals the lower index
 // comes first; NaN comes last and has probability 0. E words of dynamic shared memory.
-extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* weights, u32* chosen, u32 experts, u32 k, u32 normalise) {
+extern "C" __global__ void route_top_k(
+#include "route_top_k.params"
+) {
     take_turn();
     extern __shared__ u32 ranks[]; // 0: chosen already
     __shared__ u32 keys[256];
@@ -57,7 +59,9 @@ extern "C" __global__ void route_top_k(const float* logits, u32 stride, float* w
 #ifdef CHOICES
 #include "routing.cuh"
 // The same for up to 512 experts and 32 choices, one warp a token. Grid ceil(T / 4), block 128.
-extern "C" __global__ void __launch_bounds__(128) route_few(const float* logits, u32 stride, float* weights, u32* chosen, u32 tokens) {
+extern "C" __global__ void __launch_bounds__(128) route_few(
+#include "route_few.params"
+) {
     take_turn();
     const u32 lane = threadIdx.x % 32, token = blockIdx.x * 4 + threadIdx.x / 32;
     if (token >= tokens) return;
@@ -72,8 +76,7 @@ extern "C" __global__ void __launch_bounds__(128) route_few(const float* logits,
 
 // y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; `with_shared` is 0 or 1.
 extern "C" __global__ void combine(
-    const float* experts, const float* weights, const float* shared, const float* gate, u32 stride, const float* residual, float* y,
-    u32 choices, u32 width, u32 with_shared
+#include "combine.params"
 ) {
     take_turn();
     const u64 token = blockIdx.y;

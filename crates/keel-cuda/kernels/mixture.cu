@@ -57,18 +57,8 @@ __device__ __forceinline__ void prepare_x(const float *x, const float *norm, u8 
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up(const u32 *codes, const u8 *pairs,
-#if ALWAYS
-                                                                                 const u32 *always_codes, const u8 *always_pairs,
-#endif
-                                                                                 const float *x,
-#if NORM
-                                                                                 const float *norm,
-#endif
-                                                                                 const float *logits, float *probabilities, u32 *chosen, float *y
-#if ALWAYS
-                                                                                 , float *always_y
-#endif
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up(
+#include "chosen_gate_up.params"
 ) {
     __shared__ __align__(16) u8 prepared[PREPARED_BYTES];
     __shared__ float sums[K_TILES], partials[HALVES * SPLIT * 17];
@@ -153,21 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up
 #define TURNS ((ALL_UNITS + SPLIT - 1) / SPLIT)
 #define HELD_UNITS (TURNS < 3 ? TURNS : 3)
 
-extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(const u32 *codes, const u8 *pairs,
-#if ALWAYS
-                                                                  const u32 *always_codes, const u8 *always_pairs,
-#endif
-                                                                  const float *inner,
-#if ALWAYS || ADDED
-                                                                  const float *always, // the input of a product, or with ADDED what is added
-                                                                  const float *gate,
-#endif
-#if EARLY
-                                                                  const float *logits,
-#else
-                                                                  const float *probabilities, const u32 *chosen, Fault *fault, u32 kernel,
-#endif
-                                                                  const float *residual, float *y) {
+extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(
+#include "chosen_down.params"
+) {
     __shared__ __align__(16) u8 prepared[PRODUCTS][PREPARED_BYTES];
     __shared__ float partials[ALL_UNITS][17], shares[CHOICES];
     __shared__ u32 experts[CHOICES];

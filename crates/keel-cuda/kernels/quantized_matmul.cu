@@ -33,14 +33,9 @@
 // Grid T, block PREPARE_THREADS.
 #define PREPARE_THREADS (K_TILES >= 256 ? 1024 : (K_TILES * 4 + 31) / 32 * 32)
 #define PREPARE_ITEMS ((K_TILES * 4 + PREPARE_THREADS - 1) / PREPARE_THREADS)
-extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const float *x,
-#if NORM || GATE == 2
-                                                                           const float *norm,
-#endif
-#if GATE
-                                                                           const float *gate,
-#endif
-                                                                           u8 *prepared) {
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(
+#include "prepare_rows.params"
+) {
     const int t = threadIdx.x % 4, row = blockIdx.x;
     take_turn();
     float v[PREPARE_ITEMS][16];
@@ -74,116 +69,49 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare_rows(const
 #undef ITEM
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-#if DENSE
-linear_rows(const bf16 *weight,
-#else
-linear_rows(const u32 *codes, const u8 *pairs,
-#endif
-            const float *x_or_prepared,
-#if FUSED && (NORM || GATE == 2)
-            const float *norm,
-#endif
-#if FUSED && GATE
-            const float *gate,
-#endif
-#if GATHER
-            const u32 *experts, u32 stack, Fault *fault, u32 kernel,
-#endif
-            const float *residual, // may be null
-            float *y
-#if CONV
-            , const float *conv_weight, float *window, const u32 *row_start, const u32 *slot, float *conv_y
-#endif
-) {
-    extern __shared__ uint4 shared[];
-    // The shuffle tells the compiler that `warp` is the same in all lanes, so addresses of fetches stay in uniform
-    // registers.
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
-    const int split = warp % SPLIT, row_warp = warp / SPLIT;
-    if (!LATE) let_next_start();
-    int tile = blockIdx.x * ROW_WARPS + row_warp;
-    size_t expert = 0;
 #if FUSED
-    // Up to HELD tiles of x stay in registers between the norm and the rounding.
+// ---- x, prepared by each block ----
+
+// Up to HELD tiles of x stay in registers between the norm and the rounding.
 #define ITEMS ((DIM_T * K_TILES + 8 * WARPS - 1) / (8 * WARPS))
 #define HELD (ITEMS < 3 ? ITEMS : 1)
 #define ITEM(i) within(warp * 8 + lane / 4 + (i) * WARPS * 8, DIM_T * K_TILES)
 #define BUSY(i) (DIM_T * K_TILES % (8 * WARPS) == 0 || warp * 8 + (i) * WARPS * 8 < DIM_T * K_TILES)
-    // Factors of x are loaded together with x. Loads after the barrier would cost a second wait.
+
+// Factors of x are loaded together with x. Loads after the barrier would cost a second wait.
+struct Factors {
 #if NORM
+    const float *norm;
     float scales[HELD][16];
-#define LOAD_FACTORS(i) load_slots(scales[(i) % HELD], norm, ITEM(i) % K_TILES, lane % 4)
 #elif GATE
+    const float *norm, *gate;
     Gate gates[HELD];
-#define LOAD_FACTORS(i) load_gate(gates[(i) % HELD], HEAD_NORM, gate, ITEM(i) / K_TILES, ITEM(i) % K_TILES, lane % 4)
-#else
-#define LOAD_FACTORS(i)
 #endif
-    auto load_factors = [&] {
+};
+__device__ __forceinline__ void load_factors_of(Factors &f, int i, int warp, int lane) {
+#if NORM
+    load_slots(f.scales[i % HELD], f.norm, ITEM(i) % K_TILES, lane % 4);
+#elif GATE
+    load_gate(f.gates[i % HELD], f.norm, f.gate, ITEM(i) / K_TILES, ITEM(i) % K_TILES, lane % 4);
+#endif
+}
+__device__ __forceinline__ void load_factors(Factors &f, int warp, int lane) {
 #pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (HELD == ITEMS && BUSY(i)) LOAD_FACTORS(i);
-    };
-    if (FACTORS_EARLY) load_factors();
-#endif
-#if GATHER
-    wait_for_inputs(); // the experts are the router's result
-    expert = experts[blockIdx.y];
-    if (expert >= stack) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) report(fault, kernel, 1, (u32)expert, stack);
-        return;
-    }
-    x_or_prepared += (size_t)(blockIdx.y / GATHER) * DIM_K;
-    y += (size_t)blockIdx.y * OUT;
-    residual = nullptr;
-#endif
-#if DENSE
-    const Weights w = expert_of({weight}, expert);
-#else
-    const Weights w = expert_of({codes, pairs}, expert);
-#endif
-#if BULK
-    u8 *const ring = (u8 *)shared + warp * (STAGES * SLOT_BYTES);
-    u64 *const full = (u64 *)((u8 *)shared + WARPS * STAGES * SLOT_BYTES) + warp * STAGES;
-    u8 *const free_memory = (u8 *)shared + RING_BYTES;
-    // The next unit to fetch. The first STAGES fetches start before x exists: weights do not depend on it.
-    int fetch_tile = tile, fetch_unit = split, fetch_pass = split < UNITS ? 0 : PASSES, stage = 0;
-    u32 parity = 0;
-    auto fetch_next = [&](int slot) {
-        if (fetch_pass >= PASSES || fetch_tile >= OUT_TILES) return;
-        if (lane == 0) fetch_unit_of(ring + slot * SLOT_BYTES, full + slot, w, fetch_tile, fetch_unit);
-        fetch_unit += SPLIT;
-        if (fetch_unit >= UNITS) fetch_unit = split, fetch_tile += gridDim.x * ROW_WARPS, fetch_pass++;
-    };
-    if (lane == 0) init_barriers(full, STAGES);
-    __syncwarp();
-    for (int i = 0; i < STAGES; i++) fetch_next(i);
-#else
-    u8 *const free_memory = (u8 *)shared;
-    Unit next;
-    if (tile < OUT_TILES && split < UNITS) load_unit(next, w, tile, split, lane);
-#endif
-#if !GATHER
-    wait_for_inputs();
-#endif
-
-    if (LATE) let_next_start();
-
-#if FUSED
-    u8 *x = free_memory;
-    float2 *x_scale = (float2 *)(x + X_BYTES);
-    float *partials = (float *)(x + X_BYTES + X_SCALE_BYTES);
+    for (int i = 0; i < HELD; i++)
+        if (HELD == ITEMS && BUSY(i)) load_factors_of(f, i, warp, lane);
+}
+// Rounds the rows `from` to `x` and `x_scale`. `sums` has room for DIM_T (K_TILES + 1) floats where NORM=1.
+__device__ __forceinline__ void prepare_x(Factors &f, const float *from, u8 *x, float2 *x_scale, float *sums, int warp, int lane) {
     float v[HELD][16];
-#define LOAD(i) load_slots(v[(i) % HELD], x_or_prepared + (size_t)(ITEM(i) / K_TILES) * DIM_K, ITEM(i) % K_TILES, lane % 4)
+#define LOAD(i) load_slots(v[(i) % HELD], from + (size_t)(ITEM(i) / K_TILES) * DIM_K, ITEM(i) % K_TILES, lane % 4)
     if (HELD == ITEMS) {
 #pragma unroll
         for (int i = 0; i < HELD; i++)
             if (BUSY(i)) LOAD(i);
     }
-    if (!FACTORS_EARLY) load_factors();
+    if (!FACTORS_EARLY) load_factors(f, warp, lane);
 #if NORM
-    float *sums = partials + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1), *norms = sums + DIM_T * K_TILES;
+    float *norms = sums + DIM_T * K_TILES;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         if (!BUSY(i)) continue;
@@ -204,18 +132,150 @@ linear_rows(const u32 *codes, const u8 *pairs,
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         if (!BUSY(i)) continue;
-        if (HELD != ITEMS) LOAD(i);
+        if (HELD != ITEMS) LOAD(i), load_factors_of(f, i, warp, lane);
         int row = ITEM(i) / K_TILES, kt = ITEM(i) % K_TILES;
 #if NORM
-        if (HELD != ITEMS) LOAD_FACTORS(i);
-        scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], scales[i % HELD]);
+        scale_slots(v[i % HELD], DIM_T == 1 ? only : norms[row], f.scales[i % HELD]);
 #elif GATE
-        if (HELD != ITEMS) LOAD_FACTORS(i);
-        gate_slots(v[i % HELD], gates[i % HELD]);
+        gate_slots(v[i % HELD], f.gates[i % HELD]);
 #endif
         prepare_tile(v[i % HELD], x, x_scale, kt, row, lane % 4);
     }
     __syncthreads();
+}
+#endif
+
+#if BULK
+// A warp's ring, and the next unit to fetch.
+struct Ring {
+    u8 *slots;
+    u64 *full;
+    int tile, unit, pass;
+};
+__device__ __forceinline__ void fetch_next(Ring &r, int slot, const Weights &w, int split, int lane) {
+    if (r.pass >= PASSES || r.tile >= OUT_TILES) return;
+    if (lane == 0) fetch_unit_of(r.slots + slot * SLOT_BYTES, r.full + slot, w, r.tile, r.unit);
+    r.unit += SPLIT;
+    if (r.unit >= UNITS) r.unit = split, r.tile += gridDim.x * ROW_WARPS, r.pass++;
+}
+#endif
+
+// ---- sums of a block: [ROW_WARPS][DIM_T][16], THREADS at a time ----
+
+#define SUMS (ROW_WARPS * DIM_T * 16)
+#define SUM_ROW(i) ((i) / 16 % DIM_T)
+#define SUM_COLUMN(i) ((tile - row_warp + (i) / 16 / DIM_T) * 16 + (i) % 16)
+
+// A lane's sums to partial sums [row warp][half][row of x][split][17].
+__device__ __forceinline__ void store_partials(float *partial, const Sums &acc, int row_warp, int split, int lane) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int j = 0; j < N8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (DIM_T == 1 && (e & 1)) continue;
+                const float sum = sum_of(acc, h, j, e);
+                int row = 8 * j + 2 * (lane % 4) + (e & 1), n = lane / 4 + 8 * (e / 2);
+                if (row < DIM_T) partial[(((row_warp * HALVES + h) * DIM_T + row) * SPLIT + split) * 17 + n] = sum;
+            }
+}
+
+#if CONV
+static_assert(DIM_T == 1 && SUMS <= THREADS && !SWIGLU && !GATHER, "a thread for each column");
+// The convolution of a thread's column.
+struct Taps {
+    int channel;
+    bool active;
+    float *window;
+    float taps[CONV], recent[CONV];
+};
+__device__ __forceinline__ Taps load_taps(int column, const float *weight, float *window, const u32 *row_start, const u32 *slot) {
+    Taps c;
+    c.channel = column - CONV_FROM;
+    // A sequence without rows keeps its window.
+    c.active = threadIdx.x < SUMS && c.channel >= 0 && c.channel < CONV_C && row_start[1] == 1;
+    c.window = window + (c.active ? (size_t)slot[0] * (CONV - 1) * CONV_C + c.channel : 0);
+#pragma unroll
+    for (int k = 0; k < CONV; k++) {
+        c.taps[k] = c.active ? weight[k * CONV_C + c.channel] : 0.0f;
+        c.recent[k] = c.active && k < CONV - 1 ? c.window[k * CONV_C] : 0.0f;
+    }
+    return c;
+}
+__device__ __forceinline__ void convolve(Taps &c, float x, float *y) {
+    c.recent[CONV - 1] = x;
+    float through = 0.0f;
+#pragma unroll
+    for (int k = 0; k < CONV; k++) through = fmaf(c.taps[k], c.recent[k], through);
+#pragma unroll
+    for (int k = 1; k < CONV; k++) c.window[(k - 1) * CONV_C] = c.recent[k];
+    y[c.channel] = silu(through);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_rows(
+#include "linear_rows.params"
+) {
+    extern __shared__ uint4 shared[];
+    // The shuffle tells the compiler that `warp` is the same in all lanes, so addresses of fetches stay in uniform
+    // registers.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+    const int split = warp % SPLIT, row_warp = warp / SPLIT;
+    if (!LATE) let_next_start();
+    int tile = blockIdx.x * ROW_WARPS + row_warp;
+    size_t expert = 0;
+#if FUSED
+    Factors factors;
+#if NORM || GATE == 2
+    factors.norm = norm;
+#endif
+#if GATE
+    factors.gate = gate;
+#endif
+    if (FACTORS_EARLY) load_factors(factors, warp, lane);
+#endif
+#if GATHER
+    wait_for_inputs(); // the experts are the router's result
+    expert = experts[blockIdx.y];
+    if (expert >= stack) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) report(fault, kernel, 1, (u32)expert, stack);
+        return;
+    }
+    x_or_prepared += (size_t)(blockIdx.y / GATHER) * DIM_K;
+    y += (size_t)blockIdx.y * OUT;
+    residual = nullptr;
+#endif
+#if DENSE
+    const Weights w = expert_of({weight}, expert);
+#else
+    const Weights w = expert_of({codes, pairs}, expert);
+#endif
+#if BULK
+    u8 *const free_memory = (u8 *)shared + RING_BYTES;
+    u64 *const barriers = (u64 *)((u8 *)shared + WARPS * STAGES * SLOT_BYTES);
+    // The first STAGES fetches start before x exists: weights do not depend on it.
+    Ring ring = {(u8 *)shared + warp * (STAGES * SLOT_BYTES), barriers + warp * STAGES, tile, split, split < UNITS ? 0 : PASSES};
+    int stage = 0;
+    u32 parity = 0;
+    if (lane == 0) init_barriers(ring.full, STAGES);
+    __syncwarp();
+    for (int i = 0; i < STAGES; i++) fetch_next(ring, i, w, split, lane);
+#else
+    u8 *const free_memory = (u8 *)shared;
+    Unit next;
+    if (tile < OUT_TILES && split < UNITS) load_unit(next, w, tile, split, lane);
+#endif
+#if !GATHER
+    wait_for_inputs();
+#endif
+    if (LATE) let_next_start();
+
+#if FUSED
+    u8 *x = free_memory;
+    float2 *x_scale = (float2 *)(x + X_BYTES);
+    float *partials = (float *)(x + X_BYTES + X_SCALE_BYTES);
+    prepare_x(factors, x_or_prepared, x, x_scale, partials + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1), warp, lane);
 #else
     const u8 *x = (const u8 *)x_or_prepared;
     const float2 *x_scale = (const float2 *)(x + X_BYTES);
@@ -226,9 +286,6 @@ linear_rows(const u32 *codes, const u8 *pairs,
         const int following = tile + gridDim.x * ROW_WARPS;
         Sums acc = {};
         // The residual is loaded while the sums are computed.
-#define SUMS (ROW_WARPS * DIM_T * 16)
-#define SUM_ROW(i) ((i) / 16 % DIM_T)
-#define SUM_COLUMN(i) ((tile - row_warp + (i) / 16 / DIM_T) * 16 + (i) % 16)
         float kept[(SUMS + THREADS - 1) / THREADS];
 #pragma unroll
         for (int j = 0; j * THREADS < SUMS; j++) {
@@ -237,27 +294,16 @@ linear_rows(const u32 *codes, const u8 *pairs,
             kept[j] = there ? residual[(size_t)SUM_ROW(i) * OUT + SUM_COLUMN(i)] : 0.0f;
         }
 #if CONV
-        static_assert(DIM_T == 1 && SUMS <= THREADS && !SWIGLU && !GATHER, "a thread for each column");
-        const int channel = SUM_COLUMN((int)threadIdx.x) - CONV_FROM;
-        // A sequence without rows keeps its window.
-        const bool convolves = threadIdx.x < SUMS && channel >= 0 && channel < CONV_C && row_start[1] == 1;
-        float *const my_window = window + (convolves ? (size_t)slot[0] * (CONV - 1) * CONV_C + channel : 0);
-        float taps[CONV], recent[CONV];
-#pragma unroll
-        for (int k = 0; k < CONV; k++) {
-            taps[k] = convolves ? conv_weight[k * CONV_C + channel] : 0.0f;
-            recent[k] = convolves && k < CONV - 1 ? my_window[k * CONV_C] : 0.0f;
-        }
+        Taps taps = load_taps(SUM_COLUMN((int)threadIdx.x), conv_weight, window, row_start, slot);
 #endif
 #if BULK
         for (int unit = split; unit < UNITS && tile < OUT_TILES; unit += SPLIT) {
-            const u8 *slot = ring + stage * SLOT_BYTES;
-            wait_full(full + stage, parity);
+            wait_full(ring.full + stage, parity);
             Unit now;
-            unit_of_slot(now, slot, unit, lane);
+            unit_of_slot(now, ring.slots + stage * SLOT_BYTES, unit, lane);
             multiply_unit(acc, now, x, x_scale, unit, lane);
             __syncwarp(); // all lanes have read the slot
-            fetch_next(stage);
+            fetch_next(ring, stage, w, split, lane);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
 #else
@@ -272,28 +318,17 @@ linear_rows(const u32 *codes, const u8 *pairs,
             multiply_unit(acc, now, x, x_scale, unit, lane);
         }
 #endif
-        // Partial sums [row warp][half][row of x][split][17]
         float *partial = partials + (PASSES > 1 ? pass % 2 : 0) * PARTIAL_FLOATS;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++)
-#pragma unroll
-            for (int j = 0; j < N8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (DIM_T == 1 && (e & 1)) continue;
-                    const float sum = sum_of(acc, h, j, e);
-                    int row = 8 * j + 2 * (lane % 4) + (e & 1), n = lane / 4 + 8 * (e / 2);
-                    if (row < DIM_T) partial[(((row_warp * HALVES + h) * DIM_T + row) * SPLIT + split) * 17 + n] = sum;
-                }
+        store_partials(partial, acc, row_warp, split, lane);
         __syncthreads();
 #pragma unroll
         for (int j = 0; j * THREADS < SUMS; j++) {
-            const int i = threadIdx.x + j * THREADS, n = i % 16, row = SUM_ROW(i), column = SUM_COLUMN(i);
+            const int i = threadIdx.x + j * THREADS, row = SUM_ROW(i), column = SUM_COLUMN(i);
             if (i >= SUMS || column >= OUT) continue;
             float sum[HALVES];
 #pragma unroll
             for (int h = 0; h < HALVES; h++) {
-                const float *from = partial + ((i / 16 / DIM_T * HALVES + h) * DIM_T + row) * SPLIT * 17 + n;
+                const float *from = partial + ((i / 16 / DIM_T * HALVES + h) * DIM_T + row) * SPLIT * 17 + i % 16;
                 sum[h] = from[0];
 #pragma unroll
                 for (int s = 1; s < SPLIT; s++) sum[h] = __fadd_rn(sum[h], from[s * 17]);
@@ -305,15 +340,7 @@ linear_rows(const u32 *codes, const u8 *pairs,
             y[at] = residual ? __fadd_rn(kept[j], sum[0]) : sum[0];
 #endif
 #if CONV
-            if (convolves) {
-                recent[CONV - 1] = sum[0];
-                float through = 0.0f;
-#pragma unroll
-                for (int k = 0; k < CONV; k++) through = fmaf(taps[k], recent[k], through);
-#pragma unroll
-                for (int k = 1; k < CONV; k++) my_window[(k - 1) * CONV_C] = recent[k];
-                conv_y[channel] = silu(through);
-            }
+            if (taps.active) convolve(taps, sum[0], conv_y);
 #endif
         }
         tile = following;

@@ -75,7 +75,9 @@ struct Row {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) greatest(const float* logits, const float* draws, Ends* ends, Board* boards, u32 width) {
+extern "C" __global__ void __launch_bounds__(THREADS) greatest(
+#include "greatest.params"
+) {
     take_turn();
     __shared__ Ends shared[WARPS + 1];
     const u32 row = blockIdx.x;
@@ -105,7 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) greatest(const float* logi
     if (threadIdx.x == 0) ends[(u64)row * gridDim.y + blockIdx.y] = best;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) weigh(const float* logits, const float* draws, const Ends* ends, Board* boards, u32* y, u32 width) {
+extern "C" __global__ void __launch_bounds__(THREADS) weigh(
+#include "draw.params"
+) {
     take_turn();
     __shared__ Ends both;
     __shared__ Totals sums[WARPS + 1];
@@ -297,7 +301,9 @@ __device__ inline bool has_list(Shared& s, Board& board) {
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) draw(const float* logits, const float* draws, const Ends* ends, Board* boards, u32* y, u32 width) {
+extern "C" __global__ void __launch_bounds__(THREADS) draw(
+#include "draw.params"
+) {
     take_turn();
     __shared__ Shared s;
     const Draw draw = draw_of(draws, blockIdx.x);

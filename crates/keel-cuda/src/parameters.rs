@@ -165,6 +165,122 @@ parameters! {
         y: u64 = "float*",
     }
 
+    /// Rows of x on their way to `linear_rows`.
+    PrepareRows = "prepare_rows.params" of ["prepare_rows"] {
+        x: u64 = "const float*",
+        norm: Option<u64> = "const float*" if "NORM || GATE == 2",
+        gate: Option<u64> = "const float*" if "GATE",
+        prepared: u64 = "u8*",
+    }
+
+    /// A product of few rows. The residual may be null.
+    LinearRows = "linear_rows.params" of ["linear_rows"] {
+        x_or_prepared: u64 = "const float*",
+        weight: Option<u64> = "const bf16*" if "DENSE",
+        codes: Option<u64> = "const u32*" if "!DENSE",
+        pairs: Option<u64> = "const u8*" if "!DENSE",
+        norm: Option<u64> = "const float*" if "FUSED && (NORM || GATE == 2)",
+        gate: Option<u64> = "const float*" if "FUSED && GATE",
+        experts: Option<u64> = "const u32*" if "GATHER",
+        stack: Option<usize> = "u32" if "GATHER",
+        fault: Option<u64> = "Fault*" if "GATHER",
+        kernel: Option<usize> = "u32" if "GATHER",
+        residual: u64 = "const float*",
+        y: u64 = "float*",
+        conv_weight: Option<u64> = "const float*" if "CONV",
+        window: Option<u64> = "float*" if "CONV",
+        row_start: Option<u64> = "const u32*" if "CONV",
+        slot: Option<u64> = "const u32*" if "CONV",
+        conv_y: Option<u64> = "float*" if "CONV",
+    }
+
+    /// The choice of experts for few tokens, and their gate and up projections.
+    ChosenGateUp = "chosen_gate_up.params" of ["chosen_gate_up"] {
+        codes: u64 = "const u32*",
+        pairs: u64 = "const u8*",
+        always_codes: Option<u64> = "const u32*" if "ALWAYS",
+        always_pairs: Option<u64> = "const u8*" if "ALWAYS",
+        x: u64 = "const float*",
+        norm: Option<u64> = "const float*" if "NORM",
+        logits: u64 = "const float*",
+        probabilities: u64 = "float*",
+        chosen: u64 = "u32*",
+        y: u64 = "float*",
+        always_y: Option<u64> = "float*" if "ALWAYS",
+    }
+
+    /// The down projections of chosen experts, added up. `always` is the input of the shared expert's product, or with
+    /// ADDED its output.
+    ChosenDown = "chosen_down.params" of ["chosen_down"] {
+        codes: u64 = "const u32*",
+        pairs: u64 = "const u8*",
+        always_codes: Option<u64> = "const u32*" if "ALWAYS",
+        always_pairs: Option<u64> = "const u8*" if "ALWAYS",
+        inner: u64 = "const float*",
+        always: Option<u64> = "const float*" if "ALWAYS || ADDED",
+        gate: Option<u64> = "const float*" if "ALWAYS || ADDED",
+        logits: Option<u64> = "const float*" if "EARLY",
+        probabilities: Option<u64> = "const float*" if "!EARLY",
+        chosen: Option<u64> = "const u32*" if "!EARLY",
+        fault: Option<u64> = "Fault*" if "!EARLY",
+        kernel: Option<usize> = "u32" if "!EARLY",
+        residual: u64 = "const float*",
+        y: u64 = "float*",
+    }
+
+    /// The choice of experts, any number of them.
+    RouteTopK = "route_top_k.params" of ["route_top_k"] {
+        logits: u64 = "const float*",
+        stride: usize = "u32",
+        weights: u64 = "float*",
+        chosen: u64 = "u32*",
+        experts: usize = "u32",
+        k: usize = "u32",
+        normalise: usize = "u32",
+    }
+
+    /// The choice of few experts.
+    RouteFew = "route_few.params" of ["route_few"] {
+        logits: u64 = "const float*",
+        stride: usize = "u32",
+        weights: u64 = "float*",
+        chosen: u64 = "u32*",
+        tokens: usize = "u32",
+    }
+
+    /// The sum of a mixture. Without a shared expert, `shared` and `gate` are null.
+    Combine = "combine.params" of ["combine"] {
+        experts: u64 = "const float*",
+        weights: u64 = "const float*",
+        shared: u64 = "const float*",
+        gate: u64 = "const float*",
+        stride: usize = "u32",
+        residual: u64 = "const float*",
+        y: u64 = "float*",
+        choices: usize = "u32",
+        width: usize = "u32",
+        with_shared: usize = "u32",
+    }
+
+    /// The first and the last candidate of a block's part of a row.
+    Greatest = "greatest.params" of ["greatest"] {
+        logits: u64 = "const float*",
+        draws: u64 = "const float*",
+        ends: u64 = "Ends*",
+        boards: u64 = "Board*",
+        width: usize = "u32",
+    }
+
+    /// The candidates of a row, and the token drawn from them.
+    DrawTokens = "draw.params" of ["weigh", "draw"] {
+        logits: u64 = "const float*",
+        draws: u64 = "const float*",
+        ends: u64 = "const Ends*",
+        boards: u64 = "Board*",
+        y: u64 = "u32*",
+        width: usize = "u32",
+    }
+
     /// The arrays of a batch, and what they are checked against. Pointers that an operation does not have are null.
     CheckBatch = "check_batch.params" of ["check_batch"] {
         row_start: u64 = "u32*",

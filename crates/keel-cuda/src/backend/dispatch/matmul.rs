@@ -5,6 +5,7 @@ use crate::backend::Mode;
 use crate::backend::operand::c_type;
 use crate::driver::Arguments;
 use crate::kernels::{EXPERTS, KernelKey, MATMUL};
+use crate::parameters::{Combine, RouteFew, RouteTopK};
 use keel_array::{ArrayError, Kernel, Op};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -44,48 +45,40 @@ fn matmul(call: &Call<'_>) -> Result<(), ArrayError> {
 fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayError> {
     let x = &call.strided(0);
     let experts = x.width();
+    let (logits, stride) = (x.address, x.row_stride(1));
+    let [weights, chosen] = [0, 1].map(|i: usize| call.outputs[i].address);
     if experts <= 512 && k <= 32 {
         let key = KernelKey::new(EXPERTS, "route_few")
             .define("EXPERTS", experts)
             .define("CHOICES", k)
             .define("NORMALISE", u8::from(normalise));
-        let arguments = Arguments::default()
-            .pointer(x.address)
-            .u32(x.row_stride(1))
-            .pointer(call.outputs[0].address)
-            .pointer(call.outputs[1].address)
-            .u32(x.rows());
-        return call.launch(&key, Geometry::rows(x.rows().div_ceil(4), 128), arguments);
+        let parameters = RouteFew { logits, stride, weights, chosen, tokens: x.rows() };
+        return call.launch_described(&key, Geometry::rows(x.rows().div_ceil(4), 128), &parameters);
     }
-    let arguments = Arguments::default()
-        .pointer(x.address)
-        .u32(x.row_stride(1))
-        .pointer(call.outputs[0].address)
-        .pointer(call.outputs[1].address)
-        .u32(experts)
-        .u32(k)
-        .u32(usize::from(normalise));
+    let normalise = usize::from(normalise);
+    let parameters = RouteTopK { logits, stride, weights, chosen, experts, k, normalise };
     let geometry =
         Geometry { grid: (x.rows(), 1, 1), block: (256, 1, 1), shared_bytes: experts * size_of::<f32>() };
-    call.launch(&KernelKey::new(EXPERTS, "route_top_k"), geometry, arguments)
+    call.launch_described(&KernelKey::new(EXPERTS, "route_top_k"), geometry, &parameters)
 }
 
 fn combine_experts(shared: bool, call: &Call<'_>) -> Result<(), ArrayError> {
     let (x, y) = (&call.inputs[0], &call.outputs[0]);
     let residual = &call.inputs[call.inputs.len() - 1];
-    let (always, gate) = if shared { (call.inputs[2].address, Some(call.strided(3))) } else { (0, None) };
-    let arguments = Arguments::default()
-        .pointer(x.address)
-        .pointer(call.inputs[1].address)
-        .pointer(always)
-        .pointer(gate.map_or(0, |gate| gate.address))
-        .u32(gate.map_or(0, |gate| gate.row_stride(1)))
-        .pointer(residual.address)
-        .pointer(y.address)
-        .u32(call.inputs[1].width())
-        .u32(y.width())
-        .u32(usize::from(shared));
+    let gate = shared.then(|| call.strided(3));
+    let parameters = Combine {
+        experts: x.address,
+        weights: call.inputs[1].address,
+        shared: if shared { call.inputs[2].address } else { 0 },
+        gate: gate.map_or(0, |gate| gate.address),
+        stride: gate.map_or(0, |gate| gate.row_stride(1)),
+        residual: residual.address,
+        y: y.address,
+        choices: call.inputs[1].width(),
+        width: y.width(),
+        with_shared: usize::from(shared),
+    };
     let grid = (y.width().div_ceil(256), y.rows(), 1);
     let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 0 };
-    call.launch(&KernelKey::new(EXPERTS, "combine"), geometry, arguments)
+    call.launch_described(&KernelKey::new(EXPERTS, "combine"), geometry, &parameters)
 }

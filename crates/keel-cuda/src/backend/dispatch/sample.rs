@@ -1,8 +1,8 @@
 //! Tokens drawn from logits.
 
 use super::{Call, Geometry};
-use crate::driver::Arguments;
 use crate::kernels::{KernelKey, SAMPLE};
+use crate::parameters::{DrawTokens, Greatest};
 use keel_array::{ArrayError, Kernel, Layout};
 
 /// `THREADS` and `CHUNK` of `sample.cu`: threads of a block, and logits that they read at a time.
@@ -32,10 +32,9 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let (boards, ends) = (call.scratch, call.scratch + (rows * BOARD_BYTES) as u64);
     let key = |entry| KernelKey::new(SAMPLE, entry);
     let spread = Geometry { grid: (rows, parts, 1), ..Geometry::rows(rows, THREADS) };
-    let given =
-        || Arguments::default().pointer(logits.address).pointer(draws.address).pointer(ends).pointer(boards);
-    call.launch(&key("greatest"), spread, given().u32(width))?;
-    let given = || given().pointer(y.address).u32(width);
-    call.launch(&key("weigh"), spread, given())?;
-    call.launch(&key("draw"), spread, given())
+    let (logits, draws, y) = (logits.address, draws.address, y.address);
+    call.launch_described(&key("greatest"), spread, &Greatest { logits, draws, ends, boards, width })?;
+    let parameters = DrawTokens { logits, draws, ends, boards, y, width };
+    call.launch_described(&key("weigh"), spread, &parameters)?;
+    call.launch_described(&key("draw"), spread, &parameters)
 }

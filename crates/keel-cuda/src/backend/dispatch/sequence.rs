@@ -134,7 +134,11 @@ pub(super) fn run_convolved(product: &Call<'_>, conv: &Call<'_>) -> Result<(), A
         width: spec.width,
         channels: x.width(),
         first_column: (x.address - product.outputs[0].address) as usize / size_of::<f32>(),
-        operands: [*taps, *window, *row_start, *slot, conv.outputs[0]],
+        weight: *taps,
+        window: *window,
+        row_start: *row_start,
+        slot: *slot,
+        y: conv.outputs[0],
     };
     linear::convolved_linear(product, convolution)?;
     [product, conv].into_iter().for_each(Call::note_written);

@@ -3,11 +3,11 @@
 
 use super::super::{Call, Geometry};
 use super::mixture::CHOICES_MAX;
-use super::{Arithmetic, arithmetic, col_tiles, packed, row_tiles, takes_few_rows, weight_key};
+use super::{Arithmetic, arithmetic, codes_and_pairs, col_tiles, row_tiles, takes_few_rows, weight_key};
 use crate::backend::Mode;
 use crate::backend::weights::Coding;
-use crate::driver::Arguments;
 use crate::kernels::{KernelKey, MIXTURE};
+use crate::parameters::ChosenDown;
 use keel_array::{ArrayError, Kernel, Op, Slot, WeightSpec};
 
 /// Bytes of shared memory of a block, at most.
@@ -108,33 +108,39 @@ pub(in crate::backend::dispatch) fn combine(
         .define("ALWAYS", u8::from(always.is_some()))
         .define("ADDED", u8::from(has_shared && always.is_none()))
         .define("EARLY", u8::from(route.is_some()));
-    let mut arguments = packed(Arguments::default(), weight, &down.inputs[1]);
-    if let Some(always) = always {
-        let Op::Linear { weight, .. } = &always.kernel.op else { unreachable!("a product was absorbed") };
-        arguments = packed(arguments, weight, &always.inputs[1]);
-    }
-    arguments = arguments.pointer(down.inputs[0].address);
-    if has_shared {
-        let (input, gate) = (always.map_or(&call.inputs[2], |always| &always.inputs[0]), call.strided(3));
+    let gate = has_shared.then(|| call.strided(3));
+    if let Some(gate) = gate {
         key = key.define("SHARE_ROW", gate.row_stride(1));
-        arguments = arguments.pointer(input.address).pointer(gate.address);
     }
-    arguments = match route {
-        Some(route) => {
-            let logits = route.strided(0);
-            key = key.define("LOGITS_ROW", logits.row_stride(1));
-            arguments.pointer(logits.address)
-        }
-        None => arguments
-            .pointer(probabilities.address)
-            .pointer(down.inputs[2].address)
-            .pointer(call.fault)
-            .u32(call.index),
+    let logits = route.map(|route| route.strided(0));
+    if let Some(logits) = logits {
+        key = key.define("LOGITS_ROW", logits.row_stride(1));
+    }
+    let [codes, pairs] = codes_and_pairs(weight, &down.inputs[1]);
+    let always_at = always.map(|always| match &always.kernel.op {
+        Op::Linear { weight, .. } => codes_and_pairs(weight, &always.inputs[1]),
+        _ => unreachable!("a product was absorbed"),
+    });
+    let finds_none = logits.is_none();
+    let parameters = ChosenDown {
+        codes,
+        pairs,
+        always_codes: always_at.map(|[codes, _]| codes),
+        always_pairs: always_at.map(|[_, pairs]| pairs),
+        inner: down.inputs[0].address,
+        always: has_shared.then(|| always.map_or(&call.inputs[2], |always| &always.inputs[0]).address),
+        gate: gate.map(|gate| gate.address),
+        logits: logits.map(|logits| logits.address),
+        probabilities: finds_none.then_some(probabilities.address),
+        chosen: finds_none.then_some(down.inputs[2].address),
+        fault: finds_none.then_some(call.fault),
+        kernel: finds_none.then_some(call.index),
+        residual: residual.address,
+        y: call.outputs[0].address,
     };
-    let arguments = arguments.pointer(residual.address).pointer(call.outputs[0].address);
     let grid = (row_tiles(weight), tokens, 1);
     let geometry = Geometry { grid, block: (32 * cut.warps, 1, 1), shared_bytes: 0 };
-    call.launch(&key, geometry, arguments)?;
+    call.launch_described(&key, geometry, &parameters)?;
     call.settle();
     Ok(())
 }

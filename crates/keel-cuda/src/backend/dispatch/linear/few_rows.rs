@@ -2,10 +2,10 @@
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::tuning::{LARGE, Tuning};
-use super::{FEW_ROWS, address, at_row, col_tiles, packed, row_tiles, weight_key};
+use super::{FEW_ROWS, address, at_row, codes_and_pairs, col_tiles, row_tiles, weight_key};
 use crate::backend::weights::Coding;
-use crate::driver::Arguments;
 use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
+use crate::parameters::{LinearRows, PrepareRows};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 use std::ops::Range;
 
@@ -45,8 +45,12 @@ pub(in crate::backend::dispatch) struct Convolution<'a> {
     pub width: usize,
     pub channels: usize,
     pub first_column: usize,
-    /// Weight, window, rows of the sequences, slots, y.
-    pub operands: [Bound<'a>; 5],
+    pub weight: Bound<'a>,
+    pub window: Bound<'a>,
+    /// The first row of each sequence.
+    pub row_start: Bound<'a>,
+    pub slot: Bound<'a>,
+    pub y: Bound<'a>,
 }
 
 /// A product of few rows, with what comes before and after it.
@@ -161,26 +165,25 @@ impl<'a> FewRows<'a> {
         }
     }
 
-    /// The operands of [`Entry`] from a row on, as the kernels take them.
-    fn entry_arguments(&self, arguments: Arguments, row: usize) -> Arguments {
-        let gate_at = |gate: Bound<'_>| at_row(gate.address, row, gate.head_strides().0);
+    /// The weight of the norm before the product.
+    pub fn norm(&self) -> Option<Bound<'a>> {
         match self.entry {
-            Entry::Plain => arguments,
-            Entry::Norm(weight, _) => arguments.pointer(weight.address),
-            Entry::Gate(gate) => arguments.pointer(gate_at(gate)),
-            Entry::HeadNorm(weight, _, gate) => arguments.pointer(weight.address).pointer(gate_at(gate)),
+            Entry::Norm(weight, _) | Entry::HeadNorm(weight, ..) => Some(weight),
+            Entry::Plain | Entry::Gate(_) => None,
+        }
+    }
+
+    /// The gate before the product.
+    fn gate(&self) -> Option<Bound<'a>> {
+        match self.entry {
+            Entry::Gate(gate) | Entry::HeadNorm(_, _, gate) => Some(gate),
+            Entry::Plain | Entry::Norm(..) => None,
         }
     }
 
     /// The operands that x is multiplied by before the product.
     fn factors(&self) -> impl Iterator<Item = Bound<'a>> {
-        let (norm, gate) = match self.entry {
-            Entry::Plain => (None, None),
-            Entry::Norm(weight, _) => (Some(weight), None),
-            Entry::Gate(gate) => (None, Some(gate)),
-            Entry::HeadNorm(weight, _, gate) => (Some(weight), Some(gate)),
-        };
-        norm.into_iter().chain(gate)
+        self.norm().into_iter().chain(self.gate())
     }
 
     /// The rows, and the operands that they are multiplied by.
@@ -232,35 +235,41 @@ impl<'a> FewRows<'a> {
         let tuning = tuning.for_device(&call.gpu.device, |tuning| self.shared_bytes(tuning, rows, fused));
         let key = self.key(&tuning, rows, fused);
         let mut x = at_row(self.x.address, first, self.weight.cols);
+        let norm = self.norm().map(|norm| norm.address);
+        let gate = self.gate().map(|gate| at_row(gate.address, first, gate.head_strides().0));
         if !fused {
             let tiles = 4 * col_tiles(self.weight);
             let block = if col_tiles(self.weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
             let key = KernelKey { entry: "prepare_rows", ..key.clone() };
-            let arguments =
-                self.entry_arguments(Arguments::default().pointer(x), first).pointer(call.scratch);
-            call.launch(&key, Geometry::rows(rows, block), arguments)?;
+            let parameters = PrepareRows { x, norm, gate, prepared: call.scratch };
+            call.launch_described(&key, Geometry::rows(rows, block), &parameters)?;
             x = call.scratch;
         }
-        let mut arguments = packed(Arguments::default(), self.weight, &self.packed).pointer(x);
-        if fused {
-            arguments = self.entry_arguments(arguments, first);
-        }
-        if let Some((experts, _)) = self.experts {
-            arguments = arguments
-                .pointer(experts.address)
-                .u32(self.weight.experts)
-                .pointer(call.fault)
-                .u32(call.index);
-        }
+        let is_dense = matches!(self.weight.format, WeightFormat::Dense(_));
+        let quantised = (!is_dense).then(|| codes_and_pairs(self.weight, &self.packed));
         let width = self.weight.rows / if self.gated { 2 } else { 1 };
-        let mut arguments = arguments.pointer(at_row(address(residual), first, width)).pointer(at_row(
-            call.outputs[0].address,
-            first,
-            width,
-        ));
-        if let Some(conv) = &self.convolution {
-            arguments = conv.operands.iter().fold(arguments, |arguments, x| arguments.pointer(x.address));
-        }
+        let conv = |operand: fn(&Convolution<'a>) -> Bound<'a>| {
+            self.convolution.as_ref().map(|conv| operand(conv).address)
+        };
+        let parameters = LinearRows {
+            x_or_prepared: x,
+            weight: is_dense.then_some(self.packed.address),
+            codes: quantised.map(|[codes, _]| codes),
+            pairs: quantised.map(|[_, pairs]| pairs),
+            norm: norm.filter(|_| fused),
+            gate: gate.filter(|_| fused),
+            experts: self.experts.map(|(experts, _)| experts.address),
+            stack: gathers.then_some(self.weight.experts),
+            fault: gathers.then_some(call.fault),
+            kernel: gathers.then_some(call.index),
+            residual: at_row(address(residual), first, width),
+            y: at_row(call.outputs[0].address, first, width),
+            conv_weight: conv(|conv| conv.weight),
+            window: conv(|conv| conv.window),
+            row_start: conv(|conv| conv.row_start),
+            slot: conv(|conv| conv.slot),
+            conv_y: conv(|conv| conv.y),
+        };
         let early = fused && self.factors().all(|operand| call.is_settled(&operand));
         let key = key.define("FACTORS_EARLY", u8::from(early));
         let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
@@ -269,7 +278,7 @@ impl<'a> FewRows<'a> {
             block: (32 * tuning.split * tuning.row_warps, 1, 1),
             shared_bytes: self.shared_bytes(&tuning, rows, fused),
         };
-        call.launch(&key, geometry, arguments)?;
+        call.launch_described(&key, geometry, &parameters)?;
         if self.is_late() {
             call.settle();
         }

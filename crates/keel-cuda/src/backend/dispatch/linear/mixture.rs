@@ -6,10 +6,10 @@ use super::super::{BoundKernel, Call, Geometry};
 use super::combination::{combine, is_alike, mixture_key};
 use super::few_rows::{Entry, FewRows};
 use super::tuning::Tuning;
-use super::{Arithmetic, arithmetic, packed, row_tiles, takes_few_rows};
+use super::{Arithmetic, arithmetic, codes_and_pairs, row_tiles, takes_few_rows};
 use crate::backend::Mode;
 use crate::backend::weights::Coding;
-use crate::driver::Arguments;
+use crate::parameters::ChosenGateUp;
 use keel_array::{ArrayError, Kernel, Op, Operand, WeightSpec};
 
 /// Experts that a warp chooses among, and choices that its lanes keep.
@@ -248,30 +248,35 @@ impl<'c, 'a> Mixture<'c, 'a> {
             .define("MIN_BLOCKS", blocks_min.max(1))
             .define("ALWAYS", u8::from(self.shared.is_some()))
             .define("EARLY", u8::from(early));
-        let mut arguments = packed(Arguments::default(), self.weight, &self.rows.packed);
-        if let Some((_, product)) = self.shared {
-            let spec = WeightSpec { experts: 1, ..*self.weight };
-            arguments = packed(arguments, &spec, &product.inputs[1]);
-        }
-        arguments = arguments.pointer(self.rows.x.address);
-        if let Entry::Norm(norm, eps) = self.rows.entry {
+        if let Entry::Norm(_, eps) = self.rows.entry {
             key = key.define("NORM", 1).define("EPS", format!("{eps:e}f"));
-            arguments = arguments.pointer(norm.address);
         }
-        let outputs = self.parts.route.outputs.iter().chain(&self.parts.chosen.outputs);
         let logits = self.parts.route.strided(0);
         key = key.define("LOGITS_ROW", logits.row_stride(1));
-        arguments = arguments.pointer(logits.address);
-        arguments = outputs.fold(arguments, |arguments, y| arguments.pointer(y.address));
-        if let Some((call, _)) = self.shared {
-            arguments = arguments.pointer(call.outputs[0].address);
-        }
+        let [codes, pairs] = codes_and_pairs(self.weight, &self.rows.packed);
+        let always = self.shared.map(|(_, product)| {
+            codes_and_pairs(&WeightSpec { experts: 1, ..*self.weight }, &product.inputs[1])
+        });
+        let [probabilities, chosen] = &self.parts.route.outputs[..] else { unreachable!("two outputs") };
+        let parameters = ChosenGateUp {
+            codes,
+            pairs,
+            always_codes: always.map(|[codes, _]| codes),
+            always_pairs: always.map(|[_, pairs]| pairs),
+            x: self.rows.x.address,
+            norm: self.rows.norm().map(|norm| norm.address),
+            logits: logits.address,
+            probabilities: probabilities.address,
+            chosen: chosen.address,
+            y: self.parts.chosen.outputs[0].address,
+            always_y: self.shared.map(|(call, _)| call.outputs[0].address),
+        };
         let geometry = Geometry {
             grid: (row_tiles(self.weight) / 2, self.rows.rows() * products, 1),
             block: (32 * tuning.split, 1, 1),
             shared_bytes: 0,
         };
-        self.parts.chosen.launch(&key, geometry, arguments)?;
+        self.parts.chosen.launch_described(&key, geometry, &parameters)?;
         self.parts.chosen.settle();
         Ok(())
     }
