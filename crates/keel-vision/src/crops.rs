@@ -2,7 +2,7 @@
 //!
 //! Reference: `pan_and_scan` of transformers' `image_processing_gemma3.py`.
 
-use crate::Picture;
+use crate::{Picture, Size};
 
 /// Decides whether a picture is cut, and into how many pieces.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,7 +18,7 @@ pub struct PanAndScan {
 /// Returns the pieces. There are none if the picture is not long enough or the pieces would be too small.
 pub fn crops(picture: &Picture, how: PanAndScan) -> Vec<Picture> {
     let (width, height) = (picture.width, picture.height);
-    let Some((count, piece)) = cut((height, width), how) else { return Vec::new() };
+    let Some(Cut { count, piece }) = cut(Size { height, width }, how) else { return Vec::new() };
     let pieces = (0..count).map(|i| match width >= height {
         true => picture.crop(piece * i, 0, piece, height),
         false => picture.crop(0, piece * i, width, piece),
@@ -26,16 +26,28 @@ pub fn crops(picture: &Picture, how: PanAndScan) -> Vec<Picture> {
     pieces.filter(|crop| crop.width > 0 && crop.height > 0).collect()
 }
 
-/// Height and width of each piece of a picture of this height and width.
-pub(crate) fn crop_sizes((height, width): (usize, usize), how: PanAndScan) -> Vec<(usize, usize)> {
-    let Some((count, piece)) = cut((height, width), how) else { return Vec::new() };
+/// The size of each piece of a picture of this size.
+pub(crate) fn crop_sizes(own: Size, how: PanAndScan) -> Vec<Size> {
+    let Some(Cut { count, piece }) = cut(own, how) else { return Vec::new() };
+    let Size { height, width } = own;
     let long = width.max(height);
     let lengths = (0..count).map(|i| piece.min(long.saturating_sub(piece * i))).filter(|&length| length > 0);
-    lengths.map(|length| if width >= height { (height, length) } else { (length, width) }).collect()
+    let sized = |length| match width >= height {
+        true => Size { height, width: length },
+        false => Size { height: length, width },
+    };
+    lengths.map(sized).collect()
 }
 
-/// The number of pieces, and their length along the long side.
-fn cut((height, width): (usize, usize), how: PanAndScan) -> Option<(usize, usize)> {
+/// How a picture is cut along its long side.
+struct Cut {
+    /// Number of pieces.
+    count: usize,
+    /// Their length.
+    piece: usize,
+}
+
+fn cut(Size { height, width }: Size, how: PanAndScan) -> Option<Cut> {
     let wide = width >= height;
     let (long, short) = if wide { (width, height) } else { (height, width) };
     let ratio = long as f64 / short.max(1) as f64;
@@ -50,7 +62,7 @@ fn cut((height, width): (usize, usize), how: PanAndScan) -> Option<(usize, usize
     if piece.min(short) < how.min_crop {
         return None;
     }
-    Some((count, piece))
+    Some(Cut { count, piece })
 }
 
 #[cfg(test)]
@@ -63,7 +75,10 @@ mod tests {
         let how = PanAndScan { min_crop: 48, max_crops: 4, min_ratio: 1.2 };
         let sizes = |w, h| {
             let sizes: Vec<_> = crops(&picture(w, h), how).iter().map(|c| (c.width, c.height)).collect();
-            let foretold: Vec<_> = crop_sizes((h, w), how).into_iter().map(|(h, w)| (w, h)).collect();
+            let foretold: Vec<_> = crop_sizes(Size { height: h, width: w }, how)
+                .into_iter()
+                .map(|size| (size.width, size.height))
+                .collect();
             assert_eq!(sizes, foretold);
             sizes
         };

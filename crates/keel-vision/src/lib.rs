@@ -38,7 +38,7 @@ pub use pixels::PixelScale;
 pub use processor::{ImageProcessor, Layout, ProcessedImage, ProcessorFiles};
 pub use prompt::{ImageSpan, Placeholders, VideoSpan, expand};
 pub use resample::{Filter, resize};
-pub use size::{image_size, video_size};
+pub use size::{PixelBounds, Size, image_size, video_size};
 pub use video::{
     FPS_DEFAULT, ProcessedVideo, VideoBounds, VideoBuilder, VideoProcessor, seconds, timestamps,
 };

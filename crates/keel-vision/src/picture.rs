@@ -1,5 +1,7 @@
 //! A decoded picture.
 
+use crate::Size;
+
 /// 8-bit RGB, row by row, three bytes per pixel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
@@ -12,6 +14,11 @@ pub struct Picture {
 }
 
 impl Picture {
+    /// Its sides.
+    pub fn size(&self) -> Size {
+        Size { height: self.height, width: self.width }
+    }
+
     /// Copies the part that begins at `(left, top)`. It is clipped to the picture.
     pub fn crop(&self, left: usize, top: usize, width: usize, height: usize) -> Picture {
         let (left, top) = (left.min(self.width), top.min(self.height));

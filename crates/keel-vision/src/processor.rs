@@ -14,7 +14,10 @@ use crate::patches::{PatchShape, patches, planes};
 use crate::pixels::ScaleDefaults;
 use crate::resample::resize_bytes;
 use crate::size::{image_size, pixels_max};
-use crate::{Filter, Grid, Picture, PixelScale, Result, VideoProcessor, VisionError, patience, resize};
+use crate::{
+    Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VideoProcessor, VisionError, patience,
+    resize,
+};
 
 const PROCESSOR: &str = "processor_config.json";
 const IMAGE: &str = "preprocessor_config.json";
@@ -126,8 +129,8 @@ pub enum Layout {
         merge: usize,
         /// Frames per patch. A picture counts as this many equal frames.
         frames: usize,
-        /// Smallest and largest number of pixels.
-        pixels: (usize, usize),
+        /// Bounds on the number of pixels of a picture.
+        pixels: PixelBounds,
     },
     /// One fixed size (Gemma 3): `[channel, height, width]`.
     Whole {
@@ -196,7 +199,7 @@ impl ImageProcessor {
             (layout, Filter::Bilinear, ScaleDefaults::HALF)
         } else {
             let shape = patch_shape(&fields, 14)?;
-            let pixels = pixel_bounds(&fields, (56 * 56, 28 * 28 * 1280))?;
+            let pixels = pixel_bounds(&fields, PixelBounds { least: 56 * 56, most: 28 * 28 * 1280 })?;
             let PatchShape { side, merge, frames } = shape;
             (Layout::Patches { side, merge, frames, pixels }, Filter::Bicubic, ScaleDefaults::CLIP)
         };
@@ -223,7 +226,7 @@ impl ImageProcessor {
     /// # Errors
     /// If the smallest size of the processor has more.
     pub fn limited_to(mut self, pixels: usize) -> Result<ImageProcessor> {
-        if let Layout::Patches { pixels: (least, most), .. } = &mut self.layout
+        if let Layout::Patches { pixels: PixelBounds { least, most }, .. } = &mut self.layout
             && *most > pixels
         {
             if *least > pixels {
@@ -259,11 +262,12 @@ impl ImageProcessor {
     /// # Errors
     /// As [`ImageProcessor::process`].
     pub fn work_bytes(&self, width: usize, height: usize) -> Result<u64> {
-        let sizes = self.pan_and_scan.map_or(Vec::new(), |how| crop_sizes((height, width), how));
+        let own = Size { height, width };
+        let sizes = self.pan_and_scan.map_or(Vec::new(), |how| crop_sizes(own, how));
         let (mut kept, mut most) = (0, 0);
-        for &own in std::iter::once(&(height, width)).chain(&sizes) {
+        for &own in std::iter::once(&own).chain(&sizes) {
             let size = self.target(own)?;
-            let pixels = size.0 as u64 * size.1 as u64;
+            let pixels = size.pixels() as u64;
             let frames = match self.layout {
                 Layout::Whole { .. } => 1,
                 Layout::Patches { frames, .. } => frames as u64,
@@ -272,7 +276,7 @@ impl ImageProcessor {
             most = most.max(kept + one.max(3 * pixels + resize_bytes(own, size)));
             kept += one;
         }
-        let crops: u64 = sizes.iter().map(|(height, width)| 3 * *height as u64 * *width as u64).sum();
+        let crops: u64 = sizes.iter().map(|size| 3 * size.pixels() as u64).sum();
         Ok(crops + most + SMALL_BYTES)
     }
 
@@ -287,7 +291,7 @@ impl ImageProcessor {
 
     fn process_one(&self, picture: &Picture) -> Result<ProcessedImage> {
         patience::check()?;
-        let (height, width) = self.target((picture.height, picture.width))?;
+        let Size { height, width } = self.target(picture.size())?;
         let resized = resize(picture, width, height, self.filter);
         let (values, grid) = match self.layout {
             Layout::Whole { .. } => (planes(&resized, &self.scale), Grid { t: 1, h: 1, w: 1 }),
@@ -298,29 +302,30 @@ impl ImageProcessor {
         Ok(ProcessedImage { values, grid, resized })
     }
 
-    /// Height and width after resizing.
-    fn target(&self, own: (usize, usize)) -> Result<(usize, usize)> {
+    /// The size after resizing.
+    fn target(&self, own: Size) -> Result<Size> {
         match self.layout {
-            Layout::Whole { height, width } if self.resizes || own == (height, width) => Ok((height, width)),
+            Layout::Whole { height, width } if self.resizes || own == (Size { height, width }) => {
+                Ok(Size { height, width })
+            }
             Layout::Patches { side, merge, pixels, .. } if self.resizes => {
                 image_size(own, side * merge, pixels)
             }
             Layout::Patches { side, merge, .. } => unresized(own, side * merge),
             Layout::Whole { height, width } => Err(VisionError::Prompt(format!(
-                "the picture is {} x {}, the tower reads {width} x {height}, and do_resize is false",
-                own.1, own.0
+                "the picture is {own}, the tower reads {width} x {height}, and do_resize is false"
             ))),
         }
     }
 }
 
 /// Checks the size of a picture that is not resized: sides must be multiples of `factor`.
-pub(crate) fn unresized((height, width): (usize, usize), factor: usize) -> Result<(usize, usize)> {
-    if height.is_multiple_of(factor) && width.is_multiple_of(factor) && height * width > 0 {
-        return Ok((height, width));
+pub(crate) fn unresized(own: Size, factor: usize) -> Result<Size> {
+    if own.height.is_multiple_of(factor) && own.width.is_multiple_of(factor) && own.pixels() > 0 {
+        return Ok(own);
     }
     Err(VisionError::Prompt(format!(
-        "the picture is {width} x {height}, sides must be multiples of {factor}, and do_resize is false"
+        "the picture is {own}, sides must be multiples of {factor}, and do_resize is false"
     )))
 }
 
@@ -342,7 +347,7 @@ pub(crate) fn patch_shape(fields: &Fields<'_>, side: usize) -> Result<PatchShape
 
 /// Smallest and largest number of pixels. The keys are `min_pixels` and `max_pixels`, or `size.shortest_edge` and
 /// `longest_edge`, which are counts of pixels in spite of their names.
-pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: (usize, usize)) -> Result<(usize, usize)> {
+pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: PixelBounds) -> Result<PixelBounds> {
     let bound = |older: &str, edge: &str, default: usize| {
         let nested = fields.get("size").and_then(|size| {
             [edge, older].into_iter().find_map(|key| size.get(key).filter(|value| !value.is_null()))
@@ -353,12 +358,12 @@ pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: (usize, usize)) -> Resu
             (None, None) => Ok(default),
         }
     };
-    let bounds =
-        (bound("min_pixels", "shortest_edge", default.0)?, bound("max_pixels", "longest_edge", default.1)?);
-    if bounds.0 > bounds.1 {
-        return Err(fields.error(format!("at least {} and at most {} pixels cannot be", bounds.0, bounds.1)));
+    let least = bound("min_pixels", "shortest_edge", default.least)?;
+    let most = bound("max_pixels", "longest_edge", default.most)?;
+    if least > most {
+        return Err(fields.error(format!("at least {least} and at most {most} pixels cannot be")));
     }
-    Ok(bounds)
+    Ok(PixelBounds { least, most })
 }
 
 /// The filter with Pillow's number.

@@ -12,7 +12,7 @@
 
 use rayon::prelude::*;
 
-use crate::Picture;
+use crate::{Picture, Size};
 
 /// The interpolation filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,14 +120,15 @@ pub fn resize(picture: &Picture, width: usize, height: usize, filter: Filter) ->
 const ROWS: usize = 16;
 const LANES: usize = 3 * ROWS;
 
-/// The most bytes of heap while a picture of `own` (height, width) is resized to `size`, in addition to the result.
-pub(crate) fn resize_bytes(own: (usize, usize), size: (usize, usize)) -> u64 {
+/// The most bytes of heap while a picture of `own` is resized to `size`, in addition to the result.
+pub(crate) fn resize_bytes(own: Size, size: Size) -> u64 {
     let taps = |input: usize, output: usize| if input == output { 0 } else { 24 * (4 * input + 4 * output) };
-    let between = if own.1 == size.1 || own.0 == size.0 { 0 } else { 3 * own.0 * size.1 };
+    let same_width = own.width == size.width;
+    let between = if same_width || own.height == size.height { 0 } else { 3 * own.height * size.width };
     // Interleaved rows, for each thread.
     let columns =
-        if own.1 == size.1 { 0 } else { rayon::current_num_threads() * own.1 * LANES * size_of::<i16>() };
-    (between + columns + taps(own.0, size.0) + taps(own.1, size.1)) as u64
+        if same_width { 0 } else { rayon::current_num_threads() * own.width * LANES * size_of::<i16>() };
+    (between + columns + taps(own.height, size.height) + taps(own.width, size.width)) as u64
 }
 
 fn resize_rows(picture: &Picture, width: usize, filter: Filter) -> Picture {

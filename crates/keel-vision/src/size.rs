@@ -9,22 +9,50 @@ use crate::{Result, VisionError};
 /// Largest ratio of one side to the other.
 const ASPECT_MAX: usize = 200;
 
-/// Height and width for resizing a picture of `height` by `width` pixels. `pixels` are the least and the most pixels.
+/// The sides of a picture, in pixels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    /// Rows.
+    pub height: usize,
+    /// Pixels per row.
+    pub width: usize,
+}
+
+impl Size {
+    /// Number of pixels.
+    pub fn pixels(self) -> usize {
+        self.height * self.width
+    }
+}
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} x {}", self.width, self.height)
+    }
+}
+
+/// Bounds on the number of pixels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PixelBounds {
+    /// The smallest number.
+    pub least: usize,
+    /// The largest number.
+    pub most: usize,
+}
+
+/// The size for resizing a picture.
 ///
 /// # Errors
 /// One side is more than 200 times the other, or a side is 0.
-pub fn image_size(
-    (height, width): (usize, usize),
-    factor: usize,
-    pixels: (usize, usize),
-) -> Result<(usize, usize)> {
-    check_aspect(height, width)?;
-    Ok(within((height, width), factor, (1, 1), pixels))
+pub fn image_size(own: Size, factor: usize, bounds: PixelBounds) -> Result<Size> {
+    check_aspect(own)?;
+    Ok(within(own, factor, 1, 1, bounds))
 }
 
-/// The most pixels that [`image_size`] gives. It can be more than `pixels.1`, because a side has at least `factor` pixels,
-/// and because a picture that is too small is rounded up.
-pub(crate) fn pixels_max(factor: usize, (least, most): (usize, usize)) -> usize {
+/// The most pixels that [`image_size`] gives. It can be more than `bounds.most`, because a side has at least `factor`
+/// pixels, and because a picture that is too small is rounded up.
+pub(crate) fn pixels_max(factor: usize, bounds: PixelBounds) -> usize {
+    let PixelBounds { least, most } = bounds;
     let (f, aspect) = (factor as f64, ASPECT_MAX as f64);
     let clamped = f * f.max((aspect * most as f64).sqrt());
     let sides = (aspect.sqrt() + aspect.sqrt().recip()) * (least as f64).sqrt();
@@ -39,22 +67,23 @@ pub(crate) fn pixels_max(factor: usize, (least, most): (usize, usize)) -> usize 
 /// As [`image_size`].
 pub fn video_size(
     frames: usize,
-    (mut height, mut width): (usize, usize),
+    own: Size,
     factor: usize,
     frames_per_patch: usize,
-    pixels: (usize, usize),
-) -> Result<(usize, usize)> {
-    check_aspect(height, width)?;
+    bounds: PixelBounds,
+) -> Result<Size> {
+    check_aspect(own)?;
+    let Size { mut height, mut width } = own;
     if height < factor || width < factor {
         let scale = (factor as f64 / height as f64).max(factor as f64 / width as f64);
         (height, width) = ((height as f64 * scale) as usize, (width as f64 * scale) as usize);
     }
     // The number of frames rounded to whole patches is compared with the bounds. The real number gives the scale.
     let counted = rounded(frames, frames_per_patch);
-    Ok(within((height, width), factor, (counted, frames), pixels))
+    Ok(within(Size { height, width }, factor, counted, frames, bounds))
 }
 
-fn check_aspect(height: usize, width: usize) -> Result<()> {
+fn check_aspect(Size { height, width }: Size) -> Result<()> {
     let (long, short) = (height.max(width), height.min(width));
     if short == 0 {
         return Err(VisionError::Empty { width, height });
@@ -70,12 +99,9 @@ fn rounded(side: usize, factor: usize) -> usize {
     (side as f64 / factor as f64).round_ties_even() as usize * factor
 }
 
-fn within(
-    (height, width): (usize, usize),
-    factor: usize,
-    (counted, frames): (usize, usize),
-    (least, most): (usize, usize),
-) -> (usize, usize) {
+/// The size within bounds on the pixels of `frames` frames, which count as `counted`.
+fn within(own: Size, factor: usize, counted: usize, frames: usize, bounds: PixelBounds) -> Size {
+    let (Size { height, width }, PixelBounds { least, most }) = (own, bounds);
     let (h, w) = (rounded(height, factor), rounded(width, factor));
     let total = counted.saturating_mul(h).saturating_mul(w);
     let area = frames as f64 * height as f64 * width as f64;
@@ -83,13 +109,13 @@ fn within(
     if total > most {
         let shrink = (area / most as f64).sqrt();
         let side = |n: usize| ((n as f64 / shrink / f).floor() as usize * factor).max(factor);
-        (side(height), side(width))
+        Size { height: side(height), width: side(width) }
     } else if total < least {
         let grow = (least as f64 / area).sqrt();
         let side = |n: usize| (n as f64 * grow / f).ceil() as usize * factor;
-        (side(height), side(width))
+        Size { height: side(height), width: side(width) }
     } else {
-        (h, w)
+        Size { height: h, width: w }
     }
 }
 
@@ -97,39 +123,50 @@ fn within(
 mod tests {
     use super::*;
 
+    fn sized(height: usize, width: usize) -> Size {
+        Size { height, width }
+    }
+
+    fn bounds(least: usize, most: usize) -> PixelBounds {
+        PixelBounds { least, most }
+    }
+
     #[test]
     fn no_size_has_more_pixels_than_the_most() {
-        let cases =
-            [(32, (1024, 65536)), (7688, (8192, 24476)), (248, (0, 1)), (28, (100, 200)), (1, (9, 9))];
-        for (factor, pixels) in cases {
+        let cases = [(32, 1024, 65536), (7688, 8192, 24476), (248, 0, 1), (28, 100, 200), (1, 9, 9)];
+        for (factor, least, most) in cases {
+            let pixels = bounds(least, most);
             let most = pixels_max(factor, pixels);
             for (height, width) in [(1, 1), (5, 3), (1, 200), (600, 3), (47, 99), (4000, 3000), (9999, 50)] {
-                let (h, w) = image_size((height, width), factor, pixels).expect("its sides are near enough");
+                let size =
+                    image_size(sized(height, width), factor, pixels).expect("its sides are near enough");
                 assert!(
-                    h * w <= most,
-                    "{height} x {width} becomes {h} x {w}, {most} pixels at most, {factor} {pixels:?}"
+                    size.pixels() <= most,
+                    "{width} x {height} becomes {size}, {most} pixels at most, {factor} {pixels:?}"
                 );
             }
         }
-        assert_eq!(pixels_max(32, (65536, 16_777_216)), 16_777_216, "a published processor");
+        assert_eq!(pixels_max(32, bounds(65536, 16_777_216)), 16_777_216, "a published processor");
     }
 
     /// Expected sizes are the reference's.
     #[test]
     fn sizes_are_those_of_the_reference() {
-        let bounds = (8192, 24576);
+        let image = |height, width| image_size(sized(height, width), 32, bounds(8192, 24576)).expect("sound");
         // 112 / 32 and 80 / 32 are ties.
-        assert_eq!(image_size((80, 112), 32, bounds).expect("sound"), (64, 128));
-        assert_eq!(image_size((47, 99), 32, bounds).expect("sound"), (64, 160));
-        assert_eq!(image_size((333, 700), 32, bounds).expect("sound"), (96, 224));
-        assert_eq!(video_size(5, (60, 80), 32, 2, (4096, 60000)).expect("sound"), (64, 64));
+        assert_eq!(image(80, 112), sized(64, 128));
+        assert_eq!(image(47, 99), sized(64, 160));
+        assert_eq!(image(333, 700), sized(96, 224));
+        let video = video_size(5, sized(60, 80), 32, 2, bounds(4096, 60000)).expect("sound");
+        assert_eq!(video, sized(64, 64));
     }
 
     #[test]
     fn long_strips_and_empty_pictures_are_refused() {
-        let refused = |h, w| image_size((h, w), 32, (3136, 1 << 20)).expect_err("refused").to_string();
+        let image = |h, w| image_size(sized(h, w), 32, bounds(3136, 1 << 20));
+        let refused = |h, w| image(h, w).expect_err("refused").to_string();
         assert!(refused(3, 20000).contains("20000 x 3"), "{}", refused(3, 20000));
         assert!(refused(0, 5).contains("5 x 0"));
-        image_size((1, 200), 32, (3136, 1 << 20)).expect("200 times is the limit");
+        image(1, 200).expect("200 times is the limit");
     }
 }

@@ -11,7 +11,7 @@ use crate::pixels::ScaleDefaults;
 use crate::processor::{SMALL_BYTES, filter_of, patch_shape, pixel_bounds, unresized};
 use crate::resample::resize_bytes;
 use crate::size::{image_size, video_size};
-use crate::{Filter, Grid, Picture, PixelScale, Result, VisionError, patience, resize};
+use crate::{Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VisionError, patience, resize};
 
 /// Frames per second of a video that does not state it.
 pub const FPS_DEFAULT: f64 = 24.0;
@@ -20,7 +20,7 @@ pub const FPS_DEFAULT: f64 = 24.0;
 #[derive(Clone, Debug, PartialEq)]
 pub struct VideoProcessor {
     shape: PatchShape,
-    pixels: (usize, usize),
+    pixels: PixelBounds,
     filter: Filter,
     resizes: bool,
     scale: PixelScale,
@@ -64,7 +64,7 @@ impl VideoProcessor {
         let fps = fields.number("fps")?;
         Ok(VideoProcessor {
             shape: patch_shape(&fields, 16)?,
-            pixels: pixel_bounds(&fields, (128 * 32 * 32, 32 * 32 * 768))?,
+            pixels: pixel_bounds(&fields, PixelBounds { least: 128 * 32 * 32, most: 32 * 32 * 768 })?,
             filter: filter_of(&fields, Filter::Bicubic)?,
             resizes: fields.flag_or("do_resize", true)?,
             scale: PixelScale::from_fields(&fields, &ScaleDefaults::HALF)?,
@@ -132,11 +132,11 @@ impl VideoProcessor {
         self
     }
 
-    /// Height and width of the resized frames of a video of `frames` chosen frames of this height and width.
+    /// The size of the resized frames of a video of `frames` chosen frames of this size.
     ///
     /// # Errors
     /// They cannot be resized to a size that the tower supports, or there is no room for so many.
-    pub fn frame_size(&self, frames: usize, own: (usize, usize)) -> Result<(usize, usize)> {
+    pub fn frame_size(&self, frames: usize, own: Size) -> Result<Size> {
         let (factor, depth) = (self.shape.side * self.shape.merge, self.shape.frames);
         let size = match self.resizes {
             true => video_size(frames, own, factor, depth, self.pixels)?,
@@ -144,22 +144,22 @@ impl VideoProcessor {
         };
         let Some(bounds) = self.bounds else { return Ok(size) };
         let each = bounds.frame_pixels.min(bounds.pixels / frames.div_ceil(depth).max(1));
-        if size.0 * size.1 <= each {
+        if size.pixels() <= each {
             return Ok(size);
         }
         // Each frame is bounded like a picture. A strip is cut at its long side, because its short side cannot shrink.
-        let (mut height, mut width) = image_size(own, factor, (0, each))?;
+        let Size { mut height, mut width } = image_size(own, factor, PixelBounds { least: 0, most: each })?;
         let longest = |other: usize| (each / other / factor * factor).max(factor);
         if height > width {
             height = height.min(longest(width));
         } else {
             width = width.min(longest(height));
         }
-        let smaller = (height, width);
-        if !self.resizes || smaller.0 * smaller.1 > each {
+        let smaller = Size { height, width };
+        if !self.resizes || smaller.pixels() > each {
             let reason = format!(
                 "{frames} frames have room for {each} pixels each, less than the {} that they need: sample fewer",
-                (smaller.0 * smaller.1).min(size.0 * size.1)
+                smaller.pixels().min(size.pixels())
             );
             return Err(VisionError::Video(reason));
         }
@@ -172,16 +172,17 @@ impl VideoProcessor {
     /// # Errors
     /// As [`VideoProcessor::frame_size`].
     pub fn work_bytes(&self, frames: usize, width: usize, height: usize) -> Result<u64> {
-        let sizes = [(height, width), (width, height)].map(|own| (own, self.frame_size(frames, own)));
+        let (own, turned) = (Size { height, width }, Size { height: width, width: height });
+        let sizes = [own, turned].map(|own| (own, self.frame_size(frames, own)));
         let padded = frames.next_multiple_of(self.shape.frames.max(1)) as u64;
-        let of = |own, (h, w): (usize, usize)| {
-            let pixels = h as u64 * w as u64;
-            let resized = 3 * pixels * frames as u64 + resize_bytes(own, (h, w));
+        let of = |own, size: Size| {
+            let pixels = size.pixels() as u64;
+            let resized = 3 * pixels * frames as u64 + resize_bytes(own, size);
             resized.max(3 * pixels * padded * (1 + size_of::<f32>() as u64)) + SMALL_BYTES
         };
         let most = sizes.iter().filter_map(|(own, size)| Some(of(*own, *size.as_ref().ok()?))).max();
         // If neither fits, the error says why.
-        most.map_or_else(|| Ok(of((height, width), self.frame_size(frames, (height, width))?)), Ok)
+        most.map_or_else(|| Ok(of(own, self.frame_size(frames, own)?)), Ok)
     }
 
     /// Prepares the chosen frames.
@@ -199,8 +200,8 @@ impl VideoProcessor {
 pub struct VideoBuilder<'a> {
     processor: &'a VideoProcessor,
     count: usize,
-    /// Height and width of the first frame, and those after resizing.
-    sizes: Option<[(usize, usize); 2]>,
+    /// The size of the first frame, and the one after resizing.
+    sizes: Option<[Size; 2]>,
     resized: Vec<Picture>,
 }
 
@@ -216,14 +217,13 @@ impl VideoBuilder<'_> {
     /// It differs in size from the first, or it cannot be resized to a size that the tower supports.
     pub fn add(&mut self, frame: &Picture) -> Result<()> {
         patience::check()?;
-        let own = (frame.height, frame.width);
-        let [first, (height, width)] = match self.sizes {
+        let own = frame.size();
+        let [first, Size { height, width }] = match self.sizes {
             Some(sizes) => sizes,
             None => *self.sizes.insert([own, self.processor.frame_size(self.count, own)?]),
         };
         if own != first {
-            let size = |(height, width): (usize, usize)| format!("{width} x {height}");
-            let (expected, got) = (size(first), size(own));
+            let (expected, got) = (first.to_string(), own.to_string());
             return Err(VisionError::Frame { frame: self.resized.len(), expected, got });
         }
         self.resized.push(resize(frame, width, height, self.processor.filter));
@@ -309,26 +309,27 @@ mod tests {
     #[test]
     fn a_server_makes_large_videos_smaller() {
         let plain = VideoProcessor::from_json("v.json", &json!({"patch_size": 16})).expect("sound");
-        let sizes = [(40, 900), (480, 640), (1080, 1920), (2000, 64)];
+        let sized = |(height, width)| Size { height, width };
+        let sizes = [(40, 900), (480, 640), (1080, 1920), (2000, 64)].map(sized);
         for (frame_pixels, pixels) in [(65536, 1 << 20), (1 << 20, 65536), (16384, 16384), (1 << 24, 1 << 30)]
         {
             let limited = plain.clone().limited_to(VideoBounds { frame_pixels, pixels });
             assert_ne!(plain.settings(), limited.settings());
             for frames in 1..=9 {
                 for own in sizes {
-                    let (h, w) = limited.frame_size(frames, own).expect("it has room");
+                    let size = limited.frame_size(frames, own).expect("it has room");
                     assert!(
-                        h * w <= frame_pixels && h * w * frames.div_ceil(2) <= pixels,
-                        "{frames} of {own:?}: {h} x {w}"
+                        size.pixels() <= frame_pixels && size.pixels() * frames.div_ceil(2) <= pixels,
+                        "{frames} of {own}: {size}"
                     );
                     if pixels == 1 << 30 {
-                        assert_eq!((h, w), plain.frame_size(frames, own).expect("sound"));
+                        assert_eq!(size, plain.frame_size(frames, own).expect("sound"));
                     }
                 }
             }
         }
         let limited = plain.limited_to(VideoBounds { frame_pixels: 16384, pixels: 16384 });
-        let message = limited.frame_size(40, (480, 640)).expect_err("no room").to_string();
+        let message = limited.frame_size(40, sized((480, 640))).expect_err("no room").to_string();
         assert!(message.contains("40 frames") && message.contains("sample fewer"), "{message}");
     }
 

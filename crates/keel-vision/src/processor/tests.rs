@@ -8,10 +8,12 @@ fn the_nested_file_comes_first() {
     let older = json!({"patch_size": 14, "min_pixels": 100, "max_pixels": 200});
     let layout = |files: &ProcessorFiles| files.image(&Map::new()).expect("sound").layout;
     let both = ProcessorFiles::new(Some(nested), Some(older.clone()), None);
-    let expected = Layout::Patches { side: 16, merge: 2, frames: 2, pixels: (64, 4096) };
+    let expected =
+        Layout::Patches { side: 16, merge: 2, frames: 2, pixels: PixelBounds { least: 64, most: 4096 } };
     assert_eq!(layout(&both), expected);
     let own = ProcessorFiles::new(Some(json!({"processor_class": "x"})), Some(older), None);
-    let expected = Layout::Patches { side: 14, merge: 2, frames: 2, pixels: (100, 200) };
+    let expected =
+        Layout::Patches { side: 14, merge: 2, frames: 2, pixels: PixelBounds { least: 100, most: 200 } };
     assert_eq!(layout(&own), expected);
 }
 
