@@ -68,7 +68,8 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let text = ModelText::open(&model)?;
     let ids = text.tokenizer.encode(&String::from_utf8_lossy(&bytes), false)?;
     check_ids(&model.config, &ids)?;
-    let (begin, windows) = windows(args, &text, &ids)?;
+    let windows = windows(args, &ids)?;
+    let begin = begin(&text)?;
     let options = EngineOptions {
         context: context_for(&model.config, args.window).context("--window")?,
         all_logits: true,
@@ -97,16 +98,20 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     report(args, &score, windows.len())
 }
 
-/// The windows of the text, and the token that replaces each window's first token, if any.
-fn windows<'i>(args: &EvalArgs, text: &ModelText, ids: &'i [u32]) -> Result<(Option<u32>, Vec<&'i [u32]>)> {
+/// The windows of the text.
+fn windows<'i>(args: &EvalArgs, ids: &'i [u32]) -> Result<Vec<&'i [u32]>> {
     let most = args.windows.unwrap_or(usize::MAX);
     let windows: Vec<&[u32]> = ids.chunks_exact(args.window).take(most).collect();
     if windows.is_empty() {
         bail!("the text has {} tokens, less than one window of {}", ids.len(), args.window);
     }
+    Ok(windows)
+}
+
+/// The token that replaces each window's first token, if any.
+fn begin(text: &ModelText) -> Result<Option<u32>> {
     let marked = text.tokenizer.encode("a", true)?;
-    let begin = text.tokenizer.bos_id().filter(|bos| marked.first() == Some(bos));
-    Ok((begin, windows))
+    Ok(text.tokenizer.bos_id().filter(|bos| marked.first() == Some(bos)))
 }
 
 fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Session> {

@@ -71,6 +71,13 @@ struct Line {
     command: String,
 }
 
+/// The form that needs the fewest bytes.
+#[derive(Default)]
+struct Least {
+    needed: u64,
+    what: String,
+}
+
 /// Runs the command.
 pub fn run(args: &FitArgs) -> Result<()> {
     args.device.check()?;
@@ -85,12 +92,12 @@ pub fn run(args: &FitArgs) -> Result<()> {
         Some(path) => Some(source::open(Some(path), args.subject.tower.mmproj.as_deref())?),
         None => args.subject.open()?,
     };
-    let mut least: Option<(u64, String)> = None;
+    let mut least: Option<Least> = None;
     for variant in variants(args, model.as_ref())? {
         fit_variant(args, &variant, limit, &mut lines, &mut least)?;
     }
     if lines.is_empty() {
-        let (bytes, what) = least.unwrap_or_default();
+        let Least { needed: bytes, what } = least.unwrap_or_default();
         bail!(
             "nothing fits into {limit} bytes ({}): {what} needs {bytes} bytes ({}), {} more; what would fit is that with a --limit \
              or free memory of {bytes} bytes, or a smaller model",
@@ -142,7 +149,7 @@ fn fit_variant(
     variant: &Variant<'_>,
     limit: u64,
     lines: &mut Vec<Line>,
-    least: &mut Option<(u64, String)>,
+    least: &mut Option<Least>,
 ) -> Result<()> {
     let kv_formats = match args.engine.kv_bits {
         Some(kv) => vec![kv],
@@ -172,9 +179,9 @@ fn fit_variant(
     }
     // The least is told where nothing fits.
     if lines.is_empty() {
-        let line = smallest.line(args, (limit, false))?;
-        if least.as_ref().is_none_or(|(bytes, _)| line.needed < *bytes) {
-            *least = Some((line.needed, line.what()));
+        let line = smallest.line(args, limit, false)?;
+        if least.as_ref().is_none_or(|least| line.needed < least.needed) {
+            *least = Some(Least { needed: line.needed, what: line.what() });
         }
     }
     Ok(())
@@ -197,7 +204,7 @@ fn longest_that_fits<'a>(
         }
     }
     for &context in &contexts[first..] {
-        let line = form(context).line(args, (limit, false))?;
+        let line = form(context).line(args, limit, false)?;
         if line.needed <= limit {
             return Ok(Some(line));
         }
@@ -227,12 +234,12 @@ struct Form<'a> {
 impl Form<'_> {
     /// Whether a plan of the largest steps alone fits. It is quick, and never larger than the whole plan.
     fn may_fit(&self, args: &FitArgs, limit: u64) -> Result<bool> {
-        Ok(self.line(args, (limit, true))?.needed <= limit)
+        Ok(self.line(args, limit, true)?.needed <= limit)
     }
 
     /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that whose largest device is
     /// smallest, among those that fit if any does.
-    fn line(&self, args: &FitArgs, (limit, is_quick): (u64, bool)) -> Result<Line> {
+    fn line(&self, args: &FitArgs, limit: u64, is_quick: bool) -> Result<Line> {
         if !args.device.split.is_split() {
             return self.line_on(args, &args.device, is_quick);
         }

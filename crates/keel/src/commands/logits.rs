@@ -86,14 +86,15 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
     let options = settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let mut session = Session::load(&args.device, &model, options)?;
     let seen = prepared.as_ref().map(|prepared| prepared.look(&mut session.engine)).transpose()?;
-    let shapes = write_logits(&mut session, (&ids, prepared.as_ref().zip(seen.as_ref())), args)?;
+    let shapes = write_logits(&mut session, &ids, prepared.as_ref().zip(seen.as_ref()), args)?;
     output::line(&format!("{}: {}", args.out.display(), shapes.join(", ")))
 }
 
 /// Runs the prompt and writes rows as they are computed. Returns a description of the contents.
 fn write_logits(
     session: &mut Session,
-    (ids, seen): (&[u32], Option<(&Prepared, &Seen)>),
+    ids: &[u32],
+    seen: Option<(&Prepared, &Seen)>,
     args: &LogitsArgs,
 ) -> Result<Vec<String>> {
     let vocab = session.engine.model().config.vocab;

@@ -33,7 +33,7 @@ impl Drawing {
         match draws.iter().copied().collect::<Option<Vec<Draw>>>() {
             Some(draws) if engine.runs_ahead() => {
                 let first = vec![ids.first().copied().unwrap_or_default(); draws.len()];
-                run_ahead(engine, &mut all, (&first, ids.len()), &draws, |_| ())
+                run_ahead(engine, &mut all, &first, ids.len(), &draws, |_| ())
             }
             _ => ids.iter().try_for_each(|&id| {
                 engine.decode_and_draw(&mut all, &vec![id; draws.len()], &draws)?;
@@ -69,7 +69,8 @@ fn sampled() -> SamplerOptions {
 pub fn run_ahead(
     engine: &mut Engine,
     sequences: &mut [&mut SequenceCache],
-    (first, steps): (&[u32], usize),
+    first: &[u32],
+    steps: usize,
     draws: &[Draw],
     mut take: impl FnMut(&[u32]),
 ) -> Result<()> {

@@ -130,14 +130,14 @@ fn measure(
     speculation: Option<SpeculationOptions>,
 ) -> Result<Report> {
     let machine = Machine::measure(&args.device)?;
-    let (mut session, recorder, profiled) = open(args, subject, options)?;
+    let Opened { mut session, recorder, profiled } = open(args, subject, options)?;
     let repeats = usize::from(args.repeat);
-    let runs = Runs::time(&mut session.engine, (args.prompt, args.generated), repeats, args.draw)?;
+    let runs = Runs::time(&mut session.engine, args.prompt, args.generated, repeats, args.draw)?;
     let speculative = speculation
-        .map(|how| SpeculativeRuns::time(&mut session.engine, (args.prompt, args.generated), repeats, how))
+        .map(|how| SpeculativeRuns::time(&mut session.engine, args.prompt, args.generated, repeats, how))
         .transpose()?;
     let profile = profiled
-        .map(|backend| Profile::take(&mut session.engine, &backend, (args.prompt, args.generated), args.draw))
+        .map(|backend| Profile::take(&mut session.engine, &backend, args.prompt, args.generated, args.draw))
         .transpose()?;
     if let (Some(recorder), Some(path)) = (recorder, &args.plot) {
         recorder.stop().draw(path)?;
@@ -161,19 +161,25 @@ fn measure(
     })
 }
 
+/// A loaded model.
+struct Opened {
+    session: Session,
+    /// Records its memory.
+    recorder: Option<Recorder>,
+    /// The backend that records the time of each operation.
+    profiled: Option<Arc<CpuBackend>>,
+}
+
 /// Loads the model on its device or devices. Also starts what records the memory and the time of each operation, if they
 /// are asked for.
-fn open(
-    args: &BenchArgs,
-    subject: &Subject<'_>,
-    options: EngineOptions,
-) -> Result<(Session, Option<Recorder>, Option<Arc<CpuBackend>>)> {
+fn open(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<Opened> {
     let device = &args.device;
     if device.split.is_split() {
         if args.plot.is_some() || args.profile {
             return Err(usage("--plot and --profile are of one device: leave out --devices"));
         }
-        return Ok((Session::start(device, &*subject.parameters, &subject.json, options)?, None, None));
+        let session = Session::start(device, &*subject.parameters, &subject.json, options)?;
+        return Ok(Opened { session, recorder: None, profiled: None });
     }
     let (runtime, profiled) = if args.profile {
         let backend = Arc::new(device.profiled_backend()?);
@@ -183,7 +189,7 @@ fn open(
     };
     let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
     let session = Session::open(device, &runtime, &*subject.parameters, &subject.json, options)?;
-    Ok((session, recorder, profiled))
+    Ok(Opened { session, recorder, profiled })
 }
 
 impl Report {

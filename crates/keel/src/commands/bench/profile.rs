@@ -27,7 +27,8 @@ impl Profile {
     pub fn take(
         engine: &mut Engine,
         backend: &CpuBackend,
-        (prompt, gen_len): (usize, usize),
+        prompt: usize,
+        gen_len: usize,
         drawing: Drawing,
     ) -> Result<Profile> {
         // Discards the times of earlier runs.

@@ -59,7 +59,8 @@ impl Runs {
     /// Errors of the engine, or logits that are not finite.
     pub fn time(
         engine: &mut Engine,
-        (prompt, gen_len): (usize, usize),
+        prompt: usize,
+        gen_len: usize,
         repeats: usize,
         drawing: Drawing,
     ) -> Result<Runs> {
@@ -74,7 +75,7 @@ impl Runs {
         }
         let bar = progress::tokens("running", repeats * batch * (prompt + gen_len));
         for _ in 0..repeats {
-            let (prefill, decode) = run(engine, prompt, gen_len, drawing)?;
+            let Rates { prefill, decode } = run(engine, prompt, gen_len, drawing)?;
             runs.prefill.push(prefill);
             runs.decode.push(decode);
             bar.inc((batch * (prompt + gen_len)) as u64);
@@ -94,8 +95,13 @@ impl Runs {
     }
 }
 
-/// One run. Returns tokens per second of prefill and of decode.
-fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> Result<(f64, f64)> {
+/// Tokens per second of one run.
+struct Rates {
+    prefill: f64,
+    decode: f64,
+}
+
+fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> Result<Rates> {
     let batch = engine.options().sequences;
     let start = Instant::now();
     let mut sequences = prefill(engine, prompt)?;
@@ -104,7 +110,7 @@ fn run(engine: &mut Engine, prompt: usize, gen_len: usize, drawing: Drawing) -> 
     decode(engine, &mut sequences, gen_len, drawing)?;
     let decode = rate(batch * gen_len, start.elapsed());
     release(engine, sequences)?;
-    Ok((prefill, decode))
+    Ok(Rates { prefill, decode })
 }
 
 /// Opens all sequences of the engine. Each processes its own random prompt, several of them in a step if a step has

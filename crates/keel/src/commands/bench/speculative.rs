@@ -29,7 +29,8 @@ impl SpeculativeRuns {
     /// Errors of the engine, or different greedy texts.
     pub fn time(
         engine: &mut Engine,
-        (prompt, tokens): (usize, usize),
+        prompt: usize,
+        tokens: usize,
         repeats: usize,
         options: SpeculationOptions,
     ) -> Result<SpeculativeRuns> {
@@ -40,13 +41,17 @@ impl SpeculativeRuns {
             report: SpeculationReport { options, counters },
         };
         for repeat in 0..=repeats {
-            let (want, plain_rate) = run_plain(engine, prompt, tokens)?;
-            let (got, rate, counters) = run_drafted(engine, prompt, tokens, options)?;
-            ensure!(options.optimistic || got == want, "the greedy text depends on speculation");
+            let mut counters = SpeculationCounters::default();
+            let plain = run_plain(engine, prompt, tokens)?;
+            let drafted = run_drafted(engine, prompt, tokens, options, &mut counters)?;
+            ensure!(
+                options.optimistic || drafted.tokens == plain.tokens,
+                "the greedy text depends on speculation"
+            );
             // The first repeat is the warm-up.
             if repeat > 0 {
-                runs.plain.push(plain_rate);
-                runs.rates.push(rate);
+                runs.plain.push(plain.rate);
+                runs.rates.push(drafted.rate);
                 runs.report.counters.add(&counters);
             }
         }
@@ -78,6 +83,12 @@ impl SpeculativeRuns {
     }
 }
 
+/// The tokens of all sequences of a run, and how many it made per second.
+struct Decoded {
+    tokens: Vec<Vec<u32>>,
+    rate: f64,
+}
+
 /// The sequences of a run after their prompts.
 struct Sequences {
     caches: Vec<SequenceCache>,
@@ -104,16 +115,16 @@ impl Sequences {
         Ok(all)
     }
 
-    /// Releases the sequences. Returns their tokens, and tokens per second.
-    fn finish(self, engine: &mut Engine, start: Instant) -> (Vec<Vec<u32>>, f64) {
+    /// Releases the sequences.
+    fn finish(self, engine: &mut Engine, start: Instant) -> Decoded {
         let count = self.tokens.iter().map(|tokens| tokens.len() - 1).sum();
         let rate = rate(count, start.elapsed());
         self.caches.into_iter().for_each(|cache| engine.release(cache));
-        (self.tokens, rate)
+        Decoded { tokens: self.tokens, rate }
     }
 }
 
-fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<(Vec<Vec<u32>>, f64)> {
+fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<Decoded> {
     let mut all = Sequences::start(engine, prompt)?;
     let mut last: Vec<u32> = all.tokens.iter().map(|tokens| tokens[tokens.len() - 1]).collect();
     let draws = vec![Draw::GREATEST; last.len()];
@@ -122,7 +133,7 @@ fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<(Vec<V
     let mut caches: Vec<&mut SequenceCache> = caches.iter_mut().collect();
     let mut take = |drawn: &[u32]| tokens.iter_mut().zip(drawn).for_each(|(all, &token)| all.push(token));
     if engine.runs_ahead() {
-        run_ahead(engine, &mut caches, (&last, wanted - 1), &draws, take)?;
+        run_ahead(engine, &mut caches, &last, wanted - 1, &draws, take)?;
     } else {
         let draws: Vec<Option<Draw>> = draws.into_iter().map(Some).collect();
         for _ in 1..wanted {
@@ -138,7 +149,8 @@ fn run_drafted(
     prompt: usize,
     wanted: usize,
     options: SpeculationOptions,
-) -> Result<(Vec<Vec<u32>>, f64, SpeculationCounters)> {
+    counters: &mut SpeculationCounters,
+) -> Result<Decoded> {
     let mut all = Sequences::start(engine, prompt)?;
     let hidden = std::mem::take(&mut all.hidden).into_iter();
     let mut states: Vec<Speculation> = hidden.map(|hidden| Speculation::new(options, hidden)).collect();
@@ -158,8 +170,7 @@ fn run_drafted(
             all.tokens[i].extend(round.tokens);
         }
     }
-    let (tokens, rate) = all.finish(engine, start);
-    let mut counters = SpeculationCounters::default();
+    let decoded = all.finish(engine, start);
     states.iter().for_each(|state| counters.add(state.counters()));
-    Ok((tokens, rate, counters))
+    Ok(decoded)
 }

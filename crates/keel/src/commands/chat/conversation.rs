@@ -49,7 +49,8 @@ impl Conversation {
     /// Creates an empty conversation.
     pub fn new(
         session: Session,
-        (text, lens): (ModelText, Option<Lens>),
+        text: ModelText,
+        lens: Option<Lens>,
         template: ChatTemplate,
         manner: Manner,
         settings: Settings,

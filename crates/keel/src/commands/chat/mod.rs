@@ -86,7 +86,7 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation };
     let lines = Lines::open()?;
     let interrupt = if lines.is_terminal() { Interrupt::listen()? } else { Interrupt::default() };
-    let mut conversation = Conversation::new(session, (text, lens), template, manner, settings, interrupt);
+    let mut conversation = Conversation::new(session, text, lens, template, manner, settings, interrupt);
     conversation.set_system(args.system.as_deref().unwrap_or_default());
     talk(&mut conversation, lines)
 }
