@@ -56,7 +56,8 @@ class Server:
         deadline.cancel()
         if self.port is None:
             sys.exit("the server did not start:\n" + "".join(self.lines))
-        threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True)
+        self.reader.start()
         wait_until("the server is ready", 60, lambda: self.ask("GET", "/health")[0] == 200)
 
     def connect(self, timeout=60.0):
@@ -356,6 +357,7 @@ def another(server, *more):
         yield other
         other.process.send_signal(signal.SIGTERM)
         assert other.process.wait(timeout=20) == 0, "it did not end well"
+        other.reader.join(10)  # the last lines are read
         assert not any("panicked" in line for line in other.lines), "it panicked"
     finally:
         if other.process.poll() is None:

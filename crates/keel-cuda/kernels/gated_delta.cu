@@ -35,6 +35,9 @@
 // Blocks that a multiprocessor has room for. A block with an f16 state asks for half as many bytes, so more of them
 // are needed.
 #define BLOCKS_AT_ONCE (STATE_F16 ? 6 : 4)
+// Whether a row is read while the one before it is applied. It takes registers, and without a log most steps have one row
+// a sequence.
+#define READS_AHEAD (LOG > 0 || !STATE_F16)
 // Slot number of a padding sequence.
 #define NO_SLOT 0xffffffffu
 
@@ -93,8 +96,7 @@ gated_delta(
         const u32 rows = min(end - tile, TILE);
         for (u32 t = 0; t < rows; t++) {
             const Token token = next;
-            // Only steps with a log usually have several rows a sequence. To read ahead takes registers.
-            if (LOG > 0 && tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
+            if (READS_AHEAD && tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
             float4 u, out;
             const float k_factor = step(part, token, decay, sums, t, u, out);
             if (LOG > 0 && keep_open && threadIdx.x == 0) k_factors[t] = k_factor;
@@ -109,7 +111,7 @@ gated_delta(
                     to[3] = u.w;
                 }
             }
-            if (LOG == 0 && tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
+            if (!READS_AHEAD && tile + t + 1 < end) load_token(next, part, qkv, a, b, tile + t + 1, head);
         }
         if (LOG > 0 && keep_open) {
             __syncthreads(); // `k_factors` is written

@@ -112,8 +112,9 @@ impl Charge {
                 self.held.fetch_add(bytes, Ordering::AcqRel);
                 Ok(())
             }
-            Err(_) if wanted > self.budget.share(wanted) => {
-                Err(Refused::Always { needed: wanted, limit: self.budget.share(wanted) })
+            // What this owner would be given with nothing else in use.
+            Err(_) if wanted > share.max(self.budget.share(wanted)) => {
+                Err(Refused::Always { needed: wanted, limit: share.max(self.budget.share(wanted)) })
             }
             Err(used) => Err(Refused::Now { needed: bytes, used, limit: share }),
         }

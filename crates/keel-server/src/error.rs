@@ -41,7 +41,7 @@ pub enum ServerError {
     /// A text is surely too long, by its bytes alone. It has not been made into tokens.
     #[error(
         "the text has {bytes} bytes, which are at least {tokens} tokens, and the context of prompt and answer together is {context}: \
-         a text of more than {bytes_most} bytes never fits{}", longer_context(*tokens, *context, *context_max)
+         a text of more than {bytes_most} bytes never fits{}", longer_context(*context_max, *context, *context_max)
     )]
     TextTooLong {
         /// Bytes of the text.

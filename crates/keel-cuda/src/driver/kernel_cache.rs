@@ -33,7 +33,7 @@ pub(super) fn store(path: &Path, code: &[u8]) {
     let Some(folder) = path.parent() else { return };
     let write = || {
         std::fs::create_dir_all(folder)?;
-        let mut file = NamedTempFile::new_in(folder)?;
+        let mut file = new_file(folder)?;
         file.write_all(code)?;
         file.write_all(&hash_of(code))?;
         file.persist(path)?;
@@ -42,6 +42,14 @@ pub(super) fn store(path: &Path, code: &[u8]) {
     if let Err(error) = write() {
         tracing::warn!("the compiled kernel was not kept in {}: {error}", path.display());
     }
+}
+
+/// A file of its own name, which other users may read as the umask says.
+fn new_file(folder: &Path) -> Result<NamedTempFile, Error> {
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    builder.tempfile_in(folder)
 }
 
 fn hash_of(code: &[u8]) -> [u8; HASH_BYTES] {
@@ -81,6 +89,11 @@ mod tests {
         let path = folder.path().join("a.cubin");
         assert!(read(&path).is_none());
         store(&path, b"machine code");
+        // Another user's process may load what this one compiled.
+        let plain = folder.path().join("plain");
+        std::fs::write(&plain, b"").expect("writable");
+        let permissions = |path| std::fs::metadata(path).expect("there").permissions();
+        assert_eq!(permissions(&path), permissions(&plain));
         let whole = std::fs::read(&path).expect("there");
         assert!(read(&path).is_some_and(|code| code == b"machine code"));
         for end in 0..whole.len() {

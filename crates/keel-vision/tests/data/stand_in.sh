@@ -1,3 +1,3 @@
 #!/bin/sh
 # Stands in for ffmpeg in tests: a link to this file runs the file `script` next to the link, with the same arguments.
-. "$(dirname "$0")/script"
+. "${0%/*}/script"

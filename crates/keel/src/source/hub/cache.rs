@@ -173,7 +173,10 @@ impl Cache {
                 let snapshots = folder.join("snapshots");
                 let commit = path.strip_prefix(&snapshots).ok().and_then(|below| below.iter().next());
                 let snapshot = snapshots.join(commit.unwrap_or_default());
-                fs::remove_file(&path).and_then(|()| forget_towers(&snapshot)).with_context(cannot_remove)?;
+                let removed = path.strip_prefix(&snapshot).unwrap_or(&path).to_string_lossy().into_owned();
+                fs::remove_file(&path)
+                    .and_then(|()| forget_towers(&snapshot, &removed))
+                    .with_context(cannot_remove)?;
             }
             (Some(revision), None) => {
                 let in_refs = folder.join("refs").join(revision);
@@ -191,13 +194,15 @@ impl Cache {
     }
 }
 
-/// Removes the vision towers of a snapshot whose GGUF models are gone: those with no model in their folder or below it.
-fn forget_towers(snapshot: &Path) -> std::io::Result<()> {
+/// Removes the vision towers next to a model that was removed, if no other model is in their folder or below it.
+fn forget_towers(snapshot: &Path, removed: &str) -> std::io::Result<()> {
     let files = files_below(snapshot, "");
     let has_model = |tower: &str| {
         files.iter().any(|file| is_gguf_model(file) && folder_of(file).starts_with(folder_of(tower)))
     };
-    let mut left = files.iter().filter(|file| is_gguf_tower(file) && !has_model(file));
+    let was_next_to_it = |tower: &str| folder_of(tower) == folder_of(removed);
+    let mut left =
+        files.iter().filter(|file| is_gguf_tower(file) && was_next_to_it(file) && !has_model(file));
     left.try_for_each(|tower| fs::remove_file(snapshot.join(tower)))
 }
 

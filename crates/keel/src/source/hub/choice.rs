@@ -20,11 +20,11 @@ pub enum Wanted<'a> {
 }
 
 impl<'a> Wanted<'a> {
-    /// The files.
+    /// The files in the order to download them. The model is last: once it is there, a run asks for no other file.
     pub fn files(&self) -> Vec<&'a RemoteFile> {
         match self {
             Wanted::Checkpoint(files) => files.clone(),
-            Wanted::Gguf { model, tower } => [*model].into_iter().chain(*tower).collect(),
+            Wanted::Gguf { model, tower } => tower.iter().copied().chain([*model]).collect(),
         }
     }
 
@@ -245,7 +245,7 @@ mod tests {
 
         let (name, files) = (HubName::parse("a/b:Q4_K_M").expect("a name"), files(&towers));
         let here = Wanted::choose(&name, &files, &|path| path == "mmproj-m-BF16.gguf").expect("there");
-        assert_eq!(here.files()[1].path, "mmproj-m-BF16.gguf", "one that is here is taken");
+        assert_eq!(here.files()[0].path, "mmproj-m-BF16.gguf", "one that is here is taken");
     }
 
     #[test]
