@@ -229,49 +229,78 @@ fn a_clock_that_jumps_changes_the_date_and_nothing_else() {
     server.assert_all_is_back();
 }
 
-/// Links every partial file that this process may write for prefixes to a full device.
+/// A request whose text is worth saving.
 #[cfg(target_os = "linux")]
-fn fill_disk(folder: &std::path::Path, names: &[String]) {
-    std::fs::create_dir_all(folder).expect("made");
-    for name in names {
-        std::os::unix::fs::symlink("/dev/full", folder.join(name)).expect("linked");
+fn long_request() -> Value {
+    let mut body = completion(12);
+    body["prompt"] = json!("The little dog ran over the hill. ".repeat(30));
+    body
+}
+
+/// The choices of an answer of a server that saves its prefixes in `folder` when it ends.
+#[cfg(target_os = "linux")]
+fn served_and_saved(folder: &std::path::Path) -> Value {
+    let store = PrefixStore { folder: folder.into(), model: "m".into() };
+    let mut server = Running::with(
+        engine_options(),
+        ServerOptions { prefix_store: Some(store), ..ServerOptions::default() },
+    );
+    let answer = server.ask("/v1/completions", &long_request());
+    server.drain();
+    server.join();
+    answer["choices"].clone()
+}
+
+/// The files of a folder.
+#[cfg(target_os = "linux")]
+fn files_in(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("there").map(|entry| entry.expect("readable").path());
+    entries.filter(|path| !path.is_dir()).collect()
+}
+
+/// A limit on the size of files stands in for a disk that is full while a text is written. It holds for a process, so a
+/// child runs the server.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_disk_that_is_full_in_the_middle_of_a_text_stops_nothing_and_leaves_no_half_file() {
+    const FOLDER: &str = "KEEL_TEST_FULL_DISK";
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        println!("\nchoices {}", served_and_saved(folder.as_ref()));
+        return;
     }
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let name = "a_disk_that_is_full_in_the_middle_of_a_text_stops_nothing_and_leaves_no_half_file";
+    let child = std::process::Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$0\" \"$@\""])
+        .arg(std::env::current_exe().expect("this program"))
+        .args(["--exact", name, "--nocapture"])
+        .env(FOLDER, dir.path())
+        .output()
+        .expect("sh runs");
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success(), "{said}{}", String::from_utf8_lossy(&child.stderr));
+    assert!(files_in(dir.path()).is_empty(), "{:?}", files_in(dir.path()));
+    let choices = said.lines().find_map(|line| line.strip_prefix("choices ")).expect("an answer");
+    let with_room = served_and_saved(dir.path());
+    assert_eq!(serde_json::from_str::<Value>(choices).expect("JSON"), with_room);
+    let text = std::fs::metadata(dir.path().join("0.safetensors")).expect("with room it is saved");
+    assert!(text.len() > 64 * 1024, "the limit was met within the text, not at its end");
 }
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_full_disk_stops_nothing_and_leaves_no_half_file() {
+fn an_index_that_cannot_be_made_stops_nothing_and_leaves_no_text() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let partial = |i: usize| format!(".0.safetensors.{}-{i}.partial", std::process::id());
-    let index = |i: usize| format!(".index.json.{}-{i}.partial", std::process::id());
-    let cases: [(&str, Vec<String>); 2] =
-        [("first text", (0..1000).map(partial).collect()), ("index", (0..1000).map(index).collect())];
-    for (what, names) in cases {
-        let folder = dir.path().join(what);
-        fill_disk(&folder, &names);
-        let store = || {
-            let store = PrefixStore { folder: folder.clone(), model: "m".into() };
-            ServerOptions { prefix_store: Some(store), ..ServerOptions::default() }
-        };
-        let mut body = completion(12);
-        body["prompt"] = json!("The little dog ran over the hill. ".repeat(30));
-        let mut full = Running::with(engine_options(), store());
-        let answer = full.ask("/v1/completions", &body);
-        full.drain();
-        full.join();
-        let left: Vec<_> = std::fs::read_dir(&folder)
-            .expect("there")
-            .map(|entry| entry.expect("readable"))
-            .filter(|entry| entry.file_type().is_ok_and(|kind| !kind.is_symlink()))
-            .collect();
-        assert!(left.is_empty(), "{what}: {left:?}");
-        names.iter().for_each(|name| drop(std::fs::remove_file(folder.join(name))));
-        let mut roomy = Running::with(engine_options(), store());
-        assert_eq!(roomy.ask("/v1/completions", &body)["choices"], answer["choices"]);
-        roomy.drain();
-        roomy.join();
-        assert!(folder.join("index.json").exists(), "{what}: with room it is saved");
-    }
+    // Folders stand in place of every partial file that this process may write for the index.
+    let in_the_way: Vec<_> = (0..1000)
+        .map(|i| dir.path().join(format!(".index.json.{}-{i}.partial", std::process::id())))
+        .collect();
+    in_the_way.iter().for_each(|path| std::fs::create_dir(path).expect("made"));
+    let choices = served_and_saved(dir.path());
+    assert!(files_in(dir.path()).is_empty(), "{:?}", files_in(dir.path()));
+    in_the_way.iter().for_each(|path| std::fs::remove_dir(path).expect("removed"));
+    assert_eq!(served_and_saved(dir.path()), choices);
+    assert!(dir.path().join("index.json").exists(), "with room it is saved");
 }
 
 #[test]
