@@ -11,5 +11,6 @@ pub mod pool;
 pub mod process;
 pub mod shared_slice;
 mod simd;
+mod sync;
 
 pub use backend::{CpuBackend, CpuGroup, CpuOptions, KernelTime};

@@ -5,6 +5,8 @@
 
 mod dispatch;
 mod group;
+#[cfg(test)]
+mod group_tests;
 mod launch;
 pub(crate) mod memory;
 mod operand;
