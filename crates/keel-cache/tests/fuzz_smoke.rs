@@ -48,7 +48,7 @@ fn mutate(text: &[u8], random: &mut Random) -> Vec<u8> {
 }
 
 fn survive(sound: &[u8], check: impl Fn(&[u8]) -> bool) {
-    assert!(check(sound), "what nobody has damaged is accepted");
+    assert!(check(sound), "an undamaged file is accepted");
     let count = mutations(MUTATIONS);
     let accepted = (1..=count).filter(|seed| {
         let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -15,7 +15,7 @@ use loom::thread;
 
 const BOTH: Peers = Peers { first: 0, count: 2 };
 
-/// Two members, of which so many compute at the same time.
+/// Two members, of which `turns` compute at the same time.
 fn members(turns: usize) -> [CpuGroup; 2] {
     CpuGroup::with_turns(2, turns).try_into().unwrap_or_else(|_| unreachable!("two members"))
 }

@@ -30,22 +30,9 @@
 
 #ifdef BT
 #if __CUDA_ARCH_FEAT_SM90_ALL
-// Barriers of a slot in the ring of x: its copy has arrived; all warps are done with it. A phase ends, and the parity
-// changes, when as many have arrived as it was made for.
-__device__ __forceinline__ void init_barrier(u64 *barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
+// A warp says that it is done with a slot in the ring of x.
 __device__ __forceinline__ void arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Starts the product of a tile of W with a tile of x.
-__device__ __forceinline__ void multiply_tile(float (&acc)[BT / 8][4], const u32 (&a)[4][4], u32 x_tile) {
-    const u64 b = panel_of_rows(x_tile);
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < 4; s++) wgmma<BT, 0, false>(acc, a[s], b + s * 2);
-    wgmma_commit();
 }
 
 // Calls each(j, i, place in y) for a lane's sums acc[from + j][i], j < 4, that exist.
@@ -63,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1) linear_panels(
 #include "linear_panels.params"
 ) {
     extern __shared__ u8 memory[];
+    // Barriers of each slot in the ring of x: its copy has arrived; all warps are done with it.
     __shared__ u64 full[STAGES], done[STAGES];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u8 *const x_ring = memory + (1024 - shared_address(memory) % 1024) % 1024;
@@ -82,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1) linear_panels(
     };
     for (int i = 0; i < STAGES - 1; i++) fetch_weights(begin + i);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) init_barrier(full + i, 1), init_barrier(done + i, WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        init_barriers(full, STAGES);
+        init_barriers(done, STAGES, WARPS);
     }
     __syncthreads();
     wait_for_inputs();
@@ -109,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1) linear_panels(
         __syncwarp(); // the warp's tiles of W have arrived
         widen_fragments(even, w_ring + slot * W_SLOT, 0, lane);
         wait_full(full + slot, parity);
-        multiply_tile(acc, even, shared_address(x_ring) + slot * X_SLOT);
+        start_product<BT>(acc, even, shared_address(x_ring) + slot * X_SLOT);
         fetch_weights(f + STAGES - 1);
         wgmma_wait<1>(); // the fetch before is done, and `odd` may be written again
         if (lane == 0 && f > begin) arrive(done + (slot ? slot - 1 : STAGES - 1));
@@ -125,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1) linear_panels(
     for (; f < pairs_end; f++) {
         first_tile();
         widen_fragments(odd, w_ring + slot * W_SLOT, 1, lane);
-        multiply_tile(acc, odd, shared_address(x_ring) + slot * X_SLOT + X_TILE);
+        start_product<BT>(acc, odd, shared_address(x_ring) + slot * X_SLOT + X_TILE);
         wgmma_wait<1>(); // `even` may be written again
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }

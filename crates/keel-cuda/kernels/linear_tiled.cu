@@ -96,13 +96,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
         for (int i = 0; i < STAGES - 1; i++) fetch_x(i);
 
         float acc[N / 8][4] = {};
-        auto multiply = [&](const u32(&a)[4][4], u32 x_tile) {
-            const u64 b = panel_of_rows(x_tile);
-            wgmma_fence();
-#pragma unroll
-            for (int s = 0; s < 4; s++) wgmma<N, 0, false>(acc, a[s], b + s * 2);
-            wgmma_commit();
-        };
         u32 even[4][4], odd[4][4];
         int stage = 0;
 #pragma unroll 1
@@ -117,10 +110,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
             __syncthreads(); // the tiles of x have arrived, and all warps are done with the tiles before
             fetch_weights(f + STAGES - 1);
             fetch_x(f + STAGES - 1);
-            multiply(even, x_slot);
+            start_product<N>(acc, even, x_slot);
             const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
             if (both) widen_fragments(odd, slot, 1, lane);
-            if (both) multiply(odd, x_slot + X_TILE);
+            if (both) start_product<N>(acc, odd, x_slot + X_TILE);
             wgmma_wait<1>(); // `even` may be written again
             if (++stage == STAGES) stage = 0;
         }

@@ -261,8 +261,10 @@ __device__ __forceinline__ void load_slots(float (&v)[16], const float *row, int
 // ---- tiles through shared memory: one lane starts the copies, a barrier signals their arrival (sm_90 and later) ----
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void init_barriers(u64 *full, int count) {
-    for (int i = 0; i < count; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + i)) : "memory");
+// Makes `count` barriers, each of whose phases ends with the last of `arrivals`.
+__device__ __forceinline__ void init_barriers(u64 *barriers, int count, u32 arrivals = 1) {
+    for (int i = 0; i < count; i++)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barriers + i)), "r"(arrivals) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void expect_bytes(u64 *full, u32 bytes) {

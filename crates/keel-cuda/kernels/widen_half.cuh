@@ -58,4 +58,12 @@ __device__ __forceinline__ void widen_fragments(u32 (&a)[4][4], const u8 *slot, 
             a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
         }
 }
+// Starts the product of such a tile with N rows of a tile of x.
+template <int N> __device__ __forceinline__ void start_product(float (&acc)[N / 8][4], const u32 (&a)[4][4], u32 x_tile) {
+    const u64 b = panel_of_rows(x_tile);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; s++) wgmma<N, 0, false>(acc, a[s], b + s * 2);
+    wgmma_commit();
+}
 #endif

@@ -350,7 +350,7 @@ fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
     assert_all_is_back(&mut batcher);
 }
 
-/// What somebody has put there in place of a file stays, and nobody waits for its other end.
+/// A pipe in place of a file stays, and no thread waits for its other end.
 #[cfg(unix)]
 #[test]
 fn pipes_in_a_folder_of_prefixes_stay() {

@@ -180,7 +180,7 @@ impl Session {
         self.fault(&gpu.device, entry.slot, launch.kernels())
     }
 
-    /// Ends the device's exchanges, and forgets what they and the kernels after them have left behind.
+    /// Ends the device's exchanges, and forgets the reports of these and of the kernels after them.
     pub fn end_exchanges(&mut self, gpu: &Gpu) {
         let Some(membership) = &gpu.membership else { return };
         let ended = gpu.device.bind().and_then(|()| membership.end(|| self.seen.clear()));

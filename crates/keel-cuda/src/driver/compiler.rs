@@ -51,11 +51,12 @@ pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
 /// If the compiler is not there, or refuses the source.
 pub fn compile(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
     is_present()?;
-    if let Some(code) = cached(key, architecture) {
+    let path = path_of(key, architecture);
+    if let Some(code) = path.as_deref().and_then(read) {
         return Ok(code);
     }
     let code = compile_source(key, architecture)?;
-    if let Some(path) = path_of(key, architecture) {
+    if let Some(path) = path {
         store(&path, &code);
     }
     Ok(code)

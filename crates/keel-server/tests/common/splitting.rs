@@ -9,7 +9,7 @@ use keel_engine::{Engine, EngineOptions, split};
 use keel_models::loading::CheckpointParameters;
 use keel_weights::Checkpoint;
 
-/// An engine of the model in a folder: so many stages of so many devices that share their layers. `wrap` gets each
+/// An engine of the model in a folder: `stages` stages of `shares` devices that share their layers. `wrap` gets each
 /// device's rank and backend.
 pub fn engine_on(
     folder: &Path,

@@ -7,8 +7,7 @@
 //! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | cuBLASLt | `exact_tiled` |
 //!
 //! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense bf16 weight
-//! meets x as the sum of two bf16, for any number of rows. Many rows of x meet
-//! a dense f16 weight in f16, few in f32.
+//! meets x as the sum of two bf16, for any number of rows. Many rows of x meet a dense f16 weight in f16, few in f32.
 //!
 //! With `Compute::Prompts8` the third line rounds x and a quantised weight to 8-bit floats instead, on devices that
 //! multiply them.

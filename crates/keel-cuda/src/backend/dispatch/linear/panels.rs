@@ -45,7 +45,7 @@ pub(super) fn parts(weight: &WeightSpec, rows: usize) -> usize {
 }
 
 impl Cut {
-    /// The cut into so many parts that takes least time. Warpgroups do not change a bit.
+    /// The cut with `parts` parts of K that takes least time. The number of warpgroups does not change a bit.
     fn of(weight: &WeightSpec, rows: usize, parts: usize) -> Cut {
         let [wide, narrow] = [3, 2].map(|groups| Cut { groups, parts });
         if wide.nanoseconds(weight, rows) <= narrow.nanoseconds(weight, rows) { wide } else { narrow }
