@@ -71,18 +71,24 @@ impl PrefixFolder<'_> {
         PrefixFolder { model, path }
     }
 
-    /// Makes the folder if it does not exist, and removes its index.
+    /// Makes the folder if it does not exist, and removes its index. A link in place of the index stays: it may lead to
+    /// a file of somebody else, which is then not changed either.
     ///
     /// # Errors
-    /// The folder cannot be made, or what stands in place of its index is not a file.
+    /// The folder cannot be made, the index cannot be removed, or what stands in its place is not a file.
     pub fn begin(&self) -> Result<(), Unwritten> {
         std::fs::create_dir_all(self.path).map_err(|error| Unwritten::new(self.path, &error))?;
         let index = self.path.join(INDEX);
-        if std::fs::metadata(&index).is_ok_and(|found| !found.is_file()) {
-            return Err(Unwritten::new(&index, &"what is there is not a regular file"));
+        match std::fs::symlink_metadata(&index) {
+            Ok(found) if found.is_symlink() => {
+                Err(Unwritten::new(&index, &"it is a link; make the folder itself a link instead"))
+            }
+            Ok(found) if !found.is_file() => {
+                Err(Unwritten::new(&index, &"what is there is not a regular file"))
+            }
+            Ok(_) => std::fs::remove_file(&index).map_err(|error| Unwritten::new(&index, &error)),
+            Err(_) => Ok(()),
         }
-        let _ = std::fs::remove_file(index);
-        Ok(())
     }
 
     /// The path for the file of text number `i`.
@@ -244,5 +250,22 @@ mod tests {
         assert!(other.read_index().expect_err("not its own").contains("format or model"));
         saved.begin().expect("it exists");
         assert!(saved.read_index().expect("none").is_none(), "files without an index are not read");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_in_place_of_the_index_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (index, other) = (folder.path().join(INDEX), folder.path().join("other"));
+        std::fs::write(&other, "another's").expect("written");
+        let saved = PrefixFolder::new("a model", folder.path());
+        for target in ["other", "/dev/full", "nowhere"] {
+            std::os::unix::fs::symlink(target, &index).expect("made");
+            let refused = saved.begin().expect_err("it is a link");
+            assert!(refused.path == index && refused.reason.contains("it is a link"), "{refused:?}");
+            assert_eq!(std::fs::read_link(&index).expect("it is still there"), Path::new(target));
+            std::fs::remove_file(&index).expect("removed");
+        }
+        assert_eq!(std::fs::read(&other).expect("there"), b"another's");
     }
 }

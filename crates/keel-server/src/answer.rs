@@ -70,16 +70,17 @@ pub struct Usage {
 
 /// How the tokens of an answer become parts.
 pub struct AnswerStyle {
-    /// Strings that end the answer.
-    pub stop: Vec<String>,
+    /// Finds the strings that end the answer.
+    pub stops: StopMatcher,
     /// The parts that the answer may have.
     pub form: AnswerForm,
     /// How tokens are reported with their log probabilities, if they are.
     pub(crate) listing: Option<Listing>,
 }
 
-/// A running answer. Dropping it ends the sequence. An answer that is dropped before its end counts as cancelled, unless
-/// its request has failed: then it ended for that reason.
+/// A running answer. Dropping it ends the sequence. An answer has ended when [`Answer::next`] returns `None`: all of its
+/// pieces were charged and sent. One that is dropped before counts as cancelled, unless its request has failed: then it
+/// ended for that reason.
 pub struct Answer {
     events: Events,
     tokenizer: Tokenizer,
@@ -90,7 +91,8 @@ pub struct Answer {
     pieces: VecDeque<Piece>,
     called_tools: bool,
     reasoned: bool,
-    ended: bool,
+    /// Set when the last pieces are in `pieces`.
+    ending: Option<Ending>,
     usage: Usage,
     timer: RequestTimer,
     /// Keeps the request's memory charged until the answer ends.
@@ -124,17 +126,14 @@ impl Answer {
     }
 
     /// Creates an answer from `events`.
-    ///
-    /// # Errors
-    /// A stop string is empty or too long.
     pub(crate) fn new(
         events: Events,
         tokenizer: &Tokenizer,
         style: AnswerStyle,
         prompt_tokens: usize,
         timer: RequestTimer,
-    ) -> Result<Answer> {
-        Ok(Answer {
+    ) -> Answer {
+        Answer {
             events,
             tokenizer: tokenizer.clone(),
             detokenizer: if style.form.has_parts() {
@@ -142,17 +141,17 @@ impl Answer {
             } else {
                 tokenizer.stream(true)
             },
-            stops: StopMatcher::new(&style.stop)?,
+            stops: style.stops,
             parser: AnswerParser::new(style.form),
             listing: style.listing,
             pieces: VecDeque::new(),
             called_tools: false,
             reasoned: false,
-            ended: false,
+            ending: None,
             usage: Usage { prompt: prompt_tokens, ..Usage::default() },
             timer,
             caller: None,
-        })
+        }
     }
 
     /// Waits until the request starts to run.
@@ -185,7 +184,9 @@ impl Answer {
             if let Some(piece) = self.pieces.pop_front() {
                 return Ok(Some(piece));
             }
-            if self.ended {
+            if let Some(ending) = self.ending {
+                // Only now is it certain that the last piece was charged and sent.
+                self.timer.ended(ending, self.usage);
                 return Ok(None);
             }
             match self.events.recv().await {
@@ -267,8 +268,7 @@ impl Answer {
         let ending = if self.called_tools && ending == Ending::Stop { Ending::ToolCalls } else { ending };
         let stop = self.stops.matched().map(str::to_string);
         self.pieces.push_back(Piece::End(ending, stop));
-        self.ended = true;
-        self.timer.ended(ending, self.usage);
+        self.ending = Some(ending);
     }
 }
 

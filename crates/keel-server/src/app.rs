@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use keel_engine::SamplerOptions;
 use keel_engine::batch::{BatchRequest, RequestSight};
-use keel_text::{AnswerForm, GrammarSource, GrammarState};
+use keel_text::{AnswerForm, GrammarSource, GrammarState, StopMatcher};
 use tracing::field::Empty;
 
 use crate::answer::{Answer, AnswerStyle};
@@ -167,6 +167,7 @@ impl App {
             vocab: self.engine.vocab(),
             context: self.engine.context(),
             context_max: self.engine.context_max(),
+            answer_min: 1,
             choices_max: self.options.choices_max,
             sources: Some(&self.options.pictures),
             meter: Some(&caller.meter),
@@ -181,13 +182,28 @@ impl App {
         self.works.grammar(self.options.grammar_time, compile).await.map(Some)
     }
 
-    /// Starts the answers and waits until they run. `endpoint` is the path of the request.
+    /// Starts the answers and waits until they run. `endpoint` is the path of the request. An error ends all answers of
+    /// the request, also those of its earlier prompts.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
-        mut ask: Ask,
+        ask: Ask,
     ) -> Result<Vec<Answer>> {
+        let mut answers = Vec::with_capacity(ask.choices.min(self.options.choices_max));
+        let started = self.start_into(&mut answers, endpoint, caller, ask).await;
+        // The reason is known before the answers are dropped.
+        started.map_err(|error| caller.failed(error))?;
+        Ok(answers)
+    }
+
+    async fn start_into(
+        self: &Arc<Self>,
+        answers: &mut Vec<Answer>,
+        endpoint: &'static str,
+        caller: &Arc<Caller>,
+        mut ask: Ask,
+    ) -> Result<()> {
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
@@ -202,7 +218,6 @@ impl App {
         let grammar = self.compile(ask.grammar.take()).await?;
         let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);
-        let mut answers = Vec::with_capacity(ask.choices);
         for choice in 0..ask.choices {
             let constraint = grammar.clone().map(|state| self.text.grammars.constraint(state, &ask.form));
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
@@ -218,12 +233,10 @@ impl App {
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
             };
+            let stops = StopMatcher::new(&ask.stop)?;
             let (id, events) = self.engine.submit(request, caller.meter.part()).await?;
-            let style = AnswerStyle {
-                stop: ask.stop.clone(),
-                form: ask.form.clone(),
-                listing: ask.top_logprobs.map(|_| ask.listing),
-            };
+            let style =
+                AnswerStyle { stops, form: ask.form.clone(), listing: ask.top_logprobs.map(|_| ask.listing) };
             let span = tracing::info_span!(
                 "request",
                 id,
@@ -238,14 +251,14 @@ impl App {
                 reason = Empty
             );
             let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len());
-            let mut answer = Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer)?;
+            let mut answer = Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer);
             answer.keep(Arc::clone(caller));
             answers.push(answer);
         }
-        for answer in &mut answers {
+        for answer in answers {
             answer.started().await?;
         }
-        Ok(answers)
+        Ok(())
     }
 }
 

@@ -263,9 +263,16 @@ fn spawn_within<F: Future<Output = Result<()>> + Send + 'static>(
 mod tests {
     use axum::body::Body;
     use axum::extract::Request;
+    use keel_engine::FinishReason;
+    use keel_engine::batch::{BatchEvent, TokenLogprobs};
+    use keel_text::{AnswerForm, StopMatcher, TextFiles};
 
     use super::*;
-    use crate::memory::RequestMemory;
+    use crate::answer::AnswerStyle;
+    use crate::events::{Events, waiting_bytes};
+    use crate::memory::{Listing, RequestMemory};
+    use crate::metrics::{Metrics, RequestTimer};
+    use crate::text::ModelText;
 
     const EVENT: &str = "an event of a stream that another stream keeps from memory";
 
@@ -275,6 +282,51 @@ mod tests {
 
     fn room(memory: &RequestMemory) -> StreamRoom {
         StreamRoom::take(&caller(memory)).expect("there is room")
+    }
+
+    /// An answer of one token, which is also its stop string. So its end is known with its first piece.
+    fn answer_of_one_token(memory: &RequestMemory, metrics: &Metrics) -> Answer {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let text = ModelText::new(&TextFiles::read(&folder).expect("there")).expect("sound");
+        let (id, caller) = (300, caller(memory));
+        let stop = text.tokenizer.decode(&[id], false).expect("it is a token");
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let meter = Arc::new(caller.meter.part());
+        let logprobs = TokenLogprobs { drawn: -1.0, top: vec![(id, -1.0); 20] };
+        for event in
+            [BatchEvent::Token { id, logprobs: Some(logprobs) }, BatchEvent::Finished(FinishReason::Stop)]
+        {
+            meter.take(waiting_bytes(&event)).expect("there is room");
+            sender.send(Ok(event)).expect("somebody listens");
+        }
+        let style = AnswerStyle {
+            stops: StopMatcher::new(&[stop]).expect("short"),
+            form: AnswerForm::default(),
+            listing: Some(Listing::Objects),
+        };
+        let timer = RequestTimer::new(metrics.clone(), tracing::Span::none(), 1);
+        let mut answer = Answer::new(Events { receiver, meter }, &text.tokenizer, style, 1, timer);
+        answer.keep(caller);
+        answer
+    }
+
+    #[tokio::test]
+    async fn an_answer_whose_last_pieces_have_no_room_ends_for_that_reason() {
+        for (budget, reason) in [(1 << 20, "stop"), (8 << 10, "request_too_large")] {
+            let (memory, metrics) = (RequestMemory::new(budget, 0), Metrics::new());
+            let collected = collect(vec![answer_of_one_token(&memory, &metrics)]).await;
+            assert_eq!(collected.is_ok(), reason == "stop");
+            assert_eq!((metrics.finished(reason), memory.used()), (1, 0), "{reason}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_whose_end_is_not_taken_is_cancelled() {
+        let (memory, metrics) = (RequestMemory::new(1 << 20, 0), Metrics::new());
+        let mut answer = answer_of_one_token(&memory, &metrics);
+        assert!(matches!(answer.next().await, Ok(Some(Piece::Tokens(_)))));
+        drop(answer);
+        assert_eq!((metrics.finished("stop"), metrics.finished("cancelled")), (0, 1));
     }
 
     #[tokio::test]

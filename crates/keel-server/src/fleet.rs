@@ -1,8 +1,9 @@
 //! The models of a server: which are loaded, and how they are loaded and unloaded within one memory limit.
 //!
 //! A request for a model that is not loaded waits until it is loaded. Models are loaded one at a time. If memory is
-//! short, that of the models' device or that of the CPU for their vision towers, the least recently used model is unloaded first: it takes no new requests, its running requests end, and then
-//! its engine's thread ends and all of its memory is freed. Its ledger is checked.
+//! short, that of the models' device or that of the CPU for their vision towers, the least recently used model that
+//! holds some of it is unloaded first: it takes no new requests, its running requests end, and then its engine's thread
+//! ends and all of its memory is freed. Its ledger is checked.
 
 use std::error::Error;
 use std::ops::Deref;
@@ -96,12 +97,25 @@ impl Needs {
         Needs { bytes: self.bytes + other.bytes, tower_bytes: self.tower_bytes + other.tower_bytes }
     }
 
-    /// What exceeds its limit: whose bytes, and the limit.
-    fn beyond(self, options: &FleetOptions) -> Option<(&'static str, u64, u64)> {
-        let model = ("", self.bytes, options.memory_limit);
-        let tower = (" of its vision tower on the CPU", self.tower_bytes, options.tower_limit);
-        [model, tower].into_iter().find(|(_, bytes, limit)| bytes > limit)
+    /// The memory that is short, if any.
+    fn beyond(self, options: &FleetOptions) -> Option<Shortage> {
+        let model = Shortage { of: |needs| needs.bytes, whose: "", limit: options.memory_limit };
+        let tower = Shortage {
+            of: |needs| needs.tower_bytes,
+            whose: " of its vision tower on the CPU",
+            limit: options.tower_limit,
+        };
+        [model, tower].into_iter().find(|shortage| (shortage.of)(self) > shortage.limit)
     }
+}
+
+/// A memory whose limit is exceeded.
+struct Shortage {
+    /// The bytes in this memory.
+    of: fn(Needs) -> u64,
+    /// Whose they are, for messages.
+    whose: &'static str,
+    limit: u64,
 }
 
 /// A loaded model.
@@ -204,7 +218,8 @@ impl Front {
                 return Err(setting("--model", format!("two models are called {id:?}; say NAME=MODEL")));
             }
             let needs = Needs { bytes: *bytes, tower_bytes: *tower_bytes };
-            if let Some((whose, bytes, limit)) = needs.beyond(&options) {
+            if let Some(Shortage { of, whose, limit }) = needs.beyond(&options) {
+                let bytes = of(needs);
                 return Err(setting(
                     "--model",
                     format!("{id:?} holds {bytes} bytes{whose}, and the limit for all is {limit}"),
@@ -323,8 +338,8 @@ impl Front {
         }
         // A model whose engine has failed is unloaded like any other.
         self.give_back(at).await;
-        while self.held().plus(entry.needs).beyond(&self.options).is_some() {
-            let Some(oldest) = self.least_recent() else { break };
+        while let Some(shortage) = self.held().plus(entry.needs).beyond(&self.options) {
+            let Some(oldest) = self.least_recent(&shortage) else { break };
             self.give_back(oldest).await;
         }
         let (done, loaded) = oneshot::channel();
@@ -359,12 +374,14 @@ impl Front {
         loaded.map(|entry| entry.needs).fold(Needs::default(), Needs::plus)
     }
 
-    /// The least recently used model. Idle models come before busy ones.
-    fn least_recent(&self) -> Option<usize> {
+    /// The least recently used model among those that hold some of the memory that is short. Idle models come before busy
+    /// ones.
+    fn least_recent(&self, shortage: &Shortage) -> Option<usize> {
         let age = |at: &usize| {
             self.entries[*at].resident().as_ref().map(|resident| (resident.is_busy(), resident.used))
         };
-        (0..self.entries.len()).filter(|at| age(at).is_some()).min_by_key(age)
+        let would_help = |at: &usize| (shortage.of)(self.entries[*at].needs) > 0;
+        (0..self.entries.len()).filter(|at| would_help(at) && age(at).is_some()).min_by_key(age)
     }
 
     /// Unloads a model: waits until its requests have ended and its memory is freed.

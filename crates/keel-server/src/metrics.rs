@@ -248,6 +248,12 @@ impl Metrics {
         self.0.memory.get_or_create(&labels).set(bytes as i64);
     }
 
+    /// How many requests have ended for a reason.
+    #[cfg(test)]
+    pub(crate) fn finished(&self, reason: &'static str) -> u64 {
+        self.0.finished.get_or_create(&Reason { reason: Word(reason) }).get()
+    }
+
     /// Counts a refused request, by the error's code.
     pub fn refused(&self, code: &'static str) {
         self.0.refused.get_or_create(&Reason { reason: Word(code) }).inc();

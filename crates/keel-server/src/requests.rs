@@ -43,7 +43,8 @@ pub enum Endpoint {
 pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> Result<usize> {
     let choices_max = ServerOptions::default().choices_max;
     let (context, context_max) = (usize::MAX, usize::MAX);
-    let bounds = Bounds { vocab, context, context_max, choices_max, sources: None, meter: None };
+    let bounds =
+        Bounds { vocab, context, context_max, answer_min: 1, choices_max, sources: None, meter: None };
     let asks = match endpoint {
         Endpoint::Chat => vec![chat::ask(text, &bounds, parse(body)?)?],
         Endpoint::Responses => vec![chat::ask(text, &bounds, responses::chat(parse(body)?)?)?],

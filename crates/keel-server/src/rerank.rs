@@ -113,7 +113,7 @@ pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) ->
         return Err(wrong("top_n", "0, expected at least 1"));
     }
     let readout = Readout::Logits(vec![token_of(model, "yes")?, token_of(model, "no")?]);
-    let bounds = Bounds { context: bounds.context.saturating_add(1), ..*bounds };
+    let bounds = Bounds { answer_min: 0, ..*bounds };
     let encode = |text: &str| bounds.encode(&model.tokenizer, text, false);
     let instruction = body.instruction.as_deref().unwrap_or(INSTRUCTION);
     let shared = format!("{HEAD}<Instruct>: {instruction}\n<Query>: {}\n<Document>: ", body.query);

@@ -43,6 +43,8 @@ pub(crate) struct Bounds<'a> {
     /// Largest number of tokens of a sequence. The model's own limit may be larger.
     pub context: usize,
     pub context_max: usize,
+    /// The fewest tokens after a prompt: 1 for an answer, 0 where the prompt alone is read.
+    pub answer_min: usize,
     /// Largest number of answers per request.
     pub choices_max: usize,
     /// Where pictures may come from besides the request.
@@ -55,9 +57,10 @@ impl Bounds<'_> {
     /// Encodes a text that fits in the context. A text that is surely too long is refused by its bytes alone.
     pub fn encode(&self, tokenizer: &Tokenizer, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let tokens = tokenizer.tokens_at_least(text);
-        if tokens >= self.context {
+        let prompt_max = self.context.saturating_sub(self.answer_min);
+        if tokens > prompt_max {
             let (context, context_max) = (self.context, self.context_max);
-            let bytes_most = tokenizer.bytes_at_most(text, context - 1).unwrap_or(0);
+            let bytes_most = tokenizer.bytes_at_most(text, prompt_max).unwrap_or(0);
             let bytes = text.len();
             return Err(ServerError::TextTooLong { bytes, bytes_most, tokens, context, context_max });
         }

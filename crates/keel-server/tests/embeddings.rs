@@ -126,6 +126,21 @@ fn what_cannot_be_embedded_is_refused_in_openais_form() {
 }
 
 #[test]
+fn a_text_that_is_too_long_is_told_the_context_of_the_server() {
+    let server = Running::start();
+    let long = "a ".repeat(200_000);
+    for (path, body) in [
+        (EMBEDDINGS, json!({"input": long})),
+        ("/v1/rerank", json!({"query": "Who?", "documents": [long]})),
+        ("/v1/completions", json!({"prompt": long})),
+    ] {
+        let message = server.post(path, &body).json()["error"]["message"].clone();
+        let message = message.as_str().expect("a message");
+        assert!(message.contains(&format!("together is {}:", engine_options().context)), "{path}: {message}");
+    }
+}
+
+#[test]
 fn documents_are_ranked_by_the_probability_of_yes() {
     let server = Running::start();
     let documents = ["The dog is happy.", "A cat sat on a mat.", "There was a big tree."];

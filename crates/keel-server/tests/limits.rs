@@ -70,6 +70,31 @@ fn a_full_queue_is_429() {
     assert!(metrics.contains("keel_requests_refused_total{reason=\"queue_full\"} 1"), "{metrics}");
 }
 
+/// The first of the answers wait when a later one is refused. They end for its reason, not because a client left.
+#[test]
+fn all_answers_of_a_request_end_for_the_reason_of_the_one_that_failed() {
+    let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
+    let reply = read(post(&server, &json!({"prompt": "Once", "max_tokens": 5, "n": 3})));
+    assert_eq!(reply.status, 429, "{}", reply.body);
+    let counts = |reason: &str, count: usize| {
+        let line = format!("keel_requests_finished_total{{reason=\"{reason}\"}} {count}\n");
+        let metrics = server.get("/metrics").body;
+        assert!(metrics.contains(&line) || count == 0 && !metrics.contains(reason), "{reason}: {metrics}");
+    };
+    counts("queue_full", 2);
+    counts("cancelled", 0);
+    drop(first);
+    server.assert_all_is_back();
+    counts("cancelled", 1);
+    // The first prompt runs when the second is found to be too long.
+    let prompts = json!([[5], vec![5; engine_options().context]]);
+    let reply = server.post("/v1/completions", &json!({"prompt": prompts, "max_tokens": 1000}));
+    assert_eq!(reply.status, 400, "{}", reply.body);
+    counts("context_length_exceeded", 1);
+    counts("cancelled", 1);
+    server.assert_all_is_back();
+}
+
 #[test]
 fn a_long_wait_is_503() {
     let (server, first) =

@@ -57,14 +57,17 @@ fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> Offer {
 impl Several {
     fn start(names: &[&str], memory_limit: u64, keep_alive: Option<Duration>) -> Several {
         let rest = keel_cpu::process::heap::give_back_free;
-        Several::with_towers(names, 0, FleetOptions { memory_limit, tower_limit: 0, keep_alive, rest })
+        let models: Vec<(&str, u64)> = names.iter().map(|name| (*name, 0)).collect();
+        Several::with_towers(&models, FleetOptions { memory_limit, tower_limit: 0, keep_alive, rest })
     }
 
-    /// The same with vision towers of `tower_bytes` next to the models.
-    fn with_towers(names: &[&str], tower_bytes: u64, fleet: FleetOptions) -> Several {
+    /// The same with vision towers next to the models: names, and bytes of the towers.
+    fn with_towers(models: &[(&str, u64)], fleet: FleetOptions) -> Several {
         let (bytes, loads) = (planned(), Arc::new(AtomicUsize::new(0)));
-        let offers: Vec<Offer> =
-            names.iter().map(|id| Offer { tower_bytes, ..offer(id, bytes, &loads) }).collect();
+        let offers: Vec<Offer> = models
+            .iter()
+            .map(|&(id, tower_bytes)| Offer { tower_bytes, ..offer(id, bytes, &loads) })
+            .collect();
         let (sender, receiver) = mpsc::channel();
         let (drain, drained) = oneshot::channel();
         let thread = std::thread::spawn(move || {
@@ -154,10 +157,13 @@ fn towers_on_the_cpu_have_a_limit_of_their_own() {
         keep_alive: None,
         rest: keel_cpu::process::heap::give_back_free,
     };
-    let server = Several::with_towers(&["a", "b"], 100, fleet);
+    let server = Several::with_towers(&[("a", 100), ("b", 100), ("plain", 0)], fleet);
+    server.text("plain");
     server.text("a");
+    assert_eq!(server.loaded(), ["a", "plain"]);
     server.text("b");
-    assert_eq!(server.loaded(), ["b"], "both towers would take 200 of 150 bytes");
+    assert_eq!(server.loaded(), ["b", "plain"], "both towers would take 200 of 150 bytes");
+    assert_eq!(server.loads(), 3, "a model without a tower makes no room for one, however old it is");
 
     let offers = vec![Offer { tower_bytes: 151, ..offer("a", planned(), &Arc::default()) }];
     let refused = Server::of_several(offers, fleet, ServerOptions::default()).map(drop);

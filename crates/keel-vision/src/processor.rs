@@ -3,6 +3,8 @@
 //! `processor_config.json` contains both the image and the video processor. As in the reference, it takes precedence.
 //! Older checkpoints have `preprocessor_config.json` and `video_preprocessor_config.json`.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -47,11 +49,18 @@ impl ProcessorFiles {
             let path = folder.join(name);
             let wrong = |reason: String| VisionError::Processor { file: path.display().to_string(), reason };
             let Ok(metadata) = path.metadata() else { return Ok(None) };
-            if metadata.len() > FILE_BYTES_MAX {
-                return Err(wrong(format!("{} bytes, at most {FILE_BYTES_MAX} are read", metadata.len())));
+            // Opening a pipe would wait for somebody to write.
+            if !metadata.is_file() {
+                return Err(wrong("it is not a regular file".into()));
             }
-            let text = std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;
-            serde_json::from_str(&text).map(Some).map_err(|error| wrong(error.to_string()))
+            let mut bytes = Vec::new();
+            let read =
+                File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
+            read.map_err(|error| wrong(error.to_string()))?;
+            if bytes.len() as u64 > FILE_BYTES_MAX {
+                return Err(wrong(format!("more than {FILE_BYTES_MAX} bytes, at most these are read")));
+            }
+            serde_json::from_slice(&bytes).map(Some).map_err(|error| wrong(error.to_string()))
         };
         Ok(ProcessorFiles { processor: read(PROCESSOR)?, image: read(IMAGE)?, video: read(VIDEO)? })
     }

@@ -110,7 +110,7 @@ pub(crate) async fn create(
 pub(crate) fn prompts(model: &ModelText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
     unsupported::check(&body.rest)?;
     // An embedding needs no room for an answer after the prompt.
-    let bounds = Bounds { context: bounds.context.saturating_add(1), ..*bounds };
+    let bounds = Bounds { answer_min: 0, ..*bounds };
     check_count("input", body.input.count())?;
     let prompts = body.input.encode(model, &bounds)?;
     bounds.settle(prompts.iter().map(Vec::len).sum(), 1);

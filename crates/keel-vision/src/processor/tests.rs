@@ -87,3 +87,17 @@ fn a_picture_that_is_not_resized_must_fit() {
     let message = processor.process(&picture(8, 5)).expect_err("does not fit").to_string();
     assert!(message.contains("8 x 5") && message.contains("multiples of 4"), "{message}");
 }
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_processor_file_without_end_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join(IMAGE);
+    std::os::unix::fs::symlink("/dev/zero", &file).expect("made");
+    let refused = ProcessorFiles::read(folder.path()).expect_err("it has no end").to_string();
+    assert!(refused.contains("not a regular file"), "{refused}");
+    std::fs::remove_file(&file).expect("removed");
+    std::fs::write(&file, vec![b' '; FILE_BYTES_MAX as usize + 1]).expect("written");
+    let refused = ProcessorFiles::read(folder.path()).expect_err("too large").to_string();
+    assert!(refused.contains("more than 1048576 bytes"), "{refused}");
+}
