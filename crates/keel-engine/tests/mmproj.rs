@@ -11,7 +11,7 @@ use keel_engine::Engine;
 use keel_models::gguf::{CheckpointAsGguf, GgufParameters, add_tower, processor};
 use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_models::vision::{TowerKind, VisionConfig, read_vision};
-use keel_testkit::fixtures::{MmprojForm, SEEING, VLM, mmproj, seeing_fixture, vlm_fixture};
+use keel_testkit::fixtures::{MmprojForm, SEEING, VLM, mmproj, qwen3_vl_moe, seeing_fixture, vlm_fixture};
 use keel_vision::ProcessorFiles;
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
@@ -22,6 +22,7 @@ const LOGITS_MAX: f64 = 1e-4;
 
 fn folders() -> impl Iterator<Item = (&'static str, PathBuf)> {
     let own = SEEING.into_iter().map(|name| (name, seeing_fixture(name)));
+    let own = own.chain([("qwen3_vl_moe", qwen3_vl_moe())]);
     own.chain(VLM.into_iter().filter_map(|name| Some((name, vlm_fixture(name)?))))
 }
 

@@ -28,6 +28,7 @@ mod qwen3;
 mod qwen3_5;
 mod qwen3_moe;
 mod qwen3_next;
+mod qwen3_vl_moe;
 mod rope;
 mod shapes;
 mod shard;
@@ -136,6 +137,7 @@ fn family_of(config: &Value) -> Result<Family> {
         "qwen2" => family!(qwen2),
         "qwen3" | "qwen3_vl" | "qwen3_vl_text" => family!(qwen3),
         "qwen3_moe" => family!(qwen3_moe),
+        "qwen3_vl_moe" | "qwen3_vl_moe_text" => family!(qwen3_vl_moe),
         "gemma3_text" | "gemma3" => family!(gemma3_text),
         "mistral" => family!(mistral),
         "ministral" => family!(ministral),

@@ -10,8 +10,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::{
-    Quantization, RawTensor, Result, SafetensorsFile, TensorInfo, TensorSource, TensorView, WeightsError,
-    json, source::missing,
+    ColumnsTensor, LinearInfo, LinearTensor, Quantization, RawTensor, Result, SafetensorsFile, TensorInfo,
+    TensorSource, TensorView, WeightsError, json, linear, source::missing,
 };
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -133,6 +133,16 @@ impl TensorSource for Checkpoint {
 
     fn quantization(&self) -> Option<&Quantization> {
         self.quantization.as_ref()
+    }
+
+    fn linear_info(&self, module: &str) -> Result<LinearInfo> {
+        let columns = ColumnsTensor::find(self, module);
+        columns.map_or_else(|| linear::info(self, module), |columns| Ok(columns.info()))
+    }
+
+    fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
+        let columns = ColumnsTensor::find(self, module);
+        columns.map_or_else(|| linear::open(self, module), |columns| Ok(LinearTensor::Columns(columns)))
     }
 
     fn check_intact(&self) -> Result<()> {

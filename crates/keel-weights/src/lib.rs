@@ -29,6 +29,7 @@
 pub mod affine;
 mod awq;
 mod checkpoint;
+mod columns;
 mod error;
 #[cfg(unix)]
 mod fault;
@@ -50,6 +51,7 @@ mod view;
 pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
 pub use awq::{AwqTensor, RotationValues};
 pub use checkpoint::Checkpoint;
+pub use columns::ColumnsTensor;
 pub use error::{HeaderProblem, WeightsError};
 pub use fp4::{Fp4Mode, Fp4Tensor};
 pub use fp8::Fp8Tensor;

@@ -8,6 +8,7 @@ use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
     awq::{self, AwqTensor},
+    columns::ColumnsTensor,
     fp4::{self, Fp4Mode, Fp4Tensor},
     fp8::{self, Fp8Tensor},
     gguf::BlockTensor,
@@ -91,6 +92,8 @@ impl LinearInfo {
 pub enum LinearTensor<'a> {
     /// One float per value: `[rows, cols]` or `[experts, rows, cols]`.
     Dense(TensorView<'a>),
+    /// One float per value, stored by columns: `[experts, cols, rows]`.
+    Columns(ColumnsTensor<'a>),
     /// Affine-quantised, still packed.
     Affine(AffineTensor<'a>),
     /// In blocks of a GGUF type.
@@ -111,6 +114,7 @@ impl LinearTensor<'_> {
             LinearTensor::Blocks(blocks) => {
                 LinearInfo::new(blocks.shape(), LinearFormat::Blocks(blocks.format()))
             }
+            LinearTensor::Columns(columns) => columns.info(),
             LinearTensor::Awq(awq) => awq.info(),
             LinearTensor::Fp8(fp8) => fp8.info(),
             LinearTensor::Fp4(fp4) => fp4.info(),
@@ -133,6 +137,7 @@ impl LinearTensor<'_> {
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         match self {
             LinearTensor::Dense(view) => view.rows_f32(range, out),
+            LinearTensor::Columns(columns) => columns.rows_f32(range, out),
             LinearTensor::Affine(affine) => affine.rows_f32(range, out),
             LinearTensor::Blocks(blocks) => blocks.rows_f32(range, out),
             LinearTensor::Awq(awq) => awq.rows_f32(range, out),

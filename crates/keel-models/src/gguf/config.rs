@@ -29,6 +29,7 @@ pub fn config(file: &GgufFile) -> Result<Value> {
         "qwen2" => json!({"model_type": "qwen2"}),
         "qwen3" => json!({"model_type": "qwen3"}),
         "qwen3vl" => json!({"model_type": "qwen3_vl"}),
+        "qwen3vlmoe" => merged(json!({"model_type": "qwen3_vl_moe"}), keys.experts()?),
         "qwen3moe" => merged(json!({"model_type": "qwen3_moe"}), keys.experts()?),
         "gemma3" => keys.gemma3()?,
         "qwen35" => merged(json!({"model_type": "qwen3_5"}), keys.recurrent()?),

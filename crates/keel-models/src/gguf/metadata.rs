@@ -151,13 +151,14 @@ impl Keys<'_> {
     /// Frequencies for each axis of positions in pictures. A text token has the same position on all axes.
     fn axes(&mut self, json: &Value) -> Result<()> {
         let c = self.config;
-        if self.arch != "qwen3vl" && !c.layers.contains(&MixerKind::GatedDelta) {
+        let adds_features = matches!(self.arch, "qwen3vl" | "qwen3vlmoe");
+        if !adds_features && !c.layers.contains(&MixerKind::GatedDelta) {
             return Ok(());
         }
         let counts = c.rope_sections.map_or([c.rotary / 2, 0, 0], |sections| sections.counts);
         let counts = counts.map(|count| i32::try_from(count).unwrap_or(i32::MAX));
         self.metadata.i32s(&format!("{}.rope.dimension_sections", self.arch), &[&counts[..], &[0]].concat());
-        if self.arch == "qwen3vl" {
+        if adds_features {
             let deepstack = json["vision_config"]["deepstack_visual_indexes"].as_array();
             self.size("n_deepstack_layers", deepstack.map_or(0, Vec::len))?;
         }

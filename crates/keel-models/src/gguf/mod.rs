@@ -23,12 +23,13 @@ pub use parameters::GgufParameters;
 pub use tower::{add_tower, may_see, processor};
 
 /// Architectures that [`config`] reads.
-pub const ARCHITECTURES: [&str; 14] = [
+pub const ARCHITECTURES: [&str; 15] = [
     "llama",
     "qwen2",
     "qwen3",
     "qwen3moe",
     "qwen3vl",
+    "qwen3vlmoe",
     "gemma3",
     "qwen35",
     "qwen35moe",
@@ -66,6 +67,7 @@ fn architecture_of(model_type: &str) -> Option<&'static str> {
         "qwen3" => "qwen3",
         "qwen3_moe" => "qwen3moe",
         "qwen3_vl" => "qwen3vl",
+        "qwen3_vl_moe" => "qwen3vlmoe",
         "gemma3" => "gemma3",
         "qwen3_5" => "qwen35",
         "qwen3_5_moe" => "qwen35moe",

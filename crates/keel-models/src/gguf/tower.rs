@@ -19,7 +19,7 @@ use crate::{ModelError, Result};
 
 /// Projectors that are read, each with the architectures of the text models that it fits.
 const PROJECTORS: [(&str, &[&str]); 2] =
-    [("qwen3vl_merger", &["qwen3vl", "qwen35", "qwen35moe"]), ("gemma3", &["gemma3"])];
+    [("qwen3vl_merger", &["qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"]), ("gemma3", &["gemma3"])];
 
 /// Bounds on the pixels of pictures and videos in the processor files of Qwen3-VL and Qwen3.5. Files rarely have the first
 /// two, and have no keys for the others.
@@ -212,7 +212,9 @@ impl Keys<'_> {
         let kind = architecture(text);
         // Qwen3.5 adds no features of earlier blocks.
         let wanted = match kind {
-            "qwen3vl" => text.metadata().get("qwen3vl.n_deepstack_layers").and_then(GgufValue::as_u64),
+            "qwen3vl" | "qwen3vlmoe" => {
+                text.metadata().get(&format!("{kind}.n_deepstack_layers")).and_then(GgufValue::as_u64)
+            }
             _ => Some(0),
         };
         let reason = if named.as_ref().is_some_and(|named| *named != found) {

@@ -79,6 +79,9 @@ impl Parameters for CheckpointParameters<'_> {
                 LinearTensor::Dense(view) => {
                     sink(stored.len(), RowData::Dense(view.row_bytes(stored.clone())?))?
                 }
+                LinearTensor::Columns(columns) => {
+                    sink(stored.len(), RowData::Dense(&columns.rows_bytes(stored.clone())?))?
+                }
                 LinearTensor::Affine(affine) => affine_block(affine, stored, sink)?,
                 LinearTensor::Awq(awq) => awq_block(awq, stored, sink)?,
                 LinearTensor::Fp4(fp4) if fp4.info().format == LinearFormat::Fp4(Fp4Mode::Mxfp4) => {

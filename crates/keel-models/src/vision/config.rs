@@ -137,7 +137,7 @@ impl VisionConfig {
             return Ok(None);
         }
         let parsed = match config["model_type"].as_str().unwrap_or_default() {
-            "qwen3_5" | "qwen3_5_moe" | "qwen3_vl" => qwen(config, &Part(vision))?,
+            "qwen3_5" | "qwen3_5_moe" | "qwen3_vl" | "qwen3_vl_moe" => qwen(config, &Part(vision))?,
             "gemma3" => gemma(config, &Part(vision))?,
             _ => return Ok(None),
         };

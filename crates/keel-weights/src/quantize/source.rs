@@ -5,7 +5,8 @@ use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 use keel_array::{BlockFormat, DType};
 
 use crate::{
-    Checkpoint, LinearFormat, LinearTensor, Result, TensorSource, TensorSpec, WeightsError, float,
+    Checkpoint, ColumnsTensor, LinearFormat, LinearTensor, Result, TensorSource, TensorSpec, WeightsError,
+    float,
     gguf::{GgmlType, GgufFile},
 };
 
@@ -74,30 +75,45 @@ pub(super) fn rows(shape: &[usize]) -> usize {
 
 impl RowSource for Checkpoint {
     fn tensors(&self) -> Result<Vec<TensorSpec>> {
-        let spec = |name: &str| {
-            let info = self.info(name)?;
-            Ok(TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() })
-        };
-        self.names().map(spec).collect()
+        self.names().map(|name| spec_of(self, name)).collect()
     }
 
     fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        self.tensor(name)?.rows_f32(rows, out)
+        match ColumnsTensor::find(self, name) {
+            Some(columns) => columns.rows_f32(rows, out),
+            None => self.tensor(name)?.rows_f32(rows, out),
+        }
     }
 
     fn rows_bytes(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        if let Some(columns) = ColumnsTensor::find(self, &spec.name) {
+            return Ok(Cow::Owned(columns.rows_bytes(rows)?));
+        }
         let view = self.tensor(&spec.name)?;
         let row_bytes = view.cols() * view.dtype().size();
         Ok(Cow::Borrowed(&view.bytes()[rows.start * row_bytes..rows.end * row_bytes]))
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        TensorSource::release_rows(self, name, rows);
+        match ColumnsTensor::find(self, name) {
+            None => TensorSource::release_rows(self, name, rows),
+            // Each row lies in all parts of its matrix.
+            Some(columns) if rows.end == self::rows(&columns.shape()) => self.release(name),
+            Some(_) => {}
+        }
     }
 
     fn check_intact(&self) -> Result<()> {
         TensorSource::check_intact(self)
     }
+}
+
+/// The name, type and shape of a tensor. Matrices that are stored by columns have their shape by rows.
+fn spec_of(checkpoint: &Checkpoint, name: &str) -> Result<TensorSpec> {
+    let info = checkpoint.info(name)?;
+    let columns = ColumnsTensor::find(checkpoint, name);
+    let shape = columns.map_or_else(|| info.shape.into(), |columns| columns.shape());
+    Ok(TensorSpec { name: name.into(), dtype: info.dtype, shape })
 }
 
 /// A quantised checkpoint, presented dense.
@@ -136,8 +152,7 @@ impl<'a> Dequantised<'a> {
             } else if PARTS.contains(&part) {
                 continue;
             } else {
-                let info = checkpoint.info(name)?;
-                TensorSpec { name: name.into(), dtype: info.dtype, shape: info.shape.into() }
+                spec_of(checkpoint, name)?
             };
             tensors.insert(spec.name.clone(), spec);
         }
@@ -159,12 +174,12 @@ impl RowSource for Dequantised<'_> {
         match name.strip_suffix(".weight").filter(|_| !self.checkpoint.contains(name) || self.is_linear(name))
         {
             Some(module) => self.checkpoint.linear(module)?.rows_f32(rows, out),
-            None => self.checkpoint.tensor(name)?.rows_f32(rows, out),
+            None => RowSource::rows_f32(self.checkpoint, name, rows, out),
         }
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        TensorSource::release_rows(self.checkpoint, name, rows);
+        RowSource::release_rows(self.checkpoint, name, rows);
     }
 
     fn check_intact(&self) -> Result<()> {
