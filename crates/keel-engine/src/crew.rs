@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
 
-use crate::step::Filling;
 use crate::{EngineError, Result};
 
 /// A step of a device, ready to run.
@@ -23,10 +22,10 @@ pub(crate) struct Job {
     pub queued: Option<Queued>,
 }
 
-/// What a job needs that waits for earlier ones on its device.
+/// What a job needs whose buffers are filled when its turn comes.
 pub(crate) struct Queued {
-    /// What is written before the step runs.
-    pub filling: Filling,
+    /// Fills the buffers, on the device's thread.
+    pub fill: Box<dyn FnOnce() -> Result<()> + Send>,
     /// Set if a job of the same queue, on any device, has failed. Later ones then do not run.
     pub has_failed: Arc<AtomicBool>,
 }
@@ -120,9 +119,13 @@ impl Job {
 
     fn run_as(self, mut membership: Membership) -> Ended {
         let Job { step, drawn, queued } = self;
+        let (fill, has_failed) = queued.map(|Queued { fill, has_failed }| (fill, has_failed)).unzip();
         let run = || {
-            if let Some(queued) = &queued {
-                queued.begin()?;
+            if let Some(fill) = fill {
+                if has_failed.as_ref().is_some_and(|failed| failed.load(Ordering::Acquire)) {
+                    return Err(Failure::Skipped);
+                }
+                fill().map_err(Failure::Unfilled)?;
             }
             match &drawn {
                 None => step.run().map(|()| Vec::new()).map_err(Failure::Failed),
@@ -136,21 +139,11 @@ impl Job {
         let outcome = catch_unwind(AssertUnwindSafe(run))
             .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))));
         membership.has_succeeded = outcome.is_ok();
-        if let Some(queued) = queued.filter(|_| outcome.is_err()) {
-            queued.has_failed.store(true, Ordering::Release);
+        if let Some(failed) = has_failed.filter(|_| outcome.is_err()) {
+            failed.store(true, Ordering::Release);
         }
         drop(membership);
         Ended { step, outcome }
-    }
-}
-
-impl Queued {
-    /// Fills the buffers, unless an earlier job has failed.
-    fn begin(&self) -> Result<(), Failure> {
-        if self.has_failed.load(Ordering::Acquire) {
-            return Err(Failure::Skipped);
-        }
-        self.filling.write().map_err(Failure::Unfilled)
     }
 }
 

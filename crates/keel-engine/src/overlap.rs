@@ -99,7 +99,8 @@ impl Engine {
             let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
             for ((runtime, model, stepper), jobs) in peers.chain([lead]).zip(&mut jobs) {
                 let (step, filling) = stepper.chunk_for(runtime, model, &self.cache, how)?;
-                let queued = Some(Queued { filling, has_failed: Arc::clone(&has_failed) });
+                let fill = Box::new(move || filling.write());
+                let queued = Some(Queued { fill, has_failed: Arc::clone(&has_failed) });
                 jobs.push(Job { step, drawn: None, queued });
             }
         }

@@ -3,13 +3,14 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, finish, finish_from, run, step};
 use common::looking::{MadeUp, outcome, seeing};
 use common::runtime;
-use keel_array::{ArrayError, Backend, Category, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Category, DeviceMemory, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, PictureInput, RequestSight};
 use keel_engine::{Engine, EngineOptions, VisionOptions, plan};
@@ -84,6 +85,8 @@ enum Gate {
 struct Gated {
     gate: Mutex<(Gate, usize)>,
     changed: Condvar,
+    /// The names of the threads that have written to the tower's memory.
+    writers: Mutex<BTreeSet<String>>,
 }
 
 impl Gated {
@@ -99,6 +102,12 @@ impl Gated {
 }
 
 impl Disturbance for Gated {
+    fn write(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        let name = std::thread::current().name().unwrap_or_default().to_string();
+        self.writers.lock().expect("no panic").insert(name);
+        backend.write(memory, offset, bytes);
+    }
+
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> keel_array::Result<()> {
         let failed = |reason: &str| ArrayError::Kernel { op: "gate".into(), reason: reason.into() };
         let mut gate = self.gate.lock().expect("no panic");
@@ -141,7 +150,11 @@ fn load(name: &str, devices: (&Runtime, Option<&Runtime>)) -> Engine {
 
 impl Apart {
     fn new(name: &str) -> Apart {
-        let gated = Arc::new(Gated { gate: Mutex::new((Gate::Open, 0)), changed: Condvar::new() });
+        let gated = Arc::new(Gated {
+            gate: Mutex::new((Gate::Open, 0)),
+            changed: Condvar::new(),
+            writers: Mutex::default(),
+        });
         let cpu = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
         let tower = Runtime::new(Disturbed::new(cpu, Arc::clone(&gated)), RuntimeOptions::default());
         let model = runtime(1);
@@ -209,6 +222,7 @@ fn a_text_is_answered_while_a_tower_apart_looks() {
         let held = apart.runtimes.each_ref().map(|runtime| runtime.ledger().active());
         let mut got = outcomes();
         apart.gated.set(Gate::Closed);
+        apart.gated.writers.lock().expect("no panic").clear();
         for number in [1, 2] {
             let request = picture(&apart.batcher, number, number);
             submit(&mut apart.batcher, request);
@@ -227,6 +241,8 @@ fn a_text_is_answered_while_a_tower_apart_looks() {
         assert_eq!((seen.looks, seen.pieces), (2, pieces), "{name}");
         assert_all_is_back(&mut apart.batcher);
         assert_eq!(held, apart.runtimes.each_ref().map(|runtime| runtime.ledger().active()), "{name}");
+        let writers = std::mem::take(&mut *apart.gated.writers.lock().expect("no panic"));
+        assert!(writers.iter().eq(["keel-vision-tower"]), "{name}: no step waits for a copy: {writers:?}");
         let late = apart.batcher.engine().late_work();
         assert_eq!((late.trace, late.allocate, late.compile), (0, 0, 0), "{name}");
     }

@@ -25,6 +25,11 @@ pub trait Disturbance: Send + Sync + 'static {
         backend.allocate(bytes)
     }
 
+    /// Replaces a copy from the host.
+    fn write(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        backend.write(memory, offset, bytes);
+    }
+
     /// Replaces a copy to the host.
     fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         backend.read(memory, offset, bytes);
@@ -130,7 +135,7 @@ impl<D: Disturbance> Memory for Disturbed<D> {
         self.backend.own_memory()
     }
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        self.backend.write(memory, offset, bytes);
+        self.disturbance.write(&*self.backend, memory, offset, bytes);
     }
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
         self.disturbance.read(&*self.backend, memory, offset, bytes);

@@ -5,6 +5,7 @@ mod prompts;
 mod ready;
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use keel_array::sampling::Draw;
@@ -284,7 +285,7 @@ impl Engine {
     pub(crate) fn go_on_looking(
         &mut self,
         look: &mut Look,
-        values: &[f32],
+        values: &Arc<Vec<f32>>,
         patience: Duration,
     ) -> Result<Looked> {
         if self.looks_apart() {

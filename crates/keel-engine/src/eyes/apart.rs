@@ -1,18 +1,19 @@
 //! A tower with a device of its own. A thread runs its pieces, and steps of the model go on meanwhile.
 //!
 //! ```text
-//! batch    stage piece 1 | step | step | step | take 1, stage piece 2 | step | ...
-//! thread                 | piece 1         |                          | piece 2 ...
+//! batch    hand piece 1 | step | step | step        | take 1, hand piece 2 | step | ...
+//! thread                | write patches, piece 1    |                      | piece 2 ...
 //! ```
 //!
-//! The buffers are written and read only while no piece is under way. A piece whose request has ended runs to its end; its
+//! A piece is under way from its hand-over until the batch takes it. Meanwhile only the thread touches the buffers. A piece whose request has ended runs to its end; its
 //! outcome is dropped.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Eyes, Look, Looked};
+use super::{Eyes, Look, Looked, NextPiece};
 use crate::Result;
-use crate::crew::{DeviceThread, Job, Running};
+use crate::crew::{DeviceThread, Job, Queued, Running};
 
 /// The thread of a tower.
 pub(super) struct TowerThread {
@@ -49,7 +50,12 @@ impl Eyes {
     ///
     /// # Errors
     /// As [`Eyes::go_on`], for the piece that has ended.
-    pub fn go_on_apart(&mut self, look: &mut Look, values: &[f32], patience: Duration) -> Result<Looked> {
+    pub fn go_on_apart(
+        &mut self,
+        look: &mut Look,
+        values: &Arc<Vec<f32>>,
+        patience: Duration,
+    ) -> Result<Looked> {
         let mut looked = Looked::UnderWay;
         if let Some(Piece { look: number, running }) = self.under_way() {
             let (number, ended) = (*number, running.wait_for(patience));
@@ -61,10 +67,16 @@ impl Eyes {
             }
         }
         if !matches!(looked, Looked::All(_)) {
-            let step = self.stage_piece(look, values)?;
+            let NextPiece { step, input } = self.next_piece(look)?;
+            let queued = input.map(|input| {
+                let (buffers, config) = (self.input.clone(), self.tower.config.clone());
+                let values = Arc::clone(values);
+                let fill = Box::new(move || buffers.write(&config, input, &values));
+                Queued { fill, has_failed: Arc::default() }
+            });
             let number = look.number;
             if let Some(TowerThread { thread, under_way }) = &mut self.thread {
-                let running = thread.hand(Job { step, drawn: None, queued: None });
+                let running = thread.hand(Job { step, drawn: None, queued });
                 *under_way = Some(Piece { look: number, running });
             }
         }

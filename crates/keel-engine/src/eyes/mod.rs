@@ -57,12 +57,7 @@ pub struct PatchGrid {
 pub(crate) struct Eyes {
     tower: Tower,
     passes: Passes,
-    patches: Array,
-    positions: Array,
-    entries: Array,
-    shares: Array,
-    until: Array,
-    batch: Batch,
+    input: InputBuffers,
     pool: KvPool,
     /// The output of the last block of a piece, where passes are cut.
     state: Option<Array>,
@@ -77,6 +72,34 @@ pub(crate) struct Eyes {
     look: u64,
     /// Runs the pieces of a tower with a device of its own.
     thread: Option<TowerThread>,
+}
+
+/// What the host writes before a pass.
+#[derive(Clone)]
+struct InputBuffers {
+    patches: Array,
+    positions: Array,
+    entries: Array,
+    shares: Array,
+    until: Array,
+    batch: Batch,
+}
+
+/// The next piece of a look.
+struct NextPiece {
+    step: Executable,
+    /// The first piece of a group of frames reads what the host writes before it.
+    input: Option<PieceInput>,
+}
+
+/// The input of a pass.
+#[derive(Clone, Copy)]
+struct PieceInput {
+    grid: PatchGrid,
+    /// The group of frames.
+    group: usize,
+    /// Patches of the pass.
+    padded: usize,
 }
 
 /// A picture or video that the tower is looking at.
@@ -143,12 +166,14 @@ impl Eyes {
         let mut eyes = Eyes {
             kept: runtime.ledger().charge(Category::Features, kept_bytes)?,
             state,
-            patches: array(&[patches_max, config.patch_values()], DType::F32)?,
-            positions: array(&[3 * patches_max], DType::I32)?,
-            entries: array(&[TowerRows::TAPS * patches_max], DType::U32)?,
-            shares: array(&[TowerRows::TAPS * patches_max], DType::F32)?,
-            until: word(patches_max)?,
-            batch,
+            input: InputBuffers {
+                patches: array(&[patches_max, config.patch_values()], DType::F32)?,
+                positions: array(&[3 * patches_max], DType::I32)?,
+                entries: array(&[TowerRows::TAPS * patches_max], DType::U32)?,
+                shares: array(&[TowerRows::TAPS * patches_max], DType::F32)?,
+                until: word(patches_max)?,
+                batch,
+            },
             pool: KvPool { keys: array(&pool_shape, kv.dtype())?, values: array(&pool_shape, kv.dtype())? },
             outputs: (0..config.levels())
                 .map(|_| array(&[rows, config.text_hidden], DType::F32))
@@ -202,7 +227,7 @@ impl Eyes {
 
     /// Runs every piece twice without a picture, so that the extra work of a first and a second run is done.
     pub fn run_for_nobody(&self) -> Result<()> {
-        self.batch.row_start.write(&[0, 0])?;
+        self.input.batch.row_start.write(&[0, 0])?;
         for piece in self.listed() {
             for _ in 0..2 {
                 piece.run().map_err(ArrayError::from)?;
@@ -254,13 +279,16 @@ impl Eyes {
     /// # Errors
     /// An error of the runtime.
     pub fn go_on(&mut self, look: &mut Look, values: &[f32]) -> Result<Looked> {
-        let piece = self.stage_piece(look, values)?;
-        piece.run().map_err(ArrayError::from)?;
+        let NextPiece { step, input } = self.next_piece(look)?;
+        if let Some(input) = input {
+            self.input.write(&self.tower.config, input, values)?;
+        }
+        step.run().map_err(ArrayError::from)?;
         self.take_piece(look)
     }
 
-    /// Fills the buffers for the next piece of a look, and returns it.
-    fn stage_piece(&mut self, look: &mut Look, values: &[f32]) -> Result<Executable> {
+    /// The next piece of a look.
+    fn next_piece(&mut self, look: &mut Look) -> Result<NextPiece> {
         if look.number != self.look || look.number == 0 {
             self.look += 1;
             look.number = self.look;
@@ -269,10 +297,8 @@ impl Eyes {
         }
         let (patches, pieces) = self.pass_of(look)?;
         let (group, piece) = (look.done / pieces.len(), look.done % pieces.len());
-        if piece == 0 {
-            self.stage(look.grid, group_of(values, look.grid, group), *patches)?;
-        }
-        Ok(pieces[piece].clone())
+        let input = PieceInput { grid: look.grid, group, padded: *patches };
+        Ok(NextPiece { step: pieces[piece].clone(), input: (piece == 0).then_some(input) })
     }
 
     /// The prepared pass for a look.
@@ -314,25 +340,6 @@ impl Eyes {
         }
     }
 
-    /// Fills the buffers for a group of frames. Rows from the picture's end to `padded` belong to no picture.
-    fn stage(&self, PatchGrid { h, w, .. }: PatchGrid, values: &[f32], padded: usize) -> Result<()> {
-        let config = &self.tower.config;
-        let count = h * w;
-        match config.kind {
-            TowerKind::Qwen { .. } => self.patches.write(values)?,
-            TowerKind::Siglip { image_size, .. } => {
-                let rows = vision::siglip::patches(values, image_size, config.patch, config.block_side());
-                self.patches.write(&rows)?;
-            }
-        }
-        let places = Tower::rows(config, h, w);
-        self.positions.write(&columns(&places.positions, count, padded))?;
-        self.entries.write(&columns(&places.entries, count, padded))?;
-        self.shares.write(&columns(&places.shares, count, padded))?;
-        self.until.write(&vec![count as u32 - 1; padded])?;
-        Ok(self.batch.row_start.write(&[0, count as u32])?)
-    }
-
     /// Traces the pieces of a pass over `count` patches.
     fn trace(&mut self, runtime: &Runtime, count: usize) -> Result<Vec<Executable>> {
         let pieces = self.passes.pieces(count);
@@ -344,14 +351,14 @@ impl Eyes {
         let state = self.state.as_ref().map(|state| state.prefix(count)).transpose()?;
         runtime.trace(|| {
             let columns = |array: &Array, rows: usize| array.prefix(rows * count)?.reshape([rows, count]);
-            let (positions, taps) = (columns(&self.positions, 3)?, TowerRows::TAPS);
+            let (buffers, taps) = (&self.input, TowerRows::TAPS);
             let input = TowerInput {
-                patches: &self.patches.prefix(count)?,
-                positions: &positions,
-                entries: &columns(&self.entries, taps)?,
-                shares: &columns(&self.shares, taps)?,
-                until: &self.until.prefix(count)?,
-                batch: &self.batch,
+                patches: &buffers.patches.prefix(count)?,
+                positions: &columns(&buffers.positions, 3)?,
+                entries: &columns(&buffers.entries, taps)?,
+                shares: &columns(&buffers.shares, taps)?,
+                until: &buffers.until.prefix(count)?,
+                batch: &buffers.batch,
                 pool: &self.pool,
             };
             let before = state.as_ref().filter(|_| blocks.start > 0);
@@ -365,6 +372,27 @@ impl Eyes {
             let pairs: Vec<(&Array, &Array)> = pairs.iter().map(|(value, place)| (value, place)).collect();
             Ok::<_, EngineError>(runtime.prepare(&pairs)?)
         })
+    }
+}
+
+impl InputBuffers {
+    /// Writes a group of frames of these values. Rows from the picture's end to the pass's belong to no picture.
+    fn write(&self, config: &VisionConfig, input: PieceInput, values: &[f32]) -> Result<()> {
+        let PieceInput { grid, group, padded } = input;
+        let (values, count) = (group_of(values, grid, group), grid.h * grid.w);
+        match config.kind {
+            TowerKind::Qwen { .. } => self.patches.write(values)?,
+            TowerKind::Siglip { image_size, .. } => {
+                let rows = vision::siglip::patches(values, image_size, config.patch, config.block_side());
+                self.patches.write(&rows)?;
+            }
+        }
+        let places = Tower::rows(config, grid.h, grid.w);
+        self.positions.write(&columns(&places.positions, count, padded))?;
+        self.entries.write(&columns(&places.entries, count, padded))?;
+        self.shares.write(&columns(&places.shares, count, padded))?;
+        self.until.write(&vec![count as u32 - 1; padded])?;
+        Ok(self.batch.row_start.write(&[0, count as u32])?)
     }
 }
 
