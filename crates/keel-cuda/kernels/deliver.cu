@@ -1,8 +1,8 @@
 // Delivers the host's small writes together. A step's data (ids, positions, tables) goes to many arrays, and one copy
 // for each would cost more than the bytes. The words come from the host's pinned memory.
 //
-// The data may be packed weights, which later kernels read before they wait. So no kernel may start until all of it is
-// there.
+// Later kernels may read the data before they wait for their inputs (packed weights, tables). So the kernel after this
+// one is launched without overlap.
 //
 // Launch: a block of 128 threads for each delivery. Bytes: each word once over the bus.
 #include "common.cuh"
@@ -21,6 +21,4 @@ extern "C" __global__ void __launch_bounds__(128) deliver(Deliveries deliveries)
     wait_for_inputs();
     const Delivery mine = deliveries.list[blockIdx.x];
     for (u64 i = threadIdx.x; i < mine.words; i += 128) mine.to[i] = mine.from[i];
-    __threadfence();
-    let_next_start();
 }

@@ -162,10 +162,12 @@ impl Session {
 }
 
 /// Puts a kernel on the stream that copies words. Each delivery is target, source and number of words, at most
-/// `DELIVERIES`.
+/// `DELIVERIES`. The next kernel starts only after it, because kernels read such data before they wait for their inputs.
 pub(super) fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
     let mut words: Vec<u64> = deliveries.concat();
     words.resize(3 * DELIVERIES, 0);
     let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
-    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), Arguments::default().words(&words))
+    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), Arguments::default().words(&words))?;
+    gpu.hold_next();
+    Ok(())
 }
