@@ -250,6 +250,7 @@ impl App {
                 generated = Empty,
                 reason = Empty
             );
+            span.in_scope(|| tracing::debug!("arrived"));
             let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len());
             let mut answer = Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer);
             answer.keep(Arc::clone(caller));

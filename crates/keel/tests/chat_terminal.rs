@@ -189,3 +189,27 @@ fn ctrl_c_stops_the_answer_and_keeps_the_chat() {
     assert!(last_bar.is_none_or(|at| at < chat.shown.len() - 40), "{:?}", chat.shown);
     chat.end();
 }
+
+#[test]
+fn the_last_turn_is_answered_anew() {
+    let home = tempfile::tempdir().expect("a temporary folder");
+    let saved = home.path().join("talk.json");
+    let mut chat = Terminal::chat(home.path(), "--temp 1.5 --seed 1 -n 16");
+    chat.ready();
+    let mut keep = |line: &str, what: &str| {
+        chat.press(&format!("{line}\r"));
+        chat.wait_for(what);
+        chat.ready();
+        chat.press(&format!("/save {}\r", saved.display()));
+        chat.wait_for("saved as");
+        chat.ready();
+        messages(&saved)
+    };
+    let first = keep("Tell me a story about a dog.", "about a dog.");
+    let again = [keep("/retry", "/retry"), keep("/retry", "/retry")];
+    for anew in &again {
+        assert_eq!((anew.len(), &anew[0]), (2, &first[0]), "the last answer alone is another");
+    }
+    assert!(again.iter().any(|anew| anew[1] != first[1]), "each has a seed of its own: {first:?}");
+    chat.end();
+}

@@ -330,3 +330,37 @@ fn lines_carry_the_time_and_are_json_on_request() {
     let told = first_line(&["--host", "0.0.0.0", "--log-format", "json"], Some("warn"));
     assert!(told.contains("WARN"), "RUST_LOG decides: {told}");
 }
+
+#[test]
+fn more_lines_on_request_tell_about_requests_and_stay_few() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let log = folder.path().join("log");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .args(["serve", "--port", "0", "-v"])
+        .env("KEEL_DEVICE", "cpu")
+        .env_remove("RUST_LOG")
+        .stderr(std::fs::File::create(&log).expect("a file"))
+        .spawn()
+        .expect("keel starts");
+    let start = std::time::Instant::now();
+    let address = loop {
+        let text = std::fs::read_to_string(&log).expect("UTF-8");
+        if let Some((line, _)) =
+            text.split_once("is served at http://").and_then(|(_, rest)| rest.split_once('\n'))
+        {
+            break line.to_string();
+        }
+        assert!(start.elapsed().as_secs() < 60, "it does not start: {text}");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    };
+    let answer = post(&address, "/v1/completions", r#"{"prompt": "Once", "max_tokens": 4}"#);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    signal(&child, "-TERM");
+    assert!(child.wait().expect("it ends").success());
+    let text = std::fs::read_to_string(&log).expect("UTF-8");
+    let told = |level: &str, what: &str| {
+        text.lines().any(|line| line.contains(level) && line.contains("request_id=") && line.contains(what))
+    };
+    assert!(told("DEBUG", "arrived") && told("INFO", "ended"), "{text}");
+    assert!(text.lines().count() < 40, "nobody reads {} lines:\n{text}", text.lines().count());
+}

@@ -286,7 +286,8 @@ impl Runtime {
 
     fn compile(&self, graph: &Graph) -> Result<Arc<Program>> {
         let program = Program::compile(graph, self.backend(), &self.0.options)?;
-        tracing::debug!(
+        // A server plans hundreds of programs at its start.
+        tracing::trace!(
             kernels = program.kernels().len(),
             arena_bytes = program.arena_bytes(),
             "compiled a program"
