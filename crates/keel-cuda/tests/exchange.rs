@@ -109,14 +109,14 @@ fn group(runtime: &Runtime) -> &dyn Group {
     runtime.backend().group().expect("it is in a group")
 }
 
-/// A prepared sum, which is a graph from its second run on.
-fn repeated(runtime: &Runtime, times: usize) -> Result<Vec<f32>, String> {
+/// Prepared sums, one of the other, which are a graph from their second run on.
+fn repeated(runtime: &Runtime, sums: usize, times: usize) -> Result<Vec<f32>, String> {
     let peers = Peers { first: 0, count: group(runtime).size() };
     let array = || Array::persistent(runtime, Category::Activations, [1000], DType::F32).expect("memory");
     let (x, place) = (array(), array());
     x.write(&[group(runtime).rank() as f32 + 1.0; 1000]).expect("memory");
     let prepared = runtime.trace(|| {
-        let y = x.all_reduce(peers).expect("f32");
+        let y = (0..sums).fold(x.clone(), |y, _| y.all_reduce(peers).expect("f32"));
         runtime.prepare(&[(&y, &place)]).expect("a program")
     });
     for _ in 0..times {
@@ -133,26 +133,27 @@ fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
         std::thread::scope(|scope| {
             for runtime in &runtimes {
                 scope.spawn(move || {
-                    let sum = repeated(runtime, times).expect("all come");
+                    let sum = repeated(runtime, 1, times).expect("all come");
                     assert!(sum.iter().all(|&y| y == want), "{:?}", &sum[..4]);
                 });
             }
         });
     };
-    for round in 0..2 {
+    // With 300 sums the host waits while it launches them one by one.
+    for sums in [1, 300, 1] {
         all_sum(3);
         let start = Instant::now();
         std::thread::scope(|scope| {
             for runtime in &runtimes[1..] {
                 scope.spawn(move || {
-                    let error = repeated(runtime, 3).expect_err("device 0 does not come");
+                    let error = repeated(runtime, sums, 3).expect_err("device 0 does not come");
                     assert!(error.contains("device 0 of the group has failed"), "{error}");
                 });
             }
             std::thread::sleep(Duration::from_millis(300));
             group(&runtimes[0]).abandon();
         });
-        assert!(start.elapsed() < Duration::from_secs(10), "round {round}: {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(10), "{sums} sums: {:?}", start.elapsed());
         runtimes.iter().for_each(|runtime| group(runtime).rejoin());
     }
     all_sum(3);

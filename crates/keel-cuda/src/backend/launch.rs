@@ -45,6 +45,29 @@ enum Pace {
     Watched,
 }
 
+/// Why kernels were not put on the stream.
+enum Unrecorded {
+    /// One was refused.
+    Kernel(ArrayError),
+    /// The host, which launches one by one, has stopped waiting for those before.
+    Wait(CudaError),
+}
+
+impl Unrecorded {
+    fn into_error(self) -> ArrayError {
+        match self {
+            Unrecorded::Kernel(error) => error,
+            Unrecorded::Wait(error) => error.in_op("launch"),
+        }
+    }
+}
+
+impl From<CudaError> for Unrecorded {
+    fn from(error: CudaError) -> Unrecorded {
+        Unrecorded::Kernel(error.in_op("capture"))
+    }
+}
+
 /// What a graph was captured with: the piece of a prepared program, and the arena's address.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct GraphKey {
@@ -196,6 +219,14 @@ impl Session {
         self.note(cleared);
     }
 
+    /// The error of a recording. As [`Session::after_wait`].
+    fn after_recording(&mut self, gpu: &Gpu, failure: Unrecorded) -> ArrayError {
+        match failure {
+            Unrecorded::Wait(error) => Unrecorded::Wait(self.after_wait(gpu, error)).into_error(),
+            Unrecorded::Kernel(_) => failure.into_error(),
+        }
+    }
+
     /// If the host has stopped waiting because a peer has failed, frees the stream from the exchanges that wait for it.
     fn after_wait(&mut self, gpu: &Gpu, error: CudaError) -> CudaError {
         if matches!(error, CudaError::Peer { .. }) {
@@ -225,12 +256,13 @@ impl Session {
         self.ahead.forget();
         let record = |session: &Session, pace| session.record(gpu, mode, (launch, pace));
         let Some(piece) = launch.prepared() else {
-            record(self, Pace::Watched)?;
+            record(self, Pace::Watched).map_err(|failure| self.after_recording(gpu, failure))?;
             return Ok(None);
         };
         let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
         let key = GraphKey { piece, arena: arena.unwrap_or(0) };
-        self.run_prepared(device, key, launch, record)?;
+        let run = self.run_prepared(device, key, launch, record);
+        run.map_err(|failure| self.after_recording(gpu, failure))?;
         Ok(self.seen.last().map(|seen| seen.ahead.clone()))
     }
 
@@ -259,8 +291,8 @@ impl Session {
         device: &Arc<Device>,
         key: GraphKey,
         launch: &Launch<'_>,
-        record: impl Fn(&Session, Pace) -> Result<(), ArrayError>,
-    ) -> Result<(), ArrayError> {
+        record: impl Fn(&Session, Pace) -> Result<(), Unrecorded>,
+    ) -> Result<(), Unrecorded> {
         let Some(i) = self.seen.iter().position(|s| s.key == key) else {
             // The first run loads kernels and lets libraries choose, which a capture cannot contain.
             record(self, Pace::Watched)?;
@@ -273,8 +305,7 @@ impl Session {
         // Least recently used first.
         let mut seen = self.seen.remove(i);
         if seen.graph.is_none() {
-            seen.graph =
-                capture(device, || record(self, Pace::Free).map_err(Captured)).map_err(|Captured(e)| e)?;
+            seen.graph = capture(device, || record(self, Pace::Free))?;
             self.captured += u64::from(seen.graph.is_some());
         } else {
             self.replayed += 1;
@@ -282,7 +313,7 @@ impl Session {
         let outcome = match &seen.graph {
             // SAFETY: the launch owns the memory of the prepared program, whose addresses never change; the arena's
             // address is part of the key; and the caller keeps both until the stream has passed.
-            Some(graph) => unsafe { graph.launch() }.map_err(|e| e.in_op("launch")),
+            Some(graph) => unsafe { graph.launch() }.map_err(|e| Unrecorded::Kernel(e.in_op("launch"))),
             None => record(self, Pace::Watched),
         };
         self.seen.push(seen);
@@ -290,7 +321,7 @@ impl Session {
     }
 
     /// Puts the kernels on the stream.
-    fn record(&self, gpu: &Gpu, mode: Mode, (launch, pace): (&Launch<'_>, Pace)) -> Result<(), ArrayError> {
+    fn record(&self, gpu: &Gpu, mode: Mode, (launch, pace): (&Launch<'_>, Pace)) -> Result<(), Unrecorded> {
         let (checked, written, unsettled) = (RefCell::default(), RefCell::default(), RefCell::default());
         let bind = |(index, kernel)| Call {
             gpu,
@@ -310,13 +341,9 @@ impl Session {
         };
         let calls: Vec<Call<'_>> = launch.kernels().iter().enumerate().map(bind).collect();
         let is_watched = pace == Pace::Watched && gpu.membership.is_some();
-        launch.groups().enumerate().try_for_each(|(i, group)| {
-            dispatch::run_group(group.name, &calls[group.kernels])?;
-            match is_watched && (i + 1).is_multiple_of(WATCHED_GROUPS) {
-                true => gpu.device.synchronize().map_err(|e| e.in_op("launch")),
-                false => Ok(()),
-            }
-        })
+        let watch = || gpu.device.synchronize();
+        let watch = is_watched.then_some(&watch);
+        put_all(launch.groups(), |group| dispatch::run_group(group.name, &calls[group.kernels]), watch)
     }
 
     /// The kernels that the launches would put on the stream, each once. Runs nothing.
@@ -329,7 +356,7 @@ impl Session {
         *gpu.listed() = Some(Vec::new());
         let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, (launch, Pace::Free)));
         let listed = gpu.listed().take().unwrap_or_default();
-        outcome?;
+        outcome.map_err(Unrecorded::into_error)?;
         let mut most: HashMap<KernelKey, usize> = HashMap::new();
         for (key, shared_bytes) in listed {
             let bytes = most.entry(key).or_default();
@@ -369,11 +396,46 @@ fn results(launch: &Launch<'_>) -> Vec<Range<u64>> {
     outputs.map(addresses).collect()
 }
 
-/// The error of a recording, kept apart from the driver's errors.
-struct Captured(ArrayError);
+/// Puts groups of kernels on the stream. With `watch`, the host waits after each [`WATCHED_GROUPS`] of them.
+fn put_all<G>(
+    groups: impl Iterator<Item = G>,
+    put: impl Fn(G) -> Result<(), ArrayError>,
+    watch: Option<&impl Fn() -> Result<()>>,
+) -> Result<(), Unrecorded> {
+    groups.enumerate().try_for_each(|(i, group)| {
+        put(group).map_err(Unrecorded::Kernel)?;
+        match watch.filter(|_| (i + 1).is_multiple_of(WATCHED_GROUPS)) {
+            Some(watch) => watch().map_err(Unrecorded::Wait),
+            None => Ok(()),
+        }
+    })
+}
 
-impl From<CudaError> for Captured {
-    fn from(error: CudaError) -> Captured {
-        Captured(error.in_op("capture"))
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// A failed peer is told from a failed kernel, so that this device's exchanges are ended with it.
+    #[test]
+    fn a_recording_that_waits_for_a_failed_peer_says_so() {
+        let put = Cell::new(0);
+        let count = |_| -> Result<(), ArrayError> {
+            put.set(put.get() + 1);
+            Ok(())
+        };
+        let watch = || match put.get() < 2 * WATCHED_GROUPS {
+            true => Ok(()),
+            false => Err(CudaError::Peer { reason: "device 1 has failed".into() }),
+        };
+        let failure = put_all(0..1000, count, Some(&watch)).expect_err("the peer has failed");
+        assert_eq!(put.replace(0), 2 * WATCHED_GROUPS, "nothing follows");
+        assert!(matches!(failure, Unrecorded::Wait(CudaError::Peer { .. })));
+        assert!(put_all(0..1000, count, Some(&watch).filter(|_| false)).is_ok());
+        assert_eq!(put.get(), 1000, "nobody waits");
+        let refused =
+            |_| Err(ArrayError::Kernel { op: "matmul".into(), reason: "it is not supported".into() });
+        let failure = put_all(0..10, refused, Some(&watch)).expect_err("refused");
+        assert!(matches!(failure, Unrecorded::Kernel(ArrayError::Kernel { .. })));
     }
 }
