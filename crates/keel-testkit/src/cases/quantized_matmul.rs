@@ -16,6 +16,8 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (64, 127, 128),
     (65, 129, 384),
     (130, 64, 256),
+    (258, 66, 128),
+    (1030, 70, 384),
 ];
 
 /// `(N, K)` of large products. The first three have so many rows of W that a device with 100 to 200 multiprocessors

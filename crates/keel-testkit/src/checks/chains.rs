@@ -134,8 +134,9 @@ fn rows_rounded_for_products(runtime: &Runtime) {
         let k = heads * size;
         for (coding, weight) in codings(runtime, &mut random, N, k) {
             let (w, of_head) = (draw(runtime, &mut random, &[k]), draw(runtime, &mut random, &[size]));
-            for rows in
-                [17, 33, 130, 300].into_iter().filter(|rows| is_mine(&("rounded", &coding, heads, rows)))
+            for rows in [17, 33, 130, 300, 1040]
+                .into_iter()
+                .filter(|rows| is_mine(&("rounded", &coding, heads, rows)))
             {
                 let wide = draw(runtime, &mut random, &[rows, 2 * k]);
                 let what = format!("{rows} rows of {heads} heads of {size}, multiplied by {coding}");

@@ -5,11 +5,12 @@ use super::blas::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
-use keel_array::{Kernel, Regime, WeightSpec};
+use keel_array::{Compute, Kernel, Regime, WeightSpec};
 
 /// Rows up to which widening the weight in registers, again for each 128 rows, is faster than widening it once in
-/// memory.
-const TILED_ROWS_MAX: usize = 256;
+/// memory for cuBLASLt: in f16, and with prompts in 8-bit floats.
+const PANEL_ROWS_MAX: usize = 1024;
+const PANEL_ROWS_MAX_OF_8_BITS: usize = 256;
 
 /// What decides which kernel runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +61,7 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
         (Arithmetic::Exact, _) => Way::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => Way::FewRows,
         (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Rows)
-            if has_wgmma && rows <= TILED_ROWS_MAX =>
+            if has_wgmma && rows <= panel_rows_max(weight) =>
         {
             Way::Panels { parts: parts(weight, rows) }
         }
@@ -69,6 +70,10 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
         }
         (_, choice) => Way::Blas { in_blocks: choice != Choice::Rows },
     }
+}
+
+fn panel_rows_max(weight: &WeightSpec) -> usize {
+    if weight.compute == Compute::Prompts8 { PANEL_ROWS_MAX_OF_8_BITS } else { PANEL_ROWS_MAX }
 }
 
 /// Whether x is needed in 16 bits alone: every device multiplies it in 16 bits, and cuBLASLt, if it does so, surely
@@ -113,7 +118,7 @@ pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keel_array::{BlockFormat, Compute, DType, WeightFormat};
+    use keel_array::{BlockFormat, DType, WeightFormat};
 
     fn weights() -> Vec<WeightSpec> {
         let formats = [
@@ -168,11 +173,14 @@ mod tests {
     fn in_the_fast_mode_rows_decide() {
         let large = |weight: &WeightSpec| weight.compute == Compute::Auto && weight.rows == 2560;
         let weight = weights().into_iter().find(large).expect("a quantised weight");
-        let ways = [16, 17, 256, 257].map(|rows| way(&weight, rows, Choice::Rows, true));
+        let ways = [16, 17, 1024, 1025].map(|rows| way(&weight, rows, Choice::Rows, true));
         assert!(matches!(
             ways,
             [Way::FewRows, Way::Panels { .. }, Way::Panels { .. }, Way::Blas { in_blocks: false }]
         ));
+        let of_8_bits = WeightSpec { compute: Compute::Prompts8, ..weight };
+        assert!(matches!(way(&of_8_bits, 256, Choice::Rows, true), Way::Panels { .. }));
+        assert_eq!(way(&of_8_bits, 257, Choice::Rows, true), Way::Blas { in_blocks: false });
         let wide = WeightSpec { compute: Compute::Bf16, ..weight };
         assert!(matches!(way(&wide, 1, Choice::Rows, true), Way::Panels { .. }), "x never in 8 bits");
     }
