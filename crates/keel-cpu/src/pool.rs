@@ -4,88 +4,13 @@
 //! kernels therefore costs one wake-up and one barrier per kernel (well under a microsecond each while the workers
 //! spin). Idle workers spin briefly, then park.
 
+mod meeting;
+
 use crate::isa::Isa;
+use crate::sync::{Arc, Mutex};
+use meeting::{COUNT_BITS, Meeting};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-
-/// Spins before a waiting thread yields its time slice: a few microseconds. On a quiet machine a yield returns at once,
-/// so waiting stays as fast. On a busy machine the core goes to a thread that can make progress, often the worker that
-/// is waited for.
-const SPINS_BEFORE_YIELD: u32 = 128;
-
-/// Rounds of waiting after which an idle helper parks: a few hundred microseconds on a quiet machine, longer than the
-/// gap between two steps of a generation.
-const ROUNDS_BEFORE_PARK: u32 = 2_000;
-
-/// One round of waiting, the `round`-th in a row.
-#[inline]
-fn relax(round: u32) {
-    if round < SPINS_BEFORE_YIELD {
-        std::hint::spin_loop();
-    } else {
-        std::thread::yield_now();
-    }
-}
-
-/// State shared by the workers of one pool.
-struct Shared {
-    workers: usize,
-    isa: Isa,
-    /// Workers that have reached the current barrier.
-    arrived: AtomicUsize,
-    /// Incremented by the last worker to arrive; the others wait for it to change.
-    phase: AtomicUsize,
-    /// Next unclaimed unit of the current phase, see [`Worker::claim`].
-    cursor: AtomicUsize,
-    /// For each worker, the units taken from its share, see [`Worker::claim_near`].
-    shares: Box<[Taken]>,
-    /// Incremented for each job; workers wait for it to change.
-    generation: AtomicUsize,
-    /// Helper threads that have left the current job.
-    finished: AtomicUsize,
-    /// The pool is being dropped.
-    closing: AtomicBool,
-    /// A worker panicked: the others must not wait for it at a barrier.
-    poisoned: AtomicBool,
-    job: Mutex<Option<Job>>,
-    wake: Condvar,
-}
-
-/// Counts of the units taken from a worker's share in one phase: by the worker itself from the front, by others from
-/// the back. It has two cache lines of its own, because processors fetch lines in pairs.
-#[repr(align(128))]
-struct Taken(AtomicU64);
-
-impl Taken {
-    /// Bits of each count; the phase takes the bits above both counts.
-    const BITS: u32 = 20;
-
-    /// The word for `phase` with no unit taken.
-    fn none(phase: usize) -> u64 {
-        (phase as u64) << (2 * Self::BITS)
-    }
-
-    /// Takes one of `len` units in `phase`.
-    fn take(&self, phase: usize, len: usize, from_back: bool) -> Option<usize> {
-        let (none, mask) = (Taken::none(phase), (1 << Self::BITS) - 1);
-        let mut word = self.0.load(Ordering::Relaxed);
-        loop {
-            // The first worker of a phase finds the counts of an earlier phase.
-            let counts = if (word ^ none) >> (2 * Self::BITS) == 0 { word } else { none };
-            let (front, back) = ((counts & mask) as usize, (counts >> Self::BITS & mask) as usize);
-            if front + back >= len {
-                return None;
-            }
-            let taken = counts + if from_back { 1 << Self::BITS } else { 1 };
-            match self.0.compare_exchange_weak(word, taken, Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => return Some(if from_back { len - 1 - back } else { front }),
-                Err(now) => word = now,
-            }
-        }
-    }
-}
 
 /// The closure of the current job, with its lifetime erased.
 #[derive(Clone, Copy)]
@@ -103,26 +28,14 @@ pub struct Worker<'a> {
     pub count: usize,
     /// Instructions that kernels use.
     pub isa: Isa,
-    shared: &'a Shared,
+    meeting: &'a Meeting<Job>,
 }
 
 impl Worker<'_> {
     /// Waits until all workers are here. Everything written before the barrier is visible to all of them after it.
+    #[inline]
     pub fn barrier(&self) {
-        let shared = self.shared;
-        let phase = shared.phase.load(Ordering::Acquire);
-        if shared.arrived.fetch_add(1, Ordering::AcqRel) + 1 == shared.workers {
-            shared.arrived.store(0, Ordering::Relaxed);
-            shared.cursor.store(0, Ordering::Relaxed);
-            shared.phase.store(phase.wrapping_add(1), Ordering::Release);
-            return;
-        }
-        let mut round = 0u32;
-        while shared.phase.load(Ordering::Acquire) == phase {
-            assert!(!shared.poisoned.load(Ordering::Relaxed), "another worker of this pool panicked");
-            relax(round);
-            round = round.saturating_add(1);
-        }
+        assert!(self.meeting.barrier(), "another worker of this pool panicked");
     }
 
     /// This worker's fixed share of `0..total`, cut at multiples of `grain`.
@@ -141,7 +54,7 @@ impl Worker<'_> {
     /// barriers: all loops share one cursor, which the barrier resets.
     pub fn claim(&self, total: usize, grain: usize) -> impl Iterator<Item = Range<usize>> + '_ {
         std::iter::from_fn(move || {
-            let start = self.shared.cursor.fetch_add(grain, Ordering::Relaxed);
+            let start = self.meeting.claim(grain);
             (start < total).then(|| start..(start + grain).min(total))
         })
     }
@@ -151,14 +64,14 @@ impl Worker<'_> {
     /// left in the shares of other workers, from the back. As with [`Worker::claim`], every worker makes the call, once
     /// between two barriers.
     pub fn claim_near(&self, total: usize) -> impl Iterator<Item = Range<usize>> + '_ {
-        let phase = self.shared.phase.load(Ordering::Acquire);
-        let grain = total.div_ceil(self.count << (Taken::BITS - 1)).max(1);
+        let phase = self.meeting.phase();
+        let grain = total.div_ceil(self.count << (COUNT_BITS - 1)).max(1);
         let mut visited = 0;
         std::iter::from_fn(move || {
             while visited < self.count {
                 let owner = (self.index + visited) % self.count;
                 let share = self.share_of(owner, total, grain);
-                let taken = self.shared.shares[owner].take(phase, share.len().div_ceil(grain), visited > 0);
+                let taken = self.meeting.take(owner, phase, share.len().div_ceil(grain), visited > 0);
                 if let Some(i) = taken {
                     let start = share.start + i * grain;
                     return Some(start..(start + grain).min(share.end));
@@ -172,7 +85,8 @@ impl Worker<'_> {
 
 /// A fixed set of threads; the caller of [`ThreadPool::run`] is one of them.
 pub struct ThreadPool {
-    shared: Arc<Shared>,
+    meeting: Arc<Meeting<Job>>,
+    isa: Isa,
     threads: Vec<JoinHandle<()>>,
     /// One job at a time.
     running: Mutex<()>,
@@ -187,41 +101,28 @@ impl ThreadPool {
 
     /// Like [`ThreadPool::new`], with the instructions of `isa`, or the machine's best if that is lower.
     pub fn at(workers: usize, isa: Isa) -> ThreadPool {
-        let workers = workers.max(1);
-        let shared = Arc::new(Shared {
-            workers,
-            isa: isa.min(Isa::best()),
-            arrived: AtomicUsize::new(0),
-            phase: AtomicUsize::new(0),
-            cursor: AtomicUsize::new(0),
-            shares: (0..workers).map(|_| Taken(AtomicU64::new(0))).collect(),
-            generation: AtomicUsize::new(0),
-            finished: AtomicUsize::new(0),
-            closing: AtomicBool::new(false),
-            poisoned: AtomicBool::new(false),
-            job: Mutex::new(None),
-            wake: Condvar::new(),
-        });
+        let (workers, isa) = (workers.max(1), isa.min(Isa::best()));
+        let meeting = Arc::new(Meeting::new(workers));
         let threads = (1..workers)
             .map(|index| {
-                let shared = Arc::clone(&shared);
+                let meeting = Arc::clone(&meeting);
                 std::thread::Builder::new()
                     .name(format!("keel-cpu-{index}"))
-                    .spawn(move || serve(&shared, index))
+                    .spawn(move || serve(&Worker { index, count: workers, isa, meeting: &meeting }))
                     .expect("the system refused to start a worker thread")
             })
             .collect();
-        ThreadPool { shared, threads, running: Mutex::new(()) }
+        ThreadPool { meeting, isa, threads, running: Mutex::new(()) }
     }
 
     /// Instructions that the workers use.
     pub fn isa(&self) -> Isa {
-        self.shared.isa
+        self.isa
     }
 
     /// Threads that take part in a job, the caller included.
     pub fn workers(&self) -> usize {
-        self.shared.workers
+        self.meeting.workers()
     }
 
     /// Runs `job` once on every worker and returns when all have finished.
@@ -230,38 +131,19 @@ impl ThreadPool {
     /// If the job panics on any worker. The pool stays usable.
     pub fn run<F: Fn(&Worker<'_>) + Sync>(&self, job: F) {
         let _one_at_a_time = self.running.lock().unwrap_or_else(|e| e.into_inner());
-        let shared = &*self.shared;
-        shared.arrived.store(0, Ordering::Relaxed);
-        shared.cursor.store(0, Ordering::Relaxed);
-        shared.poisoned.store(false, Ordering::Relaxed);
-        // A phase that this job does not reach, so that the counts of the last job do not apply.
-        let before = Taken::none(shared.phase.load(Ordering::Relaxed).wrapping_sub(1));
-        shared.shares.iter().for_each(|share| share.0.store(before, Ordering::Relaxed));
         let job: &(dyn Fn(&Worker<'_>) + Sync) = &job;
         // SAFETY: only the lifetime changes. Workers use the pointer only until all have counted themselves finished,
         // below. `job` is alive until then, and the pointer is removed from the slot before this function returns.
         let run: *const (dyn Fn(&Worker<'_>) + Sync + 'static) = unsafe { std::mem::transmute(job) };
-        if shared.workers > 1 {
-            shared.finished.store(0, Ordering::Relaxed);
-            let mut slot = shared.job.lock().unwrap_or_else(|e| e.into_inner());
-            *slot = Some(Job { run });
-            // Under the lock: a helper that is about to park must not miss the new generation.
-            shared.generation.fetch_add(1, Ordering::Release);
-            drop(slot);
-            shared.wake.notify_all();
-        }
-        let worker = Worker { index: 0, count: shared.workers, isa: shared.isa, shared };
+        let meeting = &*self.meeting;
+        meeting.begin(Job { run });
+        let worker = Worker { index: 0, count: meeting.workers(), isa: self.isa, meeting };
         let outcome = run_guarded(&worker, Job { run });
-        let mut round = 0u32;
-        while shared.finished.load(Ordering::Acquire) + 1 < shared.workers {
-            relax(round);
-            round = round.saturating_add(1);
-        }
-        *shared.job.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        meeting.end();
         if let Err(panic) = outcome {
             std::panic::resume_unwind(panic);
         }
-        assert!(!shared.poisoned.load(Ordering::Relaxed), "a worker thread panicked while running a kernel");
+        assert!(!meeting.is_poisoned(), "a worker thread panicked while running a kernel");
     }
 }
 
@@ -272,50 +154,25 @@ fn run_guarded(worker: &Worker<'_>, job: Job) -> std::thread::Result<()> {
         unsafe { (*job.run)(worker) }
     }));
     if outcome.is_err() {
-        worker.shared.poisoned.store(true, Ordering::Release);
+        worker.meeting.poison();
     }
     outcome
 }
 
 /// The life of a helper thread: wait for a job, run it, count itself finished.
-fn serve(shared: &Shared, index: usize) {
+fn serve(worker: &Worker<'_>) {
     let mut seen = 0;
-    while let Some((generation, job)) = next_job(shared, seen) {
+    while let Some((generation, job)) = worker.meeting.next_job(seen) {
         seen = generation;
-        // `run_guarded` has recorded a panic in `poisoned`; the caller of `run` raises it.
-        let _ = run_guarded(&Worker { index, count: shared.workers, isa: shared.isa, shared }, job);
-        shared.finished.fetch_add(1, Ordering::Release);
-    }
-}
-
-/// Spins, then parks, until a job newer than generation `seen` is there; `None` when the pool closes.
-fn next_job(shared: &Shared, seen: usize) -> Option<(usize, Job)> {
-    for round in 0..ROUNDS_BEFORE_PARK {
-        if shared.generation.load(Ordering::Acquire) != seen {
-            break;
-        }
-        relax(round);
-    }
-    let mut job = shared.job.lock().unwrap_or_else(|e| e.into_inner());
-    loop {
-        if shared.closing.load(Ordering::Acquire) {
-            return None;
-        }
-        let generation = shared.generation.load(Ordering::Acquire);
-        if let (true, Some(job)) = (generation != seen, *job) {
-            return Some((generation, job));
-        }
-        job = shared.wake.wait(job).unwrap_or_else(|e| e.into_inner());
+        // `run_guarded` has recorded a panic; the caller of `run` raises it.
+        let _ = run_guarded(worker, job);
+        worker.meeting.finish();
     }
 }
 
 impl Drop for ThreadPool {
     fn drop(&mut self) {
-        {
-            let _job = self.shared.job.lock().unwrap_or_else(|e| e.into_inner());
-            self.shared.closing.store(true, Ordering::Release);
-        }
-        self.shared.wake.notify_all();
+        self.meeting.close();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -324,6 +181,8 @@ impl Drop for ThreadPool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -378,7 +237,7 @@ mod tests {
 
     #[test]
     fn more_units_than_can_be_counted_are_claimed_in_pieces() {
-        let (total, pool) = ((3 << Taken::BITS) + 5, ThreadPool::new(2));
+        let (total, pool) = ((3 << COUNT_BITS) + 5, ThreadPool::new(2));
         let claimed = AtomicUsize::new(0);
         pool.run(|worker| {
             let units: usize = worker.claim_near(total).map(|piece| piece.len()).sum();

@@ -5,13 +5,15 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use handing::{Line, Lost, Promise, line};
 use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
 
 use crate::{EngineError, Result};
+
+mod handing;
 
 /// A step of a device, ready to run.
 pub(crate) struct Job {
@@ -153,42 +155,29 @@ fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
 }
 
-/// A job on its way to a thread. If the thread has ended, its fields are dropped in this order: the other devices stop
-/// waiting before the step is known to be lost, after which the group is made ready again.
-struct Handed {
-    membership: Membership,
-    job: Job,
-    end: Sender<Ended>,
-}
-
 /// A job that was handed to a thread.
 pub(crate) struct Running {
     step: Executable,
-    ended: Receiver<Ended>,
+    ended: Promise<Ended>,
 }
 
 impl Running {
     /// Waits for the job's end.
     pub fn wait(self) -> Ended {
         let Running { step, ended } = self;
-        ended.recv().unwrap_or_else(|_| Ended { step, outcome: Err(Failure::Lost) })
+        ended.wait().unwrap_or_else(|Lost| Ended { step, outcome: Err(Failure::Lost) })
     }
 
     /// Waits for the job's end, but no longer than `patience`. An end is returned once.
     pub fn wait_for(&self, patience: Duration) -> Option<Ended> {
-        match self.ended.recv_timeout(patience) {
-            Ok(ended) => Some(ended),
-            Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => {
-                Some(Ended { step: self.step.clone(), outcome: Err(Failure::Lost) })
-            }
-        }
+        let lost = |Lost| Some(Ended { step: self.step.clone(), outcome: Err(Failure::Lost) });
+        self.ended.wait_for(patience).unwrap_or_else(lost)
     }
 }
 
 /// The thread of a device. Dropping it waits for its jobs.
 pub(crate) struct DeviceThread {
-    jobs: Option<Sender<Handed>>,
+    jobs: Option<Line<Membership, Job, Ended>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -198,11 +187,10 @@ impl DeviceThread {
     /// # Errors
     /// The system refuses a thread.
     pub fn start(device: &str) -> Result<DeviceThread> {
-        let (jobs, received) = channel::<Handed>();
+        let (jobs, inbox) = line::<Membership, Job, Ended>();
         let serve = move || {
-            for Handed { membership, job, end } in received {
-                // The receiver is gone if the step's thread was ended by a panic.
-                let _ = end.send(job.run_as(membership));
+            while let Some(handed) = inbox.next() {
+                handed.run(|membership, job| job.run_as(membership));
             }
         };
         let thread = std::thread::Builder::new().name(format!("keel-{device}")).spawn(serve);
@@ -212,15 +200,12 @@ impl DeviceThread {
         Ok(DeviceThread { jobs: Some(jobs), thread: Some(thread.map_err(refused)?) })
     }
 
-    /// Hands a job to the thread.
+    /// Hands a job to the thread. If the thread never begins it, the other devices stop waiting before the job is known to
+    /// be lost, after which the group is made ready again.
     pub fn hand(&self, job: Job) -> Running {
-        let (end, ended) = channel();
         let step = job.step.clone();
-        let handed = Handed { membership: Membership::of(&job.step), job, end };
-        if let Some(jobs) = &self.jobs {
-            // If the thread has ended, the waiter and the other devices learn it.
-            let _ = jobs.send(handed);
-        }
+        let jobs = self.jobs.as_ref().expect("it is taken when the thread is dropped");
+        let ended = jobs.hand(Membership::of(&step), job);
         Running { step, ended }
     }
 }
@@ -237,6 +222,7 @@ impl Drop for DeviceThread {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::sync::mpsc::channel;
     use std::time::Duration;
 
     use keel_array::{Peers, RuntimeOptions};
@@ -280,8 +266,8 @@ mod tests {
 
     #[test]
     fn the_step_of_a_device_whose_thread_has_ended_ends_for_all() {
-        let (jobs, received) = channel();
-        drop(received);
+        let (jobs, inbox) = line();
+        drop(inbox);
         let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: None });
         assert!(matches!(lost, Err(Failure::Lost)));
         assert!(lead.is_err_and(|failure| failure.is_consequence()));
@@ -290,10 +276,10 @@ mod tests {
     /// The thread ends while a job waits for it.
     #[test]
     fn a_job_that_is_never_begun_ends_the_step_for_all() {
-        let (jobs, received) = channel::<Handed>();
+        let (jobs, inbox) = line();
         let thread = std::thread::spawn(move || {
-            let waiting = received.recv();
-            drop(received);
+            let waiting = inbox.next();
+            drop(inbox);
             drop(waiting);
         });
         let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: Some(thread) });

@@ -22,6 +22,7 @@ mod sampler;
 pub mod speculation;
 pub mod split;
 mod step;
+mod sync;
 mod together;
 mod under_way;
 

@@ -11,6 +11,8 @@ use anyhow::{Context, Result, bail};
 use clap::{Arg, ArgAction, Command};
 use toml::{Table, Value};
 
+use crate::input;
+
 /// Names a file to use instead of the usual one. An empty value means no file.
 const VARIABLE: &str = "KEEL_CONFIG";
 
@@ -39,8 +41,7 @@ impl Config {
         if !is_named && !path.exists() {
             return Ok(Config { path: Some(path), ..Config::default() });
         }
-        let text =
-            std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = input::text_of(&path, input::SETTINGS_BYTES_MAX)?;
         let table =
             Config::parse(&text).with_context(|| format!("{} is no configuration", path.display()))?;
         Ok(Config { path: Some(path), is_there: true, table })

@@ -11,6 +11,7 @@ mod config;
 mod failure;
 mod fetch;
 mod holding;
+mod input;
 mod logging;
 mod output;
 mod pooling;

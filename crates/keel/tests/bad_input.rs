@@ -378,6 +378,53 @@ fn a_model_folder_of_pipes_and_devices_is_refused() {
     }
 }
 
+/// A device has no end, and a pipe may have nobody who writes. So an option that names one is refused.
+#[cfg(target_os = "linux")]
+#[test]
+fn an_option_that_names_a_pipe_or_a_device_is_refused() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let pipe = folder.path().join("pipe");
+    make_pipe(&pipe);
+    let options: [&[&str]; 11] = [
+        &["generate", "hello", "--schema"],
+        &["generate", "hello", "--grammar"],
+        &["generate", "--prompt-file"],
+        &["generate", "--ids-file"],
+        &["generate", "hello", "--config"],
+        &["generate", "hello", "--video"],
+        &["logits", "--out", "never-written.safetensors", "--messages"],
+        &["serve", "--port", "0", "--api-key-file"],
+        &["embed", "--file"],
+        &["eval", "--perplexity"],
+        &["bench", "serve", "--file"],
+    ];
+    for option in options {
+        for path in [Path::new("/dev/zero"), &pipe] {
+            let message = ends_soon(&[option, &[arg(path)]].concat());
+            let is_told = message.contains("not a regular file") || message.contains("neither a file");
+            assert!(is_told && !message.contains("panic"), "{option:?}: {message}");
+        }
+    }
+}
+
+/// The limit is by the bytes that are read: standard input has no size.
+#[cfg(target_os = "linux")]
+#[test]
+fn standard_input_without_end_is_refused() {
+    for args in [&["generate", "-"][..], &["generate", "--prompt-file", "-"], &["chat"]] {
+        let zero = fs::File::open("/dev/zero").expect("it is there");
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_keel"))
+            .args(args)
+            .env("KEEL_DEVICE", "cpu")
+            .stdin(zero)
+            .output()
+            .expect("keel starts");
+        let message = stderr(&output);
+        assert!(message.contains("standard input has more than 67108864 bytes"), "{args:?}: {message}");
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+    }
+}
+
 /// Each step is harmless. Together they turn one letter into a billion.
 #[cfg(target_os = "linux")]
 #[test]

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{arg, copy_of, fail, fixture, joined, json, misuse, succeed};
+use keel_models::shape_with_head;
 use serde_json::Value;
 
 fn total(categories: &Value) -> u64 {
@@ -100,6 +101,41 @@ fn the_largest_shapes_are_planned_for_a_gpu() {
             let command = ["plan", "--shape", shape, "--device", "cuda:0", "--context", "4096", "--json"];
             let plan = json(&[&command[..], mode].concat());
             assert!(plan["weights"].as_u64().is_some_and(|bytes| bytes > 50 << 30), "{shape}: {plan}");
+        }
+    }
+}
+
+/// Each width of the largest published models runs: two layers, once with few experts of their own width and drafts, once
+/// with all experts, which are narrow, and without drafts. The device is the CPU, and a GPU where there is one to test.
+#[test]
+fn the_widths_of_the_largest_shapes_run() {
+    const NARROW: u64 = 64;
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("config.json");
+    let devices = if keel_testkit::has_gpu!() { &["cpu", "cuda:0"][..] } else { &["cpu"] };
+    for name in ["qwen3.5-122b-a10b", "qwen3.5-397b-a17b"] {
+        let mut whole = shape_with_head(name).expect("it has a head");
+        whole["num_hidden_layers"] = 2.into();
+        whole["full_attention_interval"] = 2.into();
+        whole["vocab_size"] = 1024.into();
+        let few = whole["num_experts_per_tok"].as_u64().expect("a number") + 2;
+        for (field, value, drafts) in [("num_experts", few, "2"), ("moe_intermediate_size", NARROW, "off")] {
+            let mut config = whole.clone();
+            config[field] = value.into();
+            std::fs::write(&path, config.to_string()).expect("written");
+            for device in devices {
+                let run =
+                    ["bench", "--shape", arg(&path), "--bits", "5", "--device", device, "--prompt", "70"];
+                let run =
+                    [&run[..], &["--gen", "4", "--repeat", "1", "--json", "--speculate", drafts]].concat();
+                let report = json(&run);
+                assert_eq!(
+                    report["memory"]["planned"], report["memory"]["peak"],
+                    "{name}, {field}, {device}"
+                );
+                let rate = report["decode_tokens_per_second"].as_f64();
+                assert!(rate.is_some_and(|rate| rate > 0.0), "{name}, {field}, {device}: {report}");
+            }
         }
     }
 }

@@ -1,18 +1,14 @@
 //! Who may use a server, and from where.
 
-use std::io::Read;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use keel_server::{ApiKey, KeyLimits, PictureSources};
 
 use crate::failure::usage;
-use crate::fetch;
-
-/// Largest size of a file of keys.
-const KEY_FILE_BYTES_MAX: u64 = 1 << 20;
+use crate::{fetch, input};
 
 /// Who may use a server, and from where.
 #[derive(Clone, Debug, Args)]
@@ -93,20 +89,10 @@ impl AccessArgs {
 }
 
 fn read_keys(path: &Path) -> Result<String> {
-    let cannot_read = || format!("cannot read {}", path.display());
-    let facts = std::fs::metadata(path).with_context(cannot_read)?;
-    if !facts.is_file() {
-        bail!("{} is not a regular file", path.display());
-    }
+    let text = input::text_of(path, input::SETTINGS_BYTES_MAX)?;
     #[cfg(unix)]
-    if std::os::unix::fs::MetadataExt::mode(&facts) & 0o077 != 0 {
+    if std::fs::metadata(path).is_ok_and(|facts| std::os::unix::fs::MetadataExt::mode(&facts) & 0o077 != 0) {
         tracing::warn!("others may read the keys in {}: chmod 600 it", path.display());
-    }
-    let mut text = String::new();
-    let file = std::fs::File::open(path).with_context(cannot_read)?;
-    file.take(KEY_FILE_BYTES_MAX + 1).read_to_string(&mut text).with_context(cannot_read)?;
-    if text.len() as u64 > KEY_FILE_BYTES_MAX {
-        bail!("{} has more than {KEY_FILE_BYTES_MAX} bytes", path.display());
     }
     Ok(text)
 }

@@ -6,6 +6,8 @@ use anyhow::{Context, Result};
 use clap::Args;
 use keel_text::GrammarSource;
 
+use crate::input;
+
 /// A schema or a grammar that the text follows.
 #[derive(Clone, Debug, Default, Args)]
 pub struct FormArgs {
@@ -24,8 +26,8 @@ impl FormArgs {
     /// # Errors
     /// The file cannot be read, or a schema is not JSON.
     pub fn read(&self) -> Result<Option<GrammarSource>> {
-        let text = |flag: &str, path: &PathBuf| {
-            std::fs::read_to_string(path).with_context(|| format!("{flag} {}", path.display()))
+        let text = |flag: &'static str, path: &PathBuf| {
+            input::text_of(path, input::SETTINGS_BYTES_MAX).context(flag)
         };
         if let Some(path) = &self.schema {
             let schema = serde_json::from_str(&text("--schema", path)?);

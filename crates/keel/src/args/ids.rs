@@ -2,8 +2,10 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
+
+use crate::input;
 
 /// Token ids instead of a text.
 #[derive(Clone, Debug, Args)]
@@ -23,8 +25,7 @@ impl IdArgs {
     /// The file cannot be read, has a line that is not an id, or is empty.
     pub fn read(&self) -> Result<Option<Vec<u32>>> {
         let Some(path) = &self.ids_file else { return Ok(self.ids.clone()) };
-        let text =
-            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = input::text_of(path, input::PROMPT_BYTES_MAX)?;
         let mut ids = Vec::new();
         for (number, line) in (1..).zip(text.lines()) {
             let line = line.trim();

@@ -1,13 +1,14 @@
 //! Options for the prompt.
 
-use std::io::{IsTerminal, Read, stdin};
+use std::io::{IsTerminal, stdin};
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 
 use super::IdArgs;
 use crate::failure::usage;
+use crate::input;
 
 /// The prompt.
 #[derive(Clone, Debug, Args)]
@@ -78,7 +79,7 @@ impl PromptArgs {
         match (self.text.as_ref().or(self.prompt.as_ref()), &self.prompt_file) {
             (Some(text), _) if !is_stdin(text) => Ok(text.clone()),
             (None, Some(path)) if path.to_str().is_none_or(|path| !is_stdin(path)) => {
-                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+                input::text_of(path, input::PROMPT_BYTES_MAX)
             }
             (None, None) if stdin().is_terminal() => Err(usage(NOTHING)),
             (given, file) => match read_stdin()? {
@@ -96,8 +97,7 @@ const NOTHING: &str =
 
 /// Reads standard input and removes the last line break, as shells do with the output of a command.
 fn read_stdin() -> Result<String> {
-    let mut text = String::new();
-    stdin().lock().read_to_string(&mut text).context("cannot read standard input as text")?;
+    let mut text = input::stdin_text(input::PROMPT_BYTES_MAX)?;
     let end = text.trim_end_matches('\n').len().max(text.len().saturating_sub(1));
     text.truncate(end);
     if text.ends_with('\r') {

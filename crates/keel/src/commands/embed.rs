@@ -1,7 +1,7 @@
 //! `keel embed`: embeddings of texts, as JSON lines.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, stdin};
+use std::io::{BufRead, BufReader, Read, stdin};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, Pooling};
 use crate::failure::usage;
 use crate::session::{Session, settle};
-use crate::{output, pooling, progress};
+use crate::{input, output, pooling, progress};
 
 /// Texts that run at once.
 const SEQUENCES_MAX: usize = 16;
@@ -104,7 +104,8 @@ fn texts(args: &EmbedArgs) -> Result<Vec<String>> {
     let mut texts = args.texts.clone();
     let mut left = BYTES_MAX;
     let mut read = |lines: &mut dyn BufRead, shown: &str| -> Result<()> {
-        for line in lines.lines() {
+        // A line may have no end.
+        for line in lines.take(left as u64 + 1).lines() {
             let line = line.with_context(|| format!("cannot read {shown}"))?;
             left = left
                 .checked_sub(line.len())
@@ -121,8 +122,7 @@ fn texts(args: &EmbedArgs) -> Result<Vec<String>> {
             read(&mut stdin().lock(), "standard input")?;
             continue;
         }
-        let file = std::fs::File::open(path).with_context(|| format!("cannot read {shown}"))?;
-        read(&mut BufReader::new(file), &shown)?;
+        read(&mut BufReader::new(input::open(path)?), &shown)?;
     }
     if args.texts.is_empty() && args.file.is_empty() {
         read(&mut stdin().lock(), "standard input")?;

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs};
 use crate::session::{Session, check_ids, settle};
-use crate::{output, progress, source};
+use crate::{input, output, progress, source};
 use evenkeel::ModelText;
 use evenkeel::context_for;
 
@@ -62,8 +62,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     if args.window == 0 || !args.window.is_multiple_of(2 * PREFILL_GRID) {
         bail!("--window {} is not a positive multiple of {}", args.window, 2 * PREFILL_GRID);
     }
-    let bytes = std::fs::read(&args.perplexity);
-    let bytes = bytes.with_context(|| format!("--perplexity {}", args.perplexity.display()))?;
+    let bytes = input::bytes_of(&args.perplexity, input::TEXTS_BYTES_MAX).context("--perplexity")?;
     let model = args.model.open()?;
     let text = ModelText::open(&model)?;
     let ids = text.tokenizer.encode(&String::from_utf8_lossy(&bytes), false)?;

@@ -8,6 +8,8 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use keel_vision::{DecodeLimits, Picture, decode};
 
+use crate::input;
+
 /// The location of a picture.
 pub enum Origin {
     /// In a file.
@@ -53,12 +55,22 @@ pub fn with_bytes<T>(origin: &Origin, most: usize, read: impl FnOnce(&[u8]) -> R
         Origin::Bytes(bytes) => read(bytes),
         Origin::File(path) => {
             let shown = path.display();
-            let file = std::fs::File::open(path).with_context(|| format!("cannot read {shown}"))?;
             let mut bytes = Vec::new();
-            file.take(most as u64 + 1)
+            input::open(path)?
+                .take(most as u64 + 1)
                 .read_to_end(&mut bytes)
                 .with_context(|| format!("cannot read {shown}"))?;
             read(&bytes).with_context(|| shown.to_string())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_picture_without_end_is_refused() {
+        let refused = super::picture(&super::Origin::File("/dev/zero".into())).expect_err("it has no end");
+        assert!(format!("{refused:#}").contains("not a regular file"), "{refused:#}");
     }
 }

@@ -12,9 +12,7 @@ use keel_text::Message;
 use serde_json::{Map, Value, json};
 
 use super::load::{Origin, origin};
-
-/// A conversation file is text with pictures as data URIs.
-const FILE_BYTES_MAX: u64 = 256 << 20;
+use crate::input;
 
 /// A video of a conversation.
 pub struct VideoPart {
@@ -54,11 +52,7 @@ impl Conversation {
     /// The file cannot be read, is not JSON, or has no messages in this form.
     pub fn read(path: &Path) -> Result<Conversation> {
         let shown = path.display();
-        let bytes = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();
-        if bytes > FILE_BYTES_MAX {
-            bail!("{shown} has {bytes} bytes, at most {FILE_BYTES_MAX} are read");
-        }
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let text = input::text_of(path, input::TEXTS_BYTES_MAX)?;
         let json: Value = serde_json::from_str(&text).with_context(|| format!("{shown} is no JSON"))?;
         let folder = path.parent().map_or(PathBuf::new(), Path::to_path_buf);
         Conversation::from_json(&json, &folder).with_context(|| shown.to_string())

@@ -13,7 +13,7 @@ use super::settings::Settings;
 use crate::session::{self, Session};
 use crate::sight::{Glance, Lens, Shown};
 use crate::speculation::SpeculationReport;
-use crate::{output, progress};
+use crate::{input, output, progress};
 use evenkeel::{How, Tokens};
 use evenkeel::{ModelText, TextStream};
 
@@ -165,7 +165,7 @@ impl Conversation {
         if file.is_empty() {
             bail!("/load needs the name of a file");
         }
-        let text = std::fs::read_to_string(Path::new(file)).with_context(|| format!("cannot read {file}"))?;
+        let text = input::text_of(Path::new(file), input::PROMPT_BYTES_MAX)?;
         let mut value: Value = serde_json::from_str(&text).with_context(|| format!("{file} is no JSON"))?;
         let list = if value.is_object() { value["messages"].take() } else { value };
         let message = |value: &Value| Some(Message::new(value["role"].as_str()?, value["content"].as_str()?));

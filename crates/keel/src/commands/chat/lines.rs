@@ -1,9 +1,9 @@
 //! Reads turns: with an editor on a terminal, else as lines of standard input.
 
-use std::io::{BufRead, IsTerminal, stdin, stdout};
-use std::path::PathBuf;
+use std::io::{BufRead, IsTerminal, Read, stdin, stdout};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use rustyline::completion::{Completer, Pair};
 use rustyline::error::ReadlineError;
 use rustyline::highlight::Highlighter;
@@ -13,6 +13,7 @@ use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 use rustyline::{Config, Context, Editor, Helper};
 
 use super::input::{COMMANDS, is_open};
+use crate::input::PROMPT_BYTES_MAX;
 
 /// Largest number of turns in the history.
 const HISTORY_MAX: usize = 1000;
@@ -48,8 +49,8 @@ impl Lines {
         let mut editor = Editor::with_config(config.build())?;
         editor.set_helper(Some(Commands));
         let history = history_file();
-        if let Some(path) = &history {
-            // Before the first conversation there is no history file.
+        // Before the first conversation there is no history file.
+        if let Some(path) = history.as_ref().filter(|path| is_history(path)) {
             let _ = editor.load_history(path);
         }
         Ok(Lines::Terminal { editor: Box::new(editor), history })
@@ -84,8 +85,12 @@ impl Lines {
 fn next_plain() -> Result<Line> {
     let mut text = String::new();
     loop {
-        if stdin().lock().read_line(&mut text).context("cannot read standard input")? == 0 {
+        let left = (PROMPT_BYTES_MAX + 1).saturating_sub(text.len() as u64);
+        if stdin().lock().take(left).read_line(&mut text).context("cannot read standard input")? == 0 {
             return Ok(if text.is_empty() { Line::End } else { Line::Text(text) });
+        }
+        if text.len() as u64 > PROMPT_BYTES_MAX {
+            bail!("a turn on standard input has more than {PROMPT_BYTES_MAX} bytes");
         }
         if !is_open(&text) {
             return Ok(Line::Text(text));
@@ -100,6 +105,11 @@ fn history_file() -> Option<PathBuf> {
     let folder = state.join("keel");
     std::fs::create_dir_all(&folder).ok()?;
     Some(folder.join("chat_history"))
+}
+
+/// Whether the editor can read this file to its end.
+fn is_history(path: &Path) -> bool {
+    path.metadata().is_ok_and(|facts| facts.is_file() && facts.len() <= PROMPT_BYTES_MAX)
 }
 
 /// Completes commands, and detects the end of a turn of several lines.

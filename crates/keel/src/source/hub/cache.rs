@@ -14,8 +14,13 @@ use std::time::SystemTime;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::input;
+
 use super::choice::{folder_of, is_gguf_model, is_gguf_tower, is_picked};
 use crate::source::hub_name::{HubName, is_commit};
+
+/// Most bytes of an index of weights files, as where weights are read.
+const INDEX_BYTES_MAX: u64 = 256 << 20;
 
 /// The folder of models.
 pub struct Cache {
@@ -260,7 +265,7 @@ fn is_checkpoint(folder: &Path) -> bool {
     if folder.join("model.safetensors").is_file() {
         return true;
     }
-    let index = fs::read(folder.join("model.safetensors.index.json")).ok();
+    let index = input::bytes_of(&folder.join("model.safetensors.index.json"), INDEX_BYTES_MAX).ok();
     let index: Option<Value> = index.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let shards = index.as_ref().and_then(|index| index["weight_map"].as_object());
     shards.is_some_and(|map| map.values().all(|file| file.as_str().is_some_and(|f| folder.join(f).is_file())))
@@ -274,7 +279,7 @@ fn gguf_files(folder: &Path) -> Vec<String> {
 }
 
 fn read_ref(path: &Path) -> Option<String> {
-    let text = fs::read_to_string(path).ok()?;
+    let text = input::text_of(path, input::SETTINGS_BYTES_MAX).ok()?;
     Some(text.trim().to_string()).filter(|commit| is_commit(commit))
 }
 

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
+use crate::input;
+
 /// The hub's own address.
 const ENDPOINT: &str = "https://huggingface.co";
 
@@ -47,7 +49,8 @@ impl Settings {
         };
         let in_file = || {
             let path = variable("HF_TOKEN_PATH").map(PathBuf::from).or(home.map(|home| home.join("token")))?;
-            std::fs::read_to_string(path).ok().map(|token| token.trim().to_string())
+            let token = input::text_of(&path, input::SETTINGS_BYTES_MAX).ok()?;
+            Some(token.trim().to_string())
         };
         let token = variable("HF_TOKEN").or_else(in_file).filter(|token| !token.is_empty());
         if token.as_ref().is_some_and(|token| !token.chars().all(|c| c.is_ascii_graphic())) {

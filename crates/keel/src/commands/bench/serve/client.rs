@@ -9,6 +9,11 @@ use tokio::time::Instant;
 use super::events::{Events, PIECE_BYTES_MAX};
 use super::load::Planned;
 
+/// Most bytes of a line of a head, or of the line before a piece.
+const LINE_BYTES_MAX: u64 = 64 << 10;
+/// Most bytes of an answer that is read whole.
+const BODY_BYTES_MAX: usize = 16 << 20;
+
 /// The target of the load.
 pub struct Client {
     authority: String,
@@ -158,12 +163,12 @@ impl Client {
         reader.get_mut().write_all(head.as_bytes()).await?;
         reader.get_mut().write_all(body.as_bytes()).await?;
         let mut line = String::new();
-        reader.read_line(&mut line).await?;
+        read_line(&mut reader, &mut line).await?;
         let status = line.split(' ').nth(1).unwrap_or_default().to_string();
         let mut chunked = false;
         loop {
             line.clear();
-            if reader.read_line(&mut line).await? == 0 || line.trim_end().is_empty() {
+            if read_line(&mut reader, &mut line).await? == 0 || line.trim_end().is_empty() {
                 break;
             }
             let header = line.trim_end().to_ascii_lowercase();
@@ -197,7 +202,7 @@ impl Response {
             return Ok(Some(rest).filter(|rest| !rest.is_empty()));
         }
         let mut line = String::new();
-        self.reader.read_line(&mut line).await?;
+        read_line(&mut self.reader, &mut line).await?;
         let size = usize::from_str_radix(line.trim().split(';').next().unwrap_or_default(), 16);
         let size = size.context("the answer was cut off")?;
         if size > PIECE_BYTES_MAX {
@@ -213,7 +218,19 @@ impl Response {
         let mut body = Vec::new();
         while let Some(chunk) = self.chunk().await? {
             body.extend(chunk);
+            if body.len() > BODY_BYTES_MAX {
+                bail!("the server sent more than {BODY_BYTES_MAX} bytes at once");
+            }
         }
         Ok(body)
     }
+}
+
+/// Reads a line of a head or of the size of a piece. Returns its bytes.
+async fn read_line(reader: &mut Reader, line: &mut String) -> Result<usize> {
+    let bytes = reader.take(LINE_BYTES_MAX).read_line(line).await?;
+    if bytes as u64 == LINE_BYTES_MAX {
+        bail!("the server sent a line of more than {LINE_BYTES_MAX} bytes");
+    }
+    Ok(bytes)
 }

@@ -12,12 +12,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::Args;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use crate::output;
+use crate::{input, output};
 use client::{Answer, Client};
 use load::{Lengths, Load, Planned};
 use report::Report;
@@ -76,8 +76,7 @@ pub fn run(args: &BenchServeArgs) -> Result<()> {
     }
     let load = match &args.file {
         Some(path) => {
-            let text =
-                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+            let text = input::text_of(path, input::TEXTS_BYTES_MAX)?;
             Load::parse(&text, args.rate, args.seed)?
         }
         None => Load::random(

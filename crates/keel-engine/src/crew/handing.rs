@@ -1,0 +1,79 @@
+//! How work is handed to a thread, and how its end comes back.
+//!
+//! Nobody waits without end: if the thread ends, the ends of all work that it has not done are lost, and their waiters
+//! learn it.
+//!
+//! `tests/interleavings.rs` compiles this file with a channel of loom's types and checks each order of the steps.
+
+use std::time::Duration;
+
+use crate::sync::{Receiver, RecvTimeoutError, Sender, channel};
+
+/// Work on its way to a thread. If the thread never begins it, its fields are dropped in this order: the guard, which
+/// tells others that nothing was run, before the waiter learns that the end is lost.
+pub(crate) struct Handed<G, W, E> {
+    guard: G,
+    work: W,
+    end: Sender<E>,
+}
+
+impl<G, W, E> Handed<G, W, E> {
+    /// Runs the work and sends its end.
+    pub fn run(self, run: impl FnOnce(G, W) -> E) {
+        let Handed { guard, work, end } = self;
+        // The waiter is gone if its thread was ended by a panic.
+        let _ = end.send(run(guard, work));
+    }
+}
+
+/// Hands work to a thread. When it is dropped, the thread does what it was handed and ends.
+pub(crate) struct Line<G, W, E>(Sender<Handed<G, W, E>>);
+
+/// The thread's side of a [`Line`].
+pub(crate) struct Inbox<G, W, E>(Receiver<Handed<G, W, E>>);
+
+/// A line, and the inbox at its other end.
+pub(crate) fn line<G, W, E>() -> (Line<G, W, E>, Inbox<G, W, E>) {
+    let (work, received) = channel();
+    (Line(work), Inbox(received))
+}
+
+impl<G, W, E> Line<G, W, E> {
+    /// Hands work to the thread. The guard goes with it.
+    pub fn hand(&self, guard: G, work: W) -> Promise<E> {
+        let (end, ended) = channel();
+        // If the thread has ended, dropping what was handed tells so.
+        let _ = self.0.send(Handed { guard, work, end });
+        Promise(ended)
+    }
+}
+
+impl<G, W, E> Inbox<G, W, E> {
+    /// Waits for the next work. `None` if no more can come.
+    pub fn next(&self) -> Option<Handed<G, W, E>> {
+        self.0.recv().ok()
+    }
+}
+
+/// The end of work that was handed to a thread.
+pub(crate) struct Promise<E>(Receiver<E>);
+
+/// The thread has ended, so nothing was run.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Lost;
+
+impl<E> Promise<E> {
+    /// Waits for the end.
+    pub fn wait(self) -> Result<E, Lost> {
+        self.0.recv().map_err(|_| Lost)
+    }
+
+    /// Waits for the end, but no longer than `patience`; then it is `None`. An end is returned once.
+    pub fn wait_for(&self, patience: Duration) -> Result<Option<E>, Lost> {
+        match self.0.recv_timeout(patience) {
+            Ok(end) => Ok(Some(end)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(Lost),
+        }
+    }
+}
