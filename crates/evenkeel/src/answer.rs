@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 
-use keel_engine::{FinishReason, SpeculationCounters};
+use keel_engine::{FinishReason, SpeculationCounters, TokenIterator};
 use keel_text::{AnswerForm, AnswerParser, AnswerPart};
 
-use crate::{Error, Result, Sequence, TextStream, Tokens};
+use crate::{Error, Result, Sequence, TextStream};
 
 /// The text that a model writes, in pieces of whole characters. Dropping it gives the memory back.
 ///
@@ -21,7 +21,7 @@ use crate::{Error, Result, Sequence, TextStream, Tokens};
 /// ```
 pub struct Answer<'m> {
     /// `None` once the sequence is given away.
-    tokens: Option<Tokens<'m>>,
+    tokens: Option<TokenIterator<'m>>,
     stream: TextStream,
     /// The prompt and everything before it, then the tokens drawn.
     ids: Vec<u32>,
@@ -30,7 +30,7 @@ pub struct Answer<'m> {
 }
 
 impl<'m> Answer<'m> {
-    pub(crate) fn new(tokens: Tokens<'m>, stream: TextStream, prompt: Vec<u32>) -> Answer<'m> {
+    pub(crate) fn new(tokens: TokenIterator<'m>, stream: TextStream, prompt: Vec<u32>) -> Answer<'m> {
         let prompt_len = prompt.len();
         Answer { tokens: Some(tokens), stream, ids: prompt, prompt_len, has_ended: false }
     }
@@ -50,12 +50,12 @@ impl<'m> Answer<'m> {
         if self.stream.is_stopped() {
             return Some(FinishReason::Stop);
         }
-        self.tokens.as_ref().and_then(Tokens::finish_reason)
+        self.tokens.as_ref().and_then(TokenIterator::finish_reason)
     }
 
     /// The counters of speculation, if the request asked for drafts.
     pub fn counters(&self) -> Option<&SpeculationCounters> {
-        self.tokens.as_ref().and_then(Tokens::counters)
+        self.tokens.as_ref().and_then(TokenIterator::counters)
     }
 
     /// Draws the rest of the text, then returns the sequence, to continue or to save it.

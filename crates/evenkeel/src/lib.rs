@@ -67,4 +67,4 @@ pub use model::{Model, Request, Sequence};
 pub use placement::{Placement, place};
 pub use room::{Room, on_device, on_host};
 pub use text_side::{ModelText, TextStream, recommended};
-pub use tokens::{How, Tokens};
+pub use tokens::How;

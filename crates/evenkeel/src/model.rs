@@ -11,8 +11,7 @@ use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
 use crate::{
-    Batch, DeviceOptions, Error, How, LoadOptions, ModelFiles, ModelText, Result, TextStream, Tokens, bound,
-    place,
+    Batch, DeviceOptions, Error, How, LoadOptions, ModelFiles, ModelText, Result, TextStream, bound, place,
 };
 
 /// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
@@ -257,7 +256,7 @@ impl Model {
     ) -> Result<Answer<'_>> {
         let (mut how, stream) = self.prepare(&seen, &prompt, request)?;
         how.options.one_by_one = !cache.len().is_multiple_of(PREFILL_GRID);
-        let tokens = Tokens::start(&mut self.engine, cache, &prompt, how, &mut |_| ())?;
+        let tokens = how.start(&mut self.engine, cache, &prompt, &mut |_| ())?;
         Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
     }
 
@@ -274,11 +273,12 @@ impl Model {
             max_tokens: request.max_tokens.unwrap_or(usize::MAX),
             sampler: request.sampler.unwrap_or_else(|| text.sampling()),
             end_tokens: if request.ignore_end { Vec::new() } else { text.end_tokens() },
+            speculation: request.speculation,
             seen: seen.to_vec(),
             ..GenerateOptions::default()
         };
         let stream = TextStream::new(&text.tokenizer, &request.stop)?;
-        Ok((How { options, speculation: request.speculation, form }, stream))
+        Ok((How { options, form }, stream))
     }
 
     /// The files again, for what is read from them only when it is needed.

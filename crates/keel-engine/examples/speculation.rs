@@ -48,12 +48,12 @@ impl Chooser for AlwaysWrong {
     }
 
     // No round fails here.
-    fn abandon(&mut self) -> Result<()> {
-        self.chooser.abandon()
+    fn abandon(&mut self) {
+        self.chooser.abandon();
     }
 
-    fn retract(&mut self) -> Result<()> {
-        self.chooser.retract()
+    fn retract(&mut self) {
+        self.chooser.retract();
     }
 
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
@@ -171,11 +171,13 @@ fn side_by_side(
                 last: ids[ids.len() - 1],
                 tokens_max: truth.len() - ids.len(),
                 cache: &mut cache,
-                speculation: &mut speculation,
+                speculation: Some(&mut speculation),
                 chooser: &mut *chooser,
             }])?;
             steps[1].push(start.elapsed().as_secs_f64());
-            ids.extend(rounds.into_iter().flat_map(|round| round.tokens));
+            for round in rounds {
+                ids.extend(round?.tokens);
+            }
         }
     }
     assert_eq!(ids, truth, "speculation changed the text");

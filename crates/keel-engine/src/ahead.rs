@@ -22,7 +22,7 @@
 
 use keel_array::sampling::Draw;
 use keel_array::{Array, ArrayError, Regime, RowLog};
-use keel_cache::{SequenceCache, Settled, SlotId};
+use keel_cache::{SequenceCache, Settled};
 
 use crate::step::{Outcome, Rows, StepKind};
 use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay};
@@ -208,11 +208,7 @@ impl Engine {
 
     /// Checks that a sequence can run these tokens after those under way, and reserves its pages.
     fn make_room_ahead(&mut self, sequence: &mut SequenceCache, ahead: usize, tokens: &[u32]) -> Result<()> {
-        self.admit(sequence, tokens)?;
-        let (needed, context) = (sequence.len() + ahead + tokens.len(), self.options.context);
-        if needed > context {
-            return Err(EngineError::Context { needed, context });
-        }
+        self.admit_ahead(sequence, ahead, tokens)?;
         if self.under_way.is_empty() {
             self.finish_commit(sequence)?;
         }
@@ -305,100 +301,18 @@ impl Engine {
         self.take_back_step(sequence);
     }
 
-    /// Submits one token of each sequence. [`Engine::take_drawn`] waits for the tokens after them; until then the
-    /// sequences keep their length. Without `tokens` each sequence runs the token that the step before, still under
-    /// way, draws for it.
-    ///
-    /// # Errors
-    /// As [`Engine::submit`]. Without `tokens`: no step under way has these sequences in this order.
-    pub fn submit_decode(
-        &mut self,
-        sequences: &mut [&mut SequenceCache],
-        tokens: Option<&[u32]>,
-        draws: &[Draw],
-    ) -> Result<()> {
-        let count = sequences.len();
-        let given = tokens.map_or(count, <[u32]>::len);
-        if count != given || count != draws.len() {
-            let reason = format!("{given} tokens and {} draws for {count} sequences", draws.len());
-            return Err(EngineError::Option(reason));
-        }
-        let slots = || sequences.iter().map(|sequence| sequence.slot());
-        if tokens.is_none() && self.under_way.back().is_none_or(|step| !step.slots().eq(slots())) {
-            let reason = "no step under way draws the tokens of these sequences, in this order".into();
-            return Err(EngineError::Option(reason));
-        }
-        let ahead: Vec<usize> = sequences.iter().map(|sequence| self.steps_of(sequence)).collect();
-        let work = sequences.iter_mut().zip(ahead).zip(draws).enumerate();
-        let mut work: Vec<Work<'_>> = work
-            .map(|(i, ((sequence, ahead), draw))| {
-                let rows = tokens.map_or(WorkRows::Drawn(i), |tokens| WorkRows::Token(tokens[i]));
-                Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
-            })
-            .collect();
-        self.submit(&mut work).map(drop)
-    }
-
-    /// How many of the steps under way contain this sequence.
-    fn steps_of(&self, sequence: &SequenceCache) -> usize {
-        self.under_way.iter().filter(|step| step.has(sequence)).count()
-    }
-
-    /// Waits for the first step under way and returns the tokens that it drew for these sequences. Each of them grows
-    /// by one token. They are all sequences of the step, or those of them that go on.
-    ///
-    /// # Errors
-    /// - The sequences are not in the first step under way.
-    /// - A failure of the runtime. The sequences keep their length, and later steps are given up. The sequences may be
-    ///   torn, as after [`Engine::decode`].
-    pub fn take_drawn(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<Vec<u32>> {
-        let (ticket, slots) = self.first_of(sequences)?;
-        let steps: Vec<usize> = sequences.iter().map(|sequence| self.steps_of(sequence)).collect();
-        let drawn = match self.take(ticket) {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                let leaves_open = self.leaves_open();
-                let ahead = sequences.iter_mut().zip(steps).filter(|(_, steps)| *steps > 1);
-                ahead.for_each(|(sequence, steps)| self.cache.forget_steps(sequence, steps, leaves_open));
-                return Err(error);
-            }
-        };
-        self.note_decoded(sequences);
-        let of = |slot| slots.iter().position(|&of| of == slot).and_then(|row| drawn[row]);
-        Ok(sequences.iter().map(|sequence| of(sequence.slot()).unwrap_or_default()).collect())
-    }
-
-    /// Waits for all steps under way and gives them up. `sequences` are those of their sequences that are still needed.
-    /// Where a step [cannot be taken back](Engine::can_take_back), they answer [`keel_cache::CacheError::AheadState`]
-    /// until they are rewound.
-    ///
-    /// # Errors
-    /// If the sequences are not in the first step under way.
-    pub fn give_up_steps(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<()> {
-        if self.under_way.is_empty() {
-            return Ok(());
-        }
-        let (ticket, _) = self.first_of(sequences)?;
-        let steps: Vec<usize> = sequences.iter().map(|sequence| self.steps_of(sequence)).collect();
-        let is_last = self.under_way.len() == 1;
-        let has_failed = self.take(ticket).is_err();
-        // If the only step failed, its failure already says what state the sequences are in.
-        if !(is_last && has_failed) {
-            let leaves_open = self.leaves_open();
-            let unwanted = sequences.iter_mut().zip(steps);
-            unwanted.for_each(|(sequence, steps)| self.cache.forget_steps(sequence, steps, leaves_open));
+    /// Waits for all steps under way and gives them up. Each has one row of this sequence, and of no other that is still
+    /// needed. Where a step [cannot be taken back](Engine::can_take_back), the sequence answers
+    /// [`keel_cache::CacheError::AheadState`] until it is rewound.
+    pub(crate) fn give_up_steps(&mut self, sequence: &mut SequenceCache) {
+        let steps = self.under_way.len();
+        let Some(first) = self.under_way.front() else { return };
+        let has_failed = self.take(Ticket(first.number)).is_err();
+        // If the only step failed, its failure already says what state the sequence is in.
+        if !(steps == 1 && has_failed) {
+            self.cache.forget_steps(sequence, steps, self.leaves_open());
         }
         std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
-        Ok(())
-    }
-
-    /// The first step under way, if these sequences are in it, and the slots of its sequences.
-    fn first_of(&self, sequences: &[&mut SequenceCache]) -> Result<(Ticket, Vec<SlotId>)> {
-        let has_them = |step: &&StepUnderWay| sequences.iter().all(|sequence| step.has(sequence));
-        match self.under_way.front().filter(has_them) {
-            Some(step) => Ok((Ticket(step.number), step.slots().collect())),
-            None => Err(EngineError::Option("the sequences are not in the first step under way".into())),
-        }
     }
 
     /// Waits for all steps under way before something else runs. Their tokens are lost, and their sequences must be
@@ -417,14 +331,14 @@ impl Engine {
         Ok(outcome.map_err(ArrayError::from)?)
     }
 
-    /// Records that a decode step added one row to each sequence.
-    pub(crate) fn note_decoded(&self, sequences: &mut [&mut SequenceCache]) {
+    /// Records that a step added one row to each sequence: one of [`Engine::take`], for those in it with a token.
+    pub fn note_decoded(&self, sequences: &mut [&mut SequenceCache]) {
         let is_open = self.leaves_open();
         sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
     }
 
     /// Whether a plain decode step leaves its rows open.
-    fn leaves_open(&self) -> bool {
+    pub(crate) fn leaves_open(&self) -> bool {
         self.stepper.row_log(StepKind::decode(Outcome::LastLogits)) == RowLog::KeepOpen
     }
 }

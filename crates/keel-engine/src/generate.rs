@@ -1,12 +1,17 @@
 //! Generates one sequence token by token, from its prompt to its end.
 
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
-use crate::{Engine, EngineError, Result, Sampler, SamplerOptions};
+use crate::speculation::{Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation};
+use crate::{
+    Engine, EngineError, Result, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, Ticket,
+    Work, WorkRows,
+};
 
 /// What to generate.
 #[derive(Clone, Debug, Default)]
@@ -17,7 +22,10 @@ pub struct GenerateOptions {
     pub sampler: SamplerOptions,
     /// Tokens that end the text; they are not part of it.
     pub end_tokens: Vec<u32>,
-    /// Run the prompt token by token in the decode regime, to compare the two.
+    /// How the sequence drafts, if it does. The engine must have been made with drafts. For greedy tokens
+    /// [`SpeculationOptions::repeatable`] is ignored, because they do not need it.
+    pub speculation: Option<SpeculationOptions>,
+    /// Run the prompt token by token in the decode regime, to compare the two. There are no drafts then.
     pub one_by_one: bool,
     /// Tokens that the sequence already holds before the prompt. The repetition penalty counts them.
     pub seen: Vec<u32>,
@@ -45,72 +53,35 @@ impl FinishReason {
     }
 }
 
-/// When a sequence ends, and why it did.
-pub(crate) struct Course {
-    end_tokens: Vec<u32>,
-    left: usize,
-    finished: Option<FinishReason>,
-    prefill_time: Duration,
-}
-
-impl Course {
-    /// For a sequence whose prompt was begun at `start` and has just been run.
-    pub fn new(end_tokens: Vec<u32>, max_tokens: usize, start: Instant) -> Course {
-        Course { end_tokens, left: max_tokens, finished: None, prefill_time: start.elapsed() }
-    }
-
-    pub fn prefill_time(&self) -> Duration {
-        self.prefill_time
-    }
-
-    pub fn finish_reason(&self) -> Option<FinishReason> {
-        self.finished
-    }
-
-    /// Returns the next token, or `None` once the sequence has ended. `draw` gets the number of tokens that may still
-    /// come; it gives a token or the reason to end. An end token ends the sequence and is not returned.
-    pub fn next(
-        &mut self,
-        draw: impl FnOnce(usize) -> Result<ControlFlow<FinishReason, u32>>,
-    ) -> Option<Result<u32>> {
-        if self.finished.is_some() {
-            return None;
-        }
-        if self.left == 0 {
-            self.finished = Some(FinishReason::Length);
-            return None;
-        }
-        let (token, reason) = match draw(self.left) {
-            Ok(ControlFlow::Continue(id)) if !self.end_tokens.contains(&id) => {
-                self.left -= 1;
-                return Some(Ok(id));
-            }
-            Ok(ControlFlow::Continue(_)) => (None, FinishReason::Stop),
-            Ok(ControlFlow::Break(reason)) => (None, reason),
-            Err(error) => (Some(Err(error)), FinishReason::Stop),
-        };
-        self.finished = Some(reason);
-        token
-    }
-}
-
 /// The tokens of one sequence as they are generated. The constructor runs the prompt; each call of `next` then gives
 /// one token.
+///
+/// It is a batch of one: the steps are those of [`Engine::submit`] where the device draws every token and a step too
+/// many can be given up, and those of [`Engine::round`] otherwise. Greedy tokens are the same with drafts and without;
+/// sampled tokens have the same distribution.
 pub struct TokenIterator<'e> {
     engine: &'e mut Engine,
     /// `None` once it is given to the caller.
     sequence: Option<SequenceCache>,
-    sampler: Sampler,
-    logits: Vec<f32>,
-    /// The token after the prompt, if the device drew it. Otherwise `logits` are those of the prompt's last token.
-    first: Option<u32>,
-    /// The token given out last. It has not been run through the model.
-    last: Option<u32>,
+    chooser: Box<dyn Chooser>,
+    speculation: Option<Speculation>,
     /// Whether a step is submitted before the token of the previous step is known.
     is_ahead: bool,
+    /// Steps that were submitted and not taken.
+    under_way: VecDeque<Ticket>,
+    /// Chosen tokens that were not given out yet.
+    ready: VecDeque<u32>,
+    /// The token chosen last. It has not been run.
+    last: u32,
+    /// Whether more tokens may be chosen.
+    is_open: bool,
     /// All tokens of the sequence, kept while it may outgrow its rotary frequencies. The last one has not been run.
     history: Option<Vec<u32>>,
-    course: Course,
+    end_tokens: Vec<u32>,
+    /// How many tokens may still be given out.
+    left: usize,
+    finished: Option<FinishReason>,
+    prefill_time: Duration,
 }
 
 impl<'e> TokenIterator<'e> {
@@ -121,101 +92,216 @@ impl<'e> TokenIterator<'e> {
     /// released.
     pub fn new(
         engine: &'e mut Engine,
+        sequence: SequenceCache,
+        prompt: &[u32],
+        mut options: GenerateOptions,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<TokenIterator<'e>> {
+        let is_sampled = options.sampler.temperature > 0.0;
+        options.speculation.iter_mut().for_each(|how| how.repeatable &= is_sampled);
+        let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat())?;
+        let chooser = SamplerChooser::new(sampler, None, options.end_tokens.clone());
+        TokenIterator::with_chooser(engine, sequence, prompt, options, Box::new(chooser), progress)
+    }
+
+    /// As [`TokenIterator::new`], but `chooser` chooses tokens and drafts, for example within a grammar. The options'
+    /// sampler is not used.
+    ///
+    /// # Errors
+    /// As [`TokenIterator::new`]; errors of the constraint.
+    pub fn with_chooser(
+        engine: &'e mut Engine,
         mut sequence: SequenceCache,
         prompt: &[u32],
         options: GenerateOptions,
+        mut chooser: Box<dyn Chooser>,
         progress: &mut dyn FnMut(usize),
     ) -> Result<TokenIterator<'e>> {
         let start = Instant::now();
-        let mut logits = Vec::new();
         let is_known = options.seen.len() == sequence.len();
-        let history = [&options.seen[..], prompt].concat();
         let run = if options.one_by_one { run_one_by_one } else { Engine::run_prompt };
-        let mut sampler = Sampler::new(options.sampler, &history)?;
-        let first = run(engine, &mut sequence, prompt, sampler.draw_ahead(), progress)?;
-        if first.is_none() {
-            engine.logits(0, &mut logits)?;
-        }
+        let drawn = run(engine, &mut sequence, prompt, chooser.draw_next(), progress)?;
+        let speculation = options.speculation.filter(|_| !options.one_by_one);
+        let drafts = |how| Ok::<_, EngineError>(Speculation::new(how, engine.last_hidden()?));
+        let speculation = speculation.map(drafts).transpose()?;
+        let first = choose_first(engine, &mut *chooser, drawn)?;
         let is_safe = options.disposable || engine.can_take_back();
+        let history = || [&options.seen[..], prompt, &[first.token]].concat();
         Ok(TokenIterator {
-            is_ahead: is_safe && engine.runs_ahead() && sampler.draws_ahead(),
-            sampler,
-            logits,
-            first,
-            last: None,
-            history: (is_known && engine.may_outgrow(&sequence)).then_some(history),
-            course: Course::new(options.end_tokens, options.max_tokens, start),
+            is_ahead: is_safe && speculation.is_none() && engine.runs_ahead() && chooser.draws_ahead(),
+            history: (is_known && engine.may_outgrow(&sequence)).then(history),
             engine,
             sequence: Some(sequence),
+            chooser,
+            speculation,
+            under_way: VecDeque::new(),
+            ready: VecDeque::from([first.token]),
+            last: first.token,
+            is_open: !first.is_last,
+            end_tokens: options.end_tokens,
+            left: options.max_tokens,
+            finished: None,
+            prefill_time: start.elapsed(),
         })
     }
 
     /// Time that the prompt took.
     pub fn prefill_time(&self) -> Duration {
-        self.course.prefill_time()
+        self.prefill_time
     }
 
     /// Why the sequence ended, once it has.
     pub fn finish_reason(&self) -> Option<FinishReason> {
-        self.course.finish_reason()
+        self.finished
     }
 
-    /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and all generated tokens but
-    /// the last. A disposable sequence may have to be rewound before it goes on.
+    /// Counts and times of its rounds, if it drafts.
+    pub fn counters(&self) -> Option<&SpeculationCounters> {
+        self.speculation.as_ref().map(Speculation::counters)
+    }
+
+    /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and the tokens given out, but
+    /// not the last of them. A disposable sequence may have to be rewound before it goes on.
     pub fn into_sequence(mut self) -> SequenceCache {
-        self.give_up_steps().unwrap_or_else(|| unreachable!("the sequence is given away only here"))
+        let sequence = self.leave();
+        sequence.unwrap_or_else(|| unreachable!("the sequence is given away only here"))
     }
 
     /// Ends the iteration and releases the sequence's memory, as dropping it does.
     pub fn release(self) {}
 
-    /// Gives up the step after the last token.
-    fn give_up_steps(&mut self) -> Option<SequenceCache> {
+    /// Gives up what was run after the last token given out.
+    fn leave(&mut self) -> Option<SequenceCache> {
         let mut sequence = self.sequence.take()?;
-        let outcome = self.engine.give_up_steps(&mut [&mut sequence]);
-        outcome.unwrap_or_else(|error| unreachable!("the steps under way are this sequence's: {error}"));
+        self.engine.give_up_steps(&mut sequence);
+        // The first token came with the prompt. It has no row of a round.
+        let drafting = self.speculation.as_mut().filter(|drafts| drafts.counters().rounds > 0);
+        if let Some(speculation) = drafting {
+            speculation.take_back(&mut sequence, self.ready.len());
+        }
         Some(sequence)
+    }
+
+    /// The next token, or the reason to end. An end token ends the sequence and is not given out.
+    fn draw(&mut self) -> Result<ControlFlow<FinishReason, u32>> {
+        if self.ready.is_empty() && self.is_open && self.left > 0 {
+            let Some(mut sequence) = self.sequence.take() else {
+                return Ok(ControlFlow::Break(FinishReason::Stop));
+            };
+            let chosen = self.choose(&mut sequence);
+            self.sequence = Some(sequence);
+            match chosen {
+                Err(EngineError::Context { .. }) => return Ok(ControlFlow::Break(FinishReason::Length)),
+                outcome => outcome?,
+            }
+        }
+        if self.left == 0 && (self.is_open || !self.ready.is_empty()) {
+            return Ok(ControlFlow::Break(FinishReason::Length));
+        }
+        Ok(match self.ready.pop_front().filter(|id| !self.end_tokens.contains(id)) {
+            Some(id) => ControlFlow::Continue(id),
+            None => ControlFlow::Break(FinishReason::Stop),
+        })
+    }
+
+    /// Chooses at least one more token.
+    fn choose(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        let mut outcome = self.step(sequence);
+        if let (Err(EngineError::Outgrown { .. }), Some(all)) = (&outcome, &self.history) {
+            self.engine.run_as_long(sequence, &all[..all.len() - 1])?;
+            outcome = self.step(sequence);
+        }
+        let Round { tokens, is_last } = outcome?;
+        self.is_open = !is_last;
+        self.last = tokens.last().copied().unwrap_or(self.last);
+        match &mut self.history {
+            Some(all) if !sequence.is_long() => all.extend_from_slice(&tokens),
+            _ => self.history = None,
+        }
+        self.ready.extend(tokens);
+        Ok(())
+    }
+
+    /// Runs the last token and chooses at least one.
+    fn step(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
+        if self.is_ahead {
+            return self.step_ahead(sequence);
+        }
+        let mut rounds = self.engine.round(&mut [RoundSequence {
+            cache: sequence,
+            speculation: self.speculation.as_mut(),
+            chooser: &mut *self.chooser,
+            last: self.last,
+            tokens_max: self.left,
+        }])?;
+        rounds.swap_remove(0)
+    }
+
+    /// As [`TokenIterator::step`], but submits the next step before it waits for this one, unless only one token may
+    /// still come.
+    fn step_ahead(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
+        if self.under_way.is_empty() {
+            self.submit(sequence, WorkRows::Token(self.last))?;
+        }
+        if self.left > 1 {
+            // An error is ignored here: it comes again when this token is wanted.
+            self.submit(sequence, WorkRows::Drawn(0)).ok();
+        }
+        let Some(ticket) = self.under_way.pop_front() else { unreachable!("a step was submitted") };
+        let drawn = self.engine.take(ticket).inspect_err(|_| {
+            let later = std::mem::take(&mut self.under_way).len();
+            self.engine.give_up(sequence, 1 + later, later > 0);
+        })?;
+        self.engine.note_decoded(&mut [sequence]);
+        self.chooser.begin();
+        let Some(token) = drawn[0] else { unreachable!("the device draws for this sequence") };
+        let Choice { token, is_last } = self.chooser.take(token)?;
+        Ok(Round { tokens: vec![token], is_last })
+    }
+
+    fn submit(&mut self, sequence: &mut SequenceCache, rows: WorkRows<'_>) -> Result<()> {
+        let (ahead, draw) = (self.under_way.len(), self.chooser.draw_next());
+        let work = Work { sequence, ahead, rows, draw, by_host: false };
+        let ticket = self.engine.submit(&mut [work]).inspect_err(|_| self.chooser.forget_draws(1))?;
+        self.under_way.push_back(ticket);
+        Ok(())
     }
 }
 
 impl Drop for TokenIterator<'_> {
     fn drop(&mut self) {
-        self.give_up_steps();
+        self.leave();
     }
 }
 
-/// Runs a token and draws the next. Returns `None` if the host has to draw it from the logits of this step.
-fn step(
-    engine: &mut Engine,
-    sequence: &mut SequenceCache,
-    sampler: &mut Sampler,
-    last: u32,
-) -> Result<Option<u32>> {
-    Ok(engine.decode_and_draw(&mut [sequence], &[last], &[sampler.draw_ahead()])?[0])
+impl Iterator for TokenIterator<'_> {
+    type Item = Result<u32>;
+
+    fn next(&mut self) -> Option<Result<u32>> {
+        if self.finished.is_some() {
+            return None;
+        }
+        let (token, reason) = match self.draw() {
+            Ok(ControlFlow::Continue(id)) => {
+                self.left -= 1;
+                return Some(Ok(id));
+            }
+            Ok(ControlFlow::Break(reason)) => (None, reason),
+            Err(error) => (Some(Err(error)), FinishReason::Stop),
+        };
+        self.finished = Some(reason);
+        token
+    }
 }
 
-/// As [`step`], but submits the next step before it waits for this one, unless only one of `left` tokens remains.
-fn step_ahead(
-    engine: &mut Engine,
-    sequence: &mut SequenceCache,
-    sampler: &mut Sampler,
-    last: u32,
-    left: usize,
-) -> Result<Option<u32>> {
-    let mut submit = |engine: &mut Engine, sequence: &mut SequenceCache, token: Option<&[u32]>| {
-        let before = sampler.random();
-        let Some(draw) = sampler.draw_ahead() else { unreachable!("the device draws for this sampler") };
-        let submitted = engine.submit_decode(&mut [sequence], token, &[draw]);
-        submitted.inspect_err(|_| sampler.set_random(before))
-    };
-    if engine.steps_under_way() == 0 {
-        submit(engine, sequence, Some(&[last]))?;
+/// The token after a prompt that has just been run. `drawn` is that token if the device drew it.
+fn choose_first(engine: &Engine, chooser: &mut dyn Chooser, drawn: Option<u32>) -> Result<Choice> {
+    if let Some(token) = drawn {
+        return chooser.take(token);
     }
-    if left > 1 && sequence.len() + engine.steps_under_way() < engine.options().context {
-        // An error is ignored here: it comes again when this token is wanted.
-        submit(engine, sequence, None).ok();
-    }
-    Ok(Some(engine.take_drawn(&mut [sequence])?[0]))
+    let mut logits = Vec::new();
+    engine.logits(0, &mut logits)?;
+    chooser.choose(&mut logits, None)
 }
 
 /// As [`Engine::run_prompt`], in the decode regime.
@@ -234,46 +320,4 @@ fn run_one_by_one(
         progress(i + 1);
     }
     first
-}
-
-impl Iterator for TokenIterator<'_> {
-    type Item = Result<u32>;
-
-    fn next(&mut self) -> Option<Result<u32>> {
-        let TokenIterator { engine, sequence, sampler, logits, first, last, is_ahead, history, course } =
-            self;
-        let sequence = sequence.as_mut()?;
-        course.next(|left| {
-            let mut drawn = first.take();
-            if let Some(last) = *last {
-                let mut run = |engine: &mut Engine, sequence: &mut SequenceCache| match is_ahead {
-                    true => step_ahead(engine, sequence, sampler, last, left),
-                    false => step(engine, sequence, sampler, last),
-                };
-                let outcome = match (run(engine, sequence), history.as_ref().and_then(|all| all.split_last()))
-                {
-                    (Err(EngineError::Outgrown { .. }), Some((_, before))) => {
-                        engine.run_as_long(sequence, before).and_then(|()| run(engine, sequence))
-                    }
-                    (outcome, _) => outcome,
-                };
-                match outcome {
-                    Ok(token) => drawn = token,
-                    Err(EngineError::Context { .. }) => return Ok(ControlFlow::Break(FinishReason::Length)),
-                    Err(error) => return Err(error),
-                }
-                if drawn.is_none() {
-                    engine.logits(0, logits)?;
-                }
-            }
-            let id = drawn.unwrap_or_else(|| sampler.pick(logits));
-            sampler.note(id);
-            *last = Some(id);
-            match history {
-                Some(all) if !sequence.is_long() => all.push(id),
-                _ => *history = None,
-            }
-            Ok(ControlFlow::Continue(id))
-        })
-    }
 }

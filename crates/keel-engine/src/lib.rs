@@ -1,9 +1,11 @@
 //! Engine, samplers, token iterators and the memory planner.
 //!
 //! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token,
-//! [`Engine::release`]. A [`TokenIterator`] does all of this. [`Engine::load`] allocates all memory; [`plan`] gives the
-//! same numbers without a weight. A [`batch::Batcher`] runs many sequences at once. With [`EngineOptions::drafts`],
-//! [`Engine::round`] and [`MtpTokenIterator`] give several tokens per step.
+//! [`Engine::release`]. [`Engine::load`] allocates all memory; [`plan`] gives the same numbers without a weight.
+//!
+//! Tokens are made by two calls: [`Engine::submit`] puts a step on the device before the step before it is taken, and
+//! [`Engine::round`] waits for its step, in which sequences may draft ([`EngineOptions::drafts`]). A [`TokenIterator`] makes
+//! them for one sequence, a [`batch::Batcher`] for many.
 
 #![forbid(unsafe_code)]
 
@@ -34,4 +36,4 @@ pub use generate::{FinishReason, GenerateOptions, TokenIterator};
 pub use keel_cache::Features;
 pub use options::{DRAFTS_MAX, EngineOptions, PREFILL_GRID};
 pub use sampler::{Sampler, SamplerOptions};
-pub use speculation::{Depth, MtpTokenIterator, SpeculationCounters, SpeculationOptions};
+pub use speculation::{Depth, SpeculationCounters, SpeculationOptions};

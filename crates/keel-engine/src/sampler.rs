@@ -106,12 +106,6 @@ impl Sampler {
         if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) }
     }
 
-    /// Whether it always draws the token with the greatest unchanged logit.
-    pub(crate) fn is_argmax(&self) -> bool {
-        let o = &self.options;
-        o.temperature == 0.0 && !self.changes_logits()
-    }
-
     /// How the device can draw the next token; `None` if penalties or bias change the logits. This uses up the draw's
     /// random number, so the next draw follows from the next state.
     pub(crate) fn draw_ahead(&mut self) -> Option<Draw> {

@@ -1,7 +1,7 @@
 //! A step that was submitted and not yet taken.
 
 use keel_array::{FailedRun, PendingRun, Regime};
-use keel_cache::{SequenceCache, SlotId};
+use keel_cache::SlotId;
 
 use crate::step::ids_of;
 use crate::{EngineError, Result};
@@ -52,15 +52,5 @@ impl StepUnderWay {
             EndedRun { regime, slots, outcome }
         };
         self.runs.into_iter().map(wait).collect()
-    }
-
-    /// The slots of its sequences.
-    pub fn slots(&self) -> impl Iterator<Item = SlotId> {
-        self.runs.iter().flat_map(|run| run.slots.iter().copied())
-    }
-
-    /// Whether a sequence has rows in it.
-    pub fn has(&self, sequence: &SequenceCache) -> bool {
-        self.slots().any(|slot| slot == sequence.slot())
     }
 }

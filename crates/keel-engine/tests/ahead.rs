@@ -8,13 +8,13 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use common::drawn::{prompt, waited_for};
-use common::queueing::{Queueing, queueing, runtimes};
+use common::queueing::{Answers, Queueing, queueing, runtimes};
 use common::{decoded, demo, engine, fixture, state_of};
 use keel_array::sampling::Draw;
 use keel_cache::{CacheError, SequenceCache};
 use keel_engine::{
-    Depth, Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, MtpTokenIterator,
-    SamplerOptions, SpeculationOptions, TokenIterator,
+    Depth, Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplerOptions,
+    SpeculationOptions, TokenIterator, Work, WorkRows,
 };
 
 const TOKENS: usize = 24;
@@ -71,7 +71,7 @@ fn tokens_are_those_of_a_host_that_waits() {
 fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
     let (runtime, queueing) = queueing(512);
     let mut engine = engine(&demo(), &runtime, options(0));
-    for (disposable, steps) in [(true, "LLWLWLWLWW"), (false, "LLLLL")] {
+    for (disposable, steps) in [(true, "LLWLWLWLWW"), (false, "LWLWLWLWLW")] {
         let options = until(6, sampled(), Vec::new());
         let mut tokens = iterator(&mut engine, GenerateOptions { disposable, ..options });
         queueing.take_events();
@@ -85,7 +85,7 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
         iterator(&mut engine, GenerateOptions { disposable: true, ..until(4, penalised, vec![]) });
     queueing.take_events();
     assert_eq!(tokens.by_ref().count(), 4);
-    assert_eq!(queueing.take_events(), "LLL");
+    assert_eq!(queueing.take_events(), "LWLWLW");
     tokens.release();
 }
 
@@ -139,18 +139,11 @@ fn a_sampled_text_is_the_same_with_drafts() {
                     let speculation = SpeculationOptions { depth, ..SpeculationOptions::default() };
                     let sequence = engine.open().expect("a slot is free");
                     let options = until(TOKENS, sampler.clone(), Vec::new());
-                    let mut tokens = MtpTokenIterator::new(
-                        &mut engine,
-                        sequence,
-                        &prompt(),
-                        options,
-                        speculation,
-                        &mut |_| (),
-                    )
-                    .expect("fits");
+                    let mut tokens = common::drafting(&mut engine, sequence, &prompt(), options, speculation);
                     let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
                     assert_eq!(got, want, "{}, {depth:?}, {sampler:?}", folder.display());
-                    assert!(depth == Depth::Auto || tokens.counters().drafted_total() > 0);
+                    let drafted = tokens.counters().expect("it drafts").drafted_total();
+                    assert!(depth == Depth::Auto || drafted > 0);
                     tokens.release();
                 }
             }
@@ -191,28 +184,29 @@ fn draws(step: usize) -> [Draw; 3] {
 
 /// The tokens of each step. One or two steps are under way if `is_ahead`, else none.
 fn batch_tokens(engine: &mut Engine, steps: usize, is_ahead: bool) -> (Vec<Vec<u32>>, Vec<SequenceCache>) {
-    let mut sequences = three(engine);
-    let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
-    let mut tokens = vec![vec![7, 8, 9]];
+    let mut all = three(engine);
+    let (mut tokens, mut answers) = (vec![vec![7, 8, 9]], Answers::default());
     for step in 0..steps {
         if !is_ahead {
+            let mut all: Vec<&mut SequenceCache> = all.iter_mut().collect();
             let drawn = engine.decode_and_draw(&mut all, &tokens[step], &draws(step).map(Some));
             tokens.push(drawn.expect("runs").into_iter().flatten().collect());
             continue;
         }
         if engine.steps_under_way() == 0 {
-            engine.submit_decode(&mut all, Some(&tokens[step]), &draws(step)).expect("nothing is under way");
+            let submitted = answers.submit(engine, &mut all, Some(&tokens[step]), &draws(step));
+            submitted.expect("nothing is under way");
         }
         // In some steps the host is not ahead.
         if step % 7 != 4 && step + 1 < steps {
-            engine.submit_decode(&mut all, None, &draws(step + 1)).expect("one is under way");
-            let refused = engine.submit_decode(&mut all, None, &draws(step + 2)).expect_err("two are");
+            answers.submit(engine, &mut all, None, &draws(step + 1)).expect("one is under way");
+            let refused = answers.submit(engine, &mut all, None, &draws(step + 2)).expect_err("two are");
             assert!(refused.to_string().contains("take the tokens of one first"), "{refused}");
         }
-        tokens.push(engine.take_drawn(&mut all).expect("runs"));
+        tokens.push(answers.take(engine, &mut all));
     }
     assert_eq!(engine.steps_under_way(), 0);
-    (tokens, sequences)
+    (tokens, all)
 }
 
 #[test]
@@ -230,28 +224,31 @@ fn sequences_of_a_batch_are_drawn_for_apart() {
     }
 }
 
+/// One row of a sequence with nothing under way, with a greedy draw.
+fn of<'a>(sequence: &'a mut SequenceCache, rows: WorkRows<'a>) -> Work<'a> {
+    Work { sequence, ahead: 0, rows, draw: Some(Draw::GREATEST), by_host: false }
+}
+
 #[test]
 fn what_else_runs_ends_what_is_under_way() {
     for runtime in runtimes() {
         let mut engine = engine(&demo(), &runtime, options(0));
         let mut sequences = three(&mut engine);
         let [one, two, three] = &mut sequences[..] else { unreachable!("three") };
-        let draw = [Draw::GREATEST];
-        let foreign = engine.submit_decode(&mut [&mut *one], None, &draw).expect_err("none is under way");
-        assert!(foreign.to_string().contains("no step under way draws the tokens"), "{foreign}");
-        engine.submit_decode(&mut [&mut *one], Some(&[5]), &draw).expect("runs");
-        engine.submit_decode(&mut [&mut *two], None, &draw).expect_err("it is another sequence's");
-        engine.submit_decode(&mut [&mut *two], Some(&[5]), &draw).expect("runs");
-        engine.take_drawn(&mut [&mut *two]).expect_err("another comes first");
+        let foreign = engine.submit(&mut [of(one, WorkRows::Drawn(0))]).expect_err("none is under way");
+        assert!(foreign.to_string().contains("no step under way draws the token"), "{foreign}");
+        let first = engine.submit(&mut [of(one, WorkRows::Token(5))]).expect("runs");
+        let second = engine.submit(&mut [of(two, WorkRows::Token(5))]).expect("runs");
+        engine.take(second).expect_err("another comes first");
         engine.decode(&mut [&mut *three], &[5]).expect("runs");
         assert_eq!(engine.steps_under_way(), 0);
         assert_eq!([one.len(), two.len(), three.len()], [60, 65, 71]);
-        engine.take_drawn(&mut [&mut *one]).expect_err("it has ended");
+        engine.take(first).expect_err("it has ended");
         let refused = engine.decode(&mut [&mut *two], &[5]).expect_err("its token was not taken");
         assert!(refused.to_string().contains("ahead of its 65 tokens"), "{refused}");
         assert_eq!(engine.cache_mut().rewind(one, 60).expect("clears"), 0, "there is no checkpoint");
         engine.prefill(one, &[3], &mut Vec::new(), &mut |_| ()).expect("fits");
-        let refused = engine.submit_decode(&mut [one], Some(&[1 << 20]), &draw).expect_err("no token");
+        let refused = engine.submit(&mut [of(one, WorkRows::Token(1 << 20))]).expect_err("no token");
         assert!(matches!(refused, EngineError::TokenId { .. }));
         sequences.into_iter().for_each(|sequence| engine.release(sequence));
         let (sequence, _) = waited_for(&mut engine, sampled(), TOKENS);

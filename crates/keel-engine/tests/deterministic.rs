@@ -9,9 +9,7 @@ use common::{all_logits, argmax, demo, state_of};
 use keel_array::sampling::Draw;
 use keel_array::{Compute, DType, Runtime, RuntimeOptions, WeightFormat};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
-use keel_engine::{
-    Chunk, Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions,
-};
+use keel_engine::{Chunk, Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions};
 use keel_models::loading::RandomParameters;
 use serde_json::{Value, json};
 
@@ -227,10 +225,9 @@ fn speculation(subject: Subject) {
         }
         let how = SpeculationOptions { depth: Depth::Fixed(drafts), ..Default::default() };
         let max = GenerateOptions { max_tokens: 48, ..GenerateOptions::default() };
-        let mut tokens =
-            MtpTokenIterator::new(&mut engine, sequence, &ids, max, how, &mut |_| ()).expect("fits");
+        let mut tokens = common::drafting(&mut engine, sequence, &ids, max, how);
         let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every round runs");
-        let drafted = tokens.counters().drafted_total();
+        let drafted = tokens.counters().expect("it drafts").drafted_total();
         assert!(drafted > 20, "{subject:?}: {drafted} drafts");
         // The state that the rounds left must give the logits of plain decoding.
         let (mut sequence, mut logits) = (tokens.into_sequence(), Vec::new());

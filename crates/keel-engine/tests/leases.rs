@@ -6,9 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::queueing::runtimes;
 use common::{PLAIN, decoded, demo, engine, fixture, runtime};
-use keel_engine::{
-    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-};
+use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 
 const PROMPT: [u32; 4] = [509, 496, 258, 420];
 
@@ -78,9 +76,8 @@ fn a_drafting_iterator_may_be_dropped_in_the_middle() {
     let speculation = SpeculationOptions { depth: Depth::Fixed(2), ..SpeculationOptions::default() };
     for tokens in [0, 1, 5] {
         let sequence = engine.open().expect("a slot is free");
-        let iterator =
-            MtpTokenIterator::new(&mut engine, sequence, &PROMPT, eight(), speculation, &mut |_| ());
-        assert_eq!(iterator.expect("fits").take(tokens).count(), tokens);
+        let iterator = common::drafting(&mut engine, sequence, &PROMPT, eight(), speculation);
+        assert_eq!(iterator.take(tokens).count(), tokens);
         assert!(engine.cache().is_idle());
     }
 }

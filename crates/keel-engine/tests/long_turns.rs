@@ -6,8 +6,9 @@ mod common;
 use std::time::Instant;
 
 use common::batching::{assert_all_is_back, finish, run};
+use common::queueing::queueing;
 use common::{all_logits, argmax, exact, greedy, runtime};
-use keel_array::{DType, WeightFormat};
+use keel_array::{DType, Runtime, WeightFormat};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Engine, EngineError};
 use keel_models::loading::RandomParameters;
@@ -21,6 +22,10 @@ const LONG: [f64; 6] = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
 
 /// A model with these lists of divisors. `long` is for sequences of more than `original` tokens.
 fn model(short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
+    model_on(&runtime(2), short, long, original)
+}
+
+fn model_on(runtime: &Runtime, short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
     let config = json!({
         "model_type": "phi3", "hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -29,7 +34,7 @@ fn model(short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
         "rope_scaling": {"type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 40.0}
     });
     let parameters = RandomParameters { format: WeightFormat::Dense(DType::F32) };
-    Engine::load(&runtime(2), &parameters, &config, exact(), &|_| ()).expect("the config is complete")
+    Engine::load(runtime, &parameters, &config, exact(), &|_| ()).expect("the config is complete")
 }
 
 fn switching() -> Engine {
@@ -73,7 +78,11 @@ fn expected(len: usize, tokens: usize) -> Vec<u32> {
 
 #[test]
 fn an_answer_that_grows_beyond_is_run_again() {
-    assert_eq!(greedy(&mut switching(), &prompt(50), 40), expected(50, 40));
+    // A step that is submitted ahead must not cross the end of the short list either.
+    let (ahead, _) = queueing(512);
+    for mut engine in [switching(), model_on(&ahead, SHORT, LONG, ORIGINAL)] {
+        assert_eq!(greedy(&mut engine, &prompt(50), 40), expected(50, 40), "ahead: {}", engine.runs_ahead());
+    }
     let mut engine = switching();
     let mut sequence = engine.open().expect("a slot is free");
     engine.prefill(&mut sequence, &prompt(ORIGINAL), &mut Vec::new(), &mut |_| ()).expect("fits");

@@ -7,9 +7,7 @@ use std::path::Path;
 
 use common::{all_logits, engine, exact, expected, fixture, relative_error, runtime};
 use keel_array::{Compute, DType};
-use keel_engine::{
-    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-};
+use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_testkit::fixtures::foreign_fixture;
 use keel_weights::quantize::{QuantizeRecipe, quantize_checkpoint};
 use keel_weights::{AffineFormat, Checkpoint, SafetensorsWriter, TensorSource, TensorSpec};
@@ -103,10 +101,9 @@ fn expect_same_text(engine: &mut Engine, prompt: &[u32], what: &str) {
     for depth in [Depth::Auto, Depth::Fixed(1), Depth::Fixed(3), Depth::Fixed(8)] {
         let sequence = engine.open().expect("a slot is free");
         let how = SpeculationOptions { depth, ..Default::default() };
-        let mut tokens =
-            MtpTokenIterator::new(engine, sequence, prompt, options(), how, &mut |_| ()).expect("fits");
+        let mut tokens = common::drafting(engine, sequence, prompt, options(), how);
         let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
-        assert!(tokens.counters().drafted_total() > 0);
+        assert!(tokens.counters().expect("it drafts").drafted_total() > 0);
         tokens.release();
         assert_eq!(got, want, "{what}, {depth:?}");
     }

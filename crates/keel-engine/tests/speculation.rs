@@ -7,12 +7,13 @@ use std::path::PathBuf;
 use common::adversary::{Adversary, Drafter};
 use common::{decoded, demo, engine, expect_same_state, expected, fixture, runtime, state_of};
 use keel_array::{Category, Compute};
+use keel_cache::SequenceCache;
 use keel_engine::batch::Constraint;
 use keel_engine::speculation::{
-    Chooser, Round, RoundSequence, SamplerChooser, Speculation, SpeculationOptions,
+    Choice, Chooser, RoundSequence, SamplerChooser, Speculation, SpeculationOptions,
 };
 use keel_engine::{
-    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, Sampler, SamplerOptions, TokenIterator,
+    Depth, Engine, EngineError, EngineOptions, GenerateOptions, Sampler, SamplerOptions, TokenIterator,
 };
 use proptest::prelude::*;
 
@@ -71,11 +72,9 @@ fn greedy_text_does_not_depend_on_speculation() {
             assert_eq!(plain(&mut engine, &prompt, tokens), want, "{}: no drafts", folder.display());
             for depth in DEPTHS.map(fixed).into_iter().chain([SpeculationOptions::default()]) {
                 let sequence = engine.open().expect("a slot is free");
-                let mut got =
-                    MtpTokenIterator::new(&mut engine, sequence, &prompt, until(tokens), depth, &mut |_| ())
-                        .expect("fits");
+                let mut got = common::drafting(&mut engine, sequence, &prompt, until(tokens), depth);
                 let ids: Vec<u32> = got.by_ref().collect::<Result<_, _>>().expect("every round runs");
-                let counters = got.counters().clone();
+                let counters = got.counters().expect("it drafts").clone();
                 got.release();
                 assert_eq!(ids, want, "{}: {depth:?}", folder.display());
                 assert_eq!(counters.tokens as usize, tokens - 1);
@@ -94,10 +93,9 @@ fn the_head_of_the_built_in_model_drafts_well() {
     let mut engine = engine(&demo(), &runtime(2), options(1, 3, Compute::Auto));
     let sequence = engine.open().expect("a slot is free");
     let prompt = [1, 250, 33, 700, 12, 5];
-    let mut tokens = MtpTokenIterator::new(&mut engine, sequence, &prompt, until(400), fixed(3), &mut |_| ())
-        .expect("fits");
+    let mut tokens = common::drafting(&mut engine, sequence, &prompt, until(400), fixed(3));
     assert_eq!(tokens.by_ref().map_while(Result::ok).count(), 400);
-    let counters = tokens.counters();
+    let counters = tokens.counters().expect("it drafts");
     let share = |i: usize| counters.accepted[i] as f64 / counters.drafted[0] as f64;
     assert!(share(0) > 0.75 && share(2) > 0.45, "{counters:?}");
 }
@@ -110,13 +108,11 @@ fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
         let options = GenerateOptions { sampler, ..until(120) };
         let how = SpeculationOptions { repeatable, ..Default::default() };
         let sequence = engine.open().expect("a slot is free");
-        let mut tokens =
-            MtpTokenIterator::new(&mut engine, sequence, &[1, 250, 33], options, how, &mut |_| ())
-                .expect("fits");
+        let mut tokens = common::drafting(&mut engine, sequence, &[1, 250, 33], options, how);
         let first: Vec<u32> = tokens.by_ref().take(2).map(|token| token.expect("runs")).collect();
-        let plain_first = tokens.counters().plain_rounds;
+        let plain_first = tokens.counters().expect("it drafts").plain_rounds;
         let rest: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
-        let drafted = tokens.counters().drafted_total();
+        let drafted = tokens.counters().expect("it drafts").drafted_total();
         tokens.release();
         ([first, rest].concat(), plain_first, drafted)
     };
@@ -179,12 +175,12 @@ fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
             if is_bound { Some(Box::new(Alternate { taken: 0, end: 203 })) } else { None };
         let chooser = Box::new(SamplerChooser::new(sampler, constraint, Vec::new()));
         let sequence = engine.open().expect("a slot is free");
-        let how = (until(300), fixed(depth));
+        let how = GenerateOptions { speculation: Some(fixed(depth)), ..until(300) };
         let mut tokens =
-            MtpTokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
+            TokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
                 .expect("fits");
         let ids: Vec<u32> = tokens.by_ref().map(|token| token.expect("every round runs")).collect();
-        let counters = tokens.counters().clone();
+        let counters = tokens.counters().expect("it drafts").clone();
         tokens.release();
         (ids, counters)
     };
@@ -203,7 +199,7 @@ fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
 
 /// A sequence of a batch.
 struct Member {
-    cache: keel_cache::SequenceCache,
+    cache: SequenceCache,
     speculation: Speculation,
     chooser: Adversary,
     tokens: Vec<u32>,
@@ -233,13 +229,13 @@ fn round(engine: &mut Engine, members: &mut [&mut Member]) {
             last: m.tokens[m.tokens.len() - 1],
             tokens_max: m.wanted - m.tokens.len(),
             cache: &mut m.cache,
-            speculation: &mut m.speculation,
+            speculation: Some(&mut m.speculation),
             chooser: &mut m.chooser,
         })
         .collect();
     let rounds = engine.round(&mut batch).expect("the round runs");
-    for (member, Round { tokens, .. }) in members.iter_mut().zip(rounds) {
-        member.tokens.extend(tokens);
+    for (member, round) in members.iter_mut().zip(rounds) {
+        member.tokens.extend(round.expect("nothing constrains it").tokens);
     }
 }
 
@@ -328,6 +324,103 @@ fn any_accept_counts_leave_the_state_of_plain_decoding() {
     }
 }
 
+/// Fails at one of its choices.
+struct Failing {
+    chooser: SamplerChooser,
+    choices_left: usize,
+}
+
+impl Chooser for Failing {
+    fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
+        self.chooser.draft(logits)
+    }
+
+    fn begin(&mut self) {
+        self.chooser.begin();
+    }
+
+    fn abandon(&mut self) {
+        self.chooser.abandon();
+    }
+
+    fn retract(&mut self) {
+        self.chooser.retract();
+    }
+
+    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> keel_engine::Result<Choice> {
+        self.choices_left =
+            self.choices_left.checked_sub(1).ok_or_else(|| EngineError::Constraint("it fails".into()))?;
+        self.chooser.choose(logits, draft)
+    }
+
+    fn take(&mut self, token: u32) -> keel_engine::Result<Choice> {
+        self.chooser.take(token)
+    }
+}
+
+/// The rows of a sequence whose chooser fails after the pass are taken back, and the others of the round go on.
+#[test]
+fn a_chooser_that_fails_fails_alone() {
+    let (prompts, new) = ([[1, 250, 33, 700, 12, 5], [9, 8, 7, 6, 5, 4]], |prompt: &[u32]| {
+        SamplerChooser::new(
+            Sampler::new(SamplerOptions::default(), prompt).expect("in range"),
+            None,
+            Vec::new(),
+        )
+    });
+    for (drafts, choices) in [(0, 9), (3, 4), (3, 9), (3, 14)] {
+        let mut engine = engine(&demo(), &runtime(2), options(2, drafts, Compute::Auto));
+        let truth = prompts.map(|prompt| plain(&mut engine, &prompt, 40));
+        let mut caches = Vec::new();
+        let mut states = Vec::new();
+        for prompt in &prompts {
+            let mut cache = engine.open().expect("a slot is free");
+            engine.prefill(&mut cache, prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
+            let drafting = (drafts > 0).then(|| engine.last_hidden().expect("drafts were planned"));
+            states.push(drafting.map(|hidden| Speculation::new(fixed(drafts), hidden)));
+            caches.push(cache);
+        }
+        let mut tokens = truth.clone().map(|truth| truth[..1].to_vec());
+        let mut failing = Failing { chooser: new(&prompts[0]), choices_left: choices };
+        let mut good = new(&prompts[1]);
+        let mut has_failed = false;
+        while !has_failed {
+            let mut choosers: [&mut dyn Chooser; 2] = [&mut failing, &mut good];
+            let members = caches.iter_mut().zip(&mut states).zip(&mut choosers).zip(&tokens);
+            let mut batch: Vec<RoundSequence<'_>> = members
+                .map(|(((cache, speculation), chooser), tokens)| RoundSequence {
+                    last: tokens[tokens.len() - 1],
+                    tokens_max: 40 - tokens.len(),
+                    cache,
+                    speculation: speculation.as_mut(),
+                    chooser: &mut **chooser,
+                })
+                .collect();
+            for (i, round) in engine.round(&mut batch).expect("the pass runs").into_iter().enumerate() {
+                match round {
+                    Ok(round) => tokens[i].extend(round.tokens),
+                    Err(error) => has_failed = i == 0 && error.to_string().contains("it fails"),
+                }
+            }
+        }
+        for (tokens, truth) in tokens.iter().zip(&truth) {
+            assert!(tokens.len() > 1, "{drafts} drafts, {choices} choices");
+            assert_eq!(tokens[..], truth[..tokens.len()], "{drafts} drafts, {choices} choices");
+        }
+        let [failed, other] = <[SequenceCache; 2]>::try_from(caches).expect("two");
+        // Without a log, its last token counts as run.
+        let run = tokens[0].len() - usize::from(drafts > 0);
+        for (cache, i, run) in [(failed, 0, run), (other, 1, tokens[1].len() - 1)] {
+            let kept = state_of(&mut engine, cache);
+            let straight = decoded(&mut engine, &prompts[i], &tokens[i][..run]);
+            assert!(
+                kept == state_of(&mut engine, straight),
+                "{drafts} drafts, {choices} choices, sequence {i}"
+            );
+        }
+    }
+}
+
 #[test]
 fn tokens_that_are_not_taken_are_taken_back() {
     let prompt = [1, 250, 33, 700, 12, 5];
@@ -336,16 +429,10 @@ fn tokens_that_are_not_taken_are_taken_back() {
     for taken in 1..14 {
         let sequence = engine.open().expect("a slot is free");
         let chooser = Adversary::new(Drafter::Right, &prompt, &truth);
-        let how = (until(40), fixed(5));
-        let mut tokens = MtpTokenIterator::with_chooser(
-            &mut engine,
-            sequence,
-            &prompt,
-            how,
-            Box::new(chooser),
-            &mut |_| (),
-        )
-        .expect("fits");
+        let how = GenerateOptions { speculation: Some(fixed(5)), ..until(40) };
+        let mut tokens =
+            TokenIterator::with_chooser(&mut engine, sequence, &prompt, how, Box::new(chooser), &mut |_| ())
+                .expect("fits");
         let got: Vec<u32> = tokens.by_ref().take(taken).collect::<Result<_, _>>().expect("every round runs");
         let sequence = tokens.into_sequence();
         let straight = decoded(&mut engine, &prompt, &got[..taken - 1]);
@@ -385,13 +472,17 @@ fn optimistic_rounds_take_every_draft() {
     for (drafter, is_same) in [(Drafter::Right, true), (Drafter::Wrong, false)] {
         let sequence = engine.open().expect("a slot is free");
         let chooser = Box::new(Adversary::new(drafter, &prompt, &truth));
-        let how = (until(40), SpeculationOptions { optimistic: true, ..fixed(4) });
+        let optimistic = SpeculationOptions { optimistic: true, ..fixed(4) };
+        let how = GenerateOptions { speculation: Some(optimistic), ..until(40) };
         let mut tokens =
-            MtpTokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
+            TokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
                 .expect("fits");
         let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every round runs");
         assert_eq!(got == truth, is_same);
-        assert_eq!(tokens.counters().accepted, tokens.counters().drafted);
+        assert_eq!(
+            tokens.counters().expect("it drafts").accepted,
+            tokens.counters().expect("it drafts").drafted
+        );
         tokens.release();
     }
 }
@@ -433,5 +524,5 @@ fn a_model_without_a_head_says_so() {
     let parameters = keel_models::loading::CheckpointParameters(&checkpoint);
     let options = options(1, 2, Compute::Auto);
     let refused = Engine::load(&runtime(1), &parameters, checkpoint.config(), options, &|_| ());
-    assert!(matches!(refused.err(), Some(keel_engine::EngineError::NoMtpHead)));
+    assert!(matches!(refused.err(), Some(EngineError::NoMtpHead)));
 }

@@ -13,8 +13,8 @@ use keel_cache::{CacheError, Interruption, SequenceCache, Settled};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{
-    Depth, Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, Sampler, SamplerOptions,
-    SpeculationCounters, SpeculationOptions, TokenIterator,
+    Depth, Engine, EngineError, EngineOptions, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters,
+    SpeculationOptions, TokenIterator,
 };
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
@@ -129,12 +129,13 @@ fn round(engine: &mut Engine, members: &mut [Member]) -> keel_engine::Result<()>
             last: m.tokens[m.tokens.len() - 1],
             tokens_max: 100,
             cache: &mut m.cache,
-            speculation: &mut m.speculation,
+            speculation: Some(&mut m.speculation),
             chooser: &mut m.chooser,
         })
         .collect();
     let rounds = engine.round(&mut batch)?;
-    members.iter_mut().zip(rounds).for_each(|(member, round)| member.tokens.extend(round.tokens));
+    let all = members.iter_mut().zip(rounds);
+    all.for_each(|(member, round)| member.tokens.extend(round.expect("nothing constrains it").tokens));
     Ok(())
 }
 
@@ -303,8 +304,7 @@ fn an_iterator_that_failed_gives_a_sequence_that_can_go_on() {
     let truth: Vec<u32> = plain.map(|token| token.expect("runs")).collect();
     let (sequence, mut got) = (engine.open().expect("a slot is free"), Vec::new());
     let how = SpeculationOptions { depth: Depth::Fixed(3), ..Default::default() };
-    let mut tokens =
-        MtpTokenIterator::new(&mut engine, sequence, &prompt, options(), how, &mut |_| ()).expect("fits");
+    let mut tokens = common::drafting(&mut engine, sequence, &prompt, options(), how);
     got.extend(tokens.by_ref().take(9).map(|token| token.expect("runs")));
     // Late in the verify pass.
     faults.set(20);

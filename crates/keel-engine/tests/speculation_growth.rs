@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use common::{engine, resident_bytes, runtime};
 use keel_array::Runtime;
 use keel_engine::{
-    Depth, Engine, EngineOptions, GenerateOptions, MtpTokenIterator, SamplerOptions, SpeculationOptions,
+    Depth, Engine, EngineOptions, GenerateOptions, SamplerOptions, SpeculationOptions, TokenIterator,
 };
 
 /// The resident set is that of the process, so only one test runs at a time.
@@ -37,11 +37,9 @@ fn memory_does_not_grow_over_256_speculative_steps() {
         let sequence = engine.open().expect("a slot is free");
         let speculation = SpeculationOptions { depth: Depth::Fixed(5), optimistic, ..Default::default() };
         let options = GenerateOptions { max_tokens: 2200, ..GenerateOptions::default() };
-        let mut tokens =
-            MtpTokenIterator::new(&mut engine, sequence, &[1, 250, 33], options, speculation, &mut |_| ())
-                .expect("fits");
-        let run = |tokens: &mut MtpTokenIterator<'_>, rounds: u64| {
-            while tokens.counters().rounds < rounds {
+        let mut tokens = common::drafting(&mut engine, sequence, &[1, 250, 33], options, speculation);
+        let run = |tokens: &mut TokenIterator<'_>, rounds: u64| {
+            while tokens.counters().expect("it drafts").rounds < rounds {
                 tokens.next().expect("goes on").expect("runs");
             }
         };
@@ -73,9 +71,7 @@ fn twenty_requests_leave_what_two_left() {
         let sampler = SamplerOptions { temperature: 1.0, seed: u64::from(kind), ..SamplerOptions::default() };
         let options = GenerateOptions { max_tokens: 120, sampler, ..GenerateOptions::default() };
         let speculation = SpeculationOptions { repeatable: true, ..SpeculationOptions::default() };
-        let mut tokens =
-            MtpTokenIterator::new(&mut engine, sequence, &prompt, options, speculation, &mut |_| ())
-                .expect("fits");
+        let mut tokens = common::drafting(&mut engine, sequence, &prompt, options, speculation);
         assert_eq!(tokens.by_ref().map_while(Result::ok).count(), 120);
         tokens.release();
         readings.push(held(&runtime));

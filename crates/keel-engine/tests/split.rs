@@ -13,9 +13,7 @@ use common::splitting::{self, Fault, backends, end};
 use common::{decoded, engine, exact, expect_same_state, fixture, recurrent_bytes, runtime};
 use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
-use keel_engine::{
-    Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-};
+use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::Part;
 use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -155,20 +153,10 @@ fn prompt(tokens: u32) -> Vec<u32> {
 /// Greedy tokens, with drafts or without.
 fn generated(engine: &mut Engine, drafts: bool) -> Vec<u32> {
     let sequence = engine.open().expect("a slot is free");
-    let options = GenerateOptions { max_tokens: 24, ..GenerateOptions::default() };
-    let (tokens, sequence) = if drafts {
-        let speculation = SpeculationOptions::default();
-        let mut tokens =
-            MtpTokenIterator::new(engine, sequence, &prompt(70), options, speculation, &mut |_| ())
-                .expect("fits");
-        (tokens.by_ref().collect::<Result<Vec<u32>, _>>(), tokens.into_sequence())
-    } else {
-        let mut tokens =
-            TokenIterator::new(engine, sequence, &prompt(70), options, &mut |_| ()).expect("fits");
-        (tokens.by_ref().collect::<Result<Vec<u32>, _>>(), tokens.into_sequence())
-    };
-    engine.release(sequence);
-    tokens.expect("every step runs")
+    let speculation = drafts.then(SpeculationOptions::default);
+    let options = GenerateOptions { max_tokens: 24, speculation, ..GenerateOptions::default() };
+    let tokens = TokenIterator::new(engine, sequence, &prompt(70), options, &mut |_| ()).expect("fits");
+    tokens.collect::<Result<_, _>>().expect("every step runs")
 }
 
 #[test]

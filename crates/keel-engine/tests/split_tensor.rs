@@ -14,8 +14,7 @@ use keel_array::{Backend, Compute, DType, RowData, Runtime, RuntimeOptions, Weig
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{
-    Engine, EngineError, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions, TokenIterator,
-    split,
+    Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator, split,
 };
 use keel_models::loading::{Parameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
@@ -286,9 +285,7 @@ fn drafts_of_shared_heads_leave_the_text_without_drafts() {
         plain.release();
         let sequence = engine.open().expect("a slot is free");
         let speculation = SpeculationOptions::default();
-        let mut drafted =
-            MtpTokenIterator::new(&mut engine, sequence, &prompt, until(), speculation, &mut |_| ())
-                .expect("fits");
+        let mut drafted = common::drafting(&mut engine, sequence, &prompt, until(), speculation);
         let got: Vec<u32> = drafted.by_ref().collect::<Result<_, _>>().expect("every round runs");
         drafted.release();
         assert_eq!(got, want, "on {count} devices");

@@ -5,6 +5,7 @@ mod common;
 
 use std::sync::Arc;
 
+use common::queueing::Answers;
 use common::{argmax, demo, engine};
 use keel_array::sampling::Draw;
 use keel_array::{Runtime, RuntimeOptions};
@@ -70,14 +71,14 @@ fn a_steady_step_waits_once_and_allocates_nothing() {
 fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
     let Some((backend, mut engine, mut sequences)) = prefilled() else { return };
     let draws = |step: usize| draws(step).map(|draw| draw.unwrap_or(Draw::GREATEST));
-    let mut all: Vec<_> = sequences.iter_mut().collect();
-    engine.submit_decode(&mut all, Some(&[7; SEQUENCES]), &draws(0)).expect("runs");
+    let mut answers = Answers::default();
+    answers.submit(&mut engine, &mut sequences, Some(&[7; SEQUENCES]), &draws(0)).expect("runs");
     let mut run = |engine: &mut Engine, steps: std::ops::Range<usize>| {
         for step in steps {
             let before = (backend.graph_counts().1, backend.wait_count());
-            engine.submit_decode(&mut all, None, &draws(step)).expect("runs");
+            answers.submit(engine, &mut sequences, None, &draws(step)).expect("runs");
             let submitted = (backend.graph_counts().1, backend.wait_count());
-            engine.take_drawn(&mut all).expect("runs");
+            answers.take(engine, &mut sequences);
             if step >= 4 {
                 assert_eq!(
                     submitted,
@@ -99,7 +100,7 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
     let after = (steady(&engine), backend.graph_counts().1, backend.wait_count());
     let steps = STEPS as u64;
     assert_eq!(after, (before.0, before.1 + steps, before.2 + steps), "nothing but submissions and waits");
-    engine.take_drawn(&mut all).expect("runs");
+    answers.take(&mut engine, &mut sequences);
 }
 
 #[test]

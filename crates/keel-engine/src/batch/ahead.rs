@@ -256,7 +256,7 @@ impl Batcher {
             let ahead = std::mem::take(&mut running.ahead);
             self.engine.give_up(&mut running.cache, ahead.rows, was_run_behind);
             if ahead.draws > 0 {
-                running.abandon_ahead();
+                running.abandon_draws();
             }
         }
         for (_, entry) in first.into_iter().chain(later).filter_map(|part| part.saved) {

@@ -2,7 +2,7 @@
 
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
-use crate::speculation::RoundSequence;
+use crate::speculation::{Round, RoundSequence};
 use crate::{Engine, Result};
 
 impl Batcher {
@@ -49,37 +49,16 @@ impl Batcher {
     }
 
     /// One or more tokens for each of these answers.
-    pub(super) fn decode_together(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        if self.engine.options().drafts > 0 { self.round(rows) } else { self.decode_plainly(rows) }
-    }
-
-    /// One token for each answer.
-    fn decode_plainly(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        let draws: Vec<_> = members(&mut self.running, rows).map(Running::draw_ahead).collect();
-        let (tokens, mut sequences): (Vec<u32>, Vec<_>) =
-            members(&mut self.running, rows).map(|r| (r.last(), &mut r.cache)).unzip();
-        let drawn = match self.engine.decode_and_draw(&mut sequences, &tokens, &draws) {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                members(&mut self.running, rows).try_for_each(Running::abandon_draw)?;
-                return Err(error);
-            }
-        };
-        let token = |(row, (&i, drawn)): (usize, (&usize, Option<u32>))| match drawn {
-            Some(token) => self.running[i].take_drawn(token),
-            None => self.draw(i, row),
-        };
-        Ok(rows.iter().zip(drawn).enumerate().map(token).collect())
-    }
-
-    /// One or more tokens for each answer.
-    fn round(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
+    pub(super) fn round(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let keeps_state = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
         let decoding = members(&mut self.running, rows);
-        let mut batch: Vec<RoundSequence<'_>> = decoding.filter_map(|r| r.in_round(keeps_state)).collect();
+        let mut batch: Vec<RoundSequence<'_>> = decoding.map(|r| r.in_round(keeps_state)).collect();
         let rounds = self.engine.round(&mut batch)?;
         let decoding = members(&mut self.running, rows);
-        Ok(decoding.zip(rounds).map(|(r, round)| r.take(&round.tokens, round.is_last)).collect())
+        let take = |(r, round): (&mut Running, Result<Round>)| {
+            round.map(|round| r.take(&round.tokens, round.is_last))
+        };
+        Ok(decoding.zip(rounds).map(take).collect())
     }
 
     /// How many more pages the next `rows` tokens of a sequence need.

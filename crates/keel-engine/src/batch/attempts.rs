@@ -12,7 +12,7 @@ impl Batcher {
     pub(super) fn decode_rows(&mut self, rows: &[usize]) -> Vec<(usize, Result<Drawn>)> {
         let mut cause = String::new();
         for _ in 0..2 {
-            match self.decode_together(rows) {
+            match self.round(rows) {
                 Ok(drawn) => return rows.iter().copied().zip(drawn).collect(),
                 Err(error) => self.note_failed_step(&mut cause, &error),
             }
@@ -21,7 +21,7 @@ impl Batcher {
     }
 
     fn decode_alone(&mut self, i: usize, cause: &mut String) -> Result<Drawn> {
-        let drawn = self.decode_together(&[i]).map(|mut drawn| drawn.pop());
+        let drawn = self.round(&[i]).map(|mut drawn| drawn.pop());
         match drawn {
             Ok(Some(drawn)) => drawn,
             Ok(None) => unreachable!("one row was run"),

@@ -9,9 +9,9 @@
 mod ahead;
 mod answers;
 mod attempts;
-mod chooser;
 mod crowd;
 mod features;
+mod logprobs;
 mod parking;
 mod persist;
 mod pictures;
@@ -30,13 +30,14 @@ use keel_cache::PrefixHit;
 
 pub use crowd::{Crowd, Holding, Next};
 pub use features::PictureKey;
+pub use logprobs::TokenLogprobs;
 pub use persist::Restored;
 pub use pictures::{PictureInput, RequestSight};
 pub use policy::{Demand, PromptRest, Supply, share_prefill};
 pub use readout::Readout;
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
-    SequenceStatus, TokenLogprobs,
+    SequenceStatus,
 };
 
 use crate::eyes::Look;
@@ -370,12 +371,9 @@ impl Batcher {
             Vec::new()
         };
         let pictures = Pictures::new(request.sight.take(), key);
-        let mut running = Running::new(request, sequence, stops, sampler);
+        let mut running = Running::new(request, sequence, stops, sampler, self.engine.runs_ahead());
         running.pictures = pictures;
         self.hold_pictures(&mut running, hit.len);
-        if self.engine.runs_ahead() {
-            running.draft_if_drawn_ahead();
-        }
         self.running.push(running);
         Ok(())
     }

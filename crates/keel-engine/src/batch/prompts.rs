@@ -118,7 +118,7 @@ impl Batcher {
             let at = running.cache.len();
             let next = running.next_of_prompt(at + part.rows);
             let draws = running.reading.is_none() && running.awaits_first_at(at + part.rows);
-            let draw = if draws { running.draw_ahead() } else { None };
+            let draw = if draws { running.draw_next() } else { None };
             let tokens = &running.tokens[at..at + part.rows];
             chunks.push(Chunk { sequence: &mut running.cache, tokens, next, draw });
         }
@@ -126,7 +126,7 @@ impl Batcher {
         if outcome.is_err() {
             let drawing = chunks.iter().map(|chunk| chunk.draw.is_some()).collect::<Vec<_>>();
             let drawing = members(&mut self.running, &rows).zip(drawing).filter(|(_, draws)| *draws);
-            drawing.map(|(running, _)| running).try_for_each(Running::abandon_draw)?;
+            drawing.for_each(|(running, _)| running.abandon_draws());
         }
         outcome
     }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::logprobs::TokenLogprobs;
 use super::pictures::RequestSight;
 use super::readout::Readout;
 use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
@@ -99,15 +100,6 @@ impl BatchRequest {
     pub(super) fn shares_prefixes(&self) -> bool {
         self.readout.as_ref().is_none_or(Readout::shares_prefixes)
     }
-}
-
-/// Log probabilities at one position, before penalties, temperature and constraints.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TokenLogprobs {
-    /// Log probability of the token drawn.
-    pub drawn: f32,
-    /// The most probable tokens, most probable first.
-    pub top: Vec<(u32, f32)>,
 }
 
 /// An event of a request.

@@ -7,11 +7,11 @@ use keel_array::AttentionSpec;
 use keel_array::sampling::Draw;
 use keel_cache::{CheckpointId, SequenceCache};
 
-use super::chooser::BatchChooser;
+use super::logprobs::TokenLogprobs;
 use super::pictures::Pictures;
 use super::policy::PromptRest;
 use super::readout::Reading;
-use super::request::{BatchRequest, RequestId, SequenceStatus, TokenLogprobs};
+use super::request::{BatchRequest, RequestId, SequenceStatus};
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use crate::{FinishReason, PREFILL_GRID, Result, Sampler};
 
@@ -40,7 +40,7 @@ pub(super) struct Running {
     /// The values to read of the prompt instead of an answer.
     pub reading: Option<Reading>,
     max_tokens: usize,
-    chooser: BatchChooser,
+    chooser: SamplerChooser,
     end_tokens: Vec<u32>,
 }
 
@@ -67,9 +67,18 @@ pub(super) fn pages_at_full_length(prompt_len: usize, max_tokens: usize) -> usiz
 }
 
 impl Running {
-    /// A sequence that holds the first tokens of the prompt and will save its state at `stops`.
-    pub fn new(request: BatchRequest, cache: SequenceCache, stops: Vec<usize>, sampler: Sampler) -> Running {
-        let chooser = SamplerChooser::new(sampler, request.constraint, request.end_tokens.clone());
+    /// A sequence that holds the first tokens of the prompt and will save its state at `stops`. `draws_rows` says that
+    /// the device draws after drafts, too. A text that it draws is the same with drafts.
+    pub fn new(
+        request: BatchRequest,
+        cache: SequenceCache,
+        stops: Vec<usize>,
+        sampler: Sampler,
+        draws_rows: bool,
+    ) -> Running {
+        let mut chooser = SamplerChooser::new(sampler, request.constraint, request.end_tokens.clone());
+        chooser.top_logprobs = request.top_logprobs;
+        chooser.drafts = request.speculate || draws_rows && chooser.draws_ahead();
         Running {
             id: request.id,
             cached_tokens: cache.len(),
@@ -86,7 +95,7 @@ impl Running {
             pictures: Pictures::default(),
             reading: request.readout.map(Reading::new),
             max_tokens: request.max_tokens,
-            chooser: BatchChooser::new(chooser, request.top_logprobs, request.speculate),
+            chooser,
             end_tokens: request.end_tokens,
         }
     }
@@ -210,27 +219,14 @@ impl Running {
     }
 
     /// Its part in a round.
-    pub fn in_round(&mut self, keeps_state: bool) -> Option<RoundSequence<'_>> {
-        let (last, tokens_max) = (self.last(), self.rows_max(keeps_state));
-        let speculation = self.speculation.as_mut()?;
-        Some(RoundSequence {
+    pub fn in_round(&mut self, keeps_state: bool) -> RoundSequence<'_> {
+        RoundSequence {
+            last: self.last(),
+            tokens_max: self.rows_max(keeps_state),
             cache: &mut self.cache,
-            speculation,
+            speculation: self.speculation.as_mut(),
             chooser: &mut self.chooser,
-            last,
-            tokens_max,
-        })
-    }
-
-    /// How the device can draw its next token; `None` if the host has to.
-    pub fn draw_ahead(&mut self) -> Option<Draw> {
-        self.chooser.begin();
-        self.chooser.draw_ahead()
-    }
-
-    /// As [`BatchChooser::draft_if_drawn_ahead`].
-    pub fn draft_if_drawn_ahead(&mut self) {
-        self.chooser.draft_if_drawn_ahead();
+        }
     }
 
     /// Whether its tokens are remembered for others.
@@ -243,18 +239,18 @@ impl Running {
         self.reading.is_none() && self.chooser.draws_ahead()
     }
 
-    /// How the device draws the token of the next step, even if an earlier token is still to be taken.
+    /// How the device draws the token of the next step, even if an earlier token is still to be taken; `None` if the
+    /// host draws it.
     pub fn draw_next(&mut self) -> Option<Draw> {
-        if self.ahead.draws == 0 { self.draw_ahead() } else { self.chooser.draw_behind() }
+        if self.ahead.draws == 0 {
+            self.chooser.begin();
+        }
+        self.chooser.draw_next()
     }
 
     /// Undoes [`Running::draw_next`] for a step that is not run.
     pub fn forget_next_draw(&mut self) {
-        if self.ahead.draws > 0 {
-            self.chooser.forget_behind();
-        } else {
-            self.abandon_ahead();
-        }
+        self.chooser.forget_draws(1);
     }
 
     /// Takes the token that the first step under way drew.
@@ -267,46 +263,33 @@ impl Running {
         drawn
     }
 
-    /// Takes back the draws of steps under way.
-    pub fn abandon_ahead(&mut self) {
-        // A chooser without a constraint can always go back.
-        let abandoned = self.chooser.abandon();
-        debug_assert!(abandoned.is_ok(), "the device draws for it");
-    }
-
     /// Takes back the draw of a failed step, and a later draw if there is one.
-    pub fn abandon_draw(&mut self) -> Result<()> {
-        self.chooser.abandon()
+    pub fn abandon_draws(&mut self) {
+        self.chooser.abandon();
     }
 
     /// Takes the token that the device drew.
     pub fn take_drawn(&mut self, token: u32) -> Result<Drawn> {
         let choice = self.chooser.take(token)?;
-        self.take(&[choice.token], choice.is_last)
+        Ok(self.take(&[choice.token], choice.is_last))
     }
 
     /// Draws the next token from the logits, which are overwritten.
     pub fn draw(&mut self, logits: &mut [f32]) -> Result<Drawn> {
         self.chooser.begin();
         let choice = self.chooser.choose(logits, None)?;
-        self.take(&[choice.token], choice.is_last)
+        Ok(self.take(&[choice.token], choice.is_last))
     }
 
     /// Takes chosen tokens. A token that ends the text is not part of it.
-    ///
-    /// # Errors
-    /// An earlier error of the constraint.
-    pub fn take(&mut self, chosen: &[u32], is_last: bool) -> Result<Drawn> {
-        if let Some(error) = self.chooser.take_failure() {
-            return Err(error);
-        }
+    pub fn take(&mut self, chosen: &[u32], is_last: bool) -> Drawn {
         let mut drawn = Drawn::default();
-        let mut logprobs = self.chooser.take_logprobs();
+        let mut logprobs = self.chooser.take_logprobs().into_iter();
         for &id in chosen {
             let logprobs = logprobs.next();
             if self.end_tokens.contains(&id) {
                 drawn.finish = Some(FinishReason::Stop);
-                return Ok(drawn);
+                return drawn;
             }
             self.tokens.push(id);
             drawn.tokens.push((id, logprobs));
@@ -317,7 +300,7 @@ impl Running {
             (false, true) => Some(FinishReason::Length),
             (false, false) => None,
         };
-        Ok(drawn)
+        drawn
     }
 
     pub fn status(&self) -> SequenceStatus {

@@ -219,11 +219,16 @@ impl Engine {
 
     /// Checks ids, and that the sequence can hold these tokens, too.
     pub(crate) fn admit(&self, sequence: &SequenceCache, tokens: &[u32]) -> Result<()> {
+        self.admit_ahead(sequence, 0, tokens)
+    }
+
+    /// The same for tokens after `ahead` rows that are under way.
+    pub(crate) fn admit_ahead(&self, sequence: &SequenceCache, ahead: usize, tokens: &[u32]) -> Result<()> {
         let vocab = self.model.config.vocab;
         if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocab) {
             return Err(EngineError::TokenId { id, vocab });
         }
-        let (needed, context) = (sequence.len() + tokens.len(), self.options.context);
+        let (needed, context) = (sequence.len() + ahead + tokens.len(), self.options.context);
         if needed > context {
             return Err(EngineError::Context { needed, context });
         }

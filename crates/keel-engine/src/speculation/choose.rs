@@ -5,9 +5,11 @@
 //! token's distribution is `p`. Both `p` and `q` are taken after penalties, bias, constraint, temperature and filters.
 //! A greedy distribution has one token, so a draft stays if it is the model's token.
 
+use std::collections::VecDeque;
+
 use keel_array::sampling::Draw;
 
-use crate::batch::Constraint;
+use crate::batch::{Constraint, TokenLogprobs};
 use crate::{EngineError, Result, Sampler};
 
 /// The token chosen after a row.
@@ -26,26 +28,20 @@ pub trait Chooser {
         true
     }
 
-    /// Whether drafts and tokens are now always those with the greatest logit. Then the host reads no logits: the
-    /// device draws, and [`Chooser::take`] gets the tokens.
-    fn is_argmax(&self) -> bool {
+    /// Whether the device can draw every token.
+    fn draws_ahead(&self) -> bool {
         false
     }
 
-    /// How the device can draw the next token from its logits; `None` if the host has to choose. The token is then
-    /// passed to [`Chooser::take`]. The draw counts as made until [`Chooser::abandon`].
-    fn draw_ahead(&mut self) -> Option<Draw> {
+    /// How the device can draw the token after those that it draws already; `None` if the host has to choose. The token
+    /// is then passed to [`Chooser::take`]. The draw counts as made until [`Chooser::forget_draws`] or
+    /// [`Chooser::abandon`].
+    fn draw_next(&mut self) -> Option<Draw> {
         None
     }
 
-    /// As [`Chooser::draw_ahead`], for each of the next `count` tokens. [`Chooser::keep_draws`] says how many of them
-    /// are taken. They are compared with the MTP head's most probable tokens as drafts.
-    fn draw_rows(&mut self, _count: usize) -> Option<Vec<Draw>> {
-        None
-    }
-
-    /// Keeps the first `count` draws of [`Chooser::draw_rows`], at least one. The others count as not made.
-    fn keep_draws(&mut self, _count: usize) {}
+    /// The last `count` draws whose tokens were not taken count as not made.
+    fn forget_draws(&mut self, _count: usize) {}
 
     /// Draws a draft from the MTP head's logits, as if the drafts before it had stayed. The logits are overwritten.
     ///
@@ -53,20 +49,16 @@ pub trait Chooser {
     /// An error of the constraint.
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32>;
 
-    /// Begins a round. [`Chooser::abandon`] returns to this state.
+    /// Begins a round, with the first of the draws whose tokens were not taken. [`Chooser::abandon`] returns to this
+    /// state.
     fn begin(&mut self);
 
-    /// Takes back a failed round. The state is that of its begin, so a retry chooses the same tokens.
-    ///
-    /// # Errors
-    /// An error of the constraint.
-    fn abandon(&mut self) -> Result<()>;
+    /// Takes back a failed round. The state is that of its begin, so a retry chooses the same tokens. If the constraint
+    /// cannot go back, the chooser fails from then on.
+    fn abandon(&mut self);
 
-    /// Ends drafting. The state is that before the first draft of the round.
-    ///
-    /// # Errors
-    /// An error of the constraint.
-    fn retract(&mut self) -> Result<()>;
+    /// Ends drafting. The state is that before the first draft of the round, as after [`Chooser::abandon`].
+    fn retract(&mut self);
 
     /// Chooses the token after a row with these logits, which are overwritten. `draft` is the draft for its place, with
     /// its number in the round.
@@ -82,21 +74,26 @@ pub trait Chooser {
     fn take(&mut self, token: u32) -> Result<Choice>;
 }
 
-/// Chooses with a [`Sampler`], and within a [`Constraint`] if there is one.
+/// Chooses with a [`Sampler`], and within a [`Constraint`] if there is one. Keeps log probabilities of the tokens that it
+/// chose, if they are wanted.
 pub struct SamplerChooser {
     sampler: Sampler,
     constraint: Option<Box<dyn Constraint>>,
     end_tokens: Vec<u32>,
+    /// Whether it may draft at all.
+    pub(crate) drafts: bool,
+    /// How many of the most probable tokens to report with each token's log probability.
+    pub(crate) top_logprobs: Option<usize>,
+    /// Those of the tokens chosen in this round.
+    logprobs: Vec<TokenLogprobs>,
     /// Drafts that were not retracted yet.
-    drafts: Trail,
+    drafted: Trail,
     /// Tokens chosen in this round.
     chosen: Trail,
     /// The sampler's random state when the round began.
     random: u64,
-    /// The random state before the next round's draw, if that draw was made already.
-    random_behind: Option<u64>,
-    /// The random state after each draw of [`Chooser::draw_rows`].
-    random_of_rows: Vec<u64>,
+    /// The random state before each draw that was made and whose token was not taken.
+    drawn_from: VecDeque<u64>,
     /// The drafts of the round, each with the distribution it was drawn from. Reused from round to round.
     proposals: Vec<(u32, Vec<(u32, f32)>)>,
     target: Vec<(u32, f32)>,
@@ -113,11 +110,13 @@ impl SamplerChooser {
         SamplerChooser {
             constraint,
             end_tokens,
-            drafts: Trail::default(),
+            drafts: true,
+            top_logprobs: None,
+            logprobs: Vec::new(),
+            drafted: Trail::default(),
             chosen: Trail::default(),
             random: sampler.random(),
-            random_behind: None,
-            random_of_rows: Vec::new(),
+            drawn_from: VecDeque::new(),
             sampler,
             proposals: Vec::new(),
             target: Vec::new(),
@@ -125,22 +124,9 @@ impl SamplerChooser {
         }
     }
 
-    /// Whether the device can draw every token.
-    pub(crate) fn draws_ahead(&self) -> bool {
-        self.constraint.is_none() && self.sampler.draws_ahead()
-    }
-
-    /// As [`Chooser::draw_ahead`], for the next round. That round begins when this round's token has been taken.
-    pub(crate) fn draw_behind(&mut self) -> Option<Draw> {
-        self.random_behind = Some(self.sampler.random());
-        self.draw_ahead()
-    }
-
-    /// Undoes [`SamplerChooser::draw_behind`].
-    pub(crate) fn forget_behind(&mut self) {
-        if let Some(random) = self.random_behind.take() {
-            self.sampler.set_random(random);
-        }
+    /// The log probabilities of the tokens chosen in this round, if they were asked for.
+    pub(crate) fn take_logprobs(&mut self) -> Vec<TokenLogprobs> {
+        std::mem::take(&mut self.logprobs)
     }
 
     fn process(&mut self, logits: &mut [f32]) -> Result<()> {
@@ -148,6 +134,20 @@ impl SamplerChooser {
             constraint.mask(logits).map_err(EngineError::Constraint)?;
         }
         Ok(())
+    }
+
+    /// The token after a row, as [`Chooser::choose`] chooses it.
+    fn pick(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<u32> {
+        self.process(logits)?;
+        let Some((at, draft)) = draft else { return Ok(self.sampler.pick(logits)) };
+        self.sampler.penalise(logits);
+        self.sampler.distribution(logits, &mut self.target);
+        let uniforms = [self.sampler.uniform(), self.sampler.uniform()];
+        // A draft that was not drawn here counts as proposed with probability 1.
+        let certain = [(draft, 1.0)];
+        let drawn = self.proposals.get(at).filter(|(proposed, _)| *proposed == draft);
+        let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
+        Ok(self.residual.judge(&self.target, q, draft, uniforms))
     }
 
     /// Counts a chosen token and passes it to the constraint.
@@ -173,13 +173,14 @@ struct Trail {
 }
 
 impl Trail {
-    fn undo(&mut self, sampler: &mut Sampler, constraint: Option<&mut Box<dyn Constraint>>) -> Result<()> {
+    fn undo(&mut self, sampler: &mut Sampler, constraint: Option<&mut Box<dyn Constraint>>) {
         while let Some((token, was_new)) = self.tokens.pop() {
             sampler.forget(token, was_new);
         }
-        match (std::mem::take(&mut self.constrained), constraint) {
-            (taken @ 1.., Some(constraint)) => constraint.rollback(taken).map_err(EngineError::Constraint),
-            _ => Ok(()),
+        let taken = std::mem::take(&mut self.constrained);
+        let Some(constraint) = constraint.filter(|_| taken > 0) else { return };
+        if let Err(reason) = constraint.rollback(taken) {
+            *constraint = Box::new(Broken(reason));
         }
     }
 
@@ -189,51 +190,64 @@ impl Trail {
     }
 }
 
+/// In place of a constraint that could not take tokens back, because its state is not known.
+struct Broken(String);
+
+impl Constraint for Broken {
+    fn mask(&mut self, _: &mut [f32]) -> std::result::Result<(), String> {
+        Err(self.0.clone())
+    }
+
+    fn accept(&mut self, _: u32) -> std::result::Result<(), String> {
+        Err(self.0.clone())
+    }
+
+    fn is_complete(&self) -> bool {
+        false
+    }
+}
+
 impl Chooser for SamplerChooser {
     fn can_draft(&self) -> bool {
-        self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
+        self.drafts && self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
     }
 
-    fn is_argmax(&self) -> bool {
-        self.constraint.is_none() && self.sampler.is_argmax()
+    fn draws_ahead(&self) -> bool {
+        self.constraint.is_none() && self.top_logprobs.is_none() && self.sampler.draws_ahead()
     }
 
-    fn draw_ahead(&mut self) -> Option<Draw> {
-        if self.constraint.is_none() { self.sampler.draw_ahead() } else { None }
+    fn draw_next(&mut self) -> Option<Draw> {
+        let random = self.sampler.random();
+        let draw = if self.draws_ahead() { self.sampler.draw_ahead() } else { None };
+        self.drawn_from.extend(draw.map(|_| random));
+        draw
     }
 
-    fn draw_rows(&mut self, count: usize) -> Option<Vec<Draw>> {
-        self.random_of_rows.clear();
-        let mut draw = || {
-            let draw = self.draw_ahead();
-            self.random_of_rows.push(self.sampler.random());
-            draw
-        };
-        (0..count).map(|_| draw()).collect()
-    }
-
-    fn keep_draws(&mut self, count: usize) {
-        if let Some(&random) = count.checked_sub(1).and_then(|last| self.random_of_rows.get(last)) {
+    fn forget_draws(&mut self, count: usize) {
+        let kept = self.drawn_from.len().saturating_sub(count);
+        if let Some(random) = self.drawn_from.drain(kept..).next() {
             self.sampler.set_random(random);
         }
     }
 
     fn begin(&mut self) {
         self.chosen.clear();
-        self.random = self.random_behind.take().unwrap_or(self.sampler.random());
+        self.logprobs.clear();
+        self.random = self.drawn_from.front().copied().unwrap_or(self.sampler.random());
     }
 
-    fn abandon(&mut self) -> Result<()> {
+    fn abandon(&mut self) {
         self.sampler.set_random(self.random);
-        self.random_behind = None;
-        let retracted = self.retract();
-        retracted.and(self.chosen.undo(&mut self.sampler, self.constraint.as_mut()))
+        self.drawn_from.clear();
+        self.logprobs.clear();
+        self.retract();
+        self.chosen.undo(&mut self.sampler, self.constraint.as_mut());
     }
 
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
         self.process(logits)?;
         self.sampler.penalise(logits);
-        let at = self.drafts.tokens.len();
+        let at = self.drafted.tokens.len();
         if self.proposals.len() == at {
             self.proposals.push(Default::default());
         }
@@ -243,34 +257,25 @@ impl Chooser for SamplerChooser {
         *proposed = token;
         if let Some(constraint) = self.constraint.as_mut().filter(|constraint| !constraint.is_complete()) {
             constraint.accept(token).map_err(EngineError::Constraint)?;
-            self.drafts.constrained += 1;
+            self.drafted.constrained += 1;
         }
-        self.drafts.tokens.push((token, self.sampler.note(token)));
+        self.drafted.tokens.push((token, self.sampler.note(token)));
         Ok(token)
     }
 
-    fn retract(&mut self) -> Result<()> {
-        self.drafts.undo(&mut self.sampler, self.constraint.as_mut())
+    fn retract(&mut self) {
+        self.drafted.undo(&mut self.sampler, self.constraint.as_mut());
     }
 
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
-        self.process(logits)?;
-        let Some((at, draft)) = draft else {
-            let token = self.sampler.pick(logits);
-            return self.chosen(token);
-        };
-        self.sampler.penalise(logits);
-        self.sampler.distribution(logits, &mut self.target);
-        let uniforms = [self.sampler.uniform(), self.sampler.uniform()];
-        // A draft that was not drawn here counts as proposed with probability 1.
-        let certain = [(draft, 1.0)];
-        let drawn = self.proposals.get(at).filter(|(proposed, _)| *proposed == draft);
-        let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
-        let token = self.residual.judge(&self.target, q, draft, uniforms);
+        let raw = self.top_logprobs.map(|count| (logits.to_vec(), count));
+        let token = self.pick(logits, draft)?;
+        self.logprobs.extend(raw.map(|(raw, count)| TokenLogprobs::of(&raw, token, count)));
         self.chosen(token)
     }
 
     fn take(&mut self, token: u32) -> Result<Choice> {
+        self.drawn_from.pop_front();
         self.chosen(token)
     }
 }

@@ -13,7 +13,7 @@ use crate::{Engine, Result};
 impl Engine {
     /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds.
     pub(super) fn catch_up(&mut self, sequence: &RoundSequence<'_>, part: &mut Part) -> Result<()> {
-        let speculation = &*sequence.speculation;
+        let Some(speculation) = &sequence.speculation else { return Ok(()) };
         let lag = speculation.lag_rows();
         if lag < HEAD_LAG_MAX && (part.depth == 0 || lag <= self.options.open_rows()) {
             return Ok(());
@@ -47,6 +47,7 @@ impl Engine {
             let (mut input, mut rows) = (Vec::new(), Vec::with_capacity(active.len()));
             for &i in &active {
                 let (RoundSequence { cache, speculation, .. }, part) = (&batch[i], &parts[i]);
+                let Some(speculation) = speculation else { unreachable!("it makes drafts") };
                 let (first, tokens) = if pass == 0 {
                     input.extend_from_slice(&speculation.lag_hidden[part.caught_up * width..]);
                     let tokens = &speculation.lag_tokens[part.caught_up..];
@@ -69,13 +70,18 @@ impl Engine {
                     drawn[row]
                 } else {
                     self.stepper.read_logits(row, &mut logits)?;
-                    batch[i].chooser.draft(&mut logits)?
+                    batch[i].chooser.draft(&mut logits).unwrap_or_else(|error| {
+                        // Its other drafts do not matter any more.
+                        parts[i].failure.get_or_insert(error);
+                        0
+                    })
                 };
                 parts[i].drafts.push(draft);
             }
             before = active;
             self.costs.note_draft(before.len(), start.elapsed().as_secs_f64());
         }
-        batch.iter_mut().try_for_each(|sequence| sequence.chooser.retract())
+        batch.iter_mut().for_each(|sequence| sequence.chooser.retract());
+        Ok(())
     }
 }

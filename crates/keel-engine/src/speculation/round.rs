@@ -1,8 +1,8 @@
-//! One round of a batch.
+//! One round of a batch: the last token of each sequence and its drafts, if it makes any.
 //!
 //! A round is a transaction. Until all its tokens are chosen, every change can be taken back:
 //!
-//! - The pass of the model leaves its rows open.
+//! - The pass of the model leaves its rows open. (Without a log it commits them. Then a failed pass may tear sequences.)
 //! - The MTP head's next pass overwrites what this one wrote.
 //! - Choosers remember their state at the start.
 //!
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
+use super::Speculation;
 use super::choose::Chooser;
-use super::{Speculation, SpeculationOptions};
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, EngineError, Result};
 
@@ -22,8 +22,8 @@ use crate::{Engine, EngineError, Result};
 pub struct RoundSequence<'a> {
     /// Its memory.
     pub cache: &'a mut SequenceCache,
-    /// Its state between rounds.
-    pub speculation: &'a mut Speculation,
+    /// Its drafts, if it makes any. The engine must have been made with drafts.
+    pub speculation: Option<&'a mut Speculation>,
     /// How it chooses tokens.
     pub chooser: &'a mut dyn Chooser,
     /// The token drawn last. It has not been run.
@@ -51,6 +51,8 @@ pub(super) struct Part {
     pub draws: Option<Vec<Draw>>,
     /// How many rows, which the head lagged behind, were run in a pass of their own.
     pub caught_up: usize,
+    /// Why its chooser cannot go on. The round goes on for the others.
+    pub failure: Option<EngineError>,
     /// Whether the round named the last of the tokens after those rows.
     was_named: bool,
     /// Length of `lag_hidden` when the round began.
@@ -62,13 +64,14 @@ impl Engine {
     /// takes part with one row.
     ///
     /// After an error each sequence is as before the round, except that it may hold more pages. A retried round chooses
-    /// the same tokens. A sequence that cannot go on answers [`keel_cache::CacheError::TornState`]: the backend did not
-    /// know how far a pass of the model came.
+    /// the same tokens. A sequence whose chooser fails gets an error of its own; its rows are taken back, or without a log
+    /// its last token counts as run. A sequence that cannot go on answers [`keel_cache::CacheError::TornState`]: its state has moved
+    /// and there is no log, or the backend did not know how far a pass of the model came.
     ///
     /// # Errors
-    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, errors of the constraints (also if
-    /// they cannot roll back) and of the runtime.
-    pub fn round(&mut self, batch: &mut [RoundSequence<'_>]) -> Result<Vec<Round>> {
+    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, errors of the runtime. Of one sequence:
+    /// errors of its constraint.
+    pub fn round(&mut self, batch: &mut [RoundSequence<'_>]) -> Result<Vec<Result<Round>>> {
         if batch.is_empty() || batch.len() > self.options.sequences {
             let (count, most) = (batch.len(), self.options.sequences);
             return Err(EngineError::Option(format!("a round of {count} sequences, not 1 to {most}")));
@@ -84,8 +87,10 @@ impl Engine {
         for (sequence, part) in batch.iter_mut().zip(&mut parts) {
             sequence.chooser.begin();
             part.draws = self.draws_of(&mut *sequence.chooser, part.depth + 1);
-            part.was_named = sequence.speculation.name_last(sequence.last);
-            part.lag_values = sequence.speculation.lag_hidden.len();
+            if let Some(speculation) = &mut sequence.speculation {
+                part.was_named = speculation.name_last(sequence.last);
+                part.lag_values = speculation.lag_hidden.len();
+            }
         }
         match self.run_round(batch, &mut parts) {
             Ok((judged, times)) => {
@@ -93,12 +98,12 @@ impl Engine {
                 self.costs.note_verify(rows, times[1].as_secs_f64());
                 self.costs.note_round(rows == batch.len());
                 share_times(batch, &parts, times);
+                let is_open = self.leaves_open();
                 let all = batch.iter_mut().zip(&parts).zip(judged);
-                Ok(all.map(|((sequence, part), round)| sequence.move_on(part, round)).collect())
+                Ok(all.map(|((sequence, part), round)| sequence.move_on(part, round, is_open)).collect())
             }
             Err(error) => {
-                let abandoned = batch.iter_mut().zip(&parts).map(|(sequence, part)| sequence.abandon(part));
-                abandoned.fold(Ok(()), Result::and)?;
+                batch.iter_mut().zip(&parts).for_each(|(sequence, part)| sequence.abandon(part));
                 Err(error)
             }
         }
@@ -112,33 +117,36 @@ impl Engine {
             .map(|s| {
                 let room = (self.options.context - s.cache.len()).min(s.tokens_max).saturating_sub(1);
                 let most = if s.chooser.can_draft() { self.options.drafts.min(room) } else { 0 };
-                let depth =
-                    s.speculation.control.choose(&self.costs, sequences, most, s.speculation.lag_rows());
+                let depth = s.speculation.as_ref().map_or(0, |speculation| {
+                    speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows())
+                });
                 let (drafts, draws) = (Vec::new(), None);
-                Part { depth, drafts, draws, caught_up: 0, was_named: false, lag_values: 0 }
+                Part { depth, drafts, draws, caught_up: 0, failure: None, was_named: false, lag_values: 0 }
             })
             .collect()
     }
 
-    /// Returns how the device draws the token after each of `rows` rows, or `None` if the host needs the logits. Greedy
-    /// tokens are always drawn on the device. Others are drawn there if the device queues: reading logits then costs
-    /// the host more than worse drafts do.
+    /// Returns how the device draws the token after each of `rows` rows, or `None` if the host needs the logits. The
+    /// device draws greedy tokens, and those of a row without drafts. After drafts it draws others too if it queues:
+    /// reading logits then costs the host more than worse drafts do.
     ///
     /// The MTP head then proposes one certain token, so exact rejection sampling reduces to: draw from the model's
     /// distribution, keep the draft if the draw equals it. The text is therefore the same as without drafts.
     fn draws_of(&self, chooser: &mut dyn Chooser, rows: usize) -> Option<Vec<Draw>> {
-        if chooser.is_argmax() {
-            return Some(vec![Draw::GREATEST; rows]);
+        let first = chooser.draw_next()?;
+        if rows > 1 && first != Draw::GREATEST && !self.runs_ahead() {
+            chooser.forget_draws(1);
+            return None;
         }
-        if self.runs_ahead() { chooser.draw_rows(rows) } else { None }
+        std::iter::once(Some(first)).chain((1..rows).map(|_| chooser.draw_next())).collect()
     }
 
-    /// Does everything in a round that may fail. Returns the times of drafting, verifying and choosing.
+    /// Does everything in a round that may fail for all. Returns the times of drafting, verifying and choosing.
     fn run_round(
         &mut self,
         batch: &mut [RoundSequence<'_>],
         parts: &mut [Part],
-    ) -> Result<(Vec<Round>, [Duration; 3])> {
+    ) -> Result<(Vec<Result<Round>>, [Duration; 3])> {
         for (sequence, part) in batch.iter().zip(parts.iter_mut()) {
             self.catch_up(sequence, part)?;
         }
@@ -149,7 +157,7 @@ impl Engine {
         let drawn = self.verify(batch, parts)?;
         let verifying = start.elapsed();
         let start = Instant::now();
-        let judged = self.judge(batch, parts, &drawn)?;
+        let judged = self.judge(batch, parts, &drawn);
         Ok((judged, [drafting, verifying, start.elapsed()]))
     }
 
@@ -163,28 +171,30 @@ impl Engine {
         });
         let rows: Vec<Rows<'_>> = rows.collect();
         let count = tokens.iter().map(Vec::len).sum();
-        self.run_and_draw(StepKind::decode(Outcome::OpenRows), &rows, count)
+        // Where the engine drafts, each row gives its hidden state and a token.
+        let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
+        self.run_and_draw(StepKind::decode(outcome), &rows, count)
     }
 
     /// Chooses the tokens of each sequence, and keeps the hidden states of their rows for the head.
     fn judge(
         &mut self,
         batch: &mut [RoundSequence<'_>],
-        parts: &[Part],
+        parts: &mut [Part],
         drawn: &[u32],
-    ) -> Result<Vec<Round>> {
-        // Reused from round to round. A failed round drops it.
+    ) -> Vec<Result<Round>> {
+        // Reused from round to round.
         let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         for (sequence, part) in batch.iter_mut().zip(parts) {
-            let round = self.choose_tokens(sequence, (row, part), drawn, &mut logits)?;
-            let lag = &mut sequence.speculation.lag_hidden;
-            self.stepper.append_row_hidden(row, round.tokens.len(), lag)?;
-            all.push(round);
+            all.push(match part.failure.take() {
+                Some(failure) => Err(failure),
+                None => self.choose_tokens(sequence, (row, part), drawn, &mut logits),
+            });
             row += part.drafts.len() + 1;
         }
         self.row_logits = logits;
-        Ok(all)
+        all
     }
 
     /// The tokens of one sequence. `row` is its first row; `drawn` holds the tokens that the device drew after all
@@ -197,7 +207,7 @@ impl Engine {
         logits: &mut Vec<f32>,
     ) -> Result<Round> {
         let drafts = &part.drafts;
-        let SpeculationOptions { optimistic, .. } = sequence.speculation.options;
+        let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic);
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
         for i in 0..=drafts.len() {
             let draft = drafts.get(i).copied();
@@ -215,36 +225,56 @@ impl Engine {
                 break;
             }
         }
-        if part.draws.is_some() {
-            sequence.chooser.keep_draws(tokens.len());
+        sequence.chooser.forget_draws(drafts.len() + 1 - tokens.len());
+        if let Some(speculation) = &mut sequence.speculation {
+            self.stepper.append_row_hidden(row, tokens.len(), &mut speculation.lag_hidden)?;
         }
         Ok(Round { tokens, is_last })
     }
 }
 
 impl RoundSequence<'_> {
-    /// Applies the outcome of a round.
-    fn move_on(&mut self, part: &Part, round: Round) -> Round {
+    /// Applies the outcome of a round. `is_open` says that the round left its rows open.
+    fn move_on(&mut self, part: &Part, round: Result<Round>, is_open: bool) -> Result<Round> {
+        let round = match round {
+            Ok(round) => round,
+            Err(error) => {
+                // The pass has committed the rows of the round before.
+                if is_open {
+                    self.cache.accept(0);
+                } else {
+                    self.cache.advance(1);
+                }
+                self.abandon(part);
+                return Err(error);
+            }
+        };
         let (kept, drafted) = (round.tokens.len(), part.drafts.len());
         let accepted =
             round.tokens.iter().zip(&part.drafts).take_while(|(token, draft)| token == draft).count();
-        self.cache.accept(kept);
-        let speculation = &mut *self.speculation;
+        if is_open {
+            self.cache.accept(kept);
+        } else {
+            self.cache.advance(kept);
+        }
+        let Some(speculation) = &mut self.speculation else { return Ok(round) };
         let run_by_head = if drafted > 0 { speculation.lag_rows() } else { part.caught_up };
         speculation.lag_tokens.extend_from_slice(&round.tokens);
         speculation.forget_lag(run_by_head);
         speculation.control.note(drafted, accepted);
         speculation.counters.note_round(drafted, accepted, kept);
-        round
+        Ok(round)
     }
 
     /// Undoes the changes of a failed round.
-    fn abandon(&mut self, part: &Part) -> Result<()> {
-        if part.was_named {
-            self.speculation.lag_tokens.pop();
+    fn abandon(&mut self, part: &Part) {
+        if let Some(speculation) = &mut self.speculation {
+            if part.was_named {
+                speculation.lag_tokens.pop();
+            }
+            speculation.lag_hidden.truncate(part.lag_values);
         }
-        self.speculation.lag_hidden.truncate(part.lag_values);
-        self.chooser.abandon()
+        self.chooser.abandon();
     }
 }
 
@@ -274,7 +304,7 @@ fn share_times(batch: &mut [RoundSequence<'_>], parts: &[Part], [draft, verify, 
     let drafting = parts.iter().filter(|part| part.depth > 0).count() as u32;
     let all = batch.len() as u32;
     for (sequence, part) in batch.iter_mut().zip(parts) {
-        let counters = &mut sequence.speculation.counters;
+        let Some(Speculation { counters, .. }) = sequence.speculation.as_deref_mut() else { continue };
         if part.depth > 0 {
             counters.draft_time += draft / drafting;
         }

@@ -1,5 +1,6 @@
 //! A chooser whose drafts are right, wrong or either.
 
+use keel_array::sampling::Draw;
 use keel_engine::speculation::{Choice, Chooser, SamplerChooser};
 use keel_engine::{Sampler, SamplerOptions};
 
@@ -43,9 +44,13 @@ impl Adversary {
 }
 
 impl Chooser for Adversary {
-    fn is_argmax(&self) -> bool {
-        // The device drafts for a chooser of the greatest logit. Other drafts come from the host.
-        matches!(self.drafter, Drafter::Head) && self.chooser.is_argmax()
+    fn draw_next(&mut self) -> Option<Draw> {
+        // Where the device draws, it also makes the drafts. Other drafts come from the host.
+        if matches!(self.drafter, Drafter::Head) { self.chooser.draw_next() } else { None }
+    }
+
+    fn forget_draws(&mut self, count: usize) {
+        self.chooser.forget_draws(count);
     }
 
     fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
@@ -70,13 +75,13 @@ impl Chooser for Adversary {
         self.begun = (self.drafter.clone(), self.given);
     }
 
-    fn abandon(&mut self) -> keel_engine::Result<()> {
+    fn abandon(&mut self) {
         (self.drafter, self.given) = self.begun.clone();
-        self.chooser.abandon()
+        self.chooser.abandon();
     }
 
-    fn retract(&mut self) -> keel_engine::Result<()> {
-        self.chooser.retract()
+    fn retract(&mut self) {
+        self.chooser.retract();
     }
 
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> keel_engine::Result<Choice> {

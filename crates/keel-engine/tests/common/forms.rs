@@ -1,6 +1,6 @@
 //! Laws that hold in whatever form a cache keeps its values, on the built-in model.
 
-use keel_engine::{Depth, EngineOptions, GenerateOptions, MtpTokenIterator, SpeculationOptions};
+use keel_engine::{Depth, EngineOptions, GenerateOptions, SpeculationOptions};
 
 use super::{all_logits, demo, engine, greedy, runtime};
 
@@ -50,8 +50,7 @@ pub fn expect_drafts_to_change_no_token(options: EngineOptions) {
     let sequence = engine.open().expect("a slot is free");
     let speculation = SpeculationOptions { depth: Depth::Fixed(3), ..SpeculationOptions::default() };
     let how = GenerateOptions { max_tokens: 120, ..GenerateOptions::default() };
-    let tokens = MtpTokenIterator::new(&mut engine, sequence, &prompt()[..70], how, speculation, &mut |_| ());
-    let mut tokens = tokens.expect("fits");
+    let mut tokens = super::drafting(&mut engine, sequence, &prompt()[..70], how, speculation);
     let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every round runs");
     tokens.release();
     assert_eq!(got, want, "{options:?}");

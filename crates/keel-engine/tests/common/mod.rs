@@ -18,7 +18,7 @@ use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::{LayerStorage, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
-use keel_engine::{Engine, EngineOptions, GenerateOptions, TokenIterator};
+use keel_engine::{Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
 pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
@@ -144,6 +144,18 @@ pub fn all_logits(engine: &mut Engine, ids: &[u32], one_by_one: bool, mtp: bool)
     engine.all_logits(&mut sequence, ids, one_by_one, &mut sink, mtp_sink).expect("the prompt runs");
     engine.release(sequence);
     (logits, mtp_logits)
+}
+
+/// The tokens of a sequence that drafts.
+pub fn drafting<'e>(
+    engine: &'e mut Engine,
+    sequence: SequenceCache,
+    prompt: &[u32],
+    options: GenerateOptions,
+    how: SpeculationOptions,
+) -> TokenIterator<'e> {
+    let options = GenerateOptions { speculation: Some(how), ..options };
+    TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("the prompt fits")
 }
 
 /// The greedy text after a prompt in a fresh sequence.

@@ -1,11 +1,15 @@
 //! Backends that work while the host goes on.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOptions};
+use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
+use keel_engine::{Engine, Result, Ticket, Work, WorkRows};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
 /// A CPU backend that says it queues. It records launches and waits, and lets a launch fail.
@@ -108,4 +112,35 @@ pub fn gpu() -> Option<Arc<dyn Backend>> {
     }
     let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
     Some(Arc::new(CudaBackend::new(&options).expect("a GPU")))
+}
+
+/// Steps of answers under way. The same sequences are in each of them.
+#[derive(Default)]
+pub struct Answers(pub VecDeque<Ticket>);
+
+impl Answers {
+    /// Submits a step, with these tokens or with those that the step before draws.
+    pub fn submit(
+        &mut self,
+        engine: &mut Engine,
+        sequences: &mut [SequenceCache],
+        tokens: Option<&[u32]>,
+        draws: &[Draw],
+    ) -> Result<()> {
+        let ahead = self.0.len();
+        let work = sequences.iter_mut().zip(draws).enumerate().map(|(i, (sequence, draw))| {
+            let rows = tokens.map_or(WorkRows::Drawn(i), |tokens| WorkRows::Token(tokens[i]));
+            Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
+        });
+        self.0.push_back(engine.submit(&mut work.collect::<Vec<_>>())?);
+        Ok(())
+    }
+
+    /// Takes the tokens of the first step.
+    pub fn take(&mut self, engine: &mut Engine, sequences: &mut [SequenceCache]) -> Vec<u32> {
+        let ticket = self.0.pop_front().expect("a step is under way");
+        let drawn = engine.take(ticket).expect("runs").into_iter();
+        engine.note_decoded(&mut sequences.iter_mut().collect::<Vec<_>>());
+        drawn.map(|token| token.expect("it was drawn for")).collect()
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions};
+use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, TokenIterator};
 use keel_text::{ChatTemplate, GenerationDefaults, Message};
 use serde_json::json;
 
@@ -19,9 +19,9 @@ use crate::session::{self, Session, check_ids, close, settle};
 use crate::sight::{self, Prepared};
 use crate::speculation::SpeculationReport;
 use crate::{output, progress};
+use evenkeel::How;
 use evenkeel::ModelFiles;
 use evenkeel::context_for;
-use evenkeel::{How, Tokens};
 use evenkeel::{ModelText, TextStream};
 
 /// Answer a text, or continue it.
@@ -80,10 +80,11 @@ impl Course {
     ) -> Result<Course> {
         let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
         let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
-        let options = GenerateOptions {
+        let mut options = GenerateOptions {
             max_tokens: args.sampling.max_tokens,
             sampler: args.sampling.options(&defaults)?,
             end_tokens,
+            speculation: None,
             one_by_one: args.one_by_one,
             seen: Vec::new(),
             disposable: true,
@@ -111,8 +112,8 @@ impl Course {
             ));
         }
         let speculation = args.speculate.for_model(model, args.device.device(), &args.sampling)?;
-        let speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
-        Ok(Course { how: How { options, speculation, form }, stream })
+        options.speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
+        Ok(Course { how: How { options, form }, stream })
     }
 }
 
@@ -160,7 +161,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         Ok(EngineOptions { context, drafts: drafts_max(speculation), vision, ..args.engine.options() })
     })?;
     let course = Course::new(args, &model, text.as_ref(), &prompt)?;
-    let options = EngineOptions { drafts: drafts_max(course.how.speculation), ..options };
+    let options = EngineOptions { drafts: drafts_max(course.how.options.speculation), ..options };
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
     let outcome = generate(args, &mut session, &prompt, course)?;
@@ -237,7 +238,7 @@ fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate
 
 fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course: Course) -> Result<Outcome> {
     let Course { how, mut stream } = course;
-    let speculation = how.speculation;
+    let speculation = how.options.speculation;
     let mut tokens = start(&mut session.engine, prompt, how)?;
     let prefill = tokens.prefill_time();
     show(args, &prompt.echo)?;
@@ -283,7 +284,7 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course:
 }
 
 /// Runs the prompt, with a progress bar.
-fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<Tokens<'e>> {
+fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<TokenIterator<'e>> {
     let sight = match &prompt.pictures {
         Some(pictures) => pictures.sight(&pictures.look(engine)?)?,
         None => None,
@@ -292,7 +293,7 @@ fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<Tokens
     let mut sequence = engine.open()?;
     sequence.look_at(sight);
     let runtimes: Vec<_> = engine.runtimes().cloned().collect();
-    let tokens = Tokens::start(engine, sequence, &prompt.ids, how, &mut |done| bar.set_position(done as u64));
+    let tokens = how.start(engine, sequence, &prompt.ids, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();
     session::rest(&runtimes);
     Ok(tokens?)

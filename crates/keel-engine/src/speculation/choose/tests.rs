@@ -56,7 +56,7 @@ fn counts(broken: bool) -> Vec<usize> {
     for seed in 0..DRAWS {
         let mut chooser = chooser(options(seed));
         let draft = chooser.draft(&mut HEAD.clone()).expect("nothing constrains it");
-        chooser.retract().expect("nothing constrains it");
+        chooser.retract();
         let choice = chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("nothing constrains it");
         let allowed = chooser.target.iter().any(|&(id, _)| id == draft);
         counts[if broken && allowed { draft } else { choice.token } as usize] += 1;
@@ -102,7 +102,7 @@ fn drafts_leave_no_trace() {
     let first = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
     let second = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
     assert_eq!((first, second), (2, 3), "a draft is penalised for those before it");
-    chooser.retract().expect("free");
+    chooser.retract();
     let choice = chooser.choose(&mut [0.0, 0.0, 3.0, 2.9, 0.0], Some((0, 2))).expect("free");
     assert_eq!(choice, Choice { token: 2, is_last: false });
 }
@@ -113,7 +113,7 @@ fn an_abandoned_round_chooses_the_same_again() {
     let round = |chooser: &mut SamplerChooser| {
         chooser.begin();
         let drafts = [(); 3].map(|()| chooser.draft(&mut HEAD.clone()).expect("allowed"));
-        chooser.retract().expect("rolls back");
+        chooser.retract();
         let mut choose = |draft| chooser.choose(&mut TARGET.clone(), draft).expect("allowed").token;
         let tokens = [choose(Some((0, drafts[0]))), choose(Some((1, drafts[1]))), choose(None)];
         (drafts, tokens)
@@ -125,12 +125,12 @@ fn an_abandoned_round_chooses_the_same_again() {
     };
     let before = seen(&chooser);
     let first = round(&mut chooser);
-    chooser.abandon().expect("rolls back");
+    chooser.abandon();
     assert_eq!(seen(&chooser), before);
     // The same after an abandoned round that was halfway through drafting.
     chooser.begin();
     chooser.draft(&mut HEAD.clone()).expect("allowed");
-    chooser.abandon().expect("rolls back");
+    chooser.abandon();
     assert_eq!(round(&mut chooser), first);
     assert_ne!(seen(&chooser), before);
 }
@@ -148,7 +148,7 @@ fn drafts_behind_the_end_of_a_grammar_are_not_taken_back_from_it() {
     for _ in 0..8 {
         chooser.draft(&mut [0.0; 8]).expect("allowed");
     }
-    chooser.retract().expect("rolls back");
+    chooser.retract();
     assert_eq!(choose(&mut chooser), 1);
 }
 
@@ -190,7 +190,7 @@ fn masks_apply_to_drafts_and_tokens_alike() {
         let logits = [0.0, 5.0, 2.0, 9.0];
         let drafts: Vec<u32> = (0..3).map(|_| chooser.draft(&mut logits.clone()).expect("allowed")).collect();
         assert_eq!(drafts, [0, 1, 2]);
-        chooser.retract().expect("rolls back");
+        chooser.retract();
         for (i, &draft) in drafts.iter().enumerate() {
             let choice = chooser.choose(&mut logits.clone(), Some((i, draft))).expect("allowed");
             assert_eq!(choice, Choice { token: draft, is_last: false });
@@ -199,4 +199,48 @@ fn masks_apply_to_drafts_and_tokens_alike() {
         let last = chooser.choose(&mut logits.clone(), None).expect("allowed");
         assert_eq!(last, Choice { token: 1, is_last: true });
     }
+}
+
+#[test]
+fn draws_that_are_not_taken_count_as_not_made() {
+    let options = || SamplerOptions { temperature: 0.9, seed: 5, ..SamplerOptions::default() };
+    let draws = |chooser: &mut SamplerChooser, count: usize| -> Vec<_> {
+        (0..count).map(|_| chooser.draw_next().expect("the device draws")).collect()
+    };
+    let mut chooser = chooser(options());
+    let all = draws(&mut chooser, 5);
+    assert!(all.windows(2).all(|pair| pair[0] != pair[1]), "{all:?}");
+    chooser.forget_draws(4);
+    assert_eq!(draws(&mut chooser, 2), all[1..3]);
+    chooser.take(7).expect("free");
+    chooser.take(7).expect("free");
+    // A round begins with the first draw whose token was not taken.
+    chooser.begin();
+    draws(&mut chooser, 1);
+    chooser.abandon();
+    assert_eq!(draws(&mut chooser, 3), all[2..]);
+    chooser.forget_draws(9);
+    assert_eq!(draws(&mut chooser, 3), all[2..], "there were three");
+}
+
+#[test]
+fn a_constraint_that_cannot_go_back_refuses_every_token() {
+    struct Stubborn;
+    impl Constraint for Stubborn {
+        fn mask(&mut self, _: &mut [f32]) -> Result<(), String> {
+            Ok(())
+        }
+        fn accept(&mut self, _: u32) -> Result<(), String> {
+            Ok(())
+        }
+        fn is_complete(&self) -> bool {
+            false
+        }
+    }
+    let mut chooser = SamplerChooser::new(sampler(options(0)), Some(Box::new(Stubborn)), Vec::new());
+    chooser.begin();
+    chooser.choose(&mut TARGET.clone(), None).expect("allowed");
+    chooser.abandon();
+    let refused = chooser.choose(&mut TARGET.clone(), None).expect_err("its state is not known");
+    assert!(refused.to_string().contains("cannot take back 1 tokens"), "{refused}");
 }

@@ -1,10 +1,12 @@
 //! How tokens are drawn in timed steps.
 
+use std::collections::VecDeque;
+
 use anyhow::Result;
 use clap::ValueEnum;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
-use keel_engine::{Engine, Sampler, SamplerOptions};
+use keel_engine::{Engine, Sampler, SamplerOptions, Work, WorkRows};
 
 /// What follows a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -74,14 +76,21 @@ pub fn run_ahead(
     draws: &[Draw],
     mut take: impl FnMut(&[u32]),
 ) -> Result<()> {
+    let mut under_way = VecDeque::new();
     for step in 0..steps {
-        if step == 0 {
-            engine.submit_decode(sequences, Some(first), draws)?;
+        let wanted = steps.min(step + 2);
+        while step + under_way.len() < wanted {
+            let ahead = under_way.len();
+            let work = sequences.iter_mut().zip(draws).enumerate().map(|(i, (sequence, draw))| {
+                let rows = if step + ahead == 0 { WorkRows::Token(first[i]) } else { WorkRows::Drawn(i) };
+                Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
+            });
+            under_way.push_back(engine.submit(&mut work.collect::<Vec<_>>())?);
         }
-        if step + 1 < steps {
-            engine.submit_decode(sequences, None, draws)?;
-        }
-        take(&engine.take_drawn(sequences)?);
+        let Some(ticket) = under_way.pop_front() else { break };
+        let drawn = engine.take(ticket)?;
+        engine.note_decoded(sequences);
+        take(&drawn.into_iter().flatten().collect::<Vec<u32>>());
     }
     Ok(())
 }

@@ -162,12 +162,12 @@ fn run_drafted(
             .filter(|(_, (_, tokens))| tokens.len() < wanted)
             .map(|(i, (((cache, speculation), chooser), tokens))| {
                 let (last, tokens_max) = (tokens[tokens.len() - 1], wanted - tokens.len());
-                (i, RoundSequence { cache, speculation, chooser, last, tokens_max })
+                (i, RoundSequence { cache, speculation: Some(speculation), chooser, last, tokens_max })
             })
             .unzip();
         let rounds = engine.round(&mut members)?;
         for (i, round) in order.into_iter().zip(rounds) {
-            all.tokens[i].extend(round.tokens);
+            all.tokens[i].extend(round?.tokens);
         }
     }
     let decoded = all.finish(engine, start);

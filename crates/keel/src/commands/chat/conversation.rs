@@ -14,7 +14,7 @@ use crate::session::{self, Session};
 use crate::sight::{Glance, Lens, Shown};
 use crate::speculation::SpeculationReport;
 use crate::{input, output, progress};
-use evenkeel::{How, Tokens};
+use evenkeel::How;
 use evenkeel::{ModelText, TextStream};
 
 /// How answers start and end, for the whole conversation.
@@ -245,16 +245,17 @@ impl Conversation {
             max_tokens: self.settings.max_tokens,
             sampler,
             end_tokens: self.manner.end_tokens.clone(),
+            speculation: self.manner.speculation,
             one_by_one: false,
             seen: prompt[..at].to_vec(),
             // The next turn rewinds to the prefill grid anyway.
             disposable: true,
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
-        let how = How { options, speculation: self.manner.speculation, form: None };
+        let how = How { options, form: None };
         let bar = progress::tokens("prompt", prompt.len());
         let runtimes: Vec<_> = self.session.engine.runtimes().cloned().collect();
-        let tokens = Tokens::start(&mut self.session.engine, sequence, &prompt[at..], how, &mut |done| {
+        let tokens = how.start(&mut self.session.engine, sequence, &prompt[at..], &mut |done| {
             bar.set_position((at + done) as u64);
         });
         bar.finish_and_clear();
