@@ -156,8 +156,16 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
     let parallel =
         body.tool_choice.as_ref().and_then(|c| c["disable_parallel_tool_use"].as_bool()) != Some(true);
     let mut variables = Map::new();
-    if let Some(kind) = body.thinking.as_ref().and_then(|t| t["type"].as_str()) {
-        variables.insert("enable_thinking".into(), json!(kind != "disabled"));
+    match &body.thinking {
+        None | Some(Value::Null) => {}
+        Some(thinking) => {
+            let thinks = match thinking["type"].as_str() {
+                Some("enabled" | "adaptive") => true,
+                Some("disabled") => false,
+                _ => return Err(wrong("thinking", "type is one of enabled, adaptive, disabled")),
+            };
+            variables.insert("enable_thinking".into(), json!(thinks));
+        }
     }
     let mut chat = json!({
         "max_tokens": body.max_tokens,

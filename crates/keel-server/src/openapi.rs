@@ -207,6 +207,7 @@ fn schemas() -> Value {
             "tools": tools,
             "tool_choice": tool_choice(),
             "text": {"type": ["object", "null"], "properties": {"format": format(&flat)}},
+            "reasoning": {"type": ["object", "null"]},
             "stream": {"type": ["boolean", "null"]},
         })),
         "Messages": messages,
@@ -249,7 +250,10 @@ fn messages() -> Value {
                 object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
                 object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
             ]},
-            "thinking": {"type": ["object", "null"]},
+            "thinking": {"anyOf": [
+                {"type": "null"},
+                object(&["type"], json!({"type": {"enum": ["enabled", "adaptive", "disabled"]}})),
+            ]},
             "stream": {"type": ["boolean", "null"]},
         }),
     )

@@ -56,6 +56,8 @@ fn messages_answer_stream_count_and_refuse() {
         (json!({"max_tokens": null}), "invalid_request_error"),
         (json!({"model": "claude"}), "not_found_error"),
         (json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "invalid_request_error"),
+        (json!({"thinking": true}), "invalid_request_error"),
+        (json!({"thinking": {"type": "loud"}}), "invalid_request_error"),
     ] {
         let mut wrong = body.clone();
         wrong.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
@@ -98,7 +100,12 @@ fn responses_answer_and_stream() {
         (&answer["output"][0]["type"], &answer["output"][0]["name"]),
         (&json!("function_call"), &json!("look"))
     );
-    assert_eq!(server.post("/v1/responses", &json!({"input": "x", "previous_response_id": "y"})).status, 400);
+    for (field, value) in
+        [("previous_response_id", json!("y")), ("text", json!(true)), ("reasoning", json!("high"))]
+    {
+        let wrong = server.post("/v1/responses", &json!({"input": "x", field: value}));
+        assert_eq!((wrong.status, &wrong.json()["error"]["param"]), (400, &json!(field)), "{}", wrong.body);
+    }
     server.assert_all_is_back();
 }
 

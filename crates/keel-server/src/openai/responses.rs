@@ -120,9 +120,18 @@ fn to_chat(body: ResponseBody) -> Result<Value> {
     }
     chat.insert("messages".into(), Value::Array(messages));
     chat.insert("max_tokens".into(), json!(body.max_output_tokens));
-    chat.insert("response_format".into(), body.text.map_or(Value::Null, |text| text["format"].clone()));
-    chat.insert("reasoning_effort".into(), body.reasoning.map_or(Value::Null, |r| r["effort"].clone()));
+    chat.insert("response_format".into(), part("text", body.text, "format")?);
+    chat.insert("reasoning_effort".into(), part("reasoning", body.reasoning, "effort")?);
     Ok(Value::Object(chat))
+}
+
+/// The part `key` of the object in the field `name`; null if there is none.
+fn part(name: &'static str, field: Option<Value>, key: &str) -> Result<Value> {
+    match field {
+        None | Some(Value::Null) => Ok(Value::Null),
+        Some(Value::Object(mut parts)) => Ok(parts.remove(key).unwrap_or_default()),
+        Some(_) => Err(wrong(name, "it is no object")),
+    }
 }
 
 fn message(item: Value) -> Result<Option<Value>> {
