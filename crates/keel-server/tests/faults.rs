@@ -8,11 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
-use common::{Running, cpu, engine_options, read, request, send, wait_for};
-use keel_array::{ArrayError, Backend, DeviceMemory, Launch};
-use keel_engine::EngineOptions;
+use common::{Running, cpu, demo, engine_options, read, request, send, wait_for};
+use keel_array::{
+    Array, ArrayError, Backend, Category, DType, DeviceMemory, Launch, Runtime, RuntimeOptions,
+};
+use keel_engine::{Engine, EngineOptions};
+use keel_models::loading::CheckpointParameters;
 use keel_server::{PrefixStore, ServerOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_weights::Checkpoint;
 use serde_json::{Value, json};
 
 /// Launches fail while the counter is above zero. Each failure decrements it.
@@ -31,11 +35,7 @@ impl Disturbance for Failing {
                 launch.note_done(0);
             }
             let reason = "injected".to_string();
-            return Err(ArrayError::Allocation {
-                category: keel_array::Category::Workspace,
-                requested: 1,
-                reason,
-            });
+            return Err(ArrayError::Allocation { category: Category::Workspace, requested: 1, reason });
         }
         backend.launch(launch)
     }
@@ -182,6 +182,27 @@ fn a_server_that_has_started_needs_no_more_memory() {
         server.ask("/v1/completions", body);
     }
     server.assert_all_is_back();
+}
+
+/// Something else has bytes on the device when the engine is made, and gives them back while it serves.
+#[test]
+fn bytes_that_are_missing_when_nothing_runs_are_counted() {
+    let runtime = Runtime::new(cpu(), RuntimeOptions::default());
+    let other = Array::persistent(&runtime, Category::User, [1024], DType::F32).expect("there is memory");
+    let make = move || {
+        let checkpoint = Checkpoint::open(&demo()).expect("the model opens");
+        let parameters = CheckpointParameters(&checkpoint);
+        let loaded = Engine::load(&runtime, &parameters, checkpoint.config(), engine_options(), &|_| ());
+        loaded.expect("the model loads")
+    };
+    let server = Running::made(&demo(), make, ServerOptions::default());
+    server.ask("/v1/completions", &completion(3));
+    server.wait_until_idle();
+    assert_eq!(server.app.engine.losses(), 0);
+    drop(other);
+    server.ask("/v1/completions", &completion(3));
+    wait_for("the bytes are missed", || server.app.engine.losses() == 1);
+    assert!(server.get("/metrics").body.contains("keel_idle_losses_total 1\n"));
 }
 
 /// Error of the wall clock in seconds, for the next test.
