@@ -13,7 +13,7 @@ use common::runtime;
 use keel_array::{ArrayError, Backend, Category, DeviceMemory, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, PictureInput, RequestSight};
-use keel_engine::{Engine, EngineOptions, VisionOptions, plan};
+use keel_engine::{Engine, EngineOptions, LateWork, VisionOptions, plan};
 use keel_models::Part;
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -212,6 +212,35 @@ fn run_text(apart: &mut Apart, outcomes: &mut [Outcome]) {
         }
     }
     panic!("the text does not come to an end");
+}
+
+/// As on a GPU: all is compiled, and run once for nobody, before the first request.
+struct Compiling;
+
+impl Disturbance for Compiling {
+    fn is_compiling(&self, _: &dyn Backend) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_tower_is_made_ready_where_kernels_are_compiled() {
+    let compiling = || {
+        let cpu = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
+        Runtime::new(Disturbed::new(cpu, Arc::new(Compiling)), RuntimeOptions::default())
+    };
+    for name in SEEING {
+        let (want, _) = expected(name);
+        for tower in [None, Some(compiling())] {
+            let mut engine = load(name, (&compiling(), tower.as_ref()));
+            engine.make_ready(&mut |_, _, _| ()).expect("it is made ready");
+            let mut batcher = Batcher::new(engine, BatchOptions::default());
+            let requests = vec![text(0), picture(&batcher, 1, 1), picture(&batcher, 2, 2)];
+            let got = run(&mut batcher, requests).into_iter().map(|outcome| outcome.tokens);
+            assert_eq!(got.collect::<Vec<_>>(), want, "{name}");
+            assert_eq!(batcher.status().late_work, LateWork::default(), "{name}");
+        }
+    }
 }
 
 #[test]

@@ -227,7 +227,7 @@ impl Eyes {
 
     /// Runs every piece twice without a picture, so that the extra work of a first and a second run is done.
     pub fn run_for_nobody(&self) -> Result<()> {
-        self.input.batch.row_start.write(&[0, 0])?;
+        self.input.batch.row_start.write(&[0u32, 0])?;
         for piece in self.listed() {
             for _ in 0..2 {
                 piece.run().map_err(ArrayError::from)?;
