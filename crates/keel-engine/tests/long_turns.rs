@@ -6,8 +6,9 @@ mod common;
 use std::time::Instant;
 
 use common::batching::{assert_all_is_back, finish, run};
-use common::queueing::queueing;
+use common::queueing::{Answers, queueing};
 use common::{all_logits, argmax, exact, greedy, runtime};
+use keel_array::sampling::Draw;
 use keel_array::{DType, Runtime, WeightFormat};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Engine, EngineError};
@@ -88,6 +89,18 @@ fn an_answer_that_grows_beyond_is_run_again() {
     engine.prefill(&mut sequence, &prompt(ORIGINAL), &mut Vec::new(), &mut |_| ()).expect("fits");
     let error = engine.decode(&mut [&mut sequence], &[1]).expect_err("its keys turn as those of a short one");
     assert!(matches!(error, EngineError::Outgrown { needed: 65, original: ORIGINAL }), "{error}");
+}
+
+#[test]
+fn a_step_ahead_does_not_cross_the_end_of_the_short_list() {
+    let mut engine = model_on(&queueing(512).0, SHORT, LONG, ORIGINAL);
+    let (mut sequence, mut answers) = ([engine.open().expect("a slot is free")], Answers::default());
+    engine.prefill(&mut sequence[0], &prompt(ORIGINAL - 1), &mut Vec::new(), &mut |_| ()).expect("fits");
+    let draws = [Draw::GREATEST];
+    answers.submit(&mut engine, &mut sequence, Some(&[1]), &draws).expect("the last row of a short one");
+    let error = answers.submit(&mut engine, &mut sequence, None, &draws).expect_err("one row more");
+    assert!(matches!(error, EngineError::Outgrown { needed: 65, original: ORIGINAL }), "{error}");
+    answers.take(&mut engine, &mut sequence);
 }
 
 #[test]
