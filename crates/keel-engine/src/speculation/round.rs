@@ -10,6 +10,7 @@
 
 use std::time::{Duration, Instant};
 
+use keel_array::Regime;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
@@ -173,6 +174,9 @@ impl Engine {
         let count = tokens.iter().map(Vec::len).sum();
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
+        if parts.iter().all(|part| part.draws.is_none()) {
+            return self.run(Regime::Decode, outcome, &rows).map(|()| Vec::new());
+        }
         self.run_and_draw(StepKind::decode(outcome), &rows, count)
     }
 
