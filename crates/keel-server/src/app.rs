@@ -7,13 +7,13 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use keel_engine::SamplerOptions;
 use keel_engine::batch::{BatchRequest, RequestSight};
-use keel_text::{AnswerForm, GrammarSource, GrammarState, StopMatcher};
+use keel_text::{AnswerForm, GrammarSource, StopMatcher};
 use tracing::field::Empty;
 
 use crate::answer::{Answer, AnswerStyle};
 use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
-use crate::grammar::Grammar;
+use crate::grammar::{Compiled, Grammar};
 use crate::keys::Keys;
 use crate::memory::{Listing, RequestMemory, bytes_of_value};
 use crate::metrics::{Metrics, RequestTimer};
@@ -175,7 +175,7 @@ impl App {
     }
 
     /// Compiles the grammar of a request once, for all of its answers.
-    async fn compile(self: &Arc<Self>, grammar: Option<Grammar>) -> Result<Option<GrammarState>> {
+    async fn compile(self: &Arc<Self>, grammar: Option<Grammar>) -> Result<Option<Compiled>> {
         let Some(grammar) = grammar else { return Ok(None) };
         let app = Arc::clone(self);
         let compile = move || app.text.grammars.compile(&grammar);
@@ -219,7 +219,8 @@ impl App {
         let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         for choice in 0..ask.choices {
-            let constraint = grammar.clone().map(|state| self.text.grammars.constraint(state, &ask.form));
+            let constraint =
+                grammar.clone().map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
             let request = BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },

@@ -1,9 +1,12 @@
 //! Uses grammars as constraints in a batch.
 
+use std::sync::Arc;
+
 use keel_engine::batch::Constraint;
-use keel_text::{AnswerForm, GrammarSource, GrammarState, TextError, TextFiles, Tokenizer};
+use keel_text::{AnswerForm, GrammarMask, GrammarSource, GrammarState, TextError, TextFiles, Tokenizer};
 
 use crate::error::Result;
+use crate::mask_ahead::MaskAhead;
 
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,22 +27,32 @@ impl GrammarFactory {
         }
     }
 
-    /// Compiles a grammar. This may take long.
-    pub fn compile(&self, grammar: &Grammar) -> Result<GrammarState> {
+    /// Compiles a grammar, and computes its first mask. This may take long.
+    pub fn compile(&self, grammar: &Grammar) -> Result<Compiled> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
-        Ok(factory.start(&grammar.0)?)
+        let mut state = factory.start(&grammar.0)?;
+        let first = Arc::new(state.allowed()?);
+        Ok(Compiled { state, first })
     }
 
     /// A constraint for one answer.
-    pub fn constraint(&self, state: GrammarState, form: &AnswerForm) -> Box<dyn Constraint> {
+    pub fn constraint(&self, compiled: Compiled, form: &AnswerForm) -> Box<dyn Constraint> {
         let begins_behind = self.think_end.filter(|_| form.begins_in_reasoning);
-        Box::new(Masked { state, begins_behind, has_begun: false, bound: 0 })
+        let masks = MaskAhead::new(compiled.state, compiled.first);
+        Box::new(Masked { masks, begins_behind, has_begun: false, bound: 0 })
     }
 }
 
-struct Masked {
+/// A grammar at its start, and its mask there.
+#[derive(Clone)]
+pub(crate) struct Compiled {
     state: GrammarState,
+    first: Arc<GrammarMask>,
+}
+
+struct Masked {
+    masks: MaskAhead,
     /// The grammar begins after this token; with `None` it begins at once.
     begins_behind: Option<u32>,
     /// Whether that token has come.
@@ -59,15 +72,19 @@ impl Constraint for Masked {
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
         match self.waits_for() {
             Some(_) => Ok(()),
-            None => self.state.mask(logits).map_err(|e| e.to_string()),
+            None => self.masks.apply(logits),
         }
+    }
+
+    fn is_ready(&mut self) -> bool {
+        self.waits_for().is_some() || self.masks.is_ready()
     }
 
     fn accept(&mut self, token: u32) -> Result<(), String> {
         match self.waits_for() {
             Some(wanted) => self.has_begun = token == wanted,
             None => {
-                self.state.accept(token).map_err(|e| e.to_string())?;
+                self.masks.accept(token)?;
                 self.bound += 1;
             }
         }
@@ -75,16 +92,17 @@ impl Constraint for Masked {
     }
 
     fn is_complete(&self) -> bool {
-        self.waits_for().is_none() && self.state.is_complete()
+        self.waits_for().is_none() && self.masks.is_complete()
     }
 
+    /// Drafts need masks in the middle of a step.
     fn can_roll_back(&self) -> bool {
-        true
+        !self.masks.is_slow()
     }
 
     fn rollback(&mut self, tokens: usize) -> Result<(), String> {
         let bound = tokens.min(self.bound);
-        self.state.rollback(bound).map_err(|e| e.to_string())?;
+        self.masks.rollback(bound)?;
         self.bound -= bound;
         // Of the tokens before the grammar, the last is `begins_behind`. So rolling back one of them undoes
         // `has_begun`.

@@ -29,6 +29,7 @@ mod grammar;
 mod held;
 mod http;
 mod keys;
+mod mask_ahead;
 mod memory;
 mod metrics;
 mod openai;

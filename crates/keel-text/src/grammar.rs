@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use llguidance::api::TopLevelGrammar;
-use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value, json};
 
@@ -167,13 +167,16 @@ impl GrammarState {
     /// # Errors
     /// [`TextError::Grammar`] if the grammar exceeds its bounds.
     pub fn mask(&mut self, logits: &mut [f32]) -> Result<(), TextError> {
-        let mask = self.0.compute_mask_or_eos().map_err(refused)?;
-        for (id, logit) in logits.iter_mut().enumerate() {
-            if id >= mask.len() || !mask.get(id) {
-                *logit = f32::NEG_INFINITY;
-            }
-        }
+        self.allowed()?.apply(logits);
         Ok(())
+    }
+
+    /// The tokens that the grammar allows next. This may take long.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] if the grammar exceeds its bounds.
+    pub fn allowed(&mut self) -> Result<GrammarMask, TextError> {
+        self.0.compute_mask_or_eos().map(GrammarMask).map_err(refused)
     }
 
     /// Advances by a token.
@@ -195,6 +198,21 @@ impl GrammarState {
     /// Whether the grammar allows no further token.
     pub fn is_complete(&self) -> bool {
         self.0.is_stopped()
+    }
+}
+
+/// The tokens that a grammar allows at a position.
+#[derive(Clone, Debug)]
+pub struct GrammarMask(SimpleVob);
+
+impl GrammarMask {
+    /// Sets the logits of the other tokens to negative infinity.
+    pub fn apply(&self, logits: &mut [f32]) {
+        for (id, logit) in logits.iter_mut().enumerate() {
+            if id >= self.0.len() || !self.0.get(id) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
     }
 }
 

@@ -6,7 +6,8 @@
 //! submitted.
 //!
 //! A sequence whose tokens the host draws is in every other step: the step after its row is submitted before the host
-//! has its logits. All such sequences are in the same steps, so together they wait no longer than one alone.
+//! has its logits. All such sequences are in the same steps, so together they wait no longer than one alone. One whose
+//! mask is not ready sits out.
 //!
 //! An answer that ends with its token has a row too many in the step under way. That row writes after the answer's end.
 //! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
@@ -153,7 +154,10 @@ impl Batcher {
             let by_host = draws && !running.draws_ahead();
             Part { id: running.id, rows, is_prompt, draws, by_host, saved: None }
         };
-        let goes_on = |(_, running): &(usize, &Running)| running.is_answering() && running.draws_left() > 0;
+        self.running.iter_mut().filter(|running| running.is_answering()).for_each(Running::ask_mask);
+        let goes_on = |(_, running): &(usize, &Running)| {
+            running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
+        };
         let answers = self.running.iter().enumerate().filter(goes_on);
         let mut parts: Vec<(usize, Part)> =
             answers.map(|(i, running)| (i, part(running, 1, false))).collect();

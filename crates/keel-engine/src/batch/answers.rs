@@ -15,6 +15,7 @@ impl Batcher {
         };
         let holds = self.make_way(pages);
         self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
+        self.running.iter_mut().filter(|running| running.is_decoding()).for_each(Running::ask_mask);
         let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
         if rows.is_empty() {
             return;

@@ -23,7 +23,7 @@ mod request;
 mod sequence;
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use keel_array::AttentionSpec;
 use keel_cache::PrefixHit;
@@ -47,6 +47,9 @@ use features::FeatureStore;
 use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
+
+/// Pause between two looks for a mask where nothing else can run.
+const MASK_POLL: Duration = Duration::from_millis(1);
 
 /// The running sequences with these numbers, in order.
 fn members<'a>(running: &'a mut [Running], rows: &'a [usize]) -> impl Iterator<Item = &'a mut Running> {
@@ -272,6 +275,10 @@ impl Batcher {
         }
         self.end_refused();
         self.turn = self.turn.wrapping_add(1);
+        let has_run = !self.events.is_empty() || !self.pending.is_empty();
+        if !has_run && self.running.iter().any(|running| running.awaits_mask) {
+            std::thread::sleep(MASK_POLL);
+        }
         std::mem::take(&mut self.events)
     }
 

@@ -18,6 +18,12 @@ pub trait Constraint: Send {
     /// A sentence for the user; the request fails with it.
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
 
+    /// Whether [`Constraint::mask`] takes no time. It is asked before each step of the sequence after its first token.
+    /// If not, the sequence sits out of the step and others go on.
+    fn is_ready(&mut self) -> bool {
+        true
+    }
+
     /// Takes the token that was drawn.
     ///
     /// # Errors

@@ -32,6 +32,8 @@ pub(super) struct Running {
     pub deadline: Option<Instant>,
     /// Whether it takes no part in this step.
     pub holds: bool,
+    /// Its constraint is not ready, so it sits out of the step.
+    pub awaits_mask: bool,
     /// Set after the prompt, if the engine drafts.
     pub speculation: Option<Speculation>,
     /// Its part in steps under way.
@@ -90,6 +92,7 @@ impl Running {
             rolling: None,
             deadline: request.deadline,
             holds: false,
+            awaits_mask: false,
             speculation: None,
             ahead: Ahead::default(),
             pictures: Pictures::default(),
@@ -161,7 +164,12 @@ impl Running {
 
     /// Whether it decodes in this step.
     pub fn decodes_now(&self) -> bool {
-        self.is_decoding() && !self.holds
+        self.is_decoding() && !self.holds && !self.awaits_mask
+    }
+
+    /// Asks its constraint whether it is ready for the next token.
+    pub fn ask_mask(&mut self) {
+        self.awaits_mask = !self.chooser.is_ready();
     }
 
     /// The rest of its prompt.

@@ -129,6 +129,11 @@ impl SamplerChooser {
         std::mem::take(&mut self.logprobs)
     }
 
+    /// Whether the constraint can be applied without a wait.
+    pub(crate) fn is_ready(&mut self) -> bool {
+        self.constraint.as_mut().is_none_or(|constraint| constraint.is_ready())
+    }
+
     fn process(&mut self, logits: &mut [f32]) -> Result<()> {
         if let Some(constraint) = &mut self.constraint {
             constraint.mask(logits).map_err(EngineError::Constraint)?;
