@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the images of packaging/Dockerfile and looks at each as a user would:
 #
-#   packaging/images.sh [docker|podman|buildah] [OPTIONS of the build]
+#   packaging/images.sh [docker|podman|buildah] [OPTIONS of the build]      (buildah: with BUILDAH_ISOLATION=chroot)
 #
 # Version, a text, the user, a folder for models that can be written, and a server that answers, shows its page and ends at SIGTERM;
 # in the image for CUDA, NVRTC is found. No GPU is needed. Where no registry can be reached, base images that are there under
@@ -27,7 +27,12 @@ fail() { echo "packaging/images.sh: $*" >&2; exit 1; }
 build=("$tool" build -f packaging/Dockerfile)
 case $tool in
     docker) ;;
-    podman | buildah) build+=(--ignorefile packaging/Dockerfile.dockerignore) ;;
+    podman) build+=(--ignorefile packaging/Dockerfile.dockerignore) ;;
+    buildah)
+        build+=(--ignorefile packaging/Dockerfile.dockerignore)
+        # The server is ended by its own process number, which is that of this machine with chroot alone.
+        [ "${BUILDAH_ISOLATION:-}" = chroot ] || fail "buildah needs BUILDAH_ISOLATION=chroot"
+        ;;
     *) fail "there is no builder $tool: docker, podman or buildah" ;;
 esac
 
@@ -64,7 +69,7 @@ answer = json.load(urllib.request.urlopen(request, timeout=60))
 assert answer["choices"][0]["text"], answer
 PY
     if [ "$tool" = buildah ]; then
-        # buildah does not pass signals on. It gives the program no number of its own, with chroot alone.
+        # buildah does not pass signals on.
         kill "$(sed -n 's/^process //p' "$work/log")"
     else
         kill "$server"

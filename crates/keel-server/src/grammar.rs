@@ -1,6 +1,7 @@
 //! Uses grammars as constraints in a batch.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use keel_engine::batch::Constraint;
 use keel_text::{AnswerForm, GrammarMask, GrammarSource, GrammarState, TextError, TextFiles, Tokenizer};
@@ -32,14 +33,15 @@ impl GrammarFactory {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
         let mut state = factory.start(&grammar.0)?;
+        let start = Instant::now();
         let first = Arc::new(state.allowed()?);
-        Ok(Compiled { state, first })
+        Ok(Compiled { state, first, took: start.elapsed() })
     }
 
     /// A constraint for one answer.
     pub fn constraint(&self, compiled: Compiled, form: &AnswerForm) -> Box<dyn Constraint> {
         let begins_behind = self.think_end.filter(|_| form.begins_in_reasoning);
-        let masks = MaskAhead::new(compiled.state, compiled.first);
+        let masks = MaskAhead::new(compiled.state, compiled.first, compiled.took);
         Box::new(Masked { masks, begins_behind, has_begun: false, bound: 0 })
     }
 }
@@ -49,6 +51,8 @@ impl GrammarFactory {
 pub(crate) struct Compiled {
     state: GrammarState,
     first: Arc<GrammarMask>,
+    /// The time that the mask took.
+    took: Duration,
 }
 
 struct Masked {

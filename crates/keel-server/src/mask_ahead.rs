@@ -1,17 +1,17 @@
-//! The next mask of a grammar, computed on a thread of its own where it takes long.
+//! The masks of a grammar, computed on a thread of the answer where they take long.
 //!
-//! The tokens that a grammar allows do not depend on logits. So a mask is asked for before the step that needs it, and a
-//! sequence whose mask is not there yet sits out of the step: a mask that takes long delays its own sequence.
+//! Most masks take microseconds and are computed when they are needed. Once one has taken long, the rest of the answer's
+//! are computed ahead: the tokens that a grammar allows do not depend on logits. An answer whose mask is not there yet
+//! sits out of the step, so the others go on. Answers to one prompt share the grammar's tables and wait for each other.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use keel_text::{GrammarMask, GrammarState};
 
-/// Longest time that a step waits for a mask. A mask that takes longer is slow, and no step waits for the next ones of
-/// its sequence.
-const PATIENCE: Duration = Duration::from_millis(2);
+/// A mask that takes longer is slow. So are all after it.
+const SLOW: Duration = Duration::from_millis(5);
 
 type Mask = Result<Arc<GrammarMask>, String>;
 
@@ -20,9 +20,10 @@ pub(crate) struct MaskAhead {
     /// `None` while the thread has it, and after the thread has lost it.
     state: Option<GrammarState>,
     mask: Option<Mask>,
+    /// Whether a mask has taken long.
     is_slow: bool,
     is_complete: bool,
-    /// Made when the first mask is asked for.
+    /// Made when the first mask is computed ahead.
     thread: Option<MaskThread>,
 }
 
@@ -64,24 +65,23 @@ impl MaskThread {
 }
 
 impl MaskAhead {
-    /// At the start of a grammar, whose mask is known.
-    pub fn new(state: GrammarState, first: Arc<GrammarMask>) -> MaskAhead {
-        let is_complete = state.is_complete();
-        MaskAhead { state: Some(state), mask: Some(Ok(first)), is_slow: false, is_complete, thread: None }
+    /// At the start of a grammar, whose mask is known and took as long as `took`.
+    pub fn new(state: GrammarState, first: Arc<GrammarMask>, took: Duration) -> MaskAhead {
+        let (is_complete, is_slow) = (state.is_complete(), took > SLOW);
+        MaskAhead { state: Some(state), mask: Some(Ok(first)), is_slow, is_complete, thread: None }
     }
 
-    /// Whether the mask is there. If not, it is being computed.
+    /// Whether a step need not wait for the mask. If it has to, the mask is being computed.
     pub fn is_ready(&mut self) -> bool {
-        if self.mask.is_some() {
+        if self.mask.is_some() || !self.is_slow {
             return true;
         }
         self.begin();
         let Some(thread) = self.thread.as_ref().filter(|_| self.mask.is_none()) else { return true };
-        let patience = if self.is_slow { Duration::ZERO } else { PATIENCE };
-        match thread.masks.recv_timeout(patience) {
+        match thread.masks.try_recv() {
             Ok(computed) => self.keep(computed),
-            Err(RecvTimeoutError::Timeout) => self.is_slow = true,
-            Err(RecvTimeoutError::Disconnected) => self.lose(),
+            Err(TryRecvError::Empty) => {}
+            Err(TryRecvError::Disconnected) => self.lose(),
         }
         self.mask.is_some()
     }
@@ -152,7 +152,7 @@ impl MaskAhead {
         let Computed { state, mask, took } = computed;
         self.state = Some(state);
         self.mask = Some(mask);
-        self.is_slow = took > PATIENCE;
+        self.is_slow |= took > SLOW;
     }
 
     /// The thread has ended with the state.
@@ -160,6 +160,7 @@ impl MaskAhead {
         self.mask.get_or_insert(Err(LOST.into()));
     }
 
+    /// Waits for a mask that is being computed.
     fn change(&mut self, change: impl FnOnce(&mut GrammarState) -> Result<(), String>) -> Result<(), String> {
         self.settle();
         let state = self.state.as_mut().ok_or(LOST)?;
@@ -178,7 +179,7 @@ mod tests {
 
     use super::*;
 
-    fn start(grammar: &str) -> (GrammarState, MaskAhead, usize) {
+    fn start(grammar: &str, took: Duration) -> (GrammarState, MaskAhead, usize) {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
         let files = TextFiles::read(&folder).expect("there");
         let tokenizer = Tokenizer::new(&files).expect("sound");
@@ -186,7 +187,7 @@ mod tests {
         let mut state = factory.start(&GrammarSource::Regex(grammar.into())).expect("sound");
         let first = state.allowed().expect("bounded");
         let vocab = tokenizer.vocab_size();
-        (state.clone(), MaskAhead::new(state, Arc::new(first)), vocab)
+        (state.clone(), MaskAhead::new(state, Arc::new(first), took), vocab)
     }
 
     fn allowed(mask: impl FnOnce(&mut [f32]) -> Result<(), String>, vocab: usize) -> Vec<u32> {
@@ -197,26 +198,45 @@ mod tests {
 
     #[test]
     fn masks_are_those_that_the_grammar_gives_and_can_be_taken_back() {
-        let (mut state, mut ahead, vocab) = start("[a-c]{1,4}x(y|z){2}");
-        for step in 0..12 {
-            // Some masks are asked for ahead, some are needed at once.
-            while step % 3 != 0 && !ahead.is_ready() {}
-            let want = allowed(|logits| state.mask(logits).map_err(|e| e.to_string()), vocab);
-            assert_eq!(allowed(|logits| ahead.apply(logits), vocab), want, "step {step}");
-            let Some(&token) = want.get(step % want.len()) else { break };
-            state.accept(token).expect("allowed");
-            ahead.accept(token).expect("allowed");
-            assert_eq!(ahead.is_complete(), state.is_complete());
-            if ahead.is_complete() {
-                break;
-            }
-            if step % 4 == 1 {
-                // Also while a thread has it.
-                ahead.is_ready();
-                ahead.rollback(1).expect("accepted");
-                state.rollback(1).expect("accepted");
+        for took in [Duration::ZERO, 2 * SLOW] {
+            let (mut state, mut ahead, vocab) = start("[a-c]{1,4}x(y|z){2}", took);
+            for step in 0..12 {
+                // Some masks are waited for, some are needed at once.
+                while step % 3 != 0 && !ahead.is_ready() {}
+                let want = allowed(|logits| state.mask(logits).map_err(|e| e.to_string()), vocab);
+                assert_eq!(allowed(|logits| ahead.apply(logits), vocab), want, "step {step}");
+                let Some(&token) = want.get(step % want.len()) else { break };
+                state.accept(token).expect("allowed");
+                ahead.accept(token).expect("allowed");
+                assert_eq!(ahead.is_complete(), state.is_complete());
+                if ahead.is_complete() {
+                    break;
+                }
+                if step % 4 == 1 {
+                    // Also while a thread has it.
+                    ahead.is_ready();
+                    ahead.rollback(1).expect("accepted");
+                    state.rollback(1).expect("accepted");
+                }
             }
         }
-        assert!(ahead.thread.is_some(), "a thread has computed some");
+    }
+
+    #[test]
+    fn after_a_slow_mask_all_are_computed_on_a_thread() {
+        let (mut state, mut ahead, vocab) = start("[a-c]{1,4}x(y|z){2}", Duration::ZERO);
+        let token = allowed(|logits| state.mask(logits).map_err(|e| e.to_string()), vocab)[0];
+        ahead.accept(token).expect("allowed");
+        assert!(ahead.is_ready() && ahead.thread.is_none(), "a fast one is computed when it is needed");
+        let state = ahead.state.take().expect("no thread has it");
+        let mask = Err("a step has waited for it".into());
+        ahead.keep(Computed { state, mask, took: 2 * SLOW });
+        for _ in 0..2 {
+            ahead.rollback(0).expect("nothing is taken back");
+            ahead.is_ready();
+            assert!(ahead.thread.is_some() && ahead.is_slow());
+            while !ahead.is_ready() {}
+            assert!(matches!(&ahead.mask, Some(Ok(_))));
+        }
     }
 }

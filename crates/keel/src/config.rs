@@ -33,7 +33,8 @@ impl Config {
     /// A named file cannot be read, or the file is not TOML.
     pub fn find(args: impl Iterator<Item = OsString>) -> Result<Config> {
         let named = named(args).or_else(|| std::env::var_os(VARIABLE)).map(PathBuf::from);
-        if named.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
+        let is_none = |path: &PathBuf| path.as_os_str().is_empty() || path == Path::new("/dev/null");
+        if named.as_ref().is_some_and(is_none) {
             return Ok(Config::default());
         }
         let is_named = named.is_some();

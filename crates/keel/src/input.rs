@@ -41,9 +41,10 @@ pub fn open(path: &Path) -> Result<File> {
     open_regular(path).with_context(|| format!("cannot read {}{}", path.display(), instead(path)))
 }
 
-/// What to write for a file that stands for standard input.
+/// What to do about a pipe of the shell.
 fn instead(path: &Path) -> &'static str {
-    if path == Path::new("/dev/stdin") { " (- stands for standard input, where it can be read)" } else { "" }
+    let is_pipe = path == Path::new("/dev/stdin") || path.starts_with("/dev/fd");
+    if is_pipe { " (write it to a file; - stands for standard input, where that can be read)" } else { "" }
 }
 
 /// All of standard input, which may be a pipe.

@@ -55,6 +55,13 @@ fn a_file_sets_options_and_the_command_line_and_the_environment_win() {
     let other = home.path().join("other.toml");
     std::fs::write(&other, "max-tokens = 2\nignore-eos = true\n").expect("written");
     assert_eq!(generate(&["--config", other.to_str().expect("UTF-8")]), Some(2));
+    // The usual ways to say that there is none: the file at the usual place counts no more.
+    for none in ["", "/dev/null"] {
+        assert_eq!(generate(&["-n", "4", "--config", none]), Some(4), "{none:?}");
+    }
+    let shown = json(&keel(home.path(), &["config", "--json", "--config", "/dev/null"]));
+    let sources = shown["settings"].as_array().expect("a list").iter().map(|setting| &setting["source"]);
+    assert!(shown["is_there"] == false && sources.clone().all(|source| source == "environment"), "{shown}");
 
     let shown = json(&keel(home.path(), &["config", "--json"]));
     let find = |shown: &Value, command: &str, option: &str| {

@@ -20,7 +20,7 @@ use crate::{input, output, pooling, progress};
 /// Texts that run at once.
 const SEQUENCES_MAX: usize = 16;
 /// Largest number of bytes of all texts.
-const BYTES_MAX: usize = 1 << 30;
+const BYTES_MAX: u64 = 1 << 30;
 
 /// Print the embeddings of texts: one JSON object for each text, {"index": 0, "tokens": 5, "embedding": [...]}, in the
 /// order of the texts.
@@ -99,21 +99,28 @@ pub fn run(args: &EmbedArgs) -> Result<()> {
     })
 }
 
+/// The lines that are not empty. Takes what it reads from `left`, the bytes that may come.
+fn lines_of(lines: &mut dyn BufRead, left: &mut u64) -> Result<Vec<String>> {
+    // A line may have no end.
+    let mut limited = lines.take(*left + 1);
+    let mut texts = Vec::new();
+    for line in limited.by_ref().lines() {
+        texts.push(line?);
+    }
+    let Some(rest) = limited.limit().checked_sub(1) else {
+        bail!("there are more than {BYTES_MAX} bytes of texts");
+    };
+    *left = rest;
+    texts.retain(|line| !line.trim().is_empty());
+    Ok(texts)
+}
+
 /// The texts of the command line, then those of files.
 fn texts(args: &EmbedArgs) -> Result<Vec<String>> {
     let mut texts = args.texts.clone();
     let mut left = BYTES_MAX;
     let mut read = |lines: &mut dyn BufRead, shown: &str| -> Result<()> {
-        // A line may have no end.
-        for line in lines.take(left as u64 + 1).lines() {
-            let line = line.with_context(|| format!("cannot read {shown}"))?;
-            left = left
-                .checked_sub(line.len())
-                .with_context(|| format!("{shown}: more than {BYTES_MAX} bytes"))?;
-            if !line.trim().is_empty() {
-                texts.push(line);
-            }
-        }
+        texts.extend(lines_of(lines, &mut left).with_context(|| format!("cannot read {shown}"))?);
         Ok(())
     };
     for path in &args.file {
@@ -174,4 +181,23 @@ fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
     }
     values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
     Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_bytes_than_may_come_are_refused_and_none_is_dropped() {
+        let mut left = 8;
+        assert_eq!(lines_of(&mut &b"ab\n\nc\n"[..], &mut left).expect("six bytes"), ["ab", "c"]);
+        assert_eq!(left, 2);
+        assert_eq!(lines_of(&mut &b"d\n"[..], &mut left).expect("two bytes"), ["d"]);
+        // Line breaks count: three bytes, of which two are a text.
+        for text in [&b"d"[..], b"\n", b"de\n"] {
+            let error = lines_of(&mut &text[..], &mut left).expect_err("none is left").to_string();
+            assert!(error.contains("more than"), "{error}");
+        }
+        assert_eq!(left, 0);
+    }
 }
