@@ -147,7 +147,7 @@ fn a_thread_that_ends_after_its_first_job_loses_the_second() {
     });
 }
 
-/// A device does all jobs that it was handed, in order, also if nobody waits for their ends, and then ends.
+/// A device does all jobs that it was handed, in order, also without a waiter for their ends, and then ends.
 #[test]
 fn jobs_are_done_in_order_and_the_thread_ends_after_the_last() {
     loom::model(|| {

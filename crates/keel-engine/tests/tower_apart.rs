@@ -214,7 +214,7 @@ fn run_text(apart: &mut Apart, outcomes: &mut [Outcome]) {
     panic!("the text does not come to an end");
 }
 
-/// As on a GPU: all is compiled, and run once for nobody, before the first request.
+/// As on a GPU: every step and piece is compiled and run without a request, before the first request comes.
 struct Compiling;
 
 impl Disturbance for Compiling {

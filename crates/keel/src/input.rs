@@ -1,5 +1,5 @@
 //! Files and standard input that a command reads whole. Each has a limit of bytes, and a file must be a regular file: a
-//! device has no end, and a pipe may have nobody who writes.
+//! device has no end, and a pipe may have no writer.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};

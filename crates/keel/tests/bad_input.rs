@@ -378,7 +378,7 @@ fn a_model_folder_of_pipes_and_devices_is_refused() {
     }
 }
 
-/// A device has no end, and a pipe may have nobody who writes. So an option that names one is refused.
+/// A device has no end, and a pipe may have no writer. So an option that names one is refused.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_option_that_names_a_pipe_or_a_device_is_refused() {

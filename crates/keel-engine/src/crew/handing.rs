@@ -1,6 +1,6 @@
 //! How work is handed to a thread, and how its end comes back.
 //!
-//! Nobody waits without end: if the thread ends, the ends of all work that it has not done are lost, and their waiters
+//! No waiter waits without end: if the thread ends, the ends of all work that it has not done are lost, and their waiters
 //! learn it.
 //!
 //! `tests/interleavings.rs` compiles this file with a channel of loom's types and checks each order of the steps.
