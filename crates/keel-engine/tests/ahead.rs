@@ -85,7 +85,7 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
         iterator(&mut engine, GenerateOptions { disposable: true, ..until(4, penalised, vec![]) });
     queueing.take_events();
     assert_eq!(tokens.by_ref().count(), 4);
-    assert_eq!(queueing.take_events(), "LLL");
+    assert_eq!(queueing.take_events(), "LWLWLW");
     tokens.release();
 }
 

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
 use common::{PLAIN, demo, engine, fixture};
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
@@ -22,6 +22,8 @@ use keel_testkit::disturbed::{Disturbance, Disturbed};
 struct Faults {
     launches: AtomicUsize,
     failing: Mutex<BTreeSet<usize>>,
+    /// How many reads of results fail from now on.
+    failing_reads: AtomicUsize,
 }
 
 impl Faults {
@@ -47,6 +49,20 @@ impl Disturbance for Faults {
             return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
         }
         backend.launch(launch)
+    }
+
+    fn read_settled(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
+        let fails = |left: usize| left.checked_sub(1);
+        match self.failing_reads.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fails) {
+            Ok(_) => Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() }),
+            Err(_) => backend.read_settled(memory, offset, bytes),
+        }
     }
 }
 
@@ -121,6 +137,39 @@ fn a_fault_that_passes_costs_nobody_an_answer() {
                 );
             }
             assert_eq!(batcher.status().failed_steps, failed + 1, "launch {number} was not tried again");
+        }
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+/// Where a round can be repeated, a read that fails once or twice costs no answer.
+#[test]
+fn results_that_cannot_be_read_are_made_again() {
+    for (folder, drafts) in [(demo(), 2), (fixture(PLAIN[0]), 0)] {
+        let (mut batcher, faults) = batcher(&folder, drafts);
+        // The host draws each token, so that it reads logits.
+        let requests = || {
+            let penalty = |mut request: BatchRequest| {
+                request.sampler.repetition_penalty = 1.1;
+                request
+            };
+            requests().into_iter().map(penalty)
+        };
+        let good = run(&mut batcher, requests().collect());
+        for failing in [1, 2] {
+            batcher.forget_prefixes();
+            let mut outcomes: Vec<Outcome> = (0..COUNT).map(|_| Outcome::default()).collect();
+            let now = Instant::now();
+            requests().for_each(|request| batcher.submit(request, now).expect("accepted"));
+            while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+                step(&mut batcher, now, &mut outcomes);
+            }
+            let failed = batcher.status().failed_steps;
+            faults.failing_reads.store(failing, Ordering::SeqCst);
+            for (outcome, good) in end(&mut batcher, outcomes).iter().zip(&good) {
+                assert_eq!((&outcome.tokens, outcome.finish), (&good.tokens, good.finish), "{outcome:?}");
+            }
+            assert_eq!(batcher.status().failed_steps, failed + failing as u64);
         }
         assert_all_is_back(&mut batcher);
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use common::{decoded, demo, expect_same_state, fixture, recurrent_bytes};
-use keel_array::{ArrayError, Backend, Compute, Launch, Op, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Compute, DeviceMemory, Launch, Op, Runtime, RuntimeOptions};
 use keel_cache::{CacheError, Interruption, SequenceCache, Settled};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
@@ -25,6 +25,8 @@ struct Faults {
     until: AtomicUsize,
     /// Let the failing launch run first, and do not report how far it came.
     is_silent: AtomicBool,
+    /// How many results are read before a read fails; the largest number means never.
+    reads: AtomicUsize,
     /// Break the page table of the launch instead. The first attention in it finds out, after kernels that have run.
     breaks_pages: AtomicBool,
 }
@@ -36,6 +38,7 @@ impl Faults {
 
     fn clear(&self) {
         self.set(usize::MAX);
+        self.reads.store(usize::MAX, Ordering::Relaxed);
     }
 }
 
@@ -60,6 +63,24 @@ impl Disturbance for Faults {
             launch.note_done(0);
         }
         Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+    }
+
+    fn read_settled(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
+        match self.reads.load(Ordering::Relaxed) {
+            usize::MAX => {}
+            0 => {
+                self.clear();
+                return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
+            }
+            left => self.reads.store(left - 1, Ordering::Relaxed),
+        }
+        backend.read_settled(memory, offset, bytes)
     }
 }
 
@@ -192,6 +213,40 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
         expect_same_state(&mut engine, last.cache, straight);
         assert!(engine.cache().is_idle());
     }
+}
+
+#[test]
+fn a_round_whose_results_cannot_be_read_is_repeated() {
+    let (mut engine, faults) = engine(&demo(), 512);
+    let mut undisturbed = members(&mut engine);
+    (0..6).for_each(|_| round(&mut engine, &mut undisturbed).expect("the round runs"));
+    let wanted: Vec<Vec<u32>> = undisturbed.iter().map(|m| m.tokens.clone()).collect();
+    undisturbed.into_iter().for_each(|m| engine.release(m.cache));
+
+    let mut disturbed = members(&mut engine);
+    let mut failures = 0;
+    for _ in 0..6 {
+        let before: Vec<_> = disturbed.iter().map(Member::standing).collect();
+        for reads in 0.. {
+            faults.reads.store(reads, Ordering::Relaxed);
+            let outcome = round(&mut engine, &mut disturbed);
+            faults.clear();
+            let Err(error) = outcome else { break };
+            assert!(error.to_string().contains("injected"), "{error}");
+            for (member, (len, _, counters)) in disturbed.iter().zip(&before) {
+                assert_eq!((member.standing().0, &member.standing().2), (*len, counters));
+            }
+            failures += 1;
+        }
+    }
+    let got: Vec<Vec<u32>> = disturbed.iter().map(|m| m.tokens.clone()).collect();
+    assert_eq!(got, wanted);
+    // Hidden states are read once a round, and logits for two of the sequences.
+    assert!(failures >= 6 * 3, "{failures} failures");
+    let last = disturbed.pop().expect("there are three");
+    disturbed.into_iter().for_each(|m| engine.release(m.cache));
+    let straight = decoded(&mut engine, &last.prompt, &last.tokens[..last.tokens.len() - 1]);
+    expect_same_state(&mut engine, last.cache, straight);
 }
 
 /// A sequence after each of its tokens: the bytes of windows and states, and the logits.

@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::crew::DeviceThread;
 use crate::eyes::{self, Eyes, Look, Looked, PatchGrid};
 use crate::options::EngineOptions;
-use crate::speculation::Costs;
+use crate::speculation::{Costs, RowResults};
 use crate::split;
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::together::Peer;
@@ -54,8 +54,8 @@ pub struct Engine {
     pub(crate) options: EngineOptions,
     /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
-    /// Logits of the row that a round chooses from.
-    pub(crate) row_logits: Vec<f32>,
+    /// What the host read of the last round.
+    pub(crate) row_results: RowResults,
     /// The work done until the engine was ready.
     ready: Option<LateWork>,
 }
@@ -171,7 +171,7 @@ impl Engine {
             eyes_runtime: tower.cloned(),
             options,
             costs: Costs::default(),
-            row_logits: Vec::new(),
+            row_results: RowResults::default(),
             ready: None,
         };
         engine.prepare_steps()?;

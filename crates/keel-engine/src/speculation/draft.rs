@@ -69,7 +69,7 @@ impl Engine {
                 let draft = if parts[i].draws.is_some() {
                     drawn[row]
                 } else {
-                    self.stepper.read_logits(row, &mut logits)?;
+                    self.stepper.read_row_logits(row, &mut logits)?;
                     batch[i].chooser.draft(&mut logits).unwrap_or_else(|error| {
                         // Its other drafts do not matter any more.
                         parts[i].failure.get_or_insert(error);

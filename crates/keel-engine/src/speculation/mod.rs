@@ -29,6 +29,7 @@ pub use choose::{Choice, Chooser, SamplerChooser};
 pub use counters::SpeculationCounters;
 pub(crate) use depth::Costs;
 pub use depth::Depth;
+pub(crate) use round::RowResults;
 pub use round::{Round, RoundSequence};
 
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};

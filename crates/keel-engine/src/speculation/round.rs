@@ -42,6 +42,15 @@ pub struct Round {
     pub is_last: bool,
 }
 
+/// What the host reads of a round, kept for the next round.
+#[derive(Default)]
+pub(crate) struct RowResults {
+    /// Logits of the row that a token is chosen from.
+    logits: Vec<f32>,
+    /// Hidden states of all rows.
+    hidden: Vec<f32>,
+}
+
 /// The work of a round for one sequence.
 pub(super) struct Part {
     /// How many drafts to make.
@@ -158,7 +167,12 @@ impl Engine {
         let drawn = self.verify(batch, parts)?;
         let verifying = start.elapsed();
         let start = Instant::now();
-        let judged = self.judge(batch, parts, &drawn);
+        let judged = self.judge(batch, parts, &drawn).inspect_err(|_| {
+            // The pass has committed the rows of the round before. Its own rows are taken back.
+            if self.leaves_open() {
+                batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
+            }
+        })?;
         Ok((judged, [drafting, verifying, start.elapsed()]))
     }
 
@@ -174,54 +188,78 @@ impl Engine {
         let count = tokens.iter().map(Vec::len).sum();
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
-        if parts.iter().all(|part| part.draws.is_none()) {
+        // A backend that queues is waited for in any case, because the results are read without a further wait.
+        if parts.iter().all(|part| part.draws.is_none()) && !self.runtime.backend().is_queueing() {
             return self.run(Regime::Decode, outcome, &rows).map(|()| Vec::new());
         }
         self.run_and_draw(StepKind::decode(outcome), &rows, count)
     }
 
-    /// Chooses the tokens of each sequence, and keeps the hidden states of their rows for the head.
+    /// Chooses the tokens of each sequence, and keeps the hidden states of their rows for the head. An error says that
+    /// results could not be read.
     fn judge(
         &mut self,
         batch: &mut [RoundSequence<'_>],
         parts: &mut [Part],
         drawn: &[u32],
-    ) -> Vec<Result<Round>> {
-        // Reused from round to round.
-        let mut logits = std::mem::take(&mut self.row_logits);
+    ) -> Result<Vec<Result<Round>>> {
+        // Reused from round to round. A failed round drops it.
+        let RowResults { mut logits, mut hidden } = std::mem::take(&mut self.row_results);
+        if batch.iter().any(|sequence| sequence.speculation.is_some()) {
+            let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
+            self.stepper.read_open_hidden(rows, &mut hidden)?;
+        }
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         for (sequence, part) in batch.iter_mut().zip(parts) {
             all.push(match part.failure.take() {
                 Some(failure) => Err(failure),
-                None => self.choose_tokens(sequence, (row, part), drawn, &mut logits),
+                None => match self.choose_tokens(sequence, (row, part), drawn, &mut logits) {
+                    Ok(round) => round,
+                    Err(error) if self.can_take_back() => return Err(error),
+                    // Without a log the state has moved on, so the round cannot be repeated.
+                    Err(error) => Err(error),
+                },
             });
+            if let (Some(Ok(round)), Some(speculation)) = (all.last(), &mut sequence.speculation) {
+                let width = self.model.config.hidden;
+                speculation
+                    .lag_hidden
+                    .extend_from_slice(&hidden[row * width..(row + round.tokens.len()) * width]);
+            }
             row += part.drafts.len() + 1;
         }
-        self.row_logits = logits;
-        all
+        self.row_results = RowResults { logits, hidden };
+        Ok(all)
     }
 
-    /// The tokens of one sequence. `row` is its first row; `drawn` holds the tokens that the device drew after all
-    /// rows.
+    /// The tokens of one sequence, or the error of its chooser. `row` is its first row; `drawn` holds the tokens that the
+    /// device drew after all rows.
+    ///
+    /// # Errors
+    /// Logits could not be read.
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
         (row, part): (usize, &Part),
         drawn: &[u32],
         logits: &mut Vec<f32>,
-    ) -> Result<Round> {
+    ) -> Result<Result<Round>> {
         let drafts = &part.drafts;
         let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic);
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
         for i in 0..=drafts.len() {
             let draft = drafts.get(i).copied();
             let choice = match draft {
-                Some(draft) if optimistic => sequence.chooser.take(draft)?,
-                _ if part.draws.is_some() => sequence.chooser.take(drawn[row + i])?,
+                Some(draft) if optimistic => sequence.chooser.take(draft),
+                _ if part.draws.is_some() => sequence.chooser.take(drawn[row + i]),
                 _ => {
-                    self.stepper.read_logits(row + i, logits)?;
-                    sequence.chooser.choose(logits, draft.map(|draft| (i, draft)))?
+                    self.stepper.read_row_logits(row + i, logits)?;
+                    sequence.chooser.choose(logits, draft.map(|draft| (i, draft)))
                 }
+            };
+            let choice = match choice {
+                Ok(choice) => choice,
+                Err(error) => return Ok(Err(error)),
             };
             tokens.push(choice.token);
             is_last = choice.is_last;
@@ -230,10 +268,7 @@ impl Engine {
             }
         }
         sequence.chooser.forget_draws(drafts.len() + 1 - tokens.len());
-        if let Some(speculation) = &mut sequence.speculation {
-            self.stepper.append_row_hidden(row, tokens.len(), &mut speculation.lag_hidden)?;
-        }
-        Ok(Round { tokens, is_last })
+        Ok(Ok(Round { tokens, is_last }))
     }
 }
 

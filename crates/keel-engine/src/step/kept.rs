@@ -7,7 +7,7 @@ use keel_array::{Array, Category, DType, Regime, Runtime};
 
 use super::StepShape;
 use super::buckets::Buckets;
-use super::results::append_with;
+use super::results::read_settled_rows;
 use crate::Result;
 
 /// Rows of the kept logits: those of answers, then those of prompts.
@@ -51,8 +51,6 @@ impl KeptLogits {
 
     /// Copies kept row `row` of a regime. The step that kept it has ended; a later one may be under way.
     pub fn read(&self, regime: Regime, row: usize, values: &mut Vec<f32>) -> Result<()> {
-        let row = self.first(regime) + row;
-        values.clear();
-        append_with(Array::read_settled_bytes, &self.logits, row..row + 1, values)
+        read_settled_rows(&self.logits, self.first(regime) + row, 1, values)
     }
 }

@@ -22,7 +22,7 @@ pub(crate) use filling::Filling;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 use kept::KeptLogits;
-use results::{Results, read_ids, read_rows};
+use results::{Results, read_ids, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{Outcome, StepKind, StepShape};
 use sight::SightStaging;
@@ -335,9 +335,14 @@ impl Stepper {
         read_rows(&self.results.last_hidden, row, 1, hidden)
     }
 
-    /// Appends hidden states of rows of the last step with [`Outcome::OpenRows`].
-    pub fn append_row_hidden(&self, row: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        append_rows(&self.results.draft()?.rows, row, rows, hidden)
+    /// Copies the logits of row `row` of the last decode step, which has ended.
+    pub fn read_row_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
+        read_settled_rows(&self.results.logits, row, 1, logits)
+    }
+
+    /// Copies the hidden states of the first `rows` rows of the last step with [`Outcome::OpenRows`], which has ended.
+    pub fn read_open_hidden(&self, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        read_settled_rows(&self.results.draft()?.rows, 0, rows, hidden)
     }
 
     /// Appends the hidden state of sequence `row` of the last step with [`Outcome::Draft`].

@@ -123,7 +123,7 @@ pub(crate) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut V
 }
 
 /// As [`append_rows`], with the given way to read bytes.
-pub(super) fn append_with(
+fn append_with(
     read: impl FnOnce(&Array, usize, &mut [u8]) -> keel_array::Result<()>,
     array: &Array,
     rows: Range<usize>,
@@ -140,6 +140,12 @@ pub(super) fn append_with(
 pub(super) fn read_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
     values.clear();
     append_rows(array, row, rows, values)
+}
+
+/// As [`read_rows`], of a buffer that no step under way writes.
+pub(super) fn read_settled_rows(array: &Array, row: usize, rows: usize, values: &mut Vec<f32>) -> Result<()> {
+    values.clear();
+    append_with(Array::read_settled_bytes, array, row..row + rows, values)
 }
 
 /// The first entries of a u32 buffer.
