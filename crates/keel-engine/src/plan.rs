@@ -45,7 +45,7 @@ pub fn plan_on(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<MemoryReport>> {
-    plan_seeing_on((devices, None), parameters, config, options)
+    plan_seeing_on(devices, None, parameters, config, options)
 }
 
 /// As [`plan_on`], with the vision tower on a device of its own: its bytes are the last.
@@ -53,7 +53,8 @@ pub fn plan_on(
 /// # Errors
 /// As [`Engine::load_on`].
 pub fn plan_seeing_on(
-    (devices, tower): (&[PlannedDevice], Option<&Arc<dyn Backend>>),
+    devices: &[PlannedDevice],
+    tower: Option<&Arc<dyn Backend>>,
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
@@ -63,7 +64,7 @@ pub fn plan_seeing_on(
     let runtime = |backend: &Arc<dyn Backend>| Runtime::new(Arc::clone(backend), RuntimeOptions::default());
     let devices: Vec<_> = devices.iter().map(|(backend, part)| (runtime(backend), part.clone())).collect();
     let tower = tower.map(runtime);
-    let engine = Engine::load_seeing_on((&devices, tower.as_ref()), parameters, config, options, &|_| ())?;
+    let engine = Engine::load_seeing_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
     let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
     drop(engine);
     Ok(reports)

@@ -161,7 +161,8 @@ fn part_bytes(
         Some((vision, sizes)) => {
             let text = keel_models::read_config_of(config, parameters)?;
             let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
-            Some(Eyes::load(&runtime, &loader, (vision, &text), sizes, (options.compute, true))?)
+            let options = EngineOptions { largest_steps: true, ..*options };
+            Some(Eyes::load(&runtime, &loader, vision, &text, sizes, &options)?)
         }
         None => None,
     };

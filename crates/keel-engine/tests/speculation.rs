@@ -5,16 +5,12 @@ mod common;
 use std::path::PathBuf;
 
 use common::adversary::{Adversary, Drafter};
-use common::{decoded, demo, engine, expect_same_state, expected, fixture, runtime, state_of};
+use common::drafted::{fixed, options, until};
+use common::{decoded, demo, engine, expect_same_state, expected, fixture, greedy, runtime, state_of};
 use keel_array::{Category, Compute};
 use keel_cache::SequenceCache;
-use keel_engine::batch::Constraint;
-use keel_engine::speculation::{
-    Choice, Chooser, RoundSequence, SamplerChooser, Speculation, SpeculationOptions,
-};
-use keel_engine::{
-    Depth, Engine, EngineError, EngineOptions, GenerateOptions, Sampler, SamplerOptions, TokenIterator,
-};
+use keel_engine::speculation::{Chooser, RoundSequence, Speculation, SpeculationOptions};
+use keel_engine::{Depth, Engine, EngineError, GenerateOptions, SamplerOptions, TokenIterator};
 use proptest::prelude::*;
 
 /// The fixtures with an MTP (multi-token-prediction) head.
@@ -31,35 +27,6 @@ fn models() -> Vec<(PathBuf, Vec<u32>)> {
     models
 }
 
-fn options(sequences: usize, drafts: usize, compute: Compute) -> EngineOptions {
-    EngineOptions {
-        context: 768,
-        sequences,
-        prefill_step: 64,
-        drafts,
-        compute,
-        all_logits: false,
-        ..EngineOptions::default()
-    }
-}
-
-fn until(max_tokens: usize) -> GenerateOptions {
-    GenerateOptions { max_tokens, ..GenerateOptions::default() }
-}
-
-fn fixed(depth: usize) -> SpeculationOptions {
-    SpeculationOptions { depth: Depth::Fixed(depth), ..Default::default() }
-}
-
-fn plain(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
-    let sequence = engine.open().expect("a slot is free");
-    let mut tokens =
-        TokenIterator::new(engine, sequence, prompt, until(max_tokens), &mut |_| ()).expect("fits");
-    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-    tokens.release();
-    got
-}
-
 #[test]
 fn greedy_text_does_not_depend_on_speculation() {
     for (folder, prompt) in models() {
@@ -68,8 +35,8 @@ fn greedy_text_does_not_depend_on_speculation() {
             let mut engine = engine(&folder, &runtime(2), options(1, 8, compute));
             // An engine without drafts has no log: it commits each token at once.
             let mut without = self::engine(&folder, &runtime(2), options(1, 0, compute));
-            let want = plain(&mut without, &prompt, tokens);
-            assert_eq!(plain(&mut engine, &prompt, tokens), want, "{}: no drafts", folder.display());
+            let want = greedy(&mut without, &prompt, tokens);
+            assert_eq!(greedy(&mut engine, &prompt, tokens), want, "{}: no drafts", folder.display());
             for depth in DEPTHS.map(fixed).into_iter().chain([SpeculationOptions::default()]) {
                 let sequence = engine.open().expect("a slot is free");
                 let mut got = common::drafting(&mut engine, sequence, &prompt, until(tokens), depth);
@@ -122,79 +89,6 @@ fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
     let (tokens, plain_rounds, _) = run(true);
     assert_eq!(plain_rounds, 0);
     assert_eq!(run(true).0, tokens);
-}
-
-/// Allows odd and even tokens in turn, `end` tokens in all.
-struct Alternate {
-    taken: usize,
-    end: usize,
-}
-
-impl Constraint for Alternate {
-    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
-        logits.iter_mut().skip(self.taken % 2).step_by(2).for_each(|logit| *logit = f32::NEG_INFINITY);
-        Ok(())
-    }
-
-    fn accept(&mut self, token: u32) -> Result<(), String> {
-        if token as usize % 2 == self.taken % 2 {
-            return Err(format!("token {token} comes at place {}", self.taken));
-        }
-        self.taken += 1;
-        Ok(())
-    }
-
-    fn is_complete(&self) -> bool {
-        self.taken >= self.end
-    }
-
-    fn can_roll_back(&self) -> bool {
-        true
-    }
-
-    fn rollback(&mut self, tokens: usize) -> Result<(), String> {
-        self.taken = self.taken.checked_sub(tokens).ok_or("more than came")?;
-        Ok(())
-    }
-}
-
-#[test]
-fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
-    let mut engine = engine(&demo(), &runtime(2), options(1, 8, Compute::Auto));
-    let prompt = [1, 250, 33, 700, 12, 5];
-    let mut run = |depth: usize, is_bound: bool| {
-        let sampler = SamplerOptions {
-            repetition_penalty: 1.15,
-            frequency_penalty: 0.3,
-            presence_penalty: 0.2,
-            logit_bias: vec![(17, 2.0)],
-            ..SamplerOptions::default()
-        };
-        let sampler = Sampler::new(sampler, &prompt).expect("in range");
-        let constraint: Option<Box<dyn Constraint>> =
-            if is_bound { Some(Box::new(Alternate { taken: 0, end: 203 })) } else { None };
-        let chooser = Box::new(SamplerChooser::new(sampler, constraint, Vec::new()));
-        let sequence = engine.open().expect("a slot is free");
-        let how = GenerateOptions { speculation: Some(fixed(depth)), ..until(300) };
-        let mut tokens =
-            TokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
-                .expect("fits");
-        let ids: Vec<u32> = tokens.by_ref().map(|token| token.expect("every round runs")).collect();
-        let counters = tokens.counters().expect("it drafts").clone();
-        tokens.release();
-        (ids, counters)
-    };
-    for (is_bound, len) in [(false, 300), (true, 203)] {
-        let (want, _) = run(0, is_bound);
-        assert_eq!(want.len(), len);
-        for depth in [1, 3, 8] {
-            let (ids, counters) = run(depth, is_bound);
-            assert_eq!(ids, want, "depth {depth}, bound: {is_bound}");
-            // If the constraint did not bind the drafts, half of them would be rejected for their parity alone.
-            let share = counters.accepted[0] as f64 / counters.drafted[0] as f64;
-            assert!(share > 0.3, "{share}");
-        }
-    }
 }
 
 /// A sequence of a batch.
@@ -252,7 +146,7 @@ fn sequences_of_a_batch_draft_and_accept_each_for_itself() {
         };
         let prompts = lens.map(prompt);
         let wanted: Vec<Vec<u32>> =
-            prompts.iter().enumerate().map(|(i, p)| plain(&mut engine, p, 512 - 40 * i)).collect();
+            prompts.iter().enumerate().map(|(i, p)| greedy(&mut engine, p, 512 - 40 * i)).collect();
         for turn in 0..2 {
             let drafter = |i: usize| match (i + turn) % 4 {
                 0 => Drafter::Head,
@@ -297,7 +191,7 @@ fn any_accept_counts_leave_the_state_of_plain_decoding() {
         let engine = engine(&folder, &runtime(2), options(2, 8, Compute::Auto));
         // This engine has no log, so it commits each token at once.
         let mut without = self::engine(&folder, &runtime(2), options(1, 0, Compute::Auto));
-        let truth = plain(&mut without, &prompt, 60);
+        let truth = greedy(&mut without, &prompt, 60);
         let mut runner = proptest::test_runner::TestRunner::new_with_rng(
             ProptestConfig { cases: 12, ..ProptestConfig::default() },
             proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
@@ -324,108 +218,11 @@ fn any_accept_counts_leave_the_state_of_plain_decoding() {
     }
 }
 
-/// Fails at one of its choices.
-struct Failing {
-    chooser: SamplerChooser,
-    choices_left: usize,
-}
-
-impl Chooser for Failing {
-    fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
-        self.chooser.draft(logits)
-    }
-
-    fn begin(&mut self) {
-        self.chooser.begin();
-    }
-
-    fn abandon(&mut self) {
-        self.chooser.abandon();
-    }
-
-    fn retract(&mut self) {
-        self.chooser.retract();
-    }
-
-    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> keel_engine::Result<Choice> {
-        self.choices_left =
-            self.choices_left.checked_sub(1).ok_or_else(|| EngineError::Constraint("it fails".into()))?;
-        self.chooser.choose(logits, draft)
-    }
-
-    fn take(&mut self, token: u32) -> keel_engine::Result<Choice> {
-        self.chooser.take(token)
-    }
-}
-
-/// The rows of a sequence whose chooser fails after the pass are taken back, and the others of the round go on.
-#[test]
-fn a_chooser_that_fails_fails_alone() {
-    let (prompts, new) = ([[1, 250, 33, 700, 12, 5], [9, 8, 7, 6, 5, 4]], |prompt: &[u32]| {
-        SamplerChooser::new(
-            Sampler::new(SamplerOptions::default(), prompt).expect("in range"),
-            None,
-            Vec::new(),
-        )
-    });
-    for (drafts, choices) in [(0, 9), (3, 4), (3, 9), (3, 14)] {
-        let mut engine = engine(&demo(), &runtime(2), options(2, drafts, Compute::Auto));
-        let truth = prompts.map(|prompt| plain(&mut engine, &prompt, 40));
-        let mut caches = Vec::new();
-        let mut states = Vec::new();
-        for prompt in &prompts {
-            let mut cache = engine.open().expect("a slot is free");
-            engine.prefill(&mut cache, prompt, &mut Vec::new(), &mut |_| ()).expect("fits");
-            let drafting = (drafts > 0).then(|| engine.last_hidden().expect("drafts were planned"));
-            states.push(drafting.map(|hidden| Speculation::new(fixed(drafts), hidden)));
-            caches.push(cache);
-        }
-        let mut tokens = truth.clone().map(|truth| truth[..1].to_vec());
-        let mut failing = Failing { chooser: new(&prompts[0]), choices_left: choices };
-        let mut good = new(&prompts[1]);
-        let mut has_failed = false;
-        while !has_failed {
-            let mut choosers: [&mut dyn Chooser; 2] = [&mut failing, &mut good];
-            let members = caches.iter_mut().zip(&mut states).zip(&mut choosers).zip(&tokens);
-            let mut batch: Vec<RoundSequence<'_>> = members
-                .map(|(((cache, speculation), chooser), tokens)| RoundSequence {
-                    last: tokens[tokens.len() - 1],
-                    tokens_max: 40 - tokens.len(),
-                    cache,
-                    speculation: speculation.as_mut(),
-                    chooser: &mut **chooser,
-                })
-                .collect();
-            for (i, round) in engine.round(&mut batch).expect("the pass runs").into_iter().enumerate() {
-                match round {
-                    Ok(round) => tokens[i].extend(round.tokens),
-                    Err(error) => has_failed = i == 0 && error.to_string().contains("it fails"),
-                }
-            }
-        }
-        for (tokens, truth) in tokens.iter().zip(&truth) {
-            assert!(tokens.len() > 1, "{drafts} drafts, {choices} choices");
-            assert_eq!(tokens[..], truth[..tokens.len()], "{drafts} drafts, {choices} choices");
-        }
-        let [failed, other] = <[SequenceCache; 2]>::try_from(caches).expect("two");
-        // Without a log, its last token counts as run.
-        let run = tokens[0].len() - usize::from(drafts > 0);
-        for (cache, i, run) in [(failed, 0, run), (other, 1, tokens[1].len() - 1)] {
-            let kept = state_of(&mut engine, cache);
-            let straight = decoded(&mut engine, &prompts[i], &tokens[i][..run]);
-            assert!(
-                kept == state_of(&mut engine, straight),
-                "{drafts} drafts, {choices} choices, sequence {i}"
-            );
-        }
-    }
-}
-
 #[test]
 fn tokens_that_are_not_taken_are_taken_back() {
     let prompt = [1, 250, 33, 700, 12, 5];
     let mut engine = engine(&demo(), &runtime(2), options(2, 8, Compute::Auto));
-    let truth = plain(&mut engine, &prompt, 40);
+    let truth = greedy(&mut engine, &prompt, 40);
     for taken in 1..14 {
         let sequence = engine.open().expect("a slot is free");
         let chooser = Adversary::new(Drafter::Right, &prompt, &truth);
@@ -444,7 +241,7 @@ fn tokens_that_are_not_taken_are_taken_back() {
 fn a_sequence_with_open_rows_can_be_forked_saved_and_prefilled() {
     let prompt = [1, 250, 33, 700, 12, 5];
     let mut engine = engine(&demo(), &runtime(2), options(3, 4, Compute::Auto));
-    let truth = plain(&mut engine, &prompt, 60);
+    let truth = greedy(&mut engine, &prompt, 60);
     let mut member =
         Member::join(&mut engine, &prompt, Adversary::new(Drafter::Right, &prompt, &truth), fixed(4));
     while member.cache.len() < 64 - 4 {
@@ -468,7 +265,7 @@ fn a_sequence_with_open_rows_can_be_forked_saved_and_prefilled() {
 fn optimistic_rounds_take_every_draft() {
     let prompt = [1, 250, 33, 700, 12, 5];
     let mut engine = engine(&demo(), &runtime(2), options(1, 4, Compute::Auto));
-    let truth = plain(&mut engine, &prompt, 40);
+    let truth = greedy(&mut engine, &prompt, 40);
     for (drafter, is_same) in [(Drafter::Right, true), (Drafter::Wrong, false)] {
         let sequence = engine.open().expect("a slot is free");
         let chooser = Box::new(Adversary::new(drafter, &prompt, &truth));
@@ -506,7 +303,7 @@ fn the_delta_log_is_all_that_speculation_adds_to_a_sequence() {
     assert_eq!(loaded.get(Category::DeltaLog), 3 * 6 * row_bytes);
     assert_eq!(without.ledger().active().get(Category::DeltaLog), 0);
     let charges = with.ledger().charges();
-    let truth = plain(&mut engine, &prompt, 200);
+    let truth = greedy(&mut engine, &prompt, 200);
     let chooser = Adversary::new(Drafter::Random(5), &prompt, &truth);
     let mut member = Member::join(&mut engine, &prompt, chooser, fixed(5));
     while !member.is_done() {

@@ -3,106 +3,16 @@
 
 mod common;
 
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-use common::{decoded, demo, expect_same_state, fixture, recurrent_bytes};
-use keel_array::{ArrayError, Backend, Compute, DeviceMemory, Launch, Op, Runtime, RuntimeOptions};
-use keel_cache::{CacheError, Interruption, SequenceCache, Settled};
-use keel_cpu::{CpuBackend, CpuOptions};
+use common::launch_faults::{Faults, disturbed_engine};
+use common::{decoded, demo, expect_same_state, fixture};
+use keel_cache::{CacheError, SequenceCache};
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{
-    Depth, Engine, EngineError, EngineOptions, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters,
+    Depth, Engine, EngineError, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters,
     SpeculationOptions, TokenIterator,
 };
-use keel_testkit::disturbed::{Disturbance, Disturbed};
-
-/// Says when a launch fails.
-#[derive(Default)]
-struct Faults {
-    /// How many launches succeed before one fails; the largest number means never.
-    until: AtomicUsize,
-    /// Let the failing launch run first, and do not report how far it came.
-    is_silent: AtomicBool,
-    /// How many results are read before a read fails; the largest number means never.
-    reads: AtomicUsize,
-    /// Break the page table of the launch instead. The first attention in it finds out, after kernels that have run.
-    breaks_pages: AtomicBool,
-}
-
-impl Faults {
-    fn set(&self, launches: usize) {
-        self.until.store(launches, Ordering::Relaxed);
-    }
-
-    fn clear(&self) {
-        self.set(usize::MAX);
-        self.reads.store(usize::MAX, Ordering::Relaxed);
-    }
-}
-
-impl Disturbance for Faults {
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let left = self.until.load(Ordering::Relaxed);
-        let attention = launch.kernels().iter().find(|k| matches!(k.op, Op::PagedAttention(_)));
-        let breaks_pages = self.breaks_pages.load(Ordering::Relaxed);
-        if left > 0 || breaks_pages && attention.is_none() {
-            self.set(if left == usize::MAX { left } else { left.saturating_sub(1) });
-            return backend.launch(launch);
-        }
-        self.clear();
-        if let Some(attention) = attention.filter(|_| breaks_pages) {
-            let table = launch.resolve(attention.inputs[5].slot);
-            backend.write(table.buffer.memory(), table.offset, &u32::MAX.to_le_bytes());
-            return backend.launch(launch);
-        }
-        if self.is_silent.load(Ordering::Relaxed) {
-            backend.launch(launch)?;
-        } else {
-            launch.note_done(0);
-        }
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
-    }
-
-    fn read_settled(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
-        match self.reads.load(Ordering::Relaxed) {
-            usize::MAX => {}
-            0 => {
-                self.clear();
-                return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
-            }
-            left => self.reads.store(left - 1, Ordering::Relaxed),
-        }
-        backend.read_settled(memory, offset, bytes)
-    }
-}
-
-/// An engine for three sequences, whose programs are cut into pieces of `piece` kernels.
-fn engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
-    let faults = Arc::new(Faults::default());
-    faults.clear();
-    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    let backend = Disturbed::new(Arc::new(inner), Arc::clone(&faults));
-    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
-    let runtime = Runtime::new(backend, options);
-    let options = EngineOptions {
-        context: 512,
-        sequences: 3,
-        prefill_step: 64,
-        checkpoints: 2,
-        drafts: 5,
-        compute: Compute::Auto,
-        ..EngineOptions::default()
-    };
-    (common::engine(folder, &runtime, options), faults)
-}
 
 struct Member {
     prompt: Vec<u32>,
@@ -190,7 +100,7 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
     for (folder, piece, rounds, launches_min) in
         [(demo(), 1, 2, 100), (demo(), 512, 8, 6)].into_iter().chain(moe)
     {
-        let (mut engine, faults) = engine(&folder, piece);
+        let (mut engine, faults) = disturbed_engine(&folder, piece);
         let mut undisturbed = members(&mut engine);
         (0..rounds + 3).for_each(|_| round(&mut engine, &mut undisturbed).expect("the round runs"));
         let wanted: Vec<Vec<u32>> = undisturbed.iter().map(|m| m.tokens.clone()).collect();
@@ -217,7 +127,7 @@ fn a_round_may_fail_at_any_launch_and_be_tried_again() {
 
 #[test]
 fn a_round_whose_results_cannot_be_read_is_repeated() {
-    let (mut engine, faults) = engine(&demo(), 512);
+    let (mut engine, faults) = disturbed_engine(&demo(), 512);
     let mut undisturbed = members(&mut engine);
     (0..6).for_each(|_| round(&mut engine, &mut undisturbed).expect("the round runs"));
     let wanted: Vec<Vec<u32>> = undisturbed.iter().map(|m| m.tokens.clone()).collect();
@@ -249,92 +159,11 @@ fn a_round_whose_results_cannot_be_read_is_repeated() {
     expect_same_state(&mut engine, last.cache, straight);
 }
 
-/// A sequence after each of its tokens: the bytes of windows and states, and the logits.
-type Course = Vec<(Vec<u8>, Vec<f32>)>;
-
-/// Plain decoding in an engine without a log, which commits each token at once.
-fn plain_course(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Course {
-    let backend = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
-    let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
-    let options =
-        EngineOptions { context: 512, prefill_step: 64, compute: Compute::Auto, ..EngineOptions::default() };
-    let mut engine = common::engine(folder, &runtime, options);
-    let mut sequence = decoded(&mut engine, prompt, &[]);
-    let mut logits = Vec::new();
-    let each = tokens.iter().map(|&token| {
-        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
-        engine.logits(0, &mut logits).expect("there");
-        (recurrent_bytes(&engine, &sequence), logits.clone())
-    });
-    each.collect()
-}
-
-/// Asserts that a sequence with the first `tokens` tokens of a course has the state of the course there, and goes on
-/// like it.
-fn expect_on_course(
-    engine: &mut Engine,
-    sequence: &SequenceCache,
-    course: &Course,
-    (tokens, next): (usize, u32),
-) {
-    let mut twin = engine.cache_mut().fork(sequence).expect("a slot is free");
-    engine.commit(&mut twin).expect("runs");
-    if let Some(before) = tokens.checked_sub(1) {
-        assert!(recurrent_bytes(engine, &twin) == course[before].0, "windows or states differ");
-    }
-    let mut logits = Vec::new();
-    engine.decode(&mut [&mut twin], &[next]).expect("runs");
-    engine.logits(0, &mut logits).expect("there");
-    assert!(logits == course[tokens].1, "keys or values differ");
-    engine.release(twin);
-}
-
 #[test]
-fn a_plain_step_happens_or_has_not_been() {
-    let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
-    let moe = [(fixture("qwen3_5_moe"), 1, 20)];
-    for (folder, piece, launches_min) in [(demo(), 1, 100), (demo(), 7, 10)].into_iter().chain(moe) {
-        let course = plain_course(&folder, &prompt, &tokens);
-        let (mut engine, faults) = engine(&folder, piece);
-        let mut sequence = decoded(&mut engine, &prompt, &[]);
-        for (i, &token) in tokens.iter().enumerate() {
-            let mut launches = 0;
-            loop {
-                faults.set(launches);
-                let outcome = engine.decode(&mut [&mut sequence], &[token]);
-                faults.clear();
-                let Err(error) = outcome else { break };
-                assert!(error.to_string().contains("injected"), "{error}");
-                assert_eq!(sequence.len(), prompt.len() + i);
-                expect_on_course(&mut engine, &sequence, &course, (i, token));
-                launches += 1;
-            }
-            assert!(launches >= launches_min, "{launches} launches in pieces of {piece}");
-        }
-        engine.release(sequence);
-    }
-}
-
-#[test]
-fn a_plain_step_that_fails_within_its_launch_has_not_been() {
-    let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
-    let course = plain_course(&demo(), &prompt, &tokens);
-    let (mut engine, faults) = engine(&demo(), 512);
+fn a_plain_round_that_fails_within_its_launch_has_not_been() {
+    let prompt = [1, 250, 33, 400, 12, 5];
+    let (mut engine, faults) = disturbed_engine(&demo(), 512);
     faults.breaks_pages.store(true, Ordering::Relaxed);
-    let mut sequence = decoded(&mut engine, &prompt, &[]);
-    for (i, &token) in tokens.iter().enumerate() {
-        for _ in 0..2 {
-            faults.set(0);
-            let error = engine.decode(&mut [&mut sequence], &[token]).expect_err("the table is broken");
-            assert!(error.to_string().contains("paged_attention"), "{error}");
-            assert_eq!(sequence.len(), prompt.len() + i);
-            // Three layers have committed the row before, if there is one. The others have not.
-            let left = engine.cache().interruption(&sequence);
-            assert_eq!(left, Some(Interruption::Settling(Settled { windows: 3, states: 3 })));
-            expect_on_course(&mut engine, &sequence, &course, (i, token));
-        }
-        engine.decode(&mut [&mut sequence], &[token]).expect("runs");
-    }
     let mut one = vec![Member::join(&mut engine, &prompt, 0, SamplerOptions::default())];
     for _ in 0..3 {
         round(&mut engine, &mut one).expect("the round runs");
@@ -352,7 +181,7 @@ fn a_plain_step_that_fails_within_its_launch_has_not_been() {
 #[test]
 fn an_iterator_that_failed_gives_a_sequence_that_can_go_on() {
     let prompt = [1, 250, 33, 400, 12, 5];
-    let (mut engine, faults) = engine(&demo(), 16);
+    let (mut engine, faults) = disturbed_engine(&demo(), 16);
     let options = || GenerateOptions { max_tokens: 40, ..GenerateOptions::default() };
     let sequence = engine.open().expect("a slot is free");
     let plain = TokenIterator::new(&mut engine, sequence, &prompt, options(), &mut |_| ()).expect("fits");
@@ -385,7 +214,7 @@ fn an_iterator_that_failed_gives_a_sequence_that_can_go_on() {
 fn a_sequence_that_cannot_be_mended_says_so() {
     let prompt = [1, 250, 33, 400, 12, 5];
     let is_torn = |error: EngineError| matches!(error, EngineError::Cache(CacheError::TornState { .. }));
-    let (mut engine, faults) = engine(&demo(), 512);
+    let (mut engine, faults) = disturbed_engine(&demo(), 512);
     let mut one = vec![Member::join(&mut engine, &prompt, 3, SamplerOptions::default())];
     round(&mut engine, &mut one).expect("the round runs");
     faults.is_silent.store(true, Ordering::Relaxed);
@@ -408,53 +237,4 @@ fn a_sequence_that_cannot_be_mended_says_so() {
     let straight = decoded(&mut engine, &prompt, &[]);
     expect_same_state(&mut engine, cache, straight);
     assert!(engine.cache().is_idle());
-}
-
-/// Runs a prompt in which launch number `launches` fails.
-fn fail_prompt(
-    engine: &mut Engine,
-    faults: &Faults,
-    sequence: &mut SequenceCache,
-    (prompt, launches): (&[u32], usize),
-) {
-    faults.set(launches);
-    let error = engine.prefill(sequence, prompt, &mut Vec::new(), &mut |_| ()).expect_err("injected");
-    faults.clear();
-    assert!(error.to_string().contains("injected"), "{error}");
-}
-
-#[test]
-fn a_step_of_a_prompt_that_fails_halfway_is_taken_back_or_not_built_upon() {
-    let prompt: Vec<u32> = (0..130).map(|i| i * 3 % 500).collect();
-    let (mut engine, faults) = engine(&demo(), 8);
-    let straight = decoded(&mut engine, &prompt, &[]);
-    let mut sequence = engine.open().expect("a slot is free");
-    // Before any change, and in the middle of the first step. The state before that step is the empty one.
-    for launches in [0, 1, 8, 15] {
-        fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, launches));
-        assert_eq!(sequence.len(), 0);
-        engine.cache().expect_whole(&sequence).expect("it is as before");
-    }
-    // The state between two steps is not kept.
-    fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, 30));
-    assert_eq!(sequence.len(), 64);
-    let again = engine.prefill(&mut sequence, &prompt[64..], &mut Vec::new(), &mut |_| ());
-    let message = again.expect_err("its state is torn").to_string();
-    assert!(message.contains("recurrent layers had changed; release the sequence"), "{message}");
-    engine.cache_mut().rewind(&mut sequence, 64).expect("clears");
-    assert_eq!(sequence.len(), 0);
-    // At a checkpoint it is kept.
-    let mut launches = 31;
-    while sequence.checkpoints().next() != Some(128) {
-        engine.cache_mut().reset(&mut sequence).expect("clears");
-        fail_prompt(&mut engine, &faults, &mut sequence, (&prompt, launches));
-        launches += 1;
-    }
-    for launches in [4, 9] {
-        fail_prompt(&mut engine, &faults, &mut sequence, (&prompt[128..], launches));
-        assert_eq!(sequence.len(), 128);
-        engine.cache().expect_whole(&sequence).expect("it is as before");
-    }
-    engine.prefill(&mut sequence, &prompt[128..], &mut Vec::new(), &mut |_| ()).expect("runs");
-    expect_same_state(&mut engine, sequence, straight);
 }

@@ -39,13 +39,12 @@ fn a_tower_on_another_device_sees_the_same() {
 
         let (model, tower) = (runtime(2), runtime(2));
         let devices = [(model.clone(), Part::default())];
-        let mut apart =
-            Engine::load_seeing_on((&devices, Some(&tower)), &parameters, json, seeing(), &|_| ())
-                .expect("it loads");
+        let mut apart = Engine::load_seeing_on(&devices, Some(&tower), &parameters, json, seeing(), &|_| ())
+            .expect("it loads");
         apart.make_ready(&mut |_, _, _| ()).expect("it is made ready");
         let planned = [(cpu_plan(), Part::default())];
         let planned =
-            plan::plan_seeing_on((&planned, Some(&cpu_plan())), &parameters, json, seeing()).expect("plans");
+            plan::plan_seeing_on(&planned, Some(&cpu_plan()), &parameters, json, seeing()).expect("plans");
         let held = || vec![model.ledger().active(), tower.ledger().active()];
         assert_eq!(planned, held(), "{name}");
         for _ in 0..2 {
@@ -140,12 +139,11 @@ fn cut() -> EngineOptions {
     EngineOptions { vision: Some(vision), all_logits: false, sequences: 3, ..seeing() }
 }
 
-fn load(name: &str, devices: (&Runtime, Option<&Runtime>)) -> Engine {
+fn load(name: &str, model: &Runtime, tower: Option<&Runtime>) -> Engine {
     let source = Checkpoint::open(&seeing_fixture(name)).expect("opens");
-    let model = [(devices.0.clone(), Part::default())];
+    let model = [(model.clone(), Part::default())];
     let parameters = CheckpointParameters(&source);
-    Engine::load_seeing_on((&model, devices.1), &parameters, source.config(), cut(), &|_| ())
-        .expect("it loads")
+    Engine::load_seeing_on(&model, tower, &parameters, source.config(), cut(), &|_| ()).expect("it loads")
 }
 
 impl Apart {
@@ -158,7 +156,7 @@ impl Apart {
         let cpu = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
         let tower = Runtime::new(Disturbed::new(cpu, Arc::clone(&gated)), RuntimeOptions::default());
         let model = runtime(1);
-        let mut engine = load(name, (&model, Some(&tower)));
+        let mut engine = load(name, &model, Some(&tower));
         engine.make_ready(&mut |_, _, _| ()).expect("it is made ready");
         Apart { gated, runtimes: [model, tower], batcher: Batcher::new(engine, BatchOptions::default()) }
     }
@@ -191,7 +189,7 @@ fn submit(batcher: &mut Batcher, request: BatchRequest) {
 /// The tokens of a text, of picture 1 and of picture 2 with the tower on the model's device, and the pieces that the
 /// tower took for both.
 fn expected(name: &str) -> ([Vec<u32>; 3], u64) {
-    let mut whole = Batcher::new(load(name, (&runtime(1), None)), BatchOptions::default());
+    let mut whole = Batcher::new(load(name, &runtime(1), None), BatchOptions::default());
     let requests = vec![text(0), picture(&whole, 1, 1), picture(&whole, 2, 2)];
     let tokens: Vec<_> = run(&mut whole, requests).into_iter().map(|outcome| outcome.tokens).collect();
     (tokens.try_into().expect("three"), whole.status().pictures.pieces)
@@ -232,7 +230,7 @@ fn a_tower_is_made_ready_where_kernels_are_compiled() {
     for name in SEEING {
         let (want, _) = expected(name);
         for tower in [None, Some(compiling())] {
-            let mut engine = load(name, (&compiling(), tower.as_ref()));
+            let mut engine = load(name, &compiling(), tower.as_ref());
             engine.make_ready(&mut |_, _, _| ()).expect("it is made ready");
             let mut batcher = Batcher::new(engine, BatchOptions::default());
             let requests = vec![text(0), picture(&batcher, 1, 1), picture(&batcher, 2, 2)];
@@ -312,7 +310,7 @@ fn a_cancelled_look_at_a_tower_apart_harms_no_other() {
         let mut engine = apart.batcher.into_engine();
         let MadeUp { values, grid, .. } = MadeUp::new(engine.vision().expect("it sees"), 2);
         let features = engine.see(&values, grid).expect("it looks");
-        let alone = load(name, (&runtime(1), None)).see(&values, grid).expect("it looks");
+        let alone = load(name, &runtime(1), None).see(&values, grid).expect("it looks");
         assert!(features == alone, "{name}");
         opens.join().expect("it ends");
         drop(engine);

@@ -89,8 +89,8 @@ fn the_ledger_of_a_server_whose_tower_is_apart_is_that_of_the_model() {
         vision: Some(vision),
         ..engine_options()
     };
-    let devices = (&devices[..], Some(&tower));
-    let engine = Engine::load_seeing_on(devices, &parameters, checkpoint.config(), options, &|_| ())
+    let config = checkpoint.config();
+    let engine = Engine::load_seeing_on(&devices, Some(&tower), &parameters, config, options, &|_| ())
         .expect("the model loads");
     let (handle, thread) =
         EngineHandle::start(Batcher::new(engine, BatchOptions::default()), None).expect("it starts");

@@ -54,8 +54,9 @@ impl Session {
         let start = Instant::now();
         let bar = progress::bytes("loading", planned.get(Category::Weights));
         let devices = [(runtime.clone(), Part::default())];
-        let devices = (&devices[..], tower.as_ref());
-        let engine = Engine::load_seeing_on(devices, parameters, config, options, &|bytes| bar.inc(bytes));
+        let tower = tower.as_ref();
+        let step = |bytes| bar.inc(bytes);
+        let engine = Engine::load_seeing_on(&devices, tower, parameters, config, options, &step);
         bar.finish_and_clear();
         let (mut engine, devices) = (engine?, plans.devices(device));
         engine.name_devices(devices.iter().map(|plan| plan.name.clone()).collect());
@@ -221,7 +222,7 @@ pub fn plan_apart(
     };
     let model = (device.planning_backend(options.compute), Part::default());
     let tower = tower.planning_backend(options.compute);
-    let planned = plan_seeing_on((&[model], Some(&tower)), parameters, config, options);
+    let planned = plan_seeing_on(&[model], Some(&tower), parameters, config, options);
     match planned.map_err(evenkeel::Error::from)?[..] {
         [model, tower] => Ok(Plans { model, tower: Some(tower) }),
         ref other => unreachable!("two devices have {} plans", other.len()),

@@ -88,7 +88,7 @@ impl Engine {
         options: EngineOptions,
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
-        Engine::load_seeing_on((devices, None), parameters, config, options, progress)
+        Engine::load_seeing_on(devices, None, parameters, config, options, progress)
     }
 
     /// As [`Engine::load_on`], with the vision tower on a runtime of its own: its weights, its buffers and the features of
@@ -97,7 +97,8 @@ impl Engine {
     /// # Errors
     /// As [`Engine::load_on`].
     pub fn load_seeing_on(
-        (devices, tower): (&[(Runtime, Part)], Option<&Runtime>),
+        devices: &[(Runtime, Part)],
+        tower: Option<&Runtime>,
         parameters: &dyn Parameters,
         config: &Value,
         options: EngineOptions,
@@ -145,18 +146,13 @@ impl Engine {
         let stepper = stepper(runtime, &model, peers.len())?;
         let place = tower.unwrap_or(runtime);
         let loader = Loader::new(place, parameters, options.compute, progress);
-        let eyes = match (vision, options.vision) {
-            (Some(vision), Some(sizes)) => {
-                let config = (vision, &whole);
-                let how = (options.compute, options.largest_steps);
-                let mut eyes = Eyes::load(place, &loader, config, sizes, how)?;
-                if tower.is_some_and(|tower| !tower.backend().is_planning()) {
-                    eyes.start_thread()?;
-                }
-                Some(eyes)
-            }
-            _ => None,
-        };
+        let vision = vision.zip(options.vision);
+        let mut eyes = vision
+            .map(|(config, sizes)| Eyes::load(place, &loader, config, &whole, sizes, &options))
+            .transpose()?;
+        if let Some(eyes) = eyes.as_mut().filter(|_| tower.is_some_and(|on| !on.backend().is_planning())) {
+            eyes.start_thread()?;
+        }
         let mut engine = Engine {
             under_way: VecDeque::new(),
             taken: Vec::new(),

@@ -22,7 +22,7 @@ use serde_json::Value;
 
 pub(crate) use passes::Passes;
 
-use crate::{EngineError, Result};
+use crate::{EngineError, EngineOptions, Result};
 use apart::TowerThread;
 
 /// The pictures that memory is planned for.
@@ -133,17 +133,18 @@ impl Eyes {
     pub fn load(
         runtime: &Runtime,
         loader: &Loader<'_>,
-        (config, text): (VisionConfig, &HybridConfig),
-        options: VisionOptions,
-        (compute, only_largest): (Compute, bool),
+        config: VisionConfig,
+        text: &HybridConfig,
+        sizes: VisionOptions,
+        options: &EngineOptions,
     ) -> Result<Eyes> {
-        let passes = Passes::new(&config, text, options, runtime.backend().is_compiling());
+        let passes = Passes::new(&config, text, sizes, runtime.backend().is_compiling());
         let (block, patches_max) = (config.block_side().pow(2), passes.patches_max());
         let tower = Tower::load(loader, config)?;
         let config = &tower.config;
         let array = |shape: &[usize], dtype| Array::persistent(runtime, Category::Vision, shape, dtype);
         let pages = patches_max.div_ceil(AttentionSpec::PAGE);
-        let kv = if compute == Compute::F32 { KvFormat::F32 } else { KvFormat::F16 };
+        let kv = if options.compute == Compute::F32 { KvFormat::F32 } else { KvFormat::F16 };
         let pool_shape = [pages, config.heads, AttentionSpec::PAGE, Tower::padded_head(config)];
         let word = |count: usize| array(&[count], DType::U32);
         let batch = Batch {
@@ -161,7 +162,7 @@ impl Eyes {
         batch.table.write(&(0..pages as u32).collect::<Vec<_>>())?;
         let rows = patches_max / block;
         let feature_bytes = rows * config.text_hidden * config.levels() * size_of::<f32>();
-        let kept_bytes = feature_bytes.saturating_mul(options.pictures) as u64;
+        let kept_bytes = feature_bytes.saturating_mul(sizes.pictures) as u64;
         let state = passes.are_cut().then(|| array(&[patches_max, config.hidden], DType::F32)).transpose()?;
         let mut eyes = Eyes {
             kept: runtime.ledger().charge(Category::Features, kept_bytes)?,
@@ -186,7 +187,7 @@ impl Eyes {
             tower,
         };
         // The largest first, so that the arena has its full size at once.
-        let count = if only_largest { 1 } else { eyes.passes.patches().len() };
+        let count = if options.largest_steps { 1 } else { eyes.passes.patches().len() };
         for patches in eyes.passes.patches().to_vec().into_iter().rev().take(count) {
             let pass = eyes.trace(runtime, patches)?;
             eyes.prepared.push((patches, pass));

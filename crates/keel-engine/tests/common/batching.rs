@@ -2,10 +2,30 @@
 
 use std::time::Instant;
 
-use keel_engine::batch::{BatchEvent, BatchRequest, Batcher};
-use keel_engine::{EngineError, FinishReason};
+use keel_array::Compute;
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
+use keel_engine::{EngineError, EngineOptions, FinishReason};
 
-use super::{expected, fixture};
+use super::{engine, expected, fixture, runtime};
+
+/// Six sequences and a pool of 30 pages.
+pub fn options() -> EngineOptions {
+    EngineOptions {
+        drafts: 0,
+        context: 1024,
+        sequences: 6,
+        prefill_step: 256,
+        checkpoints: 24,
+        pool_pages: Some(30),
+        compute: Compute::Auto,
+        ..EngineOptions::default()
+    }
+}
+
+/// A batch on a fixture.
+pub fn batcher(name: &str, batch: BatchOptions) -> Batcher {
+    Batcher::new(engine(&fixture(name), &runtime(2), options()), batch)
+}
 
 /// Ids that differ with the seed and with the fixture.
 pub fn prompt(name: &str, seed: u32, len: usize) -> Vec<u32> {

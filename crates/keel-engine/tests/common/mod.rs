@@ -4,8 +4,10 @@
 
 pub mod adversary;
 pub mod batching;
+pub mod drafted;
 pub mod drawn;
 pub mod forms;
+pub mod launch_faults;
 pub mod looking;
 pub mod queueing;
 pub mod splitting;

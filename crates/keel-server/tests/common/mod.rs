@@ -19,7 +19,7 @@ use keel_server::{App, ModelText, Server, ServerOptions, Viewer, bind};
 use keel_text::TextFiles;
 use keel_vision::ProcessorFiles;
 use keel_weights::Checkpoint;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
 /// Pixels of a picture that models of these tests read.
@@ -198,6 +198,11 @@ impl Running {
 
 /// Tasks of a server without connections: one watches over connections, one gives back memory at rest.
 pub const OWN_TASKS: usize = 2;
+
+/// A request for a greedy completion of `max_tokens` tokens.
+pub fn completion(max_tokens: usize) -> Value {
+    json!({"prompt": "Once upon a time", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})
+}
 
 pub fn wait_for(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();

@@ -5,125 +5,26 @@
 //! holds some of it is unloaded first: it takes no new requests, its running requests end, and then its engine's thread
 //! ends and all of its memory is freed. Its ledger is checked.
 
-use std::error::Error;
+mod entry;
+mod offer;
+
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use keel_engine::EngineError;
 use keel_engine::batch::{BatchStatus, Batcher};
-use keel_engine::{Engine, EngineError};
 use tokio::sync::oneshot;
 
 use crate::app::{App, Shared};
 use crate::engine_view::{DeviceMemory, EngineView};
 use crate::error::{Result, ServerError, setting};
-use crate::options::PrefixStore;
 use crate::text::ModelText;
 use crate::worker::EngineHandle;
-
-/// The result of loading a model.
-pub struct Loaded {
-    /// The engine.
-    pub engine: Engine,
-    /// The text side.
-    pub text: ModelText,
-    /// The place to restore its prefixes from and save them to.
-    pub prefix_store: Option<PrefixStore>,
-}
-
-/// Loads a model, on a separate thread.
-pub type Load = Box<dyn Fn() -> Result<Loaded, Box<dyn Error + Send + Sync>> + Send + Sync>;
-
-/// A model that requests may name.
-pub struct Offer {
-    /// The model's name in the API.
-    pub id: String,
-    /// The planned bytes of the loaded model, without a vision tower that has a device of its own.
-    pub bytes: u64,
-    /// The planned bytes of a vision tower on the CPU, of a model on another device; otherwise 0.
-    pub tower_bytes: u64,
-    /// Largest number of tokens of a sequence.
-    pub context: usize,
-    /// What the model takes besides text.
-    pub takes: Takes,
-    /// Loads the model.
-    pub load: Load,
-}
-
-/// What a model takes besides text.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Takes {
-    /// Pictures.
-    pub pictures: bool,
-    /// Videos.
-    pub videos: bool,
-}
-
-/// Bounds of a server with several models.
-#[derive(Clone, Copy, Debug)]
-pub struct FleetOptions {
-    /// Limit on the bytes of all loaded models together.
-    pub memory_limit: u64,
-    /// Limit on the bytes of the loaded models' vision towers that are on the CPU next to models on another device.
-    pub tower_limit: u64,
-    /// Time after which an unused model is unloaded. With `None` it stays until another model needs its memory.
-    pub keep_alive: Option<Duration>,
-    /// Makes the allocator return the memory that a model left in it.
-    pub rest: fn(),
-}
-
-/// A model of the server.
-struct Entry {
-    id: String,
-    needs: Needs,
-    context: usize,
-    takes: Takes,
-    /// `None` if the model is always loaded.
-    load: Option<Load>,
-    resident: Mutex<Option<Resident>>,
-}
-
-/// The planned bytes of models.
-#[derive(Clone, Copy, Default)]
-struct Needs {
-    bytes: u64,
-    /// Those of vision towers with a device of their own.
-    tower_bytes: u64,
-}
-
-impl Needs {
-    fn plus(self, other: Needs) -> Needs {
-        Needs { bytes: self.bytes + other.bytes, tower_bytes: self.tower_bytes + other.tower_bytes }
-    }
-
-    /// The memory that is short, if any.
-    fn beyond(self, options: &FleetOptions) -> Option<Shortage> {
-        let model = Shortage { of: |needs| needs.bytes, whose: "", limit: options.memory_limit };
-        let tower = Shortage {
-            of: |needs| needs.tower_bytes,
-            whose: " of its vision tower on the CPU",
-            limit: options.tower_limit,
-        };
-        [model, tower].into_iter().find(|shortage| (shortage.of)(self) > shortage.limit)
-    }
-}
-
-/// A memory whose limit is exceeded.
-struct Shortage {
-    /// The bytes in this memory.
-    of: fn(Needs) -> u64,
-    /// Whose they are, for messages.
-    whose: &'static str,
-    limit: u64,
-}
-
-/// A loaded model.
-struct Resident {
-    app: Arc<App>,
-    thread: JoinHandle<()>,
-    used: Instant,
-}
+use entry::{Entry, Resident};
+pub use offer::{FleetOptions, Load, Loaded, Offer, Takes};
+use offer::{Needs, Shortage};
 
 /// Facts about a model.
 pub(crate) struct ModelFacts {
@@ -457,42 +358,5 @@ impl Front {
     /// The threads of the engines. They end when no other code holds the engines.
     pub(crate) fn close(&self) -> Vec<JoinHandle<()>> {
         self.entries.iter().filter_map(|entry| Some(entry.resident().take()?.thread)).collect()
-    }
-}
-
-impl Entry {
-    fn resident(&self) -> MutexGuard<'_, Option<Resident>> {
-        self.resident.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// The model, if it is loaded and its engine runs. A model that is always loaded counts even after a failure, and
-    /// then reports it.
-    fn use_now(&self) -> Option<Arc<App>> {
-        let mut resident = self.resident();
-        let resident = resident.as_mut().filter(|r| self.load.is_none() || !r.app.engine.is_stopped())?;
-        resident.used = Instant::now();
-        Some(Arc::clone(&resident.app))
-    }
-
-    /// Whether the model was unused for `keep_alive`.
-    fn has_rested(&self, keep_alive: Duration) -> bool {
-        let mut resident = self.resident();
-        let Some(resident) = resident.as_mut() else { return false };
-        if resident.is_busy() {
-            resident.used = Instant::now();
-        }
-        resident.used.elapsed() >= keep_alive
-    }
-
-    fn failed(&self, reason: String) -> ServerError {
-        ServerError::ModelLoad { id: self.id.clone(), reason }
-    }
-}
-
-impl Resident {
-    fn is_busy(&self) -> bool {
-        let status = self.app.engine.status();
-        // Apart from this reference, only requests hold the model.
-        Arc::strong_count(&self.app) > 1 || !status.running.is_empty() || status.waiting > 0
     }
 }

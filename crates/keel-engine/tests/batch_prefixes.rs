@@ -1,0 +1,112 @@
+//! Prefixes that a batch saves to a folder and another restores.
+
+mod common;
+
+use std::time::Instant;
+
+use common::batching::{Outcome, assert_all_is_back, batcher, prompt, run, step};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+
+const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
+
+#[test]
+fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for name in FIXTURES {
+        let mut first = batcher(name, BatchOptions::default());
+        let folder = dir.path().join(name);
+        let prompts: Vec<Vec<u32>> = (0..3).map(|i| prompt(name, i, 300 + i as usize * 60)).collect();
+        let ask = |batcher: &mut Batcher, i: usize| {
+            run(batcher, vec![BatchRequest::new(0, prompts[i].clone(), 20)]).remove(0)
+        };
+        let tokens: Vec<Vec<u32>> = (0..3).map(|i| ask(&mut first, i).tokens).collect();
+        assert!(first.save_prefixes(name, &folder).expect("saves") >= 3);
+        assert_all_is_back(&mut first);
+        let mut second = batcher(name, BatchOptions::default());
+        assert!(!second.restore_prefixes("another", &folder).problems.is_empty());
+        let restored = second.restore_prefixes(name, &folder);
+        assert!(restored.texts >= 3 && restored.problems.is_empty(), "{restored:?}");
+        for i in 0..3 {
+            let outcome = ask(&mut second, i);
+            assert_eq!(outcome.cached, (prompts[i].len() - 1) / 64 * 64, "{name}");
+            assert_eq!(outcome.tokens, tokens[i], "{name}");
+        }
+        assert_all_is_back(&mut second);
+        let file = folder.join("0.safetensors");
+        let mut bytes = std::fs::read(&file).expect("there");
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&file, bytes).expect("written");
+        std::fs::remove_file(folder.join("1.safetensors")).expect("there");
+        let damaged = second.restore_prefixes(name, &folder);
+        assert_eq!((damaged.texts, damaged.problems.len()), (restored.texts - 2, 2), "{damaged:?}");
+        std::fs::write(folder.join("index.json"), "{").expect("written");
+        assert_eq!(second.restore_prefixes(name, &folder).problems.len(), 1);
+        assert_all_is_back(&mut second);
+    }
+}
+
+#[test]
+fn prefixes_are_saved_while_answers_are_under_way_and_change_none() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for name in FIXTURES {
+        let request = |id, salt| BatchRequest::new(id, prompt(name, salt, 300), 40);
+        let alone = run(&mut batcher(name, BatchOptions::default()), vec![request(0, 2)]).remove(0);
+        let mut busy = batcher(name, BatchOptions::default());
+        run(&mut busy, vec![request(0, 1)]);
+        busy.submit(request(0, 2), Instant::now()).expect("there is room");
+        let mut outcomes = [Outcome::default()];
+        for _ in 0..8 {
+            step(&mut busy, Instant::now(), &mut outcomes);
+        }
+        assert!(!busy.is_idle(), "{name}");
+        let folder = dir.path().join(name);
+        assert!(busy.save_prefixes(name, &folder).expect("saves") >= 1, "{name}");
+        while !busy.is_idle() {
+            step(&mut busy, Instant::now(), &mut outcomes);
+        }
+        assert_eq!(outcomes[0].tokens, alone.tokens, "{name}");
+        assert_all_is_back(&mut busy);
+        let mut second = batcher(name, BatchOptions::default());
+        assert!(second.restore_prefixes(name, &folder).problems.is_empty(), "{name}");
+        assert_eq!(run(&mut second, vec![request(0, 1)]).remove(0).cached, 256, "{name}");
+    }
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
+    run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)]);
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let file = dir.path().join("file");
+    std::fs::write(&file, "x").expect("written");
+    let error = batcher.save_prefixes("m", &file.join("below")).expect_err("a file is no folder");
+    assert!(error.to_string().contains("cannot be saved"), "{error}");
+    assert_eq!(run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)])[0].cached, 192);
+    assert_all_is_back(&mut batcher);
+}
+
+/// A pipe in place of a file stays, and no thread waits for its other end.
+#[cfg(unix)]
+#[test]
+fn pipes_in_a_folder_of_prefixes_stay() {
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
+    run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)]);
+    for name in ["index.json", "0.safetensors"] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let pipe = dir.path().join(name);
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("it runs").success());
+        for _ in 0..2 {
+            let error = batcher.save_prefixes("m", dir.path()).expect_err("a pipe is no file").to_string();
+            assert!(error.contains(name) && error.contains("not a regular file"), "{error}");
+            let there = std::fs::metadata(&pipe).expect("it is there");
+            assert!(!there.is_file(), "{name} was replaced");
+        }
+        assert_eq!(
+            std::fs::read_dir(dir.path()).expect("a folder").count(),
+            1,
+            "nothing is left next to {name}"
+        );
+    }
+    assert_all_is_back(&mut batcher);
+}

@@ -1,0 +1,96 @@
+//! An engine whose launches and reads of results can be made to fail.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use keel_array::{ArrayError, Backend, Compute, DeviceMemory, Launch, Op, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::{Engine, EngineOptions};
+use keel_testkit::disturbed::{Disturbance, Disturbed};
+
+/// Says when a launch fails.
+#[derive(Default)]
+pub struct Faults {
+    /// How many launches succeed before one fails; the largest number means never.
+    pub until: AtomicUsize,
+    /// Let the failing launch run first, and do not report how far it came.
+    pub is_silent: AtomicBool,
+    /// How many results are read before a read fails; the largest number means never.
+    pub reads: AtomicUsize,
+    /// Break the page table of the launch instead. The first attention in it finds out, after kernels that have run.
+    pub breaks_pages: AtomicBool,
+}
+
+impl Faults {
+    pub fn set(&self, launches: usize) {
+        self.until.store(launches, Ordering::Relaxed);
+    }
+
+    pub fn clear(&self) {
+        self.set(usize::MAX);
+        self.reads.store(usize::MAX, Ordering::Relaxed);
+    }
+}
+
+impl Disturbance for Faults {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let left = self.until.load(Ordering::Relaxed);
+        let attention = launch.kernels().iter().find(|k| matches!(k.op, Op::PagedAttention(_)));
+        let breaks_pages = self.breaks_pages.load(Ordering::Relaxed);
+        if left > 0 || breaks_pages && attention.is_none() {
+            self.set(if left == usize::MAX { left } else { left.saturating_sub(1) });
+            return backend.launch(launch);
+        }
+        self.clear();
+        if let Some(attention) = attention.filter(|_| breaks_pages) {
+            let table = launch.resolve(attention.inputs[5].slot);
+            backend.write(table.buffer.memory(), table.offset, &u32::MAX.to_le_bytes());
+            return backend.launch(launch);
+        }
+        if self.is_silent.load(Ordering::Relaxed) {
+            backend.launch(launch)?;
+        } else {
+            launch.note_done(0);
+        }
+        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+    }
+
+    fn read_settled(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
+        match self.reads.load(Ordering::Relaxed) {
+            usize::MAX => {}
+            0 => {
+                self.clear();
+                return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
+            }
+            left => self.reads.store(left - 1, Ordering::Relaxed),
+        }
+        backend.read_settled(memory, offset, bytes)
+    }
+}
+
+/// An engine for three sequences, whose programs are cut into pieces of `piece` kernels.
+pub fn disturbed_engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
+    let faults = Arc::new(Faults::default());
+    faults.clear();
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
+    let backend = Disturbed::new(Arc::new(inner), Arc::clone(&faults));
+    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
+    let runtime = Runtime::new(backend, options);
+    let options = EngineOptions {
+        context: 512,
+        sequences: 3,
+        prefill_step: 64,
+        checkpoints: 2,
+        drafts: 5,
+        compute: Compute::Auto,
+        ..EngineOptions::default()
+    };
+    (super::engine(folder, &runtime, options), faults)
+}

@@ -1,0 +1,135 @@
+//! Options out of range, contradictory or missing give one line on standard error. Wrong usage has exit code 2.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::{arg, fail, fixture, keel, misuse, stderr};
+
+#[test]
+fn options_out_of_range() {
+    let folder = fixture("qwen3_5");
+    let with = |extra: &[&str], reason: &str| {
+        fail(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
+    };
+    with(&["--temperature", "1000"], "temperature is 1000");
+    with(&["--top-p", "0"], "top-p is 0, expected 1.1754944e-38 to 1.0");
+    // Without a driver the message names its library, with a driver the device.
+    with(&["--device", "cuda:99"], "cuda");
+    fail(&["generate", "--model", "no-owner", "x"], "there is no such file or folder");
+    fail(&["generate", "--model", "/nowhere/at/all", "x"], "there is no such file or folder");
+    let not_here = if cfg!(feature = "hub") {
+        "HF_HUB_OFFLINE forbids to download it"
+    } else {
+        "without the feature hub"
+    };
+    fail(&["generate", "--model", "owner/name", "x"], not_here);
+}
+
+#[test]
+fn quantising_what_cannot_be_quantised() {
+    let folder = fixture("qwen3_5_mlx_4bit");
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let out: PathBuf = dir.path().join("out");
+    fail(&["quantize", arg(&folder), arg(&out)], "quantised already");
+    fail(&["quantize", "/nowhere/at/all", arg(&out)], "no such file or folder");
+    let dense = fixture("qwen3_5");
+    misuse(&["quantize", arg(&dense), arg(&out), "--bits", "1"], "1 bits in groups of 64 are not supported");
+    fail(&["quantize", arg(&dense), arg(&out), "--module", "nothing=8"], "an override names it");
+    assert!(!out.join("config.json").exists());
+    let file = dir.path().join("out.gguf");
+    misuse(
+        &["quantize", arg(&dense), arg(&out), "--to", "gguf"],
+        "the name of a GGUF file must end in .gguf",
+    );
+    misuse(
+        &["quantize", arg(&dense), arg(&file), "--type", "Q2_K"],
+        "--type Q2_K is not a type that can be written",
+    );
+    misuse(&["quantize", arg(&dense), arg(&file), "--module", "attn_q=8"], "not a type that can be written");
+    fail(&["quantize", arg(&dense), arg(&file), "--module", "nothing=Q8_0"], "an override names it");
+    assert!(!file.exists());
+    let rotated = fixture("qwen3_5_paro");
+    fail(&["quantize", arg(&rotated), arg(&file)], "its input is rotated");
+    fs::write(&file, "kept").expect("the folder is writable");
+    fail(&["quantize", arg(&dense), arg(&file)], "exists already");
+}
+
+#[test]
+fn options_that_contradict_each_other_are_refused() {
+    let dense = fixture("qwen3_5");
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (folder, file) = (dir.path().join("out"), dir.path().join("out.gguf"));
+    let quantize = |out: &Path, flags: &[&str], reason: &str| {
+        misuse(&[&["quantize", arg(&dense), arg(out)], flags].concat(), reason);
+        assert!(!out.exists(), "{flags:?}");
+    };
+    quantize(&folder, &["--type", "Q4_0"], "--type is for --to gguf, but mlx is written");
+    quantize(&folder, &["--dtype", "f16"], "--dtype is for --to safetensors, but mlx is written");
+    quantize(&file, &["--bits", "4"], "--bits is for --to mlx, but gguf is written");
+    quantize(&file, &["--group-size", "32"], "--group-size is for --to mlx");
+    quantize(&file, &["--shard-size", "1G"], "--shard-size is for --to mlx");
+    quantize(&folder, &["--to", "safetensors", "--bits", "4"], "--bits is for --to mlx, but safetensors is");
+    quantize(&folder, &["--to", "safetensors", "--module", "a=4"], "--module is for --to mlx and gguf");
+    quantize(&file, &["--to", "mlx"], "this is the name of a GGUF file");
+    let pairs: [&[&str]; 12] = [
+        &["generate", "x", "--chat", "--raw"],
+        &["generate", "x", "--raw", "--system", "y"],
+        &["generate", "--ids", "1", "--chat"],
+        &["generate", "x", "-p", "y"],
+        &["generate", "x", "--echo", "--json"],
+        &["generate", "x", "--schema", "a", "--grammar", "b"],
+        &["generate", "x", "--schema", "a", "--one-by-one"],
+        &["serve", "--no-prefix-reuse", "--exact-prefix-reuse"],
+        &["serve", "--no-prefix-reuse", "--prefix-states", "1M"],
+        &["serve", "--swap", "1M"],
+        &["serve", "--on-demand", "--resident"],
+        &["fit", "a", "--model", "b"],
+    ];
+    for args in pairs {
+        let output = keel(args);
+        assert_eq!(output.status.code(), Some(2), "keel {}: {}", args.join(" "), stderr(&output));
+    }
+    misuse(&["generate", "x", "--one-by-one", "--speculate", "2"], "--one-by-one does not run");
+    misuse(&["generate", "x", "--chat", "--echo"], "--echo is for a text that is continued");
+    misuse(&["generate", "--ids", "1", "--echo"], "--echo prints a text");
+}
+
+#[test]
+fn wrong_usage_has_its_own_exit_code() {
+    let cases: [&[&str]; 13] = [
+        &[],
+        &["sing"],
+        &["generate", "--max-tokens", "many", "x"],
+        &["generate", "--ids", "1,x"],
+        &["generate", "x", "--ids", "1"],
+        &["generate", "--memory-limit", "3Q", "x"],
+        &["logits", "--ids", "1"],
+        &["quantize", "a"],
+        &["bench", "--bits", "4"],
+        &["generate", "x", "--prefill-step", "100"],
+        &["generate", "x", "--prefill-step", "0"],
+        &["generate", "x", "--device", "abacus"],
+        &["generate", "x", "--device", "cuda:first"],
+    ];
+    for args in cases {
+        let output = keel(args);
+        assert_eq!(output.status.code(), Some(2), "keel {}: {}", args.join(" "), stderr(&output));
+        assert!(!output.stderr.is_empty() && output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn wrong_usage_that_the_parser_cannot_see() {
+    misuse(&["generate"], "give a text");
+    misuse(&["logits", "--out", "never-written.safetensors"], "no tokens");
+    misuse(&["bench", "--prompt", "0"], "at least one token");
+    misuse(&["bench", "--shape", "qwen9-1b"], "there are qwen3.5-0.8b");
+    misuse(&["bench", "--shape", "qwen3.5-0.8b", "--bits", "7"], "7 bits in groups of 64 are not supported");
+    let folder = fixture("qwen3_5");
+    let with = |extra: &[&str], reason: &str| {
+        misuse(&[&["generate", "--model", arg(&folder), "--ids", "1"], extra].concat(), reason);
+    };
+    with(&["--stop", "the end"], "--stop needs a tokenizer");
+}
