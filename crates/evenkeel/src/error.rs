@@ -129,7 +129,7 @@ pub struct OutOfMemory {
     pub needed: u64,
     /// Bytes that may be used.
     pub limit: u64,
-    /// What sets the limit.
+    /// The source of the limit.
     pub whose: String,
     /// Tokens of the longest sequence.
     pub context: usize,

@@ -20,7 +20,7 @@ use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 use turns::Turns;
 
-/// What is protected: the arena. loom reports two threads in it at once.
+/// The protected value stands for the arena. loom reports two threads in it at once.
 struct Device {
     turns: Turns,
     arena: UnsafeCell<usize>,
@@ -125,7 +125,7 @@ fn nothing_rests_between_two_pieces_of_a_run() {
     });
 }
 
-/// Work passes its fence after it has freed its memory. Whoever waits finds that memory free.
+/// Work passes its fence after it has freed its memory. A thread that waits for the fence then finds that memory free.
 #[test]
 fn whoever_waits_for_work_hears_of_its_end_and_finds_its_memory_free() {
     loom::model(|| {

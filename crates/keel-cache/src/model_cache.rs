@@ -76,7 +76,7 @@ impl ModelCache {
         Ok(ModelCache { swap, layers, saved, pools, spec, size })
     }
 
-    /// What each layer stores.
+    /// The storage of each layer.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }

@@ -1,4 +1,4 @@
-//! What is free, and how it comes back.
+//! Free pages, slots and checkpoints, and their way back.
 //!
 //! The cache and its sequences share the pools. A sequence gives back what it holds when it is dropped, wherever that
 //! happens: after an error, in the middle of an iteration, in a panic.

@@ -39,7 +39,7 @@ pub struct PrefixHit {
     pub known_len: usize,
 }
 
-/// What an insertion makes the tree hold.
+/// The pages and the state that an insertion adds to the tree.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
     /// Pages to add a holder to.
@@ -48,7 +48,7 @@ pub struct Inserted {
     pub took_state: bool,
 }
 
-/// What the tree no longer holds.
+/// The pages and states that the tree has given up.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Evicted {
     /// Pages to remove a holder from.

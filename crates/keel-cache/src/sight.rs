@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// What a tower makes of a picture: rows of the text model's width, level by level.
+/// A tower's output for a picture: rows of the text model's width, level by level.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Features {
     /// Those that replace embeddings, then those that are added after the first layers.

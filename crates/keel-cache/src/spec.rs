@@ -1,4 +1,4 @@
-//! What the layers of a model store, and its size.
+//! The storage of a model's layers, and its size.
 
 use keel_array::{AttentionSpec, DType, KvFormat};
 
@@ -94,7 +94,7 @@ pub struct CacheFormat {
     pub state: DType,
 }
 
-/// What a model's layers store. The layers of the multi-token-prediction head come last.
+/// The storage of a model's layers. The layers of the multi-token-prediction head come last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheSpec {
     /// In the order of the layers.

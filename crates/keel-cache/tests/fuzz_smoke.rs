@@ -8,7 +8,7 @@ use keel_testkit::random::{Random, mutations};
 use serde_json::json;
 
 const MUTATIONS: u64 = 3_000;
-/// What a place of a header or index is replaced with.
+/// Replacements for parts of a header or index.
 const STRANGE: [&str; 12] = [
     "0",
     "-1",

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 pub struct FreeMemory {
     /// Bytes that can still be taken without swapping and without being killed.
     pub bytes: u64,
-    /// What sets the bound.
+    /// The source of the bound.
     pub bound: Bound,
 }
 
-/// What sets the bound on memory.
+/// The source of a bound on memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
     /// The machine: `MemAvailable`.

@@ -93,7 +93,7 @@ impl<'a, T> SharedMut<'a, T> {
     #[inline(always)]
     pub unsafe fn range(self, range: Range<usize>) -> &'a mut [T] {
         self.check(&range);
-        // SAFETY: in bounds as asserted; the caller promises that nobody else uses these values.
+        // SAFETY: in bounds as asserted; the caller promises that no other worker uses these values.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.end - range.start) }
     }
 }

@@ -74,7 +74,7 @@ fn a_value_that_is_sent_is_read_before_its_sender_goes_on() {
     });
 }
 
-/// Whoever waits for a member that gives up hears of it, and what it has lent is taken back.
+/// A member that waits for one that gives up gets an error, and the memory that the latter offered is taken back.
 #[test]
 fn nobody_waits_for_a_member_that_has_given_up() {
     loom::model(|| {
@@ -94,7 +94,7 @@ fn nobody_waits_for_a_member_that_has_given_up() {
     });
 }
 
-/// A value, and a cell that reports whoever reads or writes it while another thread writes.
+/// A value, and a cell. loom reports a thread that reads or writes the cell while another writes it.
 struct Value(UnsafeCell<()>, AtomicUsize);
 
 impl Value {
@@ -123,7 +123,7 @@ struct Pair {
     values: [Value; 2],
 }
 
-/// What worker `index` does with a job.
+/// The work of worker `index` in a job.
 type Work = fn(pair: &Pair, index: usize, job: usize);
 
 impl Pair {

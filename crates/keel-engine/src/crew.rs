@@ -24,7 +24,7 @@ pub(crate) struct Job {
     pub queued: Option<Queued>,
 }
 
-/// What a job needs whose buffers are filled when its turn comes.
+/// For a job whose buffers are filled when its turn comes.
 pub(crate) struct Queued {
     /// Fills the buffers, on the device's thread.
     pub fill: Box<dyn FnOnce() -> Result<()> + Send>,
@@ -149,7 +149,7 @@ impl Job {
     }
 }
 
-/// What a panic says.
+/// The message of a panic.
 fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()

@@ -148,7 +148,7 @@ fn an_unused_token_stands_for_gemmas_pictures_where_theirs_is_missing() {
     assert!(message.contains("vocabulary has no <image_soft_token>"), "{message}");
 }
 
-/// What the keys can say is said; what they cannot is what published processor files say.
+/// Settings come from the file's keys. Those without a key have the values of published processor files.
 #[test]
 fn pictures_are_prepared_as_the_processor_file_says() {
     for (name, folder) in VLM.into_iter().filter_map(|name| Some((name, vlm_fixture(name)?))) {

@@ -20,7 +20,7 @@ use keel_weights::{AffineFormat, Checkpoint, SafetensorsFile, TensorSource};
 const FEATURES_MAX: f64 = 2e-5;
 const LOGITS_MAX: f64 = 1e-4;
 
-/// What transformers computes.
+/// Outputs of transformers.
 struct Reference(SafetensorsFile);
 
 impl Reference {

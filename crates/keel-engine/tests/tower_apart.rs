@@ -71,7 +71,7 @@ fn a_tower_on_another_device_sees_the_same() {
     }
 }
 
-/// What happens to launches of the tower.
+/// The effect on launches of the tower.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Gate {
     Open,

@@ -112,7 +112,7 @@ impl Charge {
                 self.held.fetch_add(bytes, Ordering::AcqRel);
                 Ok(())
             }
-            // What this owner would be given with nothing else in use.
+            // More than this owner would get if nothing else were in use.
             Err(_) if wanted > share.max(self.budget.share(wanted)) => {
                 Err(Refused::Always { needed: wanted, limit: share.max(self.budget.share(wanted)) })
             }
@@ -124,7 +124,7 @@ impl Charge {
     pub fn give_back(&self, bytes: u64) {
         self.request.fetch_sub(bytes, Ordering::AcqRel);
         self.budget.used.fetch_sub(bytes, Ordering::AcqRel);
-        // Last, so that whoever sees that this owner holds less sees that the request does, too.
+        // Last: a thread that sees this owner's smaller count also sees the request's.
         self.held.fetch_sub(bytes, Ordering::AcqRel);
     }
 

@@ -1,4 +1,4 @@
-//! What an engine shows to other threads: counts as of the last step, and the memory of its devices.
+//! An engine as other threads see it: counts as of the last step, and the memory of its devices.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use keel_array::{DeviceUsage, Gauge, Ledger, MemoryReport, Runtime};
 use keel_engine::batch::{BatchStatus, Batcher};
 
-/// What an engine's thread and the handles to it share. Holding it does not keep the thread alive.
+/// The state that an engine's thread and the handles to it share. Holding it does not keep the thread alive.
 pub(crate) struct EngineView {
     pub next_id: AtomicU64,
     status: Mutex<BatchStatus>,

@@ -62,7 +62,7 @@ pub(crate) fn paced(charge: Arc<Meter>, response: Response) -> Response {
 
 struct Paced {
     body: Body,
-    /// What has been received of `body` and not been handed over.
+    /// Bytes of `body` that were received and not handed over yet.
     rest: Bytes,
     charge: Arc<Meter>,
 }

@@ -1,7 +1,7 @@
 //! The memory of requests. Bodies, texts and their copies share one budget, the category `requests`.
 //!
-//! A request's memory is charged before it is allocated, by estimates that a test compares with the heap. So many or
-//! large requests are refused with the numbers, and cannot exhaust the machine.
+//! A request's memory is charged before it is allocated, by estimates that a test compares with the heap. So a
+//! flood of requests, or a large one, is refused with the numbers and cannot exhaust the machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(memory.used(), 1 << 20);
     }
 
-    /// What waits for the client of a large request is little, and a small request would find room for it.
+    /// Few bytes wait for the client of a large request. They fit where a small request would fit.
     #[test]
     fn a_small_part_of_a_large_request_uses_the_room_of_small_ones() {
         let memory = RequestMemory::new(8 << 20, 0);

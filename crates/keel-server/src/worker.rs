@@ -97,7 +97,7 @@ impl EngineHandle {
         self.shared.hidden
     }
 
-    /// What embeddings are made of: the mean of all tokens where the engine was made for it, else the last token.
+    /// The hidden states that embeddings are made of: the mean of all tokens if the engine was made for it, else the last.
     pub fn pooling(&self) -> Readout {
         if self.shared.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
     }

@@ -229,7 +229,7 @@ fn what_a_response_repeats_is_charged() {
     wait_for("all is given back", || server.app.memory.used() == 0);
 }
 
-/// What is kept of a stream until its end is charged.
+/// The parts of a stream that are kept until its end are charged.
 fn a_streamed_response_is_charged() {
     let server = server(BUDGET);
     let ask = |tokens: usize, seed: usize| {

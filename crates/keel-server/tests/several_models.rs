@@ -231,7 +231,7 @@ fn a_model_that_is_given_back_leaves_nothing() {
     assert!(grown < bytes / 2, "{grown} bytes more after 8 loads of {bytes}");
 }
 
-/// A model's memory is free when its thread has ended, whoever reads its counts at that moment.
+/// A model's memory is free when its thread has ended, even if another thread reads its counts at that moment.
 #[test]
 fn counts_that_are_read_meanwhile_keep_no_memory() {
     let _turn = alone();

@@ -59,7 +59,7 @@ pub trait Disturbance: Send + Sync + 'static {
         backend.is_compiling()
     }
 
-    /// What the backend has prepared so far.
+    /// The backend's preparations so far.
     fn preparations(&self, backend: &dyn Backend) -> Preparations {
         backend.preparations()
     }

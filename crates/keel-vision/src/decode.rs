@@ -70,7 +70,7 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
     Ok(Opened { format, decoder: Box::new(decoder) })
 }
 
-/// What a picture's header says.
+/// The size in a picture's header, and the memory to decode it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
     /// Pixels in a row.

@@ -62,7 +62,7 @@ pub enum VisionError {
     /// A video's file that cannot be read.
     #[error("the video cannot be read: {0}")]
     Film(String),
-    /// Nobody waits for the result any more.
+    /// The request that needed the result has ended.
     #[error("the work was ended, because nobody waits for it")]
     Unwanted,
     /// The time for the work is over.

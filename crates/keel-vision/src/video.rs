@@ -135,7 +135,7 @@ impl VideoProcessor {
     /// The size of the resized frames of a video of `frames` chosen frames of this size.
     ///
     /// # Errors
-    /// They cannot be resized to a size that the tower supports, or there is no room for so many.
+    /// They cannot be resized to a size that the tower supports, or too few pixels are left for each.
     pub fn frame_size(&self, frames: usize, own: Size) -> Result<Size> {
         let (factor, depth) = (self.shape.side * self.shape.merge, self.shape.frames);
         let size = match self.resizes {

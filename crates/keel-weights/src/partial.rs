@@ -30,7 +30,7 @@ impl PartialFile {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = path.with_file_name(format!(".{name}.{}-{number}.partial", std::process::id()));
-        // What another process left under this name goes, be it a link or a pipe. It is never written through.
+        // A link, pipe or file that another process left under this name is removed. It is never written through.
         let _ = fs::remove_file(&temporary);
         let file = File::create_new(&temporary).map_err(WeightsError::io("create", path))?;
         Ok((PartialFile { temporary, path: path.into(), committed: false }, file))

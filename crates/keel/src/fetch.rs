@@ -126,7 +126,7 @@ mod web {
         ) -> Result<ResolvedSocketAddrs, ureq::Error> {
             let found = self.0.resolve(uri, config, timeout)?;
             let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-            // Whoever allows an address, or localhost, means it.
+            // An address or localhost is fetched if the user has allowed it by name.
             if host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok() {
                 return Ok(found);
             }
@@ -137,7 +137,7 @@ mod web {
         }
     }
 
-    /// Whether an address can be reached by everybody.
+    /// Whether an address is reachable from the whole internet.
     pub fn is_public(address: IpAddr) -> bool {
         match address {
             IpAddr::V4(address) => is_public_v4(address),
@@ -268,7 +268,7 @@ mod web {
                 let problem = fetcher.fetch(&format!("http://{name}/a.png"), limits).expect_err("refused");
                 assert!(problem.contains("its name leads to a private address"), "{name}: {problem}");
             }
-            // Whoever allows localhost means it. The same answer shows that the names above were found.
+            // The user has allowed localhost by name. The same answer shows that the names above were found.
             assert_eq!(fetcher.fetch("http://localhost/a.png", limits), Ok(b"picture".to_vec()));
         }
 

@@ -100,7 +100,7 @@ pub struct Needs {
     pub planned: MemoryReport,
     /// Of each on itself, if there are several.
     devices: Vec<u64>,
-    /// What is charged to each, host memory too; of a single one as well. A limit bounds it.
+    /// Bytes that are charged to each, with host memory; also of a single device. A limit bounds them.
     charged: Vec<u64>,
 }
 

@@ -20,7 +20,7 @@ use crate::session::Session;
 pub struct DevicePlan {
     /// Its name.
     pub name: String,
-    /// What it holds of the model.
+    /// The part of the model that it holds.
     pub part: Part,
     /// Its bytes.
     pub planned: MemoryReport,

@@ -58,7 +58,7 @@ fn where_it_runs_is_said_once_unless_it_was_asked_for() {
     if json(&["doctor", "--json"])["driver"]["version"].is_null() {
         let auto = keel_on(None, &plan);
         assert!(placements(&auto)[0].starts_with("the CPU: "));
-        // What the machine has free changes from one run to the next.
+        // Free memory changes from one run to the next.
         let planned = |output: &Output| -> Vec<String> {
             let text = String::from_utf8_lossy(&output.stdout);
             text.lines().filter(|line| !line.starts_with("free ")).map(str::to_string).collect()

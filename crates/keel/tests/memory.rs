@@ -8,7 +8,7 @@ use serde_json::Value;
 
 fn total(categories: &Value) -> u64 {
     let categories = categories.as_object().expect("categories").iter();
-    // What requests may take is a bound, which no ledger has.
+    // The memory of requests is a bound, which no ledger has.
     categories.filter(|(name, _)| *name != "requests").filter_map(|(_, bytes)| bytes.as_u64()).sum()
 }
 

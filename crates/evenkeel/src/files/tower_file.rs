@@ -52,7 +52,7 @@ pub struct OpenTower {
 #[derive(Default)]
 pub(super) struct FoundTower {
     pub tower: Option<OpenTower>,
-    /// What was taken, or left, and why. `None` if there was no choice.
+    /// The file that was taken or left, and why. `None` if there was no choice.
     pub notice: Option<String>,
 }
 

@@ -202,7 +202,7 @@ pub enum Op {
         /// The rank of the device that receives it.
         to: usize,
     },
-    /// What another device of the group sends; no input.
+    /// An array that another device of the group sends; no input.
     Receive {
         /// The rank of the device that sends it.
         from: usize,

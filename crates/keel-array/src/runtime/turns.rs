@@ -48,7 +48,7 @@ impl Turns {
         *self.queued() += pieces;
     }
 
-    /// Runs an announced piece, and counts it as done, also if it panics. Nobody waits for a piece that will not end.
+    /// Runs an announced piece, and counts it as done, also if it panics. So no thread waits for a piece that will not end.
     pub fn take(&self, run: impl FnOnce()) {
         // Dropped in the opposite order: the turn ends before the piece counts as done.
         let _done = Done(self);

@@ -1,7 +1,7 @@
 //! Several backends of one process that exchange arrays.
 //!
 //! A member offers memory and waits until its peers have read it, so an exchange takes no memory of its own. Members
-//! read while they hold the group's lock. Thus a member that gives up waiting knows that nobody reads its memory.
+//! read while they hold the group's lock. So no peer reads the memory of a member that has given up waiting.
 //!
 //! ```text
 //! send      offer ──▶ peer copies ──▶ go on
@@ -45,9 +45,9 @@ impl Offer {
 /// A member's side of its exchanges.
 #[derive(Clone, Default)]
 struct Seat {
-    /// What it sends, and to whom.
+    /// The receiver's rank and the array that it is sent.
     letter: Option<(usize, Offer)>,
-    /// What it brings to the present exchange of several.
+    /// Its array in the present exchange of several.
     share: Option<Offer>,
     /// Exchanges of several that it has come to, and of which it has read everything.
     arrived: u64,

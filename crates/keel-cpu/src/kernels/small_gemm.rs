@@ -13,7 +13,7 @@ use crate::simd::{LANES, Simd};
 const TILE_ROWS: usize = 8;
 const TILE_VECTORS: usize = 2;
 
-/// What each element of C starts from.
+/// The initial value of each element of C.
 #[derive(Clone, Copy)]
 pub(super) enum Start<'a> {
     /// Zero.
@@ -48,7 +48,7 @@ pub(super) struct SmallGemm<'a, E> {
     pub k: usize,
     pub a: Matrix<'a, f32>,
     pub b: Matrix<'a, E>,
-    /// What C starts from.
+    /// The initial value of C.
     pub start: Start<'a>,
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
-/// What a test sees of a backend, and a gate before its launches.
+/// A backend's memory and launches as a test observes them, and a gate before its launches.
 pub struct Watched {
     /// Launches wait while it is closed.
     gate: Mutex<bool>,

@@ -33,7 +33,7 @@ struct Seat {
     stage: Option<Communicator>,
 }
 
-/// What the group knows of its devices.
+/// The devices of a group, and the library that connects them.
 #[derive(Default)]
 struct Members {
     nccl: Option<Arc<Nccl>>,

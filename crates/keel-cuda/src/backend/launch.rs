@@ -98,7 +98,7 @@ pub(super) struct Session {
     /// The part of `outgoing` that the device may not have read yet.
     pub(super) outgoing_ring: Ring,
     pub(super) incoming: PinnedBuffer,
-    /// What `incoming` holds.
+    /// The results that `incoming` holds.
     pub(super) ahead: ReadAhead,
     /// A copy that failed: reported by the next launch.
     pub(super) failed: Option<CudaError>,

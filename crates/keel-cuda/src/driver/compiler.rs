@@ -11,7 +11,7 @@ use std::path::PathBuf;
 
 use super::kernel_cache::{cache_folder, read, store};
 
-/// What a kernel is compiled for.
+/// The target of a compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Architecture {
     /// Compute capability: major, minor.

@@ -33,7 +33,7 @@ impl GpuFacts {
     }
 }
 
-/// What the machine has for the CUDA backend. Each part says itself what is missing.
+/// Driver, GPUs and libraries of the machine. A part that is missing holds its error.
 #[derive(Clone, Debug)]
 pub struct Survey {
     /// The CUDA version that the driver supports.

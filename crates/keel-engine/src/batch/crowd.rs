@@ -36,7 +36,7 @@ impl Holding {
     }
 }
 
-/// What to do before the next step.
+/// The action before the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Run the step. For each running sequence: whether it holds still.

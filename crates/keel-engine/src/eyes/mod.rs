@@ -38,7 +38,7 @@ pub struct VisionOptions {
 }
 
 impl VisionOptions {
-    /// For [`VisionOptions::piece_tokens`]: nobody waits, so the tower's work is not cut.
+    /// For [`VisionOptions::piece_tokens`]: no other sequence waits, so the tower's work is not cut.
     pub const WHOLE: usize = usize::MAX;
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Eyes {
     thread: Option<TowerThread>,
 }
 
-/// What the host writes before a pass.
+/// The buffers that the host fills before a pass.
 #[derive(Clone)]
 struct InputBuffers {
     patches: Array,

@@ -84,11 +84,11 @@ pub struct PassPiece<'a> {
     pub state: Option<&'a Array>,
 }
 
-/// What a piece of a pass gives.
+/// The results of a piece of a pass.
 pub struct PieceResult {
     /// The output of its last block, if the pass goes on.
     pub state: Option<Array>,
-    /// What it gives to the text model.
+    /// Rows for the text model.
     pub features: Vec<LevelFeatures>,
 }
 

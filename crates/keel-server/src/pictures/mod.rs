@@ -47,11 +47,11 @@ pub struct Viewer {
 #[derive(Default)]
 pub(crate) struct Shown {
     pub inputs: Vec<PictureInput>,
-    /// What they take in the prompt.
+    /// Their placeholders in the prompt.
     pub spans: Spans,
 }
 
-/// What each picture and each video of a conversation takes in the prompt.
+/// The placeholders of each picture and each video of a conversation in the prompt.
 #[derive(Default)]
 pub(crate) struct Spans {
     pub images: Vec<ImageSpan>,

@@ -109,7 +109,7 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
             .into());
     }
     sources.folders.iter().find_map(|folder| file(folder, Path::new(path))).unwrap_or_else(|| {
-        // Whether there is such a file elsewhere is nobody's business.
+        // The answer does not tell whether there is such a file elsewhere.
         Err("there is no such file in the folders of --allow-image-files".into())
     })
 }

@@ -200,7 +200,7 @@ fn delta(runtime: &Runtime, regime: Regime, form: DType, within: f64) {
     }
 }
 
-/// What a state of this type keeps of a value.
+/// Rounds a value as a state of this type does.
 pub(super) fn kept_in(form: DType) -> impl Fn(f64) -> f64 {
     move |x| if form == DType::F16 { f16::from_f64(x.clamp(-65504.0, 65504.0)).to_f64() } else { x }
 }

@@ -135,7 +135,7 @@ impl Coded {
         };
         let ended = child.end(outcome.is_ok());
         let message = message.and_then(|message| message.join().ok()).unwrap_or_default();
-        // Where files lie here is nobody's business.
+        // The message must not tell a path of this machine.
         let message = message.replace(&*self.file.path().to_string_lossy(), "the file");
         match (outcome, ended) {
             (_, Ended::Impatient) => {

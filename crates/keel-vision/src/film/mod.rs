@@ -143,7 +143,7 @@ impl<'a> Film<'a> {
     }
 }
 
-/// What a file says about itself.
+/// The numbers in a file's header.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Count {
     frames: usize,

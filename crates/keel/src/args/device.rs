@@ -28,7 +28,7 @@ pub struct DeviceArgs {
     vision_device: Option<VisionDevice>,
     #[command(flatten)]
     pub split: SplitArgs,
-    /// What `auto` has become. Clones of these arguments share it.
+    /// The device that `auto` stands for. Clones of these arguments share it.
     #[arg(skip)]
     chosen: Arc<OnceLock<Chosen>>,
     /// Number of CPU threads. By default one for each core.

@@ -223,7 +223,7 @@ fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize>
     halves.take_while(|&context| context >= least).filter(|&context| context > longest).collect()
 }
 
-/// What a line is about.
+/// The form of the model on a line.
 struct Form<'a> {
     variant: &'a Variant<'a>,
     kv: KvFormat,

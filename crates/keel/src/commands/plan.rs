@@ -57,7 +57,7 @@ pub struct PlanArgs {
 pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let (device, holding) = (&args.server.device, &args.server.holding);
     let is_server = args.serve || holding.is_of_a_server();
-    // A server is made smaller where nobody asked for what does not fit.
+    // A server's sizes that the user did not set are lowered until it fits. A plan without a server has none.
     if device.is_limited() && !is_server {
         return Err(usage(
             "--memory-limit: a plan takes no memory; use --limit or keel fit to see what fits in a number of bytes",
@@ -252,7 +252,7 @@ fn print_devices(
     if verbose { print_steps(args, &subject.json, options) } else { Ok(()) }
 }
 
-/// What a device holds of the model.
+/// The part of the model that a device holds, in words.
 fn holds(plan: &DevicePlan) -> String {
     let (part, Shard { index, count, .. }) = (&plan.part, plan.part.shard);
     let share = if count > 1 { format!("share {} of {count} of ", index + 1) } else { String::new() };

@@ -330,7 +330,7 @@ fn prefix_store(args: &ServeOptions, model: &ModelFiles, own: Option<&str>) -> R
     Ok(Some(PrefixStore { folder, model }))
 }
 
-/// What does not depend on the model.
+/// The options that do not depend on the model.
 fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
     let mut options = ServerOptions {
         batch: BatchOptions {

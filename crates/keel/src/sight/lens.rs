@@ -92,7 +92,7 @@ impl Lens {
     /// Renders and encodes a conversation, whose pictures are `glances` in order.
     ///
     /// # Errors
-    /// What the template, the tokenizer or the placeholders say.
+    /// Errors of the template, the tokenizer or the placeholders.
     pub fn encode(
         &self,
         text: &ModelText,

@@ -31,7 +31,7 @@ const SETTINGS: [(&str, &str); 5] = [
     ("NCCL_MAX_NCHANNELS", "16"),
 ];
 
-/// What the device maps at least.
+/// The smallest number of bytes that a device maps.
 const PAGE: u64 = 2 << 20;
 
 /// Tables of a channel, and of a communicator.
@@ -69,7 +69,7 @@ pub(crate) fn apply() {
     });
 }
 
-/// What the user or [`apply`] has set.
+/// A setting of the environment: the user's, or that of [`apply`].
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.trim().parse().ok()
 }

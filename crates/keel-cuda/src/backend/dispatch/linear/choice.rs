@@ -12,7 +12,7 @@ use keel_array::{Compute, Kernel, Regime, WeightSpec};
 const PANEL_ROWS_MAX: usize = 1024;
 const PANEL_ROWS_MAX_OF_8_BITS: usize = 256;
 
-/// What decides which kernel runs.
+/// The quantity that selects the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::backend::dispatch) enum Choice {
     /// The number of rows.

@@ -28,7 +28,7 @@ pub(super) fn few_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     if is_fused(weight, rows, false) { 0 } else { prepared_bytes(weight, rows) }
 }
 
-/// What happens to x before the product.
+/// The operation on x before the product.
 #[derive(Clone, Copy)]
 pub(super) enum Entry<'a> {
     Plain,

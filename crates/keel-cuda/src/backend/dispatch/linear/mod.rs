@@ -146,7 +146,7 @@ pub(super) fn linear(
 }
 
 impl Call<'_> {
-    /// What decides which kernels run a product.
+    /// The quantity that selects the kernels of a product.
     fn choice(&self) -> Choice {
         Choice::of(self.kernel, self.mode)
     }
