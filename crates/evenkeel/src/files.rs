@@ -59,8 +59,8 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Opens a checkpoint folder, a weights file or a GGUF file. The vision tower of a GGUF file may lie next to it: see
-    /// [`TowerFile::NextToModel`].
+    /// Opens a checkpoint folder, a weights file or a GGUF file. The vision tower of a GGUF file may lie next to it:
+    /// see [`TowerFile::NextToModel`].
     ///
     /// # Errors
     /// There is no such model, its config is incomplete, or its architecture is unknown; several files next to a GGUF

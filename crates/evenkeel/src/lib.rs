@@ -22,10 +22,11 @@
 //! | save a prompt's cache, and load it later | [`Model::save`], [`Model::restore`] | `examples/saved_cache.rs` |
 //! | compute with arrays, and bring a kernel | [`mod@array`], [`DeviceOptions::runtime`] | `examples/custom_kernel.rs` |
 //!
-//! The device is the first GPU on which the plan fits, else the CPU; [`DeviceOptions`] chooses another. Tokens are drawn
-//! as the checkpoint recommends unless the [`Request`] says otherwise. All errors are [`Error`].
+//! The device is the first GPU on which the plan fits, else the CPU; [`DeviceOptions`] chooses another. Tokens are
+//! drawn as the checkpoint recommends unless the [`Request`] says otherwise. All errors are [`Error`].
 //!
-//! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`] and [`cache`].
+//! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`] and
+//! [`cache`].
 
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]

@@ -205,8 +205,8 @@ impl Model {
         self.answer(cache, tokens, prompt, Request { speculation: None, ..request })
     }
 
-    /// Prefill begins on a grid. Runs the tokens before the next point of the grid one by one, but not the last token of
-    /// the prompt. Returns how many.
+    /// Prefill begins on a grid. Runs the tokens before the next point of the grid one by one, but not the last token
+    /// of the prompt. Returns how many.
     fn run_to_grid(&mut self, cache: &mut SequenceCache, prompt: &[u32]) -> Result<usize> {
         let to_grid = cache.len().next_multiple_of(PREFILL_GRID) - cache.len();
         let count = to_grid.min(prompt.len().saturating_sub(1));

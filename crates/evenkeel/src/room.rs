@@ -51,7 +51,8 @@ impl Room {
     }
 }
 
-/// The bytes of a plan on the device. On a GPU, parked sequences and the features of pictures are in host memory instead.
+/// The bytes of a plan on the device. On a GPU, parked sequences and the features of pictures are in host memory
+/// instead.
 ///
 /// ```
 /// use evenkeel::{LoadOptions, ModelFiles, on_device};

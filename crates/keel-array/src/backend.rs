@@ -147,8 +147,8 @@ pub trait Memory: Send + Sync {
     /// Copies bytes from `memory` at byte `offset` to the host.
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]);
 
-    /// As [`Memory::read`], for memory that no launch under way writes. Does not wait for those launches, if the backend
-    /// [is queueing](Submission::is_queueing).
+    /// As [`Memory::read`], for memory that no launch under way writes. Does not wait for those launches, if the
+    /// backend [is queueing](Submission::is_queueing).
     ///
     /// # Errors
     /// The copy failed, for example because a launch under way broke the device.

@@ -1,5 +1,5 @@
-//! Every order in which threads can take turns at a device, and wait for work. The files under test are the crate's own,
-//! compiled with loom's types, so no special build is needed.
+//! Every order in which threads can take turns at a device, and wait for work. The files under test are the crate's
+//! own, compiled with loom's types, so no special build is needed.
 
 #[path = "../src/runtime/fence.rs"]
 #[allow(dead_code)]

@@ -74,8 +74,8 @@ impl Bench {
         bytes
     }
 
-    /// Loads a file of a sequence with this header. What follows are as many zeros as it declares. Returns whether it was
-    /// accepted.
+    /// Loads a file of a sequence with this header. The header is followed by as many zeros as it declares. Returns
+    /// whether it was accepted.
     pub fn sequence(&mut self, header: &[u8]) -> bool {
         let mut file = (header.len() as u64).to_le_bytes().to_vec();
         file.extend_from_slice(header);

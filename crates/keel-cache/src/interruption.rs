@@ -64,7 +64,7 @@ impl ModelCache {
 
     /// Records what a failed run did to the sequences of these slots. `has_mutated` tells whether it has changed a state
     /// (see [`keel_array::FailedRun::has_mutated`]; on several devices, whether that of the state's device has).
-    /// `settled` is what earlier runs had committed. `commits_rows` says whether the run also commits its own rows.
+    /// `settled` holds the commits of earlier runs. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(
         &mut self,
         slots: impl IntoIterator<Item = SlotId>,

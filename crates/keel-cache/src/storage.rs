@@ -13,7 +13,8 @@ pub enum LayerStorage {
     Attention(KvPool),
     /// The same, on separate pages that rotate.
     Sliding(KvPool),
-    /// Window f32 `[slots, K - 1, C]` and state f32 or f16 `[slots, Hv, Dk, Dv]`, each with a log if rows may be taken back.
+    /// Window f32 `[slots, K - 1, C]` and state f32 or f16 `[slots, Hv, Dk, Dv]`, each with a log if rows may be taken
+    /// back.
     Recurrent {
         /// Rows before the next token.
         window: ConvWindow,

@@ -1,6 +1,6 @@
-//! Every order in which devices of the CPU can exchange values, and those with few switches in which the threads of a pool
-//! can meet. The files under test are the crate's own, compiled with loom's types, so no special build is needed. loom ends a test in which
-//! all threads wait.
+//! Every order in which devices of the CPU can exchange values, and those with few switches in which the threads of a
+//! pool can meet. The files under test are the crate's own, compiled with loom's types, so no special build is needed.
+//! loom ends a test in which all threads wait.
 
 #[path = "../src/backend/group.rs"]
 #[allow(dead_code)]

@@ -40,7 +40,8 @@ __device__ inline i64 to_i64(i32 x) { return x; }
 __device__ inline i64 to_i64(i64 x) { return x; }
 __device__ inline i64 to_i64(flag x) { return x.byte != 0; }
 
-// The f32 towards zero from x, with the last bit set if any of x is lost: it rounds to a shorter float as x itself does.
+// The f32 towards zero from x, with the last bit set if any of x is lost: it rounds to a shorter float as x itself
+// does.
 __device__ inline float to_odd(i64 x) {
     const float y = __ll2float_rz(x);
     return __uint_as_float(__float_as_uint(y) | ((i64)y != x ? 1u : 0u));

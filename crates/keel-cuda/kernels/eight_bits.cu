@@ -1,6 +1,6 @@
 // Operands of prompts' products in e4m3 (4 bits of exponent, 3 of mantissa, at most 448), each row with an f32 scale:
-// value = code * scale. The scale makes the row's greatest magnitude 448; it is 1 for a row of zeros. Devices of compute
-// capability 8.9 and above.
+// value = code * scale. The scale makes the row's greatest magnitude 448; it is 1 for a row of zeros. Devices of
+// compute capability 8.9 and above.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK.
 //   to_eight_bits          y e4m3 [T][K] and scales [T] from x f16 [T][K], which holds x / 8 (see half.cuh). K is a

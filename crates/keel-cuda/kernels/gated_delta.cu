@@ -35,8 +35,8 @@
 // Blocks that a multiprocessor has room for. A block with an f16 state asks for half as many bytes, so more of them
 // are needed.
 #define BLOCKS_AT_ONCE (STATE_F16 ? 6 : 4)
-// Whether a row is read while the one before it is applied. It takes registers, and without a log most steps have one row
-// a sequence.
+// Whether a row is read while the one before it is applied. It takes registers, and without a log most steps have one
+// row a sequence.
 #define READS_AHEAD (LOG > 0 || !STATE_F16)
 // Slot number of a padding sequence.
 #define NO_SLOT 0xffffffffu

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 const ROUNDS: usize = 2000;
 
-/// A product fetches its packed weight before it waits for its inputs. 129 rows of 384 columns in 3 bits are one delivery
-/// of 18 KiB: its blocks' warps end at different times.
+/// A product fetches its packed weight before it waits for its inputs. 129 rows of 384 columns in 3 bits are one
+/// delivery of 18 KiB: its blocks' warps end at different times.
 #[test]
 fn a_weight_has_arrived_before_a_product_fetches_it() {
     if !keel_testkit::has_gpu!() {

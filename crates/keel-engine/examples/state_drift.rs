@@ -2,9 +2,9 @@
 //! `cargo run --release -p keel-engine --example state_drift -- TOKENS MODEL...`
 //!
 //! Each MODEL is a folder. Two engines, with states in 32 and in 16 bits, run the same tokens one by one, so a state is
-//! rounded after every token. The tokens are drawn from the first engine. For each eighth of the tokens a line gives the
-//! relative error of the logits (mean and largest), the mean Kullback-Leibler divergence in nats, and how often both
-//! engines find the same token most probable.
+//! rounded after every token. The tokens are drawn from the first engine. For each eighth of the tokens a line gives
+//! the relative error of the logits (mean and largest), the mean Kullback-Leibler divergence in nats, and how often
+//! both engines find the same token most probable.
 
 use std::error::Error;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! The threads of a split model's devices, and of a vision tower with a device of its own. Each lives as long as the engine, and
-//! runs the programs of its device in order.
+//! The threads of a split model's devices, and of a vision tower with a device of its own. Each lives as long as the
+//! engine, and runs the programs of its device in order.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -200,8 +200,8 @@ impl DeviceThread {
         Ok(DeviceThread { jobs: Some(jobs), thread: Some(thread.map_err(refused)?) })
     }
 
-    /// Hands a job to the thread. If the thread never begins it, the other devices stop waiting before the job is known to
-    /// be lost, after which the group is made ready again.
+    /// Hands a job to the thread. If the thread never begins it, the other devices stop waiting before the job is known
+    /// to be lost, after which the group is made ready again.
     pub fn hand(&self, job: Job) -> Running {
         let step = job.step.clone();
         let jobs = self.jobs.as_ref().expect("it is taken when the thread is dropped");

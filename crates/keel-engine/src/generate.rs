@@ -170,7 +170,7 @@ impl<'e> TokenIterator<'e> {
     /// Ends the iteration and releases the sequence's memory, as dropping it does.
     pub fn release(self) {}
 
-    /// Gives up what was run after the last token given out.
+    /// Takes back the rows after the last token given out.
     fn leave(&mut self) -> Option<SequenceCache> {
         let mut sequence = self.sequence.take()?;
         self.engine.give_up_steps(&mut sequence);

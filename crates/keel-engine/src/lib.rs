@@ -4,8 +4,8 @@
 //! [`Engine::release`]. [`Engine::load`] allocates all memory; [`plan`] gives the same numbers without a weight.
 //!
 //! Tokens are made by two calls: [`Engine::submit`] puts a step on the device before the step before it is taken, and
-//! [`Engine::round`] waits for its step, in which sequences may draft ([`EngineOptions::drafts`]). A [`TokenIterator`] makes
-//! them for one sequence, a [`batch::Batcher`] for many.
+//! [`Engine::round`] waits for its step, in which sequences may draft ([`EngineOptions::drafts`]). A [`TokenIterator`]
+//! makes them for one sequence, a [`batch::Batcher`] for many.
 
 #![forbid(unsafe_code)]
 

@@ -5,8 +5,8 @@
 //! stage 2              chunk 1 ▸ chunk 2 ▸ chunk 3 ▸ chunk 4
 //! ```
 //!
-//! Each device gets its programs of all chunks at once and runs them in order. Its buffers are filled when a chunk's turn
-//! comes. The chunks lie on the 64-token grid, so the bits are those of one step.
+//! Each device gets its programs of all chunks at once and runs them in order. Its buffers are filled when a chunk's
+//! turn comes. The chunks lie on the 64-token grid, so the bits are those of one step.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ use crate::step::{Outcome, Rows, StepKind};
 use crate::together::{Drawn, Share, run_together};
 use crate::{Engine, Result};
 
-/// Chunks for each stage of a pipeline. More keep the stages busier at both ends of a step: with `n` chunks and `s` stages
-/// each stage works for `n` of `n + s - 1` turns.
+/// Chunks for each stage of a pipeline. More keep the stages busier at both ends of a step: with `n` chunks and `s`
+/// stages each stage works for `n` of `n + s - 1` turns.
 const CHUNKS_PER_STAGE: usize = 4;
 
 /// The fewest rows of a chunk: fewer use a device less well.
@@ -42,8 +42,8 @@ impl Engine {
         (self.peers.len() + 1) / self.model.part.shard.count
     }
 
-    /// The chunks into which a step of one prompt is cut to overlap; `None` if it runs as a whole. It does if pictures must
-    /// not be cut, or if the hidden states of all its rows are asked for.
+    /// The chunks into which a step of one prompt is cut to overlap; `None` if it runs as a whole. It does if pictures
+    /// must not be cut, or if the hidden states of all its rows are asked for.
     pub(crate) fn overlapping_chunks(&self, kind: StepKind, rows: &[Rows<'_>]) -> Option<Vec<Range<usize>>> {
         let [row] = rows else { return None };
         let is_prompt =

@@ -1,12 +1,13 @@
-//! Every order in which work can be handed to a thread that may end at any time. The file under test is the crate's own,
-//! compiled with a channel of loom's types, so no special build is needed. loom ends a test in which all threads wait.
+//! Every order in which work can be handed to a thread that may end at any time. The file under test is the crate's
+//! own, compiled with a channel of loom's types, so no special build is needed. loom ends a test in which all threads
+//! wait.
 
 #[path = "../src/crew/handing.rs"]
 #[allow(dead_code)]
 mod handing;
 
-/// The channel of the standard library as its documentation describes it: what was sent is received in order. A receiver
-/// drops what it has not received. Time passes between any two steps.
+/// The channel of the standard library as its documentation describes it: what was sent is received in order. A
+/// receiver drops what it has not received. Time passes between any two steps.
 mod sync {
     use std::collections::VecDeque;
     use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Models with vision as two GGUF files, written by the rules of the common converter: numbers, features and logits are those
-//! of the checkpoints.
+//! Models with vision as two GGUF files, written by the rules of the common converter: numbers, features and logits are
+//! those of the checkpoints.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! A vision tower on a device of its own: the same features and logits to the bit, and every byte on the device that has it.
-//! Steps of the model run while it looks.
+//! A vision tower on a device of its own: the same features and logits to the bit, and every byte on the device that
+//! has it. Steps of the model run while it looks.
 
 mod common;
 

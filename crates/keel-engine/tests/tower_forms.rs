@@ -1,5 +1,5 @@
-//! A vision tower in other forms of safetensors files: MLX's names, order of axes and packed groups, and 8-bit floats in
-//! blocks. The features are those of a file with the same values in f32.
+//! A vision tower in other forms of safetensors files: MLX's names, order of axes and packed groups, and 8-bit floats
+//! in blocks. The features are those of a file with the same values in f32.
 
 mod common;
 
@@ -103,8 +103,8 @@ fn channels_last(shape: &[usize], values: &[f32]) -> (Vec<usize>, Vec<f32>) {
     (vec![rows, frames, y, x, channels], (0..values.len()).map(|i| values[at(i)]).collect())
 }
 
-/// Writes the model once with the tower's matrices `pack`ed, and once with the same values in f32. Returns the number of
-/// packed matrices.
+/// Writes the model once with the tower's matrices `pack`ed, and once with the same values in f32. Returns the number
+/// of packed matrices.
 fn write_both(
     [packed, dense]: [&Path; 2],
     is_mlx: bool,

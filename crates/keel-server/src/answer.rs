@@ -78,9 +78,9 @@ pub struct AnswerStyle {
     pub(crate) listing: Option<Listing>,
 }
 
-/// A running answer. Dropping it ends the sequence. An answer has ended when [`Answer::next`] returns `None`: all of its
-/// pieces were charged and sent. One that is dropped before counts as cancelled, unless its request has failed: then it
-/// ended for that reason.
+/// A running answer. Dropping it ends the sequence. An answer has ended when [`Answer::next`] returns `None`: all of
+/// its pieces were charged and sent. One that is dropped before counts as cancelled, unless its request has failed:
+/// then it ended for that reason.
 pub struct Answer {
     events: Events,
     tokenizer: Tokenizer,

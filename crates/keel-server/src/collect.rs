@@ -144,8 +144,8 @@ impl StreamRoom {
 ///
 /// A stream holds memory while it sends: its prompt, and tokens that wait. If it waited without end for memory that
 /// others hold, two streams could wait for each other. So an event that fits into the stream's own bytes waits for the
-/// stream's own client alone, and a larger one waits for a limited time. An event that exceeds what its request may ever
-/// have, also when the client has read all others, is refused at once.
+/// stream's own client alone, and a larger one waits for a limited time. An event that exceeds what its request may
+/// ever have, also when the client has read all others, is refused at once.
 #[derive(Clone)]
 pub(crate) struct Outbox {
     events: mpsc::Sender<Waiting>,
@@ -164,8 +164,8 @@ impl Outbox {
         self.text(Event::default(), value.to_string()).await
     }
 
-    /// Sends a text as an event's data. It is charged until the connection takes it. If the client has disconnected, the
-    /// event is lost; the sending task is then dropped soon.
+    /// Sends a text as an event's data. It is charged until the connection takes it. If the client has disconnected,
+    /// the event is lost; the sending task is then dropped soon.
     ///
     /// # Errors
     /// There is no memory left for a large event.
@@ -229,8 +229,8 @@ pub(crate) fn respond<F: Future<Output = Result<()>> + Send + 'static>(
     sse(app, events)
 }
 
-/// Runs `produce` and returns its events, and the charge of the stream's own bytes. After `limit` the stream is cut off.
-/// Without a limit, a slow client could keep a task and its answers for any time.
+/// Runs `produce` and returns its events, and the charge of the stream's own bytes. After `limit` the stream is cut
+/// off. Without a limit, a slow client could keep a task and its answers for any time.
 fn spawn_within<F: Future<Output = Result<()>> + Send + 'static>(
     limit: Duration,
     room: StreamRoom,

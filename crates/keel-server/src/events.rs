@@ -8,7 +8,8 @@ use tokio::sync::mpsc;
 use crate::error::{Result, ServerError};
 use crate::memory::Meter;
 
-/// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of requests.
+/// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of
+/// requests.
 pub struct Events {
     pub(crate) receiver: mpsc::UnboundedReceiver<Result<BatchEvent>>,
     pub(crate) meter: Arc<Meter>,

@@ -17,7 +17,8 @@ pub struct PrefixStore {
     pub model: String,
 }
 
-/// Most bytes that a connection takes by itself: the head of its request, the bytes that wait to be written, and its task.
+/// Most bytes that a connection takes by itself: the head of its request, the bytes that wait to be written, and its
+/// task.
 pub const CONNECTION_BYTES: u64 = 48 << 10;
 /// Smallest limit on connections.
 const CONNECTIONS_MIN: usize = 4;

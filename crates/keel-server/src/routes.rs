@@ -68,7 +68,7 @@ async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next)
     Ok(next.run(request).await)
 }
 
-/// Charges answers to requests. The page and what an operator asks are few and bounded, and are answered however full
+/// Charges answers to requests. The page and an operator's requests are few and bounded, and are answered however full
 /// the memory of requests is.
 async fn pace(State(app): State<Arc<Front>>, mut request: Request, next: Next) -> Response {
     if request.method() != Method::POST {

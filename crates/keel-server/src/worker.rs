@@ -97,7 +97,8 @@ impl EngineHandle {
         self.shared.hidden
     }
 
-    /// The hidden states that embeddings are made of: the mean of all tokens if the engine was made for it, else the last.
+    /// The hidden states that embeddings are made of: the mean of all tokens if the engine was made for it, else the
+    /// last.
     pub fn pooling(&self) -> Readout {
         if self.shared.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
     }
@@ -153,7 +154,8 @@ impl EngineHandle {
     ) -> Result<(RequestId, Events)> {
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
         request.id = id;
-        // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other events.
+        // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
+        // events.
         let (sender, receiver) = mpsc::unbounded_channel();
         let meter = Arc::new(meter);
         let events = Listener { sender, meter: Arc::clone(&meter) };

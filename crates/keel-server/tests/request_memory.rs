@@ -254,7 +254,8 @@ fn a_streamed_response_is_charged() {
     assert!(after - before >= 3 * (many - few), "{} bytes charged for {many} bytes of text", after - before);
 }
 
-/// Answers that outgrow the memory end with the numbers, and leave nothing. Nothing else runs, so a later try is useless.
+/// Answers that outgrow the memory end with the numbers, and leave nothing. Nothing else runs, so a later try is
+/// useless.
 fn answers_without_room_are_refused() {
     let server = server(2 << 20);
     for answers in [1, 8, 8, 8] {
@@ -279,8 +280,8 @@ fn counter(server: &Running, name: &str) -> usize {
     line.map_or(0, |count| count.parse().expect("a whole number"))
 }
 
-/// A request for many answers with a long stop string, which each answer copies. The memory for its events is taken before
-/// its prompt runs: no length of the string is refused later.
+/// A request for many answers with a long stop string, which each answer copies. The memory for its events is taken
+/// before its prompt runs: no length of the string is refused later.
 fn a_stream_that_is_refused_has_run_no_prompt() {
     let server = server(keel_server::REQUEST_MEMORY_MIN as usize);
     let (mut fits, mut exceeds) = (0, 4096);

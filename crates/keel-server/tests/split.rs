@@ -1,5 +1,5 @@
-//! A server of a split model: the answers of the whole one, and after many requests every device's ledger as at the start.
-//! A server whose vision tower has a device of its own.
+//! A server of a split model: the answers of the whole one, and after many requests every device's ledger as at the
+//! start. A server whose vision tower has a device of its own.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Servers whose model's layers are shared by several devices: the answers of the whole model, up to near ties, and after
-//! many requests and failures every device's ledger as at the start.
+//! Servers whose model's layers are shared by several devices: the answers of the whole model, up to near ties, and
+//! after many requests and failures every device's ledger as at the start.
 
 mod common;
 
@@ -98,7 +98,8 @@ fn text(choice: &Value) -> &str {
     choice["message"]["content"].as_str().expect("text")
 }
 
-/// Asserts that two answers with log probabilities agree up to the first near tie. Returns whether all of them is equal.
+/// Asserts that two answers with log probabilities agree up to the first near tie. Returns whether all of them is
+/// equal.
 fn agree(want: &Value, got: &Value) -> bool {
     let tokens = |choice: &Value| choice["logprobs"]["content"].as_array().expect("tokens").clone();
     let (want, got) = (tokens(want), tokens(got));

@@ -45,8 +45,8 @@ pub struct Recommended {
 }
 
 impl GenerationDefaults {
-    /// The settings, with neutral values where the checkpoint names none. A checkpoint that does not ask for sampling is
-    /// decoded greedily; its penalty holds all the same.
+    /// The settings, with neutral values where the checkpoint names none. A checkpoint that does not ask for sampling
+    /// is decoded greedily; its penalty holds all the same.
     pub fn recommended(&self) -> Recommended {
         let samples = self.do_sample == Some(true);
         let own = |value: Option<f32>, neutral: f32| value.filter(|_| samples).unwrap_or(neutral);

@@ -56,8 +56,8 @@ pub fn processor(file: &[u8]) -> bool {
     }
 }
 
-/// Counts the frames of `file` as a GIF and decodes some. Returns whether it was accepted. Other kinds of videos are read
-/// by another program.
+/// Counts the frames of `file` as a GIF and decodes some. Returns whether it was accepted. Other kinds of videos are
+/// read by another program.
 pub fn film(file: &[u8]) -> bool {
     if !file.starts_with(b"GIF8") {
         return false;

@@ -166,8 +166,8 @@ impl VideoProcessor {
         Ok(smaller)
     }
 
-    /// The most bytes of heap while `frames` chosen frames of `width` by `height` are prepared, in addition to the frames
-    /// themselves. What is prepared is included. A frame may come turned.
+    /// The most bytes of heap while `frames` chosen frames of `width` by `height` are prepared, in addition to the
+    /// frames themselves. What is prepared is included. A frame may come turned.
     ///
     /// # Errors
     /// As [`VideoProcessor::frame_size`].

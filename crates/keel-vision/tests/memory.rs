@@ -1,5 +1,5 @@
-//! The bytes of heap that pictures and videos take are those that were foretold: at least the peak, at most 1.5 times it.
-//! The test counts the heap.
+//! The bytes of heap that pictures and videos take are those that were foretold: at least the peak, at most 1.5 times
+//! it. The test counts the heap.
 
 use std::alloc::System;
 use std::io::Cursor;
@@ -49,8 +49,8 @@ fn peak_of<T>(work: impl FnOnce() -> T) -> (T, u64) {
     (result, thread.join().expect("it counts"))
 }
 
-/// Compares what was foretold with the highest heap while `work` runs. A short peak may fall between two samples, so work that
-/// seems to take too little is repeated.
+/// Compares the predicted bytes with the highest heap while `work` runs. A short peak may fall between two samples, so
+/// work that seems to take too little is repeated.
 fn assert_foretold<T>(what: &str, foretold: u64, work: impl Fn() -> T) {
     let mut most = 0;
     for _ in 0..REPEATS_MAX {

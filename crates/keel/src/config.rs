@@ -76,7 +76,8 @@ impl Config {
         })
     }
 
-    /// The same where `keel plan` plans a server: what the file says of `serve` holds for it, too, unless its own table says something else.
+    /// The same where `keel plan` plans a server: what the file says of `serve` holds for it, too, unless its own table
+    /// says something else.
     pub fn for_plan_of_server(&self, command: &Command) -> Config {
         let mut table = self.table.clone();
         let serve = table.get("serve").and_then(Value::as_table).cloned().unwrap_or_default();

@@ -1,7 +1,8 @@
 //! Pictures from other hosts, for a server that was told which.
 //!
-//! Only hosts that are named are asked, redirects are not followed, no proxy of the environment is used, and a name that leads to a private
-//! address is refused: it may have been made to, so that the server reads what only it can reach.
+//! Only hosts that are named are asked, redirects are not followed, no proxy of the environment is used, and a name
+//! that leads to a private address is refused: it may have been made to, so that the server reads what only it can
+//! reach.
 
 use std::sync::Arc;
 

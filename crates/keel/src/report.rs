@@ -125,7 +125,8 @@ pub fn categories(report: &MemoryReport) -> Value {
     Value::Object(report.iter().map(|(c, bytes)| (c.name().to_string(), bytes.into())).collect::<Map<_, _>>())
 }
 
-/// The driver's `bytes`; `others` (null if they cannot be measured, and are therefore part of `bytes`); and the device's
+/// The driver's `bytes`; `others` (null if they cannot be measured, and are therefore part of `bytes`); and the
+/// device's
 /// `free` and `total`.
 pub fn driver_json(driver: &Driver) -> Value {
     let DeviceUsage { total, free, .. } = driver.usage;

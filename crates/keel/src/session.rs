@@ -196,7 +196,7 @@ impl Plans {
         vec![of(device.device_name(), self.model), of(TOWER_NAME.into(), tower)]
     }
 
-    /// Compares the tower, and what the model has in the host's memory, with the memory of the host.
+    /// Compares the bytes of the tower and the model's bytes on the host with the host's free memory.
     fn check_host(&self, options: &EngineOptions) -> Result<()> {
         let (Some(tower), Some(host)) = (self.tower, Room::of_host()) else { return Ok(()) };
         if on_host(&self.model, true) + tower.total() <= host.bytes {

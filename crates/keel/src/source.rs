@@ -39,7 +39,8 @@ pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
     Ok(model)
 }
 
-/// Resolves the value of `--model` to a path. `sees` says whether the vision tower of a GGUF model is downloaded with it.
+/// Resolves the value of `--model` to a path. `sees` says whether the vision tower of a GGUF model is downloaded with
+/// it.
 ///
 /// # Errors
 /// There is no such model, or it cannot be downloaded.

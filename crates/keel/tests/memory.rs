@@ -105,8 +105,9 @@ fn the_largest_shapes_are_planned_for_a_gpu() {
     }
 }
 
-/// Each width of the largest published models runs: two layers, once with few experts of their own width and drafts, once
-/// with all experts, which are narrow, and without drafts. The device is the CPU, and a GPU where there is one to test.
+/// Each width of the largest published models runs: two layers, once with few experts of their own width and drafts,
+/// once with all experts, which are narrow, and without drafts. The device is the CPU, and a GPU where there is one to
+/// test.
 #[test]
 fn the_widths_of_the_largest_shapes_run() {
     const NARROW: u64 = 64;

@@ -34,7 +34,7 @@ fn sigterm_lets_a_running_answer_end() {
     assert!(child.wait().expect("it ends").success());
 }
 
-/// A supervisor that loses patience with a long answer does not cost what is remembered.
+/// Prefixes are kept even if a supervisor kills the server in a long answer.
 #[test]
 fn prefixes_are_saved_before_the_wait_for_what_runs() {
     let folder = tempfile::tempdir().expect("a temporary folder");

@@ -378,7 +378,7 @@ fn chat_shows_pictures() {
     let (one, two) = (turns(&[&dog]), turns(&[&other]));
     assert!(one.contains("goes with the next turn") && one.trim().lines().count() > 1, "{one}");
     assert_ne!(one.replace(&dog, ""), two.replace(&other, ""), "it sees which picture it is");
-    // The prompts have the same tokens, and what the cache holds of one is not taken for the other.
+    // The prompts have the same tokens, and the cached rows of one are not used for the other.
     assert_eq!(turns(&[&dog, &other, &dog]), format!("{one}{two}{one}"));
     let refused = chat(&["--images"], "/image no/such.png\n/image\n");
     assert!(refused.contains("cannot read") && refused.contains("needs the name"), "{refused}");

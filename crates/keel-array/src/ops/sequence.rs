@@ -92,8 +92,8 @@ impl ConvSpec {
 /// `g = -exp(a_log) softplus(a + dt_bias)`; `S *= e^g`; `u = beta (v - k S)`; `S += k^T u`; `y = q S`.
 ///
 /// Inputs: qkv f32 `[T, 2 Hk Dk + Hv Dv]`; a, b f32 `[T, Hv]`; a_log, dt_bias f32 `[Hv]`;
-/// state f32 or f16 `[slots, Hv, Dk, Dv]`, mutated; with a log also records f32 `[slots, R, Hk Dk + Hv Dv + Hv]`, mutated;
-/// row_start; slot; position; with a log also accepted. Output f32 `[T, Hv, Dv]`.
+/// state f32 or f16 `[slots, Hv, Dk, Dv]`, mutated; with a log also records f32 `[slots, R, Hk Dk + Hv Dv + Hv]`,
+/// mutated; row_start; slot; position; with a log also accepted. Output f32 `[T, Hv, Dv]`.
 /// In the prefill regime rows are computed in chunks of 64 (WY form), and there is no log.
 ///
 /// An f16 state takes half of the memory and traffic. All arithmetic stays in f32; `S` is rounded to f16 (to nearest,

@@ -4,8 +4,8 @@ use super::{Kernel, Program};
 use crate::ops::Op;
 
 impl Program {
-    /// One line for each kind of launch: how often it occurs, and its operations. A kernel is followed by the kernels that
-    /// it has absorbed, in parentheses; a group by its kernels.
+    /// One line for each kind of launch: how often it occurs, and its operations. A kernel is followed by the kernels
+    /// that it has absorbed, in parentheses; a group by its kernels.
     pub fn lines(&self) -> Vec<String> {
         let mut counts: Vec<(usize, String)> = Vec::new();
         for group in &self.groups {

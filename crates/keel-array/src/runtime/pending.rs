@@ -36,9 +36,9 @@ pub struct PendingRun {
 
 impl Executable {
     /// As [`Executable::run`], but returns before the kernels have run, if the backend
-    /// [is queueing](crate::Submission::is_queueing). Later writes of the host are for later runs. `result` is memory of at
-    /// most [`RESULT_BYTES_MAX`] bytes, such as a destination of this program. The host gets its bytes as this run leaves
-    /// them; later runs do not change them.
+    /// [is queueing](crate::Submission::is_queueing). Later writes of the host are for later runs. `result` is memory
+    /// of at most [`RESULT_BYTES_MAX`] bytes, such as a destination of this program. The host gets its bytes as this
+    /// run leaves them; later runs do not change them.
     ///
     /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not
     /// in memory; [`RUNS_MAX`] runs are under way already.

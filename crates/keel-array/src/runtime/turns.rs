@@ -34,21 +34,22 @@ impl Turns {
         self.queued.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A turn at once, unless work is queued. The queue is looked at while the device is held: queued work may be between
-    /// two of its pieces, with live intermediates in the arena.
+    /// A turn at once, unless work is queued. The queue is looked at while the device is held: queued work may be
+    /// between two of its pieces, with live intermediates in the arena.
     pub fn now(&self) -> Option<Turn<'_>> {
         let turn = self.device();
         (*self.queued() == 0).then_some(turn)
     }
 
-    /// Counts pieces of work that are about to be sent. All pieces of one work are counted together. Otherwise the queue
-    /// would read as empty between two pieces, and a thread that waits for an empty queue would overwrite their
+    /// Counts pieces of work that are about to be sent. All pieces of one work are counted together. Otherwise the
+    /// queue would read as empty between two pieces, and a thread that waits for an empty queue would overwrite their
     /// intermediates in the arena.
     pub fn announce(&self, pieces: usize) {
         *self.queued() += pieces;
     }
 
-    /// Runs an announced piece, and counts it as done, also if it panics. So no thread waits for a piece that will not end.
+    /// Runs an announced piece, and counts it as done, also if it panics. So no thread waits for a piece that will not
+    /// end.
     pub fn take(&self, run: impl FnOnce()) {
         // Dropped in the opposite order: the turn ends before the piece counts as done.
         let _done = Done(self);

@@ -1,5 +1,5 @@
-//! Where the threads of a pool meet: a job is handed to all of them, they meet at barriers within it, and each says when
-//! it has finished.
+//! Where the threads of a pool meet: a job is handed to all of them, they meet at barriers within it, and each says
+//! when it has finished.
 //!
 //! `tests/interleavings.rs` compiles this file with loom's types and checks each order of the threads' steps.
 
@@ -149,8 +149,8 @@ impl<J: Copy> Meeting<J> {
         self.wake.notify_all();
     }
 
-    /// Waits until all workers are here. Everything written before the barrier is visible to all of them after it. False
-    /// if a worker has panicked and never comes.
+    /// Waits until all workers are here. Everything written before the barrier is visible to all of them after it.
+    /// False if a worker has panicked and never comes.
     #[inline]
     pub fn barrier(&self) -> bool {
         let phase = self.phase.load(Ordering::Acquire);

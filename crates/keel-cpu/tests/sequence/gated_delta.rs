@@ -22,8 +22,8 @@ laws! {
     any_cut_of_a_prefill_at_multiples_of_64_gives_the_same_bits => cuts_of_a_prefill;
     rows_of_a_partial_chunk_do_not_depend_on_those_that_follow => partial_chunks;
     a_decode_step_of_many_rows_is_that_many_steps => steps_of_many_rows;
-    /// Two sequences speculate with random numbers of drafts and accept random numbers of them. Accepted rows and states
-    /// must have the bits of plain decoding.
+    /// Two sequences speculate with random numbers of drafts and accept random numbers of them. Accepted rows and
+    /// states must have the bits of plain decoding.
     accepted_rows_have_the_bits_of_plain_decoding => accepted_rows;
     a_committing_step_settles_the_log_first => committing_steps;
     an_open_step_leaves_the_state_alone => open_steps;

@@ -1,8 +1,8 @@
 //! Several GPUs of one process that exchange arrays.
 //!
 //! A device waits for its peers on its stream. Should one of them fail, the others would wait forever: the library's
-//! kernels run until all have come. So a host that waits for a stream also looks whether a peer has failed, and then ends
-//! its own exchanges.
+//! kernels run until all have come. So a host that waits for a stream also looks whether a peer has failed, and then
+//! ends its own exchanges.
 //!
 //! ```text
 //! device 0    exchange ── waits ──▶ sees that 1 has failed ▸ ends its exchanges, drops its graphs ▸ error
@@ -63,8 +63,8 @@ pub struct CudaGroup {
 }
 
 impl CudaGroup {
-    /// The memberships of a group of `size` backends, by rank. Each `shares` of them are a stage of a pipeline, and share
-    /// its layers; they alone, and all devices together, can add and gather arrays.
+    /// The memberships of a group of `size` backends, by rank. Each `shares` of them are a stage of a pipeline, and
+    /// share its layers; they alone, and all devices together, can add and gather arrays.
     ///
     /// The first call sets variables of the environment for NCCL. Make it before other threads start that read the
     /// environment, and before a device is opened.
@@ -161,7 +161,8 @@ impl CudaGroup {
         self.connect_stages(nccl, &devices)
     }
 
-    /// Sends a number from each stage to the next: the library connects a sender and a receiver at their first exchange.
+    /// Sends a number from each stage to the next: the library connects a sender and a receiver at their first
+    /// exchange.
     fn connect_stages(&self, nccl: &Nccl, devices: &[Arc<Device>]) -> Result<()> {
         let (size, shares) = (self.size(), self.shares);
         let words = |device| CudaMemory::zeroed(device, 2 * size_of::<f32>(), false);

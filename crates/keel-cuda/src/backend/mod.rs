@@ -46,8 +46,8 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
-    /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened before the first
-    /// exchange.
+    /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened before the
+    /// first exchange.
     pub group: Option<CudaGroup>,
 }
 

@@ -211,8 +211,8 @@ impl Device {
         poll(|| unsafe { sys::cuStreamQuery(self.stream) }, is_late)
     }
 
-    /// Waits for everything on the stream before memory is freed, also if a peer has failed. False if the device may still
-    /// use the memory, or does not tell.
+    /// Waits for everything on the stream before memory is freed, also if a peer has failed. False if the device may
+    /// still use the memory, or does not tell.
     pub fn is_done(&self) -> bool {
         if self.synchronize().is_ok() {
             return true;

@@ -1,7 +1,8 @@
 //! Compiled kernels on disk.
 //!
 //! The driver trusts what it loads: machine code that is cut short ends the process. So threads and processes that keep
-//! the same kernel at the same time each write a file of their own and rename it, and each file ends with a hash of its code.
+//! the same kernel at the same time each write a file of their own and rename it, and each file ends with a hash of its
+//! code.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::io::{Error, Write};

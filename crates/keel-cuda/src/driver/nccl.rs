@@ -149,8 +149,8 @@ impl Nccl {
 
 /// A device's place among those that it exchanges arrays with.
 ///
-/// Dropping it ends the exchanges of its device that are under way. The last drop among all devices waits until no graph
-/// holds exchanges, on any of them.
+/// Dropping it ends the exchanges of its device that are under way. The last drop among all devices waits until no
+/// graph holds exchanges, on any of them.
 pub(crate) struct Communicator {
     nccl: Arc<Nccl>,
     handle: Handle,

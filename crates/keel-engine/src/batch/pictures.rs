@@ -23,8 +23,8 @@ use super::{BatchRequest, Batcher};
 use crate::eyes::Looked;
 use crate::{Engine, EngineError, PatchGrid, Result};
 
-/// How long a step waits for a tower with a thread of its own while no sequence has other work. After that it returns, so that
-/// arrivals and cancellations are seen.
+/// How long a step waits for a tower with a thread of its own while no sequence has other work. After that it returns,
+/// so that arrivals and cancellations are seen.
 const TOWER_PATIENCE: Duration = Duration::from_millis(2);
 
 /// A picture or a video, ready for the tower.
@@ -251,8 +251,8 @@ impl Batcher {
         self.take_known();
     }
 
-    /// The sequence for which the tower looks: one that waits for the picture that it is looking at, else the first that
-    /// waits for any.
+    /// The sequence for which the tower looks: one that waits for the picture that it is looking at, else the first
+    /// that waits for any.
     fn looked_for(&self) -> Option<usize> {
         let current = self.looking.as_ref().map(|(key, _)| *key);
         let waits = |running: &Running| current.is_some() && running.pictures.next_key() == current;

@@ -1,7 +1,7 @@
 //! How work is handed to a thread, and how its end comes back.
 //!
-//! No waiter waits without end: if the thread ends, the ends of all work that it has not done are lost, and their waiters
-//! learn it.
+//! No waiter waits without end: if the thread ends, the ends of all work that it has not done are lost, and their
+//! waiters learn it.
 //!
 //! `tests/interleavings.rs` compiles this file with a channel of loom's types and checks each order of the steps.
 
@@ -26,7 +26,7 @@ impl<G, W, E> Handed<G, W, E> {
     }
 }
 
-/// Hands work to a thread. When it is dropped, the thread does what it was handed and ends.
+/// Hands work to a thread. When it is dropped, the thread finishes the work that it has, and ends.
 pub(crate) struct Line<G, W, E>(Sender<Handed<G, W, E>>);
 
 /// The thread's side of a [`Line`].

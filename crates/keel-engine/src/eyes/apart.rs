@@ -5,8 +5,8 @@
 //! thread                | write patches, piece 1    |                      | piece 2 ...
 //! ```
 //!
-//! A piece is under way from its hand-over until the batch takes it. Meanwhile only the thread touches the buffers. A piece whose request has ended runs to its end; its
-//! outcome is dropped.
+//! A piece is under way from its hand-over until the batch takes it. Meanwhile only the thread touches the buffers. A
+//! piece whose request has ended runs to its end; its outcome is dropped.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,8 +45,8 @@ impl Eyes {
         self.thread.is_some()
     }
 
-    /// As [`Eyes::go_on`], on the tower's thread: takes the piece under way if it ends within `patience`, then hands the next
-    /// piece over and does not wait for it.
+    /// As [`Eyes::go_on`], on the tower's thread: takes the piece under way if it ends within `patience`, then hands
+    /// the next piece over and does not wait for it.
     ///
     /// # Errors
     /// As [`Eyes::go_on`], for the piece that has ended.

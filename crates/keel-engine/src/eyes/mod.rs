@@ -1,7 +1,7 @@
 //! A vision tower with its memory, ready to look at pictures.
 //!
-//! The passes of a short list (`passes.rs`) are traced when the engine is made. A picture runs through one of them, piece by
-//! piece.
+//! The passes of a short list (`passes.rs`) are traced when the engine is made. A picture runs through one of them,
+//! piece by piece.
 
 mod apart;
 mod passes;
@@ -32,8 +32,8 @@ pub struct VisionOptions {
     pub patches: usize,
     /// How many pictures of this size have their features kept on the host at once; 0 if the caller keeps features.
     pub pictures: usize,
-    /// A piece of the tower's work costs no more than this many tokens of a prompt, or than one block of the tower. With
-    /// [`VisionOptions::WHOLE`] a pass is one piece.
+    /// A piece of the tower's work costs no more than this many tokens of a prompt, or than one block of the tower.
+    /// With [`VisionOptions::WHOLE`] a pass is one piece.
     pub piece_tokens: usize,
 }
 
@@ -237,7 +237,8 @@ impl Eyes {
         Ok(())
     }
 
-    /// Begins to look at a picture: rows of patches with their grid, or `[3, size, size]` where the tower reads one size.
+    /// Begins to look at a picture: rows of patches with their grid, or `[3, size, size]` where the tower reads one
+    /// size.
     ///
     /// # Errors
     /// A picture that does not fit.

@@ -1,10 +1,10 @@
 //! The passes of a tower: numbers of patches from a short list, and the pieces of each pass.
 //!
-//! A picture may have any number of patches. A pass takes the next larger number of the list; its padding rows belong to
-//! no sequence, so they write no keys and no row sees them. Rows are padded little where they cost much.
+//! A picture may have any number of patches. A pass takes the next larger number of the list; its padding rows belong
+//! to no sequence, so they write no keys and no row sees them. Rows are padded little where they cost much.
 //!
-//! A pass is cut between blocks, so that no piece costs more than a chunk of a prompt. Within a block all patches see each
-//! other. So the bound is that of the chunk or that of one block, whichever is larger.
+//! A pass is cut between blocks, so that no piece costs more than a chunk of a prompt. Within a block all patches see
+//! each other. So the bound is that of the chunk or that of one block, whichever is larger.
 
 use std::ops::Range;
 
@@ -13,7 +13,8 @@ use keel_models::vision::{TowerKind, VisionConfig};
 
 use super::VisionOptions;
 
-/// Entries of the list in an octave, on a backend whose programs cost little and on one that compiles and captures them.
+/// Entries of the list in an octave, on a backend whose programs cost little and on one that compiles and captures
+/// them.
 const PER_OCTAVE: usize = 8;
 const PER_OCTAVE_COARSE: usize = 4;
 /// The least distance of two entries.

@@ -86,8 +86,8 @@ fn padding_and_cuts_of_a_pass_change_no_bit() {
     }
 }
 
-/// Gaps are counted in steps: whatever the size of a picture, an answer gets a token in each step, and a step has one piece
-/// of the tower's work.
+/// Gaps are counted in steps: whatever the size of a picture, an answer gets a token in each step, and a step has one
+/// piece of the tower's work.
 #[test]
 fn a_large_picture_delays_others_by_a_piece_a_step() {
     for model in Model::all() {

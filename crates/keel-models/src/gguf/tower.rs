@@ -21,8 +21,8 @@ use crate::{ModelError, Result};
 const PROJECTORS: [(&str, &[&str]); 2] =
     [("qwen3vl_merger", &["qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"]), ("gemma3", &["gemma3"])];
 
-/// Bounds on the pixels of pictures and videos in the processor files of Qwen3-VL and Qwen3.5. Files rarely have the first
-/// two, and have no keys for the others.
+/// Bounds on the pixels of pictures and videos in the processor files of Qwen3-VL and Qwen3.5. Files rarely have the
+/// first two, and have no keys for the others.
 const IMAGE_PIXELS: (u64, u64) = (65_536, 16_777_216);
 const VIDEO_PIXELS: (u64, u64) = (4096, 25_165_824);
 

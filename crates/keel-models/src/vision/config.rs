@@ -45,8 +45,8 @@ pub enum TowerKind {
         table_side: usize,
         /// Base of the rotary frequencies.
         theta: f64,
-        /// Blocks whose outputs give further features, in the order of their mergers in the checkpoint. In the order of the
-        /// blocks, the features are added after the first text layers.
+        /// Blocks whose outputs give further features, in the order of their mergers in the checkpoint. In the order of
+        /// the blocks, the features are added after the first text layers.
         deepstack: Vec<usize>,
     },
     /// Gemma 3: SigLIP on pictures of one size, averaged to a fixed number of rows. These rows see each other in the
@@ -252,8 +252,8 @@ impl VisionConfig {
         }
     }
 
-    /// Products of numbers that each block costs for `patches` patches. The first also makes rows of the patches, and the
-    /// last makes the features.
+    /// Products of numbers that each block costs for `patches` patches. The first also makes rows of the patches, and
+    /// the last makes the features.
     pub fn products_per_block(&self, patches: usize) -> Vec<u64> {
         // No product of a sound config reaches 2^128: each factor is at most 2^63.
         let [n, hidden, inner] = [patches, self.hidden, self.intermediate].map(|n| n as u128);

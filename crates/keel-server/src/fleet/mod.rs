@@ -275,8 +275,8 @@ impl Front {
         loaded.map(|entry| entry.needs).fold(Needs::default(), Needs::plus)
     }
 
-    /// The least recently used model among those that hold some of the memory that is short. Idle models come before busy
-    /// ones.
+    /// The least recently used model among those that hold some of the memory that is short. Idle models come before
+    /// busy ones.
     fn least_recent(&self, shortage: &Shortage) -> Option<usize> {
         let age = |at: &usize| {
             self.entries[*at].resident().as_ref().map(|resident| (resident.is_busy(), resident.used))

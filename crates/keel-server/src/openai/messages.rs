@@ -35,8 +35,8 @@ pub(crate) struct Conversation {
     pub pictures: Vec<Shot>,
 }
 
-/// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A message that
-/// shows pictures stays a list of parts.
+/// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A
+/// message that shows pictures stays a list of parts.
 pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Conversation> {
     let mut pictures = Vec::new();
     let messages = messages.into_iter().map(|message| one(message, &mut pictures)).collect::<Result<_>>()?;

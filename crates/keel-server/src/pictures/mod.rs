@@ -6,8 +6,8 @@
 //! mod.rs      decoded and prepared as the model's processor says; placeholders repeated
 //! ```
 //!
-//! Memory is charged before it is taken: a picture's size is read from its first bytes. The work ends when the client leaves or
-//! its time is over ([`Patience`]).
+//! Memory is charged before it is taken: a picture's size is read from its first bytes. The work ends when the client
+//! leaves or its time is over ([`Patience`]).
 
 mod source;
 mod video;
@@ -73,8 +73,8 @@ pub(crate) enum Shot {
 }
 
 impl Viewer {
-    /// For a model with this tower. Pictures larger than `pixels_max` are read at that size. Videos are read at a size at
-    /// which their features take no more room than those of `pictures` such pictures.
+    /// For a model with this tower. Pictures larger than `pixels_max` are read at that size. Videos are read at a size
+    /// at which their features take no more room than those of `pictures` such pictures.
     ///
     /// # Errors
     /// Processor files that cannot be followed; a tokenizer without the tokens of pictures.

@@ -93,8 +93,8 @@ fn said(reply: &Value) -> &str {
     reply["choices"][0]["message"]["content"].as_str().unwrap_or_default()
 }
 
-/// Whether texts are the same. Where bytes of a token are no character, the reference replaces its neighbours, too: what it has
-/// besides must come in order.
+/// Whether texts are the same. Where bytes of a token are no character, the reference replaces its neighbours, too:
+/// what it has besides must come in order.
 fn is_alike(text: &str, reference: &str) -> bool {
     let mut rest = text;
     reference.split(char::REPLACEMENT_CHARACTER).filter(|part| !part.is_empty()).all(|part| {

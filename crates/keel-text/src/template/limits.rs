@@ -8,7 +8,8 @@
 //!   along its nesting. A template of 100 KB, or one line in a loop, would overflow an ordinary stack. So compiling and
 //!   rendering run on a stack sized for the worst case.
 //!
-//! A template that keeps doubling a string fills the memory before its steps are used up. `apart` bounds memory and time.
+//! A template that keeps doubling a string fills the memory before its steps are used up. `apart` bounds memory and
+//! time.
 
 use std::io;
 

@@ -37,8 +37,8 @@ pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextE
 ///
 /// Blocks are trimmed as the reference implementation does.
 ///
-/// A template is an untrusted program: its size, its steps, its depth and its output are bounded. After [`render_apart`] its memory
-/// and its time are bounded, too.
+/// A template is an untrusted program: its size, its steps, its depth and its output are bounded. After
+/// [`render_apart`] its memory and its time are bounded, too.
 pub struct ChatTemplate(Renderer);
 
 enum Renderer {

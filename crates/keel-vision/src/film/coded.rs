@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The file comes from a stranger. `ffmpeg` gets the kind from here and guesses none, so the file cannot be a playlist
-//! that names other files or hosts; it opens no protocol but `file`. Its output is read within limits, and it is ended when its
-//! time is over, or when no client waits for its output.
+//! that names other files or hosts; it opens no protocol but `file`. Its output is read within limits, and it is ended
+//! when its time is over, or when no client waits for its output.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -261,7 +261,8 @@ fn unreadable(error: std::io::Error) -> crate::VisionError {
     failed(format!("the output of ffmpeg cannot be read: {error}"))
 }
 
-/// Reads the list of packets: `#tb 0: 1/10240`, `#dimensions 0: 96x64`, then `stream, dts, pts, duration, ...` for each.
+/// Reads the list of packets: `#tb 0: 1/10240`, `#dimensions 0: 96x64`, then `stream, dts, pts, duration, ...` for
+/// each.
 fn packets(output: &mut impl BufRead, frames_max: usize) -> Result<Count> {
     let mut tick = 0.0;
     let (mut frames, mut first, mut last) = (0, i64::MAX, i64::MIN);

@@ -137,8 +137,8 @@ pub(crate) fn decode(bytes: &[u8], pixels_max: u64) -> Result<Pixels, Stop> {
     samples::pixels(&frame, colours)
 }
 
-/// The most bytes of heap while a file is decoded: coefficients and samples of all blocks, then samples and pixels. `None`
-/// if it has no frame of a kind that is supported here.
+/// The most bytes of heap while a file is decoded: coefficients and samples of all blocks, then samples and pixels.
+/// `None` if it has no frame of a kind that is supported here.
 pub(crate) fn decode_bytes(bytes: &[u8]) -> Option<u64> {
     let mut at = 2;
     loop {

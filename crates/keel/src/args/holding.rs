@@ -102,7 +102,8 @@ impl HoldingArgs {
         usize::try_from(self.image_pixels.unwrap_or(IMAGE_PIXELS_DEFAULT)).unwrap_or(usize::MAX)
     }
 
-    /// For what pictures a server plans; `None` for text alone. The tower works in pieces of at most `step_tokens` tokens' work.
+    /// For what pictures a server plans; `None` for text alone. The tower works in pieces of at most `step_tokens`
+    /// tokens' work.
     ///
     /// # Errors
     /// Pictures for a model without eyes.

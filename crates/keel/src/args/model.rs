@@ -70,8 +70,8 @@ pub struct EngineArgs {
     /// less memory and change the result. By default 16, or 32 with --compute f32.
     #[arg(long, value_name = "N", value_parser = parse_kv_bits)]
     pub kv_bits: Option<KvFormat>,
-    /// Bits of each value of a recurrent (gated delta) state: 32, or 16 (f16). 16 take half of the memory and traffic of
-    /// the states and change the result.
+    /// Bits of each value of a recurrent (gated delta) state: 32, or 16 (f16). 16 take half of the memory and traffic
+    /// of the states and change the result.
     #[arg(long, value_name = "N", default_value = "32", value_parser = parse_state_bits)]
     pub state_bits: DType,
 }

@@ -18,8 +18,8 @@ pub struct PictureArgs {
     /// Picture to show the model: PNG, JPEG, WebP, or the first frame of a GIF. May be repeated.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["raw", "ids", "ids_file"])]
     image: Vec<PathBuf>,
-    /// Show the model a video: a GIF, with ffmpeg also an MP4, WebM, Matroska or AVI file, or a folder of pictures, which are
-    /// its frames in the order of their names.
+    /// Show the model a video: a GIF, with ffmpeg also an MP4, WebM, Matroska or AVI file, or a folder of pictures,
+    /// which are its frames in the order of their names.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["raw", "ids", "ids_file"])]
     video: Vec<PathBuf>,
     /// Frames per second of a video that is a folder. By default 24.

@@ -12,13 +12,13 @@ const DEVICES_MAX: usize = 64;
 /// Devices that share a model.
 #[derive(Clone, Debug, Default, Args)]
 pub struct SplitArgs {
-    /// Devices that share the model, for example cuda:0,cuda:1 or cpu:0,cpu:1. They take the place of --device. Each has a
-    /// memory of its own; those of the CPU share its threads. GPUs need the library NCCL.
+    /// Devices that share the model, for example cuda:0,cuda:1 or cpu:0,cpu:1. They take the place of --device. Each
+    /// has a memory of its own; those of the CPU share its threads. GPUs need the library NCCL.
     #[arg(long, value_name = "DEVICE,...", value_delimiter = ',', value_parser = parse_member)]
     devices: Vec<Member>,
-    /// How --devices share the model. pipeline gives each some of the layers, even by bytes. tensor gives each a share of
-    /// every layer, by heads and columns. pipeline:2,tensor:2 makes two stages of two devices that share their layers.
-    /// The default is pipeline; keel fit proposes the split whose largest device is smallest.
+    /// How --devices share the model. pipeline gives each some of the layers, even by bytes. tensor gives each a share
+    /// of every layer, by heads and columns. pipeline:2,tensor:2 makes two stages of two devices that share their
+    /// layers. The default is pipeline; keel fit proposes the split whose largest device is smallest.
     #[arg(long, value_name = "HOW", requires = "devices", value_parser = parse_split)]
     split: Option<Split>,
 }

@@ -25,8 +25,8 @@ const BYTES_MAX: u64 = 1 << 30;
 /// Print the embeddings of texts: one JSON object for each text, {"index": 0, "tokens": 5, "embedding": [...]}, in the
 /// order of the texts.
 ///
-/// An embedding has length one. Texts come from the command line, from files and from standard input. Each line of a file
-/// is one text; empty lines are left out.
+/// An embedding has length one. Texts come from the command line, from files and from standard input. Each line of a
+/// file is one text; empty lines are left out.
 #[derive(Debug, Args)]
 pub struct EmbedArgs {
     #[command(flatten)]
@@ -34,7 +34,8 @@ pub struct EmbedArgs {
     /// Texts. Without any, and without --file, standard input is read.
     #[arg(value_name = "TEXT")]
     texts: Vec<String>,
-    /// File with one text in each line. Its texts come after those of the command line. - is standard input. May be repeated.
+    /// File with one text in each line. Its texts come after those of the command line. - is standard input. May be
+    /// repeated.
     #[arg(long, short = 'f', value_name = "FILE")]
     file: Vec<PathBuf>,
     /// How an embedding is computed: the hidden state of the last token, or the mean over all tokens. By default as the

@@ -29,9 +29,9 @@ const CONTEXT_LEAST: usize = 1024;
 /// sequences and context. Each line has the command that serves the model this way.
 ///
 /// More bits of the weights rank first, then more bits of keys and values. Fewer bits are listed only if a longer
-/// context then fits. With --devices there is a line for each split that fits, unless --split names one: first the split
-/// whose largest device is smallest. The bytes equal those of keel plan with the same options. For a model that is yet to
-/// be quantised they come from a plan of its shape.
+/// context then fits. With --devices there is a line for each split that fits, unless --split names one: first the
+/// split whose largest device is smallest. The bytes equal those of keel plan with the same options. For a model that
+/// is yet to be quantised they come from a plan of its shape.
 #[derive(Debug, Args)]
 pub struct FitArgs {
     /// A folder, a weights file or a hub name.
@@ -39,8 +39,8 @@ pub struct FitArgs {
     path: Option<String>,
     #[command(flatten, next_help_heading = "Model")]
     subject: SubjectArgs,
-    /// Bytes to fit into, for example 24Gi; with --devices, of each device. By default the free memory of the device; of
-    /// devices that are parts of the CPU, the free memory of the host for all of them.
+    /// Bytes to fit into, for example 24Gi; with --devices, of each device. By default the free memory of the device;
+    /// of devices that are parts of the CPU, the free memory of the host for all of them.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
     /// Use this context, not the longest that fits.
@@ -237,8 +237,8 @@ impl Form<'_> {
         Ok(self.line(args, limit, true)?.needed <= limit)
     }
 
-    /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that whose largest device is
-    /// smallest, among those that fit if any does.
+    /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that whose largest device
+    /// is smallest, among those that fit if any does.
     fn line(&self, args: &FitArgs, limit: u64, is_quick: bool) -> Result<Line> {
         if !args.device.split.is_split() {
             return self.line_on(args, &args.device, is_quick);

@@ -15,12 +15,12 @@ use evenkeel::human_bytes;
 /// another folder.
 #[derive(Debug, Args)]
 pub struct PullArgs {
-    /// owner/name, owner/name@revision (a branch, a tag or a commit), or owner/name:CODING for one of several GGUF files, such
-    /// as owner/name:Q4_K_M.
+    /// owner/name, owner/name@revision (a branch, a tag or a commit), or owner/name:CODING for one of several GGUF
+    /// files, such as owner/name:Q4_K_M.
     #[arg(value_name = "NAME")]
     name: String,
-    /// Leave out the vision tower of a GGUF model, a file with mmproj in its name. By default the fitting one comes with the
-    /// model.
+    /// Leave out the vision tower of a GGUF model, a file with mmproj in its name. By default the fitting one comes
+    /// with the model.
     #[arg(long)]
     no_mmproj: bool,
     /// Print one JSON object.

@@ -147,8 +147,8 @@ struct RequestArgs {
     /// Most bytes of a request's body.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8Mi")]
     body_limit: u64,
-    /// Bytes for bodies, texts and their copies of all requests together, at least 1Mi. A request without room is refused
-    /// with 503 or 413.
+    /// Bytes for bodies, texts and their copies of all requests together, at least 1Mi. A request without room is
+    /// refused with 503 or 413.
     #[arg(long, value_name = "BYTES", value_parser = request_bytes, default_value = "512Mi")]
     request_memory: u64,
     /// Seconds in which a schema or grammar must be compiled.

@@ -106,7 +106,8 @@ pub fn can_see(model: &ModelFiles) -> bool {
         && processor_files(model).is_ok_and(|files| files.image(&Map::new()).is_ok())
 }
 
-/// How a server shows pictures of at most `pixels_max` pixels to the model. It keeps the features of `pictures` of them.
+/// How a server shows pictures of at most `pixels_max` pixels to the model. It keeps the features of `pictures` of
+/// them.
 ///
 /// # Errors
 /// A model without eyes; processor files that cannot be followed.

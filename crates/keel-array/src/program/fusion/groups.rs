@@ -22,8 +22,8 @@ pub struct ProgramGroup {
     pub kernels: Range<usize>,
 }
 
-/// Divides kernels into groups. `group_of` is the backend's [answer](crate::Programs::group_of). No group reaches from one
-/// piece into the next, because each piece is a submission.
+/// Divides kernels into groups. `group_of` is the backend's [answer](crate::Programs::group_of). No group reaches from
+/// one piece into the next, because each piece is a submission.
 ///
 /// # Panics
 /// If the backend names a group of fewer than two kernels, or of more than there are: a bug of the backend.

@@ -6,8 +6,8 @@
 //! | [`absorb`] | a producer runs within its readers, and its value is never in memory | [`Programs::absorbs`] |
 //! | [`groups`] | consecutive kernels run together, and their values stay in memory | [`Programs::group_of`] |
 //!
-//! The first two come before the memory plan, because they remove values. Groups come after it, because kernels that run
-//! together must not write what one of them still reads, and the plan decides where values lie. A backend runs the
+//! The first two come before the memory plan, because they remove values. Groups come after it, because kernels that
+//! run together must not write what one of them still reads, and the plan decides where values lie. A backend runs the
 //! groups of the program and forms no others.
 //!
 //! [`Programs::absorbs`]: crate::Programs::absorbs

@@ -26,9 +26,9 @@
 //! Arithmetic stays in f32, and `S` is rounded after each update, also between two rows of a step and in the replay of
 //! records. So it does not matter which rows share a step, or which are left open.
 //!
-//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes for each token of a sequence (4 in f16). Each row takes
-//! one sweep over the state. The sweep applies pending updates (of accepted records, or of the row before) while it
-//! sums k S' and q S'. Only a row that is committed in its own step needs a second sweep, in L2.
+//! Memory: a state is read once and written once, `8 * Hv * Dk * Dv` bytes for each token of a sequence (4 in f16).
+//! Each row takes one sweep over the state. The sweep applies pending updates (of accepted records, or of the row
+//! before) while it sums k S' and q S'. Only a row that is committed in its own step needs a second sweep, in L2.
 
 mod inputs;
 pub(crate) mod state;

@@ -5,8 +5,9 @@ use half::f16;
 use crate::kernels::generic::scalar::Plain;
 use crate::simd::{LANES, Simd};
 
-/// An element of a state: f32, or f16 for half of the memory and traffic. Arithmetic is in f32. A state in f16 is rounded
-/// after each update, so a row that another row follows in its step has the bits of a row whose state went to memory.
+/// An element of a state: f32, or f16 for half of the memory and traffic. Arithmetic is in f32. A state in f16 is
+/// rounded after each update, so a row that another row follows in its step has the bits of a row whose state went to
+/// memory.
 pub trait StateElement: Plain + element::Vectors {}
 
 impl StateElement for f32 {}

@@ -58,8 +58,8 @@ macro_rules! integer {
 }
 integer!(u8 u32 i32 i64);
 
-/// The f32 towards zero from `x`, with the last bit set if any of `x` is lost. It rounds to a shorter float exactly as `x`
-/// itself does: the last bit keeps it off the midpoints of shorter floats.
+/// The f32 towards zero from `x`, with the last bit set if any of `x` is lost. It rounds to a shorter float exactly as
+/// `x` itself does: the last bit keeps it off the midpoints of shorter floats.
 #[inline(always)]
 fn to_odd(x: i64) -> f32 {
     let near = x as f32;

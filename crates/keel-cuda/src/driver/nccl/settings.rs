@@ -1,7 +1,7 @@
-//! NCCL's settings, and what it takes of a device's memory with them.
+//! NCCL's settings, and the device memory that it takes with them.
 //!
-//! The sizes are those of NCCL 2.30 (`src/init.cc`, `src/channel.cc`, `src/transport/p2p.cc`, `src/include/device.h`). Each
-//! allocation takes whole pages of [`PAGE`], because NCCL maps them one by one.
+//! The sizes are those of NCCL 2.30 (`src/init.cc`, `src/channel.cc`, `src/transport/p2p.cc`, `src/include/device.h`).
+//! Each allocation takes whole pages of [`PAGE`], because NCCL maps them one by one.
 //!
 //! ```text
 //! a channel        3 tables                                                   3 pages

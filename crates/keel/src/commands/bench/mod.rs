@@ -170,8 +170,8 @@ struct Opened {
     profiled: Option<Arc<CpuBackend>>,
 }
 
-/// Loads the model on its device or devices. Also starts what records the memory and the time of each operation, if they
-/// are asked for.
+/// Loads the model on its device or devices. Also starts what records the memory and the time of each operation, if
+/// they are asked for.
 fn open(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<Opened> {
     let device = &args.device;
     if device.split.is_split() {

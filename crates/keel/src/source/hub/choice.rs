@@ -69,7 +69,8 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Config, weights and text files in the root folder, and what says how embeddings are pooled. Empty if there is no config, or if there are no weights.
+/// Config, weights and text files in the root folder, and the files that say how embeddings are pooled. Empty if there
+/// is no config, or if there are no weights.
 fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     let in_root = || files.iter().filter(|file| !file.path.contains('/'));
     let weights: Vec<&RemoteFile> = in_root().filter(|file| file.path.ends_with(".safetensors")).collect();
@@ -107,9 +108,9 @@ pub fn place_of(tower: &str, model: &str) -> String {
     format!("{}{}", folder_of(model), &tower[folder_of(tower).len()..])
 }
 
-/// The vision tower to download with a GGUF file, as llama.cpp chooses it: in the file's folder or the nearest one above, the one
-/// with the nearest number of bits. One that is here already comes first, because a model with two towers next to it
-/// would have no clear one.
+/// The vision tower to download with a GGUF file, as llama.cpp chooses it: in the file's folder or the nearest one
+/// above, the one with the nearest number of bits. One that is here already comes first, because a model with two
+/// towers next to it would have no clear one.
 fn tower_of<'a>(
     model: &str,
     files: &'a [RemoteFile],

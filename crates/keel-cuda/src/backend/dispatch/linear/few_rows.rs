@@ -53,7 +53,7 @@ pub(in crate::backend::dispatch) struct Convolution<'a> {
     pub y: Bound<'a>,
 }
 
-/// A product of few rows, with what comes before and after it.
+/// A product of few rows, with the operations before and after it.
 pub(super) struct FewRows<'a> {
     weight: &'a WeightSpec,
     pub packed: Bound<'a>,

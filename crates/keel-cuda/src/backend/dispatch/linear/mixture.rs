@@ -189,7 +189,7 @@ impl Planned<'_> {
     }
 }
 
-/// The calls of a mixture, with what its launch needs to know.
+/// The calls of a mixture, and the numbers of its launch.
 struct Mixture<'c, 'a> {
     parts: Parts<'c, Call<'a>>,
     choices: usize,

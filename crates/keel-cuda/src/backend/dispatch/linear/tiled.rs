@@ -8,7 +8,8 @@ use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LINEAR_TILED};
 use keel_array::{ArrayError, WeightSpec};
 
-/// The key of an entry of `linear_tiled.cu`, whose constants all entries share. `rows` is the number of rows of an expert.
+/// The key of an entry of `linear_tiled.cu`, whose constants all entries share. `rows` is the number of rows of an
+/// expert.
 pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize) -> KernelKey {
     let tile = panel_of(rows);
     weight_key(LINEAR_TILED, entry, weight).define("BT", tile).define("STAGES", stages(tile))
