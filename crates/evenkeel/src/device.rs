@@ -6,6 +6,8 @@ use keel_array::{Backend, Compute, Runtime, RuntimeOptions};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision, Survey};
+use keel_engine::EngineOptions;
+use keel_models::SumOrder;
 
 use crate::Result;
 
@@ -41,7 +43,8 @@ pub struct DeviceOptions {
     pub isa: Option<Isa>,
     /// Take all planned memory from the system at the start, not when it is first used (CPU).
     pub resident: bool,
-    /// Choose kernels so that bits do not depend on how work is cut. This always holds on the CPU.
+    /// Choose kernels so that bits do not depend on how work is cut into steps. This always holds on the CPU. On the CPU
+    /// columns are also added in an order that 1, 2 and 4 devices have in common.
     pub deterministic: bool,
     /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none.
     pub memory_limit: Option<u64>,
@@ -74,6 +77,21 @@ impl DeviceOptions {
     /// ```
     pub fn is_gpu(&self) -> bool {
         self.device() != Device::Cpu
+    }
+
+    /// The engine's options on this device: those given, and the order of sums over columns.
+    ///
+    /// ```
+    /// use evenkeel::{Device, DeviceOptions, engine::EngineOptions, models::SumOrder};
+    /// let cpu = DeviceOptions { device: Some(Device::Cpu), deterministic: true, ..DeviceOptions::default() };
+    /// assert_eq!(cpu.engine_options(EngineOptions::default()).sums, SumOrder::Fixed);
+    /// ```
+    pub fn engine_options(&self, options: EngineOptions) -> EngineOptions {
+        // A GPU's kernels also order the sums of layers that are split by rows by the number of these rows.
+        match self.deterministic && !self.is_gpu() {
+            true => EngineOptions { sums: SumOrder::Fixed, ..options },
+            false => options,
+        }
     }
 
     /// The options of the CPU backend.

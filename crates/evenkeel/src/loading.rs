@@ -44,7 +44,8 @@ impl LoadOptions {
     /// ```
     pub fn engine_options(&self, config: &HybridConfig) -> Result<EngineOptions> {
         let wanted = self.context.unwrap_or(config.context_max.min(CONTEXT_DEFAULT));
-        Ok(EngineOptions { context: context_for(config, wanted)?, ..self.engine })
+        let engine = EngineOptions { context: context_for(config, wanted)?, ..self.engine };
+        Ok(self.device.engine_options(engine))
     }
 }
 

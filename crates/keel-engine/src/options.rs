@@ -2,6 +2,7 @@
 
 use keel_array::{Backend, Compute, DType, KvFormat};
 use keel_cache::{CacheFormat, CacheSize};
+use keel_models::SumOrder;
 
 use crate::{EngineError, Result, VisionOptions};
 
@@ -36,6 +37,8 @@ pub struct EngineOptions {
     pub swap_bytes: usize,
     /// Arithmetic of the linear layers.
     pub compute: Compute,
+    /// The order in which columns that devices share are added.
+    pub sums: SumOrder,
     /// The form in which keys and values are stored. `None` is f32 if `compute` is f32, else f16.
     pub kv: Option<KvFormat>,
     /// The type in which gated-delta states are stored: f32, or f16 for half of their memory and traffic.
@@ -65,6 +68,7 @@ impl Default for EngineOptions {
             pool_pages: None,
             swap_bytes: 0,
             compute: Compute::Auto,
+            sums: SumOrder::ByDevice,
             kv: None,
             state: DType::F32,
             drafts: 0,

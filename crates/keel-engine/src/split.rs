@@ -153,7 +153,8 @@ fn part_bytes(
     let own = runtime.ledger().active().total();
     // The tower lies on the device with the output head.
     let has_tower = part.is_last();
-    let loader = Loader::new(&runtime, parameters, options.compute, &|_| ()).of_part(part);
+    let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
+    let loader = loader.in_order(options.sums).of_part(part);
     let model = keel_models::load(&loader, config)?;
     let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
     let cache = ModelCache::allocate(&runtime, model.cache_spec(options.cache_format()), size)?;

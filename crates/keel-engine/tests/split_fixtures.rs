@@ -1,5 +1,6 @@
 //! Every fixture, split in 2, 3 and 4 by layers, by shares of every layer, and by both: logits of the whole model, the
-//! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device.
+//! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device. In the fixed order of sums, the
+//! bits of one device.
 //!
 //! `common::splitting` asserts that each device allocates what was planned for it, takes no more, and keeps nothing.
 
@@ -16,7 +17,7 @@ use keel_array::Compute;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_models::{MixtureCut, Part, read_config_of};
+use keel_models::{MixtureCut, Part, SumOrder, read_config_of};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::Checkpoint;
 
@@ -150,6 +151,59 @@ fn shares_give_the_logits_of_the_whole_model_to_rounding() {
 fn stages_of_shares_give_the_logits_of_the_whole_model_to_rounding() {
     let counts = BOTH.map(|grid| compare_logits(grid, false));
     assert!(counts[0] > 8, "models in 2 x 2 and 2 x 3: {counts:?}");
+}
+
+/// Logits of the rows of a prompt and of the MTP head, in the prefill regime and in the decode regime.
+fn logits_of(engine: &mut Engine, folder: &Path) -> [(Vec<f32>, Vec<f32>); 2] {
+    let want = expected(folder);
+    [false, true].map(|one_by_one| all_logits(engine, &want.ids, one_by_one, want.mtp_logits.is_some()))
+}
+
+/// What 2 and 4 devices give in the fixed order, compared with one device.
+fn compare_bits(compute: Compute) {
+    let options = EngineOptions { sums: SumOrder::Fixed, compute, ..exact() };
+    let mut counts = [0; 8];
+    for (name, folder) in fixtures() {
+        let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
+        let config =
+            read_config_of(checkpoint.config(), &CheckpointParameters(&checkpoint)).expect("a config");
+        let has_experts = config.moe.is_some();
+        let whole = logits_of(&mut engine(&folder, &runtime(1), options), &folder);
+        let by_device = EngineOptions { sums: SumOrder::ByDevice, ..options };
+        let other = logits_of(&mut engine(&folder, &runtime(1), by_device), &folder);
+        let relative_max = if compute == Compute::F32 { ROUNDING_MAX } else { 1e-2 };
+        for (fixed, other) in whole.iter().zip(&other) {
+            let error = relative_error(&fixed.0, &other.0);
+            assert!(error <= relative_max, "{name}: the order of sums changes logits by {error:.1e}");
+        }
+        let grids = [(1, 2), (1, 4), (2, 1), (2, 2)].into_iter();
+        let cuts = grids.flat_map(|grid| [(grid, None), (grid, Some(MixtureCut::Experts))]);
+        for (count, split) in counts.iter_mut().zip(cuts).filter(|(_, (_, cut))| cut.is_none() || has_experts)
+        {
+            match split_engine(&folder, options, split) {
+                Ok(mut parts) => {
+                    let got = logits_of(&mut parts, &folder);
+                    assert!(got == whole, "{name} in {split:?}, {compute:?}: other bits than on one device");
+                    end(parts);
+                    *count += 1;
+                }
+                Err(reason) => expect_good_reason(name, split.0, &reason),
+            }
+        }
+    }
+    let [two, two_by_experts, four, four_by_experts, stages, _, both, _] = counts;
+    assert!(two > 8 && four > 1 && stages > 10 && both > 8, "models in each split: {counts:?}");
+    assert!(two_by_experts > 1 && four_by_experts > 0, "mixtures by experts: {counts:?}");
+}
+
+#[test]
+fn in_the_fixed_order_two_and_four_devices_give_the_bits_of_one() {
+    compare_bits(Compute::F32);
+}
+
+#[test]
+fn in_the_fixed_order_activations_of_8_and_16_bits_give_the_bits_of_one_device() {
+    compare_bits(Compute::Auto);
 }
 
 fn serving(folder: &Path) -> EngineOptions {

@@ -8,6 +8,7 @@ use common::{exact, fixture, models};
 use keel_array::{Backend, MemoryReport};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions};
 use keel_engine::{EngineOptions, plan, split};
+use keel_models::SumOrder;
 use keel_models::loading::CheckpointParameters;
 use keel_weights::Checkpoint;
 
@@ -37,10 +38,17 @@ fn planned(
 
 #[test]
 fn every_fixture_that_can_be_split_is_planned_on_gpus() {
-    for (grid, deterministic) in [((2, 1), false), ((1, 2), false), ((1, 2), true), ((2, 2), false)] {
+    let (any, fixed) = (exact(), EngineOptions { sums: SumOrder::Fixed, ..exact() });
+    for (options, grid, deterministic) in [
+        (any, (2, 1), false),
+        (any, (1, 2), false),
+        (any, (1, 2), true),
+        (any, (2, 2), false),
+        (fixed, (1, 2), true),
+    ] {
         let mut count = 0;
         for name in models() {
-            match planned(name, exact(), grid, deterministic) {
+            match planned(name, options, grid, deterministic) {
                 Ok(devices) => {
                     assert_eq!(devices.len(), grid.0 * grid.1, "{name}");
                     assert!(devices.iter().all(|device| device.total() > 0), "{name}");

@@ -41,6 +41,8 @@ pub struct MoeConfig {
     pub intermediate: usize,
     /// Width of the shared expert, if there is one.
     pub shared_intermediate: Option<usize>,
+    /// Whether another device holds the shared expert whole.
+    pub shared_elsewhere: bool,
     /// Divide the chosen probabilities by their sum.
     pub normalise: bool,
     /// Layers with a dense feed-forward half, despite the experts of the others.
@@ -382,6 +384,7 @@ impl Fields<'_> {
             chosen,
             intermediate,
             shared_intermediate,
+            shared_elsewhere: false,
             normalise: self.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(true),
             dense_layers: Vec::new(),
         }))

@@ -4,7 +4,8 @@ use keel_array::{AddedNorm, Array, ConvWindow, DType, DeltaState, Peers, Weight}
 use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage, Settled};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
-use crate::{HybridConfig, MixerKind, ModelError, Part, Result, Shard, VocabularyShare};
+use crate::sums::of_their_device;
+use crate::{HybridConfig, MixerKind, ModelError, Part, Result, VocabularyShare};
 
 /// The first half of a block.
 #[derive(Debug)]
@@ -30,8 +31,6 @@ pub struct Block {
     pub ff: FeedForward,
     /// Norm of the second half's output, before it is added.
     pub ff_out_norm: Option<RmsNorm>,
-    /// The share of the layer that this device has.
-    pub shard: Shard,
 }
 
 /// The norm of x; x itself if there is no norm.
@@ -49,36 +48,18 @@ impl Block {
     ) -> Result<Array> {
         let h = normed(self.mixer_norm.as_ref(), x)?;
         if let (Some(mixer_norm), Some(ff_norm)) = (&self.mixer_out_norm, &self.ff_out_norm) {
-            let attended = self.sum(self.attend(&h, None, growth, storage, step)?)?;
+            let attended = self.attend(&h, None, growth, storage, step)?;
             return self.add_normed(x, &attended, mixer_norm, ff_norm);
         }
-        let residual = self.residual(x)?;
         let x = match (&self.mixer, storage) {
-            (Mixer::Attention(_), _) => self.attend(&h, Some(&residual), growth, storage, step)?,
+            (Mixer::Attention(_), _) => self.attend(&h, Some(x), growth, storage, step)?,
             (Mixer::GatedDelta(mixer), LayerStorage::Recurrent { window, state }) => {
-                mixer.apply(&h, &residual, window, state, step)?
+                mixer.apply(&h, x, window, state, step)?
             }
             _ => unreachable!("the cache was made for this model's layers"),
         };
-        let x = self.sum(x)?;
         let h = normed(self.ff_norm.as_ref(), &x)?;
-        self.sum(self.ff.apply(&h, Some(&self.residual(&x)?))?)
-    }
-
-    /// What this device adds its share to: the residual on the first device that shares the layer, 0 on the others.
-    fn residual(&self, x: &Array) -> Result<Array> {
-        match self.shard.index {
-            0 => Ok(x.clone()),
-            _ => Ok(Array::zeros(x.runtime(), x.shape().clone(), DType::F32)?),
-        }
-    }
-
-    /// The sum of the shares of all devices.
-    fn sum(&self, share: Array) -> Result<Array> {
-        match self.shard.peers() {
-            Some(peers) => Ok(share.all_reduce(peers)?),
-            None => Ok(share),
-        }
+        Ok(self.ff.apply(&h, Some(&x))?)
     }
 
     /// Attention of rows, added to the residual, if there is one.
@@ -116,7 +97,7 @@ impl Block {
                 AddedNorm { norm: sum.clone(), sum }
             }
         };
-        Ok(ff_norm.apply(&self.sum(self.ff.apply(&norm, None)?)?)?.add(&sum)?)
+        Ok(ff_norm.apply(&self.ff.apply(&norm, None)?)?.add(&sum)?)
     }
 }
 
@@ -272,8 +253,7 @@ impl HybridModel {
         Ok(x)
     }
 
-    /// The embeddings of tokens. A device that shares the embedding looks up its own tokens; the others' rows are 0
-    /// before the sum.
+    /// The embeddings of tokens. A device that shares the embedding looks up its own tokens, and the others those of theirs.
     fn look_up(&self, tokens: &Array) -> Result<Array> {
         let weight = self.embedding()?;
         let VocabularyShare { peers, tokens: own } = self.part.shard.vocabulary(self.config.vocab);
@@ -282,9 +262,7 @@ impl HybridModel {
         let at = tokens.cast(DType::I32)?.sub(&number(own.start)?)?;
         let row = at.maximum(&number(0)?)?.minimum(&number(own.len() - 1)?)?;
         let is_own = at.equal(&row)?.reshape([tokens.shape()[0], 1])?;
-        let rows = row.embedding(weight)?;
-        let none = Array::zeros(tokens.runtime(), rows.shape().clone(), DType::F32)?;
-        Ok(is_own.select(&rows, &none)?.all_reduce(peers)?)
+        Ok(of_their_device(&is_own, &row.embedding(weight)?, peers)?)
     }
 
     fn embedding(&self) -> Result<&Weight> {

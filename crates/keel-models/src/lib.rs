@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod blocks;
+mod columns;
 mod config;
 mod error;
 mod fields;
@@ -34,6 +35,7 @@ mod shapes;
 mod shard;
 mod sharded_parameters;
 mod smollm3;
+mod sums;
 mod transformer;
 mod turning;
 mod unknown;
@@ -47,6 +49,7 @@ pub use rope::RopeScaling;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
 pub use shard::{MixtureCut, Shard, VocabularyShare};
 use sharded_parameters::ShardedParameters;
+pub use sums::{SumOrder, Sums};
 pub use turning::QueryGrowth;
 
 use loading::Loader;
@@ -105,7 +108,7 @@ pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
         return (family.load)(loader, config, parsed);
     }
     let own = shard.config(&parsed)?;
-    let parameters = ShardedParameters::new(loader.parameters(), &parsed, shard)?;
+    let parameters = ShardedParameters::new(loader.parameters(), &parsed, (shard, loader.order()))?;
     (family.load)(&loader.reading(&parameters), config, own)
 }
 

@@ -9,7 +9,9 @@ use crate::blocks::{
 };
 use crate::hybrid::Output;
 use crate::loading::{Loader, Piece};
-use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, Part, Result, VocabularyShare};
+use crate::{
+    HybridConfig, MixerKind, MixtureCut, ModelError, MoeConfig, Part, Result, Sums, VocabularyShare,
+};
 
 /// Reads the blocks that the family's model types share.
 pub(crate) struct FamilyReader<'a> {
@@ -144,7 +146,11 @@ impl<'a> FamilyReader<'a> {
             gated: c.gated,
             q_norm: Some(HeadNorm::Each(self.norm(&format!("{prefix}q_norm"), d)?)),
             k_norm: Some(HeadNorm::Each(self.norm(&format!("{prefix}k_norm"), d)?)),
-            output: self.loader.single(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?,
+            output: self.loader.row_parallel(
+                Piece::whole(format!("{prefix}o_proj"), c.hidden),
+                c.heads * d,
+                self.loader.sums(),
+            )?,
             heads: c.heads,
             kv_heads: c.kv_heads,
             head_dim: d,
@@ -157,47 +163,59 @@ impl<'a> FamilyReader<'a> {
     /// `mlp` of a layer.
     pub fn feed_forward(&self, prefix: &str) -> Result<FeedForward> {
         match &self.config.moe {
-            None => Ok(FeedForward::Dense(self.swiglu(prefix, self.config.dense_width()?)?)),
+            None => {
+                Ok(FeedForward::Dense(self.swiglu(prefix, self.config.dense_width()?, self.loader.sums())?))
+            }
             Some(moe) => Ok(FeedForward::Experts(Box::new(self.experts(prefix, moe)?))),
         }
     }
 
     /// A gated layer with SiLU.
-    pub fn swiglu(&self, prefix: &str, width: usize) -> Result<GatedLayer> {
+    pub fn swiglu(&self, prefix: &str, width: usize, sums: Sums) -> Result<GatedLayer> {
         let hidden = self.config.hidden;
         let pieces = ["gate_proj", "up_proj"].map(|name| Piece::whole(format!("{prefix}{name}"), width));
         Ok(GatedLayer {
             gate_up: self.loader.projection(pieces.into(), hidden)?,
-            down: self.loader.single(Piece::whole(format!("{prefix}down_proj"), hidden), width)?,
+            down: self.loader.row_parallel(
+                Piece::whole(format!("{prefix}down_proj"), hidden),
+                width,
+                sums,
+            )?,
             activation: Activation::Silu,
         })
     }
 
     fn experts(&self, prefix: &str, moe: &MoeConfig) -> Result<MixtureOfExperts> {
-        let hidden = self.config.hidden;
+        let (hidden, sums) = (self.config.hidden, self.loader.sums());
+        // How the columns of an expert are added.
+        let of_columns = if sums.shard.mixture == MixtureCut::Experts { sums.whole() } else { sums };
         let mut router = vec![Piece::whole(format!("{prefix}gate"), moe.experts)];
         let shared = match moe.shared_intermediate {
             None => None,
             Some(width) => {
                 router.push(Piece::whole(format!("{prefix}shared_expert_gate"), 1));
-                Some(self.swiglu(&format!("{prefix}shared_expert."), width)?)
+                Some(self.swiglu(&format!("{prefix}shared_expert."), width, of_columns)?)
             }
         };
         let layout = ExpertLayout::find(self.loader, prefix);
         let gate_up: Vec<_> = moe.own.clone().map(|e| layout.gate_up(prefix, moe, e)).collect();
         let down: Vec<_> = moe.own.clone().map(|e| layout.down(prefix, moe, hidden, e)).collect();
+        let down_rotation = self.loader.experts_rotation(&format!("{prefix}experts.down_weight_"), &down)?;
+        let how = (of_columns, down_rotation.is_some());
         Ok(MixtureOfExperts {
             router: self.loader.projection(router, hidden)?,
             gate_up_rotation: self
                 .loader
                 .experts_rotation(&format!("{prefix}experts.gate_up_weight_"), &gate_up)?,
             gate_up: self.loader.experts(&gate_up, hidden)?,
-            down_rotation: self.loader.experts_rotation(&format!("{prefix}experts.down_weight_"), &down)?,
-            down: self.loader.experts(&down, moe.intermediate)?,
+            down: self.loader.row_parallel_experts(&down, moe.intermediate, how)?,
+            down_rotation,
             shared,
+            shared_elsewhere: moe.shared_elsewhere,
             own: (moe.own.len() < moe.experts).then(|| moe.own.clone()),
             chosen: moe.chosen,
             normalise: moe.normalise,
+            sums,
         })
     }
 }

@@ -63,7 +63,6 @@ fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block>
         ff_norm: Some(reader.norm(&format!("{prefix}post_attention_layernorm"), hidden)?),
         ff: reader.feed_forward(&format!("{prefix}mlp."))?,
         ff_out_norm: None,
-        shard: reader.part().shard,
     })
 }
 
@@ -92,7 +91,11 @@ pub(crate) fn recurrent_layer(
         a_log: loader.vector(&format!("{prefix}A_log"), &[c.value_heads], |w| w)?,
         dt_bias: loader.vector(&format!("{prefix}dt_bias"), &[c.value_heads], |w| w)?,
         norm: reader.plain_norm(&format!("{prefix}norm"), c.value_dim)?,
-        output: loader.single(Piece::whole(format!("{prefix}out_proj"), hidden), c.values())?,
+        output: loader.row_parallel(
+            Piece::whole(format!("{prefix}out_proj"), hidden),
+            c.values(),
+            loader.sums(),
+        )?,
         tiled_output: loader.parameters().value_heads_are_tiled(),
         key_heads: c.key_heads,
         value_heads: c.value_heads,

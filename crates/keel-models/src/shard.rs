@@ -153,6 +153,7 @@ impl Shard {
             )));
         }
         let shared_intermediate = whole.shared_intermediate.filter(|_| self.index == 0);
-        Ok(MoeConfig { own, shared_intermediate, ..whole.clone() })
+        let shared_elsewhere = whole.shared_intermediate.is_some() && shared_intermediate.is_none();
+        Ok(MoeConfig { own, shared_intermediate, shared_elsewhere, ..whole.clone() })
     }
 }

@@ -4,11 +4,12 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use keel_array::{RowData, WeightFormat, WeightSpec};
+use keel_array::{WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
 
+use crate::columns::{Columns, columns_together, pick_columns};
 use crate::loading::{Parameters, RowSink};
-use crate::{HybridConfig, MixerKind, MixtureCut, ModelError, Result, Shard};
+use crate::{HybridConfig, MixerKind, MixtureCut, ModelError, Result, Shard, SumOrder};
 
 /// How a layer is divided.
 enum Cut {
@@ -32,6 +33,7 @@ pub(crate) struct ShardedParameters<'a> {
     whole: &'a dyn Parameters,
     config: &'a HybridConfig,
     shard: Shard,
+    order: SumOrder,
     /// Rows of the layers of the whole checkpoint that were asked about.
     rows: RefCell<HashMap<String, usize>>,
 }
@@ -44,14 +46,14 @@ impl<'a> ShardedParameters<'a> {
     pub fn new(
         whole: &'a dyn Parameters,
         config: &'a HybridConfig,
-        shard: Shard,
+        (shard, order): (Shard, SumOrder),
     ) -> Result<ShardedParameters<'a>> {
         if whole.value_heads_are_tiled() && config.layers.contains(&MixerKind::GatedDelta) {
             let reason = "GGUF files keep the value heads of recurrent layers in an order that is not split by heads: use \
                           --split pipeline, or a safetensors checkpoint";
             return Err(ModelError::Part(reason.into()));
         }
-        Ok(ShardedParameters { whole, config, shard, rows: RefCell::default() })
+        Ok(ShardedParameters { whole, config, shard, order, rows: RefCell::default() })
     }
 
     /// Whether a layer belongs to experts that are not cut.
@@ -151,53 +153,6 @@ fn within(ranges: &[Range<usize>], range: Range<usize>) -> Vec<Range<usize>> {
     parts
 }
 
-/// Columns that are coded together.
-fn columns_together(format: WeightFormat) -> usize {
-    match format {
-        WeightFormat::Dense(_) => 1,
-        WeightFormat::Affine { group_size, .. } => group_size.into(),
-        WeightFormat::Blocks(format) => format.values(),
-    }
-}
-
-/// Some columns of a layer.
-struct Columns {
-    format: WeightFormat,
-    /// Columns of the whole layer.
-    whole: usize,
-    /// The share's range of them.
-    own: Range<usize>,
-}
-
-/// These entries of each row of `row` entries.
-fn pick<T: Copy>(data: &[T], row: usize, columns: Range<usize>) -> Vec<T> {
-    data.chunks_exact(row).flat_map(|row| &row[columns.clone()]).copied().collect()
-}
-
-/// Passes the columns of `rows` rows to `sink`.
-fn pick_columns(rows: usize, data: RowData<'_>, columns: &Columns, sink: &mut RowSink<'_>) -> Result<()> {
-    let &Columns { format, whole: cols, own: ref columns } = columns;
-    let together = columns_together(format);
-    let units = columns.start / together..columns.end / together;
-    let of_bytes = |unit: usize| units.start * unit..units.end * unit;
-    match data {
-        RowData::Dense(bytes) => {
-            let unit = bytes.len() / (rows * cols).max(1);
-            sink(rows, RowData::Dense(&pick(bytes, cols * unit, of_bytes(unit))))
-        }
-        RowData::Affine { codes, scales, biases } => {
-            let groups = cols / together;
-            let codes = pick(codes, cols, columns.clone());
-            let (scales, biases) = (pick(scales, groups, units.clone()), pick(biases, groups, units));
-            sink(rows, RowData::Affine { codes: &codes, scales: &scales, biases: &biases })
-        }
-        RowData::Blocks(bytes) => {
-            let unit = bytes.len() / (rows * cols / together).max(1);
-            sink(rows, RowData::Blocks(&pick(bytes, cols / together * unit, of_bytes(unit))))
-        }
-    }
-}
-
 impl Parameters for ShardedParameters<'_> {
     fn contains(&self, name: &str) -> bool {
         self.whole.contains(name)
@@ -295,8 +250,11 @@ impl Parameters for ShardedParameters<'_> {
         let layer = layer_of(name);
         let rows = self.whole_rows(layer, elements);
         match self.cut(layer, rows) {
-            // Every device adds its product to the sum; the first one adds the bias.
-            Cut::Columns if self.shard.index > 0 => Ok(vec![0.0; elements]),
+            // Every device adds its product to the sum; the first one adds the bias. In the fixed order each device adds it
+            // to the whole sum.
+            Cut::Columns if self.shard.index > 0 && self.order == SumOrder::ByDevice => {
+                Ok(vec![0.0; elements])
+            }
             Cut::Rows(ranges) => {
                 let own = ranges.iter().map(Range::len).sum::<usize>();
                 let each = elements / own.max(1);

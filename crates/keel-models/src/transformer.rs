@@ -312,7 +312,8 @@ fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<
             HeadNorms::Together => Some(HeadNorm::Together(reader.norm(&name, heads * d)?)),
         })
     };
-    let mut output = loader.single(Piece::whole(format!("{prefix}o_proj"), c.hidden), c.heads * d)?;
+    let output = Piece::whole(format!("{prefix}o_proj"), c.hidden);
+    let mut output = loader.row_parallel(output, c.heads * d, loader.sums())?;
     if traits.output_bias {
         output.bias = Some(loader.biases(&[Piece::whole(format!("{prefix}o_proj"), c.hidden)])?);
     }
@@ -348,7 +349,6 @@ fn block(
         ff_norm: norm(traits.norms.ff)?,
         ff: feed_forward(reader, &format!("{prefix}mlp."), layer, traits)?,
         ff_out_norm: norm(traits.norms.ff_out)?,
-        shard: reader.part().shard,
     })
 }
 
@@ -376,7 +376,7 @@ fn feed_forward(
     let (gate_up_bias, down_bias) = (bias(&gate_up)?, bias(std::slice::from_ref(&down))?);
     let mut layer = GatedLayer {
         gate_up: loader.projection(gate_up, hidden)?,
-        down: loader.single(down, width)?,
+        down: loader.row_parallel(down, width, loader.sums())?,
         activation: traits.activation,
     };
     (layer.gate_up.bias, layer.down.bias) = (gate_up_bias, down_bias);

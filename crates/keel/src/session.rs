@@ -44,6 +44,7 @@ impl Session {
         config: &Value,
         options: EngineOptions,
     ) -> Result<Session> {
+        let options = device.options().engine_options(options);
         let plans = plan_apart(device, parameters, config, options)?;
         bound(&device.options(), runtime, &plans.model, &options)?;
         plans.check_host(&options)?;
@@ -169,7 +170,7 @@ pub fn settle(
         let placed = place(|gpu| plan(&device.on(gpu), parameters, config, options(gpu)?));
         device.choose(placed.device, placed.why);
     }
-    options(device.device())
+    Ok(device.options().engine_options(options(device.device())?))
 }
 
 /// The name of a vision tower's own device in reports.
@@ -216,6 +217,7 @@ pub fn plan_apart(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Plans> {
+    let options = device.options().engine_options(options);
     let Some(tower) = device.tower()?.filter(|_| options.vision.is_some()) else {
         let model = evenkeel::plan(&device.options(), parameters, config, options)?;
         return Ok(Plans { model, tower: None });

@@ -38,6 +38,7 @@ pub fn plan_devices(
 ) -> Result<Vec<DevicePlan>> {
     device.check()?;
     device.tower()?;
+    let options = device.options().engine_options(options);
     let members = device.split.members();
     let grid = device.split.split().grid(members.len())?;
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
@@ -76,6 +77,7 @@ pub fn open(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Session> {
+    let options = device.options().engine_options(options);
     let plans = plan_devices(device, parameters, config, options)?;
     let planned: MemoryReport = plans.iter().map(|plan| plan.planned).sum();
     check(device, &plans, &planned, &options)?;

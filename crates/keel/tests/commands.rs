@@ -169,6 +169,7 @@ fn speculation_changes_the_counters_and_not_the_text() {
 fn the_cpu_is_deterministic_without_being_told() {
     let command = ["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "20", "--json"];
     let told = json(&[&command[..], &["--deterministic"]].concat());
+    // The option changes the order of sums, which moves no token here.
     assert_eq!(told["tokens"], json(&command)["tokens"]);
     // A plan for a GPU needs no GPU. With `--deterministic`, decode splits the keys by position for any batch. So the
     // arena holds more partial sums.

@@ -26,6 +26,24 @@ fn logits_on_two_devices_are_those_of_one_to_the_bit() {
 }
 
 #[test]
+fn deterministic_logits_on_two_and_four_devices_are_those_of_one_to_the_bit() {
+    let devices = "cpu:0,cpu:1,cpu:2,cpu:3";
+    for (name, counts) in [("llama", &[2, 4][..]), ("qwen3_moe", &[2, 4]), ("qwen3_5_moe_mlx_4bit", &[2])] {
+        let of = |flags: &[&str]| logits(name, "3,1,4,1,5,9,2,6", flags);
+        let (exact, fixed) = (["--compute", "f32"], ["--compute", "f32", "--deterministic"]);
+        let whole = of(&fixed);
+        for count in counts {
+            let parts = ["--devices", &devices[..count * 6 - 1], "--split", "tensor"];
+            assert!(whole == of(&[&fixed[..], &parts].concat()), "{name} on {count} devices");
+            assert!(
+                whole != of(&[&exact[..], &parts].concat()),
+                "{name} on {count} devices needs the option"
+            );
+        }
+    }
+}
+
+#[test]
 fn each_device_allocates_its_column_of_the_plan_and_the_text_is_that_of_one() {
     for name in models() {
         let folder = fixture(name);

@@ -113,7 +113,8 @@ impl Engine {
         let options = EngineOptions { picture_run, largest_steps, ..options };
         let mut models = Vec::with_capacity(devices.len());
         for (runtime, part) in devices {
-            let loader = Loader::new(runtime, parameters, options.compute, progress).of_part(part.clone());
+            let loader = Loader::new(runtime, parameters, options.compute, progress);
+            let loader = loader.in_order(options.sums).of_part(part.clone());
             models.push((runtime, keel_models::load(&loader, config)?));
         }
         let (mut spec, places) = split::cache_spec(&models, options.cache_format());

@@ -3,7 +3,7 @@
 use keel_array::{Array, AttentionSpec, KvPool, KvRows, Real, Result, RopeSpec};
 
 use super::{RmsNorm, StepContext};
-use crate::loading::Projection;
+use crate::loading::{Projection, RowParallel};
 
 /// Rotation of queries and keys by their position.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ pub struct Attention {
     /// Norm of keys.
     pub k_norm: Option<HeadNorm>,
     /// Output projection.
-    pub output: Projection,
+    pub output: RowParallel,
     /// `H`.
     pub heads: usize,
     /// `KV`.
@@ -108,10 +108,7 @@ impl Attention {
             mixed = mixed.sigmoid_gate(&gate)?;
         }
         let mixed = mixed.reshape([x.shape()[0], self.heads * self.head_dim])?;
-        match residual {
-            Some(residual) => self.output.apply_onto(&mixed, residual),
-            None => self.output.apply_wide(&mixed),
-        }
+        self.output.apply(&mixed, residual)
     }
 
     /// Writes the keys and values of x `[T, hidden]`, already normed, for later rows. Evaluate the result, f32

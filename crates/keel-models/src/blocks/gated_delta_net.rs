@@ -3,7 +3,7 @@
 use keel_array::{Array, ConvWindow, DType, DeltaState, GatedDeltaSpec, Result};
 
 use super::{RmsNorm, StepContext};
-use crate::loading::Projection;
+use crate::loading::{Projection, RowParallel};
 
 /// `out_proj(gated_norm(gated_delta(conv(qkv), a, b), z))`.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct GatedDeltaNet {
     /// Norm of each head's output, `[Dv]`.
     pub norm: RmsNorm,
     /// Output projection.
-    pub output: Projection,
+    pub output: RowParallel,
     /// True if the output projection's columns hold the first value head of every key head first, then the second, etc.
     pub tiled_output: bool,
     /// `Hk`.
@@ -56,7 +56,7 @@ impl GatedDeltaNet {
             let by_key = normed.reshape([tokens, self.key_heads, ratio, self.value_dim])?;
             normed = by_key.transpose(&[0, 2, 1, 3])?;
         }
-        self.output.apply_onto(&normed.reshape([tokens, self.value_heads * self.value_dim])?, residual)
+        self.output.apply(&normed.reshape([tokens, self.value_heads * self.value_dim])?, Some(residual))
     }
 
     /// Commits the accepted open rows in a step without rows of its own. Commits those of the window only if `window`

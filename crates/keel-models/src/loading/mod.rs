@@ -5,6 +5,8 @@ mod checkpoint;
 mod piece;
 mod projection;
 mod random;
+mod row_parallel;
+mod stacks;
 
 use std::ops::Range;
 
@@ -14,12 +16,16 @@ use keel_array::{
 };
 use keel_weights::RotationValues;
 
-use crate::{Part, Result};
+use crate::columns::columns_together;
+use crate::sums::Sums;
+use crate::{Part, Result, SumOrder};
 
 pub use checkpoint::CheckpointParameters;
 pub use piece::{Piece, Stored};
 pub use projection::{Projection, input};
 pub use random::RandomParameters;
+pub use row_parallel::RowParallel;
+pub(crate) use row_parallel::columns_of;
 
 /// Rows decoded at a time: the only host memory that loading needs. A multiple of every device's row tile.
 pub(crate) const BLOCK_ROWS: usize = 256;
@@ -116,6 +122,7 @@ pub struct Loader<'a> {
     compute: Compute,
     progress: &'a dyn Fn(u64),
     part: Part,
+    order: SumOrder,
 }
 
 impl<'a> Loader<'a> {
@@ -126,7 +133,8 @@ impl<'a> Loader<'a> {
         compute: Compute,
         progress: &'a dyn Fn(u64),
     ) -> Loader<'a> {
-        Loader { runtime, parameters, compute, progress, part: Part::default() }
+        let (part, order) = Default::default();
+        Loader { runtime, parameters, compute, progress, part, order }
     }
 
     /// The same loader for a part of the model.
@@ -134,10 +142,25 @@ impl<'a> Loader<'a> {
         Loader { part, ..self }
     }
 
+    /// The same loader for a model that adds columns in this order.
+    pub fn in_order(self, order: SumOrder) -> Loader<'a> {
+        Loader { order, ..self }
+    }
+
     /// The same loader for other parameters.
     pub(crate) fn reading<'b>(&'b self, parameters: &'b dyn Parameters) -> Loader<'b> {
-        let Loader { runtime, compute, progress, ref part, .. } = *self;
-        Loader { runtime, parameters, compute, progress, part: part.clone() }
+        let Loader { runtime, compute, progress, ref part, order, .. } = *self;
+        Loader { runtime, parameters, compute, progress, part: part.clone(), order }
+    }
+
+    /// The order in which columns are added.
+    pub(crate) fn order(&self) -> SumOrder {
+        self.order
+    }
+
+    /// How the device adds the columns of a layer that it shares.
+    pub fn sums(&self) -> Sums {
+        Sums { order: self.order, shard: self.part.shard }
     }
 
     /// The part of the model to load.
@@ -203,6 +226,23 @@ impl<'a> Loader<'a> {
         self.projection(vec![piece], cols)
     }
 
+    /// A layer that is summed over the devices that share its columns. This device has `cols` of them.
+    ///
+    /// # Errors
+    /// As [`Loader::projection`].
+    pub fn row_parallel(&self, piece: Piece, cols: usize, sums: Sums) -> Result<RowParallel> {
+        let Stored { experts, rows } = piece.stored;
+        let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
+        let rotation = self.parameters.rotation(&piece.module)?;
+        let parts = match rotation {
+            None => sums.parts(cols, columns_together(format)),
+            Some(_) => 1,
+        };
+        let parts = self.stack_in_parts(&[vec![piece]], (cols, parts), format)?;
+        let rotation = rotation.map(|values| self.rotation(&values)).transpose()?;
+        Ok(RowParallel { parts, rotation, sums, bias: None })
+    }
+
     /// The rotation of the input of a layer's experts. Any of the modules may be one of theirs.
     ///
     /// # Errors
@@ -241,6 +281,25 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// If a piece is missing or misshapen, the formats differ, or memory runs out.
     pub fn experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<Weight> {
+        self.stack(experts, cols, self.format_of_experts(experts, cols)?)
+    }
+
+    /// As [`Loader::experts`], in the parts whose products are added. The columns of a rotated input have one.
+    ///
+    /// # Errors
+    /// As [`Loader::experts`].
+    pub fn row_parallel_experts(
+        &self,
+        experts: &[Vec<Piece>],
+        cols: usize,
+        (sums, is_rotated): (Sums, bool),
+    ) -> Result<Vec<Weight>> {
+        let format = self.format_of_experts(experts, cols)?;
+        let parts = if is_rotated { 1 } else { sums.parts(cols, columns_together(format)) };
+        self.stack_in_parts(experts, (cols, parts), format)
+    }
+
+    fn format_of_experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<WeightFormat> {
         let mut common = None;
         for pieces in experts {
             let format = self.common_format(pieces, cols)?;
@@ -250,54 +309,12 @@ impl<'a> Loader<'a> {
                 return Err(crate::ModelError::Config(reason));
             }
         }
-        let format =
-            common.flatten().ok_or_else(|| crate::ModelError::Config("a layer has no experts".into()))?;
-        self.stack(experts, cols, format)
+        common.flatten().ok_or_else(|| crate::ModelError::Config("a layer has no experts".into()))
     }
 
     fn stack(&self, experts: &[Vec<Piece>], cols: usize, format: WeightFormat) -> Result<Weight> {
-        let rows = experts.first().map_or(0, |pieces| pieces.iter().map(Piece::len).sum());
-        let spec = WeightSpec { experts: experts.len(), rows, cols, format, compute: self.compute };
-        let weight = Weight::allocate(self.runtime, spec)?;
-        if !self.runtime.backend().is_planning() && !self.repeated(&weight, experts)? {
-            for (expert, pieces) in experts.iter().enumerate() {
-                self.fill(&weight, expert, pieces)?;
-            }
-        }
-        (self.progress)(weight.bytes() as u64);
-        Ok(weight)
-    }
-
-    /// Fills a weight by repeating its first block. False if its rows are not alike or the device cannot repeat them.
-    fn repeated(&self, weight: &Weight, experts: &[Vec<Piece>]) -> Result<bool> {
-        let first = experts.first().and_then(|pieces| pieces.first());
-        let Some(piece) = first.filter(|_| self.parameters.rows_are_alike()) else { return Ok(false) };
-        let rows = weight.spec().rows.min(BLOCK_ROWS);
-        let mut assembler = RowAssembler::new(weight, 0);
-        let sink = &mut |count, data: RowData<'_>| assembler.push(count, data);
-        self.parameters.linear_rows(&piece.module, piece.expert, 0..rows, weight.spec(), sink)?;
-        assembler.flush()?;
-        Ok(weight.repeat(rows))
-    }
-
-    fn fill(&self, weight: &Weight, expert: usize, pieces: &[Piece]) -> Result<()> {
-        let mut rows = RowAssembler::new(weight, expert);
-        for piece in pieces {
-            for range in &piece.rows {
-                self.parameters.linear_rows(
-                    &piece.module,
-                    piece.expert,
-                    range.clone(),
-                    weight.spec(),
-                    &mut |count, data| rows.push(count, data),
-                )?;
-            }
-            let last_of_stack = piece.stored.experts.is_none_or(|stack| piece.expert == Some(stack - 1));
-            if last_of_stack {
-                self.parameters.release(&piece.module);
-            }
-        }
-        rows.flush()
+        let mut whole = self.stack_in_parts(experts, (cols, 1), format)?;
+        Ok(whole.pop().unwrap_or_else(|| unreachable!("there is one part")))
     }
 
     /// A vector or small matrix as f32, `transform`ed, of the given shape.

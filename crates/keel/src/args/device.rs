@@ -42,7 +42,8 @@ pub struct DeviceArgs {
     #[arg(long)]
     resident: bool,
     /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
-    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds.
+    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds; there the option also gives 1, 2 and 4 of
+    /// --devices the same bits. On GPUs the bits of --split tensor hold for one number of devices.
     #[arg(long)]
     deterministic: bool,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each: 8Gi,4Gi. A

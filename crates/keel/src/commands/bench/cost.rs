@@ -1,7 +1,7 @@
 //! Lower bounds on the cost of a step: bytes to read and operations to execute.
 
 use anyhow::Result;
-use keel_array::{Category, Runtime, RuntimeOptions};
+use keel_array::{Category, Runtime, RuntimeOptions, Weight};
 use keel_cache::LayerSpec;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::blocks::FeedForward;
@@ -127,7 +127,8 @@ fn whole_engine(
 ) -> Result<Engine> {
     let backend = device.on(device.device()).planning_backend(options.compute);
     let runtime = Runtime::new(backend, RuntimeOptions::default());
-    Ok(Engine::load(&runtime, parameters, config, *options, &|_| ())?)
+    let options = device.options().engine_options(*options);
+    Ok(Engine::load(&runtime, parameters, config, options, &|_| ())?)
 }
 
 /// The model's config without its multi-token-prediction head.
@@ -147,7 +148,9 @@ fn unread_embedding_bytes(model: &HybridModel) -> u64 {
 fn expert_bytes(model: &HybridModel) -> u64 {
     let of_block = |ff: &FeedForward| match ff {
         FeedForward::Dense(_) => 0,
-        FeedForward::Experts(experts) => experts.gate_up.bytes() + experts.down.bytes(),
+        FeedForward::Experts(experts) => {
+            experts.gate_up.bytes() + experts.down.iter().map(Weight::bytes).sum::<usize>()
+        }
     };
     model.blocks.iter().map(|block| of_block(&block.ff) as u64).sum()
 }

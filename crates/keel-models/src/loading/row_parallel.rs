@@ -1,0 +1,75 @@
+//! A layer whose columns several devices may share.
+
+use keel_array::{Array, PairRotation, Result, Weight};
+
+use super::input;
+use crate::sums::{SumOrder, Sums};
+
+/// A layer that reads the output of heads or columns: `W x [+ bias]`, summed over the devices that share its columns.
+#[derive(Debug)]
+pub struct RowParallel {
+    /// This device's columns, in the parts whose products are added.
+    pub(super) parts: Vec<Weight>,
+    /// The rotation of the input.
+    pub(super) rotation: Option<PairRotation>,
+    /// How the products are added.
+    pub(super) sums: Sums,
+    /// f32 `[N]`. In the order by device, 0 on all devices but the first.
+    pub bias: Option<Array>,
+}
+
+impl RowParallel {
+    /// `[residual +] W x` of the whole layer, on every device.
+    ///
+    /// # Errors
+    /// If the operands do not fit.
+    pub fn apply(&self, x: &Array, residual: Option<&Array>) -> Result<Array> {
+        match self.sums.order {
+            SumOrder::ByDevice => {
+                let start = residual.map(|residual| self.sums.start(residual)).transpose()?;
+                self.sums.by_device(self.share(x, start.as_ref())?)
+            }
+            SumOrder::Fixed => {
+                let sum = self.sums.in_order(&self.products(x)?)?;
+                let terms = [self.bias.as_ref(), residual].into_iter().flatten();
+                terms.into_iter().try_fold(sum, |sum, term| sum.add(term))
+            }
+        }
+    }
+
+    /// `[start +] W x` of this device's columns alone, where they are one part.
+    pub(crate) fn share(&self, x: &Array, start: Option<&Array>) -> Result<Array> {
+        let [weight] = &self.parts[..] else { unreachable!("columns have parts in the fixed order alone") };
+        let x = input(x, &self.rotation)?;
+        match (&self.bias, start) {
+            (None, Some(start)) => x.linear_add(weight, start),
+            (None, None) => x.linear(weight),
+            (Some(bias), None) => x.linear(weight)?.add(bias),
+            (Some(bias), Some(start)) => start.add(&x.linear(weight)?.add(bias)?),
+        }
+    }
+
+    /// The product of each of this device's parts.
+    fn products(&self, x: &Array) -> Result<Vec<Array>> {
+        let columns = columns_of(&input(x, &self.rotation)?, &self.parts)?;
+        columns.iter().zip(&self.parts).map(|(x, weight)| x.linear(weight)).collect()
+    }
+
+    /// The sum of all parts on all devices, without a residual, in the fixed order.
+    pub(crate) fn in_order(&self, x: &Array) -> Result<Array> {
+        self.sums.in_order(&self.products(x)?)
+    }
+}
+
+/// The columns of x that each of the parts reads.
+pub(crate) fn columns_of(x: &Array, parts: &[Weight]) -> Result<Vec<Array>> {
+    if parts.len() == 1 {
+        return Ok(vec![x.clone()]);
+    }
+    let mut start = 0;
+    let columns = |part: &Weight| {
+        start += part.spec().cols;
+        x.slice_axis(-1, start - part.spec().cols, start)
+    };
+    parts.iter().map(columns).collect()
+}
