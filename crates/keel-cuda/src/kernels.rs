@@ -7,6 +7,7 @@ pub(crate) const CUSTOM_ENTRY: &str = "custom_kernel";
 
 /// Headers that every source may include.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("attention_tiles.cuh", include_str!("../kernels/attention_tiles.cuh")),
     ("candidates.cuh", include_str!("../kernels/candidates.cuh")),
     ("common.cuh", include_str!("../kernels/common.cuh")),
     ("few_rows.cuh", include_str!("../kernels/few_rows.cuh")),
@@ -79,6 +80,7 @@ sources! {
     EXCHANGE = "exchange.cu",
     ATTENTION_ENTER = "attention_enter.cu",
     ATTENTION = "attention.cu",
+    ATTENTION_MANY = "attention_many.cu",
     ATTENTION_TENSOR = "attention_tensor.cu",
     ATTENTION_WGMMA = "attention_wgmma.cu",
 }

@@ -277,12 +277,17 @@ fn attention(keys: &mut Keys) {
         keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
         let early = [("KV_STAGES", "2"), ("EARLY", "1")];
         keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
+        let (stages, blocks) = if d == "256" { ("1", "1") } else { ("3", "2") };
+        let walk = [&defines[..], &strides, &[("KV_STAGES", stages), ("BLOCKS", blocks)]].concat();
+        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &walk);
+        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&walk[..], &[("EARLY", "1")]].concat());
         let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
         let bits = [("KV_BITS", bits), ("RUNS", runs)];
         let coded =
             [&tensor[..2], &[("D", "96"), ("KV_F16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
         keys.add(kernels::ATTENTION, &entries, &coded);
         keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
+        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&coded[..], &[("BLOCKS", "1")]].concat());
     }
     for (d, columns) in [("64", "128"), ("128", "128"), ("256", "64")] {
         let defines = [

@@ -260,7 +260,7 @@ parameters! {
 
     /// Attention of a run of rows. `partial` is used if the keys are split.
     Attend = "attend.params" of [
-        "attention", "attention_prefill", "attention_decode", "attention_prefill_wide"
+        "attention", "attention_prefill", "attention_decode", "attention_many", "attention_prefill_wide"
     ] {
         q: u64 = "const float*",
         keys: u64 = "const kv_t*",

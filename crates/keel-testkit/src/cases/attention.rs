@@ -26,3 +26,24 @@ pub const BATCHES: &[&[(usize, usize)]] = &[
     // More pairs of row and grouped head than a block takes, after keys that end within a tile.
     &[(300, 197), (0, 0), (90, 45)],
 ];
+
+/// Head shapes for [`many_sequences`]. The last one has more pairs in two rows than a tile of 16, and a window.
+pub const SHAPES_OF_MANY: &[Shape] = &[
+    Shape { heads: 16, kv_heads: 4, head_size: 64, scale: 0.125, window: None },
+    Shape { heads: 12, kv_heads: 4, head_size: 96, scale: 0.1, window: None },
+    Shape { heads: 40, kv_heads: 4, head_size: 32, scale: 0.177, window: Some(65) },
+];
+
+/// (first position, rows) of each of 150 sequences: mostly short ones with one row, some with none or with drafts, some
+/// that end around a chunk of 16 keys, 8 such chunks, or a page.
+pub fn many_sequences() -> Vec<(usize, usize)> {
+    let sequence = |b: usize| match b % 15 {
+        3 => (b, 0),
+        5 => (127 + b % 2, 1),
+        7 => (254 + b % 4, 2),
+        9 => (b % 50, 5),
+        11 => (300 + b, 1),
+        _ => ([0, 1, 14, 15, 16, 17, 70, 100][b % 8], 1),
+    };
+    (0..150).map(sequence).collect()
+}

@@ -2,6 +2,7 @@
 //!
 //! A backend passes if every [`Listed`] check returns. A failed check panics and names the worst element.
 
+mod attention;
 mod chains;
 mod delta_cuts;
 mod eight_bits;

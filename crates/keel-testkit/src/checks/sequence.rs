@@ -1,5 +1,6 @@
 //! Operations with memory, over batches of sequences whose slots and pages are scattered.
 
+use super::attention::{attend, attend_many};
 use super::share::is_mine;
 use super::{Check, expect, expect_within, rounded, upload};
 use crate::naive::attention::{Shape, attention, attention_until};
@@ -61,6 +62,8 @@ pub(super) const FAST: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits8, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits4, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_many(r, KvFormat::F16, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_many(r, KvFormat::Bits8, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, FAST_WITHIN) },
@@ -206,76 +209,12 @@ pub(super) fn kept_in(form: DType) -> impl Fn(f64) -> f64 {
 }
 
 /// Keys or values after rounding or coding in the pool.
-fn kept_values(x: &[f32], format: KvFormat) -> Vec<f32> {
+pub(super) fn kept_values(x: &[f32], format: KvFormat) -> Vec<f32> {
     match format {
         KvFormat::F32 => x.to_vec(),
         KvFormat::F16 => x.iter().map(|&x| f16::from_f32(x.clamp(-65504.0, 65504.0)).to_f32()).collect(),
         KvFormat::Bits8 => coded(x, 8),
         KvFormat::Bits4 => coded(x, 4),
-    }
-}
-
-fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
-    let mut random = Random::new(72);
-    for shape in cases::attention::SHAPES {
-        let Some(elements) = format.row_elements(shape.head_size) else { continue };
-        let batches = cases::attention::BATCHES.iter();
-        for sequences in batches.filter(|rows| is_mine(&("attend", regime, format, shape, rows))) {
-            let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
-            let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, elements];
-            // NaN everywhere. In coded formats bytes of ones are NaN steps, too.
-            let pool = || {
-                let count = pool_shape.iter().product();
-                if format.dtype() == DType::U8 {
-                    return Array::from_slice(runtime, &vec![0xffu8; count], pool_shape).expect("memory");
-                }
-                let array = Array::from_slice(runtime, &vec![f32::NAN; count], pool_shape).expect("memory");
-                array.cast(format.dtype()).and_then(|a| a.detach()).expect("memory")
-            };
-            let pool = KvPool { keys: pool(), values: pool() };
-            let width = shape.kv_heads * shape.head_size;
-            let spec = |regime, window| AttentionSpec { scale: shape.scale.into(), window, regime };
-            // A separate prefill step first writes the tokens before the step's rows. It attends to nothing, so this
-            // test does not spend the time that a long context costs the slowest kernels.
-            let (before, step): (Vec<_>, Vec<_>) =
-                sequences.iter().map(|&(first, rows)| ((0, first), (first, rows))).unzip();
-            let mut kept: Vec<(Vec<f32>, Vec<f32>)> = vec![Default::default(); sequences.len()];
-            for (rows, check) in [(before, false), (step, true)] {
-                let tokens: usize = rows.iter().map(|r| r.1).sum();
-                if tokens == 0 {
-                    continue;
-                }
-                let kv = |random: &mut Random| draw(random, &[tokens, shape.kv_heads, shape.head_size]);
-                let q = draw(&mut random, &[tokens, shape.heads, shape.head_size]);
-                let (k, v) = (kv(&mut random), kv(&mut random));
-                let y = up(runtime, &q)
-                    .paged_attention(
-                        &up(runtime, &k),
-                        &up(runtime, &v),
-                        &pool,
-                        &batch(runtime, &rows, pages),
-                        if check { spec(regime, shape.window) } else { spec(Regime::Prefill, Some(0)) },
-                    )
-                    .expect("shapes fit");
-                let (q, k, v) =
-                    (floats(&q), kept_values(&floats(&k), format), kept_values(&floats(&v), format));
-                for (b, (keys, values)) in kept.iter_mut().enumerate() {
-                    keys.extend_from_slice(rows_of(&k, &rows, b, width));
-                    values.extend_from_slice(rows_of(&v, &rows, b, width));
-                }
-                let one = |b: usize| {
-                    let q = rows_of(&q, &rows, b, shape.heads * shape.head_size);
-                    attention(*shape, q, rows[b].0, &kept[b].0, &kept[b].1)
-                };
-                if check {
-                    let want: Vec<f64> = (0..rows.len()).flat_map(one).collect();
-                    let what = format!("paged_attention {shape:?} of {rows:?}, {regime:?}, {format:?}");
-                    expect_within(&what, &y, &want, within);
-                } else {
-                    y.eval().expect("a case runs");
-                }
-            }
-        }
     }
 }
 

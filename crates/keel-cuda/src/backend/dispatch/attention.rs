@@ -1,15 +1,19 @@
 //! Attention over pages. New rows first go to their pages; then a block computes a tile of rows and heads against a
 //! share of the keys.
 
+mod many;
 mod shares;
 
 use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
 use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::{Mode, Precision};
-use crate::kernels::{ATTENTION, ATTENTION_ENTER, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey, Source};
+use crate::kernels::{
+    ATTENTION, ATTENTION_ENTER, ATTENTION_MANY, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey, Source,
+};
 use crate::parameters::{Attend, AttentionEnter, AttentionMerge, KvWrite};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
+use many::{Capacity, Walk, is_worthwhile};
 use shares::{BLOCKS_WANTED, Shares, WIDE_TILE, shares};
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
@@ -322,6 +326,28 @@ impl<'a> Task<'a> {
         }
     }
 
+    /// Whether earlier steps' keys and values, and all that says where they are, may be read before this kernel waits.
+    fn keeps_keys(&self) -> bool {
+        self.spec.window.is_none()
+            && self.coded_bits() == 0
+            && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x))
+    }
+
+    /// The walk through the sequences and key heads of a decode step, if there are many and their keys are not shared.
+    fn walk(&self, shares: usize) -> Option<Walk> {
+        let device = &self.call.gpu.device;
+        if self.spec.regime != Regime::Decode
+            || shares > 1
+            || !is_worthwhile(self.sequences, self.kv_heads, device.multiprocessors)
+        {
+            return None;
+        }
+        let units = (self.rows * self.heads / self.kv_heads).div_ceil(TILE) + self.sequences;
+        let capacity =
+            Capacity { multiprocessors: device.multiprocessors, shared_bytes_max: device.shared_bytes_max };
+        Walk::of(self.size, units * self.kv_heads, &capacity)
+    }
+
     /// The kernel that attends.
     fn kernel(&self, shares: usize) -> (KernelKey, Geometry) {
         let group = self.heads / self.kv_heads;
@@ -352,6 +378,18 @@ impl<'a> Task<'a> {
             };
             return (self.key(ATTENTION_TENSOR, "attention_prefill"), geometry);
         }
+        if let Some(walk) = self.walk(shares).filter(|_| tensor) {
+            let geometry = Geometry {
+                grid: (walk.blocks * self.call.gpu.device.multiprocessors, 1, 1),
+                block: (32 * walk.warps, 1, 1),
+                shared_bytes: walk.shared_bytes,
+            };
+            let key = self.key(ATTENTION_MANY, "attention_many").define("WARPS", walk.warps);
+            return (
+                key.define("KV_STAGES", walk.stages).define("EARLY", u8::from(self.keeps_keys())),
+                geometry,
+            );
+        }
         let decode_bytes = |warps: usize, stages: usize| {
             (2 * (16 + 32 * warps * stages) * line).max(64 * warps * (self.size + 2))
         };
@@ -371,12 +409,7 @@ impl<'a> Task<'a> {
             };
             let key = self.key(ATTENTION_TENSOR, "attention_decode");
             let key = key.define("WARPS", warps).define("KV_STAGES", stages);
-            let early = single && self.spec.window.is_none() && self.coded_bits() == 0;
-            let key = match early && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x)) {
-                true => key.define("EARLY", 1),
-                false => key,
-            };
-            return (key, geometry);
+            return (if single && self.keeps_keys() { key.define("EARLY", 1) } else { key }, geometry);
         }
         let geometry = Geometry {
             grid: (tiles(TILE), self.kv_heads, shares),

@@ -1,0 +1,90 @@
+//! Decode attention of many sequences: blocks that run from start to end, each of which walks through a list of
+//! sequences and key heads. See `attention_many.cu`.
+
+use super::TILE;
+
+/// Warps of a block. As in `attention_decode`, a row's sums follow from them, so both kernels give the same bits.
+const WARPS: usize = 8;
+
+/// Bytes of `Item` of the source, and `COST_RATIO`: a block's list has room for this many times its part of the items.
+const ITEM_BYTES: usize = 16;
+const COST_RATIO: usize = 8;
+
+/// Shared memory of a block besides: what its sources declare, and what the driver keeps.
+const STATIC_BYTES: usize = 256;
+const RESERVED_BYTES: usize = 1024;
+
+/// The cut of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Walk {
+    /// Warps of a block.
+    pub warps: usize,
+    /// Tiles of keys and of values that a warp has under way.
+    pub stages: usize,
+    /// Blocks of a multiprocessor.
+    pub blocks: usize,
+    pub shared_bytes: usize,
+}
+
+/// Whether a walk is faster than a block for each sequence and key head: it was with two items a multiprocessor.
+pub(super) fn is_worthwhile(sequences: usize, kv_heads: usize, multiprocessors: usize) -> bool {
+    2 * sequences * kv_heads >= 3 * multiprocessors
+}
+
+impl Walk {
+    /// The walk through at most `items`: tiles of up to [`TILE`] pairs of row and head of `size`, of a sequence and a
+    /// key head. `None` if a block's list and tiles do not fit shared memory.
+    pub fn of(size: usize, items: usize, device: &Capacity) -> Option<Walk> {
+        let cut = |(blocks, stages)| {
+            let list = COST_RATIO * items.div_ceil(blocks * device.multiprocessors) + 1;
+            Walk { warps: WARPS, stages, blocks, shared_bytes: shared_bytes(size, stages, list) }
+        };
+        // Two blocks hide each other's barriers. Larger heads leave them one tile each, and gain more from two tiles.
+        let cuts: &[(usize, usize)] =
+            if size > 64 { &[(1, 2), (1, 1)] } else { &[(2, 2), (2, 1), (1, 2), (1, 1)] };
+        cuts.iter().map(|&blocks_and_stages| cut(blocks_and_stages)).find(|walk| {
+            let bytes = walk.shared_bytes + STATIC_BYTES;
+            walk.blocks * (bytes + RESERVED_BYTES) <= device.shared_bytes_max + RESERVED_BYTES
+        })
+    }
+}
+
+/// What a device has for the blocks of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Capacity {
+    pub multiprocessors: usize,
+    /// Bytes of shared memory that a block may have: all of a multiprocessor's but what the driver keeps for one.
+    pub shared_bytes_max: usize,
+}
+
+/// `MANY_SHARED` of the source.
+fn shared_bytes(size: usize, stages: usize, items: usize) -> usize {
+    let tile = 2 * TILE * (size + 8);
+    let pairs = if size > 64 { 4 } else { 8 };
+    let sums = WARPS * pairs * (size + 2) * size_of::<f32>();
+    WARPS * stages * 2 * tile + 2 * (tile + sums) + items * ITEM_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOPPER: Capacity = Capacity { multiprocessors: 132, shared_bytes_max: 227 << 10 };
+
+    #[test]
+    fn walks_fit_a_block_of_hopper() {
+        let walk = |size, items| Walk::of(size, items, &HOPPER).expect("tiles of every size fit");
+        for size in (16..=256).step_by(16) {
+            assert!(walk(size, 1024 * 8).shared_bytes + STATIC_BYTES <= HOPPER.shared_bytes_max);
+        }
+        let cut = |size| (walk(size, 320 * 8).blocks, walk(size, 320 * 8).stages);
+        assert_eq!([64, 128, 256].map(cut), [(2, 2), (1, 2), (1, 1)]);
+        let small = Capacity { multiprocessors: 84, shared_bytes_max: 99 << 10 };
+        assert_eq!(Walk::of(256, 2048, &small), None, "tiles do not fit");
+    }
+
+    #[test]
+    fn few_items_are_blocks_of_their_own() {
+        assert!(!is_worthwhile(16, 8, 132) && is_worthwhile(32, 8, 132));
+    }
+}
