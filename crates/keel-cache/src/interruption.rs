@@ -79,13 +79,12 @@ impl ModelCache {
     }
 
     /// Records that `steps` decode steps ran after the last token of the sequence and are dropped. Their keys and
-    /// values will be overwritten. Windows and states are still those of the sequence only after a single step that
-    /// left its row open. Otherwise the sequence returns [`CacheError::AheadState`] until it is rewound.
-    pub fn forget_steps(&mut self, sequence: &mut SequenceCache, steps: usize, leaves_open: bool) {
+    /// values will be overwritten. If windows or states have moved, the sequence returns [`CacheError::AheadState`] until
+    /// it is rewound.
+    pub fn forget_steps(&mut self, sequence: &mut SequenceCache, steps: usize) {
         let at = sequence.cached_len;
-        let is_kept = !self.spec().is_recurrent() || leaves_open && steps == 1;
+        let is_kept = !self.spec().is_recurrent();
         let has_window = self.window_is_whole(sequence, at + steps, at);
-        // The step has committed the rows accepted before it.
         self.shorten(sequence, at);
         if !has_window {
             self.drop_window(sequence);

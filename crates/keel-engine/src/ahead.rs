@@ -13,19 +13,21 @@
 //! step before it has. One step under way at a time keeps logits.
 //!
 //! A sequence grows when its token is taken. The token that ends a text is seen when the next step is under way. That
-//! step is given up:
+//! step is given up. Its keys and values lie after the end and are written again. Gated-delta states have moved on, so
+//! such a sequence can go on only from a checkpoint ([`Engine::can_take_back`]).
 //!
-//! - Its keys and values lie after the end and are written again.
-//! - With a log its row is still open, so the states have not moved.
-//! - Gated-delta states without a log have moved on. Such a sequence can go on only from a checkpoint
-//!   ([`Engine::can_take_back`]).
+//! Where sequences may draft, steps run ahead while none does. Their rows are committed at once, as in an engine without
+//! drafts. The MTP (multi-token-prediction) head runs the rows later, so their hidden states are kept until the host has
+//! read them.
 
 use keel_array::sampling::Draw;
+use std::time::Instant;
+
 use keel_array::{Array, ArrayError, Regime, RowLog};
 use keel_cache::{SequenceCache, Settled};
 
 use crate::step::{Outcome, Rows, StepKind};
-use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay};
+use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay, Taken};
 use crate::{Engine, EngineError, Result};
 
 /// How many steps may be under way.
@@ -53,8 +55,8 @@ pub enum WorkRows<'a> {
     Prompt {
         /// The tokens.
         tokens: &'a [u32],
-        /// Whether the prompt ends with them.
-        is_end: bool,
+        /// The prompt's token after them; `None` if the prompt ends.
+        next: Option<u32>,
     },
     /// A token that the host knows.
     Token(u32),
@@ -91,10 +93,14 @@ impl Engine {
         self.runtime.backend().is_queueing() && !self.is_split()
     }
 
-    /// Whether a step can be given up without a trace. It cannot where there are gated-delta states and no log that
-    /// leaves rows open.
+    /// Whether a step can be given up without a trace. It cannot where there are gated-delta states.
     pub fn can_take_back(&self) -> bool {
-        !self.cache.spec().is_recurrent() || self.leaves_open()
+        !self.cache.spec().is_recurrent()
+    }
+
+    /// Whether steps can be submitted. Where sequences may draft and be parked, they cannot.
+    pub(crate) fn can_submit(&self) -> bool {
+        self.runs_ahead() && (self.options.drafts == 0 || self.stepper.keeps_hidden())
     }
 
     /// Steps under way, at most two.
@@ -135,9 +141,9 @@ impl Engine {
             all[of].push(self.rows_of(work, &places));
         }
         let number = self.tickets;
-        let mut step = StepUnderWay { number, runs: Vec::new(), refusal: None, items };
+        let mut step = StepUnderWay { number, runs: Vec::new(), refusal: None, items, since: Instant::now() };
         for ((regime, rows), kept) in [Regime::Decode, Regime::Prefill].into_iter().zip(&all).zip(&kept) {
-            let outcome = outcome_of(regime, rows);
+            let outcome = self.outcome_of(regime, rows);
             let slots = rows.iter().map(|row| row.sequence.slot()).collect();
             let tokens = rows.len();
             let Some(outcome) = outcome else { continue };
@@ -151,6 +157,14 @@ impl Engine {
             }
             match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, kept) {
                 Ok(run) => step.runs.push(RunUnderWay { run, regime, slots: Vec::new(), tokens: 1 }),
+                Err(error) => step.refusal = Some(error),
+            }
+        }
+        if self.stepper.keeps_hidden() {
+            match self.stepper.keep_hidden(&self.runtime, &self.model, &self.cache, number) {
+                Ok(run) => {
+                    step.runs.push(RunUnderWay { run, regime: Regime::Decode, slots: Vec::new(), tokens: 1 })
+                }
                 Err(error) => step.refusal = Some(error),
             }
         }
@@ -168,9 +182,9 @@ impl Engine {
         let drawn = before.len();
         let for_host = work.iter().filter(|work| work.by_host).count();
         let off_grid = |work: &Work<'_>| match work.rows {
-            WorkRows::Prompt { tokens, is_end } => {
+            WorkRows::Prompt { tokens, next } => {
                 let start = work.sequence.offset() + work.ahead;
-                let ends = is_end || tokens.len().is_multiple_of(crate::PREFILL_GRID);
+                let ends = next.is_none() || tokens.len().is_multiple_of(crate::PREFILL_GRID);
                 !self.leaves_grid() && (!start.is_multiple_of(crate::PREFILL_GRID) || !ends)
             }
             _ => false,
@@ -189,8 +203,8 @@ impl Engine {
                 "a step of {answers} answers and {tokens} tokens of {count} prompts; there are at most {answers_max}, and \
                  {rows_max} of {prompts_max}"
             )
-        } else if count > 0 && self.options.drafts > 0 {
-            "an engine that drafts runs prompts by themselves".into()
+        } else if !self.can_submit() {
+            "an engine that drafts and parks sequences runs no step ahead".into()
         } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if of >= drawn)) {
             "no step under way draws the token of a sequence".into()
         } else if for_host > self.host_rows_max() {
@@ -210,9 +224,13 @@ impl Engine {
     fn make_room_ahead(&mut self, sequence: &mut SequenceCache, ahead: usize, tokens: &[u32]) -> Result<()> {
         self.admit_ahead(sequence, ahead, tokens)?;
         if self.under_way.is_empty() {
-            self.finish_commit(sequence)?;
+            self.commit(sequence)?;
         }
         self.cache.expect_whole(sequence)?;
+        if sequence.accepted() > 0 {
+            let reason = "a sequence with open rows joins only when no step is under way";
+            return Err(EngineError::Option(reason.into()));
+        }
         Ok(self.cache.reserve(sequence, ahead + tokens.len())?)
     }
 
@@ -223,14 +241,11 @@ impl Engine {
             WorkRows::Drawn(of) => Some(places[of]),
             _ => None,
         };
-        // A plain decode step leaves its row open where there is a log.
-        let accepted = if work.ahead == 0 { row.accepted } else { usize::from(self.leaves_open()) };
-        // `next` only says that the prompt goes on. Its value is for the MTP head, and this engine makes no drafts.
         let next = match work.rows {
-            WorkRows::Prompt { is_end: false, .. } => Some(0),
+            WorkRows::Prompt { next, .. } => next,
             _ => None,
         };
-        Rows { first: row.first + work.ahead, accepted, next, draws: work.draw.as_slice(), drawn_at, ..row }
+        Rows { first: row.first + work.ahead, next, draws: work.draw.as_slice(), drawn_at, ..row }
     }
 
     /// Waits for a step and returns the token that the device drew after each of its work items, in order. Where the
@@ -247,17 +262,43 @@ impl Engine {
             return Err(EngineError::Option("the step is not the first of those under way".into()));
         };
         let refusal = step.refusal.take();
-        self.taken = std::mem::take(&mut step.items);
+        self.taken.note(&mut step);
+        let since = self.last_taken.map_or(step.since, |last| last.max(step.since));
         let ended = step.wait();
+        let now = Instant::now();
+        self.last_taken = Some(now);
         if refusal.is_some() || ended.iter().any(|run| run.outcome.is_err()) {
             std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
             return Err(self.note_failed_runs(ended, refusal));
+        }
+        if let Some(rows) = self.taken.plain_rows() {
+            self.note_plain_time(rows, now.duration_since(since));
         }
         let token = |item: &Item| {
             let run = ended.iter().find(|run| item.is_drawn && run.regime == item.regime);
             run.and_then(|run| run.outcome.as_ref().ok()).map(|tokens| tokens[item.row])
         };
-        Ok(self.taken.iter().map(token).collect())
+        Ok(self.taken.items.iter().map(token).collect())
+    }
+
+    /// The hidden state after work item `item` of the step taken last, in an engine that drafts.
+    ///
+    /// # Errors
+    /// It could not be read.
+    pub(crate) fn hidden_of(&mut self, item: usize) -> Result<&[f32]> {
+        let Taken { step, items, hidden } = &mut self.taken;
+        let count = |regime| items.iter().filter(|item| item.regime == regime).count();
+        let answers = count(Regime::Decode);
+        if hidden.is_empty() {
+            self.stepper.append_kept_hidden(*step, Regime::Decode, answers, hidden)?;
+            let read =
+                self.stepper.append_kept_hidden(*step, Regime::Prefill, count(Regime::Prefill), hidden);
+            read.inspect_err(|_| hidden.clear())?;
+        }
+        let Item { regime, row, .. } = items[item];
+        let row = if regime == Regime::Decode { row } else { answers + row };
+        let width = self.model.config.hidden;
+        Ok(&hidden[row * width..(row + 1) * width])
     }
 
     /// Copies the logits after work item `item` of the step taken last, whose token the host draws.
@@ -265,7 +306,7 @@ impl Engine {
     /// # Errors
     /// The host does not draw for this item.
     pub fn kept_logits(&self, item: usize, logits: &mut Vec<f32>) -> Result<()> {
-        let Some(&Item { regime, kept: Some(row), .. }) = self.taken.get(item) else {
+        let Some(&Item { regime, kept: Some(row), .. }) = self.taken.items.get(item) else {
             return Err(EngineError::Option(format!("no logits are kept of work item {item}")));
         };
         self.stepper.read_kept_logits(regime, row, logits)
@@ -274,12 +315,11 @@ impl Engine {
     /// Records how the programs of a failed step left its sequences. Returns the first error.
     fn note_failed_runs(&mut self, ended: Vec<EndedRun>, refusal: Option<EngineError>) -> EngineError {
         let mut error = refusal;
-        for EndedRun { regime, slots, outcome } in ended {
+        for EndedRun { slots, outcome, .. } in ended {
             match outcome {
                 Err(failed) => {
-                    let commits_rows = regime == Regime::Prefill || !self.leaves_open();
                     let has_mutated = |state: &Array| failed.has_mutated(state);
-                    self.cache.note_failure(slots, &has_mutated, Settled::default(), commits_rows);
+                    self.cache.note_failure(slots, &has_mutated, Settled::default(), true);
                     error.get_or_insert_with(|| ArrayError::from(failed).into());
                 }
                 // These rows were run, but they do not count.
@@ -296,7 +336,7 @@ impl Engine {
     /// If its state is kept, it is rewound here.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, was_run_behind: bool) {
         if was_run_behind || !self.cache.spec().is_recurrent() {
-            self.cache.forget_steps(sequence, rows, false);
+            self.cache.forget_steps(sequence, rows);
         }
         self.take_back_step(sequence);
     }
@@ -310,7 +350,7 @@ impl Engine {
         let has_failed = self.take(Ticket(first.number)).is_err();
         // If the only step failed, its failure already says what state the sequence is in.
         if !(steps == 1 && has_failed) {
-            self.cache.forget_steps(sequence, steps, self.leaves_open());
+            self.cache.forget_steps(sequence, steps);
         }
         std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
     }
@@ -331,23 +371,18 @@ impl Engine {
         Ok(outcome.map_err(ArrayError::from)?)
     }
 
-    /// Records that a step added one row to each sequence: one of [`Engine::take`], for those in it with a token.
-    pub fn note_decoded(&self, sequences: &mut [&mut SequenceCache]) {
-        let is_open = self.leaves_open();
-        sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
-    }
-
-    /// Whether a plain decode step leaves its rows open.
+    /// Whether a decode step that is waited for leaves its rows open.
     pub(crate) fn leaves_open(&self) -> bool {
         self.stepper.row_log(StepKind::decode(Outcome::LastLogits)) == RowLog::KeepOpen
     }
-}
 
-/// What the program over these rows computes; `None` if there are no rows.
-fn outcome_of(regime: Regime, rows: &[Rows<'_>]) -> Option<Outcome> {
-    match (regime, rows) {
-        (_, []) => None,
-        (Regime::Prefill, [Rows { next: Some(_), .. }]) => Some(Outcome::State),
-        _ => Some(Outcome::LastLogits),
+    /// What the program over these rows computes; `None` if there are no rows.
+    fn outcome_of(&self, regime: Regime, rows: &[Rows<'_>]) -> Option<Outcome> {
+        match (regime, rows) {
+            (_, []) => None,
+            (Regime::Prefill, [Rows { next: Some(_), .. }]) => Some(Outcome::State),
+            (Regime::Decode, _) if self.options.drafts > 0 => Some(Outcome::Ahead),
+            _ => Some(Outcome::LastLogits),
+        }
     }
 }

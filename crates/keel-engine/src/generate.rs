@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
+use crate::options::HEAD_LAG_MAX;
 use crate::speculation::{Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation};
 use crate::{
     Engine, EngineError, Result, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, Ticket,
@@ -128,7 +129,7 @@ impl<'e> TokenIterator<'e> {
         let is_safe = options.disposable || engine.can_take_back();
         let history = || [&options.seen[..], prompt, &[first.token]].concat();
         Ok(TokenIterator {
-            is_ahead: is_safe && speculation.is_none() && engine.runs_ahead() && chooser.draws_ahead(),
+            is_ahead: is_safe && engine.can_submit() && chooser.draws_ahead(),
             history: (is_known && engine.may_outgrow(&sequence)).then(history),
             engine,
             sequence: Some(sequence),
@@ -224,7 +225,7 @@ impl<'e> TokenIterator<'e> {
 
     /// Runs the last token and chooses at least one.
     fn step(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
-        if self.is_ahead {
+        if self.is_ahead && (!self.under_way.is_empty() || self.stays_plain(sequence)) {
             return self.step_ahead(sequence);
         }
         let mut rounds = self.engine.round(&mut [RoundSequence {
@@ -237,13 +238,30 @@ impl<'e> TokenIterator<'e> {
         rounds.swap_remove(0)
     }
 
+    /// Whether no drafts are made after the steps under way.
+    fn stays_plain(&self, sequence: &SequenceCache) -> bool {
+        let Some(speculation) = &self.speculation else { return true };
+        let standing = (sequence.len(), self.left);
+        let ahead = self.under_way.len();
+        !self.engine.wants_drafts((speculation, &*self.chooser), standing, 1, ahead)
+    }
+
+    /// Whether the MTP (multi-token-prediction) head has to catch up after the steps under way.
+    fn is_late(&self) -> bool {
+        let ahead = self.under_way.len();
+        self.speculation.as_ref().is_some_and(|speculation| speculation.lag_after(ahead) >= HEAD_LAG_MAX)
+    }
+
     /// As [`TokenIterator::step`], but submits the next step before it waits for this one, unless only one token may
-    /// still come.
+    /// still come or drafts are to be made.
     fn step_ahead(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
         if self.under_way.is_empty() {
+            if let Some(speculation) = self.speculation.as_mut().filter(|s| s.lag_after(0) >= HEAD_LAG_MAX) {
+                self.engine.catch_up_plainly(sequence, speculation)?;
+            }
             self.submit(sequence, WorkRows::Token(self.last))?;
         }
-        if self.left > 1 {
+        if self.left > 1 && self.stays_plain(sequence) && !self.is_late() {
             // An error is ignored here: it comes again when this token is wanted.
             self.submit(sequence, WorkRows::Drawn(0)).ok();
         }
@@ -252,10 +270,13 @@ impl<'e> TokenIterator<'e> {
             let later = std::mem::take(&mut self.under_way).len();
             self.engine.give_up(sequence, 1 + later, later > 0);
         })?;
-        self.engine.note_decoded(&mut [sequence]);
+        sequence.advance(1);
         self.chooser.begin();
         let Some(token) = drawn[0] else { unreachable!("the device draws for this sequence") };
         let Choice { token, is_last } = self.chooser.take(token)?;
+        if let Some(speculation) = &mut self.speculation {
+            speculation.note_plain(self.last, self.engine.hidden_of(0)?, token);
+        }
         Ok(Round { tokens: vec![token], is_last })
     }
 

@@ -120,12 +120,12 @@ impl EngineOptions {
 
     /// How many rows of a regime the host may draw for while a later step runs; 0 where steps do not run ahead.
     pub(crate) fn host_rows(&self, backend: &dyn Backend) -> usize {
-        let is_ahead = backend.is_queueing() && backend.group().is_none();
-        if is_ahead && self.drafts == 0 && self.swap_bytes == 0 {
-            self.sequences.min(HOST_ROWS_MAX)
-        } else {
-            0
-        }
+        if self.runs_ahead(backend) && self.drafts == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
+    }
+
+    /// Whether the steps of a batch may run ahead.
+    pub(crate) fn runs_ahead(&self, backend: &dyn Backend) -> bool {
+        backend.is_queueing() && backend.group().is_none() && self.swap_bytes == 0
     }
 
     /// Rows of the largest decode step.

@@ -94,8 +94,7 @@ pub fn steps(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<String>> {
-    let is_coarse = backend.is_compiling();
-    let mut lines = Buckets::new(&options, is_coarse, options.host_rows(backend)).lines();
+    let mut lines = Buckets::for_backend(&options, backend).lines();
     if let Some((vision, sizes)) = eyes::config(config, options.vision)?.zip(options.vision) {
         let text = keel_models::read_config(config)?;
         lines.extend(Passes::new(&vision, &text, sizes, tower.is_compiling()).lines());

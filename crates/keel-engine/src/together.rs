@@ -15,7 +15,7 @@ use keel_cache::{CacheSpec, LayerSpec, Settled};
 use keel_models::HybridModel;
 
 use crate::crew::{DeviceThread, Ended, Failure, Job, Running};
-use crate::step::{Outcome, Rows, StepKind, Stepper};
+use crate::step::{Outcome, Rows, StepKind, StepShape, Stepper};
 use crate::{Engine, Result};
 
 /// A device of a split model that is not the lead.
@@ -81,12 +81,15 @@ impl Outcome {
     /// Whether a step with this outcome runs the model's layers, and so takes all devices. Others are the lead's.
     pub(crate) fn runs_layers(self) -> bool {
         match self {
-            Outcome::State | Outcome::LastLogits | Outcome::Hidden | Outcome::OpenRows => true,
+            Outcome::State | Outcome::LastLogits | Outcome::Ahead | Outcome::Hidden | Outcome::OpenRows => {
+                true
+            }
             Outcome::MtpHidden
             | Outcome::Head
             | Outcome::Draft
             | Outcome::HeadState
-            | Outcome::KeptLogits => false,
+            | Outcome::KeptLogits
+            | Outcome::KeptHidden(_) => false,
             Outcome::Commit(_) => true,
         }
     }
@@ -155,27 +158,28 @@ impl Engine {
     }
 
     /// Runs each step of the list twice without a sequence, so that the extra work of a first and a second run is done.
-    /// All devices of a step run it at the same time, because they wait for each other.
     pub(crate) fn run_for_nobody(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         let shapes = self.stepper.listed_shapes();
         for (i, shape) in shapes.iter().enumerate() {
-            for _ in 0..2 {
-                let mut shares = Vec::with_capacity(self.peers.len() + 1);
-                for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
-                    let step = peer.stepper.step_for_nobody(*shape)?;
-                    shares.push(Share {
-                        thread: peer.thread.as_ref(),
-                        job: Job { step, drawn: None, queued: None },
-                    });
-                }
-                let drawn = Some(self.stepper.drawn(shape.kind(), 1)?);
-                let step = self.stepper.step_for_nobody(*shape)?;
-                shares.push(Share { thread: None, job: Job { step, drawn, queued: None } });
-                self.note_ended(run_together(shares), &[], Settled::default(), false)?;
-            }
+            self.run_once_for_nobody(*shape)?;
+            self.run_once_for_nobody(*shape)?;
             progress(i + 1, shapes.len());
         }
         Ok(())
+    }
+
+    /// Runs a step of the list without a sequence, and waits for it. All devices of a step run it at the same time,
+    /// because they wait for each other.
+    pub(crate) fn run_once_for_nobody(&mut self, shape: StepShape) -> Result<()> {
+        let mut shares = Vec::with_capacity(self.peers.len() + 1);
+        for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
+            let step = peer.stepper.step_for_nobody(shape)?;
+            shares.push(Share { thread: peer.thread.as_ref(), job: Job { step, drawn: None, queued: None } });
+        }
+        let drawn = Some(self.stepper.drawn(shape.kind(), 1)?);
+        let step = self.stepper.step_for_nobody(shape)?;
+        shares.push(Share { thread: None, job: Job { step, drawn, queued: None } });
+        self.note_ended(run_together(shares), &[], Settled::default(), false)
     }
 
     /// The devices that share the output head with the lead.

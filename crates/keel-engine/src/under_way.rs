@@ -1,5 +1,7 @@
 //! A step that was submitted and not yet taken.
 
+use std::time::Instant;
+
 use keel_array::{FailedRun, PendingRun, Regime};
 use keel_cache::SlotId;
 
@@ -34,6 +36,33 @@ pub(crate) struct StepUnderWay {
     /// Why a program of the step could not be submitted.
     pub refusal: Option<EngineError>,
     pub items: Vec<Item>,
+    /// When it was submitted.
+    pub since: Instant,
+}
+
+/// The step taken last.
+#[derive(Default)]
+pub(crate) struct Taken {
+    /// Its number.
+    pub step: u64,
+    pub items: Vec<Item>,
+    /// Hidden states after its work items, answers first, once they are read.
+    pub hidden: Vec<f32>,
+}
+
+impl Taken {
+    /// Takes over what a step has run.
+    pub fn note(&mut self, step: &mut StepUnderWay) {
+        self.step = step.number;
+        self.items = std::mem::take(&mut step.items);
+        self.hidden.clear();
+    }
+
+    /// How many answers it had, if it had no prompts.
+    pub fn plain_rows(&self) -> Option<usize> {
+        let is_plain = self.items.iter().all(|item| item.regime == Regime::Decode);
+        is_plain.then_some(self.items.len())
+    }
 }
 
 /// A program that has ended, with the tokens that it drew or its failure.

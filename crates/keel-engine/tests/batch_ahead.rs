@@ -13,7 +13,7 @@ use common::queueing::{queueing, waiting_and_queueing};
 use common::{demo, engine, fixture};
 use keel_array::Runtime;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, Constraint};
-use keel_engine::{EngineOptions, FinishReason, SamplerOptions};
+use keel_engine::{Depth, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
 
 fn models() -> Vec<PathBuf> {
     let fixtures = ["llama", "gemma3_text", "qwen3_5_moe"].into_iter().map(fixture);
@@ -25,6 +25,10 @@ fn batcher(folder: &Path, runtime: &Runtime) -> Batcher {
 }
 
 fn drafting(folder: &Path, runtime: &Runtime, drafts: usize) -> Batcher {
+    drafting_as(folder, runtime, drafts, SpeculationOptions::default())
+}
+
+fn drafting_as(folder: &Path, runtime: &Runtime, drafts: usize, speculation: SpeculationOptions) -> Batcher {
     let options = EngineOptions {
         drafts,
         context: 512,
@@ -34,7 +38,7 @@ fn drafting(folder: &Path, runtime: &Runtime, drafts: usize) -> Batcher {
         pool_pages: Some(9),
         ..EngineOptions::default()
     };
-    Batcher::new(engine(folder, runtime, options), BatchOptions::default())
+    Batcher::new(engine(folder, runtime, options), BatchOptions { speculation, ..BatchOptions::default() })
 }
 
 /// Request `i`: greedy, sampled, or (one in six) such that it needs the host. Answers cross the grid and pages; some
@@ -105,6 +109,68 @@ fn answers_are_those_of_steps_that_are_waited_for() {
             }
             assert_all_is_back(&mut batcher);
         }
+    }
+}
+
+/// A batch whose answers make no drafts runs ahead, with prompts and kept states. The MTP head catches up in between.
+#[test]
+fn a_batch_that_makes_no_drafts_runs_ahead() {
+    // The host draws every sixth.
+    let drawn = |i: usize| if i < 5 { i } else { i + 1 };
+    let long = |i: usize| BatchRequest { id: i as u64, max_tokens: 150, ..request(drawn(i), Vec::new()) };
+    for (waiting, queueing) in waiting_and_queueing() {
+        let mut alone = batcher(&demo(), &waiting);
+        let none = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
+        let mut together = drafting_as(&demo(), &queueing, 3, none);
+        let (now, mut ahead, mut steps) = (Instant::now(), 0, 0);
+        let mut outcomes: Vec<Outcome> = (0..8).map(|_| Outcome::default()).collect();
+        for i in 0..8 {
+            together.submit(long(i), now).expect("accepted");
+        }
+        while !together.is_idle() {
+            step(&mut together, now, &mut outcomes);
+            (ahead, steps) = (ahead + together.engine().steps_under_way(), steps + 1);
+        }
+        assert!(10 * ahead > 9 * steps, "{ahead} of {steps} steps");
+        assert_eq!(together.status().speculation.drafted_total(), 0);
+        assert_eq!(
+            together.status().speculation.rounds,
+            8 * 149,
+            "each token but the first was given by a step"
+        );
+        for (i, got) in outcomes.into_iter().enumerate() {
+            expect_answer("without drafts", i, got, &run_alone(&mut alone, long(i)));
+        }
+        assert_all_is_back(&mut together);
+    }
+}
+
+/// Drafts that fail make a batch run ahead, and drafts that are right in the end bring rounds back.
+#[test]
+fn a_batch_goes_from_rounds_to_steps_ahead_and_back() {
+    for (waiting, queueing) in waiting_and_queueing() {
+        let mut alone = batcher(&demo(), &waiting);
+        let auto = SpeculationOptions { repeatable: true, ..SpeculationOptions::default() };
+        let mut together = drafting_as(&demo(), &queueing, 3, auto);
+        let hot = |i: usize| BatchRequest {
+            max_tokens: 180,
+            sampler: SamplerOptions { temperature: 2.5, seed: 3 + i as u64, ..SamplerOptions::default() },
+            ..request(i, Vec::new())
+        };
+        let (now, mut ahead, mut rounds) = (Instant::now(), 0, 0);
+        let mut outcomes: Vec<Outcome> = (0..4).map(|_| Outcome::default()).collect();
+        (0..4).for_each(|i| together.submit(hot(i), now).expect("accepted"));
+        while !together.is_idle() {
+            step(&mut together, now, &mut outcomes);
+            let under_way = together.engine().steps_under_way();
+            (ahead, rounds) = (ahead + under_way, rounds + 1 - under_way);
+        }
+        let counters = together.status().speculation;
+        assert!(counters.drafted_total() > 8 && ahead > 2 * rounds, "{ahead} and {rounds}: {counters:?}");
+        for (i, got) in outcomes.into_iter().enumerate() {
+            expect_answer("drafts that fail", i, got, &run_alone(&mut alone, hot(i)));
+        }
+        assert_all_is_back(&mut together);
     }
 }
 

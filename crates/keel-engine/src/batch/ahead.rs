@@ -13,14 +13,23 @@
 //! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
 //! leads to it and before the next.
 //!
+//! Where the engine drafts, steps run ahead while no answer wants drafts. Answers of a batch are asked together, after
+//! each round and once in [`PLAIN_STEPS`] steps, because a round and the return to steps that run ahead cost all of them.
+//! The MTP (multi-token-prediction) head catches up with all answers at once, too.
+//!
 //! If a step fails, the step after it is given up. The following steps are waited for, and the failed sequences are
 //! handled there one by one (`attempts.rs`).
 
 use super::request::{BatchEvent, RequestId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
+use crate::options::HEAD_LAG_MAX;
+use crate::speculation::Speculation;
 use crate::{PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::CheckpointId;
+
+/// How many steps of a batch run ahead before its answers may draft again.
+const PLAIN_STEPS: usize = HEAD_LAG_MAX;
 
 /// A step under way.
 pub(super) struct Pending {
@@ -51,22 +60,62 @@ struct Part {
 impl Batcher {
     /// Whether the next step is submitted before the last one is taken.
     pub(super) fn goes_ahead(&self) -> bool {
-        let options = self.engine.options();
-        let is_plain = options.drafts == 0 && options.swap_bytes == 0;
         // A sequence that outgrows its rotary frequencies is run again, after all steps are taken.
         let can_go = |running: &Running| {
             running.reading.is_none() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
         let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
-        self.engine.runs_ahead()
-            && is_plain
+        self.engine.can_submit()
+            && self.engine.options().swap_bytes == 0
             && !self.is_careful
             && for_host <= self.engine.host_rows_max()
             && self.running.iter().all(can_go)
+            && !self.wants_drafts()
+    }
+
+    /// Whether an answer wants drafts, and it is time to make them.
+    fn wants_drafts(&self) -> bool {
+        let answers = self.running.iter().filter(|running| running.is_answering());
+        let count = answers.clone().count();
+        let is_time = count == 1 || matches!(self.plain_steps, 0 | PLAIN_STEPS..);
+        let keeps_state = self.keeps_state();
+        is_time && answers.into_iter().any(|running| running.wants_drafts(&self.engine, keeps_state, count))
+    }
+
+    /// Lets the MTP head catch up with all answers if it lags far behind one, or if they may draft now. Waits for steps
+    /// under way, which may end answers.
+    pub(super) fn catch_up(&mut self) {
+        let is_late = |running: &Running| running.lag() >= HEAD_LAG_MAX;
+        let is_due = self.plain_steps >= PLAIN_STEPS || self.running.iter().any(is_late);
+        if !is_due || self.engine.options().drafts == 0 || !self.engine.can_submit() {
+            return;
+        }
+        self.settle();
+        for Running { cache, speculation, .. } in &mut self.running {
+            let Some(speculation) = speculation else { continue };
+            if self.engine.catch_up_plainly(cache, speculation).is_err() {
+                // The error comes again in a round.
+                self.is_careful = true;
+            }
+        }
+    }
+
+    /// Commits open rows of the last round.
+    fn commit_round(&mut self) -> Result<()> {
+        if self.engine.options().drafts == 0 || !self.pending.is_empty() {
+            return Ok(());
+        }
+        let mut all: Vec<_> = self.running.iter_mut().map(|running| &mut running.cache).collect();
+        self.engine.commit_all(&mut all)
     }
 
     /// Submits the next step, or the next two if none is under way, and takes the first.
     pub(super) fn step_ahead(&mut self) {
+        if self.commit_round().is_err() {
+            // The error comes again in a step that is waited for.
+            self.is_careful = true;
+            return;
+        }
         loop {
             let is_first = self.pending.is_empty();
             let submitted = self.submit_next();
@@ -113,7 +162,7 @@ impl Batcher {
             let at = running.virtual_len();
             let rows = if part.is_prompt {
                 let tokens = &running.tokens[at..at + part.rows];
-                WorkRows::Prompt { tokens, is_end: running.prompt_ends_at(at + part.rows) }
+                WorkRows::Prompt { tokens, next: running.next_of_prompt(at + part.rows) }
             } else if let Some(&token) = running.tokens.get(at) {
                 WorkRows::Token(token)
             } else {
@@ -140,8 +189,17 @@ impl Batcher {
             running.ahead.draws += usize::from(part.draws);
             part.saved = self.save_ahead(i, part.is_prompt);
         }
+        self.note_plain_step();
         self.pending.push_back(Pending { ticket, parts });
         Ok(true)
+    }
+
+    /// Counts a step that was submitted, unless an answer is so new that it was not asked for drafts.
+    fn note_plain_step(&mut self) {
+        let mut answers = self.running.iter().filter(|running| running.is_answering()).peekable();
+        if answers.peek().is_some() && answers.all(|running| running.speculation.is_some()) {
+            self.plain_steps = self.plain_steps % PLAIN_STEPS + 1;
+        }
     }
 
     /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
@@ -203,7 +261,9 @@ impl Batcher {
                 }
                 continue;
             };
+            let hidden = self.hidden_after(item, &part);
             let running = &mut self.running[i];
+            let run = running.tokens.get(running.cache.len()).copied();
             running.cache.advance(part.rows);
             running.ahead.rows -= part.rows;
             running.ahead.steps -= 1;
@@ -223,6 +283,10 @@ impl Batcher {
                     Some(token) => self.running[i].take_ahead(token),
                     None => self.draw_kept(i, item),
                 };
+                let drawn = drawn.and_then(|drawn| {
+                    self.note_hidden(i, (part.is_prompt, run), hidden?, &drawn);
+                    Ok(drawn)
+                });
                 ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
             }
         }
@@ -230,6 +294,30 @@ impl Batcher {
             if let Some(i) = self.running.iter().position(|running| running.id == id) {
                 self.end(i, end);
             }
+        }
+    }
+
+    /// The hidden state after work item `item` of the step taken last, if the MTP head needs it.
+    fn hidden_after(&mut self, item: usize, part: &Part) -> Result<Option<Vec<f32>>> {
+        let is_needed = part.draws && self.engine.options().drafts > 0;
+        if is_needed { self.engine.hidden_of(item).map(|hidden| Some(hidden.to_vec())) } else { Ok(None) }
+    }
+
+    /// Keeps a hidden state for the MTP head: after a prompt, or after the token `run` that gave `drawn`.
+    fn note_hidden(
+        &mut self,
+        i: usize,
+        (is_prompt, run): (bool, Option<u32>),
+        hidden: Option<Vec<f32>>,
+        drawn: &Drawn,
+    ) {
+        let (running, Some(hidden)) = (&mut self.running[i], hidden) else { return };
+        if is_prompt {
+            running.speculation = Some(Speculation::new(self.options.speculation, hidden));
+        } else if let (Some(speculation), Some(run), Some((token, _))) =
+            (&mut running.speculation, run, drawn.tokens.first())
+        {
+            speculation.note_plain(run, &hidden, *token);
         }
     }
 

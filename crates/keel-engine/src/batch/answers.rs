@@ -22,6 +22,7 @@ impl Batcher {
         }
         let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
         self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
+        self.plain_steps = 0;
         let mut ended = Vec::new();
         for (i, drawn) in self.decode_rows(&rows) {
             let drawn = self.keep_state(i).and(drawn);
@@ -51,7 +52,7 @@ impl Batcher {
 
     /// One or more tokens for each of these answers.
     pub(super) fn round(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
-        let keeps_state = self.options.reuse_generated && self.engine.cache().spec().is_recurrent();
+        let keeps_state = self.keeps_state();
         let decoding = members(&mut self.running, rows);
         let mut batch: Vec<RoundSequence<'_>> = decoding.map(|r| r.in_round(keeps_state)).collect();
         let rounds = self.engine.round(&mut batch)?;
@@ -60,6 +61,11 @@ impl Batcher {
             round.map(|round| r.take(&round.tokens, round.is_last))
         };
         Ok(decoding.zip(rounds).map(take).collect())
+    }
+
+    /// Whether the states of answers are kept at grid points.
+    pub(super) fn keeps_state(&self) -> bool {
+        self.options.reuse_generated && self.engine.cache().spec().is_recurrent()
     }
 
     /// How many more pages the next `rows` tokens of a sequence need.

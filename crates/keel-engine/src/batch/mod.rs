@@ -93,6 +93,8 @@ pub struct Batcher {
     speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
     turn: usize,
+    /// Steps of answers that ran ahead since answers were last asked for drafts.
+    plain_steps: usize,
     /// Failed steps, whether retried or not.
     failed_steps: u64,
     logits: Vec<f32>,
@@ -121,6 +123,7 @@ impl Batcher {
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
             turn: 0,
+            plain_steps: 0,
             failed_steps: 0,
             logits: Vec::new(),
             row_hidden: Vec::new(),
@@ -265,6 +268,7 @@ impl Batcher {
         self.bring_back();
         self.let_in(now);
         self.look();
+        self.catch_up();
         if self.goes_ahead() {
             self.step_ahead();
         } else {

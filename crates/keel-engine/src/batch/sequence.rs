@@ -13,7 +13,7 @@ use super::policy::PromptRest;
 use super::readout::Reading;
 use super::request::{BatchRequest, RequestId, SequenceStatus};
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
-use crate::{FinishReason, PREFILL_GRID, Result, Sampler};
+use crate::{Engine, FinishReason, PREFILL_GRID, Result, Sampler};
 
 /// A request that has memory.
 pub(super) struct Running {
@@ -152,11 +152,6 @@ impl Running {
         self.virtual_len() >= self.run_len
     }
 
-    /// Whether the tokens that it runs as a prompt end at this position.
-    pub fn prompt_ends_at(&self, at: usize) -> bool {
-        at >= self.run_len
-    }
-
     /// How many tokens may still be drawn, not counting those that steps under way draw.
     pub fn draws_left(&self) -> usize {
         self.max_tokens - (self.tokens.len() - self.prompt_len) - self.ahead.draws
@@ -235,6 +230,18 @@ impl Running {
             speculation: self.speculation.as_mut(),
             chooser: &mut self.chooser,
         }
+    }
+
+    /// Whether it would make drafts in a round of `sequences` sequences after the steps under way.
+    pub fn wants_drafts(&self, engine: &Engine, keeps_state: bool, sequences: usize) -> bool {
+        let Some(speculation) = &self.speculation else { return false };
+        let standing = (self.cache.len(), self.rows_max(keeps_state));
+        engine.wants_drafts((speculation, &self.chooser), standing, sequences, self.ahead.draws)
+    }
+
+    /// How many rows the head lags behind after the steps under way, if it drafts.
+    pub fn lag(&self) -> usize {
+        self.speculation.as_ref().map_or(0, |speculation| speculation.lag_after(self.ahead.draws))
     }
 
     /// Whether its tokens are remembered for others.

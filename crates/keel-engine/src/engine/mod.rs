@@ -1,16 +1,17 @@
 //! A model with its memory, ready to run sequences.
 
 mod all_logits;
+mod commit;
 mod prompts;
 mod ready;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{Features, Interruption, ModelCache, SequenceCache, Settled};
+use keel_cache::{Features, ModelCache, SequenceCache, Settled};
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
 use keel_models::{HybridModel, Part};
@@ -23,7 +24,7 @@ use crate::speculation::{Costs, RowResults};
 use crate::split;
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::together::Peer;
-use crate::under_way::{Item, StepUnderWay};
+use crate::under_way::{StepUnderWay, Taken};
 use crate::{EngineError, Result};
 
 pub use all_logits::LogitSink;
@@ -34,8 +35,10 @@ pub use ready::LateWork;
 pub struct Engine {
     /// Steps under way, the oldest first. They end before the memory below is freed.
     pub(crate) under_way: VecDeque<StepUnderWay>,
-    /// The work of the step taken last.
-    pub(crate) taken: Vec<Item>,
+    /// The step taken last.
+    pub(crate) taken: Taken,
+    /// When it was taken.
+    pub(crate) last_taken: Option<Instant>,
     /// Steps submitted so far.
     pub(crate) tickets: u64,
     /// The device with the output head.
@@ -154,9 +157,11 @@ impl Engine {
         if let Some(eyes) = eyes.as_mut().filter(|_| tower.is_some_and(|on| !on.backend().is_planning())) {
             eyes.start_thread()?;
         }
+        let costs = Costs::new(stepper.buckets());
         let mut engine = Engine {
             under_way: VecDeque::new(),
-            taken: Vec::new(),
+            taken: Taken::default(),
+            last_taken: None,
             tickets: 0,
             runtime: runtime.clone(),
             peers,
@@ -167,7 +172,7 @@ impl Engine {
             eyes,
             eyes_runtime: tower.cloned(),
             options,
-            costs: Costs::default(),
+            costs,
             row_results: RowResults::default(),
             ready: None,
         };
@@ -307,29 +312,6 @@ impl Engine {
         self.eyes.as_ref()
     }
 
-    /// Makes the accepted open rows part of the state. Steps do so on their own, but a drafting sequence needs it
-    /// before it is saved or gets a checkpoint. If a step failed while it was committing, this commits the rest.
-    ///
-    /// # Errors
-    /// An error of the runtime; the call may then be retried. [`keel_cache::CacheError::TornState`].
-    pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
-        self.cache.expect_whole(sequence)?;
-        let settled = match self.cache.interruption(sequence) {
-            Some(Interruption::Settling(settled)) => settled,
-            _ => Settled::default(),
-        };
-        if sequence.accepted() > 0 && settled.states < self.cache.spec().recurrent_layers() {
-            self.run(Regime::Decode, Outcome::Commit(settled), &[Rows::behind(sequence, &[])])?;
-        }
-        self.cache.note_settled(sequence);
-        Ok(())
-    }
-
-    /// Commits the rest if a failed step was committing.
-    pub(crate) fn finish_commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
-        if self.cache.interruption(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
-    }
-
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
         let kind = StepKind { regime, outcome };
         if self.is_split() {
@@ -424,7 +406,8 @@ impl Engine {
             })
             .collect();
         self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
-        self.note_decoded(sequences);
+        let is_open = self.leaves_open();
+        sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
         if draws.iter().all(Option::is_none) {
             return Ok(vec![None; count]);
         }

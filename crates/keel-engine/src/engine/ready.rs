@@ -1,10 +1,13 @@
 //! What an engine does before it is ready: every step of the list is traced, compiled and run once.
 
+use std::time::Instant;
+
 use keel_array::{Executable, Regime, Runtime};
 
 use super::Engine;
 use crate::Result;
 use crate::eyes::Eyes;
+use crate::speculation::Costs;
 use crate::step::{HEAD_ROWS, Outcome, StepShape, Stepper};
 
 /// Work besides running steps, for which a request may have to wait.
@@ -110,6 +113,7 @@ impl Engine {
         if self.runtime.backend().is_compiling() {
             self.compile_steps(&mut |done, all| progress("compiling", done, all))?;
             self.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
+            self.time_rounds(&mut |done, all| progress("timing", done, all))?;
         }
         let tower = self.eyes_runtime.as_ref().unwrap_or(&self.runtime);
         if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
@@ -120,6 +124,28 @@ impl Engine {
             eyes.run_for_nobody()?;
         }
         self.ready = Some(self.work_so_far());
+        Ok(())
+    }
+
+    /// Times each pass of a round without a sequence, so that the first rounds have as many drafts as pay.
+    fn time_rounds(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        const RUNS: usize = 3;
+        if self.options.drafts == 0 {
+            return Ok(());
+        }
+        let mut shapes = self.stepper.listed_shapes();
+        shapes.retain(Costs::wants_empty);
+        for (i, shape) in shapes.iter().enumerate() {
+            let mut seconds = [0.0; RUNS];
+            for seconds in &mut seconds {
+                let start = Instant::now();
+                self.run_once_for_nobody(*shape)?;
+                *seconds = start.elapsed().as_secs_f64();
+            }
+            seconds.sort_unstable_by(f64::total_cmp);
+            self.costs.note_empty(shape, seconds[RUNS / 2]);
+            progress(i + 1, shapes.len());
+        }
         Ok(())
     }
 

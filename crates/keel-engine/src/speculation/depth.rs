@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
+use crate::step::{Buckets, Outcome, StepKind, StepShape};
 
 /// Positions of drafts.
 pub(super) const POSITIONS: usize = DRAFTS_MAX;
@@ -63,13 +64,25 @@ struct Mean {
     is_first: bool,
 }
 
-/// Seconds of passes, by number of rows.
+/// Seconds of passes of the model by number of rows, and of the MTP head by number of sequences. Both are numbers of the
+/// list of shapes, because padding takes time, too.
 #[derive(Debug, Default)]
 pub(crate) struct Costs {
     verify: BTreeMap<usize, Mean>,
     draft: BTreeMap<usize, Mean>,
+    /// Times of the same passes without a sequence, where they were run so before the first request.
+    empty: Empty,
+    /// The list of shapes; `None` if each number has its own.
+    buckets: Option<Buckets>,
     /// Rounds since all sequences decoded plainly.
     since_plain: u64,
+}
+
+/// Seconds of passes without a sequence. They read all weights, but no states, keys or values.
+#[derive(Debug, Default)]
+struct Empty {
+    verify: BTreeMap<usize, f64>,
+    draft: BTreeMap<usize, f64>,
 }
 
 impl Costs {
@@ -81,14 +94,52 @@ impl Costs {
         costs
     }
 
-    /// Records the time of a pass of the model over `rows` rows.
-    pub fn note_verify(&mut self, rows: usize, seconds: f64) {
+    /// No times yet.
+    pub fn new(buckets: &Buckets) -> Costs {
+        Costs { buckets: Some(buckets.clone()), ..Costs::default() }
+    }
+
+    /// Whether the time of a pass of this shape without a sequence is of use: a plain step, a verify pass, or a pass of
+    /// the head with one row for each sequence.
+    pub fn wants_empty(shape: &StepShape) -> bool {
+        match shape.outcome {
+            Outcome::Ahead | Outcome::OpenRows => true,
+            Outcome::Draft => shape.rows == shape.sequences,
+            _ => false,
+        }
+    }
+
+    /// Records the time of a pass of this shape without a sequence.
+    pub fn note_empty(&mut self, shape: &StepShape, seconds: f64) {
+        match shape.outcome {
+            Outcome::Draft => self.empty.draft.insert(shape.sequences, seconds),
+            // A plain step that runs ahead is not a pass with one open row for each sequence.
+            Outcome::OpenRows if shape.rows == shape.sequences => {
+                Some(*self.empty.verify.entry(shape.rows).or_insert(seconds))
+            }
+            _ => self.empty.verify.insert(shape.rows, seconds),
+        };
+    }
+
+    /// Rows of the pass that holds `rows` rows of this many sequences.
+    fn padded(&self, rows: usize, sequences: usize) -> usize {
+        let fit = |buckets: &Buckets| buckets.fit(StepKind::decode(Outcome::OpenRows), rows, sequences).rows;
+        self.buckets.as_ref().map_or(rows, fit)
+    }
+
+    /// Records the time of a pass of the model over `rows` rows of `sequences` sequences.
+    pub fn note_pass(&mut self, rows: usize, sequences: usize, seconds: f64) {
+        self.note_verify(self.padded(rows, sequences), seconds);
+    }
+
+    fn note_verify(&mut self, rows: usize, seconds: f64) {
         note(&mut self.verify, rows, seconds);
     }
 
     /// Records the time of a pass of the MTP head for `sequences` sequences.
     pub fn note_draft(&mut self, sequences: usize, seconds: f64) {
-        note(&mut self.draft, sequences, seconds);
+        let padded = self.padded(sequences, sequences);
+        note(&mut self.draft, padded, seconds);
     }
 
     pub fn note_round(&mut self, was_plain: bool) {
@@ -97,13 +148,25 @@ impl Costs {
 
     /// Whether a plain round of this many sequences should be measured now.
     fn wants_plain(&self, sequences: usize) -> bool {
-        self.since_plain >= PLAIN_EVERY || !self.verify.contains_key(&sequences)
+        self.since_plain >= PLAIN_EVERY || !self.verify.contains_key(&self.padded(sequences, sequences))
     }
 
     /// Estimated seconds of a round of depth `k` for this many sequences.
     fn round(&self, sequences: usize, k: usize) -> f64 {
-        let verify = estimate(&self.verify, sequences * (k + 1), ROW_COST_GUESS / sequences as f64);
-        verify + k as f64 * estimate(&self.draft, sequences, ROW_COST_GUESS / sequences as f64)
+        let per_row = ROW_COST_GUESS / sequences as f64;
+        let (plain, rows) = (self.padded(sequences, sequences), self.padded(sequences * (k + 1), sequences));
+        let verify = match (self.empty.verify.get(&plain), self.empty.verify.get(&rows)) {
+            // Until it is measured, a pass takes longer than a plain one by as much as without a sequence.
+            (Some(one), Some(all)) if !self.verify.contains_key(&rows) => {
+                estimate(&self.verify, plain, per_row) + (all - one).max(0.0)
+            }
+            _ => estimate(&self.verify, rows, per_row),
+        };
+        let draft = match self.empty.draft.get(&plain) {
+            Some(&empty) if !self.draft.contains_key(&plain) => empty,
+            _ => estimate(&self.draft, plain, per_row),
+        };
+        verify + k as f64 * draft
     }
 }
 
@@ -171,14 +234,27 @@ impl DepthControl {
     /// How many drafts the next round makes, at most `most`. `lag` is the number of rows that the head lags behind:
     /// drafting is tried again only when they are few.
     pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize) -> usize {
+        self.choose_after(0, costs, sequences, most, lag)
+    }
+
+    /// As [`DepthControl::choose`], for the round after `ahead` plain rounds that are under way.
+    pub fn choose_after(
+        &self,
+        ahead: usize,
+        costs: &Costs,
+        sequences: usize,
+        most: usize,
+        lag: usize,
+    ) -> usize {
         let is_measured = self.nominal.is_none();
         let costs = self.nominal.as_ref().unwrap_or(costs);
+        let plain_rounds = self.plain_rounds + ahead as u64;
         match self.depth {
             Depth::Fixed(depth) => depth.min(most),
-            Depth::Auto if most == 0 || self.stays_plain() => 0,
+            Depth::Auto if most == 0 || self.stays_plain(plain_rounds) => 0,
             Depth::Auto if is_measured && costs.wants_plain(sequences) => 0,
             Depth::Auto => match self.best(costs, sequences, most) {
-                0 if self.plain_rounds >= self.retry_after && lag <= POSITIONS => 1,
+                0 if plain_rounds >= self.retry_after && lag <= POSITIONS => 1,
                 0 => 0,
                 _ if lag > POSITIONS => 0,
                 best if self.drafting_rounds % DEEPER_EVERY == DEEPER_EVERY - 1 => {
@@ -189,10 +265,10 @@ impl DepthControl {
         }
     }
 
-    /// Whether it is not yet time to compare depths again.
-    fn stays_plain(&self) -> bool {
-        (COMPARED_EVERY..self.retry_after).contains(&self.plain_rounds)
-            && !self.plain_rounds.is_multiple_of(COMPARED_EVERY)
+    /// Whether it is not yet time to compare depths again, after so many plain rounds.
+    fn stays_plain(&self, plain_rounds: u64) -> bool {
+        (COMPARED_EVERY..self.retry_after).contains(&plain_rounds)
+            && !plain_rounds.is_multiple_of(COMPARED_EVERY)
     }
 
     /// The depth with the most tokens per second. Nothing is known in the first rounds, where wrong drafts cost most.
@@ -245,123 +321,4 @@ impl DepthControl {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A pass takes 1 ms, and 0.1 ms for each further row. A pass of the head takes 0.2 ms.
-    fn costs() -> Costs {
-        let mut costs = Costs::default();
-        (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 + 1e-4 * (rows - 1) as f64));
-        costs.note_draft(1, 2e-4);
-        costs
-    }
-
-    /// Runs rounds in which `accepts` says how many drafts are accepted. Returns the drafts made and the seconds per
-    /// token.
-    fn run(control: &mut DepthControl, rounds: usize, accepts: impl Fn(usize) -> usize) -> (usize, f64) {
-        let costs = costs();
-        let (mut drafted, mut seconds, mut tokens) = (0, 0.0, 0);
-        for round in 0..rounds {
-            let depth = control.choose(&costs, 1, 8, 1);
-            let accepted = accepts(round).min(depth);
-            control.note(depth, accepted);
-            drafted += depth;
-            seconds += costs.round(1, depth);
-            tokens += accepted + 1;
-        }
-        (drafted, seconds / tokens as f64)
-    }
-
-    #[test]
-    fn good_drafts_are_followed_deeply() {
-        let mut control = DepthControl::new(Depth::Auto, false);
-        run(&mut control, 100, |_| 8);
-        assert_eq!(control.choose(&costs(), 1, 8, 1), 8);
-        assert_eq!(control.choose(&costs(), 1, 3, 1), 3, "no deeper than there is room");
-    }
-
-    #[test]
-    fn wrong_drafts_cost_little() {
-        let mut control = DepthControl::new(Depth::Auto, false);
-        let (drafted, seconds) = run(&mut control, 512, |_| 0);
-        assert!(seconds < 1e-3 / 0.98, "{seconds} s a token, 0.001 without speculation; {drafted} drafts");
-        assert!(drafted > 3, "it tries again");
-    }
-
-    #[test]
-    fn it_comes_back_when_drafts_become_good() {
-        let mut control = DepthControl::new(Depth::Auto, false);
-        run(&mut control, 300, |_| 0);
-        assert_eq!(control.choose(&costs(), 1, 8, 1), 0);
-        run(&mut control, 600, |_| 8);
-        assert!(control.choose(&costs(), 1, 8, 1) >= 4);
-    }
-
-    #[test]
-    fn expensive_rows_are_not_bought() {
-        let mut costs = Costs::default();
-        (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 * rows as f64));
-        costs.note_draft(1, 2e-4);
-        assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1), 0);
-        assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1), 3);
-    }
-
-    #[test]
-    fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
-        let mut costs = costs();
-        (0..200).for_each(|_| costs.note_verify(1, 3e-3));
-        let mut control = DepthControl::new(Depth::Auto, false);
-        (0..20).for_each(|_| control.note(1, 0));
-        assert_eq!(control.choose(&costs, 1, 8, 1), 0);
-    }
-
-    #[test]
-    fn a_depth_that_was_slow_at_first_is_tried_again() {
-        let mut costs = Costs::default();
-        [1e-3, 1.1e-3, 9e-3].iter().enumerate().for_each(|(i, &seconds)| costs.note_verify(i + 1, seconds));
-        costs.note_draft(1, 2e-4);
-        let mut control = DepthControl::new(Depth::Auto, false);
-        let mut depths = Vec::new();
-        for _ in 0..64 {
-            let depth = control.choose(&costs, 1, 8, 1);
-            costs.note_verify(depth + 1, 1e-3 + 1e-4 * depth as f64);
-            costs.note_round(depth == 0);
-            control.note(depth, depth);
-            depths.push(depth);
-        }
-        assert!(depths[..8].iter().all(|&depth| depth == 1), "three rows seem slow: {depths:?}");
-        assert!(depths[48..].iter().all(|&depth| depth >= 6), "they are not: {depths:?}");
-    }
-
-    #[test]
-    fn a_disturbance_is_soon_forgotten() {
-        let mut costs = costs();
-        (0..200).for_each(|_| costs.note_verify(1, 3e-3));
-        assert!(costs.round(1, 0) > 2.9e-3);
-        costs.note_verify(2, 1.1e-3);
-        assert!(costs.round(1, 0) < 1.11e-3, "a pass of two rows took less");
-        (0..200).for_each(|_| costs.note_draft(1, 3e-3));
-        (0..5).for_each(|_| costs.note_draft(1, 2e-4));
-        assert!(costs.round(1, 1) < 1.11e-3 + 3e-4);
-    }
-
-    #[test]
-    fn a_plain_round_is_measured_first() {
-        assert_eq!(DepthControl::new(Depth::Auto, false).choose(&Costs::default(), 1, 8, 1), 0);
-    }
-
-    #[test]
-    fn a_repeatable_depth_follows_from_acceptance_alone() {
-        let mut expensive = Costs::default();
-        (1..=9).for_each(|rows| expensive.note_verify(rows, rows as f64));
-        for accepted in [0, 8] {
-            let mut control = DepthControl::new(Depth::Auto, true);
-            for _ in 0..200 {
-                let depth = control.choose(&costs(), 1, 8, 1);
-                assert_eq!(depth, control.choose(&expensive, 1, 8, 1));
-                control.note(depth, accepted.min(depth));
-            }
-            assert_eq!(control.choose(&expensive, 1, 8, 1), accepted);
-        }
-    }
-}
+mod tests;

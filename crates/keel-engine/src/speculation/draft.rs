@@ -4,27 +4,53 @@ use std::time::Instant;
 
 use keel_array::Regime;
 use keel_array::sampling::Draw;
+use keel_cache::SequenceCache;
 
+use super::Speculation;
 use super::round::{Part, RoundSequence};
-use crate::options::HEAD_LAG_MAX;
+use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
 
 impl Engine {
-    /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds.
-    pub(super) fn catch_up(&mut self, sequence: &RoundSequence<'_>, part: &mut Part) -> Result<()> {
-        let Some(speculation) = &sequence.speculation else { return Ok(()) };
+    /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds. Returns
+    /// how many.
+    pub(super) fn catch_up(
+        &mut self,
+        cache: &SequenceCache,
+        speculation: &Speculation,
+        depth: usize,
+    ) -> Result<usize> {
         let lag = speculation.lag_rows();
-        if lag < HEAD_LAG_MAX && (part.depth == 0 || lag <= self.options.open_rows()) {
-            return Ok(());
+        if lag < HEAD_LAG_MAX && (depth == 0 || lag <= self.options.open_rows()) {
+            return Ok(0);
         }
         // The last row stays for the next draft.
-        let rows = if part.depth == 0 { lag.min(HEAD_LAG_MAX) } else { lag - 1 };
+        let rows = if depth == 0 { lag.min(HEAD_LAG_MAX) } else { lag - 1 };
+        self.run_lag(cache, speculation, rows)?;
+        Ok(rows)
+    }
+
+    /// Runs the first `rows` rows that the head lags behind.
+    fn run_lag(&mut self, cache: &SequenceCache, speculation: &Speculation, rows: usize) -> Result<()> {
         self.write_draft_input(&speculation.lag_hidden[..rows * self.model.config.hidden])?;
-        let (first, tokens) = (sequence.cache.len() - lag, &speculation.lag_tokens[..rows]);
-        let rows_of = Rows { first, ..Rows::behind(sequence.cache, tokens) };
-        self.run(Regime::Decode, Outcome::HeadState, &[rows_of])?;
-        part.caught_up = rows;
+        let (first, tokens) = (cache.len() - speculation.lag_rows(), &speculation.lag_tokens[..rows]);
+        let rows_of = Rows { first, ..Rows::behind(cache, tokens) };
+        self.run(Regime::Decode, Outcome::HeadState, &[rows_of])
+    }
+
+    /// Runs rows that the head lags behind, if they are more than drafts may be made after. No step is under way.
+    pub(crate) fn catch_up_plainly(
+        &mut self,
+        cache: &SequenceCache,
+        speculation: &mut Speculation,
+    ) -> Result<()> {
+        let rows = speculation.lag_rows().min(HEAD_LAG_MAX);
+        if rows <= DRAFTS_MAX {
+            return Ok(());
+        }
+        self.run_lag(cache, speculation, rows)?;
+        speculation.forget_lag(rows);
         Ok(())
     }
 

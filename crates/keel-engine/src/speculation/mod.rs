@@ -85,6 +85,25 @@ impl Speculation {
         &self.counters
     }
 
+    /// How many rows the head lags behind once `ahead` steps under way are taken.
+    pub(crate) fn lag_after(&self, ahead: usize) -> usize {
+        self.lag_tokens.len() + ahead
+    }
+
+    /// Whether a round after `ahead` steps under way would make drafts, at most `most`, among this many sequences.
+    pub(crate) fn wants_drafts(&self, costs: &Costs, sequences: usize, most: usize, ahead: usize) -> bool {
+        self.control.choose_after(ahead, costs, sequences, most, self.lag_after(ahead)) > 0
+    }
+
+    /// Learns from a step that ran `run`, the last token known, with this hidden state, and gave `token`.
+    pub(crate) fn note_plain(&mut self, run: u32, hidden: &[f32], token: u32) {
+        self.name_last(run);
+        self.lag_hidden.extend_from_slice(hidden);
+        self.lag_tokens.push(token);
+        self.control.note(0, 0);
+        self.counters.note_round(0, 0, 1);
+    }
+
     /// Takes back the last `tokens` tokens of the last round, and the rows in which they were drawn. The round must
     /// have succeeded.
     ///

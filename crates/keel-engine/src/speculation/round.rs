@@ -105,7 +105,7 @@ impl Engine {
         match self.run_round(batch, &mut parts) {
             Ok((judged, times)) => {
                 let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
-                self.costs.note_verify(rows, times[1].as_secs_f64());
+                self.costs.note_pass(rows, batch.len(), times[1].as_secs_f64());
                 self.costs.note_round(rows == batch.len());
                 share_times(batch, &parts, times);
                 let is_open = self.leaves_open();
@@ -125,8 +125,7 @@ impl Engine {
         batch
             .iter()
             .map(|s| {
-                let room = (self.options.context - s.cache.len()).min(s.tokens_max).saturating_sub(1);
-                let most = if s.chooser.can_draft() { self.options.drafts.min(room) } else { 0 };
+                let most = self.drafts_max(&*s.chooser, s.cache.len(), s.tokens_max);
                 let depth = s.speculation.as_ref().map_or(0, |speculation| {
                     speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows())
                 });
@@ -134,6 +133,33 @@ impl Engine {
                 Part { depth, drafts, draws, caught_up: 0, failure: None, was_named: false, lag_values: 0 }
             })
             .collect()
+    }
+
+    /// How many drafts a sequence may make after its first `len` tokens, if it may still be given `tokens_max` tokens.
+    fn drafts_max(&self, chooser: &dyn Chooser, len: usize, tokens_max: usize) -> usize {
+        let room = self.options.context.saturating_sub(len).min(tokens_max).saturating_sub(1);
+        if chooser.can_draft() { self.options.drafts.min(room) } else { 0 }
+    }
+
+    /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each with
+    /// one row of it. Until it does, steps may run ahead.
+    pub(crate) fn wants_drafts(
+        &self,
+        (speculation, chooser): (&Speculation, &dyn Chooser),
+        (len, tokens_max): (usize, usize),
+        sequences: usize,
+        ahead: usize,
+    ) -> bool {
+        let most = self.drafts_max(chooser, len + ahead, tokens_max.saturating_sub(ahead));
+        speculation.wants_drafts(&self.costs, sequences, most, ahead)
+    }
+
+    /// Records the time of a plain step of `rows` sequences.
+    pub(crate) fn note_plain_time(&mut self, rows: usize, time: Duration) {
+        if self.options.drafts > 0 {
+            self.costs.note_pass(rows, rows, time.as_secs_f64());
+            self.costs.note_round(true);
+        }
     }
 
     /// Returns how the device draws the token after each of `rows` rows, or `None` if the host needs the logits. The
@@ -158,7 +184,9 @@ impl Engine {
         parts: &mut [Part],
     ) -> Result<(Vec<Result<Round>>, [Duration; 3])> {
         for (sequence, part) in batch.iter().zip(parts.iter_mut()) {
-            self.catch_up(sequence, part)?;
+            if let Some(speculation) = &sequence.speculation {
+                part.caught_up = self.catch_up(sequence.cache, speculation, part.depth)?;
+            }
         }
         let start = Instant::now();
         self.draft(batch, parts)?;
@@ -215,7 +243,7 @@ impl Engine {
                 Some(failure) => Err(failure),
                 None => match self.choose_tokens(sequence, (row, part), drawn, &mut logits) {
                     Ok(round) => round,
-                    Err(error) if self.can_take_back() => return Err(error),
+                    Err(error) if self.leaves_open() || self.can_take_back() => return Err(error),
                     // Without a log the state has moved on, so the round cannot be repeated.
                     Err(error) => Err(error),
                 },
@@ -323,7 +351,7 @@ impl Speculation {
     }
 
     /// Sets the token after the prompt's last row, which only the first round knows. Returns whether it did.
-    fn name_last(&mut self, last: u32) -> bool {
+    pub(super) fn name_last(&mut self, last: u32) -> bool {
         let is_unknown = self.lag_tokens.is_empty() && !self.lag_hidden.is_empty();
         if is_unknown {
             self.lag_tokens.push(last);
@@ -332,7 +360,7 @@ impl Speculation {
     }
 
     /// Removes the first `rows` rows from those that the head lags behind.
-    fn forget_lag(&mut self, rows: usize) {
+    pub(super) fn forget_lag(&mut self, rows: usize) {
         let width = self.lag_hidden.len() / self.lag_tokens.len().max(1);
         self.lag_hidden.drain(..rows * width);
         self.lag_tokens.drain(..rows);

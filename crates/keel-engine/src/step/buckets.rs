@@ -7,9 +7,9 @@
 //!
 //! On a CPU a new program is cheap and a row is expensive. There the list is longer and finer.
 
-use keel_array::Regime;
+use keel_array::{Backend, Regime};
 
-use super::{Outcome, StepKind, StepShape};
+use super::{HiddenPlace, Outcome, StepKind, StepShape};
 use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
 
 /// The most prompts in a step.
@@ -34,6 +34,8 @@ pub(crate) struct Buckets {
     is_coarse: bool,
     /// How many rows of logits are kept for the host.
     host_rows: usize,
+    /// Whether sequences may draft, and steps run ahead while none does.
+    drafts_ahead: bool,
     /// Whether the list has only the largest steps.
     are_largest: bool,
 }
@@ -53,13 +55,32 @@ impl Buckets {
             lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == HEAD_LAG_MAX).collect(),
             is_coarse,
             host_rows,
+            drafts_ahead: false,
             are_largest: options.largest_steps,
         }
+    }
+
+    /// The list for a backend.
+    pub fn for_backend(options: &EngineOptions, backend: &dyn Backend) -> Buckets {
+        let drafts_ahead = options.drafts > 0 && options.runs_ahead(backend);
+        let buckets = Buckets::new(options, backend.is_compiling(), options.host_rows(backend));
+        Buckets { drafts_ahead, ..buckets }
     }
 
     /// How many rows of the logits of each regime are kept for the host; 0 if none are.
     pub fn host_rows(&self) -> usize {
         self.host_rows
+    }
+
+    /// Whether sequences may draft, and steps run ahead while none does.
+    pub fn drafts_ahead(&self) -> bool {
+        self.drafts_ahead
+    }
+
+    /// The program that keeps hidden states.
+    pub fn keeping_hidden(place: HiddenPlace) -> StepShape {
+        let outcome = Outcome::KeptHidden(place);
+        StepShape { regime: Regime::Decode, rows: 1, sequences: 1, outcome, sees: false }
     }
 
     /// The program that keeps logits.
@@ -100,7 +121,8 @@ impl Buckets {
                 let sequences = if sequences > 1 { self.prompts } else { 1 };
                 shape(at_least(&self.prefill_rows, rows), sequences)
             }
-            (Regime::Decode, Outcome::LastLogits) => shape(padded, padded),
+            (Regime::Decode, Outcome::LastLogits | Outcome::Ahead) => shape(padded, padded),
+            (Regime::Decode, Outcome::Commit(_)) => shape(rows, padded),
             (Regime::Decode, Outcome::OpenRows | Outcome::Draft) => {
                 let each = self.open_rows_of(padded).find(|each| each * padded >= rows);
                 shape(each.map_or(rows, |each| each * padded), padded)
@@ -160,13 +182,21 @@ impl Buckets {
             }
             return shapes;
         }
+        if self.drafts_ahead {
+            let of = |&n: &usize| [decode(Outcome::Ahead)(n, n), decode(Outcome::COMMIT)(1, n)];
+            shapes.extend(self.sequences.iter().rev().flat_map(of));
+            shapes.extend([HiddenPlace::First, HiddenPlace::Second].map(Buckets::keeping_hidden));
+        }
         for &n in self.sequences.iter().rev() {
             let both =
                 |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|outcome| decode(outcome)(each * n, n));
             shapes.extend(self.open_rows_of(n).flat_map(both));
         }
         shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::HeadState)(rows, 1)));
-        shapes.extend([decode(Outcome::LastLogits)(1, 1), decode(Outcome::COMMIT)(1, 1)]);
+        shapes.push(decode(Outcome::LastLogits)(1, 1));
+        if !self.drafts_ahead {
+            shapes.push(decode(Outcome::COMMIT)(1, 1));
+        }
         shapes
     }
 
@@ -266,12 +296,14 @@ mod tests {
 
     #[test]
     fn every_step_has_a_shape_of_the_list_that_holds_it() {
-        for is_coarse in [false, true] {
+        for (is_coarse, drafts_ahead) in [(false, false), (true, false), (true, true)] {
             for (drafts, sequences) in [(0, 1), (0, 37), (3, 5), (8, 256)] {
                 let options = EngineOptions { drafts, sequences, ..options() };
-                let buckets = Buckets::new(&options, is_coarse, 0);
+                let drafts_ahead = drafts_ahead && drafts > 0;
+                let buckets = Buckets { drafts_ahead, ..Buckets::new(&options, is_coarse, 0) };
                 let list = buckets.list();
                 assert!(list.len() < 450, "{} shapes", list.len());
+                assert!(list.iter().enumerate().all(|(i, shape)| !list[..i].contains(shape)));
                 let expect = |kind: StepKind, rows: usize, sequences: usize| {
                     let shape = buckets.fit(kind, rows, sequences);
                     assert!(list.contains(&shape), "{shape:?} for {rows} rows of {sequences}");
@@ -280,6 +312,10 @@ mod tests {
                 for n in 1..=sequences {
                     if drafts == 0 || n == 1 {
                         expect(StepKind::decode(Outcome::LastLogits), n, n);
+                    }
+                    if drafts_ahead {
+                        expect(StepKind::decode(Outcome::Ahead), n, n);
+                        expect(StepKind::decode(Outcome::COMMIT), 1, n);
                     }
                     for rows in (n..=n * (drafts + 1)).filter(|_| drafts > 0) {
                         expect(StepKind::decode(Outcome::OpenRows), rows, n);
@@ -303,10 +339,10 @@ mod tests {
     fn few_steps_are_the_largest() {
         for (is_coarse, drafts) in [(false, 0), (false, 8), (true, 0), (true, 3)] {
             let options = EngineOptions { drafts, ..options() };
-            let all = Buckets::new(&options, is_coarse, 4).list();
-            let largest =
-                Buckets::new(&EngineOptions { largest_steps: true, ..options }, is_coarse, 4).list();
-            assert!(largest.len() <= 8 && largest.contains(&all[0]), "{largest:?}");
+            let of = |options| Buckets { drafts_ahead: drafts == 8, ..Buckets::new(&options, is_coarse, 4) };
+            let all = of(options).list();
+            let largest = of(EngineOptions { largest_steps: true, ..options }).list();
+            assert!(largest.len() <= 10 && largest.contains(&all[0]), "{largest:?}");
             let holds =
                 |shape: &StepShape| largest.iter().any(|other| other == shape || is_larger(other, shape));
             assert!(all.iter().all(holds));

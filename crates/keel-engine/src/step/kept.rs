@@ -1,13 +1,16 @@
-//! Logits that the host reads while a later step runs.
+//! Logits and hidden states that the host reads while a later step runs.
 //!
 //! The next step overwrites the logits of a step. So where the host draws a token, the row's logits are copied to a
 //! place of their own, by a program that follows the step's.
 
 use keel_array::{Array, Category, DType, Regime, Runtime};
 
+use crate::options::EngineOptions;
+
 use super::StepShape;
 use super::buckets::Buckets;
-use super::results::read_settled_rows;
+use super::results::{append_with, read_settled_rows};
+use super::shape::HiddenPlace;
 use crate::Result;
 
 /// Rows of the kept logits: those of answers, then those of prompts.
@@ -52,5 +55,64 @@ impl KeptLogits {
     /// Copies kept row `row` of a regime. The step that kept it has ended; a later one may be under way.
     pub fn read(&self, regime: Regime, row: usize, values: &mut Vec<f32>) -> Result<()> {
         read_settled_rows(&self.logits, self.first(regime) + row, 1, values)
+    }
+}
+
+/// The hidden states after the last rows of the sequences of two steps, of answers and then of prompts. The MTP
+/// (multi-token-prediction) head runs these rows later.
+pub(super) struct KeptHidden {
+    /// 0, 1, 2 and so on, u32 `[sequences]`.
+    rows: Array,
+    /// f32 `[2 (sequences + prompts), hidden]`: those of one step, then those of the other.
+    hidden: Array,
+    sequences: usize,
+    prompts: usize,
+}
+
+impl KeptHidden {
+    pub fn allocate(
+        runtime: &Runtime,
+        buckets: &Buckets,
+        options: &EngineOptions,
+        width: usize,
+    ) -> Result<Option<KeptHidden>> {
+        if !buckets.drafts_ahead() {
+            return Ok(None);
+        }
+        let (sequences, prompts) = (options.sequences, buckets.prompts());
+        let rows = Array::persistent(runtime, Category::Staging, [sequences], DType::U32)?;
+        rows.write(&(0..sequences as u32).collect::<Vec<_>>())?;
+        let both = [2 * (sequences + prompts), width];
+        let hidden = Array::persistent(runtime, Category::Activations, both, DType::F32)?;
+        Ok(Some(KeptHidden { rows, hidden, sequences, prompts }))
+    }
+
+    fn first(&self, place: HiddenPlace, regime: Regime) -> usize {
+        let of_step = if place == HiddenPlace::First { 0 } else { self.sequences + self.prompts };
+        of_step + if regime == Regime::Decode { 0 } else { self.sequences }
+    }
+
+    /// What the program computes: rows of the hidden states of `answers` and of `prompts`, and where they go.
+    pub fn trace(&self, answers: &Array, prompts: &Array, place: HiddenPlace) -> Result<Vec<(Array, Array)>> {
+        let pair = |from: &Array, regime, count| -> Result<(Array, Array)> {
+            let to = self.hidden.entries(self.first(place, regime), count)?;
+            Ok((from.take(&self.rows.prefix(count)?)?, to))
+        };
+        Ok(vec![
+            pair(answers, Regime::Decode, self.sequences)?,
+            pair(prompts, Regime::Prefill, self.prompts)?,
+        ])
+    }
+
+    /// Copies the first `rows` rows of a step that has ended. A later one may be under way.
+    pub fn append(
+        &self,
+        place: HiddenPlace,
+        regime: Regime,
+        rows: usize,
+        values: &mut Vec<f32>,
+    ) -> Result<()> {
+        let first = self.first(place, regime);
+        append_with(Array::read_settled_bytes, &self.hidden, first..first + rows, values)
     }
 }

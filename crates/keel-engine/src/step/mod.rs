@@ -21,10 +21,10 @@ pub(crate) use filling::Filling;
 
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
-use kept::KeptLogits;
+use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_ids, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
-pub(crate) use shape::{Outcome, StepKind, StepShape};
+pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
 use sight::SightStaging;
 pub(crate) use staging::Rows;
 use staging::Staging;
@@ -43,6 +43,8 @@ pub(crate) struct Stepper {
     results: Results,
     /// Logits for the host, where it may read them while a later step runs.
     kept: Option<KeptLogits>,
+    /// Hidden states for the host in the same way, where sequences draft.
+    kept_hidden: Option<KeptHidden>,
     /// The device's layers among those of the cache.
     layers: Range<usize>,
     /// Whether sequences may draft.
@@ -66,7 +68,7 @@ impl Stepper {
         pages_per_sequence: usize,
     ) -> Result<Stepper> {
         let backend = runtime.backend();
-        let buckets = Buckets::new(options, backend.is_compiling(), options.host_rows(backend));
+        let buckets = Buckets::for_backend(options, backend);
         let sight =
             vision.map(|config| SightStaging::allocate(runtime, config, options, &buckets)).transpose()?;
         Ok(Stepper {
@@ -74,6 +76,7 @@ impl Stepper {
             sight,
             results: Results::allocate(runtime, model, options, &buckets)?,
             kept: KeptLogits::allocate(runtime, &buckets, model.config.vocab)?,
+            kept_hidden: KeptHidden::allocate(runtime, &buckets, options, model.config.hidden)?,
             buckets,
             layers,
             drafts: options.drafts > 0,
@@ -201,6 +204,8 @@ impl Stepper {
     pub fn row_log(&self, kind: StepKind) -> RowLog {
         match kind.outcome {
             _ if kind.regime == Regime::Prefill || !self.drafts => RowLog::None,
+            // No row is open before it, and it runs as fast as in an engine without drafts.
+            Outcome::Ahead => RowLog::None,
             Outcome::OpenRows | Outcome::LastLogits => RowLog::KeepOpen,
             _ => RowLog::Commit,
         }
@@ -284,6 +289,37 @@ impl Stepper {
         let not_planned =
             || EngineError::Option("no logits are kept for the host: steps do not run ahead".into());
         self.kept.as_ref().ok_or_else(not_planned)
+    }
+
+    /// Whether steps of an engine with drafts may run ahead.
+    pub fn keeps_hidden(&self) -> bool {
+        self.kept_hidden.is_some()
+    }
+
+    /// Keeps the hidden states of step number `step`, whose programs were submitted last. A token comes to the host once
+    /// more.
+    pub fn keep_hidden(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        step: u64,
+    ) -> Result<PendingRun> {
+        let shape = Buckets::keeping_hidden(HiddenPlace::of(step));
+        let drawn = self.drawn(shape.kind(), 1)?;
+        Ok(self.step(runtime, model, cache, shape)?.submit(&drawn))
+    }
+
+    /// Copies the hidden states that were kept of the first `rows` sequences of a regime in step number `step`.
+    pub fn append_kept_hidden(
+        &self,
+        step: u64,
+        regime: Regime,
+        rows: usize,
+        hidden: &mut Vec<f32>,
+    ) -> Result<()> {
+        let place = HiddenPlace::of(step);
+        self.kept_hidden.as_ref().map_or(Ok(()), |kept| kept.append(place, regime, rows, hidden))
     }
 
     /// Copies row `row` of the logits that were kept of a regime.

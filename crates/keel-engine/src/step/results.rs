@@ -123,7 +123,7 @@ pub(crate) fn append_rows(array: &Array, row: usize, rows: usize, values: &mut V
 }
 
 /// As [`append_rows`], with the given way to read bytes.
-fn append_with(
+pub(super) fn append_with(
     read: impl FnOnce(&Array, usize, &mut [u8]) -> keel_array::Result<()>,
     array: &Array,
     rows: Range<usize>,

@@ -3,6 +3,20 @@
 use keel_array::Regime;
 use keel_cache::Settled;
 
+/// Where the hidden states of a step are kept. Two steps may be under way, and take turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HiddenPlace {
+    First,
+    Second,
+}
+
+impl HiddenPlace {
+    /// The place for step number `step`.
+    pub fn of(step: u64) -> HiddenPlace {
+        if step.is_multiple_of(2) { HiddenPlace::First } else { HiddenPlace::Second }
+    }
+}
+
 /// The output of a step besides the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -10,9 +24,12 @@ pub(crate) enum Outcome {
     State,
     /// Logits of the last row of each sequence, and tokens drawn from them.
     LastLogits,
+    /// As [`Outcome::LastLogits`], for a step of answers that runs ahead where sequences draft. Its rows are committed at
+    /// once, so no row may be open. The hidden states of its rows stay for the MTP (multi-token-prediction) head.
+    Ahead,
     /// Hidden states of every row.
     Hidden,
-    /// Hidden states of the MTP (multi-token-prediction) head for every row.
+    /// Hidden states of the MTP head for every row.
     MtpHidden,
     /// Logits of rows of the hidden buffer.
     Head,
@@ -24,6 +41,8 @@ pub(crate) enum Outcome {
     HeadState,
     /// Rows of the logits of the step before, for the host.
     KeptLogits,
+    /// Hidden states of the step before, for the host.
+    KeptHidden(HiddenPlace),
     /// Commits accepted open rows and runs none. Those of some layers are committed already.
     Commit(Settled),
 }

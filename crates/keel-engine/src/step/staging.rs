@@ -188,7 +188,8 @@ impl Staging {
             table.extend(sequence.pages().iter().map(|page| page.0));
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
-        if (shape.regime, shape.outcome) == (Regime::Decode, Outcome::LastLogits) {
+        let is_pooled = matches!(shape.outcome, Outcome::LastLogits | Outcome::Ahead);
+        if shape.regime == Regime::Decode && is_pooled {
             self.for_pool(rows, shape, &mut filling);
         } else if !rows.iter().any(|row| row.is_drawn) {
             filling.add(&self.tokens, padded(tokens, shape.rows, 0));

@@ -35,7 +35,9 @@ impl Stepper {
         Ok(match shape.outcome {
             // Only the device with the output head has results.
             outcome if outcome.hands_on(model) => vec![self.trace_part(model, layers, shape, &context)?],
-            Outcome::State | Outcome::LastLogits => self.trace_last(model, layers, shape, &context)?,
+            Outcome::State | Outcome::LastLogits | Outcome::Ahead => {
+                self.trace_last(model, layers, shape, &context)?
+            }
             Outcome::Hidden => {
                 vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
             }
@@ -47,6 +49,10 @@ impl Stepper {
             Outcome::Head => {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
+            }
+            Outcome::KeptHidden(place) => {
+                let kept = self.kept_hidden.as_ref().ok_or(EngineError::NoMtpHead)?;
+                kept.trace(&self.results.draft()?.rows, &self.results.last_hidden, place)?
             }
             Outcome::KeptLogits => vec![self.kept()?.trace(&self.results.logits, shape)?],
             Outcome::OpenRows => {
@@ -111,7 +117,7 @@ impl Stepper {
         let hidden = model.hidden(&tokens, layers, context)?;
         let last = hidden.take(&last_rows)?;
         let mut pairs = Vec::new();
-        if shape.outcome == Outcome::LastLogits {
+        if shape.outcome != Outcome::State {
             let logits = model.logits(&last)?;
             let tokens = logits.sample(&self.staging.draws.prefix(shape.sequences)?)?;
             pairs.push((tokens, self.drawn(shape.kind(), shape.sequences)?));
@@ -123,7 +129,9 @@ impl Stepper {
             let drafts = trace_mtp(model, layers, &hidden, &next, context)?.take(&last_rows)?;
             pairs.push((drafts, self.results.draft()?.head.prefix(shape.sequences)?));
         }
-        if shape.regime == Regime::Prefill {
+        if shape.outcome == Outcome::Ahead {
+            pairs.push((last, self.results.draft()?.rows.prefix(shape.sequences)?));
+        } else if shape.regime == Regime::Prefill {
             pairs.push((last, self.results.last_hidden.prefix(shape.sequences)?));
             if self.results.keeps_rows {
                 pairs.push((hidden, self.results.hidden()?.prefix(shape.rows)?));

@@ -140,7 +140,7 @@ impl Answers {
     pub fn take(&mut self, engine: &mut Engine, sequences: &mut [SequenceCache]) -> Vec<u32> {
         let ticket = self.0.pop_front().expect("a step is under way");
         let drawn = engine.take(ticket).expect("runs").into_iter();
-        engine.note_decoded(&mut sequences.iter_mut().collect::<Vec<_>>());
+        sequences.iter_mut().for_each(|sequence| sequence.advance(1));
         drawn.map(|token| token.expect("it was drawn for")).collect()
     }
 }

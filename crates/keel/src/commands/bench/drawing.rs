@@ -89,7 +89,7 @@ pub fn run_ahead(
         }
         let Some(ticket) = under_way.pop_front() else { break };
         let drawn = engine.take(ticket)?;
-        engine.note_decoded(sequences);
+        sequences.iter_mut().for_each(|sequence| sequence.advance(1));
         take(&drawn.into_iter().flatten().collect::<Vec<u32>>());
     }
     Ok(())

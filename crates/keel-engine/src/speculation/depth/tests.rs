@@ -1,0 +1,153 @@
+use super::*;
+use crate::EngineOptions;
+
+/// A pass takes 1 ms, and 0.1 ms for each further row. A pass of the head takes 0.2 ms.
+fn costs() -> Costs {
+    let mut costs = Costs::default();
+    (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 + 1e-4 * (rows - 1) as f64));
+    costs.note_draft(1, 2e-4);
+    costs
+}
+
+/// Runs rounds in which `accepts` says how many drafts are accepted. Returns the drafts made and the seconds per
+/// token.
+fn run(control: &mut DepthControl, rounds: usize, accepts: impl Fn(usize) -> usize) -> (usize, f64) {
+    let costs = costs();
+    let (mut drafted, mut seconds, mut tokens) = (0, 0.0, 0);
+    for round in 0..rounds {
+        let depth = control.choose(&costs, 1, 8, 1);
+        let accepted = accepts(round).min(depth);
+        control.note(depth, accepted);
+        drafted += depth;
+        seconds += costs.round(1, depth);
+        tokens += accepted + 1;
+    }
+    (drafted, seconds / tokens as f64)
+}
+
+#[test]
+fn good_drafts_are_followed_deeply() {
+    let mut control = DepthControl::new(Depth::Auto, false);
+    run(&mut control, 100, |_| 8);
+    assert_eq!(control.choose(&costs(), 1, 8, 1), 8);
+    assert_eq!(control.choose(&costs(), 1, 3, 1), 3, "no deeper than there is room");
+}
+
+#[test]
+fn wrong_drafts_cost_little() {
+    let mut control = DepthControl::new(Depth::Auto, false);
+    let (drafted, seconds) = run(&mut control, 512, |_| 0);
+    assert!(seconds < 1e-3 / 0.98, "{seconds} s a token, 0.001 without speculation; {drafted} drafts");
+    assert!(drafted > 3, "it tries again");
+}
+
+#[test]
+fn it_comes_back_when_drafts_become_good() {
+    let mut control = DepthControl::new(Depth::Auto, false);
+    run(&mut control, 300, |_| 0);
+    assert_eq!(control.choose(&costs(), 1, 8, 1), 0);
+    run(&mut control, 600, |_| 8);
+    assert!(control.choose(&costs(), 1, 8, 1) >= 4);
+}
+
+#[test]
+fn expensive_rows_are_not_bought() {
+    let mut costs = Costs::default();
+    (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 * rows as f64));
+    costs.note_draft(1, 2e-4);
+    assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1), 0);
+    assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1), 3);
+}
+
+/// A plain step of 32 sequences took 4 ms with them and 3 ms without. Passes of the head and of more rows were run
+/// without a sequence alone.
+fn crowd(verify: f64) -> Costs {
+    let options = EngineOptions { sequences: 32, drafts: 3, ..EngineOptions::default() };
+    let mut costs = Costs::new(&Buckets::new(&options, true, 0));
+    let shape = |outcome, rows| StepShape {
+        regime: keel_array::Regime::Decode,
+        rows,
+        sequences: 32,
+        outcome,
+        sees: false,
+    };
+    costs.note_empty(&shape(Outcome::Ahead, 32), 3e-3);
+    costs.note_empty(&shape(Outcome::OpenRows, 32), 9e-3);
+    [64, 96, 128].iter().for_each(|&rows| costs.note_empty(&shape(Outcome::OpenRows, rows), verify));
+    costs.note_empty(&shape(Outcome::Draft, 32), 4e-4);
+    costs.note_pass(32, 32, 4e-3);
+    costs
+}
+
+#[test]
+fn depths_follow_from_passes_without_a_sequence_until_they_are_measured() {
+    let control = DepthControl::new(Depth::Auto, false);
+    // A draft that stays seven times in ten costs 0.4 ms, and 0.3 ms or 4 ms more for the pass.
+    assert_eq!(control.choose(&crowd(3.3e-3), 32, 3, 1), 1);
+    assert_eq!(control.choose(&crowd(7e-3), 32, 3, 1), 0);
+    assert!((crowd(7e-3).round(32, 1) - 8.4e-3).abs() < 1e-9);
+    // 27 sequences take the passes of 32.
+    assert_eq!(crowd(7e-3).round(27, 1), crowd(7e-3).round(32, 1));
+    let mut measured = crowd(7e-3);
+    measured.note_pass(64, 32, 4.5e-3);
+    assert_eq!(control.choose(&measured, 32, 3, 1), 1);
+}
+
+#[test]
+fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
+    let mut costs = costs();
+    (0..200).for_each(|_| costs.note_verify(1, 3e-3));
+    let mut control = DepthControl::new(Depth::Auto, false);
+    (0..20).for_each(|_| control.note(1, 0));
+    assert_eq!(control.choose(&costs, 1, 8, 1), 0);
+}
+
+#[test]
+fn a_depth_that_was_slow_at_first_is_tried_again() {
+    let mut costs = Costs::default();
+    [1e-3, 1.1e-3, 9e-3].iter().enumerate().for_each(|(i, &seconds)| costs.note_verify(i + 1, seconds));
+    costs.note_draft(1, 2e-4);
+    let mut control = DepthControl::new(Depth::Auto, false);
+    let mut depths = Vec::new();
+    for _ in 0..64 {
+        let depth = control.choose(&costs, 1, 8, 1);
+        costs.note_verify(depth + 1, 1e-3 + 1e-4 * depth as f64);
+        costs.note_round(depth == 0);
+        control.note(depth, depth);
+        depths.push(depth);
+    }
+    assert!(depths[..8].iter().all(|&depth| depth == 1), "three rows seem slow: {depths:?}");
+    assert!(depths[48..].iter().all(|&depth| depth >= 6), "they are not: {depths:?}");
+}
+
+#[test]
+fn a_disturbance_is_soon_forgotten() {
+    let mut costs = costs();
+    (0..200).for_each(|_| costs.note_verify(1, 3e-3));
+    assert!(costs.round(1, 0) > 2.9e-3);
+    costs.note_verify(2, 1.1e-3);
+    assert!(costs.round(1, 0) < 1.11e-3, "a pass of two rows took less");
+    (0..200).for_each(|_| costs.note_draft(1, 3e-3));
+    (0..5).for_each(|_| costs.note_draft(1, 2e-4));
+    assert!(costs.round(1, 1) < 1.11e-3 + 3e-4);
+}
+
+#[test]
+fn a_plain_round_is_measured_first() {
+    assert_eq!(DepthControl::new(Depth::Auto, false).choose(&Costs::default(), 1, 8, 1), 0);
+}
+
+#[test]
+fn a_repeatable_depth_follows_from_acceptance_alone() {
+    let mut expensive = Costs::default();
+    (1..=9).for_each(|rows| expensive.note_verify(rows, rows as f64));
+    for accepted in [0, 8] {
+        let mut control = DepthControl::new(Depth::Auto, true);
+        for _ in 0..200 {
+            let depth = control.choose(&costs(), 1, 8, 1);
+            assert_eq!(depth, control.choose(&expensive, 1, 8, 1));
+            control.note(depth, accepted.min(depth));
+        }
+        assert_eq!(control.choose(&expensive, 1, 8, 1), accepted);
+    }
+}
