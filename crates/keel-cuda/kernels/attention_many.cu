@@ -243,7 +243,7 @@ attention_many(
             __syncwarp();
             load(key_tile(stage), keys, ahead);
             if (at.key + CHUNK > item.first_position() + 1 || at.key + CHUNK > to || (WINDOW > 0 && at.key + WINDOW <= item.last_position()))
-                hide<2>(scores, item.start, first, at.key, to);
+                hide<2>(scores, item.start, first, at.key, to, Until{});
             float shrink[2];
             softmax.weigh<2>(scores, factor, shrink);
             shrink_sums(sums, shrink);

@@ -2,8 +2,8 @@
 // fast mode of attention.cu, with the same formula, operands, splits and merge kernel. Products take f16 and add up in
 // f32; q and the softmax's weights are rounded to f16, everything else is f32.
 //
-// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW. Of the decode
-// kernel:
+// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, of the prefill
+// kernel UNTIL. Of the decode kernel:
 //   WARPS      8; 4 if shared memory is short
 //   KV_STAGES  tiles of keys and of values that a warp has under way, 1
 //   EARLY=1    no kernel that may still run writes earlier steps' keys and values, row_start, position or table.
@@ -47,11 +47,16 @@ attention_prefill(
     const SequenceRows rows = rows_of(row_start, b, run);
     const u32 first_row = rows.first, pairs = rows.count * G, kv = blockIdx.x;
     const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b] + first_row - row_start[b];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
+    const u32 warp = threadIdx.x / 32, last_position = start + (first + count - 1) / G;
+#if UNTIL
+    const Until limits = {until + first_row, rows.count};
+#else
+    const Until limits = {};
+#endif
+    const uint2 last = last_seen(limits, start, first, count);
     u32 from, to;
     split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
-    visible_range(first_position, last_position, WINDOW, from, to);
+    visible_range(start + first / G, last.y, WINDOW, from, to);
     if (from >= to) return;
 
     auto load = [&](f16* tile, const kv_t* pool, u32 key) {
@@ -83,8 +88,8 @@ attention_prefill(
         __syncthreads();
         if (tile + BN < to) load(key_tile, keys, tile + BN);
         copy_commit();
-        if (tile + BN > first_position + 1 || tile + BN > to || (WINDOW > 0 && tile + WINDOW <= last_position))
-            hide<BN / 8>(scores, start, first + warp * 16, tile, to);
+        if (tile + BN > last.x + 1 || tile + BN > to || (WINDOW > 0 && tile + WINDOW <= last_position))
+            hide<BN / 8>(scores, start, first + warp * 16, tile, to, limits);
         float shrink[2];
         softmax.weigh<BN / 8>(scores, factor, shrink);
         shrink_sums(sums, shrink);
@@ -158,7 +163,7 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
         __syncwarp();
         load(key_tile(stage), keys, key + KV_STAGES * step);
         if (key + CHUNK > first_position + 1 || key + CHUNK > to || (WINDOW > 0 && key + WINDOW <= last_position))
-            hide<2>(scores, start, first, key, to);
+            hide<2>(scores, start, first, key, to, Until{});
         float shrink[2];
         softmax.weigh<2>(scores, factor, shrink);
         shrink_sums(sums, shrink);

@@ -5,7 +5,7 @@
 // cores multiply one tile's weights by its values, the scores of the next tile are turned into weights. Copies run one
 // tile further ahead. Shared memory holds two tiles of keys and two of values, in the panels of wgmma.cuh.
 //
-// Macros: H, KV, D (64, 128, 256), Q_STRIDE, WINDOW=0, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
+// Macros: H, KV, D (64, 128, 256), Q_STRIDE, WINDOW=0, UNTIL, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
 // Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes. Long blocks
 // start first.
 //
@@ -39,10 +39,16 @@ attention_prefill_wide(
     if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit)) return;
     const u32 first_row = row_start[b], pairs = (row_start[b + 1] - first_row) * G, kv = blockIdx.x;
     const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b];
-    const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
+    const u32 first_position = start + first / G;
+#if UNTIL
+    const Until limits = {until + first_row, pairs / G};
+#else
+    const Until limits = {};
+#endif
+    const uint2 last = last_seen(limits, start, first, count);
     u32 from, to;
     split_range(start, start + pairs / G, WINDOW, blockIdx.z, gridDim.z, by_position, from, to);
-    visible_range(first_position, last_position, WINDOW, from, to);
+    visible_range(first_position, last.y, WINDOW, from, to);
     if (from >= to) return;
 
     // Each thread copies the same 16 bytes of every ROW_STEP-th row of a tile. ROW_STEP is a multiple of 8, so these
@@ -111,7 +117,7 @@ attention_prefill_wide(
     float shrink[2];
     auto weigh = [&](u32 key) {
         settle(scores);
-        if (key + BN > first_position + 1) hide<BN / 8>(scores, start, first + m, key, to);
+        if (key + BN > last.x + 1) hide<BN / 8>(scores, start, first + m, key, to, limits);
         softmax.weigh<BN / 8>(scores, factor, shrink);
     };
     auto round_weights = [&] {

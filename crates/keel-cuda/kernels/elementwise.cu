@@ -1,7 +1,7 @@
 // Element-wise operations. The chain of float operations of one kernel is generated and takes the place of CHAIN:
 // a sequence of statements over v0, v1, ... (inputs) that ends by defining `result`.
 // Bytes moved: each input once, the output once; values between steps stay in registers.
-#include "common.cuh"
+#include "half.cuh"
 
 __device__ inline float f_max(float a, float b) { return a > b || a != a ? a : b; }
 __device__ inline float f_min(float a, float b) { return a < b || a != a ? a : b; }
@@ -9,7 +9,7 @@ __device__ inline float gelu_tanh(float x) {
     return x * sigmoid(2.0f * 0.7978846f * (x + 0.044715f * x * x * x));
 }
 
-#if defined(CHAIN)
+#if defined(CHAIN) && !defined(CHAIN_BY_FOUR)
 // ELEM: float, f16 or bf16. PARAMETERS: one pointer and one Strides for each input. LOADS: v0 = x0[s0.at(i)] and so on.
 extern "C" __global__ void chain(ELEM* y, u64 n PARAMETERS) {
     take_turn();
@@ -17,6 +17,33 @@ extern "C" __global__ void chain(ELEM* y, u64 n PARAMETERS) {
         LOADS
         CHAIN
         y[i] = From<ELEM>::f32(result);
+    }
+}
+#endif
+
+#if defined(CHAIN_BY_FOUR)
+// The chain over rows of `fours` * 4 f32, four columns a thread; `n` counts fours. PARAMETERS: a pointer for each input, and
+// the distance of its rows in fours, which is 0 for one row that meets all. LOADS: w0 = four values of the first input,
+// and so on. PICK: v0 = value j of w0, and so on. CHAIN_BY_FOUR=16: y has 16 bits, for products on tensor cores
+// (half.cuh).
+extern "C" __global__ void chain_by_four(void* y, u32 n, u32 fours PARAMETERS) {
+    take_turn();
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        const u32 row = i / fours, column = i - row * fours;
+        LOADS
+        float results[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            PICK
+            CHAIN
+            results[j] = result;
+        }
+        const float4 four = make_float4(results[0], results[1], results[2], results[3]);
+#if CHAIN_BY_FOUR == 16
+        put_four((u16*)y, row, 4 * fours, 4 * column, four);
+#else
+        ((float4*)y)[i] = four;
+#endif
     }
 }
 #endif

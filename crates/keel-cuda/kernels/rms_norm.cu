@@ -34,6 +34,25 @@ extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float
              make_float4(v.x * by * scale.x, v.y * by * scale.y, v.z * by * scale.z, v.w * by * scale.w));
 }
 
+// The layer norm, y = (x - mean) / sqrt(var + eps) * w + bias, in 16 bits; shapes as in rms_norm_half.
+extern "C" __global__ void layer_norm_half(const float* x, u64 stride, const float* w, const float* bias, u16* y, u32 width, float eps) {
+    take_turn();
+    __shared__ float shared[33];
+    const u32 fours = width / 4, i = threadIdx.x;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), scale = v, shift = v;
+    if (i < fours) {
+        v = *(const float4*)(x + blockIdx.x * stride + 4 * i);
+        scale = *(const float4*)(w + 4 * i), shift = *(const float4*)(bias + 4 * i);
+    }
+    const float mean = block_sum(v.x + v.y + v.z + v.w, shared) / (float)width;
+    if (i < fours) v = make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean);
+    const float by = inverse_rms(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))), width, eps, shared);
+    if (i >= fours) return;
+    put_four(y, blockIdx.x, width, 4 * i,
+             make_float4(fmaf(v.x * by, scale.x, shift.x), fmaf(v.y * by, scale.y, shift.y), fmaf(v.z * by, scale.z, shift.z),
+                         fmaf(v.w * by, scale.w, shift.w)));
+}
+
 // y = x * sigmoid(gate) in 16 bits for heads [rows, D]; with w, y = rms_norm(x) * w * silu(gate). One warp a head, four
 // columns a lane; D is a multiple of 4 and at most 512. gate has a stride from token to token and one from head to
 // head.

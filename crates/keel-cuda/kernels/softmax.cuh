@@ -1,8 +1,37 @@
 // The softmax of attention on tensor cores, on scores in the fragments of a product. A warp has 16 pairs of row and
 // head. A lane has two of them (lane / 4 and lane / 4 + 8) and two of every 8 keys. Macros: H, KV, D, G (heads of a
-// group), WINDOW.
+// group), WINDOW, UNTIL.
 #pragma once
 #include "paged.cuh"
+
+#ifndef UNTIL
+#define UNTIL 0
+#endif
+
+/// The last position that each row of a sequence sees, if it may be after the row's own (UNTIL=1, see attention.cu).
+struct Until {
+    const u32* rows;
+    u32 count;
+    /// For row `row`, which is at `position`. Rows beyond the sequence have none.
+    __device__ __forceinline__ u32 last(u32 row, u32 position) const {
+        return UNTIL ? max(position, rows[min(row, count - 1)]) : position;
+    }
+};
+
+/// The last position that every row of pairs first..first + count sees, and the last that any of them sees. Rows of the
+/// sequence are at positions from `start` on. All lanes of a warp call this.
+static __device__ __forceinline__ uint2 last_seen(const Until& until, u32 start, u32 first, u32 count) {
+    u32 every = start + first / G, any = start + (first + count - 1) / G;
+    if (UNTIL) {
+        every = 0xffffffff;
+        for (u32 row = first / G + threadIdx.x % 32; row <= (first + count - 1) / G; row += 32) {
+            const u32 last = min(until.last(row, start + row), start + until.count - 1);
+            every = min(every, last), any = max(any, last);
+        }
+        every = __reduce_min_sync(FULL_WARP, every), any = __reduce_max_sync(FULL_WARP, any);
+    }
+    return make_uint2(every, any);
+}
 
 /// A thread's state for two of its warp's 16 pairs (rows lane / 4 and lane / 4 + 8) while keys go by.
 struct Softmax {
@@ -63,11 +92,11 @@ template <int TILES> static __device__ __forceinline__ void shrink_sums(float (&
 
 /// Sets scores that a row may not see to -inf. Rows are pairs `pair` + lane / 4 and 8 further; keys begin at `key`.
 template <int TILES>
-static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start, u32 pair, u32 key, u32 to) {
+static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start, u32 pair, u32 key, u32 to, const Until& until) {
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        u32 at = start + (pair + lane / 4 + 8 * half) / G, end = min(at + 1, to);
+        u32 row = (pair + lane / 4 + 8 * half) / G, at = start + row, end = min(until.last(row, at) + 1, to);
         u32 begin = WINDOW > 0 && at + 1 > WINDOW ? at + 1 - WINDOW : 0;
 #pragma unroll
         for (int n = 0; n < TILES; n++) {

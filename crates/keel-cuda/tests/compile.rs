@@ -87,11 +87,32 @@ fn elementary(keys: &mut Keys) {
 fn rows(keys: &mut Keys) {
     keys.add(
         kernels::RMS_NORM,
-        &["rms_norm", "rms_norm_half", "gated_heads_half", "add_rms_norm", "gated_rms_norm"],
+        &[
+            "rms_norm",
+            "rms_norm_half",
+            "layer_norm_half",
+            "gated_heads_half",
+            "add_rms_norm",
+            "gated_rms_norm",
+        ],
         &[],
     );
     for half in [("HALF_BF16", "1"), ("HALF_PANEL", "64")] {
-        keys.add(kernels::RMS_NORM, &["rms_norm_half", "gated_heads_half"], &[half]);
+        keys.add(kernels::RMS_NORM, &["rms_norm_half", "layer_norm_half", "gated_heads_half"], &[half]);
+        let by_four = [
+            ("CHAIN_BY_FOUR", "16"),
+            ("PARAMETERS", ", const float4* x0, u32 s0"),
+            ("LOADS", "const float4 w0 = x0[(u64)row * s0 + column];"),
+            ("PICK", "const float v0 = (&w0.x)[j];"),
+            ("CHAIN", "const float result = gelu_tanh(v0);"),
+            half,
+        ];
+        keys.add(kernels::ELEMENTWISE, &["chain_by_four"], &by_four);
+        keys.add(
+            kernels::ELEMENTWISE,
+            &["chain_by_four"],
+            &[&[("CHAIN_BY_FOUR", "32")], &by_four[1..5]].concat(),
+        );
         keys.add(kernels::ACTIVATION, &["swiglu_half"], &[half]);
     }
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
@@ -275,6 +296,8 @@ fn attention(keys: &mut Keys) {
         keys.add(kernels::ATTENTION, &["attention"], &[&defines[..], &strides, &[("UNTIL", "1")]].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
+        let until = [&tensor[..], &[("UNTIL", "1")]].concat();
+        keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill"], &until);
         let early = [("KV_STAGES", "2"), ("EARLY", "1")];
         keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
         let (stages, blocks) = if d == "256" { ("1", "1") } else { ("3", "2") };
@@ -300,6 +323,8 @@ fn attention(keys: &mut Keys) {
             ("SPLIT_STEP", columns),
         ];
         keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
+        let until = [&defines[..], &[("UNTIL", "1")]].concat();
+        keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &until);
     }
 }
 

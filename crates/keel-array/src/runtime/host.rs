@@ -1,5 +1,7 @@
 //! Bytes between the host and arrays.
 
+use bytemuck::NoUninit;
+
 use crate::array::{Array, Storage};
 use crate::backend::MemoryAt;
 use crate::error::expect_shape;
@@ -7,12 +9,13 @@ use crate::ledger::Category;
 use crate::program::Binding;
 use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
 
+// Arrays hold little-endian elements, and the host's values are copied as they are.
+const _: () = assert!(cfg!(target_endian = "little"));
+
 /// A host type that stands for a dtype.
-pub trait Element: Copy + Default + 'static {
+pub trait Element: NoUninit + Default {
     /// The dtype.
     const DTYPE: DType;
-    /// Writes the little-endian bytes, as many as the dtype's size.
-    fn put(self, bytes: &mut [u8]);
     /// From little-endian bytes of the dtype's size.
     fn get(bytes: &[u8]) -> Self;
 }
@@ -20,10 +23,6 @@ pub trait Element: Copy + Default + 'static {
 macro_rules! element {
     ($($t:ty => $dtype:ident),*) => { $(impl Element for $t {
         const DTYPE: DType = DType::$dtype;
-        #[inline]
-        fn put(self, bytes: &mut [u8]) {
-            bytes.copy_from_slice(&self.to_le_bytes());
-        }
         fn get(bytes: &[u8]) -> Self {
             bytes.try_into().map(<$t>::from_le_bytes).unwrap_or_default()
         }
@@ -34,9 +33,6 @@ element!(u8 => U8, u32 => U32, i32 => I32, i64 => I64, half::f16 => F16, half::b
 
 impl Element for bool {
     const DTYPE: DType = DType::Bool;
-    fn put(self, bytes: &mut [u8]) {
-        bytes.fill(u8::from(self));
-    }
     fn get(bytes: &[u8]) -> bool {
         bytes.first().is_some_and(|&b| b != 0)
     }
@@ -127,10 +123,7 @@ impl Array {
                 got: self.dtype(),
             });
         }
-        let mut bytes = vec![0; size_of_val(values)];
-        // The compiler knows the size of a chunk, and turns this loop into one copy.
-        bytes.chunks_exact_mut(size_of::<T>()).zip(values).for_each(|(bytes, value)| value.put(bytes));
-        self.write_bytes(0, &bytes)
+        self.write_bytes(0, bytemuck::cast_slice(values))
     }
 
     /// Overwrites bytes of evaluated, contiguous storage.

@@ -130,10 +130,13 @@ pub(super) fn append_with(
     values: &mut Vec<f32>,
 ) -> Result<()> {
     let row_bytes = array.bytes() / array.shape()[0];
-    let mut bytes = vec![0; rows.len() * row_bytes];
-    read(array, rows.start * row_bytes, &mut bytes)?;
-    values.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
-    Ok(())
+    let before = values.len();
+    values.resize(before + rows.len() * row_bytes / size_of::<f32>(), 0.0);
+    let outcome = read(array, rows.start * row_bytes, bytemuck::cast_slice_mut(&mut values[before..]));
+    if outcome.is_err() {
+        values.truncate(before);
+    }
+    Ok(outcome?)
 }
 
 /// Replaces `values` by `rows` rows of a buffer, from row `row` on.

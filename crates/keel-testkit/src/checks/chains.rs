@@ -134,6 +134,7 @@ fn rows_rounded_for_products(runtime: &Runtime) {
         let k = heads * size;
         for (coding, weight) in codings(runtime, &mut random, N, k) {
             let (w, of_head) = (draw(runtime, &mut random, &[k]), draw(runtime, &mut random, &[size]));
+            let bias = draw(runtime, &mut random, &[k]);
             for rows in [17, 33, 130, 300, 1040]
                 .into_iter()
                 .filter(|rows| is_mine(&("rounded", &coding, heads, rows)))
@@ -144,6 +145,12 @@ fn rows_rounded_for_products(runtime: &Runtime) {
                 let as_heads = |first: usize| part(first)?.reshape([rows, heads, size]);
                 expect_same(&format!("norm of {what}"), &|step| {
                     step(step(part(0)?.add(&part(k)?)?).rms_norm(&w, EPS)?).linear(&weight)
+                });
+                expect_same(&format!("layer norm of {what}"), &|step| {
+                    step(step(part(0)?.add(&part(k)?)?).layer_norm(&w, &bias, EPS)?).linear(&weight)
+                });
+                expect_same(&format!("chain of {what}"), &|step| {
+                    step(step(part(k)?.add(&bias)?.gelu_tanh()?).mul(&part(0)?)?).linear(&weight)
                 });
                 expect_same(&format!("SwiGLU of {what}"), &|step| {
                     step(step(wide.add(&wide)?).swiglu()?).linear(&weight)

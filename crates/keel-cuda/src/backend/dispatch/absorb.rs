@@ -3,17 +3,18 @@
 //! | reader | producers |
 //! |---|---|
 //! | product of few rows | a norm, the gated norm of heads, or a gate before it |
-//! | product of many rows | the same or SwiGLU, where x is rounded to 16 bits |
+//! | product of many rows | the same, a layer norm, SwiGLU or an element-wise chain, where x is rounded to 16 bits |
 //! | SwiGLU | a product of few rows |
 //! | combination of experts | the down projections of few rows, of the chosen and of the shared expert |
 //! | choice of experts, combination | a copy of logits, or of a gate, from strides |
 //! | rotation, gate | a copy of heads from strides |
 //! | attention in decode | the rotations of queries and keys |
 
+use super::elementwise::runs_by_four;
 use super::linear::{self, combination};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
-use keel_array::{DType, Kernel, Layout, Op, Regime, Slot, WeightSpec};
+use keel_array::{DType, Kernel, Layout, Op, Operand, Regime, Slot, WeightSpec};
 
 /// Widest head that a product absorbs: one warp must have all tiles of a head.
 const HEAD_MAX: usize = 512;
@@ -113,11 +114,17 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
         && x.layout.offset.is_multiple_of(4)
         && matches!(x.slot, Slot::Temp(_));
     let fits = match producer.op {
-        Op::SwiGlu => producer.absorbed.is_empty(),
-        Op::RmsNorm { .. } => weight.cols <= 4 * 1024,
+        Op::SwiGlu => aligned && producer.absorbed.is_empty(),
+        Op::RmsNorm { .. } | Op::LayerNorm { .. } => aligned && weight.cols <= 4 * 1024,
+        Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
+            // What is large is an intermediate; what all rows share is a parameter.
+            let known =
+                |input: &Operand| matches!(input.slot, Slot::Temp(_)) || input.layout.row_stride(1).is_none();
+            producer.absorbed.is_empty() && runs_by_four(producer) && producer.inputs.iter().all(known)
+        }
         _ => false,
     };
-    aligned && fits && producer.outputs[0].layout.shape.last() == Some(&weight.cols)
+    fits && producer.outputs[0].layout.shape.last() == Some(&weight.cols)
 }
 
 fn copies_rows(producer: &Kernel) -> bool {

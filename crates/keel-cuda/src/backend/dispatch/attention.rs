@@ -187,6 +187,7 @@ impl<'a> Task<'a> {
             .define("KV_BITS", self.coded_bits())
             .define("WINDOW", self.spec.window.unwrap_or(0))
             .define("RUNS", u8::from(self.runs() > 1))
+            .define("UNTIL", u8::from(self.until().is_some()))
     }
 
     /// The last position that each row sees, if it may be after the row's own.
@@ -317,7 +318,6 @@ impl<'a> Task<'a> {
         let takes = self.call.gpu.has_wgmma()
             && self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype == DType::F16
-            && self.until().is_none()
             && (self.spec.regime, self.spec.window) == (Regime::Prefill, None);
         match self.size {
             64 | 128 if takes => Some(128),
@@ -358,7 +358,6 @@ impl<'a> Task<'a> {
         let line = self.size + 8;
         let tensor = self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype != DType::F32
-            && self.until().is_none()
             && self.size.is_multiple_of(16);
         let shared_max = self.call.gpu.device.shared_bytes_max;
         if let Some(keys) = self.wide_keys() {
@@ -378,7 +377,8 @@ impl<'a> Task<'a> {
             };
             return (self.key(ATTENTION_TENSOR, "attention_prefill"), geometry);
         }
-        if let Some(walk) = self.walk(shares).filter(|_| tensor) {
+        let decodes = tensor && self.until().is_none();
+        if let Some(walk) = self.walk(shares).filter(|_| decodes) {
             let geometry = Geometry {
                 grid: (walk.blocks * self.call.gpu.device.multiprocessors, 1, 1),
                 block: (32 * walk.warps, 1, 1),
@@ -398,7 +398,7 @@ impl<'a> Task<'a> {
         let several = few && self.pages * AttentionSpec::PAGE > shares * 8 * TILE;
         let cuts = [(8, 2), (8, 1), (4, 1)].into_iter().filter(|&(_, stages)| several || stages == 1);
         let cut = cuts.into_iter().find(|&(warps, stages)| decode_bytes(warps, stages) <= shared_max);
-        if let (true, Regime::Decode, Some((warps, stages))) = (tensor, self.spec.regime, cut) {
+        if let (true, Regime::Decode, Some((warps, stages))) = (decodes, self.spec.regime, cut) {
             // One tile holds the pairs of any sequence if it holds those of all.
             let single = self.rows * group <= TILE;
             let units = if single { self.sequences } else { tiles(TILE) };
@@ -416,6 +416,6 @@ impl<'a> Task<'a> {
             block: (128, 1, 1),
             shared_bytes: size_of::<f32>() * (48 * self.size + 688),
         };
-        (self.key(ATTENTION, "attention").define("UNTIL", u8::from(self.until().is_some())), geometry)
+        (self.key(ATTENTION, "attention"), geometry)
     }
 }

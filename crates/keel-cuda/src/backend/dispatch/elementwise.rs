@@ -1,10 +1,11 @@
 //! Element-wise operations: float chains as generated code, everything else by type.
 
-use super::{Call, Geometry};
+use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::operand::{bits_type, c_type};
 use crate::driver::Arguments;
 use crate::kernels::{ELEMENTWISE, KernelKey};
-use keel_array::{ArrayError, Binary, FusedStep, Op, Source, Unary};
+use keel_array::{ArrayError, Binary, DType, FusedStep, Kernel, Layout, Op, Source, Unary};
+use std::borrow::Cow;
 use std::fmt::Write;
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -21,15 +22,13 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             let arguments = (0..3).fold(Arguments::default(), |a, i| operand(a, call, i));
             call.launch(&key, Geometry::elements(y.len()), arguments.pointer(y.address).u64(y.len()))
         }
-        Op::Unary(op) if float => chain(&[FusedStep::Unary(*op, Source::Input(0))], call),
+        _ if float && chain_steps(&call.kernel.op).is_some() => chain(call),
         Op::Unary(op) => integer(integer_unary(*op), call, 0),
         Op::Binary(op) if compares(*op) && float => {
             let key = key("compare").define("COMPARE", 1).define("ELEM", c_type(x.dtype));
             two_operands(key.define("EXPRESSION", binary(*op)), call, 1)
         }
-        Op::Binary(op) if float => chain(&[FusedStep::Binary(*op, Source::Input(0), Source::Input(1))], call),
         Op::Binary(op) => integer(integer_binary(*op), call, 1),
-        Op::Fused(fused) => chain(&fused.steps, call),
         op => unreachable!("{} is not element-wise", op.name()),
     }
 }
@@ -58,16 +57,109 @@ fn two_operands(key: KernelKey, call: &Call<'_>, second: usize) -> Result<(), Ar
     call.launch(&key, Geometry::elements(y.len()), arguments.pointer(y.address).u64(y.len()))
 }
 
-fn chain(steps: &[FusedStep], call: &Call<'_>) -> Result<(), ArrayError> {
+/// The steps of an operation on floats that generated code computes, element by element.
+fn chain_steps(op: &Op) -> Option<Cow<'_, [FusedStep]>> {
+    match op {
+        Op::Unary(op) => Some(vec![FusedStep::Unary(*op, Source::Input(0))].into()),
+        Op::Binary(op) if !compares(*op) => {
+            Some(vec![FusedStep::Binary(*op, Source::Input(0), Source::Input(1))].into())
+        }
+        Op::Fused(fused) => Some((&fused.steps[..]).into()),
+        _ => None,
+    }
+}
+
+/// How far apart the rows of a chain's input are that is read four columns at a time.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RowStep {
+    /// In units of four columns; 0 if one row meets every row.
+    Fours(usize),
+    /// One value meets every element.
+    OneValue,
+}
+
+fn row_step(input: &Layout) -> Option<RowStep> {
+    let rank = input.shape.rank();
+    let stretched = |axes: usize| input.strides[..axes].iter().all(|&stride| stride == 0);
+    if stretched(rank) {
+        return Some(RowStep::OneValue);
+    }
+    let elements = match input.row_stride(1) {
+        None if input.strides.last() == Some(&1) && stretched(rank - 1) => 0,
+        stride => stride?,
+    };
+    (elements.is_multiple_of(4) && input.offset.is_multiple_of(4)).then_some(RowStep::Fours(elements / 4))
+}
+
+/// Whether a chain may run four columns at a time, if its operands begin at multiples of 16 bytes.
+pub(super) fn runs_by_four(kernel: &Kernel) -> bool {
+    let y = &kernel.outputs[0];
+    chain_steps(&kernel.op).is_some()
+        && kernel.inputs.iter().chain([y]).all(|operand| operand.dtype == DType::F32)
+        && kernel.inputs.iter().all(|input| row_step(&input.layout).is_some())
+        && y.layout.is_contiguous()
+        && y.layout.shape.last().is_some_and(|width| width.is_multiple_of(4))
+        && u32::try_from(y.layout.shape.elements() / 4).is_ok()
+}
+
+/// A chain four columns at a time, to f32 or, with the form of `half.cuh`, to 16 bits.
+pub(super) fn chain_by_four(
+    chain: &BoundKernel<'_>,
+    to: u64,
+    half: Option<(&'static str, usize)>,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let y = &chain.kernel.outputs[0].layout;
+    let (mut parameters, mut loads, mut pick) = (String::new(), String::new(), String::new());
+    let (fours, width) = (y.shape.elements() / 4, y.shape.last().copied().unwrap_or(1));
+    let mut arguments = Arguments::default().pointer(to).u32(fours).u32(width / 4);
+    for (i, input) in chain.inputs.iter().enumerate() {
+        let (load, step) = match row_step(input.layout) {
+            Some(RowStep::Fours(step)) => (format!("x{i}[(u64)row * s{i} + column]"), step),
+            Some(RowStep::OneValue) => (format!("make_float4(x{i}->x, x{i}->x, x{i}->x, x{i}->x)"), 0),
+            None => unreachable!("the chain runs by four"),
+        };
+        // Writing to a String cannot fail.
+        let _ = write!(parameters, ", const float4* x{i}, u32 s{i}");
+        let _ = write!(loads, "const float4 w{i} = {load}; ");
+        let _ = write!(pick, "const float v{i} = (&w{i}.x)[j]; ");
+        arguments = arguments.pointer(input.address).u32(step);
+    }
+    let key = key("chain_by_four")
+        .define("CHAIN_BY_FOUR", if half.is_some() { 16 } else { 32 })
+        .define("PARAMETERS", parameters)
+        .define("LOADS", loads)
+        .define("PICK", pick)
+        .define("CHAIN", chain_body(&chain.kernel.op));
+    let key = half.map_or(key.clone(), |(form, value)| key.define(form, value));
+    call.launch(&key, Geometry::elements(fours), arguments)
+}
+
+fn chain(call: &Call<'_>) -> Result<(), ArrayError> {
     let y = &call.outputs[0];
-    let (mut parameters, mut loads, mut body) = (String::new(), String::new(), String::new());
+    let aligned = |operand: &Bound<'_>| operand.address.is_multiple_of(16);
+    if runs_by_four(call.kernel) && call.inputs.iter().chain([y]).all(aligned) {
+        return chain_by_four(&call.bound, y.address, None, call);
+    }
+    let (mut parameters, mut loads) = (String::new(), String::new());
     let mut arguments = Arguments::default().pointer(y.address).u64(y.len());
     for i in 0..call.inputs.len() {
-        // Writing to a String cannot fail.
         let _ = write!(parameters, ", const ELEM* x{i}, Strides s{i}");
         let _ = write!(loads, "const float v{i} = to_f32(x{i}[s{i}.at(i)]); ");
         arguments = operand(arguments, call, i);
     }
+    let key = key("chain")
+        .define("ELEM", c_type(y.dtype))
+        .define("PARAMETERS", parameters)
+        .define("LOADS", loads)
+        .define("CHAIN", chain_body(&call.kernel.op));
+    call.launch(&key, Geometry::elements(y.len()), arguments)
+}
+
+/// Statements over the inputs v0, v1, ... that define `result`.
+fn chain_body(op: &Op) -> String {
+    let Some(steps) = chain_steps(op) else { unreachable!("{} is no chain", op.name()) };
+    let mut body = String::new();
     for (n, step) in steps.iter().enumerate() {
         let statement = match *step {
             FusedStep::Unary(op, a) => format!("const float a = {}; t{n} = {};", value(a), unary(op)),
@@ -78,12 +170,7 @@ fn chain(steps: &[FusedStep], call: &Call<'_>) -> Result<(), ArrayError> {
         let _ = write!(body, "float t{n}; {{ {statement} }} ");
     }
     let _ = write!(body, "const float result = t{};", steps.len() - 1);
-    let key = key("chain")
-        .define("ELEM", c_type(y.dtype))
-        .define("PARAMETERS", parameters)
-        .define("LOADS", loads)
-        .define("CHAIN", body);
-    call.launch(&key, Geometry::elements(y.len()), arguments)
+    body
 }
 
 fn value(source: Source) -> String {

@@ -5,12 +5,13 @@ use super::blas::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
-use keel_array::{Compute, Kernel, Regime, WeightSpec};
+use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 
 /// Rows up to which widening the weight in registers, again for each 128 rows, is faster than widening it once in
-/// memory for cuBLASLt: in f16, and with prompts in 8-bit floats.
-const PANEL_ROWS_MAX: usize = 1024;
-const PANEL_ROWS_MAX_OF_8_BITS: usize = 256;
+/// memory for cuBLASLt: affine weights of 4 bits, other codings, and with prompts in 8-bit floats.
+const PANEL_ROWS_MAX_OF_4_BITS: usize = 1024;
+const PANEL_ROWS_MAX: usize = 512;
+const PANEL_ROWS_MAX_WITH_PROMPTS_8: usize = 256;
 
 /// The quantity that selects the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +74,11 @@ pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: b
 }
 
 fn panel_rows_max(weight: &WeightSpec) -> usize {
-    if weight.compute == Compute::Prompts8 { PANEL_ROWS_MAX_OF_8_BITS } else { PANEL_ROWS_MAX }
+    match (weight.compute, weight.format) {
+        (Compute::Prompts8, _) => PANEL_ROWS_MAX_WITH_PROMPTS_8,
+        (_, WeightFormat::Affine { bits: 4, .. }) => PANEL_ROWS_MAX_OF_4_BITS,
+        _ => PANEL_ROWS_MAX,
+    }
 }
 
 /// Whether x is needed in 16 bits alone: every device multiplies it in 16 bits, and cuBLASLt, if it does so, surely
@@ -118,7 +123,7 @@ pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keel_array::{BlockFormat, DType, WeightFormat};
+    use keel_array::{BlockFormat, DType};
 
     fn weights() -> Vec<WeightSpec> {
         let formats = [
@@ -178,9 +183,16 @@ mod tests {
             ways,
             [Way::FewRows, Way::Panels { .. }, Way::Panels { .. }, Way::Blas { in_blocks: false }]
         ));
-        let of_8_bits = WeightSpec { compute: Compute::Prompts8, ..weight };
-        assert!(matches!(way(&of_8_bits, 256, Choice::Rows, true), Way::Panels { .. }));
-        assert_eq!(way(&of_8_bits, 257, Choice::Rows, true), Way::Blas { in_blocks: false });
+        let with_prompts_8 = WeightSpec { compute: Compute::Prompts8, ..weight };
+        let in_blocks = WeightSpec { format: WeightFormat::Blocks(BlockFormat::Q4K), ..weight };
+        for (other, most) in [(with_prompts_8, 256), (in_blocks, 512)] {
+            assert!(matches!(way(&other, most, Choice::Rows, true), Way::Panels { .. }), "{other:?}");
+            assert_eq!(
+                way(&other, most + 1, Choice::Rows, true),
+                Way::Blas { in_blocks: false },
+                "{other:?}"
+            );
+        }
         let wide = WeightSpec { compute: Compute::Bf16, ..weight };
         assert!(matches!(way(&wide, 1, Choice::Rows, true), Way::Panels { .. }), "x never in 8 bits");
     }

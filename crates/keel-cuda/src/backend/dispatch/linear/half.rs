@@ -1,7 +1,7 @@
 //! x in 16 bits for products on tensor cores. The kernel that rounds x also computes what comes before: a norm, the
-//! gated norm of heads, a gate, or SwiGLU.
+//! layer norm, the gated norm of heads, a gate, SwiGLU, or a chain of element-wise operations.
 
-use super::super::{Bound, BoundKernel, Call, Geometry};
+use super::super::{Bound, BoundKernel, Call, Geometry, elementwise};
 use crate::driver::Arguments;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, Source};
 use keel_array::{ArrayError, Op, WeightSpec};
@@ -45,8 +45,18 @@ pub(super) fn absorbed_to_half(
             let block = (weight.cols / 4).next_multiple_of(32);
             call.launch(&key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
         }
+        Op::LayerNorm { eps } => {
+            let [norm, bias] = [1, 2].map(|i| maker.inputs[i].address);
+            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
+            let arguments = arguments.pointer(bias).pointer(to).u32(weight.cols).f32(eps.get());
+            let block = (weight.cols / 4).next_multiple_of(32);
+            call.launch(&key(RMS_NORM, "layer_norm_half"), Geometry::rows(rows, block), arguments)
+        }
         Op::GatedRmsNorm { eps } => heads(maker.strided(2), maker.inputs[1].address, eps.get()),
         Op::SigmoidGate => heads(maker.strided(1), 0, 0.0),
+        Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
+            elementwise::chain_by_four(maker, to, Some(form), call)
+        }
         ref op => unreachable!("{} is not absorbed by a product of many rows", op.name()),
     }
 }
