@@ -61,11 +61,8 @@ impl SpeculateArgs {
         self.speculate != Speculate::Auto || self.speculate_optimistic
     }
 
-    /// The speculation options for a checkpoint; `None` means no speculation. On a GPU `auto` means off, for two
-    /// reasons:
-    ///
-    /// - Steps of an engine that can draft take a tenth longer.
-    /// - Speculative rounds do not run ahead of the host. A model whose drafts fail would pay for that.
+    /// The speculation options for a checkpoint; `None` means no speculation. On a GPU `auto` means off: what steps lose
+    /// there where every draft is wrong was not measured.
     ///
     /// # Errors
     /// Drafts are requested but there is no MTP head, or optimism is requested without drafts.
