@@ -4,15 +4,14 @@
 mod common;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, finish_from, run, step};
 use common::queueing::{queueing, waiting_and_queueing};
 use common::{demo, engine, fixture};
 use keel_array::Runtime;
-use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, Constraint};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
 
 fn models() -> Vec<PathBuf> {
@@ -388,72 +387,6 @@ fn a_step_that_fails_ends_nobody_it_need_not() {
                 }
             }
             assert!(batcher.status().failed_steps > 0);
-            assert_all_is_back(&mut batcher);
-        }
-    }
-}
-
-/// Allows every token but one, and says whether its mask is ready.
-struct Late {
-    is_ready: Arc<AtomicBool>,
-    was_early: Arc<AtomicBool>,
-}
-
-impl Constraint for Late {
-    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
-        self.was_early.fetch_or(!self.is_ready.load(Ordering::Relaxed), Ordering::Relaxed);
-        logits[7] = f32::NEG_INFINITY;
-        Ok(())
-    }
-
-    fn is_ready(&mut self) -> bool {
-        self.is_ready.load(Ordering::Relaxed)
-    }
-
-    fn accept(&mut self, _token: u32) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn is_complete(&self) -> bool {
-        false
-    }
-}
-
-#[test]
-fn a_sequence_that_waits_for_its_mask_waits_alone() {
-    // A runtime has one engine.
-    let queued = waiting_and_queueing().into_iter().map(|(_, queueing)| (queueing, 0));
-    let waited = [0, 2]
-        .into_iter()
-        .flat_map(|drafts| waiting_and_queueing().into_iter().map(move |(waiting, _)| (waiting, drafts)));
-    for (runtime, drafts) in queued.chain(waited) {
-        {
-            let mut batcher = drafting(&demo(), &runtime, drafts);
-            let (is_ready, was_early) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicBool::new(false)));
-            let late = || {
-                let (is_ready, was_early) = (Arc::clone(&is_ready), Arc::clone(&was_early));
-                let constraint: Box<dyn Constraint> = Box::new(Late { is_ready, was_early });
-                BatchRequest { constraint: Some(constraint), ..request(0, Vec::new()) }
-            };
-            let whole = run(&mut batcher, vec![late()]).remove(0);
-            let now = Instant::now();
-            let mut outcomes = vec![Outcome::default(), Outcome::default()];
-            batcher.submit(late(), now).expect("accepted");
-            batcher.submit(BatchRequest { id: 1, ..request(2, Vec::new()) }, now).expect("accepted");
-            while outcomes[0].tokens.is_empty() {
-                step(&mut batcher, now, &mut outcomes);
-            }
-            is_ready.store(false, Ordering::Relaxed);
-            // A row that was submitted before may still come.
-            (0..4).for_each(|_| step(&mut batcher, now, &mut outcomes));
-            let [held, before] = [0, 1].map(|id| outcomes[id].tokens.len());
-            (0..8).for_each(|_| step(&mut batcher, now, &mut outcomes));
-            assert_eq!(outcomes[0].tokens.len(), held, "it sits out of the steps");
-            assert!(held <= 2 && outcomes[1].tokens.len() >= before + 7, "the other one goes on");
-            is_ready.store(true, Ordering::Relaxed);
-            let outcomes = finish_from(&mut batcher, outcomes);
-            assert_eq!((&outcomes[0].tokens, outcomes[0].finish), (&whole.tokens, whole.finish));
-            assert!(!was_early.load(Ordering::Relaxed), "no mask was asked for before it was ready");
             assert_all_is_back(&mut batcher);
         }
     }

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::batching::{Outcome, assert_all_is_back, finish, prompt, run};
+use common::batching::{Outcome, assert_all_is_back, finish, finish_from, prompt, run, step};
 use common::{HYBRID, PLAIN, decoded, demo, engine, expect_same_state, fixture, runtime};
 use keel_array::{ArrayError, Backend, Category, KvFormat, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 
@@ -119,6 +119,55 @@ fn crowd(batcher: &mut Batcher, count: usize, now: Instant) {
         batcher.step(now);
     }
     panic!("nobody was parked: {:?}", batcher.status());
+}
+
+/// Its mask is not there at one position until it is told.
+struct Stops {
+    at: usize,
+    taken: usize,
+    goes_on: Arc<AtomicBool>,
+}
+
+impl Constraint for Stops {
+    fn mask(&mut self, _logits: &mut [f32]) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn is_ready(&mut self, _patience: Duration) -> bool {
+        self.taken != self.at || self.goes_on.load(Ordering::Relaxed)
+    }
+
+    fn accept(&mut self, _token: u32) -> Result<(), String> {
+        self.taken += 1;
+        Ok(())
+    }
+
+    fn is_complete(&self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn nobody_is_parked_for_a_sequence_that_waits_for_its_mask() {
+    let mut batcher = Batcher::new(engine(&fixture("qwen3_5"), &runtime(2), options()), batch());
+    let goes_on = Arc::new(AtomicBool::new(false));
+    // With 313 tokens it needs a third page.
+    let stops = Stops { at: 313, taken: 0, goes_on: Arc::clone(&goes_on) };
+    let now = Instant::now();
+    for (id, constraint) in [(0, Some(Box::new(stops) as Box<dyn Constraint>)), (1, None)] {
+        let request = BatchRequest::new(id, prompt("qwen3_5", id as u32, 200), 500);
+        batcher.submit(BatchRequest { constraint, ..request }, now).expect("it fits alone");
+    }
+    let mut outcomes = vec![Outcome::default(), Outcome::default()];
+    while outcomes[1].finish.is_none() {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    assert_eq!(outcomes[0].tokens.len(), 313, "it waits");
+    assert_eq!(batcher.status().parking.times, 0, "the other one has all the pages that it needs");
+    goes_on.store(true, Ordering::Relaxed);
+    let outcomes = finish_from(&mut batcher, outcomes);
+    assert_eq!(outcomes[0].tokens.len(), 500);
+    assert_all_is_back(&mut batcher);
 }
 
 #[test]

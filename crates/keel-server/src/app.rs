@@ -175,11 +175,11 @@ impl App {
     }
 
     /// Compiles the grammar of a request once, for all of its answers.
-    async fn compile(self: &Arc<Self>, grammar: Option<Grammar>) -> Result<Option<Compiled>> {
-        let Some(grammar) = grammar else { return Ok(None) };
+    async fn compile(self: &Arc<Self>, grammar: Option<Grammar>, answers: usize) -> Result<Vec<Compiled>> {
+        let Some(grammar) = grammar else { return Ok(Vec::new()) };
         let app = Arc::clone(self);
-        let compile = move || app.text.grammars.compile(&grammar);
-        self.works.grammar(self.options.grammar_time, compile).await.map(Some)
+        let compile = move || app.text.grammars.compile(&grammar, answers);
+        self.works.grammar(self.options.grammar_time, compile).await
     }
 
     /// Starts the answers and waits until they run. `endpoint` is the path of the request. An error ends all answers of
@@ -215,12 +215,12 @@ impl App {
         }
         // This check is first, so that a request that can never run is neither compiled nor copied.
         let max_tokens = self.max_tokens(&ask)?;
-        let grammar = self.compile(ask.grammar.take()).await?;
+        let mut grammars = self.compile(ask.grammar.take(), ask.choices).await?.into_iter();
         let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         for choice in 0..ask.choices {
-            let constraint =
-                grammar.clone().map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
+            let grammar = grammars.next();
+            let constraint = grammar.map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
             let request = BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },

@@ -1,13 +1,13 @@
 //! Uses grammars as constraints in a batch.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use keel_engine::batch::Constraint;
 use keel_text::{AnswerForm, GrammarMask, GrammarSource, GrammarState, TextError, TextFiles, Tokenizer};
 
 use crate::error::Result;
-use crate::mask_ahead::MaskAhead;
+use crate::mask_ahead::{Computed, MaskAhead};
 
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,14 +28,15 @@ impl GrammarFactory {
         }
     }
 
-    /// Compiles a grammar, and computes its first mask. This may take long.
-    pub fn compile(&self, grammar: &Grammar) -> Result<Compiled> {
+    /// Compiles a grammar for a number of answers, and computes its first mask. This may take long. The answers share no
+    /// tables.
+    pub fn compile(&self, grammar: &Grammar, answers: usize) -> Result<Vec<Compiled>> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
-        let mut state = factory.start(&grammar.0)?;
-        let start = Instant::now();
-        let first = Arc::new(state.allowed()?);
-        Ok(Compiled { state, first, took: start.elapsed() })
+        let Computed { state, mask, took } = Computed::of(factory.start(&grammar.0)?);
+        let compiled = Compiled { state, first: Arc::new(mask?), took };
+        // The last of them is the original.
+        Ok(std::iter::repeat_n(compiled, answers).collect())
     }
 
     /// A constraint for one answer.
@@ -80,8 +81,8 @@ impl Constraint for Masked {
         }
     }
 
-    fn is_ready(&mut self) -> bool {
-        self.waits_for().is_some() || self.masks.is_ready()
+    fn is_ready(&mut self, patience: Duration) -> bool {
+        self.waits_for().is_some() || self.masks.is_ready(patience)
     }
 
     fn accept(&mut self, token: u32) -> Result<(), String> {
@@ -99,9 +100,8 @@ impl Constraint for Masked {
         self.waits_for().is_none() && self.masks.is_complete()
     }
 
-    /// Drafts need masks in the middle of a step.
     fn can_roll_back(&self) -> bool {
-        !self.masks.is_slow()
+        self.waits_for().is_some() || self.masks.is_quick()
     }
 
     fn rollback(&mut self, tokens: usize) -> Result<(), String> {

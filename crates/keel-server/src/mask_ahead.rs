@@ -1,17 +1,25 @@
-//! The masks of a grammar, computed on a thread of the answer where they take long.
+//! The masks of a grammar, computed on a thread of the answer.
 //!
-//! Most masks take microseconds and are computed when they are needed. Once one has taken long, the rest of the answer's
-//! are computed ahead: the tokens that a grammar allows do not depend on logits. An answer whose mask is not there yet
-//! sits out of the step, so the others go on. Answers to one prompt share the grammar's tables and wait for each other.
+//! The tokens that a grammar allows do not depend on logits, so a mask is computed before the step that needs it. A step
+//! waits for masks a moment, because most take microseconds. An answer whose mask is not there then sits out, so the
+//! others go on. After a mask that took long, no step waits for the answer any more.
+//!
+//! Drafts need masks in the middle of a step. An answer drafts once its masks are known to be quick, and these masks are
+//! computed within the step. After a slow one it drafts no more. So an answer holds up others for one slow mask at most,
+//! and without drafts for none.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use keel_text::{GrammarMask, GrammarState};
+use keel_text::{GrammarMask, GrammarState, MaskCanceller, TextError};
 
 /// A mask that takes longer is slow. So are all after it.
 const SLOW: Duration = Duration::from_millis(5);
+/// Masks are known to be quick after this number of them, if none was slow.
+const KNOWN: u32 = 4;
+/// Positions whose masks are kept for drafts that are taken back and chosen.
+const KEPT: usize = 16;
 
 type Mask = Result<Arc<GrammarMask>, String>;
 
@@ -19,31 +27,83 @@ type Mask = Result<Arc<GrammarMask>, String>;
 pub(crate) struct MaskAhead {
     /// `None` while the thread has it, and after the thread has lost it.
     state: Option<GrammarState>,
-    mask: Option<Mask>,
+    masks: Masks,
     /// Whether a mask has taken long.
     is_slow: bool,
+    /// Number of masks so far, up to [`KNOWN`].
+    known: u32,
     is_complete: bool,
     /// Made when the first mask is computed ahead.
     thread: Option<MaskThread>,
+    canceller: MaskCanceller,
 }
 
-/// A thread that computes masks. It ends when this is dropped.
+/// The masks along the last tokens, and along tokens that were taken back.
+#[derive(Default)]
+struct Masks {
+    /// Those of the kept positions; `None` where a mask is not known.
+    masks: Vec<Option<Mask>>,
+    /// The tokens between these positions.
+    tokens: Vec<u32>,
+    /// The current position.
+    at: usize,
+}
+
+impl Masks {
+    fn starting_with(mask: Mask) -> Masks {
+        Masks { masks: vec![Some(mask)], tokens: Vec::new(), at: 0 }
+    }
+
+    fn here(&self) -> Option<&Mask> {
+        self.masks[self.at].as_ref()
+    }
+
+    fn set(&mut self, mask: Mask) {
+        self.masks[self.at] = Some(mask);
+    }
+
+    fn accept(&mut self, token: u32) {
+        if self.tokens.get(self.at) != Some(&token) {
+            self.tokens.truncate(self.at);
+            self.masks.truncate(self.at + 1);
+            self.tokens.push(token);
+            self.masks.push(None);
+        }
+        self.at += 1;
+        if self.at > KEPT {
+            self.tokens.remove(0);
+            self.masks.remove(0);
+            self.at -= 1;
+        }
+    }
+
+    fn rollback(&mut self, tokens: usize) {
+        match self.at.checked_sub(tokens) {
+            Some(at) => self.at = at,
+            // Nothing is known so far back.
+            None => *self = Masks { masks: vec![None], ..Masks::default() },
+        }
+    }
+}
+
+/// A thread that computes masks. It ends when this is dropped, after the mask that it is computing.
 struct MaskThread {
     states: Sender<GrammarState>,
     masks: Receiver<Computed>,
 }
 
-/// A mask that a thread has computed.
-struct Computed {
-    state: GrammarState,
-    mask: Mask,
-    took: Duration,
+/// A mask that was computed.
+pub(crate) struct Computed {
+    pub state: GrammarState,
+    pub mask: Result<GrammarMask, TextError>,
+    pub took: Duration,
 }
 
 impl Computed {
-    fn of(mut state: GrammarState) -> Computed {
+    /// Computes the mask of a state.
+    pub fn of(mut state: GrammarState) -> Computed {
         let start = Instant::now();
-        let mask = state.allowed().map(Arc::new).map_err(|error| error.to_string());
+        let mask = state.allowed();
         Computed { state, mask, took: start.elapsed() }
     }
 }
@@ -64,42 +124,58 @@ impl MaskThread {
     }
 }
 
+impl Drop for MaskAhead {
+    fn drop(&mut self) {
+        if self.state.is_none() {
+            self.canceller.cancel();
+        }
+    }
+}
+
 impl MaskAhead {
     /// At the start of a grammar, whose mask is known and took as long as `took`.
     pub fn new(state: GrammarState, first: Arc<GrammarMask>, took: Duration) -> MaskAhead {
-        let (is_complete, is_slow) = (state.is_complete(), took > SLOW);
-        MaskAhead { state: Some(state), mask: Some(Ok(first)), is_slow, is_complete, thread: None }
+        MaskAhead {
+            canceller: state.canceller(),
+            is_complete: state.is_complete(),
+            state: Some(state),
+            masks: Masks::starting_with(Ok(first)),
+            is_slow: took > SLOW,
+            known: 1,
+            thread: None,
+        }
     }
 
-    /// Whether a step need not wait for the mask. If it has to, the mask is being computed.
-    pub fn is_ready(&mut self) -> bool {
-        if self.mask.is_some() || !self.is_slow {
+    /// Whether the mask is there. If not, it is being computed. Waits for a mask that is not known to be slow.
+    pub fn is_ready(&mut self, patience: Duration) -> bool {
+        if self.masks.here().is_some() {
             return true;
         }
         self.begin();
-        let Some(thread) = self.thread.as_ref().filter(|_| self.mask.is_none()) else { return true };
-        match thread.masks.try_recv() {
+        let Some(thread) = self.thread.as_ref().filter(|_| self.masks.here().is_none()) else { return true };
+        let patience = if self.is_slow { Duration::ZERO } else { patience };
+        match thread.masks.recv_timeout(patience) {
             Ok(computed) => self.keep(computed),
-            Err(TryRecvError::Empty) => {}
-            Err(TryRecvError::Disconnected) => self.lose(),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => self.lose(),
         }
-        self.mask.is_some()
+        self.masks.here().is_some()
     }
 
-    /// Whether masks take so long that none should be computed within a step.
-    pub fn is_slow(&self) -> bool {
-        self.is_slow
+    /// Whether masks are likely to be so quick that they may be computed within a step.
+    pub fn is_quick(&self) -> bool {
+        !self.is_slow && self.known >= KNOWN
     }
 
     /// Sets the logits of tokens that may not come to negative infinity.
     pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), String> {
-        if self.mask.is_none() {
+        if self.masks.here().is_none() {
             self.settle();
         }
-        if let Some(state) = self.state.take_if(|_| self.mask.is_none()) {
+        if let Some(state) = self.state.take_if(|_| self.masks.here().is_none()) {
             self.keep(Computed::of(state));
         }
-        match &self.mask {
+        match self.masks.here() {
             Some(Ok(mask)) => mask.apply(logits),
             Some(Err(reason)) => return Err(reason.clone()),
             None => return Err(LOST.into()),
@@ -109,12 +185,19 @@ impl MaskAhead {
 
     /// Takes the token that was drawn.
     pub fn accept(&mut self, token: u32) -> Result<(), String> {
-        self.change(|state| state.accept(token).map_err(|error| error.to_string()))
+        self.change(|state| state.accept(token))?;
+        self.masks.accept(token);
+        Ok(())
     }
 
     /// Takes back the last tokens.
     pub fn rollback(&mut self, tokens: usize) -> Result<(), String> {
-        self.change(|state| state.rollback(tokens).map_err(|error| error.to_string()))
+        if tokens == 0 {
+            return Ok(());
+        }
+        self.change(|state| state.rollback(tokens))?;
+        self.masks.rollback(tokens);
+        Ok(())
     }
 
     /// Whether the grammar allows no further token.
@@ -151,21 +234,26 @@ impl MaskAhead {
     fn keep(&mut self, computed: Computed) {
         let Computed { state, mask, took } = computed;
         self.state = Some(state);
-        self.mask = Some(mask);
+        self.masks.set(mask.map(Arc::new).map_err(|error| error.to_string()));
         self.is_slow |= took > SLOW;
+        self.known = (self.known + 1).min(KNOWN);
     }
 
     /// The thread has ended with the state.
     fn lose(&mut self) {
-        self.mask.get_or_insert(Err(LOST.into()));
+        if self.masks.here().is_none() {
+            self.masks.set(Err(LOST.into()));
+        }
     }
 
     /// Waits for a mask that is being computed.
-    fn change(&mut self, change: impl FnOnce(&mut GrammarState) -> Result<(), String>) -> Result<(), String> {
+    fn change(
+        &mut self,
+        change: impl FnOnce(&mut GrammarState) -> Result<(), TextError>,
+    ) -> Result<(), String> {
         self.settle();
         let state = self.state.as_mut().ok_or(LOST)?;
-        self.mask = None;
-        change(state)?;
+        change(state).map_err(|error| error.to_string())?;
         self.is_complete = state.is_complete();
         Ok(())
     }
@@ -174,69 +262,4 @@ impl MaskAhead {
 const LOST: &str = "the thread that computes the grammar's masks has ended";
 
 #[cfg(test)]
-mod tests {
-    use keel_text::{GrammarFactory, GrammarSource, TextFiles, Tokenizer};
-
-    use super::*;
-
-    fn start(grammar: &str, took: Duration) -> (GrammarState, MaskAhead, usize) {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-        let files = TextFiles::read(&folder).expect("there");
-        let tokenizer = Tokenizer::new(&files).expect("sound");
-        let factory = GrammarFactory::new(&files, &tokenizer).expect("it takes grammars");
-        let mut state = factory.start(&GrammarSource::Regex(grammar.into())).expect("sound");
-        let first = state.allowed().expect("bounded");
-        let vocab = tokenizer.vocab_size();
-        (state.clone(), MaskAhead::new(state, Arc::new(first), took), vocab)
-    }
-
-    fn allowed(mask: impl FnOnce(&mut [f32]) -> Result<(), String>, vocab: usize) -> Vec<u32> {
-        let mut logits = vec![0.0; vocab];
-        mask(&mut logits).expect("bounded");
-        (0..vocab as u32).filter(|&id| logits[id as usize] == 0.0).collect()
-    }
-
-    #[test]
-    fn masks_are_those_that_the_grammar_gives_and_can_be_taken_back() {
-        for took in [Duration::ZERO, 2 * SLOW] {
-            let (mut state, mut ahead, vocab) = start("[a-c]{1,4}x(y|z){2}", took);
-            for step in 0..12 {
-                // Some masks are waited for, some are needed at once.
-                while step % 3 != 0 && !ahead.is_ready() {}
-                let want = allowed(|logits| state.mask(logits).map_err(|e| e.to_string()), vocab);
-                assert_eq!(allowed(|logits| ahead.apply(logits), vocab), want, "step {step}");
-                let Some(&token) = want.get(step % want.len()) else { break };
-                state.accept(token).expect("allowed");
-                ahead.accept(token).expect("allowed");
-                assert_eq!(ahead.is_complete(), state.is_complete());
-                if ahead.is_complete() {
-                    break;
-                }
-                if step % 4 == 1 {
-                    // Also while a thread has it.
-                    ahead.is_ready();
-                    ahead.rollback(1).expect("accepted");
-                    state.rollback(1).expect("accepted");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn after_a_slow_mask_all_are_computed_on_a_thread() {
-        let (mut state, mut ahead, vocab) = start("[a-c]{1,4}x(y|z){2}", Duration::ZERO);
-        let token = allowed(|logits| state.mask(logits).map_err(|e| e.to_string()), vocab)[0];
-        ahead.accept(token).expect("allowed");
-        assert!(ahead.is_ready() && ahead.thread.is_none(), "a fast one is computed when it is needed");
-        let state = ahead.state.take().expect("no thread has it");
-        let mask = Err("a step has waited for it".into());
-        ahead.keep(Computed { state, mask, took: 2 * SLOW });
-        for _ in 0..2 {
-            ahead.rollback(0).expect("nothing is taken back");
-            ahead.is_ready();
-            assert!(ahead.thread.is_some() && ahead.is_slow());
-            while !ahead.is_ready() {}
-            assert!(matches!(&ahead.mask, Some(Ok(_))));
-        }
-    }
-}
+mod tests;

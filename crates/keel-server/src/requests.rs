@@ -82,7 +82,8 @@ fn prepare(ask: &Ask, text: &ModelText, vocab: usize) -> Result<()> {
     let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();
     let mut sampler = Sampler::new(ask.sampler.clone(), &known)?;
     let Some(grammar) = &ask.grammar else { return Ok(()) };
-    let mut constraint = text.grammars.constraint(text.grammars.compile(grammar)?, &ask.form);
+    let Some(compiled) = text.grammars.compile(grammar, 1)?.pop() else { return Ok(()) };
+    let mut constraint = text.grammars.constraint(compiled, &ask.form);
     for _ in 0..DRAWN {
         let mut logits = vec![0.0; vocab];
         if constraint.is_complete() || constraint.mask(&mut logits).is_err() {

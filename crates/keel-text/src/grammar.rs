@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie};
-use llguidance::{Matcher, ParserFactory};
+use llguidance::{CancellationHandle, Matcher, ParserFactory};
 use serde_json::{Map, Value, json};
 
 use crate::guard::{guarded, guarded_on_stack};
@@ -22,6 +22,11 @@ const LEXER_FUEL: u64 = 1_000_000;
 const LEXER_STATES: usize = 50_000;
 /// Bound on the symbols in a grammar's rules. The largest published schemas have 200,000.
 const GRAMMAR_SYMBOLS: usize = 250_000;
+
+/// Bound on the work for the regular expressions of one mask, at 14,000 units per millisecond.
+const MASK_FUEL: u64 = 200_000;
+/// Bound on the parser's items for one mask, at 20,000 per millisecond. With [`MASK_FUEL`] a mask takes some 20 ms at most.
+const MASK_ITEMS: usize = 50_000;
 
 /// The form that an output must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -131,6 +136,8 @@ impl GrammarFactory {
             let limits = factory.quiet().limits_mut();
             limits.verbose_errors = false;
             limits.initial_lexer_fuel = LEXER_FUEL;
+            limits.step_lexer_fuel = MASK_FUEL;
+            limits.step_max_items = MASK_ITEMS;
             limits.max_lexer_states = LEXER_STATES;
             limits.max_grammar_size = GRAMMAR_SYMBOLS;
             Ok(GrammarFactory(factory))
@@ -148,7 +155,7 @@ impl GrammarFactory {
             return Err(TextError::Grammar { reason });
         }
         guarded_on_stack("compile a grammar", COMPILING_STACK_BYTES, || {
-            let matcher = Matcher::new(self.0.create_parser(source.to_grammar()));
+            let matcher = Matcher::new(self.0.create_parser(source.to_grammar())).into_cancellable();
             match matcher.get_error() {
                 Some(reason) => Err(TextError::Grammar { reason }),
                 None => Ok(GrammarState(matcher)),
@@ -157,11 +164,32 @@ impl GrammarFactory {
     }
 }
 
-/// A position within a grammar. A clone advances independently, and is much cheaper than compiling again.
-#[derive(Clone)]
+/// A position within a grammar.
 pub struct GrammarState(Matcher);
 
+/// A clone shares no tables with the original, so neither waits for the other. It takes less time than compiling again.
+impl Clone for GrammarState {
+    fn clone(&self) -> GrammarState {
+        GrammarState(self.0.deep_clone())
+    }
+}
+
+/// Ends the work on a mask of one [`GrammarState`], from any thread.
+pub struct MaskCanceller(Option<CancellationHandle>);
+
+impl MaskCanceller {
+    /// A mask that is being computed fails soon, as does everything that is asked of the state from now on.
+    pub fn cancel(&self) {
+        self.0.iter().for_each(CancellationHandle::cancel);
+    }
+}
+
 impl GrammarState {
+    /// Ends the work of this state. Its clones go on.
+    pub fn canceller(&self) -> MaskCanceller {
+        MaskCanceller(self.0.cancellation_handle())
+    }
+
     /// Sets the logit of a token to negative infinity if the grammar does not allow the token next.
     ///
     /// # Errors

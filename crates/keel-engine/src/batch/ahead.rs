@@ -212,7 +212,7 @@ impl Batcher {
             let by_host = draws && !running.draws_ahead();
             Part { id: running.id, rows, is_prompt, draws, by_host, saved: None }
         };
-        self.running.iter_mut().filter(|running| running.is_answering()).for_each(Running::ask_mask);
+        self.ask_masks(Running::is_answering);
         let goes_on = |(_, running): &(usize, &Running)| {
             running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
         };

@@ -1,7 +1,9 @@
 //! A step of answers that is waited for: a token each, or a round where the engine drafts.
 
+use std::time::{Duration, Instant};
+
 use super::sequence::{Drawn, Running};
-use super::{Batcher, members};
+use super::{Batcher, MASK_PATIENCE, members};
 use crate::speculation::{Round, RoundSequence};
 use crate::{Engine, Result};
 
@@ -11,11 +13,14 @@ impl Batcher {
         self.run_outgrown_again();
         let drafts = self.engine.options().drafts;
         let pages = |batch: &Batcher, i: usize| {
-            if batch.running[i].is_decoding() { batch.pages_for(i, drafts + 1) } else { 0 }
+            let running = &batch.running[i];
+            let takes_part = running.is_decoding() && !running.awaits_mask;
+            if takes_part { batch.pages_for(i, drafts + 1) } else { 0 }
         };
+        // Asked first, so that nobody is parked for pages that this step does not use.
+        self.ask_masks(Running::is_decoding);
         let holds = self.make_way(pages);
         self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
-        self.running.iter_mut().filter(|running| running.is_decoding()).for_each(Running::ask_mask);
         let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
         if rows.is_empty() {
             return;
@@ -31,6 +36,17 @@ impl Batcher {
             }
         }
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
+    }
+
+    /// Finds out which of these sequences have to wait for their masks. All masks are begun before the first is waited for.
+    pub(super) fn ask_masks(&mut self, of: impl Fn(&Running) -> bool) {
+        let until = Instant::now() + MASK_PATIENCE;
+        let mut asked: Vec<&mut Running> = self.running.iter_mut().filter(|running| of(running)).collect();
+        asked.iter_mut().for_each(|running| running.ask_mask(Duration::ZERO));
+        asked.retain(|running| running.awaits_mask);
+        for running in asked {
+            running.ask_mask(until.saturating_duration_since(Instant::now()));
+        }
     }
 
     /// Runs answers that outgrow their rotary frequencies again as prompts.

@@ -48,6 +48,9 @@ use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
+/// Longest time that a step waits for the masks of all its sequences.
+const MASK_PATIENCE: Duration = Duration::from_millis(1);
+
 /// Pause between two looks for a mask where nothing else can run.
 const MASK_POLL: Duration = Duration::from_millis(1);
 
@@ -267,6 +270,7 @@ impl Batcher {
         self.expire(now);
         self.bring_back();
         self.let_in(now);
+        let pieces = self.look_pieces;
         self.look();
         self.catch_up();
         if self.goes_ahead() {
@@ -279,7 +283,7 @@ impl Batcher {
         }
         self.end_refused();
         self.turn = self.turn.wrapping_add(1);
-        let has_run = !self.events.is_empty() || !self.pending.is_empty();
+        let has_run = !self.events.is_empty() || !self.pending.is_empty() || self.look_pieces > pieces;
         if !has_run && self.running.iter().any(|running| running.awaits_mask) {
             std::thread::sleep(MASK_POLL);
         }

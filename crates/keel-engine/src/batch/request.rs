@@ -18,9 +18,10 @@ pub trait Constraint: Send {
     /// A sentence for the user; the request fails with it.
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
 
-    /// Whether [`Constraint::mask`] takes no time. It is asked before each step of the sequence after its first token.
-    /// If not, the sequence sits out of the step and others go on.
-    fn is_ready(&mut self) -> bool {
+    /// Whether [`Constraint::mask`] takes no time. It is asked before each step of the sequence after its first token, and
+    /// may wait for `patience` if it is likely to be ready then. If it is not, the sequence sits out of the step and
+    /// others go on.
+    fn is_ready(&mut self, _patience: Duration) -> bool {
         true
     }
 
@@ -33,7 +34,8 @@ pub trait Constraint: Send {
     /// Whether nothing may follow.
     fn is_complete(&self) -> bool;
 
-    /// Whether [`Constraint::rollback`] works. Without it a sequence does not draft.
+    /// Whether [`Constraint::rollback`] works and masks take no time. Without it a sequence does not draft: drafts need
+    /// masks in the middle of a step. It may change with each token and mask.
     fn can_roll_back(&self) -> bool {
         false
     }

@@ -1,7 +1,7 @@
 //! One running sequence of a batch.
 
 use std::borrow::Cow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use keel_array::AttentionSpec;
 use keel_array::sampling::Draw;
@@ -162,9 +162,9 @@ impl Running {
         self.is_decoding() && !self.holds && !self.awaits_mask
     }
 
-    /// Asks its constraint whether it is ready for the next token.
-    pub fn ask_mask(&mut self) {
-        self.awaits_mask = !self.chooser.is_ready();
+    /// Asks its constraint whether it is ready for the next token, which may take `patience`.
+    pub fn ask_mask(&mut self, patience: Duration) {
+        self.awaits_mask = !self.chooser.is_ready(patience);
     }
 
     /// The rest of its prompt.

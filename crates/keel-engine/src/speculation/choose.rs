@@ -6,6 +6,7 @@
 //! A greedy distribution has one token, so a draft stays if it is the model's token.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use keel_array::sampling::Draw;
 
@@ -25,6 +26,11 @@ pub struct Choice {
 pub trait Chooser {
     /// Whether it can draft now.
     fn can_draft(&self) -> bool {
+        true
+    }
+
+    /// Whether it can choose another token of the round without a wait. If not, the round ends before that token.
+    fn can_go_on(&mut self) -> bool {
         true
     }
 
@@ -129,9 +135,9 @@ impl SamplerChooser {
         std::mem::take(&mut self.logprobs)
     }
 
-    /// Whether the constraint can be applied without a wait.
-    pub(crate) fn is_ready(&mut self) -> bool {
-        self.constraint.as_mut().is_none_or(|constraint| constraint.is_ready())
+    /// Whether the constraint can be applied without a wait, or after one of at most `patience`.
+    pub(crate) fn is_ready(&mut self, patience: Duration) -> bool {
+        self.constraint.as_mut().is_none_or(|constraint| constraint.is_ready(patience))
     }
 
     fn process(&mut self, logits: &mut [f32]) -> Result<()> {
@@ -215,6 +221,11 @@ impl Constraint for Broken {
 impl Chooser for SamplerChooser {
     fn can_draft(&self) -> bool {
         self.drafts && self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
+    }
+
+    fn can_go_on(&mut self) -> bool {
+        let constraint = self.constraint.as_mut();
+        constraint.is_none_or(|constraint| constraint.can_roll_back() || constraint.is_ready(Duration::ZERO))
     }
 
     fn draws_ahead(&self) -> bool {

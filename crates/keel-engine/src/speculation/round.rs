@@ -276,6 +276,10 @@ impl Engine {
         let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic);
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
         for i in 0..=drafts.len() {
+            if i > 0 && !sequence.chooser.can_go_on() {
+                // The last token equals its draft, and counts as if none had been made there.
+                break;
+            }
             let draft = drafts.get(i).copied();
             let choice = match draft {
                 Some(draft) if optimistic => sequence.chooser.take(draft),
