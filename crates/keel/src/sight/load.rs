@@ -7,8 +7,7 @@ use anyhow::{Context, Result, bail};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use keel_vision::{DecodeLimits, Picture, decode};
-
-use crate::input;
+use keel_weights::open_regular;
 
 /// The location of a picture.
 pub enum Origin {
@@ -56,8 +55,9 @@ pub fn with_bytes<T>(origin: &Origin, most: usize, read: impl FnOnce(&[u8]) -> R
         Origin::File(path) => {
             let shown = path.display();
             let mut bytes = Vec::new();
-            input::open(path)?
-                .take(most as u64 + 1)
+            // It is read more than once, which a pipe does not allow.
+            let file = open_regular(path).with_context(|| format!("cannot read {shown}"))?;
+            file.take(most as u64 + 1)
                 .read_to_end(&mut bytes)
                 .with_context(|| format!("cannot read {shown}"))?;
             read(&bytes).with_context(|| shown.to_string())

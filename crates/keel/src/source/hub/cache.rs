@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
+use keel_weights::read_regular;
 use serde_json::Value;
 
 use crate::input;
@@ -265,7 +266,7 @@ fn is_checkpoint(folder: &Path) -> bool {
     if folder.join("model.safetensors").is_file() {
         return true;
     }
-    let index = input::bytes_of(&folder.join("model.safetensors.index.json"), INDEX_BYTES_MAX).ok();
+    let index = read_regular(&folder.join("model.safetensors.index.json"), INDEX_BYTES_MAX).ok();
     let index: Option<Value> = index.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let shards = index.as_ref().and_then(|index| index["weight_map"].as_object());
     shards.is_some_and(|map| map.values().all(|file| file.as_str().is_some_and(|f| folder.join(f).is_file())))
@@ -279,7 +280,7 @@ fn gguf_files(folder: &Path) -> Vec<String> {
 }
 
 fn read_ref(path: &Path) -> Option<String> {
-    let text = input::text_of(path, input::SETTINGS_BYTES_MAX).ok()?;
+    let text = String::from_utf8(read_regular(path, input::SETTINGS_BYTES_MAX).ok()?).ok()?;
     Some(text.trim().to_string()).filter(|commit| is_commit(commit))
 }
 

@@ -1,8 +1,10 @@
 //! Settings for the hub, from the same environment variables as its other clients.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
+use keel_weights::read_regular;
 
 use crate::input;
 
@@ -28,7 +30,13 @@ impl Settings {
     /// # Errors
     /// A variable is invalid, or no variable determines the folder of models.
     pub fn from_env() -> Result<Settings> {
-        Settings::read(&|name| std::env::var_os(name).and_then(|value| value.into_string().ok()))
+        // The token may be in a pipe, which can be read once.
+        static SETTINGS: OnceLock<Settings> = OnceLock::new();
+        if let Some(settings) = SETTINGS.get() {
+            return Ok(settings.clone());
+        }
+        let read = Settings::read(&|name| std::env::var_os(name).and_then(|value| value.into_string().ok()))?;
+        Ok(SETTINGS.get_or_init(|| read).clone())
     }
 
     fn read(variable: &dyn Fn(&str) -> Option<String>) -> Result<Settings> {
@@ -47,12 +55,15 @@ impl Settings {
         let Some(cache) = cache else {
             bail!("no folder for models is known: set HF_HOME or HOME");
         };
-        let in_file = || {
-            let path = variable("HF_TOKEN_PATH").map(PathBuf::from).or(home.map(|home| home.join("token")))?;
-            let token = input::text_of(&path, input::SETTINGS_BYTES_MAX).ok()?;
-            Some(token.trim().to_string())
+        let token = match (variable("HF_TOKEN"), variable("HF_TOKEN_PATH"), home) {
+            (Some(token), ..) => Some(token),
+            (None, Some(path), _) => token_of(Path::new(&path))?,
+            (None, None, Some(home)) => read_regular(&home.join("token"), input::SETTINGS_BYTES_MAX)
+                .ok()
+                .and_then(|token| String::from_utf8(token).ok()),
+            (None, None, None) => None,
         };
-        let token = variable("HF_TOKEN").or_else(in_file).filter(|token| !token.is_empty());
+        let token = token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty());
         if token.as_ref().is_some_and(|token| !token.chars().all(|c| c.is_ascii_graphic())) {
             bail!("HF_TOKEN holds characters that no token has");
         }
@@ -60,6 +71,14 @@ impl Settings {
             .is_some_and(|value| ["1", "true", "yes", "on"].contains(&value.to_ascii_lowercase().as_str()));
         Ok(Settings { endpoint: endpoint.trim_end_matches('/').into(), token, offline, cache })
     }
+}
+
+/// The token in the file or pipe that `HF_TOKEN_PATH` names. There is none before the first login of another client.
+fn token_of(path: &Path) -> Result<Option<String>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    input::text_of(path, input::SETTINGS_BYTES_MAX).context("HF_TOKEN_PATH").map(Some)
 }
 
 /// The folder of models, for reports.
@@ -112,5 +131,26 @@ mod tests {
         std::fs::write(home.path().join("token"), "hf_of_login\n").expect("writable");
         let settings = read(&[("HF_HOME", home.path().to_str().expect("UTF-8"))]).expect("enough");
         assert_eq!(settings.token.as_deref(), Some("hf_of_login"));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_token_comes_from_a_pipe_and_what_cannot_be_read_is_told() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_string();
+        let settings = |path: &str| read(&[("HOME", "/nowhere/at/all"), ("HF_TOKEN_PATH", path)]);
+        assert_eq!(settings(&path("none")).expect("not logged in").token, None);
+        let pipe = path("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs").success());
+        let writer = std::thread::spawn({
+            let pipe = pipe.clone();
+            move || std::fs::write(pipe, "hf_of_pipe\n")
+        });
+        assert_eq!(settings(&pipe).expect("it is written").token.as_deref(), Some("hf_of_pipe"));
+        writer.join().expect("it ends").expect("it is read");
+        for refused in ["/dev/zero", &path("")] {
+            let error = format!("{:#}", settings(refused).err().expect("it cannot be read"));
+            assert!(error.starts_with("HF_TOKEN_PATH: cannot read"), "{error}");
+        }
     }
 }
