@@ -157,13 +157,17 @@ fn a_batch_goes_from_rounds_to_steps_ahead_and_back() {
             ..request(i, Vec::new())
         };
         let (now, mut ahead, mut rounds) = (Instant::now(), 0, 0);
+        let (mut stretch, mut rounds_after) = (0, 0);
         let mut outcomes: Vec<Outcome> = (0..4).map(|_| Outcome::default()).collect();
         (0..4).for_each(|i| together.submit(hot(i), now).expect("accepted"));
         while !together.is_idle() {
             step(&mut together, now, &mut outcomes);
             let under_way = together.engine().steps_under_way();
             (ahead, rounds) = (ahead + under_way, rounds + 1 - under_way);
+            rounds_after += usize::from(stretch >= 60 && under_way == 0 && !together.is_idle());
+            stretch = if under_way > 0 { stretch + 1 } else { 0 };
         }
+        assert!(rounds_after > 0, "the answers are asked again after a stretch of steps ahead");
         let counters = together.status().speculation;
         assert!(counters.drafted_total() > 8 && ahead > 2 * rounds, "{ahead} and {rounds}: {counters:?}");
         for (i, got) in outcomes.into_iter().enumerate() {

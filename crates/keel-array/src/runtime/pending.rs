@@ -10,7 +10,8 @@ use crate::backend::{LAUNCHES_MAX, MemoryPart, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
-/// Most runs under way at a time: two steps of two programs each, and one of them keeps logits of both for the host.
+/// Most runs under way at a time: two steps, each of a program for answers, one for prompts, and one that keeps
+/// logits or hidden states for the host.
 pub const RUNS_MAX: usize = 6;
 
 /// Most pieces of a run under way at a time. A longer program waits for its first pieces.

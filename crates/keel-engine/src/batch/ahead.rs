@@ -24,7 +24,7 @@ use super::request::{BatchEvent, RequestId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::options::HEAD_LAG_MAX;
-use crate::speculation::Speculation;
+use crate::speculation::{Depth, Speculation};
 use crate::{PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::CheckpointId;
 
@@ -77,7 +77,9 @@ impl Batcher {
     fn wants_drafts(&self) -> bool {
         let answers = self.running.iter().filter(|running| running.is_answering());
         let count = answers.clone().count();
-        let is_time = count == 1 || matches!(self.plain_steps, 0 | PLAIN_STEPS..);
+        let is_time = count == 1
+            || self.options.speculation.depth != Depth::Auto
+            || matches!(self.plain_steps, 0 | PLAIN_STEPS..);
         let keeps_state = self.keeps_state();
         is_time && answers.into_iter().any(|running| running.wants_drafts(&self.engine, keeps_state, count))
     }
@@ -85,6 +87,9 @@ impl Batcher {
     /// Lets the MTP head catch up with all answers if it lags far behind one, or if they may draft now. Waits for steps
     /// under way, which may end answers.
     pub(super) fn catch_up(&mut self) {
+        if !self.running.iter().any(Running::is_answering) {
+            self.plain_steps = 0;
+        }
         let is_late = |running: &Running| running.lag() >= HEAD_LAG_MAX;
         let is_due = self.plain_steps >= PLAIN_STEPS || self.running.iter().any(is_late);
         if !is_due || self.engine.options().drafts == 0 || !self.engine.can_submit() {
@@ -111,6 +116,10 @@ impl Batcher {
 
     /// Submits the next step, or the next two if none is under way, and takes the first.
     pub(super) fn step_ahead(&mut self) {
+        if self.plain_steps >= PLAIN_STEPS {
+            // The answers were asked for drafts and want none.
+            self.plain_steps = 0;
+        }
         if self.commit_round().is_err() {
             // The error comes again in a step that is waited for.
             self.is_careful = true;
@@ -198,7 +207,7 @@ impl Batcher {
     fn note_plain_step(&mut self) {
         let mut answers = self.running.iter().filter(|running| running.is_answering()).peekable();
         if answers.peek().is_some() && answers.all(|running| running.speculation.is_some()) {
-            self.plain_steps = self.plain_steps % PLAIN_STEPS + 1;
+            self.plain_steps += 1;
         }
     }
 

@@ -45,10 +45,12 @@ impl Engine {
         cache: &SequenceCache,
         speculation: &mut Speculation,
     ) -> Result<()> {
-        let rows = speculation.lag_rows().min(HEAD_LAG_MAX);
-        if rows <= DRAFTS_MAX {
+        let lag = speculation.lag_rows();
+        if lag <= DRAFTS_MAX {
             return Ok(());
         }
+        // The last row stays for the next draft.
+        let rows = (lag - 1).min(HEAD_LAG_MAX);
         self.run_lag(cache, speculation, rows)?;
         speculation.forget_lag(rows);
         Ok(())
@@ -80,6 +82,7 @@ impl Engine {
                 let (first, tokens) = if pass == 0 {
                     input.extend_from_slice(&speculation.lag_hidden[part.caught_up * width..]);
                     let tokens = &speculation.lag_tokens[part.caught_up..];
+                    assert!(!tokens.is_empty(), "a draft begins with the row after which it is made");
                     (cache.len() - tokens.len(), tokens)
                 } else {
                     if let Some(row) = before.iter().position(|&of| of == i).filter(|_| !stays) {

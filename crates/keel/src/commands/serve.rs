@@ -326,7 +326,12 @@ fn prefix_store(args: &ServeOptions, model: &ModelFiles, own: Option<&str>) -> R
     let folder = own.map_or_else(|| folder.clone(), |own| folder.join(own));
     let options = args.engine.options();
     // Prefixes of another form of keys, values or states are of no use.
-    let model = format!("{} {:?} {}", model.identity(options.compute)?, options.kv_format(), options.state);
+    let mut model =
+        format!("{} {:?} {}", model.identity(options.compute)?, options.kv_format(), options.state);
+    if args.device.options().deterministic {
+        // Sums have an order of their own.
+        model += " deterministic";
+    }
     Ok(Some(PrefixStore { folder, model }))
 }
 
