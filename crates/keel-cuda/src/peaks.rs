@@ -1,7 +1,8 @@
 //! The peak rates of a GPU, measured now.
 
 use crate::driver::{
-    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, driver,
+    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, ScaleAddresses,
+    driver,
 };
 use crate::error::Result;
 use std::sync::Arc;
@@ -84,7 +85,7 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
         accumulate: false,
         factors: FactorType::Bf16,
     };
-    let operands = ProductOperands { x: x.at(0), w: w.at(0), y: y.at(0), scales: (0, 0) };
+    let operands = ProductOperands { x: x.at(0), w: w.at(0), y: y.at(0), scales: ScaleAddresses::default() };
     let seconds = time(device, || {
         // SAFETY: all memories have the product's sizes and live past the last synchronisation.
         unsafe { blas.multiply(device, product, operands, workspace.at(0)) }

@@ -90,7 +90,8 @@ pub fn at_least(
 /// # Errors
 /// Errors of the config.
 pub fn steps(
-    (backend, tower): (&dyn Backend, &dyn Backend),
+    backend: &dyn Backend,
+    tower: &dyn Backend,
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<String>> {

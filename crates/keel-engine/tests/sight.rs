@@ -76,7 +76,7 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
     let (image, video) = (files.image(&Map::new()).expect("sound"), files.video(&Map::new()));
     let is_whole = matches!(config.kind, TowerKind::Siglip { .. });
     let mut first = 0;
-    let mut runs_of = |grid: keel_vision::Grid| config.runs_of((grid.t, grid.h, grid.w), &mut first);
+    let mut runs_of = |grid: keel_vision::Grid| config.runs_of(grid.t, grid.h, grid.w, &mut first);
     let mut levels = vec![Vec::new(); config.levels()];
     let (mut images, mut videos) = (Vec::new(), Vec::new());
     let mut see = |values: &[f32], grid: keel_vision::Grid, levels: &mut Vec<Vec<f32>>| {

@@ -62,7 +62,7 @@ fn logits(engine: &mut Engine, reference: &Reference, one_by_one: bool) -> Vec<f
         start += count;
         let features = engine.see(picture, PatchGrid { t, h, w }).expect("it looks");
         levels.iter_mut().zip(features.levels).for_each(|(all, more)| all.extend(more));
-        runs.extend(config.runs_of((t, h, w), &mut first));
+        runs.extend(config.runs_of(t, h, w, &mut first));
     }
     for (level, tensor) in
         levels.iter().zip(["image_features", "deepstack_features.0", "deepstack_features.1"])

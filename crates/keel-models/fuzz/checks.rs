@@ -48,7 +48,7 @@ pub fn tower(file: &[u8]) -> bool {
     assert_eq!(products.len(), tower.depth);
     assert!(products.iter().all(|&count| count > 0));
     let rows = tower.rows_of(side, side);
-    let runs = tower.runs_of((1, side, side), &mut 0);
+    let runs = tower.runs_of(1, side, side, &mut 0);
     assert_eq!(runs.iter().map(|run| run.height * run.width).sum::<usize>(), rows);
     if rows <= PROMPT_ROWS_MAX {
         let tokens =

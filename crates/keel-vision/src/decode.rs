@@ -97,7 +97,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
     let (own, converted) = (pixels * pixel_bytes, if pixel_bytes == 3 { 0 } else { 3 * pixels });
     let decoded = match format {
         ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 2 * file_bytes),
-        ImageFormat::WebP => webp_bytes(bytes, (width, height), own, converted),
+        ImageFormat::WebP => webp_bytes(bytes, width, height, own, converted),
         ImageFormat::Gif => {
             let of_frame = film::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
             own + converted.max(4 * of_frame)
@@ -114,7 +114,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
 }
 
 /// The most bytes of heap while a WebP file is decoded.
-fn webp_bytes(bytes: &[u8], (width, height): (u32, u32), own: u64, converted: u64) -> u64 {
+fn webp_bytes(bytes: &[u8], width: u32, height: u32, own: u64, converted: u64) -> u64 {
     let side = |n: u32| u64::from(n.next_multiple_of(16));
     let planes = side(width) * side(height) * 3 / 2;
     let rgba = 4 * u64::from(width) * u64::from(height);

@@ -41,6 +41,15 @@ pub fn mrope_axes(sections: [usize; 3], interleaved: bool) -> Vec<u8> {
         .collect()
 }
 
+/// The norm of each head.
+#[derive(Clone, Copy)]
+pub struct HeadNorm<'a> {
+    /// `[D]`
+    pub weight: &'a [f32],
+    /// Epsilon.
+    pub eps: f32,
+}
+
 /// Operands of [`rope`].
 #[derive(Clone, Copy)]
 pub struct Rope<'a> {
@@ -54,8 +63,8 @@ pub struct Rope<'a> {
     pub inverse_frequencies: &'a [f32],
     /// Row of positions of each frequency; empty: always the first row.
     pub axes: &'a [u8],
-    /// Weight `[D]` and epsilon of the norm before the rotation.
-    pub norm: Option<(&'a [f32], f32)>,
+    /// The norm before the rotation.
+    pub norm: Option<HeadNorm<'a>>,
     /// `[T, H * D]`
     pub y: RowsMut<'a>,
 }
@@ -69,7 +78,7 @@ pub fn rope(task: &Rope<'_>, worker: &Worker<'_>) {
     assert!(task.x.width() == task.y.width() && task.x.len() == task.y.len());
     assert!(frequencies <= FREQUENCIES_MAX && 2 * frequencies <= task.head_size);
     assert!(task.x.width().is_multiple_of(task.head_size));
-    assert!(task.norm.is_none_or(|(weight, _)| weight.len() == task.head_size));
+    assert!(task.norm.is_none_or(|norm| norm.weight.len() == task.head_size));
     assert!(task.axes.is_empty() || task.axes.len() == frequencies);
     simd::run_at(worker.isa, Task { task, worker });
 }
@@ -96,7 +105,9 @@ impl VectorKernel for Task<'_, '_> {
             let heads = task.x.row(t).chunks_exact(task.head_size);
             for (x, y) in heads.zip(y.chunks_exact_mut(task.head_size)) {
                 match task.norm {
-                    Some((weight, eps)) => scale_by_weight(s, x, inverse_rms(s, x, eps), weight, y),
+                    Some(HeadNorm { weight, eps }) => {
+                        scale_by_weight(s, x, inverse_rms(s, x, eps), weight, y)
+                    }
                     None => y.copy_from_slice(x),
                 }
                 let (low, high) = y[..2 * half].split_at_mut(half);

@@ -11,7 +11,7 @@ use super::gated_delta::{
 };
 use super::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
 use super::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
-use super::rope::{Rope, rope};
+use super::rope::{HeadNorm, Rope, rope};
 use super::rows::{Batch, Rows, RowsMut};
 use crate::isa::Isa;
 use crate::pool::ThreadPool;
@@ -175,7 +175,7 @@ fn rope_and_attention_in_both_regimes() {
                 positions: &positions,
                 inverse_frequencies: &frequencies,
                 axes: &[],
-                norm: Some((&norm, 1e-6)),
+                norm: Some(HeadNorm { weight: &norm, eps: 1e-6 }),
                 y: RowsMut::whole(SharedMut::new(turned), q_len),
             };
             pool.run(|w| rope(&rotation, w));

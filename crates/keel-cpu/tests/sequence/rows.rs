@@ -2,7 +2,7 @@
 
 use keel_cpu::kernels::activation::{sigmoid_gate, swiglu};
 use keel_cpu::kernels::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
-use keel_cpu::kernels::rope::{Rope, mrope_axes, rope};
+use keel_cpu::kernels::rope::{HeadNorm, Rope, mrope_axes, rope};
 use keel_cpu::kernels::rows::{Rows, RowsMut};
 use keel_cpu::pool::{ThreadPool, Worker};
 use keel_cpu::shared_slice::SharedMut;
@@ -137,7 +137,7 @@ fn turned(
     positions: &[i32],
     inverse_frequencies: &[f32],
     axes: &[u8],
-    norm: Option<(&[f32], f32)>,
+    norm: Option<HeadNorm<'_>>,
     workers: usize,
 ) -> Vec<f32> {
     let axis_count = axes.iter().max().map_or(1, |&last| usize::from(last) + 1);
@@ -167,7 +167,7 @@ fn heads_are_normed_and_turned() {
         let x = random.uniforms(positions.len() * heads * size, -2.0, 2.0);
         let weight = random.uniforms(size, 0.5, 1.5);
         let frequencies: Vec<f32> = (0..pairs).map(|i| 100f32.powf(-(i as f32) / pairs as f32)).collect();
-        let norm = normed.then_some((&weight[..], 1e-6));
+        let norm = normed.then_some(HeadNorm { weight: &weight, eps: 1e-6 });
         let y = turned(&x, size, &positions, &frequencies, &[], norm, 2);
 
         let input = match normed {

@@ -254,7 +254,7 @@ impl Session {
         let ready = device.bind().and_then(|()| self.report_to(gpu, slot)).and_then(|()| self.deliver(gpu));
         ready.map_err(|e| e.in_op("launch"))?;
         self.ahead.forget();
-        let record = |session: &Session, pace| session.record(gpu, mode, (launch, pace));
+        let record = |session: &Session, pace| session.record(gpu, mode, launch, pace);
         let Some(piece) = launch.prepared() else {
             record(self, Pace::Watched).map_err(|failure| self.after_recording(gpu, failure))?;
             return Ok(None);
@@ -321,7 +321,7 @@ impl Session {
     }
 
     /// Puts the kernels on the stream.
-    fn record(&self, gpu: &Gpu, mode: Mode, (launch, pace): (&Launch<'_>, Pace)) -> Result<(), Unrecorded> {
+    fn record(&self, gpu: &Gpu, mode: Mode, launch: &Launch<'_>, pace: Pace) -> Result<(), Unrecorded> {
         let (checked, written, unsettled) = (RefCell::default(), RefCell::default(), RefCell::default());
         let bind = |(index, kernel)| Call {
             gpu,
@@ -354,7 +354,7 @@ impl Session {
         launches: &[Launch<'_>],
     ) -> Result<Vec<(KernelKey, usize)>, ArrayError> {
         *gpu.listed() = Some(Vec::new());
-        let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, (launch, Pace::Free)));
+        let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, launch, Pace::Free));
         let listed = gpu.listed().take().unwrap_or_default();
         outcome.map_err(Unrecorded::into_error)?;
         let mut most: HashMap<KernelKey, usize> = HashMap::new();

@@ -26,8 +26,15 @@ pub(crate) struct ProductOperands {
     pub x: u64,
     pub w: u64,
     pub y: u64,
-    /// The scales of x and of w: f32 `[rows]` and `[cols]`, read for [`FactorType::E4m3`] alone.
-    pub scales: (u64, u64),
+    /// Read for [`FactorType::E4m3`] alone.
+    pub scales: ScaleAddresses,
+}
+
+/// The addresses of the scales of x and of w: f32 `[rows]` and `[cols]`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ScaleAddresses {
+    pub x: u64,
+    pub w: u64,
 }
 
 /// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`.
@@ -82,7 +89,7 @@ fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
 /// `description` must be alive.
 unsafe fn set_scales(
     description: sys::cublasLtMatmulDesc_t,
-    (x, w): (u64, u64),
+    ScaleAddresses { x, w }: ScaleAddresses,
 ) -> Result<(), result::CublasError> {
     for (attribute, address) in [
         (sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w),

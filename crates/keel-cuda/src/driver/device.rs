@@ -108,7 +108,7 @@ impl Device {
             driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
             driver!(cuCtxSetCurrent(context))?;
         }
-        let free_before = before.free_bytes(device, memory_info()?.0);
+        let free_before = before.free_bytes(device, memory_info()?.free);
         let name = name_of(device)?;
         let attribute = |a| attribute_of(device, a);
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -223,15 +223,15 @@ impl Device {
         is_done
     }
 
-    /// Free and total bytes of the device, as the driver sees them.
-    pub fn memory_info(&self) -> Result<(u64, u64)> {
+    /// Bytes of the device, as the driver sees them.
+    pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.bind()?;
         memory_info()
     }
 
     /// The same, and what was free before the device was opened.
     pub fn usage(&self) -> Result<DeviceUsage> {
-        let (free, total) = self.memory_info()?;
+        let MemoryInfo { free, total } = self.memory_info()?;
         Ok(DeviceUsage { total, free, free_before: self.free_before })
     }
 }
@@ -303,12 +303,18 @@ impl Before {
     }
 }
 
-/// Free and total bytes of the device whose context is current.
-fn memory_info() -> Result<(u64, u64)> {
+/// Bytes of a device's memory.
+pub(crate) struct MemoryInfo {
+    pub free: u64,
+    pub total: u64,
+}
+
+/// Bytes of the device whose context is current.
+fn memory_info() -> Result<MemoryInfo> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: the pointers are to locals.
     unsafe { driver!(cuMemGetInfo_v2(&mut free, &mut total))? };
-    Ok((free as u64, total as u64))
+    Ok(MemoryInfo { free: free as u64, total: total as u64 })
 }
 
 /// The error for a missing driver.

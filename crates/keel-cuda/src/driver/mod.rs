@@ -16,7 +16,9 @@ mod reservation;
 mod survey;
 
 pub(crate) use arguments::Arguments;
-pub(crate) use blas::{Blas, FactorType, Product, ProductOperands, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES};
+pub(crate) use blas::{
+    Blas, FactorType, Product, ProductOperands, ScaleAddresses, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES,
+};
 pub(crate) use compiler::cached;
 pub use compiler::{Architecture, compile};
 pub(crate) use device::{DRAIN, Delivery, Device, overlap};

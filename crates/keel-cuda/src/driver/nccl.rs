@@ -173,7 +173,7 @@ impl Communicator {
     ///
     /// # Safety
     /// The arrays are on the device, whose context is current, until the stream has passed.
-    pub unsafe fn all_reduce(&self, (from, to): (u64, u64), count: usize, device: &Device) -> Result<()> {
+    pub unsafe fn all_reduce(&self, from: u64, to: u64, count: usize, device: &Device) -> Result<()> {
         let (from, to, call) = (from as *const c_void, to as *mut c_void, self.nccl.functions.all_reduce);
         // SAFETY: as the caller promises; the handle is alive.
         let code = unsafe { call(from, to, count, FLOAT32, SUM, self.handle, device.stream()) };
@@ -184,7 +184,7 @@ impl Communicator {
     ///
     /// # Safety
     /// As [`Communicator::all_reduce`].
-    pub unsafe fn all_gather(&self, (from, to): (u64, u64), count: usize, device: &Device) -> Result<()> {
+    pub unsafe fn all_gather(&self, from: u64, to: u64, count: usize, device: &Device) -> Result<()> {
         let (from, to, call) = (from as *const c_void, to as *mut c_void, self.nccl.functions.all_gather);
         // SAFETY: as the caller promises; the handle is alive.
         let code = unsafe { call(from, to, count, FLOAT32, self.handle, device.stream()) };

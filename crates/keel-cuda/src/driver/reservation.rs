@@ -27,8 +27,7 @@ impl Reservation {
         if !device.maps_memory || !GRANULE.is_multiple_of(granularity(device)?) {
             return Ok(None);
         }
-        let (_, total) = device.memory_info()?;
-        let reserved = (total as usize).next_multiple_of(GRANULE);
+        let reserved = (device.memory_info()?.total as usize).next_multiple_of(GRANULE);
         let mut start = 0;
         // SAFETY: the pointer is to a local; freed on drop.
         unsafe { driver!(cuMemAddressReserve(&mut start, reserved, GRANULE, 0, 0))? };

@@ -72,7 +72,7 @@ impl RequestSight {
             for input in inputs {
                 let PatchGrid { t, h, w } = input.grid;
                 let before = first;
-                runs[kind].extend(config.runs_of((t, h, w), &mut first));
+                runs[kind].extend(config.runs_of(t, h, w, &mut first));
                 placed.push(Placed { input, rows: before..first, tokens: 0..0 });
             }
         }

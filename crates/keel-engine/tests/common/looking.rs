@@ -28,9 +28,9 @@ impl MadeUp {
     pub fn new(config: &VisionConfig, seed: u64) -> MadeUp {
         let grid = PatchGrid { t: 1, h: 4, w: 6 };
         let (count, runs) = match config.kind {
-            TowerKind::Qwen { .. } => (24 * config.patch_values(), config.runs_of((1, 4, 6), &mut 0)),
+            TowerKind::Qwen { .. } => (24 * config.patch_values(), config.runs_of(1, 4, 6, &mut 0)),
             TowerKind::Siglip { image_size, .. } => {
-                (3 * image_size * image_size, config.runs_of((1, 1, 1), &mut 0))
+                (3 * image_size * image_size, config.runs_of(1, 1, 1, &mut 0))
             }
         };
         let rows: usize = runs.iter().map(|run| run.height * run.width).sum();

@@ -231,7 +231,7 @@ impl VisionConfig {
     }
 
     /// The runs of tokens of `t` groups of `h` by `w` patches, their rows counted on from `first`.
-    pub fn runs_of(&self, (t, h, w): (usize, usize, usize), first: &mut usize) -> Vec<ImageRun> {
+    pub fn runs_of(&self, t: usize, h: usize, w: usize, first: &mut usize) -> Vec<ImageRun> {
         let (groups, height, width) = match self.kind {
             TowerKind::Qwen { merge, .. } => (t, h / merge, w / merge),
             TowerKind::Siglip { rows, .. } => (1, 1, rows),

@@ -117,7 +117,7 @@ impl Viewer {
         let work = hold(film.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
         let mut builder = VideoBuilder::new(&processor, chosen.len());
         film.take(&chosen, &mut |frame| builder.add(&frame))?;
-        self.finish(builder.finish()?, &processor, (&chosen, film.fps()), work)
+        self.finish(builder.finish()?, &processor, &chosen, film.fps(), work)
     }
 
     fn show_frames(
@@ -148,14 +148,15 @@ impl Viewer {
             let _frame = hold(decode_bytes)?;
             builder.add(&decode(&bytes, limits)?)?;
         }
-        self.finish(builder.finish()?, &processor, (&chosen, fps), of_all)
+        self.finish(builder.finish()?, &processor, &chosen, fps, of_all)
     }
 
     fn finish(
         &self,
         video: ProcessedVideo,
         processor: &VideoProcessor,
-        (chosen, fps): (&[usize], f64),
+        chosen: &[usize],
+        fps: f64,
         work: Option<Hold<'_>>,
     ) -> Result<(PictureInput, VideoSpan), Trouble> {
         let key = video.key(processor);

@@ -277,7 +277,7 @@ fn whole_mixture(runtime: &Runtime) {
             }
             None => {
                 let blocks = cols / BlockFormat::Q6K.values();
-                block_weight(runtime, &mut other, BlockFormat::Q6K, (experts, rows, blocks), Compute::Auto).0
+                block_weight(runtime, &mut other, BlockFormat::Q6K, [experts, rows, blocks], Compute::Auto).0
             }
         };
         let w = MixtureWeights::new(runtime, sizes, stack, &mut random);

@@ -44,13 +44,13 @@ pub fn exchange(runtimes: &[Runtime]) {
                 expect("all_reduce", &x.all_reduce(peers).expect("f32"), &all_reduce(of_peers));
                 expect("all_gather", &x.all_gather(peers).expect("f32"), &all_gather(of_peers));
             }
-            pass_on(runtime, (rank, count), shape, &shares[0]);
+            pass_on(runtime, rank, count, shape, &shares[0]);
         });
     }
 }
 
 /// A chain: every device adds one to what it gets, and sends it on.
-fn pass_on(runtime: &Runtime, (rank, count): (usize, usize), shape: &[usize], first: &Tensor) {
+fn pass_on(runtime: &Runtime, rank: usize, count: usize, shape: &[usize], first: &Tensor) {
     let x = match rank {
         0 => upload(runtime, first, DType::F32),
         _ => Array::receive(runtime, shape, rank - 1).expect("a shape"),

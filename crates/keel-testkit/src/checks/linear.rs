@@ -149,7 +149,7 @@ fn affine<const PART: usize>(runtime: &Runtime) {
                 let y = array.linear(&weight).expect("extents fit");
                 expect_within(&format!("{what}, {compute:?}"), &y, &want, limit);
             }
-            expect_fast(runtime, &what, (&x, &array), &w, bits);
+            expect_fast(runtime, &what, &x, &array, &w, bits);
         }
     }
 }
@@ -162,7 +162,7 @@ fn wide(runtime: &Runtime) {
         for t in [1, 2, 4, 5].into_iter().filter(|t| is_mine(&("wide", n, k, t))) {
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
             let what = format!("linear [{t}, {n}, {k}] of {bits} bits");
-            expect_fast(runtime, &what, (&x, &upload(runtime, &x, DType::F32)), &w, bits);
+            expect_fast(runtime, &what, &x, &upload(runtime, &x, DType::F32), &w, bits);
         }
     }
 }
@@ -170,7 +170,7 @@ fn wide(runtime: &Runtime) {
 /// Compares a product with the oracle's for quantised activations. A backend may quantise activations or not; both
 /// results are within one rounding step of the oracle's. A sum whose terms cancel is small compared with its terms, so
 /// the step is relative to the size of a sum with random signs.
-fn expect_fast(runtime: &Runtime, what: &str, (x, array): (&Tensor, &Array), w: &Affine, bits: usize) {
+fn expect_fast(runtime: &Runtime, what: &str, x: &Tensor, array: &Array, w: &Affine, bits: usize) {
     let weight = affine_weight(runtime, std::slice::from_ref(w), bits, Compute::Auto);
     let want = quantized_matmul(&quantised_activations(&floats(x), w.group), w);
     let largest = want.iter().fold(0.0f64, |a, b| a.max(b.abs()));
@@ -184,7 +184,7 @@ pub(super) fn block_weight(
     runtime: &Runtime,
     random: &mut Random,
     format: BlockFormat,
-    (experts, rows, blocks): (usize, usize, usize),
+    [experts, rows, blocks]: [usize; 3],
     compute: Compute,
 ) -> (Weight, Vec<f32>, usize) {
     let cols = blocks * format.values();
@@ -221,14 +221,14 @@ fn in_blocks<const PART: usize>(runtime: &Runtime) {
                 (Compute::Auto, tolerance::INT8_ACTIVATIONS),
                 (Compute::Bf16, tolerance::BF16_ACTIVATIONS),
             ] {
-                let (weight, w, k) = block_weight(runtime, &mut random, format, (1, n, blocks), compute);
+                let (weight, w, k) = block_weight(runtime, &mut random, format, [1, n, blocks], compute);
                 let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
                 let y = upload(runtime, &x, DType::F32).linear(&weight).expect("extents fit");
                 let what = format!("linear [{t}, {n}, {k}] in {format}, {compute:?}");
                 expect_within(&what, &y, &matmul_transposed(&floats(&x), &w, k), limit);
             }
         }
-        let (weight, w, k) = block_weight(runtime, &mut random, format, (3, 33, blocks), Compute::F32);
+        let (weight, w, k) = block_weight(runtime, &mut random, format, [3, 33, blocks], Compute::F32);
         let x = rounded(&Tensor::random(&mut random, &[5, k], -1.0, 1.0), DType::F32);
         let chosen = Array::from_slice(runtime, &[2u32, 0, 1, 1, 2, 0, 0, 1, 2, 2], [5, 2]).expect("memory");
         let y = upload(runtime, &x, DType::F32).gather_linear(&weight, &chosen).expect("extents fit");
@@ -236,7 +236,7 @@ fn in_blocks<const PART: usize>(runtime: &Runtime) {
         let picked = [2, 0, 1, 1, 2, 0, 0, 1, 2, 2].iter().enumerate();
         let values = picked.flat_map(|(r, e)| &all[r / 2 * 99 + e * 33..][..33]).copied().collect();
         expect(&format!("gather_linear in {format}"), &y, &Tensor { shape: vec![5, 2, 33], values });
-        let (weight, w, k) = block_weight(runtime, &mut random, format, (1, 7, blocks), Compute::Auto);
+        let (weight, w, k) = block_weight(runtime, &mut random, format, [1, 7, blocks], Compute::Auto);
         let ids = Array::from_slice(runtime, &[6u32, 0, 3], [3]).expect("memory");
         let want: Vec<f64> =
             [6, 0, 3].iter().flat_map(|id| &w[id * k..][..k]).map(|x| f64::from(*x)).collect();

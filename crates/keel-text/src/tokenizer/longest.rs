@@ -29,7 +29,8 @@ impl Longest {
         normalizer: Option<&Value>,
         pre_tokenizer: Option<&Value>,
         post_processor: Option<&Value>,
-        (model, added_bytes): (&TextModel, usize),
+        model: &TextModel,
+        added_bytes: usize,
     ) -> Option<Longest> {
         let TextModel::Bpe(model) = model else { return None };
         let (any, ascii) = shrinking(normalizer)?;

@@ -85,8 +85,9 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     let (model, id_max) = read_model(json.model)?;
     let is_greedy = json.added_tokens.iter().any(|token| token.lstrip || token.rstrip);
     let added_bytes = json.added_tokens.iter().map(|token| token.content.len()).max().unwrap_or(0);
-    let steps = (json.normalizer.as_ref(), json.pre_tokenizer.as_ref(), json.post_processor.as_ref());
-    let longest = Longest::new(steps.0, steps.1, steps.2, (&model, added_bytes)).filter(|_| !is_greedy);
+    let (normalizer, splits) = (json.normalizer.as_ref(), json.pre_tokenizer.as_ref());
+    let longest = Longest::new(normalizer, splits, json.post_processor.as_ref(), &model, added_bytes);
+    let longest = longest.filter(|_| !is_greedy);
     let mut inner = Steps::new(model);
     let normalizer: Option<NormalizerWrapper> = part("normalizer", json.normalizer)?;
     inner.with_normalizer(normalizer).map_err(|err| format!("normalizer: {err}"))?;

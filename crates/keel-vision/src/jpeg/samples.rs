@@ -131,7 +131,7 @@ impl Plane {
             (1, 1) => row.copy_from_slice(near),
             (2, 1) if self.width > 2 => {
                 let columns: Vec<u16> = near.iter().map(|&x| u16::from(x)).collect();
-                between_columns(&columns, row, 2, (1, 2));
+                between_columns(&columns, row, 2, [1, 2]);
             }
             (1, 2) => {
                 let bias = 1 + (y % 2) as u16;
@@ -142,7 +142,7 @@ impl Plane {
             (2, 2) if self.width > 2 => {
                 let sum = |(&near, &far): (&u8, &u8)| 3 * u16::from(near) + u16::from(far);
                 let columns: Vec<u16> = near.iter().zip(far()).map(sum).collect();
-                between_columns(&columns, row, 4, (8, 7));
+                between_columns(&columns, row, 4, [8, 7]);
             }
             (h, _) => row.chunks_mut(h).zip(near).for_each(|(pixels, &x)| pixels.fill(x)),
         }
@@ -152,7 +152,7 @@ impl Plane {
 
 /// Makes two pixels per sample: 3/4 of the nearer sample and 1/4 of the other. At the ends the outermost sample is
 /// both. `bits` is the shift after the sum; `left` and `right` are the rounding biases of the two pixels.
-fn between_columns(columns: &[u16], row: &mut [u8], bits: u32, (left, right): (u16, u16)) {
+fn between_columns(columns: &[u16], row: &mut [u8], bits: u32, [left, right]: [u16; 2]) {
     let last = columns.len() - 1;
     for (i, pixels) in row.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         let this = columns[i];

@@ -154,8 +154,13 @@ fn known_tensors(prepared: &Prepared, seen: &Seen) -> Result<Vec<Known>> {
         };
         known.push(floats("pixel_values", shape, values));
         known.extend(grids("image_grid_thw", config, prepared.images.iter().map(|image| image.grid)));
-        let names = ("image_features", "deepstack_features");
-        known.extend(features(names, config, prepared.images.len(), &seen.images.levels));
+        known.extend(features(
+            "image_features",
+            "deepstack_features",
+            config,
+            prepared.images.len(),
+            &seen.images.levels,
+        ));
     }
     for (i, video) in prepared.videos.iter().enumerate() {
         let number = if prepared.videos.len() > 1 { format!(".{i}") } else { String::new() };
@@ -174,8 +179,13 @@ fn known_tensors(prepared: &Prepared, seen: &Seen) -> Result<Vec<Known>> {
             values,
         ));
         known.extend(grids("video_grid_thw", config, prepared.videos.iter().map(|video| video.grid)));
-        let names = ("video_features", "deepstack_video_features");
-        known.extend(features(names, config, prepared.videos.len(), &seen.videos.levels));
+        known.extend(features(
+            "video_features",
+            "deepstack_video_features",
+            config,
+            prepared.videos.len(),
+            &seen.videos.levels,
+        ));
     }
     Ok(known)
 }
@@ -207,7 +217,8 @@ fn grids(name: &str, config: &VisionConfig, grids: impl Iterator<Item = Grid>) -
 
 /// The features of each level. The first level has its own name, the others are numbered.
 fn features<'a>(
-    (first, further): (&'a str, &'a str),
+    first: &'a str,
+    further: &'a str,
     config: &'a VisionConfig,
     pictures: usize,
     levels: &'a [Vec<f32>],

@@ -152,7 +152,7 @@ fn print_steps(args: &PlanArgs, config: &Value, options: EngineOptions) -> Resul
     let tower = args.server.device.tower()?.map(|tower| tower.planning_backend(options.compute));
     let tower = tower.as_ref().unwrap_or(&backend);
     output::line("")?;
-    steps((&*backend, &**tower), config, options)?.iter().try_for_each(|line| output::line(line))
+    steps(&*backend, &**tower, config, options)?.iter().try_for_each(|line| output::line(line))
 }
 
 fn print_plan(args: &PlanArgs, plans: &Plans, options: EngineOptions, requests: Option<u64>) -> Result<()> {

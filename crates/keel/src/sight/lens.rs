@@ -11,7 +11,7 @@ use keel_text::{ChatRequest, ChatTemplate, Message};
 use keel_vision::{Grid, ImageProcessor, ImageSpan, Placeholders, expand};
 use serde_json::Map;
 
-use super::{Origin, append, axes, can_see, grid_of, load, placeholders, processor_files};
+use super::{Origin, append, can_see, grid_of, load, placeholders, processor_files};
 use evenkeel::ModelFiles;
 use evenkeel::ModelText;
 
@@ -111,7 +111,7 @@ impl Lens {
         for glance in glances {
             pictures.push(SeenPicture { first: rows, features: Arc::clone(&glance.features) });
             for grid in &glance.grids {
-                runs.extend(self.config.runs_of(axes(*grid), &mut rows));
+                runs.extend(self.config.runs_of(grid.t, grid.h, grid.w, &mut rows));
             }
             numbers.resize(rows, glance.number);
         }

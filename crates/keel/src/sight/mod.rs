@@ -223,10 +223,10 @@ impl Prepared {
         let width = config.text_hidden;
         let (mut first, mut images, mut videos) = (0, Vec::new(), Vec::new());
         for image in &self.images {
-            images.extend(config.runs_of(axes(image.grid), &mut first));
+            images.extend(config.runs_of(image.grid.t, image.grid.h, image.grid.w, &mut first));
         }
         for video in &self.videos {
-            videos.extend(config.runs_of(axes(video.grid), &mut first));
+            videos.extend(config.runs_of(video.grid.t, video.grid.h, video.grid.w, &mut first));
         }
         let plan = sight_of(config, &self.tokens, &images, &videos)?;
         let ends = if config.is_bidirectional() { run_ends(config, &plan) } else { Vec::new() };
@@ -248,10 +248,6 @@ impl Prepared {
 
 fn grid_of(grid: Grid) -> PatchGrid {
     PatchGrid { t: grid.t, h: grid.h, w: grid.w }
-}
-
-fn axes(grid: Grid) -> (usize, usize, usize) {
-    (grid.t, grid.h, grid.w)
 }
 
 fn append(all: &mut Features, more: Features) {

@@ -4,7 +4,7 @@ use super::Call;
 use crate::kernels::activation::{sigmoid_gate, swiglu};
 use crate::kernels::generic::rotate_pairs::{Rounds, rotate_pairs};
 use crate::kernels::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
-use crate::kernels::rope::{FREQUENCIES_MAX, Rope, mrope_axes, rope};
+use crate::kernels::rope::{FREQUENCIES_MAX, HeadNorm, Rope, mrope_axes, rope};
 use crate::pool::Worker;
 use keel_array::{ArrayError, Op, RopeSpec};
 
@@ -28,7 +28,8 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         }
         Op::Rope(spec) => return rotate(spec, None, call, worker),
         Op::NormRope { rope, eps } => {
-            return rotate(rope, Some((call.inputs[3].values(), eps.get())), call, worker);
+            let norm = HeadNorm { weight: call.inputs[3].values(), eps: eps.get() };
+            return rotate(rope, Some(norm), call, worker);
         }
         Op::RotatePairs => {
             let (scales, pairs, turns) = (&call.inputs[1], &call.inputs[2], &call.inputs[3]);
@@ -48,7 +49,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
 
 fn rotate(
     spec: &RopeSpec,
-    norm: Option<(&[f32], f32)>,
+    norm: Option<HeadNorm<'_>>,
     call: &Call<'_>,
     worker: &Worker<'_>,
 ) -> Result<(), ArrayError> {

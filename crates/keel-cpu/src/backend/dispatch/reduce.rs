@@ -35,7 +35,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
             top_k::<T>(x.values(), width, *k, y.shared(), call.outputs[1].shared(), worker);
         }),
         Op::Sample => {
-            sample((x.values(), width), call.inputs[1].values(), y.shared(), call.scratch(), worker);
+            sample(x.values(), width, call.inputs[1].values(), y.shared(), call.scratch(), worker);
         }
         Op::LayerNorm { eps } => with_float!(x.dtype, T => {
             let (weight, bias) = (call.inputs[1].values(), call.inputs[2].values());

@@ -211,7 +211,7 @@ fn plain_attention<E: KvElement + Plain>(
     let (kv_heads, head_size) = (k.layout.shape[1], q.width());
     let read = KvPages { keys: keys.values::<E>(), values: values.values::<E>(), kv_heads, head_size };
     let write = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
-    attention(spec, (read, write), call, worker)
+    attention(spec, read, write, call, worker)
 }
 
 fn coded_attention<const BITS: usize>(
@@ -223,7 +223,7 @@ fn coded_attention<const BITS: usize>(
     let (kv_heads, head_size) = (k.layout.shape[1], q.width());
     let read = CodedPages::<BITS> { keys: keys.values(), values: values.values(), kv_heads, head_size };
     let write = CodedPagesMut::<BITS> { keys: keys.shared(), values: values.shared(), kv_heads, head_size };
-    attention(spec, (read, write), call, worker)
+    attention(spec, read, write, call, worker)
 }
 
 /// Refuses heads that do not fill whole vectors.
@@ -237,7 +237,8 @@ pub(super) fn supports_heads(size: usize) -> Result<(), String> {
 
 fn attention<P: KvRead>(
     spec: &AttentionSpec,
-    (pages, written): (P, impl KvWrite),
+    pages: P,
+    written: impl KvWrite,
     call: &Call<'_>,
     worker: &Worker<'_>,
 ) -> Result<(), String> {

@@ -39,12 +39,7 @@ const fn page_bytes(bits: usize, head_size: usize) -> (usize, usize) {
 
 /// Codes and steps of one head of a page.
 #[inline(always)]
-fn parts(
-    pool: &[u8],
-    (page, heads, head): (usize, usize, usize),
-    bits: usize,
-    size: usize,
-) -> (&[u8], &[u8]) {
+fn parts(pool: &[u8], page: usize, heads: usize, head: usize, bits: usize, size: usize) -> (&[u8], &[u8]) {
     let (codes, all) = page_bytes(bits, size);
     pool[(page * heads + head) * all..][..all].split_at(codes)
 }
@@ -78,7 +73,7 @@ impl<const BITS: usize> KvRead for CodedPages<'_, BITS> {
         scratch: &'s mut [f32],
     ) -> &'s [f32] {
         let size = self.head_size;
-        let (codes, steps) = parts(self.keys, (page, self.kv_heads, head), BITS, size);
+        let (codes, steps) = parts(self.keys, page, self.kv_heads, head, BITS, size);
         let tile_codes = TILE * BITS / 8;
         for tile in tiles {
             for group in 0..size / GROUP {
@@ -113,7 +108,7 @@ impl<const BITS: usize> KvRead for CodedPages<'_, BITS> {
         scratch: &'s mut [f32],
     ) -> &'s [f32] {
         let groups = self.head_size / GROUP;
-        let (codes, steps) = parts(self.values, (page, self.kv_heads, head), BITS, self.head_size);
+        let (codes, steps) = parts(self.values, page, self.kv_heads, head, BITS, self.head_size);
         let group_codes = GROUP * BITS / 8;
         for group in tokens.start * groups..tokens.end * groups {
             let step = step_at(steps, group);

@@ -110,27 +110,39 @@ impl<P: KvRead> VectorKernel for Sweep<'_, '_, P> {
         let ends = (0..attention.batch.sequences()).map(|b| positions_of(attention, b).end.div_ceil(PAGE));
         let segments = segments(ends.max().unwrap_or(0));
         for unit in self.worker.claim(attention.batch.sequences() * segments * kv_heads, 1).flatten() {
-            let (b, segment, kv) = (unit / kv_heads / segments, unit / kv_heads % segments, unit % kv_heads);
-            let positions = positions_of(attention, b);
+            let unit = Unit {
+                b: unit / kv_heads / segments,
+                segment: unit / kv_heads % segments,
+                kv: unit % kv_heads,
+            };
+            let positions = positions_of(attention, unit.b);
             if positions.is_empty() {
                 continue;
             }
-            let (seen, held) = (pages_seen(attention, positions), pages_of(segment));
+            let (seen, held) = (pages_seen(attention, positions), pages_of(unit.segment));
             let pages = seen.start.max(held.start)..seen.end.min(held.end);
             if !pages.is_empty() {
-                sweep_segment(s, attention, &self.partials, (b, segment, kv), pages, &mut *self.scratch);
+                sweep_segment(s, attention, &self.partials, unit, pages, &mut *self.scratch);
             }
         }
     }
 }
 
-/// Runs all queries of sequence `b` that read key-value head `kv` against the `pages` of a segment, in order.
+/// A sequence, a segment of its pages, and a key-value head.
+#[derive(Clone, Copy)]
+struct Unit {
+    b: usize,
+    segment: usize,
+    kv: usize,
+}
+
+/// Runs all queries of a unit's sequence that read its key-value head against the `pages` of its segment, in order.
 #[inline(always)]
 fn sweep_segment<S: Simd, P: KvRead>(
     s: S,
     attention: &Attention<'_, P>,
     partials: &Partials<'_>,
-    (b, segment, kv): (usize, usize, usize),
+    Unit { b, segment, kv }: Unit,
     pages: Range<usize>,
     scratch: &mut [f32],
 ) {

@@ -83,6 +83,12 @@ impl<P: KvRead> VectorKernel for Task<'_, '_, P> {
     }
 }
 
+/// Sums of a block, and the factor that rescales each row of them to its new largest score.
+struct Rescaled<'a> {
+    factors: &'a [f32],
+    outputs: &'a mut [f32],
+}
+
 /// The rows of one block of positions, for one query head.
 struct Block<'a, 'b, P> {
     attention: &'a Attention<'b, P>,
@@ -120,10 +126,9 @@ impl<P: KvRead> Block<'_, '_, P> {
             for i in 0..self.positions.len() {
                 let row = &mut scores[i * PAGE..][tiles.clone()];
                 let seen = self.seen(i, page * PAGE + tiles.start, row.len());
-                let state = (&mut largest[i], &mut sums[i]);
-                factors[i] = softmax_row(s, row, seen, state);
+                factors[i] = softmax_row(s, row, seen, &mut largest[i], &mut sums[i]);
             }
-            self.weigh(s, scores, page, seen, (factors, outputs), pages);
+            self.weigh(s, scores, page, seen, Rescaled { factors, outputs }, pages);
         }
         self.finish(s, outputs, sums);
     }
@@ -171,7 +176,7 @@ impl<P: KvRead> Block<'_, '_, P> {
         }
     }
 
-    /// `outputs = factor * outputs + weights * values`
+    /// `outputs = factors * outputs + weights * values`
     #[inline(always)]
     fn weigh<S: Simd>(
         &self,
@@ -179,7 +184,7 @@ impl<P: KvRead> Block<'_, '_, P> {
         weights: &[f32],
         page: usize,
         seen: Range<usize>,
-        (factors, outputs): (&[f32], &mut [f32]),
+        Rescaled { factors, outputs }: Rescaled<'_>,
         scratch: &mut [f32],
     ) {
         let (attention, size) = (self.attention, self.attention.pages.head_size());
@@ -222,7 +227,8 @@ fn softmax_row<S: Simd>(
     s: S,
     scores: &mut [f32],
     seen: Range<usize>,
-    (largest, sum): (&mut f32, &mut f32),
+    largest: &mut f32,
+    sum: &mut f32,
 ) -> f32 {
     scores[..seen.start].fill(f32::NEG_INFINITY);
     scores[seen.end..].fill(f32::NEG_INFINITY);

@@ -129,7 +129,7 @@ impl VectorKernel for Task<'_, '_> {
         match product.experts {
             None => {
                 for panel in worker.claim(panels, 1).flatten() {
-                    product.panel(s, 0, panel, (0..rows, 0), scratch);
+                    product.panel(s, 0, panel, 0..rows, 0, scratch);
                 }
             }
             Some(experts) => {
@@ -137,7 +137,7 @@ impl VectorKernel for Task<'_, '_> {
                 for unit in worker.claim(panels * experts.len(), 1).flatten() {
                     let (r, panel) = (unit / panels, unit % panels);
                     let row = r / fanout;
-                    product.panel(s, experts[r] as usize, panel, (row..row + 1, r), scratch);
+                    product.panel(s, experts[r] as usize, panel, row..row + 1, r, scratch);
                 }
             }
         }
@@ -152,7 +152,8 @@ impl BlockProduct<'_> {
         s: S,
         matrix: usize,
         panel: usize,
-        (rows, first): (Range<usize>, usize),
+        rows: Range<usize>,
+        first: usize,
         scratch: &mut [f32],
     ) {
         let (n, k) = (self.weight.n, self.weight.k);

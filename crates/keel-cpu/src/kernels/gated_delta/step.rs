@@ -149,7 +149,7 @@ impl<E: StateElement> Unit<'_, '_, E> {
             let column = self.head * shape.value_size + self.start;
             // SAFETY: only this unit has these columns of the row.
             let y = unsafe { task.y.part(t, column..column + columns) };
-            let u = attend::<E, S, N>(s, (&from, &to), &records, &token, v, y);
+            let u = attend::<E, S, N>(s, &from, &to, &records, &token, v, y);
             if let Some(log) = &open {
                 store_row(s, u, self.record_u(log, log.record_at(shape, slot, i), columns));
                 // The committed state stays unchanged from here on; `ahead` receives the updates of open rows.
@@ -244,7 +244,8 @@ impl<'a, S: Simd, const N: usize> Records<'a, S, N> {
 #[inline(always)]
 fn attend<E: StateElement, S: Simd, const N: usize>(
     s: S,
-    (from, to): (&Block<'_, E>, &Block<'_, E>),
+    from: &Block<'_, E>,
+    to: &Block<'_, E>,
     records: &Records<'_, S, N>,
     token: &Token<'_>,
     v: &[f32],

@@ -14,7 +14,7 @@ use super::format::{BLOCK, MAX_GROUP};
 use super::lanes::{LANES, Lanes, portable::Portable};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{avx2::Avx2, avx512::Avx512};
-use super::rows::{RowBlock, RowMap, Segment};
+use super::rows::{RowBlock, RowOrder};
 use super::{Compute, PackedLayout};
 use crate::amx;
 use crate::isa::Isa;
@@ -38,7 +38,7 @@ pub(super) fn prepare(
     layout: &PackedLayout,
     compute: Compute,
     x: &[f32],
-    (segments, map): (&[Segment], RowMap<'_>),
+    RowOrder { segments, map }: RowOrder<'_>,
     block_sizes: &[usize],
     scratch: SharedMut<'_, u8>,
 ) {

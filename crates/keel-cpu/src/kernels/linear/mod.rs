@@ -58,7 +58,7 @@ use crate::isa::Isa;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use block::{BlockFns, Kernel};
-use rows::{RowMap, Segment};
+use rows::{RowMap, RowOrder, Segment};
 use schedule::Call;
 
 /// The arithmetic of a linear layer.
@@ -176,7 +176,15 @@ impl Linear {
         assert_eq!(self.layout.matrices(), 1, "a stack of weight matrices needs `run_gathered`");
         self.check(weights, x, y, rows, scratch.len() >= self.scratch_bytes(rows));
         let segments = [Segment { matrix: 0, start: 0, end: rows as u32 }];
-        self.run_segments(worker, weights, x, (&segments, RowMap::Same), y, epilogue, scratch);
+        self.run_segments(
+            worker,
+            weights,
+            x,
+            RowOrder { segments: &segments, map: RowMap::Same },
+            y,
+            epilogue,
+            scratch,
+        );
     }
 
     /// `y[r] = x[r / fanout] W[experts[r]]^T` over a stack of matrices; each row of x gives `fanout` rows of y. Rows of
@@ -215,7 +223,7 @@ impl Linear {
         // SAFETY: no worker writes the table after the barrier.
         let (order, segments) = routing::read(unsafe { routing::words(table) }, outputs);
         let map = RowMap::Gathered { order, fanout: outputs / rows };
-        self.run_segments(worker, weights, x, (segments, map), y, Epilogue::Store, scratch);
+        self.run_segments(worker, weights, x, RowOrder { segments, map }, y, Epilogue::Store, scratch);
     }
 
     #[allow(clippy::too_many_arguments, reason = "what `run` takes, and the rows")]
@@ -224,7 +232,7 @@ impl Linear {
         worker: &Worker<'_>,
         weights: &[u8],
         x: &[f32],
-        rows: (&[Segment], RowMap<'_>),
+        rows: RowOrder<'_>,
         y: SharedMut<'_, f32>,
         epilogue: Epilogue,
         scratch: SharedMut<'_, u8>,
@@ -245,12 +253,12 @@ impl Linear {
             add: epilogue == Epilogue::Add,
         };
         if row_bytes > 0 {
-            schedule::ask_for_first(worker, &call, rows.0);
+            schedule::ask_for_first(worker, &call, rows.segments);
             let sizes = self.blocks.sizes();
             activations::prepare(worker, self.isa, &self.layout, self.compute, x, rows, sizes, scratch);
             worker.barrier();
         }
-        schedule::run(worker, &call, rows.0, rows.1);
+        schedule::run(worker, &call, rows);
     }
 
     fn check(&self, weights: &[u8], x: &[f32], y: SharedMut<'_, f32>, outputs: usize, scratch_fits: bool) {

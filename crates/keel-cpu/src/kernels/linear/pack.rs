@@ -58,7 +58,7 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
             (Rows::Affine { quants, scales, biases }, WeightFormat::Affine { bits, group, params }) => {
                 let groups = tile_rows.start * k / group..tile_rows.end * k / group;
                 let quants = &quants[tile_rows.start * k..tile_rows.end * k];
-                pack_quants(quants, k, (bits, group), units, out);
+                pack_quants(quants, k, bits, group, units, out);
                 pack_params(&scales[groups.clone()], k / group, params, group * bits * 2, units, out);
                 let biases_at = group * bits * 2 + TILE_ROWS * params.bytes();
                 pack_params(&biases[groups], k / group, params, biases_at, units, out);
@@ -66,7 +66,7 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
             (Rows::Blocks(bytes), WeightFormat::Blocks(format)) => {
                 let row_bytes = k / format.values() * format.bytes();
                 let rows = &bytes[tile_rows.start * row_bytes..tile_rows.end * row_bytes];
-                pack_blocks(format, rows, row_bytes, (units.stride, layout.unit_bytes()), out);
+                pack_blocks(format, rows, row_bytes, units.stride, layout.unit_bytes(), out);
             }
             _ => unreachable!("checked above"),
         }
@@ -74,13 +74,20 @@ pub fn pack(layout: &PackedLayout, rows: Rows<'_>, out: &mut [u8]) {
 }
 
 /// Packs the blocks of a tile's rows.
-fn pack_blocks(format: BlockFormat, rows: &[u8], row_bytes: usize, unit: (usize, usize), out: &mut [u8]) {
+fn pack_blocks(
+    format: BlockFormat,
+    rows: &[u8],
+    row_bytes: usize,
+    stride: usize,
+    unit_bytes: usize,
+    out: &mut [u8],
+) {
     // The format is a constant in each arm, so shifts and masks are constants, too: packing takes most of the load
     // time.
     macro_rules! for_each_format {
         ($($name:ident)*) => {
             match format {
-                $(BlockFormat::$name => pack_blocks_of(BlockFormat::$name, rows, row_bytes, unit, out),)*
+                $(BlockFormat::$name => pack_blocks_of(BlockFormat::$name, rows, row_bytes, stride, unit_bytes, out),)*
             }
         };
     }
@@ -93,7 +100,8 @@ fn pack_blocks_of(
     format: BlockFormat,
     rows: &[u8],
     row_bytes: usize,
-    (stride, unit_bytes): (usize, usize),
+    stride: usize,
+    unit_bytes: usize,
     out: &mut [u8],
 ) {
     let coding = Coding::of(format);
@@ -203,7 +211,7 @@ fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
     }
 }
 
-fn pack_quants(quants: &[u8], k: usize, (bits, group): (usize, usize), units: Units, out: &mut [u8]) {
+fn pack_quants(quants: &[u8], k: usize, bits: usize, group: usize, units: Units, out: &mut [u8]) {
     assert!(quants.iter().all(|q| usize::from(*q) < 1 << bits), "a quantised value of more than {bits} bits");
     for (row, quants) in quants.chunks_exact(k).enumerate() {
         for (block, quants) in quants.chunks_exact(BLOCK).enumerate() {

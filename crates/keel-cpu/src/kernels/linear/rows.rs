@@ -50,6 +50,13 @@ impl Segment {
     }
 }
 
+/// The rows of a call: how they are cut, and where they lie.
+#[derive(Clone, Copy)]
+pub(super) struct RowOrder<'a> {
+    pub segments: &'a [Segment],
+    pub map: RowMap<'a>,
+}
+
 /// The rows of x and y that belong to a position.
 #[derive(Clone, Copy)]
 pub(super) enum RowMap<'a> {

@@ -11,7 +11,7 @@
 
 use super::block::{Ahead, Block, BlockFns, MAX_ROWS};
 use super::format::{PAIR, PackedLayout, TILE_ROWS, WeightFormat};
-use super::rows::{RowBlock, RowMap, Segment};
+use super::rows::{RowBlock, RowMap, RowOrder, Segment};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use std::ops::Range;
@@ -125,7 +125,7 @@ pub(super) fn ask_for_first(worker: &Worker<'_>, call: &Call<'_>, segments: &[Se
 }
 
 /// Computes all segments. Every worker makes the same call, and makes no other claim until the next barrier.
-pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, segments: &[Segment], map: RowMap<'_>) {
+pub(super) fn run(worker: &Worker<'_>, call: &Call<'_>, RowOrder { segments, map }: RowOrder<'_>) {
     let cut = Cut::new(call, segments, worker.count);
     let (mut at, mut first) = (0, 0);
     let claims = worker.claim_near(cut.len()).flatten();

@@ -37,7 +37,8 @@ pub fn scratch_words(rows: usize, workers: usize) -> usize {
 /// # Panics
 /// If the lengths do not fit.
 pub fn sample(
-    (logits, width): (&[f32], usize),
+    logits: &[f32],
+    width: usize,
     draws: &[f32],
     y: SharedMut<'_, u32>,
     scratch: SharedMut<'_, u64>,
@@ -144,7 +145,7 @@ mod tests {
         let mut y = vec![u32::MAX; draws.len()];
         let mut scratch = vec![u64::MAX; scratch_words(draws.len(), workers)];
         let (tokens, scratch) = (SharedMut::new(&mut y), SharedMut::new(&mut scratch));
-        ThreadPool::new(workers).run(|worker| sample((logits, width), &words, tokens, scratch, worker));
+        ThreadPool::new(workers).run(|worker| sample(logits, width, &words, tokens, scratch, worker));
         y
     }
 

@@ -47,18 +47,18 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::AllReduce { peers } if adds_by_rank(peers, call.mode) => {
             let scratch = call.scratch;
             // SAFETY: as above; the scratch has room for the arrays of all devices.
-            exchange(call, Some(peers), |c| unsafe { c.all_gather((from, scratch), count, device) })?;
+            exchange(call, Some(peers), |c| unsafe { c.all_gather(from, scratch, count, device) })?;
             let arguments =
                 Arguments::default().pointer(scratch).pointer(y.address).u64(count).u32(peers.count);
             call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
         }
         Op::AllReduce { peers } => {
             // SAFETY: as above.
-            exchange(call, Some(peers), |c| unsafe { c.all_reduce((from, y.address), count, device) })
+            exchange(call, Some(peers), |c| unsafe { c.all_reduce(from, y.address, count, device) })
         }
         Op::AllGather { peers } => {
             // SAFETY: as above; the result has room for the arrays of all devices.
-            exchange(call, Some(peers), |c| unsafe { c.all_gather((from, y.address), count, device) })
+            exchange(call, Some(peers), |c| unsafe { c.all_gather(from, y.address, count, device) })
         }
         ref op => unreachable!("{} is no exchange", op.name()),
     }

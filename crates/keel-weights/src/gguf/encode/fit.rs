@@ -33,16 +33,22 @@ pub(super) fn symmetric(values: &[f32], low: i32, high: i32) -> f32 {
     if best.is_finite() { best } else { extreme / low as f32 }
 }
 
-/// The step `d >= 0` and the offset `m >= 0` for which `d * q - m` with whole `q` in `0..=high` has a small mean square
-/// error.
-pub(super) fn offset(values: &[f32], high: i32) -> (f32, f32) {
+/// A value with level `q` is `step * q - offset`. Neither is negative.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Fit {
+    pub step: f32,
+    pub offset: f32,
+}
+
+/// The step and the offset for which whole levels in `0..=high` have a small mean square error.
+pub(super) fn offset(values: &[f32], high: i32) -> Fit {
     let low = values.iter().copied().fold(0.0f32, f32::min);
     let top = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let span = top - low;
     if span <= 0.0 {
-        return (0.0, -low);
+        return Fit { step: 0.0, offset: -low };
     }
-    let plain = (span / high as f32, -low);
+    let plain = Fit { step: span / high as f32, offset: -low };
     let (mut best, mut best_error) = (plain, error(values, plain, high));
     for i in -TRIES..=TRIES {
         let inverse = (high as f32 + i as f32 * STRIDE) / span;
@@ -56,7 +62,7 @@ pub(super) fn offset(values: &[f32], high: i32) -> (f32, f32) {
 }
 
 /// The step and offset with the least squared error for these levels; `None` if no step above zero has.
-fn least_squares(values: &[f32], level: impl Fn(f32) -> f32) -> Option<(f32, f32)> {
+fn least_squares(values: &[f32], level: impl Fn(f32) -> f32) -> Option<Fit> {
     let n = values.len() as f32;
     let (mut q1, mut q2, mut x1, mut xq) = (0.0f32, 0.0f32, 0.0f32, 0.0f32);
     for &x in values {
@@ -70,11 +76,11 @@ fn least_squares(values: &[f32], level: impl Fn(f32) -> f32) -> Option<(f32, f32
     let offset = (step * q1 - x1) / n;
     // An offset must not be negative. Instead, fit the step with offset 0.
     let (step, offset) = if offset < 0.0 { (xq / q2, 0.0) } else { (step, offset) };
-    (step > 0.0 && step.is_finite() && offset.is_finite()).then_some((step, offset))
+    (step > 0.0 && step.is_finite() && offset.is_finite()).then_some(Fit { step, offset })
 }
 
-/// The sum of squared errors of a step and an offset.
-fn error(values: &[f32], (step, offset): (f32, f32), high: i32) -> f32 {
+/// The sum of squared errors of a fit.
+fn error(values: &[f32], Fit { step, offset }: Fit, high: i32) -> f32 {
     let left = |x: &f32| x - (step * level((x + offset) / step, 0, high) - offset);
     values.iter().map(|x| left(x).powi(2)).sum()
 }
@@ -95,17 +101,17 @@ mod tests {
         let turned: Vec<f32> = on_grid.iter().map(|x| -x).collect();
         assert!((symmetric(&turned, -8, 7) + 0.3).abs() < 1e-6, "the largest value takes the longer side");
         let shifted: Vec<f32> = (0..16).map(|q| q as f32 * 0.25 - 1.5).collect();
-        let (step, offset) = offset(&shifted, 15);
+        let Fit { step, offset } = offset(&shifted, 15);
         assert!((step - 0.25).abs() < 1e-6 && (offset - 1.5).abs() < 1e-5, "{step} {offset}");
     }
 
     #[test]
     fn what_has_no_span_needs_no_step() {
         assert_eq!(symmetric(&[0.0; 4], -8, 7), 0.0);
-        assert_eq!(offset(&[-2.0; 4], 15), (0.0, 2.0));
+        assert_eq!(offset(&[-2.0; 4], 15), Fit { step: 0.0, offset: 2.0 });
         // An offset is never negative, so the range of positive values is extended down to zero.
-        let (step, zero) = offset(&[3.0; 4], 15);
-        assert_eq!(zero, 0.0);
+        let Fit { step, offset } = offset(&[3.0; 4], 15);
+        assert_eq!(offset, 0.0);
         assert!((step * level(3.0 / step, 0, 15) - 3.0).abs() < 1e-6);
     }
 }

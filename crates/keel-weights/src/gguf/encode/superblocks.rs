@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::fit::{level, offset, symmetric};
+use super::fit::{Fit, level, offset, symmetric};
 
 /// `Q4_K`: two steps, scales and offsets of eight sub-blocks in 6 bits each, levels of 4 bits.
 pub(super) fn q4_k(values: &[f32], out: &mut [u8]) {
@@ -50,19 +50,20 @@ fn symmetric_of_extreme(steps: &[f32]) -> f32 {
 
 /// Stores the steps, scales and offsets of eight sub-blocks and returns the levels of all values, `0..=high`.
 fn offset_levels(values: &[f32], high: i32, out: &mut [u8]) -> [u8; 256] {
-    let mut fits = [(0.0f32, 0.0f32); 8];
+    let mut fits = [Fit::default(); 8];
     for (fit, values) in fits.iter_mut().zip(values.chunks_exact(32)) {
         *fit = offset(values, high);
     }
-    let largest = |of: fn(&(f32, f32)) -> f32| fits.iter().map(of).fold(0.0f32, f32::max);
-    let (d, dmin) = (f16::from_f32(largest(|f| f.0) / 63.0), f16::from_f32(largest(|f| f.1) / 63.0));
+    let largest = |of: fn(&Fit) -> f32| fits.iter().map(of).fold(0.0f32, f32::max);
+    let (d, dmin) =
+        (f16::from_f32(largest(|fit| fit.step) / 63.0), f16::from_f32(largest(|fit| fit.offset) / 63.0));
     out[..2].copy_from_slice(&d.to_le_bytes());
     out[2..4].copy_from_slice(&dmin.to_le_bytes());
     let whole = |x: f32, unit: f16| if unit == f16::ZERO { 0.0 } else { level(x / unit.to_f32(), 0, 63) };
     let mut scales = [(0u8, 0u8); 8];
     let mut levels = [0; 256];
     for (sub, values) in values.chunks_exact(32).enumerate() {
-        let (scale, min) = (whole(fits[sub].0, d), whole(fits[sub].1, dmin));
+        let (scale, min) = (whole(fits[sub].step, d), whole(fits[sub].offset, dmin));
         scales[sub] = (scale as u8, min as u8);
         let (step, min) = (d.to_f32() * scale, dmin.to_f32() * min);
         for (q, x) in levels[sub * 32..].iter_mut().zip(values) {

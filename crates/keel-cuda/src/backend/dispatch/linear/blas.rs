@@ -2,12 +2,12 @@
 //! (`eight_bits.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry};
-use super::eight_bits::{self, EightScratch};
+use super::eight_bits::{self, EightPlaces, EightScratch};
 use super::exact::exact_tiled;
 use super::half::absorbed_to_half;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
-use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands};
+use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DEQUANTIZE, KernelKey};
 use keel_array::{ArrayError, Compute, DType, WeightFormat, WeightSpec};
@@ -82,7 +82,8 @@ fn x_bytes(weight: &WeightSpec, rows: usize) -> usize {
 fn to_half(
     weight: &WeightSpec,
     rows: usize,
-    (to, part_bytes): (u64, usize),
+    to: u64,
+    part_bytes: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let is_bf16 = u8::from(factors(weight) == FactorType::Bf16);
@@ -106,21 +107,22 @@ fn to_half(
 pub(super) fn through_blas(
     weight: &WeightSpec,
     residual: Option<&Bound<'_>>,
-    (rows, in_blocks): (usize, bool),
+    rows: usize,
+    in_blocks: bool,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let scratch = blas_scratch(weight, rows, in_blocks);
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
     let part_bytes = (scratch.w - scratch.x) / x_parts(weight);
-    to_half(weight, rows, (x, part_bytes), call)?;
+    to_half(weight, rows, x, part_bytes, call)?;
     let (y, accumulate) = (&call.outputs[0], residual.is_some());
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
     if eight_bits::is_tried(weight, in_blocks) {
-        let places = (x, own + scratch.w as u64, &scratch.eight);
-        if eight_bits::multiply(weight, (rows, accumulate), places, own, call)? {
+        let places = EightPlaces { half: x, w: own + scratch.w as u64, scratch: &scratch.eight };
+        if eight_bits::multiply(weight, rows, accumulate, places, own, call)? {
             return Ok(());
         }
     }
@@ -141,7 +143,7 @@ pub(super) fn through_blas(
             let product = Product { cols, ..product_of(weight, rows, accumulate) };
             call.multiply(product, half_operands(x, w, to), own)
         }
-        true => multiply_blocks(weight, accumulate, (x, w, own + scratch.last as u64), own, call),
+        true => multiply_blocks(weight, accumulate, x, w, own + scratch.last as u64, own, call),
     };
     let in_op = |error: CudaError| error.in_op(call.kernel.op.name());
     match multiply(x, accumulate) {
@@ -166,7 +168,7 @@ pub(super) fn through_blas(
 }
 
 fn half_operands(x: u64, w: u64, y: u64) -> ProductOperands {
-    ProductOperands { x, w, y, scales: (0, 0) }
+    ProductOperands { x, w, y, scales: ScaleAddresses::default() }
 }
 
 fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
@@ -180,7 +182,9 @@ fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
 fn multiply_blocks(
     weight: &WeightSpec,
     accumulate: bool,
-    (x, w, last): (u64, u64, u64),
+    x: u64,
+    w: u64,
+    last: u64,
     own: u64,
     call: &Call<'_>,
 ) -> Result<()> {

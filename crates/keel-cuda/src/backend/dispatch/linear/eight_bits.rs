@@ -5,7 +5,7 @@
 use super::super::{Call, Geometry};
 use super::blas::{BLAS_ALIGN, is_widened};
 use super::{packed, row_tiles, weight_key};
-use crate::driver::{Arguments, FactorType, Product, ProductOperands};
+use crate::driver::{Arguments, FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::kernels::EIGHT_BITS;
 use keel_array::{ArrayError, Compute, WeightSpec};
 
@@ -39,19 +39,27 @@ impl EightScratch {
     }
 }
 
-/// The product of x in 16 bits at `half`. W is written to `w`. False if the library refuses it; y is then as before.
+/// The address of x in 16 bits, the address that W is written to, and the places within the workspace.
+pub(super) struct EightPlaces<'a> {
+    pub half: u64,
+    pub w: u64,
+    pub scratch: &'a EightScratch,
+}
+
+/// The product of x with W. False if the library refuses it; y is then as before.
 pub(super) fn multiply(
     weight: &WeightSpec,
-    (rows, accumulate): (usize, bool),
-    (half, w, scratch): (u64, u64, &EightScratch),
+    rows: usize,
+    accumulate: bool,
+    EightPlaces { half, w, scratch }: EightPlaces<'_>,
     own: u64,
     call: &Call<'_>,
 ) -> Result<bool, ArrayError> {
     let at = |offset: usize| own + offset as u64;
-    let (x, scales) = (at(scratch.x), (at(scratch.x_scales), at(scratch.w_scales)));
-    let arguments = Arguments::default().pointer(half).pointer(x).pointer(scales.0);
+    let (x, scales) = (at(scratch.x), ScaleAddresses { x: at(scratch.x_scales), w: at(scratch.w_scales) });
+    let arguments = Arguments::default().pointer(half).pointer(x).pointer(scales.x);
     call.launch(&weight_key(EIGHT_BITS, "to_eight_bits", weight), Geometry::rows(rows, 256), arguments)?;
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).pointer(scales.1);
+    let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).pointer(scales.w);
     let key = weight_key(EIGHT_BITS, "dequantize_eight_bits", weight);
     call.launch(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
     let (cols, inner) = (weight.rows, weight.cols);

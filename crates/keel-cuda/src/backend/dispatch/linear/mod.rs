@@ -141,7 +141,7 @@ pub(super) fn linear(
         Way::ExactTiled => exact_tiled(weight, residual, rows, call),
         Way::FewRows => FewRows::of(weight, call).run(residual, call),
         Way::Panels { parts } => in_panels(weight, residual, rows, parts, call),
-        Way::Blas { in_blocks } => through_blas(weight, residual, (rows, in_blocks), call),
+        Way::Blas { in_blocks } => through_blas(weight, residual, rows, in_blocks, call),
     }
 }
 

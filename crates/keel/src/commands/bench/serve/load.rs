@@ -90,13 +90,20 @@ impl Random {
 
 impl Load {
     /// Random prompts and answers with these lengths.
-    pub fn random(count: usize, lengths: (Lengths, Lengths), shared: usize, rate: f64, seed: u64) -> Load {
+    pub fn random(
+        count: usize,
+        prompt: Lengths,
+        answer: Lengths,
+        shared: usize,
+        rate: f64,
+        seed: u64,
+    ) -> Load {
         let mut random = Random(seed);
         let prefix = random.words(shared);
         let requests = (0..count).map(|_| {
-            let own = random.within(lengths.0);
+            let own = random.within(prompt);
             let prompt = format!("{prefix} {}", random.words(own)).trim_start().to_string();
-            (prompt, random.within(lengths.1))
+            (prompt, random.within(answer))
         });
         let requests: Vec<_> = requests.collect();
         Load::arriving(requests, rate, random)
@@ -150,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_seed_makes_a_load_that_arrives_at_its_rate() {
-        let load = |seed| Load::random(2000, (lengths("5-9"), lengths("3")), 4, 50.0, seed);
+        let load = |seed| Load::random(2000, lengths("5-9"), lengths("3"), 4, 50.0, seed);
         assert_eq!(load(1), load(1));
         assert_ne!(load(1), load(2));
         let requests = load(1).requests;

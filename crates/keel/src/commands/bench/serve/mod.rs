@@ -81,7 +81,8 @@ pub fn run(args: &BenchServeArgs) -> Result<()> {
         }
         None => Load::random(
             args.requests as usize,
-            (args.prompt, args.generated),
+            args.prompt,
+            args.generated,
             args.shared_prefix,
             args.rate,
             args.seed,
