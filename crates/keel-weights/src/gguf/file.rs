@@ -6,8 +6,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use keel_array::BlockFormat;
-
 use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue};
 use crate::{
     LinearFormat, LinearInfo, LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError,
@@ -57,13 +55,13 @@ impl GgufFile {
         found.map(|(name, entry)| (name.as_str(), entry)).ok_or_else(|| missing(self, name, &self.path))
     }
 
-    /// The entry of a module's weight and its coding, if it is in blocks.
-    fn blocks(&self, module: &str) -> Result<Option<(&str, &GgufEntry, BlockFormat)>> {
+    /// A module's weight, if it is a matrix in blocks.
+    fn blocks(&self, module: &str) -> Result<Option<BlockTensor<'_>>> {
         let (name, entry) = self.entry(&format!("{module}.weight"))?;
-        match entry.kind {
-            Ok(GgmlType::Blocks(format)) => Ok(Some((name, entry, format))),
-            _ => Ok(None),
-        }
+        let Ok(GgmlType::Blocks(format)) = entry.kind else { return Ok(None) };
+        linear::check_matrices(module, &entry.shape)?;
+        let bytes = &self.map.bytes()[entry.range.clone()];
+        Ok(Some(BlockTensor { name, format, shape: &entry.shape, bytes }))
     }
 }
 
@@ -95,16 +93,13 @@ impl TensorSource for GgufFile {
     }
 
     fn linear_info(&self, module: &str) -> Result<LinearInfo> {
-        let Some((_, entry, format)) = self.blocks(module)? else { return linear::info(self, module) };
-        linear::check_matrices(module, &entry.shape)?;
-        Ok(LinearInfo::new(&entry.shape, LinearFormat::Blocks(format)))
+        let Some(matrix) = self.blocks(module)? else { return linear::info(self, module) };
+        Ok(LinearInfo::new(matrix.shape(), LinearFormat::Blocks(matrix.format())))
     }
 
     fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
-        let Some((name, entry, format)) = self.blocks(module)? else { return linear::open(self, module) };
-        linear::check_matrices(module, &entry.shape)?;
-        let bytes = &self.map.bytes()[entry.range.clone()];
-        Ok(LinearTensor::Blocks(BlockTensor { name, format, shape: &entry.shape, bytes }))
+        let Some(matrix) = self.blocks(module)? else { return linear::open(self, module) };
+        Ok(LinearTensor::Blocks(matrix))
     }
 
     fn check_intact(&self) -> Result<()> {

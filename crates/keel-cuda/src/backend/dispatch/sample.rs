@@ -16,22 +16,23 @@ const BOARD_BYTES: usize = 1024 * (4 + 8) + 4096 * 8 + 16;
 /// Blocks of a launch, divided among the rows: about as many as a large GPU runs at once.
 const BLOCKS: usize = 128;
 
-fn extents(logits: &Layout) -> (usize, usize, usize) {
+/// Blocks for each row.
+fn parts(logits: &Layout) -> usize {
     let (rows, width) = (logits.shape[0], logits.shape[1]);
-    (rows, width, width.div_ceil(CHUNK).min(BLOCKS / rows.max(1)).max(1))
+    width.div_ceil(CHUNK).min(BLOCKS / rows.max(1)).max(1)
 }
 
 pub(super) fn workspace_bytes(kernel: &Kernel) -> usize {
-    let (rows, _, parts) = extents(&kernel.inputs[0].layout);
-    rows * (BOARD_BYTES + parts * ENDS_BYTES)
+    let logits = &kernel.inputs[0].layout;
+    logits.shape[0] * (BOARD_BYTES + parts(logits) * ENDS_BYTES)
 }
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let (logits, draws, y) = (&call.inputs[0], &call.inputs[1], &call.outputs[0]);
-    let (rows, width, parts) = extents(logits.layout);
+    let (rows, width) = (logits.layout.shape[0], logits.layout.shape[1]);
     let (boards, ends) = (call.scratch, call.scratch + (rows * BOARD_BYTES) as u64);
     let key = |entry| KernelKey::new(SAMPLE, entry);
-    let spread = Geometry { grid: (rows, parts, 1), ..Geometry::rows(rows, THREADS) };
+    let spread = Geometry { grid: (rows, parts(logits.layout), 1), ..Geometry::rows(rows, THREADS) };
     let (logits, draws, y) = (logits.address, draws.address, y.address);
     call.launch_described(&key("greatest"), spread, &Greatest { logits, draws, ends, boards, width })?;
     let parameters = DrawTokens { logits, draws, ends, boards, y, width };

@@ -57,8 +57,15 @@ impl Texts {
 #[derive(Default)]
 pub(super) struct TextsBuilder {
     joined: String,
-    /// Id, start and end of each text.
-    tokens: Vec<(u32, u32, u32)>,
+    tokens: Vec<TextSpan>,
+}
+
+/// A token's id, and the bytes of its text.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct TextSpan {
+    id: u32,
+    start: u32,
+    end: u32,
 }
 
 impl TextsBuilder {
@@ -68,7 +75,7 @@ impl TextsBuilder {
         let end = u32::try_from(self.joined.len() + text.len());
         let end = end.map_err(|_| "the texts of the vocabulary have more than 4 GiB".to_string())?;
         self.joined.push_str(text);
-        self.tokens.push((id, start, end));
+        self.tokens.push(TextSpan { id, start, end });
         Ok(())
     }
 
@@ -78,9 +85,9 @@ impl TextsBuilder {
             return Err("the vocabulary is empty".to_string());
         }
         self.tokens.sort_unstable();
-        let text = |&(_, start, end): &(u32, u32, u32)| &self.joined[start as usize..end as usize];
-        if let Some(pair) = self.tokens.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            let (token, id) = (text(&pair[1]), pair[1].0);
+        let text = |span: &TextSpan| &self.joined[span.start as usize..span.end as usize];
+        if let Some(pair) = self.tokens.windows(2).find(|pair| pair[0].id == pair[1].id) {
+            let (token, id) = (text(&pair[1]), pair[1].id);
             return Err(format!("token {token:?} has id {id}, which another token has too"));
         }
         let mut joined = String::with_capacity(self.joined.len());
@@ -89,8 +96,8 @@ impl TextsBuilder {
             joined.push_str(text(token));
             ends.push(joined.len() as u32);
         }
-        let dense = self.tokens.iter().zip(0..).all(|(token, place)| token.0 == place);
-        let ids = if dense { Vec::new() } else { self.tokens.iter().map(|token| token.0).collect() };
+        let dense = self.tokens.iter().zip(0..).all(|(token, place)| token.id == place);
+        let ids = if dense { Vec::new() } else { self.tokens.iter().map(|token| token.id).collect() };
         let places = HashTable::with_capacity(self.tokens.len());
         drop(self);
         let mut texts = Texts { joined, ends, ids, places, hasher: RandomState::new() };
