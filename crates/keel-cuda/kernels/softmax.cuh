@@ -96,7 +96,7 @@ static __device__ __forceinline__ void hide(float (&scores)[TILES][4], u32 start
     u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        u32 row = (pair + lane / 4 + 8 * half) / G, at = start + row, end = min(until.last(row, at) + 1, to);
+        u32 row = (pair + lane / 4 + 8 * half) / G, at = start + row, end = min(until.last(row, at), to - 1) + 1;
         u32 begin = WINDOW > 0 && at + 1 > WINDOW ? at + 1 - WINDOW : 0;
 #pragma unroll
         for (int n = 0; n < TILES; n++) {

@@ -248,8 +248,15 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
                     (0..rows).map(|t| first + last(t).unwrap_or(t)).collect()
                 })
                 .collect();
-            // `until` of a row without a range may be any position up to its own.
-            let words: Vec<u32> = until.iter().flatten().map(|&u| u as u32).collect();
+            // `until` of a row without a range may be any position up to its own. A row that sees all may name any
+            // position from the last one on.
+            let word = |u: usize, (first, rows): (usize, usize)| match u + 1 == first + rows {
+                true => u32::MAX,
+                false => u as u32,
+            };
+            let of_sequence =
+                |(until, rows): (&Vec<usize>, _)| until.iter().map(|&u| word(u, rows)).collect::<Vec<u32>>();
+            let words: Vec<u32> = until.iter().zip(rows).flat_map(of_sequence).collect();
             let words = Array::from_slice(runtime, &words, [words.len()]).expect("memory");
             let spec =
                 AttentionSpec { scale: shape.scale.into(), window: shape.window, regime: Regime::Prefill };

@@ -343,6 +343,10 @@ impl<'a> Task<'a> {
             return None;
         }
         let units = (self.rows * self.heads / self.kv_heads).div_ceil(TILE) + self.sequences;
+        // `Item` of the source has 12 bits for a key head and 16 for a unit.
+        if self.kv_heads > 1 << 12 || units > 1 << 16 {
+            return None;
+        }
         let capacity =
             Capacity { multiprocessors: device.multiprocessors, shared_bytes_max: device.shared_bytes_max };
         Walk::of(self.size, units * self.kv_heads, &capacity)

@@ -81,6 +81,9 @@ enum RowStep {
 fn row_step(input: &Layout) -> Option<RowStep> {
     let rank = input.shape.rank();
     let stretched = |axes: usize| input.strides[..axes].iter().all(|&stride| stride == 0);
+    if !input.offset.is_multiple_of(4) {
+        return None;
+    }
     if stretched(rank) {
         return Some(RowStep::OneValue);
     }
@@ -88,7 +91,7 @@ fn row_step(input: &Layout) -> Option<RowStep> {
         None if input.strides.last() == Some(&1) && stretched(rank - 1) => 0,
         stride => stride?,
     };
-    (elements.is_multiple_of(4) && input.offset.is_multiple_of(4)).then_some(RowStep::Fours(elements / 4))
+    elements.is_multiple_of(4).then_some(RowStep::Fours(elements / 4))
 }
 
 /// Whether a chain may run four columns at a time, if its operands begin at multiples of 16 bytes.
