@@ -27,7 +27,7 @@ pub enum SumOrder {
     Fixed,
 }
 
-/// Parts of a sum in the fixed order. Columns that do not divide into so many have half as many, or one.
+/// Parts of a sum in the fixed order. Columns that do not divide into this number of parts have half of it, or one.
 const PARTS: usize = 4;
 
 /// How a layer's sums over columns are made.

@@ -265,7 +265,7 @@ impl DepthControl {
         }
     }
 
-    /// Whether it is not yet time to compare depths again, after so many plain rounds.
+    /// Whether it is not yet time to compare depths again, after this number of plain rounds.
     fn stays_plain(&self, plain_rounds: u64) -> bool {
         (COMPARED_EVERY..self.retry_after).contains(&plain_rounds)
             && !plain_rounds.is_multiple_of(COMPARED_EVERY)

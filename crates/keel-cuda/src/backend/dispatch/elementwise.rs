@@ -70,7 +70,6 @@ fn chain_steps(op: &Op) -> Option<Cow<'_, [FusedStep]>> {
 }
 
 /// How far apart the rows of a chain's input are that is read four columns at a time.
-#[derive(Clone, Copy, PartialEq, Eq)]
 enum RowStep {
     /// In units of four columns; 0 if one row meets every row.
     Fours(usize),
@@ -134,7 +133,10 @@ pub(super) fn chain_by_four(
         .define("LOADS", loads)
         .define("PICK", pick)
         .define("CHAIN", chain_body(&chain.kernel.op));
-    let key = half.map_or(key.clone(), |(form, value)| key.define(form, value));
+    let key = match half {
+        Some((form, value)) => key.define(form, value),
+        None => key,
+    };
     call.launch(&key, Geometry::elements(fours), arguments)
 }
 
