@@ -47,5 +47,5 @@ pub use prefix_folder::{IndexEntries, PictureHash, PrefixFolder, SavedPrefix, Un
 pub use sequence::SequenceCache;
 pub use sight::{Features, SeenPicture, Sight};
 pub use spec::{CacheFormat, CacheSize, CacheSpec, LayerSpec};
-pub use storage::LayerStorage;
+pub use storage::{DeviceLayers, LayerStorage};
 pub use swap::SwapSize;

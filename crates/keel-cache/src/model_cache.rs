@@ -1,12 +1,10 @@
 //! The storage of all layers, and the sequences that share it.
 
-use std::ops::Range;
-
 use keel_array::{AttentionSpec, Runtime};
 
 use crate::pools::{Pools, SharedPools};
 use crate::sequence::SavedPosition;
-use crate::storage::SavedSlots;
+use crate::storage::{DeviceLayers, SavedSlots};
 use crate::swap::SwapSpace;
 use crate::{
     BlockId, CacheError, CacheSize, CacheSpec, CheckpointId, LayerStorage, PageAllocator, Result,
@@ -32,7 +30,7 @@ impl ModelCache {
     /// If the memory limit would be exceeded.
     pub fn allocate(runtime: &Runtime, spec: CacheSpec, size: CacheSize) -> Result<ModelCache> {
         let layers = 0..spec.layers.len();
-        ModelCache::allocate_on(&[(runtime.clone(), layers)], spec, size)
+        ModelCache::allocate_on(&[DeviceLayers { runtime: runtime.clone(), layers }], spec, size)
     }
 
     /// As [`ModelCache::allocate`], each range of layers on a device of its own. The ranges follow each other and hold
@@ -43,13 +41,9 @@ impl ModelCache {
     ///
     /// # Panics
     /// If the ranges do not follow each other.
-    pub fn allocate_on(
-        devices: &[(Runtime, Range<usize>)],
-        spec: CacheSpec,
-        size: CacheSize,
-    ) -> Result<ModelCache> {
+    pub fn allocate_on(devices: &[DeviceLayers], spec: CacheSpec, size: CacheSize) -> Result<ModelCache> {
         let (mut layers, mut saved) = (Vec::with_capacity(spec.layers.len()), Vec::new());
-        for device @ (runtime, range) in devices {
+        for device @ DeviceLayers { runtime, layers: range } in devices {
             assert_eq!(
                 range.start,
                 layers.len(),
@@ -61,7 +55,7 @@ impl ModelCache {
             saved.extend(SavedSlots::allocate(device, &spec, size.checkpoints)?);
         }
         let host = match devices.last() {
-            Some((runtime, range)) if range.end == spec.layers.len() => runtime,
+            Some(last) if last.layers.end == spec.layers.len() => &last.runtime,
             _ => panic!("{} layers on devices that hold {}", spec.layers.len(), layers.len()),
         };
         let swap = SwapSpace::allocate(host, SwapSize::new(&spec, &size))?;

@@ -105,6 +105,15 @@ fn recurrent(
     Ok(LayerStorage::Recurrent { window, state: DeltaState { state, records: log(spec.record_len())? } })
 }
 
+/// Consecutive layers of a cache, and the device that they lie on.
+#[derive(Clone, Debug)]
+pub struct DeviceLayers {
+    /// The device.
+    pub runtime: Runtime,
+    /// Which of the cache's layers they are.
+    pub layers: Range<usize>,
+}
+
 /// Saved slots of consecutive layers.
 #[derive(Debug)]
 pub(crate) struct SavedSlots {
@@ -119,7 +128,7 @@ pub(crate) struct SavedSlots {
 impl SavedSlots {
     /// Room for `checkpoints` slots; `None` if none of the layers is recurrent, or no room is asked for.
     pub(crate) fn allocate(
-        (runtime, layers): &(Runtime, Range<usize>),
+        DeviceLayers { runtime, layers }: &DeviceLayers,
         spec: &CacheSpec,
         checkpoints: usize,
     ) -> Result<Option<SavedSlots>> {

@@ -6,11 +6,11 @@
 use std::sync::Arc;
 
 use keel_array::{Backend, MemoryReport, Runtime, RuntimeOptions};
-use keel_models::Part;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
 use crate::eyes::{self, Passes};
+use crate::split::PlacedPart;
 use crate::step::Buckets;
 use crate::{Engine, EngineOptions, Result};
 
@@ -32,15 +32,12 @@ pub fn plan(
     Ok(report)
 }
 
-/// A backend that only plans, and the part of a model that lies there.
-pub type PlannedDevice = (Arc<dyn Backend>, Part);
-
 /// As [`plan`], of a model with a part on each device, by rank: the bytes of each device.
 ///
 /// # Errors
 /// As [`Engine::load_on`].
 pub fn plan_on(
-    devices: &[(Arc<dyn Backend>, Part)],
+    devices: &[PlacedPart<Arc<dyn Backend>>],
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
@@ -53,16 +50,20 @@ pub fn plan_on(
 /// # Errors
 /// As [`Engine::load_on`].
 pub fn plan_seeing_on(
-    devices: &[PlannedDevice],
+    devices: &[PlacedPart<Arc<dyn Backend>>],
     tower: Option<&Arc<dyn Backend>>,
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<MemoryReport>> {
-    let all = devices.iter().map(|(backend, _)| backend).chain(tower);
+    let all = devices.iter().map(|placed| &placed.device).chain(tower);
     assert!(all.into_iter().all(|backend| backend.is_planning()), "a plan is made on planning backends");
     let runtime = |backend: &Arc<dyn Backend>| Runtime::new(Arc::clone(backend), RuntimeOptions::default());
-    let devices: Vec<_> = devices.iter().map(|(backend, part)| (runtime(backend), part.clone())).collect();
+    let on_runtime = |PlacedPart { device, part }: &PlacedPart<_>| PlacedPart {
+        device: runtime(device),
+        part: part.clone(),
+    };
+    let devices: Vec<_> = devices.iter().map(on_runtime).collect();
     let tower = tower.map(runtime);
     let engine = Engine::load_seeing_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
     let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();

@@ -4,172 +4,187 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use keel_array::{Backend, Runtime, RuntimeOptions};
-use keel_cache::{CacheFormat, CacheSize, CacheSpec, ModelCache};
+use keel_cache::{CacheSize, ModelCache};
 use keel_models::loading::{Loader, Parameters};
-use keel_models::{HybridConfig, HybridModel, MixtureCut, ModelError, Part, Shard};
+use keel_models::{HybridConfig, MixtureCut, ModelError, Part, Shard};
 use serde_json::Value;
 
 use crate::eyes::{self, Eyes};
 use crate::{EngineError, EngineOptions, Result};
 
-/// The parts of a pipeline of `stages` stages, each of `shares` devices that share its layers. With one share, a pipeline
-/// of devices; with one stage, shares of every layer: attention by heads, recurrent layers by key heads, feed-forward
-/// halves by columns, experts by columns or whole, embedding and output head by tokens. Consecutive layers lie in the
-/// same stage, so that the largest stage of weights, keys, values and states is as small as it can be. `backend` must be
-/// one that only plans.
-///
-/// # Errors
-/// There are more stages than layers; something of the model does not divide; as [`crate::Engine::load`].
-pub fn grid(
-    backend: &Arc<dyn Backend>,
-    source: (&dyn Parameters, &Value),
-    options: EngineOptions,
-    grid: (usize, usize),
-) -> Result<Vec<Part>> {
-    grid_within(backend, source, options, (grid, &[]))
+/// Devices in stages: consecutive layers lie in a stage, and the devices of a stage share its layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceGrid {
+    /// Number of stages; 1 is a split by tensors alone.
+    pub stages: usize,
+    /// Devices of each stage; 1 is a pipeline of devices.
+    pub shares: usize,
 }
 
-/// As [`grid`], for devices that hold these bytes, by rank; none means that all hold the same. A stage gets layers in
-/// proportion to what its smallest device holds.
-///
-/// # Errors
-/// As [`grid`].
-pub fn grid_within(
-    backend: &Arc<dyn Backend>,
-    (parameters, config): (&dyn Parameters, &Value),
-    options: EngineOptions,
-    ((stages, shares), limits): ((usize, usize), &[u64]),
-) -> Result<Vec<Part>> {
-    let room =
-        |stage: usize| limits.iter().skip(stage * shares).take(shares).min().copied().unwrap_or(1).max(1);
-    let rooms: Vec<u64> = (0..stages).map(room).collect();
-    let model = keel_models::read_config_of(config, parameters)?;
-    let (mixture, _) = mixture_cut(backend, (parameters, config), &options, (&model, shares))?;
-    let stages = match stages {
-        1 => std::iter::once(0..model.layers.len()).collect(),
-        _ => {
+/// A device, and the part of a model that lies there. The device is a [`Runtime`], or the backend of a plan.
+#[derive(Clone, Debug)]
+pub struct PlacedPart<D> {
+    /// The device.
+    pub device: D,
+    /// The part.
+    pub part: Part,
+}
+
+impl<D> PlacedPart<D> {
+    /// A whole model on one device.
+    pub fn whole(device: D) -> PlacedPart<D> {
+        PlacedPart { device, part: Part::default() }
+    }
+
+    /// Each part on the device of its rank.
+    pub fn each(
+        devices: impl IntoIterator<Item = D>,
+        parts: impl IntoIterator<Item = Part>,
+    ) -> Vec<PlacedPart<D>> {
+        devices.into_iter().zip(parts).map(|(device, part)| PlacedPart { device, part }).collect()
+    }
+}
+
+/// How devices divide the mixtures of experts of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MixtureChoice {
+    /// What each device has of them.
+    pub cut: MixtureCut,
+    /// The reason in one line.
+    pub reason: String,
+}
+
+/// Chooses how devices split a model. No weight is read.
+#[derive(Clone, Copy)]
+pub struct SplitPlanner<'a> {
+    /// A backend that only plans.
+    pub backend: &'a Arc<dyn Backend>,
+    /// The weights of the model.
+    pub parameters: &'a dyn Parameters,
+    /// Its `config.json`.
+    pub config: &'a Value,
+    /// The options of the engine.
+    pub options: EngineOptions,
+}
+
+impl SplitPlanner<'_> {
+    /// The parts of the model on a grid of devices, by rank. The devices of a stage share every layer: attention by heads,
+    /// recurrent layers by key heads, feed-forward halves by columns, experts by columns or whole, embedding and output
+    /// head by tokens. The largest stage of weights, keys, values and states is as small as it can be.
+    ///
+    /// `limits` are the bytes of each device; none means that all hold the same. A stage gets layers in proportion to
+    /// what its smallest device holds.
+    ///
+    /// # Errors
+    /// There are more stages than layers; something of the model does not divide; as [`crate::Engine::load`].
+    pub fn parts(&self, DeviceGrid { stages, shares }: DeviceGrid, limits: &[u64]) -> Result<Vec<Part>> {
+        let room =
+            |stage: usize| limits.iter().skip(stage * shares).take(shares).min().copied().unwrap_or(1).max(1);
+        let rooms: Vec<u64> = (0..stages).map(room).collect();
+        let model = keel_models::read_config_of(self.config, self.parameters)?;
+        let mixture = self.choose_mixture(&model, shares)?.map_or(MixtureCut::Columns, |choice| choice.cut);
+        let layers = model.layers.len();
+        let stages = match stages {
+            1 => std::iter::once(0..layers).collect(),
+            _ => self.stages(layers, &rooms, Shard { count: shares, mixture, ..Shard::default() })?,
+        };
+        let parts = Part::by(mixture, Part::grid(&stages, shares));
+        for part in parts.iter().filter(|part| part.shard.count > 1) {
+            part.shard.config(&model)?;
+        }
+        Ok(parts)
+    }
+
+    /// How `shares` devices divide the mixtures of experts, if they have any to divide: by columns if their number and the
+    /// groups of the weights allow it in every layer and in the MTP head, because then all devices have the same work
+    /// whichever experts are chosen.
+    ///
+    /// # Errors
+    /// As [`SplitPlanner::parts`].
+    pub fn mixture(&self, shares: usize) -> Result<Option<MixtureChoice>> {
+        self.choose_mixture(&keel_models::read_config_of(self.config, self.parameters)?, shares)
+    }
+
+    fn choose_mixture(&self, model: &HybridConfig, shares: usize) -> Result<Option<MixtureChoice>> {
+        let Some(moe) = model.moe.as_ref().filter(|_| shares > 1) else { return Ok(None) };
+        // Layers may have weights of different formats, and the MTP head, too. Dense layers in front do not matter.
+        let layers = model.layers.len();
+        let first = (0..layers).find(|layer| !moe.dense_layers.contains(layer)).unwrap_or(0);
+        let part = Part { layers: first..layers, previous: Some(0), next: None, ..Part::default() };
+        let without_tower = SplitPlanner { options: EngineOptions { vision: None, ..self.options }, ..*self };
+        let loads = |mixture| {
             let shard = Shard { count: shares, mixture, ..Shard::default() };
-            cut(backend, (parameters, config), &options, (model.layers.len(), &rooms, shard))?
+            shard.config(model)?;
+            without_tower.part_bytes(Part { shard, ..part.clone() }).map(drop)
+        };
+        let choice = |cut, reason: String| Ok(Some(MixtureChoice { cut, reason }));
+        match loads(MixtureCut::Columns) {
+            Ok(()) => choice(
+                MixtureCut::Columns,
+                "by columns: each device has a share of every expert, and all have the same work".into(),
+            ),
+            Err(EngineError::Model(ModelError::Part(columns))) => match loads(MixtureCut::Experts) {
+                Ok(()) => {
+                    // The reason alone, without the advice that follows it.
+                    let reason = columns.split(": take").next().unwrap_or(&columns);
+                    let whole = "each device has some of them whole, because by columns it cannot be";
+                    choice(MixtureCut::Experts, format!("{whole}: {reason}"))
+                }
+                // Something else does not divide either.
+                Err(_) => Err(EngineError::Model(ModelError::Part(columns))),
+            },
+            Err(error) => Err(error),
         }
-    };
-    let parts = Part::by(mixture, Part::grid(&stages, shares));
-    for part in parts.iter().filter(|part| part.shard.count > 1) {
-        part.shard.config(&model)?;
     }
-    Ok(parts)
-}
 
-/// How `shares` devices divide the mixtures of experts of a model, and the reason in one line, if it has any: by columns
-/// if their number and the groups of the weights allow it in every layer and in the MTP head, because then all devices have
-/// the same work whichever experts are chosen. `backend` must be one that only plans.
-///
-/// # Errors
-/// As [`grid`].
-pub fn mixture(
-    backend: &Arc<dyn Backend>,
-    source: (&dyn Parameters, &Value),
-    options: EngineOptions,
-    shares: usize,
-) -> Result<Option<(MixtureCut, String)>> {
-    let model = keel_models::read_config_of(source.1, source.0)?;
-    let (cut, why) = mixture_cut(backend, source, &options, (&model, shares))?;
-    Ok(why.map(|why| (cut, why)))
-}
-
-fn mixture_cut(
-    backend: &Arc<dyn Backend>,
-    source: (&dyn Parameters, &Value),
-    options: &EngineOptions,
-    (model, shares): (&HybridConfig, usize),
-) -> Result<(MixtureCut, Option<String>)> {
-    let Some(moe) = model.moe.as_ref().filter(|_| shares > 1) else { return Ok((MixtureCut::Columns, None)) };
-    // Layers may have weights of different formats, and the MTP head, too. Dense layers in front do not matter.
-    let layers = model.layers.len();
-    let first = (0..layers).find(|layer| !moe.dense_layers.contains(layer)).unwrap_or(0);
-    let part = Part { layers: first..layers, previous: Some(0), next: None, ..Part::default() };
-    let options = &EngineOptions { vision: None, ..*options };
-    let loads = |mixture| {
-        let shard = Shard { count: shares, mixture, ..Shard::default() };
-        shard.config(model)?;
-        part_bytes(backend, source, options, Part { shard, ..part.clone() }).map(drop)
-    };
-    match loads(MixtureCut::Columns) {
-        Ok(()) => {
-            let why = "by columns: each device has a share of every expert, and all have the same work";
-            Ok((MixtureCut::Columns, Some(why.into())))
+    /// Cuts `layers` layers into stages whose first devices fill their rooms evenly. The devices of a stage have these
+    /// shares.
+    fn stages(&self, layers: usize, rooms: &[u64], shard: Shard) -> Result<Vec<Range<usize>>> {
+        let stages = rooms.len();
+        assert!(self.backend.is_planning(), "a split is planned on a planning backend");
+        if stages == 0 || stages > layers {
+            return Err(EngineError::Option(format!(
+                "a pipeline of {stages} devices needs at least as many layers, and the model has {layers}: give 1 to \
+                 {layers} devices"
+            )));
         }
-        Err(EngineError::Model(ModelError::Part(columns))) => match loads(MixtureCut::Experts) {
-            Ok(()) => {
-                // The reason alone, without the advice that follows it.
-                let reason = columns.split(": take").next().unwrap_or(&columns);
-                let why =
-                    format!("each device has some of them whole, because by columns it cannot be: {reason}");
-                Ok((MixtureCut::Experts, Some(why)))
+        // A neighbour that keeps the ends of the model away from a part.
+        let neighbour = Some(0);
+        let bytes = |layers, previous, next| self.part_bytes(Part { layers, previous, next, shard });
+        let mut shares = Vec::with_capacity(layers);
+        for i in 0..layers {
+            shares.push(bytes(i..i + 1, neighbour, neighbour)?);
+        }
+        shares[0] += bytes(0..0, None, neighbour)?;
+        shares[layers - 1] += bytes(layers..layers, neighbour, None)?;
+        Ok(even(&shares, rooms))
+    }
+
+    /// Bytes of a part's weights and of its cache, and of the vision tower if the part has it.
+    fn part_bytes(&self, part: Part) -> Result<u64> {
+        let SplitPlanner { backend, parameters, config, options } = *self;
+        let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
+        let own = runtime.ledger().active().total();
+        // The tower lies on the device with the output head.
+        let has_tower = part.is_last();
+        let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
+        let loader = loader.in_order(options.sums).of_part(part);
+        let model = keel_models::load(&loader, config)?;
+        let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
+        let cache = ModelCache::allocate(&runtime, model.cache_spec(options.cache_format()), size)?;
+        let eyes = match eyes::config(config, options.vision)?.zip(options.vision).filter(|_| has_tower) {
+            Some((vision, sizes)) => {
+                let text = keel_models::read_config_of(config, parameters)?;
+                let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
+                let options = EngineOptions { largest_steps: true, ..options };
+                Some(Eyes::load(&runtime, &loader, vision, &text, sizes, &options)?)
             }
-            // Something else does not divide either.
-            Err(_) => Err(EngineError::Model(ModelError::Part(columns))),
-        },
-        Err(error) => Err(error),
+            None => None,
+        };
+        let bytes = runtime.ledger().active().total() - own;
+        drop((model, cache, eyes));
+        Ok(bytes)
     }
-}
-
-/// Cuts `layers` layers into stages whose first devices fill their rooms evenly. The devices of a stage have these shares.
-fn cut(
-    backend: &Arc<dyn Backend>,
-    source: (&dyn Parameters, &Value),
-    options: &EngineOptions,
-    (layers, rooms, shard): (usize, &[u64], Shard),
-) -> Result<Vec<Range<usize>>> {
-    let stages = rooms.len();
-    assert!(backend.is_planning(), "a split is planned on a planning backend");
-    if stages == 0 || stages > layers {
-        return Err(EngineError::Option(format!(
-            "a pipeline of {stages} devices needs at least as many layers, and the model has {layers}: give 1 to {layers} \
-             devices"
-        )));
-    }
-    // A neighbour that keeps the ends of the model away from a part.
-    let neighbour = Some(0);
-    let bytes = |part: Part| part_bytes(backend, source, options, part);
-    let mut shares = Vec::with_capacity(layers);
-    for i in 0..layers {
-        shares.push(bytes(Part { layers: i..i + 1, previous: neighbour, next: neighbour, shard })?);
-    }
-    let begin = bytes(Part { layers: 0..0, previous: None, next: neighbour, shard })?;
-    let end = bytes(Part { layers: layers..layers, previous: neighbour, next: None, shard })?;
-    shares[0] += begin;
-    shares[layers - 1] += end;
-    Ok(even(&shares, rooms))
-}
-
-/// Bytes of a part's weights and of its cache with these options, and of the vision tower if the part has it.
-fn part_bytes(
-    backend: &Arc<dyn Backend>,
-    (parameters, config): (&dyn Parameters, &Value),
-    options: &EngineOptions,
-    part: Part,
-) -> Result<u64> {
-    let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
-    let own = runtime.ledger().active().total();
-    // The tower lies on the device with the output head.
-    let has_tower = part.is_last();
-    let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
-    let loader = loader.in_order(options.sums).of_part(part);
-    let model = keel_models::load(&loader, config)?;
-    let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
-    let cache = ModelCache::allocate(&runtime, model.cache_spec(options.cache_format()), size)?;
-    let eyes = match eyes::config(config, options.vision)?.zip(options.vision).filter(|_| has_tower) {
-        Some((vision, sizes)) => {
-            let text = keel_models::read_config_of(config, parameters)?;
-            let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
-            let options = EngineOptions { largest_steps: true, ..*options };
-            Some(Eyes::load(&runtime, &loader, vision, &text, sizes, &options)?)
-        }
-        None => None,
-    };
-    let bytes = runtime.ledger().active().total() - own;
-    drop((model, cache, eyes));
-    Ok(bytes)
 }
 
 /// Cuts `shares` into ranges, one for each room and none of them empty, so that the largest sum, compared with its room,
@@ -208,17 +223,17 @@ fn even(shares: &[u64], rooms: &[u64]) -> Vec<Range<usize>> {
 
 /// The device that leads, after a check that the devices are one group, and that their parts are a split of a model of
 /// `layers` layers.
-pub(crate) fn check_devices(devices: &[(Runtime, Part)], layers: usize) -> Result<&(Runtime, Part)> {
+pub(crate) fn check_devices(devices: &[PlacedPart<Runtime>], layers: usize) -> Result<&Runtime> {
     let Some(lead) = devices.last() else {
         return Err(EngineError::Option("a model needs a device".into()));
     };
-    let parts: Vec<Part> = devices.iter().map(|(_, part)| part.clone()).collect();
+    let parts: Vec<Part> = devices.iter().map(|placed| placed.part.clone()).collect();
     Part::check_all(&parts, layers)?;
     if devices.len() == 1 {
-        return Ok(lead);
+        return Ok(&lead.device);
     }
-    for (rank, (runtime, _)) in devices.iter().enumerate() {
-        let place = runtime.backend().group().map(|group| (group.rank(), group.size()));
+    for (rank, placed) in devices.iter().enumerate() {
+        let place = placed.device.backend().group().map(|group| (group.rank(), group.size()));
         if place != Some((rank, devices.len())) {
             let count = devices.len();
             let reason = format!(
@@ -227,21 +242,7 @@ pub(crate) fn check_devices(devices: &[(Runtime, Part)], layers: usize) -> Resul
             return Err(EngineError::Option(reason));
         }
     }
-    Ok(lead)
-}
-
-/// The cache of all devices, and each one's layers in it.
-pub(crate) fn cache_spec(
-    models: &[(&Runtime, HybridModel)],
-    format: CacheFormat,
-) -> (CacheSpec, Vec<(Runtime, Range<usize>)>) {
-    let (mut spec, mut places) = (CacheSpec { layers: Vec::new(), format }, Vec::with_capacity(models.len()));
-    for (runtime, model) in models {
-        let start = spec.layers.len();
-        spec.layers.extend(model.cache_spec(format).layers);
-        places.push(((*runtime).clone(), start..spec.layers.len()));
-    }
-    (spec, places)
+    Ok(&lead.device)
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use common::splitting::{self, Fault, backends, end};
 use common::{decoded, engine, exact, expect_same_state, fixture, recurrent_bytes, runtime};
 use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
+use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::Part;
 use keel_models::loading::{CheckpointParameters, Parameters};
@@ -56,7 +57,7 @@ fn devices_that_are_no_group_are_refused() {
     let parameters = CheckpointParameters(&checkpoint);
     let parts = pipeline(&checkpoint, exact(), 2).expect("it has two layers");
     let refusal = |runtimes: Vec<Runtime>, options| {
-        let devices: Vec<_> = runtimes.into_iter().zip(parts.clone()).collect();
+        let devices = PlacedPart::each(runtimes, parts.clone());
         let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ());
         engine.err().expect("refused").to_string()
     };
@@ -74,7 +75,7 @@ fn parts_that_lie_on_devices_of_another_rank_are_refused() {
     let refusal = |parts: Vec<Part>| {
         let group = backends(parts.len(), false).into_iter();
         let runtimes = group.map(|backend| Runtime::new(backend, RuntimeOptions::default()));
-        let devices: Vec<_> = runtimes.zip(parts).collect();
+        let devices = PlacedPart::each(runtimes, parts);
         let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), exact(), &|_| ());
         engine.err().expect("refused").to_string()
     };

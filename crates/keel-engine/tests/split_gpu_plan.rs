@@ -7,7 +7,8 @@ use std::sync::Arc;
 use common::{exact, fixture, models};
 use keel_array::{Backend, MemoryReport};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions};
-use keel_engine::{EngineOptions, plan, split};
+use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
+use keel_engine::{EngineOptions, plan};
 use keel_models::SumOrder;
 use keel_models::loading::CheckpointParameters;
 use keel_weights::Checkpoint;
@@ -25,15 +26,16 @@ fn planned(
 ) -> Result<Vec<MemoryReport>, String> {
     let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
     let parameters = CheckpointParameters(&checkpoint);
-    let source = (&parameters as _, checkpoint.config());
+    let config = checkpoint.config();
     let alone = planner(CudaOptions { deterministic, ..CudaOptions::default() });
-    let parts = split::grid(&alone, source, options, (stages, shares)).map_err(|error| error.to_string())?;
+    let splitting = SplitPlanner { backend: &alone, parameters: &parameters, config, options };
+    let parts = splitting.parts(DeviceGrid { stages, shares }, &[]).map_err(|error| error.to_string())?;
     let groups = CudaGroup::of(stages * shares, shares).into_iter().enumerate();
     let gpu = |(ordinal, group)| {
         planner(CudaOptions { ordinal, deterministic, group: Some(group), ..CudaOptions::default() })
     };
-    let devices: Vec<_> = groups.map(gpu).zip(parts).collect();
-    plan::plan_on(&devices, &parameters, checkpoint.config(), options).map_err(|error| error.to_string())
+    let devices = PlacedPart::each(groups.map(gpu), parts);
+    plan::plan_on(&devices, &parameters, config, options).map_err(|error| error.to_string())
 }
 
 #[test]

@@ -11,6 +11,7 @@ use common::fixture;
 use common::splitting::{self, Fault, backends};
 use keel_array::{Backend, Compute, Launch, Preparations, PreparedPiece, Result, Runtime, RuntimeOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, LateWork};
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -64,7 +65,7 @@ fn engine_on(
     let parts = splitting::parts(source, options, grid).expect("it divides");
     let runtime = |(rank, backend)| Runtime::new(disturbed(rank, backend), RuntimeOptions::default());
     let runtimes = backends(parts.len(), false).into_iter().enumerate().map(runtime);
-    let devices: Vec<_> = runtimes.zip(parts).collect();
+    let devices = PlacedPart::each(runtimes, parts);
     Engine::load_on(&devices, source.0, source.1, options, &|_| ()).expect("the parts load")
 }
 

@@ -13,9 +13,8 @@ use common::{all_logits, decoded, exact, relative_error, runtime};
 use keel_array::{Backend, Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::{
-    Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator, split,
-};
+use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
+use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::loading::{Parameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
 use keel_testkit::disturbed::Disturbed;
@@ -141,25 +140,30 @@ fn with_experts_of(width: usize) -> Value {
 #[test]
 fn experts_whose_columns_do_not_divide_are_shared_whole() {
     let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
-    let chosen = |model: &Placed, width, count| {
-        let config = with_experts_of(width);
-        let chosen = split::mixture(&alone, (model, &config), exact(), count).expect("it can be split");
-        chosen.expect("a mixture, on several devices")
+    let choose = |model: &Placed, width, count| {
+        let config = &with_experts_of(width);
+        let planner = SplitPlanner { backend: &alone, parameters: model, config, options: exact() };
+        planner.mixture(count).expect("it can be split")
     };
-    let (cut, why) = chosen(&CODED, 192, 2);
-    assert!(cut == MixtureCut::Columns && why.contains("all have the same work"), "{why}");
-    let (cut, why) = chosen(&CODED, 96, 2);
+    let chosen = |model, width, count| choose(model, width, count).expect("a mixture, on several devices");
+    let MixtureChoice { cut, reason } = chosen(&CODED, 192, 2);
+    assert!(cut == MixtureCut::Columns && reason.contains("all have the same work"), "{reason}");
+    let MixtureChoice { cut, reason } = chosen(&CODED, 96, 2);
     assert_eq!(cut, MixtureCut::Experts);
     // A layer after the first may be the one that does not divide.
-    assert_eq!(chosen(&MIXED, 96, 2).0, MixtureCut::Experts);
-    assert!(why.contains("96 columns in groups of 32") && !why.contains("take fewer"), "{why}");
-    assert_eq!(split::mixture(&alone, (&CODED, &config(12, 6)), exact(), 1).expect("one device"), None);
+    assert_eq!(chosen(&MIXED, 96, 2).cut, MixtureCut::Experts);
+    assert!(reason.contains("96 columns in groups of 32") && !reason.contains("take fewer"), "{reason}");
+    assert_eq!(choose(&CODED, 96, 1), None);
 
     let ids: Vec<u32> = (0..70).map(|i| i * 37 % 120).collect();
     // Three devices have 1, 1 and 2 of the 4 experts.
     for (model, width, count) in [(&CODED, 96, 2), (&MIXED, 96, 2), (&FLOATS, 64, 3), (&CODED, 64, 3)] {
         let config = with_experts_of(width);
-        assert_eq!(chosen(model, width, count).0, MixtureCut::Experts, "{width} columns on {count} devices");
+        assert_eq!(
+            chosen(model, width, count).cut,
+            MixtureCut::Experts,
+            "{width} columns on {count} devices"
+        );
         let want = all_logits(&mut placed(model, &config, exact(), 1), &ids, false, true);
         let mut engine = placed(model, &config, exact(), count);
         for one_by_one in [false, true] {
@@ -331,7 +335,7 @@ fn shares_in_another_order_are_refused() {
     let parts = tensor(&FLOATS, &config(12, 6), 2).expect("it divides");
     let runtimes =
         backends(2, false).into_iter().rev().map(|b| Runtime::new(Arc::clone(&b), RuntimeOptions::default()));
-    let devices: Vec<_> = runtimes.zip(parts).collect();
+    let devices = PlacedPart::each(runtimes, parts);
     let error = Engine::load_on(&devices, &FLOATS, &config(12, 6), exact(), &|_| ()).err().expect("refused");
     assert!(error.to_string().contains("is not device 0 of a group of 2"), "{error}");
 }

@@ -13,8 +13,8 @@ use common::runtime;
 use keel_array::{ArrayError, Backend, Category, DeviceMemory, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, PictureInput, RequestSight};
+use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, LateWork, VisionOptions, plan};
-use keel_models::Part;
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 use keel_testkit::fixtures::{SEEING, VLM, seeing_fixture, vlm_fixture};
@@ -38,11 +38,11 @@ fn a_tower_on_another_device_sees_the_same() {
         drop(engine);
 
         let (model, tower) = (runtime(2), runtime(2));
-        let devices = [(model.clone(), Part::default())];
+        let devices = [PlacedPart::whole(model.clone())];
         let mut apart = Engine::load_seeing_on(&devices, Some(&tower), &parameters, json, seeing(), &|_| ())
             .expect("it loads");
         apart.make_ready(&mut |_, _, _| ()).expect("it is made ready");
-        let planned = [(cpu_plan(), Part::default())];
+        let planned = [PlacedPart::whole(cpu_plan())];
         let planned =
             plan::plan_seeing_on(&planned, Some(&cpu_plan()), &parameters, json, seeing()).expect("plans");
         let held = || vec![model.ledger().active(), tower.ledger().active()];
@@ -141,7 +141,7 @@ fn cut() -> EngineOptions {
 
 fn load(name: &str, model: &Runtime, tower: Option<&Runtime>) -> Engine {
     let source = Checkpoint::open(&seeing_fixture(name)).expect("opens");
-    let model = [(model.clone(), Part::default())];
+    let model = [PlacedPart::whole(model.clone())];
     let parameters = CheckpointParameters(&source);
     Engine::load_seeing_on(&model, tower, &parameters, source.config(), cut(), &|_| ()).expect("it loads")
 }

@@ -7,8 +7,8 @@ use common::splitting::engine_on;
 use common::{Running, demo, engine_options};
 use keel_array::{Category, Runtime, RuntimeOptions};
 use keel_engine::batch::{BatchOptions, Batcher};
+use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, VisionOptions};
-use keel_models::Part;
 use keel_models::loading::CheckpointParameters;
 use keel_server::{EngineHandle, ServerOptions};
 use keel_testkit::fixtures::{SEEING, seeing_fixture};
@@ -80,7 +80,7 @@ fn the_ledger_of_a_server_whose_tower_is_apart_is_that_of_the_model() {
     let checkpoint = Checkpoint::open(&folder).expect("the model opens");
     let parameters = CheckpointParameters(&checkpoint);
     let runtime = || Runtime::new(common::cpu(), RuntimeOptions::default());
-    let (devices, tower) = ([(runtime(), Part::default())], runtime());
+    let (devices, tower) = ([PlacedPart::whole(runtime())], runtime());
     let vision = VisionOptions { patches: 64, pictures: 2, piece_tokens: VisionOptions::WHOLE };
     let options = EngineOptions {
         drafts: 0,

@@ -8,6 +8,7 @@ use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, on_host, place};
 use indicatif::ProgressBar;
 use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
 use keel_engine::plan::plan_seeing_on;
+use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineError, EngineOptions};
 use keel_models::loading::Parameters;
 use keel_models::{HybridConfig, Part};
@@ -54,7 +55,7 @@ impl Session {
         let tower = tower.map(|tower| tower.runtime(options.compute)).transpose()?;
         let start = Instant::now();
         let bar = progress::bytes("loading", planned.get(Category::Weights));
-        let devices = [(runtime.clone(), Part::default())];
+        let devices = [PlacedPart::whole(runtime.clone())];
         let tower = tower.as_ref();
         let step = |bytes| bar.inc(bytes);
         let engine = Engine::load_seeing_on(&devices, tower, parameters, config, options, &step);
@@ -222,7 +223,7 @@ pub fn plan_apart(
         let model = evenkeel::plan(&device.options(), parameters, config, options)?;
         return Ok(Plans { model, tower: None });
     };
-    let model = (device.planning_backend(options.compute), Part::default());
+    let model = PlacedPart::whole(device.planning_backend(options.compute));
     let tower = tower.planning_backend(options.compute);
     let planned = plan_seeing_on(&[model], Some(&tower), parameters, config, options);
     match planned.map_err(evenkeel::Error::from)?[..] {

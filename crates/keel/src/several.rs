@@ -6,9 +6,10 @@ use std::time::Instant;
 use anyhow::Result;
 use evenkeel::{OutOfMemory, Room, bound, on_host};
 use keel_array::{Backend, Category, MemoryReport, Runtime};
-use keel_engine::{Engine, EngineOptions, plan, split};
+use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
+use keel_engine::{Engine, EngineOptions, plan};
+use keel_models::Part;
 use keel_models::loading::Parameters;
-use keel_models::{MixtureCut, Part};
 use serde_json::Value;
 
 use crate::args::{Device, DeviceArgs};
@@ -42,9 +43,9 @@ pub fn plan_devices(
     let members = device.split.members();
     let grid = device.split.split().grid(members.len())?;
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
-    let parts = split::grid_within(&alone, (parameters, config), options, (grid, device.limits()))?;
-    let devices: Vec<_> =
-        device.group(options.compute, true)?.into_iter().zip(parts.iter().cloned()).collect();
+    let planner = SplitPlanner { backend: &alone, parameters, config, options };
+    let parts = planner.parts(grid, device.limits())?;
+    let devices = PlacedPart::each(device.group(options.compute, true)?, parts.iter().cloned());
     let planned = plan::plan_on(&devices, parameters, config, options).map_err(evenkeel::Error::from)?;
     let plans = members.iter().zip(parts).zip(planned);
     Ok(plans
@@ -52,7 +53,7 @@ pub fn plan_devices(
         .collect())
 }
 
-/// How the devices divide mixtures of experts, and why; see [`split::mixture`].
+/// How the devices divide mixtures of experts, and why; see [`SplitPlanner::mixture`].
 ///
 /// # Errors
 /// As [`plan_devices`].
@@ -61,10 +62,10 @@ pub fn mixture(
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
-) -> Result<Option<(MixtureCut, String)>> {
-    let (_, shares) = device.split.split().grid(device.split.members().len())?;
+) -> Result<Option<MixtureChoice>> {
+    let grid = device.split.split().grid(device.split.members().len())?;
     let alone: Arc<dyn Backend> = device.on(device.device()).planning_backend(options.compute);
-    Ok(split::mixture(&alone, (parameters, config), options, shares)?)
+    Ok(SplitPlanner { backend: &alone, parameters, config, options }.mixture(grid.shares)?)
 }
 
 /// As [`Session::open`], on several devices.
@@ -83,8 +84,7 @@ pub fn open(
     check(device, &plans, &planned, &options)?;
     let backends = device.group(options.compute, false)?.into_iter().enumerate();
     let runtimes = backends.map(|(rank, backend)| device.options_of(rank).runtime_on(backend));
-    let devices: Vec<(Runtime, Part)> =
-        runtimes.zip(&plans).map(|(runtime, plan)| (runtime, plan.part.clone())).collect();
+    let devices = PlacedPart::each(runtimes, plans.iter().map(|plan| plan.part.clone()));
     if device.device() != Device::Cpu {
         bound_gpus(device, &plans, &devices, &options)?;
     }
@@ -122,11 +122,11 @@ fn check(
 fn bound_gpus(
     device: &DeviceArgs,
     plans: &[DevicePlan],
-    devices: &[(Runtime, Part)],
+    devices: &[PlacedPart<Runtime>],
     options: &EngineOptions,
 ) -> Result<()> {
-    for (rank, (DevicePlan { name, planned, .. }, (runtime, _))) in plans.iter().zip(devices).enumerate() {
-        bound(&device.options_of(rank), runtime, planned, options).map_err(|error| match error {
+    for (rank, (DevicePlan { name, planned, .. }, placed)) in plans.iter().zip(devices).enumerate() {
+        bound(&device.options_of(rank), &placed.device, planned, options).map_err(|error| match error {
             evenkeel::Error::OutOfMemory(mut error) => {
                 error.whose = format!("{name}: {}", error.whose);
                 evenkeel::Error::OutOfMemory(error)

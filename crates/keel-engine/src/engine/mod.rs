@@ -6,22 +6,23 @@ mod prompts;
 mod ready;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{Features, ModelCache, SequenceCache, Settled};
+use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache, Settled};
+use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
-use keel_models::{HybridModel, Part};
 use serde_json::Value;
 
 use crate::crew::DeviceThread;
 use crate::eyes::{self, Eyes, Look, Looked, PatchGrid};
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RowResults};
-use crate::split;
+use crate::split::{self, PlacedPart};
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::together::Peer;
 use crate::under_way::{StepUnderWay, Taken};
@@ -75,7 +76,7 @@ impl Engine {
         options: EngineOptions,
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
-        Engine::load_on(&[(runtime.clone(), Part::default())], parameters, config, options, progress)
+        Engine::load_on(&[PlacedPart::whole(runtime.clone())], parameters, config, options, progress)
     }
 
     /// As [`Engine::load`], with a part of the model on each device, by rank. The last one leads: its results are
@@ -85,7 +86,7 @@ impl Engine {
     /// As [`Engine::load`]; devices that are not one group, in this order; parts that are no split of the model, or lie on
     /// devices of another rank.
     pub fn load_on(
-        devices: &[(Runtime, Part)],
+        devices: &[PlacedPart<Runtime>],
         parameters: &dyn Parameters,
         config: &Value,
         options: EngineOptions,
@@ -100,7 +101,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::load_on`].
     pub fn load_seeing_on(
-        devices: &[(Runtime, Part)],
+        devices: &[PlacedPart<Runtime>],
         tower: Option<&Runtime>,
         parameters: &dyn Parameters,
         config: &Value,
@@ -109,45 +110,30 @@ impl Engine {
     ) -> Result<Engine> {
         options.check()?;
         let whole = keel_models::read_config_of(config, parameters)?;
-        let (runtime, _) = split::check_devices(devices, whole.layers.len())?;
+        let runtime = split::check_devices(devices, whole.layers.len())?;
         let vision = eyes::config(config, options.vision)?;
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let largest_steps = options.largest_steps && runtime.backend().is_planning();
         let options = EngineOptions { picture_run, largest_steps, ..options };
-        let mut models = Vec::with_capacity(devices.len());
-        for (runtime, part) in devices {
-            let loader = Loader::new(runtime, parameters, options.compute, progress);
-            let loader = loader.in_order(options.sums).of_part(part.clone());
-            models.push((runtime, keel_models::load(&loader, config)?));
-        }
-        let (mut spec, places) = split::cache_spec(&models, options.cache_format());
-        let Some((_, model)) = models.pop() else { unreachable!("there is a device") };
-        if options.drafts > 0 && model.mtp.is_none() {
+        let load = |PlacedPart { device, part }: &PlacedPart<Runtime>| {
+            let loader = Loader::new(device, parameters, options.compute, progress);
+            keel_models::load(&loader.in_order(options.sums).of_part(part.clone()), config)
+        };
+        let models = devices.iter().map(load).collect::<std::result::Result<Vec<_>, _>>()?;
+        if options.drafts > 0 && models.last().is_some_and(|model| model.mtp.is_none()) {
             return Err(EngineError::NoMtpHead);
         }
-        let size = options.cache_size();
-        if picture_run > 0 {
-            // A step with a picture writes all its rows before its first row looks back.
-            spec.widen_windows(prefill_rows_max(&options, runtime.backend().is_compiling()));
-        }
-        let layers: Vec<_> = places.iter().map(|(_, layers)| layers.clone()).collect();
-        let cache = ModelCache::allocate_on(&places, spec, size)?;
-        let stepper = |runtime: &Runtime, model: &HybridModel, rank: usize| {
-            let (layers, pages) = (layers[rank].clone(), size.pages_per_sequence());
-            Stepper::allocate(runtime, model, layers, vision.as_ref(), &options, pages)
-        };
+        let (cache, layers) = allocate_cache(devices, &models, &options)?;
+        let pages = options.cache_size().pages_per_sequence();
         let mut peers = Vec::with_capacity(models.len());
-        for (rank, (runtime, model)) in models.into_iter().enumerate() {
-            let runs = !runtime.backend().is_planning();
-            let thread = runs.then(|| DeviceThread::start(&format!("device-{rank}"))).transpose()?;
-            peers.push(Peer {
-                thread,
-                runtime: runtime.clone(),
-                stepper: stepper(runtime, &model, rank)?,
-                model,
-            });
+        for (rank, (model, layers)) in models.into_iter().zip(layers).enumerate() {
+            let device = &devices[rank].device;
+            let has_thread = rank + 1 < devices.len() && !device.backend().is_planning();
+            let thread = has_thread.then(|| DeviceThread::start(&format!("device-{rank}"))).transpose()?;
+            let stepper = Stepper::allocate(device, &model, layers, vision.as_ref(), &options, pages)?;
+            peers.push(Peer { thread, runtime: device.clone(), stepper, model });
         }
-        let stepper = stepper(runtime, &model, peers.len())?;
+        let Some(Peer { model, stepper, .. }) = peers.pop() else { unreachable!("there is a device") };
         let place = tower.unwrap_or(runtime);
         let loader = Loader::new(place, parameters, options.compute, progress);
         let vision = vision.zip(options.vision);
@@ -422,4 +408,26 @@ impl Engine {
     pub fn logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         self.stepper.read_logits(row, logits)
     }
+}
+
+/// The cache of all devices, and each one's layers in it.
+fn allocate_cache(
+    devices: &[PlacedPart<Runtime>],
+    models: &[HybridModel],
+    options: &EngineOptions,
+) -> Result<(ModelCache, Vec<Range<usize>>)> {
+    let format = options.cache_format();
+    let mut spec = CacheSpec { layers: Vec::new(), format };
+    let mut of_devices = Vec::with_capacity(models.len());
+    for (placed, model) in devices.iter().zip(models) {
+        let start = spec.layers.len();
+        spec.layers.extend(model.cache_spec(format).layers);
+        of_devices.push(DeviceLayers { runtime: placed.device.clone(), layers: start..spec.layers.len() });
+    }
+    if let Some(lead) = of_devices.last().filter(|_| options.picture_run > 0) {
+        // A step with a picture writes all its rows before its first row looks back.
+        spec.widen_windows(prefill_rows_max(options, lead.runtime.backend().is_compiling()));
+    }
+    let cache = ModelCache::allocate_on(&of_devices, spec, options.cache_size())?;
+    Ok((cache, of_devices.into_iter().map(|device| device.layers).collect()))
 }

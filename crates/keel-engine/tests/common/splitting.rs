@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_engine::{Engine, EngineError, EngineOptions, plan, split};
+use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
+use keel_engine::{Engine, EngineError, EngineOptions, plan};
 use keel_models::Part;
 use keel_models::loading::Parameters;
 use keel_testkit::disturbed::Disturbance;
@@ -21,12 +22,12 @@ pub fn backends(count: usize, planning: bool) -> Vec<Arc<dyn Backend>> {
 
 /// The parts of a model in this many stages of this many shares.
 pub fn parts(
-    source: (&dyn Parameters, &Value),
+    (parameters, config): (&dyn Parameters, &Value),
     options: EngineOptions,
-    grid: (usize, usize),
+    (stages, shares): (usize, usize),
 ) -> Result<Vec<Part>, EngineError> {
     let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
-    split::grid(&alone, source, options, grid)
+    SplitPlanner { backend: &alone, parameters, config, options }.parts(DeviceGrid { stages, shares }, &[])
 }
 
 /// An engine on these backends. Also asserts that every device holds what was planned for it.
@@ -37,11 +38,10 @@ pub fn load_on(
     parts: &[Part],
 ) -> Result<Engine, EngineError> {
     let count = parts.len();
-    let planners: Vec<_> = self::backends(count, true).into_iter().zip(parts.iter().cloned()).collect();
+    let planners = PlacedPart::each(self::backends(count, true), parts.iter().cloned());
     let planned = plan::plan_on(&planners, parameters, config, options)?;
-    let device =
-        |(backend, part): (_, &Part)| (Runtime::new(backend, RuntimeOptions::default()), part.clone());
-    let devices: Vec<_> = backends.into_iter().zip(parts).map(device).collect();
+    let runtimes = backends.into_iter().map(|backend| Runtime::new(backend, RuntimeOptions::default()));
+    let devices = PlacedPart::each(runtimes, parts.iter().cloned());
     let engine = Engine::load_on(&devices, parameters, config, options, &|_| ())?;
     for (rank, (runtime, planned)) in engine.runtimes().zip(&planned).enumerate() {
         assert_eq!(runtime.ledger().active(), *planned, "device {rank} of {count}");

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_engine::{Engine, EngineOptions, split};
+use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
+use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_weights::Checkpoint;
 
-/// An engine of the model in a folder: `stages` stages of `shares` devices that share their layers. `wrap` gets each
-/// device's rank and backend.
+/// An engine of the model in a folder: `stages` stages of `shares` devices that share their layers. `wrap` gets each device's rank and backend.
 pub fn engine_on(
     folder: &Path,
     (stages, shares): (usize, usize),
@@ -20,13 +20,14 @@ pub fn engine_on(
     let checkpoint = Checkpoint::open(folder).expect("the model opens");
     let parameters = CheckpointParameters(&checkpoint);
     let alone: Arc<dyn Backend> = Arc::new(CpuBackend::planning(CpuOptions::default()));
-    let source = (&parameters as _, checkpoint.config());
-    let parts = split::grid(&alone, source, options, (stages, shares)).expect("it divides");
+    let config = checkpoint.config();
+    let planner = SplitPlanner { backend: &alone, parameters: &parameters, config, options };
+    let parts = planner.parts(DeviceGrid { stages, shares }, &[]).expect("it divides");
     let runtime = |(rank, group)| {
         let options = CpuOptions { threads: Some(1), group: Some(group), ..CpuOptions::default() };
         Runtime::new(wrap(rank, Arc::new(CpuBackend::new(options))), RuntimeOptions::default())
     };
     let groups = CpuGroup::of(stages * shares).into_iter().enumerate();
-    let devices: Vec<_> = groups.map(runtime).zip(parts).collect();
-    Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
+    let devices = PlacedPart::each(groups.map(runtime), parts);
+    Engine::load_on(&devices, &parameters, config, options, &|_| ()).expect("the model loads")
 }

@@ -250,7 +250,7 @@ impl DeviceArgs {
     /// A split for another number of devices; a GPU, its driver or its libraries are missing.
     pub fn group(&self, compute: Compute, planning: bool) -> Result<Vec<Arc<dyn Backend>>> {
         let members = self.split.members();
-        let (_, shares) = self.split.split().grid(members.len())?;
+        let shares = self.split.split().grid(members.len())?.shares;
         if members.iter().any(|member| member.device == Device::Cpu) {
             return Ok(self.cpu_group(planning));
         }

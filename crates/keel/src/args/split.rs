@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use clap::Args;
+use keel_engine::split::DeviceGrid;
 
 use super::Device;
 use crate::failure::usage;
@@ -54,12 +55,12 @@ impl Split {
     ///
     /// # Errors
     /// A combination is for another number of devices.
-    pub fn grid(self, devices: usize) -> Result<(usize, usize)> {
+    pub fn grid(self, devices: usize) -> Result<DeviceGrid> {
         match self {
-            Split::Pipeline => Ok((devices, 1)),
-            Split::Tensor => Ok((1, devices)),
+            Split::Pipeline => Ok(DeviceGrid { stages: devices, shares: 1 }),
+            Split::Tensor => Ok(DeviceGrid { stages: 1, shares: devices }),
             Split::Both { stages, shares } if stages.checked_mul(shares) == Some(devices) => {
-                Ok((stages, shares))
+                Ok(DeviceGrid { stages, shares })
             }
             Split::Both { stages, shares } => Err(usage(format!(
                 "--split {self}: {stages} stages of {shares} devices are {} devices, and --devices lists {devices}",
@@ -235,7 +236,7 @@ mod tests {
                 "{text}"
             );
         }
-        assert_eq!(both.grid(6).expect("six devices"), (2, 3));
+        assert_eq!(both.grid(6).expect("six devices"), DeviceGrid { stages: 2, shares: 3 });
         let error = both.grid(4).expect_err("six are not four").to_string();
         assert!(error.contains("2 stages of 3 devices are 6 devices, and --devices lists 4"), "{error}");
         assert_eq!(

@@ -5,6 +5,7 @@ use clap::Args;
 use keel_array::{AttentionSpec, MemoryReport};
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, launches, steps};
+use keel_engine::split::MixtureChoice;
 use keel_models::{MixtureCut, Shard};
 use serde_json::{Value, json};
 
@@ -228,9 +229,9 @@ fn print_devices(
             object
         };
         object["devices"] = plans.iter().map(of).collect();
-        if let Some((cut, why)) = mixture {
+        if let Some(MixtureChoice { cut, reason }) = mixture {
             let cut = if cut == MixtureCut::Experts { "experts" } else { "columns" };
-            object["experts"] = json!({"by": cut, "why": why});
+            object["experts"] = json!({"by": cut, "why": reason});
         }
         if let Some(requests) = requests {
             object["requests"] = json!(requests);
@@ -239,8 +240,8 @@ fn print_devices(
     }
     output::line(&format!("context {}, batch {}", options.context, options.sequences))?;
     plans.iter().try_for_each(|plan| output::line(&format!("{}: {}", plan.name, holds(plan))))?;
-    if let Some((_, why)) = &mixture {
-        output::line(&format!("experts: {why}"))?;
+    if let Some(MixtureChoice { reason, .. }) = &mixture {
+        output::line(&format!("experts: {reason}"))?;
     }
     let columns: Vec<_> = plans.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
     output::line("")?;
