@@ -133,6 +133,75 @@ struct Place {
     u32 item, key;
 };
 
+// A thread's part of the queries of an item: on their way in registers, then in shared memory.
+struct Queries {
+    static constexpr u32 QUADS = (16 * (D / 4) + THREADS - 1) / THREADS;
+    float4 coming[QUADS];
+
+    __device__ __forceinline__ void fetch(const float* q, const Item item) {
+#pragma unroll
+        for (u32 i = 0; i < QUADS; i++) {
+            const u32 m = (threadIdx.x + i * THREADS) / (D / 4), d = (threadIdx.x + i * THREADS) % (D / 4) * 4;
+            coming[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (m < item.count())
+                coming[i] = *(const float4*)(q + (u64)(item.first_row + (item.first() + m) / G) * Q_STRIDE + (item.kv() * G + (item.first() + m) % G) * D + d);
+        }
+    }
+
+    __device__ __forceinline__ void store(f16* tile) const {
+#pragma unroll
+        for (u32 i = 0; i < QUADS; i++) {
+            const u32 m = (threadIdx.x + i * THREADS) / (D / 4), d = (threadIdx.x + i * THREADS) % (D / 4) * 4;
+            if (m < 16) *(uint2*)(tile + m * LINE + d) = make_uint2(pack_f16(coming[i].x, coming[i].y), pack_f16(coming[i].z, coming[i].w));
+        }
+    }
+};
+
+// Writes the rows of an item: its warps attended to different keys for the same pairs. As attention_merge does with a
+// single split.
+static __device__ __forceinline__ void write_rows(WarpSums& result, const float (&sums)[D / 8][4], const Softmax& softmax, const Item& item, float scale, float* y) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = item.count();
+#pragma unroll
+    for (int begin = 0; begin < 16; begin += SUM_ROWS) {
+        if (begin >= count) break;
+        if (begin > 0) __syncthreads(); // the pairs before have been read
+        const int half = begin / 8;
+        const u32 m = lane / 4 + 8 * half - begin, pairs = min(count - begin, SUM_ROWS);
+        if (m < pairs && softmax.largest[half] != -INF) {
+#pragma unroll
+            for (int i = 0; i < D / 8; i++)
+                *(float2*)&result.sums[warp][m][i * 8 + lane % 4 * 2] = make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
+        }
+        if (m < pairs && lane % 4 == 0) {
+            result.largest[warp][m] = softmax.largest[half] * scale;
+            result.total[warp][m] = softmax.total[half];
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < pairs * (D / 2); i += THREADS) {
+            const u32 pair = i / (D / 2), d = i % (D / 2) * 2;
+            float largest = -INF, total = 0.0f;
+            float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, result.largest[w][pair]);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                // A warp that saw no key left no sums.
+                const float x = result.largest[w][pair];
+                if (x == -INF) continue;
+                const float f = expf(x - largest);
+                const float2 part = *(const float2*)&result.sums[w][pair][d];
+                total = fmaf(f, result.total[w][pair], total);
+                sum.x = fmaf(f, part.x, sum.x);
+                sum.y = fmaf(f, part.y, sum.y);
+            }
+            const u32 in_sequence = item.first() + begin + pair;
+            const u64 row = item.first_row + in_sequence / G, head = item.kv() * G + in_sequence % G;
+            const float f = 1.0f / total;
+            *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x * f, sum.y * f);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_many(
 #include "attend.params"
@@ -199,37 +268,18 @@ attention_many(
         if (any) copy_wait<0>();
     }
 
-    // Queries of an item: on their way in registers, then in shared memory.
-    constexpr u32 QUADS = (16 * (D / 4) + THREADS - 1) / THREADS;
-    float4 coming[QUADS];
-    auto fetch_queries = [&](u32 n) {
-        const Item item = list[n];
-#pragma unroll
-        for (u32 i = 0; i < QUADS; i++) {
-            const u32 m = (threadIdx.x + i * THREADS) / (D / 4), d = (threadIdx.x + i * THREADS) % (D / 4) * 4;
-            coming[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (m < item.count())
-                coming[i] = *(const float4*)(q + (u64)(item.first_row + (item.first() + m) / G) * Q_STRIDE + (item.kv() * G + (item.first() + m) % G) * D + d);
-        }
-    };
-    auto store_queries = [&](u32 n) {
-#pragma unroll
-        for (u32 i = 0; i < QUADS; i++) {
-            const u32 m = (threadIdx.x + i * THREADS) / (D / 4), d = (threadIdx.x + i * THREADS) % (D / 4) * 4;
-            if (m < 16)
-                *(uint2*)(q_tiles + n % 2 * (CHUNK * LINE) + m * LINE + d) = make_uint2(pack_f16(coming[i].x, coming[i].y), pack_f16(coming[i].z, coming[i].w));
-        }
-    };
-    fetch_queries(0);
-    store_queries(0);
+    Queries queries;
+    queries.fetch(q, list[0]);
+    queries.store(q_tiles);
     __syncthreads();
 
     const float factor = scale * 1.4426950408889634f;
     u32 stage = 0;
     for (u32 n = 0; n < items; n++) {
-        if (n + 1 < items) fetch_queries(n + 1);
+        if (n + 1 < items) queries.fetch(q, list[n + 1]);
+        f16* const q_tile = q_tiles + n % 2 * (CHUNK * LINE);
         const Item item = list[n];
-        const u32 first = item.first(), count = item.count(), to = item.to();
+        const u32 first = item.first(), to = item.to();
         Softmax softmax;
         softmax.start();
         float sums[D / 8][4];
@@ -239,7 +289,7 @@ attention_many(
             copy_wait<2 * KV_STAGES - 1>();
             __syncwarp();
             float scores[2][4];
-            multiply_keys<2, 4>(scores, q_tiles + n % 2 * (CHUNK * LINE), 0, key_tile(stage));
+            multiply_keys<2, 4>(scores, q_tile, 0, key_tile(stage));
             __syncwarp();
             load(key_tile(stage), keys, ahead);
             if (at.key + CHUNK > item.first_position() + 1 || at.key + CHUNK > to || (WINDOW > 0 && at.key + WINDOW <= item.last_position()))
@@ -257,49 +307,8 @@ attention_many(
             if (++stage == KV_STAGES) stage = 0;
         }
         softmax.finish();
-        if (n + 1 < items) store_queries(n + 1);
+        if (n + 1 < items) queries.store(q_tiles + (n + 1) % 2 * (CHUNK * LINE));
 
-        // The warps attended to different keys for the same pairs.
-        WarpSums& result = results[n % 2];
-#pragma unroll
-        for (int begin = 0; begin < 16; begin += SUM_ROWS) {
-            if (begin >= count) break;
-            if (begin > 0) __syncthreads(); // the pairs before have been read
-            const int half = begin / 8;
-            const u32 m = lane / 4 + 8 * half - begin, pairs = min(count - begin, SUM_ROWS);
-            if (m < pairs && softmax.largest[half] != -INF) {
-#pragma unroll
-                for (int i = 0; i < D / 8; i++)
-                    *(float2*)&result.sums[warp][m][i * 8 + lane % 4 * 2] = make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
-            }
-            if (m < pairs && lane % 4 == 0) {
-                result.largest[warp][m] = softmax.largest[half] * scale;
-                result.total[warp][m] = softmax.total[half];
-            }
-            __syncthreads();
-            for (u32 i = threadIdx.x; i < pairs * (D / 2); i += THREADS) {
-                const u32 pair = i / (D / 2), d = i % (D / 2) * 2;
-                float largest = -INF, total = 0.0f;
-                float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, result.largest[w][pair]);
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    // A warp that saw no key left no sums.
-                    const float x = result.largest[w][pair];
-                    if (x == -INF) continue;
-                    const float f = expf(x - largest);
-                    const float2 part = *(const float2*)&result.sums[w][pair][d];
-                    total = fmaf(f, result.total[w][pair], total);
-                    sum.x = fmaf(f, part.x, sum.x);
-                    sum.y = fmaf(f, part.y, sum.y);
-                }
-                const u32 in_sequence = first + begin + pair;
-                const u64 row = item.first_row + in_sequence / G, head = item.kv() * G + in_sequence % G;
-                // As attention_merge does with a single split.
-                const float f = 1.0f / total;
-                *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x * f, sum.y * f);
-            }
-        }
+        write_rows(results[n % 2], sums, softmax, item, scale, y);
     }
 }
