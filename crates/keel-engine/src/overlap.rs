@@ -58,12 +58,13 @@ impl Engine {
     /// Runs the chunks of a step of one prompt on all devices. The bytes of `drawn` come to the host after the last.
     pub(crate) fn run_overlapping(
         &mut self,
-        (outcome, row): (Outcome, &Rows<'_>),
+        outcome: Outcome,
+        row: &Rows<'_>,
         chunks: &[Range<usize>],
         drawn: Option<Drawn<'_>>,
     ) -> Result<()> {
         let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
-        let mut jobs = self.jobs_of_chunks((outcome, row), chunks)?;
+        let mut jobs = self.jobs_of_chunks(outcome, row, chunks)?;
         if let Some(last) = jobs.last_mut().and_then(|of_lead| of_lead.last_mut()) {
             last.drawn = place;
         }
@@ -80,7 +81,8 @@ impl Engine {
     /// The jobs of each device, by rank.
     fn jobs_of_chunks(
         &mut self,
-        (outcome, row): (Outcome, &Rows<'_>),
+        outcome: Outcome,
+        row: &Rows<'_>,
         chunks: &[Range<usize>],
     ) -> Result<Vec<Vec<Job>>> {
         let has_failed = Arc::new(AtomicBool::new(false));
@@ -94,11 +96,11 @@ impl Engine {
                 draws: if is_last { row.draws } else { &[] },
                 ..Rows::behind(row.sequence, tokens)
             };
-            let how = (if is_last { outcome } else { Outcome::State }, &part);
+            let outcome = if is_last { outcome } else { Outcome::State };
             let lead = (&self.runtime, &self.model, &mut self.stepper);
             let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
             for ((runtime, model, stepper), jobs) in peers.chain([lead]).zip(&mut jobs) {
-                let (step, filling) = stepper.chunk_for(runtime, model, &self.cache, how)?;
+                let (step, filling) = stepper.chunk_for(runtime, model, &self.cache, outcome, &part)?;
                 let fill = Box::new(move || filling.write());
                 let queued = Some(Queued { fill, has_failed: Arc::clone(&has_failed) });
                 jobs.push(Job { step, drawn: None, queued });

@@ -138,7 +138,7 @@ impl Engine {
             return self.commit_split(kind.regime, settled, rows);
         }
         if let Some(chunks) = self.overlapping_chunks(kind, rows) {
-            return self.run_overlapping((kind.outcome, &rows[0]), &chunks, drawn);
+            return self.run_overlapping(kind.outcome, &rows[0], &chunks, drawn);
         }
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {

@@ -46,7 +46,8 @@ impl<'a> ShardedParameters<'a> {
     pub fn new(
         whole: &'a dyn Parameters,
         config: &'a HybridConfig,
-        (shard, order): (Shard, SumOrder),
+        shard: Shard,
+        order: SumOrder,
     ) -> Result<ShardedParameters<'a>> {
         if whole.value_heads_are_tiled() && config.layers.contains(&MixerKind::GatedDelta) {
             let reason = "GGUF files keep the value heads of recurrent layers in an order that is not split by heads: use \

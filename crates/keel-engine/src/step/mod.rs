@@ -239,7 +239,8 @@ impl Stepper {
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
-        (outcome, rows): (Outcome, &Rows<'_>),
+        outcome: Outcome,
+        rows: &Rows<'_>,
     ) -> Result<(Executable, Filling)> {
         let shape = self.buckets.fit(StepKind::prefill(outcome), rows.tokens.len(), 1);
         let filling = self.staging.filling(std::slice::from_ref(rows), shape, false);

@@ -238,7 +238,7 @@ impl<'a> Loader<'a> {
             None => sums.parts(cols, columns_together(format)),
             Some(_) => 1,
         };
-        let parts = self.stack_in_parts(&[vec![piece]], (cols, parts), format)?;
+        let parts = self.stack_in_parts(&[vec![piece]], cols, parts, format)?;
         let rotation = rotation.map(|values| self.rotation(&values)).transpose()?;
         Ok(RowParallel { parts, rotation, sums, bias: None })
     }
@@ -292,11 +292,12 @@ impl<'a> Loader<'a> {
         &self,
         experts: &[Vec<Piece>],
         cols: usize,
-        (sums, is_rotated): (Sums, bool),
+        sums: Sums,
+        is_rotated: bool,
     ) -> Result<Vec<Weight>> {
         let format = self.format_of_experts(experts, cols)?;
         let parts = if is_rotated { 1 } else { sums.parts(cols, columns_together(format)) };
-        self.stack_in_parts(experts, (cols, parts), format)
+        self.stack_in_parts(experts, cols, parts, format)
     }
 
     fn format_of_experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<WeightFormat> {
@@ -313,7 +314,7 @@ impl<'a> Loader<'a> {
     }
 
     fn stack(&self, experts: &[Vec<Piece>], cols: usize, format: WeightFormat) -> Result<Weight> {
-        let mut whole = self.stack_in_parts(experts, (cols, 1), format)?;
+        let mut whole = self.stack_in_parts(experts, cols, 1, format)?;
         Ok(whole.pop().unwrap_or_else(|| unreachable!("there is one part")))
     }
 

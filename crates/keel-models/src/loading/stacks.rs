@@ -14,7 +14,8 @@ impl Loader<'_> {
     pub(super) fn stack_in_parts(
         &self,
         experts: &[Vec<Piece>],
-        (cols, parts): (usize, usize),
+        cols: usize,
+        parts: usize,
         format: WeightFormat,
     ) -> Result<Vec<Weight>> {
         let rows = experts.first().map_or(0, |pieces| pieces.iter().map(Piece::len).sum());
@@ -39,7 +40,7 @@ impl Loader<'_> {
             return Ok(false);
         };
         let mut parts: Vec<_> = weights.iter().map(|weight| RowAssembler::new(weight, 0)).collect();
-        self.read_rows(piece, 0..rows, (weights, &mut parts))?;
+        self.read_rows(piece, 0..rows, weights, &mut parts)?;
         parts.iter_mut().try_for_each(RowAssembler::flush)?;
         Ok(weights.iter().all(|weight| weight.repeat(rows)))
     }
@@ -49,7 +50,7 @@ impl Loader<'_> {
         let mut parts: Vec<_> = weights.iter().map(|weight| RowAssembler::new(weight, expert)).collect();
         for piece in pieces {
             for range in &piece.rows {
-                self.read_rows(piece, range.clone(), (weights, &mut parts))?;
+                self.read_rows(piece, range.clone(), weights, &mut parts)?;
             }
             let last_of_stack = piece.stored.experts.is_none_or(|stack| piece.expert == Some(stack - 1));
             if last_of_stack {
@@ -64,7 +65,8 @@ impl Loader<'_> {
         &self,
         piece: &Piece,
         rows: Range<usize>,
-        (weights, parts): (&[Weight], &mut [RowAssembler<'_>]),
+        weights: &[Weight],
+        parts: &mut [RowAssembler<'_>],
     ) -> Result<()> {
         let Some(part) = weights.first().map(|weight| *weight.spec()) else { return Ok(()) };
         let whole = WeightSpec { cols: part.cols * weights.len(), ..part };
