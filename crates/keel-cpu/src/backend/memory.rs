@@ -8,6 +8,7 @@ use keel_array::{ALIGNMENT, DeviceMemory};
 use memmap2::{Advice, MmapMut, MmapRaw};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
+use std::ops::Range;
 
 use super::slab::Part;
 
@@ -20,7 +21,7 @@ const PAGE: usize = 4096;
 
 /// Smallest mapping in large pages, where the system has them. It starts at a large page, so that every whole one is
 /// used.
-const LARGE_PAGE: usize = 2 << 20;
+pub(super) const LARGE_PAGE: usize = 2 << 20;
 
 /// The end of a mapping becomes a large page, too, if that wastes at most 1/32 of its bytes.
 const WASTE_PARTS_MIN: usize = 32;
@@ -106,6 +107,22 @@ impl HostMemory {
             // SAFETY: within the memory, which is zeroed and which nothing else uses yet.
             unsafe { self.start.add(offset).write_volatile(0) };
         }
+    }
+
+    /// Asks the system to back these bytes now. The contents stay. Without an effect where the system knows no such
+    /// request, or where the bytes share pages with the heap.
+    pub fn populate(&self, range: Range<usize>) {
+        #[cfg(target_os = "linux")]
+        match &self.region {
+            Region::Mapped { map } => {
+                let first = self.start.addr() - map.as_ptr().addr();
+                let _ = map.advise_range(Advice::PopulateWrite, first + range.start, range.len());
+            }
+            Region::Part(part) => part.populate(range),
+            Region::Counted | Region::Heap { .. } => {}
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = range;
     }
 
     /// Returns its whole pages to the system until they are used again; the contents are lost. The pages come back
@@ -205,6 +222,25 @@ impl Drop for HostMemory {
     }
 }
 
+#[cfg(all(test, target_os = "linux"))]
+impl HostMemory {
+    /// Whether every page is in memory or swapped. `None` where the system does not say.
+    pub fn is_backed(&self) -> Option<bool> {
+        use std::io::{Read, Seek, SeekFrom};
+        // One word for each page of the address space.
+        let mut pages = std::fs::File::open("/proc/self/pagemap").ok()?;
+        for page in self.start.addr() / PAGE..(self.start.addr() + self.bytes).div_ceil(PAGE) {
+            let mut word = [0; 8];
+            pages.seek(SeekFrom::Start(page as u64 * 8)).ok()?;
+            pages.read_exact(&mut word).ok()?;
+            if u64::from_ne_bytes(word) >> 62 == 0 {
+                return Some(false);
+            }
+        }
+        Some(true)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -234,20 +270,23 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn touched_memory_is_backed_by_pages() {
-        use std::io::{Read, Seek, SeekFrom};
-        // One word for each page of the address space; not every system provides it.
-        let Ok(mut pages) = std::fs::File::open("/proc/self/pagemap") else { return };
         for bytes in [5 * PAGE, 3 * LARGE_PAGE + 1] {
             let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
             memory.touch();
-            let start = memory.start().addr();
-            for page in start / PAGE..(start + bytes).div_ceil(PAGE) {
-                let mut word = [0; 8];
-                pages.seek(SeekFrom::Start(page as u64 * 8)).expect("it is there");
-                pages.read_exact(&mut word).expect("a word");
-                let in_memory_or_swapped = u64::from_ne_bytes(word) >> 62;
-                assert_ne!(in_memory_or_swapped, 0, "{bytes} bytes: page {page:#x}");
-            }
+            assert_ne!(memory.is_backed(), Some(false), "{bytes} bytes");
+        }
+    }
+
+    #[test]
+    fn populated_memory_keeps_its_contents() {
+        for bytes in [100, MAPPED_BYTES_MIN, 3 * LARGE_PAGE + 5] {
+            let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
+            memory.write(bytes - 1, &[7]);
+            memory.populate(1..bytes);
+            let mut read = vec![0; bytes];
+            memory.read(0, &mut read);
+            assert_eq!(read.pop(), Some(7), "{bytes} bytes");
+            assert!(read.iter().all(|byte| *byte == 0), "{bytes} bytes");
         }
     }
 

@@ -106,6 +106,13 @@ impl Part {
         self.range.len()
     }
 
+    /// Asks the system to back some bytes of this part now.
+    #[cfg(target_os = "linux")]
+    pub fn populate(&self, range: Range<usize>) {
+        let first = self.slab.first + self.range.start;
+        let _ = self.slab.map.advise_range(memmap2::Advice::PopulateWrite, first + range.start, range.len());
+    }
+
     /// Returns the pages that hold only this part; other parts may stay. This part is no longer used.
     pub fn give_back(&self) {
         self.slab.give_back(self.range.clone());

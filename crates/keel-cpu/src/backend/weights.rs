@@ -1,6 +1,6 @@
 //! Weights of the array runtime in the layout of the linear kernels.
 
-use super::memory::HostMemory;
+use super::memory::{HostMemory, LARGE_PAGE};
 use crate::isa::Isa;
 use crate::kernels::blocks::{self, BlockWeight};
 use crate::kernels::linear::{self, Compute, FloatType, Linear, PAIR_ROWS, PackedLayout, Rows, WeightFormat};
@@ -110,6 +110,9 @@ pub(super) fn pack(
     }
     let range = layout.row_bytes(block.expert, rows);
     assert!(offset + layout.bytes() <= memory.bytes(), "a weight outside its memory");
+    if range.start == 0 {
+        populate(pool, memory, offset..offset + layout.bytes());
+    }
     // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
     let out = unsafe { SharedMut::from_raw(memory.start().add(offset + range.start), range.len()) };
     pool.run(|worker| {
@@ -123,6 +126,21 @@ pub(super) fn pack(
         }
     });
     Ok(())
+}
+
+/// Has the system back a weight's memory, each large page on one thread.
+///
+/// Threads that pack neighbouring rows write to the same new page at the same time. Then each of them clears a page, and
+/// the system keeps one.
+fn populate(pool: &ThreadPool, memory: &HostMemory, bytes: Range<usize>) {
+    // Bytes before the first one in its large page.
+    let before = memory.start().wrapping_add(bytes.start).addr() % LARGE_PAGE;
+    pool.run(|worker| {
+        for page in worker.claim((before + bytes.len()).div_ceil(LARGE_PAGE), 1) {
+            let edge = |page: usize| bytes.start + (page * LARGE_PAGE).saturating_sub(before);
+            memory.populate(edge(page.start)..edge(page.end).min(bytes.end));
+        }
+    });
 }
 
 /// Packs some rows of a block.
@@ -207,5 +225,36 @@ mod tests {
                 assert!(whole.rows(rows.clone()).is_none(), "{rows:?}");
             }
         }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_first_rows_bring_the_memory_of_the_whole_weight() {
+        let known = HostMemory::zeroed(LARGE_PAGE, false).unwrap();
+        known.populate(0..LARGE_PAGE);
+        if known.is_backed() != Some(true) {
+            return; // Linux before 5.14.
+        }
+        let (rows, cols, format) = (8192, 1024, keel_array::WeightFormat::Blocks(BlockFormat::Q8_0));
+        let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
+        let (pool, offset) = (ThreadPool::new(2), 192);
+        let memory = HostMemory::zeroed(offset + packed_bytes(&spec), false).unwrap();
+        let pack_rows = |first_row: usize, byte: u8| {
+            let bytes = vec![byte; PAIR_ROWS * cols / 32 * BlockFormat::Q8_0.bytes()];
+            let data = RowData::Blocks(&bytes);
+            let block = RowBlock { expert: 0, first_row, rows: PAIR_ROWS, data };
+            pack(&pool, &spec, &memory, offset, &block).unwrap();
+        };
+        pack_rows(rows - PAIR_ROWS, 7);
+        let last = || {
+            let mut last = vec![0; 1024];
+            memory.read(memory.bytes() - last.len(), &mut last);
+            last
+        };
+        let packed = last();
+        assert_eq!(memory.is_backed(), Some(false));
+        pack_rows(0, 5);
+        assert_eq!(memory.is_backed(), Some(true));
+        assert_eq!(last(), packed, "other rows stay");
     }
 }
