@@ -388,11 +388,8 @@ impl<'a> Task<'a> {
                 block: (32 * walk.warps, 1, 1),
                 shared_bytes: walk.shared_bytes,
             };
-            let key = self.key(ATTENTION_MANY, "attention_many").define("WARPS", walk.warps);
-            return (
-                key.define("KV_STAGES", walk.stages).define("EARLY", u8::from(self.keeps_keys())),
-                geometry,
-            );
+            let key = walk.constants(self.key(ATTENTION_MANY, "attention_many"));
+            return (key.define("EARLY", u8::from(self.keeps_keys())), geometry);
         }
         let decode_bytes = |warps: usize, stages: usize| {
             (2 * (16 + 32 * warps * stages) * line).max(64 * warps * (self.size + 2))

@@ -2,6 +2,7 @@
 //! sequences and key heads. See `attention_many.cu`.
 
 use super::TILE;
+use crate::kernels::KernelKey;
 
 /// Warps of a block. As in `attention_decode`, a row's sums follow from them, so both kernels give the same bits.
 const WARPS: usize = 8;
@@ -49,6 +50,13 @@ impl Walk {
     }
 }
 
+impl Walk {
+    /// With the constants that the cut gives the source. The compiler keeps registers free for all blocks.
+    pub fn constants(&self, key: KernelKey) -> KernelKey {
+        key.define("WARPS", self.warps).define("KV_STAGES", self.stages).define("BLOCKS", self.blocks)
+    }
+}
+
 /// What a device has for the blocks of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Capacity {
@@ -68,6 +76,7 @@ fn shared_bytes(size: usize, stages: usize, items: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::ATTENTION_MANY;
 
     const HOPPER: Capacity = Capacity { multiprocessors: 132, shared_bytes_max: 227 << 10 };
 
@@ -81,6 +90,19 @@ mod tests {
         assert_eq!([64, 128, 256].map(cut), [(2, 2), (1, 2), (1, 1)]);
         let small = Capacity { multiprocessors: 84, shared_bytes_max: 99 << 10 };
         assert_eq!(Walk::of(256, 2048, &small), None, "tiles do not fit");
+    }
+
+    #[test]
+    fn the_source_is_told_how_many_blocks_share_a_multiprocessor() {
+        let constants = |size| {
+            let walk = Walk::of(size, 320 * 8, &HOPPER).expect("tiles of every size fit");
+            walk.constants(KernelKey::new(ATTENTION_MANY, "attention_many")).defines
+        };
+        let cut = |stages: &str, blocks: &str| {
+            [("WARPS", "8"), ("KV_STAGES", stages), ("BLOCKS", blocks)].map(|(n, v)| (n, v.to_owned()))
+        };
+        assert_eq!(constants(64), cut("2", "2"));
+        assert_eq!(constants(128), cut("2", "1"));
     }
 
     #[test]
