@@ -48,6 +48,10 @@ __device__ __forceinline__ void put_four(u16* x, u32 row, u32 width, u32 column,
     *(uint2*)(x + (u64)row * width + column) = make_uint2(low, high);
 #endif
 }
+// Four values from `at` on, which may be any value's address: a parameter may be a part of another array.
+__device__ __forceinline__ float4 any_four(const float* at) {
+    return (u64)at % 16 ? make_float4(at[0], at[1], at[2], at[3]) : *(const float4*)at;
+}
 // Packs two weights that are already multiplied by WEIGHT_FACTOR.
 __device__ __forceinline__ u32 two_weights(float low, float high) {
     const f16x2 v = two_f16(low, high);

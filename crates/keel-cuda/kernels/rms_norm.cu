@@ -26,7 +26,7 @@ extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), scale = v;
     if (i < fours) {
         v = *(const float4*)(x + blockIdx.x * stride + 4 * i);
-        scale = *(const float4*)(w + 4 * i);
+        scale = any_four(w + 4 * i);
     }
     const float by = inverse_rms(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))), width, eps, shared);
     if (i >= fours) return;
@@ -42,7 +42,7 @@ extern "C" __global__ void layer_norm_half(const float* x, u64 stride, const flo
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), scale = v, shift = v;
     if (i < fours) {
         v = *(const float4*)(x + blockIdx.x * stride + 4 * i);
-        scale = *(const float4*)(w + 4 * i), shift = *(const float4*)(bias + 4 * i);
+        scale = any_four(w + 4 * i), shift = any_four(bias + 4 * i);
     }
     const float mean = block_sum(v.x + v.y + v.z + v.w, shared) / (float)width;
     if (i < fours) v = make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean);
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
         if (i >= d) continue;
         float4 f = make_float4(share(z[j].x), share(z[j].y), share(z[j].z), share(z[j].w));
         if (w) {
-            const float4 n = *(const float4*)(w + i);
+            const float4 n = any_four(w + i);
             f = make_float4(by * n.x * z[j].x * f.x, by * n.y * z[j].y * f.y, by * n.z * z[j].z * f.z, by * n.w * z[j].w * f.w);
         }
         put_four(y, row / heads, heads * d, first + i, make_float4(v[j].x * f.x, v[j].y * f.y, v[j].z * f.z, v[j].w * f.w));

@@ -102,7 +102,7 @@ fn rows(keys: &mut Keys) {
         let by_four = [
             ("CHAIN_BY_FOUR", "16"),
             ("PARAMETERS", ", const float4* x0, u32 s0"),
-            ("LOADS", "const float4 w0 = x0[(u64)row * s0 + column];"),
+            ("LOADS", "const float4 w0 = any_four((const float*)(x0 + column));"),
             ("PICK", "const float v0 = (&w0.x)[j];"),
             ("CHAIN", "const float result = gelu_tanh(v0);"),
             half,

@@ -53,12 +53,14 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
+    /// Threads of [`Geometry::elements`] at most.
+    pub const THREADS_MAX: usize = 1 << 28;
+
     /// One thread for each of `n` elements; beyond the largest grid, kernels stride.
     pub fn elements(n: usize) -> Geometry {
         const BLOCK: usize = 256;
-        const BLOCKS_MAX: usize = 1 << 20;
         Geometry {
-            grid: (n.div_ceil(BLOCK).clamp(1, BLOCKS_MAX), 1, 1),
+            grid: (n.div_ceil(BLOCK).clamp(1, Geometry::THREADS_MAX / BLOCK), 1, 1),
             block: (BLOCK, 1, 1),
             shared_bytes: 0,
         }

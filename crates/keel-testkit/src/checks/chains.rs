@@ -130,11 +130,13 @@ fn heads_then_product(runtime: &Runtime) {
 fn rows_rounded_for_products(runtime: &Runtime) {
     const N: usize = 320;
     let mut random = Random::new(98);
-    for (heads, size) in [(6, 64), (4, 128)] {
+    // In the second case parameters are parts of arrays, from entry 1 on.
+    for (heads, size, first) in [(6, 64, 0), (4, 128, 1)] {
         let k = heads * size;
         for (coding, weight) in codings(runtime, &mut random, N, k) {
-            let (w, of_head) = (draw(runtime, &mut random, &[k]), draw(runtime, &mut random, &[size]));
-            let bias = draw(runtime, &mut random, &[k]);
+            let mut parameter = |len| draw(runtime, &mut random, &[first + len]).entries(first, len);
+            let (w, bias) = (parameter(k).expect("in memory"), parameter(k).expect("in memory"));
+            let of_head = parameter(size).expect("in memory");
             for rows in [17, 33, 130, 300, 1040]
                 .into_iter()
                 .filter(|rows| is_mine(&("rounded", &coding, heads, rows)))

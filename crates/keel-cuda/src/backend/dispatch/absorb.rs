@@ -115,10 +115,7 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
         && matches!(x.slot, Slot::Temp(_));
     let fits = match producer.op {
         Op::SwiGlu => aligned && producer.absorbed.is_empty(),
-        Op::RmsNorm { .. } | Op::LayerNorm { .. } => {
-            let shared = |input: &Operand| input.layout.offset.is_multiple_of(4);
-            aligned && weight.cols <= 4 * 1024 && producer.inputs[1..].iter().all(shared)
-        }
+        Op::RmsNorm { .. } | Op::LayerNorm { .. } => aligned && weight.cols <= 4 * 1024,
         Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
             // What is large is an intermediate; what all rows share is a parameter.
             let known =

@@ -4,7 +4,7 @@ use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::operand::{bits_type, c_type};
 use crate::driver::Arguments;
 use crate::kernels::{ELEMENTWISE, KernelKey};
-use keel_array::{ArrayError, Binary, DType, FusedStep, Kernel, Layout, Op, Source, Unary};
+use keel_array::{ArrayError, Binary, DType, FusedStep, Kernel, Layout, Op, Shape, Source, Unary};
 use std::borrow::Cow;
 use std::fmt::Write;
 
@@ -69,10 +69,15 @@ fn chain_steps(op: &Op) -> Option<Cow<'_, [FusedStep]>> {
     }
 }
 
+/// Fours of a chain at most: the kernel counts them in 32 bits and adds the threads of a grid.
+const FOURS_MAX: usize = u32::MAX as usize - Geometry::THREADS_MAX;
+
 /// How far apart the rows of a chain's input are that is read four columns at a time.
 enum RowStep {
-    /// In units of four columns; 0 if one row meets every row.
+    /// In units of four columns. The rows begin at multiples of 16 bytes.
     Fours(usize),
+    /// One row meets every row. It may begin at any value.
+    OneRow,
     /// One value meets every element.
     OneValue,
 }
@@ -80,20 +85,18 @@ enum RowStep {
 fn row_step(input: &Layout) -> Option<RowStep> {
     let rank = input.shape.rank();
     let stretched = |axes: usize| input.strides[..axes].iter().all(|&stride| stride == 0);
-    if !input.offset.is_multiple_of(4) {
-        return None;
-    }
     if stretched(rank) {
         return Some(RowStep::OneValue);
     }
     let elements = match input.row_stride(1) {
-        None if input.strides.last() == Some(&1) && stretched(rank - 1) => 0,
+        None if input.strides.last() == Some(&1) && stretched(rank - 1) => return Some(RowStep::OneRow),
         stride => stride?,
     };
-    elements.is_multiple_of(4).then_some(RowStep::Fours(elements / 4))
+    (elements.is_multiple_of(4) && input.offset.is_multiple_of(4)).then_some(RowStep::Fours(elements / 4))
 }
 
-/// Whether a chain may run four columns at a time, if its operands begin at multiples of 16 bytes.
+/// Whether a chain may run four columns at a time, if the operands that have a row for each row begin at multiples of
+/// 16 bytes.
 pub(super) fn runs_by_four(kernel: &Kernel) -> bool {
     let y = &kernel.outputs[0];
     chain_steps(&kernel.op).is_some()
@@ -101,7 +104,7 @@ pub(super) fn runs_by_four(kernel: &Kernel) -> bool {
         && kernel.inputs.iter().all(|input| row_step(&input.layout).is_some())
         && y.layout.is_contiguous()
         && y.layout.shape.last().is_some_and(|width| width.is_multiple_of(4))
-        && u32::try_from(y.layout.shape.elements() / 4).is_ok()
+        && y.layout.shape.elements() / 4 <= FOURS_MAX
 }
 
 /// A chain four columns at a time, to f32 or, with the form of `half.cuh`, to 16 bits.
@@ -111,38 +114,52 @@ pub(super) fn chain_by_four(
     half: Option<(&'static str, usize)>,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let y = &chain.kernel.outputs[0].layout;
-    let (mut parameters, mut loads, mut pick) = (String::new(), String::new(), String::new());
-    let (fours, width) = (y.shape.elements() / 4, y.shape.last().copied().unwrap_or(1));
-    let mut arguments = Arguments::default().pointer(to).u32(fours).u32(width / 4);
-    for (i, input) in chain.inputs.iter().enumerate() {
-        let (load, step) = match row_step(input.layout) {
-            Some(RowStep::Fours(step)) => (format!("x{i}[(u64)row * s{i} + column]"), step),
-            Some(RowStep::OneValue) => (format!("make_float4(x{i}->x, x{i}->x, x{i}->x, x{i}->x)"), 0),
-            None => unreachable!("the chain runs by four"),
-        };
-        // Writing to a String cannot fail.
-        let _ = write!(parameters, ", const float4* x{i}, u32 s{i}");
-        let _ = write!(loads, "const float4 w{i} = {load}; ");
-        let _ = write!(pick, "const float v{i} = (&w{i}.x)[j]; ");
-        arguments = arguments.pointer(input.address).u32(step);
-    }
+    let inputs = chain.inputs.iter().map(|input| {
+        let Some(step) = row_step(input.layout) else { unreachable!("the chain runs by four") };
+        (input.address, step)
+    });
     let key = key("chain_by_four")
         .define("CHAIN_BY_FOUR", if half.is_some() { 16 } else { 32 })
-        .define("PARAMETERS", parameters)
-        .define("LOADS", loads)
-        .define("PICK", pick)
         .define("CHAIN", chain_body(&chain.kernel.op));
     let key = match half {
         Some((form, value)) => key.define(form, value),
         None => key,
     };
+    by_four(key, inputs, to, &chain.kernel.outputs[0].layout.shape, call)
+}
+
+/// Launches `chain_by_four` over values of this shape.
+fn by_four(
+    key: KernelKey,
+    inputs: impl Iterator<Item = (u64, RowStep)>,
+    to: u64,
+    shape: &Shape,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let (mut parameters, mut loads, mut pick) = (String::new(), String::new(), String::new());
+    let (fours, width) = (shape.elements() / 4, shape.last().copied().unwrap_or(1));
+    let mut arguments = Arguments::default().pointer(to).u32(fours).u32(width / 4);
+    for (i, (address, step)) in inputs.enumerate() {
+        let (load, step) = match step {
+            RowStep::Fours(step) => (format!("x{i}[(u64)row * s{i} + column]"), step),
+            RowStep::OneRow => (format!("any_four((const float*)(x{i} + column))"), 0),
+            RowStep::OneValue => (format!("make_float4(x{i}->x, x{i}->x, x{i}->x, x{i}->x)"), 0),
+        };
+        // Writing to a String cannot fail.
+        let _ = write!(parameters, ", const float4* x{i}, u32 s{i}");
+        let _ = write!(loads, "const float4 w{i} = {load}; ");
+        let _ = write!(pick, "const float v{i} = (&w{i}.x)[j]; ");
+        arguments = arguments.pointer(address).u32(step);
+    }
+    let key = key.define("PARAMETERS", parameters).define("LOADS", loads).define("PICK", pick);
     call.launch(&key, Geometry::elements(fours), arguments)
 }
 
 fn chain(call: &Call<'_>) -> Result<(), ArrayError> {
     let y = &call.outputs[0];
-    let aligned = |operand: &Bound<'_>| operand.address.is_multiple_of(16);
+    let aligned = |operand: &Bound<'_>| {
+        !matches!(row_step(operand.layout), Some(RowStep::Fours(_))) || operand.address.is_multiple_of(16)
+    };
     if runs_by_four(call.kernel) && call.inputs.iter().chain([y]).all(aligned) {
         return chain_by_four(&call.bound, y.address, None, call);
     }
@@ -249,5 +266,22 @@ fn integer_binary(op: Binary) -> &'static str {
         Binary::Less => "a < b",
         Binary::LessEqual => "a <= b",
         Binary::Pow => unreachable!("{} is for floats", op.name()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(strides: &[usize], offset: usize) -> Option<RowStep> {
+        row_step(&Layout { shape: Shape::from([3, 8]), strides: strides.into(), offset })
+    }
+
+    #[test]
+    fn only_a_row_that_all_rows_share_begins_anywhere() {
+        assert!(matches!(step(&[12, 1], 4), Some(RowStep::Fours(3))));
+        assert!(step(&[12, 1], 5).is_none() && step(&[9, 1], 4).is_none());
+        assert!(matches!(step(&[0, 1], 5), Some(RowStep::OneRow)));
+        assert!(matches!(step(&[0, 0], 5), Some(RowStep::OneValue)));
     }
 }

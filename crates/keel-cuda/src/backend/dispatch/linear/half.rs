@@ -16,8 +16,11 @@ pub(super) fn absorbed_to_half(
 ) -> Result<(), ArrayError> {
     let key = |source: Source, entry| KernelKey::new(source, entry).define(form.0, form.1);
     let x = &maker.inputs[0];
-    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16);
-    if let Some(odd) = maker.inputs.iter().filter(|operand| operand.address != 0).find(odd) {
+    // A row that all rows share may begin anywhere.
+    let shared =
+        |operand: &Bound<'_>| operand.layout.shape.rank() < 2 || operand.layout.row_stride(1).is_none();
+    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16) && !shared(operand);
+    if let Some(odd) = maker.inputs.iter().find(odd) {
         let shape = &odd.layout.shape;
         return Err(
             call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
