@@ -83,9 +83,11 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
         inner: PRODUCT,
         alpha: 1,
         accumulate: false,
+        bias: false,
         factors: FactorType::Bf16,
     };
-    let operands = ProductOperands { x: x.at(0), w: w.at(0), y: y.at(0), scales: ScaleAddresses::default() };
+    let scales = ScaleAddresses::default();
+    let operands = ProductOperands { x: x.at(0), w: w.at(0), y: y.at(0), bias: 0, scales };
     let seconds = time(device, || {
         // SAFETY: all memories have the product's sizes and live past the last synchronisation.
         unsafe { blas.multiply(device, product, operands, workspace.at(0)) }

@@ -122,6 +122,35 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
     );
 }
 
+/// Kernels of a product with a bias, and of one that is added to a residual. The weight is dense.
+fn biased(rows: usize, deterministic: bool) -> Vec<String> {
+    let options = CudaOptions { deterministic, ..CudaOptions::default() };
+    let runtime = Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default());
+    let format = WeightFormat::Dense(DType::BF16);
+    let weight = |rows, cols| {
+        let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
+        Weight::allocate(&runtime, spec).expect("a weight")
+    };
+    let (up, down) = (weight(512, K), weight(K, 512));
+    let array =
+        |shape: &[usize]| Array::persistent(&runtime, Category::Weights, shape, DType::F32).expect("memory");
+    let (x, wide, narrow, place) = (array(&[rows, K]), array(&[512]), array(&[K]), array(&[rows, K]));
+    runtime.trace(|| {
+        let y = || x.add(&x.linear(&up)?.add(&wide)?.linear(&down)?.add(&narrow)?);
+        let prepared = runtime.prepare(&[(&y().expect("shapes fit"), &place)]).expect("a program");
+        prepared.program().kernels().iter().map(described).collect()
+    })
+}
+
+#[test]
+fn a_bias_is_added_within_the_product_that_the_library_runs() {
+    assert_eq!(biased(17, false), ["add [\"linear\"]", "fused [\"linear\"]"]);
+    assert_eq!(biased(300, false), biased(17, false));
+    let apart = ["linear []", "add []", "linear []", "fused []"];
+    assert_eq!(biased(16, false), apart, "few rows have a kernel of their own");
+    assert_eq!(biased(300, true), apart, "in blocks of rows");
+}
+
 /// The groups of a program, each with its number of kernels. Kernels alone are left out.
 fn groups(program: &Program) -> Vec<String> {
     let named = program.groups().iter().filter_map(|group| Some((group.name?, group.kernels.len())));

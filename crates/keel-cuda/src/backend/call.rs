@@ -112,7 +112,7 @@ impl Gpu {
     }
 }
 
-impl Call<'_> {
+impl<'a> Call<'a> {
     /// Puts a kernel on the stream. A grid without blocks launches nothing.
     pub fn launch(
         &self,
@@ -161,6 +161,11 @@ impl Call<'_> {
         self.unsettled.borrow_mut().extend(all.clone().map(|operand| operand.span()));
         let written = all.filter(|operand| operand.lasting);
         self.written.borrow_mut().extend(written.map(|operand| operand.span()));
+    }
+
+    /// The call of an absorbed kernel whose result is this one's.
+    pub fn of_absorbed(&self, absorbed: &BoundKernel<'a>) -> Call<'a> {
+        Call { bound: absorbed.clone(), outputs: self.outputs.clone(), ..*self }
     }
 
     /// The error of this kernel.

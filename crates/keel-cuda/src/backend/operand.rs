@@ -15,6 +15,7 @@ pub(super) struct Bound<'a> {
 }
 
 /// A kernel with its operands, and with those of the kernels that it has absorbed.
+#[derive(Clone)]
 pub(super) struct BoundKernel<'a> {
     pub kernel: &'a Kernel,
     pub inputs: Vec<Bound<'a>>,

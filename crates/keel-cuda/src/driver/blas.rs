@@ -26,6 +26,8 @@ pub(crate) struct ProductOperands {
     pub x: u64,
     pub w: u64,
     pub y: u64,
+    /// f32 `[cols]`. Read for a [`Product`] with a bias alone.
+    pub bias: u64,
     /// Read for [`FactorType::E4m3`] alone.
     pub scales: ScaleAddresses,
 }
@@ -37,7 +39,8 @@ pub(crate) struct ScaleAddresses {
     pub w: u64,
 }
 
-/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`.
+/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`. With `bias`,
+/// a value for each column of y is added, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     pub rows: usize,
@@ -45,6 +48,7 @@ pub(crate) struct Product {
     pub inner: usize,
     pub alpha: u8,
     pub accumulate: bool,
+    pub bias: bool,
     pub factors: FactorType,
 }
 
@@ -83,21 +87,40 @@ fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
     move |error| CudaError::Driver { call, reason: format!("{error:?}") }
 }
 
-/// Sets the addresses of the scales. The library's A is w, and its B is x.
+/// Sets an attribute of a product.
+///
+/// # Safety
+/// `description` must be alive, and `T` the attribute's type.
+unsafe fn set<T>(
+    description: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: T,
+) -> Result<(), result::CublasError> {
+    let size = size_of::<T>();
+    // SAFETY: as the caller promises; the library copies the value.
+    unsafe { result::set_matmul_desc_attribute(description, attribute, (&raw const value).cast(), size) }
+}
+
+/// Sets the addresses that are part of a product's description: of the bias, and of the scales. The library's A is w,
+/// and its B is x.
 ///
 /// # Safety
 /// `description` must be alive.
-unsafe fn set_scales(
+unsafe fn set_addresses(
     description: sys::cublasLtMatmulDesc_t,
-    ScaleAddresses { x, w }: ScaleAddresses,
+    product: Product,
+    operands: &ProductOperands,
 ) -> Result<(), result::CublasError> {
-    for (attribute, address) in [
-        (sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w),
-        (sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x),
-    ] {
-        let value = (&raw const address).cast();
-        // SAFETY: the description is alive; an address has the size that is given.
-        unsafe { result::set_matmul_desc_attribute(description, attribute, value, size_of_val(&address))? };
+    use sys::cublasLtMatmulDescAttributes_t as Attribute;
+    // SAFETY: the description is alive; these attributes are addresses.
+    unsafe {
+        if product.bias {
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias)?;
+        }
+        if product.factors == FactorType::E4m3 {
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, operands.scales.w)?;
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, operands.scales.x)?;
+        }
     }
     Ok(())
 }
@@ -130,6 +153,7 @@ impl Blas {
     }
 
     fn plan(&self, product: Product, operands: &ProductOperands) -> Result<Plan, result::CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let Product { rows, cols, inner, .. } = product;
         let description = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
@@ -146,25 +170,21 @@ impl Blas {
         let single = sys::cudaDataType_t::CUDA_R_32F;
         let output = result::create_matrix_layout(single, cols as u64, rows as u64, cols as i64)?;
         let preference = result::create_matmul_pref()?;
-        let (transposed, workspace_bytes) = (1i32, WORKSPACE_BYTES);
+        let workspace_bytes = WORKSPACE_BYTES;
         // SAFETY: every handle was just created; attributes are set from values of the size given.
         let chosen = unsafe {
-            result::set_matmul_desc_attribute(
-                description,
-                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-                (&raw const transposed).cast(),
-                size_of_val(&transposed),
-            )?;
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, 1i32)?;
+            set_addresses(description, product, operands)?;
+            if product.bias {
+                // The library's matrices have a column for each row of ours, and a bias is one of its columns.
+                let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue)?;
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, single)?;
+            }
             if product.factors == FactorType::E4m3 {
-                set_scales(description, operands.scales)?;
                 let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
-                for attribute in [
-                    sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
-                    sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_B_SCALE_MODE,
-                ] {
-                    let at = (&raw const mode).cast();
-                    result::set_matmul_desc_attribute(description, attribute, at, size_of_val(&mode))?;
-                }
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode)?;
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode)?;
             }
             result::set_matmul_pref_attribute(
                 preference,
@@ -205,11 +225,9 @@ impl Blas {
             Entry::Vacant(entry) => entry
                 .insert(self.plan(product, &operands).map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?),
         };
-        if product.factors == FactorType::E4m3 {
-            // SAFETY: the plan's description is alive.
-            unsafe { set_scales(plan.description, operands.scales) }
-                .map_err(refused("cublasLtMatmulDescSetAttribute"))?;
-        }
+        // SAFETY: the plan's description is alive.
+        unsafe { set_addresses(plan.description, product, &operands) }
+            .map_err(refused("cublasLtMatmulDescSetAttribute"))?;
         let ProductOperands { x, w, y, .. } = operands;
         let (alpha, beta) = (f32::from(product.alpha), if product.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the plan's handles are alive; the addresses are as the caller promises.

@@ -17,6 +17,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "linear", run: norm_then_product },
     Check { op: "linear", run: heads_then_product },
     Check { op: "linear", run: rows_rounded_for_products },
+    Check { op: "linear", run: product_then_bias },
     Check { op: "swiglu", run: product_then_gate },
     Check { op: "swiglu", run: wide_product_then_gate },
     Check { op: "gather_linear", run: norm_then_experts },
@@ -164,6 +165,53 @@ fn rows_rounded_for_products(runtime: &Runtime) {
                 expect_same(&format!("gate of {what}"), &|step| {
                     let x = step(as_heads(0)?.add(&as_heads(k)?)?);
                     step(x.sigmoid_gate(&as_heads(k)?)?).reshape([rows, k])?.linear(&weight)
+                });
+            }
+        }
+    }
+}
+
+/// A bias, and a residual, added to products of dense weights. Biases are arrays, or parts of one from entry 1 on.
+fn product_then_bias(runtime: &Runtime) {
+    let mut random = Random::new(99);
+    let cases = [
+        (320, 384, DType::BF16, 0),
+        (256, 256, DType::BF16, 1),
+        (448, 320, DType::F16, 1),
+        (72, 264, DType::F16, 0),
+    ];
+    for (n, k, dtype, first) in cases {
+        let dense: Vec<f32> = (0..n * k).map(|_| random.uniform(-1.0, 1.0)).collect();
+        let weight = dense_weight(runtime, &dense, n, k, dtype, Compute::Auto);
+        let bias = draw(runtime, &mut random, &[first + n]).entries(first, n).expect("in memory");
+        let (w, shift) = (draw(runtime, &mut random, &[k]), draw(runtime, &mut random, &[k]));
+        for rows in [16, 17, 33, 130, 300].into_iter().filter(|rows| is_mine(&("bias", n, k, dtype, rows))) {
+            let (x, residual) =
+                (draw(runtime, &mut random, &[rows, k]), draw(runtime, &mut random, &[rows, n]));
+            let what = format!("{rows} rows by {dtype} [{n}, {k}] and a bias from entry {first} on");
+            let within = |what: &str, tolerance, build: &dyn Fn(&Step<'_>) -> Result<Array>| {
+                expect_within_of(tolerance, what, build);
+            };
+            within(&what, tolerance::F32, &|step| step(x.linear(&weight)?).add(&bias));
+            within(&format!("{what}, added to a residual"), tolerance::F32, &|step| {
+                residual.add(&step(step(x.linear(&weight)?).add(&bias)?))
+            });
+            // The residual is an intermediate, so the sum may take its place.
+            within(&format!("{what}, added to a sum"), tolerance::F32, &|step| {
+                let sum = step(residual.add(&residual)?);
+                step(step(x.linear(&weight)?).add(&bias)?).add(&sum)
+            });
+            within(&format!("{what}, after a layer norm"), tolerance::BF16_ACTIVATIONS, &|step| {
+                let x = step(x.add(&x)?);
+                step(step(x.layer_norm(&w, &shift, EPS)?).linear(&weight)?).add(&bias)
+            });
+            within(&format!("{what}, then GELU"), tolerance::F32, &|step| {
+                step(step(x.linear(&weight)?).add(&bias)?).gelu_tanh()
+            });
+            if n == k {
+                within(&format!("{what}, added to x"), tolerance::F32, &|step| {
+                    let x = step(x.add(&x)?);
+                    step(step(x.linear(&weight)?).add(&bias)?).add(&x)
                 });
             }
         }

@@ -5,13 +5,14 @@
 //! | product of few rows | a norm, the gated norm of heads, or a gate before it |
 //! | product of many rows | the same, a layer norm, SwiGLU or an element-wise chain, where x is rounded to 16 bits |
 //! | SwiGLU | a product of few rows |
+//! | sum with a bias, and with a residual | a product of many rows with a dense weight |
 //! | combination of experts | the down projections of few rows, of the chosen and of the shared expert |
 //! | choice of experts, combination | a copy of logits, or of a gate, from strides |
 //! | rotation, gate | a copy of heads from strides |
 //! | attention in decode | the rotations of queries and keys |
 
 use super::elementwise::runs_by_four;
-use super::linear::{self, combination};
+use super::linear::{self, Biased, combination};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
 use keel_array::{DType, Kernel, Layout, Op, Operand, Regime, Slot, WeightSpec};
@@ -47,6 +48,13 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
                 linear::takes_few_rows(weight, producer, mode)
                     && weight.rows.is_multiple_of(2 * linear::TILE_ROWS)
+            }
+            _ => false,
+        },
+        (Op::Binary(_) | Op::Fused(_), _) => match &producer.op {
+            Op::Linear { weight, residual: false } => {
+                Biased::of(reader, input, weight).is_some()
+                    && linear::surely_as_stored(weight, producer, mode)
             }
             _ => false,
         },

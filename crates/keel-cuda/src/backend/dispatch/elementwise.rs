@@ -128,6 +128,14 @@ pub(super) fn chain_by_four(
     by_four(key, inputs, to, &chain.kernel.outputs[0].layout.shape, call)
 }
 
+/// Adds a row to each row of y, whose width is a multiple of 4.
+pub(super) fn add_row(y: &Bound<'_>, row: &Bound<'_>, call: &Call<'_>) -> Result<(), ArrayError> {
+    let inputs = [(y.address, RowStep::Fours(y.width() / 4)), (row.address, RowStep::OneRow)];
+    let key =
+        key("chain_by_four").define("CHAIN_BY_FOUR", 32).define("CHAIN", "const float result = v0 + v1;");
+    by_four(key, inputs.into_iter(), y.address, &y.layout.shape, call)
+}
+
 /// Launches `chain_by_four` over values of this shape.
 fn by_four(
     key: KernelKey,

@@ -32,6 +32,7 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     match &call.kernel.op {
         Op::Fill(_) | Op::Arange { .. } | Op::Random { .. } => create::run(call),
         Op::Copy | Op::Concatenate { .. } | Op::SliceUpdate { .. } => layout::run(call),
+        Op::Binary(_) | Op::Fused(_) if !call.kernel.absorbed.is_empty() => linear::biased_linear(call),
         Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_) => elementwise::run(call),
         Op::Reduce(_)
         | Op::ArgReduce { .. }
@@ -99,7 +100,10 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
         Op::Sample => sample::workspace_bytes(kernel),
         Op::AllReduce { .. } => exchange::workspace_bytes(kernel, mode),
         Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel, mode),
-        Op::SwiGlu => kernel.maker(0).map_or(0, |product| matmul::workspace_bytes(product, mode)),
+        // What follows a product may have absorbed it.
+        Op::SwiGlu | Op::Binary(_) | Op::Fused(_) => {
+            kernel.absorbed.first().map_or(0, |product| matmul::workspace_bytes(product, mode))
+        }
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => {
             sequence::workspace_bytes(kernel, mode)
         }

@@ -1,7 +1,7 @@
 //! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch, or to 8 bits
 //! (`eight_bits.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
 
-use super::super::{Bound, Call, Geometry};
+use super::super::{Bound, Call, Geometry, elementwise};
 use super::eight_bits::{self, EightPlaces, EightScratch};
 use super::exact::exact_tiled;
 use super::half::absorbed_to_half;
@@ -167,15 +167,45 @@ pub(super) fn through_blas(
     }
 }
 
+/// `x W^T + bias`, onto a residual if there is one, for a product with a weight as it is
+/// [stored](super::surely_as_stored).
+pub(super) fn with_bias(
+    weight: &WeightSpec,
+    rows: usize,
+    residual: Option<&Bound<'_>>,
+    bias: &Bound<'_>,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let scratch = blas_scratch(weight, rows, false);
+    let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
+    let (x, y) = (own + scratch.x as u64, &call.outputs[0]);
+    to_half(weight, rows, x, 0, call)?;
+    if let Some(residual) = residual {
+        call.bring(residual, y)?;
+    }
+    let product = product_of(weight, rows, residual.is_some());
+    let operands = half_operands(x, call.inputs[1].address, y.address);
+    // The library documents no alignment of a bias, so it gets none that begins at an odd place.
+    if bias.address.is_multiple_of(16) {
+        let operands = ProductOperands { bias: bias.address, ..operands };
+        match call.multiply(Product { bias: true, ..product }, operands, own) {
+            Ok(()) => return Ok(()),
+            Err(error) => tracing::debug!("{error}; a kernel of its own adds the bias"),
+        }
+    }
+    call.multiply(product, operands, own).map_err(|error| error.in_op(call.kernel.op.name()))?;
+    elementwise::add_row(y, bias, call)
+}
+
 fn half_operands(x: u64, w: u64, y: u64) -> ProductOperands {
-    ProductOperands { x, w, y, scales: ScaleAddresses::default() }
+    ProductOperands { x, w, y, bias: 0, scales: ScaleAddresses::default() }
 }
 
 fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
     let factors = factors(weight);
     // In f16, x is an eighth (`half.cuh`). A widened weight makes up for it, and one as stored does not.
     let alpha = if factors == FactorType::F16 && !is_widened(weight) { 8 } else { 1 };
-    Product { rows, cols: weight.rows, inner: weight.cols, alpha, accumulate, factors }
+    Product { rows, cols: weight.rows, inner: weight.cols, alpha, accumulate, bias: false, factors }
 }
 
 /// y in blocks of [`BLAS_BLOCK`] rows. The last block is computed in `last`; its rows after those of x are not used.

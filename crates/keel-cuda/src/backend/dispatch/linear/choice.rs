@@ -98,6 +98,15 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
         && even(weight.cols)
 }
 
+/// Whether cuBLASLt surely multiplies all rows at once, by a weight as it is stored. It can then add a bias.
+pub(in crate::backend::dispatch) fn surely_as_stored(
+    weight: &WeightSpec,
+    kernel: &Kernel,
+    mode: Mode,
+) -> bool {
+    matches!(weight.format, WeightFormat::Dense(_)) && surely_in_half(weight, kernel, mode)
+}
+
 /// Whether rows of a quantised weight are sorted by expert on every device that can sort them.
 pub(in crate::backend::dispatch) fn surely_in_groups(
     weight: &WeightSpec,

@@ -63,8 +63,9 @@ pub(super) fn multiply(
     let key = weight_key(EIGHT_BITS, "dequantize_eight_bits", weight);
     call.launch(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
     let (cols, inner) = (weight.rows, weight.cols);
-    let product = Product { rows, cols, inner, alpha: 1, accumulate, factors: FactorType::E4m3 };
-    match call.multiply(product, ProductOperands { x, w, y: call.outputs[0].address, scales }, own) {
+    let product = Product { rows, cols, inner, alpha: 1, accumulate, bias: false, factors: FactorType::E4m3 };
+    let operands = ProductOperands { x, w, y: call.outputs[0].address, bias: 0, scales };
+    match call.multiply(product, operands, own) {
         Ok(()) => Ok(true),
         Err(error) => {
             tracing::debug!("{error}; multiplied in 16 bits");

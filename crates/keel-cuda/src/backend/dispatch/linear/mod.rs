@@ -21,6 +21,7 @@
 //! hardware is assumed: an element of a tensor core's product depends on its row and column alone, not on their place
 //! in a tile.
 
+mod biased;
 mod blas;
 mod choice;
 pub(super) mod combination;
@@ -40,9 +41,10 @@ use crate::backend::operand::c_type;
 use crate::backend::weights::Layout;
 use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
+pub(super) use biased::{Biased, biased_linear};
 use blas::{blas_scratch, through_blas};
 use choice::{Choice, Way, takes_groups, way};
-pub(super) use choice::{surely_in_groups, surely_in_half};
+pub(super) use choice::{surely_as_stored, surely_in_groups, surely_in_half};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
 use few_rows::{FewRows, few_rows_bytes};
