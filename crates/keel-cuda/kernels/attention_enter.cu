@@ -1,4 +1,4 @@
-// The work before attention in a decode step, in one launch. It rotates queries and keys (rope.cuh), writes queries to
+// The work before attention, in one launch. It rotates queries and keys (rope.cuh), writes queries to
 // a buffer [T, H, D], and writes keys and values to their pages (attention.cu).
 //
 // Constants: H, KV, D, KV_F16; R, NORM, AXES of the rotation; QUERIES and KEYS, 0 if another launch handles the
@@ -6,7 +6,10 @@
 // beyond those of all sequences writes no page.
 // EARLY=1: no kernel that may still run writes positions, tables or row_start. So angles and pages are found while
 // earlier kernels finish.
-// Launch: one warp a head of q, k or v; block 128, grid ceil(T HEADS / 4). Bytes: q, k and v once in, once out.
+// Launch:
+//   attention_enter        one warp a head of q, k or v; block 128, grid ceil(T HEADS / 4)
+//   attention_enter_rows   for many rows, if heads are rotated as a whole (R = D) and not normed: grid T, block 128
+// Bytes: q, k and v once in, once out.
 #include "paged.cuh"
 #include "rope.cuh"
 
@@ -73,3 +76,58 @@ attention_enter(
         for (u32 i = lane; i < D; i += 32) values[place + i] = kept(from[i]);
     }
 }
+
+#if R == D && !NORM
+static __device__ __forceinline__ void keep_four(float* to, float4 x) { *(float4*)to = x; }
+static __device__ __forceinline__ void keep_four(f16* to, float4 x) {
+    *(uint2*)to = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
+}
+
+// A block has a row, so the row's angles are computed once. D is a multiple of 8; q, k and v begin at multiples of 16
+// bytes, and their rows and heads are multiples of 4 apart.
+extern "C" __global__ void __launch_bounds__(128)
+attention_enter_rows(
+#include "attention_enter.params"
+) {
+    take_turn();
+    constexpr u32 HALF = D / 2, FOURS = D / 8;
+    // Of queries, and of keys.
+    __shared__ float4 cosines[2][FOURS], sines[2][FOURS];
+    const u32 row = blockIdx.x, which = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (which < 2) {
+        const Angles angles(which ? turn_k.positions : turn_q.positions, which ? turn_k.inverse : turn_q.inverse, rows, row);
+#pragma unroll
+        for (int j = 0; j < TURNS; j++) {
+            const u32 i = j * 32 + lane;
+            if (i < HALF) ((float*)cosines[which])[i] = angles.cosine[j], ((float*)sines[which])[i] = angles.sine[j];
+        }
+    }
+    u32 b = 0, own = 0;
+    const bool located = KEYS && locate(row_start, sequences, 1, 1, row, b, own);
+    const u32 at = located ? position[b] + own : 0, page = located ? table[b * pages + at / PAGE] : 0;
+    __syncthreads();
+    // Four pairs of a head. `put` receives a column, and the values from it on.
+    auto turn_four = [&](u32 of, const float* head, u32 four, auto put) {
+        const float4 x = ((const float4*)head)[four], y = ((const float4*)(head + HALF))[four];
+        const float4 c = cosines[of][four], s = sines[of][four];
+        put(4 * four, make_float4(x.x * c.x - y.x * s.x, x.y * c.y - y.y * s.y, x.z * c.z - y.z * s.z, x.w * c.w - y.w * s.w));
+        put(HALF + 4 * four, make_float4(y.x * c.x + x.x * s.x, y.y * c.y + x.y * s.y, y.z * c.z + x.z * s.z, y.w * c.w + x.w * s.w));
+    };
+    for (u32 i = threadIdx.x; i < Q_HEADS * FOURS; i += 128) {
+        const u32 head = i / FOURS;
+        float* to = turned + ((u64)row * H + head) * D;
+        turn_four(0, q.at + row * q.row + head * q.head, i % FOURS, [&](u32 d, float4 x) { keep_four(to + d, x); });
+    }
+    if (!located) return;
+    for (u32 i = threadIdx.x; i < KV * FOURS; i += 128) {
+        const u32 kv = i / FOURS;
+        kv_t* to = keys + (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
+        turn_four(1, k.at + row * k.row + kv * k.head, i % FOURS, [&](u32 d, float4 x) { keep_four(to + d, x); });
+    }
+    for (u32 i = threadIdx.x; i < KV * (D / 4); i += 128) {
+        const u32 kv = i / (D / 4), d = i % (D / 4) * 4;
+        kv_t* to = values + (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
+        keep_four(to + d, *(const float4*)(v.at + row * v.row + kv * v.head + d));
+    }
+}
+#endif

@@ -120,6 +120,15 @@ fn rows(keys: &mut Keys) {
         let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken), ("EARLY", kv_f16)];
         keys.add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
     }
+    // Angles of less than a warp's lanes, of some more, and of several times as many.
+    for (d, [kv_f16, queries, taken]) in
+        [("32", ["1", "1", "1"]), ("80", ["0", "0", "1"]), ("256", ["1", "1", "0"])]
+    {
+        let axes = format!("{{{}}}", "1,".repeat(d.parse::<usize>().expect("a number") / 2));
+        let whole = [("D", d), ("R", d), ("NORM", "0"), ("AXES", &*axes), ("H", "6"), ("KV", "2")];
+        let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken)];
+        keys.add(kernels::ATTENTION_ENTER, &["attention_enter_rows"], &[&whole[..], &which].concat());
+    }
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
     keys.add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);

@@ -2,7 +2,7 @@
 
 use keel_array::{
     Array, AttentionSpec, Backend, Batch, Category, Compute, ConvWindow, DType, KvPool, Program, Regime,
-    Routing, RowLog, Runtime, RuntimeOptions, SharedExpert, Weight, WeightFormat, WeightSpec,
+    RopeSpec, Routing, RowLog, Runtime, RuntimeOptions, SharedExpert, Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
@@ -149,6 +149,53 @@ fn a_bias_is_added_within_the_product_that_the_library_runs() {
     let apart = ["linear []", "add []", "linear []", "fused []"];
     assert_eq!(biased(16, false), apart, "few rows have a kernel of their own");
     assert_eq!(biased(300, true), apart, "in blocks of rows");
+}
+
+/// Kernels of a prompt's attention with rotations of heads of 64, up to the one that attends.
+fn turned(rotary: usize, window: Option<usize>, format: DType) -> Vec<String> {
+    const ROWS: usize = 70;
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
+    let array = |shape: &[usize], dtype| {
+        Array::persistent(&runtime, Category::Activations, shape, dtype).expect("memory")
+    };
+    let numbers = |shape: &[usize]| array(shape, DType::U32);
+    let (x, place) = (array(&[ROWS, 6 * 64], DType::F32), array(&[ROWS, 4, 64], DType::F32));
+    let (at, inverse) = (array(&[ROWS], DType::I32), array(&[rotary / 2], DType::F32));
+    let row = if format == DType::U8 { 68 } else { 64 };
+    let pages = || array(&[3, 1, 256, row], format);
+    let pool = KvPool { keys: pages(), values: pages() };
+    let batch = Batch {
+        row_start: numbers(&[2]),
+        slot: numbers(&[1]),
+        position: numbers(&[1]),
+        table: numbers(&[1, 2]),
+        accepted: numbers(&[1]),
+    };
+    runtime.trace(|| {
+        let y = || {
+            let wide = x.add(&x)?;
+            let part = |first: usize, heads: usize| {
+                wide.slice_axis(-1, first * 64, (first + heads) * 64)?.reshape([ROWS, heads, 64])
+            };
+            let turn =
+                |x: Array| x.rope(&at, &inverse, RopeSpec { rotary, sections: None, interleaved: false });
+            let spec = AttentionSpec { scale: 0.125.into(), window, regime: Regime::Prefill };
+            turn(part(0, 4)?)?.paged_attention(&turn(part(4, 1)?)?, &part(5, 1)?, &pool, &batch, spec)
+        };
+        let prepared = runtime.prepare(&[(&y().expect("shapes fit"), &place)]).expect("a program");
+        prepared.program().kernels().iter().skip(1).map(described).collect()
+    })
+}
+
+#[test]
+fn a_prompts_rotations_of_whole_heads_happen_on_the_way_to_pages() {
+    assert_eq!(turned(64, None, DType::F16), ["paged_attention [\"rope\", \"rope\"]"]);
+    assert_eq!(turned(64, None, DType::F32), turned(64, None, DType::F16));
+    let apart = ["rope []", "rope []", "paged_attention []"];
+    assert_eq!(turned(32, None, DType::F16), apart);
+    assert_eq!(turned(64, Some(40), DType::F16), apart, "in several launches");
+    let coded = ["rope []", "paged_attention [\"rope\"]"];
+    assert_eq!(turned(64, None, DType::U8), coded, "keys are coded in groups");
 }
 
 /// The groups of a program, each with its number of kernels. Kernels alone are left out.

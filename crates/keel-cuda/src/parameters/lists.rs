@@ -227,7 +227,7 @@ parameters! {
     }
 
     /// New keys and values, rotated on their way to the pages, and queries.
-    AttentionEnter = "attention_enter.params" of ["attention_enter"] {
+    AttentionEnter = "attention_enter.params" of ["attention_enter", "attention_enter_rows"] {
         q: [u64; 3] = "Heads",
         k: [u64; 3] = "Heads",
         v: [u64; 3] = "Heads",

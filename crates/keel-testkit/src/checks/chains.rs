@@ -9,8 +9,8 @@ use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
 use keel_array::{
-    Array, AttentionSpec, BlockFormat, Compute, DType, KvPool, Regime, Result, RopeSpec, Routing, Runtime,
-    SharedExpert, Weight,
+    Array, AttentionSpec, BlockFormat, Compute, DType, KvPool, KvRows, Regime, Result, RopeSpec, Routing,
+    Runtime, SharedExpert, Weight,
 };
 
 pub(super) const CHECKS: &[Check] = &[
@@ -24,11 +24,14 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "combine_experts", run: whole_mixture },
     Check { op: "combine_experts", run: given_experts },
     Check { op: "paged_attention", run: rotation_then_attention },
+    Check { op: "paged_attention", run: rotation_then_prompt },
 ];
 
 /// Checks that compare a backend with itself, so that its precision does not matter.
-pub(super) const IN_ANY_PRECISION: &[Check] =
-    &[Check { op: "paged_attention", run: rotation_then_attention }];
+pub(super) const IN_ANY_PRECISION: &[Check] = &[
+    Check { op: "paged_attention", run: rotation_then_attention },
+    Check { op: "paged_attention", run: rotation_then_prompt },
+];
 
 const EPS: f32 = 1e-5;
 
@@ -462,6 +465,84 @@ fn rotation_then_attention(runtime: &Runtime) {
                     Array::concatenate(&[&before, &attend(1)?], 0)
                 });
             }
+        }
+    }
+}
+
+/// Rotations of a prompt's queries and keys, of whole heads and of parts, on one axis and by row and column. Rows see
+/// earlier keys alone, or all of their sequence. A second step reads the pages that the first has written.
+fn rotation_then_prompt(runtime: &Runtime) {
+    let mut random = Random::new(100);
+    let sizes: [AttentionSizes; 6] = [
+        (6, 2, 64, 64, None),
+        (3, 3, 80, 80, None),
+        (5, 1, 128, 128, None),
+        (4, 2, 256, 256, None),
+        (6, 3, 64, 32, None),
+        (4, 2, 64, 64, Some(70)),
+    ];
+    let batches: [&[(usize, usize)]; 3] =
+        [&[(0, 17)], &[(250, 70), (0, 1), (31, 0), (60, 129)], &[(5, 3), (511, 2)]];
+    for (sizes, rows) in sizes.into_iter().flat_map(|sizes| batches.map(|rows| (sizes, rows))) {
+        let (heads, kv_heads, size, rotary, window) = sizes;
+        let tokens: usize = rows.iter().map(|r| r.1).sum();
+        let pages = rows.iter().map(|(first, n)| (first + 2 * n).div_ceil(256)).max().unwrap_or(0);
+        let wide = draw(runtime, &mut random, &[tokens, (heads + 2 * kv_heads) * size + 4]);
+        let inverse = |base: f32| {
+            let inverse: Vec<f32> =
+                (0..rotary / 2).map(|i| base.powf(-2.0 * i as f32 / rotary as f32)).collect();
+            Array::from_slice(runtime, &inverse, [rotary / 2]).expect("memory")
+        };
+        // Keys may turn in another way than queries.
+        let frequencies = [inverse(1e4), inverse(1e3)];
+        let history = draw(runtime, &mut random, &[pages * rows.len() + 1, kv_heads, 256, size]);
+        let quarter = rotary / 4;
+        let axes = [None, Some([quarter, rotary / 2 - quarter, 0])];
+        let turns = [(Some(0), Some(0)), (Some(0), Some(1)), (Some(0), None), (None, Some(0))];
+        let cases = axes.into_iter().flat_map(|sections| turns.map(|turns| (sections, turns)));
+        let kinds = [(DType::F32, tolerance::F32), (DType::F16, tolerance::F16_OPERANDS)];
+        for ((sections, turns), (dtype, within)) in
+            cases.flat_map(|case| kinds.map(|kind| (case, kind))).filter(|((sections, turns), (dtype, _))| {
+                is_mine(&("prompt", sizes, rows, dtype, sections, turns))
+            })
+        {
+            let what = format!("{sizes:?} at {rows:?}, {dtype}, turned {turns:?} by {sections:?}");
+            expect_within_of(within, &what, &|step| {
+                let pool = || history.add(&history)?.cast(dtype)?.detach();
+                let pool = KvPool { keys: pool()?, values: pool()? };
+                let wide = step(wide.add(&wide)?);
+                let part = |start: usize, heads: usize| {
+                    let first = start * size + 4;
+                    wide.slice_axis(-1, first, first + heads * size)?.reshape([tokens, heads, size])
+                };
+                let attend = |behind: usize| {
+                    let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + behind * n, n)).collect();
+                    let each = |&(first, n): &(usize, usize)| first as i32..(first + n) as i32;
+                    let mut at: Vec<i32> = rows.iter().flat_map(each).collect();
+                    if sections.is_some() {
+                        at.extend(at.clone().iter().map(|at| at % 7).collect::<Vec<_>>());
+                        at.extend(vec![0; tokens]);
+                    }
+                    let axes = if sections.is_some() { vec![3, tokens] } else { vec![tokens] };
+                    let at = Array::from_slice(runtime, &at, axes)?;
+                    let spec = RopeSpec { rotary, sections, interleaved: false };
+                    let turn = |x: Array, how: Option<usize>| match how {
+                        None => Ok(x),
+                        Some(how) => x.rope(&at, &frequencies[how], spec.clone()),
+                    };
+                    let (q, k) = (turn(part(0, heads)?, turns.0)?, turn(part(heads, kv_heads)?, turns.1)?);
+                    let (q, k, v) = (step(q), step(k), part(heads + kv_heads, kv_heads)?);
+                    let spec = AttentionSpec { scale: 0.125.into(), window, regime: Regime::Prefill };
+                    if sections.is_none() {
+                        return q.paged_attention(&k, &v, &pool, &batch(runtime, &rows, pages), spec);
+                    }
+                    let all = Array::from_slice(runtime, &vec![u32::MAX; tokens], [tokens])?;
+                    let heads = KvRows { keys: &k, values: &v };
+                    q.attention_until(heads, &pool, &batch(runtime, &rows, pages), &all, spec)
+                };
+                let before = attend(0)?;
+                Array::concatenate(&[&before, &attend(1)?], 0)
+            });
         }
     }
 }

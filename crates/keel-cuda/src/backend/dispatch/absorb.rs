@@ -10,6 +10,7 @@
 //! | choice of experts, combination | a copy of logits, or of a gate, from strides |
 //! | rotation, gate | a copy of heads from strides |
 //! | attention in decode | the rotations of queries and keys |
+//! | attention in prefill, without a window | the same, of whole heads and without a norm |
 
 use super::elementwise::runs_by_four;
 use super::linear::{self, Biased, combination};
@@ -72,9 +73,11 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
         // Keys are coded in groups, which the lanes that rotate a head do not see as a whole.
         (Op::PagedAttention(_), 1) if reader.inputs[3].dtype == DType::U8 => false,
-        (Op::PagedAttention(spec), 0 | 1) => {
-            spec.regime == Regime::Decode && matches!(producer.op, Op::Rope(_) | Op::NormRope { .. })
-        }
+        (Op::PagedAttention(spec), 0 | 1) => match spec.regime {
+            Regime::Decode => matches!(producer.op, Op::Rope(_) | Op::NormRope { .. }),
+            // With a window, rows are written and attended in several launches.
+            Regime::Prefill => spec.window.is_none() && turns_whole_heads(producer),
+        },
         _ => false,
     }
 }
@@ -133,6 +136,17 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
         _ => false,
     };
     fits && producer.outputs[0].layout.shape.last() == Some(&weight.cols)
+}
+
+/// Whether the producer rotates heads as a whole, which it can read 16 bytes at a time.
+fn turns_whole_heads(producer: &Kernel) -> bool {
+    let x = producer.source(0);
+    let aligned = |(row, head): (usize, usize)| {
+        [row, head, x.layout.offset].iter().all(|distance| distance.is_multiple_of(4))
+    };
+    matches!(&producer.op, Op::Rope(spec) if x.layout.shape.last() == Some(&spec.rotary))
+        && head_strides(&x.layout).is_some_and(aligned)
+        && matches!(x.slot, Slot::Temp(_))
 }
 
 fn copies_rows(producer: &Kernel) -> bool {

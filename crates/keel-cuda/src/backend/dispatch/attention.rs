@@ -251,7 +251,13 @@ impl<'a> Task<'a> {
         };
         let turns = [q, k].into_iter().flatten().flat_map(|heads| &heads.inputs[1..3]);
         let early = turns.chain([table, row_start, position]).all(|operand| self.call.is_untouched(operand));
-        let key = KernelKey::new(ATTENTION_ENTER, "attention_enter")
+        let taken =
+            if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
+        let (entry, blocks) = match self.spec.regime {
+            Regime::Decode => ("attention_enter", (self.rows * taken).div_ceil(4)),
+            Regime::Prefill => ("attention_enter_rows", self.rows),
+        };
+        let key = KernelKey::new(ATTENTION_ENTER, entry)
             .define("H", self.heads)
             .define("KV", self.kv_heads)
             .define("D", self.size)
@@ -260,10 +266,7 @@ impl<'a> Task<'a> {
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));
         let key = rotation(key, turn(any).spec, turn(any).norm.is_some());
-        let taken =
-            if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
-        let grid = ((self.rows * taken).div_ceil(4), 1, 1);
-        self.call.launch_described(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, &parameters)
+        self.call.launch_described(&key, Geometry::rows(blocks, 128), &parameters)
     }
 
     /// Writes the keys and values of a run to their pages.
