@@ -11,6 +11,7 @@ mod stacks;
 use std::ops::Range;
 
 use assembler::RowAssembler;
+use half::f16;
 use keel_array::{
     Array, Category, Compute, DType, PairRotation, RowData, Runtime, Weight, WeightFormat, WeightSpec,
 };
@@ -336,8 +337,8 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// A projection of one layer, kept in f32. Its `[rows, cols]` values are stored in another order, which `order`
-    /// corrects.
+    /// A projection of one layer. Its `[rows, cols]` values are stored in another order, which `order` corrects. They are
+    /// kept in f32 for f32 arithmetic, else in f16, which has more bits than the published bf16.
     ///
     /// # Errors
     /// As [`Loader::vector`].
@@ -349,12 +350,18 @@ impl<'a> Loader<'a> {
         order: impl FnOnce(Vec<f32>) -> Vec<f32>,
     ) -> Result<Projection> {
         self.check_elements(name, &[rows, cols])?;
-        let format = WeightFormat::Dense(DType::F32);
+        let dtype = if self.compute == Compute::F32 { DType::F32 } else { DType::F16 };
+        let format = WeightFormat::Dense(dtype);
         let spec = WeightSpec { experts: 1, rows, cols, format, compute: self.compute };
         let weight = Weight::allocate(self.runtime, spec)?;
         if !self.runtime.backend().is_planning() {
             let values = order(self.parameters.values(name, rows * cols)?);
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            // Values beyond the range of f16 saturate.
+            let half = |value: &f32| f16::from_f32(value.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()));
+            let bytes: Vec<u8> = match dtype {
+                DType::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                _ => values.iter().flat_map(|value| half(value).to_le_bytes()).collect(),
+            };
             let mut assembler = RowAssembler::new(&weight, 0);
             assembler.push(rows, RowData::Dense(&bytes))?;
             assembler.flush()?;
