@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::Vocabulary;
+use super::{BpeJson, TokenizerJson, Vocabulary};
 
 /// The pattern of GPT-2, which is built into the library's byte-level step.
 const GPT2: &str = "";
@@ -68,7 +68,7 @@ pub(super) fn name_of(patterns: &[&str], single_digits: bool, ignores_merges: bo
 }
 
 /// Builds the `tokenizer.json`.
-pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
+pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
     let Some(steps) = steps(vocabulary.pre) else {
         return Err(format!(
             "pre-tokenizer {:?} is not supported; supported are starcoder, olmo, dbrx, glm4, {}",
@@ -87,20 +87,24 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     }
     pieces.push(byte_level(steps.pattern == GPT2));
     let ids = vocabulary.ids();
-    Ok(json!({
-        "version": "1.0",
-        "added_tokens": vocabulary.added_tokens(&ids),
-        "normalizer": if steps.nfc { json!({"type": "NFC"}) } else { Value::Null },
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces},
-        "post_processor": null,
-        "decoder": byte_level(false),
-        "model": {
-            "type": "BPE",
-            "ignore_merges": steps.ignore_merges,
-            "merges": vocabulary.merges,
-            "vocab": ids,
+    let json = TokenizerJson {
+        version: "1.0",
+        added_tokens: vocabulary.added_tokens(&ids),
+        normalizer: if steps.nfc { json!({"type": "NFC"}) } else { Value::Null },
+        pre_tokenizer: json!({"type": "Sequence", "pretokenizers": pieces}),
+        post_processor: Value::Null,
+        decoder: byte_level(false),
+        model: BpeJson {
+            r#type: "BPE",
+            unk_token: None,
+            fuse_unk: false,
+            byte_fallback: false,
+            ignore_merges: steps.ignore_merges,
+            merges: &vocabulary.merges,
+            vocab: &ids,
         },
-    }))
+    };
+    json.write()
 }
 
 #[cfg(test)]

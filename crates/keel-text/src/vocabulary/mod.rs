@@ -9,7 +9,9 @@ mod export;
 mod sentencepiece;
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
 use crate::{TextError, TextFile, TextFiles};
@@ -93,21 +95,19 @@ impl TextFiles<'static> {
         };
         let tokenizer = tokenizer.map_err(wrong)?;
         let config = vocabulary.config().map_err(wrong)?;
-        let file = |json: &Value| TextFile {
-            name: vocabulary.name.clone(),
-            bytes: Cow::Owned(json.to_string().into_bytes()),
-        };
+        let file =
+            |json: String| TextFile { name: vocabulary.name.clone(), bytes: Cow::Owned(json.into_bytes()) };
         Ok(TextFiles {
-            tokenizer: file(&tokenizer),
-            tokenizer_config: Some(file(&config)),
+            tokenizer: file(tokenizer),
+            tokenizer_config: Some(file(config.to_string())),
             config: None,
-            generation_config: Some(file(&vocabulary.generation_config())),
+            generation_config: Some(file(vocabulary.generation_config().to_string())),
             chat_template: None,
         })
     }
 }
 
-impl Vocabulary<'_> {
+impl<'a> Vocabulary<'a> {
     /// The text of a token.
     fn text(&self, id: u32) -> Result<&str, String> {
         let token = self.tokens.get(id as usize);
@@ -155,28 +155,61 @@ impl Vocabulary<'_> {
         Value::Object(config)
     }
 
-    /// Maps texts to ids. Of equal texts the first counts.
-    fn ids(&self) -> Map<String, Value> {
-        let mut ids = Map::new();
-        for (id, (text, _)) in self.tokens.iter().enumerate() {
-            ids.entry(*text).or_insert_with(|| id.into());
-        }
-        ids
+    /// Texts and their ids. Of equal texts the first counts.
+    fn ids(&self) -> Vec<(&'a str, u32)> {
+        let mut known = HashSet::with_capacity(self.tokens.len());
+        let ids = self.tokens.iter().zip(0..).map(|((text, _), id)| (*text, id));
+        ids.filter(|(text, _)| known.insert(*text)).collect()
     }
 
     /// Tokens that are matched in text before anything else.
-    fn added_tokens(&self, ids: &Map<String, Value>) -> Vec<Value> {
-        let added = self.tokens.iter().enumerate().filter(|(id, (text, kind))| {
-            let whole = matches!(kind, TokenKind::Control | TokenKind::UserDefined);
-            whole && !text.is_empty() && ids[*text] == *id
+    fn added_tokens(&self, ids: &[(&str, u32)]) -> Vec<Value> {
+        let tokens = ids.iter().map(|&(text, id)| (text, id, self.tokens[id as usize].1));
+        let added = tokens.filter(|(text, _, kind)| {
+            matches!(kind, TokenKind::Control | TokenKind::UserDefined) && !text.is_empty()
         });
         added
-            .map(|(id, (text, kind))| {
-                json!({"id": id, "content": text, "special": *kind == TokenKind::Control, "normalized": false,
+            .map(|(text, id, kind)| {
+                json!({"id": id, "content": text, "special": kind == TokenKind::Control, "normalized": false,
                     "single_word": false, "lstrip": false, "rstrip": false})
             })
             .collect()
     }
+}
+
+/// A `tokenizer.json` with byte pair encoding. Its lists are borrowed: a tree of JSON values would copy each text.
+#[derive(Serialize)]
+struct TokenizerJson<'a, M: Serialize> {
+    version: &'static str,
+    added_tokens: Vec<Value>,
+    normalizer: Value,
+    pre_tokenizer: Value,
+    post_processor: Value,
+    decoder: Value,
+    model: BpeJson<'a, M>,
+}
+
+/// The model of a `tokenizer.json`. `M` is a merge.
+#[derive(Serialize)]
+struct BpeJson<'a, M: Serialize> {
+    r#type: &'static str,
+    unk_token: Option<&'a str>,
+    fuse_unk: bool,
+    byte_fallback: bool,
+    ignore_merges: bool,
+    merges: &'a [M],
+    #[serde(serialize_with = "as_map")]
+    vocab: &'a [(&'a str, u32)],
+}
+
+impl<M: Serialize> TokenizerJson<'_, M> {
+    fn write(&self) -> Result<String, String> {
+        serde_json::to_string(self).map_err(|err| err.to_string())
+    }
+}
+
+fn as_map<S: Serializer>(ids: &[(&str, u32)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(ids.iter().copied())
 }
 
 #[cfg(test)]

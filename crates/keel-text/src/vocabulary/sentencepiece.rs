@@ -5,10 +5,10 @@ use std::collections::HashMap;
 
 use serde_json::{Value, json};
 
-use super::{TokenKind, Vocabulary};
+use super::{BpeJson, TokenKind, TokenizerJson, Vocabulary};
 
 /// Builds the `tokenizer.json`.
-pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
+pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
     let (tokens, scores) = (vocabulary.tokens.len(), vocabulary.scores.len());
     if scores != tokens {
         return Err(format!("the vocabulary has {tokens} tokens but {scores} scores"));
@@ -31,30 +31,29 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<Value, String> {
     }
     let ids = vocabulary.ids();
     let unk = vocabulary.unk.map(|id| vocabulary.text(id)).transpose()?;
-    Ok(json!({
-        "version": "1.0",
-        "added_tokens": vocabulary.added_tokens(&ids),
-        "normalizer": normalizer,
-        "pre_tokenizer": null,
-        "post_processor": null,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {
-            "type": "BPE",
-            "unk_token": unk,
-            "fuse_unk": true,
-            "byte_fallback": vocabulary.tokens.iter().any(|token| token.1 == TokenKind::Byte),
-            "merges": merges(vocabulary),
-            "vocab": ids,
+    let json = TokenizerJson {
+        version: "1.0",
+        added_tokens: vocabulary.added_tokens(&ids),
+        normalizer,
+        pre_tokenizer: Value::Null,
+        post_processor: Value::Null,
+        decoder: json!({"type": "Sequence", "decoders": decoders}),
+        model: BpeJson {
+            r#type: "BPE",
+            unk_token: unk,
+            fuse_unk: true,
+            byte_fallback: vocabulary.tokens.iter().any(|token| token.1 == TokenKind::Byte),
+            ignore_merges: false,
+            merges: &merges(vocabulary, &ids),
+            vocab: &ids,
         },
-    }))
+    };
+    json.write()
 }
 
 /// Every way to make a token from two others, best first.
-fn merges<'a>(vocabulary: &Vocabulary<'a>) -> Vec<(&'a str, &'a str)> {
-    let mut ids = HashMap::with_capacity(vocabulary.tokens.len());
-    for (id, (text, _)) in vocabulary.tokens.iter().enumerate() {
-        ids.entry(*text).or_insert(id);
-    }
+fn merges<'a>(vocabulary: &Vocabulary<'a>, ids: &[(&'a str, u32)]) -> Vec<(&'a str, &'a str)> {
+    let ids: HashMap<&str, u32> = ids.iter().copied().collect();
     let mut pairs = Vec::new();
     for ((text, kind), score) in vocabulary.tokens.iter().zip(&vocabulary.scores) {
         if *kind != TokenKind::Normal {
