@@ -8,7 +8,7 @@ use keel_array::Compute;
 use keel_cache::SequenceCache;
 use keel_engine::batch::Constraint;
 use keel_engine::speculation::{Choice, Chooser, RoundSequence, SamplerChooser, Speculation};
-use keel_engine::{EngineError, GenerateOptions, Sampler, SamplerOptions, TokenIterator};
+use keel_engine::{EngineError, GenerateOptions, Sampler, SamplerOptions, SpeculationOptions, TokenIterator};
 
 /// Allows odd and even tokens in turn, `end` tokens in all.
 struct Alternate {
@@ -34,10 +34,6 @@ impl Constraint for Alternate {
         self.taken >= self.end
     }
 
-    fn can_roll_back(&self) -> bool {
-        true
-    }
-
     fn rollback(&mut self, tokens: usize) -> Result<(), String> {
         self.taken = self.taken.checked_sub(tokens).ok_or("more than came")?;
         Ok(())
@@ -48,7 +44,7 @@ impl Constraint for Alternate {
 fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
     let mut engine = engine(&demo(), &runtime(2), options(1, 8, Compute::Auto));
     let prompt = [1, 250, 33, 700, 12, 5];
-    let mut run = |depth: usize, is_bound: bool| {
+    let mut run = |how: SpeculationOptions, is_bound: bool| {
         let sampler = SamplerOptions {
             repetition_penalty: 1.15,
             frequency_penalty: 0.3,
@@ -61,7 +57,7 @@ fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
             if is_bound { Some(Box::new(Alternate { taken: 0, end: 203 })) } else { None };
         let chooser = Box::new(SamplerChooser::new(sampler, constraint, Vec::new()));
         let sequence = engine.open().expect("a slot is free");
-        let how = GenerateOptions { speculation: Some(fixed(depth)), ..until(300) };
+        let how = GenerateOptions { speculation: Some(how), ..until(300) };
         let mut tokens =
             TokenIterator::with_chooser(&mut engine, sequence, &prompt, how, chooser, &mut |_| ())
                 .expect("fits");
@@ -71,14 +67,18 @@ fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
         (ids, counters)
     };
     for (is_bound, len) in [(false, 300), (true, 203)] {
-        let (want, _) = run(0, is_bound);
+        let (want, _) = run(fixed(0), is_bound);
         assert_eq!(want.len(), len);
         for depth in [1, 3, 8] {
-            let (ids, counters) = run(depth, is_bound);
+            let (ids, counters) = run(fixed(depth), is_bound);
             assert_eq!(ids, want, "depth {depth}, bound: {is_bound}");
-            // If the constraint did not bind the drafts, half of them would be rejected for their parity alone.
+            // If the constraint did not bind the first draft, half of them would be rejected for their parity alone.
             let share = counters.accepted[0] as f64 / counters.drafted[0] as f64;
             assert!(share > 0.3, "{share}");
+            if is_bound {
+                let (ids, _) = run(SpeculationOptions { optimistic: true, ..fixed(depth) }, true);
+                assert_eq!(ids, want, "depth {depth}: within a constraint, no draft stays unchecked");
+            }
         }
     }
 }

@@ -100,7 +100,7 @@ impl Constraint for Masked {
         self.waits_for().is_none() && self.masks.is_complete()
     }
 
-    fn can_roll_back(&self) -> bool {
+    fn is_quick(&self) -> bool {
         self.waits_for().is_some() || self.masks.is_quick()
     }
 

@@ -48,8 +48,8 @@ use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
-/// Longest time that a step waits for the masks of all its sequences.
-const MASK_PATIENCE: Duration = Duration::from_millis(1);
+/// Longest time that a step waits for the masks of all its sequences, and that a round waits for all further ones.
+pub(crate) const MASK_PATIENCE: Duration = Duration::from_millis(1);
 
 /// Pause between two looks for a mask where nothing else can run.
 const MASK_POLL: Duration = Duration::from_millis(1);

@@ -19,8 +19,8 @@ pub trait Constraint: Send {
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
 
     /// Whether [`Constraint::mask`] takes no time. It is asked before each step of the sequence after its first token, and
-    /// may wait for `patience` if it is likely to be ready then. If it is not, the sequence sits out of the step and
-    /// others go on.
+    /// before each further token of a round with drafts. It may wait for `patience` if it is likely to be ready then. If it
+    /// is not, the sequence sits out of the step, or its round ends, and others go on.
     fn is_ready(&mut self, _patience: Duration) -> bool {
         true
     }
@@ -34,13 +34,13 @@ pub trait Constraint: Send {
     /// Whether nothing may follow.
     fn is_complete(&self) -> bool;
 
-    /// Whether [`Constraint::rollback`] works and masks take no time. Without it a sequence does not draft: drafts need
-    /// masks in the middle of a step. It may change with each token and mask.
-    fn can_roll_back(&self) -> bool {
-        false
+    /// Whether masks are likely to be ready soon after the token before. If not, the sequence does not draft: a round ends
+    /// before a mask that is not ready. It may change with each token and mask.
+    fn is_quick(&self) -> bool {
+        true
     }
 
-    /// Takes back the last `tokens` tokens that were accepted.
+    /// Takes back the last `tokens` tokens that were accepted, because their round is repeated.
     ///
     /// # Errors
     /// A sentence for the user; the request fails with it.

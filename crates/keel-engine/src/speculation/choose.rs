@@ -29,8 +29,14 @@ pub trait Chooser {
         true
     }
 
-    /// Whether it can choose another token of the round without a wait. If not, the round ends before that token.
-    fn can_go_on(&mut self) -> bool {
+    /// Whether it can choose another token of the round, after a wait of at most `patience`. If not, the round ends before
+    /// that token.
+    fn can_go_on(&mut self, _patience: Duration) -> bool {
+        true
+    }
+
+    /// Whether a draft may stay unchecked. Within a constraint it may not, because the constraint does not bind all drafts.
+    fn may_go_unchecked(&self) -> bool {
         true
     }
 
@@ -82,6 +88,9 @@ pub trait Chooser {
 
 /// Chooses with a [`Sampler`], and within a [`Constraint`] if there is one. Keeps log probabilities of the tokens that it
 /// chose, if they are wanted.
+///
+/// The constraint binds the first draft alone, because the masks of later ones would be computed while others of the round
+/// wait. A draft that it forbids is not kept.
 pub struct SamplerChooser {
     sampler: Sampler,
     constraint: Option<Box<dyn Constraint>>,
@@ -93,9 +102,11 @@ pub struct SamplerChooser {
     /// Those of the tokens chosen in this round.
     logprobs: Vec<TokenLogprobs>,
     /// Drafts that were not retracted yet.
-    drafted: Trail,
+    drafted: Vec<Noted>,
     /// Tokens chosen in this round.
-    chosen: Trail,
+    chosen: Vec<Noted>,
+    /// How many of them the constraint accepted.
+    constrained: usize,
     /// The sampler's random state when the round began.
     random: u64,
     /// The random state before each draw that was made and whose token was not taken.
@@ -119,8 +130,9 @@ impl SamplerChooser {
             drafts: true,
             top_logprobs: None,
             logprobs: Vec::new(),
-            drafted: Trail::default(),
-            chosen: Trail::default(),
+            drafted: Vec::new(),
+            chosen: Vec::new(),
+            constrained: 0,
             random: sampler.random(),
             drawn_from: VecDeque::new(),
             sampler,
@@ -163,41 +175,28 @@ impl SamplerChooser {
 
     /// Counts a chosen token and passes it to the constraint.
     fn chosen(&mut self, token: u32) -> Result<Choice> {
-        self.chosen.tokens.push((token, self.sampler.note(token)));
+        self.chosen.push(Noted { token, was_new: self.sampler.note(token) });
         let mut is_last = self.end_tokens.contains(&token);
         if let Some(constraint) = self.constraint.as_mut().filter(|_| !is_last) {
             constraint.accept(token).map_err(EngineError::Constraint)?;
-            self.chosen.constrained += 1;
+            self.constrained += 1;
             is_last = constraint.is_complete();
         }
         Ok(Choice { token, is_last })
     }
 }
 
-/// Tokens that sampler and constraint can take back.
-#[derive(Debug, Default)]
-struct Trail {
-    /// Each token, and whether the sampler had not seen it before.
-    tokens: Vec<(u32, bool)>,
-    /// How many of them the constraint accepted. It accepts none once it is complete.
-    constrained: usize,
+/// A token that the sampler can forget.
+struct Noted {
+    token: u32,
+    /// Whether the sampler had not seen it before.
+    was_new: bool,
 }
 
-impl Trail {
-    fn undo(&mut self, sampler: &mut Sampler, constraint: Option<&mut Box<dyn Constraint>>) {
-        while let Some((token, was_new)) = self.tokens.pop() {
-            sampler.forget(token, was_new);
-        }
-        let taken = std::mem::take(&mut self.constrained);
-        let Some(constraint) = constraint.filter(|_| taken > 0) else { return };
-        if let Err(reason) = constraint.rollback(taken) {
-            *constraint = Box::new(Broken(reason));
-        }
-    }
-
-    fn clear(&mut self) {
-        self.tokens.clear();
-        self.constrained = 0;
+/// Forgets tokens, the last one first.
+fn forget(tokens: &mut Vec<Noted>, sampler: &mut Sampler) {
+    while let Some(Noted { token, was_new }) = tokens.pop() {
+        sampler.forget(token, was_new);
     }
 }
 
@@ -220,12 +219,15 @@ impl Constraint for Broken {
 
 impl Chooser for SamplerChooser {
     fn can_draft(&self) -> bool {
-        self.drafts && self.constraint.as_ref().is_none_or(|constraint| constraint.can_roll_back())
+        self.drafts && self.constraint.as_ref().is_none_or(|constraint| constraint.is_quick())
     }
 
-    fn can_go_on(&mut self) -> bool {
-        let constraint = self.constraint.as_mut();
-        constraint.is_none_or(|constraint| constraint.can_roll_back() || constraint.is_ready(Duration::ZERO))
+    fn can_go_on(&mut self, patience: Duration) -> bool {
+        self.is_ready(patience)
+    }
+
+    fn may_go_unchecked(&self) -> bool {
+        self.constraint.is_none()
     }
 
     fn draws_ahead(&self) -> bool {
@@ -248,6 +250,7 @@ impl Chooser for SamplerChooser {
 
     fn begin(&mut self) {
         self.chosen.clear();
+        self.constrained = 0;
         self.logprobs.clear();
         self.random = self.drawn_from.front().copied().unwrap_or(self.sampler.random());
     }
@@ -257,13 +260,20 @@ impl Chooser for SamplerChooser {
         self.drawn_from.clear();
         self.logprobs.clear();
         self.retract();
-        self.chosen.undo(&mut self.sampler, self.constraint.as_mut());
+        forget(&mut self.chosen, &mut self.sampler);
+        let taken = std::mem::take(&mut self.constrained);
+        let Some(constraint) = self.constraint.as_mut().filter(|_| taken > 0) else { return };
+        if let Err(reason) = constraint.rollback(taken) {
+            *constraint = Box::new(Broken(reason));
+        }
     }
 
     fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
-        self.process(logits)?;
+        let at = self.drafted.len();
+        if at == 0 {
+            self.process(logits)?;
+        }
         self.sampler.penalise(logits);
-        let at = self.drafted.tokens.len();
         if self.proposals.len() == at {
             self.proposals.push(Default::default());
         }
@@ -271,16 +281,12 @@ impl Chooser for SamplerChooser {
         self.sampler.distribution(logits, distribution);
         let token = draw(distribution, self.sampler.uniform());
         *proposed = token;
-        if let Some(constraint) = self.constraint.as_mut().filter(|constraint| !constraint.is_complete()) {
-            constraint.accept(token).map_err(EngineError::Constraint)?;
-            self.drafted.constrained += 1;
-        }
-        self.drafted.tokens.push((token, self.sampler.note(token)));
+        self.drafted.push(Noted { token, was_new: self.sampler.note(token) });
         Ok(token)
     }
 
     fn retract(&mut self) {
-        self.drafted.undo(&mut self.sampler, self.constraint.as_mut());
+        forget(&mut self.drafted, &mut self.sampler);
     }
 
     fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {

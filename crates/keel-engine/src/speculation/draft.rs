@@ -70,9 +70,6 @@ impl Engine {
         for pass in 0..deepest {
             let start = Instant::now();
             let active: Vec<usize> = (0..batch.len()).filter(|&i| parts[i].depth > pass).collect();
-            if active.is_empty() {
-                break;
-            }
             let stays = active == before;
             let is_drawn = stays && active.iter().all(|&i| parts[i].draws.is_some());
             let (mut input, mut rows) = (Vec::new(), Vec::with_capacity(active.len()));
@@ -109,10 +106,6 @@ impl Engine {
                     })
                 };
                 parts[i].drafts.push(draft);
-                if !batch[i].chooser.can_draft() {
-                    // Its constraint takes long from here on.
-                    parts[i].depth = parts[i].drafts.len();
-                }
             }
             before = active;
             self.costs.note_draft(before.len(), start.elapsed().as_secs_f64());

@@ -16,6 +16,7 @@ use keel_cache::SequenceCache;
 
 use super::Speculation;
 use super::choose::Chooser;
+use crate::batch::MASK_PATIENCE;
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, EngineError, Result};
 
@@ -238,10 +239,11 @@ impl Engine {
             self.stepper.read_open_hidden(rows, &mut hidden)?;
         }
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
+        let until = Instant::now() + MASK_PATIENCE;
         for (sequence, part) in batch.iter_mut().zip(parts) {
             all.push(match part.failure.take() {
                 Some(failure) => Err(failure),
-                None => match self.choose_tokens(sequence, (row, part), drawn, &mut logits) {
+                None => match self.choose_tokens(sequence, (row, part), drawn, &mut logits, until) {
                     Ok(round) => round,
                     Err(error) if self.leaves_open() || self.can_take_back() => return Err(error),
                     // Without a log the state has moved on, so the round cannot be repeated.
@@ -261,7 +263,7 @@ impl Engine {
     }
 
     /// The tokens of one sequence, or the error of its chooser. `row` is its first row; `drawn` holds the tokens that the
-    /// device drew after all rows.
+    /// device drew after all rows. Masks are waited for until `until`.
     ///
     /// # Errors
     /// Logits could not be read.
@@ -271,12 +273,14 @@ impl Engine {
         (row, part): (usize, &Part),
         drawn: &[u32],
         logits: &mut Vec<f32>,
+        until: Instant,
     ) -> Result<Result<Round>> {
         let drafts = &part.drafts;
-        let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic);
+        let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic)
+            && sequence.chooser.may_go_unchecked();
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
         for i in 0..=drafts.len() {
-            if i > 0 && !sequence.chooser.can_go_on() {
+            if i > 0 && !sequence.chooser.can_go_on(until.saturating_duration_since(Instant::now())) {
                 // The last token equals its draft, and counts as if none had been made there.
                 break;
             }

@@ -72,66 +72,21 @@ fn masks_are_those_that_the_grammar_gives_and_can_be_taken_back() {
 }
 
 #[test]
-fn masks_of_drafts_are_kept_for_the_tokens_that_equal_them() {
-    let (mut state, mut ahead, vocab) = start(GrammarSource::Regex("[a-c]{40}".into()), Duration::ZERO);
-    let computed = |ahead: &mut MaskAhead, state: &mut GrammarState| {
-        let is_known = ahead.masks.here().is_some();
-        (is_known, same(state, ahead, vocab))
-    };
-    for round in 0..9 {
-        let mut drafts = Vec::new();
-        for _ in 0..3 {
-            let (_, ids) = computed(&mut ahead, &mut state);
-            drafts.push(ids[round % ids.len()]);
-            [
-                ahead.accept(drafts[drafts.len() - 1]),
-                state.accept(drafts[drafts.len() - 1]).map_err(|e| e.to_string()),
-            ]
-            .into_iter()
-            .for_each(|done| done.expect("allowed"));
-        }
-        ahead.rollback(3).expect("accepted");
-        state.rollback(3).expect("accepted");
-        // The first two drafts stay, and another token comes in place of the third.
-        for (at, draft) in drafts.into_iter().enumerate() {
-            let (is_known, ids) = computed(&mut ahead, &mut state);
-            assert!(is_known, "round {round}: the mask before draft {at} was computed");
-            let other = ids.into_iter().find(|&id| id != draft).expect("three letters");
-            let token = if at == 2 { other } else { draft };
-            ahead.accept(token).expect("allowed");
-            state.accept(token).expect("allowed");
-        }
-        assert!(ahead.masks.here().is_none(), "nothing is known after another token");
-    }
-    assert!(ahead.masks.masks.len() <= KEPT + 1 && ahead.rollback(27).is_ok());
-    state.rollback(27).expect("accepted");
-    same(&mut state, &mut ahead, vocab);
-}
-
-#[test]
-fn masks_are_computed_apart_until_they_are_known_to_be_quick_and_after_a_slow_one() {
-    let (mut state, mut ahead, vocab) = small(Duration::ZERO);
-    for known in 1..KNOWN {
-        assert_eq!(ahead.known, known);
-        assert!(!ahead.is_quick());
-        let token = same(&mut state, &mut ahead, vocab)[0];
-        state.accept(token).expect("allowed");
-        ahead.accept(token).expect("allowed");
-        assert!(!ahead.is_ready(Duration::ZERO) || ahead.thread.is_some(), "a thread computes it");
-        assert!(ahead.is_ready(LONG), "it is waited for");
-    }
+fn an_answer_drafts_while_its_masks_are_quick_and_is_not_waited_for_after_a_slow_one() {
+    let (_, mut ahead, _) = small(Duration::ZERO);
     assert!(ahead.is_quick());
     ahead.rollback(0).expect("nothing is taken back");
-    assert!(ahead.masks.here().is_some(), "the mask is still there");
-    let state = ahead.state.take().expect("no thread has it");
-    ahead.keep(Computed {
-        state,
-        mask: Err(TextError::Grammar { reason: "it took long".into() }),
-        took: 2 * SLOW,
-    });
-    assert!(!ahead.is_quick());
-    ahead.rollback(1).expect("accepted");
-    ahead.masks = Masks { masks: vec![None], ..Masks::default() };
+    assert!(ahead.mask.is_some(), "the mask is still there");
+    let computed = |ahead: &mut MaskAhead, took: Duration| {
+        let state = ahead.state.take().expect("no thread has it");
+        let mask = Err(TextError::Grammar { reason: "it took long".into() });
+        ahead.keep(Computed { state, mask, took });
+    };
+    for (took, is_quick) in [(2 * QUICK, false), (QUICK, true), (2 * SLOW, false), (QUICK, false)] {
+        computed(&mut ahead, took);
+        assert_eq!(ahead.is_quick(), is_quick, "{took:?}");
+    }
+    ahead.mask = None;
     let start = Instant::now();
     while !ahead.is_ready(LONG) {}
     assert!(start.elapsed() < LONG / 2, "nobody waits for a slow one");
@@ -159,7 +114,7 @@ fn a_mask_is_given_up_with_its_answer() {
     let first = Arc::new(before.clone().allowed().expect("bounded"));
     let was_given_up = (0..50).any(|_| {
         let mut ahead = MaskAhead::new(before.clone(), Arc::clone(&first), Duration::ZERO);
-        ahead.masks = Masks { masks: vec![None], ..Masks::default() };
+        ahead.mask = None;
         ahead.is_ready(Duration::ZERO);
         let thread = ahead.thread.take().expect("it computes the mask");
         drop(ahead);
