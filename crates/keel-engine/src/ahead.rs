@@ -263,16 +263,18 @@ impl Engine {
         };
         let refusal = step.refusal.take();
         self.taken.note(&mut step);
-        let since = self.last_taken.map_or(step.since, |last| last.max(step.since));
+        let (submitted, asked) = (step.since, Instant::now());
         let ended = step.wait();
         let now = Instant::now();
-        self.last_taken = Some(now);
+        self.taken.waited = now.duration_since(asked);
+        let time = self.step_timer.note(submitted, asked, now);
         if refusal.is_some() || ended.iter().any(|run| run.outcome.is_err()) {
             std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
+            self.step_timer.forget();
             return Err(self.note_failed_runs(ended, refusal));
         }
         if let Some(rows) = self.taken.plain_rows() {
-            self.note_plain_time(rows, now.duration_since(since));
+            self.note_plain_time(rows, time);
         }
         let token = |item: &Item| {
             let run = ended.iter().find(|run| item.is_drawn && run.regime == item.regime);
@@ -286,7 +288,7 @@ impl Engine {
     /// # Errors
     /// It could not be read.
     pub(crate) fn hidden_of(&mut self, item: usize) -> Result<&[f32]> {
-        let Taken { step, items, hidden } = &mut self.taken;
+        let Taken { step, items, hidden, .. } = &mut self.taken;
         let count = |regime| items.iter().filter(|item| item.regime == regime).count();
         let answers = count(Regime::Decode);
         if hidden.is_empty() {
@@ -362,6 +364,7 @@ impl Engine {
     /// The first failure of a step.
     pub(crate) fn finish_under_way(&mut self) -> Result<()> {
         let mut outcome = Ok(());
+        self.step_timer.forget();
         while let Some(step) = self.under_way.pop_front() {
             for EndedRun { slots, outcome: ended, .. } in step.wait() {
                 self.cache.note_ahead(slots);

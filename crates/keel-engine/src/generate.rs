@@ -275,7 +275,8 @@ impl<'e> TokenIterator<'e> {
         let Some(token) = drawn[0] else { unreachable!("the device draws for this sequence") };
         let Choice { token, is_last } = self.chooser.take(token)?;
         if let Some(speculation) = &mut self.speculation {
-            speculation.note_plain(self.last, self.engine.hidden_of(0)?, token);
+            let time = self.engine.taken.share();
+            speculation.note_plain(self.last, self.engine.hidden_of(0)?, token, time);
         }
         Ok(Round { tokens: vec![token], is_last })
     }

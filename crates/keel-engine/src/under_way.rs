@@ -1,6 +1,6 @@
 //! A step that was submitted and not yet taken.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use keel_array::{FailedRun, PendingRun, Regime};
 use keel_cache::SlotId;
@@ -40,12 +40,53 @@ pub(crate) struct StepUnderWay {
     pub since: Instant,
 }
 
+/// The time of a step on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StepTime {
+    Known(Duration),
+    AtMost(Duration),
+}
+
+/// Finds out how long steps take on the device, from what the host sees.
+///
+/// The host sees the end of a step if it waited for it. A step that was submitted before the end of the step before it
+/// begins then. So its time is known if the host waited for both. Otherwise the caller may have paused, and the time is
+/// at most what the host sees.
+#[derive(Default)]
+pub(crate) struct StepTimer {
+    /// When the step taken last ended, if the host saw it.
+    last: Option<Instant>,
+}
+
+impl StepTimer {
+    /// The host waited for a step for at least this part of its time, or did not see its end.
+    const WAITED: u32 = 8;
+
+    /// The time of a step that was submitted at `submitted`. The host began to wait for it at `asked`, and went on at
+    /// `ended`.
+    pub fn note(&mut self, submitted: Instant, asked: Instant, ended: Instant) -> StepTime {
+        let before = self.last.take();
+        let begun = before.map_or(submitted, |before| before.max(submitted));
+        let time = ended.duration_since(begun);
+        self.last = (Self::WAITED * ended.duration_since(asked) >= time).then_some(ended);
+        let is_known = self.last.is_some() && before.is_some_and(|before| submitted <= before);
+        if is_known { StepTime::Known(time) } else { StepTime::AtMost(time) }
+    }
+
+    /// Something else ran, or a step failed.
+    pub fn forget(&mut self) {
+        self.last = None;
+    }
+}
+
 /// The step taken last.
 #[derive(Default)]
 pub(crate) struct Taken {
     /// Its number.
     pub step: u64,
     pub items: Vec<Item>,
+    /// How long the host waited for it.
+    pub waited: Duration,
     /// Hidden states after its work items, answers first, once they are read.
     pub hidden: Vec<f32>,
 }
@@ -56,6 +97,11 @@ impl Taken {
         self.step = step.number;
         self.items = std::mem::take(&mut step.items);
         self.hidden.clear();
+    }
+
+    /// An item's share of the time that the host waited.
+    pub fn share(&self) -> Duration {
+        self.waited / self.items.len().max(1) as u32
     }
 
     /// How many answers it had, if it had no prompts.
@@ -81,5 +127,43 @@ impl StepUnderWay {
             EndedRun { regime, slots, outcome }
         };
         self.runs.into_iter().map(wait).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The times that are found of steps of 8 ms on the device, the next one submitted as soon as one is taken. Before it
+    /// asks for a step, the host pauses for these milliseconds.
+    fn times(pauses: &[u64]) -> Vec<Option<u64>> {
+        let (start, ms) = (Instant::now(), Duration::from_millis);
+        let mut timer = StepTimer::default();
+        // Two steps are submitted at the start.
+        let (mut submitted, mut now, mut idle_from) = (vec![start, start], start, start);
+        let times = pauses.iter().enumerate().map(|(i, &pause)| {
+            let asked = now + ms(pause);
+            let ended = submitted[i].max(idle_from) + ms(8);
+            (now, idle_from) = (ended.max(asked), ended);
+            submitted.push(now);
+            match timer.note(submitted[i], asked, now) {
+                StepTime::Known(time) => Some(time.as_millis() as u64),
+                StepTime::AtMost(time) => {
+                    assert!(time >= ms(8));
+                    None
+                }
+            }
+        });
+        times.collect()
+    }
+
+    #[test]
+    fn pauses_of_the_caller_are_not_time_of_the_device() {
+        let steady = times(&[0, 0, 1, 6, 0, 0]);
+        assert_eq!(steady[1..], [Some(8); 5], "the device works while the caller pauses");
+        let paused = times(&[0, 0, 0, 50, 0, 0, 0, 9, 9, 9, 0, 0]);
+        assert!(paused.iter().flatten().all(|&time| time == 8), "{paused:?}");
+        assert_eq!(paused[1..3], [Some(8); 2]);
+        assert_eq!((paused[6], paused[11]), (Some(8), Some(8)), "{paused:?}");
     }
 }

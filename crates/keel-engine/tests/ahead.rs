@@ -6,6 +6,7 @@ mod common;
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use common::drawn::{prompt, waited_for};
 use common::queueing::{Answers, Queueing, queueing, runtimes};
@@ -182,6 +183,8 @@ fn steps_run_ahead_between_rounds_of_drafts() {
     let mut tokens = iterator(&mut engine, how);
     queueing.take_events();
     assert_eq!(tokens.by_ref().count(), 6);
+    let counters = tokens.counters().expect("it could draft");
+    assert!(counters.rounds == 5 && counters.verify_time > Duration::ZERO, "{counters:?}");
     // Each step has a second program, which keeps hidden states.
     assert_eq!(queueing.take_events(), "LLLLWWLLWWLLWWLLWWWW", "of 5 steps");
 }

@@ -320,13 +320,14 @@ impl Batcher {
         hidden: Option<Vec<f32>>,
         drawn: &Drawn,
     ) {
+        let time = self.engine.taken.share();
         let (running, Some(hidden)) = (&mut self.running[i], hidden) else { return };
         if is_prompt {
             running.speculation = Some(Speculation::new(self.options.speculation, hidden));
         } else if let (Some(speculation), Some(run), Some((token, _))) =
             (&mut running.speculation, run, drawn.tokens.first())
         {
-            speculation.note_plain(run, &hidden, *token);
+            speculation.note_plain(run, &hidden, *token, time);
         }
     }
 

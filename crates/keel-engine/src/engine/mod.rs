@@ -8,7 +8,7 @@ mod ready;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
@@ -25,7 +25,7 @@ use crate::speculation::{Costs, RowResults};
 use crate::split::{self, PlacedPart};
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::together::Peer;
-use crate::under_way::{StepUnderWay, Taken};
+use crate::under_way::{StepTimer, StepUnderWay, Taken};
 use crate::{EngineError, Result};
 
 pub use all_logits::LogitSink;
@@ -38,8 +38,7 @@ pub struct Engine {
     pub(crate) under_way: VecDeque<StepUnderWay>,
     /// The step taken last.
     pub(crate) taken: Taken,
-    /// When it was taken.
-    pub(crate) last_taken: Option<Instant>,
+    pub(crate) step_timer: StepTimer,
     /// Steps submitted so far.
     pub(crate) tickets: u64,
     /// The device with the output head.
@@ -147,7 +146,7 @@ impl Engine {
         let mut engine = Engine {
             under_way: VecDeque::new(),
             taken: Taken::default(),
-            last_taken: None,
+            step_timer: StepTimer::default(),
             tickets: 0,
             runtime: runtime.clone(),
             peers,

@@ -19,7 +19,7 @@ pub struct SpeculationCounters {
     pub accepted: [u64; POSITIONS],
     /// Time in the MTP head.
     pub draft_time: Duration,
-    /// Time in the model.
+    /// Time in the model. Of a step that runs ahead, the time that the host waited for it.
     pub verify_time: Duration,
     /// Time to choose tokens and move counts. The state itself is committed within the next verify pass.
     pub commit_time: Duration,

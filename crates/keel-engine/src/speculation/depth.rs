@@ -64,12 +64,15 @@ struct Mean {
     is_first: bool,
 }
 
-/// Seconds of passes of the model by number of rows, and of the MTP head by number of sequences. Both are numbers of the
-/// list of shapes, because padding takes time, too.
+/// Seconds by number of rows.
+type Times = BTreeMap<usize, Mean>;
+
+/// Seconds of passes of the model by number of sequences and of rows, and of the MTP head by number of sequences. They
+/// are numbers of the list of shapes, because padding takes time, too.
 #[derive(Debug, Default)]
 pub(crate) struct Costs {
-    verify: BTreeMap<usize, Mean>,
-    draft: BTreeMap<usize, Mean>,
+    verify: BTreeMap<usize, Times>,
+    draft: Times,
     /// Times of the same passes without a sequence, where they were run so before the first request.
     empty: Empty,
     /// The list of shapes; `None` if each number has its own.
@@ -81,7 +84,8 @@ pub(crate) struct Costs {
 /// Seconds of passes without a sequence. They read all weights, but no states, keys or values.
 #[derive(Debug, Default)]
 struct Empty {
-    verify: BTreeMap<usize, f64>,
+    /// By number of sequences and of rows.
+    verify: BTreeMap<(usize, usize), f64>,
     draft: BTreeMap<usize, f64>,
 }
 
@@ -89,7 +93,7 @@ impl Costs {
     /// Assumed costs of a pass of the model and of the MTP head for one sequence, where measured times must not matter.
     fn nominal() -> Costs {
         let mut costs = Costs::default();
-        costs.note_verify(1, 1.0);
+        costs.note_pass(1, 1, 1.0);
         costs.note_draft(1, NOMINAL_DRAFT_COST);
         costs
     }
@@ -111,34 +115,39 @@ impl Costs {
 
     /// Records the time of a pass of this shape without a sequence.
     pub fn note_empty(&mut self, shape: &StepShape, seconds: f64) {
+        let pass = (shape.sequences, shape.rows);
         match shape.outcome {
             Outcome::Draft => self.empty.draft.insert(shape.sequences, seconds),
-            // A plain step that runs ahead is not a pass with one open row for each sequence.
-            Outcome::OpenRows if shape.rows == shape.sequences => {
-                Some(*self.empty.verify.entry(shape.rows).or_insert(seconds))
-            }
-            _ => self.empty.verify.insert(shape.rows, seconds),
+            // Where plain steps run ahead, none is a pass with one open row for each sequence.
+            Outcome::Ahead => self.empty.verify.insert(pass, seconds),
+            _ => Some(*self.empty.verify.entry(pass).or_insert(seconds)),
         };
     }
 
-    /// Rows of the pass that holds `rows` rows of this many sequences.
-    fn padded(&self, rows: usize, sequences: usize) -> usize {
-        let fit = |buckets: &Buckets| buckets.fit(StepKind::decode(Outcome::OpenRows), rows, sequences).rows;
-        self.buckets.as_ref().map_or(rows, fit)
+    /// The pass that holds `rows` rows of this many sequences: its sequences, and its rows.
+    fn padded(&self, rows: usize, sequences: usize) -> (usize, usize) {
+        let Some(buckets) = &self.buckets else { return (sequences, rows) };
+        let shape = buckets.fit(StepKind::decode(Outcome::OpenRows), rows, sequences);
+        (shape.sequences, shape.rows)
     }
 
     /// Records the time of a pass of the model over `rows` rows of `sequences` sequences.
     pub fn note_pass(&mut self, rows: usize, sequences: usize, seconds: f64) {
-        self.note_verify(self.padded(rows, sequences), seconds);
+        let (sequences, rows) = self.padded(rows, sequences);
+        note(self.verify.entry(sequences).or_default(), rows, seconds);
     }
 
-    fn note_verify(&mut self, rows: usize, seconds: f64) {
-        note(&mut self.verify, rows, seconds);
+    /// Records that a plain step of `sequences` sequences took at most this time.
+    pub fn note_plain_bound(&mut self, sequences: usize, seconds: f64) {
+        let (sequences, rows) = self.padded(sequences, sequences);
+        let times = self.verify.entry(sequences).or_default();
+        let mean = times.entry(rows).or_insert(Mean { seconds, is_first: true });
+        mean.seconds = mean.seconds.min(seconds);
     }
 
     /// Records the time of a pass of the MTP head for `sequences` sequences.
     pub fn note_draft(&mut self, sequences: usize, seconds: f64) {
-        let padded = self.padded(sequences, sequences);
+        let (padded, _) = self.padded(sequences, sequences);
         note(&mut self.draft, padded, seconds);
     }
 
@@ -148,29 +157,35 @@ impl Costs {
 
     /// Whether a plain round of this many sequences should be measured now.
     fn wants_plain(&self, sequences: usize) -> bool {
-        self.since_plain >= PLAIN_EVERY || !self.verify.contains_key(&self.padded(sequences, sequences))
+        let (sequences, rows) = self.padded(sequences, sequences);
+        let is_known = self.verify.get(&sequences).is_some_and(|times| times.contains_key(&rows));
+        self.since_plain >= PLAIN_EVERY || !is_known
     }
 
     /// Estimated seconds of a round of depth `k` for this many sequences.
     fn round(&self, sequences: usize, k: usize) -> f64 {
         let per_row = ROW_COST_GUESS / sequences as f64;
-        let (plain, rows) = (self.padded(sequences, sequences), self.padded(sequences * (k + 1), sequences));
-        let verify = match (self.empty.verify.get(&plain), self.empty.verify.get(&rows)) {
+        let (padded, plain) = self.padded(sequences, sequences);
+        let (_, rows) = self.padded(sequences * (k + 1), sequences);
+        let unknown = Times::new();
+        let measured = self.verify.get(&padded).unwrap_or(&unknown);
+        let empty = |rows| self.empty.verify.get(&(padded, rows));
+        let verify = match (empty(plain), empty(rows)) {
             // Until it is measured, a pass takes longer than a plain one by as much as without a sequence.
-            (Some(one), Some(all)) if !self.verify.contains_key(&rows) => {
-                estimate(&self.verify, plain, per_row) + (all - one).max(0.0)
+            (Some(one), Some(all)) if !measured.contains_key(&rows) => {
+                estimate(measured, plain, per_row) + (all - one).max(0.0)
             }
-            _ => estimate(&self.verify, rows, per_row),
+            _ => estimate(measured, rows, per_row),
         };
-        let draft = match self.empty.draft.get(&plain) {
-            Some(&empty) if !self.draft.contains_key(&plain) => empty,
-            _ => estimate(&self.draft, plain, per_row),
+        let draft = match self.empty.draft.get(&padded) {
+            Some(&empty) if !self.draft.contains_key(&padded) => empty,
+            _ => estimate(&self.draft, padded, per_row),
         };
         verify + k as f64 * draft
     }
 }
 
-fn note(times: &mut BTreeMap<usize, Mean>, rows: usize, seconds: f64) {
+fn note(times: &mut Times, rows: usize, seconds: f64) {
     let mean = times.entry(rows).or_insert(Mean { seconds: f64::NAN, is_first: false });
     *mean = if mean.seconds.is_nan() {
         Mean { seconds, is_first: true }
@@ -191,7 +206,7 @@ fn note(times: &mut BTreeMap<usize, Mean>, rows: usize, seconds: f64) {
 /// - the time measured at the greatest number of rows up to `rows`, plus its share `per_row` for each row more;
 /// - at least the time of any fewer rows, since a shorter time would be noise of a shared machine;
 /// - the time of the fewest measured rows if those are more; 0 if nothing is known.
-fn estimate(times: &BTreeMap<usize, Mean>, rows: usize, per_row: f64) -> f64 {
+fn estimate(times: &Times, rows: usize, per_row: f64) -> f64 {
     let fewer = times.range(..=rows);
     let least = fewer.clone().map(|(_, mean)| mean.seconds).fold(0.0, f64::max);
     if let Some((&known, mean)) = fewer.last() {
@@ -247,7 +262,8 @@ impl DepthControl {
         lag: usize,
     ) -> usize {
         let is_measured = self.nominal.is_none();
-        let costs = self.nominal.as_ref().unwrap_or(costs);
+        // Nominal costs are those of one sequence: other sequences must not matter either.
+        let (costs, sequences) = self.nominal.as_ref().map_or((costs, sequences), |nominal| (nominal, 1));
         let plain_rounds = self.plain_rounds + ahead as u64;
         match self.depth {
             Depth::Fixed(depth) => depth.min(most),

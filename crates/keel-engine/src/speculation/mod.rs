@@ -32,6 +32,8 @@ pub use depth::Depth;
 pub(crate) use round::RowResults;
 pub use round::{Round, RoundSequence};
 
+use std::time::Duration;
+
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use depth::DepthControl;
 
@@ -95,13 +97,15 @@ impl Speculation {
         self.control.choose_after(ahead, costs, sequences, most, self.lag_after(ahead)) > 0
     }
 
-    /// Learns from a step that ran `run`, the last token known, with this hidden state, and gave `token`.
-    pub(crate) fn note_plain(&mut self, run: u32, hidden: &[f32], token: u32) {
+    /// Learns from a step that ran `run`, the last token known, with this hidden state, and gave `token`. `time` is its
+    /// share of the time that the host waited.
+    pub(crate) fn note_plain(&mut self, run: u32, hidden: &[f32], token: u32, time: Duration) {
         self.name_last(run);
         self.lag_hidden.extend_from_slice(hidden);
         self.lag_tokens.push(token);
         self.control.note(0, 0);
         self.counters.note_round(0, 0, 1);
+        self.counters.verify_time += time;
     }
 
     /// Takes back the last `tokens` tokens of the last round, and the rows in which they were drawn. The round must

@@ -18,6 +18,7 @@ use super::Speculation;
 use super::choose::Chooser;
 use crate::batch::MASK_PATIENCE;
 use crate::step::{Outcome, Rows, StepKind};
+use crate::under_way::StepTime;
 use crate::{Engine, EngineError, Result};
 
 /// One sequence of a round.
@@ -106,7 +107,9 @@ impl Engine {
         match self.run_round(batch, &mut parts) {
             Ok((judged, times)) => {
                 let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
-                self.costs.note_pass(rows, batch.len(), times[1].as_secs_f64());
+                // Choosing takes longer the more rows there are.
+                let [_, verifying, choosing] = times;
+                self.costs.note_pass(rows, batch.len(), (verifying + choosing).as_secs_f64());
                 self.costs.note_round(rows == batch.len());
                 share_times(batch, &parts, times);
                 let is_open = self.leaves_open();
@@ -155,12 +158,16 @@ impl Engine {
         speculation.wants_drafts(&self.costs, sequences, most, ahead)
     }
 
-    /// Records the time of a plain step of `rows` sequences.
-    pub(crate) fn note_plain_time(&mut self, rows: usize, time: Duration) {
-        if self.options.drafts > 0 {
-            self.costs.note_pass(rows, rows, time.as_secs_f64());
-            self.costs.note_round(true);
+    /// Records the time of a plain step of `rows` sequences that ran ahead.
+    pub(crate) fn note_plain_time(&mut self, rows: usize, time: StepTime) {
+        if self.options.drafts == 0 {
+            return;
         }
+        match time {
+            StepTime::Known(time) => self.costs.note_pass(rows, rows, time.as_secs_f64()),
+            StepTime::AtMost(time) => self.costs.note_plain_bound(rows, time.as_secs_f64()),
+        }
+        self.costs.note_round(true);
     }
 
     /// Returns how the device draws the token after each of `rows` rows, or `None` if the host needs the logits. The

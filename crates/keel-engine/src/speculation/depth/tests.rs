@@ -4,7 +4,7 @@ use crate::EngineOptions;
 /// A pass takes 1 ms, and 0.1 ms for each further row. A pass of the head takes 0.2 ms.
 fn costs() -> Costs {
     let mut costs = Costs::default();
-    (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 + 1e-4 * (rows - 1) as f64));
+    (1..=9).for_each(|rows| costs.note_pass(rows, 1, 1e-3 + 1e-4 * (rows - 1) as f64));
     costs.note_draft(1, 2e-4);
     costs
 }
@@ -53,7 +53,7 @@ fn it_comes_back_when_drafts_become_good() {
 #[test]
 fn expensive_rows_are_not_bought() {
     let mut costs = Costs::default();
-    (1..=9).for_each(|rows| costs.note_verify(rows, 1e-3 * rows as f64));
+    (1..=9).for_each(|rows| costs.note_pass(rows, 1, 1e-3 * rows as f64));
     costs.note_draft(1, 2e-4);
     assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1), 0);
     assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1), 3);
@@ -94,9 +94,43 @@ fn depths_follow_from_passes_without_a_sequence_until_they_are_measured() {
 }
 
 #[test]
+fn passes_with_as_many_rows_of_other_sequences_are_not_mixed() {
+    let options = EngineOptions { sequences: 64, drafts: 1, ..EngineOptions::default() };
+    let mut costs = Costs::new(&Buckets::new(&options, true, 0));
+    let shape = |outcome, rows, sequences| StepShape {
+        regime: keel_array::Regime::Decode,
+        rows,
+        sequences,
+        outcome,
+        sees: false,
+    };
+    costs.note_empty(&shape(Outcome::OpenRows, 128, 64), 8e-3);
+    costs.note_empty(&shape(Outcome::OpenRows, 64, 64), 9e-3);
+    costs.note_empty(&shape(Outcome::Ahead, 64, 64), 5e-3);
+    costs.note_empty(&shape(Outcome::OpenRows, 64, 32), 4e-3);
+    costs.note_pass(64, 64, 6e-3);
+    assert!((costs.round(64, 1) - 9e-3).abs() < 1e-9, "{}", costs.round(64, 1));
+    (0..9).for_each(|_| costs.note_pass(64, 32, 4.5e-3));
+    assert_eq!(costs.round(64, 0), 6e-3);
+    assert!(costs.wants_plain(32), "a pass with drafts is no plain pass");
+}
+
+#[test]
+fn a_bound_on_a_plain_step_only_makes_it_shorter() {
+    let mut costs = Costs::default();
+    costs.note_plain_bound(1, 9e-3);
+    assert_eq!(costs.round(1, 0), 9e-3);
+    costs.note_pass(1, 1, 1e-3);
+    costs.note_plain_bound(1, 5e-3);
+    assert_eq!(costs.round(1, 0), 1e-3);
+    costs.note_plain_bound(1, 5e-4);
+    assert_eq!(costs.round(1, 0), 5e-4);
+}
+
+#[test]
 fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
     let mut costs = costs();
-    (0..200).for_each(|_| costs.note_verify(1, 3e-3));
+    (0..200).for_each(|_| costs.note_pass(1, 1, 3e-3));
     let mut control = DepthControl::new(Depth::Auto, false);
     (0..20).for_each(|_| control.note(1, 0));
     assert_eq!(control.choose(&costs, 1, 8, 1), 0);
@@ -105,13 +139,13 @@ fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
 #[test]
 fn a_depth_that_was_slow_at_first_is_tried_again() {
     let mut costs = Costs::default();
-    [1e-3, 1.1e-3, 9e-3].iter().enumerate().for_each(|(i, &seconds)| costs.note_verify(i + 1, seconds));
+    [1e-3, 1.1e-3, 9e-3].iter().enumerate().for_each(|(i, &seconds)| costs.note_pass(i + 1, 1, seconds));
     costs.note_draft(1, 2e-4);
     let mut control = DepthControl::new(Depth::Auto, false);
     let mut depths = Vec::new();
     for _ in 0..64 {
         let depth = control.choose(&costs, 1, 8, 1);
-        costs.note_verify(depth + 1, 1e-3 + 1e-4 * depth as f64);
+        costs.note_pass(depth + 1, 1, 1e-3 + 1e-4 * depth as f64);
         costs.note_round(depth == 0);
         control.note(depth, depth);
         depths.push(depth);
@@ -123,9 +157,9 @@ fn a_depth_that_was_slow_at_first_is_tried_again() {
 #[test]
 fn a_disturbance_is_soon_forgotten() {
     let mut costs = costs();
-    (0..200).for_each(|_| costs.note_verify(1, 3e-3));
+    (0..200).for_each(|_| costs.note_pass(1, 1, 3e-3));
     assert!(costs.round(1, 0) > 2.9e-3);
-    costs.note_verify(2, 1.1e-3);
+    costs.note_pass(2, 1, 1.1e-3);
     assert!(costs.round(1, 0) < 1.11e-3, "a pass of two rows took less");
     (0..200).for_each(|_| costs.note_draft(1, 3e-3));
     (0..5).for_each(|_| costs.note_draft(1, 2e-4));
@@ -140,7 +174,7 @@ fn a_plain_round_is_measured_first() {
 #[test]
 fn a_repeatable_depth_follows_from_acceptance_alone() {
     let mut expensive = Costs::default();
-    (1..=9).for_each(|rows| expensive.note_verify(rows, rows as f64));
+    (1..=9).for_each(|rows| expensive.note_pass(rows, 1, rows as f64));
     for accepted in [0, 8] {
         let mut control = DepthControl::new(Depth::Auto, true);
         for _ in 0..200 {
