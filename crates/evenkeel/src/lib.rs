@@ -65,7 +65,7 @@ pub use files::gguf_text as gguf;
 pub use files::{ModelFiles, OpenTower, TowerFile, WeightFiles, is_gguf, is_vision};
 pub use loading::{LoadOptions, bound, context_for, plan};
 pub use model::{Model, Request, Sequence};
-pub use placement::{Placement, place};
+pub use placement::{Placement, place, room_on_gpu};
 pub use room::{Room, on_device, on_host};
 pub use text_side::{ModelText, TextStream, recommended};
 pub use tokens::How;

@@ -77,6 +77,17 @@ fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u6
     on_cpu(if refusals.is_empty() { "there is no NVIDIA GPU".into() } else { refusals.join("; ") })
 }
 
+/// Bytes of tensors for which a GPU surely has room; `None` if there is no such GPU or it is not supported.
+///
+/// ```
+/// if let Some(bytes) = evenkeel::room_on_gpu(0) {
+///     println!("{} are free", evenkeel::human_bytes(bytes));
+/// }
+/// ```
+pub fn room_on_gpu(ordinal: usize) -> Option<u64> {
+    machine().gpus.iter().find(|gpu| gpu.ordinal == ordinal).and_then(room_on)
+}
+
 /// Bytes of tensors that a GPU has room for; `None` if the GPU is not supported.
 fn room_on(gpu: &GpuFacts) -> Option<u64> {
     let free = gpu.free_bytes.unwrap_or(gpu.total_bytes);

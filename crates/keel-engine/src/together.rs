@@ -157,9 +157,15 @@ impl Engine {
         self.note_ended(ended, rows, Settled::default(), commits_rows)
     }
 
-    /// Runs each step of the list twice without a sequence, so that the extra work of a first and a second run is done.
-    pub(crate) fn run_for_nobody(&mut self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        let shapes = self.stepper.listed_shapes();
+    /// Runs each of these steps of the list twice without a sequence, so that the extra work of a first and a second run
+    /// is done.
+    pub(crate) fn run_for_nobody(
+        &mut self,
+        of: fn(&StepShape) -> bool,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<()> {
+        let mut shapes = self.stepper.listed_shapes();
+        shapes.retain(of);
         for (i, shape) in shapes.iter().enumerate() {
             self.run_once_for_nobody(*shape)?;
             self.run_once_for_nobody(*shape)?;

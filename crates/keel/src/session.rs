@@ -4,17 +4,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, on_host, place};
+use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, on_device, on_host, place, room_on_gpu};
 use indicatif::ProgressBar;
 use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
 use keel_engine::plan::plan_seeing_on;
 use keel_engine::split::PlacedPart;
-use keel_engine::{Engine, EngineError, EngineOptions};
+use keel_engine::{Depth, Engine, EngineError, EngineOptions, SpeculationOptions};
 use keel_models::loading::Parameters;
 use keel_models::{HybridConfig, Part};
 use serde_json::Value;
 
-use crate::args::{Device, DeviceArgs};
+use crate::args::{Device, DeviceArgs, SpeculateArgs, drafts_max};
 use crate::progress;
 use crate::report::Memory;
 use crate::several::{self, DevicePlan};
@@ -100,23 +100,35 @@ impl Session {
     /// Errors of the engine.
     pub fn make_ready(&mut self) -> Result<()> {
         let start = Instant::now();
-        let mut bar: Option<(&'static str, ProgressBar)> = None;
-        let outcome = self.engine.make_ready(&mut |what, done, all| {
-            let (_, bar) = match bar.take_if(|(of, _)| *of == what) {
-                Some(same) => bar.insert(same),
-                None => bar.insert((what, progress::programs(what, all))),
-            };
-            bar.set_position(done as u64);
-        });
-        drop(bar);
+        self.engine.make_ready(&mut shown())?;
         tracing::info!("prepared in {:.1} s", start.elapsed().as_secs_f64());
-        Ok(outcome?)
+        Ok(())
+    }
+
+    /// Prepares the steps of answers in advance, if there may be drafts.
+    ///
+    /// # Errors
+    /// Errors of the engine.
+    pub fn make_rounds_ready(&mut self) -> Result<()> {
+        Ok(self.engine.make_rounds_ready(&mut shown())?)
     }
 
     /// The current memory report.
     pub fn memory(&self) -> Memory {
         let devices = self.devices.iter().map(|plan| (plan.name.as_str(), plan.planned));
         Memory::measure(self.planned, self.engine.runtimes(), devices)
+    }
+}
+
+/// Shows how far the preparation of programs has come.
+fn shown() -> impl FnMut(&'static str, usize, usize) {
+    let mut bar: Option<(&'static str, ProgressBar)> = None;
+    move |what, done, all| {
+        let (_, bar) = match bar.take_if(|(of, _)| *of == what) {
+            Some(same) => bar.insert(same),
+            None => bar.insert((what, progress::programs(what, all))),
+        };
+        bar.set_position(done as u64);
     }
 }
 
@@ -172,6 +184,52 @@ pub fn settle(
         device.choose(placed.device, placed.why);
     }
     Ok(device.options().engine_options(options(device.device())?))
+}
+
+/// As [`settle`], for a run that drafts as `speculation` says where `args` allow it. Where `auto` was to decide how much,
+/// and only a plan without drafts fits on the GPU, there are none. Returns the options and how the run drafts.
+///
+/// # Errors
+/// Errors of the plan.
+pub fn settle_drafting(
+    device: &DeviceArgs,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+    (args, speculation): (&SpeculateArgs, Option<SpeculationOptions>),
+) -> Result<(EngineOptions, Option<SpeculationOptions>)> {
+    let on = |how: Option<SpeculationOptions>, gpu| how.filter(|_| args.may_draft_on(gpu));
+    let options_with = |how, gpu| EngineOptions { drafts: drafts_max(on(how, gpu), gpu), ..options };
+    let plan_with = |how, gpu| plan(&device.on(gpu), parameters, config, options_with(how, gpu));
+    let is_auto = speculation.is_some_and(|how| how.depth == Depth::Auto);
+    let mut how = speculation;
+    if device.is_open() {
+        let mut placed = place(|gpu| plan_with(how, gpu));
+        if is_auto && placed.device == Device::Cpu {
+            let plain = place(|gpu| plan_with(None, gpu));
+            if plain.device != Device::Cpu {
+                (placed, how) = (plain, None);
+            }
+        }
+        device.choose(placed.device, placed.why);
+    }
+    let speculation = on(speculation, device.device());
+    how = on(how, device.device());
+    if let (true, Some(_), Device::Cuda(gpu)) = (is_auto, how, device.device()) {
+        let planned = plan_with(how, device.device())?;
+        let fits = match device.limit_of(0) {
+            Some(limit) => planned.total() <= limit,
+            None => room_on_gpu(gpu).is_none_or(|room| on_device(&planned, true) <= room),
+        };
+        how = how.filter(|_| fits);
+    }
+    if speculation.is_some() && how.is_none() {
+        tracing::info!(
+            "--speculate auto is off: the plan fits on {} only without drafts",
+            device.device_name()
+        );
+    }
+    Ok((device.options().engine_options(options_with(how, device.device())), how))
 }
 
 /// The name of a vision tower's own device in reports.
@@ -266,5 +324,52 @@ pub fn check_ids(config: &HybridConfig, ids: &[u32]) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= config.vocab) {
         Some(&id) => Err(EngineError::TokenId { id, vocab: config.vocab }.into()),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::Speculate;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        device: DeviceArgs,
+    }
+
+    /// What is settled for the built-in model on a GPU whose memory has this limit.
+    fn settled(limit: u64, depth: Depth) -> (EngineOptions, Option<SpeculationOptions>) {
+        let limit = format!("--memory-limit={limit}");
+        let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0", &limit]);
+        let model = ModelFiles::built_in().expect("it is in the program");
+        let how = Some(SpeculationOptions { depth, ..SpeculationOptions::default() });
+        let parameters = model.parameters();
+        let args = SpeculateArgs { speculate: Some(Speculate::Auto), speculate_optimistic: false };
+        settle_drafting(&device, &*parameters, &model.json, EngineOptions::default(), (&args, how))
+            .expect("it is planned")
+    }
+
+    #[test]
+    fn auto_is_off_where_the_plan_fits_only_without_drafts() {
+        let model = ModelFiles::built_in().expect("it is in the program");
+        let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0"]);
+        let bytes = |drafts| {
+            let options = EngineOptions { drafts, ..EngineOptions::default() };
+            plan(&device, &*model.parameters(), &model.json, options).expect("it is planned").total()
+        };
+        let (with, without) =
+            (bytes(drafts_max(Some(SpeculationOptions::default()), Device::Cuda(0))), bytes(0));
+        assert!(without < with);
+        let (options, how) = settled(with, Depth::Auto);
+        assert!(options.drafts > 0 && how.is_some());
+        for limit in [with - 1, without] {
+            let (options, how) = settled(limit, Depth::Auto);
+            assert_eq!((options.drafts, how), (0, None));
+        }
+        let (options, how) = settled(without, Depth::Fixed(2));
+        assert!(options.drafts == 2 && how.is_some(), "a number insists, and the plan is refused later");
     }
 }

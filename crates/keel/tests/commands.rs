@@ -178,13 +178,20 @@ fn the_cpu_is_deterministic_without_being_told() {
     assert!(arena(&["--deterministic"]) > arena(&[]));
 }
 
-/// `generate` drafts by default only on the CPU, and so does its plan.
+/// `generate` drafts by default only on the CPU, and so does its plan. On a GPU `auto` is four drafts at most. Random
+/// weights draft only if that is asked for.
 #[test]
 fn a_plan_for_a_gpu_has_drafts_only_if_they_are_asked_for() {
     let log = |flags: &[&str]| json(&[&["plan", "--json"], flags].concat())["delta_log"].as_u64();
-    assert!(log(&[]) > Some(0));
+    let auto = log(&["--device", "cuda:0", "--speculate", "auto"]);
+    assert!(log(&[]) > auto);
     assert_eq!(log(&["--device", "cuda:0"]), Some(0));
-    assert!(log(&["--device", "cuda:0", "--speculate", "3"]) > Some(0));
+    assert_eq!(auto, log(&["--device", "cuda:0", "--speculate", "4"]));
+    for device in ["cpu", "cuda:0"] {
+        let shape = ["--device", device, "--shape", "qwen3.5-0.8b"];
+        assert_eq!(log(&shape), Some(0));
+        assert!(log(&[&shape[..], &["--speculate", "auto"]].concat()) > Some(0));
+    }
 }
 
 /// The launches are those of the device that is planned for, here a GPU: they come from the program.

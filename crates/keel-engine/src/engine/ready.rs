@@ -110,11 +110,7 @@ impl Engine {
     /// # Errors
     /// An error of the runtime.
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
-        if self.runtime.backend().is_compiling() {
-            self.compile_steps(&mut |done, all| progress("compiling", done, all))?;
-            self.run_for_nobody(&mut |done, all| progress("starting", done, all))?;
-            self.time_rounds(&mut |done, all| progress("timing", done, all))?;
-        }
+        self.make_steps_ready(|_| true, progress)?;
         let tower = self.eyes_runtime.as_ref().unwrap_or(&self.runtime);
         if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
             if self.eyes_runtime.is_some() {
@@ -125,6 +121,32 @@ impl Engine {
         }
         self.ready = Some(self.work_so_far());
         Ok(())
+    }
+
+    /// As [`Engine::make_ready`], for the steps of answers alone, in an engine that may draft. Otherwise the first rounds
+    /// would wait for kernels, and drafts would seem to take that long.
+    ///
+    /// # Errors
+    /// An error of the runtime.
+    pub fn make_rounds_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
+        if self.options.drafts == 0 {
+            return Ok(());
+        }
+        self.make_steps_ready(|shape| shape.regime == Regime::Decode, progress)
+    }
+
+    /// Compiles these steps, runs each of them twice, and times those of rounds.
+    fn make_steps_ready(
+        &mut self,
+        of: fn(&StepShape) -> bool,
+        progress: &mut dyn FnMut(&'static str, usize, usize),
+    ) -> Result<()> {
+        if !self.runtime.backend().is_compiling() {
+            return Ok(());
+        }
+        self.compile_steps(of, &mut |done, all| progress("compiling", done, all))?;
+        self.run_for_nobody(of, &mut |done, all| progress("starting", done, all))?;
+        self.time_rounds(&mut |done, all| progress("timing", done, all))
     }
 
     /// Times each pass of a round without a sequence, so that the first rounds have as many drafts as pay.
@@ -149,12 +171,16 @@ impl Engine {
         Ok(())
     }
 
-    /// Compiles and loads the kernels of the list on all devices, and those of a vision tower on the lead.
-    fn compile_steps(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+    /// Compiles and loads the kernels of these steps of the list on all devices, and those of a vision tower on the lead.
+    fn compile_steps(
+        &self,
+        of: fn(&StepShape) -> bool,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<()> {
         for peer in &self.peers {
-            peer.runtime.make_ready(&peer.stepper.listed(), progress)?;
+            peer.runtime.make_ready(&peer.stepper.listed(of), progress)?;
         }
-        let mut listed = self.stepper.listed();
+        let mut listed = self.stepper.listed(of);
         if self.eyes_runtime.is_none() {
             listed.extend(self.eyes.iter().flat_map(Eyes::listed));
         }

@@ -178,9 +178,9 @@ impl Stepper {
         lines
     }
 
-    /// The prepared steps of the list.
-    pub fn listed(&self) -> Vec<&Executable> {
-        self.listed.iter().map(|(_, step)| step).collect()
+    /// The prepared steps of the list with these shapes.
+    pub fn listed(&self, of: fn(&StepShape) -> bool) -> Vec<&Executable> {
+        self.listed.iter().filter(|(shape, _)| of(shape)).map(|(_, step)| step).collect()
     }
 
     /// The shapes of the list.

@@ -7,7 +7,7 @@ use clap::Args;
 use keel_engine::{DRAFTS_MAX, Depth, SpeculationOptions};
 use keel_models::has_mtp_head;
 
-use super::{Device, SamplingArgs, Subject};
+use super::{Device, DeviceArgs, SamplingArgs, Subject};
 use crate::failure::usage;
 use evenkeel::ModelFiles;
 
@@ -15,11 +15,11 @@ use evenkeel::ModelFiles;
 #[derive(Clone, Debug, Args)]
 pub struct SpeculateArgs {
     /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
-    /// makes as many drafts as pay. It is off on a GPU, where 2 to 4 are worth trying, and without such a head. Greedy
-    /// text does not change. Sampled text has the same distribution; on a GPU it is the same text if the device draws
-    /// it.
-    #[arg(long, value_name = "N|auto|off", default_value = "auto")]
-    pub speculate: Speculate,
+    /// makes as many drafts as pay. It is off without such a head, on several GPUs, and where only a plan without drafts
+    /// fits on the GPU. By default auto; on a GPU and with random weights off. Greedy text does not change. Sampled text
+    /// has the same distribution; on a GPU it is the same text if the device draws it.
+    #[arg(long, value_name = "N|auto|off")]
+    pub speculate: Option<Speculate>,
     /// Accept every draft without verifying it. WARNING: the text may then differ from the model's own text, and be
     /// worse.
     #[arg(long)]
@@ -53,30 +53,40 @@ impl FromStr for Speculate {
 impl SpeculateArgs {
     /// Whether a number of drafts is requested explicitly.
     pub fn is_asked_for(&self) -> bool {
-        matches!(self.speculate, Speculate::Drafts(_))
+        matches!(self.speculate, Some(Speculate::Drafts(_)))
     }
 
-    /// Whether an option differs from its default.
+    /// Whether drafts are requested explicitly, of any number.
+    pub fn wants_head(&self) -> bool {
+        matches!(self.speculate, Some(Speculate::Drafts(_) | Speculate::Auto))
+    }
+
+    /// Whether runs on this device may draft: on a GPU only if that is requested, because what they lose there where every
+    /// draft is wrong was not measured.
+    pub fn may_draft_on(&self, device: Device) -> bool {
+        device == Device::Cpu || self.wants_head()
+    }
+
+    /// Whether an option is given.
     pub fn is_given(&self) -> bool {
-        self.speculate != Speculate::Auto || self.speculate_optimistic
+        self.speculate.is_some() || self.speculate_optimistic
     }
 
-    /// The speculation options for a checkpoint; `None` means no speculation. On a GPU `auto` means off: what steps lose
-    /// there where every draft is wrong was not measured.
+    /// The speculation options for a checkpoint; `None` means no speculation.
     ///
     /// # Errors
     /// Drafts are requested but there is no MTP head, or optimism is requested without drafts.
     pub fn for_model(
         &self,
         model: &ModelFiles,
-        device: Device,
+        device: &DeviceArgs,
         sampling: &SamplingArgs,
     ) -> Result<Option<SpeculationOptions>> {
         let options = self.on(device, has_mtp_head(&model.config, &*model.parameters()))?;
         Ok(options.map(|options| SpeculationOptions { repeatable: sampling.is_repeatable(), ..options }))
     }
 
-    /// The speculation options for a checkpoint or a shape. With random weights every draft is wrong, so `auto` means
+    /// The speculation options for a checkpoint or a shape. With random weights every draft is wrong, so the default is
     /// off.
     ///
     /// # Errors
@@ -84,17 +94,19 @@ impl SpeculateArgs {
     pub fn for_subject(
         &self,
         subject: &Subject<'_>,
-        device: Device,
+        device: &DeviceArgs,
         is_random: bool,
     ) -> Result<Option<SpeculationOptions>> {
-        let is_pointless = is_random && self.speculate == Speculate::Auto;
+        let is_pointless = is_random && self.speculate.is_none();
         self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
     }
 
-    /// As [`SpeculateArgs::options`], for a given device.
-    fn on(&self, device: Device, has_head: bool) -> Result<Option<SpeculationOptions>> {
+    /// As [`SpeculateArgs::options`], for a given device. Steps of several GPUs do not run ahead, and plain ones are
+    /// slower where they may be followed by drafts. So `auto` means off there.
+    fn on(&self, device: &DeviceArgs, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
-        Ok(options.filter(|options| device == Device::Cpu || options.depth != Depth::Auto))
+        let is_slower = device.split.is_split() && device.device() != Device::Cpu;
+        Ok(options.filter(|options| !is_slower || options.depth != Depth::Auto))
     }
 
     /// The speculation options for a model with or without an MTP head; `None` means no speculation.
@@ -102,7 +114,7 @@ impl SpeculateArgs {
     /// # Errors
     /// Drafts are requested but there is no MTP head, or optimism is requested without drafts.
     fn options(&self, has_head: bool) -> Result<Option<SpeculationOptions>> {
-        let depth = match self.speculate {
+        let depth = match self.speculate.unwrap_or(Speculate::Auto) {
             Speculate::Drafts(_) if !has_head => {
                 return Err(usage("--speculate: this model has no multi-token-prediction head"));
             }
@@ -153,11 +165,16 @@ impl DraftArgs {
     }
 }
 
+/// Most drafts that `auto` makes on a GPU. Each number of rows is a program of its own there, and a fifth draft is seldom
+/// accepted.
+const AUTO_DRAFTS_GPU: usize = 4;
+
 /// Number of drafts to plan memory for.
-pub fn drafts_max(options: Option<SpeculationOptions>) -> usize {
+pub fn drafts_max(options: Option<SpeculationOptions>, device: Device) -> usize {
     match options.map(|options| options.depth) {
         None => 0,
-        Some(Depth::Auto) => DRAFTS_MAX,
+        Some(Depth::Auto) if device == Device::Cpu => DRAFTS_MAX,
+        Some(Depth::Auto) => AUTO_DRAFTS_GPU,
         Some(Depth::Fixed(drafts)) => drafts,
     }
 }
@@ -167,7 +184,7 @@ mod tests {
     use super::*;
 
     fn options(text: &str, optimistic: bool, has_head: bool) -> Result<Option<SpeculationOptions>> {
-        let speculate = text.parse().map_err(|error: String| anyhow::anyhow!(error))?;
+        let speculate = Some(text.parse().map_err(|error: String| anyhow::anyhow!(error))?);
         SpeculateArgs { speculate, speculate_optimistic: optimistic }.options(has_head)
     }
 
@@ -177,13 +194,14 @@ mod tests {
         assert_eq!(options("off", false, true).expect("fine"), None);
         let auto = options("auto", false, true).expect("fine");
         assert_eq!(auto.map(|o| o.depth), Some(Depth::Auto));
-        assert_eq!(drafts_max(auto), DRAFTS_MAX);
+        assert_eq!(drafts_max(auto, Device::Cpu), DRAFTS_MAX);
+        assert_eq!(drafts_max(auto, Device::Cuda(0)), AUTO_DRAFTS_GPU);
         let three = options("3", true, true).expect("fine");
         assert_eq!(
             three,
             Some(SpeculationOptions { depth: Depth::Fixed(3), optimistic: true, ..Default::default() })
         );
-        assert_eq!(drafts_max(three), 3);
+        assert_eq!(drafts_max(three, Device::Cuda(0)), 3);
         assert!(options("3", false, false).is_err());
         assert!(options("off", true, true).is_err());
         for wrong in ["0", "9", "-1", "on", ""] {

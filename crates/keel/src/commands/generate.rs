@@ -10,12 +10,11 @@ use keel_text::{ChatTemplate, GenerationDefaults, Message};
 use serde_json::json;
 
 use crate::args::{
-    Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PictureArgs, PromptArgs, SamplingArgs,
-    SpeculateArgs, drafts_max,
+    Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PictureArgs, PromptArgs, SamplingArgs, SpeculateArgs,
 };
 use crate::failure::usage;
 use crate::report::{Memory, Timing};
-use crate::session::{self, Session, check_ids, close, settle};
+use crate::session::{self, Session, check_ids, close, settle_drafting};
 use crate::sight::{self, Prepared};
 use crate::speculation::SpeculationReport;
 use crate::{output, progress};
@@ -111,7 +110,7 @@ impl Course {
                 "--speculate: the multi-token-prediction head needs prefill, which --one-by-one does not run",
             ));
         }
-        let speculation = args.speculate.for_model(model, args.device.device(), &args.sampling)?;
+        let speculation = args.speculate.for_model(model, &args.device, &args.sampling)?;
         options.speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
         Ok(Course { how: How { options, form }, stream })
     }
@@ -156,14 +155,20 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     check_ids(&model.config, &prompt.ids)?;
     let context = context(args, &model, prompt.ids.len())?;
     let vision = prompt.pictures.as_ref().and_then(Prepared::vision_options);
-    let options = settle(&args.device, &*model.parameters(), &model.json, |device| {
-        let speculation = args.speculate.for_model(&model, device, &args.sampling)?;
-        Ok(EngineOptions { context, drafts: drafts_max(speculation), vision, ..args.engine.options() })
-    })?;
-    let course = Course::new(args, &model, text.as_ref(), &prompt)?;
-    let options = EngineOptions { drafts: drafts_max(course.how.options.speculation), ..options };
+    let mut course = Course::new(args, &model, text.as_ref(), &prompt)?;
+    let how = &mut course.how.options;
+    let options = EngineOptions { context, vision, ..args.engine.options() };
+    let (options, speculation) = settle_drafting(
+        &args.device,
+        &*model.parameters(),
+        &model.json,
+        options,
+        (&args.speculate, how.speculation),
+    )?;
+    how.speculation = speculation;
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
+    session.make_rounds_ready()?;
     let outcome = generate(args, &mut session, &prompt, course)?;
     report(args, &outcome)
 }

@@ -9,13 +9,13 @@ use keel_engine::split::MixtureChoice;
 use keel_models::{MixtureCut, Shard};
 use serde_json::{Value, json};
 
-use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, drafts_max, parse_bytes};
+use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, parse_bytes};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::holding;
 use crate::output;
 use crate::report::{categories, devices_table, driver_json, plan_table};
-use crate::session::{self, Plans, settle};
+use crate::session::{self, Plans, settle_drafting};
 use crate::several::{self, DevicePlan};
 use evenkeel::DRIVER_ROOM_BYTES;
 use evenkeel::context_for;
@@ -68,7 +68,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         check_no_run(args)?;
     }
     let model = args.subject.open()?;
-    let drafts = args.speculate.is_asked_for() || holding.drafts.is_some_and(|drafts| drafts > 0);
+    let drafts = args.speculate.wants_head() || holding.drafts.is_some_and(|drafts| drafts > 0);
     let subject = args.subject.subject(model.as_ref(), drafts)?;
     if is_server {
         let held = holding::plan_server(&args.server, &subject)?;
@@ -88,10 +88,15 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
     let sequences = args.batch.unwrap_or(1);
-    let options = settle(device, &*subject.parameters, &subject.json, |device| {
-        let drafts = drafts_max(args.speculate.for_subject(&subject, device, model.is_none())?);
-        Ok(EngineOptions { context, sequences, drafts, ..args.server.engine.options() })
-    })?;
+    let speculation = args.speculate.for_subject(&subject, device, model.is_none())?;
+    let options = EngineOptions { context, sequences, ..args.server.engine.options() };
+    let (options, _) = settle_drafting(
+        device,
+        &*subject.parameters,
+        &subject.json,
+        options,
+        (&args.speculate, speculation),
+    )?;
     if device.split.is_split() {
         return print_devices(args, &subject, options, None, verbose);
     }

@@ -11,7 +11,7 @@ use keel_engine::{Engine, Sampler, SamplerOptions, Work, WorkRows};
 /// What follows a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Drawing {
-    /// Nothing.
+    /// Nothing. Where an engine may draft and its plain steps run ahead, as with greedy.
     #[default]
     None,
     /// The device takes the greatest logit.
@@ -31,7 +31,7 @@ impl Drawing {
     /// Errors of the engine.
     pub fn steps(self, engine: &mut Engine, sequences: &mut [SequenceCache], ids: &[u32]) -> Result<()> {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
-        let draws = vec![self.draw(); all.len()];
+        let draws = vec![self.draw(engine); all.len()];
         match draws.iter().copied().collect::<Option<Vec<Draw>>>() {
             Some(draws) if engine.runs_ahead() => {
                 let first = vec![ids.first().copied().unwrap_or_default(); draws.len()];
@@ -45,9 +45,11 @@ impl Drawing {
     }
 
     /// The drawing that the device executes, if any.
-    fn draw(self) -> Option<Draw> {
+    fn draw(self, engine: &Engine) -> Option<Draw> {
         let SamplerOptions { temperature, top_k, top_p, min_p, .. } = sampled();
         match self {
+            // A step that is waited for would leave its row open.
+            Drawing::None if engine.runs_ahead() && engine.options().drafts > 0 => Some(Draw::GREATEST),
             Drawing::None | Drawing::Host => None,
             Drawing::Greedy => Some(Draw::GREATEST),
             Drawing::Sampled => Some(Draw { temperature, top_k, top_p, min_p, uniform: 0.5 }),

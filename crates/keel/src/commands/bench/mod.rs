@@ -18,11 +18,11 @@ use keel_cpu::CpuBackend;
 use keel_engine::{EngineOptions, SpeculationOptions};
 use serde_json::{Value, json};
 
-use crate::args::{DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs, drafts_max};
+use crate::args::{Device, DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs};
 use crate::failure::usage;
 use crate::output;
 use crate::report::Memory;
-use crate::session::{self, Session, settle};
+use crate::session::{self, Session, settle_drafting};
 use cost::Cost;
 use drawing::Drawing;
 use evenkeel::context_for;
@@ -109,16 +109,18 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         return Err(usage("--prompt and --gen take at least one token"));
     }
     let model = args.subject.open()?;
-    let subject = args.subject.subject(model.as_ref(), args.speculate.is_asked_for())?;
+    let subject = args.subject.subject(model.as_ref(), args.speculate.wants_head())?;
     let tokens = args.prompt.saturating_add(args.generated);
     let context = context_for(&subject.config, tokens).context("--prompt and --gen")?;
-    let speculation = |device| args.speculate.for_subject(&subject, device, model.is_none());
-    let sequences = args.batch.into();
-    let options = settle(&args.device, &*subject.parameters, &subject.json, |device| {
-        let drafts = drafts_max(speculation(device)?);
-        Ok(EngineOptions { drafts, context, sequences, ..args.engine.options() })
-    })?;
-    let speculation = speculation(args.device.device())?;
+    let speculation = args.speculate.for_subject(&subject, &args.device, model.is_none())?;
+    let options = EngineOptions { context, sequences: args.batch.into(), ..args.engine.options() };
+    let (options, speculation) = settle_drafting(
+        &args.device,
+        &*subject.parameters,
+        &subject.json,
+        options,
+        (&args.speculate, speculation),
+    )?;
     let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }
@@ -131,11 +133,16 @@ fn measure(
 ) -> Result<Report> {
     let machine = Machine::measure(&args.device)?;
     let Opened { mut session, recorder, profiled } = open(args, subject, options)?;
+    session.make_rounds_ready()?;
     let repeats = usize::from(args.repeat);
     let runs = Runs::time(&mut session.engine, args.prompt, args.generated, repeats, args.draw)?;
-    let speculative = speculation
-        .map(|how| SpeculativeRuns::time(&mut session.engine, args.prompt, args.generated, repeats, how))
-        .transpose()?;
+    let mut speculative = None;
+    if let Some(how) = speculation {
+        let is_exact = args.device.device() == Device::Cpu || args.device.options().deterministic;
+        let mut runs = SpeculativeRuns::new(how, is_exact);
+        session.engine = runs.time(session.engine, args.prompt, args.generated, repeats)?;
+        speculative = Some(runs);
+    }
     let profile = profiled
         .map(|backend| Profile::take(&mut session.engine, &backend, args.prompt, args.generated, args.draw))
         .transpose()?;

@@ -5,8 +5,10 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
-use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
-use keel_engine::{Engine, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
+use keel_engine::{
+    Engine, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, TokenIterator,
+};
 use serde_json::{Value, json};
 
 use super::drawing::run_ahead;
@@ -19,43 +21,49 @@ pub struct SpeculativeRuns {
     plain: Vec<f64>,
     rates: Vec<f64>,
     report: SpeculationReport,
+    is_exact: bool,
 }
 
 impl SpeculativeRuns {
+    /// No runs yet. `is_exact` says that a text's bits do not depend on how work is cut.
+    pub fn new(options: SpeculationOptions, is_exact: bool) -> SpeculativeRuns {
+        let report = SpeculationReport { options, counters: SpeculationCounters::default() };
+        SpeculativeRuns { plain: Vec::new(), rates: Vec::new(), report, is_exact }
+    }
+
     /// Runs `repeats` times after random prompts. Each repeat decodes all sequences greedily without drafts, and then
-    /// again with drafts.
+    /// again with drafts, as `keel generate` does for one sequence and a server for many. Gives the engine back.
     ///
     /// # Errors
-    /// Errors of the engine, or different greedy texts.
+    /// Errors of the engine, or greedy texts that differ and must not.
     pub fn time(
-        engine: &mut Engine,
+        &mut self,
+        mut engine: Engine,
         prompt: usize,
         tokens: usize,
         repeats: usize,
-        options: SpeculationOptions,
-    ) -> Result<SpeculativeRuns> {
-        let counters = SpeculationCounters::default();
-        let mut runs = SpeculativeRuns {
-            plain: Vec::new(),
-            rates: Vec::new(),
-            report: SpeculationReport { options, counters },
-        };
+    ) -> Result<Engine> {
+        let options = self.report.options;
         for repeat in 0..=repeats {
-            let mut counters = SpeculationCounters::default();
-            let plain = run_plain(engine, prompt, tokens)?;
-            let drafted = run_drafted(engine, prompt, tokens, options, &mut counters)?;
+            let plain = run_plain(&mut engine, prompt, tokens)?;
+            let (drafted, counters);
+            if engine.options().sequences == 1 {
+                (drafted, counters) = iterate(&mut engine, prompt, tokens, options)?;
+            } else {
+                (engine, drafted, counters) = run_batch(engine, prompt, tokens, options)?;
+            }
             ensure!(
-                options.optimistic || drafted.tokens == plain.tokens,
+                options.optimistic || !self.is_exact || drafted.tokens == plain.tokens,
                 "the greedy text depends on speculation"
             );
             // The first repeat is the warm-up.
             if repeat > 0 {
-                runs.plain.push(plain.rate);
-                runs.rates.push(drafted.rate);
-                runs.report.counters.add(&counters);
+                self.plain.push(plain.rate);
+                self.rates.push(drafted.rate);
+                self.report.counters.add(&counters);
             }
         }
-        Ok(runs)
+        Ok(engine)
     }
 
     /// Median of the ratios of speculative to plain runs. Each ratio is of two consecutive runs.
@@ -89,88 +97,96 @@ struct Decoded {
     rate: f64,
 }
 
-/// The sequences of a run after their prompts.
-struct Sequences {
-    caches: Vec<SequenceCache>,
-    choosers: Vec<SamplerChooser>,
-    hidden: Vec<Vec<f32>>,
-    tokens: Vec<Vec<u32>>,
-}
-
-impl Sequences {
-    fn start(engine: &mut Engine, prompt: usize) -> Result<Sequences> {
-        let (batch, vocab) = (engine.options().sequences, engine.model().config.vocab);
-        let mut all = Sequences { caches: vec![], choosers: vec![], hidden: vec![], tokens: vec![] };
-        let mut logits = Vec::new();
-        for i in 0..batch {
-            let mut cache = engine.open()?;
-            engine.prefill(&mut cache, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
-            let mut chooser =
-                SamplerChooser::new(Sampler::new(SamplerOptions::default(), &[])?, None, Vec::new());
-            all.tokens.push(vec![chooser.choose(&mut logits, None)?.token]);
-            all.hidden.push(engine.last_hidden()?);
-            all.choosers.push(chooser);
-            all.caches.push(cache);
-        }
-        Ok(all)
-    }
-
-    /// Releases the sequences.
-    fn finish(self, engine: &mut Engine, start: Instant) -> Decoded {
-        let count = self.tokens.iter().map(|tokens| tokens.len() - 1).sum();
-        let rate = rate(count, start.elapsed());
-        self.caches.into_iter().for_each(|cache| engine.release(cache));
-        Decoded { tokens: self.tokens, rate }
-    }
-}
-
 fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<Decoded> {
-    let mut all = Sequences::start(engine, prompt)?;
-    let mut last: Vec<u32> = all.tokens.iter().map(|tokens| tokens[tokens.len() - 1]).collect();
-    let draws = vec![Draw::GREATEST; last.len()];
+    let (batch, vocab) = (engine.options().sequences, engine.model().config.vocab);
+    let (mut caches, mut tokens, mut logits) = (Vec::new(), Vec::new(), Vec::new());
+    for i in 0..batch {
+        let mut cache = engine.open()?;
+        engine.prefill(&mut cache, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
+        tokens.push(vec![Sampler::new(SamplerOptions::default(), &[])?.sample(&mut logits)]);
+        caches.push(cache);
+    }
+    let mut last: Vec<u32> = tokens.iter().map(|tokens| tokens[0]).collect();
+    let draws = vec![Draw::GREATEST; batch];
     let start = Instant::now();
-    let Sequences { caches, tokens, .. } = &mut all;
-    let mut caches: Vec<&mut SequenceCache> = caches.iter_mut().collect();
+    let mut all: Vec<&mut SequenceCache> = caches.iter_mut().collect();
     let mut take = |drawn: &[u32]| tokens.iter_mut().zip(drawn).for_each(|(all, &token)| all.push(token));
     if engine.runs_ahead() {
-        run_ahead(engine, &mut caches, &last, wanted - 1, &draws, take)?;
+        run_ahead(engine, &mut all, &last, wanted - 1, &draws, take)?;
     } else {
         let draws: Vec<Option<Draw>> = draws.into_iter().map(Some).collect();
         for _ in 1..wanted {
-            last = engine.decode_and_draw(&mut caches, &last, &draws)?.into_iter().flatten().collect();
+            last = engine.decode_and_draw(&mut all, &last, &draws)?.into_iter().flatten().collect();
             take(&last);
         }
     }
-    Ok(all.finish(engine, start))
+    let rate = rate(batch * (wanted - 1), start.elapsed());
+    caches.into_iter().for_each(|cache| engine.release(cache));
+    Ok(Decoded { tokens, rate })
 }
 
-fn run_drafted(
+/// One sequence, as `keel generate` runs it.
+fn iterate(
     engine: &mut Engine,
     prompt: usize,
     wanted: usize,
-    options: SpeculationOptions,
-    counters: &mut SpeculationCounters,
-) -> Result<Decoded> {
-    let mut all = Sequences::start(engine, prompt)?;
-    let hidden = std::mem::take(&mut all.hidden).into_iter();
-    let mut states: Vec<Speculation> = hidden.map(|hidden| Speculation::new(options, hidden)).collect();
+    how: SpeculationOptions,
+) -> Result<(Decoded, SpeculationCounters)> {
+    let ids = random_ids(0, prompt, engine.model().config.vocab);
+    let options = GenerateOptions {
+        max_tokens: wanted,
+        speculation: Some(how),
+        disposable: true,
+        ..Default::default()
+    };
+    let sequence = engine.open()?;
+    let mut iterator = TokenIterator::new(engine, sequence, &ids, options, &mut |_| ())?;
     let start = Instant::now();
-    while all.tokens.iter().any(|tokens| tokens.len() < wanted) {
-        let members = all.caches.iter_mut().zip(&mut states).zip(&mut all.choosers).zip(&all.tokens);
-        let (order, mut members): (Vec<usize>, Vec<RoundSequence<'_>>) = members
-            .enumerate()
-            .filter(|(_, (_, tokens))| tokens.len() < wanted)
-            .map(|(i, (((cache, speculation), chooser), tokens))| {
-                let (last, tokens_max) = (tokens[tokens.len() - 1], wanted - tokens.len());
-                (i, RoundSequence { cache, speculation: Some(speculation), chooser, last, tokens_max })
-            })
-            .unzip();
-        let rounds = engine.round(&mut members)?;
-        for (i, round) in order.into_iter().zip(rounds) {
-            all.tokens[i].extend(round?.tokens);
+    let tokens = iterator.by_ref().collect::<Result<Vec<u32>, _>>()?;
+    let rate = rate(wanted - 1, start.elapsed());
+    let counters = iterator.counters().cloned().unwrap_or_default();
+    iterator.release();
+    Ok((Decoded { tokens: vec![tokens], rate }, counters))
+}
+
+/// All sequences, as a server runs them. Time counts from the step that ends the last prompt.
+fn run_batch(
+    engine: Engine,
+    prompt: usize,
+    wanted: usize,
+    speculation: SpeculationOptions,
+) -> Result<(Engine, Decoded, SpeculationCounters)> {
+    let (batch, vocab) = (engine.options().sequences, engine.model().config.vocab);
+    let step_tokens = engine.options().prefill_step;
+    let queue_limit = batch;
+    let options = BatchOptions {
+        step_tokens,
+        queue_limit,
+        speculation,
+        reuse_prefixes: false,
+        reuse_generated: false,
+        ..BatchOptions::default()
+    };
+    let mut batcher = Batcher::new(engine, options);
+    for i in 0..batch {
+        batcher.submit(BatchRequest::new(i as u64, random_ids(i, prompt, vocab), wanted), Instant::now())?;
+    }
+    let mut tokens = vec![Vec::new(); batch];
+    let mut begun: Option<(Instant, usize)> = None;
+    while !batcher.is_idle() {
+        for (id, event) in batcher.step(Instant::now()) {
+            match event {
+                BatchEvent::Token { id: token, .. } => tokens[id as usize].push(token),
+                BatchEvent::Failed(error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        if begun.is_none() && tokens.iter().all(|tokens| !tokens.is_empty()) {
+            begun = Some((Instant::now(), tokens.iter().map(Vec::len).sum()));
         }
     }
-    let decoded = all.finish(engine, start);
-    states.iter().for_each(|state| counters.add(state.counters()));
-    Ok(decoded)
+    let (start, before) = begun.unwrap_or_else(|| (Instant::now(), 0));
+    let rate = rate(tokens.iter().map(Vec::len).sum::<usize>() - before, start.elapsed());
+    let counters = batcher.status().speculation;
+    Ok((batcher.into_engine(), Decoded { tokens, rate }, counters))
 }

@@ -13,9 +13,9 @@ use anyhow::{Context, Result};
 use clap::Args;
 use keel_engine::EngineOptions;
 
-use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, drafts_max};
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs};
 use crate::output;
-use crate::session::{Session, close, settle};
+use crate::session::{Session, close, settle_drafting};
 use crate::sight::Lens;
 use crate::speculation::SpeculationReport;
 use conversation::{Conversation, Manner};
@@ -71,17 +71,21 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let vision = lens.as_ref().map(Lens::options);
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
-    let speculation = |device| args.speculate.for_model(&model, device, &args.sampling);
-    let options = settle(&args.device, &*model.parameters(), &model.json, |device| {
-        let drafts = drafts_max(speculation(device)?);
-        Ok(EngineOptions { context, checkpoints: CHECKPOINTS, drafts, vision, ..args.engine.options() })
-    })?;
-    let speculation = speculation(args.device.device())?;
+    let speculation = args.speculate.for_model(&model, &args.device, &args.sampling)?;
+    let options = EngineOptions { context, checkpoints: CHECKPOINTS, vision, ..args.engine.options() };
+    let (options, speculation) = settle_drafting(
+        &args.device,
+        &*model.parameters(),
+        &model.json,
+        options,
+        (&args.speculate, speculation),
+    )?;
     let settings =
         Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
     TextStream::new(&text.tokenizer, &args.sampling.stop).context("--stop")?;
-    let session = Session::load(&args.device, &model, options)?;
+    let mut session = Session::load(&args.device, &model, options)?;
     close(model);
+    session.make_rounds_ready()?;
     let end_tokens = if args.sampling.ignore_eos { Vec::new() } else { text.end_tokens() };
     let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation };
     let lines = Lines::open()?;
