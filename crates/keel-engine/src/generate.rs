@@ -246,22 +246,23 @@ impl<'e> TokenIterator<'e> {
         !self.engine.wants_drafts((speculation, &*self.chooser), standing, 1, ahead)
     }
 
-    /// Whether the MTP (multi-token-prediction) head has to catch up after the steps under way.
-    fn is_late(&self) -> bool {
+    /// Lets the MTP (multi-token-prediction) head catch up after the steps under way, if it lags far behind.
+    fn catch_up(&mut self, sequence: &SequenceCache) -> Result<()> {
         let ahead = self.under_way.len();
-        self.speculation.as_ref().is_some_and(|speculation| speculation.lag_after(ahead) >= HEAD_LAG_MAX)
+        match self.speculation.as_mut().filter(|speculation| speculation.lag_after(ahead) >= HEAD_LAG_MAX) {
+            Some(speculation) => self.engine.catch_up_ahead(&mut [(sequence, speculation)]),
+            None => Ok(()),
+        }
     }
 
     /// As [`TokenIterator::step`], but submits the next step before it waits for this one, unless only one token may
     /// still come or drafts are to be made.
     fn step_ahead(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
         if self.under_way.is_empty() {
-            if let Some(speculation) = self.speculation.as_mut().filter(|s| s.lag_after(0) >= HEAD_LAG_MAX) {
-                self.engine.catch_up_plainly(sequence, speculation)?;
-            }
             self.submit(sequence, WorkRows::Token(self.last))?;
         }
-        if self.left > 1 && self.stays_plain(sequence) && !self.is_late() {
+        self.catch_up(sequence)?;
+        if self.left > 1 && self.stays_plain(sequence) {
             // An error is ignored here: it comes again when this token is wanted.
             self.submit(sequence, WorkRows::Drawn(0)).ok();
         }

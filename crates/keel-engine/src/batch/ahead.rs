@@ -15,7 +15,7 @@
 //!
 //! Where the engine drafts, steps run ahead while no answer wants drafts. Answers of a batch are asked together, after
 //! each round and once in [`PLAIN_STEPS`] steps, because a round and the return to steps that run ahead cost all of them.
-//! The MTP (multi-token-prediction) head catches up with all answers at once, too.
+//! The MTP (multi-token-prediction) head catches up with all answers at once, too, after a step under way.
 //!
 //! If a step fails, the step after it is given up. The following steps are waited for, and the failed sequences are
 //! handled there one by one (`attempts.rs`).
@@ -30,6 +30,9 @@ use keel_cache::CheckpointId;
 
 /// How many steps of a batch run ahead before its answers may draft again.
 const PLAIN_STEPS: usize = HEAD_LAG_MAX;
+
+/// How many rows the MTP head may lag behind an answer before it catches up.
+const LAG_MAX: usize = 5;
 
 /// A step under way.
 pub(super) struct Pending {
@@ -84,18 +87,32 @@ impl Batcher {
         is_time && answers.into_iter().any(|running| running.wants_drafts(&self.engine, keeps_state, count))
     }
 
-    /// Lets the MTP head catch up with all answers if it lags far behind one, or if they may draft now. Waits for steps
-    /// under way, which may end answers.
+    /// Lets the MTP head catch up with all answers in a pass after the step under way, so that they may draft at any
+    /// time. Where each step has prompts, waits for the steps under way instead once it lags far behind an answer. They
+    /// may end answers.
     pub(super) fn catch_up(&mut self) {
         if !self.running.iter().any(Running::is_answering) {
             self.plain_steps = 0;
         }
-        let is_late = |running: &Running| running.lag() >= HEAD_LAG_MAX;
-        let is_due = self.plain_steps >= PLAIN_STEPS || self.running.iter().any(is_late);
-        if !is_due || self.engine.options().drafts == 0 || !self.engine.can_submit() {
+        if self.engine.options().drafts == 0 || !self.engine.can_submit() {
             return;
         }
-        self.settle();
+        let lag = self.running.iter().map(Running::lag).max().unwrap_or(0);
+        if lag >= HEAD_LAG_MAX {
+            self.settle();
+            self.catch_up_plainly();
+        } else if lag > LAG_MAX && self.engine.can_catch_up_ahead() {
+            let all = self.running.iter_mut();
+            let all = all.filter_map(|running| Some((&running.cache, running.speculation.as_mut()?)));
+            let mut all: Vec<_> = all.filter(|(_, speculation)| speculation.lag_after(0) > 1).collect();
+            if !all.is_empty() && self.engine.catch_up_ahead(&mut all).is_err() {
+                // The error comes again in a round.
+                self.is_careful = true;
+            }
+        }
+    }
+
+    fn catch_up_plainly(&mut self) {
         for Running { cache, speculation, .. } in &mut self.running {
             let Some(speculation) = speculation else { continue };
             if self.engine.catch_up_plainly(cache, speculation).is_err() {

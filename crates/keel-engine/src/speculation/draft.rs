@@ -2,14 +2,15 @@
 
 use std::time::Instant;
 
-use keel_array::Regime;
 use keel_array::sampling::Draw;
+use keel_array::{RUNS_MAX, Regime};
 use keel_cache::SequenceCache;
 
 use super::Speculation;
 use super::round::{Part, RoundSequence};
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use crate::step::{Outcome, Rows, StepKind};
+use crate::under_way::RunUnderWay;
 use crate::{Engine, Result};
 
 impl Engine {
@@ -37,6 +38,36 @@ impl Engine {
         let (first, tokens) = (cache.len() - speculation.lag_rows(), &speculation.lag_tokens[..rows]);
         let rows_of = Rows { first, ..Rows::behind(cache, tokens) };
         self.run(Regime::Decode, Outcome::HeadState, &[rows_of])
+    }
+
+    /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. A step with prompts has as many
+    /// programs as two steps may have with it.
+    pub(crate) fn can_catch_up_ahead(&self) -> bool {
+        self.under_way.back().is_some_and(|step| step.runs.len() < RUNS_MAX / 2)
+    }
+
+    /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with that
+    /// step. Rows that it does not hold wait for the next one. If it fails, drafts are worse and tokens are the same.
+    pub(crate) fn catch_up_ahead(&mut self, all: &mut [(&SequenceCache, &mut Speculation)]) -> Result<()> {
+        let rows_max = if all.len() == 1 { HEAD_LAG_MAX } else { self.options.open_rows() };
+        // The last row stays for the next draft.
+        let count = |speculation: &Speculation| speculation.lag_rows().saturating_sub(1).min(rows_max);
+        let (width, mut input, mut rows) =
+            (self.model.config.hidden, Vec::new(), Vec::with_capacity(all.len()));
+        for (cache, speculation) in &*all {
+            let count = count(speculation);
+            input.extend_from_slice(&speculation.lag_hidden[..count * width]);
+            let first = cache.len() - speculation.lag_rows();
+            rows.push(Rows { first, ..Rows::behind(cache, &speculation.lag_tokens[..count]) });
+        }
+        self.stepper.write_draft_input(&input)?;
+        let kind = StepKind::decode(Outcome::HeadState);
+        let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows)?;
+        let tokens = rows.len();
+        let Some(step) = self.under_way.back_mut() else { unreachable!("a step is under way") };
+        step.runs.push(RunUnderWay { run, regime: Regime::Decode, slots: Vec::new(), tokens });
+        all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
+        Ok(())
     }
 
     /// Runs rows that the head lags behind, if they are more than drafts may be made after. No step is under way.

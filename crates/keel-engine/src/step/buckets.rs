@@ -127,6 +127,9 @@ impl Buckets {
                 let each = self.open_rows_of(padded).find(|each| each * padded >= rows);
                 shape(each.map_or(rows, |each| each * padded), padded)
             }
+            (Regime::Decode, Outcome::HeadState) if sequences > 1 => {
+                shape(padded * self.open_rows.len(), padded)
+            }
             (Regime::Decode, Outcome::HeadState) => shape(at_least(&self.lag_rows, rows), 1),
             // Steps without a sequence, or steps for which no request waits.
             _ => shape(rows, sequences),
@@ -185,6 +188,8 @@ impl Buckets {
         if self.drafts_ahead {
             let of = |&n: &usize| [decode(Outcome::Ahead)(n, n), decode(Outcome::COMMIT)(1, n)];
             shapes.extend(self.sequences.iter().rev().flat_map(of));
+            let many = self.sequences.iter().rev().filter(|&&n| n > 1);
+            shapes.extend(many.map(|&n| decode(Outcome::HeadState)(n * self.open_rows.len(), n)));
             shapes.extend([HiddenPlace::First, HiddenPlace::Second].map(Buckets::keeping_hidden));
         }
         for &n in self.sequences.iter().rev() {
@@ -316,6 +321,7 @@ mod tests {
                     if drafts_ahead {
                         expect(StepKind::decode(Outcome::Ahead), n, n);
                         expect(StepKind::decode(Outcome::COMMIT), 1, n);
+                        expect(StepKind::decode(Outcome::HeadState), n * (drafts + 1), n);
                     }
                     for rows in (n..=n * (drafts + 1)).filter(|_| drafts > 0) {
                         expect(StepKind::decode(Outcome::OpenRows), rows, n);
