@@ -24,9 +24,8 @@ extern "C" __global__ void chain(ELEM* y, u64 n PARAMETERS) {
 #if defined(CHAIN_BY_FOUR)
 // The chain over rows of `fours` * 4 f32, four columns a thread; `n` counts fours, and leaves room for a step of the
 // grid. PARAMETERS: a pointer for each input, and the distance of its rows in fours, which is 0 for one row that meets
-// all and may begin anywhere. LOADS: w0 = four values of the first input,
-// and so on. PICK: v0 = value j of w0, and so on. CHAIN_BY_FOUR=16: y has 16 bits, for products on tensor cores
-// (half.cuh).
+// all and may begin anywhere. LOADS: w0 = four values of the first input, and so on. PICK: v0 = value j of w0, and so
+// on. CHAIN_BY_FOUR=16: y has 16 bits, for products on tensor cores (half.cuh).
 extern "C" __global__ void chain_by_four(void* y, u32 n, u32 fours PARAMETERS) {
     take_turn();
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {

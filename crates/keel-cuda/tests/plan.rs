@@ -153,6 +153,17 @@ fn a_bias_is_added_within_the_product_that_the_library_runs() {
 
 /// Kernels of a prompt's attention with rotations of heads of 64, up to the one that attends.
 fn turned(rotary: usize, window: Option<usize>, format: DType) -> Vec<String> {
+    turned_as(rotary, window, format, Regime::Prefill, 1)
+}
+
+/// As [`turned`], where a head is rotated in `parts` heads of its own, before it is one of attention.
+fn turned_as(
+    rotary: usize,
+    window: Option<usize>,
+    format: DType,
+    regime: Regime,
+    parts: usize,
+) -> Vec<String> {
     const ROWS: usize = 70;
     let runtime = Runtime::new(planning(), RuntimeOptions::default());
     let array = |shape: &[usize], dtype| {
@@ -175,12 +186,19 @@ fn turned(rotary: usize, window: Option<usize>, format: DType) -> Vec<String> {
         let y = || {
             let wide = x.add(&x)?;
             let part = |first: usize, heads: usize| {
-                wide.slice_axis(-1, first * 64, (first + heads) * 64)?.reshape([ROWS, heads, 64])
+                wide.slice_axis(-1, first * 64, (first + heads) * 64)?.reshape([
+                    ROWS,
+                    heads * parts,
+                    64 / parts,
+                ])
             };
-            let turn =
-                |x: Array| x.rope(&at, &inverse, RopeSpec { rotary, sections: None, interleaved: false });
-            let spec = AttentionSpec { scale: 0.125.into(), window, regime: Regime::Prefill };
-            turn(part(0, 4)?)?.paged_attention(&turn(part(4, 1)?)?, &part(5, 1)?, &pool, &batch, spec)
+            let turn = |x: Array, heads: usize| {
+                let spec = RopeSpec { rotary, sections: None, interleaved: false };
+                x.rope(&at, &inverse, spec)?.reshape([ROWS, heads, 64])
+            };
+            let spec = AttentionSpec { scale: 0.125.into(), window, regime };
+            let v = part(5, 1)?.reshape([ROWS, 1, 64])?;
+            turn(part(0, 4)?, 4)?.paged_attention(&turn(part(4, 1)?, 1)?, &v, &pool, &batch, spec)
         };
         let prepared = runtime.prepare(&[(&y().expect("shapes fit"), &place)]).expect("a program");
         prepared.program().kernels().iter().skip(1).map(described).collect()
@@ -196,6 +214,10 @@ fn a_prompts_rotations_of_whole_heads_happen_on_the_way_to_pages() {
     assert_eq!(turned(64, Some(40), DType::F16), apart, "in several launches");
     let coded = ["rope []", "paged_attention [\"rope\"]"];
     assert_eq!(turned(64, None, DType::U8), coded, "keys are coded in groups");
+    for regime in [Regime::Prefill, Regime::Decode] {
+        let halves = turned_as(32, None, DType::F16, regime, 2);
+        assert_eq!(halves, apart, "halves of heads are rotated as a whole");
+    }
 }
 
 /// The groups of a program, each with its number of kernels. Kernels alone are left out.

@@ -338,7 +338,7 @@ impl<'a> Loader<'a> {
     }
 
     /// A projection of one layer. Its `[rows, cols]` values are stored in another order, which `order` corrects. They are
-    /// kept in f32 for f32 arithmetic, else in f16, which has more bits than the published bf16.
+    /// kept in f32 for f32 arithmetic, else in f16, which keeps all bits of the published bf16 for values above 6.1e-5.
     ///
     /// # Errors
     /// As [`Loader::vector`].

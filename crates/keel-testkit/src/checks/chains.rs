@@ -181,6 +181,7 @@ fn product_then_bias(runtime: &Runtime) {
         (320, 384, DType::BF16, 0),
         (256, 256, DType::BF16, 1),
         (448, 320, DType::F16, 1),
+        (384, 264, DType::F16, 0),
         (72, 264, DType::F16, 0),
     ];
     for (n, k, dtype, first) in cases {
@@ -486,8 +487,10 @@ fn rotation_then_prompt(runtime: &Runtime) {
     for (sizes, rows) in sizes.into_iter().flat_map(|sizes| batches.map(|rows| (sizes, rows))) {
         let (heads, kv_heads, size, rotary, window) = sizes;
         let tokens: usize = rows.iter().map(|r| r.1).sum();
+        // The last rows belong to no sequence, and write no page.
+        let padded = tokens + 3;
         let pages = rows.iter().map(|(first, n)| (first + 2 * n).div_ceil(256)).max().unwrap_or(0);
-        let wide = draw(runtime, &mut random, &[tokens, (heads + 2 * kv_heads) * size + 4]);
+        let wide = draw(runtime, &mut random, &[padded, (heads + 2 * kv_heads) * size + 4]);
         let inverse = |base: f32| {
             let inverse: Vec<f32> =
                 (0..rotary / 2).map(|i| base.powf(-2.0 * i as f32 / rotary as f32)).collect();
@@ -513,17 +516,18 @@ fn rotation_then_prompt(runtime: &Runtime) {
                 let wide = step(wide.add(&wide)?);
                 let part = |start: usize, heads: usize| {
                     let first = start * size + 4;
-                    wide.slice_axis(-1, first, first + heads * size)?.reshape([tokens, heads, size])
+                    wide.slice_axis(-1, first, first + heads * size)?.reshape([padded, heads, size])
                 };
                 let attend = |behind: usize| {
                     let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + behind * n, n)).collect();
                     let each = |&(first, n): &(usize, usize)| first as i32..(first + n) as i32;
                     let mut at: Vec<i32> = rows.iter().flat_map(each).collect();
+                    at.resize(padded, 0);
                     if sections.is_some() {
                         at.extend(at.clone().iter().map(|at| at % 7).collect::<Vec<_>>());
-                        at.extend(vec![0; tokens]);
+                        at.extend(vec![0; padded]);
                     }
-                    let axes = if sections.is_some() { vec![3, tokens] } else { vec![tokens] };
+                    let axes = if sections.is_some() { vec![3, padded] } else { vec![padded] };
                     let at = Array::from_slice(runtime, &at, axes)?;
                     let spec = RopeSpec { rotary, sections, interleaved: false };
                     let turn = |x: Array, how: Option<usize>| match how {
@@ -533,12 +537,14 @@ fn rotation_then_prompt(runtime: &Runtime) {
                     let (q, k) = (turn(part(0, heads)?, turns.0)?, turn(part(heads, kv_heads)?, turns.1)?);
                     let (q, k, v) = (step(q), step(k), part(heads + kv_heads, kv_heads)?);
                     let spec = AttentionSpec { scale: 0.125.into(), window, regime: Regime::Prefill };
-                    if sections.is_none() {
-                        return q.paged_attention(&k, &v, &pool, &batch(runtime, &rows, pages), spec);
-                    }
-                    let all = Array::from_slice(runtime, &vec![u32::MAX; tokens], [tokens])?;
-                    let heads = KvRows { keys: &k, values: &v };
-                    q.attention_until(heads, &pool, &batch(runtime, &rows, pages), &all, spec)
+                    let batch = batch(runtime, &rows, pages);
+                    let y = if sections.is_none() {
+                        q.paged_attention(&k, &v, &pool, &batch, spec)?
+                    } else {
+                        let all = Array::from_slice(runtime, &vec![u32::MAX; padded], [padded])?;
+                        q.attention_until(KvRows { keys: &k, values: &v }, &pool, &batch, &all, spec)?
+                    };
+                    y.slice_axis(0, 0, tokens)
                 };
                 let before = attend(0)?;
                 Array::concatenate(&[&before, &attend(1)?], 0)

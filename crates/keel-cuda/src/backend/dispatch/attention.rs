@@ -253,9 +253,9 @@ impl<'a> Task<'a> {
         let early = turns.chain([table, row_start, position]).all(|operand| self.call.is_untouched(operand));
         let taken =
             if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
-        let (entry, blocks) = match self.spec.regime {
-            Regime::Decode => ("attention_enter", (self.rows * taken).div_ceil(4)),
-            Regime::Prefill => ("attention_enter_rows", self.rows),
+        let (entry, blocks, early) = match self.spec.regime {
+            Regime::Decode => ("attention_enter", (self.rows * taken).div_ceil(4), early),
+            Regime::Prefill => ("attention_enter_rows", self.rows, false),
         };
         let key = KernelKey::new(ATTENTION_ENTER, entry)
             .define("H", self.heads)
