@@ -14,7 +14,7 @@ use keel_models::loading::Parameters;
 use keel_models::{HybridConfig, Part};
 use serde_json::Value;
 
-use crate::args::{Device, DeviceArgs, SpeculateArgs, drafts_max};
+use crate::args::{Device, DeviceArgs, drafts_max};
 use crate::progress;
 use crate::report::Memory;
 use crate::several::{self, DevicePlan};
@@ -186,7 +186,7 @@ pub fn settle(
     Ok(device.options().engine_options(options(device.device())?))
 }
 
-/// As [`settle`], for a run that drafts as `speculation` says where `args` allow it. Where `auto` was to decide how much,
+/// As [`settle`], for a run that drafts as `speculation` says. Where `auto` was to decide how much,
 /// and only a plan without drafts fits on the GPU, there are none. Returns the options and how the run drafts.
 ///
 /// # Errors
@@ -196,10 +196,9 @@ pub fn settle_drafting(
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
-    (args, speculation): (&SpeculateArgs, Option<SpeculationOptions>),
+    speculation: Option<SpeculationOptions>,
 ) -> Result<(EngineOptions, Option<SpeculationOptions>)> {
-    let on = |how: Option<SpeculationOptions>, gpu| how.filter(|_| args.may_draft_on(gpu));
-    let options_with = |how, gpu| EngineOptions { drafts: drafts_max(on(how, gpu), gpu), ..options };
+    let options_with = |how, gpu| EngineOptions { drafts: drafts_max(how, gpu), ..options };
     let plan_with = |how, gpu| plan(&device.on(gpu), parameters, config, options_with(how, gpu));
     let is_auto = speculation.is_some_and(|how| how.depth == Depth::Auto);
     let mut how = speculation;
@@ -213,8 +212,6 @@ pub fn settle_drafting(
         }
         device.choose(placed.device, placed.why);
     }
-    let speculation = on(speculation, device.device());
-    how = on(how, device.device());
     if let (true, Some(_), Device::Cuda(gpu)) = (is_auto, how, device.device()) {
         let planned = plan_with(how, device.device())?;
         let fits = match device.limit_of(0) {
@@ -332,7 +329,6 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::args::Speculate;
 
     #[derive(Parser)]
     struct Arguments {
@@ -347,8 +343,7 @@ mod tests {
         let model = ModelFiles::built_in().expect("it is in the program");
         let how = Some(SpeculationOptions { depth, ..SpeculationOptions::default() });
         let parameters = model.parameters();
-        let args = SpeculateArgs { speculate: Some(Speculate::Auto), speculate_optimistic: false };
-        settle_drafting(&device, &*parameters, &model.json, EngineOptions::default(), (&args, how))
+        settle_drafting(&device, &*parameters, &model.json, EngineOptions::default(), how)
             .expect("it is planned")
     }
 

@@ -178,14 +178,14 @@ fn the_cpu_is_deterministic_without_being_told() {
     assert!(arena(&["--deterministic"]) > arena(&[]));
 }
 
-/// `generate` drafts by default only on the CPU, and so does its plan. On a GPU `auto` is four drafts at most. Random
+/// `generate` drafts by default on any device, and so does its plan. On a GPU `auto` is four drafts at most. Random
 /// weights draft only if that is asked for.
 #[test]
-fn a_plan_for_a_gpu_has_drafts_only_if_they_are_asked_for() {
+fn a_plan_has_drafts_by_default() {
     let log = |flags: &[&str]| json(&[&["plan", "--json"], flags].concat())["delta_log"].as_u64();
     let auto = log(&["--device", "cuda:0", "--speculate", "auto"]);
     assert!(log(&[]) > auto);
-    assert_eq!(log(&["--device", "cuda:0"]), Some(0));
+    assert_eq!(log(&["--device", "cuda:0"]), auto);
     assert_eq!(auto, log(&["--device", "cuda:0", "--speculate", "4"]));
     for device in ["cpu", "cuda:0"] {
         let shape = ["--device", device, "--shape", "qwen3.5-0.8b"];

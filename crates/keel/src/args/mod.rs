@@ -28,8 +28,6 @@ pub use pictures::PictureArgs;
 pub use prompt::{Asking, PromptArgs};
 pub use sampling::SamplingArgs;
 pub use shape::{ShapeArgs, affine_format};
-#[cfg(test)]
-pub use speculate::Speculate;
 pub use speculate::{DraftArgs, SpeculateArgs, drafts_max};
 pub use split::{Split, SplitArgs};
 pub use subject::{Subject, SubjectArgs, quoted};

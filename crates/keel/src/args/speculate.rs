@@ -16,7 +16,7 @@ use evenkeel::ModelFiles;
 pub struct SpeculateArgs {
     /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
     /// makes as many drafts as pay. It is off without such a head, on several GPUs, and where only a plan without drafts
-    /// fits on the GPU. By default auto; on a GPU and with random weights off. Greedy text does not change. Sampled text
+    /// fits on the GPU. By default auto; with random weights off. Greedy text does not change. Sampled text
     /// has the same distribution; on a GPU it is the same text if the device draws it.
     #[arg(long, value_name = "N|auto|off")]
     pub speculate: Option<Speculate>,
@@ -59,12 +59,6 @@ impl SpeculateArgs {
     /// Whether drafts are requested explicitly, of any number.
     pub fn wants_head(&self) -> bool {
         matches!(self.speculate, Some(Speculate::Drafts(_) | Speculate::Auto))
-    }
-
-    /// Whether runs on this device may draft: on a GPU only if that is requested, because what they lose there where every
-    /// draft is wrong was not measured.
-    pub fn may_draft_on(&self, device: Device) -> bool {
-        device == Device::Cpu || self.wants_head()
     }
 
     /// Whether an option is given.

@@ -158,13 +158,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let mut course = Course::new(args, &model, text.as_ref(), &prompt)?;
     let how = &mut course.how.options;
     let options = EngineOptions { context, vision, ..args.engine.options() };
-    let (options, speculation) = settle_drafting(
-        &args.device,
-        &*model.parameters(),
-        &model.json,
-        options,
-        (&args.speculate, how.speculation),
-    )?;
+    let (options, speculation) =
+        settle_drafting(&args.device, &*model.parameters(), &model.json, options, how.speculation)?;
     how.speculation = speculation;
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);

@@ -114,13 +114,8 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let context = context_for(&subject.config, tokens).context("--prompt and --gen")?;
     let speculation = args.speculate.for_subject(&subject, &args.device, model.is_none())?;
     let options = EngineOptions { context, sequences: args.batch.into(), ..args.engine.options() };
-    let (options, speculation) = settle_drafting(
-        &args.device,
-        &*subject.parameters,
-        &subject.json,
-        options,
-        (&args.speculate, speculation),
-    )?;
+    let (options, speculation) =
+        settle_drafting(&args.device, &*subject.parameters, &subject.json, options, speculation)?;
     let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }

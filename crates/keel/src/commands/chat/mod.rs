@@ -73,13 +73,8 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let context = context_for(&model.config, wanted).context("--context")?;
     let speculation = args.speculate.for_model(&model, &args.device, &args.sampling)?;
     let options = EngineOptions { context, checkpoints: CHECKPOINTS, vision, ..args.engine.options() };
-    let (options, speculation) = settle_drafting(
-        &args.device,
-        &*model.parameters(),
-        &model.json,
-        options,
-        (&args.speculate, speculation),
-    )?;
+    let (options, speculation) =
+        settle_drafting(&args.device, &*model.parameters(), &model.json, options, speculation)?;
     let settings =
         Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
     TextStream::new(&text.tokenizer, &args.sampling.stop).context("--stop")?;
