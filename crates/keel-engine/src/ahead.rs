@@ -141,7 +141,14 @@ impl Engine {
             all[of].push(self.rows_of(work, &places));
         }
         let number = self.tickets;
-        let mut step = StepUnderWay { number, runs: Vec::new(), refusal: None, items, since: Instant::now() };
+        let mut step = StepUnderWay {
+            number,
+            runs: Vec::new(),
+            catch_up: None,
+            refusal: None,
+            items,
+            since: Instant::now(),
+        };
         for ((regime, rows), kept) in [Regime::Decode, Regime::Prefill].into_iter().zip(&all).zip(&kept) {
             let outcome = self.outcome_of(regime, rows);
             let slots = rows.iter().map(|row| row.sequence.slot()).collect();

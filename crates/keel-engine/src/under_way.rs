@@ -33,6 +33,8 @@ pub(crate) struct Item {
 pub(crate) struct StepUnderWay {
     pub number: u64,
     pub runs: Vec<RunUnderWay>,
+    /// A pass of the MTP head after them. No token depends on it.
+    pub catch_up: Option<RunUnderWay>,
     /// Why a program of the step could not be submitted.
     pub refusal: Option<EngineError>,
     pub items: Vec<Item>,
@@ -126,7 +128,10 @@ impl StepUnderWay {
             let outcome = run.wait(&mut bytes).map(|()| ids_of(&bytes));
             EndedRun { regime, slots, outcome }
         };
-        self.runs.into_iter().map(wait).collect()
+        let ended = self.runs.into_iter().map(wait).collect();
+        // If it failed, the head's next drafts are worse.
+        self.catch_up.map(wait);
+        ended
     }
 }
 

@@ -144,32 +144,6 @@ fn a_batch_that_makes_no_drafts_runs_ahead() {
     }
 }
 
-/// The MTP head catches up with a batch in passes of its own, and there is always a step under way meanwhile.
-#[test]
-fn the_head_catches_up_after_a_step_under_way() {
-    let (runtime, queueing) = queueing(512);
-    let none = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
-    let mut batcher = drafting_as(&demo(), &runtime, 3, none);
-    let now = Instant::now();
-    (0..2).for_each(|i| batcher.submit(BatchRequest::new(i, vec![5, 9, 3], 120), now).expect("accepted"));
-    let mut outcomes: Vec<Outcome> = (0..2).map(|_| Outcome::default()).collect();
-    queueing.take_events();
-    for _ in 0..110 {
-        step(&mut batcher, now, &mut outcomes);
-    }
-    let events = queueing.take_events();
-    let mut under_way = events.chars().scan(0, |runs, event| {
-        *runs += if event == 'L' { 1 } else { -1 };
-        Some(*runs)
-    });
-    assert!(under_way.all(|runs| runs > 0), "{events}");
-    // A step has two programs. The head lags behind by a row more after each, and may lag behind by five.
-    let passes = events.matches('L').count() - 2 * 111;
-    assert!((18..=30).contains(&passes), "{passes} passes of the head: {events}");
-    finish_from(&mut batcher, outcomes);
-    assert_all_is_back(&mut batcher);
-}
-
 /// Drafts that fail make a batch run ahead, and drafts that are right in the end bring rounds back.
 #[test]
 fn a_batch_goes_from_rounds_to_steps_ahead_and_back() {

@@ -222,7 +222,7 @@ pub fn settle_drafting(
     }
     if speculation.is_some() && how.is_none() {
         tracing::info!(
-            "--speculate auto is off: the plan fits on {} only without drafts",
+            "--speculate auto is off: the plan with drafts does not fit on {}",
             device.device_name()
         );
     }

@@ -43,7 +43,7 @@ impl Engine {
     /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. A step with prompts has as many
     /// programs as two steps may have with it.
     pub(crate) fn can_catch_up_ahead(&self) -> bool {
-        self.under_way.back().is_some_and(|step| step.runs.len() < RUNS_MAX / 2)
+        self.under_way.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
     }
 
     /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with that
@@ -65,7 +65,7 @@ impl Engine {
         let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows)?;
         let tokens = rows.len();
         let Some(step) = self.under_way.back_mut() else { unreachable!("a step is under way") };
-        step.runs.push(RunUnderWay { run, regime: Regime::Decode, slots: Vec::new(), tokens });
+        step.catch_up = Some(RunUnderWay { run, regime: Regime::Decode, slots: Vec::new(), tokens });
         all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
         Ok(())
     }

@@ -250,7 +250,7 @@ impl Engine {
         for (sequence, part) in batch.iter_mut().zip(parts) {
             all.push(match part.failure.take() {
                 Some(failure) => Err(failure),
-                None => match self.choose_tokens(sequence, (row, part), drawn, &mut logits, until) {
+                None => match self.choose_tokens(sequence, row, part, drawn, &mut logits, until) {
                     Ok(round) => round,
                     Err(error) if self.leaves_open() || self.can_take_back() => return Err(error),
                     // Without a log the state has moved on, so the round cannot be repeated.
@@ -277,7 +277,8 @@ impl Engine {
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
-        (row, part): (usize, &Part),
+        row: usize,
+        part: &Part,
         drawn: &[u32],
         logits: &mut Vec<f32>,
         until: Instant,
@@ -288,7 +289,7 @@ impl Engine {
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
         for i in 0..=drafts.len() {
             if i > 0 && !sequence.chooser.can_go_on(until.saturating_duration_since(Instant::now())) {
-                // The last token equals its draft, and counts as if none had been made there.
+                // The last token equals its draft. The drafts after it are not judged.
                 break;
             }
             let draft = drafts.get(i).copied();
@@ -343,7 +344,9 @@ impl RoundSequence<'_> {
         let run_by_head = if drafted > 0 { speculation.lag_rows() } else { part.caught_up };
         speculation.lag_tokens.extend_from_slice(&round.tokens);
         speculation.forget_lag(run_by_head);
-        speculation.control.note(drafted, accepted);
+        // A round that ended with a draft says nothing about later ones.
+        let judged = if kept == accepted { accepted } else { drafted };
+        speculation.control.note(judged, accepted);
         speculation.counters.note_round(drafted, accepted, kept);
         Ok(round)
     }
