@@ -247,13 +247,13 @@ impl<'e> TokenIterator<'e> {
     }
 
     /// Lets the MTP (multi-token-prediction) head catch up after the steps under way, if it lags far behind.
-    fn catch_up(&mut self, sequence: &SequenceCache) {
+    fn catch_up(&mut self, sequence: &SequenceCache) -> Result<()> {
         let ahead = self.under_way.len();
         let lagging =
             self.speculation.as_mut().filter(|speculation| speculation.lag_after(ahead) >= HEAD_LAG_MAX);
-        if let Some(speculation) = lagging.filter(|_| self.engine.can_catch_up_ahead()) {
-            // An error is ignored here: it comes again in a round.
-            self.engine.catch_up_ahead(&mut [(sequence, speculation)]).ok();
+        match lagging.filter(|_| self.engine.can_catch_up_ahead()) {
+            Some(speculation) => self.engine.catch_up_ahead(&mut [(sequence, speculation)]),
+            None => Ok(()),
         }
     }
 
@@ -263,7 +263,7 @@ impl<'e> TokenIterator<'e> {
         if self.under_way.is_empty() {
             self.submit(sequence, WorkRows::Token(self.last))?;
         }
-        self.catch_up(sequence);
+        self.catch_up(sequence)?;
         if self.left > 1 && self.stays_plain(sequence) {
             // An error is ignored here: it comes again when this token is wanted.
             self.submit(sequence, WorkRows::Drawn(0)).ok();

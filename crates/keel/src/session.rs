@@ -186,8 +186,8 @@ pub fn settle(
     Ok(device.options().engine_options(options(device.device())?))
 }
 
-/// As [`settle`], for a run that drafts as `speculation` says. Where `auto` was to decide how much,
-/// and only a plan without drafts fits on the GPU, there are none. Returns the options and how the run drafts.
+/// As [`settle`], for a run that drafts as `speculation` says. Where `auto` was to decide how much, and only a plan
+/// without drafts fits on the GPU, there are none. Returns the options and how the run drafts.
 ///
 /// # Errors
 /// Errors of the plan.

@@ -60,6 +60,10 @@ impl Batcher {
                 Ok(()) => {
                     running.cache.set_long(true);
                     running.run_again();
+                    // The MTP head would lag behind rows that are gone, so the answer drafts no more.
+                    if let Some(speculation) = running.speculation.take() {
+                        self.speculation.add(speculation.counters());
+                    }
                 }
                 Err(error) => return self.fail(i, error.into()),
             }

@@ -140,8 +140,6 @@ impl Running {
     /// Called after its cache was reset: all its tokens but the last are run as a prompt.
     pub fn run_again(&mut self) {
         self.run_len = self.tokens.len() - 1;
-        // The head has run none of them either. The end of the prompt makes a new one.
-        self.speculation = None;
     }
 
     /// How many tokens it holds once all steps under way are taken.

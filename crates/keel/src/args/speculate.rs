@@ -16,8 +16,9 @@ use evenkeel::ModelFiles;
 pub struct SpeculateArgs {
     /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
     /// makes as many drafts as pay. It is off without such a head, on several GPUs, and where only a plan without drafts
-    /// fits on the GPU. By default auto; with random weights off. Greedy text does not change. Sampled text
-    /// has the same distribution; on a GPU it is the same text if the device draws it.
+    /// fits on the GPU. By default auto; with random weights off. Greedy text does not change; on a GPU without
+    /// --deterministic a near tie may fall differently. Sampled text has the same distribution; on a GPU it is the same
+    /// text if the device draws it.
     #[arg(long, value_name = "N|auto|off")]
     pub speculate: Option<Speculate>,
     /// Accept every draft without verifying it. WARNING: the text may then differ from the model's own text, and be
