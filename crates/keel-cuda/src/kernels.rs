@@ -78,6 +78,7 @@ sources! {
     GATED_DELTA_ANY = "gated_delta_any.cu",
     CUSTOM = "custom.cu",
     EXCHANGE = "exchange.cu",
+    ONE_SHOT_SUM = "one_shot_sum.cu",
     ATTENTION_ENTER = "attention_enter.cu",
     ATTENTION = "attention.cu",
     ATTENTION_MANY = "attention_many.cu",

@@ -164,6 +164,8 @@ mod tests {
             // `attention_enter.cu` asserts these sizes.
             ("Heads", "") => "[u64; 3]".into(),
             ("Turn", "") => "[u64; 4]".into(),
+            // So does `one_shot_sum.cu`.
+            ("const __grid_constant__ Mailboxes", "") => "[u64; 8]".into(),
             (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
         }
     }

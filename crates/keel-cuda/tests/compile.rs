@@ -133,6 +133,10 @@ fn rows(keys: &mut Keys) {
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
     keys.add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
     keys.add(kernels::EXCHANGE, &["add_shares"], &[]);
+    for count in ["2", "8"] {
+        let mailboxes = [("BLOCKS", "16"), ("SLICE", "1024"), ("PARITIES", "2"), ("COUNT", count)];
+        keys.add(kernels::ONE_SHOT_SUM, &["one_shot_sum"], &mailboxes);
+    }
     keys.add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);
     keys.add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
     let choice = [("EXPERTS", "60"), ("CHOICES", "4"), ("NORMALISE", "1")];

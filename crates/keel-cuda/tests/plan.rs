@@ -71,6 +71,20 @@ fn described(kernel: &keel_array::Kernel) -> String {
     format!("{} {absorbed:?}", kernel.op.name())
 }
 
+/// A batch of one sequence of two pages.
+fn batch_of_one(runtime: &Runtime) -> Batch {
+    let numbers = |shape: &[usize]| {
+        Array::persistent(runtime, Category::Activations, shape, DType::U32).expect("memory")
+    };
+    Batch {
+        row_start: numbers(&[2]),
+        slot: numbers(&[1]),
+        position: numbers(&[1]),
+        table: numbers(&[1, 2]),
+        accepted: numbers(&[1]),
+    }
+}
+
 /// Names of the kernels of a layer with attention, each with those that it has absorbed.
 fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
     let options = CudaOptions { deterministic, ..CudaOptions::default() };
@@ -85,14 +99,7 @@ fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
     let (k, v) = (floats(&[rows, 2, 64]), floats(&[rows, 2, 64]));
     let pages = [3, 2, 256, 64];
     let pool = KvPool { keys: array(&pages, DType::F16), values: array(&pages, DType::F16) };
-    let numbers = |shape: &[usize]| array(shape, DType::U32);
-    let batch = Batch {
-        row_start: numbers(&[2]),
-        slot: numbers(&[1]),
-        position: numbers(&[1]),
-        table: numbers(&[1, 2]),
-        accepted: numbers(&[1]),
-    };
+    let batch = batch_of_one(&runtime);
     let spec = AttentionSpec { scale: 0.125.into(), window: None, regime };
     runtime.trace(|| {
         let y = || {
@@ -169,19 +176,12 @@ fn turned_as(
     let array = |shape: &[usize], dtype| {
         Array::persistent(&runtime, Category::Activations, shape, dtype).expect("memory")
     };
-    let numbers = |shape: &[usize]| array(shape, DType::U32);
     let (x, place) = (array(&[ROWS, 6 * 64], DType::F32), array(&[ROWS, 4, 64], DType::F32));
     let (at, inverse) = (array(&[ROWS], DType::I32), array(&[rotary / 2], DType::F32));
     let row = if format == DType::U8 { 68 } else { 64 };
     let pages = || array(&[3, 1, 256, row], format);
     let pool = KvPool { keys: pages(), values: pages() };
-    let batch = Batch {
-        row_start: numbers(&[2]),
-        slot: numbers(&[1]),
-        position: numbers(&[1]),
-        table: numbers(&[1, 2]),
-        accepted: numbers(&[1]),
-    };
+    let batch = batch_of_one(&runtime);
     runtime.trace(|| {
         let y = || {
             let wide = x.add(&x)?;

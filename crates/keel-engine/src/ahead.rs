@@ -26,7 +26,7 @@ use std::time::Instant;
 use keel_array::{Array, ArrayError, Regime, RowLog};
 use keel_cache::{SequenceCache, Settled};
 
-use crate::step::{Outcome, Rows, StepKind};
+use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay, Taken};
 use crate::{Engine, EngineError, Result};
 
@@ -73,7 +73,7 @@ impl WorkRows<'_> {
     }
 
     /// The tokens, for checks. A drawn token is not known yet; 0 stands for it, because both are in the vocabulary.
-    fn tokens(&self) -> &[u32] {
+    pub(crate) fn tokens(&self) -> &[u32] {
         match self {
             WorkRows::Prompt { tokens, .. } => tokens,
             WorkRows::Token(token) => std::slice::from_ref(token),
@@ -84,7 +84,10 @@ impl WorkRows<'_> {
 
 /// Names a submitted step, for [`Engine::take`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ticket(u64);
+pub struct Ticket(pub(crate) u64);
+
+/// Why a step cannot be taken.
+pub(crate) const NOT_FIRST: &str = "the step is not the first of those under way";
 
 impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
@@ -103,9 +106,9 @@ impl Engine {
         self.runs_ahead() && (self.options.drafts == 0 || self.stepper.keeps_hidden())
     }
 
-    /// Steps under way, at most two.
+    /// Steps under way: at most two, or as many as there are [groups](Engine::groups_max).
     pub fn steps_under_way(&self) -> usize {
-        self.under_way.len()
+        self.under_way.len() + self.group_steps()
     }
 
     /// How many answers, and how many ends of prompts, a step may have whose tokens the host draws.
@@ -114,12 +117,16 @@ impl Engine {
     }
 
     /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
-    /// for prompts. [`Engine::take`] waits for the tokens.
+    /// for prompts. [`Engine::take`] waits for the tokens. In a pipeline a step has answers alone, whose last tokens are
+    /// known ([`WorkRows::Token`]), and none of a step under way.
     ///
     /// # Errors
-    /// Ids out of range, a full context, work that no step can hold, two steps already under way. A failure inside the
+    /// Ids out of range, a full context, work that no step can hold, too many steps under way. A failure inside the
     /// step is reported when the step is taken.
     pub fn submit(&mut self, work: &mut [Work<'_>]) -> Result<Ticket> {
+        if self.is_split() {
+            return self.submit_group(work);
+        }
         self.check_work(work)?;
         for Work { sequence, ahead, rows, .. } in work.iter_mut() {
             self.make_room_ahead(sequence, *ahead, rows.tokens())?;
@@ -196,9 +203,7 @@ impl Engine {
             }
             _ => false,
         };
-        let reason = if self.is_split() {
-            "a model on several devices runs no step ahead: use `decode` and `prefill_chunks`".into()
-        } else if self.under_way.len() == STEPS_MAX {
+        let reason = if self.under_way.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
         } else if work.is_empty()
             || answers > answers_max
@@ -228,7 +233,12 @@ impl Engine {
     }
 
     /// Checks that a sequence can run these tokens after those under way, and reserves its pages.
-    fn make_room_ahead(&mut self, sequence: &mut SequenceCache, ahead: usize, tokens: &[u32]) -> Result<()> {
+    pub(crate) fn make_room_ahead(
+        &mut self,
+        sequence: &mut SequenceCache,
+        ahead: usize,
+        tokens: &[u32],
+    ) -> Result<()> {
         self.admit_ahead(sequence, ahead, tokens)?;
         if self.under_way.is_empty() {
             self.commit(sequence)?;
@@ -242,17 +252,17 @@ impl Engine {
     }
 
     /// The rows of one work item. `places` says where in the pool the last submitted step writes its tokens.
-    fn rows_of<'a>(&self, work: &'a Work<'_>, places: &[usize]) -> Rows<'a> {
+    pub(crate) fn rows_of<'a>(&self, work: &'a Work<'_>, places: &[usize]) -> Rows<'a> {
         let row = Rows::behind(work.sequence, work.rows.tokens());
-        let drawn_at = match work.rows {
-            WorkRows::Drawn(of) => Some(places[of]),
-            _ => None,
+        let at = match work.rows {
+            WorkRows::Drawn(of) => TokensAt::Pool(places[of]),
+            _ => TokensAt::Host,
         };
         let next = match work.rows {
             WorkRows::Prompt { next, .. } => next,
             _ => None,
         };
-        Rows { first: row.first + work.ahead, next, draws: work.draw.as_slice(), drawn_at, ..row }
+        Rows { first: row.first + work.ahead, next, draws: work.draw.as_slice(), at, ..row }
     }
 
     /// Waits for a step and returns the token that the device drew after each of its work items, in order. Where the
@@ -264,9 +274,12 @@ impl Engine {
     /// - A failure of the runtime. Then no sequence grows, and all later steps are given up; the batch tells their
     ///   sequences.
     pub fn take(&mut self, ticket: Ticket) -> Result<Vec<Option<u32>>> {
+        if self.is_split() {
+            return self.take_group(ticket);
+        }
         let is_first = self.under_way.front().is_some_and(|step| step.number == ticket.0);
         let Some(mut step) = is_first.then(|| self.under_way.pop_front()).flatten() else {
-            return Err(EngineError::Option("the step is not the first of those under way".into()));
+            return Err(EngineError::Option(NOT_FIRST.into()));
         };
         let refusal = step.refusal.take();
         self.taken.note(&mut step);
@@ -318,6 +331,9 @@ impl Engine {
         let Some(&Item { regime, kept: Some(row), .. }) = self.taken.items.get(item) else {
             return Err(EngineError::Option(format!("no logits are kept of work item {item}")));
         };
+        if self.is_split() {
+            return self.group_logits(row, logits);
+        }
         self.stepper.read_kept_logits(regime, row, logits)
     }
 
@@ -365,11 +381,12 @@ impl Engine {
     }
 
     /// Waits for all steps under way before something else runs. Their tokens are lost, and their sequences must be
-    /// rewound before they are used again.
+    /// rewound before they are used again. Steps of groups can still be taken.
     ///
     /// # Errors
     /// The first failure of a step.
     pub(crate) fn finish_under_way(&mut self) -> Result<()> {
+        self.finish_groups();
         let mut outcome = Ok(());
         self.step_timer.forget();
         while let Some(step) = self.under_way.pop_front() {

@@ -66,7 +66,7 @@ impl Failure {
                 step(format!("a device of the model panicked, which is a bug: {message}")).into()
             }
             Failure::Unfilled(error) => error,
-            Failure::Skipped => step("a chunk before this one has failed".into()).into(),
+            Failure::Skipped => step("a step before this one has failed".into()).into(),
             Failure::Lost => step("the thread of a device has ended".into()).into(),
         }
     }
@@ -112,11 +112,28 @@ impl Drop for Membership {
     }
 }
 
+/// A job that its own thread begins later. If it is dropped before, the other devices stop waiting for it.
+pub(crate) struct Later {
+    membership: Membership,
+    job: Job,
+}
+
+impl Later {
+    /// Runs the job on this thread.
+    pub fn run(self) -> Ended {
+        self.job.run_as(self.membership)
+    }
+}
+
 impl Job {
+    /// The job, to be run later.
+    pub fn later(self) -> Later {
+        Later { membership: Membership::of(&self.step), job: self }
+    }
+
     /// Runs the step on this thread, as a member of its device's group.
     pub fn run(self) -> Ended {
-        let membership = Membership::of(&self.step);
-        self.run_as(membership)
+        self.later().run()
     }
 
     fn run_as(self, mut membership: Membership) -> Ended {

@@ -16,6 +16,7 @@ mod engine;
 mod error;
 mod eyes;
 mod generate;
+mod groups;
 mod hidden;
 mod options;
 mod overlap;

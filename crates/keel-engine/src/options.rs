@@ -13,7 +13,7 @@ pub const PREFILL_GRID: usize = 64;
 pub(crate) const HEAD_LAG_MAX: usize = 64;
 
 /// The most rows of a regime that the host may draw for while a later step runs. Their logits have a place of their own.
-const HOST_ROWS_MAX: usize = 16;
+pub(crate) const HOST_ROWS_MAX: usize = 16;
 
 /// The most drafts of one sequence that a step verifies.
 pub const DRAFTS_MAX: usize = 8;

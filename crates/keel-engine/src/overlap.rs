@@ -17,7 +17,7 @@ use keel_cache::Settled;
 
 use crate::crew::{Ended, Job, Queued};
 use crate::options::PREFILL_GRID;
-use crate::step::{Outcome, Rows, StepKind};
+use crate::step::{Outcome, Rows, StepKind, Stepper};
 use crate::together::{Drawn, Share, run_together};
 use crate::{Engine, Result};
 
@@ -38,7 +38,7 @@ fn chunks_of(rows: usize, stages: usize) -> Option<Vec<Range<usize>>> {
 
 impl Engine {
     /// The stages of the pipeline, each of one device or several.
-    fn stages(&self) -> usize {
+    pub(crate) fn stages(&self) -> usize {
         (self.peers.len() + 1) / self.model.part.shard.count
     }
 
@@ -97,16 +97,30 @@ impl Engine {
                 ..Rows::behind(row.sequence, tokens)
             };
             let outcome = if is_last { outcome } else { Outcome::State };
-            let lead = (&self.runtime, &self.model, &mut self.stepper);
-            let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
-            for ((runtime, model, stepper), jobs) in peers.chain([lead]).zip(&mut jobs) {
-                let (step, filling) = stepper.chunk_for(runtime, model, &self.cache, outcome, &part)?;
-                let fill = Box::new(move || filling.write());
-                let queued = Some(Queued { fill, has_failed: Arc::clone(&has_failed) });
-                jobs.push(Job { step, drawn: None, queued });
-            }
+            let of_chunk =
+                self.queued_jobs(StepKind::prefill(outcome), std::slice::from_ref(&part), &has_failed)?;
+            jobs.iter_mut().zip(of_chunk).for_each(|(jobs, job)| jobs.push(job));
         }
         Ok(jobs)
+    }
+
+    /// A step over rows without pictures as a job of each device, by rank. Jobs of other steps may run before. If one of
+    /// them sets `has_failed`, these do not run.
+    pub(crate) fn queued_jobs(
+        &mut self,
+        kind: StepKind,
+        rows: &[Rows<'_>],
+        has_failed: &Arc<AtomicBool>,
+    ) -> Result<Vec<Job>> {
+        let lead = (&self.runtime, &self.model, &mut self.stepper);
+        let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
+        let job = |(runtime, model, stepper): (_, _, &mut Stepper)| {
+            let (step, filling) = stepper.queued_step(runtime, model, &self.cache, kind, rows)?;
+            let fill = Box::new(move || filling.write());
+            let queued = Some(Queued { fill, has_failed: Arc::clone(has_failed) });
+            Ok(Job { step, drawn: None, queued })
+        };
+        peers.chain([lead]).map(job).collect()
     }
 }
 

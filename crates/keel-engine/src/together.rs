@@ -11,12 +11,12 @@
 //! ```
 
 use keel_array::{Array, Regime, RowLog, Runtime};
-use keel_cache::{CacheSpec, LayerSpec, Settled};
+use keel_cache::{CacheSpec, LayerSpec, Settled, SlotId};
 use keel_models::HybridModel;
 
 use crate::crew::{DeviceThread, Ended, Failure, Job, Running};
 use crate::step::{Outcome, Rows, StepKind, StepShape, Stepper};
-use crate::{Engine, Result};
+use crate::{Engine, EngineError, Result};
 
 /// A device of a split model that is not the lead.
 pub(crate) struct Peer {
@@ -131,6 +131,7 @@ impl Engine {
         rows: &[Rows<'_>],
         drawn: Option<Drawn<'_>>,
     ) -> Result<()> {
+        self.finish_groups();
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
@@ -177,6 +178,7 @@ impl Engine {
     /// Runs a step of the list without a sequence, and waits for it. All devices of a step run it at the same time,
     /// because they wait for each other.
     pub(crate) fn run_once_for_nobody(&mut self, shape: StepShape) -> Result<()> {
+        self.finish_groups();
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
             let step = peer.stepper.step_for_nobody(shape)?;
@@ -195,6 +197,7 @@ impl Engine {
 
     /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
     pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
+        self.finish_groups();
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for Peer { thread, runtime, model, stepper } in &mut self.peers {
             if model.part.is_last() {
@@ -255,7 +258,24 @@ impl Engine {
         if ended.iter().all(|ended| ended.outcome.is_ok()) {
             return Ok(());
         }
+        self.rejoin();
+        self.note_devices(&ended, rows.iter().map(|row| row.sequence.slot()), settled, commits_rows);
+        Err(first_cause(ended))
+    }
+
+    /// Makes the devices ready for a next step after one that failed. None of them runs.
+    pub(crate) fn rejoin(&self) {
         self.runtimes().filter_map(|runtime| runtime.backend().group()).for_each(|group| group.rejoin());
+    }
+
+    /// Records what a failed step did on the devices to the sequences of these slots.
+    pub(crate) fn note_devices(
+        &mut self,
+        ended: &[Ended],
+        slots: impl IntoIterator<Item = SlotId>,
+        settled: Settled,
+        commits_rows: bool,
+    ) {
         let has_mutated = |state: &Array| {
             // A device may have run several chunks of a prompt. If one has changed the state, it is changed.
             let own = ended.iter().filter(|ended| ended.step.runtime().is_same(state.runtime()));
@@ -265,10 +285,13 @@ impl Engine {
                 false => (!has_mutated.contains(&None)).then_some(false),
             }
         };
-        let slots = rows.iter().map(|row| row.sequence.slot());
         self.cache.note_failure(slots, &has_mutated, settled, commits_rows);
-        let mut failures: Vec<Failure> = ended.into_iter().filter_map(|ended| ended.outcome.err()).collect();
-        let cause = failures.iter().position(|failure| !failure.is_consequence()).unwrap_or(0);
-        Err(failures.swap_remove(cause).into_error())
     }
+}
+
+/// The error of devices' programs, at least one of which has failed: that of the first cause.
+pub(crate) fn first_cause(ended: impl IntoIterator<Item = Ended>) -> EngineError {
+    let mut failures: Vec<Failure> = ended.into_iter().filter_map(|ended| ended.outcome.err()).collect();
+    let cause = failures.iter().position(|failure| !failure.is_consequence()).unwrap_or(0);
+    failures.swap_remove(cause).into_error()
 }

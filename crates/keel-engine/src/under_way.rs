@@ -120,17 +120,22 @@ pub(crate) struct EndedRun {
     pub outcome: Result<Vec<u32>, Box<FailedRun>>,
 }
 
+impl RunUnderWay {
+    /// Waits for the program.
+    pub fn wait(self) -> EndedRun {
+        let RunUnderWay { run, regime, slots, tokens } = self;
+        let mut bytes = vec![0; tokens * size_of::<u32>()];
+        let outcome = run.wait(&mut bytes).map(|()| ids_of(&bytes));
+        EndedRun { regime, slots, outcome }
+    }
+}
+
 impl StepUnderWay {
     /// Waits for all of its programs.
     pub fn wait(self) -> Vec<EndedRun> {
-        let wait = |RunUnderWay { run, regime, slots, tokens }: RunUnderWay| {
-            let mut bytes = vec![0; tokens * size_of::<u32>()];
-            let outcome = run.wait(&mut bytes).map(|()| ids_of(&bytes));
-            EndedRun { regime, slots, outcome }
-        };
-        let ended = self.runs.into_iter().map(wait).collect();
+        let ended = self.runs.into_iter().map(RunUnderWay::wait).collect();
         // If it failed, the head's next drafts are worse.
-        self.catch_up.map(wait);
+        self.catch_up.map(RunUnderWay::wait);
         ended
     }
 }

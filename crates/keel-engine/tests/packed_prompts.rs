@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::batching::{assert_all_is_back, finish, run};
-use common::queueing::gpu;
+use common::queueing::{gpu, poison_arena};
 use common::{demo, engine, expect_same_state, fixture, runtime};
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
@@ -26,10 +26,7 @@ impl Disturbance for Poison {
     }
 
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        if launch.has_arena() && launch.prepared().is_some_and(|piece| piece.first_kernel == 0) {
-            let arena = launch.arena();
-            backend.write(arena.memory(), 0, &vec![0xff; arena.bytes()]);
-        }
+        poison_arena(backend, launch);
         backend.launch(launch)
     }
 }

@@ -6,40 +6,12 @@ mod common;
 use std::sync::atomic::Ordering;
 
 use common::launch_faults::{Faults, disturbed_engine};
+use common::rounds::{Member, round};
 use common::{decoded, demo, expect_same_state, fixture};
-use keel_cache::{CacheError, SequenceCache};
-use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
+use keel_cache::CacheError;
 use keel_engine::{
-    Depth, Engine, EngineError, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters,
-    SpeculationOptions, TokenIterator,
+    Depth, Engine, EngineError, GenerateOptions, SamplerOptions, SpeculationOptions, TokenIterator,
 };
-
-struct Member {
-    prompt: Vec<u32>,
-    cache: SequenceCache,
-    speculation: Speculation,
-    chooser: SamplerChooser,
-    tokens: Vec<u32>,
-}
-
-impl Member {
-    fn join(engine: &mut Engine, prompt: &[u32], depth: usize, sampler: SamplerOptions) -> Member {
-        let mut cache = engine.open().expect("a slot is free");
-        let mut logits = Vec::new();
-        engine.prefill(&mut cache, prompt, &mut logits, &mut |_| ()).expect("fits");
-        let options = SpeculationOptions { depth: Depth::Fixed(depth), ..Default::default() };
-        let speculation = Speculation::new(options, engine.last_hidden().expect("drafts were planned"));
-        let sampler = Sampler::new(sampler, prompt).expect("in range");
-        let mut chooser = SamplerChooser::new(sampler, None, Vec::new());
-        let first = chooser.choose(&mut logits, None).expect("free").token;
-        Member { prompt: prompt.to_vec(), cache, speculation, chooser, tokens: vec![first] }
-    }
-
-    /// Position, open rows and counters.
-    fn standing(&self) -> (usize, usize, SpeculationCounters) {
-        (self.cache.len(), self.cache.accepted(), self.speculation.counters().clone())
-    }
-}
 
 /// One sequence that drafts and samples, one that decodes plainly, one that drafts greedily with penalties.
 fn members(engine: &mut Engine) -> Vec<Member> {
@@ -51,23 +23,6 @@ fn members(engine: &mut Engine) -> Vec<Member> {
         Member::join(engine, &[1, 9], 0, SamplerOptions::default()),
         Member::join(engine, &[77; 66], 2, penalised),
     ]
-}
-
-fn round(engine: &mut Engine, members: &mut [Member]) -> keel_engine::Result<()> {
-    let mut batch: Vec<RoundSequence<'_>> = members
-        .iter_mut()
-        .map(|m| RoundSequence {
-            last: m.tokens[m.tokens.len() - 1],
-            tokens_max: 100,
-            cache: &mut m.cache,
-            speculation: Some(&mut m.speculation),
-            chooser: &mut m.chooser,
-        })
-        .collect();
-    let rounds = engine.round(&mut batch)?;
-    let all = members.iter_mut().zip(rounds);
-    all.for_each(|(member, round)| member.tokens.extend(round.expect("nothing constrains it").tokens));
-    Ok(())
 }
 
 /// Lets a round fail at launch after launch until it succeeds; every third failure is at a random earlier launch. A

@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
-use keel_engine::{EngineError, EngineOptions};
+use keel_engine::{EngineError, EngineOptions, SpeculationOptions};
 
-use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Pooling, Subject};
+use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Pooling, Subject, drafts_max};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::session::{self, settle};
@@ -23,7 +23,8 @@ const PREFIX_STATES_DEFAULT: u64 = 128 << 20;
 const SEQUENCES_DEFAULT: usize = 16;
 /// Smallest default number of sequences.
 const SEQUENCES_LEAST: usize = 4;
-const DRAFTS_DEFAULT: usize = 2;
+/// Most drafts by default where more do not fit, and where several devices share a model.
+const DRAFTS_FEW: usize = 2;
 /// Largest number of pages that an engine takes.
 const POOL_PAGES_MAX: usize = 1 << 24;
 /// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
@@ -151,8 +152,12 @@ impl<'a> Planner<'a> {
         let context = args.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
         let context = context_for(&subject.config, context).context("--context")?;
         let has_head = subject.config.mtp_layers > 0;
-        let drafts = args.drafts.map_or(DRAFTS_DEFAULT, usize::from);
-        let drafts = if has_head { drafts } else { 0 };
+        let drafts = match args.drafts {
+            _ if !has_head => 0,
+            Some(drafts) => usize::from(drafts),
+            None if device.split.is_split() => DRAFTS_FEW,
+            None => drafts_max(Some(SpeculationOptions::default()), device.device()),
+        };
         let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
         let pooling = args.pooling.or(subject.pooling).unwrap_or_default();
@@ -273,7 +278,7 @@ impl<'a> Planner<'a> {
         self.args.swap.map_or(all, |asked| asked.min(all)) as usize
     }
 
-    /// Reduces bounds that were not given until the plan fits into `room` bytes, in this order: remembered states,
+    /// Reduces bounds that were not given until the plan fits into `room` bytes, in this order: drafts, remembered states,
     /// pages beyond one full-length sequence, sequences, context.
     ///
     /// # Errors
@@ -303,6 +308,9 @@ impl<'a> Planner<'a> {
         let (pages, one_full) =
             (options.pool_pages.unwrap_or(1), options.context.div_ceil(AttentionSpec::PAGE));
         let remembered = options.checkpoints.saturating_sub(options.sequences);
+        if args.drafts.is_none() && options.drafts > DRAFTS_FEW {
+            return Some(EngineOptions { drafts: DRAFTS_FEW, ..options });
+        }
         if args.prefix_states.is_none() && remembered > 0 {
             return Some(self.complete(options, pages, remembered / 2));
         }

@@ -294,3 +294,15 @@ fn what_takes_no_memory_refuses_a_memory_limit() {
     misuse(&["plan", "--serve", "--speculate", "2"], "a server has --drafts");
     misuse(&["plan", "--serve", "--limit", "1G"], "keel fit");
 }
+
+/// A server may make as many drafts as `generate`. Where they do not fit, two come before fewer remembered prefixes.
+#[test]
+fn a_server_plans_as_many_drafts_as_fit() {
+    let plan = |flags: &[&str]| json(&[&["plan", "--serve", "--json", "--sequences", "3"], flags].concat());
+    for (device, most) in [("cpu", "8"), ("cuda:0", "4")] {
+        assert_eq!(plan(&["--device", device]), plan(&["--device", device, "--drafts", most]));
+    }
+    let all = total(&plan(&["--device", "cpu"]));
+    let fewer = plan(&["--device", "cpu", "--memory-limit", &(all - 1).to_string()]);
+    assert_eq!(fewer, plan(&["--device", "cpu", "--drafts", "2"]));
+}

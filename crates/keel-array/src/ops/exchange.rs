@@ -14,6 +14,11 @@ pub trait Group: Send + Sync {
     /// How many devices there are.
     fn size(&self) -> usize;
 
+    /// Whether all devices can compute at the same time. Those of a CPU with fewer threads take turns.
+    fn is_concurrent(&self) -> bool {
+        true
+    }
+
     /// Tells the others that this device does not come to its exchanges any more: its step has failed. They stop
     /// waiting for it, with an error.
     fn abandon(&self);

@@ -66,6 +66,8 @@ struct State {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// Whether there is a turn for each member.
+    is_concurrent: bool,
 }
 
 /// A backend's membership of a group.
@@ -85,7 +87,11 @@ impl CpuGroup {
     /// As [`CpuGroup::of`]. At most `turns` members, and at least one, compute at the same time.
     pub fn with_turns(size: usize, turns: usize) -> Vec<CpuGroup> {
         let state = State { seats: vec![Seat::default(); size], absent: None, turns: turns.max(1) };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            is_concurrent: turns >= size,
+        });
         (0..size).map(|rank| CpuGroup { shared: Arc::clone(&shared), rank, size }).collect()
     }
 
@@ -207,6 +213,10 @@ impl Group for CpuGroup {
 
     fn size(&self) -> usize {
         self.size
+    }
+
+    fn is_concurrent(&self) -> bool {
+        self.shared.is_concurrent
     }
 
     fn abandon(&self) {

@@ -10,13 +10,21 @@
 //! then        each: rejoin ▸ ends its exchanges, drops its graphs      the last one: connects all again
 //! ```
 //!
+//! Small arrays of a stage are added without the library, by mailboxes; see `kernels/one_shot_sum.cu`. Their kernels
+//! end with the device's exchanges, too, and all mailboxes are reset when the devices are connected again.
+//!
 //! The end of a device's exchanges tells its kernels to stop. The last device to end them waits until no graph of any
 //! device holds a communicator. A graph may be dropped only when it does not run. So communicators end on threads of
 //! their own, all at the same time, while the graphs are dropped.
 
+mod one_shot;
+
+pub(super) use one_shot::OneShot;
+
 use super::Gpu;
 use crate::driver::{
-    Communicator, CudaMemory, DRAIN, Device, Messages, Nccl, apply_settings, communicator_bytes,
+    Communicator, CudaMemory, DRAIN, Device, Mailboxes, Messages, Nccl, apply_settings, communicator_bytes,
+    mailbox_bytes,
 };
 use crate::error::{CudaError, Result};
 use keel_array::{Op, Peers};
@@ -31,6 +39,8 @@ const NO_RANK: usize = usize::MAX;
 struct Seat {
     all: Option<Communicator>,
     stage: Option<Communicator>,
+    /// Those of its stage, as long as the device is open.
+    mailboxes: Option<Arc<Mailboxes>>,
 }
 
 /// The devices of a group, and the library that connects them.
@@ -95,7 +105,8 @@ impl CudaGroup {
         Peers { first: self.rank / self.shares * self.shares, count: self.shares }
     }
 
-    /// The most bytes of the device's memory that NCCL takes.
+    /// The most bytes of the device's memory that NCCL takes, and its mailbox. They are counted also where devices turn
+    /// out not to reach each other, because a plan cannot know.
     pub(super) fn buffer_bytes(&self) -> u64 {
         let (size, shares) = (self.size(), self.shares);
         if size == 1 {
@@ -104,7 +115,7 @@ impl CudaGroup {
         let (received, sent) = (self.rank >= shares, self.rank + shares < size);
         let messages = Messages { received: received.into(), sent: sent.into() };
         let stage = (1 < shares && shares < size).then(|| communicator_bytes(shares, Messages::default()));
-        communicator_bytes(size, messages) + stage.unwrap_or(0)
+        communicator_bytes(size, messages) + stage.unwrap_or(0) + mailbox_bytes(shares) as u64
     }
 
     /// Refuses an exchange with devices that have no communicator.
@@ -148,6 +159,10 @@ impl CudaGroup {
         let Some(nccl) = members.nccl.as_ref().filter(|_| devices.len() == self.size()) else {
             return Err(CudaError::Peer { reason: "a device of the group is closed".into() });
         };
+        // First, because a device that has a communicator takes its mailbox to be reset.
+        for (stage, devices) in devices.chunks(self.shares).enumerate() {
+            self.connect_mailboxes(stage * self.shares, devices)?;
+        }
         for (rank, communicator) in nccl.connect(&devices)?.into_iter().enumerate() {
             self.seat(rank).all = Some(communicator);
         }
@@ -203,7 +218,13 @@ impl CudaGroup {
 
     /// Ends this device's exchanges, while `drop_graphs` drops the graphs that hold them.
     fn leave(&self, device: &Arc<Device>, drop_graphs: impl FnOnce()) {
-        let Seat { all, stage } = std::mem::take(&mut *self.seat(self.rank));
+        let (all, stage) = {
+            let mut seat = self.seat(self.rank);
+            if let Some(mailboxes) = &seat.mailboxes {
+                mailboxes.stop(self.rank % self.shares);
+            }
+            (seat.all.take(), seat.stage.take())
+        };
         std::thread::scope(|scope| {
             for communicator in [all, stage].into_iter().flatten() {
                 let end = move || {
@@ -220,6 +241,10 @@ impl CudaGroup {
         });
     }
 
+    pub(super) fn has_failed(&self) -> bool {
+        self.shared.absent.load(Ordering::Acquire) != NO_RANK
+    }
+
     pub(super) fn abandon(&self) {
         let _ = self.shared.absent.compare_exchange(NO_RANK, self.rank, Ordering::AcqRel, Ordering::Acquire);
     }
@@ -227,7 +252,7 @@ impl CudaGroup {
     /// As [`keel_array::Group::rejoin`]. What was sent and not received would stay in the library's buffers, so all
     /// devices connect again.
     pub(super) fn rejoin(&self, gpu: &Gpu) {
-        if self.shared.absent.load(Ordering::Acquire) == NO_RANK {
+        if !self.has_failed() {
             return;
         }
         // Its own stream may hold exchanges as well, whatever its failure was.
@@ -278,8 +303,9 @@ pub(super) struct Membership {
 
 impl Membership {
     pub fn new(group: &CudaGroup, device: &Arc<Device>) -> Result<Membership> {
-        group.join(device)?;
-        Ok(Membership { group: group.clone(), device: Arc::clone(device) })
+        // If it cannot join, its membership ends all the same.
+        let membership = Membership { group: group.clone(), device: Arc::clone(device) };
+        group.join(device).map(|()| membership)
     }
 
     /// Ends the device's exchanges, while `drop_graphs` drops its graphs, and waits until its stream is empty.
@@ -296,6 +322,15 @@ impl Drop for Membership {
     fn drop(&mut self) {
         let _ = self.device.bind();
         self.group.leave(&self.device, || ());
+        let mailboxes = self.group.seat(self.group.rank).mailboxes.take();
+        // The seat is not locked any more: the last one waits for the devices, which look at their seats.
+        drop(mailboxes);
+        // Peers' mailboxes may keep the device. It is closed all the same.
+        let mut members = self.group.members();
+        let place = &mut members.devices[self.group.rank];
+        if std::ptr::eq(place.as_ptr(), Arc::as_ptr(&self.device)) {
+            *place = Weak::new();
+        }
     }
 }
 

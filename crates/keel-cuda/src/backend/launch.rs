@@ -18,6 +18,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Graphs kept at a time: more than the steps that an engine prepares.
 const GRAPHS_MAX: usize = 512;
@@ -102,7 +103,6 @@ pub(super) struct Session {
     pub(super) ahead: ReadAhead,
     /// A copy that failed: reported by the next launch.
     pub(super) failed: Option<CudaError>,
-    captured: u64,
     replayed: u64,
     waits: u64,
 }
@@ -127,15 +127,14 @@ impl Session {
             incoming: PinnedBuffer::new(device, STAGING_BYTES)?,
             ahead: ReadAhead::default(),
             failed: None,
-            captured: 0,
             replayed: 0,
             waits: 0,
         })
     }
 
-    /// Graphs captured, and submissions that re-used one.
-    pub fn counts(&self) -> (u64, u64) {
-        (self.captured, self.replayed)
+    /// Submissions that re-used a captured graph.
+    pub fn replayed(&self) -> u64 {
+        self.replayed
     }
 
     /// How often the host has waited for the stream.
@@ -160,7 +159,7 @@ impl Session {
         let ahead = self.put(gpu, mode, launch, WAITED)?;
         let device = &gpu.device;
         self.bring(device, ahead.as_ref()).map_err(|e| e.in_op("launch"))?;
-        let passed = self.synchronize(device);
+        let passed = self.synchronize(device).and_then(|()| device.check_peers());
         passed.map_err(|e| self.after_wait(gpu, e).in_op("launch"))?;
         ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
         self.fault(device, WAITED, launch.kernels())
@@ -197,6 +196,7 @@ impl Session {
         gpu.device.bind().map_err(|e| e.in_op("launch"))?;
         self.waits += 1;
         let (entry, outcome) = self.queue.wait(number);
+        let outcome = outcome.and_then(|()| gpu.device.check_peers());
         outcome.map_err(|e| self.after_wait(gpu, e).in_op("launch"))?;
         self.outgoing_ring.pass(entry.staged);
         result.copy_from_slice(self.queue.result(entry.slot, 0..result.len()));
@@ -261,7 +261,7 @@ impl Session {
         };
         let arena = launch.has_arena().then(|| CudaMemory::of(launch.arena().memory()).at(0));
         let key = GraphKey { piece, arena: arena.unwrap_or(0) };
-        let run = self.run_prepared(device, key, launch, record);
+        let run = self.run_prepared(gpu, key, launch, record);
         run.map_err(|failure| self.after_recording(gpu, failure))?;
         Ok(self.seen.last().map(|seen| seen.ahead.clone()))
     }
@@ -288,7 +288,7 @@ impl Session {
 
     fn run_prepared(
         &mut self,
-        device: &Arc<Device>,
+        gpu: &Gpu,
         key: GraphKey,
         launch: &Launch<'_>,
         record: impl Fn(&Session, Pace) -> Result<(), Unrecorded>,
@@ -305,8 +305,8 @@ impl Session {
         // Least recently used first.
         let mut seen = self.seen.remove(i);
         if seen.graph.is_none() {
-            seen.graph = capture(device, || record(self, Pace::Free))?;
-            self.captured += u64::from(seen.graph.is_some());
+            seen.graph = capture(&gpu.device, || record(self, Pace::Free))?;
+            gpu.captured.fetch_add(u64::from(seen.graph.is_some()), Ordering::Relaxed);
         } else {
             self.replayed += 1;
         }

@@ -21,7 +21,7 @@ use keel_array::{
     MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Arithmetic where the operations themselves leave it open.
@@ -86,6 +86,8 @@ struct Gpu {
     listed: Mutex<Option<Vec<(KernelKey, usize)>>>,
     /// Whether the next kernel must not start before what is on the stream has ended.
     is_held: AtomicBool,
+    /// Graphs captured.
+    captured: AtomicU64,
 }
 
 impl CudaBackend {
@@ -103,8 +105,14 @@ impl CudaBackend {
             blas: Blas::new()?,
             listed: Mutex::default(),
             is_held: AtomicBool::new(false),
+            captured: AtomicU64::new(0),
             device,
         };
+        if let Some(count) = options.group.as_ref().and_then(CudaGroup::mailboxes) {
+            // On a GPU that several ranks share, a kernel might not be loaded while a peer's kernel waits for it.
+            gpu.device.bind()?;
+            gpu.modules.function(&dispatch::one_shot_key(count), 0)?;
+        }
         Ok(CudaBackend {
             name: format!("cuda:{} ({})", options.ordinal, gpu.device.name),
             mode: options.mode(),
@@ -124,7 +132,9 @@ impl CudaBackend {
 
     /// Graphs captured, and submissions that re-used one.
     pub fn graph_counts(&self) -> (u64, u64) {
-        self.gpu.as_ref().map_or((0, 0), |gpu| gpu.session().counts())
+        self.gpu
+            .as_ref()
+            .map_or((0, 0), |gpu| (gpu.captured.load(Ordering::Relaxed), gpu.session().replayed()))
     }
 
     /// File, entry point and constants of every kernel launched since the last call, except in graphs that were
@@ -172,6 +182,15 @@ impl Gpu {
     /// Whether kernels are only listed, not put on the stream.
     fn is_listing(&self) -> bool {
         self.listed().is_some()
+    }
+}
+
+impl Drop for Gpu {
+    /// Its stream may hold exchanges that never end if the group has failed and not met again.
+    fn drop(&mut self) {
+        if self.membership.as_ref().is_some_and(|membership| membership.group.has_failed()) {
+            self.session().end_exchanges(self);
+        }
     }
 }
 
@@ -334,7 +353,9 @@ impl Programs for CudaBackend {
     fn preparations(&self) -> Preparations {
         let Some(gpu) = &self.gpu else { return Preparations::default() };
         let (compiled, loaded) = gpu.modules.counts();
-        Preparations { compiled, loaded, captured: gpu.session().counts().0 }
+        // Without the session's lock: a launch holds it until its stream is empty, and may wait for a peer whose launch
+        // the caller is to make.
+        Preparations { compiled, loaded, captured: gpu.captured.load(Ordering::Relaxed) }
     }
 }
 

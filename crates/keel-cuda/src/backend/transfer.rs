@@ -17,6 +17,9 @@ pub(super) const STAGING_BYTES: usize = 4 << 20;
 const DELIVERIES: usize = 16;
 const DELIVERY_BYTES_MAX: usize = 64 << 10;
 
+/// The most bytes that a kernel copies from one place on the device to another.
+const CARRIED_BYTES_MAX: usize = 4 << 10;
+
 impl Session {
     pub(super) fn note<T>(&mut self, outcome: Result<T>) {
         if let Err(error) = outcome {
@@ -142,10 +145,15 @@ impl Session {
     pub fn copy(&mut self, gpu: &Gpu, from: u64, to: u64, bytes: usize) {
         self.ahead.forget();
         let stream = gpu.device.stream();
+        let is_small =
+            bytes <= CARRIED_BYTES_MAX && [from, to, bytes as u64].iter().all(|at| at.is_multiple_of(4));
         let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
-        // SAFETY: within both memories.
-        let outcome =
-            outcome.and_then(|()| unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) });
+        let outcome = outcome.and_then(|()| match is_small {
+            // The next kernel would have to wait for the copy engine.
+            true => carry(gpu, &[[to, from, bytes as u64 / 4]]),
+            // SAFETY: within both memories.
+            false => unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) },
+        });
         self.note(outcome);
     }
 

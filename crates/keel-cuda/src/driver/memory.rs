@@ -6,7 +6,7 @@ use cudarc::driver::sys::{CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
 use keel_array::DeviceMemory;
 use std::any::Any;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Fills freed memory on request: a NaN in every float type, an index out of every range.
@@ -144,6 +144,8 @@ pub(crate) struct PinnedBuffer {
 
 // SAFETY: the memory belongs to this value alone.
 unsafe impl Send for PinnedBuffer {}
+// SAFETY: through a shared reference, threads reach the first word alone, which is atomic.
+unsafe impl Sync for PinnedBuffer {}
 
 impl PinnedBuffer {
     /// Memory of this size.
@@ -164,6 +166,14 @@ impl PinnedBuffer {
         // SAFETY: within the allocation, which the system zeroed before its first use, and nothing else uses these
         // bytes.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at.start), at.len()) }
+    }
+
+    /// The first word, which the host writes while the device reads it.
+    pub fn word(&self) -> &AtomicU32 {
+        assert!(self.bytes >= size_of::<u32>(), "{} pinned bytes are no word", self.bytes);
+        // SAFETY: allocated in whole pages and zeroed by the system; only this reads or writes it as long as nobody
+        // borrows the bytes.
+        unsafe { AtomicU32::from_ptr(self.start.cast()) }
     }
 
     /// Address for the driver.

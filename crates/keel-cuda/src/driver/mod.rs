@@ -8,6 +8,7 @@ mod device;
 mod event;
 mod graph;
 mod kernel_cache;
+mod mailbox;
 mod memory;
 mod modules;
 mod nccl;
@@ -24,6 +25,10 @@ pub use compiler::{Architecture, compile};
 pub(crate) use device::{DRAIN, Delivery, Device, overlap};
 pub(crate) use event::Event;
 pub(crate) use graph::{Graph, capture};
+pub(crate) use mailbox::{
+    MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, ONE_SHOT_CONSTANTS, ONE_SHOT_THREADS, mailbox_bytes,
+    one_shot_blocks,
+};
 pub(crate) use memory::{CudaMemory, PinnedBuffer};
 pub(crate) use modules::Modules;
 pub(crate) use nccl::{Communicator, Messages, Nccl, apply_settings, communicator_bytes};

@@ -5,7 +5,7 @@
 
 mod settings;
 
-pub(crate) use settings::{Messages, apply as apply_settings, communicator_bytes};
+pub(crate) use settings::{Messages, allows_peer_access, apply as apply_settings, communicator_bytes};
 
 use super::Device;
 use crate::CudaError;

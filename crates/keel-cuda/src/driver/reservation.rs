@@ -3,35 +3,45 @@
 use super::{Device, driver};
 use crate::error::Result;
 use cudarc::driver::sys::{
-    CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
+    CUdevice, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
     CUmemAllocationHandleType, CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1,
     CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
 };
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Memory is mapped in multiples of this: the device's large page, which its driver asks for at least.
 pub(crate) const GRANULE: usize = 2 << 20;
 
-/// As much address space as the device has memory. It costs nothing until memory is mapped.
+/// Address space costs nothing until memory is mapped.
 pub(crate) struct Reservation {
     start: CUdeviceptr,
     reserved: usize,
+    /// The devices that may use the memory.
+    users: Vec<CUdevice>,
     /// Bytes of each mapping, in the order of addresses. Each is unmapped as it was mapped.
     mapped: Vec<usize>,
 }
 
 impl Reservation {
-    /// Address space without memory; `None` if the device has no such thing, or maps in other steps. Its context is
-    /// current.
+    /// As much address space as the device has memory, without memory; `None` if the device has no such thing, or maps
+    /// in other steps. Its context is current.
     pub fn new(device: &Device) -> Result<Option<Reservation>> {
+        Reservation::shared(device, device.memory_info()?.total as usize, &[device.ordinal()])
+    }
+
+    /// The same of `bytes` bytes. All `users` may use the memory, at the same addresses.
+    pub fn shared(device: &Device, bytes: usize, users: &[CUdevice]) -> Result<Option<Reservation>> {
         if !device.maps_memory || !GRANULE.is_multiple_of(granularity(device)?) {
             return Ok(None);
         }
-        let reserved = (device.memory_info()?.total as usize).next_multiple_of(GRANULE);
+        let reserved = bytes.next_multiple_of(GRANULE);
         let mut start = 0;
         // SAFETY: the pointer is to a local; freed on drop.
         unsafe { driver!(cuMemAddressReserve(&mut start, reserved, GRANULE, 0, 0))? };
-        Ok(Some(Reservation { start, reserved, mapped: Vec::new() }))
+        // The driver takes each device once.
+        let users: BTreeSet<CUdevice> = users.iter().copied().collect();
+        Ok(Some(Reservation { start, reserved, users: users.into_iter().collect(), mapped: Vec::new() }))
     }
 
     /// Where it begins.
@@ -62,12 +72,13 @@ impl Reservation {
         let _ = unsafe { driver!(cuMemRelease(handle)) };
         mapped?;
         self.mapped.push(bytes);
-        let access = CUmemAccessDesc {
-            location: properties.location,
+        let access = |&user: &CUdevice| CUmemAccessDesc {
+            location: CUmemLocation { id: user, ..properties.location },
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: mapped above.
-        let accessible = unsafe { driver!(cuMemSetAccess(at, bytes, &access, 1)) };
+        let access: Vec<CUmemAccessDesc> = self.users.iter().map(access).collect();
+        // SAFETY: mapped above; as many descriptions as are counted.
+        let accessible = unsafe { driver!(cuMemSetAccess(at, bytes, access.as_ptr(), access.len())) };
         if accessible.is_err() {
             self.unmap_last();
         }

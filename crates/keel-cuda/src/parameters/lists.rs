@@ -24,6 +24,16 @@ parameters! {
         y: u64 = "float*",
     }
 
+    /// The sum of small arrays of several GPUs, whose mailboxes are given by rank.
+    OneShotSum = "one_shot_sum.params" of ["one_shot_sum"] {
+        x: u64 = "const float*",
+        y: u64 = "float*",
+        n: usize = "u32",
+        mailboxes: [u64; 8] = "const __grid_constant__ Mailboxes",
+        rank: usize = "u32",
+        stop: u64 = "const u32*",
+    }
+
     /// Rows of x on their way to `linear_rows`.
     PrepareRows = "prepare_rows.params" of ["prepare_rows"] {
         x: u64 = "const float*",

@@ -25,7 +25,7 @@ use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::options::HEAD_LAG_MAX;
 use crate::speculation::{Depth, Speculation};
-use crate::{PREFILL_GRID, Result, Ticket, Work, WorkRows};
+use crate::{EngineError, PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::CheckpointId;
 
 /// How many steps of a batch run ahead before its answers may draft again.
@@ -48,7 +48,7 @@ impl Pending {
 }
 
 /// The rows of one sequence in a step.
-struct Part {
+pub(super) struct Part {
     id: RequestId,
     rows: usize,
     is_prompt: bool,
@@ -58,6 +58,14 @@ struct Part {
     by_host: bool,
     /// The position after its rows, and the checkpoint with its state there, if that state is kept.
     saved: Option<(usize, CheckpointId)>,
+}
+
+impl Part {
+    /// The next row of an answer.
+    pub fn of_answer(running: &Running) -> Part {
+        let by_host = !running.draws_ahead();
+        Part { id: running.id, rows: 1, is_prompt: false, draws: true, by_host, saved: None }
+    }
 }
 
 impl Batcher {
@@ -174,13 +182,18 @@ impl Batcher {
 
     /// Submits the next step; false if there is nothing to run.
     fn submit_next(&mut self) -> Result<bool> {
-        let (indices, mut parts): (Vec<usize>, Vec<Part>) = self.next_parts().into_iter().unzip();
+        let (indices, parts) = self.next_parts().into_iter().unzip();
+        self.submit_parts(indices, parts)
+    }
+
+    /// Submits a step with these parts of these running sequences, whose numbers ascend; false if there are none.
+    pub(super) fn submit_parts(&mut self, indices: Vec<usize>, mut parts: Vec<Part>) -> Result<bool> {
         if parts.is_empty() {
             return Ok(false);
         }
         let pages =
             indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_behind(part.rows)).sum();
-        self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
+        self.prefixes.make_room(&mut self.engine.cache, pages, &[]);
         let before: &[Part] = self.pending.back().map_or(&[], |pending| &pending.parts);
         let mut work = Vec::with_capacity(parts.len());
         for (running, part) in members(&mut self.running, &indices).zip(&parts) {
@@ -233,10 +246,10 @@ impl Batcher {
     fn next_parts(&mut self) -> Vec<(usize, Part)> {
         let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
         let chunks = self.shares(keeps_logits);
-        let part = |running: &Running, rows: usize, is_prompt: bool| {
-            let draws = !is_prompt || running.awaits_first_at(running.virtual_len() + rows);
+        let part = |running: &Running, rows: usize| {
+            let draws = running.awaits_first_at(running.virtual_len() + rows);
             let by_host = draws && !running.draws_ahead();
-            Part { id: running.id, rows, is_prompt, draws, by_host, saved: None }
+            Part { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
         };
         self.ask_masks(Running::is_answering);
         let goes_on = |(_, running): &(usize, &Running)| {
@@ -244,8 +257,8 @@ impl Batcher {
         };
         let answers = self.running.iter().enumerate().filter(goes_on);
         let mut parts: Vec<(usize, Part)> =
-            answers.map(|(i, running)| (i, part(running, 1, false))).collect();
-        parts.extend(chunks.into_iter().map(|(i, rows)| (i, part(&self.running[i], rows, true))));
+            answers.map(|(i, running)| (i, Part::of_answer(running))).collect();
+        parts.extend(chunks.into_iter().map(|(i, rows)| (i, part(&self.running[i], rows))));
         // A chunk whose picture is kept whole may be longer than its share, and end its prompt.
         parts.retain(|(_, part)| !(part.by_host && keeps_logits));
         parts.sort_unstable_by_key(|(i, _)| *i);
@@ -253,14 +266,14 @@ impl Batcher {
     }
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
-    /// last grid point.
+    /// last grid point. That of a group is saved when its step is taken.
     fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, CheckpointId)> {
         let running = &self.running[i];
         let at = running.virtual_len();
         let at_grid =
             at > running.prompt_len && at.is_multiple_of(PREFILL_GRID) && self.options.reuse_generated;
         let is_kept = if is_prompt { running.stops.contains(&at) } else { at_grid };
-        if !is_kept {
+        if !is_kept || self.engine.is_split() {
             return None;
         }
         let saved = self.prefixes.save_state_ahead(self.engine.cache_mut(), &running.cache);
@@ -269,11 +282,11 @@ impl Batcher {
     }
 
     /// Takes the first step under way.
-    fn take_first(&mut self) {
+    pub(super) fn take_first(&mut self) {
         let Some(Pending { ticket, parts }) = self.pending.pop_front() else { return };
         match self.engine.take(ticket) {
             Ok(tokens) => self.take_parts(parts, tokens),
-            Err(_) => self.give_up_all(parts),
+            Err(error) => self.give_up_all(parts, &error),
         }
     }
 
@@ -305,11 +318,12 @@ impl Batcher {
                 });
             }
             if part.draws {
+                let kept = if self.engine.is_split() { self.keep_state(i) } else { Ok(()) };
                 let drawn = match token {
                     Some(token) => self.running[i].take_ahead(token),
                     None => self.draw_kept(i, item),
                 };
-                let drawn = drawn.and_then(|drawn| {
+                let drawn = kept.and(drawn).and_then(|drawn| {
                     self.note_hidden(i, (part.is_prompt, run), hidden?, &drawn);
                     Ok(drawn)
                 });
@@ -365,13 +379,15 @@ impl Batcher {
     }
 
     /// Handles a failed step: the steps after it are given up.
-    fn give_up_all(&mut self, first: Vec<Part>) {
+    fn give_up_all(&mut self, first: Vec<Part>, cause: &EngineError) {
         self.failed_steps += 1;
+        self.failure = cause.to_string();
         self.is_careful = true;
         let later: Vec<Part> =
             std::mem::take(&mut self.pending).into_iter().flat_map(|pending| pending.parts).collect();
         for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
-            let was_run_behind = later.iter().any(|part| part.id == running.id);
+            // A group's step does not run after one that failed.
+            let was_run_behind = !self.engine.is_split() && later.iter().any(|part| part.id == running.id);
             let ahead = std::mem::take(&mut running.ahead);
             self.engine.give_up(&mut running.cache, ahead.rows, was_run_behind);
             if ahead.draws > 0 {

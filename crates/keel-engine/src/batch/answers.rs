@@ -95,17 +95,17 @@ impl Batcher {
     }
 
     /// Keeps the state of an answer at its last grid point for a next turn.
-    fn keep_state(&mut self, i: usize) -> Result<()> {
+    pub(super) fn keep_state(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
         if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
             return Ok(());
         }
         let at = running.cache.len();
         self.commit(i)?;
-        let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
-        if !cache.spec().is_recurrent() {
+        if !self.engine.cache().spec().is_recurrent() {
             return Ok(());
         }
+        let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
         running.rolling = match running.rolling {
             Some((_, entry)) => {
                 cache.overwrite_state(&running.cache, entry)?;

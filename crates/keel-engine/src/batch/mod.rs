@@ -11,6 +11,8 @@ mod answers;
 mod attempts;
 mod crowd;
 mod features;
+mod groups;
+mod leaving;
 mod logprobs;
 mod parking;
 mod persist;
@@ -78,6 +80,8 @@ pub struct Batcher {
     pending: VecDeque<Pending>,
     /// Whether the next step is waited for, because a step failed or could not be submitted.
     is_careful: bool,
+    /// The error of the step under way that failed, until the next step is run.
+    failure: String,
     /// Parked sequences, in the same order. All of them started after those that run.
     parked: VecDeque<Running>,
     /// Counts of parking so far.
@@ -122,6 +126,7 @@ impl Batcher {
             running: Vec::new(),
             pending: VecDeque::new(),
             is_careful: false,
+            failure: String::new(),
             parked: VecDeque::new(),
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
@@ -265,7 +270,8 @@ impl Batcher {
         }
     }
 
-    /// Admits requests, advances every answer by a token and prompts by chunks, and returns what happened.
+    /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers advance,
+    /// or those of one group (`groups.rs`).
     pub fn step(&mut self, now: Instant) -> Vec<(RequestId, BatchEvent)> {
         self.expire(now);
         self.bring_back();
@@ -275,11 +281,14 @@ impl Batcher {
         self.catch_up();
         if self.goes_ahead() {
             self.step_ahead();
+        } else if self.goes_in_groups() {
+            self.step_groups();
         } else {
             self.settle();
             self.is_careful = false;
             self.decode();
             self.prefill();
+            self.failure.clear();
         }
         self.end_refused();
         self.turn = self.turn.wrapping_add(1);
@@ -405,45 +414,5 @@ impl Batcher {
             }
             Err(error) => Some(BatchEvent::Failed(error)),
         }
-    }
-
-    fn end(&mut self, i: usize, event: BatchEvent) {
-        let id = self.leave(i);
-        self.emit(id, event);
-    }
-
-    fn fail(&mut self, i: usize, error: EngineError) {
-        self.end(i, BatchEvent::Failed(error));
-    }
-
-    /// Removes a sequence from the batch and takes its memory back. Its tokens up to its last kept state are
-    /// remembered.
-    fn leave(&mut self, i: usize) -> RequestId {
-        let mut running = self.running.remove(i);
-        self.remember_answer(&mut running);
-        let id = running.id;
-        self.give_back(running);
-        self.forget_unwanted();
-        id
-    }
-
-    /// Remembers the tokens of a sequence up to its last kept state.
-    fn remember_answer(&mut self, running: &mut Running) {
-        let cache = self.engine.cache_mut();
-        if let Some((at, state)) = running.rolling.take() {
-            self.prefixes.remember(cache, &running.key(at), &running.cache, Some(state));
-        } else if self.options.reuse_generated && !cache.spec().is_recurrent() && running.shares_prefixes() {
-            let whole = running.cache.len() / keel_cache::BLOCK * keel_cache::BLOCK;
-            self.prefixes.remember(cache, &running.key(whole), &running.cache, None);
-        }
-    }
-
-    /// Takes back the memory of a sequence that has ended.
-    fn give_back(&mut self, mut running: Running) {
-        self.let_go_of_pictures(&mut running);
-        if let Some(speculation) = &running.speculation {
-            self.speculation.add(speculation.counters());
-        }
-        self.engine.cache_mut().release(running.cache);
     }
 }

@@ -38,6 +38,8 @@ pub(super) struct Running {
     pub speculation: Option<Speculation>,
     /// Its part in steps under way.
     pub ahead: Ahead,
+    /// The turn of the batch in which it was in a group's step last.
+    pub last_turn: usize,
     pub pictures: Pictures,
     /// The values to read of the prompt instead of an answer.
     pub reading: Option<Reading>,
@@ -95,6 +97,7 @@ impl Running {
             awaits_mask: false,
             speculation: None,
             ahead: Ahead::default(),
+            last_turn: 0,
             pictures: Pictures::default(),
             reading: request.readout.map(Reading::new),
             max_tokens: request.max_tokens,
@@ -235,8 +238,10 @@ impl Running {
     /// Whether it would make drafts in a round of `sequences` sequences after the steps under way.
     pub fn wants_drafts(&self, engine: &Engine, keeps_state: bool, sequences: usize) -> bool {
         let Some(speculation) = &self.speculation else { return false };
-        let standing = (self.cache.len(), self.rows_max(keeps_state));
-        engine.wants_drafts((speculation, &self.chooser), standing, sequences, self.ahead.draws)
+        let ahead = self.ahead.draws;
+        let left = self.rows_max(keeps_state).saturating_sub(ahead);
+        let most = engine.drafts_max(&self.chooser, self.cache.len() + ahead, left);
+        engine.wants_drafts(speculation, most, sequences, ahead)
     }
 
     /// How many rows the head lags behind after the steps under way, if it drafts.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache, Settled};
+use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache, Settled, SlotId};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
@@ -20,6 +20,7 @@ use serde_json::Value;
 
 use crate::crew::DeviceThread;
 use crate::eyes::{self, Eyes, Look, Looked, PatchGrid};
+use crate::groups::Groups;
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RowResults};
 use crate::split::{self, PlacedPart};
@@ -36,6 +37,8 @@ pub use ready::LateWork;
 pub struct Engine {
     /// Steps under way, the oldest first. They end before the memory below is freed.
     pub(crate) under_way: VecDeque<StepUnderWay>,
+    /// Steps of groups in a pipeline. They end before the devices' threads do.
+    pub(crate) groups: Groups,
     /// The step taken last.
     pub(crate) taken: Taken,
     pub(crate) step_timer: StepTimer,
@@ -145,6 +148,7 @@ impl Engine {
         let costs = Costs::new(stepper.buckets());
         let mut engine = Engine {
             under_way: VecDeque::new(),
+            groups: Groups::default(),
             taken: Taken::default(),
             step_timer: StepTimer::default(),
             tickets: 0,
@@ -186,8 +190,9 @@ impl Engine {
         &self.cache
     }
 
-    /// The storage of sequences, to save, rewind or fork one.
+    /// The storage of sequences, to save, rewind or fork one. Waits for steps of groups under way.
     pub fn cache_mut(&mut self) -> &mut ModelCache {
+        self.finish_groups();
         &mut self.cache
     }
 
@@ -196,7 +201,7 @@ impl Engine {
     /// # Errors
     /// All sequences are in use.
     pub fn open(&mut self) -> Result<SequenceCache> {
-        Ok(self.cache.open()?)
+        Ok(self.cache_mut().open()?)
     }
 
     /// Ends a sequence and takes its memory back.
@@ -303,7 +308,7 @@ impl Engine {
             return self.run_split(kind, rows, None);
         }
         let ended = self.step_for(kind, rows)?.run();
-        ended.map_err(|failed| self.note_failed(kind, rows, failed))
+        ended.map_err(|failed| self.note_failed(kind, slots_of(rows), failed))
     }
 
     /// As [`Engine::run`]. Returns the `count` tokens that the step draws; they come to the host with it.
@@ -322,7 +327,7 @@ impl Engine {
             self.run_split(kind, rows, Some((&drawn, &mut bytes)))?;
         } else {
             let ended = self.step_for(kind, rows)?.submit(&drawn).wait(&mut bytes);
-            ended.map_err(|failed| self.note_failed(kind, rows, failed))?;
+            ended.map_err(|failed| self.note_failed(kind, slots_of(rows), failed))?;
         }
         Ok(ids_of(&bytes))
     }
@@ -337,12 +342,16 @@ impl Engine {
     }
 
     /// Records what a failed step did to its sequences.
-    fn note_failed(&mut self, kind: StepKind, rows: &[Rows<'_>], failed: Box<FailedRun>) -> EngineError {
+    pub(crate) fn note_failed(
+        &mut self,
+        kind: StepKind,
+        slots: Vec<SlotId>,
+        failed: Box<FailedRun>,
+    ) -> EngineError {
         let (settled, commits_rows) = match kind.outcome {
             Outcome::Commit(settled) => (settled, false),
             _ => (Settled::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
         };
-        let slots = rows.iter().map(|row| row.sequence.slot());
         self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);
         ArrayError::from(failed).into()
     }
@@ -407,6 +416,10 @@ impl Engine {
     pub fn logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         self.stepper.read_logits(row, logits)
     }
+}
+
+fn slots_of(rows: &[Rows<'_>]) -> Vec<SlotId> {
+    rows.iter().map(|row| row.sequence.slot()).collect()
 }
 
 /// The cache of all devices, and each one's layers in it.

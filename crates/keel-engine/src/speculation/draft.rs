@@ -1,5 +1,6 @@
 //! Passes of the multi-token-prediction (MTP) head.
 
+use std::cmp::Reverse;
 use std::time::Instant;
 
 use keel_array::sampling::Draw;
@@ -7,9 +8,10 @@ use keel_array::{RUNS_MAX, Regime};
 use keel_cache::SequenceCache;
 
 use super::Speculation;
+use super::passes::Passes;
 use super::round::{Part, RoundSequence};
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
-use crate::step::{Outcome, Rows, StepKind};
+use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::under_way::RunUnderWay;
 use crate::{Engine, Result};
 
@@ -89,23 +91,30 @@ impl Engine {
     }
 
     /// Makes the drafts of each sequence. The first pass of the head runs the rows that it lags behind. Each later pass
-    /// runs its own last result and the draft made from it. The pass before leaves both in place unless the set of
-    /// sequences changes.
-    pub(super) fn draft(&mut self, batch: &mut [RoundSequence<'_>], parts: &mut [Part]) -> Result<()> {
+    /// runs its own last result and the draft made from it. The pass before leaves both in place: sequences with the most
+    /// drafts come first, so the rows of a pass are the first rows of the pass before.
+    ///
+    /// With `passes` they are only submitted, and the drafts are not known yet.
+    pub(super) fn draft(
+        &mut self,
+        batch: &mut [RoundSequence<'_>],
+        parts: &mut [Part],
+        mut passes: Option<&mut Passes>,
+    ) -> Result<()> {
         let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
         if deepest == 0 {
             return Ok(());
         }
         let (width, mut logits) = (self.model.config.hidden, Vec::new());
-        // The sequences of the last pass, in its order.
-        let mut before: Vec<usize> = Vec::new();
+        let mut order: Vec<usize> = (0..batch.len()).collect();
+        order.sort_by_key(|&i| Reverse(parts[i].depth));
+        order.iter().enumerate().for_each(|(row, &i)| parts[i].row = row);
         for pass in 0..deepest {
             let start = Instant::now();
-            let active: Vec<usize> = (0..batch.len()).filter(|&i| parts[i].depth > pass).collect();
-            let stays = active == before;
-            let is_drawn = stays && active.iter().all(|&i| parts[i].draws.is_some());
+            let active = &order[..order.partition_point(|&i| parts[i].depth > pass)];
+            let at = if pass > 0 && passes.is_some() { TokensAt::Head } else { TokensAt::Host };
             let (mut input, mut rows) = (Vec::new(), Vec::with_capacity(active.len()));
-            for &i in &active {
+            for &i in active {
                 let (RoundSequence { cache, speculation, .. }, part) = (&batch[i], &parts[i]);
                 let Some(speculation) = speculation else { unreachable!("it makes drafts") };
                 let (first, tokens) = if pass == 0 {
@@ -114,16 +123,20 @@ impl Engine {
                     assert!(!tokens.is_empty(), "a draft begins with the row after which it is made");
                     (cache.len() - tokens.len(), tokens)
                 } else {
-                    if let Some(row) = before.iter().position(|&of| of == i).filter(|_| !stays) {
-                        self.stepper.append_draft_hidden(row, &mut input)?;
-                    }
                     (cache.len() + pass - 1, &part.drafts[pass - 1..])
                 };
                 let draws: &[Draw] = if part.draws.is_some() { &[Draw::GREATEST] } else { &[] };
-                rows.push(Rows { first, draws, is_drawn, ..Rows::behind(cache, tokens) });
+                rows.push(Rows { first, draws, at, ..Rows::behind(cache, tokens) });
             }
-            if !stays {
+            if pass == 0 {
                 self.write_draft_input(&input)?;
+            }
+            if let Some(passes) = &mut passes {
+                self.submit_pass(Outcome::Draft, &rows, passes)?;
+                self.stepper.keep_drafts(pass, active.len())?;
+                // Token 0 stands for each draft until it is known.
+                active.iter().for_each(|&i| parts[i].drafts.push(0));
+                continue;
             }
             let drawn = self.run_and_draw(StepKind::decode(Outcome::Draft), &rows, active.len())?;
             for (row, &i) in active.iter().enumerate() {
@@ -139,8 +152,7 @@ impl Engine {
                 };
                 parts[i].drafts.push(draft);
             }
-            before = active;
-            self.costs.note_draft(before.len(), start.elapsed().as_secs_f64());
+            self.costs.note_draft(active.len(), start.elapsed().as_secs_f64());
         }
         batch.iter_mut().for_each(|sequence| sequence.chooser.retract());
         Ok(())

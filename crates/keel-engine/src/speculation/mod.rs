@@ -23,6 +23,7 @@ mod choose;
 mod counters;
 mod depth;
 mod draft;
+mod passes;
 mod round;
 
 pub use choose::{Choice, Chooser, SamplerChooser};

@@ -16,8 +16,9 @@ use keel_cache::SequenceCache;
 
 use super::Speculation;
 use super::choose::Chooser;
+use super::passes::Passes;
 use crate::batch::MASK_PATIENCE;
-use crate::step::{Outcome, Rows, StepKind};
+use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::under_way::StepTime;
 use crate::{Engine, EngineError, Result};
 
@@ -59,6 +60,8 @@ pub(super) struct Part {
     pub depth: usize,
     /// The drafts.
     pub drafts: Vec<u32>,
+    /// Its row in passes of the MTP head.
+    pub row: usize,
     /// How the pass of the model draws a token after each row; `None` if the chooser reads the logits.
     pub draws: Option<Vec<Draw>>,
     /// How many rows, which the head lagged behind, were run in a pass of their own.
@@ -134,27 +137,27 @@ impl Engine {
                     speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows())
                 });
                 let (drafts, draws) = (Vec::new(), None);
-                Part { depth, drafts, draws, caught_up: 0, failure: None, was_named: false, lag_values: 0 }
+                let (row, caught_up, lag_values) = (0, 0, 0);
+                Part { depth, drafts, row, draws, caught_up, failure: None, was_named: false, lag_values }
             })
             .collect()
     }
 
     /// How many drafts a sequence may make after its first `len` tokens, if it may still be given `tokens_max` tokens.
-    fn drafts_max(&self, chooser: &dyn Chooser, len: usize, tokens_max: usize) -> usize {
+    pub(crate) fn drafts_max(&self, chooser: &dyn Chooser, len: usize, tokens_max: usize) -> usize {
         let room = self.options.context.saturating_sub(len).min(tokens_max).saturating_sub(1);
         if chooser.can_draft() { self.options.drafts.min(room) } else { 0 }
     }
 
-    /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each with
-    /// one row of it. Until it does, steps may run ahead.
+    /// Whether a sequence would make drafts, at most `most`, in a round of `sequences` sequences after `ahead` steps under
+    /// way, each with one row of it. Until it does, steps may run ahead.
     pub(crate) fn wants_drafts(
         &self,
-        (speculation, chooser): (&Speculation, &dyn Chooser),
-        (len, tokens_max): (usize, usize),
+        speculation: &Speculation,
+        most: usize,
         sequences: usize,
         ahead: usize,
     ) -> bool {
-        let most = self.drafts_max(chooser, len + ahead, tokens_max.saturating_sub(ahead));
         speculation.wants_drafts(&self.costs, sequences, most, ahead)
     }
 
@@ -196,12 +199,14 @@ impl Engine {
                 part.caught_up = self.catch_up(sequence.cache, speculation, part.depth)?;
             }
         }
-        let start = Instant::now();
-        self.draft(batch, parts)?;
-        let drafting = start.elapsed();
-        let start = Instant::now();
-        let drawn = self.verify(batch, parts)?;
-        let verifying = start.elapsed();
+        let (drawn, [drafting, verifying]) = if self.queues_passes(parts) {
+            self.run_queued(batch, parts)?
+        } else {
+            let start = Instant::now();
+            self.draft(batch, parts, None)?;
+            let (drafting, start) = (start.elapsed(), Instant::now());
+            (self.verify(batch, parts, None)?, [drafting, start.elapsed()])
+        };
         let start = Instant::now();
         let judged = self.judge(batch, parts, &drawn).inspect_err(|_| {
             // The pass has committed the rows of the round before. Its own rows are taken back.
@@ -213,14 +218,24 @@ impl Engine {
     }
 
     /// Runs the last token of each sequence and its drafts. Returns the tokens that the device drew after these rows.
-    fn verify(&mut self, batch: &[RoundSequence<'_>], parts: &[Part]) -> Result<Vec<u32>> {
+    /// With `passes` they are only submitted.
+    pub(super) fn verify(
+        &mut self,
+        batch: &[RoundSequence<'_>],
+        parts: &[Part],
+        passes: Option<&mut Passes>,
+    ) -> Result<Vec<u32>> {
         let tokens: Vec<Vec<u32>> =
             batch.iter().zip(parts).map(|(s, part)| [&[s.last][..], &part.drafts].concat()).collect();
         let rows = batch.iter().zip(&tokens).zip(parts).map(|((s, tokens), part)| Rows {
             draws: part.draws.as_deref().unwrap_or(&[]),
+            at: if passes.is_some() { TokensAt::Drafts(part.row) } else { TokensAt::Host },
             ..Rows::behind(s.cache, tokens)
         });
         let rows: Vec<Rows<'_>> = rows.collect();
+        if let Some(passes) = passes {
+            return self.submit_pass(Outcome::OpenRows, &rows, passes).map(|()| Vec::new());
+        }
         let count = tokens.iter().map(Vec::len).sum();
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };

@@ -26,8 +26,8 @@ use results::{Results, read_ids, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
 use sight::SightStaging;
-pub(crate) use staging::Rows;
 use staging::Staging;
+pub(crate) use staging::{Rows, TokensAt};
 
 /// How many prepared steps are kept besides those of the list. Shapes that serving does not need replace each other.
 const OTHERS_MAX: usize = 32;
@@ -233,17 +233,18 @@ impl Stepper {
         self.step(runtime, model, cache, shape)
     }
 
-    /// The step over a chunk of a prompt without pictures, and what to write before it runs. Other steps may run before.
-    pub fn chunk_for(
+    /// The step over rows without pictures, and what to write before it runs. Other steps may run before.
+    pub fn queued_step(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
-        outcome: Outcome,
-        rows: &Rows<'_>,
+        kind: StepKind,
+        rows: &[Rows<'_>],
     ) -> Result<(Executable, Filling)> {
-        let shape = self.buckets.fit(StepKind::prefill(outcome), rows.tokens.len(), 1);
-        let filling = self.staging.filling(std::slice::from_ref(rows), shape, false);
+        let count = rows.iter().map(|row| row.tokens.len()).sum();
+        let shape = self.buckets.fit(kind, count, rows.len());
+        let filling = self.staging.filling(rows, shape, false);
         Ok((self.step(runtime, model, cache, shape)?.clone(), filling))
     }
 
@@ -261,7 +262,7 @@ impl Stepper {
         kind: StepKind,
         rows: &[Rows<'_>],
     ) -> Result<PendingRun> {
-        let drawn = self.drawn(kind, rows.len())?;
+        let drawn = self.drawn(kind, kind.outcome.tokens_drawn(rows))?;
         Ok(self.step_for(runtime, model, cache, kind, rows)?.submit(&drawn))
     }
 
@@ -338,7 +339,7 @@ impl Stepper {
         read_ids(&self.staging.drawn(Regime::Decode, sequences)?, sequences)
     }
 
-    /// The place in the pool of the token that row `row` of a step draws, for [`Rows::drawn_at`].
+    /// The place in the pool of the token that row `row` of a step draws, for [`TokensAt::Pool`].
     pub fn place(&self, regime: Regime, row: usize) -> usize {
         self.staging.place(regime, row)
     }
@@ -382,10 +383,10 @@ impl Stepper {
         read_settled_rows(&self.results.draft()?.rows, 0, rows, hidden)
     }
 
-    /// Appends the hidden state of sequence `row` of the last step with [`Outcome::Draft`].
-    pub fn append_draft_hidden(&self, row: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
-        append_rows(&head.hidden, row, 1, hidden)
+    /// Keeps the drafts of the first `rows` rows of the step with [`Outcome::Draft`] that was submitted last, for
+    /// [`TokensAt::Drafts`]. It was number `pass` of a round.
+    pub fn keep_drafts(&self, pass: usize, rows: usize) -> Result<()> {
+        self.staging.keep_drafts(pass, rows)
     }
 
     /// Sets the hidden states for the rows of a step with [`Outcome::Draft`] or [`Outcome::HeadState`].

@@ -3,6 +3,8 @@
 use keel_array::Regime;
 use keel_cache::Settled;
 
+use super::staging::Rows;
+
 /// Where the hidden states of a step are kept. Two steps may be under way, and take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HiddenPlace {
@@ -50,6 +52,14 @@ pub(crate) enum Outcome {
 impl Outcome {
     /// Commits in all layers.
     pub const COMMIT: Outcome = Outcome::Commit(Settled { windows: 0, states: 0 });
+
+    /// How many tokens a step of these rows draws: one after each row that is left open, else one for each sequence.
+    pub fn tokens_drawn(self, rows: &[Rows<'_>]) -> usize {
+        match self {
+            Outcome::OpenRows => rows.iter().map(|row| row.tokens.len()).sum(),
+            _ => rows.len(),
+        }
+    }
 }
 
 /// What a step computes, and in which regime.
@@ -85,5 +95,11 @@ pub(crate) struct StepShape {
 impl StepShape {
     pub fn kind(self) -> StepKind {
         StepKind { regime: self.regime, outcome: self.outcome }
+    }
+
+    /// Whether its rows find their tokens in the pool.
+    pub fn is_pooled(self) -> bool {
+        let runs_model = matches!(self.outcome, Outcome::LastLogits | Outcome::Ahead | Outcome::OpenRows);
+        self.regime == Regime::Decode && runs_model
     }
 }

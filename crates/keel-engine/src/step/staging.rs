@@ -7,7 +7,7 @@ use keel_models::HybridModel;
 use keel_models::blocks::TurnPositions;
 
 use super::filling::Filling;
-use super::{Buckets, Outcome, StepShape};
+use super::{Buckets, StepShape};
 use crate::Result;
 use crate::options::EngineOptions;
 
@@ -23,18 +23,27 @@ pub(crate) struct Rows<'a> {
     pub draws: &'a [Draw],
     /// How many open rows of the step before stay. This step commits them.
     pub accepted: usize,
-    /// Whether the tokens are on the device already: the last pass of the MTP head drew them, for the same sequences in
-    /// the same order.
-    pub is_drawn: bool,
-    /// Place in the pool ([`Staging::place`]) of the token that a step under way draws.
-    pub drawn_at: Option<usize>,
+    pub at: TokensAt,
+}
+
+/// Where the tokens of a sequence's rows come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TokensAt {
+    /// The host writes them.
+    Host,
+    /// The only token is in the pool, at this place ([`Staging::place`]): a step under way draws it.
+    Pool(usize),
+    /// The last pass of the MTP head has drawn the only token, in the same row. So it is for all rows of the step.
+    Head,
+    /// The host writes the first token. The others are in the pool: passes of the MTP head drew them, in this row.
+    Drafts(usize),
 }
 
 impl<'a> Rows<'a> {
     /// Rows after the tokens that the sequence holds.
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
-        Rows { sequence, tokens, first, next: None, draws: &[], accepted, is_drawn: false, drawn_at: None }
+        Rows { sequence, tokens, first, next: None, draws: &[], accepted, at: TokensAt::Host }
     }
 }
 
@@ -43,11 +52,13 @@ pub(super) struct Staging {
     /// Tokens of the rows of a step. A pass of the MTP head leaves the tokens that it drew here, for its next pass.
     pub tokens: Array,
     /// Tokens for the rows of a decode step: those that the host writes, then those that the last decode step drew,
-    /// then those that the last step of prompts drew. u32 `[2 sequences + prompts]`.
+    /// then those that the last step of prompts drew, then the drafts of each pass of the MTP head. u32 `[decode rows +
+    /// sequences + prompts + drafts sequences]`.
     pool: Array,
-    /// The place in the pool of each decode row's token, u32 `[sequences]`.
+    /// The place in the pool of each decode row's token, u32 `[decode rows]`.
     source: Array,
     sequences: usize,
+    prompts: usize,
     pub positions: Array,
     /// Rotary positions, where long sequences use other frequencies.
     turns: Option<TurnPositions>,
@@ -105,9 +116,13 @@ impl Staging {
         };
         Ok(Staging {
             tokens: input(&[rows], DType::U32)?,
-            pool: input(&[2 * sequences + buckets.prompts()], DType::U32)?,
-            source: input(&[sequences], DType::U32)?,
+            pool: input(
+                &[options.decode_rows() + buckets.prompts() + (1 + options.drafts) * sequences],
+                DType::U32,
+            )?,
+            source: input(&[options.decode_rows()], DType::U32)?,
             sequences,
+            prompts: buckets.prompts(),
             positions: input(&[rows], DType::I32)?,
             turns,
             row_start: input(&[sequences + 1], DType::U32)?,
@@ -141,17 +156,31 @@ impl Staging {
         Ok((batch, window_batch))
     }
 
-    /// The tokens that the rows of a decode step run, taken from the pool.
-    pub fn decoded(&self, rows: usize) -> Result<Array> {
-        Ok(self.pool.take(&self.source.prefix(rows)?)?)
+    /// The tokens that the rows of a step of this shape run.
+    pub fn tokens_of(&self, shape: StepShape) -> Result<Array> {
+        if shape.is_pooled() {
+            return Ok(self.pool.take(&self.source.prefix(shape.rows)?)?);
+        }
+        Ok(self.tokens.prefix(shape.rows)?)
     }
 
     /// The place in the pool of the token that row `row` of a step draws.
     pub fn place(&self, regime: Regime, row: usize) -> usize {
+        let decoded = self.source.shape()[0];
         match regime {
-            Regime::Decode => self.sequences + row,
-            Regime::Prefill => 2 * self.sequences + row,
+            Regime::Decode => decoded + row,
+            Regime::Prefill => decoded + self.sequences + row,
         }
+    }
+
+    /// The place in the pool of the draft that row `row` of pass number `pass` of the MTP head makes.
+    fn place_of_draft(&self, pass: usize, row: usize) -> usize {
+        self.place(Regime::Prefill, self.prompts) + pass * self.sequences + row
+    }
+
+    /// Copies the drafts of the first `rows` rows of the last pass of the MTP head, number `pass`, to the pool.
+    pub fn keep_drafts(&self, pass: usize, rows: usize) -> Result<()> {
+        Ok(self.tokens.copy_elements(0, &self.pool, self.place_of_draft(pass, 0), rows)?)
     }
 
     /// The pool entries in which the first `rows` rows of a step put their tokens.
@@ -161,10 +190,17 @@ impl Staging {
 
     /// The host's tokens for the pool, and each decode row's place in it.
     fn for_pool(&self, rows: &[Rows<'_>], shape: StepShape, filling: &mut Filling) {
-        let tokens = rows.iter().flat_map(|row| row.tokens).copied().collect();
+        let tokens: Vec<u32> = rows.iter().flat_map(|row| row.tokens).copied().collect();
+        let all = rows.iter().flat_map(|row| (0..row.tokens.len()).map(|i| (row.at, i)));
+        let place = |(row, (at, i)): (usize, (TokensAt, usize))| match at {
+            TokensAt::Pool(place) => place,
+            TokensAt::Drafts(of) if i > 0 => self.place_of_draft(i - 1, of),
+            _ => row,
+        };
+        let mut source: Vec<u32> = all.enumerate().map(|row| place(row) as u32).collect();
+        source.extend(source.len() as u32..shape.rows as u32);
         filling.add(&self.pool, padded(tokens, shape.rows, 0));
-        let source = |i: usize| rows.get(i).and_then(|row| row.drawn_at).unwrap_or(i) as u32;
-        filling.add(&self.source, (0..shape.rows).map(source).collect::<Vec<_>>());
+        filling.add(&self.source, source);
     }
 
     /// What the buffers hold for the rows of a step of this shape. The step draws a token after each row if `draws_rows`,
@@ -188,10 +224,9 @@ impl Staging {
             table.extend(sequence.pages().iter().map(|page| page.0));
             table.resize(row_start.len().saturating_sub(1) * pages, 0);
         }
-        let is_pooled = matches!(shape.outcome, Outcome::LastLogits | Outcome::Ahead);
-        if shape.regime == Regime::Decode && is_pooled {
+        if shape.is_pooled() {
             self.for_pool(rows, shape, &mut filling);
-        } else if !rows.iter().any(|row| row.is_drawn) {
+        } else if rows.iter().all(|row| row.at == TokensAt::Host) {
             filling.add(&self.tokens, padded(tokens, shape.rows, 0));
         }
         filling.add(&self.positions, padded(positions, shape.rows, 0));

@@ -31,12 +31,14 @@ impl Stepper {
         shape: StepShape,
     ) -> Result<Pairs> {
         let context = self.context(shape)?;
-        let tokens = self.staging.tokens.prefix(shape.rows)?;
+        let tokens = self.staging.tokens_of(shape)?;
         Ok(match shape.outcome {
-            // Only the device with the output head has results.
-            outcome if outcome.hands_on(model) => vec![self.trace_part(model, layers, shape, &context)?],
+            // Only the device with the output head has results. The others hand their hidden states on.
+            outcome if outcome.hands_on(model) => {
+                vec![(model.hand_on(&tokens, layers, &context)?, self.results.sent()?.clone())]
+            }
             Outcome::State | Outcome::LastLogits | Outcome::Ahead => {
-                self.trace_last(model, layers, shape, &context)?
+                self.trace_last(model, layers, shape, (&tokens, &context))?
             }
             Outcome::Hidden => {
                 vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
@@ -68,7 +70,7 @@ impl Stepper {
                     (logits, self.results.logits.prefix(shape.rows)?),
                 ]
             }
-            Outcome::Draft => self.trace_draft(model, layers, shape, &context)?,
+            Outcome::Draft => self.trace_draft(model, layers, shape, (&tokens, &context))?,
             Outcome::HeadState => {
                 let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
                 let own = &layers[model.blocks.len()..];
@@ -85,21 +87,6 @@ impl Stepper {
         })
     }
 
-    /// A step of a part of a model that is not its last: its hidden states go to the next device.
-    fn trace_part(
-        &self,
-        model: &HybridModel,
-        layers: &[LayerStorage],
-        shape: StepShape,
-        context: &StepContext,
-    ) -> Result<(Array, Array)> {
-        let tokens = match (shape.regime, shape.outcome) {
-            (Regime::Decode, Outcome::LastLogits) => self.staging.decoded(shape.rows)?,
-            _ => self.staging.tokens.prefix(shape.rows)?,
-        };
-        Ok((model.hand_on(&tokens, layers, context)?, self.results.sent()?.clone()))
-    }
-
     /// A step of a prompt or a plain decode step. Where sequences draft, a prompt also passes the MTP head, for its
     /// keys and values.
     fn trace_last(
@@ -107,14 +94,10 @@ impl Stepper {
         model: &HybridModel,
         layers: &[LayerStorage],
         shape: StepShape,
-        context: &StepContext,
+        (tokens, context): (&Array, &StepContext),
     ) -> Result<Pairs> {
-        let tokens = match shape.regime {
-            Regime::Prefill => self.staging.tokens.prefix(shape.rows)?,
-            Regime::Decode => self.staging.decoded(shape.rows)?,
-        };
         let last_rows = self.staging.last_rows.prefix(shape.sequences)?;
-        let hidden = model.hidden(&tokens, layers, context)?;
+        let hidden = model.hidden(tokens, layers, context)?;
         let last = hidden.take(&last_rows)?;
         let mut pairs = Vec::new();
         if shape.outcome != Outcome::State {
@@ -146,10 +129,9 @@ impl Stepper {
         model: &HybridModel,
         layers: &[LayerStorage],
         shape: StepShape,
-        context: &StepContext,
+        (tokens, context): (&Array, &StepContext),
     ) -> Result<Pairs> {
-        let tokens = self.staging.tokens.prefix(shape.rows)?;
-        let hidden = trace_mtp(model, layers, &self.draft_input(shape)?, &tokens, context)?;
+        let hidden = trace_mtp(model, layers, &self.draft_input(shape)?, tokens, context)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
         let logits = model.logits(&last)?;
         // The next pass of the same sequences reads the results there.

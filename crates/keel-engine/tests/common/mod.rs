@@ -10,6 +10,7 @@ pub mod forms;
 pub mod launch_faults;
 pub mod looking;
 pub mod queueing;
+pub mod rounds;
 pub mod splitting;
 
 use std::collections::BTreeMap;

@@ -80,6 +80,14 @@ pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
     (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
 }
 
+/// Fills the arena with NaN before the first kernel of a program.
+pub fn poison_arena(backend: &dyn Backend, launch: &Launch<'_>) {
+    if launch.has_arena() && launch.prepared().is_some_and(|piece| piece.first_kernel == 0) {
+        let arena = launch.arena();
+        backend.write(arena.memory(), 0, &vec![0xff; arena.bytes()]);
+    }
+}
+
 /// Kernels in a piece, for programs of more pieces than may be under way at a time.
 const PIECE: usize = 16;
 

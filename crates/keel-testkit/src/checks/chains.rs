@@ -181,7 +181,7 @@ fn product_then_bias(runtime: &Runtime) {
         (320, 384, DType::BF16, 0),
         (256, 256, DType::BF16, 1),
         (448, 320, DType::F16, 1),
-        (384, 264, DType::F16, 0),
+        (384, 448, DType::F16, 0),
         (72, 264, DType::F16, 0),
     ];
     for (n, k, dtype, first) in cases {

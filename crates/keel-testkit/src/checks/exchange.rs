@@ -22,7 +22,7 @@ fn on_each(runtimes: &[Runtime], work: impl Fn(usize, &Runtime) + Sync) {
 pub fn exchange(runtimes: &[Runtime]) {
     let count = runtimes.len();
     assert!(count > 1, "a group has several devices");
-    for shape in [&[1][..], &[3, 7], &[64, 33]] {
+    for shape in [&[1][..], &[3, 7], &[64, 33], &[65_537]] {
         let share = |rank: usize| {
             Tensor::from_fn(shape, |at| {
                 let i = at.iter().fold(rank * 131, |sum, index| sum * 3 + index * 7);

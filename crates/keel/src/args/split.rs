@@ -10,6 +10,10 @@ use crate::failure::usage;
 /// Most devices of a model.
 const DEVICES_MAX: usize = 64;
 
+/// Lets NCCL connect a GPU with itself, for tests. Each place in the list is compared with all free memory of the GPU, so
+/// give each a --memory-limit.
+const SHARED_GPU: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+
 /// Devices that share a model.
 #[derive(Clone, Debug, Default, Args)]
 pub struct SplitArgs {
@@ -155,13 +159,17 @@ impl SplitArgs {
     /// Refuses devices that cannot share a model.
     ///
     /// # Errors
-    /// A device is listed twice, GPUs and devices of the CPU are mixed, or there are too many.
+    /// A device is listed twice (a GPU may be, with NCCL_MULTI_RANK_GPU_ENABLE=1), GPUs and devices of the CPU are mixed,
+    /// or there are too many.
     pub fn check(&self) -> Result<()> {
         let all = self.list();
-        if let Some(twice) =
-            self.devices.iter().enumerate().find(|(i, member)| self.devices[..*i].contains(member))
-        {
-            return Err(usage(format!("--devices {all}: {} is listed twice", twice.1.name)));
+        let repeated =
+            self.devices.iter().enumerate().find(|(i, member)| self.devices[..*i].contains(member));
+        if let Some((_, Member { name, device })) = repeated {
+            let is_shared = *device != Device::Cpu && std::env::var(SHARED_GPU).is_ok_and(|set| set == "1");
+            if !is_shared {
+                return Err(usage(format!("--devices {all}: {name} is listed twice")));
+            }
         }
         if self.devices.len() > DEVICES_MAX {
             let count = self.devices.len();

@@ -73,7 +73,7 @@ fn chain_steps(op: &Op) -> Option<Cow<'_, [FusedStep]>> {
 const FOURS_MAX: usize = u32::MAX as usize - Geometry::THREADS_MAX;
 
 /// How far apart the rows of a chain's input are that is read four columns at a time.
-enum RowStep {
+pub(super) enum RowStep {
     /// In units of four columns. The rows begin at multiples of 16 bytes.
     Fours(usize),
     /// One row meets every row. It may begin at any value.
@@ -82,7 +82,7 @@ enum RowStep {
     OneValue,
 }
 
-fn row_step(input: &Layout) -> Option<RowStep> {
+pub(super) fn row_step(input: &Layout) -> Option<RowStep> {
     let rank = input.shape.rank();
     let stretched = |axes: usize| input.strides[..axes].iter().all(|&stride| stride == 0);
     if stretched(rank) {

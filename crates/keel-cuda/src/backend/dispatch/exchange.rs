@@ -1,14 +1,18 @@
 //! Exchanges with other devices, by NCCL on the device's stream. All devices come to them in the same order, each on a
 //! thread of its own; a graph may hold them.
 //!
-//! A sum of two arrays has the same bits in any order. The library adds more of them in an order that depends on sizes
-//! and connections, so in the deterministic mode the arrays are gathered in scratch and added by rank.
+//! Small arrays of a stage are added in one shot, in the order of ranks, where its devices reach each other's memory.
+//! The library adds the others. A sum of two arrays has the same bits in any order. The library adds more of them in an
+//! order that depends on sizes and connections, so in the deterministic mode the arrays are gathered in scratch and
+//! added by rank.
 
 use super::{Call, Geometry};
 use crate::backend::Mode;
-use crate::driver::{Arguments, Communicator, driver};
+use crate::backend::group::{CudaGroup, OneShot};
+use crate::driver::{Arguments, Communicator, ONE_SHOT_CONSTANTS, ONE_SHOT_THREADS, driver, one_shot_blocks};
 use crate::error::Result;
-use crate::kernels::{EXCHANGE, KernelKey};
+use crate::kernels::{EXCHANGE, KernelKey, ONE_SHOT_SUM};
+use crate::parameters::OneShotSum;
 use keel_array::{ArrayError, Kernel, Op, Peers};
 
 /// Whether the arrays of these devices are added by rank here.
@@ -44,24 +48,60 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             let copied = call.copy(from, y.address, count * size_of::<f32>());
             copied.map_err(|e| e.in_op(call.kernel.op.name()))
         }
-        Op::AllReduce { peers } if adds_by_rank(peers, call.mode) => {
-            let scratch = call.scratch;
-            // SAFETY: as above; the scratch has room for the arrays of all devices.
-            exchange(call, Some(peers), |c| unsafe { c.all_gather(from, scratch, count, device) })?;
-            let arguments =
-                Arguments::default().pointer(scratch).pointer(y.address).u64(count).u32(peers.count);
-            call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
-        }
-        Op::AllReduce { peers } => {
-            // SAFETY: as above.
-            exchange(call, Some(peers), |c| unsafe { c.all_reduce(from, y.address, count, device) })
-        }
+        Op::AllReduce { peers } => all_reduce(call, peers, from, count),
         Op::AllGather { peers } => {
             // SAFETY: as above; the result has room for the arrays of all devices.
             exchange(call, Some(peers), |c| unsafe { c.all_gather(from, y.address, count, device) })
         }
         ref op => unreachable!("{} is no exchange", op.name()),
     }
+}
+
+/// Puts the sum of the arrays of `peers`, `count` floats each, on the stream.
+fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<(), ArrayError> {
+    let (device, y) = (&*call.gpu.device, call.outputs[0].address);
+    if let Some(one_shot) = group(call).one_shot(peers, count) {
+        return add_in_one_shot(call, peers, &one_shot);
+    }
+    if !adds_by_rank(peers, call.mode) {
+        // SAFETY: the operands were checked against their memory, which the launch owns.
+        return exchange(call, Some(peers), |c| unsafe { c.all_reduce(from, y, count, device) });
+    }
+    let scratch = call.scratch;
+    // SAFETY: as above; the scratch has room for the arrays of all devices.
+    exchange(call, Some(peers), |c| unsafe { c.all_gather(from, scratch, count, device) })?;
+    let arguments = Arguments::default().pointer(scratch).pointer(y).u64(count).u32(peers.count);
+    call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
+}
+
+/// The kernel that adds small arrays of `count` devices.
+pub(in crate::backend) fn one_shot_key(count: usize) -> KernelKey {
+    let key = KernelKey::new(ONE_SHOT_SUM, "one_shot_sum").define("COUNT", count);
+    ONE_SHOT_CONSTANTS.into_iter().fold(key, |key, (name, value)| key.define(name, value))
+}
+
+/// Unlike the library's kernels this one waits for those before it and is waited for, as all of this crate. So kernels
+/// around it may overlap as usual.
+fn add_in_one_shot(call: &Call<'_>, peers: Peers, one_shot: &OneShot) -> Result<(), ArrayError> {
+    let n = call.inputs[0].len();
+    let blocks = one_shot_blocks(n);
+    let geometry = Geometry { grid: (blocks, 1, 1), block: (ONE_SHOT_THREADS, 1, 1), shared_bytes: 0 };
+    let parameters = OneShotSum {
+        x: call.inputs[0].address,
+        y: call.outputs[0].address,
+        n,
+        mailboxes: one_shot.mailboxes,
+        rank: one_shot.rank,
+        stop: one_shot.stop,
+    };
+    call.launch_described(&one_shot_key(peers.count), geometry, &parameters)
+}
+
+fn group<'a>(call: &Call<'a>) -> &'a CudaGroup {
+    let Some(membership) = &call.gpu.membership else {
+        unreachable!("`supports` refuses exchanges of a device without a group")
+    };
+    &membership.group
 }
 
 /// Puts the result of a send on the stream.
@@ -85,10 +125,7 @@ fn exchange(
     if call.gpu.is_listing() {
         return Ok(());
     }
-    let Some(membership) = &call.gpu.membership else {
-        unreachable!("`supports` refuses exchanges of a device without a group")
-    };
-    membership.group.with(peers, work).map_err(|e| e.in_op(call.kernel.op.name()))?;
+    group(call).with(peers, work).map_err(|e| e.in_op(call.kernel.op.name()))?;
     // The library's kernels wait for all kernels before them, and need not be followed by the kernel's own end: so the
     // next kernel must not start early.
     call.gpu.hold_next();

@@ -54,6 +54,9 @@ const CHANNELS_MAX: u64 = 64;
 /// Devices of a communicator with which one is connected to add and gather: its neighbours in a ring and in a tree.
 const NEIGHBOURS_MAX: u64 = 3;
 
+/// NCCL's setting against access to another device's memory.
+const P2P_DISABLE: &str = "NCCL_P2P_DISABLE";
+
 /// Makes the settings. The library reads them when it is first used.
 pub(crate) fn apply() {
     static ONCE: Once = Once::new();
@@ -72,6 +75,16 @@ pub(crate) fn apply() {
 /// A setting of the environment: the user's, or that of [`apply`].
 fn setting(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.trim().parse().ok()
+}
+
+/// Whether devices may write to each other's memory. The user forbids it where it does not work, as in some virtual
+/// machines.
+pub(crate) fn allows_peer_access() -> bool {
+    allows_peers(setting)
+}
+
+fn allows_peers(setting: impl Fn(&str) -> Option<u64>) -> bool {
+    setting(P2P_DISABLE).is_none_or(|value| value == 0)
 }
 
 /// The most bytes of a device's memory that a communicator of `devices` devices takes. Arrays also go to and from
@@ -127,6 +140,13 @@ mod tests {
         assert_eq!(set("NCCL_BUFFSIZE", 1 << 20), (16 * 8 + 8) * PAGE);
         assert_eq!(set("NCCL_MAX_NCHANNELS", u64::MAX), (64 * 9 + 8) * PAGE, "more than there are");
         assert!(set("NCCL_BUFFSIZE", u64::MAX) > 1 << 60, "no overflow");
+    }
+
+    #[test]
+    fn the_user_may_forbid_access_to_other_devices() {
+        assert!(allows_peers(|_| None));
+        assert!(allows_peers(|name| (name == "NCCL_P2P_DISABLE").then_some(0)));
+        assert!(!allows_peers(|name| (name == "NCCL_P2P_DISABLE").then_some(1)));
     }
 
     #[test]

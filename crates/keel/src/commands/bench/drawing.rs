@@ -32,6 +32,9 @@ impl Drawing {
     pub fn steps(self, engine: &mut Engine, sequences: &mut [SequenceCache], ids: &[u32]) -> Result<()> {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
         let draws = vec![self.draw(engine); all.len()];
+        if engine.groups(all.len()) > 1 {
+            return self.steps_in_groups(engine, &mut all, ids);
+        }
         match draws.iter().copied().collect::<Option<Vec<Draw>>>() {
             Some(draws) if engine.runs_ahead() => {
                 let first = vec![ids.first().copied().unwrap_or_default(); draws.len()];
@@ -39,9 +42,45 @@ impl Drawing {
             }
             _ => ids.iter().try_for_each(|&id| {
                 engine.decode_and_draw(&mut all, &vec![id; draws.len()], &draws)?;
-                if self == Drawing::Host { draw_on_host(engine, draws.len()) } else { Ok(()) }
+                if self != Drawing::Host {
+                    return Ok(());
+                }
+                draw_on_host(draws.len(), |row, logits| engine.logits(row, logits))
             }),
         }
+    }
+
+    /// The same in a pipeline, with a step of each group of sequences under way.
+    fn steps_in_groups(
+        self,
+        engine: &mut Engine,
+        sequences: &mut [&mut SequenceCache],
+        ids: &[u32],
+    ) -> Result<()> {
+        let (draw, by_host) = (self.draw(engine), self == Drawing::Host);
+        let size = sequences.len().div_ceil(engine.groups(sequences.len()));
+        let groups = sequences.len().div_ceil(size);
+        let mut under_way = VecDeque::new();
+        let all = ids.iter().flat_map(|id| (0..groups).map(move |group| (*id, group)));
+        // The steps of each group that are left at the end are only taken.
+        for step in all.map(Some).chain(std::iter::repeat_n(None, groups)) {
+            let (first, is_full) = (under_way.front().copied(), under_way.len() == groups);
+            if let Some((ticket, group)) = first.filter(|_| is_full || step.is_none()) {
+                under_way.pop_front();
+                engine.take(ticket)?;
+                let taken = group_of(sequences, group, size);
+                taken.iter_mut().for_each(|sequence| sequence.advance(1));
+                if by_host {
+                    draw_on_host(taken.len(), |row, logits| engine.kept_logits(row, logits))?;
+                }
+            }
+            let Some((id, group)) = step else { continue };
+            let work = group_of(sequences, group, size).iter_mut();
+            let work =
+                work.map(|sequence| Work { sequence, ahead: 0, rows: WorkRows::Token(id), draw, by_host });
+            under_way.push_back((engine.submit(&mut work.collect::<Vec<_>>())?, group));
+        }
+        Ok(())
     }
 
     /// The drawing that the device executes, if any.
@@ -97,10 +136,20 @@ pub fn run_ahead(
     Ok(())
 }
 
-fn draw_on_host(engine: &Engine, rows: usize) -> Result<()> {
+/// The sequences of a group, the last of which may be smaller.
+fn group_of<T>(all: &mut [T], group: usize, size: usize) -> &mut [T] {
+    let end = all.len().min((group + 1) * size);
+    &mut all[group * size..end]
+}
+
+/// Draws a token for each row. `read` gives its logits.
+fn draw_on_host(
+    rows: usize,
+    mut read: impl FnMut(usize, &mut Vec<f32>) -> keel_engine::Result<()>,
+) -> Result<()> {
     let (mut sampler, mut logits) = (Sampler::new(sampled(), &[])?, Vec::new());
     for row in 0..rows {
-        engine.logits(row, &mut logits)?;
+        read(row, &mut logits)?;
         sampler.sample(&mut logits);
     }
     Ok(())

@@ -2,6 +2,7 @@
 //! absorbs the product.
 
 use super::super::Call;
+use super::super::elementwise::{RowStep, row_step};
 use super::blas::with_bias;
 use keel_array::{ArrayError, Binary, FusedStep, Kernel, Op, Source, WeightSpec};
 
@@ -19,9 +20,7 @@ impl Biased {
     pub fn of(chain: &Kernel, product: usize, weight: &WeightSpec) -> Option<Biased> {
         let sum = Biased::by_steps(&chain.op, product)?;
         let y = &chain.outputs[0].layout;
-        let bias = &chain.inputs[sum.bias].layout;
-        let stretched = bias.shape.rank().checked_sub(1).map(|rows| &bias.strides[..rows])?;
-        let is_row = bias.strides.last() == Some(&1) && stretched.iter().all(|&stride| stride == 0);
+        let is_row = matches!(row_step(&chain.inputs[sum.bias].layout), Some(RowStep::OneRow));
         let is_whole = sum.residual.is_none_or(|i| chain.inputs[i].layout == *y);
         (is_row && is_whole && y.is_contiguous() && y.shape.last() == Some(&weight.rows)).then_some(sum)
     }

@@ -1,0 +1,90 @@
+//! Sums of small arrays without NCCL.
+
+use super::CudaGroup;
+use crate::driver::{Device, MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, mailbox_bytes};
+use crate::error::Result;
+use keel_array::Peers;
+use std::sync::Arc;
+
+/// How a device adds a small array to those of its stage.
+#[derive(Clone, Debug)]
+pub(in crate::backend) struct OneShot {
+    /// Addresses, by rank in the stage; 0 for those beyond the last.
+    pub mailboxes: [u64; MAILBOXES_MAX],
+    /// The device's rank in the stage.
+    pub rank: usize,
+    /// Address of the word that stops its kernel.
+    pub stop: u64,
+}
+
+impl CudaGroup {
+    /// How many devices add small arrays with this one, itself included; `None` if a plan counts no mailboxes for them.
+    pub(in crate::backend) fn mailboxes(&self) -> Option<usize> {
+        (mailbox_bytes(self.shares) > 0).then_some(self.shares)
+    }
+
+    /// Opens the mailboxes of a stage whose first rank is `first`, or resets them.
+    pub(super) fn connect_mailboxes(&self, first: usize, devices: &[Arc<Device>]) -> Result<()> {
+        let before = self.seat(first).mailboxes.clone().filter(|mailboxes| mailboxes.are_of(devices));
+        let mailboxes = match before {
+            Some(mailboxes) => mailboxes.reset().map(|()| Some(mailboxes))?,
+            None => Mailboxes::open(devices).unwrap_or_else(|error| {
+                tracing::warn!("small sums take NCCL: the devices' mailboxes cannot be opened: {error}");
+                None
+            }),
+        };
+        for rank in first..first + devices.len() {
+            let replaced = std::mem::replace(&mut self.seat(rank).mailboxes, mailboxes.clone());
+            // Not while the seat is locked: the last one waits for the devices, which look at their seats.
+            drop(replaced);
+        }
+        Ok(())
+    }
+
+    /// Whether mailboxes have room for arrays of `elements` floats of `peers`. The same for all of them, so all choose
+    /// alike.
+    fn is_one_shot(&self, peers: Peers, elements: usize) -> bool {
+        peers == self.stage() && elements <= ONE_SHOT_BYTES_MAX / size_of::<f32>()
+    }
+
+    /// How to add arrays of `elements` floats with `peers` by mailboxes; `None` if NCCL adds them.
+    pub(in crate::backend) fn one_shot(&self, peers: Peers, elements: usize) -> Option<OneShot> {
+        if !self.is_one_shot(peers, elements) {
+            return None;
+        }
+        let seat = self.seat(self.rank);
+        // Mailboxes outlast a failure. They are reset before the devices are connected again.
+        let mailboxes = seat.mailboxes.as_ref().filter(|_| seat.all.is_some())?;
+        let rank = self.rank - peers.first;
+        Some(OneShot { mailboxes: mailboxes.addresses(), rank, stop: mailboxes.stop_address(rank) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{Messages, communicator_bytes};
+
+    #[test]
+    fn small_sums_of_a_stage_take_mailboxes() {
+        let groups = CudaGroup::of(4, 2);
+        let stage = |first| Peers { first, count: 2 };
+        for (group, first) in groups.iter().zip([0, 0, 2, 2]) {
+            assert!(group.is_one_shot(stage(first), 1) && group.is_one_shot(stage(first), 65_536));
+            assert!(!group.is_one_shot(stage(first), 65_537), "too long");
+            assert!(!group.is_one_shot(Peers { first: 0, count: 4 }, 1), "no mailboxes of all");
+            assert!(group.one_shot(stage(first), 1).is_none(), "no device is connected");
+        }
+    }
+
+    #[test]
+    fn the_mailboxes_of_a_stage_are_counted() {
+        let with = |size, shares| CudaGroup::of(size, shares)[0].buffer_bytes();
+        let nccl = |size| communicator_bytes(size, Messages::default());
+        assert_eq!(with(2, 2), nccl(2) + (2 << 20));
+        assert_eq!(with(8, 8), nccl(8) + (4 << 20));
+        assert_eq!(with(9, 9), nccl(9), "too many for mailboxes");
+        assert_eq!(CudaGroup::of(4, 2)[0].mailboxes(), Some(2));
+        assert_eq!(CudaGroup::of(4, 1)[0].mailboxes(), None, "stages of one device add nothing");
+    }
+}

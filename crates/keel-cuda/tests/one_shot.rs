@@ -1,0 +1,250 @@
+//! Sums of small arrays by the GPUs' mailboxes. They need two GPUs that reach each other's memory, or one that NCCL may
+//! connect with itself (NCCL_MULTI_RANK_GPU_ENABLE=1), and `KEEL_TEST_CUDA=1`. What needs no GPU is tested next to the
+//! code.
+//!
+//! On a GPU that ranks share, the driver may let a rank's call wait for the kernel of another one, which waits for that
+//! rank. So nothing is allocated, loaded or freed while ranks wait for each other.
+
+use keel_array::{Array, ArrayError, Category, DType, Executable, Group, Peers, Runtime, RuntimeOptions};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Floats of the longest array that is added in one shot.
+const LEN_MAX: usize = 65_536;
+
+struct Rank {
+    backend: Arc<CudaBackend>,
+    runtime: Runtime,
+}
+
+impl Rank {
+    fn group(&self) -> &dyn Group {
+        self.runtime.backend().group().expect("it is in a group")
+    }
+
+    fn peers(&self) -> Peers {
+        Peers { first: 0, count: self.group().size() }
+    }
+
+    fn array(&self, len: usize) -> Array {
+        Array::persistent(&self.runtime, Category::Activations, [len], DType::F32).expect("memory")
+    }
+
+    /// Whether the kernels since the last call added arrays in one shot.
+    fn took_one_shot(&self) -> bool {
+        self.backend.take_kernels().iter().any(|name| name.contains("one_shot_sum"))
+    }
+}
+
+/// A prepared program that reads `from` and writes `to`.
+struct Prepared {
+    program: Executable,
+    from: Vec<Array>,
+    to: Vec<Array>,
+}
+
+impl Prepared {
+    /// A program on arrays of these lengths. Each result is as long as its operand.
+    fn new(rank: &Rank, from: Vec<Array>, build: impl FnOnce(&[Array]) -> Vec<Array>) -> Prepared {
+        let (program, to) = rank.runtime.trace(|| {
+            let results = build(&from);
+            let to: Vec<Array> = results.iter().map(|y| rank.array(y.shape().elements())).collect();
+            let pairs: Vec<(&Array, &Array)> = results.iter().zip(&to).collect();
+            (rank.runtime.prepare(&pairs).expect("a program"), to)
+        });
+        rank.runtime.make_ready(&[&program], &mut |_, _| ()).expect("kernels");
+        Prepared { program, from, to }
+    }
+
+    /// `sums` sums of an array of the rank's number, one of the other.
+    fn sums(rank: &Rank, len: usize, sums: usize) -> Prepared {
+        let x = rank.array(len);
+        let prepared = Prepared::new(rank, vec![x], |x| {
+            vec![(0..sums).fold(x[0].clone(), |y, _| y.all_reduce(rank.peers()).expect("f32"))]
+        });
+        prepared.fill(rank.group().rank() as f32);
+        prepared
+    }
+
+    fn fill(&self, value: f32) {
+        for x in &self.from {
+            x.write(&vec![value; x.shape().elements()]).expect("memory");
+        }
+    }
+
+    fn run(&self) -> Result<(), String> {
+        self.program.run().map_err(|failed| ArrayError::from(failed).to_string())
+    }
+
+    fn results(&self) -> Vec<Vec<f32>> {
+        self.to.iter().map(|y| y.to_vec::<f32>().expect("memory")).collect()
+    }
+}
+
+/// Up to four GPUs as one stage, or several ranks of one GPU.
+fn ranks(deterministic: bool) -> Option<Vec<Rank>> {
+    if !keel_testkit::has_gpu!() {
+        return None;
+    }
+    let found = Survey::take().gpus.len();
+    let is_shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|set| set == "1");
+    if found < 2 && !is_shared {
+        keel_testkit::skipped!("needs two GPUs");
+        return None;
+    }
+    let count = if found == 1 { 3 } else { found.min(4) };
+    let open = |(rank, group)| {
+        let options = CudaOptions {
+            ordinal: rank % found,
+            deterministic,
+            poison_freed: true,
+            group: Some(group),
+            ..CudaOptions::default()
+        };
+        let backend = Arc::new(CudaBackend::new(&options).expect("a GPU, and NCCL"));
+        Rank { runtime: Runtime::new(Arc::clone(&backend) as _, RuntimeOptions::default()), backend }
+    };
+    let ranks: Vec<Rank> = CudaGroup::of(count, count).into_iter().enumerate().map(open).collect();
+    for rank in &ranks {
+        // Loads the kernels that deliver what the host writes.
+        let x = rank.array(1);
+        x.write(&[1.0]).expect("memory");
+        assert_eq!(x.add(&x).and_then(|y| y.to_vec::<f32>()).expect("memory"), [2.0]);
+    }
+    let first: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, 1, 1)).collect();
+    ranks.iter().for_each(|rank| _ = rank.took_one_shot());
+    on_each(&ranks, &first, |prepared, _| prepared.run().expect("all come"));
+    let takes: Vec<bool> = ranks.iter().map(Rank::took_one_shot).collect();
+    assert!(takes.iter().all(|take| *take == takes[0]), "all ranks choose alike: {takes:?}");
+    if !takes[0] {
+        keel_testkit::skipped!("the GPUs do not reach each other's memory, or must not");
+        return None;
+    }
+    Some(ranks)
+}
+
+/// Runs `work` for every rank at the same time.
+fn on_each(ranks: &[Rank], prepared: &[Prepared], work: impl Fn(&Prepared, &Rank) + Sync) {
+    std::thread::scope(|scope| {
+        for (rank, prepared) in ranks.iter().zip(prepared) {
+            let work = &work;
+            scope.spawn(move || work(prepared, rank));
+        }
+    });
+}
+
+/// Values whose sum depends on the order.
+fn value(rank: usize, i: usize) -> f32 {
+    let scale = [1e8, -1e8, 1.0 / 3.0, 1e3][rank];
+    scale * ((i % 127) as f32 + 1.0)
+}
+
+/// The sum of `len` floats from `offset` on.
+fn sum_from(rank: &Rank, len: usize, offset: usize) -> Prepared {
+    let prepared = Prepared::new(rank, vec![rank.array(len + offset)], |x| {
+        let part = x[0].slice(&[offset], &[offset + len]).expect("within x");
+        vec![part.all_reduce(rank.peers()).expect("f32")]
+    });
+    let values: Vec<f32> = (0..len + offset).map(|i| value(rank.group().rank(), i)).collect();
+    prepared.from[0].write(&values).expect("memory");
+    prepared
+}
+
+#[test]
+fn sums_have_the_bits_of_the_order_of_ranks_at_any_length_and_offset() {
+    let lens = [1, 2, 3, 4, 5, 1023, 1024, 1025, 5120, 16_385, LEN_MAX - 1, LEN_MAX, LEN_MAX + 1];
+    for deterministic in [false, true] {
+        let Some(ranks) = ranks(deterministic) else { return };
+        let count = ranks.len();
+        for (len, offset) in lens.into_iter().flat_map(|len| (0..4).map(move |offset| (len, offset))) {
+            // NCCL adds more than two arrays in its own order.
+            if len > LEN_MAX && count > 2 && !deterministic {
+                continue;
+            }
+            let prepared: Vec<Prepared> = ranks.iter().map(|rank| sum_from(rank, len, offset)).collect();
+            ranks.iter().for_each(|rank| _ = rank.took_one_shot());
+            on_each(&ranks, &prepared, |prepared, _| prepared.run().expect("all come"));
+            let sum = |i| (1..count).fold(value(0, i), |sum, rank| sum + value(rank, i));
+            for (prepared, rank) in prepared.iter().zip(&ranks) {
+                assert_eq!(rank.took_one_shot(), len <= LEN_MAX, "{len} floats");
+                let got = &prepared.results()[0];
+                let wrong = (0..len).find(|&i| got[i].to_bits() != sum(i + offset).to_bits());
+                let number = rank.group().rank();
+                assert_eq!(
+                    wrong,
+                    None,
+                    "rank {number}, {len} floats at {offset}: {:?}",
+                    wrong.map(|i| got[i])
+                );
+            }
+        }
+    }
+}
+
+/// Sums that each depend on the one before, as a graph: two chains of different lengths in turn, so that some blocks
+/// come to more sums than others. Ranks begin at different times.
+#[test]
+fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {
+    const ROUNDS: usize = 100;
+    let Some(ranks) = ranks(false) else { return };
+    let mean = 1.0 / ranks.len() as f32;
+    let chains = |rank: &Rank| {
+        Prepared::new(rank, vec![rank.array(1000), rank.array(20_000)], |start| {
+            let full = |value| Array::full(&rank.runtime, [1], DType::F32, value).expect("a shape");
+            let mut ends = start.to_vec();
+            for _ in 0..ROUNDS {
+                for y in &mut ends {
+                    let sum = y.all_reduce(rank.peers()).expect("f32");
+                    *y = sum.mul(&full(mean)).and_then(|mean| mean.add(&full(1.0))).expect("f32");
+                }
+            }
+            ends
+        })
+    };
+    let prepared: Vec<Prepared> = ranks.iter().map(chains).collect();
+    for run in 0..20 {
+        let base = (run * 3) as f32;
+        prepared.iter().for_each(|prepared| prepared.fill(base));
+        on_each(&ranks, &prepared, |prepared, rank| {
+            let turn = (rank.group().rank() * 7 + run) % 5;
+            std::thread::sleep(Duration::from_micros(300 * turn as u64));
+            prepared.run().expect("all come");
+        });
+        for y in prepared.iter().flat_map(Prepared::results) {
+            // A third is rounded in each round.
+            let wrong = y.iter().find(|&&y| (y - base - ROUNDS as f32).abs() > 0.01);
+            assert_eq!(wrong, None, "run {run}, {} floats", y.len());
+        }
+    }
+}
+
+/// The first rank comes to some sums, and then fails. The others have begun a sum in either parity.
+#[test]
+fn ranks_that_wait_for_one_that_failed_between_two_sums_get_an_error_and_all_meet_again() {
+    let Some(ranks) = ranks(false) else { return };
+    let want = (0..ranks.len()).sum::<usize>() as f32;
+    let again: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, 5000, 1)).collect();
+    for come in 1..=4 {
+        let sums = |rank: &Rank| Prepared::sums(rank, 5000, come + usize::from(rank.group().rank() > 0));
+        let prepared: Vec<Prepared> = ranks.iter().map(sums).collect();
+        let start = Instant::now();
+        on_each(&ranks, &prepared, |prepared, rank| {
+            if rank.group().rank() == 0 {
+                prepared.run().expect("the others come, too");
+                std::thread::sleep(Duration::from_millis(20));
+                rank.group().abandon();
+            } else {
+                let error = prepared.run().expect_err("the first rank does not come");
+                assert!(error.contains("device 0 of the group has failed"), "{error}");
+            }
+        });
+        assert!(start.elapsed() < Duration::from_secs(10), "after {come} sums: {:?}", start.elapsed());
+        ranks.iter().for_each(|rank| rank.group().rejoin());
+        on_each(&ranks, &again, |prepared, _| prepared.run().expect("all come"));
+        for sum in again.iter().flat_map(Prepared::results) {
+            assert!(sum.iter().all(|&y| y == want), "after {come} sums: {:?}", &sum[..4]);
+        }
+        assert!(ranks.iter().all(Rank::took_one_shot));
+    }
+}

@@ -1,0 +1,62 @@
+//! Answers in a pipeline: groups of them, each with a step under way, so that no stage waits for another.
+//!
+//! With `s` stages there are at most `s` groups, of equal size ([`crate::Engine::groups`]). A call submits steps until each
+//! has one under way and takes the first, so it advances one group by a token. A group is not fixed: each step has the answers that are in no other step,
+//! those first that have waited longest. Prompts, drafts and what else needs the engine end this: the steps under way
+//! are taken, and the next one is waited for.
+
+use super::ahead::Part;
+use super::sequence::Running;
+use super::{Batcher, members};
+use crate::Result;
+use crate::groups::GROUP_MAX;
+use crate::options::HOST_ROWS_MAX;
+
+impl Batcher {
+    /// Whether the next step is that of a group.
+    pub(super) fn goes_in_groups(&self) -> bool {
+        let can_go = |running: &Running| {
+            running.is_answering()
+                && running.reading.is_none()
+                && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
+        };
+        let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
+        !self.is_careful && self.groups() > 1 && for_host <= HOST_ROWS_MAX && self.running.iter().all(can_go)
+    }
+
+    /// How many groups there are.
+    fn groups(&self) -> usize {
+        self.engine.groups(self.running.len())
+    }
+
+    /// Submits steps until each group has one under way, and takes the first.
+    pub(super) fn step_groups(&mut self) {
+        while self.pending.len() < self.groups() {
+            match self.submit_group() {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(_) => {
+                    // The error comes again in a step that is waited for.
+                    self.is_careful = true;
+                    break;
+                }
+            }
+        }
+        self.take_first();
+        self.forget_unwanted();
+    }
+
+    /// Submits the step of the next group; false if no answer is free.
+    fn submit_group(&mut self) -> Result<bool> {
+        self.ask_masks(|running| running.ahead.steps == 0);
+        let is_free = |running: &Running| running.ahead.steps == 0 && !running.awaits_mask;
+        let mut free: Vec<usize> = (0..self.running.len()).filter(|&i| is_free(&self.running[i])).collect();
+        free.sort_by_key(|&i| self.running[i].last_turn);
+        free.truncate(self.running.len().div_ceil(self.groups()).min(GROUP_MAX));
+        free.sort_unstable();
+        let parts = free.iter().map(|&i| Part::of_answer(&self.running[i])).collect();
+        let turn = self.turn;
+        members(&mut self.running, &free).for_each(|running| running.last_turn = turn);
+        self.submit_parts(free, parts)
+    }
+}

@@ -1,0 +1,221 @@
+//! Answers in a pipeline: groups of sequences, each with a decode step of its own under way.
+//!
+//! ```text
+//! stage 1    A ▸ B ▸ A ▸ B ▸ A
+//! stage 2        A ▸ B ▸ A ▸ B ▸ A
+//! ```
+//!
+//! A step is submitted when the host knows the tokens of its group. Each device but the lead then gets its program and
+//! runs it after those of earlier steps. The lead's program runs on the caller's thread, when the step is taken. So the
+//! lead's results stay until the next step is taken, and a group needs no memory of its own on any device.
+//!
+//! While a step is under way, a device may wait for the lead. So nothing else may wait for a device before the lead has
+//! run its programs ([`Engine::finish_groups`]); the results then wait on the host until the step is taken.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use keel_array::{RESULT_BYTES_MAX, Regime};
+use keel_cache::{Settled, SlotId};
+
+use crate::ahead::{NOT_FIRST, Ticket, Work, WorkRows};
+use crate::crew::{Ended, Later, Running};
+use crate::step::{Outcome, Rows, StepKind, ids_of};
+use crate::together::first_cause;
+use crate::under_way::Item;
+use crate::{Engine, EngineError, Result};
+
+/// The most sequences of a group: their drawn tokens come to the host with the step.
+pub(crate) const GROUP_MAX: usize = RESULT_BYTES_MAX / size_of::<u32>();
+
+/// The fewest sequences of a group. Each group reads the weights again. So a step of fewer sequences takes nearly as long
+/// as one of all, and the longest stage would be busy for longer than all stages together are with one step.
+pub(crate) const GROUP_MIN: usize = 8;
+
+/// Steps of groups.
+#[derive(Default)]
+pub(crate) struct Groups {
+    /// Those that are not taken, the oldest first.
+    steps: VecDeque<GroupStep>,
+    /// Set if a step has failed on a device. Those after it then do not run.
+    has_failed: Arc<AtomicBool>,
+    /// Logits of the step taken last, for the rows whose tokens the host draws.
+    logits: Option<Result<Vec<f32>>>,
+}
+
+/// The decode step of a group.
+struct GroupStep {
+    number: u64,
+    items: Vec<Item>,
+    slots: Vec<SlotId>,
+    /// `None` once it has ended.
+    run: Option<GroupRun>,
+    /// The tokens that it has drawn.
+    drawn: Result<Vec<u32>>,
+    /// Logits for the host, if it draws tokens.
+    logits: Option<Result<Vec<f32>>>,
+}
+
+/// A step under way. If it is dropped, the devices stop waiting for the lead.
+struct GroupRun {
+    peers: Vec<Running>,
+    lead: Later,
+}
+
+impl GroupRun {
+    /// Runs the lead's program, and waits for those of the other devices.
+    fn wait(self) -> Vec<Ended> {
+        let lead = self.lead.run();
+        self.peers.into_iter().map(Running::wait).chain([lead]).collect()
+    }
+}
+
+impl Engine {
+    /// How many steps of different sequences may be under way, so that no stage of a pipeline waits for another. 1 if
+    /// each step is waited for: on one stage, where devices take turns, and where sequences may draft or be parked.
+    pub fn groups_max(&self) -> usize {
+        let is_plain = self.options.drafts == 0 && self.options.swap_bytes == 0;
+        let group = self.runtime.backend().group().filter(|group| group.is_concurrent());
+        let can_run = group.is_some() && self.peers.iter().all(|peer| peer.thread.is_some());
+        if is_plain && can_run { self.stages() } else { 1 }
+    }
+
+    /// How many groups pay for this many answers; 1 if one step for all is as good.
+    pub fn groups(&self, answers: usize) -> usize {
+        self.groups_max().min(answers / GROUP_MIN).max(1)
+    }
+
+    /// Steps of groups that are not taken.
+    pub(crate) fn group_steps(&self) -> usize {
+        self.groups.steps.len()
+    }
+
+    /// As [`Engine::submit`], for a group of a model in a pipeline.
+    pub(crate) fn submit_group(&mut self, work: &mut [Work<'_>]) -> Result<Ticket> {
+        self.check_group(work)?;
+        for Work { sequence, rows, .. } in work.iter_mut() {
+            self.make_room_ahead(sequence, 0, rows.tokens())?;
+        }
+        let rows: Vec<Rows<'_>> = work.iter().map(|work| self.rows_of(work, &[])).collect();
+        let kind = StepKind::decode(Outcome::LastLogits);
+        let has_failed = Arc::clone(&self.groups.has_failed);
+        let mut jobs = self.queued_jobs(kind, &rows, &has_failed)?;
+        let Some(mut lead) = jobs.pop() else { unreachable!("the lead has a job") };
+        lead.drawn = Some(self.stepper.drawn(kind, rows.len())?);
+        let slots = rows.iter().map(|row| row.sequence.slot()).collect();
+        let mut kept = 0;
+        let item = |(row, work): (usize, &Work<'_>)| {
+            let place = work.by_host.then_some(kept);
+            kept += usize::from(work.by_host);
+            Item { regime: Regime::Decode, row, is_drawn: work.draw.is_some(), kept: place }
+        };
+        let items = work.iter().enumerate().map(item).collect();
+        let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
+        let peers = threads.zip(jobs).map(|(thread, job)| thread.hand(job)).collect();
+        let (number, run) = (self.tickets, Some(GroupRun { peers, lead: lead.later() }));
+        let drawn = Ok(Vec::new());
+        self.groups.steps.push_back(GroupStep { number, items, slots, run, drawn, logits: None });
+        self.tickets += 1;
+        Ok(Ticket(number))
+    }
+
+    fn check_group(&self, work: &[Work<'_>]) -> Result<()> {
+        let (groups, steps) = (self.groups_max(), &self.groups.steps);
+        let most = self.options.sequences.min(GROUP_MAX);
+        let is_under_way = |work: &Work<'_>| steps.iter().any(|s| s.slots.contains(&work.sequence.slot()));
+        let reason = if groups == 1 {
+            "steps of a model on several devices are under way only in a pipeline, without drafts and parking: use \
+             `decode` and `prefill_chunks`"
+                .into()
+        } else if steps.len() == groups {
+            format!("{groups} steps are under way; take the tokens of one first")
+        } else if steps.iter().any(|step| step.drawn.is_err()) {
+            "a step under way has failed; take it first".into()
+        } else if work.is_empty() || work.len() > most {
+            format!("a step of {} answers; there are 1 to {most}", work.len())
+        } else if !work.iter().all(|work| matches!(work.rows, WorkRows::Token(_)) && work.ahead == 0) {
+            "a step of a group runs tokens that the host knows, and no prompts".into()
+        } else if work.iter().any(is_under_way) {
+            "a sequence of a step under way; take its token first".into()
+        } else {
+            return Ok(());
+        };
+        Err(EngineError::Option(reason))
+    }
+
+    /// As [`Engine::take`], for a group.
+    pub(crate) fn take_group(&mut self, ticket: Ticket) -> Result<Vec<Option<u32>>> {
+        if self.groups.steps.front().is_none_or(|step| step.number != ticket.0) {
+            return Err(EngineError::Option(NOT_FIRST.into()));
+        }
+        self.finish_group(0);
+        let Some(step) = self.groups.steps.pop_front() else { unreachable!("it is the first") };
+        let GroupStep { number, items, drawn, logits, .. } = step;
+        // Those after a failed step have not run to their end.
+        let drawn = drawn.inspect_err(|_| self.groups.steps.clear())?;
+        let tokens = items.iter().map(|item| item.is_drawn.then(|| drawn[item.row])).collect();
+        (self.taken.step, self.taken.items, self.groups.logits) = (number, items, logits);
+        Ok(tokens)
+    }
+
+    /// Runs the lead's programs of all steps under way and waits for those of the other devices. The results stay until
+    /// the steps are taken. Called before anything else uses a device.
+    pub(crate) fn finish_groups(&mut self) {
+        (0..self.groups.steps.len()).for_each(|at| self.finish_group(at));
+    }
+
+    /// The same for step `at`; those before it have ended. If it fails, those after it end, too.
+    fn finish_group(&mut self, at: usize) {
+        let Some(run) = self.groups.steps[at].run.take() else { return };
+        let ended = run.wait();
+        if let (true, Some(Ended { outcome: Ok(bytes), .. })) =
+            (ended.iter().all(|ended| ended.outcome.is_ok()), ended.last())
+        {
+            let drawn = ids_of(bytes);
+            let by_host = self.groups.steps[at].items.iter().filter(|item| item.kept.is_some());
+            let rows: Vec<usize> = by_host.map(|item| item.row).collect();
+            let logits = (!rows.is_empty()).then(|| self.logits_of(&rows));
+            let step = &mut self.groups.steps[at];
+            (step.drawn, step.logits) = (Ok(drawn), logits);
+            return;
+        }
+        let later = self.groups.steps.iter_mut().skip(at + 1).filter_map(|step| step.run.take());
+        let all: Vec<Vec<Ended>> = std::iter::once(ended).chain(later.map(GroupRun::wait)).collect();
+        self.rejoin();
+        for (step, ended) in all.iter().enumerate() {
+            let slots = std::mem::take(&mut self.groups.steps[at + step].slots);
+            self.note_devices(ended, slots, Settled::default(), true);
+        }
+        let cause = first_cause(all.into_iter().flatten());
+        for step in self.groups.steps.iter_mut().skip(at + 1) {
+            step.drawn = Err(EngineError::Step(cause.to_string()));
+        }
+        self.groups.steps[at].drawn = Err(cause);
+        self.groups.has_failed = Arc::default();
+    }
+
+    /// These rows of the logits of the step that the lead ran last.
+    fn logits_of(&self, rows: &[usize]) -> Result<Vec<f32>> {
+        let (mut all, mut one) = (Vec::with_capacity(rows.len() * self.model.config.vocab), Vec::new());
+        for row in rows {
+            self.stepper.read_logits(*row, &mut one)?;
+            all.extend_from_slice(&one);
+        }
+        Ok(all)
+    }
+
+    /// Copies row `row` of the logits for the host of the step taken last.
+    pub(crate) fn group_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
+        logits.clear();
+        match &self.groups.logits {
+            Some(Ok(all)) => {
+                let width = self.model.config.vocab;
+                logits.extend_from_slice(&all[row * width..(row + 1) * width]);
+                Ok(())
+            }
+            Some(Err(error)) => Err(EngineError::Step(error.to_string())),
+            None => Err(EngineError::Option("the step taken last keeps no logits".into())),
+        }
+    }
+}

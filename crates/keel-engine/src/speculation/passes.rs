@@ -1,0 +1,122 @@
+//! Passes of a round that are submitted one after the other. The host waits once, at the end of the round.
+//!
+//! ```text
+//! host     draft 1   draft 2   verify   wait, read drafts and tokens
+//! device             | draft 1       | draft 2       | verify          |
+//! ```
+//!
+//! A pass of the MTP (multi-token-prediction) head finds the tokens and hidden states of the pass before in its own rows.
+//! The verify pass finds all drafts in the pool.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use keel_array::{RESULT_BYTES_MAX, RUNS_MAX, Regime};
+
+use super::round::{Part, RoundSequence};
+use crate::step::{Outcome, Rows, StepKind};
+use crate::under_way::{EndedRun, RunUnderWay};
+use crate::{Engine, Result};
+
+/// The passes of a round.
+#[derive(Default)]
+pub(super) struct Passes {
+    /// Those under way, the oldest first.
+    under_way: VecDeque<(StepKind, RunUnderWay)>,
+    /// The tokens that the others drew, in order.
+    drawn: Vec<Vec<u32>>,
+    /// When the last pass of the MTP head was seen to end.
+    drafted: Option<Instant>,
+    /// Whether the verify pass has succeeded.
+    is_verified: bool,
+}
+
+impl Engine {
+    /// Whether the host need not wait between the passes of a round: the device draws each draft and the tokens that judge
+    /// it, and all these tokens come to the host with the verify pass.
+    pub(super) fn queues_passes(&self, parts: &[Part]) -> bool {
+        let tokens: usize = parts.iter().map(|part| part.depth + 1).sum();
+        self.runs_ahead()
+            && tokens > parts.len()
+            && tokens * size_of::<u32>() <= RESULT_BYTES_MAX
+            && parts.iter().all(|part| part.depth == 0 || part.draws.is_some())
+    }
+
+    /// Submits all passes of a round, then waits for them. Returns the tokens that the verify pass drew, and the times of
+    /// drafting and verifying.
+    ///
+    /// The sum of the times is exact. Drafting ends when the host sees the end of the last draft. If the device made the
+    /// drafts faster than the host submitted the passes, that is once the verify pass is submitted.
+    pub(super) fn run_queued(
+        &mut self,
+        batch: &mut [RoundSequence<'_>],
+        parts: &mut [Part],
+    ) -> Result<(Vec<u32>, [Duration; 2])> {
+        self.finish_under_way()?;
+        batch.iter().try_for_each(|sequence| self.cache.expect_whole(sequence.cache))?;
+        let (start, mut passes) = (Instant::now(), Passes::default());
+        let submitted = self.draft(batch, parts, Some(&mut passes));
+        let mut outcome = submitted.and_then(|()| self.verify(batch, parts, Some(&mut passes)).map(drop));
+        while !passes.under_way.is_empty() {
+            // The first error is the cause of the others.
+            let ended = self.end_first(&mut passes);
+            outcome = outcome.and(ended);
+        }
+        if let Err(error) = outcome {
+            if passes.is_verified {
+                // The verify pass has committed the rows of the round before. Its own rows are taken back.
+                batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
+            }
+            return Err(error);
+        }
+        let tokens = passes.drawn.pop().unwrap_or_default();
+        for part in parts.iter_mut() {
+            part.drafts = passes.drawn[..part.depth].iter().map(|drawn| drawn[part.row]).collect();
+        }
+        let drafted = passes.drafted.unwrap_or(start);
+        let times = [drafted.duration_since(start), drafted.elapsed()];
+        self.note_draft_times(parts, times[0]);
+        Ok((tokens, times))
+    }
+
+    /// Submits a pass. Where as many runs as possible are under way, waits for the oldest one.
+    pub(super) fn submit_pass(
+        &mut self,
+        outcome: Outcome,
+        rows: &[Rows<'_>],
+        passes: &mut Passes,
+    ) -> Result<()> {
+        if passes.under_way.len() == RUNS_MAX {
+            self.end_first(passes)?;
+        }
+        let kind = StepKind::decode(outcome);
+        let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, rows)?;
+        let slots = rows.iter().map(|row| row.sequence.slot()).collect();
+        let tokens = outcome.tokens_drawn(rows);
+        passes.under_way.push_back((kind, RunUnderWay { run, regime: Regime::Decode, slots, tokens }));
+        Ok(())
+    }
+
+    /// Waits for the oldest pass under way.
+    fn end_first(&mut self, passes: &mut Passes) -> Result<()> {
+        let Some((kind, run)) = passes.under_way.pop_front() else { return Ok(()) };
+        let EndedRun { slots, outcome, .. } = run.wait();
+        let drawn = outcome.map_err(|failed| self.note_failed(kind, slots, failed))?;
+        passes.drawn.push(drawn);
+        match kind.outcome {
+            Outcome::OpenRows => passes.is_verified = true,
+            _ => passes.drafted = Some(Instant::now()),
+        }
+        Ok(())
+    }
+
+    /// Records the mean time of the passes of the MTP head for each number of sequences that they had.
+    fn note_draft_times(&mut self, parts: &[Part], drafting: Duration) {
+        let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
+        let mut counts: Vec<usize> =
+            (0..deepest).map(|pass| parts.iter().filter(|part| part.depth > pass).count()).collect();
+        counts.dedup();
+        let mean = drafting.as_secs_f64() / deepest as f64;
+        counts.into_iter().for_each(|count| self.costs.note_draft(count, mean));
+    }
+}
