@@ -218,11 +218,12 @@ impl App {
         let mut grammars = self.compile(ask.grammar.take(), ask.choices).await?.into_iter();
         let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);
+        let mut requests = Vec::with_capacity(ask.choices);
         for choice in 0..ask.choices {
             let grammar = grammars.next();
             let constraint = grammar.map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
-            let request = BatchRequest {
+            requests.push(BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
                 sight: ask.sight.clone(),
                 end_tokens,
@@ -233,9 +234,11 @@ impl App {
                 // With drafts, a seed does not determine a sampled text.
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
-            };
-            let stops = StopMatcher::new(&ask.stop)?;
-            let (id, events) = self.engine.submit(request, caller.meter.part()).await?;
+            });
+        }
+        let stops = StopMatcher::new(&ask.stop)?;
+        for (id, events) in self.engine.submit(requests, || caller.meter.part()).await? {
+            let stops = stops.clone();
             let style =
                 AnswerStyle { stops, form: ask.form.clone(), listing: ask.top_logprobs.map(|_| ask.listing) };
             let span = tracing::info_span!(

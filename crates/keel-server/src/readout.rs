@@ -115,7 +115,8 @@ impl App {
 
     /// Waits for one prompt. Dropping this future ends the request.
     async fn read_one(&self, caller: &Caller, request: BatchRequest) -> Result<One> {
-        let (_, mut events) = self.engine.submit(request, caller.meter.part()).await?;
+        let mut submitted = self.engine.submit(vec![request], || caller.meter.part()).await?;
+        let Some((_, mut events)) = submitted.pop() else { return Err(ServerError::EngineStopped) };
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Default::default() } };
         loop {
             match events.recv().await? {

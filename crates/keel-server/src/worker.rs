@@ -29,8 +29,7 @@ type Accepted = oneshot::Sender<Result<(), EngineError>>;
 
 enum Command {
     Submit {
-        request: Box<BatchRequest>,
-        events: Listener,
+        requests: Vec<(BatchRequest, Listener)>,
         accepted: Accepted,
     },
     ForgetPrefixes(oneshot::Sender<()>),
@@ -143,26 +142,31 @@ impl EngineHandle {
         self.shared.aborted.store(true, Ordering::Release);
     }
 
-    /// Adds a request to the batch's queue and assigns its id.
+    /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. `meter` makes the
+    /// meter of each.
     ///
     /// # Errors
     /// Errors of [`Batcher::submit`]; [`ServerError::Busy`]; [`ServerError::EngineStopped`].
     pub(crate) async fn submit(
         &self,
-        mut request: BatchRequest,
-        meter: Meter,
-    ) -> Result<(RequestId, Events)> {
-        let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
-        request.id = id;
-        // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
-        // events.
-        let (sender, receiver) = mpsc::unbounded_channel();
-        let meter = Arc::new(meter);
-        let events = Listener { sender, meter: Arc::clone(&meter) };
+        requests: Vec<BatchRequest>,
+        meter: impl Fn() -> Meter,
+    ) -> Result<Vec<(RequestId, Events)>> {
+        let mut listed = Vec::with_capacity(requests.len());
+        let mut all = Vec::with_capacity(requests.len());
+        for mut request in requests {
+            request.id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
+            // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
+            // events.
+            let (sender, receiver) = mpsc::unbounded_channel();
+            let meter = Arc::new(meter());
+            all.push((request.id, Events { receiver, meter: Arc::clone(&meter) }));
+            listed.push((request, Listener { sender, meter }));
+        }
         let (accepted, answer) = oneshot::channel();
-        self.send(Command::Submit { request: Box::new(request), events, accepted })?;
+        self.send(Command::Submit { requests: listed, accepted })?;
         answer.await.map_err(|_| ServerError::EngineStopped)??;
-        Ok((id, Events { receiver, meter }))
+        Ok(all)
     }
 
     /// Forgets remembered prefixes.
@@ -304,14 +308,9 @@ impl Worker {
 
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Submit { request, events, accepted } => {
-                let id = request.id;
-                let outcome = self.batcher.submit(*request, Instant::now());
-                if outcome.is_ok() {
-                    self.live.insert(id, events);
-                }
-                // If the receiver of this result is gone, the receiver of the events is gone, too.
-                let _ = accepted.send(outcome);
+            Command::Submit { requests, accepted } => {
+                // If the receiver of this result is gone, the receivers of the events are gone, too.
+                let _ = accepted.send(self.submit(requests));
             }
             Command::SavePrefixes => self.save(),
             Command::ForgetPrefixes(done) => {
@@ -320,6 +319,15 @@ impl Worker {
                 let _ = done.send(());
             }
         }
+    }
+
+    /// Adds all requests to the queue, or none.
+    fn submit(&mut self, requests: Vec<(BatchRequest, Listener)>) -> Result<(), EngineError> {
+        let (requests, listeners): (Vec<_>, Vec<_>) = requests.into_iter().unzip();
+        let ids: Vec<RequestId> = requests.iter().map(|request| request.id).collect();
+        self.batcher.submit_together(requests, Instant::now())?;
+        self.live.extend(ids.into_iter().zip(listeners));
+        Ok(())
     }
 
     /// Cancels requests whose client has disconnected.

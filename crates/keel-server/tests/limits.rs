@@ -70,28 +70,35 @@ fn a_full_queue_is_429() {
     assert!(metrics.contains("keel_requests_refused_total{reason=\"queue_full\"} 1"), "{metrics}");
 }
 
-/// The first of the answers wait when a later one is refused. They end for its reason, not because a client left.
+/// Answers that do not fit into the queue together wait all the same, and a later request is refused.
+#[test]
+fn the_answers_of_a_request_enter_the_queue_together() {
+    let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
+    let body = json!({"prompt": "Once", "max_tokens": 5, "n": 3, "stream": true});
+    let second = post(&server, &body);
+    wait_for("all wait", || server.app.engine.status().waiting == 3);
+    let third = read(post(&server, &body));
+    assert_eq!(third.status, 429, "{}", third.body);
+    assert_eq!(server.app.engine.status().waiting, 3, "none of its answers waits");
+    drop((first, second));
+    server.assert_all_is_back();
+}
+
+/// The answers to the first prompt run when the second prompt is refused. They end for its reason, not because a client
+/// left.
 #[test]
 fn all_answers_of_a_request_end_for_the_reason_of_the_one_that_failed() {
-    let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
-    let reply = read(post(&server, &json!({"prompt": "Once", "max_tokens": 5, "n": 3})));
-    assert_eq!(reply.status, 429, "{}", reply.body);
+    let server = Running::start();
     let counts = |reason: &str, count: usize| {
         let line = format!("keel_requests_finished_total{{reason=\"{reason}\"}} {count}\n");
         let metrics = server.get("/metrics").body;
         assert!(metrics.contains(&line) || count == 0 && !metrics.contains(reason), "{reason}: {metrics}");
     };
-    counts("queue_full", 2);
-    counts("cancelled", 0);
-    drop(first);
-    server.assert_all_is_back();
-    counts("cancelled", 1);
-    // The first prompt runs when the second is found to be too long.
     let prompts = json!([[5], vec![5; engine_options().context]]);
     let reply = server.post("/v1/completions", &json!({"prompt": prompts, "max_tokens": 1000}));
     assert_eq!(reply.status, 400, "{}", reply.body);
     counts("context_length_exceeded", 1);
-    counts("cancelled", 1);
+    counts("cancelled", 0);
     server.assert_all_is_back();
 }
 
@@ -160,15 +167,16 @@ fn silent_streams_are_kept_open_by_comments() {
 
 #[test]
 fn overcommitted_requests_are_parked_and_all_answered() {
-    let crowded = EngineOptions { pool_pages: Some(5), swap_bytes: 64 << 20, ..engine_options() };
+    // Two of the four start. They need ten pages to end together, and one of them alone needs five.
+    let crowded = EngineOptions { pool_pages: Some(7), swap_bytes: 64 << 20, ..engine_options() };
     let server = Running::with(crowded, ServerOptions::default());
     let body = json!({
-        "prompt": "Once upon a time", "max_tokens": 600, "temperature": 0, "ignore_eos": true, "n": 4
+        "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 0, "ignore_eos": true, "n": 4
     });
     let answer = server.ask("/v1/completions", &body);
     let texts: Vec<&Value> = (0..4).map(|i| &answer["choices"][i]["text"]).collect();
     assert!(texts[0].is_string() && texts.iter().all(|text| text == &texts[0]), "{answer}");
-    assert_eq!(answer["usage"]["completion_tokens"], 4 * 600);
+    assert_eq!(answer["usage"]["completion_tokens"], 4 * 1200);
     server.wait_until_idle();
     let metrics = server.get("/metrics").body;
     let value = |name: &str| -> f64 {

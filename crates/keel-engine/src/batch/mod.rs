@@ -24,7 +24,7 @@ mod readout;
 mod request;
 mod sequence;
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use keel_array::AttentionSpec;
@@ -164,12 +164,27 @@ impl Batcher {
     /// - It can never run: token ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`].
     /// - It cannot wait now: [`EngineError::QueueFull`].
     pub fn submit(&mut self, request: BatchRequest, now: Instant) -> Result<()> {
-        let sampler = self.check(&request)?;
+        self.submit_together(vec![request], now)
+    }
+
+    /// Puts several requests into the queue, or none. They arrive together: the queue must have room for the first.
+    ///
+    /// # Errors
+    /// As [`Batcher::submit`].
+    pub fn submit_together(&mut self, requests: Vec<BatchRequest>, now: Instant) -> Result<()> {
+        let samplers = requests.iter().map(|request| self.check(request)).collect::<Result<Vec<_>>>()?;
+        let mut ids = HashSet::new();
+        if let Some(twin) = requests.iter().find(|request| !ids.insert(request.id)) {
+            return Err(EngineError::RequestId { id: twin.id });
+        }
         if self.waiting.len() >= self.options.queue_limit {
             return Err(EngineError::QueueFull { limit: self.options.queue_limit });
         }
-        let key = request.sight.as_ref().map(|sight| self.prefixes.name_pictures(&request.prompt, sight));
-        self.waiting.push_back(Waiting { request, key, sampler, since: now });
+        for (request, sampler) in requests.into_iter().zip(samplers) {
+            let sight = request.sight.as_ref();
+            let key = sight.map(|sight| self.prefixes.name_pictures(&request.prompt, sight));
+            self.waiting.push_back(Waiting { request, key, sampler, since: now });
+        }
         Ok(())
     }
 
