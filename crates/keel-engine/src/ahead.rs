@@ -31,7 +31,7 @@ use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay, Taken};
 use crate::{Engine, EngineError, Result};
 
 /// How many steps may be under way.
-const STEPS_MAX: usize = 2;
+pub(crate) const STEPS_MAX: usize = 2;
 
 /// The work of one sequence in a step.
 pub struct Work<'a> {
@@ -93,17 +93,12 @@ impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
     /// things.
     pub fn runs_ahead(&self) -> bool {
-        self.runtime.backend().is_queueing() && !self.is_split()
+        self.options.runs_ahead(self.runtime.backend())
     }
 
     /// Whether a step can be given up without a trace. It cannot where there are gated-delta states.
     pub fn can_take_back(&self) -> bool {
         !self.cache.spec().is_recurrent()
-    }
-
-    /// Whether steps can be submitted. Where sequences may draft and be parked, they cannot.
-    pub(crate) fn can_submit(&self) -> bool {
-        self.runs_ahead() && (self.options.drafts == 0 || self.stepper.keeps_hidden())
     }
 
     /// Steps under way: at most two, or as many as there are [groups](Engine::groups_max).
@@ -215,8 +210,9 @@ impl Engine {
                 "a step of {answers} answers and {tokens} tokens of {count} prompts; there are at most {answers_max}, and \
                  {rows_max} of {prompts_max}"
             )
-        } else if !self.can_submit() {
-            "an engine that drafts and parks sequences runs no step ahead".into()
+        } else if !self.runs_ahead() {
+            let name = self.runtime.backend().name();
+            format!("{name} runs no step while the host goes on: use `decode` and `prefill_chunks`")
         } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if of >= drawn)) {
             "no step under way draws the token of a sequence".into()
         } else if for_host > self.host_rows_max() {

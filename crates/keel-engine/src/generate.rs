@@ -129,7 +129,7 @@ impl<'e> TokenIterator<'e> {
         let is_safe = options.disposable || engine.can_take_back();
         let history = || [&options.seen[..], prompt, &[first.token]].concat();
         Ok(TokenIterator {
-            is_ahead: is_safe && engine.can_submit() && chooser.draws_ahead(),
+            is_ahead: is_safe && engine.runs_ahead() && chooser.draws_ahead(),
             history: (is_known && engine.may_outgrow(&sequence)).then(history),
             engine,
             sequence: Some(sequence),

@@ -125,7 +125,7 @@ impl EngineOptions {
 
     /// Whether the steps of a batch may run ahead.
     pub(crate) fn runs_ahead(&self, backend: &dyn Backend) -> bool {
-        backend.is_queueing() && backend.group().is_none() && self.swap_bytes == 0
+        backend.is_queueing() && backend.group().is_none()
     }
 
     /// Rows of the largest decode step.

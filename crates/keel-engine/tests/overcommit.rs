@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, finish, finish_from, prompt, run, step};
+use common::queueing::waiting_and_queueing;
 use common::{HYBRID, PLAIN, decoded, demo, engine, expect_same_state, fixture, runtime};
 use keel_array::{ArrayError, Backend, Category, KvFormat, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
@@ -84,6 +85,46 @@ fn every_sequence_that_was_parked_gets_the_tokens_it_gets_alone() {
 fn so_does_the_built_in_model_however_it_keeps_keys_and_values() {
     for kv in [KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
         expect_what_each_gets_alone(&demo(), 2, 14, Some(kv));
+    }
+}
+
+/// On a backend that queues, steps run ahead while sequences are parked, come back and end.
+#[test]
+fn steps_run_ahead_while_sequences_are_parked() {
+    for (name, drafts) in [("qwen3_5", 0), ("gemma3_text", 0), ("qwen3_5", 2)] {
+        for (waiting, queueing) in waiting_and_queueing() {
+            let folder = fixture(name);
+            let speculation = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
+            let batch = BatchOptions { speculation, ..batch() };
+            let crowded = EngineOptions { drafts, ..options() };
+            let mut busy = Batcher::new(engine(&folder, &queueing, crowded), batch);
+            assert!(busy.engine().runs_ahead());
+            let (count, now) = (24, Instant::now());
+            (0..count).for_each(|i| busy.submit(request(i), now).expect("accepted"));
+            let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
+            let (mut steps, mut ahead, mut beside) = (0, 0, 0);
+            while !busy.is_idle() {
+                step(&mut busy, now, &mut outcomes);
+                let is_ahead = busy.engine().steps_under_way() > 0;
+                steps += 1;
+                ahead += usize::from(is_ahead);
+                beside += usize::from(is_ahead && busy.status().parking.parked > 0);
+            }
+            let parking = busy.status().parking;
+            assert!(parking.times > 2 && parking.bytes_out == parking.bytes_in, "{parking:?}");
+            assert!(
+                2 * ahead > steps && beside > 10,
+                "{name}: {ahead} of {steps} steps, {beside} while one is parked"
+            );
+            let roomy =
+                EngineOptions { sequences: 1, drafts: 0, pool_pages: None, swap_bytes: 0, ..options() };
+            let mut quiet = Batcher::new(engine(&folder, &waiting, roomy), batch);
+            for (i, outcome) in outcomes.iter().enumerate() {
+                let alone = &run(&mut quiet, vec![BatchRequest { id: 0, ..request(i) }])[0];
+                assert_eq!((&outcome.tokens, outcome.finish), (&alone.tokens, alone.finish), "{name}: {i}");
+            }
+            assert_all_is_back(&mut busy);
+        }
     }
 }
 

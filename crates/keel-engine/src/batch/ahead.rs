@@ -76,12 +76,12 @@ impl Batcher {
             running.reading.is_none() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
         let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
-        self.engine.can_submit()
-            && self.engine.options().swap_bytes == 0
+        self.engine.runs_ahead()
             && !self.is_careful
             && for_host <= self.engine.host_rows_max()
             && self.running.iter().all(can_go)
             && !self.wants_drafts()
+            && self.finds_pages_ahead()
     }
 
     /// Whether an answer wants drafts, and it is time to make them.
@@ -102,7 +102,7 @@ impl Batcher {
         if !self.running.iter().any(Running::is_answering) {
             self.plain_steps = 0;
         }
-        if self.engine.options().drafts == 0 || !self.engine.can_submit() {
+        if self.engine.options().drafts == 0 || !self.engine.runs_ahead() {
             return;
         }
         let lag = self.running.iter().map(Running::lag).max().unwrap_or(0);

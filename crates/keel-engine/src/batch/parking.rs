@@ -7,6 +7,7 @@ use super::Batcher;
 use super::crowd::{Crowd, Holding, Next};
 use super::request::{BatchEvent, ParkingStatus};
 use super::sequence::Running;
+use crate::ahead::STEPS_MAX;
 use crate::{EngineError, Result};
 
 impl Batcher {
@@ -34,6 +35,11 @@ impl Batcher {
             if !crowd.can_return(self.available_pages(), &self.running_holdings(), next) {
                 return;
             }
+            if !self.pending.is_empty() {
+                // Its pages and its slot may be written by steps under way, which may also end answers.
+                self.settle();
+                continue;
+            }
             let Some(mut running) = self.parked.pop_front() else { return };
             self.prefixes.make_room(self.engine.cache_mut(), next.held, &[]);
             let before = self.engine.cache().free_swap_blocks();
@@ -49,6 +55,24 @@ impl Batcher {
                 }
             }
         }
+    }
+
+    /// Whether the steps that are submitted next find their pages, and no sequence is parked or holds still for them.
+    pub(super) fn finds_pages_ahead(&self) -> bool {
+        let Some(crowd) = self.crowd() else { return true };
+        let step_max = self.engine.prefill_rows_max();
+        let rows = |running: &Running| match running.is_answering() {
+            true => STEPS_MAX.min(running.draws_left()),
+            false => running.prompt_rest().tokens.min(STEPS_MAX * step_max),
+        };
+        let wanted: Vec<usize> =
+            self.running.iter().map(|running| running.pages_behind(rows(running))).collect();
+        if wanted.iter().all(|&pages| pages == 0) {
+            return true;
+        }
+        let parked: Vec<Holding> = self.parked.iter().map(Running::holding).collect();
+        let next = crowd.next(self.available_pages(), &self.running_holdings(), &parked, &wanted);
+        next == Next::Run(vec![false; wanted.len()])
     }
 
     /// Makes sure that the next step finds its pages, and parks the newest sequences if it would not. `wanted` says how
