@@ -2,8 +2,9 @@
 //!
 //! Let `a_i` be the share of drafts accepted at position `i` if all before it were accepted. A round of depth `k` gives
 //! `1 + a_1 + a_1 a_2 + ... + a_1 .. a_k` tokens on average and takes the time `verify(k + 1) + k draft`. The depth
-//! with the most tokens per second is chosen. Depth 0 is plain decoding and competes like the others. Shares are
-//! measured for each sequence, times for the engine.
+//! with the most tokens per second is chosen. Depth 0 is plain decoding and competes like the others. Times are measured
+//! for the engine, shares for each sequence: it begins with those of the engine's sequences so far, which follow all of
+//! them until it has seen enough of its own.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +14,13 @@ use crate::step::{Buckets, Outcome, StepKind, StepShape};
 /// Positions of drafts.
 pub(super) const POSITIONS: usize = DRAFTS_MAX;
 
-/// Share of accepted drafts that a sequence starts with.
+/// Share of accepted drafts that an engine starts with.
 const ACCEPTANCE_PRIOR: f64 = 0.7;
-/// How many observations the prior counts for. One rejected draft then says little, and two in a row end drafting.
+/// How many observations that counts for among those of all sequences. So one sequence says little of the others.
+const ENGINE_PRIOR_OBSERVATIONS: u64 = 16;
+/// Weight of the newest observation among those of all sequences, once there are many.
+const ENGINE_ACCEPTANCE_WEIGHT: f64 = 0.01;
+/// How many observations a sequence's prior counts for. One rejected draft then says little, and two in a row end drafting.
 const PRIOR_OBSERVATIONS: u64 = 2;
 /// Weight of the newest observation, once there are many.
 const ACCEPTANCE_WEIGHT: f64 = 0.06;
@@ -79,6 +84,21 @@ pub(crate) struct Costs {
     buckets: Option<Buckets>,
     /// Rounds since all sequences decoded plainly.
     since_plain: u64,
+    /// Drafts of all sequences.
+    experience: Experience,
+}
+
+/// Shares of accepted drafts of all sequences of an engine.
+#[derive(Debug)]
+struct Experience {
+    acceptance: [f64; POSITIONS],
+    observed: [u64; POSITIONS],
+}
+
+impl Default for Experience {
+    fn default() -> Experience {
+        Experience { acceptance: [ACCEPTANCE_PRIOR; POSITIONS], observed: [0; POSITIONS] }
+    }
 }
 
 /// Seconds of passes without a sequence. They read all weights, but no states, keys or values.
@@ -151,6 +171,16 @@ impl Costs {
         note(&mut self.draft, padded, seconds);
     }
 
+    /// Records how many drafts of a sequence's round were accepted.
+    pub fn note_drafts(&mut self, drafted: usize, accepted: usize) {
+        let Experience { acceptance, observed } = &mut self.experience;
+        for (i, is_accepted) in judged(drafted, accepted) {
+            observed[i] += 1;
+            let weight = 1.0 / (observed[i] + ENGINE_PRIOR_OBSERVATIONS) as f64;
+            acceptance[i] += weight.max(ENGINE_ACCEPTANCE_WEIGHT) * (is_accepted - acceptance[i]);
+        }
+    }
+
     pub fn note_round(&mut self, was_plain: bool) {
         self.since_plain = if was_plain { 0 } else { self.since_plain + 1 };
     }
@@ -183,6 +213,12 @@ impl Costs {
         };
         verify + k as f64 * draft
     }
+}
+
+/// The positions of a round's drafts that were judged, each with 1 if the draft was accepted and 0 if not. The first
+/// rejected draft is the last one judged.
+fn judged(drafted: usize, accepted: usize) -> impl Iterator<Item = (usize, f64)> {
+    (0..drafted.min(accepted + 1)).map(move |i| (i, if i < accepted { 1.0 } else { 0.0 }))
 }
 
 fn note(times: &mut Times, rows: usize, seconds: f64) {
@@ -220,8 +256,10 @@ fn estimate(times: &Times, rows: usize, per_row: f64) -> f64 {
 pub(super) struct DepthControl {
     depth: Depth,
     nominal: Option<Costs>,
-    /// Share accepted at each position, given that those before it were.
+    /// Share accepted at each position, given that those before it were, if [`ACCEPTANCE_PRIOR`] is the prior.
     acceptance: [f64; POSITIONS],
+    /// The part of the prior in this share.
+    prior_weight: [f64; POSITIONS],
     observed: [u64; POSITIONS],
     plain_rounds: u64,
     drafting_rounds: u64,
@@ -235,6 +273,7 @@ impl DepthControl {
             depth,
             nominal: repeatable.then(Costs::nominal),
             acceptance: [ACCEPTANCE_PRIOR; POSITIONS],
+            prior_weight: [1.0; POSITIONS],
             observed: [0; POSITIONS],
             plain_rounds: 0,
             drafting_rounds: 0,
@@ -294,10 +333,14 @@ impl DepthControl {
         let most = most.min(judged + 1).min(POSITIONS);
         let (mut best, mut best_rate) = (0, 0.0);
         let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
+        let Experience { acceptance: of_engine, observed: by_engine } = &costs.experience;
         for k in 0..=most {
             if k > 0 {
+                let i = k - 1;
                 // A position that was never reached is assumed to be as good as the one before it.
-                share = if self.observed[k - 1] > 0 { self.acceptance[k - 1] } else { share };
+                if self.observed[i] + by_engine[i] > 0 {
+                    share = self.acceptance[i] + self.prior_weight[i] * (of_engine[i] - ACCEPTANCE_PRIOR);
+                }
                 all_accepted *= share;
                 tokens += all_accepted;
             }
@@ -317,17 +360,16 @@ impl DepthControl {
         }
         self.drafting_rounds += 1;
         let was_retry = self.plain_rounds >= self.retry_after;
-        // The first rejected draft is the last one observed.
-        for i in 0..drafted.min(accepted + 1) {
-            let is_accepted = if i < accepted { 1.0 } else { 0.0 };
+        for (i, is_accepted) in judged(drafted, accepted) {
             self.observed[i] += 1;
             let weight = ACCEPTANCE_WEIGHT.max(1.0 / (self.observed[i] + PRIOR_OBSERVATIONS) as f64);
             self.acceptance[i] += weight * (is_accepted - self.acceptance[i]);
+            self.prior_weight[i] *= 1.0 - weight;
         }
         if !was_retry {
             self.plain_rounds = 0;
         } else if accepted > 0 {
-            self.acceptance[0] = self.acceptance[0].max(RETRY_ACCEPTANCE);
+            (self.acceptance[0], self.prior_weight[0]) = (self.acceptance[0].max(RETRY_ACCEPTANCE), 0.0);
             (self.plain_rounds, self.retry_after) = (0, RETRY_AFTER);
         } else {
             let later = (RETRY_GROWTH * self.retry_after).clamp(SECOND_RETRY_AFTER, RETRY_AFTER_MAX);

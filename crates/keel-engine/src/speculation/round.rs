@@ -14,9 +14,9 @@ use keel_array::Regime;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
-use super::Speculation;
 use super::choose::Chooser;
 use super::passes::Passes;
+use super::{Costs, Speculation};
 use crate::batch::MASK_PATIENCE;
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::under_way::StepTime;
@@ -117,7 +117,10 @@ impl Engine {
                 share_times(batch, &parts, times);
                 let is_open = self.leaves_open();
                 let all = batch.iter_mut().zip(&parts).zip(judged);
-                Ok(all.map(|((sequence, part), round)| sequence.move_on(part, round, is_open)).collect())
+                let costs = &mut self.costs;
+                Ok(all
+                    .map(|((sequence, part), round)| sequence.move_on(part, round, is_open, costs))
+                    .collect())
             }
             Err(error) => {
                 batch.iter_mut().zip(&parts).for_each(|(sequence, part)| sequence.abandon(part));
@@ -333,7 +336,13 @@ impl Engine {
 
 impl RoundSequence<'_> {
     /// Applies the outcome of a round. `is_open` says that the round left its rows open.
-    fn move_on(&mut self, part: &Part, round: Result<Round>, is_open: bool) -> Result<Round> {
+    fn move_on(
+        &mut self,
+        part: &Part,
+        round: Result<Round>,
+        is_open: bool,
+        costs: &mut Costs,
+    ) -> Result<Round> {
         let round = match round {
             Ok(round) => round,
             Err(error) => {
@@ -362,6 +371,7 @@ impl RoundSequence<'_> {
         // A round that ended with a draft says nothing about later ones.
         let judged = if kept == accepted { accepted } else { drafted };
         speculation.control.note(judged, accepted);
+        costs.note_drafts(judged, accepted);
         speculation.counters.note_round(drafted, accepted, kept);
         Ok(round)
     }

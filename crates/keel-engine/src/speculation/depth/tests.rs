@@ -41,6 +41,54 @@ fn wrong_drafts_cost_little() {
     assert!(drafted > 3, "it tries again");
 }
 
+/// Runs a batch of 32 sequences for 256 rounds, all of whose drafts are wrong. Returns the drafts of each sequence.
+fn wrong_drafts_in_a_crowd(costs: &mut Costs, learns: bool) -> usize {
+    let mut controls: Vec<DepthControl> = (0..32).map(|_| DepthControl::new(Depth::Auto, false)).collect();
+    let mut drafted = 0;
+    for _ in 0..256 {
+        let depths: Vec<usize> = controls.iter().map(|control| control.choose(costs, 1, 4, 1)).collect();
+        for (control, depth) in controls.iter_mut().zip(depths) {
+            drafted += depth;
+            control.note(depth, 0);
+            if learns {
+                costs.note_drafts(depth, 0);
+            }
+        }
+    }
+    drafted / controls.len()
+}
+
+#[test]
+fn sequences_learn_from_each_other_that_drafts_are_wrong() {
+    assert_eq!(wrong_drafts_in_a_crowd(&mut costs(), false), 5, "each tries alone");
+    let mut costs = costs();
+    assert_eq!(wrong_drafts_in_a_crowd(&mut costs, true), 3);
+    assert_eq!(wrong_drafts_in_a_crowd(&mut costs, true), 2, "each tries all the same");
+    let mut good = DepthControl::new(Depth::Auto, false);
+    for _ in 0..40 {
+        let depth = good.choose(&costs, 1, 8, 1);
+        good.note(depth, depth);
+        costs.note_drafts(depth, depth);
+    }
+    assert!(good.choose(&costs, 1, 8, 1) >= 4, "a text with good drafts is soon followed");
+}
+
+#[test]
+fn a_sequence_begins_as_those_before_it_ended() {
+    let mut costs = costs();
+    (0..200).for_each(|_| costs.note_drafts(2, 2));
+    let mut control = DepthControl::new(Depth::Auto, false);
+    control.note(1, 0);
+    assert!(control.choose(&costs, 1, 8, 1) > 0, "one wrong draft says less than 200 right ones");
+    (0..8).for_each(|_| control.note(1, 0));
+    assert_eq!(control.choose(&costs, 1, 8, 1), 0, "nine say more");
+    assert_eq!(
+        DepthControl::new(Depth::Auto, true).choose(&costs, 1, 8, 1),
+        1,
+        "what is repeatable does not depend on it"
+    );
+}
+
 #[test]
 fn it_comes_back_when_drafts_become_good() {
     let mut control = DepthControl::new(Depth::Auto, false);
