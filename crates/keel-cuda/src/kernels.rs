@@ -99,6 +99,31 @@ pub struct KernelKey {
     pub defines: Vec<(&'static str, String)>,
 }
 
+/// The form in which `half.cuh` writes values of x in 16 bits.
+#[derive(Clone, Copy, Debug)]
+pub enum HalfForm {
+    /// Row by row, as f16 of an eighth.
+    Rows {
+        /// As bf16 of the value itself instead.
+        is_bf16: bool,
+    },
+    /// As f16 of an eighth, in panels.
+    Panels {
+        /// The rows of a panel.
+        rows: usize,
+    },
+}
+
+impl HalfForm {
+    /// The key of a kernel that writes this form.
+    pub fn define(self, key: KernelKey) -> KernelKey {
+        match self {
+            HalfForm::Rows { is_bf16 } => key.define("HALF_BF16", u8::from(is_bf16)),
+            HalfForm::Panels { rows } => key.define("HALF_PANEL", rows),
+        }
+    }
+}
+
 impl KernelKey {
     /// An entry point of a source file, without constants.
     pub fn new(source: Source, entry: &'static str) -> KernelKey {

@@ -302,7 +302,8 @@ impl Batcher {
             };
             let hidden = self.hidden_after(item, &part);
             let running = &mut self.running[i];
-            let run = running.tokens.get(running.cache.len()).copied();
+            // The token of an answer that was run.
+            let run = (!part.is_prompt).then(|| running.tokens[running.cache.len()]);
             running.cache.advance(part.rows);
             running.ahead.rows -= part.rows;
             running.ahead.steps -= 1;
@@ -324,7 +325,7 @@ impl Batcher {
                     None => self.draw_kept(i, item),
                 };
                 let drawn = kept.and(drawn).and_then(|drawn| {
-                    self.note_hidden(i, (part.is_prompt, run), hidden?, &drawn);
+                    self.note_hidden(i, run, hidden?, &drawn);
                     Ok(drawn)
                 });
                 ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
@@ -343,22 +344,16 @@ impl Batcher {
         if is_needed { self.engine.hidden_of(item).map(|hidden| Some(hidden.to_vec())) } else { Ok(None) }
     }
 
-    /// Keeps a hidden state for the MTP head: after a prompt, or after the token `run` that gave `drawn`.
-    fn note_hidden(
-        &mut self,
-        i: usize,
-        (is_prompt, run): (bool, Option<u32>),
-        hidden: Option<Vec<f32>>,
-        drawn: &Drawn,
-    ) {
+    /// Keeps a hidden state for the MTP head: after the token `run` that gave `drawn`, or after a prompt.
+    fn note_hidden(&mut self, i: usize, run: Option<u32>, hidden: Option<Vec<f32>>, drawn: &Drawn) {
         let time = self.engine.taken.share();
         let (running, Some(hidden)) = (&mut self.running[i], hidden) else { return };
-        if is_prompt {
-            running.speculation = Some(Speculation::new(self.options.speculation, hidden));
-        } else if let (Some(speculation), Some(run), Some((token, _))) =
-            (&mut running.speculation, run, drawn.tokens.first())
-        {
-            speculation.note_plain(run, &hidden, *token, time);
+        match (run, &mut running.speculation, drawn.tokens.first()) {
+            (None, ..) => running.speculation = Some(Speculation::new(self.options.speculation, hidden)),
+            (Some(run), Some(speculation), Some((token, _))) => {
+                speculation.note_plain(run, &hidden, *token, time);
+            }
+            _ => {}
         }
     }
 

@@ -11,6 +11,33 @@ use crate::{EngineError, Result};
 /// The values that a traced step computes, each with its destination.
 pub(super) type Pairs = Vec<(Array, Array)>;
 
+/// What a traced step reads, and the device's part of the model.
+struct Tracing<'a> {
+    model: &'a HybridModel,
+    layers: &'a [LayerStorage],
+    shape: StepShape,
+    tokens: Array,
+    context: StepContext,
+}
+
+impl Tracing<'_> {
+    /// The model's hidden states.
+    fn hidden(&self) -> Result<Array> {
+        Ok(self.model.hidden(&self.tokens, self.layers, &self.context)?)
+    }
+
+    /// The MTP head over hidden states and the tokens after them.
+    fn mtp(&self, hidden: &Array, next: &Array) -> Result<Array> {
+        let head = self.model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
+        Ok(self.model.mtp_hidden(head, hidden, next, self.head_layers(), &self.context)?)
+    }
+
+    /// The layers of the MTP head.
+    fn head_layers(&self) -> &[LayerStorage] {
+        &self.layers[self.model.blocks.len()..]
+    }
+}
+
 impl Stepper {
     fn context(&self, shape: StepShape) -> Result<StepContext> {
         let (batch, window_batch) = self.staging.batches(shape.sequences)?;
@@ -30,23 +57,21 @@ impl Stepper {
         layers: &[LayerStorage],
         shape: StepShape,
     ) -> Result<Pairs> {
-        let context = self.context(shape)?;
-        let tokens = self.staging.tokens_of(shape)?;
+        let (tokens, context) = (self.staging.tokens_of(shape)?, self.context(shape)?);
+        let step = Tracing { model, layers, shape, tokens, context };
         Ok(match shape.outcome {
             // Only the device with the output head has results. The others hand their hidden states on.
             outcome if outcome.hands_on(model) => {
-                vec![(model.hand_on(&tokens, layers, &context)?, self.results.sent()?.clone())]
+                vec![(model.hand_on(&step.tokens, layers, &step.context)?, self.results.sent()?.clone())]
             }
-            Outcome::State | Outcome::LastLogits | Outcome::Ahead => {
-                self.trace_last(model, layers, shape, (&tokens, &context))?
-            }
+            Outcome::State | Outcome::LastLogits | Outcome::Ahead => self.trace_last(&step)?,
             Outcome::Hidden => {
-                vec![(model.hidden(&tokens, layers, &context)?, self.results.hidden()?.prefix(shape.rows)?)]
+                vec![(step.hidden()?, self.results.hidden()?.prefix(shape.rows)?)]
             }
             Outcome::MtpHidden => {
                 // The buffer holds the head's input. The head's result overwrites it.
                 let input = self.results.hidden()?.prefix(shape.rows)?;
-                vec![(trace_mtp(model, layers, &input, &tokens, &context)?, input)]
+                vec![(step.mtp(&input, &step.tokens)?, input)]
             }
             Outcome::Head => {
                 let input = self.results.head_input()?.prefix(shape.rows)?;
@@ -58,7 +83,7 @@ impl Stepper {
             }
             Outcome::KeptLogits => vec![self.kept()?.trace(&self.results.logits, shape)?],
             Outcome::OpenRows => {
-                let hidden = model.hidden(&tokens, layers, &context)?;
+                let hidden = step.hidden()?;
                 let logits = model.logits(&hidden)?;
                 let draft = self.results.draft()?;
                 vec![
@@ -70,16 +95,17 @@ impl Stepper {
                     (logits, self.results.logits.prefix(shape.rows)?),
                 ]
             }
-            Outcome::Draft => self.trace_draft(model, layers, shape, (&tokens, &context))?,
+            Outcome::Draft => self.trace_draft(&step)?,
             Outcome::HeadState => {
                 let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
-                let own = &layers[model.blocks.len()..];
-                let rows = model.mtp_remember(head, &self.draft_input(shape)?, &tokens, own, &context)?;
+                let input = self.draft_input(shape)?;
+                let rows =
+                    model.mtp_remember(head, &input, &step.tokens, step.head_layers(), &step.context)?;
                 let last = rows.take(&self.staging.last_rows.prefix(1)?)?;
                 vec![(last, self.results.draft()?.remembered.clone())]
             }
             Outcome::Commit(settled) => {
-                let results = model.commit(layers, &context, settled)?.into_iter();
+                let results = model.commit(layers, &step.context, settled)?.into_iter();
                 let sum = results.map(Ok).reduce(|sum, y| sum?.add(&y?));
                 let place = self.results.draft()?.committed.clone();
                 sum.transpose()?.into_iter().zip(place).collect()
@@ -89,15 +115,10 @@ impl Stepper {
 
     /// A step of a prompt or a plain decode step. Where sequences draft, a prompt also passes the MTP head, for its
     /// keys and values.
-    fn trace_last(
-        &self,
-        model: &HybridModel,
-        layers: &[LayerStorage],
-        shape: StepShape,
-        (tokens, context): (&Array, &StepContext),
-    ) -> Result<Pairs> {
+    fn trace_last(&self, step: &Tracing<'_>) -> Result<Pairs> {
+        let Tracing { model, shape, .. } = *step;
         let last_rows = self.staging.last_rows.prefix(shape.sequences)?;
-        let hidden = model.hidden(tokens, layers, context)?;
+        let hidden = step.hidden()?;
         let last = hidden.take(&last_rows)?;
         let mut pairs = Vec::new();
         if shape.outcome != Outcome::State {
@@ -109,7 +130,7 @@ impl Stepper {
         let head = self.staging.head.as_ref().filter(|_| shape.regime == Regime::Prefill);
         if let Some(head) = head {
             let next = head.next_tokens.prefix(shape.rows)?;
-            let drafts = trace_mtp(model, layers, &hidden, &next, context)?.take(&last_rows)?;
+            let drafts = step.mtp(&hidden, &next)?.take(&last_rows)?;
             pairs.push((drafts, self.results.draft()?.head.prefix(shape.sequences)?));
         }
         if shape.outcome == Outcome::Ahead {
@@ -124,14 +145,9 @@ impl Stepper {
     }
 
     /// A drafting pass of the MTP head.
-    fn trace_draft(
-        &self,
-        model: &HybridModel,
-        layers: &[LayerStorage],
-        shape: StepShape,
-        (tokens, context): (&Array, &StepContext),
-    ) -> Result<Pairs> {
-        let hidden = trace_mtp(model, layers, &self.draft_input(shape)?, tokens, context)?;
+    fn trace_draft(&self, step: &Tracing<'_>) -> Result<Pairs> {
+        let Tracing { model, shape, .. } = *step;
+        let hidden = step.mtp(&self.draft_input(shape)?, &step.tokens)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
         let logits = model.logits(&last)?;
         // The next pass of the same sequences reads the results there.
@@ -148,17 +164,4 @@ impl Stepper {
         let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
         Ok(head.hidden.prefix(shape.rows)?)
     }
-}
-
-/// The MTP head over hidden states and the tokens after them.
-fn trace_mtp(
-    model: &HybridModel,
-    layers: &[LayerStorage],
-    hidden: &Array,
-    next: &Array,
-    context: &StepContext,
-) -> Result<Array> {
-    let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
-    let own = &layers[model.blocks.len()..];
-    Ok(model.mtp_hidden(head, hidden, next, own, context)?)
 }

@@ -3,7 +3,7 @@
 use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::operand::{bits_type, c_type};
 use crate::driver::Arguments;
-use crate::kernels::{ELEMENTWISE, KernelKey};
+use crate::kernels::{ELEMENTWISE, HalfForm, KernelKey};
 use keel_array::{ArrayError, Binary, DType, FusedStep, Kernel, Layout, Op, Shape, Source, Unary};
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -107,11 +107,11 @@ pub(super) fn runs_by_four(kernel: &Kernel) -> bool {
         && y.layout.shape.elements() / 4 <= FOURS_MAX
 }
 
-/// A chain four columns at a time, to f32 or, with the form of `half.cuh`, to 16 bits.
+/// A chain four columns at a time, to f32 or, in a form of `half.cuh`, to 16 bits.
 pub(super) fn chain_by_four(
     chain: &BoundKernel<'_>,
     to: u64,
-    half: Option<(&'static str, usize)>,
+    half: Option<HalfForm>,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let inputs = chain.inputs.iter().map(|input| {
@@ -122,7 +122,7 @@ pub(super) fn chain_by_four(
         .define("CHAIN_BY_FOUR", if half.is_some() { 16 } else { 32 })
         .define("CHAIN", chain_body(&chain.kernel.op));
     let key = match half {
-        Some((form, value)) => key.define(form, value),
+        Some(form) => form.define(key),
         None => key,
     };
     by_four(key, inputs, to, &chain.kernel.outputs[0].layout.shape, call)

@@ -4,8 +4,15 @@ use super::WeightFormat;
 use super::coding::Coding;
 use keel_array::BlockFormat;
 
-/// Codes, subs and supers of whole blocks.
-pub(super) fn taken_apart(format: BlockFormat, blocks: &[u8]) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
+/// Whole blocks, taken apart.
+pub(super) struct BlockParts {
+    pub codes: Vec<u8>,
+    pub subs: Vec<u8>,
+    pub supers: Vec<u8>,
+}
+
+/// Takes whole blocks apart.
+pub(super) fn taken_apart(format: BlockFormat, blocks: &[u8]) -> BlockParts {
     let Some(coding) = Coding::of(WeightFormat::Blocks(format)) else { unreachable!("blocks have codes") };
     let count = blocks.len() / format.bytes();
     let subs_each = format.values() / coding.group * coding.sub_bytes;
@@ -21,7 +28,7 @@ pub(super) fn taken_apart(format: BlockFormat, blocks: &[u8]) -> (Vec<u8>, Vec<u
             long(format, block, codes, subs, supers)
         }
     }
-    (codes, subs, supers)
+    BlockParts { codes, subs, supers }
 }
 
 /// A block of 32 values: the scale, perhaps the offset, perhaps fifth bits, then the codes.
@@ -152,7 +159,7 @@ mod tests {
             let mut decoded = vec![0.0; 5 * format.values()];
             format.decode(&blocks, &mut decoded);
             let coding = Coding::of(WeightFormat::Blocks(format)).expect("blocks have codes");
-            let (codes, subs, supers) = taken_apart(format, &blocks);
+            let BlockParts { codes, subs, supers } = taken_apart(format, &blocks);
             for (i, (&code, expected)) in codes.iter().zip(decoded).enumerate() {
                 assert!(u32::from(code) >> coding.bits == 0, "{format}: {code}");
                 let sub = &subs[i / coding.group * coding.sub_bytes..];

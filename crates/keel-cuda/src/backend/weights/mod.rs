@@ -7,7 +7,7 @@
 mod blocks;
 mod coding;
 
-use blocks::taken_apart;
+use blocks::{BlockParts, taken_apart};
 pub(super) use coding::Coding;
 use half::{bf16, f16};
 use keel_array::{ArrayError, DType, RowBlock, RowData, WeightFormat, WeightSpec};
@@ -100,7 +100,7 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
             pack_tiles(spec, block, &Rows { codes, subs: &subs, supers: &[] })
         }
         (RowData::Blocks(bytes), WeightFormat::Blocks(format)) => {
-            let (codes, subs, supers) = taken_apart(format, bytes);
+            let BlockParts { codes, subs, supers } = taken_apart(format, bytes);
             pack_tiles(spec, block, &Rows { codes: &codes, subs: &subs, supers: &supers })
         }
         (_, format) => unreachable!("rows coded otherwise than the weight, {format:?}"),

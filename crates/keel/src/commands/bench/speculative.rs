@@ -46,11 +46,11 @@ impl SpeculativeRuns {
         let options = self.report.options;
         for repeat in 0..=repeats {
             let plain = run_plain(&mut engine, prompt, tokens)?;
-            let (drafted, counters);
+            let drafted;
             if engine.options().sequences == 1 {
-                (drafted, counters) = iterate(&mut engine, prompt, tokens, options)?;
+                drafted = iterate(&mut engine, prompt, tokens, options)?;
             } else {
-                (engine, drafted, counters) = run_batch(engine, prompt, tokens, options)?;
+                (engine, drafted) = run_batch(engine, prompt, tokens, options)?;
             }
             ensure!(
                 options.optimistic || !self.is_exact || drafted.tokens == plain.tokens,
@@ -60,7 +60,7 @@ impl SpeculativeRuns {
             if repeat > 0 {
                 self.plain.push(plain.rate);
                 self.rates.push(drafted.rate);
-                self.report.counters.add(&counters);
+                self.report.counters.add(&drafted.counters);
             }
         }
         Ok(engine)
@@ -91,10 +91,11 @@ impl SpeculativeRuns {
     }
 }
 
-/// The tokens of all sequences of a run, and how many it made per second.
+/// The tokens of all sequences of a run, how many it made per second, and what became of its drafts.
 struct Decoded {
     tokens: Vec<Vec<u32>>,
     rate: f64,
+    counters: SpeculationCounters,
 }
 
 fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<Decoded> {
@@ -122,16 +123,11 @@ fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<Decode
     }
     let rate = rate(batch * (wanted - 1), start.elapsed());
     caches.into_iter().for_each(|cache| engine.release(cache));
-    Ok(Decoded { tokens, rate })
+    Ok(Decoded { tokens, rate, counters: SpeculationCounters::default() })
 }
 
 /// One sequence, as `keel generate` runs it.
-fn iterate(
-    engine: &mut Engine,
-    prompt: usize,
-    wanted: usize,
-    how: SpeculationOptions,
-) -> Result<(Decoded, SpeculationCounters)> {
+fn iterate(engine: &mut Engine, prompt: usize, wanted: usize, how: SpeculationOptions) -> Result<Decoded> {
     let ids = random_ids(0, prompt, engine.model().config.vocab);
     let options = GenerateOptions {
         max_tokens: wanted,
@@ -146,7 +142,7 @@ fn iterate(
     let rate = rate(wanted - 1, start.elapsed());
     let counters = iterator.counters().cloned().unwrap_or_default();
     iterator.release();
-    Ok((Decoded { tokens: vec![tokens], rate }, counters))
+    Ok(Decoded { tokens: vec![tokens], rate, counters })
 }
 
 /// All sequences, as a server runs them. Time counts from the step that ends the last prompt.
@@ -155,7 +151,7 @@ fn run_batch(
     prompt: usize,
     wanted: usize,
     speculation: SpeculationOptions,
-) -> Result<(Engine, Decoded, SpeculationCounters)> {
+) -> Result<(Engine, Decoded)> {
     let (batch, vocab) = (engine.options().sequences, engine.model().config.vocab);
     let step_tokens = engine.options().prefill_step;
     let queue_limit = batch;
@@ -188,5 +184,5 @@ fn run_batch(
     let (start, before) = begun.unwrap_or_else(|| (Instant::now(), 0));
     let rate = rate(tokens.iter().map(Vec::len).sum::<usize>() - before, start.elapsed());
     let counters = batcher.status().speculation;
-    Ok((batcher.into_engine(), Decoded { tokens, rate }, counters))
+    Ok((batcher.into_engine(), Decoded { tokens, rate, counters }))
 }

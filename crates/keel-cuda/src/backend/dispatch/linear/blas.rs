@@ -9,7 +9,7 @@ use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
 use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::error::{CudaError, Result};
-use crate::kernels::{DEQUANTIZE, KernelKey};
+use crate::kernels::{DEQUANTIZE, HalfForm, KernelKey};
 use keel_array::{ArrayError, Compute, DType, WeightFormat, WeightSpec};
 
 /// Rows that cuBLASLt multiplies at a time in the deterministic mode. The number is constant, so the library always
@@ -86,9 +86,9 @@ fn to_half(
     part_bytes: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let is_bf16 = u8::from(factors(weight) == FactorType::Bf16);
+    let form = HalfForm::Rows { is_bf16: factors(weight) == FactorType::Bf16 };
     if let Some(maker) = call.maker(0) {
-        return absorbed_to_half(maker, weight, rows, (to, ("HALF_BF16", is_bf16.into())), call);
+        return absorbed_to_half(maker, weight, rows, to, form, call);
     }
     // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
     let pairs = (rows * weight.cols).div_ceil(2);
@@ -99,7 +99,7 @@ fn to_half(
         return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
     }
     let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
-    let key = KernelKey::new(DEQUANTIZE, "to_half").define("HALF_BF16", is_bf16);
+    let key = form.define(KernelKey::new(DEQUANTIZE, "to_half"));
     let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols);
     call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments)
 }

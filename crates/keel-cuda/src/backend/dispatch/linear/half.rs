@@ -3,18 +3,19 @@
 
 use super::super::{Bound, BoundKernel, Call, Geometry, elementwise};
 use crate::driver::Arguments;
-use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, Source};
+use crate::kernels::{ACTIVATION, HalfForm, KernelKey, RMS_NORM, Source};
 use keel_array::{ArrayError, Op, WeightSpec};
 
-/// Writes the result of `maker` to address `to`, in the form that the constant of `half.cuh` selects.
+/// Writes the result of `maker` to address `to`.
 pub(super) fn absorbed_to_half(
     maker: &BoundKernel<'_>,
     weight: &WeightSpec,
     rows: usize,
-    (to, form): (u64, (&'static str, usize)),
+    to: u64,
+    form: HalfForm,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let key = |source: Source, entry| KernelKey::new(source, entry).define(form.0, form.1);
+    let key = |source: Source, entry| form.define(KernelKey::new(source, entry));
     let x = &maker.inputs[0];
     // A row that all rows share may begin anywhere.
     let shared =

@@ -5,7 +5,7 @@ use super::half::absorbed_to_half;
 use super::{BLOCKS_WANTED, TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::driver::Arguments;
-use crate::kernels::{KernelKey, LINEAR_PANELS};
+use crate::kernels::{HalfForm, KernelKey, LINEAR_PANELS};
 use crate::parameters::LinearPanels;
 use keel_array::{ArrayError, WeightSpec};
 
@@ -117,7 +117,9 @@ pub(super) fn in_panels(
     let key = panels_key("linear_panels", weight, rows, cut);
     let arguments = |x: u64| Arguments::default().pointer(x);
     match call.maker(0) {
-        Some(maker) => absorbed_to_half(maker, weight, rows, (call.scratch, ("HALF_PANEL", panel)), call)?,
+        Some(maker) => {
+            absorbed_to_half(maker, weight, rows, call.scratch, HalfForm::Panels { rows: panel }, call)?
+        }
         None => call.launch(
             &KernelKey { entry: "to_half_panels", ..key.clone() },
             Geometry::rows((rows * col_tiles(weight) * 8).div_ceil(256), 256),
