@@ -1,26 +1,17 @@
 //! Exchanges between GPUs: what a plan says of them, which needs no GPU, and on a machine with two GPUs, with
 //! `KEEL_TEST_CUDA=1`, the exchanges themselves.
 
-use keel_array::{
-    Array, ArrayError, Category, Compute, DType, Executable, Group, Peers, Runtime, RuntimeOptions, Weight,
-    WeightFormat, WeightSpec,
-};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
-use keel_testkit::checks;
+mod common;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Options of the devices of a group.
-fn options(count: usize, shares: usize, deterministic: bool) -> Vec<CudaOptions> {
-    let of = |(ordinal, group)| CudaOptions {
-        ordinal,
-        deterministic,
-        poison_freed: true,
-        group: Some(group),
-        ..CudaOptions::default()
-    };
-    CudaGroup::of(count, shares).into_iter().enumerate().map(of).collect()
-}
+use common::{Prepared, Rank, on_each, options};
+use keel_array::{
+    Array, Category, Compute, DType, Peers, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
+};
+use keel_cuda::{CudaBackend, CudaOptions, Survey};
+use keel_testkit::checks;
 
 fn planner(options: &CudaOptions) -> Runtime {
     Runtime::new(Arc::new(CudaBackend::planning(options)), RuntimeOptions::default())
@@ -106,34 +97,18 @@ fn residual_and_norm_around_a_sum_are_parts_of_products() {
     }
 }
 
-/// Backends of all GPUs if there are several. One GPU stands for several where NCCL is allowed to connect it with itself:
-/// version 2.30 or newer, with NCCL_MULTI_RANK_GPU_ENABLE=1.
-fn gpus(deterministic: bool) -> Option<Vec<Runtime>> {
-    if !keel_testkit::has_gpu!() {
-        return None;
-    }
-    let found = Survey::take().gpus.len();
-    let is_shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|set| set == "1");
-    if found < 2 && !is_shared {
-        keel_testkit::skipped!("needs two GPUs");
-        return None;
-    }
+/// All GPUs, in two stages or as one. One GPU may stand for several.
+fn ranks(deterministic: bool) -> Option<Vec<Rank>> {
+    let found = common::gpus()?;
     let count = if found == 1 || found >= 4 { 4 } else { 2 };
-    let open = |mut options: CudaOptions| {
-        options.ordinal %= found;
-        CudaBackend::new(&options).expect("a GPU, and NCCL")
-    };
-    // Two stages, or all devices in one.
-    let shares = if count == 4 { 2 } else { count };
-    let backends = options(count, shares, deterministic).into_iter().map(open);
-    let runtime = |backend| Runtime::new(Arc::new(backend), RuntimeOptions::default());
-    Some(backends.map(runtime).collect())
+    Some(common::open(found, count, 2, deterministic))
 }
 
 #[test]
 fn gpus_agree_with_the_oracle_and_keep_nothing() {
     for deterministic in [false, true] {
-        let Some(runtimes) = separate_gpus(deterministic) else { return };
+        let Some(ranks) = separate_gpus(deterministic) else { return };
+        let runtimes: Vec<Runtime> = ranks.into_iter().map(|rank| rank.runtime).collect();
         let own: Vec<u64> = runtimes.iter().map(|runtime| runtime.ledger().active().total()).collect();
         checks::exchange(&runtimes);
         for (runtime, own) in runtimes.iter().zip(own) {
@@ -143,81 +118,15 @@ fn gpus_agree_with_the_oracle_and_keep_nothing() {
     }
 }
 
-/// As [`gpus`], for tests that do not end on a GPU that ranks share: the ranks share a context of the driver, which loads
+/// As [`ranks`], for tests that do not end on a GPU that ranks share: the ranks share a context of the driver, which loads
 /// no kernels and captures no graph while a kernel of NCCL waits for a rank that waits for the driver.
-fn separate_gpus(deterministic: bool) -> Option<Vec<Runtime>> {
-    let runtimes = gpus(deterministic)?;
+fn separate_gpus(deterministic: bool) -> Option<Vec<Rank>> {
+    let ranks = ranks(deterministic)?;
     if Survey::take().gpus.len() == 1 {
         keel_testkit::skipped!("does not end on a GPU that ranks share");
         return None;
     }
-    Some(runtimes)
-}
-
-fn group(runtime: &Runtime) -> &dyn Group {
-    runtime.backend().group().expect("it is in a group")
-}
-
-/// A rank's prepared program, which is a graph from its second run on, and its results. Its kernels are loaded: on a GPU
-/// that ranks share, the driver would not load them while a kernel waits for a peer.
-struct Prepared {
-    program: Executable,
-    results: Vec<Array>,
-}
-
-impl Prepared {
-    /// A program on `len` floats, which are given by their index.
-    fn new(
-        runtime: &Runtime,
-        len: usize,
-        value: impl Fn(usize) -> f32,
-        build: impl FnOnce(&Array) -> Vec<Array>,
-    ) -> Prepared {
-        let array =
-            |len, dtype| Array::persistent(runtime, Category::Activations, [len], dtype).expect("memory");
-        let x = array(len, DType::F32);
-        x.write(&(0..len).map(value).collect::<Vec<f32>>()).expect("memory");
-        let (program, results) = runtime.trace(|| {
-            let values = build(&x);
-            let results: Vec<Array> = values.iter().map(|y| array(y.shape().elements(), y.dtype())).collect();
-            let flat: Vec<Array> =
-                values.iter().map(|y| y.reshape([y.shape().elements()]).expect("as many")).collect();
-            let pairs: Vec<(&Array, &Array)> = flat.iter().zip(&results).collect();
-            (runtime.prepare(&pairs).expect("a program"), results)
-        });
-        runtime.make_ready(&[&program], &mut |_, _| ()).expect("kernels");
-        Prepared { program, results }
-    }
-
-    /// Sums over all ranks, one of the other, of `len` times the rank's number plus one.
-    fn sums(runtime: &Runtime, len: usize, sums: usize) -> Prepared {
-        let peers = Peers { first: 0, count: group(runtime).size() };
-        let value = group(runtime).rank() as f32 + 1.0;
-        Prepared::new(
-            runtime,
-            len,
-            |_| value,
-            |x| vec![(0..sums).fold(x.clone(), |y, _| y.all_reduce(peers).expect("f32"))],
-        )
-    }
-
-    fn run(&self, times: usize) -> Result<(), String> {
-        (0..times).try_for_each(|_| self.program.run()).map_err(|failed| ArrayError::from(failed).to_string())
-    }
-
-    fn values(&self, result: usize) -> Vec<f32> {
-        self.results[result].to_vec().expect("memory")
-    }
-}
-
-/// Runs `work` for every rank at the same time.
-fn on_each(all: &[Prepared], work: impl Fn(usize, &Prepared) + Sync) {
-    std::thread::scope(|scope| {
-        for (rank, prepared) in all.iter().enumerate() {
-            let work = &work;
-            scope.spawn(move || work(rank, prepared));
-        }
-    });
+    Some(ranks)
 }
 
 /// Arrays that are too long for one shot, over a stage and over all ranks, and messages between stages. All values are
@@ -225,41 +134,44 @@ fn on_each(all: &[Prepared], work: impl Fn(usize, &Prepared) + Sync) {
 #[test]
 fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
     for deterministic in [false, true] {
-        let Some(runtimes) = separate_gpus(deterministic) else { return };
-        let count = runtimes.len();
-        let shares = if count == 4 { 2 } else { count };
+        let Some(ranks) = separate_gpus(deterministic) else { return };
+        let (count, shares) = (ranks.len(), 2);
         let value = |rank: usize, i: usize| (1000 * rank + i % 977) as f32;
         for len in [65_537, 300_001] {
-            let prepare = |runtime: &Runtime| {
-                let rank = group(runtime).rank();
-                let all = Peers { first: 0, count };
+            let prepare = |of: &Rank| {
+                let (rank, all) = (of.group().rank(), of.peers());
                 let stage = Peers { first: rank / shares * shares, count: shares };
-                let build = |x: &Array| {
+                let build = |x: &[Array]| {
+                    let x = &x[0];
                     let sums = [all, stage].map(|peers| x.all_reduce(peers).expect("f32"));
                     let gathered = x.all_gather(all).expect("f32");
                     let message = if rank + shares < count {
                         Some(x.send(rank + shares).expect("f32"))
                     } else {
                         (rank >= shares)
-                            .then(|| Array::receive(runtime, [len], rank - shares).expect("a shape"))
+                            .then(|| Array::receive(&of.runtime, [len], rank - shares).expect("a shape"))
                     };
                     sums.into_iter().chain([gathered]).chain(message).collect()
                 };
-                Prepared::new(runtime, len, |i| value(rank, i), build)
+                let prepared = Prepared::new(of, vec![of.array(len, DType::F32)], build);
+                prepared.fill(|i| value(rank, i));
+                prepared
             };
-            let prepared: Vec<Prepared> = runtimes.iter().map(prepare).collect();
-            on_each(&prepared, |_, prepared| prepared.run(3).expect("all come"));
-            for (rank, prepared) in prepared.iter().enumerate() {
+            let prepared: Vec<Prepared> = ranks.iter().map(prepare).collect();
+            on_each(&ranks, &prepared, |_, prepared| prepared.run(3).expect("all come"));
+            for (rank, results) in prepared.iter().map(Prepared::results).enumerate() {
                 let sum = |ranks: std::ops::Range<usize>, i| ranks.map(|rank| value(rank, i)).sum::<f32>();
                 let stage = rank / shares * shares;
-                let [of_all, of_stage, gathered] = [0, 1, 2].map(|result| prepared.values(result));
+                let [of_all, of_stage, gathered] = [0, 1, 2].map(|result| &results[result]);
                 assert!((0..len).all(|i| of_all[i] == sum(0..count, i)), "rank {rank}: sum over all");
                 assert!((0..len).all(|i| of_stage[i] == sum(stage..stage + shares, i)), "rank {rank}: stage");
                 assert_eq!(gathered.len(), count * len);
                 assert!((0..count * len).all(|i| gathered[i] == value(i / len, i % len)), "rank {rank}");
                 if rank >= shares {
-                    let message = prepared.values(3);
-                    assert!((0..len).all(|i| message[i] == value(rank - shares, i)), "rank {rank}: message");
+                    assert!(
+                        (0..len).all(|i| results[3][i] == value(rank - shares, i)),
+                        "rank {rank}: message"
+                    );
                 }
             }
         }
@@ -269,16 +181,15 @@ fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
 /// Short arrays are added by mailboxes, where GPUs have them, and long ones by NCCL.
 #[test]
 fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
-    let Some(runtimes) = separate_gpus(false) else { return };
-    let want = (1..=runtimes.len()).sum::<usize>() as f32;
-    let sums_of = |len, sums| -> Vec<Prepared> {
-        runtimes.iter().map(|runtime| Prepared::sums(runtime, len, sums)).collect()
-    };
+    let Some(ranks) = separate_gpus(false) else { return };
+    let want = (1..=ranks.len()).sum::<usize>() as f32;
+    let sums_of =
+        |len, sums| -> Vec<Prepared> { ranks.iter().map(|rank| Prepared::sums(rank, len, sums)).collect() };
     let again = [1000, 70_000].map(|len| sums_of(len, 1));
     let all_sum = || {
         for prepared in &again {
-            on_each(prepared, |_, prepared| prepared.run(3).expect("all come"));
-            for sum in prepared.iter().map(|prepared| prepared.values(0)) {
+            on_each(&ranks, prepared, |_, prepared| prepared.run(3).expect("all come"));
+            for sum in prepared.iter().flat_map(Prepared::results) {
                 assert!(sum.iter().all(|&y| y == want), "{:?}", &sum[..4]);
             }
         }
@@ -288,17 +199,17 @@ fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
         all_sum();
         let prepared = sums_of(len, sums);
         let start = Instant::now();
-        on_each(&prepared, |rank, prepared| {
-            if rank == 0 {
+        on_each(&ranks, &prepared, |rank, prepared| {
+            if rank.group().rank() == 0 {
                 std::thread::sleep(Duration::from_millis(300));
-                group(&runtimes[0]).abandon();
+                rank.group().abandon();
             } else {
                 let error = prepared.run(3).expect_err("device 0 does not come");
                 assert!(error.contains("device 0 of the group has failed"), "{error}");
             }
         });
         assert!(start.elapsed() < Duration::from_secs(10), "{sums} sums of {len}: {:?}", start.elapsed());
-        runtimes.iter().for_each(|runtime| group(runtime).rejoin());
+        ranks.iter().for_each(|rank| rank.group().rejoin());
     }
     all_sum();
 }
@@ -307,19 +218,18 @@ fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
 #[test]
 fn gpus_close_after_a_failure() {
     for len in [1000, 70_000] {
-        let Some(runtimes) = gpus(false) else { return };
-        let prepared: Vec<Prepared> =
-            runtimes.iter().map(|runtime| Prepared::sums(runtime, len, 1)).collect();
+        let Some(ranks) = ranks(false) else { return };
+        let prepared: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, len, 1)).collect();
         let start = Instant::now();
-        on_each(&prepared, |rank, prepared| {
-            if rank == 0 {
+        on_each(&ranks, &prepared, |rank, prepared| {
+            if rank.group().rank() == 0 {
                 std::thread::sleep(Duration::from_millis(100));
-                group(&runtimes[0]).abandon();
+                rank.group().abandon();
             } else {
                 prepared.run(1).expect_err("device 0 does not come");
             }
         });
-        drop((prepared, runtimes));
+        drop((prepared, ranks));
         assert!(start.elapsed() < Duration::from_secs(10), "{len} floats: {:?}", start.elapsed());
     }
 }

@@ -5,133 +5,42 @@
 //! On a GPU that ranks share, the driver may let a rank's call wait for the kernel of another one, which waits for that
 //! rank. So nothing is allocated, loaded or freed while ranks wait for each other.
 
-use keel_array::{Array, ArrayError, Category, DType, Executable, Group, Peers, Runtime, RuntimeOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
-use std::sync::Arc;
+mod common;
+
 use std::time::{Duration, Instant};
+
+use common::{Prepared, Rank, on_each};
+use keel_array::{Array, DType};
 
 /// Floats of the longest array that is added in one shot.
 const LEN_MAX: usize = 65_536;
 
-struct Rank {
-    backend: Arc<CudaBackend>,
-    runtime: Runtime,
-}
-
-impl Rank {
-    fn group(&self) -> &dyn Group {
-        self.runtime.backend().group().expect("it is in a group")
-    }
-
-    fn peers(&self) -> Peers {
-        Peers { first: 0, count: self.group().size() }
-    }
-
-    fn array(&self, len: usize) -> Array {
-        Array::persistent(&self.runtime, Category::Activations, [len], DType::F32).expect("memory")
-    }
-
-    /// Whether the kernels since the last call added arrays in one shot.
-    fn took_one_shot(&self) -> bool {
-        self.backend.take_kernels().iter().any(|name| name.contains("one_shot_sum"))
-    }
-}
-
-/// A prepared program that reads `from` and writes `to`.
-struct Prepared {
-    program: Executable,
-    from: Vec<Array>,
-    to: Vec<Array>,
-}
-
-impl Prepared {
-    /// A program on arrays of these lengths. Each result is as long as its operand.
-    fn new(rank: &Rank, from: Vec<Array>, build: impl FnOnce(&[Array]) -> Vec<Array>) -> Prepared {
-        let (program, to) = rank.runtime.trace(|| {
-            let results = build(&from);
-            let to: Vec<Array> = results.iter().map(|y| rank.array(y.shape().elements())).collect();
-            let pairs: Vec<(&Array, &Array)> = results.iter().zip(&to).collect();
-            (rank.runtime.prepare(&pairs).expect("a program"), to)
-        });
-        rank.runtime.make_ready(&[&program], &mut |_, _| ()).expect("kernels");
-        Prepared { program, from, to }
-    }
-
-    /// `sums` sums of an array of the rank's number, one of the other.
-    fn sums(rank: &Rank, len: usize, sums: usize) -> Prepared {
-        let x = rank.array(len);
-        let prepared = Prepared::new(rank, vec![x], |x| {
-            vec![(0..sums).fold(x[0].clone(), |y, _| y.all_reduce(rank.peers()).expect("f32"))]
-        });
-        prepared.fill(rank.group().rank() as f32);
-        prepared
-    }
-
-    fn fill(&self, value: f32) {
-        for x in &self.from {
-            x.write(&vec![value; x.shape().elements()]).expect("memory");
-        }
-    }
-
-    fn run(&self) -> Result<(), String> {
-        self.program.run().map_err(|failed| ArrayError::from(failed).to_string())
-    }
-
-    fn results(&self) -> Vec<Vec<f32>> {
-        self.to.iter().map(|y| y.to_vec::<f32>().expect("memory")).collect()
-    }
+/// Whether the kernels since the last call added arrays in one shot.
+fn took_one_shot(rank: &Rank) -> bool {
+    rank.backend.take_kernels().iter().any(|name| name.contains("one_shot_sum"))
 }
 
 /// Up to four GPUs as one stage, or several ranks of one GPU.
 fn ranks(deterministic: bool) -> Option<Vec<Rank>> {
-    if !keel_testkit::has_gpu!() {
-        return None;
-    }
-    let found = Survey::take().gpus.len();
-    let is_shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|set| set == "1");
-    if found < 2 && !is_shared {
-        keel_testkit::skipped!("needs two GPUs");
-        return None;
-    }
+    let found = common::gpus()?;
     let count = if found == 1 { 3 } else { found.min(4) };
-    let open = |(rank, group)| {
-        let options = CudaOptions {
-            ordinal: rank % found,
-            deterministic,
-            poison_freed: true,
-            group: Some(group),
-            ..CudaOptions::default()
-        };
-        let backend = Arc::new(CudaBackend::new(&options).expect("a GPU, and NCCL"));
-        Rank { runtime: Runtime::new(Arc::clone(&backend) as _, RuntimeOptions::default()), backend }
-    };
-    let ranks: Vec<Rank> = CudaGroup::of(count, count).into_iter().enumerate().map(open).collect();
+    let ranks = common::open(found, count, count, deterministic);
     for rank in &ranks {
         // Loads the kernels that deliver what the host writes.
-        let x = rank.array(1);
+        let x = rank.array(1, DType::F32);
         x.write(&[1.0]).expect("memory");
         assert_eq!(x.add(&x).and_then(|y| y.to_vec::<f32>()).expect("memory"), [2.0]);
     }
     let first: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, 1, 1)).collect();
-    ranks.iter().for_each(|rank| _ = rank.took_one_shot());
-    on_each(&ranks, &first, |prepared, _| prepared.run().expect("all come"));
-    let takes: Vec<bool> = ranks.iter().map(Rank::took_one_shot).collect();
+    ranks.iter().for_each(|rank| _ = took_one_shot(rank));
+    on_each(&ranks, &first, |_, prepared| prepared.run(1).expect("all come"));
+    let takes: Vec<bool> = ranks.iter().map(took_one_shot).collect();
     assert!(takes.iter().all(|take| *take == takes[0]), "all ranks choose alike: {takes:?}");
     if !takes[0] {
         keel_testkit::skipped!("the GPUs do not reach each other's memory, or must not");
         return None;
     }
     Some(ranks)
-}
-
-/// Runs `work` for every rank at the same time.
-fn on_each(ranks: &[Rank], prepared: &[Prepared], work: impl Fn(&Prepared, &Rank) + Sync) {
-    std::thread::scope(|scope| {
-        for (rank, prepared) in ranks.iter().zip(prepared) {
-            let work = &work;
-            scope.spawn(move || work(prepared, rank));
-        }
-    });
 }
 
 /// Values whose sum depends on the order.
@@ -142,12 +51,11 @@ fn value(rank: usize, i: usize) -> f32 {
 
 /// The sum of `len` floats from `offset` on.
 fn sum_from(rank: &Rank, len: usize, offset: usize) -> Prepared {
-    let prepared = Prepared::new(rank, vec![rank.array(len + offset)], |x| {
+    let prepared = Prepared::new(rank, vec![rank.array(len + offset, DType::F32)], |x| {
         let part = x[0].slice(&[offset], &[offset + len]).expect("within x");
         vec![part.all_reduce(rank.peers()).expect("f32")]
     });
-    let values: Vec<f32> = (0..len + offset).map(|i| value(rank.group().rank(), i)).collect();
-    prepared.from[0].write(&values).expect("memory");
+    prepared.fill(|i| value(rank.group().rank(), i));
     prepared
 }
 
@@ -163,11 +71,11 @@ fn sums_have_the_bits_of_the_order_of_ranks_at_any_length_and_offset() {
                 continue;
             }
             let prepared: Vec<Prepared> = ranks.iter().map(|rank| sum_from(rank, len, offset)).collect();
-            ranks.iter().for_each(|rank| _ = rank.took_one_shot());
-            on_each(&ranks, &prepared, |prepared, _| prepared.run().expect("all come"));
+            ranks.iter().for_each(|rank| _ = took_one_shot(rank));
+            on_each(&ranks, &prepared, |_, prepared| prepared.run(1).expect("all come"));
             let sum = |i| (1..count).fold(value(0, i), |sum, rank| sum + value(rank, i));
             for (prepared, rank) in prepared.iter().zip(&ranks) {
-                assert_eq!(rank.took_one_shot(), len <= LEN_MAX, "{len} floats");
+                assert_eq!(took_one_shot(rank), len <= LEN_MAX, "{len} floats");
                 let got = &prepared.results()[0];
                 let wrong = (0..len).find(|&i| got[i].to_bits() != sum(i + offset).to_bits());
                 let number = rank.group().rank();
@@ -190,7 +98,7 @@ fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {
     let Some(ranks) = ranks(false) else { return };
     let mean = 1.0 / ranks.len() as f32;
     let chains = |rank: &Rank| {
-        Prepared::new(rank, vec![rank.array(1000), rank.array(20_000)], |start| {
+        Prepared::new(rank, [1000, 20_000].map(|len| rank.array(len, DType::F32)).to_vec(), |start| {
             let full = |value| Array::full(&rank.runtime, [1], DType::F32, value).expect("a shape");
             let mut ends = start.to_vec();
             for _ in 0..ROUNDS {
@@ -205,11 +113,11 @@ fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {
     let prepared: Vec<Prepared> = ranks.iter().map(chains).collect();
     for run in 0..20 {
         let base = (run * 3) as f32;
-        prepared.iter().for_each(|prepared| prepared.fill(base));
-        on_each(&ranks, &prepared, |prepared, rank| {
+        prepared.iter().for_each(|prepared| prepared.fill(|_| base));
+        on_each(&ranks, &prepared, |rank, prepared| {
             let turn = (rank.group().rank() * 7 + run) % 5;
             std::thread::sleep(Duration::from_micros(300 * turn as u64));
-            prepared.run().expect("all come");
+            prepared.run(1).expect("all come");
         });
         for y in prepared.iter().flat_map(Prepared::results) {
             // A third is rounded in each round.
@@ -223,28 +131,28 @@ fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {
 #[test]
 fn ranks_that_wait_for_one_that_failed_between_two_sums_get_an_error_and_all_meet_again() {
     let Some(ranks) = ranks(false) else { return };
-    let want = (0..ranks.len()).sum::<usize>() as f32;
+    let want = (1..=ranks.len()).sum::<usize>() as f32;
     let again: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, 5000, 1)).collect();
     for come in 1..=4 {
         let sums = |rank: &Rank| Prepared::sums(rank, 5000, come + usize::from(rank.group().rank() > 0));
         let prepared: Vec<Prepared> = ranks.iter().map(sums).collect();
         let start = Instant::now();
-        on_each(&ranks, &prepared, |prepared, rank| {
+        on_each(&ranks, &prepared, |rank, prepared| {
             if rank.group().rank() == 0 {
-                prepared.run().expect("the others come, too");
+                prepared.run(1).expect("the others come, too");
                 std::thread::sleep(Duration::from_millis(20));
                 rank.group().abandon();
             } else {
-                let error = prepared.run().expect_err("the first rank does not come");
+                let error = prepared.run(1).expect_err("the first rank does not come");
                 assert!(error.contains("device 0 of the group has failed"), "{error}");
             }
         });
         assert!(start.elapsed() < Duration::from_secs(10), "after {come} sums: {:?}", start.elapsed());
         ranks.iter().for_each(|rank| rank.group().rejoin());
-        on_each(&ranks, &again, |prepared, _| prepared.run().expect("all come"));
+        on_each(&ranks, &again, |_, prepared| prepared.run(1).expect("all come"));
         for sum in again.iter().flat_map(Prepared::results) {
             assert!(sum.iter().all(|&y| y == want), "after {come} sums: {:?}", &sum[..4]);
         }
-        assert!(ranks.iter().all(Rank::took_one_shot));
+        assert!(ranks.iter().all(took_one_shot));
     }
 }

@@ -96,6 +96,12 @@ impl CudaGroup {
         (0..size).map(|rank| CudaGroup { shared: Arc::clone(&shared), rank, shares }).collect()
     }
 
+    /// Whether NCCL may connect a GPU with itself, so that several devices of a group are one GPU. It is for tests: the
+    /// devices share the GPU's memory, and a graph with NCCL's kernels does not end.
+    pub fn may_share_a_gpu() -> bool {
+        std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|set| set == "1")
+    }
+
     pub(super) fn size(&self) -> usize {
         self.shared.seats.len()
     }

@@ -10,10 +10,6 @@ use crate::failure::usage;
 /// Most devices of a model.
 const DEVICES_MAX: usize = 64;
 
-/// Lets NCCL connect a GPU with itself, for tests. Each place in the list is compared with all free memory of the GPU, so
-/// give each a --memory-limit.
-const SHARED_GPU: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-
 /// Devices that share a model.
 #[derive(Clone, Debug, Default, Args)]
 pub struct SplitArgs {
@@ -166,8 +162,8 @@ impl SplitArgs {
         let repeated =
             self.devices.iter().enumerate().find(|(i, member)| self.devices[..*i].contains(member));
         if let Some((_, Member { name, device })) = repeated {
-            let is_shared = *device != Device::Cpu && std::env::var(SHARED_GPU).is_ok_and(|set| set == "1");
-            if !is_shared {
+            // Each place in the list is compared with all free memory of the GPU, so each needs a --memory-limit.
+            if *device == Device::Cpu || !keel_cuda::CudaGroup::may_share_a_gpu() {
                 return Err(usage(format!("--devices {all}: {name} is listed twice")));
             }
         }
