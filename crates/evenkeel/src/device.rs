@@ -43,8 +43,8 @@ pub struct DeviceOptions {
     pub isa: Option<Isa>,
     /// Take all planned memory from the system at the start, not when it is first used (CPU).
     pub resident: bool,
-    /// Choose kernels so that bits do not depend on how work is cut into steps. This always holds on the CPU. On the CPU
-    /// columns are also added in an order that 1, 2 and 4 devices have in common.
+    /// Choose kernels so that bits do not depend on how work is cut into steps. This always holds on the CPU. On the
+    /// CPU columns are also added in an order that 1, 2 and 4 devices have in common.
     pub deterministic: bool,
     /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none.
     pub memory_limit: Option<u64>,

@@ -62,8 +62,8 @@ impl ModelCache {
         sequence.expect_committed()
     }
 
-    /// Records what a failed run did to the sequences of these slots. `has_mutated` tells whether it has changed a state
-    /// (see [`keel_array::FailedRun::has_mutated`]; on several devices, whether that of the state's device has).
+    /// Records what a failed run did to the sequences of these slots. `has_mutated` tells whether it has changed a
+    /// state (see [`keel_array::FailedRun::has_mutated`]; on several devices, whether that of the state's device has).
     /// `settled` holds the commits of earlier runs. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(
         &mut self,
@@ -79,8 +79,8 @@ impl ModelCache {
     }
 
     /// Records that `steps` decode steps ran after the last token of the sequence and are dropped. Their keys and
-    /// values will be overwritten. If windows or states have moved, the sequence returns [`CacheError::AheadState`] until
-    /// it is rewound.
+    /// values will be overwritten. If windows or states have moved, the sequence returns [`CacheError::AheadState`]
+    /// until it is rewound.
     pub fn forget_steps(&mut self, sequence: &mut SequenceCache, steps: usize) {
         let at = sequence.cached_len;
         let is_kept = !self.spec().is_recurrent();

@@ -6,8 +6,8 @@
 // key head. While an item is computed, keys, values and queries of the next ones are on their way.
 //
 // Macros: those of attention_tiles.cuh; WARPS; KV_STAGES (tiles of keys and of values that a warp has under way, at
-//   least 1); BLOCKS (of a multiprocessor); EARLY=1: no kernel that may still run writes earlier steps' keys and values,
-//   row_start, position or table.
+//   least 1); BLOCKS (of a multiprocessor); EARLY=1: no kernel that may still run writes earlier steps' keys and
+//   values, row_start, position or table.
 // Launch:
 //   attention_many   grid (blocks that run at the same time), block 32 WARPS, shared memory MANY_SHARED(items) bytes;
 //                    items = COST_RATIO ceil(KV (ceil(T G / 16) + B) / blocks) + 1.

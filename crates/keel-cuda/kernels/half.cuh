@@ -1,8 +1,8 @@
 // The 16-bit operands of prefill's products on tensor cores.
 //
 // f16 has eight times the precision of bf16. Its range is smaller, so x is stored as x / 8 and W as 8 W: values of x
-// reach 524,000, weights are normal numbers from 8e-6 on, and values beyond the range saturate. A dense weight stored as
-// f16 stays as it is; its product with x / 8 is multiplied by 8.
+// reach 524,000, weights are normal numbers from 8e-6 on, and values beyond the range saturate. A dense weight stored
+// as f16 stays as it is; its product with x / 8 is multiplied by 8.
 // HALF_BF16=1: bf16 without these factors, for dense weights that are stored as bf16.
 // HALF_PANEL=32, 64 or 128: x in panels for linear_panels. A panel has this many rows, and its column tiles of 64 one
 // after the other. In a tile, row r has 128 bytes in chunks of 16. Chunk c lies at c ^ (r % 8), as wgmma reads it,

@@ -118,8 +118,8 @@ fn gpus_agree_with_the_oracle_and_keep_nothing() {
     }
 }
 
-/// As [`ranks`], for tests that do not end on a GPU that ranks share: the ranks share a context of the driver, which loads
-/// no kernels and captures no graph while a kernel of NCCL waits for a rank that waits for the driver.
+/// As [`ranks`], for tests that do not end on a GPU that ranks share: the ranks share a context of the driver, which
+/// loads no kernels and captures no graph while a kernel of NCCL waits for a rank that waits for the driver.
 fn separate_gpus(deterministic: bool) -> Option<Vec<Rank>> {
     let ranks = ranks(deterministic)?;
     if Survey::take().gpus.len() == 1 {

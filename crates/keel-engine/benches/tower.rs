@@ -1,9 +1,9 @@
 //! Speed of a vision tower, and of the first token of a question about a picture:
-//! `cargo bench -p keel-engine --bench tower -- [DEVICE [SHAPE [SIDE [RUNS]]]]`, by default `cpu qwen3.5-0.8b 512 3`. For a GPU:
-//! `cuda qwen3.5-4b 1024 9`.
+//! `cargo bench -p keel-engine --bench tower -- [DEVICE [SHAPE [SIDE [RUNS]]]]`, by default `cpu qwen3.5-0.8b 512 3`.
+//! For a GPU: `cuda qwen3.5-4b 1024 9`.
 //!
-//! The text model has the shape of that name, and the tower is that of the published 4B model, whose rows are as wide as
-//! the text model's. Weights are random bf16 values. Every run shows another picture, so nothing is remembered. The
+//! The text model has the shape of that name, and the tower is that of the published 4B model, whose rows are as wide
+//! as the text model's. Weights are random bf16 values. Every run shows another picture, so nothing is remembered. The
 //! tower's time is that of a picture to its features, less that of copies of the same sizes between host and device,
 //! which are timed apart. Runs of the tower and of a prompt of text take turns, so a machine that is shared slows both.
 //! Figures: docs/notebook/vision.md.

@@ -16,9 +16,9 @@
 //! step is given up. Its keys and values lie after the end and are written again. Gated-delta states have moved on, so
 //! such a sequence can go on only from a checkpoint ([`Engine::can_take_back`]).
 //!
-//! Where sequences may draft, steps run ahead while none does. Their rows are committed at once, as in an engine without
-//! drafts. The MTP (multi-token-prediction) head runs the rows later, so their hidden states are kept until the host has
-//! read them.
+//! Where sequences may draft, steps run ahead while none does. Their rows are committed at once, as in an engine
+//! without drafts. The MTP (multi-token-prediction) head runs the rows later, so their hidden states are kept until the
+//! host has read them.
 
 use keel_array::sampling::Draw;
 use std::time::Instant;
@@ -112,8 +112,8 @@ impl Engine {
     }
 
     /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
-    /// for prompts. [`Engine::take`] waits for the tokens. In a pipeline a step has answers alone, whose last tokens are
-    /// known ([`WorkRows::Token`]), and none of a step under way.
+    /// for prompts. [`Engine::take`] waits for the tokens. In a pipeline a step has answers alone, whose last tokens
+    /// are known ([`WorkRows::Token`]), and none of a step under way.
     ///
     /// # Errors
     /// Ids out of range, a full context, work that no step can hold, too many steps under way. A failure inside the
@@ -362,8 +362,8 @@ impl Engine {
         self.take_back_step(sequence);
     }
 
-    /// Waits for all steps under way and gives them up. Each has one row of this sequence, and of no other that is still
-    /// needed. Where a step [cannot be taken back](Engine::can_take_back), the sequence answers
+    /// Waits for all steps under way and gives them up. Each has one row of this sequence, and of no other that is
+    /// still needed. Where a step [cannot be taken back](Engine::can_take_back), the sequence answers
     /// [`keel_cache::CacheError::AheadState`] until it is rewound.
     pub(crate) fn give_up_steps(&mut self, sequence: &mut SequenceCache) {
         let steps = self.under_way.len();

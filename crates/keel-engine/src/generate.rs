@@ -161,8 +161,8 @@ impl<'e> TokenIterator<'e> {
         self.speculation.as_ref().map(Speculation::counters)
     }
 
-    /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and the tokens given out, but
-    /// not the last of them. A disposable sequence may have to be rewound before it goes on.
+    /// Ends the iteration and returns the sequence for a further turn. It holds the prompt and the tokens given out,
+    /// but not the last of them. A disposable sequence may have to be rewound before it goes on.
     pub fn into_sequence(mut self) -> SequenceCache {
         let sequence = self.leave();
         sequence.unwrap_or_else(|| unreachable!("the sequence is given away only here"))

@@ -29,8 +29,8 @@ use crate::{Engine, EngineError, Result};
 /// The most sequences of a group: their drawn tokens come to the host with the step.
 pub(crate) const GROUP_MAX: usize = RESULT_BYTES_MAX / size_of::<u32>();
 
-/// The fewest sequences of a group. Each group reads the weights again. So a step of fewer sequences takes nearly as long
-/// as one of all, and the longest stage would be busy for longer than all stages together are with one step.
+/// The fewest sequences of a group. Each group reads the weights again. So a step of fewer sequences takes nearly as
+/// long as one of all, and the longest stage would be busy for longer than all stages together are with one step.
 pub(crate) const GROUP_MIN: usize = 8;
 
 /// Steps of groups.

@@ -12,7 +12,8 @@ pub const PREFILL_GRID: usize = 64;
 /// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
 pub(crate) const HEAD_LAG_MAX: usize = 64;
 
-/// The most rows of a regime that the host may draw for while a later step runs. Their logits have a place of their own.
+/// The most rows of a regime that the host may draw for while a later step runs. Their logits have a place of their
+/// own.
 pub(crate) const HOST_ROWS_MAX: usize = 16;
 
 /// The most drafts of one sequence that a step verifies.

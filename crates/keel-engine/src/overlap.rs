@@ -104,8 +104,8 @@ impl Engine {
         Ok(jobs)
     }
 
-    /// A step over rows without pictures as a job of each device, by rank. Jobs of other steps may run before. If one of
-    /// them sets `has_failed`, these do not run.
+    /// A step over rows without pictures as a job of each device, by rank. Jobs of other steps may run before. If one
+    /// of them sets `has_failed`, these do not run.
     pub(crate) fn queued_jobs(
         &mut self,
         kind: StepKind,

@@ -85,8 +85,8 @@ pub fn at_least(
     plan(backend, parameters, config, EngineOptions { largest_steps: true, ..options })
 }
 
-/// The shapes of steps of an engine with these options on the first backend, and of the passes of its tower on the second,
-/// as text. All of them are part of [`plan`].
+/// The shapes of steps of an engine with these options on the first backend, and of the passes of its tower on the
+/// second, as text. All of them are part of [`plan`].
 ///
 /// # Errors
 /// Errors of the config.

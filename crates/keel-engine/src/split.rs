@@ -68,9 +68,9 @@ pub struct SplitPlanner<'a> {
 }
 
 impl SplitPlanner<'_> {
-    /// The parts of the model on a grid of devices, by rank. The devices of a stage share every layer: attention by heads,
-    /// recurrent layers by key heads, feed-forward halves by columns, experts by columns or whole, embedding and output
-    /// head by tokens. The largest stage of weights, keys, values and states is as small as it can be.
+    /// The parts of the model on a grid of devices, by rank. The devices of a stage share every layer: attention by
+    /// heads, recurrent layers by key heads, feed-forward halves by columns, experts by columns or whole, embedding and
+    /// output head by tokens. The largest stage of weights, keys, values and states is as small as it can be.
     ///
     /// `limits` are the bytes of each device; none means that all hold the same. A stage gets layers in proportion to
     /// what its smallest device holds.
@@ -95,9 +95,9 @@ impl SplitPlanner<'_> {
         Ok(parts)
     }
 
-    /// How `shares` devices divide the mixtures of experts, if they have any to divide: by columns if their number and the
-    /// groups of the weights allow it in every layer and in the MTP head, because then all devices have the same work
-    /// whichever experts are chosen.
+    /// How `shares` devices divide the mixtures of experts, if they have any to divide: by columns if their number and
+    /// the groups of the weights allow it in every layer and in the MTP head, because then all devices have the same
+    /// work whichever experts are chosen.
     ///
     /// # Errors
     /// As [`SplitPlanner::parts`].
@@ -187,8 +187,8 @@ impl SplitPlanner<'_> {
     }
 }
 
-/// Cuts `shares` into ranges, one for each room and none of them empty, so that the largest sum, compared with its room,
-/// is as small as possible.
+/// Cuts `shares` into ranges, one for each room and none of them empty, so that the largest sum, compared with its
+/// room, is as small as possible.
 fn even(shares: &[u64], rooms: &[u64]) -> Vec<Range<usize>> {
     let count = rooms.len();
     let widest = u128::from(rooms.iter().max().copied().unwrap_or(1));
@@ -196,8 +196,8 @@ fn even(shares: &[u64], rooms: &[u64]) -> Vec<Range<usize>> {
     let filled = |range: Range<usize>, room: u64| {
         shares[range].iter().map(|&share| u128::from(share)).sum::<u128>() * widest / u128::from(room)
     };
-    // `best[i]` is the largest filling of the best cut of the first `i` shares into the ranges so far, and where the last
-    // of them begins.
+    // `best[i]` is the largest filling of the best cut of the first `i` shares into the ranges so far, and where the
+    // last of them begins.
     let mut best: Vec<Option<(u128, usize)>> = vec![None; shares.len() + 1];
     best[0] = Some((0, 0));
     let mut begins = Vec::with_capacity(count);

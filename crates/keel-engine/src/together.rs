@@ -44,8 +44,8 @@ pub(crate) struct Share<'a> {
     pub job: Job,
 }
 
-/// Runs the steps of devices at the same time, those of a device in their order. Each is ready to run. The last comes back
-/// last.
+/// Runs the steps of devices at the same time, those of a device in their order. Each is ready to run. The last comes
+/// back last.
 pub(crate) fn run_together(shares: Vec<Share<'_>>) -> Vec<Ended> {
     let (mut there, mut here) = (Vec::new(), Vec::new());
     for Share { thread, job } in shares {
@@ -158,8 +158,8 @@ impl Engine {
         self.note_ended(ended, rows, Settled::default(), commits_rows)
     }
 
-    /// Runs each of these steps of the list twice without a sequence, so that the extra work of a first and a second run
-    /// is done.
+    /// Runs each of these steps of the list twice without a sequence, so that the extra work of a first and a second
+    /// run is done.
     pub(crate) fn run_for_nobody(
         &mut self,
         of: fn(&StepShape) -> bool,

@@ -144,8 +144,8 @@ impl StepUnderWay {
 mod tests {
     use super::*;
 
-    /// The times that are found of steps of 8 ms on the device, the next one submitted as soon as one is taken. Before it
-    /// asks for a step, the host pauses for these milliseconds.
+    /// The times that are found of steps of 8 ms on the device, the next one submitted as soon as one is taken. Before
+    /// it asks for a step, the host pauses for these milliseconds.
     fn times(pauses: &[u64]) -> Vec<Option<u64>> {
         let (start, ms) = (Instant::now(), Duration::from_millis);
         let mut timer = StepTimer::default();

@@ -62,8 +62,8 @@ impl Constraint for Late {
     }
 }
 
-/// Allows every token but one. A thread computes its masks: each is there once it was asked for, or the sixth time where
-/// it is late.
+/// Allows every token but one. A thread computes its masks: each is there once it was asked for, or the sixth time
+/// where it is late.
 struct Apart {
     /// Every sixth position from here on is late.
     late: usize,

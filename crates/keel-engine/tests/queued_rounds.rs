@@ -1,5 +1,5 @@
-//! Rounds whose passes are submitted one after the other, with one wait at the end. On the CPU the backend only says that
-//! it queues. With `KEEL_TEST_CUDA=1` the same rounds run on a GPU, which does.
+//! Rounds whose passes are submitted one after the other, with one wait at the end. On the CPU the backend only says
+//! that it queues. With `KEEL_TEST_CUDA=1` the same rounds run on a GPU, which does.
 
 mod common;
 
@@ -91,8 +91,8 @@ fn tokens_are_those_of_plain_decoding() {
     }
 }
 
-/// Each draft is the one that the sequence makes alone, where the host waits for each pass: hidden states of the head and
-/// drafts stay with their sequence while the others stop drafting.
+/// Each draft is the one that the sequence makes alone, where the host waits for each pass: hidden states of the head
+/// and drafts stay with their sequence while the others stop drafting.
 #[test]
 fn drafts_are_those_of_a_sequence_alone_whose_passes_are_waited_for() {
     const ROUNDS: usize = 20;

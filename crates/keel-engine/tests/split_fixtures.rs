@@ -1,6 +1,6 @@
 //! Every fixture, split in 2, 3 and 4 by layers, by shares of every layer, and by both: logits of the whole model, the
-//! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device. In the fixed order of sums, the
-//! bits of one device.
+//! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device. In the fixed order of sums,
+//! the bits of one device.
 //!
 //! `common::splitting` asserts that each device allocates what was planned for it, takes no more, and keeps nothing.
 
@@ -181,8 +181,8 @@ fn compare_bits(compute: Compute) {
         let other = logits_of(&mut engine(&folder, &runtime(1), by_device), &folder);
         let relative_max = if compute == Compute::F32 { ROUNDING_MAX } else { 1e-2 };
         for (fixed, other) in whole.iter().zip(&other) {
-            // Where arithmetic is rounded, the router of a row may choose another one of two nearly equal experts. That row
-            // and later rows then have little to do with the others.
+            // Where arithmetic is rounded, the router of a row may choose another one of two nearly equal experts. That
+            // row and later rows then have little to do with the others.
             let error = match has_experts && compute != Compute::F32 {
                 true => middle_row_error(&fixed.0, &other.0, config.vocab),
                 false => relative_error(&fixed.0, &other.0),

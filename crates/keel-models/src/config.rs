@@ -258,8 +258,8 @@ impl HybridConfig {
         self.intermediate.ok_or_else(|| ModelError::Config("intermediate_size is missing".into()))
     }
 
-    /// Products of numbers that a token of a prompt costs in all layers. Attention's scores and the output head are left
-    /// out: the first depend on the length, the second is paid once a prompt.
+    /// Products of numbers that a token of a prompt costs in all layers. Attention's scores and the output head are
+    /// left out: the first depend on the length, the second is paid once a prompt.
     pub fn products_per_token(&self) -> u64 {
         let (hidden, attended) = (self.hidden as u64, (self.heads * self.head_dim) as u64);
         let attention = hidden * attended * (2 + u64::from(self.gated))

@@ -156,8 +156,8 @@ pub struct HybridModel {
     pub config: HybridConfig,
     /// Which part this is.
     pub part: Part,
-    /// `[V, hidden]`, in the first part, and in the last one if the model has a multi-token-prediction head. Devices that
-    /// share the layers each have some of its rows.
+    /// `[V, hidden]`, in the first part, and in the last one if the model has a multi-token-prediction head. Devices
+    /// that share the layers each have some of its rows.
     pub embedding: Option<Weight>,
     /// Factor on embeddings, f32 `[1]`.
     pub embedding_scale: Option<Array>,
@@ -253,7 +253,8 @@ impl HybridModel {
         Ok(x)
     }
 
-    /// The embeddings of tokens. A device that shares the embedding looks up its own tokens, and the others those of theirs.
+    /// The embeddings of tokens. A device that shares the embedding looks up its own tokens, and the others those of
+    /// theirs.
     fn look_up(&self, tokens: &Array) -> Result<Array> {
         let weight = self.embedding()?;
         let VocabularyShare { peers, tokens: own } = self.part.shard.vocabulary(self.config.vocab);

@@ -1,8 +1,8 @@
 //! A device's share of every layer, where several devices split the layers of a model.
 //!
-//! A device loads its share from a checkpoint that looks smaller than it is: [`ShardedParameters`](crate::sharded_parameters::ShardedParameters)
-//! shows the rows and columns of the share, under a config with the share's numbers of heads and widths. The code that reads
-//! a model type does not know of it.
+//! A device loads its share from a checkpoint that looks smaller than it is:
+//! [`ShardedParameters`](crate::sharded_parameters::ShardedParameters) shows the rows and columns of the share, under a
+//! config with the share's numbers of heads and widths. The code that reads a model type does not know of it.
 //!
 //! ```text
 //! q, k, v, z, a, b, convolution    rows of the device's heads         y_r = W[rows_r] x
@@ -25,8 +25,8 @@ pub enum MixtureCut {
     /// Each has some columns of every expert. So all have the same work, whichever experts are chosen.
     #[default]
     Columns,
-    /// Each has some of the experts whole; the first one also has the shared expert. A device computes something for each
-    /// choice, also for those of other devices.
+    /// Each has some of the experts whole; the first one also has the shared expert. A device computes something for
+    /// each choice, also for those of other devices.
     Experts,
 }
 
@@ -46,8 +46,8 @@ pub struct Shard {
 /// The tokens whose rows of the embedding and of the output head a device has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VocabularyShare {
-    /// The devices that share the vocabulary. `None` if each device has all of it: there is one, or the vocabulary does not
-    /// divide evenly.
+    /// The devices that share the vocabulary. `None` if each device has all of it: there is one, or the vocabulary does
+    /// not divide evenly.
     pub peers: Option<Peers>,
     /// The tokens of this device.
     pub tokens: Range<usize>,

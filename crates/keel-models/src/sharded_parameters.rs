@@ -251,8 +251,8 @@ impl Parameters for ShardedParameters<'_> {
         let layer = layer_of(name);
         let rows = self.whole_rows(layer, elements);
         match self.cut(layer, rows) {
-            // Every device adds its product to the sum; the first one adds the bias. In the fixed order each device adds it
-            // to the whole sum.
+            // Every device adds its product to the sum; the first one adds the bias. In the fixed order each device
+            // adds it to the whole sum.
             Cut::Columns if self.shard.index > 0 && self.order == SumOrder::ByDevice => {
                 Ok(vec![0.0; elements])
             }

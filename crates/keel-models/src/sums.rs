@@ -3,8 +3,8 @@
 //! A layer that reads the output of heads, columns or experts is a sum over its columns. One device adds all of them in
 //! the order of its kernel. Devices that share the columns add up their sums, which is another order, so other bits.
 //!
-//! With [`SumOrder::Fixed`] the columns are cut into the same parts whatever the number of devices. Each part is a product
-//! by itself. A device computes the parts that it holds, gets those of its peers, and adds all in their order:
+//! With [`SumOrder::Fixed`] the columns are cut into the same parts whatever the number of devices. Each part is a
+//! product by itself. A device computes the parts that it holds, gets those of its peers, and adds all in their order:
 //!
 //! ```text
 //!                     part 0     part 1     part 2     part 3
@@ -98,8 +98,8 @@ fn gathered(own: &[Array], peers: Peers) -> Result<Vec<Array>> {
     (0..count).map(|i| all.slice_axis(0, i, i + 1)?.reshape(shape.clone())).collect()
 }
 
-/// The values of the device that has them, on all devices. `is_own` tells this device where it has them, bool of a shape
-/// that broadcasts; each value is one device's. Adding -0 changes no bit, not even those of zeros.
+/// The values of the device that has them, on all devices. `is_own` tells this device where it has them, bool of a
+/// shape that broadcasts; each value is one device's. Adding -0 changes no bit, not even those of zeros.
 pub(crate) fn of_their_device(is_own: &Array, values: &Array, peers: Peers) -> Result<Array> {
     is_own.select(values, &nothing(values)?)?.all_reduce(peers)
 }

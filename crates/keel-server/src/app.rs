@@ -138,7 +138,8 @@ impl Shared {
         self.works.text(bytes, wait, move || work(&caller)).await
     }
 
-    /// Runs work for a request with pictures. It has seats of its own, because pictures take longer and some are fetched.
+    /// Runs work for a request with pictures. It has seats of its own, because pictures take longer and some are
+    /// fetched.
     pub(crate) async fn work_on_pictures<T: Send + 'static>(
         &self,
         caller: &Arc<Caller>,

@@ -28,8 +28,8 @@ impl GrammarFactory {
         }
     }
 
-    /// Compiles a grammar for a number of answers, and computes its first mask. This may take long. The answers share no
-    /// tables.
+    /// Compiles a grammar for a number of answers, and computes its first mask. This may take long. The answers share
+    /// no tables.
     pub fn compile(&self, grammar: &Grammar, answers: usize) -> Result<Vec<Compiled>> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;

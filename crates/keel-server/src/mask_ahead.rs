@@ -1,11 +1,11 @@
 //! The masks of a grammar, computed on a thread of the answer.
 //!
-//! The tokens that a grammar allows do not depend on logits, so a mask is computed before the step that needs it. A step
-//! waits for masks a moment, because most take microseconds. An answer whose mask is not there then sits out, so the
-//! others go on. After a mask that took long, no step waits for the answer any more.
+//! The tokens that a grammar allows do not depend on logits, so a mask is computed before the step that needs it. A
+//! step waits for masks a moment, because most take microseconds. An answer whose mask is not there then sits out, so
+//! the others go on. After a mask that took long, no step waits for the answer any more.
 //!
-//! A round with drafts begins the mask of each further token when its turn comes, and ends before a token whose mask is not
-//! there. An answer drafts while its masks are quick.
+//! A round with drafts begins the mask of each further token when its turn comes, and ends before a token whose mask is
+//! not there. An answer drafts while its masks are quick.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};

@@ -1,6 +1,7 @@
 //! Renders a conversation with the chat template of a checkpoint folder, and shows its tokens.
 //!
-//!     cargo run --release -p keel-text --example chat_template -- crates/keel-text/tests/assets/byte_level "Hello, sea!"
+//!     cargo run --release -p keel-text --example chat_template -- crates/keel-text/tests/assets/byte_level "Hello,
+//!     sea!"
 
 use std::process::ExitCode;
 

@@ -25,7 +25,8 @@ const GRAMMAR_SYMBOLS: usize = 250_000;
 
 /// Bound on the work for the regular expressions of one mask, at 14,000 units per millisecond.
 const MASK_FUEL: u64 = 200_000;
-/// Bound on the parser's items for one mask, at 20,000 per millisecond. With [`MASK_FUEL`] a mask takes some 20 ms at most.
+/// Bound on the parser's items for one mask, at 20,000 per millisecond. With [`MASK_FUEL`] a mask takes some 20 ms at
+/// most.
 const MASK_ITEMS: usize = 50_000;
 
 /// The form that an output must have.

@@ -1,8 +1,8 @@
 //! Experts' matrices that are stored by columns, as Qwen3-VL's mixtures are published.
 //!
-//! `experts.gate_up_proj` is `[experts, hidden, 2 * width]`, and `experts.down_proj` is `[experts, width, hidden]`. Other
-//! model types have the last two dimensions the other way round, and so have new files of this one. The shapes of both
-//! tensors tell: no sizes make both orders alike.
+//! `experts.gate_up_proj` is `[experts, hidden, 2 * width]`, and `experts.down_proj` is `[experts, width, hidden]`.
+//! Other model types have the last two dimensions the other way round, and so have new files of this one. The shapes of
+//! both tensors tell: no sizes make both orders alike.
 
 use std::ops::Range;
 

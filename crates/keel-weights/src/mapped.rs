@@ -29,8 +29,8 @@ impl MappedFile {
         }
         let file = open_regular(path).map_err(WeightsError::io("open", path))?;
         // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it. What remains is
-        // the contract of every mapped checkpoint: no process rewrites the file in place while it is loaded. This crate's
-        // writers keep it: they rename finished files. A file that is cut short is noticed, see `is_damaged`.
+        // the contract of every mapped checkpoint: no process rewrites the file in place while it is loaded. This
+        // crate's writers keep it: they rename finished files. A file that is cut short is noticed, see `is_damaged`.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(WeightsError::io("map", path))?;
         #[cfg(unix)]
         let watched = crate::fault::Watched::new(&map);

@@ -278,8 +278,8 @@ impl<'a> Planner<'a> {
         self.args.swap.map_or(all, |asked| asked.min(all)) as usize
     }
 
-    /// Reduces bounds that were not given until the plan fits into `room` bytes, in this order: drafts, remembered states,
-    /// pages beyond one full-length sequence, sequences, context.
+    /// Reduces bounds that were not given until the plan fits into `room` bytes, in this order: drafts, remembered
+    /// states, pages beyond one full-length sequence, sequences, context.
     ///
     /// # Errors
     /// Errors of the plan.

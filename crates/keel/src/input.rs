@@ -1,6 +1,6 @@
-//! Files and standard input that a command reads whole. Each has a limit of bytes. What an option names is a regular file
-//! or a pipe, such as the shell's `<(...)`. Devices are refused, because they have no end. Files of a folder that somebody
-//! else filled are read with `keel_weights::read_regular`, which refuses pipes, too.
+//! Files and standard input that a command reads whole. Each has a limit of bytes. What an option names is a regular
+//! file or a pipe, such as the shell's `<(...)`. Devices are refused, because they have no end. Files of a folder that
+//! somebody else filled are read with `keel_weights::read_regular`, which refuses pipes, too.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -66,7 +66,8 @@ fn is_pipe(path: &Path) -> bool {
     }
 }
 
-/// Opens a pipe. The system waits for its writer without end, so a thread opens it, and is left to wait if nobody comes.
+/// Opens a pipe. The system waits for its writer without end, so a thread opens it, and is left to wait if nobody
+/// comes.
 fn open_pipe(path: &Path) -> io::Result<File> {
     let (opened, open) = channel();
     let path = path.to_path_buf();

@@ -1,6 +1,7 @@
 //! What the embedding of a text is, as the files of sentence-transformers say.
 //!
-//! `modules.json` lists the modules in their order: the model, the pooling (whose folder has a `config.json`), the norm.
+//! `modules.json` lists the modules in their order: the model, the pooling (whose folder has a `config.json`), the
+//! norm.
 
 use std::path::Path;
 

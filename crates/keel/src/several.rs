@@ -117,8 +117,8 @@ fn check(
     Ok(())
 }
 
-/// Compares each plan with the free memory of its GPU, and limits the GPU's memory to that. What NCCL holds there is not
-/// free any more.
+/// Compares each plan with the free memory of its GPU, and limits the GPU's memory to that. What NCCL holds there is
+/// not free any more.
 fn bound_gpus(
     device: &DeviceArgs,
     plans: &[DevicePlan],

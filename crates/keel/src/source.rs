@@ -17,8 +17,8 @@ use hub_name::HubName;
 /// Opens a folder, a file or a hub name; without a name, the built-in model. `mmproj` is the value of `--mmproj`.
 ///
 /// # Errors
-/// There is no such model, its config is incomplete, its architecture is unknown, or its vision tower does not fit or is
-/// not clear.
+/// There is no such model, its config is incomplete, its architecture is unknown, or its vision tower does not fit or
+/// is not clear.
 pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
     let Some(model) = model else {
         if mmproj.is_some() {

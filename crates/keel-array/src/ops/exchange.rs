@@ -97,8 +97,8 @@ impl Array {
         Array::create(runtime, Op::Receive { from }, shape.into(), DType::F32)
     }
 
-    /// `y = x_first + x_(first + 1) + ...`, the sum of the arrays of all `peers`. All devices get the same bits. The order
-    /// is this one, except that a GPU adds more than two arrays in another order unless it is deterministic.
+    /// `y = x_first + x_(first + 1) + ...`, the sum of the arrays of all `peers`. All devices get the same bits. The
+    /// order is this one, except that a GPU adds more than two arrays in another order unless it is deterministic.
     ///
     /// # Errors
     /// If this is no f32 array.

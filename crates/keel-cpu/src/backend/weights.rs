@@ -130,8 +130,8 @@ pub(super) fn pack(
 
 /// Has the system back a weight's memory, each large page on one thread.
 ///
-/// Threads that pack neighbouring rows write to the same new page at the same time. Then each of them clears a page, and
-/// the system keeps one.
+/// Threads that pack neighbouring rows write to the same new page at the same time. Then each of them clears a page,
+/// and the system keeps one.
 fn populate(pool: &ThreadPool, memory: &HostMemory, bytes: Range<usize>) {
     // Bytes before the first one in its large page.
     let before = memory.start().wrapping_add(bytes.start).addr() % LARGE_PAGE;

@@ -94,8 +94,8 @@ impl CudaBackend {
     /// Opens a device.
     ///
     /// # Errors
-    /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device; of a group, if NCCL is
-    /// missing, or its last device cannot be connected with the others.
+    /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device; of a group, if NCCL
+    /// is missing, or its last device cannot be connected with the others.
     pub fn new(options: &CudaOptions) -> Result<CudaBackend> {
         let device = Arc::new(Device::open(options.ordinal)?);
         let gpu = Gpu {

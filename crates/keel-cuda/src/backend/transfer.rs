@@ -170,7 +170,8 @@ impl Session {
 }
 
 /// Puts a kernel on the stream that copies words. Each delivery is target, source and number of words, at most
-/// `DELIVERIES`. The next kernel starts only after it, because kernels read such data before they wait for their inputs.
+/// `DELIVERIES`. The next kernel starts only after it, because kernels read such data before they wait for their
+/// inputs.
 pub(super) fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
     let mut words: Vec<u64> = deliveries.concat();
     words.resize(3 * DELIVERIES, 0);

@@ -39,8 +39,8 @@ pub(crate) struct ScaleAddresses {
     pub w: u64,
 }
 
-/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`. With `bias`,
-/// a value for each column of y is added, too.
+/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`. With
+/// `bias`, a value for each column of y is added, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     pub rows: usize,

@@ -194,8 +194,8 @@ impl Device {
         }
     }
 
-    /// Refuses kernels that ended after a peer had failed, if the device is [watched](Device::watch): when a device ends
-    /// its exchanges, NCCL's kernels of the others may go on with whatever lies in their buffers.
+    /// Refuses kernels that ended after a peer had failed, if the device is [watched](Device::watch): when a device
+    /// ends its exchanges, NCCL's kernels of the others may go on with whatever lies in their buffers.
     pub fn check_peers(&self) -> Result<()> {
         self.watch.get().map_or(Ok(()), |watch| watch())
     }

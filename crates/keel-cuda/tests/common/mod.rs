@@ -62,8 +62,8 @@ pub fn open(gpus: usize, count: usize, shares: usize, deterministic: bool) -> Ve
     options(count, shares, deterministic).into_iter().map(open).collect()
 }
 
-/// A rank's prepared program, which is a graph from its second run on. Its kernels are loaded: on a GPU that ranks share,
-/// the driver would not load them while a kernel waits for a peer.
+/// A rank's prepared program, which is a graph from its second run on. Its kernels are loaded: on a GPU that ranks
+/// share, the driver would not load them while a kernel waits for a peer.
 pub struct Prepared {
     program: Executable,
     from: Vec<Array>,

@@ -14,8 +14,8 @@
 //! leads to it and before the next.
 //!
 //! Where the engine drafts, steps run ahead while no answer wants drafts. Answers of a batch are asked together, after
-//! each round and once in [`PLAIN_STEPS`] steps, because a round and the return to steps that run ahead cost all of them.
-//! The MTP (multi-token-prediction) head catches up with all answers at once, too, after a step under way.
+//! each round and once in [`PLAIN_STEPS`] steps, because a round and the return to steps that run ahead cost all of
+//! them. The MTP (multi-token-prediction) head catches up with all answers at once, too, after a step under way.
 //!
 //! If a step fails, the step after it is given up. The following steps are waited for, and the failed sequences are
 //! handled there one by one (`attempts.rs`).

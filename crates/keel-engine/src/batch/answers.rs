@@ -38,7 +38,8 @@ impl Batcher {
         ended.into_iter().rev().for_each(|(i, end)| self.end(i, end));
     }
 
-    /// Finds out which of these sequences have to wait for their masks. All masks are begun before the first is waited for.
+    /// Finds out which of these sequences have to wait for their masks. All masks are begun before the first is waited
+    /// for.
     pub(super) fn ask_masks(&mut self, of: impl Fn(&Running) -> bool) {
         let until = Instant::now() + MASK_PATIENCE;
         let mut asked: Vec<&mut Running> = self.running.iter_mut().filter(|running| of(running)).collect();

@@ -1,9 +1,9 @@
 //! Answers in a pipeline: groups of them, each with a step under way, so that no stage waits for another.
 //!
-//! With `s` stages there are at most `s` groups, of equal size ([`crate::Engine::groups`]). A call submits steps until each
-//! has one under way and takes the first, so it advances one group by a token. A group is not fixed: each step has the answers that are in no other step,
-//! those first that have waited longest. Prompts, drafts and what else needs the engine end this: the steps under way
-//! are taken, and the next one is waited for.
+//! With `s` stages there are at most `s` groups, of equal size ([`crate::Engine::groups`]). A call submits steps until
+//! each has one under way and takes the first, so it advances one group by a token. A group is not fixed: each step has
+//! the answers that are in no other step, those first that have waited longest. Prompts, drafts and what else needs the
+//! engine end this: the steps under way are taken, and the next one is waited for.
 
 use super::ahead::Part;
 use super::sequence::Running;

@@ -1,7 +1,7 @@
 //! How a sequence leaves the batch.
 //!
-//! It leaves at once, whether a step under way has rows of it or not. A later owner of its memory runs after that step, on
-//! each device.
+//! It leaves at once, whether a step under way has rows of it or not. A later owner of its memory runs after that step,
+//! on each device.
 
 use super::Batcher;
 use super::request::{BatchEvent, RequestId};

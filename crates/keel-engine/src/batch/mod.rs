@@ -285,8 +285,8 @@ impl Batcher {
         }
     }
 
-    /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers advance,
-    /// or those of one group (`groups.rs`).
+    /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers
+    /// advance, or those of one group (`groups.rs`).
     pub fn step(&mut self, now: Instant) -> Vec<(RequestId, BatchEvent)> {
         self.expire(now);
         self.bring_back();

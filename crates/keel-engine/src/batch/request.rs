@@ -18,9 +18,9 @@ pub trait Constraint: Send {
     /// A sentence for the user; the request fails with it.
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
 
-    /// Whether [`Constraint::mask`] takes no time. It is asked before each step of the sequence after its first token, and
-    /// before each further token of a round with drafts. It may wait for `patience` if it is likely to be ready then. If it
-    /// is not, the sequence sits out of the step, or its round ends, and others go on.
+    /// Whether [`Constraint::mask`] takes no time. It is asked before each step of the sequence after its first token,
+    /// and before each further token of a round with drafts. It may wait for `patience` if it is likely to be ready
+    /// then. If it is not, the sequence sits out of the step, or its round ends, and others go on.
     fn is_ready(&mut self, _patience: Duration) -> bool {
         true
     }
@@ -34,8 +34,8 @@ pub trait Constraint: Send {
     /// Whether nothing may follow.
     fn is_complete(&self) -> bool;
 
-    /// Whether masks are likely to be ready soon after the token before. If not, the sequence does not draft: a round ends
-    /// before a mask that is not ready. It may change with each token and mask.
+    /// Whether masks are likely to be ready soon after the token before. If not, the sequence does not draft: a round
+    /// ends before a mask that is not ready. It may change with each token and mask.
     fn is_quick(&self) -> bool {
         true
     }

@@ -85,8 +85,8 @@ impl Engine {
     /// those of the model.
     ///
     /// # Errors
-    /// As [`Engine::load`]; devices that are not one group, in this order; parts that are no split of the model, or lie on
-    /// devices of another rank.
+    /// As [`Engine::load`]; devices that are not one group, in this order; parts that are no split of the model, or lie
+    /// on devices of another rank.
     pub fn load_on(
         devices: &[PlacedPart<Runtime>],
         parameters: &dyn Parameters,
@@ -97,8 +97,8 @@ impl Engine {
         Engine::load_seeing_on(devices, None, parameters, config, options, progress)
     }
 
-    /// As [`Engine::load_on`], with the vision tower on a runtime of its own: its weights, its buffers and the features of
-    /// pictures. Without pictures in the options it holds nothing.
+    /// As [`Engine::load_on`], with the vision tower on a runtime of its own: its weights, its buffers and the features
+    /// of pictures. Without pictures in the options it holds nothing.
     ///
     /// # Errors
     /// As [`Engine::load_on`].

@@ -104,8 +104,8 @@ impl Engine {
     }
 
     /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the
-    /// list without a sequence, on all devices that take part in it. [`Engine::late_work`] counts later work of this kind.
-    /// `progress` gets the kind of work, how much is done, and how much there is.
+    /// list without a sequence, on all devices that take part in it. [`Engine::late_work`] counts later work of this
+    /// kind. `progress` gets the kind of work, how much is done, and how much there is.
     ///
     /// # Errors
     /// An error of the runtime.
@@ -123,8 +123,8 @@ impl Engine {
         Ok(())
     }
 
-    /// As [`Engine::make_ready`], for the steps of answers alone, in an engine that may draft. Otherwise the first rounds
-    /// would wait for kernels, and drafts would seem to take that long.
+    /// As [`Engine::make_ready`], for the steps of answers alone, in an engine that may draft. Otherwise the first
+    /// rounds would wait for kernels, and drafts would seem to take that long.
     ///
     /// # Errors
     /// An error of the runtime.
@@ -171,7 +171,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Compiles and loads the kernels of these steps of the list on all devices, and those of a vision tower on the lead.
+    /// Compiles and loads the kernels of these steps of the list on all devices, and those of a vision tower on the
+    /// lead.
     fn compile_steps(
         &self,
         of: fn(&StepShape) -> bool,

@@ -29,13 +29,14 @@ pub trait Chooser {
         true
     }
 
-    /// Whether it can choose another token of the round, after a wait of at most `patience`. If not, the round ends before
-    /// that token.
+    /// Whether it can choose another token of the round, after a wait of at most `patience`. If not, the round ends
+    /// before that token.
     fn can_go_on(&mut self, _patience: Duration) -> bool {
         true
     }
 
-    /// Whether a draft may stay unchecked. Within a constraint it may not, because the constraint does not bind all drafts.
+    /// Whether a draft may stay unchecked. Within a constraint it may not, because the constraint does not bind all
+    /// drafts.
     fn may_go_unchecked(&self) -> bool {
         true
     }
@@ -86,11 +87,11 @@ pub trait Chooser {
     fn take(&mut self, token: u32) -> Result<Choice>;
 }
 
-/// Chooses with a [`Sampler`], and within a [`Constraint`] if there is one. Keeps log probabilities of the tokens that it
-/// chose, if they are wanted.
+/// Chooses with a [`Sampler`], and within a [`Constraint`] if there is one. Keeps log probabilities of the tokens that
+/// it chose, if they are wanted.
 ///
-/// The constraint binds the first draft alone, because the masks of later ones would be computed while others of the round
-/// wait. A draft that it forbids is not kept.
+/// The constraint binds the first draft alone, because the masks of later ones would be computed while others of the
+/// round wait. A draft that it forbids is not kept.
 pub struct SamplerChooser {
     sampler: Sampler,
     constraint: Option<Box<dyn Constraint>>,

@@ -2,9 +2,9 @@
 //!
 //! Let `a_i` be the share of drafts accepted at position `i` if all before it were accepted. A round of depth `k` gives
 //! `1 + a_1 + a_1 a_2 + ... + a_1 .. a_k` tokens on average and takes the time `verify(k + 1) + k draft`. The depth
-//! with the most tokens per second is chosen. Depth 0 is plain decoding and competes like the others. Times are measured
-//! for the engine, shares for each sequence: it begins with those of the engine's sequences so far, which follow all of
-//! them until it has seen enough of its own.
+//! with the most tokens per second is chosen. Depth 0 is plain decoding and competes like the others. Times are
+//! measured for the engine, shares for each sequence: it begins with those of the engine's sequences so far, which
+//! follow all of them until it has seen enough of its own.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,8 @@ const ACCEPTANCE_PRIOR: f64 = 0.7;
 const ENGINE_PRIOR_OBSERVATIONS: u64 = 16;
 /// Weight of the newest observation among those of all sequences, once there are many.
 const ENGINE_ACCEPTANCE_WEIGHT: f64 = 0.01;
-/// How many observations a sequence's prior counts for. One rejected draft then says little, and two in a row end drafting.
+/// How many observations a sequence's prior counts for. One rejected draft then says little, and two in a row end
+/// drafting.
 const PRIOR_OBSERVATIONS: u64 = 2;
 /// Weight of the newest observation, once there are many.
 const ACCEPTANCE_WEIGHT: f64 = 0.06;

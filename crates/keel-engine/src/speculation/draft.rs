@@ -16,8 +16,8 @@ use crate::under_way::RunUnderWay;
 use crate::{Engine, Result};
 
 impl Engine {
-    /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds. Returns
-    /// how many.
+    /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds.
+    /// Returns how many.
     pub(super) fn catch_up(
         &mut self,
         cache: &SequenceCache,
@@ -48,9 +48,9 @@ impl Engine {
         self.under_way.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
     }
 
-    /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with that
-    /// step. Rows that it does not hold wait for the next one. If it fails on the device, drafts are worse and tokens are
-    /// the same.
+    /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with
+    /// that step. Rows that it does not hold wait for the next one. If it fails on the device, drafts are worse and
+    /// tokens are the same.
     pub(crate) fn catch_up_ahead(&mut self, all: &mut [(&SequenceCache, &mut Speculation)]) -> Result<()> {
         let rows_max = if all.len() == 1 { HEAD_LAG_MAX } else { self.options.open_rows() };
         // The last row stays for the next draft.
@@ -91,8 +91,8 @@ impl Engine {
     }
 
     /// Makes the drafts of each sequence. The first pass of the head runs the rows that it lags behind. Each later pass
-    /// runs its own last result and the draft made from it. The pass before leaves both in place: sequences with the most
-    /// drafts come first, so the rows of a pass are the first rows of the pass before.
+    /// runs its own last result and the draft made from it. The pass before leaves both in place: sequences with the
+    /// most drafts come first, so the rows of a pass are the first rows of the pass before.
     ///
     /// With `passes` they are only submitted, and the drafts are not known yet.
     pub(super) fn draft(

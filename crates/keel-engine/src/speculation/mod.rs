@@ -16,8 +16,8 @@
 //! Row `t` of the MTP head reads the model's hidden state of token `t` and the token after it. Rows that have not
 //! passed the head yet, such as the accepted rows of the last round, are the first rows of its next pass.
 //!
-//! Each sequence has its own depth, 0 for plain decoding; sequences join and leave between rounds. The rounds of a batch
-//! and those of a [`crate::TokenIterator`], which has one sequence, are the same.
+//! Each sequence has its own depth, 0 for plain decoding; sequences join and leave between rounds. The rounds of a
+//! batch and those of a [`crate::TokenIterator`], which has one sequence, are the same.
 
 mod choose;
 mod counters;

@@ -5,8 +5,8 @@
 //! device             | draft 1       | draft 2       | verify          |
 //! ```
 //!
-//! A pass of the MTP (multi-token-prediction) head finds the tokens and hidden states of the pass before in its own rows.
-//! The verify pass finds all drafts in the pool.
+//! A pass of the MTP (multi-token-prediction) head finds the tokens and hidden states of the pass before in its own
+//! rows. The verify pass finds all drafts in the pool.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -32,8 +32,8 @@ pub(super) struct Passes {
 }
 
 impl Engine {
-    /// Whether the host need not wait between the passes of a round: the device draws each draft and the tokens that judge
-    /// it, and all these tokens come to the host with the verify pass.
+    /// Whether the host need not wait between the passes of a round: the device draws each draft and the tokens that
+    /// judge it, and all these tokens come to the host with the verify pass.
     pub(super) fn queues_passes(&self, parts: &[Part]) -> bool {
         let tokens: usize = parts.iter().map(|part| part.depth + 1).sum();
         self.runs_ahead()
@@ -42,11 +42,11 @@ impl Engine {
             && parts.iter().all(|part| part.depth == 0 || part.draws.is_some())
     }
 
-    /// Submits all passes of a round, then waits for them. Returns the tokens that the verify pass drew, and the times of
-    /// drafting and verifying.
+    /// Submits all passes of a round, then waits for them. Returns the tokens that the verify pass drew, and the times
+    /// of drafting and verifying.
     ///
-    /// The sum of the times is exact. Drafting ends when the host sees the end of the last draft. If the device made the
-    /// drafts faster than the host submitted the passes, that is once the verify pass is submitted.
+    /// The sum of the times is exact. Drafting ends when the host sees the end of the last draft. If the device made
+    /// the drafts faster than the host submitted the passes, that is once the verify pass is submitted.
     pub(super) fn run_queued(
         &mut self,
         batch: &mut [RoundSequence<'_>],

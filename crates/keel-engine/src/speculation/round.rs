@@ -2,7 +2,8 @@
 //!
 //! A round is a transaction. Until all its tokens are chosen, every change can be taken back:
 //!
-//! - The pass of the model leaves its rows open. (Without a log it commits them. Then a failed pass may tear sequences.)
+//! - The pass of the model leaves its rows open. (Without a log it commits them. Then a failed pass may tear
+//!   sequences.)
 //! - The MTP head's next pass overwrites what this one wrote.
 //! - Choosers remember their state at the start.
 //!
@@ -79,13 +80,13 @@ impl Engine {
     /// takes part with one row.
     ///
     /// After an error each sequence is as before the round, except that it may hold more pages. A retried round chooses
-    /// the same tokens. A sequence whose chooser fails gets an error of its own; its rows are taken back, or without a log
-    /// its last token counts as run. A sequence that cannot go on answers [`keel_cache::CacheError::TornState`]: its state has moved
-    /// and there is no log, or the backend did not know how far a pass of the model came.
+    /// the same tokens. A sequence whose chooser fails gets an error of its own; its rows are taken back, or without a
+    /// log its last token counts as run. A sequence that cannot go on answers [`keel_cache::CacheError::TornState`]:
+    /// its state has moved and there is no log, or the backend did not know how far a pass of the model came.
     ///
     /// # Errors
-    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, errors of the runtime. Of one sequence:
-    /// errors of its constraint.
+    /// Ids out of range, [`EngineError::Context`] if not even one more token fits, errors of the runtime. Of one
+    /// sequence: errors of its constraint.
     pub fn round(&mut self, batch: &mut [RoundSequence<'_>]) -> Result<Vec<Result<Round>>> {
         if batch.is_empty() || batch.len() > self.options.sequences {
             let (count, most) = (batch.len(), self.options.sequences);
@@ -152,8 +153,8 @@ impl Engine {
         if chooser.can_draft() { self.options.drafts.min(room) } else { 0 }
     }
 
-    /// Whether a sequence would make drafts, at most `most`, in a round of `sequences` sequences after `ahead` steps under
-    /// way, each with one row of it. Until it does, steps may run ahead.
+    /// Whether a sequence would make drafts, at most `most`, in a round of `sequences` sequences after `ahead` steps
+    /// under way, each with one row of it. Until it does, steps may run ahead.
     pub(crate) fn wants_drafts(
         &self,
         speculation: &Speculation,
@@ -287,8 +288,8 @@ impl Engine {
         Ok(all)
     }
 
-    /// The tokens of one sequence, or the error of its chooser. `row` is its first row; `drawn` holds the tokens that the
-    /// device drew after all rows. Masks are waited for until `until`.
+    /// The tokens of one sequence, or the error of its chooser. `row` is its first row; `drawn` holds the tokens that
+    /// the device drew after all rows. Masks are waited for until `until`.
     ///
     /// # Errors
     /// Logits could not be read.

@@ -298,8 +298,8 @@ impl Stepper {
         self.kept_hidden.is_some()
     }
 
-    /// Keeps the hidden states of step number `step`, whose programs were submitted last. A token comes to the host once
-    /// more.
+    /// Keeps the hidden states of step number `step`, whose programs were submitted last. A token comes to the host
+    /// once more.
     pub fn keep_hidden(
         &mut self,
         runtime: &Runtime,

@@ -26,8 +26,8 @@ pub(crate) enum Outcome {
     State,
     /// Logits of the last row of each sequence, and tokens drawn from them.
     LastLogits,
-    /// As [`Outcome::LastLogits`], for a step of answers that runs ahead where sequences draft. Its rows are committed at
-    /// once, so no row may be open. The hidden states of its rows stay for the MTP (multi-token-prediction) head.
+    /// As [`Outcome::LastLogits`], for a step of answers that runs ahead where sequences draft. Its rows are committed
+    /// at once, so no row may be open. The hidden states of its rows stay for the MTP (multi-token-prediction) head.
     Ahead,
     /// Hidden states of every row.
     Hidden,

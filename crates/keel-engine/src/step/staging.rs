@@ -203,8 +203,8 @@ impl Staging {
         filling.add(&self.source, source);
     }
 
-    /// What the buffers hold for the rows of a step of this shape. The step draws a token after each row if `draws_rows`,
-    /// else after each sequence. Padding belongs to no sequence.
+    /// What the buffers hold for the rows of a step of this shape. The step draws a token after each row if
+    /// `draws_rows`, else after each sequence. Padding belongs to no sequence.
     pub fn filling(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Filling {
         let mut filling = Filling::default();
         let pages = self.table.shape()[1];

@@ -87,8 +87,8 @@ impl MixtureOfExperts {
         }
     }
 
-    /// The outputs of a device's experts, weighted and added, and then the sums of the devices. A choice of an expert that
-    /// another device holds has a weight of 0: the sum over the devices is that of all choices.
+    /// The outputs of a device's experts, weighted and added, and then the sums of the devices. A choice of an expert
+    /// that another device holds has a weight of 0: the sum over the devices is that of all choices.
     fn sum_by_device(&self, x: &Array, residual: &Array) -> Result<Array> {
         let routed = self.router.apply(x)?;
         let routing = routed[0].route_top_k(self.chosen, self.normalise)?;
@@ -114,8 +114,8 @@ impl MixtureOfExperts {
         self.sums.by_device(share)
     }
 
-    /// In the fixed order: `(sum over the parts of the chosen experts + the shared expert) + residual`. Devices that hold
-    /// experts whole hand the outputs of each choice to all before they are weighted and added.
+    /// In the fixed order: `(sum over the parts of the chosen experts + the shared expert) + residual`. Devices that
+    /// hold experts whole hand the outputs of each choice to all before they are weighted and added.
     fn sum_in_order(&self, x: &Array, residual: &Array) -> Result<Array> {
         let routed = self.router.apply(x)?;
         let Routing { weights, experts } = routed[0].route_top_k(self.chosen, self.normalise)?;

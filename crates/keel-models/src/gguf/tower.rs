@@ -37,8 +37,8 @@ pub fn may_see(text: &GgufFile) -> bool {
 /// Adds a tower to the [config](super::config) of a text model.
 ///
 /// # Errors
-/// For a file that is no tower, a tower that is not supported or is for another text model, and for a key or a token that
-/// is missing.
+/// For a file that is no tower, a tower that is not supported or is for another text model, and for a key or a token
+/// that is missing.
 pub fn add_tower(config: &mut Value, text: &GgufFile, tower: &GgufFile) -> Result<()> {
     let keys = Keys { file: tower };
     let width = config["hidden_size"].as_u64().unwrap_or(0);

@@ -337,8 +337,9 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// A projection of one layer. Its `[rows, cols]` values are stored in another order, which `order` corrects. They are
-    /// kept in f32 for f32 arithmetic, else in f16, which keeps all bits of the published bf16 for values above 6.1e-5.
+    /// A projection of one layer. Its `[rows, cols]` values are stored in another order, which `order` corrects. They
+    /// are kept in f32 for f32 arithmetic, else in f16, which keeps all bits of the published bf16 for values above
+    /// 6.1e-5.
     ///
     /// # Errors
     /// As [`Loader::vector`].

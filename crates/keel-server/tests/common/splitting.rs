@@ -10,7 +10,8 @@ use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_weights::Checkpoint;
 
-/// An engine of the model in a folder: `stages` stages of `shares` devices that share their layers. `wrap` gets each device's rank and backend.
+/// An engine of the model in a folder: `stages` stages of `shares` devices that share their layers. `wrap` gets each
+/// device's rank and backend.
 pub fn engine_on(
     folder: &Path,
     (stages, shares): (usize, usize),

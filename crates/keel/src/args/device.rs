@@ -22,8 +22,9 @@ pub struct DeviceArgs {
     /// the plan fits, else the CPU.
     #[arg(long, value_name = "DEVICE", env = "KEEL_DEVICE", default_value = "auto", value_parser = parse_device)]
     device: Wanted,
-    /// Device of the vision tower of a model on a GPU: cpu keeps its weights, buffers and work off the GPU, and pictures
-    /// take longer. Answers to other requests go on while a picture is looked at. By default the model's device.
+    /// Device of the vision tower of a model on a GPU: cpu keeps its weights, buffers and work off the GPU, and
+    /// pictures take longer. Answers to other requests go on while a picture is looked at. By default the model's
+    /// device.
     #[arg(long, value_name = "DEVICE", value_enum)]
     vision_device: Option<VisionDevice>,
     #[command(flatten)]
@@ -46,10 +47,10 @@ pub struct DeviceArgs {
     /// --devices the same bits. On GPUs the bits of --split tensor hold for one number of devices.
     #[arg(long)]
     deterministic: bool,
-    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each: 8Gi,4Gi. A
-    /// pipeline then gives a device layers in proportion to its limit. With --vision-device it bounds the model's device, not
-    /// the tower's. The default on a GPU is its free memory minus 512 MiB for code of kernels and other programs. On the CPU
-    /// there is no default limit.
+    /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each:
+    /// 8Gi,4Gi. A pipeline then gives a device layers in proportion to its limit. With --vision-device it bounds the
+    /// model's device, not the tower's. The default on a GPU is its free memory minus 512 MiB for code of kernels and
+    /// other programs. On the CPU there is no default limit.
     #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = parse_bytes)]
     memory_limit: Vec<u64>,
 }
@@ -107,8 +108,8 @@ impl From<IsaArg> for Isa {
 }
 
 impl DeviceArgs {
-    /// The device. If it is `auto` and no plan has chosen yet: the first usable GPU, else the CPU. Of several devices, the
-    /// first.
+    /// The device. If it is `auto` and no plan has chosen yet: the first usable GPU, else the CPU. Of several devices,
+    /// the first.
     pub fn device(&self) -> Device {
         self.options().device()
     }
@@ -267,8 +268,8 @@ impl DeviceArgs {
         members.iter().zip(CudaGroup::of(members.len(), shares)).map(gpu).collect()
     }
 
-    /// The backends of several devices of the CPU. They share its threads. Where there are fewer threads than devices, no
-    /// more devices compute at a time than there are threads.
+    /// The backends of several devices of the CPU. They share its threads. Where there are fewer threads than devices,
+    /// no more devices compute at a time than there are threads.
     fn cpu_group(&self, planning: bool) -> Vec<Arc<dyn Backend>> {
         let count = self.split.members().len();
         let options = self.options().cpu_options();

@@ -15,8 +15,8 @@ use evenkeel::ModelFiles;
 #[derive(Clone, Debug, Args)]
 pub struct SpeculateArgs {
     /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
-    /// makes as many drafts as pay. It is off without such a head, on several GPUs, and where only a plan without drafts
-    /// fits on the GPU. By default auto; with random weights off. Greedy text does not change; on a GPU without
+    /// makes as many drafts as pay. It is off without such a head, on several GPUs, and where only a plan without
+    /// drafts fits on the GPU. By default auto; with random weights off. Greedy text does not change; on a GPU without
     /// --deterministic a near tie may fall differently. Sampled text has the same distribution; on a GPU it is the same
     /// text if the device draws it.
     #[arg(long, value_name = "N|auto|off")]
@@ -160,8 +160,8 @@ impl DraftArgs {
     }
 }
 
-/// Most drafts that `auto` makes on a GPU. Each number of rows is a program of its own there, and a fifth draft is seldom
-/// accepted.
+/// Most drafts that `auto` makes on a GPU. Each number of rows is a program of its own there, and a fifth draft is
+/// seldom accepted.
 const AUTO_DRAFTS_GPU: usize = 4;
 
 /// Number of drafts to plan memory for.

@@ -155,8 +155,8 @@ impl SplitArgs {
     /// Refuses devices that cannot share a model.
     ///
     /// # Errors
-    /// A device is listed twice (a GPU may be, with NCCL_MULTI_RANK_GPU_ENABLE=1), GPUs and devices of the CPU are mixed,
-    /// or there are too many.
+    /// A device is listed twice (a GPU may be, with NCCL_MULTI_RANK_GPU_ENABLE=1), GPUs and devices of the CPU are
+    /// mixed, or there are too many.
     pub fn check(&self) -> Result<()> {
         let all = self.list();
         let repeated =

@@ -6,11 +6,12 @@
 //! | up to 512, in affine 4 bits 1,024 | widened to f16 on the way into the tensor cores (Hopper) | cuBLASLt | cuBLASLt | `exact_tiled` |
 //! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | cuBLASLt | `exact_tiled` |
 //!
-//! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense bf16 weight
-//! meets x as the sum of two bf16, for any number of rows. Many rows of x meet a dense f16 weight in f16, few in f32.
+//! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense bf16
+//! weight meets x as the sum of two bf16, for any number of rows. Many rows of x meet a dense f16 weight in f16, few in
+//! f32.
 //!
-//! With `Compute::Prompts8` more than 256 rows take the third line, which rounds x and a quantised weight to 8-bit floats
-//! instead, on devices that multiply them.
+//! With `Compute::Prompts8` more than 256 rows take the third line, which rounds x and a quantised weight to 8-bit
+//! floats instead, on devices that multiply them.
 //!
 //! In the deterministic mode:
 //! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
