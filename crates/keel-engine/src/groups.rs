@@ -57,7 +57,7 @@ struct GroupStep {
     logits: Option<Result<Vec<f32>>>,
 }
 
-/// A step under way. If it is dropped, the devices stop waiting for the lead.
+/// A step under way. If it is dropped before it has run, the devices stop waiting for the lead.
 struct GroupRun {
     peers: Vec<Running>,
     lead: Later,
@@ -68,6 +68,18 @@ impl GroupRun {
     fn wait(self) -> Vec<Ended> {
         let lead = self.lead.run();
         self.peers.into_iter().map(Running::wait).chain([lead]).collect()
+    }
+}
+
+impl Drop for Groups {
+    /// Runs the steps under way to their end, and leaves the devices ready for another engine.
+    fn drop(&mut self) {
+        let runs = self.steps.iter_mut().filter_map(|step| step.run.take());
+        let ended: Vec<Ended> = runs.flat_map(GroupRun::wait).collect();
+        if ended.iter().any(|ended| ended.outcome.is_err()) {
+            let groups = ended.iter().filter_map(|ended| ended.step.runtime().backend().group());
+            groups.for_each(|group| group.rejoin());
+        }
     }
 }
 
