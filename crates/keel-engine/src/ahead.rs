@@ -28,7 +28,7 @@ use keel_cache::{SequenceCache, Settled};
 
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay, Taken};
-use crate::{Engine, EngineError, Result};
+use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
 /// How many steps may be under way.
 pub(crate) const STEPS_MAX: usize = 2;
@@ -65,7 +65,7 @@ pub enum WorkRows<'a> {
 }
 
 impl WorkRows<'_> {
-    fn regime(&self) -> Regime {
+    pub(crate) fn regime(&self) -> Regime {
         match self {
             WorkRows::Prompt { .. } => Regime::Prefill,
             WorkRows::Token(_) | WorkRows::Drawn(_) => Regime::Decode,
@@ -101,7 +101,7 @@ impl Engine {
         !self.cache.spec().is_recurrent()
     }
 
-    /// Steps under way: at most two, or as many as there are [groups](Engine::groups_max).
+    /// Steps under way: at most two, or one for each [group](Engine::groups_max) and one of prompts.
     pub fn steps_under_way(&self) -> usize {
         self.under_way.len() + self.group_steps()
     }
@@ -112,8 +112,8 @@ impl Engine {
     }
 
     /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
-    /// for prompts. [`Engine::take`] waits for the tokens. In a pipeline a step has answers alone, whose last tokens
-    /// are known ([`WorkRows::Token`]), and none of a step under way.
+    /// for prompts. [`Engine::take`] waits for the tokens. In a pipeline a step has either answers, whose last
+    /// tokens are known ([`WorkRows::Token`]), or prompts without pictures, and no sequence of a step under way.
     ///
     /// # Errors
     /// Ids out of range, a full context, work that no step can hold, too many steps under way. A failure inside the
@@ -183,33 +183,13 @@ impl Engine {
     }
 
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
-        let prompts = work.iter().filter(|work| work.rows.regime() == Regime::Prefill);
-        let (count, tokens) = prompts.fold((0, 0), |(n, sum), work| (n + 1, sum + work.rows.tokens().len()));
-        let answers = work.len() - count;
-        let (answers_max, prompts_max) = (self.options.sequences, self.chunks_max());
         let before = self.under_way.back().map_or(&[][..], |step| &step.items);
         let drawn = before.len();
         let for_host = work.iter().filter(|work| work.by_host).count();
-        let off_grid = |work: &Work<'_>| match work.rows {
-            WorkRows::Prompt { tokens, next } => {
-                let start = work.sequence.offset() + work.ahead;
-                let ends = next.is_none() || tokens.len().is_multiple_of(crate::PREFILL_GRID);
-                !self.leaves_grid() && (!start.is_multiple_of(crate::PREFILL_GRID) || !ends)
-            }
-            _ => false,
-        };
         let reason = if self.under_way.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
-        } else if work.is_empty()
-            || answers > answers_max
-            || count > prompts_max
-            || tokens > self.prefill_rows_max()
-        {
-            let rows_max = self.prefill_rows_max();
-            format!(
-                "a step of {answers} answers and {tokens} tokens of {count} prompts; there are at most {answers_max}, and \
-                 {rows_max} of {prompts_max}"
-            )
+        } else if let Some(reason) = self.refused_rows(work, self.options.sequences) {
+            reason
         } else if !self.runs_ahead() {
             let name = self.runtime.backend().name();
             format!("{name} runs no step while the host goes on: use `decode` and `prefill_chunks`")
@@ -220,12 +200,34 @@ impl Engine {
             format!("the host draws {for_host} tokens of a step; the logits of at most {most} are kept")
         } else if for_host > 0 && before.iter().any(|item| item.kept.is_some()) {
             "the step under way keeps logits for the host; take its tokens first".into()
-        } else if work.iter().any(off_grid) {
-            "a prompt's rows begin on the 64-token grid, and end on it unless the prompt ends".into()
         } else {
             return Ok(());
         };
         Err(EngineError::Option(reason))
+    }
+
+    /// Why no step can hold these rows, with at most `answers_max` answers; `None` if one can.
+    pub(crate) fn refused_rows(&self, work: &[Work<'_>], answers_max: usize) -> Option<String> {
+        let prompts = work.iter().filter(|work| work.rows.regime() == Regime::Prefill);
+        let (count, tokens) = prompts.fold((0, 0), |(n, sum), work| (n + 1, sum + work.rows.tokens().len()));
+        let answers = work.len() - count;
+        let (prompts_max, rows_max) = (self.chunks_max(), self.prefill_rows_max());
+        if work.is_empty() || answers > answers_max || count > prompts_max || tokens > rows_max {
+            return Some(format!(
+                "a step of {answers} answers and {tokens} tokens of {count} prompts; there are at most {answers_max}, and \
+                 {rows_max} of {prompts_max}"
+            ));
+        }
+        let off_grid = |work: &Work<'_>| match work.rows {
+            WorkRows::Prompt { tokens, next } => {
+                let start = work.sequence.offset() + work.ahead;
+                let ends = next.is_none() || tokens.len().is_multiple_of(PREFILL_GRID);
+                !self.leaves_grid() && (!start.is_multiple_of(PREFILL_GRID) || !ends)
+            }
+            _ => false,
+        };
+        let reason = "a prompt's rows begin on the 64-token grid, and end on it unless the prompt ends";
+        work.iter().any(off_grid).then(|| reason.into())
     }
 
     /// Checks that a sequence can run these tokens after those under way, and reserves its pages.
@@ -400,7 +402,7 @@ impl Engine {
     }
 
     /// What the program over these rows computes; `None` if there are no rows.
-    fn outcome_of(&self, regime: Regime, rows: &[Rows<'_>]) -> Option<Outcome> {
+    pub(crate) fn outcome_of(&self, regime: Regime, rows: &[Rows<'_>]) -> Option<Outcome> {
         match (regime, rows) {
             (_, []) => None,
             (Regime::Prefill, [Rows { next: Some(_), .. }]) => Some(Outcome::State),

@@ -1,4 +1,5 @@
-//! Answers in a pipeline: groups of sequences, each with a decode step of its own under way.
+//! Answers in a pipeline: groups of sequences, each with a decode step of its own under way. A step of prompts may be
+//! under way with them.
 //!
 //! ```text
 //! stage 1    A ▸ B ▸ A ▸ B ▸ A
@@ -21,7 +22,7 @@ use keel_cache::{Settled, SlotId};
 
 use crate::ahead::{NOT_FIRST, Ticket, Work, WorkRows};
 use crate::crew::{Ended, Later, Running};
-use crate::step::{Outcome, Rows, StepKind, ids_of};
+use crate::step::{Rows, StepKind, ids_of};
 use crate::together::first_cause;
 use crate::under_way::Item;
 use crate::{Engine, EngineError, Result};
@@ -44,9 +45,10 @@ pub(crate) struct Groups {
     logits: Option<Result<Vec<f32>>>,
 }
 
-/// The decode step of a group.
+/// The decode step of a group, or a step of prompts.
 struct GroupStep {
     number: u64,
+    regime: Regime,
     items: Vec<Item>,
     slots: Vec<SlotId>,
     /// `None` once it has ended.
@@ -110,7 +112,14 @@ impl Engine {
             self.make_room_ahead(sequence, 0, rows.tokens())?;
         }
         let rows: Vec<Rows<'_>> = work.iter().map(|work| self.rows_of(work, &[])).collect();
-        let kind = StepKind::decode(Outcome::LastLogits);
+        if rows.iter().any(Rows::sees) {
+            return Err(EngineError::Option(
+                "`prefill_chunks` runs prompts with pictures in a pipeline".into(),
+            ));
+        }
+        let regime = work[0].rows.regime();
+        let Some(outcome) = self.outcome_of(regime, &rows) else { unreachable!("there are rows") };
+        let kind = StepKind { regime, outcome };
         let has_failed = Arc::clone(&self.groups.has_failed);
         let mut jobs = self.queued_jobs(kind, &rows, &has_failed)?;
         let Some(mut lead) = jobs.pop() else { unreachable!("the lead has a job") };
@@ -120,34 +129,40 @@ impl Engine {
         let item = |(row, work): (usize, &Work<'_>)| {
             let place = work.by_host.then_some(kept);
             kept += usize::from(work.by_host);
-            Item { regime: Regime::Decode, row, is_drawn: work.draw.is_some(), kept: place }
+            Item { regime, row, is_drawn: work.draw.is_some(), kept: place }
         };
         let items = work.iter().enumerate().map(item).collect();
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
         let peers = threads.zip(jobs).map(|(thread, job)| thread.hand(job)).collect();
         let (number, run) = (self.tickets, Some(GroupRun { peers, lead: lead.later() }));
         let drawn = Ok(Vec::new());
-        self.groups.steps.push_back(GroupStep { number, items, slots, run, drawn, logits: None });
+        self.groups.steps.push_back(GroupStep { number, regime, items, slots, run, drawn, logits: None });
         self.tickets += 1;
         Ok(Ticket(number))
     }
 
     fn check_group(&self, work: &[Work<'_>]) -> Result<()> {
         let (groups, steps) = (self.groups_max(), &self.groups.steps);
-        let most = self.options.sequences.min(GROUP_MAX);
+        let regime = work.first().map(|work| work.rows.regime());
+        let alike = steps.iter().filter(|step| Some(step.regime) == regime).count();
+        let is_known = |work: &Work<'_>| {
+            Some(work.rows.regime()) == regime && !matches!(work.rows, WorkRows::Drawn(_)) && work.ahead == 0
+        };
         let is_under_way = |work: &Work<'_>| steps.iter().any(|s| s.slots.contains(&work.sequence.slot()));
         let reason = if groups == 1 {
             "steps of a model on several devices are under way only in a pipeline, without drafts and parking: use \
              `decode` and `prefill_chunks`"
                 .into()
-        } else if steps.len() == groups {
+        } else if regime == Some(Regime::Prefill) && alike > 0 {
+            "a step of prompts is under way; take its tokens first".into()
+        } else if alike == groups {
             format!("{groups} steps are under way; take the tokens of one first")
         } else if steps.iter().any(|step| step.drawn.is_err()) {
             "a step under way has failed; take it first".into()
-        } else if work.is_empty() || work.len() > most {
-            format!("a step of {} answers; there are 1 to {most}", work.len())
-        } else if !work.iter().all(|work| matches!(work.rows, WorkRows::Token(_)) && work.ahead == 0) {
-            "a step of a group runs tokens that the host knows, and no prompts".into()
+        } else if let Some(reason) = self.refused_rows(work, self.options.sequences.min(GROUP_MAX)) {
+            reason
+        } else if !work.iter().all(is_known) {
+            "a step of a pipeline runs tokens that the host knows, of answers or of prompts".into()
         } else if work.iter().any(is_under_way) {
             "a sequence of a step under way; take its token first".into()
         } else {

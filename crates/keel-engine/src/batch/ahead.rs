@@ -45,6 +45,11 @@ impl Pending {
     pub fn has(&self, id: RequestId) -> bool {
         self.parts.iter().any(|part| part.id == id)
     }
+
+    /// Whether it has prompts.
+    pub fn is_of_prompts(&self) -> bool {
+        self.parts.iter().any(|part| part.is_prompt)
+    }
 }
 
 /// The rows of one sequence in a step.
@@ -65,6 +70,13 @@ impl Part {
     pub fn of_answer(running: &Running) -> Part {
         let by_host = !running.draws_ahead();
         Part { id: running.id, rows: 1, is_prompt: false, draws: true, by_host, saved: None }
+    }
+
+    /// The next `rows` rows of a prompt.
+    pub fn of_prompt(running: &Running, rows: usize) -> Part {
+        let draws = running.awaits_first_at(running.virtual_len() + rows);
+        let by_host = draws && !running.draws_ahead();
+        Part { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
     }
 }
 
@@ -246,11 +258,6 @@ impl Batcher {
     fn next_parts(&mut self) -> Vec<(usize, Part)> {
         let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
         let chunks = self.shares(keeps_logits);
-        let part = |running: &Running, rows: usize| {
-            let draws = running.awaits_first_at(running.virtual_len() + rows);
-            let by_host = draws && !running.draws_ahead();
-            Part { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
-        };
         self.ask_masks(Running::is_answering);
         let goes_on = |(_, running): &(usize, &Running)| {
             running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
@@ -258,7 +265,7 @@ impl Batcher {
         let answers = self.running.iter().enumerate().filter(goes_on);
         let mut parts: Vec<(usize, Part)> =
             answers.map(|(i, running)| (i, Part::of_answer(running))).collect();
-        parts.extend(chunks.into_iter().map(|(i, rows)| (i, part(&self.running[i], rows))));
+        parts.extend(chunks.into_iter().map(|(i, rows)| (i, Part::of_prompt(&self.running[i], rows))));
         // A chunk whose picture is kept whole may be longer than its share, and end its prompt.
         parts.retain(|(_, part)| !(part.by_host && keeps_logits));
         parts.sort_unstable_by_key(|(i, _)| *i);
@@ -266,7 +273,7 @@ impl Batcher {
     }
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
-    /// last grid point. That of a group is saved when its step is taken.
+    /// last grid point. In a pipeline it is saved when the step is taken.
     fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, CheckpointId)> {
         let running = &self.running[i];
         let at = running.virtual_len();
@@ -308,18 +315,23 @@ impl Batcher {
             running.ahead.rows -= part.rows;
             running.ahead.steps -= 1;
             let done = running.cache.len();
+            let mut kept = Ok(());
             if part.is_prompt {
                 if !running.is_run_again() {
                     self.emit(part.id, BatchEvent::Prefilled(done));
                 }
-                self.remember_stop(i, part.saved);
+                match self.engine.is_split() {
+                    true => kept = self.save_at_stop(i),
+                    false => self.remember_stop(i, part.saved),
+                }
+            } else if self.engine.is_split() {
+                kept = self.keep_state(i);
             } else if let Some(saved) = part.saved {
                 self.running[i].rolling.replace(saved).into_iter().for_each(|(_, entry)| {
                     self.engine.cache_mut().free_state(entry);
                 });
             }
             if part.draws {
-                let kept = if self.engine.is_split() { self.keep_state(i) } else { Ok(()) };
                 let drawn = match token {
                     Some(token) => self.running[i].take_ahead(token),
                     None => self.draw_kept(i, item),
@@ -329,6 +341,8 @@ impl Batcher {
                     Ok(drawn)
                 });
                 ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
+            } else if let Err(error) = kept {
+                ended.extend(self.report(i, Err(error)).map(|end| (part.id, end)));
             }
         }
         for (id, end) in ended {
@@ -373,14 +387,15 @@ impl Batcher {
         }
     }
 
-    /// Handles a failed step: the steps after it are given up.
+    /// Handles a failed step: the steps after it are given up. Sequences whose states it has torn end.
     fn give_up_all(&mut self, first: Vec<Part>, cause: &EngineError) {
         self.failed_steps += 1;
-        self.failure = cause.to_string();
         self.is_careful = true;
         let later: Vec<Part> =
             std::mem::take(&mut self.pending).into_iter().flat_map(|pending| pending.parts).collect();
+        let mut ids = Vec::new();
         for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
+            ids.push(running.id);
             // A group's step does not run after one that failed.
             let was_run_behind = !self.engine.is_split() && later.iter().any(|part| part.id == running.id);
             let ahead = std::mem::take(&mut running.ahead);
@@ -391,6 +406,13 @@ impl Batcher {
         }
         for (_, entry) in first.into_iter().chain(later).filter_map(|part| part.saved) {
             self.engine.cache_mut().free_state(entry);
+        }
+        for id in ids {
+            let torn =
+                self.running.iter().position(|running| running.id == id).filter(|&i| !self.is_whole(i));
+            if let Some(i) = torn {
+                self.fail(i, EngineError::Step(cause.to_string()));
+            }
         }
     }
 }

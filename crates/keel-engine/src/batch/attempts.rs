@@ -10,7 +10,7 @@ use crate::{EngineError, Result};
 impl Batcher {
     /// Decodes these answers, whose numbers ascend, and returns the outcome of each.
     pub(super) fn decode_rows(&mut self, rows: &[usize]) -> Vec<(usize, Result<Drawn>)> {
-        let mut cause = std::mem::take(&mut self.failure);
+        let mut cause = String::new();
         for _ in 0..2 {
             match self.round(rows) {
                 Ok(drawn) => return rows.iter().copied().zip(drawn).collect(),

@@ -2,8 +2,9 @@
 //!
 //! With `s` stages there are at most `s` groups, of equal size ([`crate::Engine::groups`]). A call submits steps until
 //! each has one under way and takes the first, so it advances one group by a token. A group is not fixed: each step has
-//! the answers that are in no other step, those first that have waited longest. Prompts, drafts and what else needs the
-//! engine end this: the steps under way are taken, and the next one is waited for.
+//! the answers that are in no other step, those first that have waited longest. One step of prompts is under way with
+//! them. Drafts, pictures and what else needs the engine end this: the steps under way are taken, and the next one is
+//! waited for.
 
 use super::ahead::Part;
 use super::sequence::Running;
@@ -13,46 +14,57 @@ use crate::groups::GROUP_MAX;
 use crate::options::HOST_ROWS_MAX;
 
 impl Batcher {
-    /// Whether the next step is that of a group.
+    /// Whether the next step is that of a group, or of prompts while groups have steps under way.
     pub(super) fn goes_in_groups(&self) -> bool {
         let can_go = |running: &Running| {
-            running.is_answering()
-                && running.reading.is_none()
+            running.reading.is_none()
+                && (running.is_answering() || running.pictures.key.is_none())
                 && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
         let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
         !self.is_careful && self.groups() > 1 && for_host <= HOST_ROWS_MAX && self.running.iter().all(can_go)
     }
 
-    /// How many groups there are.
-    fn groups(&self) -> usize {
-        self.engine.groups(self.running.len())
+    fn answers(&self) -> usize {
+        self.running.iter().filter(|running| running.is_answering()).count()
     }
 
-    /// Submits steps until each group has one under way, and takes the first.
+    /// How many groups there are.
+    fn groups(&self) -> usize {
+        self.engine.groups(self.answers())
+    }
+
+    /// Submits steps until each group has one under way, and one of prompts if there are any, and takes the first.
     pub(super) fn step_groups(&mut self) {
-        while self.pending.len() < self.groups() {
-            match self.submit_group() {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(_) => {
-                    // The error comes again in a step that is waited for.
-                    self.is_careful = true;
-                    break;
-                }
-            }
-        }
+        let submitted = self.submit_groups();
+        // An error comes again in a step that is waited for.
+        self.is_careful = submitted.is_err();
         self.take_first();
         self.forget_unwanted();
     }
 
+    fn submit_groups(&mut self) -> Result<()> {
+        let prompts = self.pending.iter().filter(|step| step.is_of_prompts()).count();
+        while self.pending.len() - prompts < self.groups() && self.submit_group()? {}
+        if prompts == 0 {
+            let (rows, parts) = self
+                .shares(false)
+                .into_iter()
+                .map(|(i, rows)| (i, Part::of_prompt(&self.running[i], rows)))
+                .unzip();
+            self.submit_parts(rows, parts)?;
+        }
+        Ok(())
+    }
+
     /// Submits the step of the next group; false if no answer is free.
     fn submit_group(&mut self) -> Result<bool> {
-        self.ask_masks(|running| running.ahead.steps == 0);
-        let is_free = |running: &Running| running.ahead.steps == 0 && !running.awaits_mask;
-        let mut free: Vec<usize> = (0..self.running.len()).filter(|&i| is_free(&self.running[i])).collect();
+        let is_free = |running: &Running| running.is_answering() && running.ahead.steps == 0;
+        self.ask_masks(is_free);
+        let runs = |i: &usize| is_free(&self.running[*i]) && !self.running[*i].awaits_mask;
+        let mut free: Vec<usize> = (0..self.running.len()).filter(runs).collect();
         free.sort_by_key(|&i| self.running[i].last_turn);
-        free.truncate(self.running.len().div_ceil(self.groups()).min(GROUP_MAX));
+        free.truncate(self.answers().div_ceil(self.groups()).min(GROUP_MAX));
         free.sort_unstable();
         let parts = free.iter().map(|&i| Part::of_answer(&self.running[i])).collect();
         let turn = self.turn;

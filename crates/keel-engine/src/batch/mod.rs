@@ -80,8 +80,6 @@ pub struct Batcher {
     pending: VecDeque<Pending>,
     /// Whether the next step is waited for, because a step failed or could not be submitted.
     is_careful: bool,
-    /// The error of the step under way that failed, until the next step is run.
-    failure: String,
     /// Parked sequences, in the same order. All of them started after those that run.
     parked: VecDeque<Running>,
     /// Counts of parking so far.
@@ -126,7 +124,6 @@ impl Batcher {
             running: Vec::new(),
             pending: VecDeque::new(),
             is_careful: false,
-            failure: String::new(),
             parked: VecDeque::new(),
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
@@ -303,7 +300,6 @@ impl Batcher {
             self.is_careful = false;
             self.decode();
             self.prefill();
-            self.failure.clear();
         }
         self.end_refused();
         self.turn = self.turn.wrapping_add(1);

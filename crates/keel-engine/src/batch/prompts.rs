@@ -155,7 +155,7 @@ impl Batcher {
     }
 
     /// Saves the state of a prompt at its stops, where other requests may go on from it.
-    fn save_at_stop(&mut self, i: usize) -> Result<()> {
+    pub(super) fn save_at_stop(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
         if running.is_at_stop() {
             let cache = self.engine.cache_mut();
