@@ -133,7 +133,9 @@ fn a_deadline_ends_a_request() {
 
 #[test]
 fn draining_lets_running_requests_end_and_an_abort_does_not() {
-    let mut server = Running::start();
+    // Nothing is cut off, however slow the machine is.
+    let patient = ServerOptions { grace: Duration::from_secs(600), ..ServerOptions::default() };
+    let mut server = Running::with(engine_options(), patient);
     let body = json!({"prompt": "Once", "max_tokens": 300, "ignore_eos": true, "stream": true});
     let running = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
     wait_for("it runs", || server.app.engine.status().running.len() == 1);
@@ -169,7 +171,9 @@ fn silent_streams_are_kept_open_by_comments() {
 fn overcommitted_requests_are_parked_and_all_answered() {
     // Two of the four start. They need ten pages to end together, and one of them alone needs five.
     let crowded = EngineOptions { pool_pages: Some(7), swap_bytes: 64 << 20, ..engine_options() };
-    let server = Running::with(crowded, ServerOptions::default());
+    // The two that wait have time, however slow the machine is.
+    let batch = BatchOptions { queue_timeout: Duration::from_secs(600), ..BatchOptions::default() };
+    let server = Running::with(crowded, ServerOptions { batch, ..ServerOptions::default() });
     let body = json!({
         "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 0, "ignore_eos": true, "n": 4
     });
