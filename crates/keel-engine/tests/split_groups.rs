@@ -332,7 +332,7 @@ fn an_engine_can_be_dropped_while_steps_are_under_way() {
             let mut sequences: Vec<SequenceCache> =
                 (0..3).map(|seed| decoded(&mut engine, &prompt(seed), &[])).collect();
             if faulty {
-                fault.0.store(3, Ordering::Relaxed);
+                fault.0.store(1, Ordering::Relaxed);
             }
             for sequence in &mut sequences {
                 submit(&mut engine, std::slice::from_mut(sequence), 5).expect("submitted");
@@ -340,6 +340,7 @@ fn an_engine_can_be_dropped_while_steps_are_under_way() {
             assert_eq!(engine.steps_under_way(), 3);
             let runtimes: Vec<Runtime> = engine.runtimes().cloned().collect();
             drop((engine, sequences));
+            assert_eq!(fault.0.load(Ordering::Relaxed), usize::MAX, "it came to the fault, if there is one");
             for runtime in runtimes {
                 runtime.clear_cache();
                 assert_eq!(runtime.ledger().active().total(), 0);

@@ -17,8 +17,8 @@
 //! each round and once in [`PLAIN_STEPS`] steps, because a round and the return to steps that run ahead cost all of
 //! them. The MTP (multi-token-prediction) head catches up with all answers at once, too, after a step under way.
 //!
-//! If a step fails, the step after it is given up. The following steps are waited for, and the failed sequences are
-//! handled there one by one (`attempts.rs`).
+//! If a step fails, the step after it is given up, and sequences with torn states end. The others run in a step that is
+//! waited for, and one by one if it fails, too (`attempts.rs`).
 
 use super::request::{BatchEvent, RequestId};
 use super::sequence::{Drawn, Running};

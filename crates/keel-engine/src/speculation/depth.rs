@@ -3,8 +3,8 @@
 //! Let `a_i` be the share of drafts accepted at position `i` if all before it were accepted. A round of depth `k` gives
 //! `1 + a_1 + a_1 a_2 + ... + a_1 .. a_k` tokens on average and takes the time `verify(k + 1) + k draft`. The depth
 //! with the most tokens per second is chosen. Depth 0 is plain decoding and competes like the others. Times are
-//! measured for the engine, shares for each sequence: it begins with those of the engine's sequences so far, which
-//! follow all of them until it has seen enough of its own.
+//! measured for the engine, shares for each sequence. A new sequence starts with the mean shares of all earlier ones,
+//! which count as two observations.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ pub(super) const POSITIONS: usize = DRAFTS_MAX;
 
 /// Share of accepted drafts that an engine starts with.
 const ACCEPTANCE_PRIOR: f64 = 0.7;
-/// How many observations that counts for among those of all sequences. So one sequence says little of the others.
+/// The weight of [`ACCEPTANCE_PRIOR`] in the engine's shares, in observations. So one sequence says little of others.
 const ENGINE_PRIOR_OBSERVATIONS: u64 = 16;
 /// Weight of the newest observation among those of all sequences, once there are many.
 const ENGINE_ACCEPTANCE_WEIGHT: f64 = 0.01;

@@ -77,11 +77,16 @@ fn sequences_learn_from_each_other_that_drafts_are_wrong() {
 fn a_sequence_begins_as_those_before_it_ended() {
     let mut costs = costs();
     (0..200).for_each(|_| costs.note_drafts(2, 2));
-    let mut control = DepthControl::new(Depth::Auto, false);
-    control.note(1, 0);
-    assert!(control.choose(&costs, 1, 8, 1) > 0, "one wrong draft says less than 200 right ones");
+    let after_three = || {
+        let mut control = DepthControl::new(Depth::Auto, false);
+        (0..3).for_each(|_| control.note(1, 0));
+        control
+    };
+    let (mut control, nothing) = (after_three(), self::costs());
+    assert_eq!(control.choose(&nothing, 1, 8, 1), 0, "three wrong drafts end drafting");
+    assert!(control.choose(&costs, 1, 8, 1) > 0, "three wrong drafts say less than 200 right ones");
     (0..8).for_each(|_| control.note(1, 0));
-    assert_eq!(control.choose(&costs, 1, 8, 1), 0, "nine say more");
+    assert_eq!(control.choose(&costs, 1, 8, 1), 0, "eleven say more");
     assert_eq!(
         DepthControl::new(Depth::Auto, true).choose(&costs, 1, 8, 1),
         1,
