@@ -2,16 +2,16 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, run, step};
-use common::splitting::{self, Fault, backends, end};
+use common::splitting::{self, Fault, Stages, backends, end, engine_on};
 use common::{decoded, fixture, recurrent_bytes};
 use keel_array::sampling::Draw;
-use keel_array::{Backend, Compute, Launch, Result, Runtime, RuntimeOptions};
+use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
@@ -19,7 +19,7 @@ use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, FinishReason, LateWork, SamplerOptions, Ticket, Work, WorkRows};
 use keel_models::loading::CheckpointParameters;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::disturbed::Disturbed;
 use keel_weights::Checkpoint;
 
 fn options() -> EngineOptions {
@@ -32,19 +32,6 @@ fn options() -> EngineOptions {
         compute: Compute::F32,
         ..EngineOptions::default()
     }
-}
-
-fn engine_on(
-    name: &str,
-    options: EngineOptions,
-    grid: (usize, usize),
-    mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
-) -> Engine {
-    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
-    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
-    let parts = splitting::parts(source, options, grid).expect("it divides");
-    let wrapped = backends(parts.len(), false).into_iter().enumerate().map(|(rank, b)| wrap(rank, b));
-    splitting::load_on(source, options, wrapped.collect(), &parts).expect("the model loads")
 }
 
 fn batcher(engine: Engine) -> Batcher {
@@ -137,7 +124,7 @@ fn expect_answers_of_requests_alone(batcher: &mut Batcher, name: &str, stages: u
 #[test]
 fn answers_of_groups_are_those_of_requests_alone() {
     for (name, grid) in [("qwen3_5", (2, 1)), ("gemma3_text", (3, 1)), ("qwen3_5_moe", (2, 2))] {
-        let mut engine = engine_on(name, options(), grid, |_, backend| backend);
+        let mut engine = engine_on(&fixture(name), options(), grid, |_, backend| backend);
         engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
         let mut batcher = batcher(engine);
         expect_answers_of_requests_alone(&mut batcher, name, grid.0);
@@ -186,7 +173,7 @@ fn answers_after_fault(name: &'static str, grid: (usize, usize), rank: usize, at
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         let fault = Arc::new(Fault::default());
-        let engine = engine_on(name, options(), grid, |of, backend| match of == rank {
+        let engine = engine_on(&fixture(name), options(), grid, |of, backend| match of == rank {
             true => Disturbed::new(backend, Arc::clone(&fault)) as _,
             false => backend,
         });
@@ -214,7 +201,7 @@ fn answers_after_fault(name: &'static str, grid: (usize, usize), rank: usize, at
 #[test]
 fn a_failure_on_a_device_ends_the_steps_of_all_groups_and_the_next_step_runs() {
     for (name, grid) in [("llama", (3, 1)), ("qwen3_5", (2, 1)), ("qwen3_5_moe", (2, 2))] {
-        let mut whole = batcher(engine_on(name, options(), grid, |_, backend| backend));
+        let mut whole = batcher(engine_on(&fixture(name), options(), grid, |_, backend| backend));
         let want: Vec<Outcome> = (0..FAULTY)
             .map(|i| run(&mut whole, vec![BatchRequest { id: 0, ..request(i, Vec::new()) }]).remove(0))
             .collect();
@@ -255,51 +242,15 @@ fn prompt(seed: u32) -> Vec<u32> {
     (0..64 + seed).map(|i| (i * 37 + seed) % 90).collect()
 }
 
-/// Programs that each stage has begun.
-#[derive(Default)]
-struct Begun {
-    counts: Mutex<[usize; 2]>,
-    changed: Condvar,
-    /// Steps of the second stage during which the first did not begin the next one.
-    alone: AtomicUsize,
-}
-
-struct Stage {
-    rank: usize,
-    begun: Arc<Begun>,
-}
-
-impl Disturbance for Stage {
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
-        let begins = launch.prepared().is_some_and(|piece| piece.first_kernel == 0);
-        let mut counts = self.begun.counts.lock().expect("no test panics here");
-        counts[self.rank] += usize::from(begins);
-        let (step, rank) = (counts[self.rank], self.rank);
-        self.begun.changed.notify_all();
-        drop(counts);
-        let outcome = backend.launch(launch);
-        if begins && rank == 1 {
-            let counts = self.begun.counts.lock().expect("no test panics here");
-            let most = Duration::from_secs(5);
-            let waited = self.begun.changed.wait_timeout_while(counts, most, |counts| counts[0] <= step);
-            let is_alone = waited.expect("no test panics here").1.timed_out();
-            self.begun.alone.fetch_add(usize::from(is_alone), Ordering::Relaxed);
-        }
-        outcome
-    }
-}
-
 #[test]
 fn the_first_stage_works_on_the_next_group_while_the_second_works_on_this_one() {
     const STEPS: usize = 6;
-    let begun = Arc::new(Begun::default());
-    let stage =
-        |rank, backend| Disturbed::new(backend, Arc::new(Stage { rank, begun: Arc::clone(&begun) })) as _;
-    let mut engine = engine_on("qwen3_5", options(), (2, 1), stage);
+    let stages = Arc::new(Stages::default());
+    let mut engine = engine_on(&fixture("qwen3_5"), options(), (2, 1), |rank, b| stages.wrap(rank, b));
     let mut sequences: Vec<SequenceCache> =
         (0..2).map(|seed| decoded(&mut engine, &prompt(seed), &[])).collect();
-    *begun.counts.lock().expect("no test panics here") = [0, 0];
-    begun.alone.store(0, Ordering::Relaxed);
+    // The first step, and those of the loop.
+    stages.count(1 + STEPS);
     let (first, second) = sequences.split_at_mut(1);
     let mut under_way = submit(&mut engine, first, 5).expect("runs");
     for i in 0..STEPS {
@@ -309,8 +260,9 @@ fn the_first_stage_works_on_the_next_group_while_the_second_works_on_this_one() 
         this[0].advance(1);
         under_way = ticket;
     }
-    assert_eq!(begun.alone.load(Ordering::Relaxed), 0, "a stage waits for the other");
     engine.take(under_way).expect("runs");
+    assert_eq!(stages.begun(), [1 + STEPS; 2]);
+    assert_eq!(stages.alone(), 0, "a stage waits for the other");
     sequences.into_iter().for_each(|sequence| engine.release(sequence));
     end(engine);
 }
@@ -353,7 +305,7 @@ fn an_engine_can_be_dropped_while_steps_are_under_way() {
 
 #[test]
 fn what_uses_a_device_waits_for_the_steps_under_way_and_their_tokens_stay() {
-    let mut engine = engine_on("qwen3_5", options(), (3, 1), |_, backend| backend);
+    let mut engine = engine_on(&fixture("qwen3_5"), options(), (3, 1), |_, backend| backend);
     let run = |engine: &mut Engine, between: &dyn Fn(&mut Engine)| {
         let mut sequences: Vec<SequenceCache> =
             (0..3).map(|seed| decoded(engine, &prompt(seed), &[])).collect();
@@ -382,7 +334,7 @@ fn steps_that_cannot_be_under_way_are_refused() {
         submit(engine, sequences, 5).expect_err("refused").to_string()
     };
     for (grid, options) in [((1, 2), options()), ((2, 1), EngineOptions { drafts: 2, ..options() })] {
-        let mut engine = engine_on("qwen3_5", options, grid, |_, backend| backend);
+        let mut engine = engine_on(&fixture("qwen3_5"), options, grid, |_, backend| backend);
         assert_eq!(engine.groups_max(), 1);
         let mut sequence = [decoded(&mut engine, &prompt(0), &[])];
         let error = refusal(&mut engine, &mut sequence);
@@ -394,8 +346,8 @@ fn steps_that_cannot_be_under_way_are_refused() {
         let options = CpuOptions { threads: Some(1), group: turns.next(), ..CpuOptions::default() };
         Arc::new(CpuBackend::new(options)) as _
     };
-    assert_eq!(engine_on("qwen3_5", options(), (2, 1), in_turns).groups_max(), 1);
-    let mut engine = engine_on("qwen3_5", options(), (2, 1), |_, backend| backend);
+    assert_eq!(engine_on(&fixture("qwen3_5"), options(), (2, 1), in_turns).groups_max(), 1);
+    let mut engine = engine_on(&fixture("qwen3_5"), options(), (2, 1), |_, backend| backend);
     let mut all: Vec<SequenceCache> = (0..3).map(|seed| decoded(&mut engine, &prompt(seed), &[])).collect();
     let first = submit(&mut engine, &mut all[..1], 5).expect("runs");
     let error = refusal(&mut engine, &mut all[..2]);

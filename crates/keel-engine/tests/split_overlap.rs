@@ -2,17 +2,15 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::splitting::{self, Fault, backends, end};
+use common::splitting::{Fault, Stages, end, engine_on};
 use common::{engine, fixture, recurrent_bytes, runtime};
-use keel_array::{Backend, Compute, Launch, Result};
+use keel_array::Compute;
 use keel_engine::{Engine, EngineOptions};
-use keel_models::loading::CheckpointParameters;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
-use keel_weights::Checkpoint;
+use keel_testkit::disturbed::Disturbed;
 
 fn options(prefill_step: usize) -> EngineOptions {
     EngineOptions {
@@ -29,26 +27,13 @@ fn prompt(len: usize) -> Vec<u32> {
     (0..len as u32).map(|i| i * 37 % 90).collect()
 }
 
-fn engine_on(
-    name: &str,
-    options: EngineOptions,
-    grid: (usize, usize),
-    wrap: impl Fn(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
-) -> Engine {
-    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
-    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
-    let parts = splitting::parts(source, options, grid).expect("it divides");
-    let wrapped = backends(parts.len(), false).into_iter().enumerate().map(|(rank, b)| wrap(rank, b));
-    splitting::load_on(source, options, wrapped.collect(), &parts).expect("the model loads")
-}
-
 #[test]
 fn chunks_that_overlap_give_the_bits_of_the_whole_model() {
     for (name, drafts) in [("qwen3_5", 2), ("qwen3_5_moe", 0), ("gemma3_text", 0)] {
         let options = EngineOptions { drafts, ..options(1280) };
         let mut whole = engine(&fixture(name), &runtime(2), options);
         for grid in [(2, 1), (3, 1)] {
-            let mut parts = engine_on(name, options, grid, |_, backend| backend);
+            let mut parts = engine_on(&fixture(name), options, grid, |_, backend| backend);
             let (mut want, mut got) = (Vec::new(), Vec::new());
             let mut of_whole = whole.open().expect("a slot is free");
             whole.prefill(&mut of_whole, &prompt(1100), &mut want, &mut |_| ()).expect("runs");
@@ -76,8 +61,8 @@ fn chunks_that_overlap_give_the_bits_of_the_whole_model() {
 /// Stages of several devices: the bits do not depend on whether chunks overlap.
 #[test]
 fn chunks_overlap_in_stages_of_several_devices() {
-    let mut cut = engine_on("qwen3_5_moe", options(256), (2, 2), |_, backend| backend);
-    let mut overlapping = engine_on("qwen3_5_moe", options(1280), (2, 2), |_, backend| backend);
+    let mut cut = engine_on(&fixture("qwen3_5_moe"), options(256), (2, 2), |_, backend| backend);
+    let mut overlapping = engine_on(&fixture("qwen3_5_moe"), options(1280), (2, 2), |_, backend| backend);
     let run = |engine: &mut Engine| {
         let (mut sequence, mut logits) = (engine.open().expect("a slot is free"), Vec::new());
         engine.prefill(&mut sequence, &prompt(1100), &mut logits, &mut |_| ()).expect("runs");
@@ -90,57 +75,17 @@ fn chunks_overlap_in_stages_of_several_devices() {
     end(overlapping);
 }
 
-/// Programs that each stage has begun.
-#[derive(Default)]
-struct Begun {
-    counts: Mutex<[usize; 2]>,
-    changed: Condvar,
-    /// Chunks of the second stage that ended without the first stage at the next one.
-    alone: AtomicUsize,
-}
-
-/// The device of a stage. The second stage ends a chunk only when the first has begun the next one.
-struct Stage {
-    rank: usize,
-    chunks: usize,
-    begun: Arc<Begun>,
-}
-
-impl Disturbance for Stage {
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
-        let begins = launch.prepared().is_some_and(|piece| piece.first_kernel == 0);
-        let mut counts = self.begun.counts.lock().expect("no test panics here");
-        counts[self.rank] += usize::from(begins);
-        let (chunk, rank) = (counts[self.rank], self.rank);
-        self.begun.changed.notify_all();
-        drop(counts);
-        let outcome = backend.launch(launch);
-        if begins && rank == 1 && chunk < self.chunks {
-            let counts = self.begun.counts.lock().expect("no test panics here");
-            let waits = |counts: &mut [usize; 2]| counts[0] <= chunk;
-            let most = Duration::from_secs(5);
-            let waited = self.begun.changed.wait_timeout_while(counts, most, waits);
-            let is_alone = waited.expect("no test panics here").1.timed_out();
-            self.begun.alone.fetch_add(usize::from(is_alone), Ordering::Relaxed);
-        }
-        outcome
-    }
-}
-
 #[test]
 fn the_first_stage_works_on_the_next_chunk_while_the_second_works_on_this_one() {
     // Chunks of 256 rows.
     const CHUNKS: usize = 5;
-    let begun = Arc::new(Begun::default());
-    let stage = |rank, backend| {
-        Disturbed::new(backend, Arc::new(Stage { rank, chunks: CHUNKS, begun: Arc::clone(&begun) })) as _
-    };
-    let mut engine = engine_on("qwen3_5", options(1280), (2, 1), stage);
-    *begun.counts.lock().expect("no test panics here") = [0, 0];
+    let stages = Arc::new(Stages::default());
+    let mut engine = engine_on(&fixture("qwen3_5"), options(1280), (2, 1), |rank, b| stages.wrap(rank, b));
+    stages.count(CHUNKS);
     let mut sequence = engine.open().expect("a slot is free");
     engine.prefill(&mut sequence, &prompt(1280), &mut Vec::new(), &mut |_| ()).expect("runs");
-    assert_eq!(*begun.counts.lock().expect("no test panics here"), [CHUNKS, CHUNKS]);
-    assert_eq!(begun.alone.load(Ordering::Relaxed), 0, "the first stage waits for the second");
+    assert_eq!(stages.begun(), [CHUNKS, CHUNKS]);
+    assert_eq!(stages.alone(), 0, "the first stage waits for the second");
     engine.release(sequence);
     end(engine);
 }
@@ -152,10 +97,11 @@ fn a_chunk_that_fails_ends_the_step_and_the_prompt_can_run_again() {
     whole.prefill(&mut want, &prompt(1100), &mut Vec::new(), &mut |_| ()).expect("runs");
     for rank in 0..2 {
         let fault = Arc::new(Fault::default());
-        let mut parts = engine_on("qwen3_5", options(1280), (2, 1), |at, backend| match at == rank {
-            true => Disturbed::new(backend, Arc::clone(&fault)) as _,
-            false => backend,
-        });
+        let mut parts =
+            engine_on(&fixture("qwen3_5"), options(1280), (2, 1), |at, backend| match at == rank {
+                true => Disturbed::new(backend, Arc::clone(&fault)) as _,
+                false => backend,
+            });
         // The first 1,024 tokens are a step of four chunks.
         for at in 0..4 {
             let mut sequence = parts.open().expect("a slot is free");

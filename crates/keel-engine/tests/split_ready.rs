@@ -8,14 +8,11 @@ use std::time::{Duration, Instant};
 
 use common::batching::finish;
 use common::fixture;
-use common::splitting::{self, Fault, backends};
-use keel_array::{Backend, Compute, Launch, Preparations, PreparedPiece, Result, Runtime, RuntimeOptions};
+use common::splitting::{Fault, engine_on};
+use keel_array::{Backend, Compute, Launch, Preparations, PreparedPiece, Result, Runtime};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, LateWork};
-use keel_models::loading::CheckpointParameters;
 use keel_testkit::disturbed::{Disturbance, Disturbed};
-use keel_weights::Checkpoint;
 
 /// Acts as a backend that compiles, and captures a program at its second run.
 #[derive(Default)]
@@ -53,22 +50,6 @@ fn options(drafts: usize) -> EngineOptions {
     }
 }
 
-/// An engine of this split, on backends that `disturbed` wraps.
-fn engine_on(
-    name: &str,
-    options: EngineOptions,
-    grid: (usize, usize),
-    disturbed: impl Fn(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
-) -> Engine {
-    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
-    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
-    let parts = splitting::parts(source, options, grid).expect("it divides");
-    let runtime = |(rank, backend)| Runtime::new(disturbed(rank, backend), RuntimeOptions::default());
-    let runtimes = backends(parts.len(), false).into_iter().enumerate().map(runtime);
-    let devices = PlacedPart::each(runtimes, parts);
-    Engine::load_on(&devices, source.0, source.1, options, &|_| ()).expect("the parts load")
-}
-
 /// Prompts of many lengths, in batches of every size. Returns the texts.
 fn serve(engine: Engine) -> (Batcher, Vec<Vec<u32>>) {
     let mut batcher = Batcher::new(engine, BatchOptions { step_tokens: 128, ..BatchOptions::default() });
@@ -101,7 +82,7 @@ fn nothing_is_left_to_be_done_when_requests_come() {
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || {
             let capturing = |_, backend| Disturbed::new(backend, Arc::new(Capturing::default())) as _;
-            let mut engine = engine_on(name, options(drafts), grid, capturing);
+            let mut engine = engine_on(&fixture(name), options(drafts), grid, capturing);
             engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
             let planned: Vec<_> = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
             let runtimes: Vec<Runtime> = engine.runtimes().cloned().collect();
@@ -116,7 +97,7 @@ fn nothing_is_left_to_be_done_when_requests_come() {
         let (late, texts) =
             receiver.recv_timeout(Duration::from_secs(100)).expect("no device waits without end");
         assert_eq!(late, LateWork::default(), "{name}, {grid:?}");
-        let (_, fresh) = serve(engine_on(name, options(drafts), grid, |_, backend| backend));
+        let (_, fresh) = serve(engine_on(&fixture(name), options(drafts), grid, |_, backend| backend));
         assert_eq!(texts, fresh, "{name}, {grid:?}: getting ready changes no state");
     }
 }
@@ -139,7 +120,7 @@ fn a_device_that_fails_while_all_get_ready_is_an_error() {
             true => Disturbed::new(backend, Arc::clone(&fault)) as _,
             false => Disturbed::new(backend, Arc::new(Failing(Fault::default()))) as _,
         };
-        let mut engine = engine_on("qwen3_5", options(0), grid, wrapped);
+        let mut engine = engine_on(&fixture("qwen3_5"), options(0), grid, wrapped);
         fault.0.0.store(3, std::sync::atomic::Ordering::Relaxed);
         let error = engine.make_ready(&mut |_, _, _| ()).expect_err("a device fails").to_string();
         assert!(error.contains("injected"), "{grid:?}: {error}");
