@@ -86,6 +86,26 @@ impl WorkRows<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(pub(crate) u64);
 
+/// Where each work item of a step has its rows.
+pub(crate) fn items_of(work: &[Work<'_>]) -> Vec<Item> {
+    let (mut rows, mut kept) = ([0; 2], [0; 2]);
+    let item = |work: &Work<'_>| {
+        let regime = work.rows.regime();
+        let of = usize::from(regime == Regime::Prefill);
+        let place = work.by_host.then_some(kept[of]);
+        let item = Item { regime, row: rows[of], is_drawn: work.draw.is_some(), kept: place };
+        rows[of] += 1;
+        kept[of] += usize::from(work.by_host);
+        item
+    };
+    work.iter().map(item).collect()
+}
+
+/// The rows of these items whose logits are kept for the host.
+pub(crate) fn kept_rows<'a>(items: impl IntoIterator<Item = &'a Item>) -> Vec<usize> {
+    items.into_iter().filter(|item| item.kept.is_some()).map(|item| item.row).collect()
+}
+
 /// Why a step cannot be taken.
 pub(crate) const NOT_FIRST: &str = "the step is not the first of those under way";
 
@@ -129,19 +149,7 @@ impl Engine {
         let before = self.under_way.back().map_or(&[][..], |step| &step.items);
         let places: Vec<usize> =
             before.iter().map(|item| self.stepper.place(item.regime, item.row)).collect();
-        let (mut items, mut all) = (Vec::with_capacity(work.len()), [Vec::new(), Vec::new()]);
-        let mut kept = [Vec::new(), Vec::new()];
-        for work in &*work {
-            let regime = work.rows.regime();
-            let of = usize::from(regime == Regime::Prefill);
-            let mut item = Item { regime, row: all[of].len(), is_drawn: work.draw.is_some(), kept: None };
-            if work.by_host {
-                item.kept = Some(kept[of].len());
-                kept[of].push(item.row);
-            }
-            items.push(item);
-            all[of].push(self.rows_of(work, &places));
-        }
+        let items = items_of(work);
         let number = self.tickets;
         let mut step = StepUnderWay {
             number,
@@ -151,20 +159,23 @@ impl Engine {
             items,
             since: Instant::now(),
         };
-        for ((regime, rows), kept) in [Regime::Decode, Regime::Prefill].into_iter().zip(&all).zip(&kept) {
-            let outcome = self.outcome_of(regime, rows);
+        for regime in [Regime::Decode, Regime::Prefill] {
+            let of_regime = work.iter().filter(|work| work.rows.regime() == regime);
+            let rows: Vec<Rows<'_>> = of_regime.map(|work| self.rows_of(work, &places)).collect();
+            let kept = kept_rows(step.items.iter().filter(|item| item.regime == regime));
+            let outcome = self.outcome_of(regime, &rows);
             let slots = rows.iter().map(|row| row.sequence.slot()).collect();
             let tokens = rows.len();
             let Some(outcome) = outcome else { continue };
             let kind = StepKind { regime, outcome };
-            match self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, rows) {
+            match self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows) {
                 Ok(run) => step.runs.push(RunUnderWay { run, regime, slots, tokens }),
                 Err(error) => step.refusal = Some(error),
             }
             if kept.is_empty() {
                 continue;
             }
-            match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, kept) {
+            match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, &kept) {
                 Ok(run) => step.runs.push(RunUnderWay { run, regime, slots: Vec::new(), tokens: 1 }),
                 Err(error) => step.refusal = Some(error),
             }

@@ -20,7 +20,7 @@ use std::sync::atomic::AtomicBool;
 use keel_array::{RESULT_BYTES_MAX, Regime};
 use keel_cache::{Settled, SlotId};
 
-use crate::ahead::{NOT_FIRST, Ticket, Work, WorkRows};
+use crate::ahead::{NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
 use crate::crew::{Ended, Later, Running};
 use crate::step::{Rows, StepKind, ids_of};
 use crate::together::first_cause;
@@ -48,7 +48,7 @@ pub(crate) struct Groups {
 /// The decode step of a group, or a step of prompts.
 struct GroupStep {
     number: u64,
-    regime: Regime,
+    /// All of one regime.
     items: Vec<Item>,
     slots: Vec<SlotId>,
     /// `None` once it has ended.
@@ -125,18 +125,12 @@ impl Engine {
         let Some(mut lead) = jobs.pop() else { unreachable!("the lead has a job") };
         lead.drawn = Some(self.stepper.drawn(kind, rows.len())?);
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-        let mut kept = 0;
-        let item = |(row, work): (usize, &Work<'_>)| {
-            let place = work.by_host.then_some(kept);
-            kept += usize::from(work.by_host);
-            Item { regime, row, is_drawn: work.draw.is_some(), kept: place }
-        };
-        let items = work.iter().enumerate().map(item).collect();
+        let items = items_of(work);
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
         let peers = threads.zip(jobs).map(|(thread, job)| thread.hand(job)).collect();
         let (number, run) = (self.tickets, Some(GroupRun { peers, lead: lead.later() }));
         let drawn = Ok(Vec::new());
-        self.groups.steps.push_back(GroupStep { number, regime, items, slots, run, drawn, logits: None });
+        self.groups.steps.push_back(GroupStep { number, items, slots, run, drawn, logits: None });
         self.tickets += 1;
         Ok(Ticket(number))
     }
@@ -144,7 +138,7 @@ impl Engine {
     fn check_group(&self, work: &[Work<'_>]) -> Result<()> {
         let (groups, steps) = (self.groups_max(), &self.groups.steps);
         let regime = work.first().map(|work| work.rows.regime());
-        let alike = steps.iter().filter(|step| Some(step.regime) == regime).count();
+        let alike = steps.iter().filter(|step| Some(step.items[0].regime) == regime).count();
         let is_known = |work: &Work<'_>| {
             Some(work.rows.regime()) == regime && !matches!(work.rows, WorkRows::Drawn(_)) && work.ahead == 0
         };
@@ -200,8 +194,7 @@ impl Engine {
             (ended.iter().all(|ended| ended.outcome.is_ok()), ended.last())
         {
             let drawn = ids_of(bytes);
-            let by_host = self.groups.steps[at].items.iter().filter(|item| item.kept.is_some());
-            let rows: Vec<usize> = by_host.map(|item| item.row).collect();
+            let rows = kept_rows(&self.groups.steps[at].items);
             let logits = (!rows.is_empty()).then(|| self.logits_of(&rows));
             let step = &mut self.groups.steps[at];
             (step.drawn, step.logits) = (Ok(drawn), logits);

@@ -67,12 +67,16 @@ impl Batcher {
         };
         let wanted: Vec<usize> =
             self.running.iter().map(|running| running.pages_behind(rows(running))).collect();
+        self.next_of(&crowd, &wanted) == Next::Run(vec![false; wanted.len()])
+    }
+
+    /// The action before a step that adds these pages to the running sequences.
+    fn next_of(&self, crowd: &Crowd, wanted: &[usize]) -> Next {
         if wanted.iter().all(|&pages| pages == 0) {
-            return true;
+            return Next::Run(vec![false; wanted.len()]);
         }
         let parked: Vec<Holding> = self.parked.iter().map(Running::holding).collect();
-        let next = crowd.next(self.available_pages(), &self.running_holdings(), &parked, &wanted);
-        next == Next::Run(vec![false; wanted.len()])
+        crowd.next(self.available_pages(), &self.running_holdings(), &parked, wanted)
     }
 
     /// Makes sure that the next step finds its pages, and parks the newest sequences if it would not. `wanted` says how
@@ -81,11 +85,7 @@ impl Batcher {
         let Some(crowd) = self.crowd() else { return vec![false; self.running.len()] };
         loop {
             let wants: Vec<usize> = (0..self.running.len()).map(|i| wanted(self, i)).collect();
-            if wants.iter().all(|&pages| pages == 0) {
-                return vec![false; wants.len()];
-            }
-            let parked: Vec<Holding> = self.parked.iter().map(Running::holding).collect();
-            match crowd.next(self.available_pages(), &self.running_holdings(), &parked, &wants) {
+            match self.next_of(&crowd, &wants) {
                 Next::Run(holds) => return holds,
                 Next::ParkNewest => self.park_newest(),
             }

@@ -86,19 +86,50 @@ pub(crate) struct Costs {
     /// Rounds since all sequences decoded plainly.
     since_plain: u64,
     /// Drafts of all sequences.
-    experience: Experience,
+    shares: Shares,
 }
 
-/// Shares of accepted drafts of all sequences of an engine.
+/// Shares of accepted drafts by position, each a moving mean that begins with [`ACCEPTANCE_PRIOR`].
 #[derive(Debug)]
-struct Experience {
-    acceptance: [f64; POSITIONS],
+struct Shares {
+    /// Share accepted at each position, given that those before it were.
+    accepted: [f64; POSITIONS],
+    /// The part of the prior in this share.
+    prior_weight: [f64; POSITIONS],
     observed: [u64; POSITIONS],
+    /// How many observations the prior counts for.
+    prior_observations: u64,
+    /// Weight of the newest observation, once there are many.
+    least_weight: f64,
 }
 
-impl Default for Experience {
-    fn default() -> Experience {
-        Experience { acceptance: [ACCEPTANCE_PRIOR; POSITIONS], observed: [0; POSITIONS] }
+impl Default for Shares {
+    /// Those of an engine.
+    fn default() -> Shares {
+        Shares::new(ENGINE_PRIOR_OBSERVATIONS, ENGINE_ACCEPTANCE_WEIGHT)
+    }
+}
+
+impl Shares {
+    fn new(prior_observations: u64, least_weight: f64) -> Shares {
+        Shares {
+            accepted: [ACCEPTANCE_PRIOR; POSITIONS],
+            prior_weight: [1.0; POSITIONS],
+            observed: [0; POSITIONS],
+            prior_observations,
+            least_weight,
+        }
+    }
+
+    /// Learns from a round. The first rejected draft is the last one judged.
+    fn note(&mut self, drafted: usize, accepted: usize) {
+        for i in 0..drafted.min(accepted + 1) {
+            let is_accepted = if i < accepted { 1.0 } else { 0.0 };
+            self.observed[i] += 1;
+            let weight = self.least_weight.max(1.0 / (self.observed[i] + self.prior_observations) as f64);
+            self.accepted[i] += weight * (is_accepted - self.accepted[i]);
+            self.prior_weight[i] *= 1.0 - weight;
+        }
     }
 }
 
@@ -174,12 +205,7 @@ impl Costs {
 
     /// Records how many drafts of a sequence's round were accepted.
     pub fn note_drafts(&mut self, drafted: usize, accepted: usize) {
-        let Experience { acceptance, observed } = &mut self.experience;
-        for (i, is_accepted) in judged(drafted, accepted) {
-            observed[i] += 1;
-            let weight = 1.0 / (observed[i] + ENGINE_PRIOR_OBSERVATIONS) as f64;
-            acceptance[i] += weight.max(ENGINE_ACCEPTANCE_WEIGHT) * (is_accepted - acceptance[i]);
-        }
+        self.shares.note(drafted, accepted);
     }
 
     pub fn note_round(&mut self, was_plain: bool) {
@@ -214,12 +240,6 @@ impl Costs {
         };
         verify + k as f64 * draft
     }
-}
-
-/// The positions of a round's drafts that were judged, each with 1 if the draft was accepted and 0 if not. The first
-/// rejected draft is the last one judged.
-fn judged(drafted: usize, accepted: usize) -> impl Iterator<Item = (usize, f64)> {
-    (0..drafted.min(accepted + 1)).map(move |i| (i, if i < accepted { 1.0 } else { 0.0 }))
 }
 
 fn note(times: &mut Times, rows: usize, seconds: f64) {
@@ -257,11 +277,7 @@ fn estimate(times: &Times, rows: usize, per_row: f64) -> f64 {
 pub(super) struct DepthControl {
     depth: Depth,
     nominal: Option<Costs>,
-    /// Share accepted at each position, given that those before it were, if [`ACCEPTANCE_PRIOR`] is the prior.
-    acceptance: [f64; POSITIONS],
-    /// The part of the prior in this share.
-    prior_weight: [f64; POSITIONS],
-    observed: [u64; POSITIONS],
+    shares: Shares,
     plain_rounds: u64,
     drafting_rounds: u64,
     retry_after: u64,
@@ -273,9 +289,7 @@ impl DepthControl {
         DepthControl {
             depth,
             nominal: repeatable.then(Costs::nominal),
-            acceptance: [ACCEPTANCE_PRIOR; POSITIONS],
-            prior_weight: [1.0; POSITIONS],
-            observed: [0; POSITIONS],
+            shares: Shares::new(PRIOR_OBSERVATIONS, ACCEPTANCE_WEIGHT),
             plain_rounds: 0,
             drafting_rounds: 0,
             retry_after: RETRY_AFTER,
@@ -330,17 +344,19 @@ impl DepthControl {
     /// The depth with the most tokens per second. Nothing is known in the first rounds, where wrong drafts cost most.
     /// So a position is drafted only once the position before it has been observed.
     fn best(&self, costs: &Costs, sequences: usize, most: usize) -> usize {
-        let judged = self.observed.iter().take_while(|&&n| n > 0).count();
+        let judged = self.shares.observed.iter().take_while(|&&n| n > 0).count();
         let most = most.min(judged + 1).min(POSITIONS);
         let (mut best, mut best_rate) = (0, 0.0);
         let (mut tokens, mut all_accepted, mut share) = (1.0, 1.0, ACCEPTANCE_PRIOR);
-        let Experience { acceptance: of_engine, observed: by_engine } = &costs.experience;
+        let (own, of_engine) = (&self.shares, &costs.shares);
         for k in 0..=most {
             if k > 0 {
                 let i = k - 1;
                 // A position that was never reached is assumed to be as good as the one before it.
-                if self.observed[i] + by_engine[i] > 0 {
-                    share = self.acceptance[i] + self.prior_weight[i] * (of_engine[i] - ACCEPTANCE_PRIOR);
+                if own.observed[i] + of_engine.observed[i] > 0 {
+                    // The engine's share takes the place of the prior.
+                    share =
+                        own.accepted[i] + own.prior_weight[i] * (of_engine.accepted[i] - ACCEPTANCE_PRIOR);
                 }
                 all_accepted *= share;
                 tokens += all_accepted;
@@ -361,16 +377,12 @@ impl DepthControl {
         }
         self.drafting_rounds += 1;
         let was_retry = self.plain_rounds >= self.retry_after;
-        for (i, is_accepted) in judged(drafted, accepted) {
-            self.observed[i] += 1;
-            let weight = ACCEPTANCE_WEIGHT.max(1.0 / (self.observed[i] + PRIOR_OBSERVATIONS) as f64);
-            self.acceptance[i] += weight * (is_accepted - self.acceptance[i]);
-            self.prior_weight[i] *= 1.0 - weight;
-        }
+        self.shares.note(drafted, accepted);
         if !was_retry {
             self.plain_rounds = 0;
         } else if accepted > 0 {
-            (self.acceptance[0], self.prior_weight[0]) = (self.acceptance[0].max(RETRY_ACCEPTANCE), 0.0);
+            let Shares { accepted: [first, ..], prior_weight, .. } = &mut self.shares;
+            (*first, prior_weight[0]) = (first.max(RETRY_ACCEPTANCE), 0.0);
             (self.plain_rounds, self.retry_after) = (0, RETRY_AFTER);
         } else {
             let later = (RETRY_GROWTH * self.retry_after).clamp(SECOND_RETRY_AFTER, RETRY_AFTER_MAX);
