@@ -102,19 +102,19 @@ fn steps_run_ahead_while_sequences_are_parked() {
             let (count, now) = (24, Instant::now());
             (0..count).for_each(|i| busy.submit(request(i), now).expect("accepted"));
             let mut outcomes: Vec<Outcome> = (0..count).map(|_| Outcome::default()).collect();
-            let (mut steps, mut ahead, mut beside) = (0, 0, 0);
+            let (mut steps, mut ahead, mut with_parked) = (0, 0, 0);
             while !busy.is_idle() {
                 step(&mut busy, now, &mut outcomes);
                 let is_ahead = busy.engine().steps_under_way() > 0;
                 steps += 1;
                 ahead += usize::from(is_ahead);
-                beside += usize::from(is_ahead && busy.status().parking.parked > 0);
+                with_parked += usize::from(is_ahead && busy.status().parking.parked > 0);
             }
             let parking = busy.status().parking;
             assert!(parking.times > 2 && parking.bytes_out == parking.bytes_in, "{parking:?}");
             assert!(
-                2 * ahead > steps && beside > 10,
-                "{name}: {ahead} of {steps} steps, {beside} while one is parked"
+                2 * ahead > steps && with_parked > 10,
+                "{name}: {ahead} of {steps} steps, {with_parked} while one is parked"
             );
             let roomy =
                 EngineOptions { sequences: 1, drafts: 0, pool_pages: None, swap_bytes: 0, ..options() };

@@ -171,8 +171,8 @@ impl PinnedBuffer {
     /// The first word, which the host writes while the device reads it.
     pub fn word(&self) -> &AtomicU32 {
         assert!(self.bytes >= size_of::<u32>(), "{} pinned bytes are no word", self.bytes);
-        // SAFETY: allocated in whole pages and zeroed by the system; only this reads or writes it as long as nobody
-        // borrows the bytes.
+        // SAFETY: allocated in whole pages and zeroed by the system; only this reads or writes it as long as the
+        // bytes are not borrowed.
         unsafe { AtomicU32::from_ptr(self.start.cast()) }
     }
 

@@ -122,7 +122,7 @@ fn explore(rules: Rules) -> Result<usize, String> {
         let next = followers(&devices, rules)?;
         let is_at_rest = |device: &Device| device.state != State::Runs || device.steps == EPOCHS * STEPS;
         if next.is_empty() && !devices.iter().all(is_at_rest) {
-            return Err(format!("nobody moves: {devices:?}"));
+            return Err(format!("no device moves: {devices:?}"));
         }
         open.extend(next.into_iter().filter(|devices| seen.insert(*devices)));
     }
