@@ -1,9 +1,10 @@
 //! Element types.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The type of an array's elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DType {
     /// One byte, zero or one.
     Bool,

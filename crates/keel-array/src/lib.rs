@@ -47,8 +47,8 @@ pub use ops::{
     Regime, RopeSpec, Routing, RowLog, SharedExpert, Sorted, Source, Unary, View,
 };
 pub use program::{
-    ALIGNMENT, Kernel, KernelGroup, Launch, Operand, Place, PreparedPiece, Program, ProgramCacheUse,
-    ProgramGroup, Slot,
+    ALIGNMENT, CarriedLaunch, Kernel, KernelGroup, Launch, Operand, Place, PreparedPiece, Program,
+    ProgramCacheUse, ProgramGroup, Slot,
 };
 pub use runtime::{Element, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};

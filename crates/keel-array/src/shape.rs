@@ -1,10 +1,11 @@
 //! Shapes, and the layouts that map them onto memory.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Deref;
 
 /// Extents of an array, outermost first. Prints as `(2, 7, 64)`.
-#[derive(Clone, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Shape(Box<[usize]>);
 
 impl Shape {
@@ -87,7 +88,7 @@ impl fmt::Debug for Shape {
 }
 
 /// Where the elements of a shape lie: element `i` is at `offset + sum(i[a] * strides[a])`, in elements.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Layout {
     /// Extents.
     pub shape: Shape,

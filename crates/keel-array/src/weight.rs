@@ -3,12 +3,13 @@
 //! Quantised weights keep their bits in memory; there is no wider copy. A weight may be filled in blocks of rows, so
 //! loading needs staging for one block only, for a tensor of any size.
 
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 use crate::{Array, ArrayError, BlockFormat, Buffer, Category, DType, Result, Runtime};
 
 /// How the elements of a weight are coded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WeightFormat {
     /// One float each: f32, f16 or bf16.
     Dense(DType),
@@ -27,7 +28,7 @@ pub enum WeightFormat {
 }
 
 /// The arithmetic of a linear layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Compute {
     /// The device's fastest arithmetic that keeps the accuracy of the weight's format.
     #[default]
@@ -42,7 +43,7 @@ pub enum Compute {
 }
 
 /// Shape and coding of a weight `[experts, rows, cols]`; a plain linear layer has one expert.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct WeightSpec {
     /// Stacked matrices; 1 for a plain layer.
     pub experts: usize,

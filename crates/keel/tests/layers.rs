@@ -6,11 +6,12 @@ use serde_json::Value;
 
 /// Each crate with the crates that it may use, lowest first. Tests may also use all crates in the rows above, and the
 /// oracles of keel-testkit.
-const LAYERS: [(&str, &[&str]); 13] = [
+const LAYERS: [(&str, &[&str]); 14] = [
     ("keel-array", &[]),
     ("keel-testkit", &["keel-array"]),
     ("keel-cpu", &["keel-array"]),
     ("keel-cuda", &["keel-array"]),
+    ("keel-remote", &["keel-array"]),
     ("keel-weights", &["keel-array"]),
     ("keel-text", &[]),
     ("keel-vision", &[]),
@@ -38,6 +39,7 @@ const LAYERS: [(&str, &[&str]); 13] = [
             "keel-array",
             "keel-cpu",
             "keel-cuda",
+            "keel-remote",
             "keel-weights",
             "keel-text",
             "keel-vision",

@@ -6,10 +6,11 @@
 mod short;
 mod superblocks;
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// How the values of a block are coded; the names are the format's own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "the decoders document them")]
 pub enum BlockFormat {
     Q4_0,

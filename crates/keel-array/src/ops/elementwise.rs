@@ -2,9 +2,10 @@
 
 use super::Op;
 use crate::{Array, ArrayError, DType, Result};
+use serde::{Deserialize, Serialize};
 
 /// Functions of one operand. On integers only `Neg`, `Abs` and `Not` are defined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Unary {
     /// `-x`
     Neg,
@@ -62,7 +63,7 @@ impl Unary {
 }
 
 /// Functions of two operands of the same type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Binary {
     /// `a + b`
     Add,
@@ -123,7 +124,7 @@ impl Binary {
 }
 
 /// An operand of a step of a fused chain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Source {
     /// Input of the kernel.
     Input(usize),
@@ -132,7 +133,7 @@ pub enum Source {
 }
 
 /// One operation of a fused chain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum FusedStep {
     /// Function of one operand.
     Unary(Unary, Source),
@@ -142,7 +143,7 @@ pub enum FusedStep {
 
 /// A chain of f32 operations over one index space. The last step is the output. Values between steps are never in
 /// memory.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Fused {
     /// In order of execution.
     pub steps: Vec<FusedStep>,

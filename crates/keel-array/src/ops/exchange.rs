@@ -5,6 +5,7 @@
 
 use super::Op;
 use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
+use serde::{Deserialize, Serialize};
 
 /// A device's place in its group, as its backend knows it.
 pub trait Group: Send + Sync {
@@ -28,7 +29,7 @@ pub trait Group: Send + Sync {
 }
 
 /// Devices of a group with consecutive ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Peers {
     /// The first of them.
     pub first: usize,

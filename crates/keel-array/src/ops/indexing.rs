@@ -2,9 +2,10 @@
 
 use super::{Op, Real};
 use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
+use serde::{Deserialize, Serialize};
 
 /// Distributions of [`Array::random`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum RandomKind {
     /// f32, evenly in `[0, 1)`.
     Uniform,

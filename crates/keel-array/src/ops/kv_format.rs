@@ -1,6 +1,7 @@
 //! How keys and values are kept.
 
 use crate::DType;
+use serde::{Deserialize, Serialize};
 
 /// How the keys and values of a [`KvPool`](crate::KvPool) are kept.
 ///
@@ -9,7 +10,7 @@ use crate::DType;
 /// - 4 bits: `d = m / -8` with `m` the value farthest from zero, `value = d q`, `q = round(x / d)` within -8 to 7.
 ///
 /// `d` is rounded to bf16 before `q` is computed. 1,024 values take 1,088 or 576 bytes, compared with 2,048 in f16.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum KvFormat {
     /// Unchanged.
     F32,

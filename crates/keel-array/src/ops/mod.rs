@@ -11,6 +11,7 @@ mod sampling;
 mod sequence;
 mod views;
 
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 use crate::weight::WeightSpec;
@@ -27,7 +28,7 @@ pub use sequence::{
 };
 
 /// An f32 attribute of an operation. It is part of a program's key, so it is compared and hashed by its bits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Real(u32);
 
 impl Real {
@@ -50,7 +51,7 @@ impl std::fmt::Debug for Real {
 }
 
 /// An operation with its attributes. Operands, in the order given here, are the kernel's inputs.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Op {
     /// Every element the same value; no input.
     Fill(Real),
@@ -217,12 +218,13 @@ pub enum Op {
         /// The devices, this one among them.
         peers: Peers,
     },
-    /// A kernel of the user's.
+    /// A kernel of the user's. Its code cannot be sent to another process.
+    #[serde(skip)]
     Custom(CustomKernel),
 }
 
 /// Layout changes that move no element.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum View {
     /// Same elements, row-major order kept, other extents (those of the output).
     Reshape,

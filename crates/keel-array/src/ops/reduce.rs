@@ -5,9 +5,10 @@
 use super::Op;
 use super::views::resolve_axis;
 use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
+use serde::{Deserialize, Serialize};
 
 /// How the elements of the last axis become one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Reduction {
     /// Sum; floats are summed in f32, integers wrap.
     Sum,

@@ -15,6 +15,7 @@
 //!
 //! Window, state and outputs have the same bits as in a step that commits the rows at once.
 
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 use super::fast::expect_f32;
@@ -23,7 +24,7 @@ use crate::error::expect_shape;
 use crate::{Array, ArrayError, DType, Result, Shape};
 
 /// The two ways in which rows are computed; see the crate documentation on regimes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Regime {
     /// Rows on the 64-token grid anchored at position 0.
     Prefill,
@@ -32,7 +33,7 @@ pub enum Regime {
 }
 
 /// How a step of a layer with memory uses the log of rows that may be taken back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum RowLog {
     /// Reads and writes no log: no row may be open. Every row is committed.
     None,
@@ -72,7 +73,7 @@ pub struct Batch {
 /// With a log and `n = accepted[b]`, the window of sequence `b` first becomes the last `K - 1` rows of the window
 /// followed by open rows `0..n`. [`RowLog::KeepOpen`] then does not change the window further, and writes row `i` of
 /// the sequence's `x` to its open row `i`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ConvSpec {
     /// `K`.
     pub width: usize,
@@ -105,7 +106,7 @@ impl ConvSpec {
 /// takes the updates of its records `0..n` in order: `S = e^g S + k^T u`. They use the same operations as the row's own
 /// step, so the bits are equal. [`RowLog::KeepOpen`] then computes the step's rows from there without writing the
 /// state, and writes row `i` of a sequence to its record `i`. All records `0..n` are read before any is overwritten.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GatedDeltaSpec {
     /// `Hk`.
     pub key_heads: usize,
@@ -150,7 +151,7 @@ impl GatedDeltaSpec {
 /// With `until`, row `t` sees the keys of its sequence up to position `max(position, until[t])`, if the step writes
 /// them. All rows are written before any is attended. So with a window, the positions from the first row's window to
 /// the last row must not share a page. Prefill regime only.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AttentionSpec {
     /// Factor on `q . k`.
     pub scale: Real,

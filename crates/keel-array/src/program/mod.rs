@@ -10,6 +10,7 @@
 //! A program holds no memory. [`Bindings`] give it the buffers of one evaluation.
 
 mod cache;
+mod carried;
 mod described;
 mod fusion;
 pub(crate) mod graph;
@@ -17,6 +18,7 @@ mod lower;
 mod plan;
 mod verify;
 
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,6 +30,7 @@ use crate::{ArrayError, ArraySpec, Buffer, DType, Layout, Result};
 
 pub(crate) use cache::ProgramCache;
 pub use cache::ProgramCacheUse;
+pub use carried::CarriedLaunch;
 pub use fusion::{KernelGroup, ProgramGroup};
 pub(crate) use graph::Graph;
 
@@ -35,7 +38,7 @@ pub(crate) use graph::Graph;
 pub const ALIGNMENT: usize = 64;
 
 /// Where an operand's memory is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Slot {
     /// Memory that exists before the program runs.
     External(usize),
@@ -55,7 +58,7 @@ pub enum Slot {
 }
 
 /// An operand of a kernel: memory, and how to walk it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Operand {
     /// The memory.
     pub slot: Slot,
@@ -101,7 +104,7 @@ impl Operand {
 }
 
 /// One operation over numbered memory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Kernel {
     /// The operation with its attributes.
     pub op: Op,
@@ -342,6 +345,17 @@ impl<'a> Launch<'a> {
     /// to run. `None` for a program that runs once.
     pub fn prepared(&self) -> Option<PreparedPiece> {
         self.bindings.prepared.map(|program| PreparedPiece { program, first_kernel: self.piece.start })
+    }
+
+    /// Whether no piece of the program follows.
+    pub fn is_last(&self) -> bool {
+        self.piece.end == self.program.kernels.len()
+    }
+
+    /// The memory of [`Slot::External`] and then that of [`Slot::Output`], each in the order of their numbers.
+    pub fn places(&self) -> [Vec<Place<'a>>; 2] {
+        let bound = |b: &'a Binding| Place { buffer: &b.buffer, offset: b.offset };
+        [&self.bindings.externals, &self.bindings.outputs].map(|all| all.iter().map(bound).collect())
     }
 
     /// True if the program has intermediates or scratch.

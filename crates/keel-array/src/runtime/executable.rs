@@ -23,6 +23,11 @@ pub struct Executable {
 
 static NEXT_PREPARED: AtomicU64 = AtomicU64::new(0);
 
+/// A number for a program that runs many times with the same memory.
+pub(crate) fn next_prepared() -> u64 {
+    NEXT_PREPARED.fetch_add(1, Ordering::Relaxed)
+}
+
 impl Runtime {
     /// Prepares the graph of lazy arrays built inside [`Runtime::trace`]. They stay lazy: each run writes the value of
     /// `results[i].0` to the persistent storage `results[i].1`. The arena is made large enough.
@@ -52,7 +57,7 @@ impl Runtime {
             outputs.push(destination_of(value, destination)?);
         }
         let externals = external_bindings(&collected.externals, &collected.graph);
-        let prepared = Some(NEXT_PREPARED.fetch_add(1, Ordering::Relaxed));
+        let prepared = Some(next_prepared());
         let bindings = Bindings { externals, outputs, prepared };
         check_destinations(&program, &bindings)?;
         self.reserve_arena(program.arena_bytes())?;

@@ -24,6 +24,7 @@ use crate::program::{
 use crate::{DeviceUsage, Layout, Result};
 
 use arena::Arena;
+pub(crate) use executable::next_prepared;
 pub use executable::{Executable, FailedRun};
 pub use gauge::Gauge;
 pub use host::Element;
@@ -273,6 +274,11 @@ impl Runtime {
 
     fn arena(&self, bytes: usize) -> Result<Option<Buffer>> {
         self.0.arena.at_least(self, bytes)
+    }
+
+    /// The arena's memory, if there is any yet.
+    pub(crate) fn arena_buffer(&self) -> Option<Buffer> {
+        self.0.arena.get()
     }
 
     fn program(&self, graph: Graph) -> Result<Arc<Program>> {

@@ -9,6 +9,7 @@ pub mod drawn;
 pub mod forms;
 pub mod launch_faults;
 pub mod looking;
+pub mod nodes;
 pub mod queueing;
 pub mod rounds;
 pub mod splitting;

@@ -1,0 +1,242 @@
+//! A model whose devices belong to several processes: the bits of one process, failures, lost nodes, and the next
+//! leader. The processes are threads that talk over sockets; their devices exchange arrays as those of one process do.
+
+mod common;
+
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use common::batching::{assert_all_is_back, run};
+use common::nodes::{Cable, Cut, Nodes, Wrap};
+use common::splitting::{self, Fault, end, engine_on};
+use common::{all_logits, engine, exact, expected, fixture, models, runtime};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{Engine, EngineOptions};
+use keel_models::loading::CheckpointParameters;
+use keel_remote::{Cluster, RemoteError};
+use keel_testkit::disturbed::Disturbed;
+use keel_weights::Checkpoint;
+
+/// Stages, and devices of each.
+type Grid = (usize, usize);
+
+fn as_they_are() -> Arc<Wrap> {
+    Arc::new(|_, backend| backend)
+}
+
+/// An engine on devices of nodes and one of its own.
+fn lead(
+    nodes: &Nodes,
+    addresses: &[String],
+    folder: &Path,
+    options: EngineOptions,
+    grid: Grid,
+) -> Result<(Arc<Cluster>, Engine), String> {
+    let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
+    let parameters = CheckpointParameters(&checkpoint);
+    let source = (&parameters as _, checkpoint.config());
+    let parts = splitting::parts(source, options, grid).map_err(|error| error.to_string())?;
+    let (cluster, backends) = nodes.lead_at(addresses, grid.1).expect("the nodes follow");
+    assert_eq!(backends.len(), parts.len());
+    let engine = splitting::load_on(source, options, backends, &parts).map_err(|error| error.to_string())?;
+    Ok((cluster, engine))
+}
+
+/// Runs `test` on a thread of its own, and fails if it does not end.
+fn within(seconds: u64, test: impl FnOnce() + Send + 'static) {
+    let (sender, receiver) = channel();
+    let thread = std::thread::spawn(move || {
+        test();
+        let _ = sender.send(());
+    });
+    let ended = receiver.recv_timeout(Duration::from_secs(seconds));
+    if thread.is_finished() {
+        thread.join().expect("the test passes");
+    }
+    ended.expect("nothing waits without end");
+}
+
+#[test]
+fn devices_of_nodes_give_the_bits_of_one_process() {
+    within(300, || {
+        for (counts, grid) in [(&[1][..], (2, 1)), (&[1], (1, 2)), (&[2, 1], (2, 2)), (&[2], (3, 1))] {
+            let nodes = Nodes::start(counts, as_they_are());
+            for name in models() {
+                let folder = fixture(name);
+                let want = expected(&folder);
+                let mtp = want.mtp_logits.is_some();
+                let mut here = match std::panic::catch_unwind(|| engine_on(&folder, exact(), grid, |_, b| b))
+                {
+                    Ok(here) => here,
+                    Err(_) => continue,
+                };
+                let (cluster, mut there) =
+                    lead(&nodes, &nodes.addresses, &folder, exact(), grid).expect("it loads as there");
+                for one_by_one in [false, true] {
+                    let [here, there] =
+                        [&mut here, &mut there].map(|engine| all_logits(engine, &want.ids, one_by_one, mtp));
+                    assert!(here == there, "{name} in {grid:?}, one by one: {one_by_one}");
+                }
+                assert_eq!(cluster.lost(), None);
+                end(there);
+                drop(cluster);
+                nodes.expect_all_freed();
+            }
+        }
+    });
+}
+
+fn serving() -> EngineOptions {
+    EngineOptions { sequences: 20, context: 512, prefill_step: 128, checkpoints: 8, ..exact() }
+}
+
+fn request(i: u64) -> BatchRequest {
+    let prompt = (0..30 + i as usize * 37 % 200).map(|j| ((j * 7 + i as usize * 13) % 90) as u32).collect();
+    BatchRequest::new(i, prompt, 20)
+}
+
+/// Prefixes, states that are kept, drafts, parking and groups of a pipeline, with all of it on nodes.
+#[test]
+fn a_batch_on_nodes_gives_the_answers_of_one_process() {
+    within(300, || {
+        let nodes = Nodes::start(&[1], as_they_are());
+        let parks = EngineOptions { pool_pages: Some(10), swap_bytes: 1 << 24, ..serving() };
+        for (options, grid) in [
+            (serving(), (2, 1)),
+            (serving(), (1, 2)),
+            (EngineOptions { drafts: 2, ..serving() }, (2, 1)),
+            (EngineOptions { drafts: 2, ..serving() }, (1, 2)),
+            (parks, (1, 2)),
+        ] {
+            let folder = fixture("qwen3_5");
+            let batch = |engine| {
+                let options =
+                    BatchOptions { step_tokens: 256, reuse_generated: true, ..BatchOptions::default() };
+                Batcher::new(engine, options)
+            };
+            let mut here = batch(engine_on(&folder, options, grid, |_, backend| backend));
+            let (cluster, there) = lead(&nodes, &nodes.addresses, &folder, options, grid).expect("it loads");
+            let mut there = batch(there);
+            for round in 0..2 {
+                let answers =
+                    [&mut here, &mut there].map(|batcher| run(batcher, (0..18).map(request).collect()));
+                let [here, there] = answers;
+                for (i, (here, there)) in here.iter().zip(&there).enumerate() {
+                    assert!(here.error.is_none() && there.error.is_none(), "{:?}", there.error);
+                    assert_eq!(here.tokens, there.tokens, "{grid:?}, round {round}, answer {i}");
+                }
+            }
+            assert_all_is_back(&mut there);
+            end(there.into_engine());
+            drop(cluster);
+            nodes.expect_all_freed();
+        }
+    });
+}
+
+#[test]
+fn a_launch_that_fails_on_a_node_ends_its_step_and_the_next_one_runs() {
+    within(100, || {
+        for grid in [(2, 1), (1, 2)] {
+            let fault = Arc::new(Fault::default());
+            let faulty = Arc::clone(&fault);
+            let nodes = Nodes::start(
+                &[1],
+                Arc::new(move |_, backend| Disturbed::new(backend, Arc::clone(&faulty)) as _),
+            );
+            let folder = fixture("llama");
+            let (_cluster, engine) =
+                lead(&nodes, &nodes.addresses, &folder, serving(), grid).expect("it loads");
+            let mut batcher = Batcher::new(engine, BatchOptions::default());
+            let want = run(&mut batcher, vec![request(0)]).remove(0);
+            fault.0.store(3, Ordering::Relaxed);
+            let got = run(&mut batcher, vec![request(0)]).remove(0);
+            assert_eq!(fault.0.load(Ordering::Relaxed), usize::MAX, "it came to the fault");
+            assert!(batcher.status().failed_steps > 0);
+            // Keys and values are written again, so the answer is whole.
+            assert_eq!((got.error.map(|e| e.to_string()), &got.tokens), (None, &want.tokens), "{grid:?}");
+            let again = run(&mut batcher, vec![request(0)]).remove(0);
+            assert_eq!(again.tokens, want.tokens);
+        }
+    });
+}
+
+/// The first leader's steps end with an error within 10 s, its nodes free everything, and the next leader loads.
+#[test]
+fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
+    within(200, || {
+        for (how, grid) in
+            [(Cut::Closed, (1, 2)), (Cut::Silent, (1, 2)), (Cut::Closed, (2, 1)), (Cut::Silent, (2, 1))]
+        {
+            let nodes = Nodes::start(&[1], as_they_are());
+            let cable = Cable::to(&nodes.addresses[0]);
+            let folder = fixture("qwen3_5");
+            let addresses = [cable.address.clone()];
+            let (cluster, engine) = lead(&nodes, &addresses, &folder, serving(), grid).expect("it loads");
+            let told = Arc::new(Mutex::new(false));
+            let tell = Arc::clone(&told);
+            cluster.when_lost(move || *tell.lock().expect("no test panics here") = true);
+            let mut batcher = Batcher::new(engine, BatchOptions::default());
+            assert!(run(&mut batcher, vec![request(0)])[0].error.is_none());
+            cable.cut(how);
+            let start = Instant::now();
+            for i in 0..3 {
+                let request = BatchRequest { id: 0, ..request(i) };
+                let error = run(&mut batcher, vec![request])[0].error.as_ref().expect("lost").to_string();
+                assert!(error.contains("node 1") || error.contains("failed"), "{how:?}: {error}");
+            }
+            assert!(start.elapsed() < Duration::from_secs(10), "{how:?}: {:?}", start.elapsed());
+            // The connection for news may notice a little later.
+            let is_told = || *told.lock().expect("no test panics here");
+            let until = Instant::now() + Duration::from_secs(10);
+            while !is_told() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            assert!(is_told(), "{how:?}");
+            let lost = cluster.lost().expect("it is lost");
+            assert!(lost.starts_with("node 1 (127.0.0.1:") && lost.contains("is lost: "), "{lost}");
+            drop((batcher, cluster));
+            nodes.expect_all_freed();
+            let (_cluster, engine) =
+                lead(&nodes, &nodes.addresses, &folder, serving(), grid).expect("it is back");
+            let mut batcher = Batcher::new(engine, BatchOptions::default());
+            assert!(run(&mut batcher, vec![request(0)])[0].error.is_none(), "{how:?}");
+        }
+    });
+}
+
+#[test]
+fn a_node_that_is_away_busy_or_refuses_is_named() {
+    within(60, || {
+        let nobody =
+            Cluster::connect(&["127.0.0.1:9".into()], Duration::ZERO).err().expect("nobody is there");
+        let text = nobody.to_string();
+        assert!(matches!(nobody, RemoteError::Unreachable { node: 1, .. }), "{text}");
+        assert!(text.contains("127.0.0.1:9") && text.contains("--node 1"), "{text}");
+        let nodes = Nodes::start(&[2], as_they_are());
+        let (_cluster, backends) = nodes.lead(3).expect("it follows");
+        assert_eq!(backends.len(), 3);
+        let busy =
+            Cluster::connect(&nodes.addresses, Duration::ZERO).err().expect("it has a leader").to_string();
+        assert!(busy.contains("it has a leader; end that one first"), "{busy}");
+    });
+}
+
+/// What the leader reads of a whole model next to it.
+#[test]
+fn a_model_on_nodes_is_the_whole_model() {
+    within(100, || {
+        let nodes = Nodes::start(&[1, 1], as_they_are());
+        let folder = fixture("qwen3_5");
+        let want = expected(&folder);
+        let mut whole = engine(&folder, &runtime(1), exact());
+        let (_cluster, mut parts) =
+            lead(&nodes, &nodes.addresses, &folder, exact(), (3, 1)).expect("it loads");
+        let [whole, parts] =
+            [&mut whole, &mut parts].map(|engine| all_logits(engine, &want.ids, false, true));
+        assert!(whole == parts);
+    });
+}

@@ -1,0 +1,89 @@
+//! Messages on a connection: a head in JSON, and bytes.
+//!
+//! ```text
+//! u32 length of the head │ u64 length of the bytes │ head │ bytes         little-endian
+//! ```
+
+use std::io::{Read, Result, Write};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Most bytes of a head. The program of the largest model's step takes a few megabytes.
+const HEAD_BYTES_MAX: usize = 256 << 20;
+
+/// Most bytes after a head. Longer arrays go in several messages.
+pub(crate) const BYTES_MAX: usize = 64 << 20;
+
+/// Writes a message.
+///
+/// # Errors
+/// Those of the connection; a head or bytes that are too long.
+pub(crate) fn write(to: &mut impl Write, head: &impl Serialize, parts: &[&[u8]]) -> Result<()> {
+    let head = serde_json::to_vec(head)?;
+    let bytes: usize = parts.iter().map(|part| part.len()).sum();
+    check(head.len(), bytes)?;
+    to.write_all(&(head.len() as u32).to_le_bytes())?;
+    to.write_all(&(bytes as u64).to_le_bytes())?;
+    to.write_all(&head)?;
+    parts.iter().try_for_each(|part| to.write_all(part))
+}
+
+/// Reads a message. Its bytes replace those of `bytes`.
+///
+/// # Errors
+/// Those of the connection; a message that is too long or has another form.
+pub(crate) fn read<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8>) -> Result<T> {
+    let (mut head_length, mut length) = ([0; 4], [0; 8]);
+    from.read_exact(&mut head_length)?;
+    from.read_exact(&mut length)?;
+    let head_length = u32::from_le_bytes(head_length) as usize;
+    let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
+    check(head_length, length)?;
+    let mut head = Vec::new();
+    from.take(head_length as u64).read_to_end(&mut head)?;
+    bytes.clear();
+    from.take(length as u64).read_to_end(bytes)?;
+    if head.len() < head_length || bytes.len() < length {
+        return Err(std::io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(serde_json::from_slice(&head)?)
+}
+
+fn check(head: usize, bytes: usize) -> Result<()> {
+    if head <= HEAD_BYTES_MAX && bytes <= BYTES_MAX {
+        return Ok(());
+    }
+    let most = format!("at most {HEAD_BYTES_MAX} and {BYTES_MAX}");
+    Err(std::io::Error::other(format!("a message of {head} and {bytes} bytes, {most} are read")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_read_as_it_was_written() {
+        let mut wire = Vec::new();
+        write(&mut wire, &("head", 7), &[b"some ", b"bytes"]).expect("memory");
+        write(&mut wire, &("next", 8), &[]).expect("memory");
+        let (mut from, mut bytes) = (&wire[..], Vec::new());
+        assert_eq!(read::<(String, u32)>(&mut from, &mut bytes).expect("whole"), ("head".into(), 7));
+        assert_eq!(bytes, b"some bytes");
+        assert_eq!(read::<(String, u32)>(&mut from, &mut bytes).expect("whole"), ("next".into(), 8));
+        assert!(bytes.is_empty() && from.is_empty());
+    }
+
+    #[test]
+    fn what_is_cut_short_too_long_or_no_message_is_an_error() {
+        let mut wire = Vec::new();
+        write(&mut wire, &"head", &[b"bytes"]).expect("memory");
+        for length in 0..wire.len() {
+            assert!(read::<String>(&mut &wire[..length], &mut Vec::new()).is_err(), "{length} bytes");
+        }
+        let long = [&[255; 4][..], &[0; 8]].concat();
+        let error = read::<String>(&mut &long[..], &mut Vec::new()).expect_err("4 GiB").to_string();
+        assert!(error.contains("4294967295") && error.contains("are read"), "{error}");
+        assert!(read::<u32>(&mut &wire[..], &mut Vec::new()).is_err(), "another form");
+    }
+}

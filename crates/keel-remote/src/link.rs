@@ -1,0 +1,151 @@
+//! The leader's end of a device's connection.
+//!
+//! Requests go out in order. The answers to those that are waited for come back in the same order. A request that is
+//! not waited for stays in the buffer until one that is: so the arrays that the host fills before a step and its launch
+//! leave together.
+
+use std::io::{BufReader, BufWriter, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::frame;
+use crate::message::{Answer, Request};
+use crate::{RemoteError, Result};
+
+/// Bytes of requests that are collected before they leave.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// An answer and the bytes that follow it.
+type Answered = Result<(Answer, Vec<u8>)>;
+
+/// What requests need to leave.
+struct Out {
+    stream: BufWriter<TcpStream>,
+    /// In the order of their requests. `None` when the connection has ended.
+    waiters: Option<Sender<Sender<Answered>>>,
+    /// Why it has ended.
+    lost: Option<String>,
+}
+
+/// A connection with a device of another process.
+pub(crate) struct Link {
+    /// The device, in errors.
+    name: String,
+    out: Mutex<Out>,
+    stream: TcpStream,
+}
+
+impl Link {
+    /// Takes a connection whose other end is ready for requests.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(name: String, stream: TcpStream) -> std::io::Result<Arc<Link>> {
+        stream.set_nodelay(true)?;
+        let (waiters, waiting) = channel();
+        let writer = BufWriter::with_capacity(BUFFER_BYTES, stream.try_clone()?);
+        let out = Mutex::new(Out { stream: writer, waiters: Some(waiters), lost: None });
+        let link = Arc::new(Link { name, out, stream: stream.try_clone()? });
+        let reader = Arc::downgrade(&link);
+        let name = link.name.clone();
+        std::thread::Builder::new().name("keel-link".into()).spawn(move || {
+            if let Some(reason) = answer_all(&name, stream, &waiting) {
+                if let Some(link) = reader.upgrade() {
+                    link.close(&reason);
+                }
+            }
+        })?;
+        Ok(link)
+    }
+
+    /// The device, in errors.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn out(&self) -> MutexGuard<'_, Out> {
+        self.out.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Ends the connection. Requests from now on, and those that wait, are answered with an error.
+    pub fn close(&self, reason: &str) {
+        // Not before the lock: a thread that writes holds it, and the shutdown ends its write.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        let mut out = self.out();
+        out.lost.get_or_insert_with(|| reason.into());
+        out.waiters = None;
+    }
+
+    fn lost(&self, reason: &str) -> RemoteError {
+        RemoteError::Lost { peer: self.name.clone(), reason: reason.into() }
+    }
+
+    /// Sends a request that is not waited for. If the connection has ended, the next one that is waited for says so.
+    pub fn send(&self, request: &Request, bytes: &[&[u8]]) {
+        debug_assert!(!request.is_answered(), "{request:?} is waited for");
+        let mut out = self.out();
+        if out.lost.is_none()
+            && let Err(error) = frame::write(&mut out.stream, request, bytes)
+        {
+            out.lost = Some(error.to_string());
+        }
+    }
+
+    /// Sends a request, and waits for its answer.
+    ///
+    /// # Errors
+    /// The connection has ended.
+    pub fn ask(&self, request: &Request) -> Answered {
+        debug_assert!(request.is_answered(), "{request:?} has no answer");
+        let (answer, answered) = channel();
+        {
+            let mut out = self.out();
+            let sent = match (&out.lost, &out.waiters) {
+                (None, Some(waiters)) => waiters.send(answer).map_err(|_| "its connection has ended".into()),
+                (lost, _) => Err(lost.clone().unwrap_or_else(|| "its connection has ended".into())),
+            };
+            let written = sent.and_then(|()| {
+                let written = frame::write(&mut out.stream, request, &[]).and_then(|()| out.stream.flush());
+                written.map_err(|error| error.to_string())
+            });
+            if let Err(reason) = written {
+                out.lost.get_or_insert_with(|| reason.clone());
+                return Err(self.lost(&reason));
+            }
+        }
+        let ended = || {
+            let reason = self.out().lost.clone();
+            Err(self.lost(&reason.unwrap_or_else(|| "its connection has ended".into())))
+        };
+        answered.recv().unwrap_or_else(|_| ended())
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let _ = self.out().stream.flush();
+        // The reader may wait for an answer that nobody waits for.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// Hands each answer to its waiter. Returns why it cannot go on; `None` if no more requests can come.
+fn answer_all(name: &str, stream: TcpStream, waiting: &Receiver<Sender<Answered>>) -> Option<String> {
+    let mut stream = BufReader::new(stream);
+    while let Ok(waiter) = waiting.recv() {
+        let mut bytes = Vec::new();
+        match frame::read::<Answer>(&mut stream, &mut bytes) {
+            Ok(answer) => {
+                let _ = waiter.send(Ok((answer, bytes)));
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                let lost = RemoteError::Lost { peer: name.into(), reason: reason.clone() };
+                let _ = waiter.send(Err(lost));
+                return Some(reason);
+            }
+        }
+    }
+    None
+}

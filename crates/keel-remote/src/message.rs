@@ -1,0 +1,242 @@
+//! What the leader and a node say to each other.
+
+use keel_array::{DeviceUsage, Kernel, Preparations, WeightSpec};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Both ends must speak the same language: the version of the crate.
+pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// The first message of a connection.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Greeting {
+    /// A leader opens its connection for news.
+    Lead {
+        /// [`VERSION`] of the leader.
+        version: String,
+    },
+    /// The leader opens the connection of a device.
+    Device {
+        /// The number that the node has given to this leader.
+        session: u64,
+        /// The device's number in the node.
+        index: usize,
+    },
+}
+
+/// The node's answer to [`Greeting::Lead`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Welcome {
+    Accepted {
+        session: u64,
+        /// Names of the node's devices.
+        devices: Vec<String>,
+    },
+    Refused {
+        reason: String,
+    },
+}
+
+/// News, in both directions.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum News {
+    /// To a node: open your devices as these members of a group.
+    Open(Seats),
+    /// To the leader: they are open, or why they are not.
+    Opened(Result<(), String>),
+    /// To a node: connect them with the others. The ids come as bytes.
+    Connect,
+    /// To the leader: they are connected, or why they are not.
+    Connected(Result<(), String>),
+    /// In both directions: a device does not come to its exchanges any more.
+    Absent { rank: usize },
+    /// In both directions: nothing, but I am here.
+    Here,
+}
+
+/// The places of a node's devices in a group, and the leader's settings for them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Seats {
+    pub size: usize,
+    pub shares: usize,
+    pub first_rank: usize,
+    pub settings: Value,
+}
+
+/// A place in the memory of a device.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct At {
+    pub memory: u64,
+    pub offset: usize,
+}
+
+/// Which elements follow as bytes.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum Coding {
+    Dense,
+    /// Codes, then scales, then biases: f32, little-endian.
+    Affine {
+        codes: usize,
+        groups: usize,
+    },
+    Blocks,
+}
+
+/// What the leader asks of a device.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Request {
+    Allocate {
+        memory: u64,
+        bytes: usize,
+        lasting: bool,
+    },
+    Free {
+        memory: u64,
+    },
+    /// The arena has at least these bytes.
+    Arena {
+        bytes: usize,
+    },
+    /// The arena is not needed any more.
+    FreeArena,
+    Rest,
+    /// Bytes follow.
+    Write {
+        at: At,
+    },
+    Read {
+        at: At,
+        bytes: usize,
+        settled: bool,
+    },
+    Copy {
+        from: At,
+        to: At,
+        bytes: usize,
+    },
+    Clear {
+        at: At,
+        bytes: usize,
+    },
+    /// Elements follow.
+    Pack {
+        spec: WeightSpec,
+        at: At,
+        expert: usize,
+        first_row: usize,
+        rows: usize,
+        coding: Coding,
+    },
+    Repeat {
+        spec: WeightSpec,
+        at: At,
+        rows: usize,
+    },
+    Program(Piece),
+    Forget {
+        number: u64,
+    },
+    Launch {
+        number: u64,
+        is_last: bool,
+    },
+    MakeReady {
+        numbers: Vec<u64>,
+    },
+    Usage,
+    Abandon,
+    Rejoin,
+}
+
+impl Request {
+    /// Whether the leader waits for an answer. A failure of any other request is the answer to the next one that is
+    /// waited for.
+    pub fn is_answered(&self) -> bool {
+        match self {
+            Request::Allocate { .. }
+            | Request::Arena { .. }
+            | Request::Read { .. }
+            | Request::Repeat { .. }
+            | Request::MakeReady { .. }
+            | Request::Usage
+            | Request::Rejoin => true,
+            Request::Launch { is_last, .. } => *is_last,
+            _ => false,
+        }
+    }
+}
+
+/// A piece of a program, with its memory.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Piece {
+    pub number: u64,
+    pub kernels: Vec<Kernel>,
+    pub externals: Vec<At>,
+    pub outputs: Vec<At>,
+    pub has_arena: bool,
+}
+
+/// The answer of a device.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    /// Bytes follow if they were asked for.
+    Done,
+    /// It cannot do this; the leader takes another way.
+    Cannot,
+    Failed(Failure),
+    Usage(Option<Usage>),
+    /// A launch has ended, or programs are ready. What has been prepared so far.
+    Ran(Prepared),
+}
+
+/// Why a request failed.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Failure {
+    /// The operation, if it was one.
+    pub op: Option<String>,
+    pub reason: String,
+}
+
+/// [`DeviceUsage`] in a message.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Usage {
+    pub total: u64,
+    pub free: u64,
+    pub free_before: Option<u64>,
+}
+
+impl From<DeviceUsage> for Usage {
+    fn from(usage: DeviceUsage) -> Usage {
+        let DeviceUsage { total, free, free_before } = usage;
+        Usage { total, free, free_before }
+    }
+}
+
+impl From<Usage> for DeviceUsage {
+    fn from(usage: Usage) -> DeviceUsage {
+        let Usage { total, free, free_before } = usage;
+        DeviceUsage { total, free, free_before }
+    }
+}
+
+/// [`Preparations`] in a message.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Prepared {
+    pub compiled: u64,
+    pub loaded: u64,
+    pub captured: u64,
+}
+
+impl From<Preparations> for Prepared {
+    fn from(done: Preparations) -> Prepared {
+        let Preparations { compiled, loaded, captured } = done;
+        Prepared { compiled, loaded, captured }
+    }
+}
+
+impl From<Prepared> for Preparations {
+    fn from(done: Prepared) -> Preparations {
+        let Prepared { compiled, loaded, captured } = done;
+        Preparations { compiled, loaded, captured }
+    }
+}

@@ -1,0 +1,266 @@
+//! What a node does with one of its devices for the leader.
+
+use std::collections::HashMap;
+use std::io::{self, BufReader, BufWriter, Write};
+use std::net::TcpStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use keel_array::{
+    ArrayError, Backend, Buffer, CarriedLaunch, Category, MemoryAt, Preparations, RowBlock, RowData, Runtime,
+    RuntimeOptions,
+};
+
+use crate::frame::{self, BYTES_MAX};
+use crate::message::{Answer, At, Coding, Failure, Piece, Request};
+
+/// What a request gives: an answer, and bytes for it.
+type Outcome = Result<(Answer, Vec<u8>), Failure>;
+
+/// A device with what the leader has on it. Dropping it frees all of that.
+struct Worker {
+    pieces: HashMap<u64, CarriedLaunch>,
+    memories: HashMap<u64, Buffer>,
+    runtime: Runtime,
+    /// The first failure of a request that nobody waited for.
+    failure: Option<Failure>,
+}
+
+/// Does what comes over the connection of a device until it ends.
+///
+/// # Errors
+/// How it ended, if the leader did not just go.
+pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let (mut from, mut to) = (BufReader::with_capacity(1 << 20, stream.try_clone()?), BufWriter::new(stream));
+    let mut worker = Worker {
+        pieces: HashMap::new(),
+        memories: HashMap::new(),
+        runtime: Runtime::new(backend, RuntimeOptions::default()),
+        failure: None,
+    };
+    let mut bytes = Vec::new();
+    loop {
+        let request: Request = match frame::read(&mut from, &mut bytes) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            read => read?,
+        };
+        let is_answered = request.is_answered();
+        let outcome = worker.attempt(request, &bytes);
+        if !is_answered {
+            if let Err(failure) = outcome {
+                worker.failure.get_or_insert(failure);
+            }
+            continue;
+        }
+        let (answer, bytes) = outcome.unwrap_or_else(|failure| (Answer::Failed(failure), Vec::new()));
+        frame::write(&mut to, &answer, &[&bytes])?;
+        to.flush()?;
+    }
+}
+
+/// An answer without bytes.
+fn done() -> Outcome {
+    Ok((Answer::Done, Vec::new()))
+}
+
+fn failed(error: ArrayError) -> Failure {
+    match error {
+        ArrayError::Kernel { op, reason } => Failure { op: Some(op), reason },
+        other => Failure { op: None, reason: other.to_string() },
+    }
+}
+
+impl Worker {
+    /// Does what is asked. A request that follows a failed one nobody waited for is not done if it is waited for: it
+    /// may need what that one should have made.
+    fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
+        let is_launch = matches!(request, Request::Launch { .. });
+        let tells =
+            is_launch || request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
+        if tells {
+            if let Some(failure) = &self.failure {
+                let failure = failure.clone();
+                if request.is_answered() {
+                    self.failure = None;
+                }
+                return self.note(is_launch, Err(failure));
+            }
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.handle(request, bytes))).unwrap_or_else(|_| {
+            Err(Failure { op: None, reason: "the node panicked, which is a bug; see its log".into() })
+        });
+        self.note(is_launch, outcome)
+    }
+
+    /// A device whose launch has failed does not come to its exchanges: the others must not wait for it.
+    fn note(&self, is_launch: bool, outcome: Outcome) -> Outcome {
+        if is_launch && outcome.is_err() {
+            self.abandon();
+        }
+        outcome
+    }
+
+    fn backend(&self) -> &dyn Backend {
+        self.runtime.backend()
+    }
+
+    fn abandon(&self) {
+        if let Some(group) = self.backend().group() {
+            group.abandon();
+        }
+    }
+
+    /// The memory of a place, if it has `bytes` bytes from there on.
+    fn place(&self, At { memory, offset }: At, bytes: usize) -> Result<MemoryAt<'_>, Failure> {
+        let buffer = self.buffer(memory)?;
+        if offset.checked_add(bytes).is_none_or(|end| end > buffer.bytes()) {
+            let has = buffer.bytes();
+            let reason = format!("{bytes} bytes from byte {offset} of memory {memory}, which has {has}");
+            return Err(Failure { op: None, reason });
+        }
+        Ok(MemoryAt { memory: buffer.memory(), offset })
+    }
+
+    fn buffer(&self, memory: u64) -> Result<&Buffer, Failure> {
+        let missing = || Failure { op: None, reason: format!("there is no memory {memory}") };
+        self.memories.get(&memory).ok_or_else(missing)
+    }
+
+    fn handle(&mut self, request: Request, bytes: &[u8]) -> Outcome {
+        match request {
+            Request::Allocate { memory, bytes, lasting } => {
+                let category = if lasting { Category::Weights } else { Category::User };
+                let buffer = self.runtime.allocate(category, bytes).map_err(failed)?;
+                self.memories.insert(memory, buffer);
+            }
+            Request::Free { memory } => drop(self.memories.remove(&memory)),
+            Request::Arena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
+            Request::FreeArena => self.runtime.clear_cache(),
+            Request::Rest => self.runtime.rest(),
+            Request::Write { at } => {
+                let MemoryAt { memory, offset } = self.place(at, bytes.len())?;
+                self.backend().write(memory, offset, bytes);
+            }
+            Request::Read { at, bytes, settled } => return self.read(at, bytes, settled),
+            Request::Copy { from, to, bytes } => {
+                self.backend().copy(self.place(from, bytes)?, self.place(to, bytes)?, bytes);
+            }
+            Request::Clear { at, bytes } => {
+                let MemoryAt { memory, offset } = self.place(at, bytes)?;
+                self.backend().clear(memory, offset, bytes);
+            }
+            Request::Pack { spec, at, expert, first_row, rows, coding } => {
+                let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
+                let floats = Floats::of(coding, bytes)?;
+                let block = RowBlock { expert, first_row, rows, data: floats.data(coding, bytes) };
+                self.backend().pack(&spec, memory, offset, &block).map_err(failed)?;
+            }
+            Request::Repeat { spec, at, rows } => {
+                let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
+                if !self.backend().repeat_rows(&spec, memory, offset, rows) {
+                    return Ok((Answer::Cannot, Vec::new()));
+                }
+            }
+            Request::Program(piece) => self.bind(piece)?,
+            Request::Forget { number } => drop(self.pieces.remove(&number)),
+            Request::Launch { number, .. } => {
+                self.piece(number)?.with(|launch| self.backend().launch(launch)).map_err(failed)?;
+                return Ok((self.prepared(), Vec::new()));
+            }
+            Request::MakeReady { numbers } => return self.make_ready(&numbers),
+            Request::Usage => {
+                return Ok((Answer::Usage(self.backend().device_usage().map(Into::into)), Vec::new()));
+            }
+            Request::Abandon => self.abandon(),
+            Request::Rejoin => {
+                self.failure = None;
+                if let Some(group) = self.backend().group() {
+                    group.rejoin();
+                }
+            }
+        }
+        done()
+    }
+
+    fn read(&self, at: At, count: usize, settled: bool) -> Outcome {
+        if count > BYTES_MAX {
+            let reason = format!("{count} bytes at once; at most {BYTES_MAX} are read");
+            return Err(Failure { op: None, reason });
+        }
+        let MemoryAt { memory, offset } = self.place(at, count)?;
+        let mut bytes = vec![0; count];
+        if settled {
+            self.backend().read_settled(memory, offset, &mut bytes).map_err(failed)?;
+        } else {
+            self.backend().read(memory, offset, &mut bytes);
+        }
+        Ok((Answer::Done, bytes))
+    }
+
+    fn piece(&self, number: u64) -> Result<&CarriedLaunch, Failure> {
+        let missing = || Failure { op: None, reason: format!("there is no piece {number} of a program") };
+        self.pieces.get(&number).ok_or_else(missing)
+    }
+
+    fn bind(&mut self, piece: Piece) -> Result<(), Failure> {
+        let Piece { number, kernels, externals, outputs, has_arena } = piece;
+        let buffers = |places: Vec<At>| -> Result<Vec<(Buffer, usize)>, Failure> {
+            places.into_iter().map(|at| Ok((self.buffer(at.memory)?.clone(), at.offset))).collect()
+        };
+        let (externals, outputs) = (buffers(externals)?, buffers(outputs)?);
+        // A kernel that the device cannot run has been planned for another one.
+        let backend = self.backend();
+        let supported = kernels.iter().try_for_each(|kernel| backend.supports(kernel));
+        supported.map_err(|reason| Failure { op: None, reason })?;
+        let launch = CarriedLaunch::new(&self.runtime, kernels, externals, outputs, has_arena);
+        self.pieces.insert(number, launch);
+        Ok(())
+    }
+
+    fn make_ready(&self, numbers: &[u64]) -> Outcome {
+        let pieces = numbers.iter().map(|number| self.piece(*number)).collect::<Result<Vec<_>, _>>()?;
+        CarriedLaunch::with_all(&pieces, |launches| self.backend().make_ready(launches, &mut |_, _| ()))
+            .map_err(failed)?;
+        Ok((self.prepared(), Vec::new()))
+    }
+
+    fn prepared(&self) -> Answer {
+        let prepared: Preparations = self.backend().preparations();
+        Answer::Ran(prepared.into())
+    }
+}
+
+/// Scales and biases of a block of rows.
+#[derive(Default)]
+struct Floats {
+    scales: Vec<f32>,
+    biases: Vec<f32>,
+}
+
+impl Floats {
+    fn of(coding: Coding, bytes: &[u8]) -> Result<Floats, Failure> {
+        let Coding::Affine { codes, groups } = coding else { return Ok(Floats::default()) };
+        let length = groups.checked_mul(8).and_then(|floats| floats.checked_add(codes));
+        if length != Some(bytes.len()) {
+            let reason = format!("{codes} codes and {groups} scales and biases in {} bytes", bytes.len());
+            return Err(Failure { op: None, reason });
+        }
+        let floats = |bytes: &[u8]| {
+            let (words, _) = bytes.as_chunks::<4>();
+            words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+        };
+        let (scales, biases) = bytes[codes..].split_at(4 * groups);
+        Ok(Floats { scales: floats(scales), biases: floats(biases) })
+    }
+
+    fn data<'a>(&'a self, coding: Coding, bytes: &'a [u8]) -> RowData<'a> {
+        match coding {
+            Coding::Dense => RowData::Dense(bytes),
+            Coding::Blocks => RowData::Blocks(bytes),
+            Coding::Affine { codes, .. } => {
+                RowData::Affine { codes: &bytes[..codes], scales: &self.scales, biases: &self.biases }
+            }
+        }
+    }
+}
