@@ -1,4 +1,4 @@
-//! Several GPUs of one process that exchange arrays.
+//! Several GPUs that exchange arrays. They are of one process, or of several, which may run on different machines.
 //!
 //! A device waits for its peers on its stream. Should one of them fail, the others would wait forever: the library's
 //! kernels run until all have come. So a host that waits for a stream also looks whether a peer has failed, and then
@@ -10,24 +10,33 @@
 //! then        each: rejoin ▸ ends its exchanges, drops its graphs      the last one: connects all again
 //! ```
 //!
+//! In a group of several processes, one of them leads. Each process knows its own devices, and is told what those of the
+//! others do: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through [`Others`].
+//!
 //! Small arrays of a stage are added without the library, by mailboxes; see `kernels/one_shot_sum.cu`. Their kernels
-//! end with the device's exchanges, too, and all mailboxes are reset when the devices are connected again.
+//! end with the device's exchanges, too, and all mailboxes are reset when the devices are connected again. A stage of
+//! several processes has no mailboxes, because none of them can write to the memory of another one.
 //!
 //! The end of a device's exchanges tells its kernels to stop. The last device to end them waits until no graph of any
 //! device holds a communicator. A graph may be dropped only when it does not run. So communicators end on threads of
 //! their own, all at the same time, while the graphs are dropped.
 
+mod connecting;
 mod one_shot;
+mod others;
 
 pub(super) use one_shot::OneShot;
+pub use others::{GroupIds, Others, Role};
 
 use super::Gpu;
 use crate::driver::{
-    Communicator, CudaMemory, DRAIN, Device, Mailboxes, Messages, Nccl, apply_settings, communicator_bytes,
+    Communicator, DRAIN, Device, Extent, Mailboxes, Messages, Nccl, apply_settings, communicator_bytes,
     mailbox_bytes,
 };
 use crate::error::{CudaError, Result};
 use keel_array::{Op, Peers};
+use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -35,10 +44,15 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 const NO_RANK: usize = usize::MAX;
 
 /// A device's communicators: with all devices, and with those of its stage if these are fewer.
+struct Links {
+    all: Communicator,
+    stage: Option<Communicator>,
+}
+
+/// What a device exchanges arrays with.
 #[derive(Default)]
 struct Seat {
-    all: Option<Communicator>,
-    stage: Option<Communicator>,
+    links: Option<Links>,
     /// Those of its stage, as long as the device is open.
     mailboxes: Option<Arc<Mailboxes>>,
 }
@@ -47,16 +61,23 @@ struct Seat {
 #[derive(Default)]
 struct Members {
     nccl: Option<Arc<Nccl>>,
-    /// By rank; those that are open.
+    /// By rank; those of this process that are open.
     devices: Vec<Weak<Device>>,
-    /// How many have come back after a failure.
-    back: usize,
+    /// Those that have come back after a failure.
+    back: BTreeSet<usize>,
     /// Why the devices are not connected.
     reason: Option<CudaError>,
 }
 
 struct Shared {
+    /// Ranks of the devices of this process.
+    local: Range<usize>,
+    role: Role,
+    /// Whether the group is, or is planned to be, one of several processes.
+    spans_processes: bool,
     members: Mutex<Members>,
+    /// Held while the devices are connected, and while one of them closes.
+    turn: Mutex<()>,
     /// By rank. A device locks its own alone, because a call of the library may wait for the peers.
     seats: Vec<Mutex<Seat>>,
     /// The device that has failed.
@@ -82,18 +103,54 @@ impl CudaGroup {
     /// # Panics
     /// If the devices are no whole stages.
     pub fn of(size: usize, shares: usize) -> Vec<CudaGroup> {
+        CudaGroup::across(size, shares, 0..size, Role::Alone)
+    }
+
+    /// As [`CudaGroup::of`], but of the devices of several processes: the memberships of the ranks `local`, which are
+    /// those of this one. Every process calls it with the same numbers. NCCL's variables, too, are to be the same.
+    ///
+    /// Its devices are not connected when they are opened, but by [`CudaGroup::connect`] in the process that leads and
+    /// [`CudaGroup::connect_with`] in the others, and again after a failure, when all devices have rejoined.
+    ///
+    /// # Panics
+    /// If the devices are no whole stages, `local` are not among them, or a process is alone without being all.
+    pub fn across(size: usize, shares: usize, local: Range<usize>, role: Role) -> Vec<CudaGroup> {
+        let is_alone = matches!(role, Role::Alone);
+        assert!(!is_alone || local == (0..size), "{local:?} of {size} devices have no others");
+        CudaGroup::make(size, shares, local, role, !is_alone)
+    }
+
+    /// For plans: the memberships of all ranks of a group of several processes, with the numbers of the real ones.
+    ///
+    /// # Panics
+    /// If the devices are no whole stages.
+    pub fn planned(size: usize, shares: usize) -> Vec<CudaGroup> {
+        CudaGroup::make(size, shares, 0..size, Role::Alone, true)
+    }
+
+    fn make(
+        size: usize,
+        shares: usize,
+        local: Range<usize>,
+        role: Role,
+        spans_processes: bool,
+    ) -> Vec<CudaGroup> {
         assert!(shares > 0 && size.is_multiple_of(shares), "{size} devices are no stages of {shares}");
+        assert!(!local.is_empty() && local.end <= size, "{local:?} are not devices of {size}");
         if size > 1 {
             apply_settings();
         }
         let devices = std::iter::repeat_with(Weak::new).take(size).collect();
-        let members = Members { devices, ..Members::default() };
         let shared = Arc::new(Shared {
-            members: Mutex::new(members),
+            local: local.clone(),
+            role,
+            spans_processes,
+            members: Mutex::new(Members { devices, ..Members::default() }),
+            turn: Mutex::default(),
             seats: (0..size).map(|_| Mutex::default()).collect(),
             absent: AtomicUsize::new(NO_RANK),
         });
-        (0..size).map(|rank| CudaGroup { shared: Arc::clone(&shared), rank, shares }).collect()
+        local.map(|rank| CudaGroup { shared: Arc::clone(&shared), rank, shares }).collect()
     }
 
     /// Whether NCCL may connect a GPU with itself, so that several devices of a group are one GPU. It is for tests: the
@@ -112,7 +169,7 @@ impl CudaGroup {
     }
 
     /// The most bytes of the device's memory that NCCL takes, and its mailbox. They are counted also where devices turn
-    /// out not to reach each other, because a plan cannot know.
+    /// out not to reach each other, because a plan cannot know. So each process counts the same for a device.
     pub(super) fn buffer_bytes(&self) -> u64 {
         let (size, shares) = (self.size(), self.shares);
         if size == 1 {
@@ -120,8 +177,11 @@ impl CudaGroup {
         }
         let (received, sent) = (self.rank >= shares, self.rank + shares < size);
         let messages = Messages { received: received.into(), sent: sent.into() };
-        let stage = (1 < shares && shares < size).then(|| communicator_bytes(shares, Messages::default()));
-        communicator_bytes(size, messages) + stage.unwrap_or(0) + mailbox_bytes(shares) as u64
+        let bytes = |devices, messages| {
+            communicator_bytes(Extent { devices, messages, spans_machines: self.shared.spans_processes })
+        };
+        let stage = (1 < shares && shares < size).then(|| bytes(shares, Messages::default()));
+        bytes(size, messages) + stage.unwrap_or(0) + mailbox_bytes(shares) as u64
     }
 
     /// Refuses an exchange with devices that have no communicator.
@@ -136,103 +196,77 @@ impl CudaGroup {
         ))
     }
 
-    /// Brings a device into the group. The last one connects all.
+    /// Whether the stage whose first rank is `first` has all its devices in this process.
+    fn is_local_stage(&self, first: usize) -> bool {
+        self.shared.local.start <= first && first + self.shares <= self.shared.local.end
+    }
+
+    /// Brings a device into the group. If there are no other processes, the last one connects all.
     pub(super) fn join(&self, device: &Arc<Device>) -> Result<()> {
         let mut members = self.members();
         if members.nccl.is_none() {
             members.nccl = Some(Nccl::load()?);
         }
         members.devices[self.rank] = Arc::downgrade(device);
+        let are_all_open = members.devices.iter().all(|device| device.strong_count() > 0);
+        drop(members);
         let watching = self.clone();
         device.watch(move || watching.check());
-        if members.devices.iter().all(|device| device.strong_count() > 0) {
-            self.connect(&members)?;
+        match self.shared.role {
+            Role::Alone if are_all_open => self.connect_all(),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn members(&self) -> MutexGuard<'_, Members> {
         self.shared.members.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.shared.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     fn seat(&self, rank: usize) -> MutexGuard<'_, Seat> {
         self.shared.seats[rank].lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Connects all devices, while none of them runs.
-    fn connect(&self, members: &Members) -> Result<()> {
-        let devices: Vec<Arc<Device>> = members.devices.iter().filter_map(Weak::upgrade).collect();
-        let Some(nccl) = members.nccl.as_ref().filter(|_| devices.len() == self.size()) else {
-            return Err(CudaError::Peer { reason: "a device of the group is closed".into() });
-        };
-        // First, because a device that has a communicator takes its mailbox to be reset.
-        for (stage, devices) in devices.chunks(self.shares).enumerate() {
-            self.connect_mailboxes(stage * self.shares, devices)?;
-        }
-        for (rank, communicator) in nccl.connect(&devices)?.into_iter().enumerate() {
-            self.seat(rank).all = Some(communicator);
-        }
-        if self.shares > 1 && self.shares < self.size() {
-            for (stage, devices) in devices.chunks(self.shares).enumerate() {
-                for (share, communicator) in nccl.connect(devices)?.into_iter().enumerate() {
-                    self.seat(stage * self.shares + share).stage = Some(communicator);
-                }
-            }
-        }
-        self.connect_stages(nccl, &devices)
-    }
-
-    /// Sends a number from each stage to the next: the library connects a sender and a receiver at their first
-    /// exchange.
-    fn connect_stages(&self, nccl: &Nccl, devices: &[Arc<Device>]) -> Result<()> {
-        let (size, shares) = (self.size(), self.shares);
-        let words = |device| CudaMemory::zeroed(device, 2 * size_of::<f32>(), false);
-        let memory: Vec<CudaMemory> = devices.iter().map(words).collect::<Result<_>>()?;
-        nccl.together(|| {
-            for (rank, device) in devices.iter().enumerate() {
-                device.bind()?;
-                let seat = self.seat(rank);
-                let Some(all) = &seat.all else { continue };
-                let (sent, received) = (memory[rank].at(0), memory[rank].at(size_of::<f32>()));
-                // SAFETY: a word each of the device's memory, which is kept until the streams have passed, below.
-                unsafe {
-                    if rank + shares < size {
-                        all.send(sent, 1, rank + shares, device)?;
-                    }
-                    if rank >= shares {
-                        all.receive(received, 1, rank - shares, device)?;
-                    }
-                }
-            }
-            Ok(())
-        })?;
-        devices.iter().try_for_each(|device| device.bind().and_then(|()| device.synchronize()))
-    }
-
     /// The error of a device that waits: a peer has failed, or a connection.
     fn check(&self) -> Result<()> {
-        let absent = self.shared.absent.load(Ordering::Acquire);
-        if absent != NO_RANK && absent != self.rank {
-            let rank = self.rank;
-            let reason = format!("device {absent} of the group has failed, and device {rank} waited for it");
-            return Err(CudaError::Peer { reason });
+        let own = self.rank;
+        if let Some(error) = self.absent().filter(|absent| *absent != own).map(|absent| self.absence(absent))
+        {
+            return Err(error);
         }
-        let seat = self.seat(self.rank);
-        let failure = [&seat.all, &seat.stage].into_iter().flatten().find_map(Communicator::failure);
+        let seat = self.seat(own);
+        let links = seat.links.iter().flat_map(|links| std::iter::once(&links.all).chain(&links.stage));
+        let failure = links.map(Communicator::failure).find_map(|failure| failure);
         failure.map_or(Ok(()), |error| Err(CudaError::Peer { reason: error.to_string() }))
+    }
+
+    /// The device that has failed.
+    fn absent(&self) -> Option<usize> {
+        Some(self.shared.absent.load(Ordering::Acquire)).filter(|absent| *absent != NO_RANK)
+    }
+
+    fn absence(&self, absent: usize) -> CudaError {
+        let reason =
+            format!("device {absent} of the group has failed, and device {} waited for it", self.rank);
+        CudaError::Peer { reason }
     }
 
     /// Ends this device's exchanges, while `drop_graphs` drops the graphs that hold them.
     fn leave(&self, device: &Arc<Device>, drop_graphs: impl FnOnce()) {
-        let (all, stage) = {
+        let links = {
             let mut seat = self.seat(self.rank);
             if let Some(mailboxes) = &seat.mailboxes {
                 mailboxes.stop(self.rank % self.shares);
             }
-            (seat.all.take(), seat.stage.take())
+            seat.links.take()
         };
         std::thread::scope(|scope| {
-            for communicator in [all, stage].into_iter().flatten() {
+            for communicator in
+                links.into_iter().flat_map(|Links { all, stage }| [Some(all), stage]).flatten()
+            {
                 let end = move || {
                     // The library must not bind its thread to another device.
                     let _ = device.bind();
@@ -248,30 +282,60 @@ impl CudaGroup {
     }
 
     pub(super) fn has_failed(&self) -> bool {
-        self.shared.absent.load(Ordering::Acquire) != NO_RANK
+        self.absent().is_some()
     }
 
     pub(super) fn abandon(&self) {
-        let _ = self.shared.absent.compare_exchange(NO_RANK, self.rank, Ordering::AcqRel, Ordering::Acquire);
+        self.note_absent(self.rank);
+        // Also if another device has failed before: whoever learns of it twice forgets the second time.
+        if let Some(others) = self.shared.role.others() {
+            others.abandon(self.rank);
+        }
+    }
+
+    /// Makes waits for the peers end with an error: a device of another process has failed, or the connection to that
+    /// process. After a failure of its own device, a process is told nothing here.
+    pub fn note_absent(&self, rank: usize) {
+        let _ = self.shared.absent.compare_exchange(NO_RANK, rank, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    fn forget_absent(&self) {
+        self.shared.absent.store(NO_RANK, Ordering::Release);
     }
 
     /// As [`keel_array::Group::rejoin`]. What was sent and not received would stay in the library's buffers, so all
     /// devices connect again.
     pub(super) fn rejoin(&self, gpu: &Gpu) {
-        if !self.has_failed() {
+        if self.has_failed() {
+            // Its own stream may hold exchanges as well, whatever its failure was.
+            gpu.session().end_exchanges(gpu);
+            self.note_back(self.rank);
+        }
+    }
+
+    /// In the process that leads: a device of another process has rejoined, and has ended its exchanges. After the last
+    /// device, which may be one of this process, all are connected again, on the thread of that call.
+    pub fn note_rejoined(&self, rank: usize) {
+        if self.has_failed() {
+            self.note_back(rank);
+        }
+    }
+
+    /// The last device to come back makes the process ready for a new connection: it connects all, or, if another
+    /// process leads, waits for that one's ids. What is then said of absent devices is about the new connection.
+    fn note_back(&self, rank: usize) {
+        let is_led = matches!(self.shared.role, Role::Follows(_));
+        let awaited = if is_led { self.shared.local.clone() } else { 0..self.size() };
+        let mut members = self.members();
+        members.back.insert(rank);
+        if !awaited.into_iter().all(|rank| members.back.contains(&rank)) {
             return;
         }
-        // Its own stream may hold exchanges as well, whatever its failure was.
-        gpu.session().end_exchanges(gpu);
-        let mut members = self.members();
-        members.back += 1;
-        if members.back == self.size() {
-            members.back = 0;
-            self.shared.absent.store(NO_RANK, Ordering::Release);
-            members.reason = self.connect(&members).err();
-            if let Some(error) = &members.reason {
-                tracing::error!("the devices cannot be connected again: {error}");
-            }
+        members.back.clear();
+        drop(members);
+        self.forget_absent();
+        if !is_led && let Err(error) = self.connect_all() {
+            tracing::error!("the devices cannot be connected again: {error}");
         }
     }
 
@@ -283,7 +347,8 @@ impl CudaGroup {
     ) -> Result<()> {
         let seat = self.seat(self.rank);
         let of_stage = peers.is_some_and(|peers| peers.count < self.size());
-        match if of_stage { &seat.stage } else { &seat.all } {
+        let links = seat.links.as_ref();
+        match links.and_then(|links| if of_stage { links.stage.as_ref() } else { Some(&links.all) }) {
             Some(communicator) => work(communicator),
             None => {
                 let reason = self.members().reason.as_ref().map(CudaError::to_string);
@@ -326,6 +391,8 @@ impl Membership {
 
 impl Drop for Membership {
     fn drop(&mut self) {
+        // A device that closes while others are connected would leave its communicators behind.
+        let _turn = self.group.turn();
         let _ = self.device.bind();
         self.group.leave(&self.device, || ());
         let mailboxes = self.group.seat(self.group.rank).mailboxes.take();
@@ -341,52 +408,4 @@ impl Drop for Membership {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn gpus_exchange_with_their_stage_or_with_all() {
-        let groups = CudaGroup::of(4, 2);
-        let sum = |first, count| Op::AllReduce { peers: Peers { first, count } };
-        for (rank, first) in [(0, 0), (1, 0), (2, 2), (3, 2)] {
-            assert_eq!(groups[rank].supports(&sum(first, 2)), Ok(()));
-            assert_eq!(groups[rank].supports(&sum(0, 4)), Ok(()));
-            assert_eq!(groups[rank].supports(&Op::Send { to: 0 }), Ok(()));
-        }
-        let refusal = groups[1].supports(&sum(0, 3)).expect_err("three are no stage");
-        assert!(refusal.contains("devices 0..3 cannot add arrays") && refusal.contains("0..2"), "{refusal}");
-    }
-
-    #[test]
-    fn a_group_counts_what_nccl_takes_of_each_device() {
-        let bytes = |size, shares| -> Vec<u64> {
-            CudaGroup::of(size, shares).iter().map(CudaGroup::buffer_bytes).collect()
-        };
-        assert_eq!(bytes(1, 1), [0]);
-        let [tensor, other] = bytes(2, 2)[..] else { unreachable!("two devices") };
-        assert!(tensor == other && tensor > 0);
-        let [first, last] = bytes(2, 1)[..] else { unreachable!("two devices") };
-        assert!(tensor < first && first < last, "a receiver has the buffers of messages: {first}, {last}");
-        assert!(bytes(4, 2)[0] > bytes(4, 1)[0], "a stage of several devices has a communicator of its own");
-    }
-
-    #[test]
-    fn settings_are_made_with_the_first_group() {
-        let _group = CudaGroup::of(2, 2);
-        assert_eq!(std::env::var("NCCL_NVLS_ENABLE").as_deref(), Ok("0"));
-        assert_eq!(std::env::var("NCCL_MAX_NCHANNELS").as_deref(), Ok("16"));
-    }
-
-    #[test]
-    fn a_device_that_waits_learns_of_one_that_failed() {
-        let groups = CudaGroup::of(3, 3);
-        assert!(groups.iter().all(|group| group.check().is_ok()));
-        groups[1].abandon();
-        groups[2].abandon();
-        let error = groups[0].check().expect_err("device 1 has failed").to_string();
-        assert!(error.contains("device 1 of the group has failed, and device 0 waited for it"), "{error}");
-        assert!(groups[1].check().is_ok(), "its own failure is another error");
-        let error = groups[0].with(None, |_| Ok(())).expect_err("no device is connected").to_string();
-        assert!(error.contains("the devices are not connected"), "{error}");
-    }
-}
+mod tests;

@@ -14,8 +14,8 @@ mod weights;
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use crate::kernels::KernelKey;
-pub use group::CudaGroup;
 use group::Membership;
+pub use group::{CudaGroup, GroupIds, Others, Role};
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
     MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
@@ -46,8 +46,8 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
-    /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened before the
-    /// first exchange.
+    /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened, and those of
+    /// several processes connected, before the first exchange.
     pub group: Option<CudaGroup>,
 }
 
@@ -95,7 +95,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device; of a group, if NCCL
-    /// is missing, or its last device cannot be connected with the others.
+    /// is missing, or, where all devices are of this process, the last one cannot be connected with the others.
     pub fn new(options: &CudaOptions) -> Result<CudaBackend> {
         let device = Arc::new(Device::open(options.ordinal)?);
         let gpu = Gpu {

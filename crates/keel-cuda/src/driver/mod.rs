@@ -31,7 +31,9 @@ pub(crate) use mailbox::{
 };
 pub(crate) use memory::{CudaMemory, PinnedBuffer};
 pub(crate) use modules::Modules;
-pub(crate) use nccl::{Communicator, Messages, Nccl, apply_settings, communicator_bytes};
+pub(crate) use nccl::{
+    Communicator, Extent, ID_BYTES, Messages, Nccl, Place, apply_settings, communicator_bytes,
+};
 pub(crate) use reservation::GRANULE;
 use reservation::Reservation;
 pub use survey::{GpuFacts, Survey, Version};

@@ -5,7 +5,9 @@
 
 mod settings;
 
-pub(crate) use settings::{Messages, allows_peer_access, apply as apply_settings, communicator_bytes};
+pub(crate) use settings::{
+    Extent, Messages, allows_peer_access, apply as apply_settings, communicator_bytes,
+};
 
 use super::Device;
 use crate::CudaError;
@@ -13,6 +15,7 @@ use crate::error::Result;
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 /// The library, by the name that every package installs.
@@ -27,13 +30,35 @@ const SUM: c_int = 0;
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 
+/// Bytes of `ncclUniqueId`.
+pub(crate) const ID_BYTES: usize = 128;
+
 type Handle = *mut c_void;
+
+/// `ncclUniqueId`: which devices become one communicator, and where they meet. The library takes it by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Id([c_char; ID_BYTES]);
+
+const _: () = assert!(size_of::<Id>() == ID_BYTES);
+
+/// A device's place in a communicator that is to be made.
+pub(crate) struct Place<'a> {
+    pub device: &'a Device,
+    /// That of the communicator.
+    pub id: [u8; ID_BYTES],
+    /// The device's rank in the communicator, which has `size` devices.
+    pub rank: usize,
+    pub size: usize,
+}
 
 /// The functions, with their types of all versions 2.
 struct Functions {
     version: unsafe extern "C" fn(*mut c_int) -> c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    init_all: unsafe extern "C" fn(*mut Handle, c_int, *const c_int) -> c_int,
+    unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
+    init_rank: unsafe extern "C" fn(*mut Handle, c_int, Id, c_int) -> c_int,
+    device_of: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
     abort: unsafe extern "C" fn(Handle) -> c_int,
     async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
     group_start: unsafe extern "C" fn() -> c_int,
@@ -48,8 +73,9 @@ struct Functions {
 /// The library.
 pub(crate) struct Nccl {
     functions: Functions,
-    /// Holds the functions.
-    _library: Library,
+    /// Holds the functions. It is never unloaded: threads of the library, and a connection that nobody waits for any
+    /// more, may still run its code.
+    _library: ManuallyDrop<Library>,
 }
 
 impl Nccl {
@@ -80,7 +106,9 @@ impl Nccl {
         let functions = Functions {
             version: function!("ncclGetVersion"),
             error_string: function!("ncclGetErrorString"),
-            init_all: function!("ncclCommInitAll"),
+            unique_id: function!("ncclGetUniqueId"),
+            init_rank: function!("ncclCommInitRank"),
+            device_of: function!("ncclCommCuDevice"),
             abort: function!("ncclCommAbort"),
             async_error: function!("ncclCommGetAsyncError"),
             group_start: function!("ncclGroupStart"),
@@ -90,7 +118,7 @@ impl Nccl {
             send: function!("ncclSend"),
             receive: function!("ncclRecv"),
         };
-        let nccl = Nccl { functions, _library: library };
+        let nccl = Nccl { functions, _library: ManuallyDrop::new(library) };
         let found = nccl.version()?;
         if found < VERSION_MIN {
             let (major, minor) = (found / 10_000, found % 10_000 / 100);
@@ -117,19 +145,49 @@ impl Nccl {
         Err(CudaError::Driver { call, reason: text.to_string_lossy().into_owned() })
     }
 
-    /// Connects devices. Returns their communicators, in the same order.
+    /// An id for a communicator that is to be made. The devices find each other through this process.
     ///
     /// # Errors
     /// The library's reason.
-    pub fn connect(self: &Arc<Self>, devices: &[Arc<Device>]) -> Result<Vec<Communicator>> {
-        let ordinals: Vec<c_int> = devices.iter().map(|device| device.ordinal()).collect();
-        let mut handles = vec![std::ptr::null_mut(); devices.len()];
-        // SAFETY: as many handles as devices; all exist.
-        let code = unsafe {
-            (self.functions.init_all)(handles.as_mut_ptr(), handles.len() as c_int, ordinals.as_ptr())
-        };
-        self.check("ncclCommInitAll", code)?;
-        Ok(handles.into_iter().map(|handle| Communicator { nccl: Arc::clone(self), handle }).collect())
+    pub fn make_id(&self) -> Result<[u8; ID_BYTES]> {
+        let mut id = Id([0; ID_BYTES]);
+        // SAFETY: the pointer is to a local of the library's type.
+        let code = unsafe { (self.functions.unique_id)(&mut id) };
+        self.check("ncclGetUniqueId", code).map(|()| id.0.map(|byte| byte as u8))
+    }
+
+    /// Connects devices. Returns their communicators, in the same order. Waits until all ranks of the communicators
+    /// have come, also those of other processes.
+    ///
+    /// # Errors
+    /// The library's reason.
+    pub fn connect(self: &Arc<Self>, places: &[Place<'_>]) -> Result<Vec<Communicator>> {
+        // A device that is lost must be seen here: within the group, the others would wait for its rank.
+        places.iter().try_for_each(|place| place.device.bind())?;
+        let mut handles: Vec<Handle> = vec![std::ptr::null_mut(); places.len()];
+        let mut put = 0;
+        let outcome = self.together(|| {
+            for (place, handle) in places.iter().zip(&mut handles) {
+                // The library takes the device whose context is current.
+                place.device.bind()?;
+                let (size, rank) = (place.size as c_int, place.rank as c_int);
+                let id = Id(place.id.map(|byte| byte as c_char));
+                // SAFETY: the handle's place stays where it is until the group of calls has ended.
+                let code = unsafe { (self.functions.init_rank)(handle, size, id, rank) };
+                self.check("ncclCommInitRank", code)?;
+                put += 1;
+            }
+            Ok(())
+        });
+        // Only communicators whose connection was begun can be ended.
+        handles.retain(|handle| put == places.len() && !handle.is_null());
+        let communicators: Vec<Communicator> =
+            handles.into_iter().map(|handle| Communicator { nccl: Arc::clone(self), handle }).collect();
+        outcome?;
+        for (communicator, place) in communicators.iter().zip(places) {
+            communicator.expect_on(place.device)?;
+        }
+        Ok(communicators)
     }
 
     /// Makes the calls of `work`, which are for several devices, as one.
@@ -160,6 +218,19 @@ pub(crate) struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
+    /// Refuses a communicator that was made for another device than this one.
+    fn expect_on(&self, device: &Device) -> Result<()> {
+        let mut found = 0;
+        // SAFETY: the handle is alive, the pointer is to a local.
+        let code = unsafe { (self.nccl.functions.device_of)(self.handle, &mut found) };
+        self.nccl.check("ncclCommCuDevice", code)?;
+        if found == device.ordinal() {
+            return Ok(());
+        }
+        let reason = format!("it was made for device {found}, not for device {}", device.ordinal());
+        Err(CudaError::Driver { call: "ncclCommInitRank", reason })
+    }
+
     /// An error that has happened since the last call, such as a lost connection.
     pub fn failure(&self) -> Option<CudaError> {
         let mut code = SUCCESS;
@@ -245,6 +316,8 @@ mod tests {
         assert_eq!(std::env::var("NCCL_NVLS_ENABLE").as_deref(), Ok("0"));
         if let Ok(nccl) = loaded {
             assert!(nccl.version().expect("a number") >= VERSION_MIN);
+            let [first, second] = [(); 2].map(|()| nccl.make_id().expect("a network interface"));
+            assert_ne!(first, second, "each id is for one communicator");
         }
     }
 }

@@ -18,9 +18,10 @@ pub(in crate::backend) struct OneShot {
 }
 
 impl CudaGroup {
-    /// How many devices add small arrays with this one, itself included; `None` if a plan counts no mailboxes for them.
+    /// How many devices add small arrays with this one, itself included; `None` if they never have mailboxes, because
+    /// they are too many, or of several processes.
     pub(in crate::backend) fn mailboxes(&self) -> Option<usize> {
-        (mailbox_bytes(self.shares) > 0).then_some(self.shares)
+        (mailbox_bytes(self.shares) > 0 && self.is_local_stage(self.stage().first)).then_some(self.shares)
     }
 
     /// Opens the mailboxes of a stage whose first rank is `first`, or resets them.
@@ -54,7 +55,7 @@ impl CudaGroup {
         }
         let seat = self.seat(self.rank);
         // Mailboxes outlast a failure. They are reset before the devices are connected again.
-        let mailboxes = seat.mailboxes.as_ref().filter(|_| seat.all.is_some())?;
+        let mailboxes = seat.mailboxes.as_ref().filter(|_| seat.links.is_some())?;
         let rank = self.rank - peers.first;
         Some(OneShot { mailboxes: mailboxes.addresses(), rank, stop: mailboxes.stop_address(rank) })
     }
@@ -63,7 +64,9 @@ impl CudaGroup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver::{Messages, communicator_bytes};
+    use crate::backend::group::Role;
+    use crate::backend::group::tests::Told;
+    use crate::driver::{Extent, communicator_bytes};
 
     #[test]
     fn small_sums_of_a_stage_take_mailboxes() {
@@ -80,11 +83,22 @@ mod tests {
     #[test]
     fn the_mailboxes_of_a_stage_are_counted() {
         let with = |size, shares| CudaGroup::of(size, shares)[0].buffer_bytes();
-        let nccl = |size| communicator_bytes(size, Messages::default());
+        let nccl = |devices| communicator_bytes(Extent { devices, ..Extent::default() });
         assert_eq!(with(2, 2), nccl(2) + (2 << 20));
         assert_eq!(with(8, 8), nccl(8) + (4 << 20));
         assert_eq!(with(9, 9), nccl(9), "too many for mailboxes");
         assert_eq!(CudaGroup::of(4, 2)[0].mailboxes(), Some(2));
         assert_eq!(CudaGroup::of(4, 1)[0].mailboxes(), None, "stages of one device add nothing");
+    }
+    /// Ranks 1 to 3 of three stages of two: the stages of ranks 0 and 1, and of ranks 2 and 3.
+    #[test]
+    fn only_a_stage_of_one_process_has_mailboxes() {
+        let groups = CudaGroup::across(6, 2, 1..4, Role::Follows(Told::new()));
+        let mailboxes: Vec<Option<usize>> = groups.iter().map(CudaGroup::mailboxes).collect();
+        assert_eq!(mailboxes, [None, Some(2), Some(2)]);
+        let planned = CudaGroup::planned(6, 2);
+        for group in groups {
+            assert_eq!(group.buffer_bytes(), planned[group.rank].buffer_bytes(), "device {}", group.rank);
+        }
     }
 }

@@ -9,6 +9,9 @@
 //!                  sending: one page of flags                                 1 page
 //! a communicator   its own tables                                             at most 8 pages
 //! ```
+//!
+//! Between machines (`src/transport/net.cc`) a device has as many buffers for a connection that sends, if the network
+//! card reads its memory. And a tree of several machines gives it more neighbours.
 
 use std::sync::Once;
 
@@ -51,8 +54,10 @@ const FLAGS: u64 = 8 << 10;
 /// Most channels of any communicator.
 const CHANNELS_MAX: u64 = 64;
 
-/// Devices of a communicator with which one is connected to add and gather: its neighbours in a ring and in a tree.
+/// Devices of a communicator with which one is connected to add and gather: its neighbours in a ring and in a tree,
+/// which branches only between machines.
 const NEIGHBOURS_MAX: u64 = 3;
+const NEIGHBOURS_BETWEEN_MACHINES_MAX: u64 = 5;
 
 /// NCCL's setting against access to another device's memory.
 const P2P_DISABLE: &str = "NCCL_P2P_DISABLE";
@@ -87,10 +92,19 @@ fn allows_peers(setting: impl Fn(&str) -> Option<u64>) -> bool {
     setting(P2P_DISABLE).is_none_or(|value| value == 0)
 }
 
-/// The most bytes of a device's memory that a communicator of `devices` devices takes. Arrays also go to and from
-/// `messages` of the other devices one by one.
-pub(crate) fn communicator_bytes(devices: usize, messages: Messages) -> u64 {
-    bytes_with(devices, messages, setting)
+/// The most bytes of a device's memory that a communicator takes.
+pub(crate) fn communicator_bytes(extent: Extent) -> u64 {
+    bytes_with(extent, setting)
+}
+
+/// What a communicator connects.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Extent {
+    pub devices: usize,
+    /// Devices that arrays go to and come from one by one.
+    pub messages: Messages,
+    /// Whether the devices may be of several machines.
+    pub spans_machines: bool,
 }
 
 /// Neighbours that send arrays to a device, and to which it sends.
@@ -100,17 +114,20 @@ pub(crate) struct Messages {
     pub sent: usize,
 }
 
-fn bytes_with(devices: usize, messages: Messages, setting: impl Fn(&str) -> Option<u64>) -> u64 {
+fn bytes_with(extent: Extent, setting: impl Fn(&str) -> Option<u64>) -> u64 {
+    let Extent { devices, messages, spans_machines } = extent;
     let channels = setting("NCCL_MAX_NCHANNELS").unwrap_or(CHANNELS);
     let channels = channels.max(setting("NCCL_MIN_NCHANNELS").unwrap_or(0)).clamp(1, CHANNELS_MAX);
     // Messages use a power of two.
     let channels = channels.next_power_of_two();
     let buffers = BUFFERS.iter().map(|&(name, bytes)| setting(name).unwrap_or(bytes));
     let receiving = buffers.fold(FLAGS, u64::saturating_add).div_ceil(PAGE);
-    let neighbours = NEIGHBOURS_MAX.min(devices as u64 - 1);
-    let pages = CHANNEL_TABLES
-        + (neighbours + messages.received as u64).saturating_mul(receiving)
-        + (neighbours + messages.sent as u64);
+    let sending = if spans_machines { receiving } else { 1 };
+    let most = if spans_machines { NEIGHBOURS_BETWEEN_MACHINES_MAX } else { NEIGHBOURS_MAX };
+    let neighbours = most.min(devices as u64 - 1);
+    let received = (neighbours + messages.received as u64).saturating_mul(receiving);
+    let sent = (neighbours + messages.sent as u64).saturating_mul(sending);
+    let pages = CHANNEL_TABLES.saturating_add(received).saturating_add(sent);
     channels.saturating_mul(pages).saturating_add(OWN_TABLES).saturating_mul(PAGE)
 }
 
@@ -121,19 +138,26 @@ mod tests {
     #[test]
     fn a_communicator_takes_pages_for_each_channel_and_connection() {
         let none = |_: &str| None;
-        let sums = Messages::default();
-        assert_eq!(bytes_with(2, sums, none), (16 * (3 + 5 + 1) + 8) * PAGE);
-        assert_eq!(bytes_with(8, sums, none), (16 * (3 + 3 * 6) + 8) * PAGE);
-        let ends = Messages { received: 1, sent: 0 };
-        assert_eq!(bytes_with(2, ends, none), (16 * (3 + 2 * 5 + 1) + 8) * PAGE);
+        let of = |devices| Extent { devices, ..Extent::default() };
+        assert_eq!(bytes_with(of(2), none), (16 * (3 + 5 + 1) + 8) * PAGE);
+        assert_eq!(bytes_with(of(8), none), (16 * (3 + 3 * 6) + 8) * PAGE);
+        let messages = Messages { received: 1, sent: 0 };
+        assert_eq!(bytes_with(Extent { messages, ..of(2) }, none), (16 * (3 + 2 * 5 + 1) + 8) * PAGE);
+    }
+
+    #[test]
+    fn between_machines_a_sender_has_buffers_too() {
+        let of = |devices| Extent { devices, spans_machines: true, ..Extent::default() };
+        assert_eq!(bytes_with(of(2), |_| None), (16 * (3 + 5 + 5) + 8) * PAGE);
+        assert_eq!(bytes_with(of(8), |_| None), (16 * (3 + 5 * 10) + 8) * PAGE);
+        assert!(bytes_with(of(8), |_| Some(u64::MAX)) > 1 << 60, "no overflow");
     }
 
     #[test]
     fn what_the_user_sets_is_counted() {
-        let sums = Messages::default();
-        let set = |wanted: &'static str, value: u64| {
-            bytes_with(2, sums, move |name| (name == wanted).then_some(value))
-        };
+        let two = Extent { devices: 2, ..Extent::default() };
+        let set =
+            |wanted: &'static str, value: u64| bytes_with(two, move |name| (name == wanted).then_some(value));
         assert_eq!(set("NCCL_MAX_NCHANNELS", 4), (4 * 9 + 8) * PAGE);
         assert_eq!(set("NCCL_MAX_NCHANNELS", 6), (8 * 9 + 8) * PAGE);
         assert_eq!(set("NCCL_MIN_NCHANNELS", 32), (32 * 9 + 8) * PAGE);
