@@ -144,7 +144,7 @@ fn answers_of_groups_on_gpus_are_those_of_requests_alone() {
         _ => (2, 2),
     };
     let (sender, receiver) = channel();
-    std::thread::spawn(move || {
+    let thread = std::thread::spawn(move || {
         let checkpoint = Checkpoint::open(&fixture("qwen3_5_moe")).expect("the checkpoint opens");
         let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
         let parts = splitting::parts(source, options(), grid).expect("it divides");
@@ -163,6 +163,8 @@ fn answers_of_groups_on_gpus_are_those_of_requests_alone() {
         sender.send(()).expect("the test waits");
     });
     receiver.recv_timeout(Duration::from_secs(300)).expect("no device waits without end");
+    // Its devices close at its end. The program must not end meanwhile.
+    thread.join().expect("its devices close");
 }
 
 /// Answers in the test of failures: two groups of 8, or three.

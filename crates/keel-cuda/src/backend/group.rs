@@ -10,8 +10,8 @@
 //! then        each: rejoin ▸ ends its exchanges, drops its graphs      the last one: connects all again
 //! ```
 //!
-//! In a group of several processes, one of them leads. Each process knows its own devices, and is told what those of the
-//! others do: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through [`Others`].
+//! In a group of several processes, one of them leads. Each process knows its own devices, and is told what those of
+//! the others do: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through [`Others`].
 //!
 //! Small arrays of a stage are added without the library, by mailboxes; see `kernels/one_shot_sum.cu`. Their kernels
 //! end with the device's exchanges, too, and all mailboxes are reset when the devices are connected again. A stage of
@@ -287,14 +287,14 @@ impl CudaGroup {
 
     pub(super) fn abandon(&self) {
         self.note_absent(self.rank);
-        // Also if another device has failed before: whoever learns of it twice forgets the second time.
+        // Also if another device has failed before: a process that knows of one forgets the others.
         if let Some(others) = self.shared.role.others() {
             others.abandon(self.rank);
         }
     }
 
     /// Makes waits for the peers end with an error: a device of another process has failed, or the connection to that
-    /// process. After a failure of its own device, a process is told nothing here.
+    /// process. A wait for a connection ends, too.
     pub fn note_absent(&self, rank: usize) {
         let _ = self.shared.absent.compare_exchange(NO_RANK, rank, Ordering::AcqRel, Ordering::Acquire);
     }

@@ -5,8 +5,8 @@
 //! one that follows                       receives them ▸ connects its devices ─┘▸ says so
 //! ```
 //!
-//! The library waits until all ranks have come, and nothing ends that wait if one of them never comes. So it connects on
-//! a thread of its own, which the caller leaves behind when it learns that a device is absent.
+//! The library waits until all ranks have come, and nothing ends that wait if one of them never comes. So it connects
+//! on a thread of its own, which the caller leaves behind when it learns that a device is absent.
 
 use super::{CudaGroup, GroupIds, Links, Role};
 use crate::driver::{CudaMemory, Device, Nccl, Place};
@@ -96,6 +96,8 @@ impl CudaGroup {
             return Err(CudaError::Peer { reason });
         }
         let wiring = self.wiring()?;
+        // When the library ends communicators, it must not bind this thread to a device of its own choice.
+        wiring.devices[0].bind()?;
         // First, because a device that has a communicator takes its mailbox to be reset.
         for first in (0..self.size()).step_by(self.shares).filter(|first| self.is_local_stage(*first)) {
             let at = first - self.shared.local.start;

@@ -59,7 +59,8 @@ pub trait Others: Send + Sync {
     /// ([`CudaGroup::connect_with`](super::CudaGroup::connect_with)). Does not wait for that.
     ///
     /// # Errors
-    /// One sentence.
+    /// One sentence: one of them is gone. What was noted of absent devices before this call is forgotten, so a process
+    /// whose end was noted earlier must be an error here.
     fn announce(&self, ids: &GroupIds) -> Result<(), String>;
 
     /// Waits until all other processes have connected.
@@ -69,7 +70,8 @@ pub trait Others: Send + Sync {
     fn finish(&self) -> Result<(), String>;
 
     /// Tells all other processes that a device of this one does not come to its exchanges any more, as
-    /// [`CudaGroup::note_absent`](super::CudaGroup::note_absent) there. Does not wait.
+    /// [`CudaGroup::note_absent`](super::CudaGroup::note_absent) there. Does not wait. A process that reaches only the one
+    /// that leads tells that one, which passes it on.
     fn abandon(&self, rank: usize);
 }
 
