@@ -387,7 +387,12 @@ impl Group for RemoteBackend {
 
     fn rejoin(&self) {
         // A node that is lost has freed its devices.
-        let _ = self.ask(&Request::Rejoin);
+        let absences = self.link.absences();
+        if let Ok(Answer::Rejoined { absences: told }) =
+            self.ask(&Request::Rejoin { absences: absences.told() })
+        {
+            absences.wait_for(told);
+        }
         self.members.note_rejoined(self.rank());
     }
 }

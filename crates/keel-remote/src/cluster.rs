@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use keel_array::Backend;
 use serde_json::Value;
 
+use crate::absences::Absences;
 use crate::link::Link;
-use crate::message::{Greeting, News, Seats, VERSION, Welcome};
+use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
 
 /// How often each end says that it is there.
@@ -35,7 +36,8 @@ struct Node {
     number: usize,
     address: String,
     session: u64,
-    devices: Vec<String>,
+    devices: Vec<DeviceFacts>,
+    absences: Arc<Absences>,
     stream: TcpStream,
     out: Mutex<BufWriter<TcpStream>>,
     /// Ranks of its devices, once they are open.
@@ -89,10 +91,14 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The names of the nodes' devices, in the order of their ranks: `1/cuda:0` is the first GPU of node 1.
-    pub fn devices(&self) -> Vec<String> {
-        let of = |node: &Node| -> Vec<String> {
-            node.devices.iter().map(|device| format!("{}/{device}", node.number)).collect()
+    /// The nodes' devices, in the order of their ranks: `1/cuda:0` is the first GPU of node 1.
+    pub fn devices(&self) -> Vec<DeviceFacts> {
+        let of = |node: &Node| -> Vec<DeviceFacts> {
+            let named = |DeviceFacts { name, room }: &DeviceFacts| {
+                let name = format!("{}/{name}", node.number);
+                DeviceFacts { name, room: *room }
+            };
+            node.devices.iter().map(named).collect()
         };
         self.nodes.iter().flat_map(of).collect()
     }
@@ -138,8 +144,15 @@ impl Cluster {
 
     /// Tells the nodes to connect their devices with these ids. The leader does the same now, and then
     /// [waits](Cluster::finish) for them.
-    pub fn announce(&self, ids: &[u8]) {
+    ///
+    /// # Errors
+    /// A node is lost.
+    pub fn announce(&self, ids: &[u8]) -> Result<()> {
+        if let Some(reason) = self.lost() {
+            return Err(RemoteError::Lost { peer: "a node".into(), reason });
+        }
         self.tell(&News::Connect, ids, None);
+        Ok(())
     }
 
     /// Waits until the nodes have connected their devices.
@@ -195,6 +208,12 @@ impl Cluster {
             }
         }
         self.call_watchers();
+    }
+}
+
+impl std::fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.nodes.iter().map(Node::name)).finish()
     }
 }
 
@@ -255,6 +274,7 @@ impl Node {
                         address: address.into(),
                         session,
                         devices,
+                        absences: Arc::default(),
                         stream,
                         out,
                         ranks: OnceLock::new(),
@@ -276,6 +296,9 @@ impl Node {
     }
 
     fn tell(&self, news: &News, bytes: &[u8]) {
+        if matches!(news, News::Absent { .. }) {
+            self.absences.tell();
+        }
         let mut out = locked(&self.out);
         // If it fails, the reader of this connection learns it, too.
         let _ = frame::write(&mut *out, news, &[bytes]).and_then(|()| out.flush());
@@ -295,7 +318,7 @@ impl Node {
     fn link(&self, index: usize) -> Result<Arc<Link>> {
         let lost = |error: std::io::Error| RemoteError::Lost { peer: self.name(), reason: error.to_string() };
         let stream = open(&self.address, &Greeting::Device { session: self.session, index }).map_err(lost)?;
-        let link = Link::new(self.name(), stream).map_err(lost)?;
+        let link = Link::new(self.name(), stream, Arc::clone(&self.absences)).map_err(lost)?;
         locked(&self.links).push(Arc::downgrade(&link));
         Ok(link)
     }
@@ -340,6 +363,7 @@ fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
                     members.note_absent(rank);
                 }
                 cluster.tell(&News::Absent { rank }, &[], Some(from.number));
+                from.absences.hear();
             }
             Ok(News::Here | News::Open(_) | News::Connect) => {}
             Err(error) => return cluster.lose(from, &silence_or(&error)),

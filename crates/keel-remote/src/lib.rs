@@ -27,6 +27,7 @@
 
 #![forbid(unsafe_code)]
 
+mod absences;
 mod backend;
 mod cluster;
 mod error;
@@ -39,6 +40,7 @@ mod work;
 pub use backend::RemoteBackend;
 pub use cluster::Cluster;
 pub use error::{RemoteError, Result};
+pub use message::DeviceFacts;
 pub use node::{Opened, Opening, serve};
 
 /// What the local devices of a group can be told about those of other processes. The library of the backend implements

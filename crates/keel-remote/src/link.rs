@@ -9,6 +9,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::absences::Absences;
 use crate::frame;
 use crate::message::{Answer, Request};
 use crate::{RemoteError, Result};
@@ -34,6 +35,8 @@ pub(crate) struct Link {
     name: String,
     out: Mutex<Out>,
     stream: TcpStream,
+    /// Those of the connection for news with the same node.
+    absences: Arc<Absences>,
 }
 
 impl Link {
@@ -41,12 +44,12 @@ impl Link {
     ///
     /// # Errors
     /// The system's.
-    pub fn new(name: String, stream: TcpStream) -> std::io::Result<Arc<Link>> {
+    pub fn new(name: String, stream: TcpStream, absences: Arc<Absences>) -> std::io::Result<Arc<Link>> {
         stream.set_nodelay(true)?;
         let (waiters, waiting) = channel();
         let writer = BufWriter::with_capacity(BUFFER_BYTES, stream.try_clone()?);
         let out = Mutex::new(Out { stream: writer, waiters: Some(waiters), lost: None });
-        let link = Arc::new(Link { name, out, stream: stream.try_clone()? });
+        let link = Arc::new(Link { name, out, stream: stream.try_clone()?, absences });
         let reader = Arc::downgrade(&link);
         let name = link.name.clone();
         std::thread::Builder::new().name("keel-link".into()).spawn(move || {
@@ -62,6 +65,11 @@ impl Link {
     /// The device, in errors.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Absences that the device's process and this one have told each other.
+    pub fn absences(&self) -> &Absences {
+        &self.absences
     }
 
     fn out(&self) -> MutexGuard<'_, Out> {

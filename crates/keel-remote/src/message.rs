@@ -27,14 +27,17 @@ pub(crate) enum Greeting {
 /// The node's answer to [`Greeting::Lead`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Welcome {
-    Accepted {
-        session: u64,
-        /// Names of the node's devices.
-        devices: Vec<String>,
-    },
-    Refused {
-        reason: String,
-    },
+    Accepted { session: u64, devices: Vec<DeviceFacts> },
+    Refused { reason: String },
+}
+
+/// A device of a node, as its leader hears of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceFacts {
+    /// Its name in its own process, for example `cuda:0`.
+    pub name: String,
+    /// Bytes that it has room for; `None` if that is not known.
+    pub room: Option<u64>,
 }
 
 /// News, in both directions.
@@ -145,7 +148,10 @@ pub(crate) enum Request {
     },
     Usage,
     Abandon,
-    Rejoin,
+    /// How many absences the leader has told the node: it hears of them first.
+    Rejoin {
+        absences: u64,
+    },
 }
 
 impl Request {
@@ -159,7 +165,7 @@ impl Request {
             | Request::Repeat { .. }
             | Request::MakeReady { .. }
             | Request::Usage
-            | Request::Rejoin => true,
+            | Request::Rejoin { .. } => true,
             Request::Launch { is_last, .. } => *is_last,
             _ => false,
         }
@@ -187,6 +193,10 @@ pub(crate) enum Answer {
     Usage(Option<Usage>),
     /// A launch has ended, or programs are ready. What has been prepared so far.
     Ran(Prepared),
+    /// How many absences the node has told the leader.
+    Rejoined {
+        absences: u64,
+    },
 }
 
 /// Why a request failed.

@@ -9,8 +9,9 @@ use std::time::Duration;
 use keel_array::Backend;
 use serde_json::Value;
 
+use crate::absences::Absences;
 use crate::cluster::{HEARTBEAT, SILENCE_MAX, silence_or, spawn};
-use crate::message::{Greeting, News, Seats, VERSION, Welcome};
+use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, Result, frame, work};
 
 /// How long a new connection may take to say what it is.
@@ -43,6 +44,7 @@ struct Session {
     number: u64,
     /// How many devices the node has.
     count: usize,
+    absences: Arc<Absences>,
     out: Mutex<BufWriter<TcpStream>>,
     stream: TcpStream,
     devices: Mutex<Devices>,
@@ -64,14 +66,15 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Serves one leader after the other, without end. `devices` are the names of this node's devices, which `open` opens.
+/// Serves one leader after the other, without end. `devices` names this node's devices, and `open` opens
+/// them.
 /// Only connections from `leaders` are served, if there are any.
 ///
 /// # Errors
 /// No thread can be started.
 pub fn serve(
     listener: &TcpListener,
-    devices: &[String],
+    devices: impl Fn() -> Vec<DeviceFacts>,
     leaders: &[IpAddr],
     open: impl Fn(Opening) -> std::result::Result<Opened, String> + Send + Sync + 'static,
 ) -> Result<()> {
@@ -90,7 +93,7 @@ pub fn serve(
         match frame::read::<Greeting>(&mut stream, &mut Vec::new()) {
             Ok(Greeting::Lead { version }) => {
                 sessions += 1;
-                if let Some(session) = welcome(stream, &version, sessions, devices, &present) {
+                if let Some(session) = welcome(stream, &version, sessions, &devices, &present) {
                     let (present, open) = (Arc::clone(&present), Arc::clone(&open));
                     spawn("keel-session", move || {
                         follow(&session, &*open);
@@ -116,7 +119,7 @@ fn welcome(
     mut stream: TcpStream,
     version: &str,
     number: u64,
-    devices: &[String],
+    devices: &impl Fn() -> Vec<DeviceFacts>,
     present: &Mutex<Option<Arc<Session>>>,
 ) -> Option<Arc<Session>> {
     let mut present = locked(present);
@@ -125,9 +128,11 @@ fn welcome(
     } else {
         present.is_some().then(|| "it has a leader; end that one first".into())
     };
+    let devices = devices();
+    let count = devices.len();
     let answer = match refusal {
         Some(reason) => Welcome::Refused { reason },
-        None => Welcome::Accepted { session: number, devices: devices.to_vec() },
+        None => Welcome::Accepted { session: number, devices },
     };
     let is_accepted = matches!(answer, Welcome::Accepted { .. });
     let sent = frame::write(&mut stream, &answer, &[]);
@@ -138,8 +143,8 @@ fn welcome(
     let _ = stream.set_read_timeout(Some(SILENCE_MAX));
     let _ = stream.set_write_timeout(Some(SILENCE_MAX));
     let out = Mutex::new(BufWriter::new(stream.try_clone().ok()?));
-    let count = devices.len();
-    let session = Arc::new(Session { number, count, out, stream, devices: Mutex::default() });
+    let (absences, devices) = (Arc::default(), Mutex::default());
+    let session = Arc::new(Session { number, count, absences, out, stream, devices });
     *present = Some(Arc::clone(&session));
     Some(session)
 }
@@ -171,6 +176,7 @@ fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result
                 if let Some(members) = &locked(&session.devices).members {
                     members.note_absent(rank);
                 }
+                session.absences.hear();
             }
             Ok(News::Here | News::Opened(_) | News::Connected(_)) => {}
             Err(error) => break silence_or(&error),
@@ -182,6 +188,9 @@ fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result
 
 impl Session {
     fn tell(&self, news: &News) {
+        if matches!(news, News::Absent { .. }) {
+            self.absences.tell();
+        }
         let mut out = locked(&self.out);
         let _ = frame::write(&mut *out, news, &[]).and_then(|()| out.flush());
     }
@@ -218,8 +227,9 @@ impl Session {
             return Ok(());
         };
         let _ = stream.set_read_timeout(None);
+        let absences = Arc::clone(&self.absences);
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
-            if let Err(error) = work::serve(stream, backend) {
+            if let Err(error) = work::serve(stream, backend, absences) {
                 tracing::warn!("device {index}: {error}");
             }
         });

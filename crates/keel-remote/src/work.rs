@@ -11,6 +11,7 @@ use keel_array::{
     RuntimeOptions,
 };
 
+use crate::absences::Absences;
 use crate::frame::{self, BYTES_MAX};
 use crate::message::{Answer, At, Coding, Failure, Piece, Request};
 
@@ -24,13 +25,14 @@ struct Worker {
     runtime: Runtime,
     /// The first failure of a request that nobody waited for.
     failure: Option<Failure>,
+    absences: Arc<Absences>,
 }
 
 /// Does what comes over the connection of a device until it ends.
 ///
 /// # Errors
 /// How it ended, if the leader did not just go.
-pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>) -> io::Result<()> {
+pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, absences: Arc<Absences>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let (mut from, mut to) = (BufReader::with_capacity(1 << 20, stream.try_clone()?), BufWriter::new(stream));
     let mut worker = Worker {
@@ -38,6 +40,7 @@ pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>) -> io::Result<
         memories: HashMap::new(),
         runtime: Runtime::new(backend, RuntimeOptions::default()),
         failure: None,
+        absences,
     };
     let mut bytes = Vec::new();
     loop {
@@ -77,7 +80,7 @@ impl Worker {
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
         let tells =
-            is_launch || request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
+            is_launch || request.is_answered() && !matches!(request, Request::Rejoin { .. } | Request::Usage);
         if tells {
             if let Some(failure) = &self.failure {
                 let failure = failure.clone();
@@ -173,11 +176,13 @@ impl Worker {
                 return Ok((Answer::Usage(self.backend().device_usage().map(Into::into)), Vec::new()));
             }
             Request::Abandon => self.abandon(),
-            Request::Rejoin => {
+            Request::Rejoin { absences } => {
+                self.absences.wait_for(absences);
                 self.failure = None;
                 if let Some(group) = self.backend().group() {
                     group.rejoin();
                 }
+                return Ok((Answer::Rejoined { absences: self.absences.told() }, Vec::new()));
             }
         }
         done()

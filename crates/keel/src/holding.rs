@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
 use keel_engine::{EngineError, EngineOptions, SpeculationOptions};
 
-use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Pooling, Subject, drafts_max};
+use crate::args::{COUNT_MAX, Device, DeviceArgs, HoldingArgs, Member, Pooling, Subject, drafts_max};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::session::{self, settle};
@@ -81,8 +81,11 @@ pub fn room(device: &DeviceArgs, compute: Compute) -> Option<Room> {
     let mut room = match device.device() {
         Device::Cpu => Room::of_host(),
         _ if device.split.is_split() => {
-            let rooms: Option<Vec<Room>> =
-                device.split.members().iter().map(|gpu| of_gpu(&device.on(gpu.device))).collect();
+            let room_of = |member: &Member| match member.remote {
+                Some(bytes) => Some(Room { bytes: bytes?, why: format!("free memory of {}", member.name) }),
+                None => of_gpu(&device.on(member.device)),
+            };
+            let rooms: Option<Vec<Room>> = device.split.members().iter().map(room_of).collect();
             rooms?.into_iter().min_by_key(|room| room.bytes)
         }
         _ => of_gpu(device),

@@ -85,8 +85,14 @@ fn main() -> ExitCode {
         };
         logging::begin(cli.verbose, quiet, server);
         match cli.command {
-            Command::Generate(args) => commands::generate::run(&args),
-            Command::Chat(args) => commands::chat::run(&args),
+            Command::Generate(mut args) => {
+                args.device.split.meet()?;
+                commands::generate::run(&args)
+            }
+            Command::Chat(mut args) => {
+                args.device.split.meet()?;
+                commands::chat::run(&args)
+            }
             Command::Plan(args) => commands::plan::run(&args, cli.verbose),
             Command::Fit(args) => commands::fit::run(&args),
             Command::Inspect(args) => commands::inspect::run(&args),
@@ -94,8 +100,11 @@ fn main() -> ExitCode {
             Command::Logits(args) => commands::logits::run(&args),
             Command::Eval(args) => commands::eval::run(&args),
             Command::Embed(args) => commands::embed::run(&args),
-            Command::Bench(args) => commands::bench::run(&args),
-            Command::Serve(args) => commands::serve::run(&args),
+            Command::Bench(mut args) => {
+                args.device.split.meet()?;
+                commands::bench::run(&args)
+            }
+            Command::Serve(mut args) => commands::serve::run(&mut args),
             #[cfg(feature = "hub")]
             Command::Pull(args) => commands::pull::run(&args),
             #[cfg(feature = "hub")]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use keel_array::{Backend, Group};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_remote::{Cluster, Members, Opened, RemoteError};
+use keel_remote::{Cluster, DeviceFacts, Members, Opened, RemoteError};
 use serde_json::json;
 
 /// The members of a group, which share a process after all.
@@ -71,7 +71,8 @@ impl Nodes {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
             let address = listener.local_addr().expect("bound").to_string();
             let (groups, open, wrap) = (Arc::clone(&groups), Arc::clone(&open), Arc::clone(&wrap));
-            let devices: Vec<String> = (0..count).map(|i| format!("cpu:{i}")).collect();
+            let facts = |i| DeviceFacts { name: format!("cpu:{i}"), room: None };
+            let devices = move || (0..count).map(facts).collect();
             let open_devices = move |opening: keel_remote::Opening| {
                 let groups = groups.lock().expect("no test panics here").clone();
                 assert_eq!((opening.size, &opening.settings), (groups.len(), &json!({"kind": "test"})));
@@ -85,7 +86,7 @@ impl Nodes {
                 Ok(Opened { backends, members: Arc::new(SameProcess(groups)) })
             };
             let serve =
-                move || keel_remote::serve(&listener, &devices, &[Ipv4Addr::LOCALHOST.into()], open_devices);
+                move || keel_remote::serve(&listener, devices, &[Ipv4Addr::LOCALHOST.into()], open_devices);
             std::thread::spawn(serve);
             address
         };

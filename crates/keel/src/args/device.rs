@@ -11,8 +11,7 @@ use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions};
 
-use super::split::Member;
-use super::{Split, SplitArgs, parse_bytes};
+use super::{Member, Split, SplitArgs, nodes, parse_bytes};
 use crate::failure::usage;
 
 /// The device and its bounds.
@@ -255,6 +254,14 @@ impl DeviceArgs {
         if members.iter().any(|member| member.device == Device::Cpu) {
             return Ok(self.cpu_group(planning));
         }
+        let cluster = self.split.nodes.cluster.as_ref();
+        if let Some(cluster) = cluster.filter(|_| !planning) {
+            return nodes::lead(self, cluster, shares, compute);
+        }
+        let groups = match cluster {
+            Some(_) => CudaGroup::planned(members.len(), shares),
+            None => CudaGroup::of(members.len(), shares),
+        };
         let gpu = |(member, group): (&Member, CudaGroup)| {
             let Device::Cuda(ordinal) = member.device else { unreachable!("no device is a CPU") };
             let options = CudaOptions { group: Some(group), ..self.options().cuda_options(ordinal, compute) };
@@ -265,7 +272,7 @@ impl DeviceArgs {
             };
             Ok(Arc::new(backend) as Arc<dyn Backend>)
         };
-        members.iter().zip(CudaGroup::of(members.len(), shares)).map(gpu).collect()
+        members.iter().zip(groups).map(gpu).collect()
     }
 
     /// The backends of several devices of the CPU. They share its threads. Where there are fewer threads than devices,

@@ -1,10 +1,12 @@
 //! Several devices for one model.
 
+use std::time::Duration;
+
 use anyhow::Result;
 use clap::Args;
 use keel_engine::split::DeviceGrid;
 
-use super::Device;
+use super::{Device, NodeArgs, nodes};
 use crate::failure::usage;
 
 /// Most devices of a model.
@@ -22,6 +24,8 @@ pub struct SplitArgs {
     /// layers. The default is pipeline; keel fit proposes the split whose largest device is smallest.
     #[arg(long, value_name = "HOW", requires = "devices", value_parser = parse_split)]
     split: Option<Split>,
+    #[command(flatten)]
+    pub nodes: NodeArgs,
 }
 
 /// One of the devices.
@@ -31,6 +35,8 @@ pub struct Member {
     pub name: String,
     /// Its kind.
     pub device: Device,
+    /// The bytes that it has room for, if they are known, of a device of another process.
+    pub remote: Option<Option<u64>>,
 }
 
 /// How devices share a model.
@@ -116,7 +122,7 @@ fn parse_member(text: &str) -> Result<Member, String> {
         "cuda" => Device::Cuda(number),
         _ => return Err("there is no such device; use cpu:0 or cuda:0".into()),
     };
-    Ok(Member { name: format!("{kind}:{number}"), device })
+    Ok(Member { name: format!("{kind}:{number}"), device, remote: None })
 }
 
 impl SplitArgs {
@@ -135,6 +141,48 @@ impl SplitArgs {
         self.split.map_or_else(|| Split::all(self.devices.len()), |split| vec![split])
     }
 
+    /// Connects with the other processes that share the model, if there are any. Their devices come before this one's.
+    ///
+    /// # Errors
+    /// A node cannot be reached; devices of the CPU, or a process that does not lead.
+    pub fn meet(&mut self) -> Result<()> {
+        self.meet_within(nodes::PATIENCE)
+    }
+
+    /// The same, waiting up to `patience` until the nodes are there.
+    ///
+    /// # Errors
+    /// As [`SplitArgs::meet`].
+    pub fn meet_within(&mut self, patience: Duration) -> Result<()> {
+        self.nodes.cluster = None;
+        self.devices.retain(|member| member.remote.is_none());
+        if !self.nodes.are_several() {
+            return Ok(());
+        }
+        if self.nodes.follows() {
+            return Err(usage("--node above 0 is for keel serve, which then does what node 0 says"));
+        }
+        self.expect_gpus()?;
+        self.nodes.own_address()?;
+        let others = self.nodes.meet(patience)?;
+        self.devices.splice(0..0, others);
+        Ok(())
+    }
+
+    /// Refuses devices of the CPU, whose exchanges stay within a process.
+    ///
+    /// # Errors
+    /// There are some.
+    pub fn expect_gpus(&self) -> Result<()> {
+        match self.devices.iter().find(|member| member.device == Device::Cpu) {
+            None => Ok(()),
+            Some(member) => Err(usage(format!(
+                "--nodes: {} exchanges arrays within its own process only; list GPUs in --devices",
+                member.name
+            ))),
+        }
+    }
+
     /// The devices as --devices takes them.
     pub fn list(&self) -> String {
         self.devices.iter().map(|member| member.name.as_str()).collect::<Vec<_>>().join(",")
@@ -142,7 +190,7 @@ impl SplitArgs {
 
     /// A copy with another split.
     pub fn with(&self, split: Split) -> SplitArgs {
-        SplitArgs { devices: self.devices.clone(), split: Some(split) }
+        SplitArgs { split: Some(split), ..self.clone() }
     }
 
     /// Whether several devices share the model, or the split is for several.
@@ -158,10 +206,11 @@ impl SplitArgs {
     /// A device is listed twice (a GPU may be, with NCCL_MULTI_RANK_GPU_ENABLE=1), GPUs and devices of the CPU are
     /// mixed, or there are too many.
     pub fn check(&self) -> Result<()> {
+        self.nodes.check()?;
         let all = self.list();
         let repeated =
             self.devices.iter().enumerate().find(|(i, member)| self.devices[..*i].contains(member));
-        if let Some((_, Member { name, device })) = repeated {
+        if let Some((_, Member { name, device, .. })) = repeated {
             // Each place in the list is compared with all free memory of the GPU, so each needs a --memory-limit.
             if *device == Device::Cpu || !keel_cuda::CudaGroup::may_share_a_gpu() {
                 return Err(usage(format!("--devices {all}: {name} is listed twice")));

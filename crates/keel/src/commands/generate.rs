@@ -49,7 +49,7 @@ pub struct GenerateArgs {
     #[command(flatten, next_help_heading = "Memory and arithmetic")]
     engine: EngineArgs,
     #[command(flatten, next_help_heading = "Device")]
-    device: DeviceArgs,
+    pub device: DeviceArgs,
     /// Run every token of the prompt in the decode regime, for comparisons.
     #[arg(long, help_heading = "Memory and arithmetic", conflicts_with_all = ["schema", "grammar"])]
     one_by_one: bool,

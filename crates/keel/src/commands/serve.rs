@@ -1,6 +1,7 @@
 //! `keel serve`: serves a model over HTTP.
 
 mod named;
+mod node;
 mod several;
 
 use std::net::SocketAddr;
@@ -168,8 +169,24 @@ fn request_bytes(text: &str) -> Result<u64, String> {
 }
 
 /// Runs the command.
-pub fn run(args: &ServeArgs) -> Result<()> {
+pub fn run(args: &mut ServeArgs) -> Result<()> {
     keel_cpu::process::heap::stay_small();
+    if args.options.device.split.nodes.follows() {
+        return node::follow(&args.options.device);
+    }
+    args.options.device.split.meet()?;
+    loop {
+        serve(args)?;
+        let nodes = &mut args.options.device.split;
+        let Some(lost) = nodes.nodes.lost() else { return Ok(()) };
+        tracing::warn!("{lost}; serving again when it is back");
+        if !node::meet_again(nodes)? {
+            return Ok(());
+        }
+    }
+}
+
+fn serve(args: &ServeArgs) -> Result<()> {
     let ServeArgs { models, options } = args;
     let mmproj = models.tower.mmproj.as_deref();
     if models.shape.name().is_some() {
@@ -299,7 +316,8 @@ fn listen(
         warn_if_open(address, &server_options);
         tracing::info!("{} is served at http://{address}", server_options.model_id);
         let server = Server::new(session.engine, text, server_options)?;
-        Ok(server.run(listener, wait_for_signal(), second_signal()).await?)
+        let drain = node::signal_or_loss(&args.device.split.nodes);
+        Ok(server.run(listener, drain, second_signal()).await?)
     })
 }
 

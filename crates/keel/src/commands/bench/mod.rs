@@ -65,7 +65,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     engine: EngineArgs,
     #[command(flatten)]
-    device: DeviceArgs,
+    pub device: DeviceArgs,
     /// Write a plot of memory over time, by category, to an SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,

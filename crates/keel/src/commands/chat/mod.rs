@@ -59,7 +59,7 @@ pub struct ChatArgs {
     #[command(flatten, next_help_heading = "Memory and arithmetic")]
     engine: EngineArgs,
     #[command(flatten, next_help_heading = "Device")]
-    device: DeviceArgs,
+    pub device: DeviceArgs,
 }
 
 /// Runs the command.
