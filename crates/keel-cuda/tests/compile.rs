@@ -133,8 +133,8 @@ fn rows(keys: &mut Keys) {
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
     keys.add(kernels::ROTATE_PAIRS, &["rotate_pairs"], &[]);
     keys.add(kernels::EXCHANGE, &["add_shares"], &[]);
-    for count in ["2", "8"] {
-        let mailboxes = [("BLOCKS", "16"), ("SLICE", "1024"), ("PARITIES", "2"), ("COUNT", count)];
+    for (count, is_shared) in [("2", "0"), ("3", "1"), ("8", "0")] {
+        let mailboxes = [("COUNT", count), ("GROUPS", "16384"), ("SHARED_GPU", is_shared)];
         keys.add(kernels::ONE_SHOT_SUM, &["one_shot_sum"], &mailboxes);
     }
     keys.add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);

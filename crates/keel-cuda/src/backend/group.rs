@@ -82,6 +82,8 @@ struct Shared {
     seats: Vec<Mutex<Seat>>,
     /// The device that has failed.
     absent: AtomicUsize,
+    /// Whether several devices may be one GPU.
+    may_share_a_gpu: bool,
 }
 
 /// A backend's membership of a group of GPUs.
@@ -149,6 +151,7 @@ impl CudaGroup {
             turn: Mutex::default(),
             seats: (0..size).map(|_| Mutex::default()).collect(),
             absent: AtomicUsize::new(NO_RANK),
+            may_share_a_gpu: CudaGroup::may_share_a_gpu(),
         });
         local.map(|rank| CudaGroup { shared: Arc::clone(&shared), rank, shares }).collect()
     }

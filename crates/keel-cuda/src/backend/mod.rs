@@ -108,10 +108,10 @@ impl CudaBackend {
             captured: AtomicU64::new(0),
             device,
         };
-        if let Some(count) = options.group.as_ref().and_then(CudaGroup::mailboxes) {
+        if let Some(kernel) = options.group.as_ref().and_then(CudaGroup::one_shot_kernel) {
             // On a GPU that several ranks share, a kernel might not be loaded while a peer's kernel waits for it.
             gpu.device.bind()?;
-            gpu.modules.function(&dispatch::one_shot_key(count), 0)?;
+            gpu.modules.function(&kernel, 0)?;
         }
         Ok(CudaBackend {
             name: format!("cuda:{} ({})", options.ordinal, gpu.device.name),

@@ -16,43 +16,48 @@ use std::sync::atomic::Ordering;
 /// Most devices whose arrays are added so. Each writes to all others, so the bytes of a sum grow with their number.
 pub(crate) const MAILBOXES_MAX: usize = 8;
 
-/// Blocks of the kernel. They are few, so that the kernels of several ranks run at the same time on one GPU.
-const BLOCKS: usize = 16;
-
-/// Groups of four floats that a block adds.
-const SLICE: usize = 1024;
-const FOUR_BYTES: usize = 4 * size_of::<f32>();
-
-/// Places for each slice: a fast peer writes the next sum while a slow one still reads the last.
-const PARITIES: usize = 2;
-
-/// A block's flags, and its progress.
-const LINE_BYTES: usize = 128;
-const HEAD_BYTES: usize = 2 * BLOCKS * LINE_BYTES;
-
 /// Bytes of the longest array: 256 KiB, 12 rows of 5,120 columns. Decode steps of few sequences are shorter. In longer
 /// arrays bytes count more than latency, and from 3 devices on each of them would send more than NCCL's ring does.
-pub(crate) const ONE_SHOT_BYTES_MAX: usize = BLOCKS * SLICE * FOUR_BYTES;
+pub(crate) const ONE_SHOT_BYTES_MAX: usize = 256 << 10;
 
-/// Threads of a block, each of which takes a group of four floats at a time.
-pub(crate) const ONE_SHOT_THREADS: usize = 256;
+/// Groups of four floats. Each has a thread.
+const FOUR_BYTES: usize = 4 * size_of::<f32>();
+const GROUPS: usize = ONE_SHOT_BYTES_MAX / FOUR_BYTES;
+
+/// Slots for each group: a fast peer writes the next sum while a slow one still reads the last.
+const PARITIES: usize = 2;
+
+/// A word for each thread.
+const TURNS_BYTES: usize = GROUPS * size_of::<u32>();
+
+/// Each byte of a slot to which nothing has come; `EMPTY` of the kernel.
+const EMPTY: u8 = 0xff;
+
+/// Threads of a block. Small blocks spread over many multiprocessors, and find room next to other kernels.
+pub(crate) const ONE_SHOT_THREADS: usize = 128;
 
 /// Bytes of a device's mailbox in a group of `devices`.
 pub(crate) fn mailbox_bytes(devices: usize) -> usize {
     if !(2..=MAILBOXES_MAX).contains(&devices) {
         return 0;
     }
-    (HEAD_BYTES + PARITIES * (devices - 1) * ONE_SHOT_BYTES_MAX).next_multiple_of(GRANULE)
+    (TURNS_BYTES + slots_bytes(devices)).next_multiple_of(GRANULE)
+}
+
+fn slots_bytes(devices: usize) -> usize {
+    PARITIES * (devices - 1) * ONE_SHOT_BYTES_MAX
 }
 
 /// Blocks that add arrays of `elements` floats.
+///
+/// They wait for those of the peers. So on a GPU that ranks share, the blocks of all ranks must fit at the same time:
+/// 128 of 128 threads each at most, of which a multiprocessor takes 12 or more.
 pub(crate) fn one_shot_blocks(elements: usize) -> usize {
-    elements.div_ceil(4 * ONE_SHOT_THREADS).clamp(1, BLOCKS)
+    elements.div_ceil(4 * ONE_SHOT_THREADS)
 }
 
-/// The kernel's constants.
-pub(crate) const ONE_SHOT_CONSTANTS: [(&str, usize); 3] =
-    [("BLOCKS", BLOCKS), ("SLICE", SLICE), ("PARITIES", PARITIES)];
+/// The kernel's constant `GROUPS`.
+pub(crate) const ONE_SHOT_GROUPS: usize = GROUPS;
 
 struct Mailbox {
     memory: Reservation,
@@ -105,10 +110,15 @@ impl Mailboxes {
     pub fn reset(&self) -> Result<()> {
         // What still runs anywhere could write to the others.
         self.by_rank.iter().try_for_each(|mailbox| mailbox.device.drain(DRAIN))?;
+        let slots = slots_bytes(self.by_rank.len());
         for Mailbox { device, memory, .. } in &self.by_rank {
             device.bind()?;
+            let (turns, stream) = (memory.start(), device.stream());
             // SAFETY: within the mailbox, which no kernel uses.
-            unsafe { driver!(cuMemsetD8Async(memory.start(), 0, HEAD_BYTES, device.stream()))? };
+            unsafe {
+                driver!(cuMemsetD8Async(turns, 0, TURNS_BYTES, stream))?;
+                driver!(cuMemsetD8Async(turns + TURNS_BYTES as u64, EMPTY, slots, stream))?;
+            }
             device.drain(DRAIN)?;
         }
         for mailbox in &self.by_rank {
@@ -183,25 +193,20 @@ mod tests {
         let granules: Vec<usize> = (0..=9).map(|devices| mailbox_bytes(devices) / GRANULE).collect();
         assert_eq!(granules, [0, 0, 1, 1, 1, 2, 2, 2, 2, 0]);
         for devices in 2..=MAILBOXES_MAX {
-            let slots = PARITIES * (devices - 1) * BLOCKS * SLICE * FOUR_BYTES;
-            assert!(HEAD_BYTES + slots <= mailbox_bytes(devices), "{devices} devices");
+            let slots = PARITIES * (devices - 1) * GROUPS * FOUR_BYTES;
+            assert!(TURNS_BYTES + slots <= mailbox_bytes(devices), "{devices} devices");
         }
+        assert!(TURNS_BYTES.is_multiple_of(FOUR_BYTES), "slots are aligned");
     }
 
-    /// A block's line holds its flags of all peers, and its slice is no longer than a slot.
     #[test]
-    fn blocks_stay_within_their_slots() {
-        assert!(MAILBOXES_MAX * size_of::<u32>() <= LINE_BYTES);
+    fn each_group_has_a_thread_and_each_thread_a_slot() {
         let longest = ONE_SHOT_BYTES_MAX / size_of::<f32>();
         for elements in (1..5000).chain(longest - 5000..=longest) {
-            let (fours, blocks) = (elements.div_ceil(4), one_shot_blocks(elements));
-            let slice = fours.div_ceil(blocks);
-            assert!(
-                (1..=BLOCKS).contains(&blocks) && slice <= SLICE,
-                "{elements}: {slice} in {blocks} blocks"
-            );
+            let threads = one_shot_blocks(elements) * ONE_SHOT_THREADS;
+            assert!(elements.div_ceil(4) <= threads && threads <= GROUPS, "{elements}: {threads} threads");
         }
-        assert_eq!([1, 1024, 1025, 5120, longest].map(one_shot_blocks), [1, 1, 2, 5, 16]);
+        assert_eq!([1, 512, 513, 5120, longest].map(one_shot_blocks), [1, 1, 2, 10, 128]);
     }
 
     #[test]

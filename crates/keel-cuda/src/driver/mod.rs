@@ -26,7 +26,7 @@ pub(crate) use device::{DRAIN, Delivery, Device, overlap};
 pub(crate) use event::Event;
 pub(crate) use graph::{Graph, capture};
 pub(crate) use mailbox::{
-    MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, ONE_SHOT_CONSTANTS, ONE_SHOT_THREADS, mailbox_bytes,
+    MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, ONE_SHOT_GROUPS, ONE_SHOT_THREADS, mailbox_bytes,
     one_shot_blocks,
 };
 pub(crate) use memory::{CudaMemory, PinnedBuffer};

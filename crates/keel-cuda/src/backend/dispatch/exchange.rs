@@ -9,9 +9,9 @@
 use super::{Call, Geometry};
 use crate::backend::Mode;
 use crate::backend::group::{CudaGroup, OneShot};
-use crate::driver::{Arguments, Communicator, ONE_SHOT_CONSTANTS, ONE_SHOT_THREADS, driver, one_shot_blocks};
+use crate::driver::{Arguments, Communicator, ONE_SHOT_THREADS, driver, one_shot_blocks};
 use crate::error::Result;
-use crate::kernels::{EXCHANGE, KernelKey, ONE_SHOT_SUM};
+use crate::kernels::{EXCHANGE, KernelKey};
 use crate::parameters::OneShotSum;
 use keel_array::{ArrayError, Kernel, Op, Peers};
 
@@ -61,7 +61,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
 fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<(), ArrayError> {
     let (device, y) = (&*call.gpu.device, call.outputs[0].address);
     if let Some(one_shot) = group(call).one_shot(peers, count) {
-        return add_in_one_shot(call, peers, &one_shot);
+        return add_in_one_shot(call, &one_shot);
     }
     if !adds_by_rank(peers, call.mode) {
         // SAFETY: the operands were checked against their memory, which the launch owns.
@@ -74,15 +74,9 @@ fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<
     call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
 }
 
-/// The kernel that adds small arrays of `count` devices.
-pub(in crate::backend) fn one_shot_key(count: usize) -> KernelKey {
-    let key = KernelKey::new(ONE_SHOT_SUM, "one_shot_sum").define("COUNT", count);
-    ONE_SHOT_CONSTANTS.into_iter().fold(key, |key, (name, value)| key.define(name, value))
-}
-
 /// Unlike the library's kernels this one waits for those before it and is waited for, as all of this crate. So kernels
 /// around it may overlap as usual.
-fn add_in_one_shot(call: &Call<'_>, peers: Peers, one_shot: &OneShot) -> Result<(), ArrayError> {
+fn add_in_one_shot(call: &Call<'_>, one_shot: &OneShot) -> Result<(), ArrayError> {
     let n = call.inputs[0].len();
     let blocks = one_shot_blocks(n);
     let geometry = Geometry { grid: (blocks, 1, 1), block: (ONE_SHOT_THREADS, 1, 1), shared_bytes: 0 };
@@ -94,7 +88,7 @@ fn add_in_one_shot(call: &Call<'_>, peers: Peers, one_shot: &OneShot) -> Result<
         rank: one_shot.rank,
         stop: one_shot.stop,
     };
-    call.launch_described(&one_shot_key(peers.count), geometry, &parameters)
+    call.launch_described(&one_shot.kernel, geometry, &parameters)
 }
 
 fn group<'a>(call: &Call<'a>) -> &'a CudaGroup {

@@ -21,7 +21,6 @@ use super::Mode;
 use super::call::{COUNTERS, Call, Geometry};
 use super::operand::{Bound, BoundKernel};
 pub(super) use absorb::absorbs;
-pub(super) use exchange::one_shot_key;
 use keel_array::{ArrayError, Kernel, KernelGroup, Op};
 pub(super) use support::supports;
 

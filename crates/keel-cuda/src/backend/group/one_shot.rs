@@ -1,8 +1,9 @@
 //! Sums of small arrays without NCCL.
 
 use super::CudaGroup;
-use crate::driver::{Device, MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, mailbox_bytes};
+use crate::driver::{Device, MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, ONE_SHOT_GROUPS, mailbox_bytes};
 use crate::error::Result;
+use crate::kernels::{KernelKey, ONE_SHOT_SUM};
 use keel_array::Peers;
 use std::sync::Arc;
 
@@ -15,13 +16,20 @@ pub(in crate::backend) struct OneShot {
     pub rank: usize,
     /// Address of the word that stops its kernel.
     pub stop: u64,
+    pub kernel: KernelKey,
 }
 
 impl CudaGroup {
-    /// How many devices add small arrays with this one, itself included; `None` if they never have mailboxes, because
-    /// they are too many, or of several processes.
-    pub(in crate::backend) fn mailboxes(&self) -> Option<usize> {
-        (mailbox_bytes(self.shares) > 0 && self.is_local_stage(self.stage().first)).then_some(self.shares)
+    /// The kernel that adds small arrays of a stage; `None` if its devices never have mailboxes, because they are too
+    /// many, or of several processes.
+    pub(in crate::backend) fn one_shot_kernel(&self) -> Option<KernelKey> {
+        let key = || {
+            KernelKey::new(ONE_SHOT_SUM, "one_shot_sum")
+                .define("COUNT", self.shares)
+                .define("GROUPS", ONE_SHOT_GROUPS)
+                .define("SHARED_GPU", u8::from(self.shared.may_share_a_gpu))
+        };
+        (mailbox_bytes(self.shares) > 0 && self.is_local_stage(self.stage().first)).then(key)
     }
 
     /// Opens the mailboxes of a stage whose first rank is `first`, or resets them.
@@ -56,8 +64,8 @@ impl CudaGroup {
         let seat = self.seat(self.rank);
         // Mailboxes outlast a failure. They are reset before the devices are connected again.
         let mailboxes = seat.mailboxes.as_ref().filter(|_| seat.links.is_some())?;
-        let rank = self.rank - peers.first;
-        Some(OneShot { mailboxes: mailboxes.addresses(), rank, stop: mailboxes.stop_address(rank) })
+        let (rank, kernel) = (self.rank - peers.first, self.one_shot_kernel()?);
+        Some(OneShot { mailboxes: mailboxes.addresses(), rank, stop: mailboxes.stop_address(rank), kernel })
     }
 }
 
@@ -87,15 +95,16 @@ mod tests {
         assert_eq!(with(2, 2), nccl(2) + (2 << 20));
         assert_eq!(with(8, 8), nccl(8) + (4 << 20));
         assert_eq!(with(9, 9), nccl(9), "too many for mailboxes");
-        assert_eq!(CudaGroup::of(4, 2)[0].mailboxes(), Some(2));
-        assert_eq!(CudaGroup::of(4, 1)[0].mailboxes(), None, "stages of one device add nothing");
+        assert!(CudaGroup::of(4, 2)[0].one_shot_kernel().is_some());
+        assert!(CudaGroup::of(4, 1)[0].one_shot_kernel().is_none(), "stages of one device add nothing");
     }
+
     /// Ranks 1 to 3 of three stages of two: the stages of ranks 0 and 1, and of ranks 2 and 3.
     #[test]
     fn only_a_stage_of_one_process_has_mailboxes() {
         let groups = CudaGroup::across(6, 2, 1..4, Role::Follows(Told::new()));
-        let mailboxes: Vec<Option<usize>> = groups.iter().map(CudaGroup::mailboxes).collect();
-        assert_eq!(mailboxes, [None, Some(2), Some(2)]);
+        let adds: Vec<bool> = groups.iter().map(|group| group.one_shot_kernel().is_some()).collect();
+        assert_eq!(adds, [false, true, true]);
         let planned = CudaGroup::planned(6, 2);
         for group in groups {
             assert_eq!(group.buffer_bytes(), planned[group.rank].buffer_bytes(), "device {}", group.rank);

@@ -1,18 +1,22 @@
-//! The protocol of `one_shot_sum.cu` for one block, in every order in which devices can take their steps.
+//! The protocol of `one_shot_sum.cu` for one thread, in every order in which devices can take their steps.
 //!
-//! Each word of memory has one writer, so all memory follows from how far each device is. Memory is sequentially
-//! consistent here. Why releases and acquires order what matters stands in the kernel.
+//! Memory is sequentially consistent here. Why the ends of launches order what matters stands in the kernel.
 
 use super::PARITIES;
 use std::collections::HashSet;
 
 const DEVICES: usize = 3;
-const EPOCHS: usize = 4;
+const SUMS: usize = 4;
 
-/// Steps of an epoch: a write to each peer's slot, a write of each peer's flag, a wait for each peer, a read of each
-/// peer's slot.
+/// Steps of a sum, one for each peer: writes to the peers' slots, waits until the own ones are not empty, reads of
+/// them, writes that make them empty.
 const PEERS: usize = DEVICES - 1;
 const STEPS: usize = 4 * PEERS;
+const WAITS: usize = 1;
+
+/// The number of a sum, from 1 on.
+type Number = usize;
+const EMPTY: Number = 0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum State {
@@ -26,8 +30,10 @@ enum State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Device {
     state: State,
-    /// Steps of all epochs so far.
+    /// Steps of all sums so far.
     steps: usize,
+    /// The sum whose data are in each slot, by parity and peer.
+    slots: [[Number; PEERS]; PARITIES],
 }
 
 type Devices = [Device; DEVICES];
@@ -36,9 +42,13 @@ type Devices = [Device; DEVICES];
 #[derive(Clone, Copy)]
 struct Rules {
     parities: usize,
-    /// A device that has stopped waiting does nothing more. Otherwise it goes on with the next epoch.
+    /// A device makes its slots empty after it has read them.
+    empties: bool,
+    /// A device that has stopped waiting does nothing more. Otherwise it goes on with the next sum.
     stays_away: bool,
 }
+
+const RIGHT: Rules = Rules { parities: PARITIES, empties: true, stays_away: true };
 
 fn peer_of(device: usize, number: usize) -> usize {
     (device + 1 + number) % DEVICES
@@ -49,36 +59,42 @@ fn number_of(peer: usize, device: usize) -> usize {
     (peer + DEVICES - device - 1) % DEVICES
 }
 
-/// The last epoch, from 1 on, in which step `wanted` of a device was taken; 0 if it was in none. Only epochs of this
-/// parity count.
-fn last_epoch(device: Device, wanted: usize, parity: usize, parities: usize) -> usize {
-    let taken = |epoch: &usize| (epoch - 1) * STEPS + wanted < device.steps;
-    (1..=EPOCHS).rev().filter(|epoch| epoch % parities == parity).find(taken).unwrap_or(0)
+fn is_at_rest(device: &Device) -> bool {
+    device.state != State::Runs || device.steps == SUMS * STEPS
 }
 
 /// What happens if `device` takes its next step; `None` if it must wait or is done.
 ///
 /// # Errors
-/// It reads a slot that holds another epoch.
+/// A slot holds another sum than it should.
 fn step(devices: &Devices, device: usize, rules: Rules) -> Result<Option<Devices>, String> {
-    let Device { state, steps } = devices[device];
-    if state != State::Runs || steps == EPOCHS * STEPS {
+    let steps = devices[device].steps;
+    if is_at_rest(&devices[device]) {
         return Ok(None);
     }
-    let (epoch, step) = (steps / STEPS + 1, steps % STEPS);
-    let (phase, peer) = (step / PEERS, peer_of(device, step % PEERS));
-    let of_peer = number_of(device, peer);
-    if phase == 2 && last_epoch(devices[peer], PEERS + of_peer, 0, 1) < epoch {
-        return Ok(None);
-    }
-    if phase == 3 {
-        let found = last_epoch(devices[peer], of_peer, epoch % rules.parities, rules.parities);
-        if found != epoch {
-            return Err(format!("device {device} reads epoch {found} of {peer} for {epoch}: {devices:?}"));
-        }
-    }
+    let (sum, step) = (steps / STEPS + 1, steps % STEPS);
+    let (phase, number, parity) = (step / PEERS, step % PEERS, sum % rules.parities);
+    let peer = peer_of(device, number);
     let mut next = *devices;
     next[device].steps += 1;
+    let own = &mut next[device].slots[parity][number];
+    match phase {
+        0 => {
+            let slot = &mut next[peer].slots[parity][number_of(device, peer)];
+            if rules.empties && *slot != EMPTY {
+                return Err(format!("{device} overwrites sum {slot} at {peer} with {sum}: {devices:?}"));
+            }
+            *slot = sum;
+        }
+        WAITS if *own == EMPTY => return Ok(None),
+        WAITS => {}
+        _ if *own != sum => {
+            return Err(format!("{device} reads sum {own} of {peer} for {sum}: {devices:?}"));
+        }
+        2 => {}
+        _ if rules.empties => *own = EMPTY,
+        _ => {}
+    }
     Ok(Some(next))
 }
 
@@ -92,19 +108,19 @@ fn followers(devices: &Devices, rules: Rules) -> Result<Vec<Devices>, String> {
     };
     for (i, device) in devices.iter().enumerate() {
         all.extend(step(devices, i, rules)?);
-        if device.state != State::Runs || device.steps == EPOCHS * STEPS {
+        if is_at_rest(device) {
             continue;
         }
         if i == 0 {
             all.push(with(i, Device { state: State::Failed, ..*device }));
         }
         // The host of a device stops it if a peer has failed, or has learnt that one has.
-        let waits = device.steps % STEPS / PEERS == 2;
+        let waits = device.steps % STEPS / PEERS == WAITS;
         if waits && devices.iter().any(|device| device.state != State::Runs) {
-            let next_epoch = (device.steps / STEPS + 1) * STEPS;
+            let next_sum = (device.steps / STEPS + 1) * STEPS;
             all.push(match rules.stays_away {
                 true => with(i, Device { state: State::Left, ..*device }),
-                false => with(i, Device { steps: next_epoch, ..*device }),
+                false => with(i, Device { steps: next_sum, ..*device }),
             });
         }
     }
@@ -114,13 +130,12 @@ fn followers(devices: &Devices, rules: Rules) -> Result<Vec<Devices>, String> {
 /// Visits every state.
 ///
 /// # Errors
-/// A device reads a wrong slot, or waits for ever.
+/// A slot holds another sum than it should, or a device waits for ever.
 fn explore(rules: Rules) -> Result<usize, String> {
-    let start = [Device { state: State::Runs, steps: 0 }; DEVICES];
+    let start = [Device { state: State::Runs, steps: 0, slots: [[EMPTY; PEERS]; PARITIES] }; DEVICES];
     let (mut seen, mut open) = (HashSet::from([start]), vec![start]);
     while let Some(devices) = open.pop() {
         let next = followers(&devices, rules)?;
-        let is_at_rest = |device: &Device| device.state != State::Runs || device.steps == EPOCHS * STEPS;
         if next.is_empty() && !devices.iter().all(is_at_rest) {
             return Err(format!("no device moves: {devices:?}"));
         }
@@ -131,18 +146,25 @@ fn explore(rules: Rules) -> Result<usize, String> {
 
 #[test]
 fn every_order_of_steps_and_failures_reads_the_right_slots_and_ends() {
-    let states = explore(Rules { parities: PARITIES, stays_away: true }).expect("the protocol is right");
+    let states = explore(RIGHT).expect("the protocol is right");
     assert!(states > 5_000, "{states}");
 }
 
 #[test]
 fn a_slot_without_a_second_parity_is_overwritten() {
-    let error = explore(Rules { parities: 1, stays_away: true }).expect_err("a fast peer overwrites it");
-    assert!(error.contains("reads epoch"), "{error}");
+    let error = explore(Rules { parities: 1, ..RIGHT }).expect_err("a fast peer overwrites it");
+    assert!(error.contains("overwrites sum"), "{error}");
+}
+
+#[test]
+fn a_slot_that_is_not_emptied_is_taken_for_the_next_sum() {
+    let error = explore(Rules { empties: false, ..RIGHT }).expect_err("old data are there");
+    assert!(error.contains("reads sum"), "{error}");
 }
 
 #[test]
 fn a_device_that_has_stopped_must_not_go_on() {
-    let error = explore(Rules { parities: PARITIES, stays_away: false }).expect_err("it overwrites a slot");
-    assert!(error.contains("reads epoch"), "{error}");
+    let error =
+        explore(Rules { stays_away: false, ..RIGHT }).expect_err("it writes or reads a slot too early");
+    assert!(error.contains("overwrites sum") || error.contains("reads sum"), "{error}");
 }
