@@ -90,7 +90,33 @@ fn sums_have_the_bits_of_the_order_of_ranks_at_any_length_and_offset() {
     }
 }
 
-/// Sums that each depend on the one before, as a graph: two chains of different lengths in turn, so that some blocks
+/// Every pattern of bits arrives, also the one that marks a slot to which nothing has come.
+#[test]
+fn sums_of_any_bits_end() {
+    const LEN: usize = 5000;
+    let Some(ranks) = ranks(false) else { return };
+    let all_ones = f32::from_bits(u32::MAX);
+    let values = [all_ones, -0.0, 0.0, f32::INFINITY, f32::MIN_POSITIVE / 4.0, 3.5, f32::NAN];
+    let value = |rank: usize, i: usize| values[(i / values.len().pow(rank as u32)) % values.len()];
+    let prepare = |rank: &Rank| {
+        let prepared = Prepared::sums(rank, LEN, 1);
+        prepared.fill(|i| value(rank.group().rank(), i));
+        prepared
+    };
+    let prepared: Vec<Prepared> = ranks.iter().map(prepare).collect();
+    on_each(&ranks, &prepared, |_, prepared| prepared.run(5).expect("all come"));
+    let sum = |i| (1..ranks.len()).fold(value(0, i), |sum, rank| sum + value(rank, i));
+    for got in prepared.iter().flat_map(Prepared::results) {
+        let is_right = |i: &usize| match sum(*i) {
+            sum if sum.is_nan() => got[*i].is_nan(),
+            sum => got[*i].to_bits() == sum.to_bits(),
+        };
+        let wrong = (0..LEN).find(|i| !is_right(i));
+        assert_eq!(wrong, None, "{:?}", wrong.map(|i| (got[i], sum(i))));
+    }
+}
+
+/// Sums that each depend on the one before, as a graph: two chains of different lengths in turn, so that some threads
 /// come to more sums than others. Ranks begin at different times.
 #[test]
 fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {

@@ -8,9 +8,12 @@
 //! A line counts the bytes that cannot be saved, each once, next to the rate of a copy within the device (reads and
 //! writes); or the operations, next to those of cuBLASLt's largest bf16 product. `--test operations` checks the
 //! results.
+//!
+//! With several GPUs, lines with `one_shot_sum` are sums over all of them; see `sums.rs`.
 
 mod products;
 mod sequence;
+mod sums;
 
 use keel_array::{Array, Category, DType, Result, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, GpuPeaks};
@@ -46,6 +49,7 @@ struct Bench {
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
+    let groups = sums::groups();
     let peaks = GpuPeaks::measure(0)?;
     println!(
         "{}, copy {:.2} TB/s, bf16 {:.0} TFLOP/s",
@@ -57,6 +61,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let bench = Bench { runtime: Runtime::new(backend, RuntimeOptions::default()), peaks, filter };
     products::time(&bench)?;
     sequence::time(&bench)?;
+    sums::time(groups, &bench.filter)?;
     Ok(())
 }
 
@@ -81,7 +86,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Seconds of a graph of these instances.
+    /// Seconds of a graph of these instances, the median.
     fn graph<D>(&self, instances: &[D], op: impl Fn(&D) -> Result<Array>) -> Result<f64> {
         let lazy = self.runtime.trace(|| instances.iter().map(&op).collect::<Result<Vec<Array>>>())?;
         let places = lazy
@@ -90,16 +95,7 @@ impl Bench {
             .collect::<Result<Vec<Array>>>()?;
         let results: Vec<(&Array, &Array)> = lazy.iter().zip(&places).collect();
         let graph = self.runtime.prepare(&results)?;
-        let mut seconds = Vec::with_capacity(RUNS);
-        for run in 0..WARM_UP + RUNS {
-            let start = Instant::now();
-            graph.run()?;
-            if run >= WARM_UP {
-                seconds.push(start.elapsed().as_secs_f64());
-            }
-        }
-        seconds.sort_by(f64::total_cmp);
-        Ok(seconds[RUNS / 2])
+        median_seconds(RUNS, || Ok(graph.run()?))
     }
 
     fn report(&self, name: &str, floor: Floor, seconds: f64) {
@@ -142,4 +138,18 @@ impl Bench {
         }
         Ok(array)
     }
+}
+
+/// The median of so many runs, after those that load and capture.
+fn median_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut seconds = Vec::with_capacity(runs);
+    for number in 0..WARM_UP + runs {
+        let start = Instant::now();
+        run()?;
+        if number >= WARM_UP {
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+    }
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[runs / 2])
 }
