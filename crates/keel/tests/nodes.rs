@@ -1,0 +1,64 @@
+//! A model on several processes, through the program: what needs no GPU.
+
+mod common;
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::{Child, Command, Stdio};
+
+use common::{fail, keel, misuse, stderr};
+use keel_cuda::Survey;
+
+/// A process that ends with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two addresses that nobody listens on.
+fn addresses() -> [String; 2] {
+    [(); 2].map(|()| {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        listener.local_addr().expect("bound").to_string()
+    })
+}
+
+#[test]
+fn processes_that_cannot_share_a_model_are_refused() {
+    let with = |command: &[&'static str], options: &[&'static str]| [command, options].concat();
+    let cpu = &["--devices", "cpu:0", "--nodes", "localhost:1,localhost:2"];
+    misuse(&with(&["generate", "x"], cpu), "cpu:0 exchanges arrays within its own process only");
+    misuse(&with(&with(&["serve"], cpu), &["--node", "1"]), "list GPUs in --devices");
+    let gpu = &["--devices", "cuda:0", "--nodes", "localhost:1,localhost:2"];
+    misuse(&with(&with(&["generate", "x"], gpu), &["--node", "1"]), "--node above 0 is for keel serve");
+    misuse(&with(&with(&["serve"], gpu), &["--node", "2"]), "--nodes lists 2 addresses");
+    misuse(&with(&["plan"], gpu), "this command runs in one process");
+    let alone = &["--devices", "cuda:0", "--nodes", "localhost:1"];
+    misuse(&with(&["generate", "x"], alone), "--nodes lists one address");
+}
+
+#[test]
+fn a_node_says_why_it_cannot_open_its_devices() {
+    if !Survey::take().gpus.is_empty() {
+        keel_testkit::skipped!("for a machine without a GPU");
+        return;
+    }
+    let [first, second] = addresses();
+    let nodes = [first, second].join(",");
+    let node = Command::new(env!("CARGO_BIN_EXE_keel"))
+        .args(["serve", "--devices", "cuda:0", "--nodes", &nodes, "--node", "1"])
+        .env("KEEL_CONFIG", "")
+        .stderr(Stdio::null())
+        .spawn();
+    let _node = Running(node.expect("keel starts"));
+    let options = ["generate", "Once", "--devices", "cuda:0", "--nodes", &nodes];
+    // The node goes on after a leader that failed.
+    for _ in 0..2 {
+        fail(&options, "cuda:0: ");
+        let message = stderr(&keel(&options));
+        assert!(message.contains("node 1 (127.0.0.1:") && message.contains("NVIDIA driver"), "{message}");
+    }
+}
