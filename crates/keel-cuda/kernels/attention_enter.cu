@@ -1,8 +1,8 @@
 // The work before attention, in one launch. It rotates queries and keys (rope.cuh), writes queries to
 // a buffer [T, H, D], and writes keys and values to their pages (attention.cu).
 //
-// Constants: H, KV, D, KV_F16; R, NORM, AXES of the rotation; QUERIES and KEYS, 0 if another launch handles the
-// queries, or the keys and values. q, k and v have their own strides from row to row and from head to head. A row
+// Constants: H, KV, D, KV_F16, KV_BITS (attention_enter only, 8 or 4 for coded pools); R, NORM, AXES of the rotation;
+// QUERIES and KEYS, 0 if another launch handles the queries, or the keys and values. q, k and v have their own strides from row to row and from head to head. A row
 // beyond those of all sequences writes no page.
 // EARLY=1: no kernel that may still run writes positions, tables or row_start. So angles and pages are found while
 // earlier kernels finish.
@@ -16,7 +16,13 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
-#if KV_F16
+#ifndef KV_BITS
+#define KV_BITS 0
+#endif
+#if KV_BITS
+#include "kv_coded.cuh"
+typedef u8 kv_t;
+#elif KV_F16
 typedef f16 kv_t;
 /// A value as pages store it; values beyond the range of f16 saturate.
 static __device__ __forceinline__ kv_t kept(float x) { return two_f16(x, 0.0f).x; }
@@ -67,6 +73,23 @@ attention_enter(
         return;
     }
     const u32 kv = (head - Q_HEADS) % KV;
+#if KV_BITS
+    // A group of 32 values is coded as a whole: the warp collects its head first.
+    __shared__ float collected[4][D];
+    float* mine = collected[threadIdx.x / 32];
+    const bool is_key = head < Q_HEADS + KV;
+    if (is_key) {
+        turn_head(k.at + row * k.row + kv * k.head, angles, turn.norm, turn.eps, [&](u32 i, float value) { mine[i] = value; });
+    } else {
+        const float* from = v.at + row * v.row + kv * v.head;
+#pragma unroll
+        for (u32 i = lane; i < D; i += 32) mine[i] = from[i];
+    }
+    __syncwarp();
+    u8* to = (is_key ? keys : values) + head_page(page, kv);
+#pragma unroll
+    for (u32 group = 0; group < GROUPS_OF_ROW; group++) store_group(to, at % PAGE, group, mine[group * 32 + lane]);
+#else
     const u64 place = (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
     if (head < Q_HEADS + KV) {
         turn_head(k.at + row * k.row + kv * k.head, angles, turn.norm, turn.eps,
@@ -75,9 +98,10 @@ attention_enter(
         const float* from = v.at + row * v.row + kv * v.head;
         for (u32 i = lane; i < D; i += 32) values[place + i] = kept(from[i]);
     }
+#endif
 }
 
-#if R == D && !NORM
+#if R == D && !NORM && !KV_BITS
 static __device__ __forceinline__ void keep_four(float* to, float4 x) { *(float4*)to = x; }
 static __device__ __forceinline__ void keep_four(f16* to, float4 x) {
     *(uint2*)to = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));

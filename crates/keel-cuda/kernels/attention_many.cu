@@ -5,16 +5,16 @@
 // run from start to end, and each takes a share of the items: 16 pairs (row, head of the group) of a sequence and a
 // key head. While an item is computed, keys, values and queries of the next ones are on their way.
 //
-// Macros: those of attention_tiles.cuh; WARPS; KV_STAGES (tiles of keys and of values that a warp has under way, at
+// Macros: those of attention_tiles.cuh; WARPS; KV_STAGES (chunks of keys and of values that a warp has under way, at
 //   least 1); BLOCKS (of a multiprocessor); EARLY=1: no kernel that may still run writes earlier steps' keys and
 //   values, row_start, position or table.
 // Launch:
 //   attention_many   grid (blocks that run at the same time), block 32 WARPS, shared memory MANY_SHARED(items) bytes;
 //                    items = COST_RATIO ceil(KV (ceil(T G / 16) + B) / blocks) + 1.
 //
-// Floor: 4 KV D bytes a key.
+// Floor: 4 KV D bytes a key; coded 2 KV D (KV_BITS / 8 + 1 / 16).
 
-#include "attention_tiles.cuh"
+#include "decode_chunk.cuh"
 
 #ifndef WARPS
 #define WARPS 8
@@ -28,7 +28,6 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
-#define CHUNK 16
 // Keys between two chunks of a warp. Which warp takes a key depends on the key's position alone.
 #define STEP (WARPS * CHUNK)
 #define THREADS (32 * WARPS)
@@ -59,8 +58,8 @@ struct WarpSums {
 };
 
 // Of an item there are two queries and two sums: the next item's are written while this one's are read.
-#define TILE_BYTES (2 * CHUNK * LINE)
-#define MANY_SHARED(items) (WARPS * KV_STAGES * 2 * TILE_BYTES + 2 * (TILE_BYTES + sizeof(WarpSums)) + (items) * sizeof(Item))
+#define QUERY_BYTES (2 * 16 * LINE)
+#define MANY_SHARED(items) (WARPS * KV_STAGES * 2 * CHUNK_BYTES + 2 * (QUERY_BYTES + sizeof(WarpSums)) + (items) * sizeof(Item))
 
 // What an item costs: its start and end, and its chunks. A limit keeps the greatest cost COST_RATIO times the least,
 // so that a block's list has room for its share of any items.
@@ -152,7 +151,7 @@ struct Queries {
 #pragma unroll
         for (u32 i = 0; i < QUADS; i++) {
             const u32 m = (threadIdx.x + i * THREADS) / (D / 4), d = (threadIdx.x + i * THREADS) % (D / 4) * 4;
-            if (m < 16) *(uint2*)(tile + m * LINE + d) = make_uint2(pack_f16(coming[i].x, coming[i].y), pack_f16(coming[i].z, coming[i].w));
+            if (m < 16) put_query(tile + m * LINE, d, coming[i]);
         }
     }
 };
@@ -167,11 +166,7 @@ static __device__ __forceinline__ void write_rows(WarpSums& result, const float 
         if (begin > 0) __syncthreads(); // the pairs before have been read
         const int half = begin / 8;
         const u32 m = lane / 4 + 8 * half - begin, pairs = min(count - begin, SUM_ROWS);
-        if (m < pairs && softmax.largest[half] != -INF) {
-#pragma unroll
-            for (int i = 0; i < D / 8; i++)
-                *(float2*)&result.sums[warp][m][i * 8 + lane % 4 * 2] = make_float2(sums[i][2 * half], sums[i][2 * half + 1]);
-        }
+        if (m < pairs && softmax.largest[half] != -INF) put_sums(result.sums[warp][m], sums, half);
         if (m < pairs && lane % 4 == 0) {
             result.largest[warp][m] = softmax.largest[half] * scale;
             result.total[warp][m] = softmax.total[half];
@@ -208,10 +203,11 @@ attention_many(
 ) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
-    DYNAMIC_SHARED(f16, shared);
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    f16 *const tiles = shared + warp * (KV_STAGES * 2 * CHUNK * LINE), *const q_tiles = shared + WARPS * KV_STAGES * 2 * CHUNK * LINE;
-    WarpSums* const results = (WarpSums*)(q_tiles + 2 * CHUNK * LINE);
+    DYNAMIC_SHARED(u8, shared);
+    const u32 warp = threadIdx.x / 32;
+    u8* const chunks = shared + warp * (KV_STAGES * 2 * CHUNK_BYTES);
+    f16* const q_tiles = (f16*)(shared + WARPS * KV_STAGES * 2 * CHUNK_BYTES);
+    WarpSums* const results = (WarpSums*)(q_tiles + 2 * 16 * LINE);
     Item* const list = (Item*)(results + 2);
     const u32 items = list_items(list, row_start, position, sequences);
     if (items == 0) {
@@ -228,27 +224,23 @@ attention_many(
         return Place{items, 0};
     };
     auto next = [&](Place at) { return at.key + STEP < list[at.item].to() ? Place{at.item, at.key + STEP} : enter(at.item + 1); };
-    auto load = [&](f16* tile, const kv_t* pool, Place at, bool now = true) {
+    auto load = [&](u8* chunk, const kv_t* pool, Place at, bool now = true) {
         if (at.item < items && now) {
             const Item item = list[at.item];
-            const u32 page = table[item.sequence * pages + at.key / PAGE], to = item.to(), kv = item.kv();
-#pragma unroll
-            for (u32 i = lane; i < CHUNK * (D / 8); i += 32) {
-                const u32 n = i / (D / 8), d = i % (D / 8) * 8;
-                fetch8(tile + n * LINE + d, pool, page, kv, at.key % PAGE + n, d, at.key + n < to);
-            }
+            const u32 page = table[item.sequence * pages + at.key / PAGE];
+            fetch_chunk(chunk, pool, page, item.kv(), at.key % PAGE, item.to() - at.key);
         }
         copy_commit();
     };
-    auto key_tile = [&](u32 stage) { return tiles + stage * (2 * CHUNK * LINE); };
-    auto value_tile = [&](u32 stage) { return tiles + (stage * 2 + 1) * (CHUNK * LINE); };
+    auto key_chunk = [&](u32 stage) { return chunks + stage * (2 * CHUNK_BYTES); };
+    auto value_chunk = [&](u32 stage) { return chunks + (stage * 2 + 1) * CHUNK_BYTES; };
     auto is_old = [&](Place at) { return !EARLY || at.item == items || at.key + CHUNK <= list[at.item].start; };
 
     Place at = enter(0), ahead = at;
 #pragma unroll
     for (u32 s = 0; s < KV_STAGES; s++) {
-        load(key_tile(s), keys, ahead, is_old(ahead));
-        load(value_tile(s), values, ahead, is_old(ahead));
+        load(key_chunk(s), keys, ahead, is_old(ahead));
+        load(value_chunk(s), values, ahead, is_old(ahead));
         if (ahead.item < items) ahead = next(ahead);
     }
     if (EARLY) {
@@ -259,8 +251,8 @@ attention_many(
         for (u32 s = 0; s < KV_STAGES; s++) {
             if (late.item == items) continue;
             if (!is_old(late)) {
-                load(key_tile(s), keys, late);
-                load(value_tile(s), values, late);
+                load(key_chunk(s), keys, late);
+                load(value_chunk(s), values, late);
                 any = true;
             }
             late = next(late);
@@ -277,7 +269,7 @@ attention_many(
     u32 stage = 0;
     for (u32 n = 0; n < items; n++) {
         if (n + 1 < items) queries.fetch(q, list[n + 1]);
-        f16* const q_tile = q_tiles + n % 2 * (CHUNK * LINE);
+        f16* const q_tile = q_tiles + n % 2 * (16 * LINE);
         const Item item = list[n];
         const u32 first = item.first(), to = item.to();
         Softmax softmax;
@@ -289,9 +281,9 @@ attention_many(
             copy_wait<2 * KV_STAGES - 1>();
             __syncwarp();
             float scores[2][4];
-            multiply_keys<2, 4>(scores, q_tile, 0, key_tile(stage));
+            multiply_chunk_keys(scores, q_tile, key_chunk(stage));
             __syncwarp();
-            load(key_tile(stage), keys, ahead);
+            load(key_chunk(stage), keys, ahead);
             if (at.key + CHUNK > item.first_position() + 1 || at.key + CHUNK > to || (WINDOW > 0 && at.key + WINDOW <= item.last_position()))
                 hide<2>(scores, item.start, first, at.key, to, Until{});
             float shrink[2];
@@ -299,15 +291,15 @@ attention_many(
             shrink_sums(sums, shrink);
             copy_wait<2 * KV_STAGES - 1>();
             __syncwarp();
-            multiply_values<2>(sums, scores, value_tile(stage));
+            multiply_chunk_values(sums, scores, value_chunk(stage));
             __syncwarp();
-            load(value_tile(stage), values, ahead);
+            load(value_chunk(stage), values, ahead);
             if (ahead.item < items) ahead = next(ahead);
             at = next(at);
             if (++stage == KV_STAGES) stage = 0;
         }
         softmax.finish();
-        if (n + 1 < items) queries.store(q_tiles + (n + 1) % 2 * (CHUNK * LINE));
+        if (n + 1 < items) queries.store(q_tiles + (n + 1) % 2 * (16 * LINE));
 
         write_rows(results[n % 2], sums, softmax, item, scale, y);
     }

@@ -20,7 +20,7 @@
 //
 // Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
 
-#include "attention_tiles.cuh"
+#include "decode_chunk.cuh"
 
 #ifndef WARPS
 #define WARPS 8
@@ -69,7 +69,9 @@ attention_prefill(
     };
     load(key_tile, keys, from);
     copy_commit();
-    load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, BM, 128);
+    load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, BM, 128, [](f16* line, u32 d, float4 x) {
+        *(uint2*)(line + d) = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
+    });
 
     Softmax softmax;
     softmax.start();
@@ -103,25 +105,18 @@ attention_prefill(
 }
 
 /// Attends to the keys of one split for 16 pairs of a sequence from pair `first` on.
-static __device__ __forceinline__ void attend_split(f16* shared, const float* q, const kv_t* keys, const kv_t* values,
+static __device__ __forceinline__ void attend_split(u8* shared, const float* q, const kv_t* keys, const kv_t* values,
                                                     const u32* my_table, u32 first_row, u32 first, u32 count, u32 start, u32 kv,
                                                     u32 from, u32 to, u32 total_rows, float scale, float* partial, float* y) {
-    constexpr int CHUNK = 16;
     const u32 first_position = start + first / G, last_position = start + (first + count - 1) / G;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    f16 *q_tile = shared, *tiles = shared + 16 * LINE + warp * (KV_STAGES * 2 * CHUNK * LINE);
-    auto key_tile = [&](u32 stage) { return tiles + stage * (2 * CHUNK * LINE); };
-    auto value_tile = [&](u32 stage) { return tiles + (stage * 2 + 1) * (CHUNK * LINE); };
+    f16* q_tile = (f16*)shared;
+    u8* chunks = shared + 2 * 16 * LINE + warp * (KV_STAGES * 2 * CHUNK_BYTES);
+    auto key_chunk = [&](u32 stage) { return chunks + stage * (2 * CHUNK_BYTES); };
+    auto value_chunk = [&](u32 stage) { return chunks + (stage * 2 + 1) * CHUNK_BYTES; };
 
-    auto load = [&](f16* tile, const kv_t* pool, u32 key, bool now = true) {
-        if (key < to && now) {
-            const u32 page = my_table[key / PAGE];
-#pragma unroll
-            for (u32 i = lane; i < CHUNK * (D / 8); i += 32) {
-                u32 n = i / (D / 8), d = i % (D / 8) * 8;
-                fetch8(tile + n * LINE + d, pool, page, kv, key % PAGE + n, d, key + n < to);
-            }
-        }
+    auto load = [&](u8* chunk, const kv_t* pool, u32 key, bool now = true) {
+        if (key < to && now) fetch_chunk(chunk, pool, my_table[key / PAGE], kv, key % PAGE, to - key);
         copy_commit();
     };
     // A warp's next keys arrive while it works on the last values, and vice versa. Which warp takes a key depends on
@@ -130,8 +125,8 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
     auto is_old = [&](u32 key) { return !EARLY || key + CHUNK <= start; };
 #pragma unroll
     for (u32 s = 0; s < KV_STAGES; s++) {
-        load(key_tile(s), keys, mine + s * step, is_old(mine + s * step));
-        load(value_tile(s), values, mine + s * step, is_old(mine + s * step));
+        load(key_chunk(s), keys, mine + s * step, is_old(mine + s * step));
+        load(value_chunk(s), values, mine + s * step, is_old(mine + s * step));
     }
     if (EARLY) {
         wait_for_inputs();
@@ -140,12 +135,12 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
         for (u32 s = 0; s < KV_STAGES; s++) {
             if (mine + s * step >= to || is_old(mine + s * step)) continue;
             late = true;
-            load(key_tile(s), keys, mine + s * step);
-            load(value_tile(s), values, mine + s * step);
+            load(key_chunk(s), keys, mine + s * step);
+            load(value_chunk(s), values, mine + s * step);
         }
         if (late) copy_wait<0>();
     }
-    load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, 16, 32 * WARPS);
+    load_queries(q_tile, q + (u64)first_row * Q_STRIDE + kv * G * D, first, count, 16, 32 * WARPS, put_query);
     __syncthreads();
 
     Softmax softmax;
@@ -159,9 +154,9 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
         copy_wait<2 * KV_STAGES - 1>();
         __syncwarp();
         float scores[2][4];
-        multiply_keys<2, 4>(scores, q_tile, 0, key_tile(stage));
+        multiply_chunk_keys(scores, q_tile, key_chunk(stage));
         __syncwarp();
-        load(key_tile(stage), keys, key + KV_STAGES * step);
+        load(key_chunk(stage), keys, key + KV_STAGES * step);
         if (key + CHUNK > first_position + 1 || key + CHUNK > to || (WINDOW > 0 && key + WINDOW <= last_position))
             hide<2>(scores, start, first, key, to, Until{});
         float shrink[2];
@@ -169,9 +164,9 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
         shrink_sums(sums, shrink);
         copy_wait<2 * KV_STAGES - 1>();
         __syncwarp();
-        multiply_values<2>(sums, scores, value_tile(stage));
+        multiply_chunk_values(sums, scores, value_chunk(stage));
         __syncwarp();
-        load(value_tile(stage), values, key + KV_STAGES * step);
+        load(value_chunk(stage), values, key + KV_STAGES * step);
         if (++stage == KV_STAGES) stage = 0;
     }
     softmax.finish();
@@ -184,10 +179,7 @@ static __device__ __forceinline__ void attend_split(f16* shared, const float* q,
     for (int half = 0; half < 2; half++) {
         u32 m = lane / 4 + 8 * half;
         if (m >= count) continue;
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-            *(float2*)(warp_sums + (warp * 16 + m) * D + n * 8 + lane % 4 * 2) =
-                make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+        put_sums(warp_sums + (warp * 16 + m) * D, sums, half);
         if (lane % 4 == 0) {
             warp_largest[warp * 16 + m] = softmax.largest[half] * scale;
             warp_total[warp * 16 + m] = softmax.total[half];
@@ -242,7 +234,7 @@ attention_decode(
     if (from >= to) {
         if (EARLY) wait_for_inputs();
     } else {
-        attend_split(shared, q, keys, values, table + b * pages, first_row, first, count, start, kv, from, to, total_rows, scale,
+        attend_split((u8*)shared, q, keys, values, table + b * pages, first_row, first, count, start, kv, from, to, total_rows, scale,
                      partial, y);
     }
 }

@@ -44,13 +44,15 @@ static __device__ __forceinline__ void fetch8(f16* to, const kv_t* pool, u32 pag
 }
 
 /// Copies `count` pairs of q from `first` on, as f16; rows without a pair are zero. Pair i is row i / G and head i % G.
+/// `put` stores columns d .. d + 3 of a row.
+template <typename Put>
 static __device__ __forceinline__ void load_queries(f16* tile, const float* q, u32 first, u32 count, u32 rows,
-                                                    u32 threads) {
+                                                    u32 threads, Put put) {
     for (u32 i = threadIdx.x; i < rows * (D / 4); i += threads) {
         u32 m = i / (D / 4), d = i % (D / 4) * 4;
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (m < count) x = *(const float4*)(q + (u64)((first + m) / G) * Q_STRIDE + (first + m) % G * D + d);
-        *(uint2*)(tile + m * LINE + d) = make_uint2(pack_f16(x.x, x.y), pack_f16(x.z, x.w));
+        put(tile + m * LINE, d, x);
     }
 }
 

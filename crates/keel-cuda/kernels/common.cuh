@@ -114,6 +114,11 @@ __device__ inline f16x2 __hfma2(f16x2 a, f16x2 b, f16x2 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(*(u32*)&a), "r"(*(u32*)&b), "r"(*(u32*)&c));
     return *(f16x2*)&r;
 }
+__device__ inline f16x2 __hmul2(f16x2 a, f16x2 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(*(u32*)&a), "r"(*(u32*)&b));
+    return *(f16x2*)&r;
+}
 __device__ inline f16x2 __hsub2(f16x2 a, f16x2 b) {
     u32 r;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(*(u32*)&a), "r"(*(u32*)&b));

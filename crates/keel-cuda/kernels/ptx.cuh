@@ -29,6 +29,11 @@ static __device__ __forceinline__ void copy_async(void* to, const void* from, bo
     copy_async_to(shared_address(to), from, valid);
 }
 
+/// 16 bytes to shared memory, the first `bytes` of them from global memory, the others zeros.
+static __device__ __forceinline__ void copy_async_part(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+
 /// Closes a group of copies.
 static __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 

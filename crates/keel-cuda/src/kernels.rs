@@ -10,6 +10,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("attention_tiles.cuh", include_str!("../kernels/attention_tiles.cuh")),
     ("candidates.cuh", include_str!("../kernels/candidates.cuh")),
     ("common.cuh", include_str!("../kernels/common.cuh")),
+    ("decode_chunk.cuh", include_str!("../kernels/decode_chunk.cuh")),
     ("few_rows.cuh", include_str!("../kernels/few_rows.cuh")),
     ("half.cuh", include_str!("../kernels/half.cuh")),
     ("ptx.cuh", include_str!("../kernels/ptx.cuh")),

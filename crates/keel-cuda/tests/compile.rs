@@ -120,6 +120,10 @@ fn rows(keys: &mut Keys) {
         let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken), ("EARLY", kv_f16)];
         keys.add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
     }
+    for bits in ["8", "4"] {
+        let which = [("KV_F16", "0"), ("KV_BITS", bits), ("QUERIES", "1"), ("KEYS", "1"), ("EARLY", "1")];
+        keys.add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
+    }
     // Angles of less than a warp's lanes, of some more, and of several times as many.
     for (d, [kv_f16, queries, taken]) in
         [("32", ["1", "1", "1"]), ("80", ["0", "0", "1"]), ("256", ["1", "1", "0"])]
@@ -324,6 +328,16 @@ fn attention(keys: &mut Keys) {
         keys.add(kernels::ATTENTION, &entries, &coded);
         keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
         keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&coded[..], &[("BLOCKS", "1")]].concat());
+    }
+    // An odd and an even number of groups, with and without room for a second block.
+    for (d, bits, stages, blocks) in
+        [("32", "8", "2", "2"), ("128", "8", "1", "2"), ("256", "8", "2", "1"), ("128", "4", "2", "2")]
+    {
+        let heads = [("H", "8"), ("KV", "2"), ("D", d), ("KV_BITS", bits), ("WINDOW", "0")];
+        let cut = [("Q_STRIDE", "2048"), ("KV_STAGES", stages), ("EARLY", "1")];
+        let coded = [&heads[..], &cut].concat();
+        keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &coded);
+        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&coded[..], &[("BLOCKS", blocks)]].concat());
     }
     for (d, columns) in [("64", "128"), ("128", "128"), ("256", "64")] {
         let defines = [

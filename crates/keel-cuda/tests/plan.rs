@@ -214,6 +214,8 @@ fn a_prompts_rotations_of_whole_heads_happen_on_the_way_to_pages() {
     assert_eq!(turned(64, Some(40), DType::F16), apart, "in several launches");
     let coded = ["rope []", "paged_attention [\"rope\"]"];
     assert_eq!(turned(64, None, DType::U8), coded, "keys are coded in groups");
+    let steps = turned_as(32, None, DType::U8, Regime::Decode, 1);
+    assert_eq!(steps, ["paged_attention [\"rope\", \"rope\"]"], "a warp of a decode step has a whole head");
     for regime in [Regime::Prefill, Regime::Decode] {
         let halves = turned_as(32, None, DType::F16, regime, 2);
         assert_eq!(halves, apart, "halves of heads are rotated as a whole");

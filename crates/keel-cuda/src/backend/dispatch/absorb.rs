@@ -71,8 +71,12 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         },
         (Op::RouteTopK { .. }, 0) | (Op::CombineExperts { shared: true }, 3) => copies_rows(producer),
         (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
-        // Keys are coded in groups, which the lanes that rotate a head do not see as a whole.
-        (Op::PagedAttention(_), 1) if reader.inputs[3].dtype == DType::U8 => false,
+        // Keys are coded in groups, which the threads that rotate a prompt's heads do not see as a whole.
+        (Op::PagedAttention(spec), 1)
+            if spec.regime == Regime::Prefill && reader.inputs[3].dtype == DType::U8 =>
+        {
+            false
+        }
         // The kernel that rotates takes a row and a head of attention for those of the rotation.
         (Op::PagedAttention(_), 0 | 1)
             if reader.inputs[input].layout.shape != producer.outputs[0].layout.shape =>

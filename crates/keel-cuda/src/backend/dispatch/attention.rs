@@ -13,7 +13,7 @@ use crate::kernels::{
 };
 use crate::parameters::{Attend, AttentionEnter, AttentionMerge, KvWrite};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
-use many::{Capacity, Walk, is_worthwhile};
+use many::{Capacity, Chunk, Walk, is_worthwhile};
 use shares::{BLOCKS_WANTED, Shares, WIDE_TILE, shares};
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
@@ -262,6 +262,8 @@ impl<'a> Task<'a> {
             .define("KV", self.kv_heads)
             .define("D", self.size)
             .define("KV_F16", u8::from(keys.dtype == DType::F16))
+            // Without keys, nothing is written to pools.
+            .define("KV_BITS", if k.is_some() { self.coded_bits() } else { 0 })
             .define("EARLY", u8::from(early))
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));
@@ -332,7 +334,6 @@ impl<'a> Task<'a> {
     /// Whether earlier steps' keys and values, and all that says where they are, may be read before this kernel waits.
     fn keeps_keys(&self) -> bool {
         self.spec.window.is_none()
-            && self.coded_bits() == 0
             && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x))
     }
 
@@ -352,7 +353,8 @@ impl<'a> Task<'a> {
         }
         let capacity =
             Capacity { multiprocessors: device.multiprocessors, shared_bytes_max: device.shared_bytes_max };
-        Walk::of(self.size, units * self.kv_heads, &capacity)
+        let chunk = Chunk { size: self.size, bits: self.coded_bits() };
+        Walk::of(&chunk, units * self.kv_heads, &capacity)
     }
 
     /// The kernel that attends.
@@ -394,8 +396,9 @@ impl<'a> Task<'a> {
             let key = walk.constants(self.key(ATTENTION_MANY, "attention_many"));
             return (key.define("EARLY", u8::from(self.keeps_keys())), geometry);
         }
+        let chunk = Chunk { size: self.size, bits: self.coded_bits() };
         let decode_bytes = |warps: usize, stages: usize| {
-            (2 * (16 + 32 * warps * stages) * line).max(64 * warps * (self.size + 2))
+            (2 * TILE * line + 2 * warps * stages * chunk.bytes()).max(64 * warps * (self.size + 2))
         };
         // A block that is alone on its multiprocessor keeps more keys under way.
         let few = self.sequences * self.kv_heads * shares <= BLOCKS_WANTED;
