@@ -84,12 +84,20 @@ kv_write(
     const u32 t = rows_of(row_start, b, run).first + row;
     u32 at = position[b] + t - row_start[b], page = table[b * pages + at / PAGE];
 #if KV_BITS
-    // A warp encodes one group of a key or of a value.
-    for (u32 i = threadIdx.x / 32; i < 2 * KV * GROUPS_OF_ROW; i += 4) {
-        const bool key = i < KV * GROUPS_OF_ROW;
-        const u32 head = i / GROUPS_OF_ROW % KV, group = i % GROUPS_OF_ROW, d = head * D + group * 32 + threadIdx.x % 32;
-        const float x = key ? k[(u64)t * K_STRIDE + d] : v[(u64)t * V_STRIDE + d];
-        store_group((key ? keys : values) + head_page(page, head), at % PAGE, group, x);
+    // A warp encodes one group of a key or of a value. Values of several groups are under way together.
+    constexpr u32 HALF = KV * GROUPS_OF_ROW, TOGETHER = 4;
+    for (u32 first = threadIdx.x / 32; first < 2 * HALF; first += 4 * TOGETHER) {
+        float x[TOGETHER];
+#pragma unroll
+        for (u32 n = 0; n < TOGETHER; n++) {
+            const u32 i = first + 4 * n, d = i % HALF * 32 + threadIdx.x % 32;
+            x[n] = i < HALF ? k[(u64)t * K_STRIDE + d] : i < 2 * HALF ? v[(u64)t * V_STRIDE + d] : 0.0f;
+        }
+#pragma unroll
+        for (u32 n = 0; n < TOGETHER; n++) {
+            const u32 i = first + 4 * n, head = i % HALF / GROUPS_OF_ROW;
+            if (i < 2 * HALF) store_group((i < HALF ? keys : values) + head_page(page, head), at % PAGE, i % GROUPS_OF_ROW, x[n]);
+        }
     }
     return;
 #else

@@ -15,7 +15,7 @@ mod products;
 mod sequence;
 mod sums;
 
-use keel_array::{Array, Category, DType, Result, Runtime, RuntimeOptions};
+use keel_array::{Array, Category, DType, KvFormat, Result, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions, GpuPeaks};
 use keel_testkit::random::Random;
 use std::error::Error;
@@ -119,6 +119,22 @@ impl Bench {
     /// Memory of random numbers in `-1..1`.
     fn random(&self, shape: &[usize]) -> Result<Array> {
         self.random_within(shape, DType::F32, -1.0, 1.0)
+    }
+
+    /// Coded pages `[pages, KV, 256, W]` of heads of `size`, with steps of 1/87: random codes, repeated.
+    fn coded_pages(&self, shape: &[usize], size: usize) -> Result<Array> {
+        /// Heads with codes of their own.
+        const HEADS: usize = 32;
+        let array = Array::persistent(&self.runtime, Category::Kv, shape, DType::U8)?;
+        let (bytes, head) = (shape.iter().product::<usize>(), shape[2..].iter().product::<usize>());
+        let steps = shape[2] * (size / KvFormat::GROUP) * 2;
+        let mut random = Random::new(bytes as u64);
+        let mut block: Vec<u8> = (0..HEADS * head).map(|_| random.below(256) as u8).collect();
+        block.chunks_exact_mut(head).for_each(|head_page| head_page[head - steps..].fill(0x3c));
+        for start in (0..bytes).step_by(block.len()) {
+            array.write_bytes(start, &block[..block.len().min(bytes - start)])?;
+        }
+        Ok(array)
     }
 
     /// Random numbers in f32 or f16: one block of them, repeated.

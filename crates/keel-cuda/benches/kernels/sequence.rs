@@ -2,7 +2,7 @@
 
 use super::{Bench, Floor};
 use keel_array::{
-    Array, AttentionSpec, Batch, DType, DeltaState, GatedDeltaSpec, KvPool, Regime, Result, RowLog,
+    Array, AttentionSpec, Batch, DType, DeltaState, GatedDeltaSpec, KvFormat, KvPool, Regime, Result, RowLog,
 };
 
 /// Positions of a page.
@@ -18,8 +18,10 @@ pub fn time(bench: &Bench) -> Result<()> {
     let (qwen3_8b, qwen3_5_4b) =
         (Heads { query: 32, kv: 8, size: 128 }, Heads { query: 16, kv: 4, size: 256 });
     for heads in [qwen3_8b, qwen3_5_4b] {
-        for (context, sequences) in [(4096, 1), (32_768, 1), (4096, 16)] {
-            attention_step(bench, heads, context, sequences)?;
+        for (context, sequences) in [(4096, 1), (32_768, 1), (4096, 16), (4096, 128), (512, 256)] {
+            for format in [KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
+                attention_step(bench, heads, format, context, sequences)?;
+            }
         }
         for (rows, before) in [(4096, 0), (16_384, 0), (128, 32_768)] {
             attention_of_a_prompt(bench, heads, rows, before)?;
@@ -117,9 +119,17 @@ impl Heads {
         Ok([bench.random(&[rows, self.query, self.size])?, kv()?, kv()?])
     }
 
-    fn pool(&self, bench: &Bench, pages: usize) -> Result<KvPool> {
-        let pages = || bench.random_within(&[pages + 1, self.kv, PAGE, self.size], DType::F16, -1.0, 1.0);
+    fn pool(&self, bench: &Bench, format: KvFormat, pages: usize) -> Result<KvPool> {
+        let shape = [pages + 1, self.kv, PAGE, self.row_elements(format)];
+        let pages = || match format.dtype() {
+            DType::U8 => bench.coded_pages(&shape, self.size),
+            dtype => bench.random_within(&shape, dtype, -1.0, 1.0),
+        };
         Ok(KvPool { keys: pages()?, values: pages()? })
+    }
+
+    fn row_elements(&self, format: KvFormat) -> usize {
+        format.row_elements(self.size).expect("a size that pools keep")
     }
 
     fn spec(&self, regime: Regime) -> AttentionSpec {
@@ -131,12 +141,25 @@ impl Heads {
     }
 }
 
-fn attention_step(bench: &Bench, heads: Heads, context: usize, sequences: usize) -> Result<()> {
+fn attention_step(
+    bench: &Bench,
+    heads: Heads,
+    format: KvFormat,
+    context: usize,
+    sequences: usize,
+) -> Result<()> {
     let [q, k, v] = heads.inputs(bench, sequences)?;
     let batch = batch(bench, sequences, context - 1, 1)?;
-    let bytes = 2 * 2 * sequences * context * heads.kv * heads.size;
-    let name = format!("attention step, {}, context {context}, batch {sequences}", heads.named());
-    let pool = || heads.pool(bench, sequences * context.div_ceil(PAGE));
+    let bytes = 2 * sequences * context * heads.kv * heads.row_elements(format) * format.dtype().size();
+    let bits = match format {
+        KvFormat::F32 => 32,
+        KvFormat::F16 => 16,
+        KvFormat::Bits8 => 8,
+        KvFormat::Bits4 => 4,
+    };
+    let name =
+        format!("attention step, {}, {bits} bits, context {context}, batch {sequences}", heads.named());
+    let pool = || heads.pool(bench, format, sequences * context.div_ceil(PAGE));
     bench.time(&name, Floor::Bytes(bytes), bytes, pool, |pool| {
         q.paged_attention(&k, &v, pool, &batch, heads.spec(Regime::Decode))
     })
@@ -149,7 +172,7 @@ fn attention_of_a_prompt(bench: &Bench, heads: Heads, rows: usize, before: usize
     let seen = rows as f64 * (before as f64 + rows as f64 / 2.0);
     let operations = (4 * heads.query * heads.size) as f64 * seen;
     let name = format!("attention of a prompt, {}, {rows} rows behind {before}", heads.named());
-    let pool = || heads.pool(bench, (before + rows).div_ceil(PAGE));
+    let pool = || heads.pool(bench, KvFormat::F16, (before + rows).div_ceil(PAGE));
     bench.time(&name, Floor::Operations(operations, rows), super::COLD_BYTES, pool, |pool| {
         q.paged_attention(&k, &v, pool, &batch, heads.spec(Regime::Prefill))
     })

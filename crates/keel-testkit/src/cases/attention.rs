@@ -29,6 +29,8 @@ pub const BATCHES: &[&[(usize, usize)]] = &[
 
 /// Head shapes for [`many_sequences`]. The last one has more pairs in two rows than a tile of 16, and a window.
 pub const SHAPES_OF_MANY: &[Shape] = &[
+    Shape { heads: 8, kv_heads: 2, head_size: 128, scale: 0.09, window: None },
+    Shape { heads: 6, kv_heads: 2, head_size: 256, scale: 0.0625, window: None },
     Shape { heads: 16, kv_heads: 4, head_size: 64, scale: 0.125, window: None },
     Shape { heads: 12, kv_heads: 4, head_size: 96, scale: 0.1, window: None },
     Shape { heads: 40, kv_heads: 4, head_size: 32, scale: 0.177, window: Some(65) },

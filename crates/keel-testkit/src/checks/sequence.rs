@@ -64,6 +64,7 @@ pub(super) const FAST: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::Bits4, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_many(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_many(r, KvFormat::Bits8, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_many(r, KvFormat::Bits4, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, FAST_WITHIN) },

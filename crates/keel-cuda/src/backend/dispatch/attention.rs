@@ -333,8 +333,7 @@ impl<'a> Task<'a> {
 
     /// Whether earlier steps' keys and values, and all that says where they are, may be read before this kernel waits.
     fn keeps_keys(&self) -> bool {
-        self.spec.window.is_none()
-            && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x))
+        self.spec.window.is_none() && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x))
     }
 
     /// The walk through the sequences and key heads of a decode step, if there are many and their keys are not shared.

@@ -5,10 +5,24 @@ use crate::checks::sequence::batch;
 use crate::checks::share::is_mine;
 use crate::random::Random;
 use crate::tolerance;
-use keel_array::{Array, AttentionSpec, DType, KvPool, KvRows, Regime, RopeSpec, Runtime};
+use keel_array::{Array, AttentionSpec, DType, KvFormat, KvPool, KvRows, Regime, RopeSpec, Runtime};
 
 /// Query heads, key-value heads, head size, rotary part, window.
 type AttentionSizes = (usize, usize, usize, usize, Option<usize>);
+
+/// Bytes of coded pages `[pages, KV, 256, W]` for heads of `size`: random codes, and steps from 1/128 to 1/64.
+fn coded_pages(random: &mut Random, heads: usize, size: usize, row: usize) -> Vec<u8> {
+    let step_bytes = 256 * (size / KvFormat::GROUP) * 2;
+    let page = |_| {
+        let mut page: Vec<u8> = (0..256 * row).map(|_| random.below(256) as u8).collect();
+        let steps = page.len() - step_bytes;
+        for step in page[steps..].chunks_exact_mut(2) {
+            step.copy_from_slice(&[step[0] & 0x7f, 0x3c]);
+        }
+        page
+    };
+    (0..heads).flat_map(page).collect()
+}
 
 /// Runs two steps. The second reads the pages that the first has written.
 pub(super) fn rotation_then_attention(runtime: &Runtime) {
@@ -35,18 +49,27 @@ pub(super) fn rotation_then_attention(runtime: &Runtime) {
         let inverse: Vec<f32> =
             (0..rotary / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / rotary as f32)).collect();
         let inverse = Array::from_slice(runtime, &inverse, [rotary / 2]).expect("memory");
-        let pool_shape = [pages * rows.len() + 1, kv_heads, 256, size];
-        let history = draw(runtime, &mut random, &pool_shape);
+        let heads_of_pages = (pages * rows.len() + 1) * kv_heads;
+        let pool_shape = |row| [pages * rows.len() + 1, kv_heads, 256, row];
+        let history = draw(runtime, &mut random, &pool_shape(size));
         // Different rotations of q and k are tested with a single row only.
         let turns: &[(usize, usize)] =
             if tokens == 1 { &[(2, 2), (1, 1), (2, 1), (2, 0), (0, 1)] } else { &[(2, 2), (1, 1)] };
-        for dtype in [DType::F32, DType::F16] {
+        for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
+            let Some(row) = format.row_elements(size) else { continue };
+            let coded = match format.dtype() {
+                DType::U8 => coded_pages(&mut random, heads_of_pages, size, row),
+                _ => Vec::new(),
+            };
             for &(turn_q, turn_k) in
-                turns.iter().filter(|turns| is_mine(&("turns", sizes, rows, dtype, turns)))
+                turns.iter().filter(|turns| is_mine(&("turns", sizes, rows, format, turns)))
             {
-                let what = format!("{sizes:?} at {rows:?}, {dtype}, turned {turn_q}, {turn_k}");
+                let what = format!("{sizes:?} at {rows:?}, {format:?}, turned {turn_q}, {turn_k}");
                 expect_within_of(tolerance::F32, &what, &|step| {
-                    let pool = || history.add(&history)?.cast(dtype)?.detach();
+                    let pool = || match format.dtype() {
+                        DType::U8 => Array::from_slice(runtime, &coded, pool_shape(row)),
+                        dtype => history.add(&history)?.cast(dtype)?.detach(),
+                    };
                     let pool = KvPool { keys: pool()?, values: pool()? };
                     let wide = wide.add(&wide)?;
                     let part = |start: usize, heads: usize, each: usize| {

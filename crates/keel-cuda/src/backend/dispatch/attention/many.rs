@@ -32,7 +32,7 @@ impl Chunk {
     pub fn bytes(&self) -> usize {
         match self.bits {
             0 => CHUNK * size_of::<u16>() * (self.size + 8),
-            bits => CHUNK * (16 * (self.size * bits / 128 | 1) + self.size / 16),
+            bits => CHUNK * (16 * ((self.size * bits / 128) | 1) + self.size / 16),
         }
     }
 }
