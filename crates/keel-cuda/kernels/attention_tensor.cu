@@ -5,7 +5,7 @@
 // Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, of the prefill
 // kernel UNTIL. Of the decode kernel:
 //   WARPS      8; 4 if shared memory is short
-//   KV_STAGES  tiles of keys and of values that a warp has under way, 1
+//   KV_STAGES  chunks of keys and of values that a warp has under way, 1
 //   EARLY=1    no kernel that may still run writes earlier steps' keys and values, row_start, position or table.
 //              They are fetched while earlier kernels finish. Each sequence is then one unit.
 // Launch:
@@ -14,11 +14,12 @@
 //                      pairs. Keys arrive while the last tile's values are multiplied, and vice versa. Long blocks
 //                      start first.
 //   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory
-//                      max(2 (16 + 32 WARPS KV_STAGES) (D + 8), 64 WARPS (D + 2)) bytes.
+//                      max(32 (D + 8) + 2 WARPS KV_STAGES CHUNK_BYTES, 64 WARPS (D + 2)) bytes.
 //                      A block computes 16 pairs, each of its warps against 16 keys at a time.
 //                      units = B if no sequence has more than 16 pairs, else ceil(T G / 16) + B.
 //
-// Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key.
+// Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key,
+// coded 2 KV D (KV_BITS / 8 + 1 / 16).
 
 #include "decode_chunk.cuh"
 

@@ -10,7 +10,7 @@
 //! | choice of experts, combination | a copy of logits, or of a gate, from strides |
 //! | rotation, gate | a copy of heads from strides |
 //! | attention in decode | the rotations of queries and keys |
-//! | attention in prefill, without a window | the same, of whole heads and without a norm |
+//! | attention in prefill, without a window | the same, of whole heads and without a norm; not of coded keys |
 
 use super::elementwise::runs_by_four;
 use super::linear::{self, Biased, combination};
