@@ -193,11 +193,11 @@ impl SplitArgs {
         SplitArgs { split: Some(split), ..self.clone() }
     }
 
-    /// Whether several devices share the model, or the split is for several.
+    /// Whether several devices or processes share the model, or the split is for several.
     pub fn is_split(&self) -> bool {
         let is_for_several =
             matches!(self.split, Some(Split::Both { stages, shares }) if stages.saturating_mul(shares) > 1);
-        self.devices.len() > 1 || is_for_several
+        self.devices.len() > 1 || is_for_several || self.nodes.are_several()
     }
 
     /// Refuses devices that cannot share a model.
