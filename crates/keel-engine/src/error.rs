@@ -61,8 +61,14 @@ pub enum EngineError {
         total_bytes: usize,
     },
     /// The queue is full.
-    #[error("{limit} requests are waiting, which is the limit; try again later")]
+    #[error(
+        "{waiting} requests are waiting, and with {arriving} more the limit of {limit} is exceeded; try again later"
+    )]
     QueueFull {
+        /// Requests that wait.
+        waiting: usize,
+        /// Requests that arrive together.
+        arriving: usize,
         /// Requests that may wait.
         limit: usize,
     },

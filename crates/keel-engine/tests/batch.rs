@@ -156,7 +156,7 @@ fn what_cannot_run_is_refused_with_numbers() {
     assert!(submit(vec![], 1).is_err() && submit(vec![1], 0).is_err() && submit(vec![999_999], 1).is_err());
     submit(vec![1; 10], 5).expect("fits");
     let second = batcher.submit(BatchRequest::new(1, vec![1; 10], 5), now);
-    assert!(second.expect_err("one may wait").to_string().contains("1 requests are waiting"));
+    assert!(second.expect_err("one may wait").to_string().contains("limit of 1"));
     assert_eq!(finish(&mut batcher, 1)[0].tokens.len(), 5);
 }
 

@@ -331,7 +331,7 @@ mod tests {
         let context = ServerError::from(EngineError::Context { needed: 9000, context: 4096 });
         assert_eq!((context.reply().status.as_u16(), context.reply().code), (400, "context_length_exceeded"));
         assert!(context.public_message().contains("9000"));
-        let full = ServerError::from(EngineError::QueueFull { limit: 3 });
+        let full = ServerError::from(EngineError::QueueFull { waiting: 3, arriving: 1, limit: 3 });
         assert_eq!((full.reply().status.as_u16(), full.reply().retry_after), (429, Some(1)));
         let ours = ServerError::from(std::io::Error::other("/secret/path"));
         assert_eq!(ours.reply().status.as_u16(), 500);

@@ -70,17 +70,26 @@ fn a_full_queue_is_429() {
     assert!(metrics.contains("keel_requests_refused_total{reason=\"queue_full\"} 1"), "{metrics}");
 }
 
-/// Answers that do not fit into the queue together wait all the same, and a later request is refused.
+/// A request is refused if not all of its answers fit into the queue, unless nothing else waits there.
 #[test]
 fn the_answers_of_a_request_enter_the_queue_together() {
     let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
-    let body = json!({"prompt": "Once", "max_tokens": 5, "n": 3, "stream": true});
-    let second = post(&server, &body);
-    wait_for("all wait", || server.app.engine.status().waiting == 3);
-    let third = read(post(&server, &body));
-    assert_eq!(third.status, 429, "{}", third.body);
-    assert_eq!(server.app.engine.status().waiting, 3, "none of its answers waits");
-    drop((first, second));
+    let body = |n: usize| json!({"prompt": "Once", "max_tokens": 5, "n": n, "stream": true});
+    let waiting = || server.app.engine.status().waiting;
+    let refused = |body: &Value, already: usize| {
+        let reply = read(post(&server, body));
+        assert_eq!(reply.status, 429, "{}", reply.body);
+        assert_eq!(waiting(), already, "none of its answers waits");
+    };
+    let one = post(&server, &body(1));
+    wait_for("it waits", || waiting() == 1);
+    refused(&body(2), 1);
+    drop(one);
+    wait_for("it is gone", || waiting() == 0);
+    let many = post(&server, &body(3));
+    wait_for("all wait", || waiting() == 3);
+    refused(&body(1), 3);
+    drop((first, many));
     server.assert_all_is_back();
 }
 

@@ -164,7 +164,8 @@ impl Batcher {
         self.submit_together(vec![request], now)
     }
 
-    /// Puts several requests into the queue, or none. They arrive together: the queue must have room for the first.
+    /// Puts several requests into the queue, or none. They arrive together, so the queue must have room for all of them.
+    /// An empty queue takes any number, because they would never fit otherwise.
     ///
     /// # Errors
     /// As [`Batcher::submit`].
@@ -174,8 +175,9 @@ impl Batcher {
         if let Some(twin) = requests.iter().find(|request| !ids.insert(request.id)) {
             return Err(EngineError::RequestId { id: twin.id });
         }
-        if self.waiting.len() >= self.options.queue_limit {
-            return Err(EngineError::QueueFull { limit: self.options.queue_limit });
+        let (waiting, arriving, limit) = (self.waiting.len(), requests.len(), self.options.queue_limit);
+        if waiting + arriving > limit && (waiting > 0 || limit == 0) {
+            return Err(EngineError::QueueFull { waiting, arriving, limit });
         }
         for (request, sampler) in requests.into_iter().zip(samplers) {
             let sight = request.sight.as_ref();

@@ -5,6 +5,7 @@ use keel_cache::SwapSize;
 
 use super::Batcher;
 use super::crowd::{Crowd, Holding, Next};
+use super::policy::rows_of_steps;
 use super::request::{BatchEvent, ParkingStatus};
 use super::sequence::Running;
 use crate::ahead::STEPS_MAX;
@@ -61,12 +62,11 @@ impl Batcher {
     pub(super) fn finds_pages_ahead(&self) -> bool {
         let Some(crowd) = self.crowd() else { return true };
         let step_max = self.engine.prefill_rows_max();
-        let rows = |running: &Running| match running.is_answering() {
-            true => STEPS_MAX.min(running.draws_left()),
-            false => running.prompt_rest().tokens.min(STEPS_MAX * step_max),
+        let pages = |running: &Running| {
+            let (prompt, answer) = (running.prompt_rows_left(), running.answer_rows_left());
+            running.pages_behind(rows_of_steps(prompt, answer, STEPS_MAX, step_max))
         };
-        let wanted: Vec<usize> =
-            self.running.iter().map(|running| running.pages_behind(rows(running))).collect();
+        let wanted: Vec<usize> = self.running.iter().map(pages).collect();
         self.next_of(&crowd, &wanted) == Next::Run(vec![false; wanted.len()])
     }
 

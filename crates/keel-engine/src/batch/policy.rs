@@ -38,6 +38,14 @@ pub struct PromptRest {
     pub until_stop: usize,
 }
 
+/// How many rows the next `steps` steps run of a sequence at most, each up to `step_rows` rows of a prompt or one row of
+/// an answer. `prompt` rows of the prompt are left, and `answer` rows may follow them. The answer's first row is in the
+/// step after the one that ends the prompt.
+pub fn rows_of_steps(prompt: usize, answer: usize, steps: usize, step_rows: usize) -> usize {
+    let after_prompt = steps.saturating_sub(prompt.div_ceil(step_rows));
+    prompt.min(steps * step_rows) + answer.min(after_prompt)
+}
+
 /// The least share, in tokens, of a prompt whose turn it is, if the budget has them. Each cut of a prompt costs another
 /// start.
 const SHARE_MIN: usize = 4 * PREFILL_GRID;
@@ -83,6 +91,15 @@ mod tests {
             "what is shared cannot be evicted any more"
         );
         assert!(supply.can_promise(Demand { own: 1, pinned: 4 }));
+    }
+
+    #[test]
+    fn an_answer_begins_in_the_step_after_its_prompt_ends() {
+        assert_eq!(rows_of_steps(256, 9, 2, 256), 257, "the prompt ends in the first step");
+        assert_eq!(rows_of_steps(257, 9, 2, 256), 257, "it ends in the second");
+        assert_eq!(rows_of_steps(256, 0, 2, 256), 256, "one token is drawn, and it is not run");
+        assert_eq!(rows_of_steps(1000, 9, 2, 256), 512);
+        assert_eq!((rows_of_steps(0, 9, 2, 256), rows_of_steps(0, 1, 2, 256)), (2, 1));
     }
 
     #[test]

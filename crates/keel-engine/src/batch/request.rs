@@ -143,7 +143,7 @@ pub struct BatchOptions {
     /// The most tokens in one step, answers and prompts together. It does not bind a prompt while no other request runs
     /// or waits.
     pub step_tokens: usize,
-    /// How many requests may wait before no more are taken.
+    /// How many requests may wait. An empty queue also takes more of them if they arrive together.
     pub queue_limit: usize,
     /// How long a request may wait.
     pub queue_timeout: Duration,

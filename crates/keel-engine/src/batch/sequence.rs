@@ -160,6 +160,12 @@ impl Running {
         self.max_tokens - (self.tokens.len() - self.prompt_len) - self.ahead.draws
     }
 
+    /// How many rows of its answer may still be run. The last token drawn is not run, and the prompt draws the first.
+    pub fn answer_rows_left(&self) -> usize {
+        let is_first_to_come = !self.is_answering() && self.awaits_first_at(self.run_len);
+        self.draws_left().saturating_sub(usize::from(is_first_to_come))
+    }
+
     /// Whether it decodes in this step.
     pub fn decodes_now(&self) -> bool {
         self.is_decoding() && !self.holds && !self.awaits_mask
@@ -170,11 +176,16 @@ impl Running {
         self.awaits_mask = !self.chooser.is_ready(patience);
     }
 
+    /// How many rows of its prompt are left.
+    pub fn prompt_rows_left(&self) -> usize {
+        self.run_len.saturating_sub(self.virtual_len())
+    }
+
     /// The rest of its prompt.
     pub fn prompt_rest(&self) -> PromptRest {
         let at = self.virtual_len();
         let end = self.stops.iter().copied().find(|&stop| stop > at).unwrap_or(self.run_len);
-        PromptRest { tokens: self.run_len - at, until_stop: end - at }
+        PromptRest { tokens: self.prompt_rows_left(), until_stop: end - at }
     }
 
     /// Whether the state at the current position is to be saved.

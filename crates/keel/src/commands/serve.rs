@@ -133,7 +133,8 @@ struct RequestArgs {
     /// Tokens of one step, answers and prompts together. It bounds how long a prompt can delay other requests.
     #[arg(long, value_name = "N", default_value_t = STEP_TOKENS_DEFAULT, value_parser = count)]
     step_tokens: usize,
-    /// Answers that may wait. A request is refused with 429 if as many wait when it comes.
+    /// Answers that may wait. A request is refused with 429 if there is no room for all of its answers, unless none
+    /// waits.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
     queue: usize,
     /// Seconds that a request may wait before it is refused with 503.
