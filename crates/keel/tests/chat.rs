@@ -1,0 +1,62 @@
+//! Conversations of `chat`, with the built-in model.
+
+mod common;
+
+use common::{demo, json, joined, keel_with_input, stderr};
+use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
+
+/// What `chat` writes for these lines. It must succeed.
+fn chat(flags: &[&str], input: &str) -> String {
+    let output = keel_with_input(&[&["chat"], flags].concat(), input);
+    assert!(output.status.success(), "{}", stderr(&output));
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+#[test]
+fn chat_answers_remembers_and_forgets() {
+    let flags = ["--temperature", "0", "--max-tokens", "40"];
+    let input = "Tell me a story about a dog.\nWhat happened then?\n/reset\nTell me a story about a dog.\n";
+    let text = chat(&flags, &format!("{input}/memory\n/exit\nnever read\n"));
+    let first = chat(&flags, "Tell me a story about a dog.\n");
+    assert!(first.trim().len() > 20, "{first}");
+    assert!(text.starts_with(&first), "{text}");
+    assert_eq!(text.matches(first.trim_end()).count(), 2, "after /reset the same answer comes: {text}");
+    assert!(text.contains("checkpoints"), "{text}");
+}
+
+/// The conversation as one prompt, in the ids that `chat` computes.
+fn conversation_ids(messages: &[Message]) -> String {
+    let files = TextFiles::read(&demo()).expect("the built-in model has a tokenizer");
+    let template = ChatTemplate::new(&files).expect("a sound template").expect("there is one");
+    let text = template.render(&ChatRequest::new(messages)).expect("it renders");
+    joined(&Tokenizer::new(&files).and_then(|t| t.encode(&text, false)).expect("it has ids"))
+}
+
+#[test]
+fn a_further_turn_is_answered_as_if_the_whole_conversation_had_been_the_prompt() {
+    // The first turn is long enough that its beginning is not run again. The penalty must still see that part.
+    let first = "Tell me a story about a dog and a cat who met a bird. ".repeat(8);
+    let second = "What happened to the bird then?";
+    let flags = ["--temperature", "0", "--max-tokens", "24", "--repetition-penalty", "6"];
+    let one = chat(&flags, &format!("{first}\n"));
+    let both = chat(&flags, &format!("{first}\n{second}\n"));
+    let without_break = |answer: &str| answer.strip_suffix('\n').map(str::to_string);
+    let first_answer = without_break(&one).expect("a line break ends a turn");
+    let second_answer = both.strip_prefix(&one).and_then(without_break).expect("the first turn is the same");
+    let turn = |role, text: &str| Message::new(role, text);
+    let conversation =
+        [turn("user", first.trim_end()), turn("assistant", &first_answer), turn("user", second)];
+    let whole = ["generate", "--json", "--ids", &conversation_ids(&conversation)];
+    let report = json(&[&whole[..], &flags].concat());
+    assert!(report["prompt_tokens"].as_u64() > Some(128), "{report}");
+    assert_eq!(report["text"].as_str(), Some(&second_answer[..]));
+}
+
+#[test]
+fn chat_refuses_a_turn_that_does_not_fit_and_goes_on() {
+    let long = "word ".repeat(400);
+    let flags = ["--context", "256", "--max-tokens", "8", "--temperature", "0"];
+    let text = chat(&flags, &format!("{long}\nHello!\n"));
+    let (refusal, answer) = text.split_once('\n').expect("two lines");
+    assert!(refusal.contains("its context is 256") && !answer.trim().is_empty(), "{text}");
+}

@@ -1,0 +1,118 @@
+//! Models in other forms: what `inspect` counts, what `quantize` writes and how `eval` judges it.
+
+mod common;
+
+use std::path::Path;
+
+use common::{arg, demo, fixture, floats, json, relative_error, succeed};
+use serde_json::Value;
+
+#[test]
+fn inspect_counts_and_names() {
+    let facts = json(&["inspect", "--json"]);
+    assert_eq!(facts["model_type"], "qwen3_5");
+    assert_eq!(facts["chat_template"], true);
+    let folder = fixture("qwen3_5_mlx_4bit");
+    let facts = json(&["inspect", arg(&folder), "--json"]);
+    assert_eq!(facts["layers"]["gated_delta"], 3);
+    assert_eq!(facts["tokenizer"], false);
+    let bits = facts["bits_per_weight"].as_f64().expect("a number");
+    assert!((4.5..6.0).contains(&bits), "4 bits, scales, biases, and some dense parameters: {facts}");
+    let dense = json(&["inspect", arg(&fixture("qwen3_5")), "--json"]);
+    assert_eq!(dense["bits_per_weight"], 16.0);
+    assert!(dense["vision_tensors"].as_u64().is_some_and(|n| n > 0), "{dense}");
+    assert!(succeed(&["inspect", arg(&folder)]).contains("bits per weight"));
+}
+
+/// Relative error of the logits of a fixture's copy, quantised to `bits`.
+fn quantisation_error(folder: &Path, bits: &str) -> f64 {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let copy = dir.path().join("copy");
+    let report = json(&["quantize", arg(folder), arg(&copy), "--bits", bits, "--group-size", "32", "--json"]);
+    assert!(report["quantized"].as_u64().is_some_and(|n| n > 10), "{report}");
+    let logits = |model: &Path, file: &str| {
+        let out = dir.path().join(file);
+        let ids = "1,2,3,5,8,13,21,34,55,89";
+        succeed(&["logits", "--model", arg(model), "--ids", ids, "--compute", "f32", "--out", arg(&out)]);
+        floats(&out, "logits")
+    };
+    relative_error(&logits(&copy, "copy.safetensors"), &logits(folder, "dense.safetensors"))
+}
+
+#[test]
+fn a_quantised_copy_runs_and_more_bits_stay_closer() {
+    for name in ["qwen3_5", "qwen3_5_moe"] {
+        let folder = fixture(name);
+        // The fixtures' weights are large and random, so a small error grows from layer to layer.
+        let (eight, four) = (quantisation_error(&folder, "8"), quantisation_error(&folder, "4"));
+        assert!(eight > 1e-6 && eight < 0.3 && eight < four / 2.0, "{name}: {eight} and {four}");
+    }
+}
+
+/// Number of prompt tokens, and the greedy tokens after the prompt.
+fn greedy(model: &Path) -> (Value, Value) {
+    let command = ["generate", "Once upon a time, there", "--model", arg(model), "--temperature", "0"];
+    let flags = ["--raw", "--max-tokens", "24", "--compute", "f32", "--json"];
+    let report = json(&[&command[..], &flags].concat());
+    (report["prompt_tokens"].clone(), report["tokens"].clone())
+}
+
+#[test]
+fn a_model_keeps_its_words_in_every_form() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let demo = demo();
+    let (file, folder) = (dir.path().join("demo.gguf"), dir.path().join("dense"));
+    let report = json(&["quantize", arg(&demo), arg(&file), "--type", "F32", "--json"]);
+    // The file stores 8.5 bits per weight.
+    let bytes = |key: &str| report[key].as_u64().expect("a number");
+    assert!(bytes("source_bytes") * 7 / 2 < bytes("output_bytes"), "{report}");
+    succeed(&["quantize", arg(&file), arg(&folder), "--to", "safetensors"]);
+    let want = greedy(&demo);
+    assert_eq!(greedy(&file), want);
+    assert_eq!(greedy(&folder), want);
+    let facts = json(&["inspect", arg(&file), "--json"]);
+    assert_eq!(facts["model_type"], "qwen3_5");
+    assert_eq!(facts["chat_template"], true);
+
+    let (mixed, again) = (dir.path().join("mixed.gguf"), dir.path().join("mlx"));
+    let types = ["--type", "Q8_0", "--module", "attn_v=Q5_0", "--module", "token_embd=F16"];
+    let report = json(&[&["quantize", arg(&file), arg(&mixed), "--json"], &types[..]].concat());
+    assert!(report["output_bytes"].as_u64() < report["source_bytes"].as_u64(), "{report}");
+    assert_eq!(greedy(&mixed).0, want.0, "the tokenizer came along");
+    succeed(&["quantize", arg(&mixed), arg(&again), "--bits", "8"]);
+    assert_eq!(greedy(&again).0, want.0);
+}
+
+#[test]
+fn a_text_is_scored_and_a_quantisation_is_judged_by_it() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let demo = demo();
+    let [own, turned, four, eight] =
+        ["own.txt", "turned.txt", "four.gguf", "eight.gguf"].map(|name| dir.path().join(name));
+    let text =
+        succeed(&["generate", "Once upon a time", "--temperature", "0", "--max-tokens", "300", "--quiet"]);
+    let words: Vec<&str> = text.split_whitespace().rev().collect();
+    std::fs::write(&own, &text).expect("the folder is writable");
+    std::fs::write(&turned, words.join(" ")).expect("the folder is writable");
+    let eval = |text: &Path, model: &[&str]| {
+        json(&[&["eval", "--perplexity", arg(text), "--window", "128", "--json"], model].concat())
+    };
+    let number = |report: &Value, key: &str| report[key].as_f64().unwrap_or(f64::NAN);
+
+    let itself = eval(&own, &["--kl", arg(&demo)]);
+    assert_eq!((number(&itself, "kl_divergence"), number(&itself, "same_top")), (0.0, 1.0), "{itself}");
+    // The model is certain of its own most likely text, but not of the same words in another order.
+    let (own_perplexity, turned_perplexity) =
+        (number(&itself, "perplexity"), number(&eval(&turned, &[]), "perplexity"));
+    assert!((1.0..3.0).contains(&own_perplexity), "{itself}");
+    assert!(turned_perplexity > 10.0 * own_perplexity, "{turned_perplexity} and {own_perplexity}");
+
+    succeed(&["quantize", arg(&demo), arg(&four), "--type", "Q4_0"]);
+    succeed(&["quantize", arg(&demo), arg(&eight), "--type", "Q8_0"]);
+    let judge = |file: &Path| {
+        let report = eval(&own, &["--model", arg(file), "--kl", arg(&demo)]);
+        number(&report, "kl_divergence")
+    };
+    let (four, eight) = (judge(&four), judge(&eight));
+    assert!(0.0 < eight && 4.0 * eight < four && four < 1.0, "4 bits {four}, 8 bits {eight}");
+}
