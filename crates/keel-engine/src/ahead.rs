@@ -27,7 +27,7 @@ use keel_array::{Array, ArrayError, Regime, RowLog};
 use keel_cache::{SequenceCache, Settled};
 
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
-use crate::under_way::{EndedRun, Item, RunUnderWay, StepUnderWay, Taken};
+use crate::under_way::{EndedRun, Item, StepUnderWay, Taken};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
 /// How many steps may be under way.
@@ -128,7 +128,7 @@ impl Engine {
 
     /// How many answers, and how many ends of prompts, a step may have whose tokens the host draws.
     pub fn host_rows_max(&self) -> usize {
-        self.stepper.host_rows()
+        self.stepper.buckets().host_rows()
     }
 
     /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
@@ -163,30 +163,16 @@ impl Engine {
             let of_regime = work.iter().filter(|work| work.rows.regime() == regime);
             let rows: Vec<Rows<'_>> = of_regime.map(|work| self.rows_of(work, &places)).collect();
             let kept = kept_rows(step.items.iter().filter(|item| item.regime == regime));
-            let outcome = self.outcome_of(regime, &rows);
-            let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-            let tokens = rows.len();
-            let Some(outcome) = outcome else { continue };
+            let Some(outcome) = self.outcome_of(regime, &rows) else { continue };
             let kind = StepKind { regime, outcome };
-            match self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows) {
-                Ok(run) => step.runs.push(RunUnderWay { run, regime, slots, tokens }),
-                Err(error) => step.refusal = Some(error),
-            }
-            if kept.is_empty() {
-                continue;
-            }
-            match self.stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, &kept) {
-                Ok(run) => step.runs.push(RunUnderWay { run, regime, slots: Vec::new(), tokens: 1 }),
-                Err(error) => step.refusal = Some(error),
+            step.add(self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows));
+            if !kept.is_empty() {
+                let stepper = &mut self.stepper;
+                step.add(stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, &kept));
             }
         }
         if self.stepper.keeps_hidden() {
-            match self.stepper.keep_hidden(&self.runtime, &self.model, &self.cache, number) {
-                Ok(run) => {
-                    step.runs.push(RunUnderWay { run, regime: Regime::Decode, slots: Vec::new(), tokens: 1 })
-                }
-                Err(error) => step.refusal = Some(error),
-            }
+            step.add(self.stepper.keep_hidden(&self.runtime, &self.model, &self.cache, number));
         }
         self.under_way.push_back(step);
         self.tickets += 1;
@@ -318,12 +304,9 @@ impl Engine {
     /// It could not be read.
     pub(crate) fn hidden_of(&mut self, item: usize) -> Result<&[f32]> {
         let Taken { step, items, hidden, .. } = &mut self.taken;
-        let count = |regime| items.iter().filter(|item| item.regime == regime).count();
-        let answers = count(Regime::Decode);
+        let answers = items.iter().filter(|item| item.regime == Regime::Decode).count();
         if hidden.is_empty() {
-            self.stepper.append_kept_hidden(*step, Regime::Decode, answers, hidden)?;
-            let read =
-                self.stepper.append_kept_hidden(*step, Regime::Prefill, count(Regime::Prefill), hidden);
+            let read = self.stepper.append_kept_hidden(*step, answers, items.len() - answers, hidden);
             read.inspect_err(|_| hidden.clear())?;
         }
         let Item { regime, row, .. } = items[item];

@@ -241,10 +241,8 @@ impl<'e> TokenIterator<'e> {
     /// Whether no drafts are made after the steps under way.
     fn stays_plain(&self, sequence: &SequenceCache) -> bool {
         let Some(speculation) = &self.speculation else { return true };
-        let ahead = self.under_way.len();
-        let left = self.left.saturating_sub(ahead);
-        let most = self.engine.drafts_max(&*self.chooser, sequence.len() + ahead, left);
-        !self.engine.wants_drafts(speculation, most, 1, ahead)
+        let of = (&*self.chooser, speculation);
+        !self.engine.wants_drafts(of, sequence.len(), self.left, 1, self.under_way.len())
     }
 
     /// Lets the MTP (multi-token-prediction) head catch up after the steps under way, if it lags far behind.

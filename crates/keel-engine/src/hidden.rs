@@ -1,6 +1,6 @@
 //! Hidden states that a step of prompts leaves for the host.
 
-use crate::{Engine, Result};
+use crate::{Engine, EngineError, Result};
 
 impl Engine {
     /// The hidden state of the last token of a prompt that has just been run, after the final norm.
@@ -26,6 +26,10 @@ impl Engine {
     /// # Errors
     /// If the engine was made without [`crate::EngineOptions::row_hidden`].
     pub fn row_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        self.stepper.read_row_hidden(first, rows, hidden)
+        if !self.stepper.keeps_rows() {
+            let reason = "hidden states of all rows were not planned for: set row_hidden";
+            return Err(EngineError::Option(reason.into()));
+        }
+        self.stepper.read_hidden(first, rows, hidden)
     }
 }

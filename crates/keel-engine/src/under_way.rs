@@ -131,6 +131,14 @@ impl RunUnderWay {
 }
 
 impl StepUnderWay {
+    /// Adds a program that was submitted, or the reason why it could not be.
+    pub fn add(&mut self, submitted: Result<RunUnderWay>) {
+        match submitted {
+            Ok(run) => self.runs.push(run),
+            Err(error) => self.refusal = Some(error),
+        }
+    }
+
     /// Waits for all of its programs.
     pub fn wait(self) -> Vec<EndedRun> {
         let ended = self.runs.into_iter().map(RunUnderWay::wait).collect();

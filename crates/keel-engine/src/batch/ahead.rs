@@ -283,7 +283,7 @@ impl Batcher {
         if !is_kept || self.engine.is_split() {
             return None;
         }
-        let saved = self.prefixes.save_state_ahead(self.engine.cache_mut(), &running.cache);
+        let saved = self.prefixes.save_state(self.engine.cache_mut(), &running.cache, true);
         // A state that cannot be kept is computed again when it is needed.
         saved.ok().flatten().map(|entry| (at, entry))
     }

@@ -112,7 +112,7 @@ impl Batcher {
                 cache.overwrite_state(&running.cache, entry)?;
                 Some((at, entry))
             }
-            None => self.prefixes.save_state(cache, &running.cache)?.map(|entry| (at, entry)),
+            None => self.prefixes.save_state(cache, &running.cache, false)?.map(|entry| (at, entry)),
         };
         Ok(())
     }

@@ -19,7 +19,7 @@ use keel_cache::SwapSize;
 
 /// The pages of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Holding {
+pub(super) struct Holding {
     /// Pages that it holds, or needs in order to come back.
     pub held: usize,
     /// Pages that it should find when it starts or comes back: those of its prompt or those that it holds, and one
@@ -38,7 +38,7 @@ impl Holding {
 
 /// The action before the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Next {
+pub(super) enum Next {
     /// Run the step. For each running sequence: whether it holds still.
     Run(Vec<bool>),
     /// Park the newest running sequence, then decide again.
@@ -47,7 +47,7 @@ pub enum Next {
 
 /// The bounds of overcommit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Crowd {
+pub(super) struct Crowd {
     /// Pages of the pool.
     pub pages: usize,
     /// Host memory for parked sequences.

@@ -30,12 +30,10 @@ use std::time::{Duration, Instant};
 use keel_array::AttentionSpec;
 use keel_cache::PrefixHit;
 
-pub use crowd::{Crowd, Holding, Next};
 pub use features::PictureKey;
 pub use logprobs::TokenLogprobs;
 pub use persist::Restored;
 pub use pictures::{PictureInput, RequestSight};
-pub use policy::{Demand, PromptRest, Supply, share_prefill};
 pub use readout::Readout;
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
@@ -45,6 +43,7 @@ pub use request::{
 use crate::eyes::Look;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use ahead::Pending;
+use crowd::Holding;
 use features::FeatureStore;
 use pictures::Pictures;
 use prefixes::Prefixes;
@@ -387,13 +386,10 @@ impl Batcher {
             let running = self.running_holdings();
             return crowd.can_start(self.available_pages(), &running, newcomer, shared, pinned);
         }
-        let cache = self.engine.cache();
-        let supply = Supply {
-            free: cache.free_pages(),
-            evictable: cache.evictable_pages(),
-            promised: self.running.iter().map(Running::pages_missing).sum(),
-        };
-        supply.can_promise(Demand { own: all - shared, pinned })
+        // Promises are kept by free pages and by those of prefixes. Shared pages are there already, but can no longer
+        // be evicted.
+        let promised: usize = self.running.iter().map(Running::pages_missing).sum();
+        self.available_pages() >= promised + (all - shared) + pinned
     }
 
     fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {

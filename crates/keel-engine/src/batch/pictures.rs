@@ -362,5 +362,5 @@ impl Batcher {
 
 fn whole_rows(engine: &Engine, running: &Running, rows: usize) -> Result<usize> {
     let at = running.virtual_len();
-    Ok(engine.whole_pictures_from(&running.cache, at, rows)?.min(running.prompt_rows_left()))
+    Ok(engine.whole_pictures(&running.cache, at, rows)?.min(running.prompt_rows_left()))
 }

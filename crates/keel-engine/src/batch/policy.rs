@@ -2,36 +2,9 @@
 
 use crate::PREFILL_GRID;
 
-/// The pages of the pool at one moment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Supply {
-    /// Pages without an owner.
-    pub free: usize,
-    /// Pages that only remembered prefixes hold. They can be evicted at any time.
-    pub evictable: usize,
-    /// Pages that were promised to running sequences and that they do not have yet.
-    pub promised: usize,
-}
-
-/// The pages that a request will take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Demand {
-    /// Pages of its own: prompt and answer at full length, without the shared pages.
-    pub own: usize,
-    /// Evictable pages that it would share or copy from. They would then no longer be evictable.
-    pub pinned: usize,
-}
-
-impl Supply {
-    /// Whether the demand can be promised without breaking an earlier promise.
-    pub fn can_promise(&self, demand: Demand) -> bool {
-        self.free + self.evictable >= self.promised + demand.own + demand.pinned
-    }
-}
-
 /// The rest of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PromptRest {
+pub(super) struct PromptRest {
     /// Tokens to run until its end.
     pub tokens: usize,
     /// Tokens to run until the next point where the state is saved; a multiple of 64 unless it is the end.
@@ -41,7 +14,7 @@ pub struct PromptRest {
 /// How many rows the next `steps` steps run of a sequence at most, each up to `step_rows` rows of a prompt or one row of
 /// an answer. `prompt` rows of the prompt are left, and `answer` rows may follow them. The answer's first row is in the
 /// step after the one that ends the prompt.
-pub fn rows_of_steps(prompt: usize, answer: usize, steps: usize, step_rows: usize) -> usize {
+pub(super) fn rows_of_steps(prompt: usize, answer: usize, steps: usize, step_rows: usize) -> usize {
     let after_prompt = steps.saturating_sub(prompt.div_ceil(step_rows));
     prompt.min(steps * step_rows) + answer.min(after_prompt)
 }
@@ -57,7 +30,12 @@ const SHARE_MIN: usize = 4 * PREFILL_GRID;
 /// - Tokens that a short prompt leaves over go to the next.
 /// - `turn` says which prompt comes first. The caller increments it after each step, so that no prompt waits forever.
 /// - At least one prompt advances.
-pub fn share_prefill(prompts: &[PromptRest], budget: usize, turn: usize, prompts_max: usize) -> Vec<usize> {
+pub(super) fn share_prefill(
+    prompts: &[PromptRest],
+    budget: usize,
+    turn: usize,
+    prompts_max: usize,
+) -> Vec<usize> {
     let mut shares = vec![0; prompts.len()];
     let mut left = budget.max(PREFILL_GRID);
     let count = prompts.len().min(prompts_max);
@@ -79,18 +57,6 @@ mod tests {
 
     fn rest(tokens: usize) -> PromptRest {
         PromptRest { tokens, until_stop: tokens }
-    }
-
-    #[test]
-    fn a_promise_is_kept_by_free_and_evictable_pages() {
-        let supply = Supply { free: 3, evictable: 4, promised: 2 };
-        assert!(supply.can_promise(Demand { own: 5, pinned: 0 }));
-        assert!(!supply.can_promise(Demand { own: 6, pinned: 0 }));
-        assert!(
-            !supply.can_promise(Demand { own: 5, pinned: 1 }),
-            "what is shared cannot be evicted any more"
-        );
-        assert!(supply.can_promise(Demand { own: 1, pinned: 4 }));
     }
 
     #[test]

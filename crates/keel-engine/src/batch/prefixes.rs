@@ -73,7 +73,7 @@ impl Prefixes {
     /// The remembered tokens with which a prompt can begin. `is_long` says which rotary frequencies it uses.
     pub fn find(&mut self, prompt: &[u32], is_long: bool) -> PrefixHit {
         if !self.enabled {
-            return PrefixHit { len: 0, pages: Vec::new(), state: None, known_len: 0 };
+            return nothing(0);
         }
         self.tree.find(&key(prompt, is_long))
     }
@@ -92,33 +92,24 @@ impl Prefixes {
         }
     }
 
-    /// Saves the state of a sequence in a checkpoint, if one is free or can be freed.
+    /// Saves the state of a sequence in a checkpoint, if one is free or can be freed. `is_ahead` says that steps of the
+    /// sequence are under way: the state is then the one that the last of them will leave.
     pub fn save_state(
         &mut self,
         cache: &mut ModelCache,
         sequence: &SequenceCache,
+        is_ahead: bool,
     ) -> Result<Option<CheckpointId>> {
-        self.make_room_for_state(cache);
-        if self.enabled { Ok(cache.save_state(sequence)?) } else { Ok(None) }
-    }
-
-    /// As [`Prefixes::save_state`], for a sequence with steps under way: saves the state that the last of them will
-    /// leave.
-    pub fn save_state_ahead(
-        &mut self,
-        cache: &mut ModelCache,
-        sequence: &SequenceCache,
-    ) -> Result<Option<CheckpointId>> {
-        self.make_room_for_state(cache);
-        if self.enabled { Ok(cache.save_state_ahead(sequence)?) } else { Ok(None) }
-    }
-
-    fn make_room_for_state(&mut self, cache: &mut ModelCache) {
+        if !self.enabled {
+            return Ok(None);
+        }
         if cache.free_states() == 0
             && let Some(evicted) = self.tree.evict_state()
         {
             cache.take_back(&evicted);
         }
+        let saved = if is_ahead { cache.save_state_ahead(sequence) } else { cache.save_state(sequence) };
+        Ok(saved?)
     }
 
     /// Remembers the first tokens of a sequence, with the state after them. A state that is known already is freed.

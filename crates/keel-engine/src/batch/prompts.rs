@@ -159,7 +159,7 @@ impl Batcher {
         let running = &self.running[i];
         if running.is_at_stop() {
             let cache = self.engine.cache_mut();
-            let state = self.prefixes.save_state(cache, &running.cache)?;
+            let state = self.prefixes.save_state(cache, &running.cache, false)?;
             self.prefixes.remember(cache, &running.key(running.cache.len()), &running.cache, state);
         }
         Ok(())

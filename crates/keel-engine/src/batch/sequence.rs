@@ -249,10 +249,8 @@ impl Running {
     /// Whether it would make drafts in a round of `sequences` sequences after the steps under way.
     pub fn wants_drafts(&self, engine: &Engine, keeps_state: bool, sequences: usize) -> bool {
         let Some(speculation) = &self.speculation else { return false };
-        let ahead = self.ahead.draws;
-        let left = self.rows_max(keeps_state).saturating_sub(ahead);
-        let most = engine.drafts_max(&self.chooser, self.cache.len() + ahead, left);
-        engine.wants_drafts(speculation, most, sequences, ahead)
+        let (len, left) = (self.cache.len(), self.rows_max(keeps_state));
+        engine.wants_drafts((&self.chooser, speculation), len, left, sequences, self.ahead.draws)
     }
 
     /// How many rows the head lags behind after the steps under way, if it drafts.

@@ -33,7 +33,7 @@ impl Engine {
         let mut collect =
             |engine: &mut Engine, sequence: &SequenceCache, tokens: &[u32], regime| -> Result<()> {
                 engine.run(regime, Outcome::Hidden, &[Rows::behind(sequence, tokens)])?;
-                engine.stepper.read_hidden(tokens.len(), &mut rows)?;
+                engine.stepper.read_hidden(0, tokens.len(), &mut rows)?;
                 hidden.extend_from_slice(&rows);
                 engine.head(&rows, sink)
             };
@@ -113,7 +113,7 @@ impl Engine {
                 self.write_hidden(&hidden[..next.len() * width])?;
                 self.run(regime, Outcome::MtpHidden, &[Rows::behind(&sequence, next)])?;
                 sequence.advance(next.len());
-                self.stepper.read_hidden(next.len(), &mut rows)?;
+                self.stepper.read_hidden(0, next.len(), &mut rows)?;
                 self.head(&rows, sink)
             })();
             if outcome.is_err() {

@@ -399,13 +399,13 @@ impl Engine {
                 ..Rows::behind(sequence, std::slice::from_ref(token))
             })
             .collect();
-        self.run(Regime::Decode, Outcome::LastLogits, &rows)?;
+        let kind = StepKind::decode(Outcome::LastLogits);
+        let drawn = match draws.iter().all(Option::is_none) {
+            true => self.run(kind.regime, kind.outcome, &rows).map(|()| vec![0; count])?,
+            false => self.run_and_draw(kind, &rows, count)?,
+        };
         let is_open = self.leaves_open();
         sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
-        if draws.iter().all(Option::is_none) {
-            return Ok(vec![None; count]);
-        }
-        let drawn = self.stepper.read_tokens(count)?;
         Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 

@@ -106,7 +106,7 @@ impl Engine {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
             let rows = rest.len().min(self.options.prefill_step).min(to_save);
-            let rows = self.whole_pictures(sequence, self.chunk_rows(rows))?.min(rest.len());
+            let rows = self.whole_pictures(sequence, at, self.chunk_rows(rows))?.min(rest.len());
             let (tokens, after) = rest.split_at(rows);
             if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
                 self.take_back_step(sequence);
@@ -121,18 +121,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns `count`, or another number so that the step does not end within a picture whose rows see each other.
-    fn whole_pictures(&self, sequence: &SequenceCache, count: usize) -> Result<usize> {
-        self.whole_pictures_from(sequence, sequence.offset(), count)
-    }
-
-    /// The same for the tokens from `at` on.
-    pub(crate) fn whole_pictures_from(
-        &self,
-        sequence: &SequenceCache,
-        at: usize,
-        count: usize,
-    ) -> Result<usize> {
+    /// Returns `count`, or another number so that a step from token `at` on does not end within a picture whose rows see
+    /// each other.
+    pub(crate) fn whole_pictures(&self, sequence: &SequenceCache, at: usize, count: usize) -> Result<usize> {
         let most = self.prefill_rows_max();
         let Some(sight) = sequence.sight() else { return Ok(count) };
         let Some(run) = sight.run_around(at + count) else { return Ok(count) };

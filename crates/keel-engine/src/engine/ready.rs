@@ -8,7 +8,7 @@ use super::Engine;
 use crate::Result;
 use crate::eyes::Eyes;
 use crate::speculation::Costs;
-use crate::step::{HEAD_ROWS, Outcome, StepShape, Stepper};
+use crate::step::{HEAD_ROWS, Outcome, StepKind, StepShape, Stepper};
 
 /// Work besides running steps, for which a request may have to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,23 +34,21 @@ impl LateWork {
 
     /// The sums of both.
     pub(crate) fn plus(self, other: LateWork) -> LateWork {
-        LateWork {
-            trace: self.trace + other.trace,
-            compile: self.compile + other.compile,
-            load: self.load + other.load,
-            capture: self.capture + other.capture,
-            allocate: self.allocate + other.allocate,
-        }
+        self.with(other, |a, b| a + b)
     }
 
     /// What has been added since it was `before`.
     fn since(self, before: LateWork) -> LateWork {
+        self.with(before, |now, before| now - before)
+    }
+
+    fn with(self, other: LateWork, of: fn(u64, u64) -> u64) -> LateWork {
         LateWork {
-            trace: self.trace - before.trace,
-            compile: self.compile - before.compile,
-            load: self.load - before.load,
-            capture: self.capture - before.capture,
-            allocate: self.allocate - before.allocate,
+            trace: of(self.trace, other.trace),
+            compile: of(self.compile, other.compile),
+            load: of(self.load, other.load),
+            capture: of(self.capture, other.capture),
+            allocate: of(self.allocate, other.allocate),
         }
     }
 }
@@ -61,24 +59,24 @@ impl Engine {
         for shape in self.stepper.buckets().list() {
             self.prepare_step(shape, true)?;
             // Any step of a prompt may hold pictures.
-            if self.eyes.is_some() && shape.regime == Regime::Prefill && shape.outcome != Outcome::KeptLogits
-            {
-                let seeing = StepShape { sees: true, ..shape };
-                self.prepare_step(seeing, true)?;
+            let is_of_prompts = shape.regime == Regime::Prefill && shape.outcome != Outcome::KeptLogits;
+            if self.eyes.is_some() && is_of_prompts {
+                self.prepare_step(StepShape { sees: true, ..shape }, true)?;
             }
         }
-        self.prepare_seeing_steps()?;
         if !self.options.all_logits {
             return Ok(());
         }
         let rows = self.stepper.buckets().prefill_rows_max();
-        let step =
-            |rows, outcome| StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: false };
-        let head = self.model.mtp.is_some().then(|| step(rows, Outcome::MtpHidden));
-        for shape in [step(rows, Outcome::Hidden), step(HEAD_ROWS, Outcome::Head)].into_iter().chain(head) {
+        let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
+        for outcome in [Outcome::Hidden].into_iter().chain(head) {
+            let shape = StepKind::prefill(outcome).of(rows, 1);
+            if self.eyes.is_some() {
+                self.prepare_step(StepShape { sees: true, ..shape }, false)?;
+            }
             self.prepare_step(shape, false)?;
         }
-        Ok(())
+        self.prepare_step(StepKind::prefill(Outcome::Head).of(HEAD_ROWS, 1), false)
     }
 
     /// Traces a step on all devices that take part in it.
@@ -87,20 +85,6 @@ impl Engine {
             peer.stepper.prepare(&peer.runtime, &peer.model, &self.cache, shape, stays)?;
         }
         self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape, stays)
-    }
-
-    /// Traces the largest steps that give all logits of prompts with pictures, if they are planned for.
-    fn prepare_seeing_steps(&mut self) -> Result<()> {
-        if self.eyes.is_none() || !self.options.all_logits {
-            return Ok(());
-        }
-        let rows = self.stepper.buckets().prefill_rows_max();
-        let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
-        for outcome in [Outcome::Hidden].into_iter().chain(head) {
-            let shape = StepShape { regime: Regime::Prefill, rows, sequences: 1, outcome, sees: true };
-            self.prepare_step(shape, false)?;
-        }
-        Ok(())
     }
 
     /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the

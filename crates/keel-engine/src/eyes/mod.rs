@@ -22,6 +22,7 @@ use serde_json::Value;
 
 pub(crate) use passes::Passes;
 
+use crate::step::{Pairs, append_rows, trace};
 use crate::{EngineError, EngineOptions, Result};
 use apart::TowerThread;
 
@@ -154,10 +155,8 @@ impl Eyes {
             table: array(&[1, pages], DType::U32)?,
             accepted: word(1)?,
         };
-        for (array, values) in
-            [(&batch.slot, vec![0]), (&batch.position, vec![0]), (&batch.accepted, vec![0])]
-        {
-            array.write::<u32>(&values)?;
+        for array in [&batch.slot, &batch.position, &batch.accepted] {
+            array.write(&[0u32])?;
         }
         batch.table.write(&(0..pages as u32).collect::<Vec<_>>())?;
         let rows = patches_max / block;
@@ -320,7 +319,7 @@ impl Eyes {
         }
         let rows = self.tower.config.rows_of(look.grid.h, look.grid.w);
         for (output, level) in self.outputs.iter().zip(&mut look.features.levels) {
-            crate::step::append_rows(output, 0, rows, level)?;
+            append_rows(output, 0, rows, level)?;
         }
         if look.done < pieces * look.grid.t {
             return Ok(Looked::Piece);
@@ -351,7 +350,7 @@ impl Eyes {
 
     fn trace_piece(&self, runtime: &Runtime, count: usize, blocks: Range<usize>) -> Result<Executable> {
         let state = self.state.as_ref().map(|state| state.prefix(count)).transpose()?;
-        runtime.trace(|| {
+        trace(runtime, || {
             let columns = |array: &Array, rows: usize| array.prefix(rows * count)?.reshape([rows, count]);
             let (buffers, taps) = (&self.input, TowerRows::TAPS);
             let input = TowerInput {
@@ -365,14 +364,13 @@ impl Eyes {
             };
             let before = state.as_ref().filter(|_| blocks.start > 0);
             let made = self.tower.piece(&input, PassPiece { blocks, state: before })?;
-            let mut pairs = Vec::new();
+            let mut pairs = Pairs::new();
             for LevelFeatures { level, features } in made.features {
                 let place = self.outputs[level].prefix(features.shape()[0])?;
                 pairs.push((features, place));
             }
             pairs.extend(made.state.into_iter().zip(state.clone()));
-            let pairs: Vec<(&Array, &Array)> = pairs.iter().map(|(value, place)| (value, place)).collect();
-            Ok::<_, EngineError>(runtime.prepare(&pairs)?)
+            Ok(pairs)
         })
     }
 }

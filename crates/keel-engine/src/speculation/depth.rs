@@ -300,21 +300,9 @@ impl DepthControl {
         self.depth = depth;
     }
 
-    /// How many drafts the next round makes, at most `most`. `lag` is the number of rows that the head lags behind:
-    /// drafting is tried again only when they are few.
-    pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize) -> usize {
-        self.choose_after(0, costs, sequences, most, lag)
-    }
-
-    /// As [`DepthControl::choose`], for the round after `ahead` plain rounds that are under way.
-    pub fn choose_after(
-        &self,
-        ahead: usize,
-        costs: &Costs,
-        sequences: usize,
-        most: usize,
-        lag: usize,
-    ) -> usize {
+    /// How many drafts the round after `ahead` plain rounds under way makes, at most `most`. `lag` is the number of rows
+    /// that the head lags behind by then: drafting is tried again only when they are few.
+    pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize, ahead: usize) -> usize {
         let is_measured = self.nominal.is_none();
         // Nominal costs are those of one sequence: other sequences must not matter either.
         let (costs, sequences) = self.nominal.as_ref().map_or((costs, sequences), |nominal| (nominal, 1));

@@ -12,7 +12,6 @@ use super::passes::Passes;
 use super::round::{Part, RoundSequence};
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
-use crate::under_way::RunUnderWay;
 use crate::{Engine, Result};
 
 impl Engine {
@@ -66,9 +65,8 @@ impl Engine {
         self.stepper.write_draft_input(&input)?;
         let kind = StepKind::decode(Outcome::HeadState);
         let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows)?;
-        let tokens = rows.len();
         let Some(step) = self.under_way.back_mut() else { unreachable!("a step is under way") };
-        step.catch_up = Some(RunUnderWay { run, regime: Regime::Decode, slots: Vec::new(), tokens });
+        step.catch_up = Some(run);
         all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
         Ok(())
     }

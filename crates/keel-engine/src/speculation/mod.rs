@@ -93,11 +93,6 @@ impl Speculation {
         self.lag_tokens.len() + ahead
     }
 
-    /// Whether a round after `ahead` steps under way would make drafts, at most `most`, among this many sequences.
-    pub(crate) fn wants_drafts(&self, costs: &Costs, sequences: usize, most: usize, ahead: usize) -> bool {
-        self.control.choose_after(ahead, costs, sequences, most, self.lag_after(ahead)) > 0
-    }
-
     /// Learns from a step that ran `run`, the last token known, with this hidden state, and gave `token`. `time` is its
     /// share of the time that the host waited.
     pub(crate) fn note_plain(&mut self, run: u32, hidden: &[f32], token: u32, time: Duration) {

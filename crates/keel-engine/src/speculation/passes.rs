@@ -11,9 +11,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use keel_array::{RESULT_BYTES_MAX, RUNS_MAX, Regime};
+use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
-use super::round::{Part, RoundSequence};
+use super::round::{Part, RoundSequence, RoundTimes};
 use crate::step::{Outcome, Rows, StepKind};
 use crate::under_way::{EndedRun, RunUnderWay};
 use crate::{Engine, Result};
@@ -42,8 +42,8 @@ impl Engine {
             && parts.iter().all(|part| part.depth == 0 || part.draws.is_some())
     }
 
-    /// Submits all passes of a round, then waits for them. Returns the tokens that the verify pass drew, and the times
-    /// of drafting and verifying.
+    /// Submits all passes of a round, then waits for them. Returns the tokens that the verify pass drew, and sets the
+    /// times of drafting and verifying.
     ///
     /// The sum of the times is exact. Drafting ends when the host sees the end of the last draft. If the device made
     /// the drafts faster than the host submitted the passes, that is once the verify pass is submitted.
@@ -51,7 +51,8 @@ impl Engine {
         &mut self,
         batch: &mut [RoundSequence<'_>],
         parts: &mut [Part],
-    ) -> Result<(Vec<u32>, [Duration; 2])> {
+        times: &mut RoundTimes,
+    ) -> Result<Vec<u32>> {
         self.finish_under_way()?;
         batch.iter().try_for_each(|sequence| self.cache.expect_whole(sequence.cache))?;
         let (start, mut passes) = (Instant::now(), Passes::default());
@@ -74,9 +75,9 @@ impl Engine {
             part.drafts = passes.drawn[..part.depth].iter().map(|drawn| drawn[part.row]).collect();
         }
         let drafted = passes.drafted.unwrap_or(start);
-        let times = [drafted.duration_since(start), drafted.elapsed()];
-        self.note_draft_times(parts, times[0]);
-        Ok((tokens, times))
+        (times.drafting, times.verifying) = (drafted.duration_since(start), drafted.elapsed());
+        self.note_draft_times(parts, times.drafting);
+        Ok(tokens)
     }
 
     /// Submits a pass. Where as many runs as possible are under way, waits for the oldest one.
@@ -91,9 +92,7 @@ impl Engine {
         }
         let kind = StepKind::decode(outcome);
         let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, rows)?;
-        let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-        let tokens = outcome.tokens_drawn(rows);
-        passes.under_way.push_back((kind, RunUnderWay { run, regime: Regime::Decode, slots, tokens }));
+        passes.under_way.push_back((kind, run));
         Ok(())
     }
 

@@ -55,7 +55,16 @@ pub(crate) struct RowResults {
     hidden: Vec<f32>,
 }
 
+/// How long the parts of a round took.
+#[derive(Clone, Copy, Default)]
+pub(super) struct RoundTimes {
+    pub drafting: Duration,
+    pub verifying: Duration,
+    pub choosing: Duration,
+}
+
 /// The work of a round for one sequence.
+#[derive(Default)]
 pub(super) struct Part {
     /// How many drafts to make.
     pub depth: usize,
@@ -112,8 +121,8 @@ impl Engine {
             Ok((judged, times)) => {
                 let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
                 // Choosing takes longer the more rows there are.
-                let [_, verifying, choosing] = times;
-                self.costs.note_pass(rows, batch.len(), (verifying + choosing).as_secs_f64());
+                let seconds = (times.verifying + times.choosing).as_secs_f64();
+                self.costs.note_pass(rows, batch.len(), seconds);
                 self.costs.note_round(rows == batch.len());
                 share_times(batch, &parts, times);
                 let is_open = self.leaves_open();
@@ -138,31 +147,33 @@ impl Engine {
             .map(|s| {
                 let most = self.drafts_max(&*s.chooser, s.cache.len(), s.tokens_max);
                 let depth = s.speculation.as_ref().map_or(0, |speculation| {
-                    speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows())
+                    speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows(), 0)
                 });
-                let (drafts, draws) = (Vec::new(), None);
-                let (row, caught_up, lag_values) = (0, 0, 0);
-                Part { depth, drafts, row, draws, caught_up, failure: None, was_named: false, lag_values }
+                Part { depth, ..Part::default() }
             })
             .collect()
     }
 
     /// How many drafts a sequence may make after its first `len` tokens, if it may still be given `tokens_max` tokens.
-    pub(crate) fn drafts_max(&self, chooser: &dyn Chooser, len: usize, tokens_max: usize) -> usize {
+    fn drafts_max(&self, chooser: &dyn Chooser, len: usize, tokens_max: usize) -> usize {
         let room = self.options.context.saturating_sub(len).min(tokens_max).saturating_sub(1);
         if chooser.can_draft() { self.options.drafts.min(room) } else { 0 }
     }
 
-    /// Whether a sequence would make drafts, at most `most`, in a round of `sequences` sequences after `ahead` steps
-    /// under way, each with one row of it. Until it does, steps may run ahead.
+    /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each with
+    /// one row of it. Without them it has `len` tokens and may still be given `tokens_max`. Until it does, steps may run
+    /// ahead.
     pub(crate) fn wants_drafts(
         &self,
-        speculation: &Speculation,
-        most: usize,
+        (chooser, speculation): (&dyn Chooser, &Speculation),
+        len: usize,
+        tokens_max: usize,
         sequences: usize,
         ahead: usize,
     ) -> bool {
-        speculation.wants_drafts(&self.costs, sequences, most, ahead)
+        let most = self.drafts_max(chooser, len + ahead, tokens_max.saturating_sub(ahead));
+        let lag = speculation.lag_after(ahead);
+        speculation.control.choose(&self.costs, sequences, most, lag, ahead) > 0
     }
 
     /// Records the time of a plain step of `rows` sequences that ran ahead.
@@ -192,24 +203,28 @@ impl Engine {
         std::iter::once(Some(first)).chain((1..rows).map(|_| chooser.draw_next())).collect()
     }
 
-    /// Does everything in a round that may fail for all. Returns the times of drafting, verifying and choosing.
+    /// Does everything in a round that may fail for all.
     fn run_round(
         &mut self,
         batch: &mut [RoundSequence<'_>],
         parts: &mut [Part],
-    ) -> Result<(Vec<Result<Round>>, [Duration; 3])> {
+    ) -> Result<(Vec<Result<Round>>, RoundTimes)> {
         for (sequence, part) in batch.iter().zip(parts.iter_mut()) {
             if let Some(speculation) = &sequence.speculation {
                 part.caught_up = self.catch_up(sequence.cache, speculation, part.depth)?;
             }
         }
-        let (drawn, [drafting, verifying]) = if self.queues_passes(parts) {
-            self.run_queued(batch, parts)?
+        let mut times = RoundTimes::default();
+        let drawn = if self.queues_passes(parts) {
+            self.run_queued(batch, parts, &mut times)?
         } else {
             let start = Instant::now();
             self.draft(batch, parts, None)?;
-            let (drafting, start) = (start.elapsed(), Instant::now());
-            (self.verify(batch, parts, None)?, [drafting, start.elapsed()])
+            times.drafting = start.elapsed();
+            let start = Instant::now();
+            let drawn = self.verify(batch, parts, None)?;
+            times.verifying = start.elapsed();
+            drawn
         };
         let start = Instant::now();
         let judged = self.judge(batch, parts, &drawn).inspect_err(|_| {
@@ -218,7 +233,8 @@ impl Engine {
                 batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
             }
         })?;
-        Ok((judged, [drafting, verifying, start.elapsed()]))
+        times.choosing = start.elapsed();
+        Ok((judged, times))
     }
 
     /// Runs the last token of each sequence and its drafts. Returns the tokens that the device drew after these rows.
@@ -411,15 +427,15 @@ impl Speculation {
     }
 }
 
-fn share_times(batch: &mut [RoundSequence<'_>], parts: &[Part], [draft, verify, commit]: [Duration; 3]) {
+fn share_times(batch: &mut [RoundSequence<'_>], parts: &[Part], times: RoundTimes) {
     let drafting = parts.iter().filter(|part| part.depth > 0).count() as u32;
     let all = batch.len() as u32;
     for (sequence, part) in batch.iter_mut().zip(parts) {
         let Some(Speculation { counters, .. }) = sequence.speculation.as_deref_mut() else { continue };
         if part.depth > 0 {
-            counters.draft_time += draft / drafting;
+            counters.draft_time += times.drafting / drafting;
         }
-        counters.verify_time += verify / all;
-        counters.commit_time += commit / all;
+        counters.verify_time += times.verifying / all;
+        counters.commit_time += times.choosing / all;
     }
 }

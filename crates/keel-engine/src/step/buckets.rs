@@ -79,14 +79,12 @@ impl Buckets {
 
     /// The program that keeps hidden states.
     pub fn keeping_hidden(place: HiddenPlace) -> StepShape {
-        let outcome = Outcome::KeptHidden(place);
-        StepShape { regime: Regime::Decode, rows: 1, sequences: 1, outcome, sees: false }
+        StepKind::decode(Outcome::KeptHidden(place)).of(1, 1)
     }
 
     /// The program that keeps logits.
     pub fn keeping(&self, regime: Regime) -> StepShape {
-        let (rows, outcome) = (self.host_rows, Outcome::KeptLogits);
-        StepShape { regime, rows, sequences: 1, outcome, sees: false }
+        StepKind { regime, outcome: Outcome::KeptLogits }.of(self.host_rows, 1)
     }
 
     /// How many prompts one step may run.
@@ -113,26 +111,24 @@ impl Buckets {
 
     /// The shape for this many rows and sequences.
     pub fn fit(&self, kind: StepKind, rows: usize, sequences: usize) -> StepShape {
-        let StepKind { regime, outcome } = kind;
-        let shape = |rows, sequences| StepShape { regime, rows, sequences, outcome, sees: false };
         let padded = at_least(&self.sequences, sequences.max(1));
-        match (regime, outcome) {
+        match (kind.regime, kind.outcome) {
             (Regime::Prefill, Outcome::State | Outcome::LastLogits) => {
                 let sequences = if sequences > 1 { self.prompts } else { 1 };
-                shape(at_least(&self.prefill_rows, rows), sequences)
+                kind.of(at_least(&self.prefill_rows, rows), sequences)
             }
-            (Regime::Decode, Outcome::LastLogits | Outcome::Ahead) => shape(padded, padded),
-            (Regime::Decode, Outcome::Commit(_)) => shape(rows, padded),
+            (Regime::Decode, Outcome::LastLogits | Outcome::Ahead) => kind.of(padded, padded),
+            (Regime::Decode, Outcome::Commit(_)) => kind.of(rows, padded),
             (Regime::Decode, Outcome::OpenRows | Outcome::Draft) => {
                 let each = self.open_rows_of(padded).find(|each| each * padded >= rows);
-                shape(each.map_or(rows, |each| each * padded), padded)
+                kind.of(each.map_or(rows, |each| each * padded), padded)
             }
             (Regime::Decode, Outcome::HeadState) if sequences > 1 => {
-                shape(padded * self.open_rows.len(), padded)
+                kind.of(padded * self.open_rows.len(), padded)
             }
-            (Regime::Decode, Outcome::HeadState) => shape(at_least(&self.lag_rows, rows), 1),
+            (Regime::Decode, Outcome::HeadState) => kind.of(at_least(&self.lag_rows, rows), 1),
             // Steps without a sequence, or steps for which no request waits.
-            _ => shape(rows, sequences),
+            _ => kind.of(rows, sequences),
         }
     }
 
@@ -157,50 +153,42 @@ impl Buckets {
     }
 
     fn all(&self) -> Vec<StepShape> {
-        let decode = |outcome| {
-            move |rows, sequences| StepShape { regime: Regime::Decode, rows, sequences, outcome, sees: false }
-        };
+        let decode = StepKind::decode;
         let mut shapes = Vec::new();
         for &rows in self.prefill_rows.iter().rev() {
-            let prefill = |sequences, outcome| StepShape {
-                regime: Regime::Prefill,
-                rows,
-                sequences,
-                outcome,
-                sees: false,
-            };
+            let ends = StepKind::prefill(Outcome::LastLogits);
             if self.prompts > 1 {
-                shapes.push(prefill(self.prompts, Outcome::LastLogits));
+                shapes.push(ends.of(rows, self.prompts));
             }
-            shapes.push(prefill(1, Outcome::LastLogits));
+            shapes.push(ends.of(rows, 1));
             // A prompt goes on only at a grid point.
             if rows.is_multiple_of(PREFILL_GRID) {
-                shapes.push(prefill(1, Outcome::State));
+                shapes.push(StepKind::prefill(Outcome::State).of(rows, 1));
             }
         }
+        let sequences = self.sequences.iter().rev();
         if self.open_rows.is_empty() {
-            shapes.extend(self.sequences.iter().rev().map(|&n| decode(Outcome::LastLogits)(n, n)));
+            shapes.extend(sequences.map(|&n| decode(Outcome::LastLogits).of(n, n)));
             if self.host_rows > 0 {
                 shapes.extend([Regime::Decode, Regime::Prefill].map(|regime| self.keeping(regime)));
             }
             return shapes;
         }
         if self.drafts_ahead {
-            let of = |&n: &usize| [decode(Outcome::Ahead)(n, n), decode(Outcome::COMMIT)(1, n)];
-            shapes.extend(self.sequences.iter().rev().flat_map(of));
-            let many = self.sequences.iter().rev().filter(|&&n| n > 1);
-            shapes.extend(many.map(|&n| decode(Outcome::HeadState)(n * self.open_rows.len(), n)));
+            let of = |&n: &usize| [decode(Outcome::Ahead).of(n, n), decode(Outcome::COMMIT).of(1, n)];
+            shapes.extend(sequences.clone().flat_map(of));
+            let many = sequences.clone().filter(|&&n| n > 1);
+            shapes.extend(many.map(|&n| decode(Outcome::HeadState).of(n * self.open_rows.len(), n)));
             shapes.extend([HiddenPlace::First, HiddenPlace::Second].map(Buckets::keeping_hidden));
         }
-        for &n in self.sequences.iter().rev() {
-            let both =
-                |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|outcome| decode(outcome)(each * n, n));
+        for &n in sequences {
+            let both = |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|of| decode(of).of(each * n, n));
             shapes.extend(self.open_rows_of(n).flat_map(both));
         }
-        shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::HeadState)(rows, 1)));
-        shapes.push(decode(Outcome::LastLogits)(1, 1));
+        shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::HeadState).of(rows, 1)));
+        shapes.push(decode(Outcome::LastLogits).of(1, 1));
         if !self.drafts_ahead {
-            shapes.push(decode(Outcome::COMMIT)(1, 1));
+            shapes.push(decode(Outcome::COMMIT).of(1, 1));
         }
         shapes
     }

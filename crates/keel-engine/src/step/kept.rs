@@ -104,15 +104,18 @@ impl KeptHidden {
         ])
     }
 
-    /// Copies the first `rows` rows of a step that has ended. A later one may be under way.
+    /// Copies the hidden states of a step that has ended, of so many answers and prompts. A later one may be under way.
     pub fn append(
         &self,
         place: HiddenPlace,
-        regime: Regime,
-        rows: usize,
+        answers: usize,
+        prompts: usize,
         values: &mut Vec<f32>,
     ) -> Result<()> {
-        let first = self.first(place, regime);
-        append_with(Array::read_settled_bytes, &self.hidden, first..first + rows, values)
+        for (regime, rows) in [(Regime::Decode, answers), (Regime::Prefill, prompts)] {
+            let first = self.first(place, regime);
+            append_with(Array::read_settled_bytes, &self.hidden, first..first + rows, values)?;
+        }
+        Ok(())
     }
 }

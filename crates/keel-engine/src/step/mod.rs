@@ -11,7 +11,7 @@ mod trace;
 
 use std::ops::Range;
 
-use keel_array::{Array, Executable, PendingRun, Regime, RowLog, Runtime};
+use keel_array::{Array, Executable, Regime, RowLog, Runtime};
 use keel_cache::ModelCache;
 use keel_models::HybridModel;
 use keel_models::vision::VisionConfig;
@@ -20,14 +20,16 @@ pub(crate) use buckets::{Buckets, prefill_rows_max};
 pub(crate) use filling::Filling;
 
 use crate::options::EngineOptions;
+use crate::under_way::RunUnderWay;
 use crate::{EngineError, Result};
 use kept::{KeptHidden, KeptLogits};
-use results::{Results, read_ids, read_rows, read_settled_rows};
+use results::{Results, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
 use sight::SightStaging;
 use staging::Staging;
 pub(crate) use staging::{Rows, TokensAt};
+pub(crate) use trace::{Pairs, trace};
 
 /// How many prepared steps are kept besides those of the list. Shapes that serving does not need replace each other.
 const OTHERS_MAX: usize = 32;
@@ -120,10 +122,7 @@ impl Stepper {
             self.others.remove(0);
         }
         self.others.push(step);
-        match self.others.last() {
-            Some((_, executable)) => Ok(executable),
-            None => unreachable!("a step was just pushed"),
-        }
+        Ok(&self.others[self.others.len() - 1].1)
     }
 
     fn trace_step(
@@ -134,11 +133,7 @@ impl Stepper {
         shape: StepShape,
     ) -> Result<Executable> {
         self.traced += 1;
-        runtime.trace(|| {
-            let pairs = self.trace(model, &cache.layers()[self.layers()], shape)?;
-            let pairs: Vec<(&Array, &Array)> = pairs.iter().map(|(value, place)| (value, place)).collect();
-            Ok::<_, EngineError>(runtime.prepare(&pairs)?)
-        })
+        trace(runtime, || self.pairs_of(model, &cache.layers()[self.layers()], shape))
     }
 
     /// Prepares a step before its first run, so that its memory is part of the plan. `stays` says that it is in the
@@ -261,18 +256,28 @@ impl Stepper {
         cache: &ModelCache,
         kind: StepKind,
         rows: &[Rows<'_>],
-    ) -> Result<PendingRun> {
-        let drawn = self.drawn(kind, kind.outcome.tokens_drawn(rows))?;
-        Ok(self.step_for(runtime, model, cache, kind, rows)?.submit(&drawn))
+    ) -> Result<RunUnderWay> {
+        let tokens = kind.outcome.tokens_drawn(rows);
+        let drawn = self.drawn(kind, tokens)?;
+        let run = self.step_for(runtime, model, cache, kind, rows)?.submit(&drawn);
+        let slots = rows.iter().map(|row| row.sequence.slot()).collect();
+        Ok(RunUnderWay { run, regime: kind.regime, slots, tokens })
     }
 
-    /// How many rows of a regime the host may draw for while a later step runs.
-    pub fn host_rows(&self) -> usize {
-        self.buckets.host_rows()
+    /// Submits a program of no sequence. One token comes to the host with it.
+    fn submit_shape(
+        &mut self,
+        runtime: &Runtime,
+        model: &HybridModel,
+        cache: &ModelCache,
+        shape: StepShape,
+    ) -> Result<RunUnderWay> {
+        let drawn = self.drawn(shape.kind(), 1)?;
+        let run = self.step(runtime, model, cache, shape)?.submit(&drawn);
+        Ok(RunUnderWay { run, regime: shape.regime, slots: Vec::new(), tokens: 1 })
     }
 
-    /// Keeps these rows of the logits of the step of this regime that was submitted last. Its tokens come to the host
-    /// once more.
+    /// Keeps these rows of the logits of the step of this regime that was submitted last.
     pub fn keep_logits(
         &mut self,
         runtime: &Runtime,
@@ -280,11 +285,9 @@ impl Stepper {
         cache: &ModelCache,
         regime: Regime,
         rows: &[usize],
-    ) -> Result<PendingRun> {
-        let shape = self.buckets.keeping(regime);
-        let drawn = self.drawn(StepKind { regime, outcome: Outcome::KeptLogits }, 1)?;
+    ) -> Result<RunUnderWay> {
         self.kept()?.fill(regime, rows)?;
-        Ok(self.step(runtime, model, cache, shape)?.submit(&drawn))
+        self.submit_shape(runtime, model, cache, self.buckets.keeping(regime))
     }
 
     fn kept(&self) -> Result<&KeptLogits> {
@@ -298,30 +301,27 @@ impl Stepper {
         self.kept_hidden.is_some()
     }
 
-    /// Keeps the hidden states of step number `step`, whose programs were submitted last. A token comes to the host
-    /// once more.
+    /// Keeps the hidden states of step number `step`, whose programs were submitted last.
     pub fn keep_hidden(
         &mut self,
         runtime: &Runtime,
         model: &HybridModel,
         cache: &ModelCache,
         step: u64,
-    ) -> Result<PendingRun> {
-        let shape = Buckets::keeping_hidden(HiddenPlace::of(step));
-        let drawn = self.drawn(shape.kind(), 1)?;
-        Ok(self.step(runtime, model, cache, shape)?.submit(&drawn))
+    ) -> Result<RunUnderWay> {
+        self.submit_shape(runtime, model, cache, Buckets::keeping_hidden(HiddenPlace::of(step)))
     }
 
-    /// Copies the hidden states that were kept of the first `rows` sequences of a regime in step number `step`.
+    /// Copies the hidden states that were kept of step number `step`, of so many answers and prompts.
     pub fn append_kept_hidden(
         &self,
         step: u64,
-        regime: Regime,
-        rows: usize,
+        answers: usize,
+        prompts: usize,
         hidden: &mut Vec<f32>,
     ) -> Result<()> {
         let place = HiddenPlace::of(step);
-        self.kept_hidden.as_ref().map_or(Ok(()), |kept| kept.append(place, regime, rows, hidden))
+        self.kept_hidden.as_ref().map_or(Ok(()), |kept| kept.append(place, answers, prompts, hidden))
     }
 
     /// Copies row `row` of the logits that were kept of a regime.
@@ -332,11 +332,6 @@ impl Stepper {
     /// Copies row `row` of the logits of the last step, submitted or run.
     pub fn read_logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         read_rows(&self.results.logits, row, 1, logits)
-    }
-
-    /// Tokens that the last decode step drew for its first sequences.
-    pub fn read_tokens(&self, sequences: usize) -> Result<Vec<u32>> {
-        read_ids(&self.staging.drawn(Regime::Decode, sequences)?, sequences)
     }
 
     /// The place in the pool of the token that row `row` of a step draws, for [`TokensAt::Pool`].
@@ -354,17 +349,8 @@ impl Stepper {
         })
     }
 
-    /// Copies rows of the hidden states of the last step.
-    pub fn read_hidden(&self, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        read_rows(self.results.hidden()?, 0, rows, hidden)
-    }
-
-    /// Copies the hidden states of `rows` rows of the last step of prompts, where they are kept.
-    pub fn read_row_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        if !self.results.keeps_rows {
-            let reason = "hidden states of all rows were not planned for: set row_hidden";
-            return Err(EngineError::Option(reason.into()));
-        }
+    /// Copies the hidden states of `rows` rows of the last step, from row `first` on.
+    pub fn read_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
         read_rows(self.results.hidden()?, first, rows, hidden)
     }
 
@@ -408,9 +394,8 @@ impl Stepper {
         cache: &ModelCache,
         hidden: &[f32],
     ) -> Result<&Executable> {
-        let (regime, outcome) = (Regime::Prefill, Outcome::Head);
         let rows = hidden.len() / model.config.hidden;
         self.results.head_input()?.write(hidden)?;
-        self.step(runtime, model, cache, StepShape { regime, rows, sequences: 1, outcome, sees: false })
+        self.step(runtime, model, cache, StepKind::prefill(Outcome::Head).of(rows, 1))
     }
 }

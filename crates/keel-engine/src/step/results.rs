@@ -151,13 +151,6 @@ pub(super) fn read_settled_rows(array: &Array, row: usize, rows: usize, values: 
     append_with(Array::read_settled_bytes, array, row..row + rows, values)
 }
 
-/// The first entries of a u32 buffer.
-pub(super) fn read_ids(array: &Array, count: usize) -> Result<Vec<u32>> {
-    let mut bytes = vec![0; count * size_of::<u32>()];
-    array.read_bytes(0, &mut bytes)?;
-    Ok(ids_of(&bytes))
-}
-
 /// Decodes the bytes of a u32 buffer.
 pub(crate) fn ids_of(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()

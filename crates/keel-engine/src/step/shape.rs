@@ -79,6 +79,11 @@ impl StepKind {
     pub fn prefill(outcome: Outcome) -> StepKind {
         StepKind { regime: Regime::Prefill, outcome }
     }
+
+    /// A step for this many rows and sequences, without pictures.
+    pub fn of(self, rows: usize, sequences: usize) -> StepShape {
+        StepShape { regime: self.regime, rows, sequences, outcome: self.outcome, sees: false }
+    }
 }
 
 /// The shape of a step.

@@ -87,21 +87,17 @@ impl SightStaging {
         if let Some(NextSight { sees, features }) = &self.next {
             fill_features(rows, shape.rows, 1, sees, std::slice::from_ref(features))?;
         }
-        let mut places: Vec<[i32; 3]> = rows
-            .iter()
-            .flat_map(|row| {
-                (row.first..row.first + row.tokens.len()).map(|token| row.sequence.position_of(token))
-            })
-            .collect();
+        let tokens = || rows.iter().flat_map(|row| row.positions().map(move |token| (row, token)));
+        let mut places: Vec<[i32; 3]> =
+            tokens().map(|(row, token)| row.sequence.position_of(token)).collect();
         places.resize(shape.rows, [0; 3]);
         let axes: Vec<i32> = (0..3).flat_map(|axis| places.iter().map(move |place| place[axis])).collect();
         self.positions.write(&axes)?;
         if let Some(until) = &self.until {
-            let ends = rows.iter().flat_map(|row| {
-                (row.first..row.first + row.tokens.len())
-                    .map(|token| row.sequence.sight().map_or(token, |sight| sight.end(token)) as u32)
-            });
-            let mut ends: Vec<u32> = ends.collect();
+            let end = |(row, token): (&Rows<'_>, usize)| {
+                row.sequence.sight().map_or(token, |sight| sight.end(token)) as u32
+            };
+            let mut ends: Vec<u32> = tokens().map(end).collect();
             ends.resize(shape.rows, 0);
             until.write(&ends)?;
         }
@@ -121,8 +117,7 @@ fn fill_features(
     let mut flags = vec![false; count];
     for (level, array) in levels.iter().enumerate() {
         let mut values = vec![0.0f32; count * width];
-        let tokens =
-            rows.iter().flat_map(|row| (0..row.tokens.len()).map(move |i| (row, row.first + i + shift)));
+        let tokens = rows.iter().flat_map(|row| row.positions().map(move |at| (row, at + shift)));
         for (i, (row, token)) in tokens.enumerate() {
             let Some(sight) = row.sequence.sight().filter(|sight| sight.is_picture(token)) else { continue };
             let feature = sight.feature(level, token).ok_or(EngineError::Unseen { token })?;

@@ -1,5 +1,7 @@
 //! Buffers that the host fills before a step.
 
+use std::ops::Range;
+
 use keel_array::sampling::Draw;
 use keel_array::{Array, Batch, Category, DType, Regime, Runtime};
 use keel_cache::SequenceCache;
@@ -44,6 +46,11 @@ impl<'a> Rows<'a> {
     pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
         Rows { sequence, tokens, first, next: None, draws: &[], accepted, at: TokensAt::Host }
+    }
+
+    /// The positions of the rows in the sequence.
+    pub fn positions(&self) -> Range<usize> {
+        self.first..self.first + self.tokens.len()
     }
 }
 
@@ -212,10 +219,11 @@ impl Staging {
         let (mut row_start, mut last_rows) = (vec![0u32], Vec::new());
         let (mut slots, mut firsts, mut accepted) = (Vec::new(), Vec::new(), Vec::new());
         let mut table = Vec::with_capacity(shape.sequences * pages);
-        for Rows { sequence, tokens: ids, first, next, accepted: open, .. } in rows {
+        for row in rows {
+            let Rows { sequence, tokens: ids, first, next, accepted: open, .. } = row;
             tokens.extend_from_slice(ids);
             next_tokens.extend(ids.iter().skip(1).copied().chain([next.unwrap_or_default()]));
-            positions.extend((*first..first + ids.len()).map(|token| sequence.position_of(token)[0]));
+            positions.extend(row.positions().map(|token| sequence.position_of(token)[0]));
             row_start.push(tokens.len() as u32);
             last_rows.push((tokens.len() as u32).saturating_sub(1));
             slots.push(sequence.slot().0);
@@ -257,11 +265,10 @@ impl Staging {
     fn for_turns(&self, rows: &[Rows<'_>], filling: &mut Filling) {
         let Some(turns) = &self.turns else { return };
         let (mut short, mut long) = (Vec::new(), Vec::new());
-        for Rows { sequence, tokens, first, .. } in rows {
-            let positions = (*first..first + tokens.len()).map(|p| p as i32);
+        for row in rows {
             let (own, other) =
-                if sequence.is_long() { (&mut long, &mut short) } else { (&mut short, &mut long) };
-            own.extend(positions);
+                if row.sequence.is_long() { (&mut long, &mut short) } else { (&mut short, &mut long) };
+            own.extend(row.positions().map(|position| position as i32));
             other.resize(own.len(), 0);
         }
         filling.add(&turns.short, short);

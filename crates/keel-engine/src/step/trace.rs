@@ -1,6 +1,6 @@
 //! What each kind of step computes: its values and where they go.
 
-use keel_array::{Array, Regime};
+use keel_array::{Array, Executable, Regime, Runtime};
 use keel_cache::LayerStorage;
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
@@ -8,8 +8,17 @@ use keel_models::blocks::StepContext;
 use super::{Outcome, StepShape, Stepper};
 use crate::{EngineError, Result};
 
-/// The values that a traced step computes, each with its destination.
-pub(super) type Pairs = Vec<(Array, Array)>;
+/// The values that a program computes, each with its destination.
+pub(crate) type Pairs = Vec<(Array, Array)>;
+
+/// Traces a program.
+pub(crate) fn trace(runtime: &Runtime, pairs: impl FnOnce() -> Result<Pairs>) -> Result<Executable> {
+    runtime.trace(|| {
+        let pairs = pairs()?;
+        let pairs: Vec<(&Array, &Array)> = pairs.iter().map(|(value, place)| (value, place)).collect();
+        Ok(runtime.prepare(&pairs)?)
+    })
+}
 
 /// What a traced step reads, and the device's part of the model.
 struct Tracing<'a> {
@@ -51,7 +60,7 @@ impl Stepper {
         Ok(StepContext { batch, window_batch, positions, turns, sight, regime: shape.regime, log })
     }
 
-    pub(super) fn trace(
+    pub(super) fn pairs_of(
         &self,
         model: &HybridModel,
         layers: &[LayerStorage],

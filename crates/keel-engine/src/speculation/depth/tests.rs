@@ -15,7 +15,7 @@ fn run(control: &mut DepthControl, rounds: usize, accepts: impl Fn(usize) -> usi
     let costs = costs();
     let (mut drafted, mut seconds, mut tokens) = (0, 0.0, 0);
     for round in 0..rounds {
-        let depth = control.choose(&costs, 1, 8, 1);
+        let depth = control.choose(&costs, 1, 8, 1, 0);
         let accepted = accepts(round).min(depth);
         control.note(depth, accepted);
         drafted += depth;
@@ -29,8 +29,8 @@ fn run(control: &mut DepthControl, rounds: usize, accepts: impl Fn(usize) -> usi
 fn good_drafts_are_followed_deeply() {
     let mut control = DepthControl::new(Depth::Auto, false);
     run(&mut control, 100, |_| 8);
-    assert_eq!(control.choose(&costs(), 1, 8, 1), 8);
-    assert_eq!(control.choose(&costs(), 1, 3, 1), 3, "no deeper than there is room");
+    assert_eq!(control.choose(&costs(), 1, 8, 1, 0), 8);
+    assert_eq!(control.choose(&costs(), 1, 3, 1, 0), 3, "no deeper than there is room");
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn wrong_drafts_in_a_crowd(costs: &mut Costs, learns: bool) -> usize {
     let mut controls: Vec<DepthControl> = (0..32).map(|_| DepthControl::new(Depth::Auto, false)).collect();
     let mut drafted = 0;
     for _ in 0..256 {
-        let depths: Vec<usize> = controls.iter().map(|control| control.choose(costs, 1, 4, 1)).collect();
+        let depths: Vec<usize> = controls.iter().map(|control| control.choose(costs, 1, 4, 1, 0)).collect();
         for (control, depth) in controls.iter_mut().zip(depths) {
             drafted += depth;
             control.note(depth, 0);
@@ -66,11 +66,11 @@ fn sequences_learn_from_each_other_that_drafts_are_wrong() {
     assert_eq!(wrong_drafts_in_a_crowd(&mut costs, true), 2, "each tries all the same");
     let mut good = DepthControl::new(Depth::Auto, false);
     for _ in 0..40 {
-        let depth = good.choose(&costs, 1, 8, 1);
+        let depth = good.choose(&costs, 1, 8, 1, 0);
         good.note(depth, depth);
         costs.note_drafts(depth, depth);
     }
-    assert!(good.choose(&costs, 1, 8, 1) >= 4, "a text with good drafts is soon followed");
+    assert!(good.choose(&costs, 1, 8, 1, 0) >= 4, "a text with good drafts is soon followed");
 }
 
 #[test]
@@ -83,12 +83,12 @@ fn a_sequence_begins_as_those_before_it_ended() {
         control
     };
     let (mut control, nothing) = (after_three(), self::costs());
-    assert_eq!(control.choose(&nothing, 1, 8, 1), 0, "three wrong drafts end drafting");
-    assert!(control.choose(&costs, 1, 8, 1) > 0, "three wrong drafts say less than 200 right ones");
+    assert_eq!(control.choose(&nothing, 1, 8, 1, 0), 0, "three wrong drafts end drafting");
+    assert!(control.choose(&costs, 1, 8, 1, 0) > 0, "three wrong drafts say less than 200 right ones");
     (0..8).for_each(|_| control.note(1, 0));
-    assert_eq!(control.choose(&costs, 1, 8, 1), 0, "eleven say more");
+    assert_eq!(control.choose(&costs, 1, 8, 1, 0), 0, "eleven say more");
     assert_eq!(
-        DepthControl::new(Depth::Auto, true).choose(&costs, 1, 8, 1),
+        DepthControl::new(Depth::Auto, true).choose(&costs, 1, 8, 1, 0),
         1,
         "what is repeatable does not depend on it"
     );
@@ -98,9 +98,9 @@ fn a_sequence_begins_as_those_before_it_ended() {
 fn it_comes_back_when_drafts_become_good() {
     let mut control = DepthControl::new(Depth::Auto, false);
     run(&mut control, 300, |_| 0);
-    assert_eq!(control.choose(&costs(), 1, 8, 1), 0);
+    assert_eq!(control.choose(&costs(), 1, 8, 1, 0), 0);
     run(&mut control, 600, |_| 8);
-    assert!(control.choose(&costs(), 1, 8, 1) >= 4);
+    assert!(control.choose(&costs(), 1, 8, 1, 0) >= 4);
 }
 
 #[test]
@@ -108,8 +108,8 @@ fn expensive_rows_are_not_bought() {
     let mut costs = Costs::default();
     (1..=9).for_each(|rows| costs.note_pass(rows, 1, 1e-3 * rows as f64));
     costs.note_draft(1, 2e-4);
-    assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1), 0);
-    assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1), 3);
+    assert_eq!(DepthControl::new(Depth::Auto, false).choose(&costs, 1, 8, 1, 0), 0);
+    assert_eq!(DepthControl::new(Depth::Fixed(5), false).choose(&costs, 1, 3, 1, 0), 3);
 }
 
 /// A plain step of 32 sequences took 4 ms with them and 3 ms without. Passes of the head and of more rows were run
@@ -117,13 +117,7 @@ fn expensive_rows_are_not_bought() {
 fn crowd(verify: f64) -> Costs {
     let options = EngineOptions { sequences: 32, drafts: 3, ..EngineOptions::default() };
     let mut costs = Costs::new(&Buckets::new(&options, true, 0));
-    let shape = |outcome, rows| StepShape {
-        regime: keel_array::Regime::Decode,
-        rows,
-        sequences: 32,
-        outcome,
-        sees: false,
-    };
+    let shape = |outcome, rows| StepKind::decode(outcome).of(rows, 32);
     costs.note_empty(&shape(Outcome::Ahead, 32), 3e-3);
     costs.note_empty(&shape(Outcome::OpenRows, 32), 9e-3);
     [64, 96, 128].iter().for_each(|&rows| costs.note_empty(&shape(Outcome::OpenRows, rows), verify));
@@ -136,27 +130,21 @@ fn crowd(verify: f64) -> Costs {
 fn depths_follow_from_passes_without_a_sequence_until_they_are_measured() {
     let control = DepthControl::new(Depth::Auto, false);
     // A draft that stays seven times in ten costs 0.4 ms, and 0.3 ms or 4 ms more for the pass.
-    assert_eq!(control.choose(&crowd(3.3e-3), 32, 3, 1), 1);
-    assert_eq!(control.choose(&crowd(7e-3), 32, 3, 1), 0);
+    assert_eq!(control.choose(&crowd(3.3e-3), 32, 3, 1, 0), 1);
+    assert_eq!(control.choose(&crowd(7e-3), 32, 3, 1, 0), 0);
     assert!((crowd(7e-3).round(32, 1) - 8.4e-3).abs() < 1e-9);
     // 27 sequences take the passes of 32.
     assert_eq!(crowd(7e-3).round(27, 1), crowd(7e-3).round(32, 1));
     let mut measured = crowd(7e-3);
     measured.note_pass(64, 32, 4.5e-3);
-    assert_eq!(control.choose(&measured, 32, 3, 1), 1);
+    assert_eq!(control.choose(&measured, 32, 3, 1, 0), 1);
 }
 
 #[test]
 fn passes_with_as_many_rows_of_other_sequences_are_not_mixed() {
     let options = EngineOptions { sequences: 64, drafts: 1, ..EngineOptions::default() };
     let mut costs = Costs::new(&Buckets::new(&options, true, 0));
-    let shape = |outcome, rows, sequences| StepShape {
-        regime: keel_array::Regime::Decode,
-        rows,
-        sequences,
-        outcome,
-        sees: false,
-    };
+    let shape = |outcome, rows, sequences| StepKind::decode(outcome).of(rows, sequences);
     costs.note_empty(&shape(Outcome::OpenRows, 128, 64), 8e-3);
     costs.note_empty(&shape(Outcome::OpenRows, 64, 64), 9e-3);
     costs.note_empty(&shape(Outcome::Ahead, 64, 64), 5e-3);
@@ -186,7 +174,7 @@ fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
     (0..200).for_each(|_| costs.note_pass(1, 1, 3e-3));
     let mut control = DepthControl::new(Depth::Auto, false);
     (0..20).for_each(|_| control.note(1, 0));
-    assert_eq!(control.choose(&costs, 1, 8, 1), 0);
+    assert_eq!(control.choose(&costs, 1, 8, 1, 0), 0);
 }
 
 #[test]
@@ -197,7 +185,7 @@ fn a_depth_that_was_slow_at_first_is_tried_again() {
     let mut control = DepthControl::new(Depth::Auto, false);
     let mut depths = Vec::new();
     for _ in 0..64 {
-        let depth = control.choose(&costs, 1, 8, 1);
+        let depth = control.choose(&costs, 1, 8, 1, 0);
         costs.note_pass(depth + 1, 1, 1e-3 + 1e-4 * depth as f64);
         costs.note_round(depth == 0);
         control.note(depth, depth);
@@ -221,7 +209,7 @@ fn a_disturbance_is_soon_forgotten() {
 
 #[test]
 fn a_plain_round_is_measured_first() {
-    assert_eq!(DepthControl::new(Depth::Auto, false).choose(&Costs::default(), 1, 8, 1), 0);
+    assert_eq!(DepthControl::new(Depth::Auto, false).choose(&Costs::default(), 1, 8, 1, 0), 0);
 }
 
 #[test]
@@ -231,10 +219,10 @@ fn a_repeatable_depth_follows_from_acceptance_alone() {
     for accepted in [0, 8] {
         let mut control = DepthControl::new(Depth::Auto, true);
         for _ in 0..200 {
-            let depth = control.choose(&costs(), 1, 8, 1);
-            assert_eq!(depth, control.choose(&expensive, 1, 8, 1));
+            let depth = control.choose(&costs(), 1, 8, 1, 0);
+            assert_eq!(depth, control.choose(&expensive, 1, 8, 1, 0));
             control.note(depth, accepted.min(depth));
         }
-        assert_eq!(control.choose(&expensive, 1, 8, 1), accepted);
+        assert_eq!(control.choose(&expensive, 1, 8, 1, 0), accepted);
     }
 }
