@@ -149,12 +149,6 @@ impl TensorSource for Checkpoint {
         self.files.iter().try_for_each(SafetensorsFile::check_intact)
     }
 
-    fn release(&self, name: &str) {
-        if let Some(&file) = self.owners.get(name) {
-            self.files[file].release(name);
-        }
-    }
-
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         if let Some(&file) = self.owners.get(name) {
             self.files[file].release_rows(name, rows);

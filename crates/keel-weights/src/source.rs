@@ -126,7 +126,7 @@ pub trait TensorSource {
     /// Tells the source that this tensor's bytes are no longer needed, so it may free their memory. They can still be
     /// read again. Unknown names are ignored.
     fn release(&self, name: &str) {
-        let _ = name;
+        self.release_rows(name, 0..usize::MAX);
     }
 
     /// As [`release`](TensorSource::release) for some rows, counted through all leading dimensions: for tensors too

@@ -103,12 +103,6 @@ impl TensorSource for SafetensorsFile {
         self.map.check_intact(&self.path)
     }
 
-    fn release(&self, name: &str) {
-        if let Some(entry) = self.header.tensors().get(name) {
-            self.map.release(entry.range.clone());
-        }
-    }
-
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         if let Some(entry) = self.header.tensors().get(name) {
             self.map.release_rows(&entry.range, &entry.shape, rows);
