@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::path::Path;
-
 use common::{all_logits, argmax, engine, exact, runtime};
 use keel_engine::{GenerateOptions, TokenIterator};
 use serde_json::Value;
@@ -15,7 +13,7 @@ fn ids(value: &Value) -> Vec<u32> {
 
 #[test]
 fn greedy_tokens_and_first_drafts_are_those_of_the_reference() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let folder = common::demo();
     let text =
         std::fs::read_to_string(folder.join("expected.json")).expect("the reference is in the repository");
     let cases: Value = serde_json::from_str(&text).expect("the reference is JSON");

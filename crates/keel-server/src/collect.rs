@@ -286,7 +286,7 @@ mod tests {
 
     /// An answer of one token, which is also its stop string. So its end is known with its first piece.
     fn answer_of_one_token(memory: &RequestMemory, metrics: &Metrics) -> Answer {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let folder = keel_testkit::fixtures::demo();
         let text = ModelText::new(&TextFiles::read(&folder).expect("there")).expect("sound");
         let (id, caller) = (300, caller(memory));
         let stop = text.tokenizer.decode(&[id], false).expect("it is a token");

@@ -1,12 +1,10 @@
 //! Grammars over the vocabulary of the built-in model.
 
-use std::path::Path;
-
 use keel_text::{AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, TextFiles, Tokenizer};
 use serde_json::{Value, json};
 
 fn factory() -> (GrammarFactory, Tokenizer) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let folder = keel_testkit::fixtures::demo();
     let files = TextFiles::read(&folder).expect("the built-in model is there");
     let tokenizer = Tokenizer::new(&files).expect("it has a tokenizer");
     (GrammarFactory::new(&files, &tokenizer).expect("its vocabulary is made of bytes"), tokenizer)

@@ -62,7 +62,7 @@ fn the_binary_generates_what_it_planned() {
         assert_eq!(report["memory"][kind], plan, "{kind}");
     }
     // The same model from its folder on disk gives the same text and uses the same memory.
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let folder = common::demo();
     let from_disk = ["generate", "Once upon a time", "--model", common::arg(&folder)];
     let from_disk = json(&[&from_disk[..], &how].concat());
     assert_eq!(report["text"], from_disk["text"]);

@@ -239,7 +239,7 @@ fn a_model_folder_of_pipes_and_devices_is_refused() {
     for file in ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"] {
         for damage in damages {
             let folder = copy_of("llama");
-            let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+            let demo = common::demo();
             fs::copy(demo.join("tokenizer.json"), folder.path().join("tokenizer.json")).expect("there");
             let path = folder.path().join(file);
             let _ = fs::remove_file(&path);
@@ -337,7 +337,7 @@ fn standard_input_without_end_is_refused() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_tokenizer_that_multiplies_text_is_refused() {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = common::demo();
     let folder = copy_of("llama");
     let text = fs::read_to_string(demo.join("tokenizer.json")).expect("there");
     let mut tokenizer: Value = serde_json::from_str(&text).expect("JSON");

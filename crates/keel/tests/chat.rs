@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{demo, json, joined, keel_with_input, stderr};
+use common::{demo, joined, json, keel_with_input, stderr};
 use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
 
 /// What `chat` writes for these lines. It must succeed.

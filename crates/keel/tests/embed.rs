@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::path::Path;
-
 use common::{arg, fail, keel_with_input, misuse, stderr, succeed};
 use serde_json::Value;
 
@@ -56,7 +54,7 @@ fn texts_come_from_the_command_line_files_and_standard_input() {
 /// A copy of the built-in model whose files name a pooling.
 #[test]
 fn the_pooling_is_what_the_models_files_say() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let source = common::demo();
     let dir = tempfile::tempdir().expect("a folder");
     for entry in std::fs::read_dir(&source).expect("there") {
         let path = entry.expect("there").path();

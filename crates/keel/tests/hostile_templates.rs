@@ -53,7 +53,7 @@ const DOUBLING: [(&str, &str); 8] = [
 
 /// The built-in model with another chat template.
 fn folder_with(template: &str) -> tempfile::TempDir {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = common::demo();
     let folder = tempfile::tempdir().expect("a temporary folder");
     for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
         fs::copy(demo.join(file), folder.path().join(file)).expect("the model is there");

@@ -192,7 +192,7 @@ fn a_revision_is_pinned() {
 #[test]
 fn one_of_several_gguf_files_is_picked() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = common::demo();
     let file = folder.path().join("demo.gguf");
     succeed(&["quantize", arg(&demo), arg(&file), "--type", "Q8_0"]);
     let bytes = std::fs::read(&file).expect("written");

@@ -157,7 +157,7 @@ fn a_shape_is_planned_without_a_checkpoint() {
 #[test]
 fn what_no_machine_has_is_refused_with_numbers_before_anything_is_loaded() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = common::demo();
     for file in ["model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(demo.join(file), dir.path().join(file)).expect("copied");
     }

@@ -224,7 +224,7 @@ fn what_cannot_be_seen_is_said_in_a_sentence() {
             reason,
         );
     };
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let demo = common::demo();
     run(&demo, "sound.png", "reads only text");
     let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
     run(&folder, "cut.png", "cannot be decoded");

@@ -15,7 +15,7 @@ pub mod rounds;
 pub mod splitting;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use keel_array::{Compute, Runtime, RuntimeOptions};
@@ -25,15 +25,9 @@ use keel_cuda::{CudaBackend, CudaOptions, Precision};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
-pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
+pub use keel_testkit::fixtures::{HYBRID, PLAIN, demo, fixture, models};
 use keel_testkit::reference::Config;
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
-
-/// The built-in model's folder. Tests that do not run where they were built run in the repository's root.
-pub fn demo() -> PathBuf {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
-    if built.is_dir() { built } else { "models/demo".into() }
-}
 
 pub fn runtime(threads: usize) -> Runtime {
     let backend =

@@ -8,7 +8,7 @@ use super::*;
 const LONG: Duration = Duration::from_secs(60);
 
 fn start(source: GrammarSource, took: Duration) -> (GrammarState, MaskAhead, usize) {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let folder = keel_testkit::fixtures::demo();
     let files = TextFiles::read(&folder).expect("there");
     let tokenizer = Tokenizer::new(&files).expect("sound");
     let factory = GrammarFactory::new(&files, &tokenizer).expect("it takes grammars");

@@ -6,7 +6,7 @@ pub mod splitting;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -16,6 +16,7 @@ use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_server::{App, ModelText, Server, ServerOptions, Viewer, bind};
+pub use keel_testkit::fixtures::demo;
 use keel_text::TextFiles;
 use keel_vision::ProcessorFiles;
 use keel_weights::Checkpoint;
@@ -24,10 +25,6 @@ use tokio::sync::oneshot;
 
 /// Pixels of a picture that models of these tests read.
 pub const PIXELS_MAX: usize = 1 << 20;
-
-pub fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
-}
 
 pub fn engine_options() -> EngineOptions {
     EngineOptions {

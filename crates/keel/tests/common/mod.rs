@@ -11,18 +11,13 @@ pub mod served;
 pub mod written;
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 pub use keel_testkit::compare::relative_error;
-pub use keel_testkit::fixtures::{HYBRID, PLAIN, fixture, models};
+pub use keel_testkit::fixtures::{HYBRID, PLAIN, demo, fixture, models};
 use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::Value;
-
-/// The built-in model as a folder.
-pub fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
-}
 
 /// A writable copy of a fixture.
 pub fn copy_of(name: &str) -> tempfile::TempDir {
