@@ -60,7 +60,7 @@ pub use keys::{ApiKey, KeyLimits};
 pub use memory::{REQUEST_MEMORY_MIN, RequestMemory};
 pub use metrics::{Metrics, RequestTimer};
 pub use options::{CONNECTION_BYTES, PrefixStore, ServerOptions};
-pub use pictures::{Fetch, FetchLimits, PictureSources, Viewer};
+pub use pictures::{Fetch, FetchLimits, PictureSources, Viewer, placeholders};
 pub use routes::router;
 pub use serve::{Server, bind, wait_for_signal};
 pub use text::ModelText;

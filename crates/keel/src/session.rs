@@ -186,8 +186,17 @@ pub fn settle(
     Ok(device.options().engine_options(options(device.device())?))
 }
 
+/// How a run is planned to fit.
+#[derive(Debug)]
+pub struct Settled {
+    /// The options of the engine.
+    pub options: EngineOptions,
+    /// How the run drafts, if it does.
+    pub speculation: Option<SpeculationOptions>,
+}
+
 /// As [`settle`], for a run that drafts as `speculation` says. Where `auto` was to decide how much, and only a plan
-/// without drafts fits on the GPU, there are none. Returns the options and how the run drafts.
+/// without drafts fits on the GPU, there are none.
 ///
 /// # Errors
 /// Errors of the plan.
@@ -197,7 +206,7 @@ pub fn settle_drafting(
     config: &Value,
     options: EngineOptions,
     speculation: Option<SpeculationOptions>,
-) -> Result<(EngineOptions, Option<SpeculationOptions>)> {
+) -> Result<Settled> {
     let options_with = |how, gpu| EngineOptions { drafts: drafts_max(how, gpu), ..options };
     let plan_with = |how, gpu| plan(&device.on(gpu), parameters, config, options_with(how, gpu));
     let is_auto = speculation.is_some_and(|how| how.depth == Depth::Auto);
@@ -226,7 +235,8 @@ pub fn settle_drafting(
             device.device_name()
         );
     }
-    Ok((device.options().engine_options(options_with(how, device.device())), how))
+    let options = device.options().engine_options(options_with(how, device.device()));
+    Ok(Settled { options, speculation: how })
 }
 
 /// The name of a vision tower's own device in reports.
@@ -337,7 +347,7 @@ mod tests {
     }
 
     /// What is settled for the built-in model on a GPU whose memory has this limit.
-    fn settled(limit: u64, depth: Depth) -> (EngineOptions, Option<SpeculationOptions>) {
+    fn settled(limit: u64, depth: Depth) -> Settled {
         let limit = format!("--memory-limit={limit}");
         let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0", &limit]);
         let model = ModelFiles::built_in().expect("it is in the program");
@@ -358,13 +368,16 @@ mod tests {
         let (with, without) =
             (bytes(drafts_max(Some(SpeculationOptions::default()), Device::Cuda(0))), bytes(0));
         assert!(without < with);
-        let (options, how) = settled(with, Depth::Auto);
-        assert!(options.drafts > 0 && how.is_some());
+        let Settled { options, speculation } = settled(with, Depth::Auto);
+        assert!(options.drafts > 0 && speculation.is_some());
         for limit in [with - 1, without] {
-            let (options, how) = settled(limit, Depth::Auto);
-            assert_eq!((options.drafts, how), (0, None));
+            let Settled { options, speculation } = settled(limit, Depth::Auto);
+            assert_eq!((options.drafts, speculation), (0, None));
         }
-        let (options, how) = settled(without, Depth::Fixed(2));
-        assert!(options.drafts == 2 && how.is_some(), "a number insists, and the plan is refused later");
+        let Settled { options, speculation } = settled(without, Depth::Fixed(2));
+        assert!(
+            options.drafts == 2 && speculation.is_some(),
+            "a number insists, and the plan is refused later"
+        );
     }
 }

@@ -87,27 +87,10 @@ impl Viewer {
     ) -> Result<Viewer> {
         let failed = |error: keel_vision::VisionError| setting("pictures", error.to_string());
         let processor = files.image(&Map::new()).map_err(failed)?.limited_to(pixels_max).map_err(failed)?;
-        let written = |id: u32| {
-            let text = tokenizer.id_to_token(id);
-            text.ok_or_else(|| {
-                setting(
-                    "pictures",
-                    format!("config.json names token {id}, which the tokenizer does not have"),
-                )
-            })
-        };
-        let tokens = config.tokens;
-        let (image, start, end) = (written(tokens.image)?, written(tokens.start)?, written(tokens.end)?);
-        let placeholders = match config.kind {
-            TowerKind::Qwen { .. } => {
-                let video = tokens.video.map_or(Ok("<|video_pad|>".to_string()), written)?;
-                Placeholders::Qwen { image, video, start, end }
-            }
-            TowerKind::Siglip { .. } => Placeholders::Gemma { image, start, end },
-        };
+        let placeholders = placeholders(&config, tokenizer)?;
         let of_videos =
             VideoBounds { frame_pixels: pixels_max, pixels: pixels_max.saturating_mul(pictures.max(1)) };
-        let videos = tokens.video.and_then(|_| VideoView::new(files, of_videos));
+        let videos = config.tokens.video.and_then(|_| VideoView::new(files, of_videos));
         Ok(Viewer { config, processor, placeholders, videos })
     }
 
@@ -203,6 +186,26 @@ impl Viewer {
         let sight = RequestSight::new(&self.config, prompt, shown.inputs);
         sight.map(Some).map_err(|error| wrong("messages", error.to_string()))
     }
+}
+
+/// The special tokens of pictures and videos, as the tokenizer writes them.
+///
+/// # Errors
+/// The tokenizer does not have them.
+pub fn placeholders(config: &VisionConfig, tokenizer: &Tokenizer) -> Result<Placeholders> {
+    let written = |id: u32| {
+        let missing = || format!("config.json names token {id}, which the tokenizer does not have");
+        tokenizer.id_to_token(id).ok_or_else(|| setting("pictures", missing()))
+    };
+    let tokens = config.tokens;
+    let (image, start, end) = (written(tokens.image)?, written(tokens.start)?, written(tokens.end)?);
+    Ok(match config.kind {
+        TowerKind::Qwen { .. } => {
+            let video = tokens.video.map_or(Ok("<|video_pad|>".to_string()), written)?;
+            Placeholders::Qwen { image, video, start, end }
+        }
+        TowerKind::Siglip { .. } => Placeholders::Gemma { image, start, end },
+    })
 }
 
 /// What is wrong with a picture.

@@ -14,7 +14,7 @@ use crate::args::{
 };
 use crate::failure::usage;
 use crate::report::{Memory, Timing};
-use crate::session::{self, Session, check_ids, close, settle_drafting};
+use crate::session::{self, Session, Settled, check_ids, close, settle_drafting};
 use crate::sight::{self, Prepared};
 use crate::speculation::SpeculationReport;
 use crate::{output, progress};
@@ -158,7 +158,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let mut course = Course::new(args, &model, text.as_ref(), &prompt)?;
     let how = &mut course.how.options;
     let options = EngineOptions { context, vision, ..args.engine.options() };
-    let (options, speculation) =
+    let Settled { options, speculation } =
         settle_drafting(&args.device, &*model.parameters(), &model.json, options, how.speculation)?;
     how.speculation = speculation;
     let mut session = Session::load(&args.device, &model, options)?;

@@ -90,7 +90,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let sequences = args.batch.unwrap_or(1);
     let speculation = args.speculate.for_subject(&subject, device, model.is_none())?;
     let options = EngineOptions { context, sequences, ..args.server.engine.options() };
-    let (options, _) = settle_drafting(device, &*subject.parameters, &subject.json, options, speculation)?;
+    let options = settle_drafting(device, &*subject.parameters, &subject.json, options, speculation)?.options;
     if device.split.is_split() {
         return print_devices(args, &subject, options, None, verbose);
     }

@@ -7,11 +7,12 @@ use anyhow::{Context, Result, bail};
 use keel_cache::{Features, SeenPicture, Sight};
 use keel_engine::{Engine, VisionOptions};
 use keel_models::vision::{self, VisionConfig, run_ends, sight_of};
+use keel_server::placeholders;
 use keel_text::{ChatRequest, ChatTemplate, Message};
 use keel_vision::{Grid, ImageProcessor, ImageSpan, Placeholders, expand};
 use serde_json::Map;
 
-use super::{Origin, append, can_see, grid_of, load, placeholders, processor_files};
+use super::{Origin, append, can_see, grid_of, load, processor_files};
 use evenkeel::ModelFiles;
 use evenkeel::ModelText;
 
@@ -56,7 +57,7 @@ impl Lens {
         }
         let config = vision::read_vision(&model.json)?.context("this model reads only text")?;
         let processor = processor_files(model)?.image(&Map::new())?.limited_to(PIXELS_MAX)?;
-        Ok(Lens { placeholders: placeholders(&config, text)?, config, processor, seen: 0 })
+        Ok(Lens { placeholders: placeholders(&config, &text.tokenizer)?, config, processor, seen: 0 })
     }
 
     /// For what pictures an engine must plan.

@@ -15,12 +15,12 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use keel_cache::{SeenPicture, Sight};
 use keel_engine::{Engine, Features, PatchGrid, VisionOptions};
-use keel_models::vision::{self, TowerKind, VisionConfig, run_ends, sight_of};
-use keel_server::Viewer;
+use keel_models::vision::{self, VisionConfig, run_ends, sight_of};
+use keel_server::{Viewer, placeholders};
 use keel_text::{ChatRequest, Tokenizer};
 use keel_vision::{
-    Film, FilmLimits, Grid, ImageSpan, Placeholders, ProcessedImage, ProcessedVideo, ProcessorFiles,
-    VideoBuilder, VideoSpan, expand, timestamps,
+    Film, FilmLimits, Grid, ImageSpan, ProcessedImage, ProcessedVideo, ProcessorFiles, VideoBuilder,
+    VideoSpan, expand, timestamps,
 };
 use serde_json::{Map, Value};
 
@@ -93,7 +93,7 @@ pub fn prepare(model: &ModelFiles, text: &ModelText, conversation: &Conversation
         ChatRequest { variables: Some(&conversation.variables), ..ChatRequest::new(&conversation.messages) };
     let mut prompt = text.template()?.render(&request)?;
     if let Some(config) = &vision {
-        prompt = expand(&prompt, &placeholders(config, text)?, &image_spans, &video_spans)?;
+        prompt = expand(&prompt, &placeholders(config, &text.tokenizer)?, &image_spans, &video_spans)?;
     }
     let tokens = text.tokenizer.encode(&prompt, false)?;
     Ok(Prepared { tokens, vision, images, videos })
@@ -167,23 +167,6 @@ fn prepare_video(
     let seconds = timestamps(&taken, fps, processor.frames_per_patch());
     let span = VideoSpan { tokens: config.rows_of(video.grid.h, video.grid.w), seconds };
     Ok((video, span))
-}
-
-/// The special tokens as the tokenizer writes them.
-fn placeholders(config: &VisionConfig, text: &ModelText) -> Result<Placeholders> {
-    let written = |id: u32| match text.tokenizer.id_to_token(id) {
-        Some(token) => Ok(token),
-        None => bail!("config.json names token {id} for pictures, and the tokenizer does not have it"),
-    };
-    let tokens = config.tokens;
-    let (image, start, end) = (written(tokens.image)?, written(tokens.start)?, written(tokens.end)?);
-    Ok(match config.kind {
-        TowerKind::Qwen { .. } => {
-            let video = tokens.video.map_or(Ok("<|video_pad|>".to_string()), written)?;
-            Placeholders::Qwen { image, video, start, end }
-        }
-        TowerKind::Siglip { .. } => Placeholders::Gemma { image, start, end },
-    })
 }
 
 impl Prepared {

@@ -15,7 +15,7 @@ use keel_engine::EngineOptions;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs};
 use crate::output;
-use crate::session::{Session, close, settle_drafting};
+use crate::session::{Session, Settled, close, settle_drafting};
 use crate::sight::Lens;
 use crate::speculation::SpeculationReport;
 use conversation::{Conversation, Manner};
@@ -73,7 +73,7 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let context = context_for(&model.config, wanted).context("--context")?;
     let speculation = args.speculate.for_model(&model, &args.device, &args.sampling)?;
     let options = EngineOptions { context, checkpoints: CHECKPOINTS, vision, ..args.engine.options() };
-    let (options, speculation) =
+    let Settled { options, speculation } =
         settle_drafting(&args.device, &*model.parameters(), &model.json, options, speculation)?;
     let settings =
         Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
