@@ -10,8 +10,25 @@ use super::architecture;
 use super::names::Names;
 use super::order::{Orders, RowOrder};
 use super::tower_tensors::TowerTensors;
-use crate::loading::{BLOCK_ROWS, Parameters, RowSink};
+use crate::loading::{BLOCK_ROWS, Parameters, RowSink, expect_linear};
 use crate::{HybridConfig, ModelError, Result};
+
+/// The coding of a matrix of the file, after a check of its sizes.
+pub(super) fn format_of(
+    file: &GgufFile,
+    tensor: &str,
+    experts: Option<usize>,
+    rows: usize,
+    cols: usize,
+) -> Result<WeightFormat> {
+    let info = file.linear_info(tensor)?;
+    expect_linear(tensor, &info, experts, rows, cols)?;
+    match info.format {
+        LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
+        LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
+        other => Err(ModelError::Config(format!("{tensor}: format {other:?} is not supported"))),
+    }
+}
 
 /// The parameters of a GGUF file.
 pub struct GgufParameters<'a> {
@@ -82,23 +99,7 @@ impl Parameters for GgufParameters<'_> {
             return tower.linear_format(module, rows, cols);
         }
         let tensor = self.module(module)?;
-        let info = self.file.linear_info(&tensor)?;
-        let expected = (experts, rows * self.order(module).share(), cols);
-        if (info.experts, info.rows, info.cols) != expected {
-            let shape = |(e, r, c): (Option<usize>, usize, usize)| {
-                e.map_or(format!("({r}, {c})"), |e| format!("({e}, {r}, {c})"))
-            };
-            return Err(ModelError::Shape {
-                name: tensor,
-                expected: shape(expected),
-                got: shape((info.experts, info.rows, info.cols)),
-            });
-        }
-        match info.format {
-            LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
-            LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
-            other => Err(ModelError::Config(format!("{tensor}: format {other:?} is not supported"))),
-        }
+        format_of(self.file, &tensor, experts, rows * self.order(module).share(), cols)
     }
 
     fn linear_rows(

@@ -5,9 +5,10 @@ use std::ops::Range;
 use keel_array::{RowData, WeightFormat};
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::RowSource;
-use keel_weights::{LinearFormat, LinearTensor, TensorSource};
+use keel_weights::{LinearTensor, TensorSource};
 
 use super::names::split;
+use super::parameters::format_of;
 use super::tower::Keys;
 use crate::loading::{BLOCK_ROWS, RowSink};
 use crate::{ModelError, Result};
@@ -128,16 +129,7 @@ impl<'a> TowerTensors<'a> {
 
     pub fn linear_format(&self, module: &str, rows: usize, cols: usize) -> Result<WeightFormat> {
         let tensor = self.named(module)?;
-        let info = self.file.linear_info(&tensor)?;
-        if (info.experts, info.rows, info.cols) != (None, rows, cols) {
-            let (expected, got) = (format!("({rows}, {cols})"), format!("({}, {})", info.rows, info.cols));
-            return Err(ModelError::Shape { name: tensor, expected, got });
-        }
-        match info.format {
-            LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
-            LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
-            other => Err(ModelError::Config(format!("{tensor}: format {other:?} is not supported"))),
-        }
+        format_of(self.file, &tensor, None, rows, cols)
     }
 
     pub fn linear_rows(&self, module: &str, rows: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {

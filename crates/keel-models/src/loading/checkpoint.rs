@@ -5,12 +5,28 @@ use std::ops::Range;
 use keel_array::{BlockFormat, DType, RowData, WeightFormat, WeightSpec};
 use keel_weights::affine::unpack_row;
 use keel_weights::{
-    AffineTensor, AwqTensor, Fp4Mode, LinearFormat, LinearTensor, RotationValues, TensorSource, TensorView,
-    float,
+    AffineTensor, AwqTensor, Fp4Mode, LinearFormat, LinearInfo, LinearTensor, RotationValues, TensorSource,
+    TensorView, float,
 };
 
 use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::{ModelError, Result};
+
+/// Checks the sizes of the linear layer `name`.
+pub(crate) fn expect_linear(
+    name: &str,
+    info: &LinearInfo,
+    experts: Option<usize>,
+    rows: usize,
+    cols: usize,
+) -> Result<()> {
+    if (info.experts, info.rows, info.cols) == (experts, rows, cols) {
+        return Ok(());
+    }
+    let shape = |e: Option<usize>, r, c| e.map_or(format!("({r}, {c})"), |e| format!("({e}, {r}, {c})"));
+    let (expected, got) = (shape(experts, rows, cols), shape(info.experts, info.rows, info.cols));
+    Err(ModelError::Shape { name: name.into(), expected, got })
+}
 
 /// The parameters of a checkpoint.
 pub struct CheckpointParameters<'a>(pub &'a dyn TensorSource);
@@ -32,15 +48,7 @@ impl Parameters for CheckpointParameters<'_> {
         cols: usize,
     ) -> Result<WeightFormat> {
         let info = self.0.linear_info(module)?;
-        if (info.experts, info.rows, info.cols) != (experts, rows, cols) {
-            let shape =
-                |e: Option<usize>, r, c| e.map_or(format!("({r}, {c})"), |e| format!("({e}, {r}, {c})"));
-            return Err(ModelError::Shape {
-                name: module.into(),
-                expected: shape(experts, rows, cols),
-                got: shape(info.experts, info.rows, info.cols),
-            });
-        }
+        expect_linear(module, &info, experts, rows, cols)?;
         match info.format {
             LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
             LinearFormat::Affine { format, scales } => Ok(WeightFormat::Affine {

@@ -22,6 +22,7 @@ use crate::sums::Sums;
 use crate::{Part, Result, SumOrder};
 
 pub use checkpoint::CheckpointParameters;
+pub(crate) use checkpoint::expect_linear;
 pub use piece::{Piece, Stored};
 pub use projection::{Projection, input};
 pub use random::RandomParameters;
