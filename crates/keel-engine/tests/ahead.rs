@@ -91,7 +91,7 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
 }
 
 #[test]
-fn the_step_behind_the_end_leaves_no_trace() {
+fn the_step_after_the_end_leaves_no_trace() {
     for (folder, drafts) in models() {
         for runtime in runtimes() {
             let mut engine = engine(&folder, &runtime, options(drafts));

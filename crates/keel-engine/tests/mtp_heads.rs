@@ -110,7 +110,7 @@ fn expect_same_text(engine: &mut Engine, prompt: &[u32], what: &str) {
 }
 
 #[test]
-fn layers_of_a_head_run_one_behind_the_other() {
+fn layers_of_a_head_run_one_after_the_other() {
     for (name, last_row) in TWICE {
         // Another program computed this row, for the weights of its own fixture.
         let foreign = foreign_fixture(name);

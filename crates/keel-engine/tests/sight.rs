@@ -225,7 +225,7 @@ fn a_split_model_sees_what_the_whole_one_sees() {
 }
 
 #[test]
-fn tokens_behind_pictures_match_the_reference() {
+fn tokens_after_pictures_match_the_reference() {
     for name in VLM {
         let Some(folder) = vlm_fixture(name) else { continue };
         let mut engine = engine(&folder, EngineOptions { all_logits: false, ..exact() });

@@ -41,9 +41,9 @@ impl GrammarFactory {
 
     /// A constraint for one answer.
     pub fn constraint(&self, compiled: Compiled, form: &AnswerForm) -> Box<dyn Constraint> {
-        let begins_behind = self.think_end.filter(|_| form.begins_in_reasoning);
+        let begins_after = self.think_end.filter(|_| form.begins_in_reasoning);
         let masks = MaskAhead::new(compiled.state, compiled.first, compiled.took);
-        Box::new(Masked { masks, begins_behind, has_begun: false, bound: 0 })
+        Box::new(Masked { masks, begins_after, has_begun: false, bound: 0 })
     }
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Compiled {
 struct Masked {
     masks: MaskAhead,
     /// The grammar begins after this token; with `None` it begins at once.
-    begins_behind: Option<u32>,
+    begins_after: Option<u32>,
     /// Whether that token has come.
     has_begun: bool,
     /// Number of tokens since the grammar began.
@@ -69,7 +69,7 @@ struct Masked {
 impl Masked {
     /// The token that must come before the grammar begins, if it has not come yet.
     fn waits_for(&self) -> Option<u32> {
-        self.begins_behind.filter(|_| !self.has_begun)
+        self.begins_after.filter(|_| !self.has_begun)
     }
 }
 
@@ -108,7 +108,7 @@ impl Constraint for Masked {
         let bound = tokens.min(self.bound);
         self.masks.rollback(bound)?;
         self.bound -= bound;
-        // Of the tokens before the grammar, the last is `begins_behind`. So rolling back one of them undoes
+        // Of the tokens before the grammar, the last is `begins_after`. So rolling back one of them undoes
         // `has_begun`.
         self.has_begun &= bound == tokens;
         Ok(())

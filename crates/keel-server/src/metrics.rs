@@ -294,7 +294,7 @@ impl Inner {
         r.register("pages_free", "Pages of keys and values that nobody holds", self.free_pages.clone());
         r.register("pages_prefix", "Pages that remembered prefixes hold", self.prefix_pages.clone());
         r.register("states_prefix", "Saved states of remembered prefixes", self.prefix_states.clone());
-        r.register("drafts", "Drafts made, by position behind the last token", self.drafted.clone());
+        r.register("drafts", "Drafts made, by position after the last token", self.drafted.clone());
         r.register("drafts_accepted", "Drafts accepted, by position", self.accepted.clone());
         r.register(
             "request_memory_bytes",

@@ -74,7 +74,7 @@ fn what_was_used_longest_ago_goes_first_and_all_comes_back() {
 }
 
 #[test]
-fn blocks_without_a_state_behind_them_are_dropped_with_it() {
+fn blocks_without_a_state_after_them_are_dropped_with_it() {
     let mut tree = PrefixTree::new(true);
     tree.insert(&text(&[1]), &pages(&[7]), state(0));
     tree.insert(&text(&[1, 2, 3]), &pages(&[7]), state(1));

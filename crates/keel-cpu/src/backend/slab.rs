@@ -149,21 +149,21 @@ mod tests {
     #[test]
     fn what_is_gone_leaves_its_neighbours_alone() {
         let slabs = Slabs::default();
-        let [before, gone, behind] = [3 * PAGE + 5; 3].map(|bytes| {
+        let [before, gone, after] = [3 * PAGE + 5; 3].map(|bytes| {
             let part = slabs.allocate(bytes, false).expect("there is memory");
             part.write(0, &vec![7; bytes]);
             part
         });
         let slab = gone.start();
         drop(gone);
-        for part in [&before, &behind] {
+        for part in [&before, &after] {
             let mut read = vec![0; part.bytes()];
             part.read(0, &mut read);
             assert!(read.iter().all(|byte| *byte == 7));
         }
         slabs.give_back_unused();
         let mut last = [0];
-        behind.read(behind.bytes() - 1, &mut last);
+        after.read(after.bytes() - 1, &mut last);
         assert_eq!(last, [7]);
         let next = slabs.allocate(9, false).expect("there is memory");
         assert!(next.start() > slab, "nothing is handed out twice");

@@ -79,7 +79,7 @@ fn an_evaluated_array_has_no_parents_and_the_last_handle_frees_at_once() {
 
 /// Bytes in use after each step of a loop that computes each state from the last one, as a generation does. `hold` gets
 /// the inputs of each step's result.
-fn bytes_behind_each_step(mut hold: impl FnMut([Array; 2])) -> Vec<u64> {
+fn bytes_after_each_step(mut hold: impl FnMut([Array; 2])) -> Vec<u64> {
     let runtime = runtime();
     let weight = counting(&runtime, &[64, 64]);
     let mut state = counting(&runtime, &[64, 64]);
@@ -98,7 +98,7 @@ const STATE_BYTES: u64 = 64 * 64 * 4;
 /// Failure 3, in a loop: a step's inputs are free when the step is over, without a collector.
 #[test]
 fn a_loop_holds_its_state_and_nothing_of_the_steps_before() {
-    let bytes = bytes_behind_each_step(drop);
+    let bytes = bytes_after_each_step(drop);
     assert!(bytes.iter().all(|&b| b == bytes[0]), "{bytes:?}");
     assert!(bytes[0] <= 4 * STATE_BYTES, "weight, state, and an arena for one product: {bytes:?}");
 }
@@ -108,10 +108,10 @@ fn a_loop_holds_its_state_and_nothing_of_the_steps_before() {
 #[test]
 fn parents_that_live_on_until_a_collection_would_fail_that_test() {
     let mut garbage = Vec::new();
-    let never = bytes_behind_each_step(|parents| garbage.extend(parents));
+    let never = bytes_after_each_step(|parents| garbage.extend(parents));
     assert!(never.windows(2).all(|pair| pair[1] - pair[0] == 2 * STATE_BYTES), "{never:?}");
     let (mut garbage, mut steps) = (Vec::new(), 0);
-    let now_and_then = bytes_behind_each_step(|parents| {
+    let now_and_then = bytes_after_each_step(|parents| {
         garbage.extend(parents);
         steps += 1;
         if steps % 16 == 0 {

@@ -204,7 +204,7 @@ impl Batcher {
             return Ok(false);
         }
         let pages =
-            indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_behind(part.rows)).sum();
+            indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_needed(part.rows)).sum();
         self.prefixes.make_room(&mut self.engine.cache, pages, &[]);
         let before: &[Part] = self.pending.back().map_or(&[], |pending| &pending.parts);
         let mut work = Vec::with_capacity(parts.len());
@@ -397,9 +397,9 @@ impl Batcher {
         for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
             ids.push(running.id);
             // A group's step does not run after one that failed.
-            let was_run_behind = !self.engine.is_split() && later.iter().any(|part| part.id == running.id);
+            let later_ran = !self.engine.is_split() && later.iter().any(|part| part.id == running.id);
             let ahead = std::mem::take(&mut running.ahead);
-            self.engine.give_up(&mut running.cache, ahead.rows, was_run_behind);
+            self.engine.give_up(&mut running.cache, ahead.rows, later_ran);
             if ahead.draws > 0 {
                 running.abandon_draws();
             }

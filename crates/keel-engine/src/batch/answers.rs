@@ -92,7 +92,7 @@ impl Batcher {
     /// How many more pages the next `rows` tokens of a sequence need.
     pub(super) fn pages_for(&self, i: usize, rows: usize) -> usize {
         let running = &self.running[i];
-        running.pages_behind(rows.min(running.rows_max(false)))
+        running.pages_needed(rows.min(running.rows_max(false)))
     }
 
     /// Keeps the state of an answer at its last grid point for a next turn.

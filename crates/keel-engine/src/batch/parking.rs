@@ -64,7 +64,7 @@ impl Batcher {
         let step_max = self.engine.prefill_rows_max();
         let pages = |running: &Running| {
             let (prompt, answer) = (running.prompt_rows_left(), running.answer_rows_left());
-            running.pages_behind(rows_of_steps(prompt, answer, STEPS_MAX, step_max))
+            running.pages_needed(rows_of_steps(prompt, answer, STEPS_MAX, step_max))
         };
         let wanted: Vec<usize> = self.running.iter().map(pages).collect();
         self.next_of(&crowd, &wanted) == Next::Run(vec![false; wanted.len()])

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn states_are_saved_on_the_grid_behind_the_start() {
+    fn states_are_saved_on_the_grid_after_the_start() {
         assert_eq!(stops(300, 0, 0, &[100]), [64, 256]);
         assert_eq!(stops(300, 64, 192, &[100]), [192, 256]);
         assert_eq!(stops(257, 0, 0, &[999]), [256]);

@@ -72,7 +72,7 @@ impl Batcher {
             if !self.make_way_for(i, rows) {
                 continue;
             }
-            let pages = self.running[i].pages_behind(rows);
+            let pages = self.running[i].pages_needed(rows);
             self.prefixes.make_room(self.engine.cache_mut(), pages, &[]);
             // Reserved now, so that the next part does not count on these pages. If pages are missing, the step says
             // so.
@@ -86,7 +86,7 @@ impl Batcher {
     /// Whether a chunk of a prompt finds its pages. If not, it does not run in this step; its sequence may have been
     /// parked.
     fn make_way_for(&mut self, i: usize, rows: usize) -> bool {
-        let holds = self.make_way(|batch, of| if of == i { batch.running[i].pages_behind(rows) } else { 0 });
+        let holds = self.make_way(|batch, of| if of == i { batch.running[i].pages_needed(rows) } else { 0 });
         holds.get(i) == Some(&false)
     }
 

@@ -219,7 +219,7 @@ impl Running {
     }
 
     /// How many more pages its next `rows` tokens need.
-    pub fn pages_behind(&self, rows: usize) -> usize {
+    pub fn pages_needed(&self, rows: usize) -> usize {
         (self.virtual_len() + rows).div_ceil(AttentionSpec::PAGE).saturating_sub(self.cache.pages().len())
     }
 

@@ -49,8 +49,8 @@ fn rounds(random: &mut Random) -> Vec<Round> {
             .map(|&n| if log == RowLog::Commit || n == 0 { n } else { 1 + random.below(n) })
             .collect();
         let open = if log == RowLog::Commit { vec![0; SEQUENCES] } else { stay.clone() };
-        let behind = position.iter().zip(&stay).map(|(at, stay)| at + stay).collect();
-        let position = std::mem::replace(&mut position, behind);
+        let next = position.iter().zip(&stay).map(|(at, stay)| at + stay).collect();
+        let position = std::mem::replace(&mut position, next);
         rounds.push(Round { position, rows, stay, accepted: std::mem::replace(&mut accepted, open), log });
     }
     rounds

@@ -68,8 +68,8 @@ pub fn concatenate<'a, T: Plain>(
         let (mut unit, mut first, mut at) = (claimed.start, 0, 0);
         for p in 0..count {
             let Part { x, run } = part(p);
-            let behind = first + pieces(run) * outer;
-            while unit < claimed.end.min(behind) {
+            let past_run = first + pieces(run) * outer;
+            while unit < claimed.end.min(past_run) {
                 let (o, start) = ((unit - first) / pieces(run), (unit - first) % pieces(run) * GRAIN);
                 let len = GRAIN.min(run - start);
                 let to = o * width + at + start;
@@ -77,7 +77,7 @@ pub fn concatenate<'a, T: Plain>(
                 x.read(o * run + start, unsafe { y.range(to..to + len) });
                 unit += 1;
             }
-            (first, at) = (behind, at + run);
+            (first, at) = (past_run, at + run);
         }
     }
 }

@@ -175,7 +175,7 @@ fn stream(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, block: RowBlock, ma
     let end = start.wrapping_add(unit.pairs.len() * pair_bytes);
     let then = next.map_or(std::ptr::null(), |next| next.pair(call, next.pairs.start));
     let ahead =
-        |pair: usize| Some(Ahead::behind(call.layout, start.wrapping_add(pair * pair_bytes), end, then));
+        |pair: usize| Some(Ahead::after(call.layout, start.wrapping_add(pair * pair_bytes), end, then));
     run_block(call, unit, unit.pairs.clone(), block, ahead, map);
 }
 

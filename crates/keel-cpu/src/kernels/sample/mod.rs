@@ -81,7 +81,7 @@ fn sample_some<'a>(
     for (at, row) in rows.clone().map(row).enumerate().filter(|(_, row)| row.draws()) {
         any_draws = true;
         let share = worker.split(row.width(), 64);
-        row.behind(first(at)).fill(share, parts.own(at, 1..WORDS).as_chunks_mut::<2>().0, worker.isa);
+        row.with_first(first(at)).fill(share, parts.own(at, 1..WORDS).as_chunks_mut::<2>().0, worker.isa);
     }
     if any_draws {
         worker.barrier();
@@ -98,7 +98,7 @@ fn sample_some<'a>(
                 (0..worker.count).map(of).for_each(|part| sum.add(part));
             }
         }
-        let token = row.behind(first(at)).draw(&buckets);
+        let token = row.with_first(first(at)).draw(&buckets);
         // SAFETY: each row is claimed once.
         unsafe { y.range(rows.start + at..rows.start + at + 1) }.fill(token);
     }

@@ -92,7 +92,7 @@ impl<'a> Row<'a> {
     }
 
     /// The row with its first candidate known.
-    pub fn behind(self, first: u64) -> Row<'a> {
+    pub fn with_first(self, first: u64) -> Row<'a> {
         let greatest = if first == 0 { 0.0 } else { self.logits[id_of(first) as usize] };
         Row { first, greatest, ..self }
     }

@@ -76,8 +76,8 @@ pub(super) fn rotation_then_attention(runtime: &Runtime) {
                         let part = wide.slice_axis(-1, start * size, (start + heads * each) * size)?;
                         part.reshape([tokens, heads, each * size])?.slice_axis(-1, 0, size)
                     };
-                    let attend = |behind: usize| {
-                        let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + behind * n, n)).collect();
+                    let attend = |pass: usize| {
+                        let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + pass * n, n)).collect();
                         let at = rows.iter().flat_map(|&(first, n)| first as i32..(first + n) as i32);
                         let at = Array::from_slice(runtime, &at.collect::<Vec<_>>(), [tokens])?;
                         let turn = |x: Array, how: usize, norm: &Array| match how {
@@ -147,8 +147,8 @@ pub(super) fn rotation_then_prompt(runtime: &Runtime) {
                     let first = start * size + 4;
                     wide.slice_axis(-1, first, first + heads * size)?.reshape([padded, heads, size])
                 };
-                let attend = |behind: usize| {
-                    let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + behind * n, n)).collect();
+                let attend = |pass: usize| {
+                    let rows: Vec<_> = rows.iter().map(|&(first, n)| (first + pass * n, n)).collect();
                     let each = |&(first, n): &(usize, usize)| first as i32..(first + n) as i32;
                     let mut at: Vec<i32> = rows.iter().flat_map(each).collect();
                     at.resize(padded, 0);

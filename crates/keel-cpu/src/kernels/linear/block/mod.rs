@@ -90,7 +90,7 @@ impl Ahead {
 
     /// The weights [`DISTANCE`] bytes after those of the pair at `pair`, for the one block that reads the pair. The
     /// stream ends at `end` and continues at `then`, unless that is null.
-    pub(super) fn behind(
+    pub(super) fn after(
         layout: &super::PackedLayout,
         pair: *const u8,
         end: *const u8,
