@@ -349,8 +349,8 @@ impl Engine {
 
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
-    /// back](Engine::can_take_back), the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound.
-    /// If its state is kept, it is rewound here.
+    /// back](Engine::can_take_back), the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound. If
+    /// its state is kept, it is rewound here.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, later_ran: bool) {
         if later_ran || !self.cache.spec().is_recurrent() {
             self.cache.forget_steps(sequence, rows);

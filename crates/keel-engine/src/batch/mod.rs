@@ -163,7 +163,7 @@ impl Batcher {
         self.submit_together(vec![request], now)
     }
 
-    /// Puts several requests into the queue, or none. They arrive together, so the queue must have room for all of them.
+    /// Puts several requests into the queue, or none. They arrive together: the queue must have room for all of them.
     /// An empty queue takes any number, because they would never fit otherwise.
     ///
     /// # Errors

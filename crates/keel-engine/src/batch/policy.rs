@@ -11,9 +11,9 @@ pub(super) struct PromptRest {
     pub until_stop: usize,
 }
 
-/// How many rows the next `steps` steps run of a sequence at most, each up to `step_rows` rows of a prompt or one row of
-/// an answer. `prompt` rows of the prompt are left, and `answer` rows may follow them. The answer's first row is in the
-/// step after the one that ends the prompt.
+/// How many rows of a sequence the next `steps` steps run at most: each up to `step_rows` rows of its prompt, or one
+/// row of its answer. `prompt` rows of the prompt are left, and `answer` rows may follow them. The answer's first row
+/// is in the step after the one that ends the prompt.
 pub(super) fn rows_of_steps(prompt: usize, answer: usize, steps: usize, step_rows: usize) -> usize {
     let after_prompt = steps.saturating_sub(prompt.div_ceil(step_rows));
     prompt.min(steps * step_rows) + answer.min(after_prompt)

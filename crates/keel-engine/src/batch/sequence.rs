@@ -250,7 +250,7 @@ impl Running {
     pub fn wants_drafts(&self, engine: &Engine, keeps_state: bool, sequences: usize) -> bool {
         let Some(speculation) = &self.speculation else { return false };
         let (len, left) = (self.cache.len(), self.rows_max(keeps_state));
-        engine.wants_drafts((&self.chooser, speculation), len, left, sequences, self.ahead.draws)
+        engine.wants_drafts(speculation, &self.chooser, len, left, sequences, self.ahead.draws)
     }
 
     /// How many rows the head lags behind after the steps under way, if it drafts.

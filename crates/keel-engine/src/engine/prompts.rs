@@ -121,8 +121,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns `count`, or another number so that a step from token `at` on does not end within a picture whose rows see
-    /// each other.
+    /// Returns `count`, or another number so that a step from token `at` on does not end within a picture whose rows
+    /// see each other.
     pub(crate) fn whole_pictures(&self, sequence: &SequenceCache, at: usize, count: usize) -> Result<usize> {
         let most = self.prefill_rows_max();
         let Some(sight) = sequence.sight() else { return Ok(count) };

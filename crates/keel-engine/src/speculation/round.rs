@@ -161,11 +161,12 @@ impl Engine {
     }
 
     /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each with
-    /// one row of it. Without them it has `len` tokens and may still be given `tokens_max`. Until it does, steps may run
-    /// ahead.
+    /// one row of it. It has `len` tokens and may still be given `tokens_max`, these steps not counted. Until it makes
+    /// drafts, steps may run ahead.
     pub(crate) fn wants_drafts(
         &self,
-        (chooser, speculation): (&dyn Chooser, &Speculation),
+        speculation: &Speculation,
+        chooser: &dyn Chooser,
         len: usize,
         tokens_max: usize,
         sequences: usize,

@@ -104,7 +104,8 @@ impl KeptHidden {
         ])
     }
 
-    /// Copies the hidden states of a step that has ended, of so many answers and prompts. A later one may be under way.
+    /// Copies the hidden states of these numbers of answers and prompts of a step that has ended. A later one may be
+    /// under way.
     pub fn append(
         &self,
         place: HiddenPlace,

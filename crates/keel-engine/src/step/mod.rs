@@ -312,7 +312,7 @@ impl Stepper {
         self.submit_shape(runtime, model, cache, Buckets::keeping_hidden(HiddenPlace::of(step)))
     }
 
-    /// Copies the hidden states that were kept of step number `step`, of so many answers and prompts.
+    /// Copies the hidden states that were kept of these numbers of answers and prompts of step number `step`.
     pub fn append_kept_hidden(
         &self,
         step: u64,
