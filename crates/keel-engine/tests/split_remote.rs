@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::batching::{assert_all_is_back, run};
-use common::nodes::{Cable, Cut, Nodes, Wrap};
+use common::nodes::{Cable, Cut, Led, Nodes, Wrap};
 use common::splitting::{self, Fault, end, engine_on};
 use common::{all_logits, engine, exact, expected, fixture, models, runtime};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
@@ -39,7 +39,7 @@ fn lead(
     let parameters = CheckpointParameters(&checkpoint);
     let source = (&parameters as _, checkpoint.config());
     let parts = splitting::parts(source, options, grid).map_err(|error| error.to_string())?;
-    let (cluster, backends) = nodes.lead_at(addresses, grid.1).expect("the nodes follow");
+    let Led { cluster, backends } = nodes.lead_at(addresses, grid.1).expect("the nodes follow");
     assert_eq!(backends.len(), parts.len());
     let engine = splitting::load_on(source, options, backends, &parts).map_err(|error| error.to_string())?;
     Ok((cluster, engine))
@@ -211,16 +211,15 @@ fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
 #[test]
 fn a_node_that_is_away_busy_or_refuses_is_named() {
     within(60, || {
-        let nobody =
-            Cluster::connect(&["127.0.0.1:9".into()], Duration::ZERO).err().expect("nobody is there");
+        let nobody = Cluster::connect(&["127.0.0.1:9".into()], Duration::ZERO).expect_err("nobody is there");
         let text = nobody.to_string();
         assert!(matches!(nobody, RemoteError::Unreachable { node: 1, .. }), "{text}");
         assert!(text.contains("127.0.0.1:9") && text.contains("--node 1"), "{text}");
         let nodes = Nodes::start(&[2], as_they_are());
-        let (_cluster, backends) = nodes.lead(3).expect("it follows");
+        let Led { cluster: _cluster, backends } = nodes.lead(3).expect("it follows");
         assert_eq!(backends.len(), 3);
         let busy =
-            Cluster::connect(&nodes.addresses, Duration::ZERO).err().expect("it has a leader").to_string();
+            Cluster::connect(&nodes.addresses, Duration::ZERO).expect_err("it has a leader").to_string();
         assert!(busy.contains("it has a leader; end that one first"), "{busy}");
     });
 }

@@ -53,10 +53,9 @@ impl Link {
         let reader = Arc::downgrade(&link);
         let name = link.name.clone();
         std::thread::Builder::new().name("keel-link".into()).spawn(move || {
-            if let Some(reason) = answer_all(&name, stream, &waiting) {
-                if let Some(link) = reader.upgrade() {
-                    link.close(&reason);
-                }
+            let ended = answer_all(&name, stream, &waiting);
+            if let (Some(reason), Some(link)) = (ended, reader.upgrade()) {
+                link.close(&reason);
             }
         })?;
         Ok(link)

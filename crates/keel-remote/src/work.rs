@@ -75,30 +75,20 @@ fn failed(error: ArrayError) -> Failure {
 }
 
 impl Worker {
-    /// Does what is asked. A request that follows a failed one nobody waited for is not done if it is waited for: it
-    /// may need what that one should have made.
+    /// Does what is asked. After a request that failed while nobody waited for it, launches and requests that are waited
+    /// for fail, too, until the leader has heard of it: they may need what that one should have made.
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
-        let tells =
-            is_launch || request.is_answered() && !matches!(request, Request::Rejoin { .. } | Request::Usage);
-        if tells {
-            if let Some(failure) = &self.failure {
-                let failure = failure.clone();
-                if request.is_answered() {
-                    self.failure = None;
-                }
-                return self.note(is_launch, Err(failure));
-            }
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.handle(request, bytes))).unwrap_or_else(|_| {
-            Err(Failure { op: None, reason: "the node panicked, which is a bug; see its log".into() })
-        });
-        self.note(is_launch, outcome)
-    }
-
-    /// A device whose launch has failed does not come to its exchanges: the others must not wait for it.
-    fn note(&self, is_launch: bool, outcome: Outcome) -> Outcome {
+        let is_told = request.is_answered() && !matches!(request, Request::Rejoin { .. } | Request::Usage);
+        let before = if is_told { self.failure.take() } else { self.failure.clone().filter(|_| is_launch) };
+        let outcome = match before {
+            Some(failure) => Err(failure),
+            None => catch_unwind(AssertUnwindSafe(|| self.handle(request, bytes))).unwrap_or_else(|_| {
+                Err(Failure { op: None, reason: "the node panicked, which is a bug; see its log".into() })
+            }),
+        };
         if is_launch && outcome.is_err() {
+            // It does not come to its exchanges: the others must not wait for it.
             self.abandon();
         }
         outcome

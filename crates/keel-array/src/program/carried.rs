@@ -28,7 +28,7 @@ impl CarriedLaunch {
         outputs: Vec<(Buffer, usize)>,
         has_arena: bool,
     ) -> CarriedLaunch {
-        let pieces = vec![0..kernels.len()];
+        let pieces: Vec<_> = std::iter::once(0..kernels.len()).collect();
         let groups = fusion::group(&kernels, &pieces, |rest| runtime.backend().group_of(rest));
         let bound = |(buffer, offset)| Binding { buffer, offset };
         CarriedLaunch {

@@ -27,6 +27,12 @@ impl Members for SameProcess {
     }
 }
 
+/// Nodes that are led, and the backends of all devices by rank.
+pub struct Led {
+    pub cluster: Arc<Cluster>,
+    pub backends: Vec<Arc<dyn Backend>>,
+}
+
 /// Wraps the backend of a rank.
 pub type Wrap = dyn Fn(usize, Arc<dyn Backend>) -> Arc<dyn Backend> + Send + Sync;
 
@@ -94,16 +100,12 @@ impl Nodes {
     }
 
     /// Leads the nodes with one device more, which is the last. Returns all backends by rank.
-    pub fn lead(&self, shares: usize) -> Result<(Arc<Cluster>, Vec<Arc<dyn Backend>>), RemoteError> {
+    pub fn lead(&self, shares: usize) -> Result<Led, RemoteError> {
         self.lead_at(&self.addresses, shares)
     }
 
     /// The same, with the nodes at other addresses.
-    pub fn lead_at(
-        &self,
-        addresses: &[String],
-        shares: usize,
-    ) -> Result<(Arc<Cluster>, Vec<Arc<dyn Backend>>), RemoteError> {
+    pub fn lead_at(&self, addresses: &[String], shares: usize) -> Result<Led, RemoteError> {
         let cluster = Cluster::connect(addresses, Duration::from_secs(20))?;
         let size = cluster.devices().len() + 1;
         let groups = CpuGroup::of(size);
@@ -115,7 +117,7 @@ impl Nodes {
         let remote = cluster.open(size, shares, &json!({"kind": "test"}), planners, members)?;
         let own = Arc::new(CpuBackend::new(options(groups[size - 1].clone(), false))) as Arc<dyn Backend>;
         let all = remote.into_iter().map(|remote| Arc::new(remote) as Arc<dyn Backend>).chain([own]);
-        Ok((cluster, all.collect()))
+        Ok(Led { cluster, backends: all.collect() })
     }
 
     /// Waits until the nodes have freed all devices.

@@ -251,7 +251,7 @@ mod tests {
 
     fn args(devices: &str) -> SplitArgs {
         let devices = devices.split(',').map(|name| parse_member(name).expect("a device")).collect();
-        SplitArgs { devices, split: None }
+        SplitArgs { devices, ..SplitArgs::default() }
     }
 
     #[test]
