@@ -10,6 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::absences::Absences;
+use crate::cluster::silence_or;
 use crate::frame;
 use crate::message::{Answer, Request};
 use crate::{RemoteError, Result};
@@ -147,7 +148,7 @@ fn answer_all(name: &str, stream: TcpStream, waiting: &Receiver<Sender<Answered>
                 let _ = waiter.send(Ok((answer, bytes)));
             }
             Err(error) => {
-                let reason = error.to_string();
+                let reason = silence_or(&error);
                 let lost = RemoteError::Lost { peer: name.into(), reason: reason.clone() };
                 let _ = waiter.send(Err(lost));
                 return Some(reason);
