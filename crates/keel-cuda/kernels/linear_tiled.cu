@@ -18,7 +18,7 @@
 //                   Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
 //   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K],
 //                   silu(first half) * second half. Arguments x, out, u32 rows, chosen, R, share, counts, fault,
-//                   kernel. Grid ceil(R / share) + ceil(rows * K_TILES * 8 / 256), block 256. EXPERTS <= 256. The
+//                   kernel. Grid ceil(R / share) + ceil(rows * K_TILES * 8 / 256), block 256. EXPERTS <= 512. The
 //                   first blocks each count the rows of each expert in a share of chosen u32 [R] into counts u32
 //                   [shares][EXPERTS].
 //   group_rows      chosen, counts -> row_of u32 [R]: rows by expert, those of one expert in
@@ -196,9 +196,12 @@ extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, 
 
 #define PARTS_OF_SHARES 4
 extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen, u32 R, u32 share, const u32 *counts, u32 *row_of, uint4 *tiles) {
-    __shared__ u32 of_all[PARTS_OF_SHARES][EXPERTS], of_those_before[PARTS_OF_SHARES][EXPERTS];
-    __shared__ u32 next[EXPERTS];   // where the next row of an expert goes
-    __shared__ u16 at[32][EXPERTS]; // a warp's rows of each expert, later how many rows of the round come before them
+    __shared__ u32 next[EXPERTS]; // where the next row of an expert goes
+    // First the sums over the shares: all of them together take 48 KB for 480 experts.
+    __shared__ __align__(16) u16 at[32][EXPERTS]; // a warp's rows of each expert, later how many rows of the round come before them
+    u32(*const of_all)[EXPERTS] = (u32(*)[EXPERTS])at;
+    u32(*const of_those_before)[EXPERTS] = of_all + PARTS_OF_SHARES;
+    static_assert(2 * PARTS_OF_SHARES * 4 <= 32 * 2, "the sums fit into the place of `at`");
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, shares = (R + share - 1) / share;
     take_turn();
     for (u32 i = threadIdx.x; i < PARTS_OF_SHARES * EXPERTS; i += 1024) {
@@ -215,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
     __syncthreads();
     // One warp finds where each expert's rows begin, and lists its tiles.
     if (warp == 0) {
-        auto sum = [](const u32(&x)[PARTS_OF_SHARES][EXPERTS], u32 e) {
+        auto sum = [](const u32(*x)[EXPERTS], u32 e) {
             u32 sum = 0;
             for (int part = 0; part < PARTS_OF_SHARES; part++) sum += x[part][e];
             return sum;
@@ -239,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
         }
         if (blockIdx.x == 0 && lane == 0) tiles[0] = make_uint4(tiles_before, 0, 0, 0);
     }
+    __syncthreads(); // the sums have been read
     const u32 begin = blockIdx.x * share, end = min(begin + share, R);
     for (u32 round = begin; round < end; round += 1024) {
         const u32 row = round + threadIdx.x;

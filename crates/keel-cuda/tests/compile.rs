@@ -199,7 +199,7 @@ fn products(keys: &mut Keys) {
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
             keys.add(kernels::EIGHT_BITS, &["to_eight_bits", "dequantize_eight_bits"], &exact.concat());
-            let grouped = [("FANOUT", "2"), ("EXPERTS", "64"), ("BT", "32"), ("STAGES", "6")];
+            let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,
                 &["group_rows", "to_half_tiles", "linear_tiled"],

@@ -27,6 +27,8 @@ fn gathered(runtime: &Runtime) {
         (65, 2, 9, 31, 64, Compute::F32, tolerance::F32),
         (1, 3, 5, 65, 192, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
         (33, 4, 7, 95, 128, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (95, 3, 257, 33, 64, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (400, 3, 512, 17, 64, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
     ] {
         let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, 4, 32)).collect();
         let weight = affine_weight(runtime, &stack, 4, compute);

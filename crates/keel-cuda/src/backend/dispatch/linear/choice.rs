@@ -118,6 +118,9 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
         && takes_groups(weight, rows, Choice::of(kernel, mode))
 }
 
+/// Most experts by which rows are sorted: the shared memory of `group_rows` has room for the counts of so many.
+const GROUPED_EXPERTS_MAX: usize = 512;
+
 /// Whether rows with an expert each are sorted by expert and multiplied together, if the device can do so. That takes
 /// many rows, and no more experts than the sort handles.
 pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> bool {
@@ -126,7 +129,7 @@ pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> 
         Choice::Regime(regime) => regime == Regime::Prefill,
     };
     let many = many || arithmetic(weight) == Arithmetic::WidenedCodes;
-    many && weight.experts <= 256
+    many && weight.experts <= GROUPED_EXPERTS_MAX
 }
 
 #[cfg(test)]
