@@ -9,6 +9,7 @@ use keel_cpu::CpuBackend;
 use keel_cpu::floors;
 use keel_cpu::pool::ThreadPool;
 use keel_cuda::GpuPeaks;
+use keel_engine::split::DeviceGrid;
 
 use crate::args::{Device, DeviceArgs};
 
@@ -45,9 +46,29 @@ impl Machine {
     /// # Errors
     /// The device is not available.
     pub fn measure(device: &DeviceArgs) -> Result<Machine> {
-        match device.device() {
+        // The last of several devices is one of this process.
+        let members = device.split.members();
+        match members.last().map_or(device.device(), |last| last.device) {
             Device::Cpu => Ok(Machine::measure_cpu(device)),
-            Device::Cuda(ordinal) => Ok(Machine::of_gpu(GpuPeaks::measure(ordinal)?)),
+            Device::Cuda(ordinal) => {
+                let count = members.len().max(1);
+                let DeviceGrid { shares, .. } = device.split.split().grid(count)?;
+                Ok(Machine::of_gpu(GpuPeaks::measure(ordinal)?).together(count, shares))
+            }
+        }
+    }
+
+    /// Several such GPUs. Those that share layers read their weights at the same time. The stages of a pipeline read one
+    /// after the other for a token, but compute at the same time for a prompt.
+    fn together(self, count: usize, shares: usize) -> Machine {
+        if count == 1 {
+            return self;
+        }
+        Machine {
+            device: format!("{count} x {}", self.device),
+            read_bytes_per_s: self.read_bytes_per_s * shares as f64,
+            bf16_dot: self.bf16_dot.map(|rate| rate * count as f64),
+            ..self
         }
     }
 
@@ -88,5 +109,28 @@ impl Machine {
             }
             _ => self.bf16_dot.or(self.f32_fma),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_that_share_layers_read_at_the_same_time_and_stages_do_not() {
+        let one = Machine {
+            device: "GPU".into(),
+            instructions: "9.0".into(),
+            threads: 132,
+            read_bytes_per_s: 3e12,
+            f32_fma: None,
+            int8_dot: None,
+            bf16_dot: Some(7e14),
+        };
+        let rates = |machine: Machine| (machine.read_bytes_per_s, machine.bf16_dot);
+        assert_eq!(rates(one.clone().together(1, 1)), (3e12, Some(7e14)));
+        assert_eq!(rates(one.clone().together(2, 2)), (6e12, Some(14e14)), "tensor");
+        assert_eq!(rates(one.clone().together(2, 1)), (3e12, Some(14e14)), "pipeline");
+        assert!(one.together(4, 2).to_string().starts_with("4 x GPU, "));
     }
 }
