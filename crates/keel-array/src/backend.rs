@@ -3,6 +3,8 @@
 use std::any::Any;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use crate::program::{Kernel, KernelGroup, Launch};
 use crate::usage::DeviceUsage;
 use crate::weight::{RowBlock, WeightSpec};
@@ -27,7 +29,7 @@ pub struct Ticket {
 }
 
 /// Preparation work that a backend has done so far: everything but running programs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Preparations {
     /// Kernels compiled.
     pub compiled: u64,

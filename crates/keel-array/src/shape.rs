@@ -1,8 +1,9 @@
 //! Shapes, and the layouts that map them onto memory.
 
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Deref;
+
+use serde::{Deserialize, Serialize};
 
 /// Extents of an array, outermost first. Prints as `(2, 7, 64)`.
 #[derive(Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]

@@ -1,9 +1,11 @@
 //! A device's memory as its driver counts it, next to the ledger's numbers.
 
+use serde::{Deserialize, Serialize};
+
 use crate::ledger::MemoryReport;
 
 /// Memory of a device as its driver counts it, for all programs that use the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceUsage {
     /// Bytes of the device for all programs.
     pub total: u64,

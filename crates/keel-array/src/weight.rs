@@ -3,8 +3,9 @@
 //! Quantised weights keep their bits in memory; there is no wider copy. A weight may be filled in blocks of rows, so
 //! loading needs staging for one block only, for a tensor of any size.
 
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
 
 use crate::{Array, ArrayError, BlockFormat, Buffer, Category, DType, Result, Runtime};
 

@@ -154,7 +154,7 @@ impl RemoteBackend {
 
     fn note_prepared(&self, answer: &Answer) {
         if let Answer::Ran(done) = answer {
-            *self.prepared.lock().unwrap_or_else(|e| e.into_inner()) = (*done).into();
+            *self.prepared.lock().unwrap_or_else(|e| e.into_inner()) = *done;
         }
     }
 }
@@ -212,7 +212,7 @@ impl Memory for RemoteBackend {
 
     fn device_usage(&self) -> Option<DeviceUsage> {
         match self.ask(&Request::Usage) {
-            Ok(Answer::Usage(usage)) => usage.map(DeviceUsage::from),
+            Ok(Answer::Usage(usage)) => usage,
             _ => None,
         }
     }

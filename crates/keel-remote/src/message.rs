@@ -190,9 +190,9 @@ pub(crate) enum Answer {
     /// It cannot do this; the leader takes another way.
     Cannot,
     Failed(Failure),
-    Usage(Option<Usage>),
+    Usage(Option<DeviceUsage>),
     /// A launch has ended, or programs are ready. What has been prepared so far.
-    Ran(Prepared),
+    Ran(Preparations),
     /// How many absences the node has told the leader.
     Rejoined {
         absences: u64,
@@ -205,48 +205,4 @@ pub(crate) struct Failure {
     /// The operation, if it was one.
     pub op: Option<String>,
     pub reason: String,
-}
-
-/// [`DeviceUsage`] in a message.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Usage {
-    pub total: u64,
-    pub free: u64,
-    pub free_before: Option<u64>,
-}
-
-impl From<DeviceUsage> for Usage {
-    fn from(usage: DeviceUsage) -> Usage {
-        let DeviceUsage { total, free, free_before } = usage;
-        Usage { total, free, free_before }
-    }
-}
-
-impl From<Usage> for DeviceUsage {
-    fn from(usage: Usage) -> DeviceUsage {
-        let Usage { total, free, free_before } = usage;
-        DeviceUsage { total, free, free_before }
-    }
-}
-
-/// [`Preparations`] in a message.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Prepared {
-    pub compiled: u64,
-    pub loaded: u64,
-    pub captured: u64,
-}
-
-impl From<Preparations> for Prepared {
-    fn from(done: Preparations) -> Prepared {
-        let Preparations { compiled, loaded, captured } = done;
-        Prepared { compiled, loaded, captured }
-    }
-}
-
-impl From<Prepared> for Preparations {
-    fn from(done: Prepared) -> Preparations {
-        let Prepared { compiled, loaded, captured } = done;
-        Preparations { compiled, loaded, captured }
-    }
 }

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use keel_array::{
-    ArrayError, Backend, Buffer, CarriedLaunch, Category, MemoryAt, Preparations, RowBlock, RowData, Runtime,
+    ArrayError, Backend, Buffer, CarriedLaunch, Category, MemoryAt, RowBlock, RowData, Runtime,
     RuntimeOptions,
 };
 
@@ -163,7 +163,7 @@ impl Worker {
             }
             Request::MakeReady { numbers } => return self.make_ready(&numbers),
             Request::Usage => {
-                return Ok((Answer::Usage(self.backend().device_usage().map(Into::into)), Vec::new()));
+                return Ok((Answer::Usage(self.backend().device_usage()), Vec::new()));
             }
             Request::Abandon => self.abandon(),
             Request::Rejoin { absences } => {
@@ -221,8 +221,7 @@ impl Worker {
     }
 
     fn prepared(&self) -> Answer {
-        let prepared: Preparations = self.backend().preparations();
-        Answer::Ran(prepared.into())
+        Answer::Ran(self.backend().preparations())
     }
 }
 

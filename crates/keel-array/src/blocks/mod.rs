@@ -6,8 +6,9 @@
 mod short;
 mod superblocks;
 
-use serde::{Deserialize, Serialize};
 use std::fmt;
+
+use serde::{Deserialize, Serialize};
 
 /// How the values of a block are coded; the names are the format's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

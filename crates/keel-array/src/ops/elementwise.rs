@@ -1,8 +1,9 @@
 //! Element-wise operations with broadcasting, and the chains that programs fuse them into.
 
+use serde::{Deserialize, Serialize};
+
 use super::Op;
 use crate::{Array, ArrayError, DType, Result};
-use serde::{Deserialize, Serialize};
 
 /// Functions of one operand. On integers only `Neg`, `Abs` and `Not` are defined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -3,9 +3,10 @@
 //! Each device has a runtime and runs a program of its own. Programs meet in these operations: a device waits in one
 //! until its peers have come to theirs. So all devices must come to their exchanges in the same order.
 
+use serde::{Deserialize, Serialize};
+
 use super::Op;
 use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
-use serde::{Deserialize, Serialize};
 
 /// A device's place in its group, as its backend knows it.
 pub trait Group: Send + Sync {

@@ -1,10 +1,11 @@
 //! Fused operations that every transformer needs.
 
+use serde::{Deserialize, Serialize};
+
 use super::reduce::expect_float;
 use super::{Op, Real};
 use crate::error::expect_shape;
 use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
-use serde::{Deserialize, Serialize};
 
 /// A rotary embedding over the first `rotary` elements of each head, in half-split pairs `(i, i + rotary / 2)`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

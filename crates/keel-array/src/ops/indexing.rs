@@ -1,8 +1,9 @@
 //! Creation, gathering and random numbers.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Op, Real};
 use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
-use serde::{Deserialize, Serialize};
 
 /// Distributions of [`Array::random`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

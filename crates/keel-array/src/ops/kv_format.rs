@@ -1,7 +1,8 @@
 //! How keys and values are kept.
 
-use crate::DType;
 use serde::{Deserialize, Serialize};
+
+use crate::DType;
 
 /// How the keys and values of a [`KvPool`](crate::KvPool) are kept.
 ///

@@ -11,8 +11,9 @@ mod sampling;
 mod sequence;
 mod views;
 
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
 
 use crate::weight::WeightSpec;
 use crate::{CustomKernel, DType};

@@ -2,10 +2,11 @@
 //!
 //! Kernels work on the last axis. The builders move the axis there and back.
 
+use serde::{Deserialize, Serialize};
+
 use super::Op;
 use super::views::resolve_axis;
 use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
-use serde::{Deserialize, Serialize};
 
 /// How the elements of the last axis become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -16,7 +16,6 @@
 //! Window, state and outputs have the same bits as in a step that commits the rows at once.
 
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
 
 use super::fast::expect_f32;
 use super::{KvFormat, Op, Real};
@@ -82,7 +81,7 @@ pub struct ConvSpec {
 }
 
 impl ConvSpec {
-    pub(crate) fn state(&self) -> Range<usize> {
+    pub(crate) fn state(&self) -> std::ops::Range<usize> {
         if self.log == RowLog::None { 2..3 } else { 2..4 }
     }
 }
@@ -123,7 +122,7 @@ pub struct GatedDeltaSpec {
 }
 
 impl GatedDeltaSpec {
-    pub(crate) fn state(&self) -> Range<usize> {
+    pub(crate) fn state(&self) -> std::ops::Range<usize> {
         if self.log == RowLog::None { 5..6 } else { 5..7 }
     }
 
@@ -163,7 +162,7 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
-    pub(crate) const STATE: Range<usize> = 3..5;
+    pub(crate) const STATE: std::ops::Range<usize> = 3..5;
     /// Tokens of a page.
     pub const PAGE: usize = 256;
     /// Head sizes are multiples of this.

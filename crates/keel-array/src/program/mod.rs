@@ -18,10 +18,11 @@ mod lower;
 mod plan;
 mod verify;
 
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::ops::{Op, Regime, bytes_of};
