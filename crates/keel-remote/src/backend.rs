@@ -379,20 +379,13 @@ impl Group for RemoteBackend {
         self.place().is_concurrent()
     }
 
-    /// Its own process knows it already, unless it is lost.
     fn abandon(&self) {
         self.members.note_absent(self.rank());
-        self.link.send(&Request::Abandon, &[]);
     }
 
     fn rejoin(&self) {
         // A node that is lost has freed its devices.
-        let absences = self.link.absences();
-        if let Ok(Answer::Rejoined { absences: told }) =
-            self.ask(&Request::Rejoin { absences: absences.told() })
-        {
-            absences.wait_for(told);
-        }
+        let _ = self.ask(&Request::Rejoin);
         self.members.note_rejoined(self.rank());
     }
 }

@@ -3,6 +3,7 @@
 use std::io::{BufReader, BufWriter, Write};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -10,7 +11,6 @@ use std::time::{Duration, Instant};
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::absences::Absences;
 use crate::link::Link;
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
@@ -30,6 +30,14 @@ const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// Between two attempts to reach a node.
 const PAUSE: Duration = Duration::from_millis(200);
 
+/// What a node says of its devices.
+enum Said {
+    /// They are open, or not.
+    Opened(std::result::Result<(), String>),
+    /// They are connected in this round, or not.
+    Connected { round: u64, outcome: std::result::Result<(), String> },
+}
+
 /// A node and its connection for news.
 struct Node {
     /// From 1 on: the leader is node 0.
@@ -37,13 +45,14 @@ struct Node {
     address: String,
     session: u64,
     devices: Vec<DeviceFacts>,
-    absences: Arc<Absences>,
     stream: TcpStream,
-    out: Mutex<BufWriter<TcpStream>>,
+    out: Arc<Mutex<BufWriter<TcpStream>>>,
+    /// Whether it was found to be lost.
+    is_lost: AtomicBool,
     /// Ranks of its devices, once they are open.
     ranks: OnceLock<Range<usize>>,
     /// What it says of its devices being opened or connected.
-    said: Mutex<Receiver<std::result::Result<(), String>>>,
+    said: Mutex<Receiver<Said>>,
     links: Mutex<Vec<Weak<Link>>>,
 }
 
@@ -51,6 +60,8 @@ struct Node {
 pub struct Cluster {
     nodes: Vec<Node>,
     members: OnceLock<Arc<dyn Members>>,
+    /// How often the devices of all processes were connected. An absence of an earlier round is old news.
+    round: AtomicU64,
     lost: Mutex<Option<String>>,
     /// Called when a node is lost.
     watchers: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
@@ -75,15 +86,17 @@ impl Cluster {
             readers.push(reader);
         }
         let (members, lost, watchers) = (OnceLock::new(), Mutex::default(), Mutex::default());
-        let cluster = Arc::new(Cluster { nodes, members, lost, watchers });
+        let cluster = Arc::new(Cluster { nodes, members, round: AtomicU64::new(0), lost, watchers });
         for (i, reader) in readers.into_iter().enumerate() {
             let weak = Arc::downgrade(&cluster);
             spawn("keel-news", move || listen(&weak, i, reader))?;
         }
         let weak = Arc::downgrade(&cluster);
-        spawn("keel-heartbeat", move || {
+        spawn("keel-alive", move || {
             while let Some(cluster) = weak.upgrade() {
-                cluster.tell(&News::Here, &[], None);
+                for node in &cluster.nodes {
+                    node.links().iter().for_each(|link| link.keep_alive());
+                }
                 drop(cluster);
                 std::thread::sleep(HEARTBEAT);
             }
@@ -130,13 +143,13 @@ impl Cluster {
             node.tell(&News::Open(seats), &[]);
             first_rank = ranks.end;
         }
-        self.nodes.iter().try_for_each(|node| node.wait(OPEN_MAX))?;
+        self.nodes.iter().try_for_each(|node| self.wait(node, None))?;
         let everyone: Arc<dyn Members> = Arc::new(Everyone(Arc::downgrade(self)));
         let mut planners = planners.into_iter();
         let mut backends = Vec::with_capacity(first_rank);
         for node in &self.nodes {
             for (index, planner) in (0..node.devices.len()).zip(planners.by_ref()) {
-                backends.push(RemoteBackend::new(node.link(index)?, planner, Arc::clone(&everyone)));
+                backends.push(RemoteBackend::new(self.link(node, index)?, planner, Arc::clone(&everyone)));
             }
         }
         Ok(backends)
@@ -149,9 +162,10 @@ impl Cluster {
     /// A node is lost.
     pub fn announce(&self, ids: &[u8]) -> Result<()> {
         if let Some(reason) = self.lost() {
-            return Err(RemoteError::Lost { peer: "a node".into(), reason });
+            return Err(RemoteError::Gone(reason));
         }
-        self.tell(&News::Connect, ids, None);
+        let round = self.round.fetch_add(1, Ordering::SeqCst) + 1;
+        self.tell(&News::Connect { round }, ids, None);
         Ok(())
     }
 
@@ -160,12 +174,53 @@ impl Cluster {
     /// # Errors
     /// Why a node has not.
     pub fn finish(&self) -> Result<()> {
-        self.nodes.iter().try_for_each(|node| node.wait(OPEN_MAX))
+        let round = self.round.load(Ordering::SeqCst);
+        self.nodes.iter().try_for_each(|node| self.wait(node, Some(round)))
+    }
+
+    /// Waits for a node to say that its devices are open, or that they are connected in this round.
+    fn wait(&self, node: &Node, wanted: Option<u64>) -> Result<()> {
+        let until = Instant::now() + OPEN_MAX;
+        let refused =
+            |reason| RemoteError::Refused { node: node.number, address: node.address.clone(), reason };
+        loop {
+            let patience = until.saturating_duration_since(Instant::now());
+            match (locked(&node.said).recv_timeout(patience), wanted) {
+                (Ok(Said::Opened(outcome)), None) => return outcome.map_err(refused),
+                (Ok(Said::Connected { round, outcome }), Some(wanted)) if round == wanted => {
+                    return outcome.map_err(refused);
+                }
+                // The answer of an earlier round, which was not waited for.
+                (Ok(_), _) => {}
+                (Err(_), _) => {
+                    let silent = RemoteError::Lost { peer: node.name(), reason: "it does not answer".into() };
+                    return Err(self.lost().map_or(silent, RemoteError::Gone));
+                }
+            }
+        }
+    }
+
+    /// Opens the connection of a device.
+    fn link(self: &Arc<Self>, node: &Node, index: usize) -> Result<Arc<Link>> {
+        let lost =
+            |error: std::io::Error| RemoteError::Lost { peer: node.name(), reason: silence_or(&error) };
+        let greeting = Greeting::Device { session: node.session, index };
+        let stream = open(&node.address, &greeting).map_err(lost)?;
+        let (cluster, at) = (Arc::downgrade(self), node.number - 1);
+        let when_ended = Box::new(move |reason: &str| {
+            if let Some(cluster) = cluster.upgrade() {
+                cluster.lose(&cluster.nodes[at], reason);
+            }
+        });
+        let link = Link::new(node.name(), stream, when_ended).map_err(lost)?;
+        locked(&node.links).push(Arc::downgrade(&link));
+        Ok(link)
     }
 
     /// Tells all nodes that a device does not come to its exchanges any more.
     pub fn abandon(&self, rank: usize) {
-        self.tell(&News::Absent { rank }, &[], None);
+        let round = self.round.load(Ordering::SeqCst);
+        self.tell(&News::Absent { rank, round }, &[], None);
     }
 
     /// Why a node is lost; `None` if all are there. Nothing runs any more on a cluster that has lost a node: a leader
@@ -194,17 +249,19 @@ impl Cluster {
 
     /// A node is lost: whoever waits for its devices learns it.
     fn lose(&self, node: &Node, reason: &str) {
+        if node.is_lost.swap(true, Ordering::SeqCst) {
+            return;
+        }
         let name = node.name();
         tracing::error!("{name} is lost: {reason}");
         locked(&self.lost).get_or_insert_with(|| format!("{name} is lost: {reason}"));
         let _ = node.stream.shutdown(Shutdown::Both);
-        for link in locked(&node.links).iter().filter_map(Weak::upgrade) {
-            link.close(reason);
-        }
+        node.links().iter().for_each(|link| link.close(reason));
         if let (Some(members), Some(ranks)) = (self.members.get(), node.ranks.get()) {
+            let round = self.round.load(Ordering::SeqCst);
             for rank in ranks.clone() {
                 members.note_absent(rank);
-                self.tell(&News::Absent { rank }, &[], Some(node.number));
+                self.tell(&News::Absent { rank, round }, &[], Some(node.number));
             }
         }
         self.call_watchers();
@@ -252,7 +309,7 @@ impl Members for Everyone {
 /// The incoming side of a node's connection for news.
 struct Reader {
     stream: BufReader<TcpStream>,
-    said: Sender<std::result::Result<(), String>>,
+    said: Sender<Said>,
 }
 
 impl Node {
@@ -266,7 +323,8 @@ impl Node {
             match attempt {
                 Ok((stream, Welcome::Accepted { session, devices })) => {
                     let as_error = |error: std::io::Error| unreachable(error.to_string());
-                    let out = Mutex::new(BufWriter::new(stream.try_clone().map_err(as_error)?));
+                    let out = Arc::new(Mutex::new(BufWriter::new(stream.try_clone().map_err(as_error)?)));
+                    keep_beating(&out)?;
                     let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
                     let (said, heard) = channel();
                     let node = Node {
@@ -274,9 +332,9 @@ impl Node {
                         address: address.into(),
                         session,
                         devices,
-                        absences: Arc::default(),
                         stream,
                         out,
+                        is_lost: AtomicBool::new(false),
                         ranks: OnceLock::new(),
                         said: Mutex::new(heard),
                         links: Mutex::default(),
@@ -285,7 +343,7 @@ impl Node {
                 }
                 // It may still be freeing what its last leader had.
                 Ok((_, Welcome::Refused { reason })) if is_last => return Err(refused(reason)),
-                Err(error) if is_last => return Err(unreachable(error.to_string())),
+                Err(error) if is_last => return Err(unreachable(silence_or(&error))),
                 Ok(_) | Err(_) => std::thread::sleep(PAUSE),
             }
         }
@@ -296,32 +354,30 @@ impl Node {
     }
 
     fn tell(&self, news: &News, bytes: &[u8]) {
-        if matches!(news, News::Absent { .. }) {
-            self.absences.tell();
-        }
         let mut out = locked(&self.out);
         // If it fails, the reader of this connection learns it, too.
         let _ = frame::write(&mut *out, news, &[bytes]).and_then(|()| out.flush());
     }
 
-    /// Waits for the node to say that its devices are open, or connected.
-    fn wait(&self, patience: Duration) -> Result<()> {
-        let refused =
-            |reason| RemoteError::Refused { node: self.number, address: self.address.clone(), reason };
-        match locked(&self.said).recv_timeout(patience) {
-            Ok(said) => said.map_err(refused),
-            Err(_) => Err(RemoteError::Lost { peer: self.name(), reason: "it does not answer".into() }),
-        }
+    /// The connections of its devices.
+    fn links(&self) -> Vec<Arc<Link>> {
+        locked(&self.links).iter().filter_map(Weak::upgrade).collect()
     }
+}
 
-    /// Opens the connection of a device.
-    fn link(&self, index: usize) -> Result<Arc<Link>> {
-        let lost = |error: std::io::Error| RemoteError::Lost { peer: self.name(), reason: error.to_string() };
-        let stream = open(&self.address, &Greeting::Device { session: self.session, index }).map_err(lost)?;
-        let link = Link::new(self.name(), stream, Arc::clone(&self.absences)).map_err(lost)?;
-        locked(&self.links).push(Arc::downgrade(&link));
-        Ok(link)
-    }
+/// Tells a node every second that the leader is there, from the first moment on: other nodes may be waited for.
+fn keep_beating(out: &Arc<Mutex<BufWriter<TcpStream>>>) -> Result<()> {
+    let weak = Arc::downgrade(out);
+    spawn("keel-heartbeat", move || {
+        while let Some(out) = weak.upgrade() {
+            {
+                let mut out = locked(&out);
+                let _ = frame::write(&mut *out, &News::Here, &[]).and_then(|()| out.flush());
+            }
+            drop(out);
+            std::thread::sleep(HEARTBEAT);
+        }
+    })
 }
 
 /// Connects and sends the first message.
@@ -357,15 +413,19 @@ fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
         let Some(cluster) = cluster.upgrade() else { return };
         let from = &cluster.nodes[node];
         match news {
-            Ok(News::Opened(said) | News::Connected(said)) => drop(reader.said.send(said)),
-            Ok(News::Absent { rank }) => {
-                if let Some(members) = cluster.members.get() {
-                    members.note_absent(rank);
-                }
-                cluster.tell(&News::Absent { rank }, &[], Some(from.number));
-                from.absences.hear();
+            Ok(News::Opened(outcome)) => drop(reader.said.send(Said::Opened(outcome))),
+            Ok(News::Connected { round, outcome }) => {
+                drop(reader.said.send(Said::Connected { round, outcome }));
             }
-            Ok(News::Here | News::Open(_) | News::Connect) => {}
+            Ok(News::Absent { rank, round }) => {
+                if round == cluster.round.load(Ordering::SeqCst) {
+                    if let Some(members) = cluster.members.get() {
+                        members.note_absent(rank);
+                    }
+                    cluster.tell(&News::Absent { rank, round }, &[], Some(from.number));
+                }
+            }
+            Ok(News::Here | News::Open(_) | News::Connect { .. }) => {}
             Err(error) => return cluster.lose(from, &silence_or(&error)),
         }
     }

@@ -34,14 +34,9 @@ pub enum RemoteError {
         /// What was seen of it.
         reason: String,
     },
-    /// A message that is too long or cannot be read.
-    #[error("a message of {peer} cannot be read: {reason}; both ends must be the same version of keel")]
-    Message {
-        /// Who sent it.
-        peer: String,
-        /// What is wrong.
-        reason: String,
-    },
+    /// A node is lost, and with it the model.
+    #[error("{0}")]
+    Gone(String),
     /// A node cannot listen.
     #[error("this node cannot listen on {address}: {reason}")]
     Listen {

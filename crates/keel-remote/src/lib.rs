@@ -27,7 +27,6 @@
 
 #![forbid(unsafe_code)]
 
-mod absences;
 mod backend;
 mod cluster;
 mod error;

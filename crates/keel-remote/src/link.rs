@@ -9,7 +9,6 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::absences::Absences;
 use crate::cluster::silence_or;
 use crate::frame;
 use crate::message::{Answer, Request};
@@ -36,8 +35,8 @@ pub(crate) struct Link {
     name: String,
     out: Mutex<Out>,
     stream: TcpStream,
-    /// Those of the connection for news with the same node.
-    absences: Arc<Absences>,
+    /// Called when the connection has ended, with the reason.
+    when_ended: Box<dyn Fn(&str) + Send + Sync>,
 }
 
 impl Link {
@@ -45,18 +44,23 @@ impl Link {
     ///
     /// # Errors
     /// The system's.
-    pub fn new(name: String, stream: TcpStream, absences: Arc<Absences>) -> std::io::Result<Arc<Link>> {
+    pub fn new(
+        name: String,
+        stream: TcpStream,
+        when_ended: Box<dyn Fn(&str) + Send + Sync>,
+    ) -> std::io::Result<Arc<Link>> {
         stream.set_nodelay(true)?;
         let (waiters, waiting) = channel();
         let writer = BufWriter::with_capacity(BUFFER_BYTES, stream.try_clone()?);
         let out = Mutex::new(Out { stream: writer, waiters: Some(waiters), lost: None });
-        let link = Arc::new(Link { name, out, stream: stream.try_clone()?, absences });
+        let link = Arc::new(Link { name, out, stream: stream.try_clone()?, when_ended });
         let reader = Arc::downgrade(&link);
         let name = link.name.clone();
         std::thread::Builder::new().name("keel-link".into()).spawn(move || {
             let ended = answer_all(&name, stream, &waiting);
             if let (Some(reason), Some(link)) = (ended, reader.upgrade()) {
                 link.close(&reason);
+                (link.when_ended)(&reason);
             }
         })?;
         Ok(link)
@@ -65,11 +69,6 @@ impl Link {
     /// The device, in errors.
     pub fn name(&self) -> &str {
         &self.name
-    }
-
-    /// Absences that the device's process and this one have told each other.
-    pub fn absences(&self) -> &Absences {
-        &self.absences
     }
 
     fn out(&self) -> MutexGuard<'_, Out> {
@@ -93,11 +92,33 @@ impl Link {
     pub fn send(&self, request: &Request, bytes: &[&[u8]]) {
         debug_assert!(!request.is_answered(), "{request:?} is waited for");
         let mut out = self.out();
-        if out.lost.is_none()
-            && let Err(error) = frame::write(&mut out.stream, request, bytes)
-        {
-            out.lost = Some(error.to_string());
+        let written = match out.lost {
+            None => frame::write(&mut out.stream, request, bytes),
+            Some(_) => Ok(()),
+        };
+        drop(out);
+        if let Err(error) = written {
+            self.fail(&error.to_string());
         }
+    }
+
+    /// Sends what waits in the buffer, and a sign that the connection is in use, unless somebody is sending.
+    pub fn keep_alive(&self) {
+        let Ok(mut out) = self.out.try_lock() else { return };
+        let written = match out.lost {
+            None => frame::write(&mut out.stream, &Request::Here, &[]).and_then(|()| out.stream.flush()),
+            Some(_) => Ok(()),
+        };
+        drop(out);
+        if let Err(error) = written {
+            self.fail(&error.to_string());
+        }
+    }
+
+    /// The connection has failed.
+    fn fail(&self, reason: &str) {
+        self.close(reason);
+        (self.when_ended)(reason);
     }
 
     /// Sends a request, and waits for its answer.
@@ -118,7 +139,8 @@ impl Link {
                 written.map_err(|error| error.to_string())
             });
             if let Err(reason) = written {
-                out.lost.get_or_insert_with(|| reason.clone());
+                drop(out);
+                self.fail(&reason);
                 return Err(self.lost(&reason));
             }
         }

@@ -48,11 +48,12 @@ pub(crate) enum News {
     /// To the leader: they are open, or why they are not.
     Opened(Result<(), String>),
     /// To a node: connect them with the others. The ids come as bytes.
-    Connect,
+    Connect { round: u64 },
     /// To the leader: they are connected, or why they are not.
-    Connected(Result<(), String>),
-    /// In both directions: a device does not come to its exchanges any more.
-    Absent { rank: usize },
+    Connected { round: u64, outcome: Result<(), String> },
+    /// In both directions: a device does not come to its exchanges any more. Between two rounds of connecting, each device
+    /// that hears of it ends its exchanges. It is old news in a later round.
+    Absent { rank: usize, round: u64 },
     /// In both directions: nothing, but I am here.
     Here,
 }
@@ -147,11 +148,10 @@ pub(crate) enum Request {
         numbers: Vec<u64>,
     },
     Usage,
-    Abandon,
-    /// How many absences the leader has told the node: it hears of them first.
-    Rejoin {
-        absences: u64,
-    },
+    /// End the device's exchanges after a failure.
+    Rejoin,
+    /// Nothing: the connection is in use.
+    Here,
 }
 
 impl Request {
@@ -165,7 +165,7 @@ impl Request {
             | Request::Repeat { .. }
             | Request::MakeReady { .. }
             | Request::Usage
-            | Request::Rejoin { .. } => true,
+            | Request::Rejoin => true,
             Request::Launch { is_last, .. } => *is_last,
             _ => false,
         }
@@ -193,10 +193,6 @@ pub(crate) enum Answer {
     Usage(Option<DeviceUsage>),
     /// A launch has ended, or programs are ready. What has been prepared so far.
     Ran(Preparations),
-    /// How many absences the node has told the leader.
-    Rejoined {
-        absences: u64,
-    },
 }
 
 /// Why a request failed.

@@ -4,12 +4,12 @@ use std::io::{BufReader, BufWriter, Write};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::absences::Absences;
 use crate::cluster::{HEARTBEAT, SILENCE_MAX, silence_or, spawn};
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, Result, frame, work};
@@ -40,14 +40,22 @@ pub struct Opened {
 }
 
 /// What all connections of a leader share.
-struct Session {
+pub(crate) struct Session {
     number: u64,
     /// How many devices the node has.
     count: usize,
-    absences: Arc<Absences>,
     out: Mutex<BufWriter<TcpStream>>,
     stream: TcpStream,
+    round: Mutex<Round>,
     devices: Mutex<Devices>,
+}
+
+/// The last round in which the devices of all processes were connected.
+#[derive(Default)]
+struct Round {
+    number: u64,
+    /// How many of this node's devices have ended its exchanges. When all have, absences of this round are old news.
+    ended: usize,
 }
 
 /// Devices of a session, and its connections.
@@ -59,7 +67,7 @@ struct Devices {
     /// A device is taken out when its connection comes.
     backends: Vec<Option<Arc<dyn Backend>>>,
     streams: Vec<TcpStream>,
-    threads: Vec<std::thread::JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -82,11 +90,19 @@ pub fn serve(
     let present: Arc<Mutex<Option<Arc<Session>>>> = Arc::default();
     let mut sessions = 0;
     for stream in listener.incoming() {
-        // The system refuses a connection when it has no files left; the next one may come through.
-        let Ok(mut stream) = stream else { continue };
+        let Ok(mut stream) = stream else {
+            // The system has no files left, for example; the next connection may come through.
+            std::thread::sleep(HEARTBEAT);
+            continue;
+        };
         let peer = stream.peer_addr().map(|peer| peer.ip().to_canonical());
-        if !leaders.is_empty() && !peer.as_ref().is_ok_and(|peer| leaders.contains(peer)) {
-            tracing::warn!("a connection from {peer:?} is refused: the leader is {leaders:?}");
+        let is_foreign = !leaders.is_empty() && !peer.as_ref().is_ok_and(|peer| leaders.contains(peer));
+        if is_foreign {
+            let who = peer.map_or_else(|error| error.to_string(), |peer| peer.to_string());
+            tracing::warn!("a connection from {who} is refused: the leader is {leaders:?}");
+            let reason =
+                format!("its leader is {leaders:?} by its --nodes, and this connection is from {who}");
+            let _ = frame::write(&mut stream, &Welcome::Refused { reason }, &[]);
             continue;
         }
         let _ = stream.set_read_timeout(Some(GREETING_MAX));
@@ -96,9 +112,9 @@ pub fn serve(
                 if let Some(session) = welcome(stream, &version, sessions, &devices, &present) {
                     let (present, open) = (Arc::clone(&present), Arc::clone(&open));
                     spawn("keel-session", move || {
+                        let ending = Ending { session: &session, present: &present };
                         follow(&session, &*open);
-                        *locked(&present) = None;
-                        tracing::info!("the leader is gone; its memory is freed");
+                        drop(ending);
                     })?;
                 }
             }
@@ -143,13 +159,27 @@ fn welcome(
     let _ = stream.set_read_timeout(Some(SILENCE_MAX));
     let _ = stream.set_write_timeout(Some(SILENCE_MAX));
     let out = Mutex::new(BufWriter::new(stream.try_clone().ok()?));
-    let (absences, devices) = (Arc::default(), Mutex::default());
-    let session = Arc::new(Session { number, count, absences, out, stream, devices });
+    let (round, devices) = (Mutex::default(), Mutex::default());
+    let session = Arc::new(Session { number, count, out, stream, round, devices });
     *present = Some(Arc::clone(&session));
     Some(session)
 }
 
-/// Does what the leader says until it is gone, and frees everything.
+/// The end of a session, also by a panic: the next leader is served.
+struct Ending<'a> {
+    session: &'a Session,
+    present: &'a Mutex<Option<Arc<Session>>>,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.session.end();
+        *locked(self.present) = None;
+        tracing::info!("the leader is gone; its memory is freed");
+    }
+}
+
+/// Does what the leader says until it is gone.
 fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result<Opened, String>) {
     let beat = Arc::downgrade(session);
     let _ = spawn("keel-heartbeat", move || {
@@ -161,38 +191,28 @@ fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result
     });
     let Ok(stream) = session.stream.try_clone() else { return };
     let (mut stream, mut bytes) = (BufReader::new(stream), Vec::new());
-    let reason = loop {
+    loop {
         match frame::read::<News>(&mut stream, &mut bytes) {
             Ok(News::Open(seats)) => {
                 let opened = session.open(seats, open);
                 session.tell(&News::Opened(opened));
             }
-            Ok(News::Connect) => {
-                let members = locked(&session.devices).members.clone();
-                let connected = members.map_or(Err("its devices are not open".into()), |m| m.connect(&bytes));
-                session.tell(&News::Connected(connected));
-            }
-            Ok(News::Absent { rank }) => {
-                if let Some(members) = &locked(&session.devices).members {
-                    members.note_absent(rank);
-                }
-                session.absences.hear();
-            }
-            Ok(News::Here | News::Opened(_) | News::Connected(_)) => {}
-            Err(error) => break silence_or(&error),
+            Ok(News::Connect { round }) => session.connect(round, std::mem::take(&mut bytes)),
+            Ok(News::Absent { rank, round }) => session.note_absent(rank, round),
+            Ok(News::Here | News::Opened(_) | News::Connected { .. }) => {}
+            Err(error) => return tracing::info!("the leader is lost: {}", silence_or(&error)),
         }
-    };
-    tracing::info!("the leader is lost: {reason}");
-    session.end();
+    }
 }
 
 impl Session {
     fn tell(&self, news: &News) {
-        if matches!(news, News::Absent { .. }) {
-            self.absences.tell();
-        }
         let mut out = locked(&self.out);
         let _ = frame::write(&mut *out, news, &[]).and_then(|()| out.flush());
+    }
+
+    fn members(&self) -> Option<Arc<dyn Members>> {
+        locked(&self.devices).members.clone()
     }
 
     fn open(
@@ -201,13 +221,21 @@ impl Session {
         open: &impl Fn(Opening) -> std::result::Result<Opened, String>,
     ) -> std::result::Result<(), String> {
         let Seats { size, shares, first_rank, settings } = seats;
+        let end = first_rank.checked_add(self.count).filter(|end| *end <= size && self.count > 0);
+        let Some(end) = end else {
+            return Err(format!(
+                "its {} devices from rank {first_rank} on are not in a group of {size}",
+                self.count
+            ));
+        };
         let leader = Arc::downgrade(self);
         let abandon = Arc::new(move |rank| {
             if let Some(session) = leader.upgrade() {
-                session.tell(&News::Absent { rank });
+                let round = locked(&session.round).number;
+                session.tell(&News::Absent { rank, round });
             }
         });
-        let ranks = first_rank..first_rank + self.count;
+        let ranks = first_rank..end;
         let Opened { backends, members } =
             open(Opening { size, shares, ranks: ranks.clone(), settings, abandon })?;
         let mut devices = locked(&self.devices);
@@ -216,6 +244,41 @@ impl Session {
         devices.backends = backends.into_iter().map(Some).collect();
         devices.members = Some(members);
         Ok(())
+    }
+
+    /// Connects the devices on a thread of its own: the news of an absence ends it.
+    fn connect(self: &Arc<Self>, round: u64, ids: Vec<u8>) {
+        *locked(&self.round) = Round { number: round, ended: 0 };
+        let session = Arc::clone(self);
+        let connect = move || {
+            let members = session.members();
+            let outcome =
+                members.map_or(Err("its devices are not open".into()), |members| members.connect(&ids));
+            session.tell(&News::Connected { round, outcome });
+        };
+        match std::thread::Builder::new().name("keel-connect".into()).spawn(connect) {
+            Ok(thread) => locked(&self.devices).threads.push(thread),
+            Err(error) => self.tell(&News::Connected { round, outcome: Err(error.to_string()) }),
+        }
+    }
+
+    fn note_absent(&self, rank: usize, round: u64) {
+        let Some(members) = self.members() else { return };
+        let present = locked(&self.round);
+        if present.number == round && present.ended < self.count {
+            members.note_absent(rank);
+        }
+    }
+
+    /// Ends the exchanges of a device after a failure. The leader asks for it after every failure, and may do so before
+    /// the news of the failure has come.
+    pub fn rejoin(&self, backend: &dyn Backend) {
+        let (Some(group), Some(members)) = (backend.group(), self.members()) else { return };
+        let mut present = locked(&self.round);
+        members.note_absent(group.size() - 1);
+        present.ended += 1;
+        drop(present);
+        group.rejoin();
     }
 
     /// Gives a device to the connection that the leader has opened for it.
@@ -227,10 +290,13 @@ impl Session {
             return Ok(());
         };
         let _ = stream.set_read_timeout(None);
-        let absences = Arc::clone(&self.absences);
+        let session = Arc::clone(self);
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
-            if let Err(error) = work::serve(stream, backend, absences) {
+            let news = session.stream.try_clone();
+            if let Err(error) = work::serve(stream, backend, session) {
                 tracing::warn!("device {index}: {error}");
+                // Without this device there is nothing that the leader can run.
+                let _ = news.map(|news| news.shutdown(Shutdown::Both));
             }
         });
         match started {

@@ -11,9 +11,9 @@ use keel_array::{
     RuntimeOptions,
 };
 
-use crate::absences::Absences;
 use crate::frame::{self, BYTES_MAX};
 use crate::message::{Answer, At, Coding, Failure, Piece, Request};
+use crate::node::Session;
 
 /// What a request gives: an answer, and bytes for it.
 type Outcome = Result<(Answer, Vec<u8>), Failure>;
@@ -25,14 +25,14 @@ struct Worker {
     runtime: Runtime,
     /// The first failure of a request that nobody waited for.
     failure: Option<Failure>,
-    absences: Arc<Absences>,
+    session: Arc<Session>,
 }
 
 /// Does what comes over the connection of a device until it ends.
 ///
 /// # Errors
 /// How it ended, if the leader did not just go.
-pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, absences: Arc<Absences>) -> io::Result<()> {
+pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, session: Arc<Session>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let (mut from, mut to) = (BufReader::with_capacity(1 << 20, stream.try_clone()?), BufWriter::new(stream));
     let mut worker = Worker {
@@ -40,7 +40,7 @@ pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, absences: Arc<
         memories: HashMap::new(),
         runtime: Runtime::new(backend, RuntimeOptions::default()),
         failure: None,
-        absences,
+        session,
     };
     let mut bytes = Vec::new();
     loop {
@@ -79,7 +79,7 @@ impl Worker {
     /// for fail, too, until the leader has heard of it: they may need what that one should have made.
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
-        let is_told = request.is_answered() && !matches!(request, Request::Rejoin { .. } | Request::Usage);
+        let is_told = request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
         let before = if is_told { self.failure.take() } else { self.failure.clone().filter(|_| is_launch) };
         let outcome = match before {
             Some(failure) => Err(failure),
@@ -127,7 +127,11 @@ impl Worker {
                 let buffer = self.runtime.allocate(category, bytes).map_err(failed)?;
                 self.memories.insert(memory, buffer);
             }
-            Request::Free { memory } => drop(self.memories.remove(&memory)),
+            Request::Free { memory } => {
+                if let Some(freed) = self.memories.remove(&memory) {
+                    self.pieces.retain(|_, piece| !piece.uses(&freed));
+                }
+            }
             Request::Arena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
             Request::FreeArena => self.runtime.clear_cache(),
             Request::Rest => self.runtime.rest(),
@@ -165,15 +169,11 @@ impl Worker {
             Request::Usage => {
                 return Ok((Answer::Usage(self.backend().device_usage()), Vec::new()));
             }
-            Request::Abandon => self.abandon(),
-            Request::Rejoin { absences } => {
-                self.absences.wait_for(absences);
+            Request::Rejoin => {
                 self.failure = None;
-                if let Some(group) = self.backend().group() {
-                    group.rejoin();
-                }
-                return Ok((Answer::Rejoined { absences: self.absences.told() }, Vec::new()));
+                self.session.rejoin(self.backend());
             }
+            Request::Here => {}
         }
         done()
     }

@@ -21,6 +21,7 @@ mod report;
 mod session;
 mod several;
 mod sight;
+mod signals;
 mod source;
 mod speculation;
 

@@ -43,6 +43,12 @@ impl CarriedLaunch {
         }
     }
 
+    /// Whether it is bound to this memory.
+    pub fn uses(&self, buffer: &Buffer) -> bool {
+        let all = self.bindings.externals.iter().chain(&self.bindings.outputs);
+        all.into_iter().any(|binding| binding.buffer.is_same(buffer))
+    }
+
     /// Calls `run` with the launch. The backend may be called only by one thread at a time meanwhile.
     pub fn with<R>(&self, run: impl FnOnce(&Launch<'_>) -> R) -> R {
         CarriedLaunch::with_all(&[self], |launches| run(&launches[0]))

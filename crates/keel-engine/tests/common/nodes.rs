@@ -1,10 +1,11 @@
 //! Devices of other processes, which are threads of this one: they talk as processes do, and exchange arrays as devices
 //! of one process do.
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use keel_array::{Backend, Group};
@@ -24,6 +25,35 @@ impl Members for SameProcess {
 
     fn connect(&self, _ids: &[u8]) -> Result<(), String> {
         Ok(())
+    }
+}
+
+/// The same for a leader. It connects all again when the devices of the nodes have rejoined.
+struct Leading {
+    members: SameProcess,
+    cluster: Weak<Cluster>,
+    back: Mutex<BTreeSet<usize>>,
+}
+
+impl Members for Leading {
+    fn note_absent(&self, rank: usize) {
+        self.members.note_absent(rank);
+    }
+
+    fn note_rejoined(&self, rank: usize) {
+        let mut back = self.back.lock().expect("no test panics here");
+        back.insert(rank);
+        if back.len() + 1 < self.members.0.len() {
+            return;
+        }
+        back.clear();
+        let cluster = self.cluster.upgrade().expect("it leads");
+        // A lost node is the next step's error.
+        let _ = cluster.announce(b"ids").and_then(|()| cluster.finish());
+    }
+
+    fn connect(&self, _ids: &[u8]) -> Result<(), String> {
+        Err("a leader is told nothing".into())
     }
 }
 
@@ -113,7 +143,11 @@ impl Nodes {
         let planner =
             |group: &CpuGroup| Arc::new(CpuBackend::new(options(group.clone(), true))) as Arc<dyn Backend>;
         let planners = groups[..size - 1].iter().map(planner).collect();
-        let members = Arc::new(SameProcess(groups.clone()));
+        let members = Arc::new(Leading {
+            members: SameProcess(groups.clone()),
+            cluster: Arc::downgrade(&cluster),
+            back: Mutex::default(),
+        });
         let remote = cluster.open(size, shares, &json!({"kind": "test"}), planners, members)?;
         let own = Arc::new(CpuBackend::new(options(groups[size - 1].clone(), false))) as Arc<dyn Backend>;
         let all = remote.into_iter().map(|remote| Arc::new(remote) as Arc<dyn Backend>).chain([own]);

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::{Device, DeviceArgs, Member};
 use crate::failure::usage;
+use crate::signals::Signals;
 
 /// How long the first start of a leader waits for its nodes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -34,6 +35,9 @@ pub struct NodeArgs {
     /// The other nodes, once this process leads them.
     #[arg(skip)]
     pub cluster: Option<Arc<Cluster>>,
+    /// Of a server that leads them.
+    #[arg(skip)]
+    pub signals: Option<Signals>,
 }
 
 impl NodeArgs {

@@ -27,6 +27,7 @@ use crate::holding;
 use crate::logging::LogFormat;
 use crate::session::{self, Session};
 use crate::sight;
+use crate::signals::Signals;
 use crate::source;
 use evenkeel::ModelFiles;
 use evenkeel::human_bytes;
@@ -175,14 +176,15 @@ pub fn run(args: &mut ServeArgs) -> Result<()> {
     if args.options.device.split.nodes.follows() {
         return node::follow(&args.options.device);
     }
-    args.options.device.split.meet()?;
+    let split = &mut args.options.device.split;
+    split.meet()?;
+    if split.nodes.are_several() {
+        split.nodes.signals = Some(Signals::watch()?);
+    }
     loop {
-        serve(args)?;
-        let nodes = &mut args.options.device.split;
-        let Some(lost) = nodes.nodes.lost() else { return Ok(()) };
-        tracing::warn!("{lost}; serving again when it is back");
-        if !node::meet_again(nodes)? {
-            return Ok(());
+        let outcome = serve(args);
+        if !node::meet_again(&mut args.options.device.split, outcome.is_err()) {
+            return outcome;
         }
     }
 }

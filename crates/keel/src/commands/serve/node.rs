@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use evenkeel::machine;
 use keel_remote::RemoteError;
 use keel_server::wait_for_signal;
 
@@ -19,6 +20,8 @@ const ATTEMPT: Duration = Duration::from_secs(2);
 pub fn follow(device: &DeviceArgs) -> Result<()> {
     let nodes = &device.split.nodes;
     device.split.expect_gpus()?;
+    // Asked once, before a leader waits for an answer.
+    machine();
     let (own, leaders) = (nodes.own_address()?, nodes.leaders()?);
     let listener = TcpListener::bind(own)
         .map_err(|error| RemoteError::Listen { address: own.into(), reason: error.to_string() })?;
@@ -31,35 +34,43 @@ pub fn follow(device: &DeviceArgs) -> Result<()> {
 /// Ends at a signal, or when a node is lost.
 pub fn signal_or_loss(nodes: &NodeArgs) -> impl Future<Output = ()> + Send + use<> {
     let (tell, told) = tokio::sync::oneshot::channel();
-    match &nodes.cluster {
-        Some(cluster) => cluster.when_lost(move || {
+    let led = nodes.cluster.as_ref().zip(nodes.signals.clone());
+    let signals = led.map(|(cluster, signals)| {
+        cluster.when_lost(move || {
             let _ = tell.send(());
-        }),
-        // No node can be lost.
-        None => std::mem::forget(tell),
-    }
+        });
+        signals
+    });
     async {
+        let Some(signals) = signals else { return wait_for_signal().await };
         tokio::select! {
-            () = wait_for_signal() => {}
+            () = signals.come() => {}
             _ = told => {}
         }
     }
 }
 
-/// Waits until all nodes are there again. False if a signal came first.
-///
-/// # Errors
-/// A node refuses.
-pub fn meet_again(split: &mut SplitArgs) -> Result<bool> {
-    let signal = std::thread::spawn(|| {
-        let waiting = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        waiting.map(|waiting| waiting.block_on(wait_for_signal()))
-    });
-    while !signal.is_finished() {
+/// After a server has ended: waits until all nodes are there again. False if there is nothing to wait for: no node was
+/// lost, or a signal has come.
+pub fn meet_again(split: &mut SplitArgs, has_failed: bool) -> bool {
+    let Some(signals) = split.nodes.signals.clone().filter(|signals| !signals.have_come()) else {
+        return false;
+    };
+    if has_failed {
+        // What has failed may have heard of the end of a connection a little sooner.
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    let Some(mut why) = split.nodes.lost() else { return false };
+    tracing::warn!("{why}; serving again when it is back");
+    while !signals.have_come() {
         match split.meet_within(ATTEMPT) {
-            Ok(()) => return Ok(true),
-            Err(error) => tracing::debug!("{error}"),
+            Ok(()) => return true,
+            Err(error) if error.to_string() != why => {
+                why = error.to_string();
+                tracing::warn!("{why}");
+            }
+            Err(_) => {}
         }
     }
-    Ok(false)
+    false
 }
