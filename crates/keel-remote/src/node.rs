@@ -326,3 +326,66 @@ impl Session {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::mpsc::{Sender, channel};
+
+    use keel_array::Group;
+    use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+
+    use super::*;
+
+    /// Tells the test what devices hear.
+    struct Heard(Sender<String>);
+
+    impl Members for Heard {
+        fn note_absent(&self, rank: usize) {
+            self.0.send(format!("absent {rank}")).expect("the test listens");
+        }
+
+        fn note_rejoined(&self, _rank: usize) {}
+
+        fn connect(&self, ids: &[u8]) -> std::result::Result<(), String> {
+            self.0.send(format!("connect {ids:?}")).expect("the test listens");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn absences_of_a_round_are_old_news_once_all_devices_have_ended_it() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let stream = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
+        let out = Mutex::new(BufWriter::new(stream.try_clone().expect("a handle")));
+        let (round, devices) = (Mutex::default(), Mutex::default());
+        let session = Arc::new(Session { number: 1, count: 2, out, stream, round, devices });
+        let (tell, heard) = channel();
+        let groups = CpuGroup::of(3);
+        assert_eq!(groups.iter().map(Group::size).max(), Some(3));
+        locked(&session.devices).members = Some(Arc::new(Heard(tell)));
+        let backend = |rank: usize| {
+            CpuBackend::planning(CpuOptions { group: Some(groups[rank].clone()), ..CpuOptions::default() })
+        };
+        let all = || heard.try_iter().collect::<Vec<_>>();
+        session.note_absent(2, 0);
+        assert_eq!(all(), ["absent 2"]);
+        session.rejoin(&backend(0));
+        session.note_absent(2, 0);
+        assert_eq!(
+            all(),
+            ["absent 2", "absent 2"],
+            "by the rejoining itself, and while a device has not ended"
+        );
+        session.rejoin(&backend(1));
+        all();
+        session.note_absent(2, 0);
+        assert_eq!(all(), [""; 0], "all have ended");
+        session.connect(1, vec![7]);
+        assert_eq!(heard.recv().as_deref(), Ok("connect [7]"));
+        session.note_absent(2, 0);
+        session.note_absent(1, 1);
+        assert_eq!(all(), ["absent 1"], "of this round alone");
+        session.end();
+    }
+}
