@@ -179,7 +179,7 @@ fn a_launch_that_fails_on_a_node_ends_its_step_and_the_next_one_runs() {
     });
 }
 
-/// The first leader's steps end with an error within 10 s, its nodes free everything, and the next leader loads.
+/// The first leader's steps end with an error soon, its nodes free everything, and the next leader loads.
 #[test]
 fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
     within(200, || {
@@ -205,10 +205,11 @@ fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
                 let is_of_group = error.contains("device 0 of the group has failed");
                 assert!(is_named || is_of_group, "{how:?}: {error}");
             }
-            assert!(start.elapsed() < Duration::from_secs(10), "{how:?}: {:?}", start.elapsed());
+            // 5 s of silence, and time for a slow core.
+            assert!(start.elapsed() < Duration::from_secs(30), "{how:?}: {:?}", start.elapsed());
             // The connection for news may notice a little later.
             let is_told = || *told.lock().expect("no test panics here");
-            let until = Instant::now() + Duration::from_secs(10);
+            let until = Instant::now() + Duration::from_secs(30);
             while !is_told() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(10));
             }

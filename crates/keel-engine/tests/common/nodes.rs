@@ -156,7 +156,7 @@ impl Nodes {
 
     /// Waits until the nodes have freed all devices.
     pub fn expect_all_freed(&self) {
-        for _ in 0..1000 {
+        for _ in 0..6000 {
             if self.open.load(Ordering::SeqCst) == 0 {
                 return;
             }
