@@ -117,16 +117,7 @@ impl Weight {
     /// If the block is not within the weight; or its data has another coding, a wrong size, or a code of too many bits.
     pub fn fill(&self, block: &RowBlock<'_>) -> Result<()> {
         let spec = &self.spec;
-        let end = block.first_row.checked_add(block.rows);
-        if block.expert >= spec.experts || end.is_none_or(|end| end > spec.rows) {
-            return Err(ArrayError::Argument {
-                op: "pack_weight",
-                reason: format!(
-                    "{} rows from row {} of expert {} are not within ({}, {}, {})",
-                    block.rows, block.first_row, block.expert, spec.experts, spec.rows, spec.cols
-                ),
-            });
-        }
+        check_place(spec, block)?;
         if self.runtime.backend().is_planning() {
             return Ok(());
         }
@@ -195,6 +186,34 @@ fn check(spec: &WeightSpec) -> Result<()> {
             wrong(format!("shape ({}, {}, {}) has no elements", spec.experts, spec.rows, spec.cols))
         }
         _ => Ok(()),
+    }
+}
+
+/// Whether a block lies within a weight.
+fn check_place(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<()> {
+    let end = block.first_row.checked_add(block.rows);
+    if block.expert < spec.experts && end.is_some_and(|end| end <= spec.rows) {
+        return Ok(());
+    }
+    Err(ArrayError::Argument {
+        op: "pack_weight",
+        reason: format!(
+            "{} rows from row {} of expert {} are not within ({}, {}, {})",
+            block.rows, block.first_row, block.expert, spec.experts, spec.rows, spec.cols
+        ),
+    })
+}
+
+impl WeightSpec {
+    /// Refuses a block that [`Backend::pack`](crate::Memory::pack) must not be given: [`Weight::fill`] does so for its
+    /// own blocks. For blocks that another process sends.
+    ///
+    /// # Errors
+    /// As [`Weight::fill`]; a specification that no weight has.
+    pub fn check_block(&self, block: &RowBlock<'_>) -> Result<()> {
+        check(self)?;
+        check_place(self, block)?;
+        check_rows(self, block)
     }
 }
 

@@ -29,6 +29,7 @@
 
 mod backend;
 mod cluster;
+mod connection;
 mod error;
 mod frame;
 mod link;

@@ -9,7 +9,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::cluster::silence_or;
+use crate::connection::silence_or;
 use crate::frame;
 use crate::message::{Answer, Request};
 use crate::{RemoteError, Result};

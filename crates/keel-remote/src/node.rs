@@ -10,7 +10,7 @@ use std::time::Duration;
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::cluster::{HEARTBEAT, SILENCE_MAX, silence_or, spawn};
+use crate::connection::{HEARTBEAT, SILENCE_MAX, silence_or, spawn};
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, Result, frame, work};
 
@@ -328,11 +328,10 @@ impl Session {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::net::Ipv4Addr;
     use std::sync::mpsc::{Sender, channel};
 
-    use keel_array::Group;
     use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 
     use super::*;
@@ -353,16 +352,21 @@ mod tests {
         }
     }
 
-    #[test]
-    fn absences_of_a_round_are_old_news_once_all_devices_have_ended_it() {
+    /// A session of a node with this many devices, and the leader's end of its connection.
+    pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        let stream = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
+        let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
+        let (stream, _) = listener.accept().expect("the leader connects");
         let out = Mutex::new(BufWriter::new(stream.try_clone().expect("a handle")));
         let (round, devices) = (Mutex::default(), Mutex::default());
-        let session = Arc::new(Session { number: 1, count: 2, out, stream, round, devices });
+        (Arc::new(Session { number: 1, count, out, stream, round, devices }), leader)
+    }
+
+    #[test]
+    fn absences_of_a_round_are_old_news_once_all_devices_have_ended_it() {
+        let (session, _leader) = session(2);
         let (tell, heard) = channel();
         let groups = CpuGroup::of(3);
-        assert_eq!(groups.iter().map(Group::size).max(), Some(3));
         locked(&session.devices).members = Some(Arc::new(Heard(tell)));
         let backend = |rank: usize| {
             CpuBackend::planning(CpuOptions { group: Some(groups[rank].clone()), ..CpuOptions::default() })

@@ -148,9 +148,10 @@ impl Worker {
                 self.backend().clear(memory, offset, bytes);
             }
             Request::Pack { spec, at, expert, first_row, rows, coding } => {
-                let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
                 let floats = Floats::of(coding, bytes)?;
                 let block = RowBlock { expert, first_row, rows, data: floats.data(coding, bytes) };
+                spec.check_block(&block).map_err(failed)?;
+                let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
                 self.backend().pack(&spec, memory, offset, &block).map_err(failed)?;
             }
             Request::Repeat { spec, at, rows } => {
@@ -256,5 +257,61 @@ impl Floats {
                 RowData::Affine { codes: &bytes[..codes], scales: &self.scales, biases: &self.biases }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use keel_array::{Compute, DType, WeightFormat, WeightSpec};
+    use keel_cpu::{CpuBackend, CpuOptions};
+
+    use super::*;
+    use crate::node::tests::session;
+
+    fn refusal(worker: &mut Worker, request: Request, bytes: &[u8]) -> String {
+        match worker.attempt(request, bytes) {
+            Err(Failure { reason, .. }) => reason,
+            Ok(_) => panic!("it is refused"),
+        }
+    }
+
+    /// What no leader of ours sends must not reach a device.
+    #[test]
+    fn requests_beyond_memory_and_weights_are_refused() {
+        let (session, _leader) = session(1);
+        let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
+        let mut worker = Worker {
+            pieces: HashMap::new(),
+            memories: HashMap::new(),
+            runtime: Runtime::new(backend, RuntimeOptions::default()),
+            failure: None,
+            session,
+        };
+        let format = WeightFormat::Dense(DType::F32);
+        let spec = WeightSpec { experts: 1, rows: 300, cols: 32, format, compute: Compute::F32 };
+        let bytes = worker.backend().packed_bytes(&spec);
+        let allocated = worker.attempt(Request::Allocate { memory: 1, bytes, lasting: true }, &[]);
+        assert!(matches!(allocated, Ok((Answer::Done, _))));
+        let at = |offset| At { memory: 1, offset };
+        for (first_row, rows, offset, sent, reason) in [
+            (256, 256, 0, 256 * 128, "256 rows from row 256 of expert 0 are not within (1, 300, 32)"),
+            (0, 256, 0, 100, "100 bytes for 256 rows of 32"),
+            (usize::MAX, 1, 0, 128, "are not within"),
+            (0, 256, 64, 256 * 128, "bytes from byte 64 of memory 1, which has"),
+        ] {
+            let coding = Coding::Dense;
+            let pack = Request::Pack { spec, at: at(offset), expert: 0, first_row, rows, coding };
+            let found = refusal(&mut worker, pack, &vec![0; sent]);
+            assert!(found.contains(reason), "{found}");
+        }
+        let write = Request::Write { at: at(bytes - 3) };
+        assert!(refusal(&mut worker, write, &[0; 4]).contains("4 bytes from byte"));
+        let read = Request::Read { at: At { memory: 2, offset: 0 }, bytes: 4, settled: false };
+        assert_eq!(refusal(&mut worker, read, &[]), "there is no memory 2");
+        let launch = Request::Launch { number: 9, is_last: true };
+        assert_eq!(refusal(&mut worker, launch, &[]), "there is no piece 9 of a program");
+        let pack =
+            |rows| Request::Pack { spec, at: at(0), expert: 0, first_row: 0, rows, coding: Coding::Dense };
+        assert!(worker.attempt(pack(256), &vec![0; 256 * 128]).is_ok());
     }
 }
