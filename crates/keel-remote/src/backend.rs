@@ -4,17 +4,18 @@ use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
     OwnMemory, Place, Preparations, PreparedPiece, Programs, RowBlock, RowData, Submission, WeightSpec,
 };
 
+use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
 use crate::message::{Answer, At, Coding, Failure, Piece, Request};
-use crate::{Members, RemoteError};
+use crate::{Cluster, RemoteError};
 
 /// Most pieces of programs that the device keeps. One that is pushed out is sent again.
 const PIECES_MAX: usize = 4096;
@@ -68,23 +69,19 @@ pub struct RemoteBackend {
     name: String,
     link: Arc<Link>,
     planner: Arc<dyn Backend>,
-    members: Arc<dyn Members>,
+    cluster: Weak<Cluster>,
     next_memory: AtomicU64,
     sent: Mutex<Sent>,
     prepared: Mutex<Preparations>,
 }
 
 impl RemoteBackend {
-    pub(crate) fn new(
-        link: Arc<Link>,
-        planner: Arc<dyn Backend>,
-        members: Arc<dyn Members>,
-    ) -> RemoteBackend {
+    pub(crate) fn new(link: Arc<Link>, planner: Arc<dyn Backend>, cluster: Weak<Cluster>) -> RemoteBackend {
         RemoteBackend {
             name: format!("{} on {}", planner.name(), link.name()),
             link,
             planner,
-            members,
+            cluster,
             next_memory: AtomicU64::new(ARENA + 1),
             sent: Mutex::default(),
             prepared: Mutex::default(),
@@ -92,7 +89,7 @@ impl RemoteBackend {
     }
 
     fn sent(&self) -> MutexGuard<'_, Sent> {
-        self.sent.lock().unwrap_or_else(|e| e.into_inner())
+        locked(&self.sent)
     }
 
     /// Waits for an answer without bytes.
@@ -154,7 +151,7 @@ impl RemoteBackend {
 
     fn note_prepared(&self, answer: &Answer) {
         if let Answer::Ran(done) = answer {
-            *self.prepared.lock().unwrap_or_else(|e| e.into_inner()) = *done;
+            *locked(&self.prepared) = *done;
         }
     }
 }
@@ -164,7 +161,7 @@ fn lost(error: &RemoteError) -> Failure {
 }
 
 fn at_of(place: &Place<'_>) -> At {
-    At { memory: RemoteMemory::of(place.buffer.memory()).number, offset: place.offset }
+    at(place.buffer.memory(), place.offset)
 }
 
 /// The place of an operand in memory, which the engine names by a memory and a byte.
@@ -333,7 +330,7 @@ impl Programs for RemoteBackend {
     }
 
     fn preparations(&self) -> Preparations {
-        *self.prepared.lock().unwrap_or_else(|e| e.into_inner())
+        *locked(&self.prepared)
     }
 }
 
@@ -380,12 +377,16 @@ impl Group for RemoteBackend {
     }
 
     fn abandon(&self) {
-        self.members.note_absent(self.rank());
+        if let Some(cluster) = self.cluster.upgrade() {
+            cluster.note_absent(self.rank(), None);
+        }
     }
 
     fn rejoin(&self) {
         // A node that is lost has freed its devices.
         let _ = self.ask(&Request::Rejoin);
-        self.members.note_rejoined(self.rank());
+        if let Some(cluster) = self.cluster.upgrade() {
+            cluster.note_rejoined(self.rank());
+        }
     }
 }

@@ -1,17 +1,17 @@
 //! The nodes, as the leader sees them.
 
-use std::io::{BufReader, BufWriter, Write};
+use std::io::BufReader;
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::connection::{HEARTBEAT, greet, keep_beating, open, silence_or, spawn};
+use crate::connection::{HEARTBEAT, NewsLine, greet, locked, open, silence_or, spawn};
 use crate::link::Link;
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
@@ -31,14 +31,14 @@ enum Said {
 }
 
 /// A node and its connection for news.
-struct Node {
+pub(crate) struct Node {
     /// From 1 on: the leader is node 0.
     number: usize,
     address: String,
     session: u64,
     devices: Vec<DeviceFacts>,
     stream: TcpStream,
-    out: Arc<Mutex<BufWriter<TcpStream>>>,
+    news: NewsLine,
     /// Whether it was found to be lost.
     is_lost: AtomicBool,
     /// Ranks of its devices, once they are open.
@@ -57,10 +57,6 @@ pub struct Cluster {
     lost: Mutex<Option<String>>,
     /// Called when a node is lost.
     watchers: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Cluster {
@@ -132,16 +128,15 @@ impl Cluster {
             let ranks = first_rank..first_rank + node.devices.len();
             let seats = Seats { size, shares, first_rank, settings: settings.clone() };
             let _ = node.ranks.set(ranks.clone());
-            node.tell(&News::Open(seats), &[]);
+            node.news.tell(&News::Open(seats), &[]);
             first_rank = ranks.end;
         }
         self.nodes.iter().try_for_each(|node| self.wait(node, None))?;
-        let everyone: Arc<dyn Members> = Arc::new(Everyone(Arc::downgrade(self)));
         let mut planners = planners.into_iter();
         let mut backends = Vec::with_capacity(first_rank);
         for node in &self.nodes {
             for (index, planner) in (0..node.devices.len()).zip(planners.by_ref()) {
-                backends.push(RemoteBackend::new(self.link(node, index)?, planner, Arc::clone(&everyone)));
+                backends.push(RemoteBackend::new(self.link(node, index)?, planner, Arc::downgrade(self)));
             }
         }
         Ok(backends)
@@ -215,6 +210,23 @@ impl Cluster {
         self.tell(&News::Absent { rank, round }, &[], None);
     }
 
+    /// A device of a node does not come to its exchanges any more: the leader's own devices and all nodes but `from`
+    /// learn it.
+    pub(crate) fn note_absent(&self, rank: usize, from: Option<&Node>) {
+        if let Some(members) = self.members.get() {
+            members.note_absent(rank);
+        }
+        let round = self.round.load(Ordering::SeqCst);
+        self.tell(&News::Absent { rank, round }, &[], from.map(|node| node.number));
+    }
+
+    /// A device of a node is ready to meet again.
+    pub(crate) fn note_rejoined(&self, rank: usize) {
+        if let Some(members) = self.members.get() {
+            members.note_rejoined(rank);
+        }
+    }
+
     /// Why a node is lost; `None` if all are there. Nothing runs any more on a cluster that has lost a node: a leader
     /// drops it with the engine, and connects again.
     pub fn lost(&self) -> Option<String> {
@@ -236,7 +248,10 @@ impl Cluster {
 
     /// Tells news to all nodes but one.
     fn tell(&self, news: &News, bytes: &[u8], but: Option<usize>) {
-        self.nodes.iter().filter(|node| Some(node.number) != but).for_each(|node| node.tell(news, bytes));
+        self.nodes
+            .iter()
+            .filter(|node| Some(node.number) != but)
+            .for_each(|node| node.news.tell(news, bytes));
     }
 
     /// A node is lost: whoever waits for its devices learns it.
@@ -249,13 +264,8 @@ impl Cluster {
         locked(&self.lost).get_or_insert_with(|| format!("{name} is lost: {reason}"));
         let _ = node.stream.shutdown(Shutdown::Both);
         node.links().iter().for_each(|link| link.close(reason));
-        if let (Some(members), Some(ranks)) = (self.members.get(), node.ranks.get()) {
-            let round = self.round.load(Ordering::SeqCst);
-            for rank in ranks.clone() {
-                members.note_absent(rank);
-                self.tell(&News::Absent { rank, round }, &[], Some(node.number));
-            }
-        }
+        let ranks = node.ranks.get().cloned().unwrap_or_default();
+        ranks.for_each(|rank| self.note_absent(rank, Some(node)));
         self.call_watchers();
     }
 }
@@ -272,29 +282,6 @@ impl Drop for Cluster {
         for node in &self.nodes {
             let _ = node.stream.shutdown(Shutdown::Both);
         }
-    }
-}
-
-/// The leader's own devices, and the nodes, which learn the same.
-struct Everyone(Weak<Cluster>);
-
-impl Members for Everyone {
-    fn note_absent(&self, rank: usize) {
-        let Some(cluster) = self.0.upgrade() else { return };
-        if let Some(members) = cluster.members.get() {
-            members.note_absent(rank);
-        }
-        cluster.abandon(rank);
-    }
-
-    fn note_rejoined(&self, rank: usize) {
-        if let Some(members) = self.0.upgrade().as_ref().and_then(|cluster| cluster.members.get()) {
-            members.note_rejoined(rank);
-        }
-    }
-
-    fn connect(&self, _ids: &[u8]) -> std::result::Result<(), String> {
-        unreachable!("the leader connects its own devices")
     }
 }
 
@@ -315,8 +302,8 @@ impl Node {
             match attempt {
                 Ok((stream, Welcome::Accepted { session, devices })) => {
                     let as_error = |error: std::io::Error| unreachable(error.to_string());
-                    let out = Arc::new(Mutex::new(BufWriter::new(stream.try_clone().map_err(as_error)?)));
-                    keep_beating(&out)?;
+                    // From now on, because other nodes may be waited for.
+                    let news = NewsLine::new(stream.try_clone().map_err(as_error)?)?;
                     let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
                     let (said, heard) = channel();
                     let node = Node {
@@ -325,7 +312,7 @@ impl Node {
                         session,
                         devices,
                         stream,
-                        out,
+                        news,
                         is_lost: AtomicBool::new(false),
                         ranks: OnceLock::new(),
                         said: Mutex::new(heard),
@@ -343,12 +330,6 @@ impl Node {
 
     fn name(&self) -> String {
         format!("node {} ({})", self.number, self.address)
-    }
-
-    fn tell(&self, news: &News, bytes: &[u8]) {
-        let mut out = locked(&self.out);
-        // If it fails, the reader of this connection learns it, too.
-        let _ = frame::write(&mut *out, news, &[bytes]).and_then(|()| out.flush());
     }
 
     /// The connections of its devices.
@@ -371,10 +352,7 @@ fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
             }
             Ok(News::Absent { rank, round }) => {
                 if round == cluster.round.load(Ordering::SeqCst) {
-                    if let Some(members) = cluster.members.get() {
-                        members.note_absent(rank);
-                    }
-                    cluster.tell(&News::Absent { rank, round }, &[], Some(from.number));
+                    cluster.note_absent(rank, Some(from));
                 }
             }
             Ok(News::Here | News::Open(_) | News::Connect { .. }) => {}

@@ -2,7 +2,7 @@
 
 use std::io::{BufWriter, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use crate::message::{Greeting, News, Welcome};
@@ -42,19 +42,36 @@ pub(crate) fn greet(address: &str, greeting: &Greeting) -> std::io::Result<(TcpS
     Ok((stream, welcome))
 }
 
-/// Tells a node every second that the leader is there, from the first moment on: other nodes may be waited for.
-pub(crate) fn keep_beating(out: &Arc<Mutex<BufWriter<TcpStream>>>) -> Result<()> {
-    let weak = Arc::downgrade(out);
-    spawn("keel-heartbeat", move || {
-        while let Some(out) = weak.upgrade() {
-            {
-                let mut out = out.lock().unwrap_or_else(|e| e.into_inner());
-                let _ = frame::write(&mut *out, &News::Here, &[]).and_then(|()| out.flush());
+/// The outgoing side of a connection for news.
+pub(crate) struct NewsLine(Arc<Mutex<BufWriter<TcpStream>>>);
+
+impl NewsLine {
+    /// Takes a connection. From then on the other end hears every second that this process is there.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn new(stream: TcpStream) -> Result<NewsLine> {
+        let out = Arc::new(Mutex::new(BufWriter::new(stream)));
+        let weak = Arc::downgrade(&out);
+        spawn("keel-heartbeat", move || {
+            while let Some(out) = weak.upgrade() {
+                NewsLine(out).tell(&News::Here, &[]);
+                std::thread::sleep(HEARTBEAT);
             }
-            drop(out);
-            std::thread::sleep(HEARTBEAT);
-        }
-    })
+        })?;
+        Ok(NewsLine(out))
+    }
+
+    /// Tells news, which bytes may follow. If it fails, the reader of the connection learns it, too.
+    pub fn tell(&self, news: &News, bytes: &[u8]) {
+        let mut out = locked(&self.0);
+        let _ = frame::write(&mut *out, news, &[bytes]).and_then(|()| out.flush());
+    }
+}
+
+/// Locks what stays whole when a thread panics.
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// An error of a connection in words.

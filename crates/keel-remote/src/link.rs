@@ -9,7 +9,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::connection::silence_or;
+use crate::connection::{locked, silence_or};
 use crate::frame;
 use crate::message::{Answer, Request};
 use crate::{RemoteError, Result};
@@ -72,12 +72,12 @@ impl Link {
     }
 
     fn out(&self) -> MutexGuard<'_, Out> {
-        self.out.lock().unwrap_or_else(|e| e.into_inner())
+        locked(&self.out)
     }
 
     /// Ends the connection. Requests from now on, and those that wait, are answered with an error.
     pub fn close(&self, reason: &str) {
-        // Not before the lock: a thread that writes holds it, and the shutdown ends its write.
+        // Before the lock: a thread that writes holds it until the shutdown ends its write.
         let _ = self.stream.shutdown(Shutdown::Both);
         let mut out = self.out();
         out.lost.get_or_insert_with(|| reason.into());
@@ -155,7 +155,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         let _ = self.out().stream.flush();
-        // The reader may wait for an answer that nobody waits for.
+        // The reader may still be reading.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 }

@@ -1,16 +1,16 @@
 //! A node: the process whose devices a leader uses.
 
-use std::io::{BufReader, BufWriter, Write};
+use std::io::BufReader;
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::connection::{HEARTBEAT, SILENCE_MAX, silence_or, spawn};
+use crate::connection::{HEARTBEAT, NewsLine, SILENCE_MAX, locked, silence_or, spawn};
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, Result, frame, work};
 
@@ -44,7 +44,7 @@ pub(crate) struct Session {
     number: u64,
     /// How many devices the node has.
     count: usize,
-    out: Mutex<BufWriter<TcpStream>>,
+    news: NewsLine,
     stream: TcpStream,
     round: Mutex<Round>,
     devices: Mutex<Devices>,
@@ -70,13 +70,8 @@ struct Devices {
     threads: Vec<JoinHandle<()>>,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
-}
-
-/// Serves one leader after the other, without end. `devices` names this node's devices, and `open` opens
-/// them.
-/// Only connections from `leaders` are served, if there are any.
+/// Serves one leader after the other, without end. `devices` names this node's devices, and `open` opens them. Only
+/// connections from `leaders` are served, if there are any.
 ///
 /// # Errors
 /// No thread can be started.
@@ -144,23 +139,19 @@ fn welcome(
     } else {
         present.is_some().then(|| "it has a leader; end that one first".into())
     };
-    let devices = devices();
-    let count = devices.len();
-    let answer = match refusal {
-        Some(reason) => Welcome::Refused { reason },
-        None => Welcome::Accepted { session: number, devices },
-    };
-    let is_accepted = matches!(answer, Welcome::Accepted { .. });
-    let sent = frame::write(&mut stream, &answer, &[]);
-    if !is_accepted || sent.is_err() {
+    if let Some(reason) = refusal {
+        let _ = frame::write(&mut stream, &Welcome::Refused { reason }, &[]);
         return None;
     }
+    let devices = devices();
+    let count = devices.len();
+    frame::write(&mut stream, &Welcome::Accepted { session: number, devices }, &[]).ok()?;
     let _ = stream.set_nodelay(true);
     let _ = stream.set_read_timeout(Some(SILENCE_MAX));
     let _ = stream.set_write_timeout(Some(SILENCE_MAX));
-    let out = Mutex::new(BufWriter::new(stream.try_clone().ok()?));
+    let news = NewsLine::new(stream.try_clone().ok()?).ok()?;
     let (round, devices) = (Mutex::default(), Mutex::default());
-    let session = Arc::new(Session { number, count, out, stream, round, devices });
+    let session = Arc::new(Session { number, count, news, stream, round, devices });
     *present = Some(Arc::clone(&session));
     Some(session)
 }
@@ -181,21 +172,13 @@ impl Drop for Ending<'_> {
 
 /// Does what the leader says until it is gone.
 fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result<Opened, String>) {
-    let beat = Arc::downgrade(session);
-    let _ = spawn("keel-heartbeat", move || {
-        while let Some(session) = beat.upgrade() {
-            session.tell(&News::Here);
-            drop(session);
-            std::thread::sleep(HEARTBEAT);
-        }
-    });
     let Ok(stream) = session.stream.try_clone() else { return };
     let (mut stream, mut bytes) = (BufReader::new(stream), Vec::new());
     loop {
         match frame::read::<News>(&mut stream, &mut bytes) {
             Ok(News::Open(seats)) => {
                 let opened = session.open(seats, open);
-                session.tell(&News::Opened(opened));
+                session.news.tell(&News::Opened(opened), &[]);
             }
             Ok(News::Connect { round }) => session.connect(round, std::mem::take(&mut bytes)),
             Ok(News::Absent { rank, round }) => session.note_absent(rank, round),
@@ -206,11 +189,6 @@ fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result
 }
 
 impl Session {
-    fn tell(&self, news: &News) {
-        let mut out = locked(&self.out);
-        let _ = frame::write(&mut *out, news, &[]).and_then(|()| out.flush());
-    }
-
     fn members(&self) -> Option<Arc<dyn Members>> {
         locked(&self.devices).members.clone()
     }
@@ -232,7 +210,7 @@ impl Session {
         let abandon = Arc::new(move |rank| {
             if let Some(session) = leader.upgrade() {
                 let round = locked(&session.round).number;
-                session.tell(&News::Absent { rank, round });
+                session.news.tell(&News::Absent { rank, round }, &[]);
             }
         });
         let ranks = first_rank..end;
@@ -254,11 +232,11 @@ impl Session {
             let members = session.members();
             let outcome =
                 members.map_or(Err("its devices are not open".into()), |members| members.connect(&ids));
-            session.tell(&News::Connected { round, outcome });
+            session.news.tell(&News::Connected { round, outcome }, &[]);
         };
         match std::thread::Builder::new().name("keel-connect".into()).spawn(connect) {
             Ok(thread) => locked(&self.devices).threads.push(thread),
-            Err(error) => self.tell(&News::Connected { round, outcome: Err(error.to_string()) }),
+            Err(error) => self.news.tell(&News::Connected { round, outcome: Err(error.to_string()) }, &[]),
         }
     }
 
@@ -357,9 +335,9 @@ pub(crate) mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
         let (stream, _) = listener.accept().expect("the leader connects");
-        let out = Mutex::new(BufWriter::new(stream.try_clone().expect("a handle")));
+        let news = NewsLine::new(stream.try_clone().expect("a handle")).expect("a thread");
         let (round, devices) = (Mutex::default(), Mutex::default());
-        (Arc::new(Session { number: 1, count, out, stream, round, devices }), leader)
+        (Arc::new(Session { number: 1, count, news, stream, round, devices }), leader)
     }
 
     #[test]

@@ -23,7 +23,7 @@ struct Worker {
     pieces: HashMap<u64, CarriedLaunch>,
     memories: HashMap<u64, Buffer>,
     runtime: Runtime,
-    /// The first failure of a request that nobody waited for.
+    /// The first failure of a request without an answer.
     failure: Option<Failure>,
     session: Arc<Session>,
 }
@@ -35,13 +35,7 @@ struct Worker {
 pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, session: Arc<Session>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let (mut from, mut to) = (BufReader::with_capacity(1 << 20, stream.try_clone()?), BufWriter::new(stream));
-    let mut worker = Worker {
-        pieces: HashMap::new(),
-        memories: HashMap::new(),
-        runtime: Runtime::new(backend, RuntimeOptions::default()),
-        failure: None,
-        session,
-    };
+    let mut worker = Worker::new(backend, session);
     let mut bytes = Vec::new();
     loop {
         let request: Request = match frame::read(&mut from, &mut bytes) {
@@ -75,8 +69,18 @@ fn failed(error: ArrayError) -> Failure {
 }
 
 impl Worker {
-    /// Does what is asked. After a request that failed while nobody waited for it, launches and requests that are waited
-    /// for fail, too, until the leader has heard of it: they may need what that one should have made.
+    fn new(backend: Arc<dyn Backend>, session: Arc<Session>) -> Worker {
+        Worker {
+            pieces: HashMap::new(),
+            memories: HashMap::new(),
+            runtime: Runtime::new(backend, RuntimeOptions::default()),
+            failure: None,
+            session,
+        }
+    }
+
+    /// Does what is asked. A request without an answer may fail. Then launches and requests with an answer fail, too, until
+    /// the leader has been told: they may need what that request should have made.
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
         let is_told = request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
@@ -280,13 +284,7 @@ mod tests {
     fn requests_beyond_memory_and_weights_are_refused() {
         let (session, _leader) = session(1);
         let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
-        let mut worker = Worker {
-            pieces: HashMap::new(),
-            memories: HashMap::new(),
-            runtime: Runtime::new(backend, RuntimeOptions::default()),
-            failure: None,
-            session,
-        };
+        let mut worker = Worker::new(backend, session);
         let format = WeightFormat::Dense(DType::F32);
         let spec = WeightSpec { experts: 1, rows: 300, cols: 32, format, compute: Compute::F32 };
         let bytes = worker.backend().packed_bytes(&spec);

@@ -77,10 +77,11 @@ impl NodeArgs {
                 "--nodes lists one address: several processes share a model; leave it out for one",
             ));
         }
-        if self.are_several() {
-            self.own_address()?;
+        if !self.are_several() {
+            return Ok(());
         }
-        if self.are_several() && self.cluster.is_none() {
+        self.own_address()?;
+        if self.cluster.is_none() {
             return Err(usage(
                 "--nodes: this command runs in one process; serve, generate, chat and bench run a model on several, and \
                  keel serve --node K is the process of each other node. Plan with all devices in --devices",
