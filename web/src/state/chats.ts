@@ -118,8 +118,8 @@ export function renameChat(id: string, title: string): void {
   void keep(id);
 }
 
-/** Removes a chat, and offers to bring it back. */
-export function removeChat(id: string): void {
+/** Removes a chat, and offers to bring it back once the browser's storage has forgotten it. */
+export async function removeChat(id: string): Promise<void> {
   const chat = app.state.chats.find((each) => each.id === id);
   if (!chat) return;
   app.set({
@@ -127,7 +127,7 @@ export function removeChat(id: string): void {
     current: app.state.current === id ? null : app.state.current,
     storageProblem: null,
   });
-  void deleteChat(id).then(() => tabs?.postMessage(id), () => undefined);
+  await deleteChat(id).then(() => tabs?.postMessage(id), () => undefined);
   const undo = () => {
     put(chat);
     app.set({ current: id });

@@ -33,10 +33,22 @@ export async function readChat(id: string): Promise<Chat | undefined> {
   return settled<Chat | undefined>((await store("readonly")).get(id));
 }
 
-export async function writeChat(chat: Chat): Promise<void> {
-  await settled((await store("readwrite")).put(chat));
+/** Makes one change durable. It is committed at once: a transaction that is still open when its page goes away is undone. */
+async function change(run: (chats: IDBObjectStore) => void): Promise<void> {
+  const chats = await store("readwrite");
+  run(chats);
+  const { transaction } = chats;
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve();
+    transaction.onabort = () => reject(transaction.error);
+    transaction.commit();
+  });
 }
 
-export async function deleteChat(id: string): Promise<void> {
-  await settled((await store("readwrite")).delete(id));
+export function writeChat(chat: Chat): Promise<void> {
+  return change((chats) => chats.put(chat));
+}
+
+export function deleteChat(id: string): Promise<void> {
+  return change((chats) => chats.delete(id));
 }

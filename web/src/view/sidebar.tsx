@@ -49,7 +49,7 @@ function ChatRow({ chat, current, running }: { chat: Chat; current: boolean; run
         <MenuItem icon="edit" label="Rename" onClick={() => setRenaming(true)} />
         <MenuItem icon="save" label="Export as Markdown" onClick={() => download(fileName(chat.title, "md"), toMarkdown(chat), "text/markdown")} />
         <MenuItem icon="save" label="Export as JSON" onClick={() => download(fileName(chat.title, "json"), toJson([chat]), "application/json")} />
-        <MenuItem icon="trash" label="Delete" onClick={() => removeChat(chat.id)} />
+        <MenuItem icon="trash" label="Delete" onClick={() => void removeChat(chat.id)} />
       </Menu>
     </li>
   );

@@ -52,6 +52,24 @@ test("a chat is renamed, and a deleted one comes back", () =>
     assert.equal(await page.locator(".chat-row").count(), 0);
   }));
 
+test("a chat that is deleted as the page reloads stays deleted", () =>
+  browser.visit({}, async ({ page }) => {
+    for (let round = 0; round < 8; round += 1) {
+      await ask(page, "Gone at once");
+      await menu(page, "Gone at once").click();
+      const reloaded = page.waitForEvent("load");
+      // Microtasks that the click has queued run first, and nothing else does.
+      await page.getByRole("button", { name: "Delete" }).evaluate((button) => {
+        button.click();
+        queueMicrotask(() => location.reload());
+      });
+      await reloaded;
+      await page.getByText("Kept in this browser").waitFor();
+      await page.waitForTimeout(200);
+      assert.equal(await page.locator(".chat-row").count(), 0, `round ${round}`);
+    }
+  }));
+
 test("chats leave as Markdown and JSON, and come back", () =>
   browser.visit({}, async ({ page }) => {
     await ask(page, "Please export me");
