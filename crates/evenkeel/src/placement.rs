@@ -77,15 +77,15 @@ fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u6
     on_cpu(if refusals.is_empty() { "there is no NVIDIA GPU".into() } else { refusals.join("; ") })
 }
 
-/// Bytes of tensors for which a GPU surely has room; `None` if there is no such GPU or it is not supported.
+/// Bytes of tensors for which a GPU surely had room at the time of a survey; `None` if there is no such GPU or it is not supported.
 ///
 /// ```
-/// if let Some(bytes) = evenkeel::room_on_gpu(0) {
+/// if let Some(bytes) = evenkeel::room_on_gpu(evenkeel::machine(), 0) {
 ///     println!("{} are free", evenkeel::human_bytes(bytes));
 /// }
 /// ```
-pub fn room_on_gpu(ordinal: usize) -> Option<u64> {
-    machine().gpus.iter().find(|gpu| gpu.ordinal == ordinal).and_then(room_on)
+pub fn room_on_gpu(survey: &Survey, ordinal: usize) -> Option<u64> {
+    survey.gpus.iter().find(|gpu| gpu.ordinal == ordinal).and_then(room_on)
 }
 
 /// Bytes of tensors that a GPU has room for; `None` if the GPU is not supported.

@@ -73,9 +73,9 @@ pub struct MemoryPart<'a> {
 }
 
 /// A device: [its memory](Memory), [the kernels it has](Programs) and [their runs](Submission). Implemented by
-/// `keel-cpu` and `keel-cuda`; `docs/design/backend.md` is the contract.
+/// `keel-cpu`, `keel-cuda` and `keel-remote`; `docs/design/backend.md` is the contract.
 ///
-/// The runtime calls what moves bytes or runs kernels one at a time, in stream order.
+/// The runtime makes the calls that move bytes or run kernels one at a time, in stream order.
 pub trait Backend: Memory + Programs + Submission + 'static {
     /// Name in reports.
     fn name(&self) -> &str;
@@ -147,7 +147,10 @@ pub trait Memory: Send + Sync {
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]);
 
     /// Copies bytes from `memory` at byte `offset` to the host.
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]);
+    ///
+    /// # Errors
+    /// The copy failed, or one before it on which these bytes may depend. What `bytes` then holds is undefined.
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()>;
 
     /// As [`Memory::read`], for memory that no launch under way writes. Does not wait for those launches, if the
     /// backend [is queueing](Submission::is_queueing).
@@ -155,16 +158,17 @@ pub trait Memory: Send + Sync {
     /// # Errors
     /// The copy failed, for example because a launch under way broke the device.
     fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        self.read(memory, offset, bytes);
-        Ok(())
+        self.read(memory, offset, bytes)
     }
 
-    /// Copies bytes from one place of device memory to another. The two must not overlap.
+    /// Copies bytes from one place of device memory to another. The two must not overlap. A backend whose reads can fail
+    /// has a copy of its own.
     fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
         let mut piece = vec![0; bytes.min(PIECE_BYTES)];
         for at in (0..bytes).step_by(PIECE_BYTES) {
             let piece = &mut piece[..PIECE_BYTES.min(bytes - at)];
-            self.read(from.memory, from.offset + at, piece);
+            let read = self.read(from.memory, from.offset + at, piece);
+            assert!(read.is_ok(), "a backend whose reads can fail has a copy of its own: {read:?}");
             self.write(to.memory, to.offset + at, piece);
         }
     }
@@ -286,7 +290,7 @@ pub trait Submission: Memory {
         let mut ticket = Ticket { number: 0, result: Vec::new() };
         if let Some(MemoryPart { memory, bytes }) = result {
             ticket.result.resize(bytes.len(), 0);
-            self.read(memory, bytes.start, &mut ticket.result);
+            self.read(memory, bytes.start, &mut ticket.result)?;
         }
         Ok(ticket)
     }

@@ -104,7 +104,7 @@ impl Weight {
     /// # Errors
     /// If the specification is invalid, or a limit would be exceeded.
     pub fn allocate(runtime: &Runtime, spec: WeightSpec) -> Result<Weight> {
-        check(&spec)?;
+        spec.check()?;
         let bytes = runtime.backend().packed_bytes(&spec);
         let buffer = runtime.allocate(Category::Weights, bytes)?;
         Ok(Weight { runtime: runtime.clone(), buffer, place: 0..bytes, spec })
@@ -162,32 +162,8 @@ impl Weight {
     }
 }
 
-fn check(spec: &WeightSpec) -> Result<()> {
-    let wrong = |reason: String| Err(ArrayError::Argument { op: "weight", reason });
-    match spec.format {
-        WeightFormat::Dense(dtype) if !dtype.is_float() => {
-            wrong(format!("elements are {dtype}, expected a float type"))
-        }
-        WeightFormat::Affine { bits, .. } if !matches!(bits, 2..=6 | 8) => {
-            wrong(format!("{bits} bits; affine weights have 2, 3, 4, 5, 6 or 8"))
-        }
-        WeightFormat::Affine { group_size, .. } if !matches!(group_size, 32 | 64 | 128) => {
-            wrong(format!("groups of {group_size}; affine weights have groups of 32, 64 or 128"))
-        }
-        WeightFormat::Affine { group_size, .. } if !spec.cols.is_multiple_of(usize::from(group_size)) => {
-            wrong(format!("{} columns are not a multiple of the group size {group_size}", spec.cols))
-        }
-        WeightFormat::Blocks(format) if !spec.cols.is_multiple_of(format.values()) => wrong(format!(
-            "{} columns are not whole blocks of {} values of {format}",
-            spec.cols,
-            format.values()
-        )),
-        _ if spec.experts == 0 || spec.rows == 0 || spec.cols == 0 => {
-            wrong(format!("shape ({}, {}, {}) has no elements", spec.experts, spec.rows, spec.cols))
-        }
-        _ => Ok(()),
-    }
-}
+/// No weight has as many elements: their bytes could not be counted in `usize`.
+const ELEMENTS_END: usize = usize::MAX / 64;
 
 /// Whether a block lies within a weight.
 fn check_place(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<()> {
@@ -205,13 +181,49 @@ fn check_place(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<()> {
 }
 
 impl WeightSpec {
+    /// Refuses a specification that no weight has. For specifications that another process sends.
+    ///
+    /// # Errors
+    /// A format with other numbers, columns that are not whole groups or blocks, no elements, or too many.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |reason: String| Err(ArrayError::Argument { op: "weight", reason });
+        match self.format {
+            WeightFormat::Dense(dtype) if !dtype.is_float() => {
+                wrong(format!("elements are {dtype}, expected a float type"))
+            }
+            WeightFormat::Affine { bits, .. } if !matches!(bits, 2..=6 | 8) => {
+                wrong(format!("{bits} bits; affine weights have 2, 3, 4, 5, 6 or 8"))
+            }
+            WeightFormat::Affine { group_size, .. } if !matches!(group_size, 32 | 64 | 128) => {
+                wrong(format!("groups of {group_size}; affine weights have groups of 32, 64 or 128"))
+            }
+            WeightFormat::Affine { group_size, .. } if !self.cols.is_multiple_of(usize::from(group_size)) => {
+                wrong(format!("{} columns are not a multiple of the group size {group_size}", self.cols))
+            }
+            WeightFormat::Blocks(format) if !self.cols.is_multiple_of(format.values()) => wrong(format!(
+                "{} columns are not whole blocks of {} values of {format}",
+                self.cols,
+                format.values()
+            )),
+            _ => {
+                let WeightSpec { experts, rows, cols, .. } = *self;
+                let elements = experts.checked_mul(rows).and_then(|rows| rows.checked_mul(cols));
+                match elements {
+                    Some(1..ELEMENTS_END) => Ok(()),
+                    Some(0) => wrong(format!("shape ({experts}, {rows}, {cols}) has no elements")),
+                    _ => wrong(format!("shape ({experts}, {rows}, {cols}) has too many elements")),
+                }
+            }
+        }
+    }
+
     /// Refuses a block that [`Backend::pack`](crate::Memory::pack) must not be given: [`Weight::fill`] does so for its
     /// own blocks. For blocks that another process sends.
     ///
     /// # Errors
     /// As [`Weight::fill`]; a specification that no weight has.
     pub fn check_block(&self, block: &RowBlock<'_>) -> Result<()> {
-        check(self)?;
+        self.check()?;
         check_place(self, block)?;
         check_rows(self, block)
     }

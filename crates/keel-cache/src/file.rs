@@ -86,8 +86,8 @@ impl ModelCache {
         let tokens: Vec<u32> = ids_of.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
         let mut sequence = self.open()?;
         sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
-        // The tokens and a tensor for each part. A tensor split has layers for each of its devices: of another number
-        // of devices the shapes may agree, and the heads do not.
+        // The tokens and a tensor for each part. A tensor split saves each layer once for each device. A file of
+        // another number of devices may have the same shapes with other heads, so the tensors are counted.
         let expected = parts(self.layers(), &sequence, 0).len() + 1;
         let found = file.names().count();
         if found != expected {

@@ -1,9 +1,9 @@
 //! The state of a sequence after a failed step.
 //!
-//! A step first commits the accepted open rows of the step before, layer by layer. Then it runs its own rows. After a
-//! failure of a step that leaves its own rows open, the sequence is whole again once the other layers have committed,
-//! too: later rows overwrite the keys and values after the position, and open rows that are not accepted are never
-//! read. A step that commits its own rows cannot be taken back.
+//! A step first commits the accepted open rows of the step before, layer by layer. Then it runs its own rows. If a step
+//! that leaves its own rows open fails, the other layers still have to commit. Then the sequence is whole again: later
+//! rows overwrite the keys and values after the position, and open rows that are not accepted are never read. A step
+//! that commits its own rows cannot be taken back.
 
 use keel_array::Array;
 

@@ -46,7 +46,7 @@ impl Disturbance for Broken {
             let Place { buffer, offset } = launch.resolve(output.slot);
             let at = offset + (output.layout.offset + elements - 1) * size;
             let mut bytes = vec![0; size];
-            backend.read(buffer.memory(), at, &mut bytes);
+            backend.read(buffer.memory(), at, &mut bytes)?;
             bytes[size - 1] ^= if size == 1 { 1 } else { 0x41 };
             backend.write(buffer.memory(), at, &bytes);
         }

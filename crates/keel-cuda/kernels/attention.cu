@@ -28,6 +28,7 @@
 //
 // Bytes of decode: 2 KV D bytes_of(element) a key. Floor: those bytes at the memory's bandwidth.
 
+#include "kept.cuh"
 #include "paged.cuh"
 
 #ifndef WINDOW
@@ -43,18 +44,6 @@
 #define BM 16
 #define BN 32
 #define QUADS (D / 4)
-
-#ifndef KV_BITS
-#define KV_BITS 0
-#endif
-#if KV_BITS
-#include "kv_coded.cuh"
-typedef u8 kv_t;
-#elif KV_F16
-typedef f16 kv_t;
-#else
-typedef float kv_t;
-#endif
 
 struct __align__(16) Tiles {
     float q[BM][D];

@@ -10,24 +10,17 @@
 //   attention_enter        one warp a head of q, k or v; block 128, grid ceil(T HEADS / 4)
 //   attention_enter_rows   for many rows, if heads are rotated as a whole (R = D) and not normed: grid T, block 128
 // Bytes: q, k and v once in, once out.
+#include "kept.cuh"
 #include "paged.cuh"
 #include "rope.cuh"
 
 #ifndef EARLY
 #define EARLY 0
 #endif
-#ifndef KV_BITS
-#define KV_BITS 0
-#endif
-#if KV_BITS
-#include "kv_coded.cuh"
-typedef u8 kv_t;
-#elif KV_F16
-typedef f16 kv_t;
+#if KV_F16
 /// A value as pages store it; values beyond the range of f16 saturate.
 static __device__ __forceinline__ kv_t kept(float x) { return two_f16(x, 0.0f).x; }
-#else
-typedef float kv_t;
+#elif !KV_BITS
 static __device__ __forceinline__ kv_t kept(float x) { return x; }
 #endif
 

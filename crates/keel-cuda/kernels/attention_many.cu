@@ -1,9 +1,10 @@
 // Causal attention of a decode step of many sequences, on tensor cores: attention_decode of attention_tensor.cu for
 // whole keys (one split), with the same formula, operands, roundings and order of sums.
 //
-// A block that attends to one short sequence is mostly its start and its end. So here as many blocks as fit the device
-// run from start to end, and each takes a share of the items: 16 pairs (row, head of the group) of a sequence and a
-// key head. While an item is computed, keys, values and queries of the next ones are on their way.
+// With one block for each short sequence, most of a block's time would be its start and its end. So the grid has the
+// blocks that the device runs at once, and each takes a share of the items. An item is 16 pairs (row, head of the
+// group) of a sequence and a key head. While an item is computed, keys, values and queries of the next ones are on
+// their way.
 //
 // Macros: those of attention_tiles.cuh; WARPS; KV_STAGES (chunks of keys and of values that a warp has under way, at
 //   least 1); BLOCKS (of a multiprocessor); EARLY=1: no kernel that may still run writes earlier steps' keys and

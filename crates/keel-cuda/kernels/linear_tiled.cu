@@ -197,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, 
 #define PARTS_OF_SHARES 4
 extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen, u32 R, u32 share, const u32 *counts, u32 *row_of, uint4 *tiles) {
     __shared__ u32 next[EXPERTS]; // where the next row of an expert goes
-    // The sums over the shares have its place first. Apart from it they would take 48 KB, all there is, for 480 experts.
+    // The sums over the shares come first, in the memory of `at`. Separate arrays would take 48 KB for 480 experts, all
+    // the static shared memory.
     __shared__ __align__(16) u16 at[32][EXPERTS]; // a warp's rows of each expert, later how many rows of the round come before them
     u32(*const of_all)[EXPERTS] = (u32(*)[EXPERTS])at;
     u32(*const of_those_before)[EXPERTS] = of_all + PARTS_OF_SHARES;

@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) chosen_gate_up
 #if ALWAYS
     if (is_always) w = {always_codes, always_pairs};
 #endif
-    // One block of a token writes its experts: the last one, whose own weights need no choice if there is a shared
-    // expert.
+    // One block of a token writes its experts: block 0 of the last product. If that is the shared expert, its weights
+    // need no choice.
     const bool tells = blockIdx.x == 0 && j == PRODUCTS - 1;
     if (!is_always) {
         // One warp does it: several would slow each other down.

@@ -16,7 +16,7 @@
 // itself that it has arrived, so neither the order nor the size in which a peer's bytes come matters. There is no
 // fence, no barrier and no second message.
 //
-// Two parities are enough. A thread writes a slot in its sum e + 2 that its peer has read, and made EMPTY, in sum e:
+// Two parities are enough. In its sum e + 2 a thread writes a slot that its peer has read, and made EMPTY, in sum e:
 //   - It has ended its sum e + 1, so it has received the peer's group of sum e + 1.
 //   - The peer has sent that in a later launch than the one with its sum e. A launch begins with a wait for the end of
 //     those before, with all their reads and writes.

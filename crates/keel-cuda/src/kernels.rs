@@ -18,6 +18,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("gated_delta_state.cuh", include_str!("../kernels/gated_delta_state.cuh")),
     ("gated_delta_tiles.cuh", include_str!("../kernels/gated_delta_tiles.cuh")),
     ("kv_coded.cuh", include_str!("../kernels/kv_coded.cuh")),
+    ("kept.cuh", include_str!("../kernels/kept.cuh")),
     ("paged.cuh", include_str!("../kernels/paged.cuh")),
     ("ranks.cuh", include_str!("../kernels/ranks.cuh")),
     ("rope.cuh", include_str!("../kernels/rope.cuh")),

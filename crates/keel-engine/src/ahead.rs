@@ -113,7 +113,7 @@ impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
     /// things.
     pub fn runs_ahead(&self) -> bool {
-        self.options.runs_ahead(self.runtime.backend())
+        self.options.runs_ahead(self.runtime().backend())
     }
 
     /// Whether a step can be given up without a trace. It cannot where there are gated-delta states.
@@ -165,14 +165,14 @@ impl Engine {
             let kept = kept_rows(step.items.iter().filter(|item| item.regime == regime));
             let Some(outcome) = self.outcome_of(regime, &rows) else { continue };
             let kind = StepKind { regime, outcome };
-            step.add(self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows));
+            step.add(self.stepper.submit(kind, &rows));
             if !kept.is_empty() {
                 let stepper = &mut self.stepper;
-                step.add(stepper.keep_logits(&self.runtime, &self.model, &self.cache, regime, &kept));
+                step.add(stepper.keep_logits(regime, &kept));
             }
         }
         if self.stepper.keeps_hidden() {
-            step.add(self.stepper.keep_hidden(&self.runtime, &self.model, &self.cache, number));
+            step.add(self.stepper.keep_hidden(number));
         }
         self.under_way.push_back(step);
         self.tickets += 1;
@@ -188,7 +188,7 @@ impl Engine {
         } else if let Some(reason) = self.refused_rows(work, self.options.sequences) {
             reason
         } else if !self.runs_ahead() {
-            let name = self.runtime.backend().name();
+            let name = self.runtime().backend().name();
             format!("{name} runs no step while the host goes on: use `decode` and `prefill_chunks`")
         } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if of >= drawn)) {
             "no step under way draws the token of a sequence".into()
@@ -248,7 +248,7 @@ impl Engine {
 
     /// The rows of one work item. `places` says where in the pool the last submitted step writes its tokens.
     pub(crate) fn rows_of<'a>(&self, work: &'a Work<'_>, places: &[usize]) -> Rows<'a> {
-        let row = Rows::behind(work.sequence, work.rows.tokens());
+        let row = Rows::after(work.sequence, work.rows.tokens());
         let at = match work.rows {
             WorkRows::Drawn(of) => TokensAt::Pool(places[of]),
             _ => TokensAt::Host,
@@ -303,6 +303,7 @@ impl Engine {
     /// # Errors
     /// It could not be read.
     pub(crate) fn hidden_of(&mut self, item: usize) -> Result<&[f32]> {
+        let width = self.model().config.hidden;
         let Taken { step, items, hidden, .. } = &mut self.taken;
         let answers = items.iter().filter(|item| item.regime == Regime::Decode).count();
         if hidden.is_empty() {
@@ -311,7 +312,6 @@ impl Engine {
         }
         let Item { regime, row, .. } = items[item];
         let row = if regime == Regime::Decode { row } else { answers + row };
-        let width = self.model.config.hidden;
         Ok(&hidden[row * width..(row + 1) * width])
     }
 

@@ -90,7 +90,7 @@ impl Engine {
     /// each step is waited for: on one stage, where devices take turns, and where sequences may draft or be parked.
     pub fn groups_max(&self) -> usize {
         let is_plain = self.options.drafts == 0 && self.options.swap_bytes == 0;
-        let group = self.runtime.backend().group().filter(|group| group.is_concurrent());
+        let group = self.runtime().backend().group().filter(|group| group.is_concurrent());
         let can_run = group.is_some() && self.peers.iter().all(|peer| peer.thread.is_some());
         if is_plain && can_run { self.stages() } else { 1 }
     }
@@ -217,7 +217,7 @@ impl Engine {
 
     /// These rows of the logits of the step that the lead ran last.
     fn logits_of(&self, rows: &[usize]) -> Result<Vec<f32>> {
-        let (mut all, mut one) = (Vec::with_capacity(rows.len() * self.model.config.vocab), Vec::new());
+        let (mut all, mut one) = (Vec::with_capacity(rows.len() * self.model().config.vocab), Vec::new());
         for row in rows {
             self.stepper.read_logits(*row, &mut one)?;
             all.extend_from_slice(&one);
@@ -230,7 +230,7 @@ impl Engine {
         logits.clear();
         match &self.groups.logits {
             Some(Ok(all)) => {
-                let width = self.model.config.vocab;
+                let width = self.model().config.vocab;
                 logits.extend_from_slice(&all[row * width..(row + 1) * width]);
                 Ok(())
             }

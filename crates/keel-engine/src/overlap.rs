@@ -18,7 +18,7 @@ use keel_cache::Settled;
 use crate::crew::{Ended, Job, Queued};
 use crate::options::PREFILL_GRID;
 use crate::step::{Outcome, Rows, StepKind, Stepper};
-use crate::together::{Drawn, Share, run_together};
+use crate::together::{Drawn, Share, all_steppers, run_together};
 use crate::{Engine, Result};
 
 /// Chunks for each stage of a pipeline. More keep the stages busier at both ends of a step: with `n` chunks and `s`
@@ -39,7 +39,7 @@ fn chunks_of(rows: usize, stages: usize) -> Option<Vec<Range<usize>>> {
 impl Engine {
     /// The stages of the pipeline, each of one device or several.
     pub(crate) fn stages(&self) -> usize {
-        (self.peers.len() + 1) / self.model.part.shard.count
+        (self.peers.len() + 1) / self.model().part.shard.count
     }
 
     /// The chunks into which a step of one prompt is cut to overlap; `None` if it runs as a whole. It does if pictures
@@ -94,7 +94,7 @@ impl Engine {
                 first: row.first + chunk.start,
                 next: row.tokens.get(chunk.end).copied().or(row.next),
                 draws: if is_last { row.draws } else { &[] },
-                ..Rows::behind(row.sequence, tokens)
+                ..Rows::after(row.sequence, tokens)
             };
             let outcome = if is_last { outcome } else { Outcome::State };
             let of_chunk =
@@ -112,15 +112,13 @@ impl Engine {
         rows: &[Rows<'_>],
         has_failed: &Arc<AtomicBool>,
     ) -> Result<Vec<Job>> {
-        let lead = (&self.runtime, &self.model, &mut self.stepper);
-        let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
-        let job = |(runtime, model, stepper): (_, _, &mut Stepper)| {
-            let (step, filling) = stepper.queued_step(runtime, model, &self.cache, kind, rows)?;
+        let job = |stepper: &mut Stepper| {
+            let (step, filling) = stepper.queued_step(kind, rows)?;
             let fill = Box::new(move || filling.write());
             let queued = Some(Queued { fill, has_failed: Arc::clone(has_failed) });
             Ok(Job { step, drawn: None, queued })
         };
-        peers.chain([lead]).map(job).collect()
+        all_steppers(&mut self.peers, &mut self.stepper).map(job).collect()
     }
 }
 

@@ -139,7 +139,7 @@ pub fn fit(
     options: EngineOptions,
     limit: u64,
 ) -> Result<Fit> {
-    // Most sizes are told apart by the quick plan.
+    // The quick plan is a lower bound. It rules out most sizes without a whole plan.
     let fits = |options: EngineOptions| {
         Ok(at_least(backend, parameters, config, options)?.total() <= limit
             && plan(backend, parameters, config, options)?.total() <= limit)

@@ -95,9 +95,9 @@ impl SplitPlanner<'_> {
         Ok(parts)
     }
 
-    /// How `shares` devices divide the mixtures of experts, if they have any to divide: by columns if their number and
-    /// the groups of the weights allow it in every layer and in the MTP head, because then all devices have the same
-    /// work whichever experts are chosen.
+    /// How `shares` devices divide the mixtures of experts, if there are any. Experts are cut by columns if that
+    /// divides every layer and the MTP head at borders of groups of the weights. Then all devices have the same work,
+    /// whichever experts are chosen.
     ///
     /// # Errors
     /// As [`SplitPlanner::parts`].

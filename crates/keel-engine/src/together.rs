@@ -22,15 +22,13 @@ use crate::{Engine, EngineError, Result};
 pub(crate) struct Peer {
     /// Runs its steps. A device that only plans has none.
     pub thread: Option<DeviceThread>,
-    pub runtime: Runtime,
-    pub model: HybridModel,
     pub stepper: Stepper,
 }
 
 impl Peer {
     /// Whether the device takes part in a step: what comes after the layers is run where it lies.
     pub fn takes_part(&self, outcome: Outcome) -> bool {
-        outcome.runs_layers() || self.model.part.is_last()
+        outcome.runs_layers() || self.stepper.model().part.is_last()
     }
 }
 
@@ -44,8 +42,8 @@ pub(crate) struct Share<'a> {
     pub job: Job,
 }
 
-/// Runs the steps of devices at the same time, those of a device in their order. Each is ready to run. The last comes
-/// back last.
+/// Runs the devices' steps at the same time, and the steps of one device in order. All steps are ready to run. The last
+/// step given is the last in the result.
 pub(crate) fn run_together(shares: Vec<Share<'_>>) -> Vec<Ended> {
     let (mut there, mut here) = (Vec::new(), Vec::new());
     for Share { thread, job } in shares {
@@ -103,7 +101,12 @@ impl Engine {
 
     /// The runtimes of the devices, by rank; after them that of the vision tower, if it has one of its own.
     pub fn runtimes(&self) -> impl Iterator<Item = &Runtime> {
-        self.peers.iter().map(|peer| &peer.runtime).chain([&self.runtime]).chain(&self.eyes_runtime)
+        self.steppers().map(Stepper::runtime).chain(&self.eyes_runtime)
+    }
+
+    /// The parts of the model, by rank. The lead's comes last.
+    pub(crate) fn steppers(&self) -> impl Iterator<Item = &Stepper> {
+        self.peers.iter().map(|peer| &peer.stepper).chain([&self.stepper])
     }
 
     /// The rank of the lead, the device with the output head. A vision tower's own device comes after it.
@@ -143,11 +146,10 @@ impl Engine {
         }
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {
-            let Peer { thread, runtime, model, stepper } = peer;
-            let step = stepper.step_for(runtime, model, &self.cache, kind, rows)?.clone();
-            shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None, queued: None } });
+            let step = peer.stepper.step_for(kind, rows)?.clone();
+            shares.push(Share { thread: peer.thread.as_ref(), job: Job { step, drawn: None, queued: None } });
         }
-        let lead = self.stepper.step_for(&self.runtime, &self.model, &self.cache, kind, rows)?;
+        let lead = self.stepper.step_for(kind, rows)?;
         let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
         shares.push(Share { thread: None, job: Job { step: lead.clone(), drawn: place, queued: None } });
         let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
@@ -158,8 +160,8 @@ impl Engine {
         self.note_ended(ended, rows, Settled::default(), commits_rows)
     }
 
-    /// Runs each of these steps of the list twice without a sequence, so that the extra work of a first and a second
-    /// run is done.
+    /// Runs each of these steps of the list twice without a sequence. So later runs have no extra work of a first or
+    /// second run.
     pub(crate) fn run_for_nobody(
         &mut self,
         of: fn(&StepShape) -> bool,
@@ -190,22 +192,15 @@ impl Engine {
         self.note_ended(run_together(shares), &[], Settled::default(), false)
     }
 
-    /// The devices that share the output head with the lead.
-    fn sharers(&mut self) -> impl Iterator<Item = &mut Peer> {
-        self.peers.iter_mut().filter(|peer| peer.model.part.is_last())
-    }
-
     /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
     pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
         self.finish_groups();
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
-        for Peer { thread, runtime, model, stepper } in &mut self.peers {
-            if model.part.is_last() {
-                let step = stepper.head_step(runtime, model, &self.cache, hidden)?.clone();
-                shares.push(Share { thread: thread.as_ref(), job: Job { step, drawn: None, queued: None } });
-            }
+        for peer in sharers(&mut self.peers) {
+            let step = peer.stepper.head_step(hidden)?.clone();
+            shares.push(Share { thread: peer.thread.as_ref(), job: Job { step, drawn: None, queued: None } });
         }
-        let step = self.stepper.head_step(&self.runtime, &self.model, &self.cache, hidden)?.clone();
+        let step = self.stepper.head_step(hidden)?.clone();
         shares.push(Share { thread: None, job: Job { step, drawn: None, queued: None } });
         let ended = run_together(shares);
         self.note_ended(ended, &[], Settled::default(), false)
@@ -213,27 +208,24 @@ impl Engine {
 
     /// Overwrites the input of the MTP head, on every device that has it.
     pub(crate) fn write_hidden(&mut self, hidden: &[f32]) -> Result<()> {
-        self.sharers().try_for_each(|peer| peer.stepper.write_hidden(hidden))?;
+        sharers(&mut self.peers).try_for_each(|peer| peer.stepper.write_hidden(hidden))?;
         self.stepper.write_hidden(hidden)
     }
 
     /// Sets the hidden states for a pass of the MTP head, on every device that has it.
     pub(crate) fn write_draft_input(&mut self, hidden: &[f32]) -> Result<()> {
-        self.sharers().try_for_each(|peer| peer.stepper.write_draft_input(hidden))?;
+        sharers(&mut self.peers).try_for_each(|peer| peer.stepper.write_draft_input(hidden))?;
         self.stepper.write_draft_input(hidden)
     }
 
-    /// Commits device by device, so that the committed layers are always the first ones. All devices prepare their step
-    /// before the first one runs: what is committed is recorded, however a later device fails.
+    /// Commits one device after the other, so that the committed layers are always the first ones. All steps are
+    /// prepared before the first one runs. So after a commit only a run can fail, and that is recorded.
     fn commit_split(&mut self, regime: Regime, settled: Settled, rows: &[Rows<'_>]) -> Result<()> {
-        let (cache, spec) = (&self.cache, self.cache.spec());
-        let lead = (&self.runtime, &self.model, &mut self.stepper);
-        let peers = self.peers.iter_mut().map(|peer| (&peer.runtime, &peer.model, &mut peer.stepper));
-        let mut steps = Vec::with_capacity(peers.len() + 1);
-        for (runtime, model, stepper) in peers.chain([lead]) {
+        let spec = self.cache.spec();
+        let mut steps = Vec::with_capacity(self.peers.len() + 1);
+        for stepper in all_steppers(&mut self.peers, &mut self.stepper) {
             let Some(outcome) = commit_of(stepper, spec, settled) else { continue };
-            let kind = StepKind { regime, outcome };
-            steps.push(stepper.step_for(runtime, model, cache, kind, rows)?.clone());
+            steps.push(stepper.step_for(StepKind { regime, outcome }, rows)?.clone());
         }
         let mut all = Vec::with_capacity(steps.len());
         for step in steps {
@@ -287,6 +279,19 @@ impl Engine {
         };
         self.cache.note_failure(slots, &has_mutated, settled, commits_rows);
     }
+}
+
+/// The devices that share the output head with the lead.
+fn sharers(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
+    peers.iter_mut().filter(|peer| peer.stepper.model().part.is_last())
+}
+
+/// The parts of the model, by rank, while the rest of the engine is read.
+pub(crate) fn all_steppers<'a>(
+    peers: &'a mut [Peer],
+    lead: &'a mut Stepper,
+) -> impl Iterator<Item = &'a mut Stepper> {
+    peers.iter_mut().map(|peer| &mut peer.stepper).chain([lead])
 }
 
 /// The error of devices' programs, at least one of which has failed: that of the first cause.

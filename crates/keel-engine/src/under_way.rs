@@ -61,7 +61,7 @@ pub(crate) struct StepTimer {
 }
 
 impl StepTimer {
-    /// The host waited for a step for at least this part of its time, or did not see its end.
+    /// The host has seen a step's end if it waited for at least 1 / `WAITED` of its time.
     const WAITED: u32 = 8;
 
     /// The time of a step that was submitted at `submitted`. The host began to wait for it at `asked`, and went on at

@@ -91,9 +91,15 @@ fn sequences_of_a_step_are_drawn_for_apart() {
 struct Reads(AtomicUsize);
 
 impl Disturbance for Reads {
-    fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+    fn read(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
         self.0.fetch_add(bytes.len(), Ordering::SeqCst);
-        backend.read(memory, offset, bytes);
+        backend.read(memory, offset, bytes)
     }
 
     fn read_settled(

@@ -183,9 +183,13 @@ fn a_launch_that_fails_on_a_node_ends_its_step_and_the_next_one_runs() {
 #[test]
 fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
     within(200, || {
-        for (how, grid) in
-            [(Cut::Closed, (1, 2)), (Cut::Silent, (1, 2)), (Cut::Closed, (2, 1)), (Cut::Silent, (2, 1))]
-        {
+        for (how, grid) in [
+            (Cut::Closed, (1, 2)),
+            (Cut::Silent, (1, 2)),
+            (Cut::Closed, (2, 1)),
+            (Cut::Silent, (2, 1)),
+            (Cut::SilentDevices, (2, 1)),
+        ] {
             let nodes = Nodes::start(&[1], as_they_are());
             let cable = Cable::to(&nodes.addresses[0]);
             let folder = fixture("qwen3_5");
@@ -223,6 +227,31 @@ fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
             let mut batcher = Batcher::new(engine, BatchOptions::default());
             assert!(run(&mut batcher, vec![request(0)])[0].error.is_none(), "{how:?}");
         }
+    });
+}
+
+/// What lies on a lost node cannot be read. Zeros must not take its place.
+#[test]
+fn a_lost_node_gives_an_error_and_no_bytes() {
+    within(100, || {
+        let nodes = Nodes::start(&[1], as_they_are());
+        let cable = Cable::to(&nodes.addresses[0]);
+        let folder = fixture("qwen3_5");
+        let addresses = [cable.address.clone()];
+        let (cluster, engine) = lead(&nodes, &addresses, &folder, serving(), (2, 1)).expect("it loads");
+        let mut batcher =
+            Batcher::new(engine, BatchOptions { reuse_prefixes: true, ..BatchOptions::default() });
+        let saved = tempfile::tempdir().expect("a folder");
+        // 141 tokens, of which two blocks are remembered.
+        assert!(run(&mut batcher, vec![BatchRequest { id: 0, ..request(3) }])[0].error.is_none());
+        assert!(batcher.save_prefixes("m", saved.path()).expect("it is there") > 0);
+        cable.cut(Cut::Closed);
+        while cluster.lost().is_none() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let error = batcher.save_prefixes("m", saved.path()).expect_err("half of it is lost").to_string();
+        assert!(error.contains("is lost"), "{error}");
+        assert_eq!(batcher.restore_prefixes("m", saved.path()).texts, 0, "nothing was kept");
     });
 }
 

@@ -45,7 +45,8 @@ impl Sums {
         Sums { shard: Shard::default(), ..self }
     }
 
-    /// How many parts this device's `cols` columns are, of which `together` are coded together.
+    /// Into how many parts this device's `cols` columns are cut. `together` columns are coded together and stay in one
+    /// part.
     pub(crate) fn parts(self, cols: usize, together: usize) -> usize {
         if self.order == SumOrder::ByDevice {
             return 1;
@@ -98,8 +99,8 @@ fn gathered(own: &[Array], peers: Peers) -> Result<Vec<Array>> {
     (0..count).map(|i| all.slice_axis(0, i, i + 1)?.reshape(shape.clone())).collect()
 }
 
-/// The values of the device that has them, on all devices. `is_own` tells this device where it has them, bool of a
-/// shape that broadcasts; each value is one device's. Adding -0 changes no bit, not even those of zeros.
+/// Gives every device the values of the device that has them. `is_own` (bool, broadcasts) is true where this device has
+/// the value. Each value belongs to one device. The others add -0, which changes no bit, not even of zeros.
 pub(crate) fn of_their_device(is_own: &Array, values: &Array, peers: Peers) -> Result<Array> {
     is_own.select(values, &nothing(values)?)?.all_reduce(peers)
 }

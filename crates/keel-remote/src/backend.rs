@@ -14,11 +14,8 @@ use keel_array::{
 use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
-use crate::message::{Answer, At, Coding, Failure, Piece, Request};
+use crate::message::{Answer, At, Coding, Failure, PIECES_MAX, Piece, Request};
 use crate::{Cluster, RemoteError};
-
-/// Most pieces of programs that the device keeps. One that is pushed out is sent again.
-const PIECES_MAX: usize = 4096;
 
 /// The arena's number among the memories.
 const ARENA: u64 = 0;
@@ -63,8 +60,8 @@ struct Sent {
 /// A backend whose device belongs to another process.
 ///
 /// A planning backend of the same kind answers all questions of [`Programs`] and those about sizes. Everything that
-/// touches memory goes to the other process. If that is lost, writes are forgotten, reads give zeros, and launches and
-/// allocations are errors.
+/// touches memory goes to the other process. If that is lost, writes are forgotten, and reads, launches and allocations are
+/// errors.
 pub struct RemoteBackend {
     name: String,
     link: Arc<Link>,
@@ -141,6 +138,7 @@ impl RemoteBackend {
         let [externals, outputs] = launch.places().map(|places| places.iter().map(at_of).collect());
         let (kernels, has_arena) = (launch.kernels().to_vec(), launch.has_arena());
         self.link.send(&Request::Program(Piece { number, kernels, externals, outputs, has_arena }), &[]);
+        // One that is pushed out is sent again.
         if sent.order.len() > PIECES_MAX
             && let Some(old) = sent.order.pop_front().and_then(|piece| sent.pieces.remove(&piece))
         {
@@ -164,7 +162,7 @@ fn at_of(place: &Place<'_>) -> At {
     at(place.buffer.memory(), place.offset)
 }
 
-/// The place of an operand in memory, which the engine names by a memory and a byte.
+/// A place in memory as messages name it: the number of the memory, and the byte in it.
 fn at(memory: &dyn DeviceMemory, offset: usize) -> At {
     At { memory: RemoteMemory::of(memory).number, offset }
 }
@@ -224,11 +222,8 @@ impl Memory for RemoteBackend {
         }
     }
 
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        if let Err(failure) = self.read_in_pieces(at(memory, offset), bytes, false) {
-            tracing::warn!("zeros are read instead: {}", failure.reason);
-            bytes.fill(0);
-        }
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> keel_array::Result<()> {
+        self.read_in_pieces(at(memory, offset), bytes, false).map_err(|failure| error_of("read", failure))
     }
 
     fn read_settled(
@@ -262,7 +257,7 @@ impl Memory for RemoteBackend {
         matches!(self.ask(&request), Ok(Answer::Done))
     }
 
-    /// A failure is the error of the next launch or allocation.
+    /// A failure is the error of the next request that is waited for, such as a launch or an allocation.
     fn pack(
         &self,
         spec: &WeightSpec,
@@ -383,10 +378,12 @@ impl Group for RemoteBackend {
     }
 
     fn rejoin(&self) {
-        // A node that is lost has freed its devices.
-        let _ = self.ask(&Request::Rejoin);
-        if let Some(cluster) = self.cluster.upgrade() {
-            cluster.note_rejoined(self.rank());
+        let asked = self.ask(&Request::Rejoin);
+        let Some(cluster) = self.cluster.upgrade() else { return };
+        if let Err(failure) = asked {
+            // Nothing is said of a node that is lost already.
+            cluster.lose_device(self.rank(), &failure.reason);
         }
+        cluster.note_rejoined(self.rank());
     }
 }

@@ -4,14 +4,14 @@ use std::io::BufReader;
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::connection::{HEARTBEAT, NewsLine, greet, locked, open, silence_or, spawn};
+use crate::connection::{HEARTBEAT, MessageSender, greet, locked, open, silence_or, spawn};
 use crate::link::Link;
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
@@ -21,6 +21,9 @@ const OPEN_MAX: Duration = Duration::from_secs(120);
 
 /// Between two attempts to reach a node.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// Most answers of a node that wait to be heard. It gives one when its devices are open, and one in each round.
+const SAID_MAX: usize = 16;
 
 /// What a node says of its devices.
 enum Said {
@@ -38,7 +41,7 @@ pub(crate) struct Node {
     session: u64,
     devices: Vec<DeviceFacts>,
     stream: TcpStream,
-    news: NewsLine,
+    news: MessageSender,
     /// Whether it was found to be lost.
     is_lost: AtomicBool,
     /// Ranks of its devices, once they are open.
@@ -162,7 +165,9 @@ impl Cluster {
     /// Why a node has not.
     pub fn finish(&self) -> Result<()> {
         let round = self.round.load(Ordering::SeqCst);
-        self.nodes.iter().try_for_each(|node| self.wait(node, Some(round)))
+        // All are waited for, so that no answer is left for a later round.
+        let outcomes: Vec<Result<()>> = self.nodes.iter().map(|node| self.wait(node, Some(round))).collect();
+        outcomes.into_iter().collect()
     }
 
     /// Waits for a node to say that its devices are open, or that they are connected in this round.
@@ -254,6 +259,14 @@ impl Cluster {
             .for_each(|node| node.news.tell(news, bytes));
     }
 
+    /// The node of a device is lost.
+    pub(crate) fn lose_device(&self, rank: usize, reason: &str) {
+        let has_it = |node: &&Node| node.ranks.get().is_some_and(|ranks| ranks.contains(&rank));
+        if let Some(node) = self.nodes.iter().find(has_it) {
+            self.lose(node, reason);
+        }
+    }
+
     /// A node is lost: whoever waits for its devices learns it.
     fn lose(&self, node: &Node, reason: &str) {
         if node.is_lost.swap(true, Ordering::SeqCst) {
@@ -288,7 +301,7 @@ impl Drop for Cluster {
 /// The incoming side of a node's connection for news.
 struct Reader {
     stream: BufReader<TcpStream>,
-    said: Sender<Said>,
+    said: SyncSender<Said>,
 }
 
 impl Node {
@@ -302,10 +315,10 @@ impl Node {
             match attempt {
                 Ok((stream, Welcome::Accepted { session, devices })) => {
                     let as_error = |error: std::io::Error| unreachable(error.to_string());
-                    // From now on, because other nodes may be waited for.
-                    let news = NewsLine::new(stream.try_clone().map_err(as_error)?)?;
+                    // The heartbeat starts now: connecting the other nodes may take longer than the allowed silence.
+                    let news = MessageSender::new(stream.try_clone().map_err(as_error)?, News::Here)?;
                     let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
-                    let (said, heard) = channel();
+                    let (said, heard) = sync_channel(SAID_MAX);
                     let node = Node {
                         number,
                         address: address.into(),
@@ -321,7 +334,9 @@ impl Node {
                     return Ok((node, Reader { stream: reader, said }));
                 }
                 // It may still be freeing what its last leader had.
-                Ok((_, Welcome::Refused { reason })) if is_last => return Err(refused(reason)),
+                Ok((_, Welcome::Refused { reason, may_pass })) if is_last || !may_pass => {
+                    return Err(refused(reason));
+                }
                 Err(error) if is_last => return Err(unreachable(silence_or(&error))),
                 Ok(_) | Err(_) => std::thread::sleep(PAUSE),
             }
@@ -338,6 +353,15 @@ impl Node {
     }
 }
 
+impl Reader {
+    /// Keeps an answer until it is waited for.
+    fn hear(&self, cluster: &Cluster, from: &Node, said: Said) {
+        if self.said.try_send(said).is_err() {
+            cluster.lose(from, "it has sent more answers than it was asked for");
+        }
+    }
+}
+
 /// Hears news of a node until it is lost, or the cluster is dropped.
 fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
     let mut bytes = Vec::new();
@@ -346,9 +370,9 @@ fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
         let Some(cluster) = cluster.upgrade() else { return };
         let from = &cluster.nodes[node];
         match news {
-            Ok(News::Opened(outcome)) => drop(reader.said.send(Said::Opened(outcome))),
+            Ok(News::Opened(outcome)) => reader.hear(&cluster, from, Said::Opened(outcome)),
             Ok(News::Connected { round, outcome }) => {
-                drop(reader.said.send(Said::Connected { round, outcome }));
+                reader.hear(&cluster, from, Said::Connected { round, outcome });
             }
             Ok(News::Absent { rank, round }) => {
                 if round == cluster.round.load(Ordering::SeqCst) {

@@ -1,11 +1,13 @@
 //! Connections between processes: how they are made, kept and found to be lost.
 
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::message::{Greeting, News, Welcome};
+use serde::Serialize;
+
+use crate::message::{Greeting, Welcome};
 use crate::{RemoteError, Result, frame};
 
 /// How often each end says that it is there.
@@ -42,34 +44,60 @@ pub(crate) fn greet(address: &str, greeting: &Greeting) -> std::io::Result<(TcpS
     Ok((stream, welcome))
 }
 
-/// The outgoing side of a connection for news.
-pub(crate) struct NewsLine(Arc<Mutex<BufWriter<TcpStream>>>);
+/// Reads a connection until a deadline.
+pub(crate) struct UntilDeadline<'a> {
+    pub stream: &'a TcpStream,
+    pub deadline: Instant,
+}
 
-impl NewsLine {
-    /// Takes a connection. From then on the other end hears every second that this process is there.
+impl Read for UntilDeadline<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(std::io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        let mut stream = self.stream;
+        stream.read(bytes)
+    }
+}
+
+/// The sending side of a connection, with a heartbeat.
+pub(crate) struct MessageSender(Arc<Mutex<BufWriter<TcpStream>>>);
+
+impl MessageSender {
+    /// Takes a connection. From then on the other end gets `heartbeat` every second.
     ///
     /// # Errors
     /// No thread can be started.
-    pub fn new(stream: TcpStream) -> Result<NewsLine> {
+    pub fn new(stream: TcpStream, heartbeat: impl Serialize + Send + 'static) -> Result<MessageSender> {
         let out = Arc::new(Mutex::new(BufWriter::new(stream)));
         let weak = Arc::downgrade(&out);
         spawn("keel-heartbeat", move || {
             while let Some(out) = weak.upgrade() {
-                NewsLine(out).tell(&News::Here, &[]);
+                MessageSender(out).tell(&heartbeat, &[]);
                 std::thread::sleep(HEARTBEAT);
             }
         })?;
-        Ok(NewsLine(out))
+        Ok(MessageSender(out))
     }
 
-    /// Tells news, which bytes may follow. If it fails, the reader of the connection learns it, too.
-    pub fn tell(&self, news: &News, bytes: &[u8]) {
+    /// Sends a message, which bytes may follow.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn send(&self, message: &impl Serialize, bytes: &[u8]) -> std::io::Result<()> {
         let mut out = locked(&self.0);
-        let _ = frame::write(&mut *out, news, &[bytes]).and_then(|()| out.flush());
+        frame::write(&mut *out, message, &[bytes]).and_then(|()| out.flush())
+    }
+
+    /// The same. If it fails, the reader of the connection learns it, too.
+    pub fn tell(&self, message: &impl Serialize, bytes: &[u8]) {
+        let _ = self.send(message, bytes);
     }
 }
 
-/// Locks what stays whole when a thread panics.
+/// Locks a value that stays valid if a thread panics while it holds the lock.
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
@@ -89,7 +117,5 @@ pub(crate) fn silence_or(error: &std::io::Error) -> String {
 /// Starts a thread.
 pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let started = std::thread::Builder::new().name(name.into()).spawn(run);
-    started
-        .map(drop)
-        .map_err(|error| RemoteError::Lost { peer: "this process".into(), reason: error.to_string() })
+    started.map(drop).map_err(|error| RemoteError::NoThread { reason: error.to_string() })
 }

@@ -37,6 +37,12 @@ pub enum RemoteError {
     /// A node is lost, and with it the model.
     #[error("{0}")]
     Gone(String),
+    /// This process cannot start a thread.
+    #[error("no thread can be started for a connection: {reason}; raise the limits of this process")]
+    NoThread {
+        /// The system's reason.
+        reason: String,
+    },
     /// A node cannot listen.
     #[error("this node cannot listen on {address}: {reason}")]
     Listen {

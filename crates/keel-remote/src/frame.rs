@@ -15,6 +15,9 @@ const HEAD_BYTES_MAX: usize = 256 << 20;
 /// Most bytes after a head. Longer arrays go in several messages.
 pub(crate) const BYTES_MAX: usize = 64 << 20;
 
+/// Most bytes of the head of a first message, whose sender is not known yet. It has no bytes.
+const FIRST_HEAD_BYTES_MAX: usize = 4 << 10;
+
 /// Writes a message.
 ///
 /// # Errors
@@ -22,7 +25,7 @@ pub(crate) const BYTES_MAX: usize = 64 << 20;
 pub(crate) fn write(to: &mut impl Write, head: &impl Serialize, parts: &[&[u8]]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     let bytes: usize = parts.iter().map(|part| part.len()).sum();
-    check(head.len(), bytes)?;
+    check(head.len(), bytes, (HEAD_BYTES_MAX, BYTES_MAX))?;
     to.write_all(&(head.len() as u32).to_le_bytes())?;
     to.write_all(&(bytes as u64).to_le_bytes())?;
     to.write_all(&head)?;
@@ -34,12 +37,28 @@ pub(crate) fn write(to: &mut impl Write, head: &impl Serialize, parts: &[&[u8]])
 /// # Errors
 /// Those of the connection; a message that is too long or has another form.
 pub(crate) fn read<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8>) -> Result<T> {
+    read_within(from, bytes, (HEAD_BYTES_MAX, BYTES_MAX))
+}
+
+/// Reads the first message of a connection.
+///
+/// # Errors
+/// As [`read`].
+pub(crate) fn read_first<T: DeserializeOwned>(from: &mut impl Read) -> Result<T> {
+    read_within(from, &mut Vec::new(), (FIRST_HEAD_BYTES_MAX, 0))
+}
+
+fn read_within<T: DeserializeOwned>(
+    from: &mut impl Read,
+    bytes: &mut Vec<u8>,
+    most: (usize, usize),
+) -> Result<T> {
     let (mut head_length, mut length) = ([0; 4], [0; 8]);
     from.read_exact(&mut head_length)?;
     from.read_exact(&mut length)?;
     let head_length = u32::from_le_bytes(head_length) as usize;
     let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
-    check(head_length, length)?;
+    check(head_length, length, most)?;
     let mut head = Vec::new();
     from.take(head_length as u64).read_to_end(&mut head)?;
     bytes.clear();
@@ -50,11 +69,11 @@ pub(crate) fn read<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8
     Ok(serde_json::from_slice(&head)?)
 }
 
-fn check(head: usize, bytes: usize) -> Result<()> {
-    if head <= HEAD_BYTES_MAX && bytes <= BYTES_MAX {
+fn check(head: usize, bytes: usize, (head_max, bytes_max): (usize, usize)) -> Result<()> {
+    if head <= head_max && bytes <= bytes_max {
         return Ok(());
     }
-    let most = format!("at most {HEAD_BYTES_MAX} and {BYTES_MAX}");
+    let most = format!("at most {head_max} and {bytes_max}");
     Err(std::io::Error::other(format!("a message of {head} and {bytes} bytes, {most} are read")))
 }
 
@@ -85,5 +104,6 @@ mod tests {
         let error = read::<String>(&mut &long[..], &mut Vec::new()).expect_err("4 GiB").to_string();
         assert!(error.contains("4294967295") && error.contains("are read"), "{error}");
         assert!(read::<u32>(&mut &wire[..], &mut Vec::new()).is_err(), "another form");
+        assert!(read_first::<String>(&mut &wire[..]).is_err(), "a first message has no bytes");
     }
 }

@@ -9,7 +9,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::connection::{locked, silence_or};
+use crate::connection::{SILENCE_MAX, locked, silence_or};
 use crate::frame;
 use crate::message::{Answer, Request};
 use crate::{RemoteError, Result};
@@ -23,10 +23,8 @@ type Answered = Result<(Answer, Vec<u8>)>;
 /// What requests need to leave.
 struct Out {
     stream: BufWriter<TcpStream>,
-    /// In the order of their requests. `None` when the connection has ended.
-    waiters: Option<Sender<Sender<Answered>>>,
-    /// Why it has ended.
-    lost: Option<String>,
+    /// Takes those who wait, in the order of their requests. Or why the connection has ended.
+    waiters: std::result::Result<Sender<Sender<Answered>>, String>,
 }
 
 /// A connection with a device of another process.
@@ -50,15 +48,16 @@ impl Link {
         when_ended: Box<dyn Fn(&str) + Send + Sync>,
     ) -> std::io::Result<Arc<Link>> {
         stream.set_nodelay(true)?;
+        // The node says each second that it is there.
+        stream.set_read_timeout(Some(SILENCE_MAX))?;
         let (waiters, waiting) = channel();
         let writer = BufWriter::with_capacity(BUFFER_BYTES, stream.try_clone()?);
-        let out = Mutex::new(Out { stream: writer, waiters: Some(waiters), lost: None });
+        let out = Mutex::new(Out { stream: writer, waiters: Ok(waiters) });
         let link = Arc::new(Link { name, out, stream: stream.try_clone()?, when_ended });
         let reader = Arc::downgrade(&link);
-        let name = link.name.clone();
         std::thread::Builder::new().name("keel-link".into()).spawn(move || {
-            let ended = answer_all(&name, stream, &waiting);
-            if let (Some(reason), Some(link)) = (ended, reader.upgrade()) {
+            let reason = answer_all(stream, &waiting);
+            if let Some(link) = reader.upgrade() {
                 link.close(&reason);
                 (link.when_ended)(&reason);
             }
@@ -80,8 +79,9 @@ impl Link {
         // Before the lock: a thread that writes holds it until the shutdown ends its write.
         let _ = self.stream.shutdown(Shutdown::Both);
         let mut out = self.out();
-        out.lost.get_or_insert_with(|| reason.into());
-        out.waiters = None;
+        if out.waiters.is_ok() {
+            out.waiters = Err(reason.into());
+        }
     }
 
     fn lost(&self, reason: &str) -> RemoteError {
@@ -92,10 +92,10 @@ impl Link {
     pub fn send(&self, request: &Request, bytes: &[&[u8]]) {
         debug_assert!(!request.is_answered(), "{request:?} is waited for");
         let mut out = self.out();
-        let written = match out.lost {
-            None => frame::write(&mut out.stream, request, bytes),
-            Some(_) => Ok(()),
-        };
+        if out.waiters.is_err() {
+            return;
+        }
+        let written = frame::write(&mut out.stream, request, bytes);
         drop(out);
         if let Err(error) = written {
             self.fail(&error.to_string());
@@ -105,10 +105,10 @@ impl Link {
     /// Sends what waits in the buffer, and a sign that the connection is in use, unless somebody is sending.
     pub fn keep_alive(&self) {
         let Ok(mut out) = self.out.try_lock() else { return };
-        let written = match out.lost {
-            None => frame::write(&mut out.stream, &Request::Here, &[]).and_then(|()| out.stream.flush()),
-            Some(_) => Ok(()),
-        };
+        if out.waiters.is_err() {
+            return;
+        }
+        let written = frame::write(&mut out.stream, &Request::Here, &[]).and_then(|()| out.stream.flush());
         drop(out);
         if let Err(error) = written {
             self.fail(&error.to_string());
@@ -130,52 +130,45 @@ impl Link {
         let (answer, answered) = channel();
         {
             let mut out = self.out();
-            let sent = match (&out.lost, &out.waiters) {
-                (None, Some(waiters)) => waiters.send(answer).map_err(|_| "its connection has ended".into()),
-                (lost, _) => Err(lost.clone().unwrap_or_else(|| "its connection has ended".into())),
-            };
-            let written = sent.and_then(|()| {
-                let written = frame::write(&mut out.stream, request, &[]).and_then(|()| out.stream.flush());
-                written.map_err(|error| error.to_string())
-            });
-            if let Err(reason) = written {
-                drop(out);
-                self.fail(&reason);
-                return Err(self.lost(&reason));
+            // A reader that has gone drops the waiter, so nothing is waited for below.
+            let waiters = out.waiters.as_ref().map_err(|reason| self.lost(reason))?;
+            let _ = waiters.send(answer);
+            let written = frame::write(&mut out.stream, request, &[]).and_then(|()| out.stream.flush());
+            drop(out);
+            if let Err(error) = written {
+                self.fail(&error.to_string());
             }
         }
-        let ended = || {
-            let reason = self.out().lost.clone();
-            Err(self.lost(&reason.unwrap_or_else(|| "its connection has ended".into())))
+        let ended = || match &self.out().waiters {
+            Ok(_) => self.lost("its connection has ended"),
+            Err(reason) => self.lost(reason),
         };
-        answered.recv().unwrap_or_else(|_| ended())
+        answered.recv().unwrap_or_else(|_| Err(ended()))
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
+        let _ = self.stream.set_write_timeout(Some(SILENCE_MAX));
         let _ = self.out().stream.flush();
         // The reader may still be reading.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 }
 
-/// Hands each answer to its waiter. Returns why it cannot go on; `None` if no more requests can come.
-fn answer_all(name: &str, stream: TcpStream, waiting: &Receiver<Sender<Answered>>) -> Option<String> {
+/// Hands each answer to its waiter. Returns why it cannot go on.
+fn answer_all(stream: TcpStream, waiting: &Receiver<Sender<Answered>>) -> String {
     let mut stream = BufReader::new(stream);
-    while let Ok(waiter) = waiting.recv() {
+    loop {
         let mut bytes = Vec::new();
-        match frame::read::<Answer>(&mut stream, &mut bytes) {
-            Ok(answer) => {
-                let _ = waiter.send(Ok((answer, bytes)));
-            }
-            Err(error) => {
-                let reason = silence_or(&error);
-                let lost = RemoteError::Lost { peer: name.into(), reason: reason.clone() };
-                let _ = waiter.send(Err(lost));
-                return Some(reason);
-            }
+        match frame::read(&mut stream, &mut bytes) {
+            Ok(Answer::Here) => {}
+            // A waiter is there before its request leaves.
+            Ok(answer) => match waiting.try_recv() {
+                Ok(waiter) => drop(waiter.send(Ok((answer, bytes)))),
+                Err(_) => return "it answers without having been asked".into(),
+            },
+            Err(error) => return silence_or(&error),
         }
     }
-    None
 }

@@ -27,8 +27,15 @@ pub(crate) enum Greeting {
 /// The node's answer to [`Greeting::Lead`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Welcome {
-    Accepted { session: u64, devices: Vec<DeviceFacts> },
-    Refused { reason: String },
+    Accepted {
+        session: u64,
+        devices: Vec<DeviceFacts>,
+    },
+    /// `may_pass` says that it is worth asking again.
+    Refused {
+        reason: String,
+        may_pass: bool,
+    },
 }
 
 /// A device of a node, as its leader hears of it.
@@ -51,8 +58,8 @@ pub(crate) enum News {
     Connect { round: u64 },
     /// To the leader: they are connected, or why they are not.
     Connected { round: u64, outcome: Result<(), String> },
-    /// In both directions: a device does not come to its exchanges any more. Between two rounds of connecting, each device
-    /// that hears of it ends its exchanges. It is old news in a later round.
+    /// In both directions: a device does not come to its exchanges any more. Each device that hears of it ends its
+    /// exchanges, once between two rounds of connecting. In a later round the message is ignored.
     Absent { rank: usize, round: u64 },
     /// In both directions: nothing, but I am here.
     Here,
@@ -85,6 +92,9 @@ pub(crate) enum Coding {
     },
     Blocks,
 }
+
+/// Most pieces of programs that a device keeps.
+pub(crate) const PIECES_MAX: usize = 4096;
 
 /// What the leader asks of a device.
 #[derive(Debug, Serialize, Deserialize)]
@@ -155,8 +165,8 @@ pub(crate) enum Request {
 }
 
 impl Request {
-    /// Whether the leader waits for an answer. A failure of any other request is the answer to the next one that is
-    /// waited for.
+    /// Whether the leader waits for an answer. A failed request without an answer makes later requests with an answer
+    /// fail, except `Rejoin` and `Usage`.
     pub fn is_answered(&self) -> bool {
         match self {
             Request::Allocate { .. }
@@ -193,6 +203,8 @@ pub(crate) enum Answer {
     Usage(Option<DeviceUsage>),
     /// A launch has ended, or programs are ready. What has been prepared so far.
     Ran(Preparations),
+    /// No answer: the node is there.
+    Here,
 }
 
 /// Why a request failed.

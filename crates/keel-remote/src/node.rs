@@ -3,19 +3,29 @@
 use std::io::BufReader;
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use keel_array::Backend;
+use keel_array::{Backend, Runtime};
 use serde_json::Value;
 
-use crate::connection::{HEARTBEAT, NewsLine, SILENCE_MAX, locked, silence_or, spawn};
+use crate::connection::{HEARTBEAT, MessageSender, SILENCE_MAX, UntilDeadline, locked, silence_or, spawn};
 use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
-use crate::{Members, Result, frame, work};
+use crate::{Members, frame, work};
 
 /// How long a new connection may take to say what it is.
 const GREETING_MAX: Duration = Duration::from_secs(5);
+
+/// Most connections that have not said what they are.
+const GREETINGS_MAX: usize = 16;
+
+/// Most devices of a group.
+const GROUP_MAX: usize = 64;
+
+/// Most threads that connect devices. Those of earlier rounds end when they hear of an absence.
+const CONNECTING_MAX: usize = 4;
 
 /// What a leader asks a node to open.
 pub struct Opening {
@@ -33,8 +43,8 @@ pub struct Opening {
 
 /// The open devices of a node.
 pub struct Opened {
-    /// By rank.
-    pub backends: Vec<Arc<dyn Backend>>,
+    /// Their runtimes by rank, each with the limit of its memory.
+    pub runtimes: Vec<Runtime>,
     /// What they can be told.
     pub members: Arc<dyn Members>,
 }
@@ -44,7 +54,7 @@ pub(crate) struct Session {
     number: u64,
     /// How many devices the node has.
     count: usize,
-    news: NewsLine,
+    news: MessageSender,
     stream: TcpStream,
     round: Mutex<Round>,
     devices: Mutex<Devices>,
@@ -65,25 +75,26 @@ struct Devices {
     ranks: Range<usize>,
     members: Option<Arc<dyn Members>>,
     /// A device is taken out when its connection comes.
-    backends: Vec<Option<Arc<dyn Backend>>>,
+    runtimes: Vec<Option<Runtime>>,
     streams: Vec<TcpStream>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Serves one leader after the other, without end. `devices` names this node's devices, and `open` opens them. Only
-/// connections from `leaders` are served, if there are any.
-///
-/// # Errors
-/// No thread can be started.
+/// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room for,
+/// and `open` opens them. Only connections from `leaders` are served, if there are any.
 pub fn serve(
     listener: &TcpListener,
-    devices: impl Fn() -> Vec<DeviceFacts>,
+    devices: impl Fn() -> Vec<DeviceFacts> + Send + Sync + 'static,
     leaders: &[IpAddr],
-    open: impl Fn(Opening) -> std::result::Result<Opened, String> + Send + Sync + 'static,
-) -> Result<()> {
-    let open = Arc::new(open);
-    let present: Arc<Mutex<Option<Arc<Session>>>> = Arc::default();
-    let mut sessions = 0;
+    open: impl Fn(Opening) -> Result<Opened, String> + Send + Sync + 'static,
+) {
+    let node = Arc::new(Node {
+        devices: Box::new(devices),
+        open: Box::new(open),
+        present: Mutex::default(),
+        sessions: AtomicU64::new(0),
+        greetings: AtomicUsize::new(0),
+    });
     for stream in listener.incoming() {
         let Ok(mut stream) = stream else {
             // The system has no files left, for example; the next connection may come through.
@@ -97,63 +108,86 @@ pub fn serve(
             tracing::warn!("a connection from {who} is refused: the leader is {leaders:?}");
             let reason =
                 format!("its leader is {leaders:?} by its --nodes, and this connection is from {who}");
-            let _ = frame::write(&mut stream, &Welcome::Refused { reason }, &[]);
+            refuse(&mut stream, reason, false);
             continue;
         }
-        let _ = stream.set_read_timeout(Some(GREETING_MAX));
-        match frame::read::<Greeting>(&mut stream, &mut Vec::new()) {
+        // On a thread of its own: a connection that says nothing must not keep the leader waiting.
+        let greeted = Arc::clone(&node);
+        let is_full = node.greetings.fetch_add(1, Ordering::SeqCst) >= GREETINGS_MAX;
+        if is_full || spawn("keel-session", move || greeted.greet(stream)).is_err() {
+            tracing::warn!("a connection is refused: {GREETINGS_MAX} others have not said what they are");
+            node.greetings.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+fn refuse(stream: &mut TcpStream, reason: String, may_pass: bool) {
+    let _ = stream.set_write_timeout(Some(SILENCE_MAX));
+    let _ = frame::write(stream, &Welcome::Refused { reason, may_pass }, &[]);
+}
+
+/// What all connections of a node share.
+struct Node {
+    devices: Box<dyn Fn() -> Vec<DeviceFacts> + Send + Sync>,
+    open: Box<dyn Fn(Opening) -> Result<Opened, String> + Send + Sync>,
+    /// The leader's session.
+    present: Mutex<Option<Arc<Session>>>,
+    /// Sessions so far.
+    sessions: AtomicU64,
+    /// Connections that have not said what they are.
+    greetings: AtomicUsize,
+}
+
+impl Node {
+    /// Serves a new connection.
+    fn greet(&self, stream: TcpStream) {
+        let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + GREETING_MAX };
+        let greeting = frame::read_first::<Greeting>(&mut until);
+        self.greetings.fetch_sub(1, Ordering::SeqCst);
+        match greeting {
             Ok(Greeting::Lead { version }) => {
-                sessions += 1;
-                if let Some(session) = welcome(stream, &version, sessions, &devices, &present) {
-                    let (present, open) = (Arc::clone(&present), Arc::clone(&open));
-                    spawn("keel-session", move || {
-                        let ending = Ending { session: &session, present: &present };
-                        follow(&session, &*open);
-                        drop(ending);
-                    })?;
+                if let Some(session) = self.welcome(stream, &version) {
+                    let ending = Ending { session: &session, present: &self.present };
+                    follow(&session, &*self.open);
+                    drop(ending);
                 }
             }
             Ok(Greeting::Device { session, index }) => {
-                let found = locked(&present).clone().filter(|present| present.number == session);
+                let found = locked(&self.present).clone().filter(|present| present.number == session);
                 if let Some(session) = found {
-                    session.serve_device(stream, index)?;
+                    session.serve_device(stream, index);
                 }
             }
             Err(error) => tracing::warn!("a connection says nothing that can be read: {error}"),
         }
     }
-    Ok(())
-}
 
-/// Answers a leader. `None` if it is refused.
-fn welcome(
-    mut stream: TcpStream,
-    version: &str,
-    number: u64,
-    devices: &impl Fn() -> Vec<DeviceFacts>,
-    present: &Mutex<Option<Arc<Session>>>,
-) -> Option<Arc<Session>> {
-    let mut present = locked(present);
-    let refusal = if version != VERSION {
-        Some(format!("it is version {VERSION}, and the leader {version}: run the same version"))
-    } else {
-        present.is_some().then(|| "it has a leader; end that one first".into())
-    };
-    if let Some(reason) = refusal {
-        let _ = frame::write(&mut stream, &Welcome::Refused { reason }, &[]);
-        return None;
+    /// Answers a leader. `None` if it is refused.
+    fn welcome(&self, mut stream: TcpStream, version: &str) -> Option<Arc<Session>> {
+        if version != VERSION {
+            let reason = format!("it is version {VERSION}, and the leader {version}: run the same version");
+            refuse(&mut stream, reason, false);
+            return None;
+        }
+        let mut present = locked(&self.present);
+        if present.is_some() {
+            drop(present);
+            refuse(&mut stream, "it has a leader; end that one first".into(), true);
+            return None;
+        }
+        let number = self.sessions.fetch_add(1, Ordering::SeqCst) + 1;
+        let devices = (self.devices)();
+        let count = devices.len();
+        let _ = stream.set_nodelay(true);
+        let _ = stream.set_read_timeout(Some(SILENCE_MAX));
+        let _ = stream.set_write_timeout(Some(SILENCE_MAX));
+        frame::write(&mut stream, &Welcome::Accepted { session: number, devices }, &[]).ok()?;
+        let news = MessageSender::new(stream.try_clone().ok()?, News::Here).ok()?;
+        let (round, devices) = (Mutex::default(), Mutex::default());
+        let session = Arc::new(Session { number, count, news, stream, round, devices });
+        *present = Some(Arc::clone(&session));
+        Some(session)
     }
-    let devices = devices();
-    let count = devices.len();
-    frame::write(&mut stream, &Welcome::Accepted { session: number, devices }, &[]).ok()?;
-    let _ = stream.set_nodelay(true);
-    let _ = stream.set_read_timeout(Some(SILENCE_MAX));
-    let _ = stream.set_write_timeout(Some(SILENCE_MAX));
-    let news = NewsLine::new(stream.try_clone().ok()?).ok()?;
-    let (round, devices) = (Mutex::default(), Mutex::default());
-    let session = Arc::new(Session { number, count, news, stream, round, devices });
-    *present = Some(Arc::clone(&session));
-    Some(session)
 }
 
 /// The end of a session, also by a panic: the next leader is served.
@@ -171,7 +205,7 @@ impl Drop for Ending<'_> {
 }
 
 /// Does what the leader says until it is gone.
-fn follow(session: &Arc<Session>, open: &impl Fn(Opening) -> std::result::Result<Opened, String>) {
+fn follow(session: &Arc<Session>, open: &dyn Fn(Opening) -> Result<Opened, String>) {
     let Ok(stream) = session.stream.try_clone() else { return };
     let (mut stream, mut bytes) = (BufReader::new(stream), Vec::new());
     loop {
@@ -196,9 +230,15 @@ impl Session {
     fn open(
         self: &Arc<Self>,
         seats: Seats,
-        open: &impl Fn(Opening) -> std::result::Result<Opened, String>,
-    ) -> std::result::Result<(), String> {
+        open: &dyn Fn(Opening) -> Result<Opened, String>,
+    ) -> Result<(), String> {
         let Seats { size, shares, first_rank, settings } = seats;
+        if size > GROUP_MAX {
+            return Err(format!("a group of {size} devices; at most {GROUP_MAX} share a model"));
+        }
+        if self.members().is_some() {
+            return Err("its devices are open already".into());
+        }
         let end = first_rank.checked_add(self.count).filter(|end| *end <= size && self.count > 0);
         let Some(end) = end else {
             return Err(format!(
@@ -214,12 +254,12 @@ impl Session {
             }
         });
         let ranks = first_rank..end;
-        let Opened { backends, members } =
+        let Opened { runtimes, members } =
             open(Opening { size, shares, ranks: ranks.clone(), settings, abandon })?;
         let mut devices = locked(&self.devices);
         devices.size = size;
         devices.ranks = ranks;
-        devices.backends = backends.into_iter().map(Some).collect();
+        devices.runtimes = runtimes.into_iter().map(Some).collect();
         devices.members = Some(members);
         Ok(())
     }
@@ -234,9 +274,18 @@ impl Session {
                 members.map_or(Err("its devices are not open".into()), |members| members.connect(&ids));
             session.news.tell(&News::Connected { round, outcome }, &[]);
         };
-        match std::thread::Builder::new().name("keel-connect".into()).spawn(connect) {
-            Ok(thread) => locked(&self.devices).threads.push(thread),
-            Err(error) => self.news.tell(&News::Connected { round, outcome: Err(error.to_string()) }, &[]),
+        let mut devices = locked(&self.devices);
+        devices.threads.retain(|thread| !thread.is_finished());
+        let started = match devices.threads.len() < self.count + CONNECTING_MAX {
+            true => std::thread::Builder::new().name("keel-connect".into()).spawn(connect),
+            false => Err(std::io::Error::other("it waits for earlier connections of its devices")),
+        };
+        match started {
+            Ok(thread) => devices.threads.push(thread),
+            Err(error) => {
+                drop(devices);
+                self.news.tell(&News::Connected { round, outcome: Err(error.to_string()) }, &[]);
+            }
         }
     }
 
@@ -260,18 +309,19 @@ impl Session {
     }
 
     /// Gives a device to the connection that the leader has opened for it.
-    fn serve_device(self: &Arc<Self>, stream: TcpStream, index: usize) -> Result<()> {
+    fn serve_device(self: &Arc<Self>, stream: TcpStream, index: usize) {
         let mut devices = locked(&self.devices);
-        let backend = devices.backends.get_mut(index).and_then(Option::take);
-        let (Some(backend), Ok(end)) = (backend, stream.try_clone()) else {
-            tracing::warn!("device {index} is not there, or has a connection");
-            return Ok(());
+        let runtime = devices.runtimes.get_mut(index).and_then(Option::take);
+        let (Some(runtime), Ok(end)) = (runtime, stream.try_clone()) else {
+            return tracing::warn!("device {index} is not there, or has a connection");
         };
+        // A leader that is gone is seen on its connection for news. While a device runs a step, nothing is read here, and
+        // the leader may then have to wait before it can say that it is there.
         let _ = stream.set_read_timeout(None);
         let session = Arc::clone(self);
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
             let news = session.stream.try_clone();
-            if let Err(error) = work::serve(stream, backend, session) {
+            if let Err(error) = work::serve(stream, runtime, session) {
                 tracing::warn!("device {index}: {error}");
                 // Without this device there is nothing that the leader can run.
                 let _ = news.map(|news| news.shutdown(Shutdown::Both));
@@ -284,7 +334,6 @@ impl Session {
             }
             Err(error) => tracing::error!("no thread can be started: {error}"),
         }
-        Ok(())
     }
 
     /// Ends the work of all devices and frees them. Those that wait for the leader's devices stop waiting.
@@ -295,7 +344,7 @@ impl Session {
             let others = (0..devices.size).filter(|rank| !devices.ranks.contains(rank));
             others.for_each(|rank| members.note_absent(rank));
         }
-        devices.backends.clear();
+        devices.runtimes.clear();
         for stream in &devices.streams {
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -324,7 +373,7 @@ pub(crate) mod tests {
 
         fn note_rejoined(&self, _rank: usize) {}
 
-        fn connect(&self, ids: &[u8]) -> std::result::Result<(), String> {
+        fn connect(&self, ids: &[u8]) -> Result<(), String> {
             self.0.send(format!("connect {ids:?}")).expect("the test listens");
             Ok(())
         }
@@ -335,9 +384,71 @@ pub(crate) mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
         let (stream, _) = listener.accept().expect("the leader connects");
-        let news = NewsLine::new(stream.try_clone().expect("a handle")).expect("a thread");
+        let news = MessageSender::new(stream.try_clone().expect("a handle"), News::Here).expect("a thread");
         let (round, devices) = (Mutex::default(), Mutex::default());
         (Arc::new(Session { number: 1, count, news, stream, round, devices }), leader)
+    }
+
+    /// A node with this many devices, and its address. Opening them fails.
+    fn node(count: usize) -> std::net::SocketAddr {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let facts = move || vec![DeviceFacts { name: "cpu:0".into(), room: None }; count];
+        std::thread::spawn(move || serve(&listener, facts, &[], |_| Err("it has none".into())));
+        address
+    }
+
+    /// A health check, for example, which connects and says nothing.
+    #[test]
+    fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
+        let address = node(1);
+        let silent: Vec<TcpStream> =
+            (0..GREETINGS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+        let start = Instant::now();
+        let lead =
+            || crate::connection::greet(&address.to_string(), &Greeting::Lead { version: VERSION.into() });
+        let (_stream, welcome) = lead().expect("it answers");
+        assert!(matches!(welcome, Welcome::Accepted { session: 1, .. }), "{welcome:?}");
+        assert!(start.elapsed() < GREETING_MAX, "{:?}", start.elapsed());
+        let (_second, welcome) = lead().expect("it answers");
+        assert!(matches!(welcome, Welcome::Refused { may_pass: true, .. }), "{welcome:?}");
+        drop(silent);
+    }
+
+    #[test]
+    fn a_group_that_cannot_be_is_refused() {
+        let (session, _leader) = session(2);
+        let open = |opening: Opening| -> Result<Opened, String> {
+            assert_eq!(opening.ranks, 1..3);
+            Ok(Opened { runtimes: Vec::new(), members: Arc::new(Heard(channel().0)) })
+        };
+        let seats = |size, first_rank| Seats { size, shares: 1, first_rank, settings: Value::Null };
+        for (seats, reason) in [
+            (seats(1 << 40, 0), "a group of 1099511627776 devices; at most 64 share a model"),
+            (seats(3, 2), "its 2 devices from rank 2 on are not in a group of 3"),
+            (seats(3, usize::MAX), "are not in a group of 3"),
+        ] {
+            let error = session.open(seats, &open).expect_err("it is refused");
+            assert!(error.contains(reason), "{error}");
+        }
+        session.open(seats(3, 1), &open).expect("it is one");
+        let error = session.open(seats(3, 1), &open).expect_err("twice");
+        assert_eq!(error, "its devices are open already");
+    }
+
+    /// Each time devices are connected again takes a thread, which ends.
+    #[test]
+    fn threads_that_connect_do_not_pile_up() {
+        let (session, _leader) = session(1);
+        let (tell, heard) = channel();
+        locked(&session.devices).members = Some(Arc::new(Heard(tell)));
+        for round in 0..100 {
+            session.connect(round, Vec::new());
+            assert_eq!(heard.recv().as_deref(), Ok("connect []"));
+            // The thread ends soon after that.
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert!(locked(&session.devices).threads.len() <= 1 + CONNECTING_MAX);
     }
 
     #[test]

@@ -1,19 +1,25 @@
 //! What a node does with one of its devices for the leader.
 
 use std::collections::HashMap;
-use std::io::{self, BufReader, BufWriter, Write};
+use std::io::{self, BufReader};
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use keel_array::{
     ArrayError, Backend, Buffer, CarriedLaunch, Category, MemoryAt, RowBlock, RowData, Runtime,
-    RuntimeOptions,
 };
 
+use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
-use crate::message::{Answer, At, Coding, Failure, Piece, Request};
+use crate::message::{Answer, At, Coding, Failure, PIECES_MAX, Piece, Request};
 use crate::node::Session;
+
+/// Most allocations of a device.
+const MEMORIES_MAX: usize = 1 << 20;
+
+/// Most kernels of all pieces of programs together.
+const KERNELS_MAX: usize = 4 << 20;
 
 /// What a request gives: an answer, and bytes for it.
 type Outcome = Result<(Answer, Vec<u8>), Failure>;
@@ -21,6 +27,8 @@ type Outcome = Result<(Answer, Vec<u8>), Failure>;
 /// A device with what the leader has on it. Dropping it frees all of that.
 struct Worker {
     pieces: HashMap<u64, CarriedLaunch>,
+    /// Kernels of these pieces.
+    kernels: usize,
     memories: HashMap<u64, Buffer>,
     runtime: Runtime,
     /// The first failure of a request without an answer.
@@ -32,10 +40,11 @@ struct Worker {
 ///
 /// # Errors
 /// How it ended, if the leader did not just go.
-pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, session: Arc<Session>) -> io::Result<()> {
+pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    let (mut from, mut to) = (BufReader::with_capacity(1 << 20, stream.try_clone()?), BufWriter::new(stream));
-    let mut worker = Worker::new(backend, session);
+    let mut from = BufReader::with_capacity(1 << 20, stream.try_clone()?);
+    let to = MessageSender::new(stream, Answer::Here).map_err(io::Error::other)?;
+    let mut worker = Worker::new(runtime, session);
     let mut bytes = Vec::new();
     loop {
         let request: Request = match frame::read(&mut from, &mut bytes) {
@@ -51,14 +60,17 @@ pub(crate) fn serve(stream: TcpStream, backend: Arc<dyn Backend>, session: Arc<S
             continue;
         }
         let (answer, bytes) = outcome.unwrap_or_else(|failure| (Answer::Failed(failure), Vec::new()));
-        frame::write(&mut to, &answer, &[&bytes])?;
-        to.flush()?;
+        to.send(&answer, &bytes)?;
     }
 }
 
 /// An answer without bytes.
 fn done() -> Outcome {
     Ok((Answer::Done, Vec::new()))
+}
+
+fn too_many(what: &str, most: usize) -> Failure {
+    Failure { op: None, reason: format!("the leader has sent too many {what}: a device has at most {most}") }
 }
 
 fn failed(error: ArrayError) -> Failure {
@@ -69,22 +81,29 @@ fn failed(error: ArrayError) -> Failure {
 }
 
 impl Worker {
-    fn new(backend: Arc<dyn Backend>, session: Arc<Session>) -> Worker {
+    fn new(runtime: Runtime, session: Arc<Session>) -> Worker {
         Worker {
             pieces: HashMap::new(),
+            kernels: 0,
             memories: HashMap::new(),
-            runtime: Runtime::new(backend, RuntimeOptions::default()),
+            runtime,
             failure: None,
             session,
         }
     }
 
-    /// Does what is asked. A request without an answer may fail. Then launches and requests with an answer fail, too, until
-    /// the leader has been told: they may need what that request should have made.
+    /// Handles a request. The first failure of a request without an answer is kept. Launches and requests with an
+    /// answer then fail with it, because they may need the missing result. `Rejoin` and `Usage` run in any case. The
+    /// failure is forgotten when the last launch of a program or `MakeReady` has failed with it, or when the device
+    /// rejoins.
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
-        let is_told = request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
-        let before = if is_told { self.failure.take() } else { self.failure.clone().filter(|_| is_launch) };
+        let ends_program =
+            matches!(request, Request::Launch { is_last: true, .. } | Request::MakeReady { .. });
+        let depends =
+            is_launch || request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
+        let before =
+            if ends_program { self.failure.take() } else { self.failure.clone().filter(|_| depends) };
         let outcome = match before {
             Some(failure) => Err(failure),
             None => catch_unwind(AssertUnwindSafe(|| self.handle(request, bytes))).unwrap_or_else(|_| {
@@ -126,6 +145,9 @@ impl Worker {
 
     fn handle(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         match request {
+            Request::Allocate { .. } if self.memories.len() >= MEMORIES_MAX => {
+                return Err(too_many("allocations", MEMORIES_MAX));
+            }
             Request::Allocate { memory, bytes, lasting } => {
                 let category = if lasting { Category::Weights } else { Category::User };
                 let buffer = self.runtime.allocate(category, bytes).map_err(failed)?;
@@ -134,6 +156,7 @@ impl Worker {
             Request::Free { memory } => {
                 if let Some(freed) = self.memories.remove(&memory) {
                     self.pieces.retain(|_, piece| !piece.uses(&freed));
+                    self.kernels = self.pieces.values().map(CarriedLaunch::kernels).sum();
                 }
             }
             Request::Arena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
@@ -159,13 +182,18 @@ impl Worker {
                 self.backend().pack(&spec, memory, offset, &block).map_err(failed)?;
             }
             Request::Repeat { spec, at, rows } => {
+                spec.check().map_err(failed)?;
+                if rows == 0 || rows > spec.rows {
+                    let reason = format!("{rows} rows are repeated in a weight of {}", spec.rows);
+                    return Err(Failure { op: None, reason });
+                }
                 let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
                 if !self.backend().repeat_rows(&spec, memory, offset, rows) {
                     return Ok((Answer::Cannot, Vec::new()));
                 }
             }
             Request::Program(piece) => self.bind(piece)?,
-            Request::Forget { number } => drop(self.pieces.remove(&number)),
+            Request::Forget { number } => self.forget(number),
             Request::Launch { number, .. } => {
                 self.piece(number)?.with(|launch| self.backend().launch(launch)).map_err(failed)?;
                 return Ok((self.prepared(), Vec::new()));
@@ -193,7 +221,7 @@ impl Worker {
         if settled {
             self.backend().read_settled(memory, offset, &mut bytes).map_err(failed)?;
         } else {
-            self.backend().read(memory, offset, &mut bytes);
+            self.backend().read(memory, offset, &mut bytes).map_err(failed)?;
         }
         Ok((Answer::Done, bytes))
     }
@@ -209,16 +237,32 @@ impl Worker {
             places.into_iter().map(|at| Ok((self.buffer(at.memory)?.clone(), at.offset))).collect()
         };
         let (externals, outputs) = (buffers(externals)?, buffers(outputs)?);
-        // A kernel that the device cannot run has been planned for another one.
-        let backend = self.backend();
-        let supported = kernels.iter().try_for_each(|kernel| backend.supports(kernel));
-        supported.map_err(|reason| Failure { op: None, reason })?;
-        let launch = CarriedLaunch::new(&self.runtime, kernels, externals, outputs, has_arena);
+        self.forget(number);
+        // A leader sends one piece before it forgets another, and pieces of programs that run once.
+        if self.pieces.len() >= PIECES_MAX + 2 {
+            return Err(too_many("pieces of programs", PIECES_MAX + 2));
+        }
+        let count = self.kernels + kernels.len();
+        if count > KERNELS_MAX {
+            return Err(too_many("kernels", KERNELS_MAX));
+        }
+        let launch =
+            CarriedLaunch::new(&self.runtime, kernels, externals, outputs, has_arena).map_err(failed)?;
         self.pieces.insert(number, launch);
+        self.kernels = count;
         Ok(())
     }
 
+    fn forget(&mut self, number: u64) {
+        if let Some(piece) = self.pieces.remove(&number) {
+            self.kernels -= piece.kernels();
+        }
+    }
+
     fn make_ready(&self, numbers: &[u64]) -> Outcome {
+        if numbers.len() > self.pieces.len() {
+            return Err(too_many("programs to make ready", self.pieces.len()));
+        }
         let pieces = numbers.iter().map(|number| self.piece(*number)).collect::<Result<Vec<_>, _>>()?;
         CarriedLaunch::with_all(&pieces, |launches| self.backend().make_ready(launches, &mut |_, _| ()))
             .map_err(failed)?;
@@ -266,7 +310,9 @@ impl Floats {
 
 #[cfg(test)]
 mod tests {
-    use keel_array::{Compute, DType, WeightFormat, WeightSpec};
+    use keel_array::{
+        Compute, DType, Kernel, Layout, Op, Operand, RuntimeOptions, Slot, WeightFormat, WeightSpec,
+    };
     use keel_cpu::{CpuBackend, CpuOptions};
 
     use super::*;
@@ -283,8 +329,7 @@ mod tests {
     #[test]
     fn requests_beyond_memory_and_weights_are_refused() {
         let (session, _leader) = session(1);
-        let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
-        let mut worker = Worker::new(backend, session);
+        let mut worker = worker(session);
         let format = WeightFormat::Dense(DType::F32);
         let spec = WeightSpec { experts: 1, rows: 300, cols: 32, format, compute: Compute::F32 };
         let bytes = worker.backend().packed_bytes(&spec);
@@ -311,5 +356,92 @@ mod tests {
         let pack =
             |rows| Request::Pack { spec, at: at(0), expert: 0, first_row: 0, rows, coding: Coding::Dense };
         assert!(worker.attempt(pack(256), &vec![0; 256 * 128]).is_ok());
+        for rows in [0, 301] {
+            let found = refusal(&mut worker, Request::Repeat { spec, at: at(0), rows }, &[]);
+            assert_eq!(found, format!("{rows} rows are repeated in a weight of 300"));
+        }
+        let huge = WeightSpec { experts: 1 << 30, rows: 1 << 30, ..spec };
+        let found = refusal(&mut worker, Request::Repeat { spec: huge, at: at(0), rows: 1 }, &[]);
+        assert!(found.contains("has too many elements"), "{found}");
+        let numbers = vec![7; 3];
+        assert!(refusal(&mut worker, Request::MakeReady { numbers }, &[]).contains("at most 0"));
+    }
+
+    /// A device on the CPU.
+    fn worker(session: Arc<Session>) -> Worker {
+        let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
+        Worker::new(Runtime::new(backend, RuntimeOptions::default()), session)
+    }
+
+    /// What should have come before a program is missing until the program has failed by it.
+    #[test]
+    fn a_failure_without_an_answer_ends_the_program_after_it() {
+        let (session, _leader) = session(1);
+        let mut worker = worker(session);
+        let failed = worker.attempt(Request::Write { at: At { memory: 5, offset: 0 } }, &[0; 4]).err();
+        worker.failure = failed;
+        let missing = "there is no memory 5";
+        let launch = |is_last| Request::Launch { number: 1, is_last };
+        assert_eq!(refusal(&mut worker, launch(false), &[]), missing);
+        let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
+        assert_eq!(refusal(&mut worker, allocate, &[]), missing, "it tells, and keeps the failure");
+        assert_eq!(refusal(&mut worker, launch(true), &[]), missing);
+        assert_eq!(refusal(&mut worker, launch(true), &[]), "there is no piece 1 of a program");
+    }
+
+    /// What no plan of ours has must not reach a kernel.
+    #[test]
+    fn operands_outside_of_their_memory_are_refused() {
+        let (session, _leader) = session(1);
+        let mut worker = worker(session);
+        let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
+        assert!(worker.attempt(allocate, &[]).is_ok());
+        let operand = |slot, shape: &[usize]| Operand {
+            slot,
+            layout: Layout::contiguous(shape.into()),
+            dtype: DType::F32,
+        };
+        let at = At { memory: 1, offset: 0 };
+        let piece = |input: Operand, output: Operand, workspace| Piece {
+            number: 1,
+            kernels: vec![Kernel {
+                op: Op::Copy,
+                inputs: vec![input],
+                outputs: vec![output],
+                workspace,
+                absorbed: Vec::new(),
+                regime: None,
+            }],
+            externals: vec![at],
+            outputs: vec![at],
+            has_arena: false,
+        };
+        let (external, result) = (Slot::External(0), Slot::Output(0));
+        let fitting = || operand(external, &[2, 8]);
+        let out = || operand(result, &[2, 8]);
+        assert!(worker.attempt(Request::Program(piece(fitting(), out(), None)), &[]).is_ok());
+        let with = |change: fn(&mut Layout)| {
+            let mut operand = fitting();
+            change(&mut operand.layout);
+            operand
+        };
+        for (input, output, workspace) in [
+            (operand(external, &[2, 9]), out(), None),
+            (operand(Slot::External(1), &[2, 8]), out(), None),
+            (operand(Slot::Arena { temp: 0, offset: 0 }, &[1]), out(), None),
+            (operand(Slot::Temp(0), &[1]), out(), None),
+            (operand(Slot::Absorbed(0), &[1]), out(), None),
+            (with(|layout| layout.offset = 1), out(), None),
+            (with(|layout| layout.offset = usize::MAX), out(), None),
+            (with(|layout| layout.strides = [usize::MAX, 1].into()), out(), None),
+            (with(|layout| layout.strides = [1].into()), out(), None),
+            (fitting(), operand(result, &[2, 9]), None),
+            (fitting(), operand(Slot::Absorbed(0), &[2, 8]), None),
+            (fitting(), out(), Some(0..1)),
+        ] {
+            let shown = format!("{input:?} {output:?} {workspace:?}");
+            let found = refusal(&mut worker, Request::Program(piece(input, output, workspace)), &[]);
+            assert!(found.contains("not within its memory") || found.contains("scratch"), "{shown}: {found}");
+        }
     }
 }

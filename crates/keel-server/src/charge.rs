@@ -33,7 +33,7 @@ pub(crate) enum Refused {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes, of which `reserve` are kept for others than requests.
+    /// A budget of `limit` bytes. `reserve` of them are kept for connections.
     pub fn new(limit: u64, reserve: u64) -> Budget {
         let zero = || AtomicU64::new(0);
         Budget { limit, reserve, used: zero(), peak: zero(), total: zero() }
@@ -99,8 +99,8 @@ impl Charge {
             // Whatever others use, what is charged already stays.
             return Ok(());
         }
-        // An owner of little may use the whole budget, also for a large request: tokens that wait, for example. So an
-        // answer that runs is not cut while there is room for small requests.
+        // An owner that holds little, such as waiting tokens, may use the whole budget, even if its request is large.
+        // So a running answer is not cut off while small requests have room.
         let share = self.budget.share(self.held().saturating_add(bytes));
         let wanted = self.request.load(Ordering::Acquire).saturating_add(bytes);
         let more = |used: u64| used.checked_add(bytes).filter(|&used| used <= share);

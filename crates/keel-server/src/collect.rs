@@ -142,10 +142,12 @@ impl StreamRoom {
 
 /// Receives the events of a stream.
 ///
-/// A stream holds memory while it sends: its prompt, and tokens that wait. If it waited without end for memory that
-/// others hold, two streams could wait for each other. So an event that fits into the stream's own bytes waits for the
-/// stream's own client alone, and a larger one waits for a limited time. An event that exceeds what its request may
-/// ever have, also when the client has read all others, is refused at once.
+/// A stream holds memory while it sends: its prompt, and tokens that wait. Without a limit, two streams could wait for
+/// memory that the other holds. So:
+///
+/// - An event of at most [`STREAM_BYTES`] waits for the stream's own client alone.
+/// - A larger event waits for at most [`ROOM_TIME`].
+/// - An event that exceeds the limit of its request, even without the unread events, is refused at once.
 #[derive(Clone)]
 pub(crate) struct Outbox {
     events: mpsc::Sender<Waiting>,

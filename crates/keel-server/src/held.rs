@@ -47,8 +47,8 @@ impl<T: Unpin> HttpBody for Holding<T> {
 }
 
 /// Charges a response's body to its request until it is written, and hands it over in pieces. The connection buffers
-/// few of them, so that what waits for a slow client is in the body, where it is charged. What the meter holds for the
-/// answer that the body was made of becomes the charge of the body: other requests cannot take that memory in between.
+/// few pieces. So the rest stays in the body, where it is charged. The charge of the answer becomes that of the body,
+/// so no other request takes that memory in between.
 pub(crate) fn paced(charge: Arc<Meter>, response: Response) -> Response {
     let bytes = match response.body().size_hint().exact() {
         Some(bytes) if bytes > READ_BYTES_MAX as u64 => bytes,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use keel_text::{GrammarMask, GrammarState, MaskCanceller, TextError};
 
-/// A mask that takes longer is slow. So are all after it.
+/// If one mask takes longer, no step waits for this answer's later masks.
 const SLOW: Duration = Duration::from_millis(5);
 /// An answer drafts while its masks take no longer.
 const QUICK: Duration = Duration::from_millis(1);

@@ -166,7 +166,7 @@ fn schemas() -> Value {
     let flat = json!({"schema": {"type": "object"}});
     let ids = json!({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}});
     let messages = messages();
-    // Counting takes no limit of the answer: there is none.
+    // Counting makes no answer, so it has no `max_tokens`.
     let mut count_tokens = messages.clone();
     count_tokens["required"] = json!(["messages"]);
     if let Some(properties) = count_tokens["properties"].as_object_mut() {

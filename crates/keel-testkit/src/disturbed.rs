@@ -31,8 +31,17 @@ pub trait Disturbance: Send + Sync + 'static {
     }
 
     /// Replaces a copy to the host.
-    fn read(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        backend.read(memory, offset, bytes);
+    ///
+    /// # Errors
+    /// The backend's own error, or one that the test injects.
+    fn read(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        backend.read(memory, offset, bytes)
     }
 
     /// Replaces a copy to the host that does not wait for launches under way.
@@ -137,8 +146,8 @@ impl<D: Disturbance> Memory for Disturbed<D> {
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
         self.disturbance.write(&*self.backend, memory, offset, bytes);
     }
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        self.disturbance.read(&*self.backend, memory, offset, bytes);
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        self.disturbance.read(&*self.backend, memory, offset, bytes)
     }
     fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.disturbance.read_settled(&*self.backend, memory, offset, bytes)

@@ -76,8 +76,7 @@ impl Config {
         })
     }
 
-    /// The same where `keel plan` plans a server: what the file says of `serve` holds for it, too, unless its own table
-    /// says something else.
+    /// The file for `keel plan` of a server: values of `[serve]` apply, too, unless `[plan]` sets them.
     pub fn for_plan_of_server(&self, command: &Command) -> Config {
         let mut table = self.table.clone();
         let serve = table.get("serve").and_then(Value::as_table).cloned().unwrap_or_default();

@@ -52,9 +52,13 @@ pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
     code
 }
 
-/// Reports a panic when it happens, on any thread. Later would be too late: a second panic during unwinding ends the
-/// program, a task of the server swallows its panic, and a library may replace one by a vaguer error. With
-/// `RUST_BACKTRACE` the backtrace follows.
+/// Reports a panic when it happens, on any thread. A later report could be lost:
+///
+/// - a second panic during unwinding ends the program;
+/// - a task of the server swallows its panic;
+/// - a library may report a vaguer error instead.
+///
+/// With `RUST_BACKTRACE` the backtrace follows.
 fn report_panic(info: &PanicHookInfo<'_>) {
     let thread = std::thread::current();
     let name = thread.name().unwrap_or("without a name");

@@ -1,8 +1,10 @@
 //! Pictures from other hosts, for a server that was told which.
 //!
-//! Only hosts that are named are asked, redirects are not followed, no proxy of the environment is used, and a name
-//! that leads to a private address is refused: it may have been made to, so that the server reads what only it can
-//! reach.
+//! - Only named hosts are asked.
+//! - Redirects are not followed.
+//! - No proxy of the environment is used.
+//! - A name that leads to a private address is refused. Otherwise such a name could make the server read data that only
+//!   it can reach.
 
 use std::sync::Arc;
 
@@ -167,7 +169,7 @@ mod web {
             return is_public_v4(mapped);
         }
         let [first, second, ..] = address.segments();
-        // Global unicast, without what leads to addresses of version 4 and what is for documentation.
+        // Global unicast, except 6to4 and Teredo, which lead to IPv4, and documentation.
         (first & 0xe000) == 0x2000 && first != 0x2002 && !(first == 0x2001 && matches!(second, 0 | 0xdb8))
     }
 

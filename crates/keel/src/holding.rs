@@ -187,7 +187,7 @@ impl<'a> Planner<'a> {
         Ok(planner)
     }
 
-    /// No bytes of steps are read from this plan.
+    /// A plan for one page, one state and one sequence. Its bytes of steps are not used.
     fn probe(&self) -> Result<MemoryReport> {
         self.plan_at_least(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
     }

@@ -66,8 +66,8 @@ fn is_pipe(path: &Path) -> bool {
     }
 }
 
-/// Opens a pipe. The system waits for its writer without end, so a thread opens it, and is left to wait if nobody
-/// comes.
+/// Opens a pipe. Opening waits until another process opens it for writing. So a thread opens it, and keeps waiting if
+/// no process does.
 fn open_pipe(path: &Path) -> io::Result<File> {
     let (opened, open) = channel();
     let path = path.to_path_buf();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, on_device, on_host, place, room_on_gpu};
+use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, machine, on_device, on_host, place, room_on_gpu};
 use indicatif::ProgressBar;
 use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
 use keel_engine::plan::plan_seeing_on;
@@ -195,8 +195,8 @@ pub struct Settled {
     pub speculation: Option<SpeculationOptions>,
 }
 
-/// As [`settle`], for a run that drafts as `speculation` says. Where `auto` was to decide how much, and only a plan
-/// without drafts fits on the GPU, there are none.
+/// As [`settle`], for a run that drafts as `speculation` says. If the depth is `auto` and only a plan without drafts
+/// fits on the GPU, the run does not draft.
 ///
 /// # Errors
 /// Errors of the plan.
@@ -225,7 +225,7 @@ pub fn settle_drafting(
         let planned = plan_with(how, device.device())?;
         let fits = match device.limit_of(0) {
             Some(limit) => planned.total() <= limit,
-            None => room_on_gpu(gpu).is_none_or(|room| on_device(&planned, true) <= room),
+            None => room_on_gpu(machine(), gpu).is_none_or(|room| on_device(&planned, true) <= room),
         };
         how = how.filter(|_| fits);
     }

@@ -1,36 +1,70 @@
-//! Signals that ask a process to end which does not always wait for them.
+//! Signals that ask a process to end, for a process that does not always wait for them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use keel_server::wait_for_signal;
 use tokio::sync::watch;
 
-/// Whether a process that leads others was asked to end. It may be while it loads or waits for a node.
+/// The exit code of a process that a signal has ended, as a shell gives it for Ctrl-C.
+const INTERRUPTED: i32 = 130;
+
+/// Whether a process that leads others was asked to end. It may be while it loads or waits for a node. A second signal
+/// ends it at once then; a server hears of it by itself.
 #[derive(Clone, Debug)]
-pub struct Signals(watch::Receiver<bool>);
+pub struct Signals {
+    told: watch::Receiver<bool>,
+    is_serving: Arc<AtomicBool>,
+}
+
+/// A server hears of signals by itself, until this is dropped.
+pub struct Serving(Arc<AtomicBool>);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
 
 impl Signals {
-    /// Waits for the first signal, on a thread.
+    /// Waits for signals, on a thread.
     ///
     /// # Errors
     /// The system refuses a thread, or the handling of signals.
     pub fn watch() -> Result<Signals> {
         let waiting = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (tell, told) = watch::channel(false);
+        let is_serving = Arc::new(AtomicBool::new(false));
+        let serves = Arc::clone(&is_serving);
         std::thread::Builder::new().name("keel-signals".into()).spawn(move || {
-            waiting.block_on(wait_for_signal());
-            let _ = tell.send(true);
+            loop {
+                waiting.block_on(wait_for_signal());
+                let is_first = !tell.send_replace(true);
+                match (serves.load(Ordering::SeqCst), is_first) {
+                    (true, _) => {}
+                    (false, true) => tracing::info!("ends when it can; a second signal ends it at once"),
+                    // Nothing is lost: the nodes free what they have when the connection ends.
+                    (false, false) => std::process::exit(INTERRUPTED),
+                }
+            }
         })?;
-        Ok(Signals(told))
+        Ok(Signals { told, is_serving })
+    }
+
+    /// Says that a server hears of signals by itself.
+    pub fn serving(&self) -> Serving {
+        self.is_serving.store(true, Ordering::SeqCst);
+        Serving(Arc::clone(&self.is_serving))
     }
 
     /// Whether one has come.
     pub fn have_come(&self) -> bool {
-        *self.0.borrow()
+        *self.told.borrow()
     }
 
     /// Waits until one has come.
     pub async fn come(mut self) {
-        // The sender is gone after the first signal.
-        let _ = self.0.wait_for(|has_come| *has_come).await;
+        let _ = self.told.wait_for(|has_come| *has_come).await;
     }
 }

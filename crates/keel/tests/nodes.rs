@@ -35,6 +35,8 @@ fn processes_that_cannot_share_a_model_are_refused() {
     let gpu = &["--devices", "cuda:0", "--nodes", "localhost:1,localhost:2"];
     misuse(&with(&with(&["generate", "x"], gpu), &["--node", "1"]), "--node above 0 is for keel serve");
     misuse(&with(&with(&["serve"], gpu), &["--node", "2"]), "--nodes lists 2 addresses");
+    let limits = &["--node", "1", "--memory-limit", "1Gi,2Gi"];
+    misuse(&with(&with(&["serve"], gpu), limits), "--memory-limit has 2 values for 1 device(s)");
     misuse(&with(&["plan"], gpu), "this command runs in one process");
     let alone = &["--devices", "cuda:0", "--nodes", "localhost:1"];
     misuse(&with(&["generate", "x"], alone), "--nodes lists one address");

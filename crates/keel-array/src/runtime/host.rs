@@ -150,17 +150,16 @@ impl Array {
     /// Copies bytes of evaluated, contiguous storage to the host.
     ///
     /// # Errors
-    /// If the range is not within the array, or the array is not in memory or not contiguous.
+    /// If the range is not within the array, the array is not in memory or not contiguous, or the copy fails.
     pub fn read_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let Binding { buffer, offset: start } = self.readable(at, bytes.len())?;
-        self.runtime().exclusive(|backend| backend.read(buffer.memory(), start, bytes));
-        Ok(())
+        self.runtime().exclusive(|backend| backend.read(buffer.memory(), start, bytes))
     }
 
     /// As [`Array::read_bytes`], but does not wait for runs under way. None of them may write these bytes.
     ///
     /// # Errors
-    /// As [`Array::read_bytes`]; or if the copy fails.
+    /// As [`Array::read_bytes`].
     pub fn read_settled_bytes(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let place = self.readable(at, bytes.len())?;
         self.runtime().exclusive(|backend| backend.read_settled(place.buffer.memory(), place.offset, bytes))

@@ -138,8 +138,9 @@ impl Memory for CpuBackend {
         HostMemory::of(memory).write(offset, bytes);
     }
 
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> keel_array::Result<()> {
         HostMemory::of(memory).read(offset, bytes);
+        Ok(())
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

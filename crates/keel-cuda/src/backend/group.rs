@@ -290,7 +290,7 @@ impl CudaGroup {
 
     pub(super) fn abandon(&self) {
         self.note_absent(self.rank);
-        // Also if another device has failed before: a process that knows of one forgets the others.
+        // Told even if another device has failed before: each process remembers only its first absent device.
         if let Some(others) = self.shared.role.others() {
             others.abandon(self.rank);
         }
@@ -324,8 +324,9 @@ impl CudaGroup {
         }
     }
 
-    /// The last device to come back makes the process ready for a new connection: it connects all, or, if another
-    /// process leads, waits for that one's ids. What is then said of absent devices is about the new connection.
+    /// Notes a device that has come back. A process that follows awaits its own devices, any other process all of the
+    /// group. After the last one, a process that follows waits for ids, and any other connects all devices. Absences
+    /// noted from then on concern the new connection.
     fn note_back(&self, rank: usize) {
         let is_led = matches!(self.shared.role, Role::Follows(_));
         let awaited = if is_led { self.shared.local.clone() } else { 0..self.size() };
@@ -399,7 +400,8 @@ impl Drop for Membership {
         let _ = self.device.bind();
         self.group.leave(&self.device, || ());
         let mailboxes = self.group.seat(self.group.rank).mailboxes.take();
-        // The seat is not locked any more: the last one waits for the devices, which look at their seats.
+        // Dropped without the lock on the seat. Dropping the last handle waits for all devices, and they look at their
+        // seats meanwhile.
         drop(mailboxes);
         // Peers' mailboxes may keep the device. It is closed all the same.
         let mut members = self.group.members();

@@ -33,8 +33,8 @@ pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
     host_bytes: (2 * STAGING_BYTES + (1 + LAUNCHES_MAX) * (WRONG_BYTES + RESULT_BYTES_MAX)) as u64,
 };
 
-/// Groups of kernels after which a host that launches one by one waits for a device with peers. The driver holds about
-/// 1,024 launches and then blocks the host, which could not see that a peer has failed.
+/// The groups of kernels between two waits of a host that launches one by one. Only for devices with peers. The driver
+/// holds about 1,024 launches. Then it blocks the host, which could not see a failed peer.
 const WATCHED_GROUPS: usize = 128;
 
 /// How kernels are put on the stream.
@@ -50,7 +50,7 @@ enum Pace {
 enum Unrecorded {
     /// One was refused.
     Kernel(ArrayError),
-    /// The host, which launches one by one, has stopped waiting for those before.
+    /// A wait for kernels launched before has failed.
     Wait(CudaError),
 }
 
@@ -238,8 +238,8 @@ impl Session {
     /// Puts the host's writes on the stream, then the kernels of a launch, which report to `slot`. Returns the
     /// addresses that are to come to the host with them.
     ///
-    /// Kernels of a launch may read what lasts before earlier kernels have ended. If an earlier launch may still run,
-    /// the delivery of the slot's address keeps the two apart.
+    /// Kernels of a launch may read lasting memory before earlier kernels have ended. If an earlier launch may still
+    /// run, the delivery of the slot's address separates the two launches.
     fn put(
         &mut self,
         gpu: &Gpu,
@@ -416,7 +416,8 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
-    /// A failed peer is told from a failed kernel, so that this device's exchanges are ended with it.
+    /// A failed peer is distinguished from a failed kernel. Only after a failed peer does this device end its
+    /// exchanges.
     #[test]
     fn a_recording_that_waits_for_a_failed_peer_says_so() {
         let put = Cell::new(0);

@@ -94,8 +94,10 @@ impl CudaBackend {
     /// Opens a device.
     ///
     /// # Errors
-    /// If the driver, the compiler or cuBLASLt is missing or too old, or there is no such device; of a group, if NCCL
-    /// is missing, or, where all devices are of this process, the last one cannot be connected with the others.
+    /// - The driver, the compiler or cuBLASLt is missing or too old.
+    /// - There is no such device, or it is too old.
+    /// - The device is in a group, and NCCL is missing.
+    /// - The group is of this process alone, this is its last device, and connecting fails.
     pub fn new(options: &CudaOptions) -> Result<CudaBackend> {
         let device = Arc::new(Device::open(options.ordinal)?);
         let gpu = Gpu {
@@ -253,11 +255,13 @@ impl Memory for CudaBackend {
         gpu.session().write(gpu, CudaMemory::of(memory), offset, bytes);
     }
 
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
-        match &self.gpu {
-            None => bytes.fill(0),
-            Some(gpu) => gpu.session().read(gpu, CudaMemory::of(memory), offset, bytes),
-        }
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<(), ArrayError> {
+        let Some(gpu) = &self.gpu else {
+            bytes.fill(0);
+            return Ok(());
+        };
+        let outcome = gpu.session().read(gpu, CudaMemory::of(memory), offset, bytes);
+        outcome.map_err(|e| e.in_op("read"))
     }
 
     fn read_settled(

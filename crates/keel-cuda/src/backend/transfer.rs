@@ -89,13 +89,11 @@ impl Session {
         carry(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
     }
 
-    /// Copies device bytes to the host, after what is on the stream.
-    pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) {
-        let outcome = self.try_read(gpu, memory, offset, bytes);
-        self.note(outcome);
-    }
-
-    fn try_read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+    /// Copies device bytes to the host, after what is on the stream. Fails if a copy before it has failed.
+    pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
         let start = memory.range(offset, bytes.len());
         let wanted = start..start + bytes.len() as u64;
         if let Some(at) = self.ahead.find(&wanted) {

@@ -54,7 +54,7 @@ pub(crate) struct Device {
     device: CUdevice,
     context: CUcontext,
     stream: CUstream,
-    /// For reads that pass what is on the stream.
+    /// For reads that do not wait for the work on `stream`.
     side: CUstream,
     pub name: String,
     /// Compute capability: major, minor.
@@ -68,7 +68,7 @@ pub(crate) struct Device {
     free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
     watch: OnceLock<Watch>,
-    /// Whether a wait without a look at the peers has ended in vain.
+    /// Whether [`Device::is_done`] has waited for [`DRAIN`] in vain. It does not wait that long a second time.
     is_stuck: AtomicBool,
 }
 
@@ -194,8 +194,9 @@ impl Device {
         }
     }
 
-    /// Refuses kernels that ended after a peer had failed, if the device is [watched](Device::watch): when a device
-    /// ends its exchanges, NCCL's kernels of the others may go on with whatever lies in their buffers.
+    /// Returns an error if a peer has failed and the device is [watched](Device::watch). Results of kernels may then be
+    /// undefined: when one device ends its exchanges, NCCL's kernels on the others may go on with any bytes in their
+    /// buffers.
     pub fn check_peers(&self) -> Result<()> {
         self.watch.get().map_or(Ok(()), |watch| watch())
     }

@@ -103,10 +103,10 @@ impl Mailboxes {
         own.eq(devices.iter().map(Arc::as_ptr))
     }
 
-    /// Forgets what was sent, and lets kernels wait again. No device runs.
+    /// Empties all slots and lets kernels wait again. No device may have work under way.
     ///
     /// # Errors
-    /// A device does run.
+    /// A device still has work after 10 s, or the driver's reason.
     pub fn reset(&self) -> Result<()> {
         // What still runs anywhere could write to the others.
         self.by_rank.iter().try_for_each(|mailbox| mailbox.device.drain(DRAIN))?;

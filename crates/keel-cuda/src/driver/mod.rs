@@ -1,5 +1,6 @@
-//! The thin layer over the driver, the run-time compiler and cuBLASLt. This crate has `unsafe` only here, where a
-//! backend launches or copies (`backend/call.rs`, `backend/launch.rs`, `backend/transfer.rs`), and in `peaks.rs`.
+//! The thin layer over the driver, the run-time compiler and cuBLASLt. Outside this folder, `unsafe` is only in
+//! `peaks.rs` and where a backend launches, copies or exchanges: `backend/call.rs`, `backend/launch.rs`,
+//! `backend/transfer.rs`, `backend/dispatch/exchange.rs` and `backend/group/connecting.rs`.
 
 mod arguments;
 mod blas;

@@ -107,9 +107,9 @@ impl Batcher {
         is_time && answers.into_iter().any(|running| running.wants_drafts(&self.engine, keeps_state, count))
     }
 
-    /// Lets the MTP head catch up with all answers in a pass after the step under way, so that they may draft at any
-    /// time. Where each step has prompts, waits for the steps under way instead once it lags far behind an answer. They
-    /// may end answers.
+    /// Lets the MTP head catch up with all answers in a pass after the step under way. So they may draft at any time.
+    /// If each step has prompts, there is no room for that pass. Once the head lags 64 rows (`HEAD_LAG_MAX`), the steps
+    /// under way are taken first, which may end answers.
     pub(super) fn catch_up(&mut self) {
         if !self.running.iter().any(Running::is_answering) {
             self.plain_steps = 0;

@@ -17,7 +17,7 @@ impl Batcher {
             let takes_part = running.is_decoding() && !running.awaits_mask;
             if takes_part { batch.pages_for(i, drafts + 1) } else { 0 }
         };
-        // Asked first, so that nobody is parked for pages that this step does not use.
+        // Masks first: a sequence without a mask sits out, so no sequence is parked for its pages.
         self.ask_masks(Running::is_decoding);
         let holds = self.make_way(pages);
         self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);

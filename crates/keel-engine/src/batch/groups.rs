@@ -1,10 +1,10 @@
 //! Answers in a pipeline: groups of them, each with a step under way, so that no stage waits for another.
 //!
-//! With `s` stages there are at most `s` groups, of equal size ([`crate::Engine::groups`]). A call submits steps until
-//! each has one under way and takes the first, so it advances one group by a token, or prompts. A group is not fixed:
-//! each step has the answers that are in no other step, those first that have waited longest. One step of prompts is
-//! under way with them. Drafts, pictures and what else needs the engine end this: the steps under way are taken, and
-//! the next one is waited for.
+//! With `s` stages there are at most `s` groups, of equal size ([`crate::Engine::groups`]). Steps are submitted until
+//! each group has one under way; then the first is taken. So a call advances one group by a token, or prompts. Groups
+//! are not fixed. A step takes answers that are in no other step. Those that have waited longest come first. One step
+//! of prompts is under way with them. Drafts, pictures and other uses of the engine end this mode: the steps under way
+//! are taken, and the next step is waited for.
 
 use super::ahead::Part;
 use super::sequence::Running;

@@ -251,8 +251,8 @@ impl Batcher {
         self.take_known();
     }
 
-    /// The sequence for which the tower looks: one that waits for the picture that it is looking at, else the first
-    /// that waits for any.
+    /// The sequence that the tower works for: one that waits for the picture under way, else the first that waits for a
+    /// picture.
     fn looked_for(&self) -> Option<usize> {
         let current = self.looking.as_ref().map(|(key, _)| *key);
         let waits = |running: &Running| current.is_some() && running.pictures.next_key() == current;

@@ -28,7 +28,8 @@ impl Prefixes {
     /// A prompt as the tree knows it: tokens of pictures become the names of the pictures.
     pub fn name_pictures(&mut self, prompt: &[u32], sight: &RequestSight) -> Vec<u32> {
         let key = sight.key(prompt, |key| self.names.name(key)).into_owned();
-        // From now on two pictures could have the same name. This takes 2^30 pictures.
+        // After 2^30 pictures all names are given, and two pictures could share one. Prefixes are not used from then
+        // on.
         self.enabled &= !self.names.are_spent;
         key
     }

@@ -34,9 +34,9 @@ impl Batcher {
 
     /// Which prompts the next step should run, and how many tokens of each.
     ///
-    /// After a step that `keeps_logits` for the host, the ends of prompts whose first token the host draws wait for a
-    /// step, and leave their share to others. Turns then count these pairs of steps, so that each prompt comes first in
-    /// a step in which it may end.
+    /// After a step that `keeps_logits` for the host, no prompt may end whose first token the host draws. Prompts that
+    /// could end wait for one step and leave their share to others. Turns then count pairs of steps, so that each
+    /// prompt comes first in a step in which it may end.
     pub(super) fn shares(&mut self, keeps_logits: bool) -> Vec<(usize, usize)> {
         let decoding = self.running.iter().filter(|running| running.is_answering()).count();
         let step_max = self.engine.prefill_rows_max();

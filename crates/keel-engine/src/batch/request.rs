@@ -292,7 +292,8 @@ impl BatchStatus {
         self.late_work = self.late_work.plus(other.late_work);
     }
 
-    /// Keeps what has happened and forgets what there is, as of a batch that is gone.
+    /// Keeps the totals of past events and resets the values of the present state. Called for a batch that no longer
+    /// exists.
     pub fn forget_gauges(&mut self) {
         let ParkingStatus { times, bytes_out, bytes_in, .. } = self.parking;
         let PictureStatus { looks, pieces, .. } = self.pictures;

@@ -1,7 +1,6 @@
 //! How work is handed to a thread, and how its end comes back.
 //!
-//! No waiter waits without end: if the thread ends, the ends of all work that it has not done are lost, and their
-//! waiters learn it.
+//! If the thread ends, each waiter for work that is not done gets [`Lost`]. So no waiter waits forever.
 //!
 //! `tests/interleavings.rs` compiles this file with a channel of loom's types and checks each order of the steps.
 

@@ -32,7 +32,7 @@ impl Engine {
         let mut rows = Vec::new();
         let mut collect =
             |engine: &mut Engine, sequence: &SequenceCache, tokens: &[u32], regime| -> Result<()> {
-                engine.run(regime, Outcome::Hidden, &[Rows::behind(sequence, tokens)])?;
+                engine.run(regime, Outcome::Hidden, &[Rows::after(sequence, tokens)])?;
                 engine.stepper.read_hidden(0, tokens.len(), &mut rows)?;
                 hidden.extend_from_slice(&rows);
                 engine.head(&rows, sink)
@@ -70,12 +70,12 @@ impl Engine {
 
     /// Logits of hidden states `[rows, hidden]`, row by row.
     fn head(&mut self, hidden: &[f32], sink: &mut LogitSink<'_>) -> Result<()> {
-        let (width, mut row_logits) = (self.model.config.hidden, Vec::new());
+        let (width, mut row_logits) = (self.model().config.hidden, Vec::new());
         for block in hidden.chunks(HEAD_ROWS * width) {
             if self.is_split() {
                 self.run_head_split(block)?;
             } else {
-                let step = self.stepper.head_step(&self.runtime, &self.model, &self.cache, block)?;
+                let step = self.stepper.head_step(block)?;
                 step.run().map_err(ArrayError::from)?;
             }
             for row in 0..block.len() / width {
@@ -96,10 +96,10 @@ impl Engine {
         one_by_one: bool,
         sink: &mut LogitSink<'_>,
     ) -> Result<()> {
-        if self.model.mtp.is_none() {
+        if self.model().mtp.is_none() {
             return Err(EngineError::NoMtpHead);
         }
-        let width = self.model.config.hidden;
+        let width = self.model().config.hidden;
         let mut sequence = self.open()?;
         sequence.look_at(sight);
         let (regime, step) =
@@ -111,7 +111,7 @@ impl Engine {
             outcome = (|| {
                 self.cache.reserve(&mut sequence, next.len())?;
                 self.write_hidden(&hidden[..next.len() * width])?;
-                self.run(regime, Outcome::MtpHidden, &[Rows::behind(&sequence, next)])?;
+                self.run(regime, Outcome::MtpHidden, &[Rows::after(&sequence, next)])?;
                 sequence.advance(next.len());
                 self.stepper.read_hidden(0, next.len(), &mut rows)?;
                 self.head(&rows, sink)

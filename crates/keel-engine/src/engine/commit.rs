@@ -20,7 +20,7 @@ impl Engine {
             _ => Settled::default(),
         };
         if sequence.accepted() > 0 && settled.states < self.cache.spec().recurrent_layers() {
-            self.run(Regime::Decode, Outcome::Commit(settled), &[Rows::behind(sequence, &[])])?;
+            self.run(Regime::Decode, Outcome::Commit(settled), &[Rows::after(sequence, &[])])?;
         }
         self.cache.note_settled(sequence);
         Ok(())
@@ -31,7 +31,7 @@ impl Engine {
         let is_open =
             |cache: &ModelCache, s: &SequenceCache| s.accepted() > 0 && cache.interruption(s).is_none();
         let open = sequences.iter().filter(|s| is_open(&self.cache, s));
-        let rows: Vec<Rows<'_>> = open.map(|s| Rows::behind(s, &[])).collect();
+        let rows: Vec<Rows<'_>> = open.map(|s| Rows::after(s, &[])).collect();
         if rows.len() > 1 && self.cache.spec().is_recurrent() {
             self.run(Regime::Decode, Outcome::COMMIT, &rows)?;
             sequences.iter_mut().filter(|s| is_open(&self.cache, s)).for_each(|s| s.advance(0));

@@ -44,14 +44,12 @@ pub struct Engine {
     pub(crate) step_timer: StepTimer,
     /// Steps submitted so far.
     pub(crate) tickets: u64,
-    /// The device with the output head.
-    pub(crate) runtime: Runtime,
     /// The other devices of a split model, by rank.
     pub(crate) peers: Vec<Peer>,
     /// Names of the devices in reports, if they were given.
     pub(crate) device_names: Vec<String>,
-    pub(crate) model: HybridModel,
     pub(crate) cache: ModelCache,
+    /// The device with the output head.
     pub(crate) stepper: Stepper,
     /// The vision tower, where pictures were planned for.
     eyes: Option<Eyes>,
@@ -126,16 +124,15 @@ impl Engine {
             return Err(EngineError::NoMtpHead);
         }
         let (cache, layers) = allocate_cache(devices, &models, &options)?;
-        let pages = options.cache_size().pages_per_sequence();
         let mut peers = Vec::with_capacity(models.len());
         for (rank, (model, layers)) in models.into_iter().zip(layers).enumerate() {
             let device = &devices[rank].device;
             let has_thread = rank + 1 < devices.len() && !device.backend().is_planning();
             let thread = has_thread.then(|| DeviceThread::start(&format!("device-{rank}"))).transpose()?;
-            let stepper = Stepper::allocate(device, &model, layers, vision.as_ref(), &options, pages)?;
-            peers.push(Peer { thread, runtime: device.clone(), stepper, model });
+            let stepper = Stepper::allocate(device, model, &cache, layers, vision.as_ref(), &options)?;
+            peers.push(Peer { thread, stepper });
         }
-        let Some(Peer { model, stepper, .. }) = peers.pop() else { unreachable!("there is a device") };
+        let Some(Peer { stepper, .. }) = peers.pop() else { unreachable!("there is a device") };
         let place = tower.unwrap_or(runtime);
         let loader = Loader::new(place, parameters, options.compute, progress);
         let vision = vision.zip(options.vision);
@@ -152,10 +149,8 @@ impl Engine {
             taken: Taken::default(),
             step_timer: StepTimer::default(),
             tickets: 0,
-            runtime: runtime.clone(),
             peers,
             device_names: Vec::new(),
-            model,
             cache,
             stepper,
             eyes,
@@ -172,12 +167,12 @@ impl Engine {
 
     /// The runtime; of a split model, that of the device with the output head.
     pub fn runtime(&self) -> &Runtime {
-        &self.runtime
+        self.stepper.runtime()
     }
 
     /// The model; of a split one, the part with the output head.
     pub fn model(&self) -> &HybridModel {
-        &self.model
+        self.stepper.model()
     }
 
     /// The options it was made with.
@@ -216,7 +211,7 @@ impl Engine {
 
     /// The same for tokens after `ahead` rows that are under way.
     pub(crate) fn admit_ahead(&self, sequence: &SequenceCache, ahead: usize, tokens: &[u32]) -> Result<()> {
-        let vocab = self.model.config.vocab;
+        let vocab = self.model().config.vocab;
         if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocab) {
             return Err(EngineError::TokenId { id, vocab });
         }
@@ -227,7 +222,7 @@ impl Engine {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        match self.model.config.short_context() {
+        match self.model().config.short_context() {
             Some(original) if needed > original && !sequence.is_long() => {
                 Err(EngineError::Outgrown { needed, original })
             }
@@ -238,7 +233,7 @@ impl Engine {
     /// Whether a sequence of `tokens` tokens uses other rotary frequencies than a short one. All its tokens then do,
     /// from the first on.
     pub fn is_long(&self, tokens: usize) -> bool {
-        self.model.config.short_context().is_some_and(|original| tokens > original)
+        self.model().config.short_context().is_some_and(|original| tokens > original)
     }
 
     /// Whether a sequence can grow to `tokens` tokens with its rotary frequencies.
@@ -248,7 +243,7 @@ impl Engine {
 
     /// Whether a sequence may come to need other rotary frequencies.
     pub(crate) fn may_outgrow(&self, sequence: &SequenceCache) -> bool {
-        self.model.config.short_context().is_some() && !sequence.is_long()
+        self.model().config.short_context().is_some() && !sequence.is_long()
     }
 
     /// Gives an empty sequence the rotary frequencies for `tokens` tokens.
@@ -338,7 +333,7 @@ impl Engine {
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
-        self.stepper.step_for(&self.runtime, &self.model, &self.cache, kind, rows)
+        self.stepper.step_for(kind, rows)
     }
 
     /// Records what a failed step did to its sequences.
@@ -396,7 +391,7 @@ impl Engine {
             .zip(draws)
             .map(|((sequence, token), draw)| Rows {
                 draws: draw.as_slice(),
-                ..Rows::behind(sequence, std::slice::from_ref(token))
+                ..Rows::after(sequence, std::slice::from_ref(token))
             })
             .collect();
         let kind = StepKind::decode(Outcome::LastLogits);

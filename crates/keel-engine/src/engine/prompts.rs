@@ -26,7 +26,7 @@ pub struct Chunk<'a> {
 
 impl Chunk<'_> {
     fn rows(&self) -> Rows<'_> {
-        Rows { next: self.next, draws: self.draw.as_slice(), ..Rows::behind(self.sequence, self.tokens) }
+        Rows { next: self.next, draws: self.draw.as_slice(), ..Rows::after(self.sequence, self.tokens) }
     }
 }
 
@@ -74,7 +74,7 @@ impl Engine {
         let (mut done, mut first) = (0, None);
         self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, next| {
             let draws = if next.is_none() { draw.as_slice() } else { &[] };
-            let drawn = engine.run_prefill(&[Rows { next, draws, ..Rows::behind(sequence, tokens) }])?;
+            let drawn = engine.run_prefill(&[Rows { next, draws, ..Rows::after(sequence, tokens) }])?;
             first = drawn.first().copied();
             done += tokens.len();
             progress(done);

@@ -1,4 +1,5 @@
-//! What an engine does before it is ready: every step of the list is traced, compiled and run once.
+//! What an engine does before it is ready. It traces each step of the list. If the backend compiles kernels, it also
+//! compiles each step and runs it twice without a sequence.
 
 use std::time::Instant;
 
@@ -68,7 +69,7 @@ impl Engine {
             return Ok(());
         }
         let rows = self.stepper.buckets().prefill_rows_max();
-        let head = self.model.mtp.is_some().then_some(Outcome::MtpHidden);
+        let head = self.model().mtp.is_some().then_some(Outcome::MtpHidden);
         for outcome in [Outcome::Hidden].into_iter().chain(head) {
             let shape = StepKind::prefill(outcome).of(rows, 1);
             if self.eyes.is_some() {
@@ -82,9 +83,9 @@ impl Engine {
     /// Traces a step on all devices that take part in it.
     fn prepare_step(&mut self, shape: StepShape, stays: bool) -> Result<()> {
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(shape.outcome)) {
-            peer.stepper.prepare(&peer.runtime, &peer.model, &self.cache, shape, stays)?;
+            peer.stepper.prepare(shape, stays)?;
         }
-        self.stepper.prepare(&self.runtime, &self.model, &self.cache, shape, stays)
+        self.stepper.prepare(shape, stays)
     }
 
     /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the
@@ -95,7 +96,7 @@ impl Engine {
     /// An error of the runtime.
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
         self.make_steps_ready(|_| true, progress)?;
-        let tower = self.eyes_runtime.as_ref().unwrap_or(&self.runtime);
+        let tower = self.eyes_runtime.as_ref().unwrap_or(self.runtime());
         if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
             if self.eyes_runtime.is_some() {
                 let passes: Vec<&Executable> = eyes.listed().collect();
@@ -125,7 +126,7 @@ impl Engine {
         of: fn(&StepShape) -> bool,
         progress: &mut dyn FnMut(&'static str, usize, usize),
     ) -> Result<()> {
-        if !self.runtime.backend().is_compiling() {
+        if !self.runtime().backend().is_compiling() {
             return Ok(());
         }
         self.compile_steps(of, &mut |done, all| progress("compiling", done, all))?;
@@ -163,13 +164,13 @@ impl Engine {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<()> {
         for peer in &self.peers {
-            peer.runtime.make_ready(&peer.stepper.listed(of), progress)?;
+            peer.stepper.runtime().make_ready(&peer.stepper.listed(of), progress)?;
         }
         let mut listed = self.stepper.listed(of);
         if self.eyes_runtime.is_none() {
             listed.extend(self.eyes.iter().flat_map(Eyes::listed));
         }
-        Ok(self.runtime.make_ready(&listed, progress)?)
+        Ok(self.runtime().make_ready(&listed, progress)?)
     }
 
     /// The launches of a small step of either regime, as text.
@@ -188,8 +189,8 @@ impl Engine {
                 allocate: runtime.ledger().charges(),
             }
         };
-        let steppers = self.peers.iter().map(|peer| &peer.stepper).chain([&self.stepper]);
-        let trace = steppers.map(Stepper::traced).sum::<u64>() + self.eyes.as_ref().map_or(0, Eyes::traced);
+        let trace =
+            self.steppers().map(Stepper::traced).sum::<u64>() + self.eyes.as_ref().map_or(0, Eyes::traced);
         self.runtimes().map(of).fold(LateWork { trace, ..LateWork::default() }, LateWork::plus)
     }
 

@@ -228,7 +228,7 @@ impl Costs {
         let measured = self.verify.get(&padded).unwrap_or(&unknown);
         let empty = |rows| self.empty.verify.get(&(padded, rows));
         let verify = match (empty(plain), empty(rows)) {
-            // Until it is measured, a pass takes longer than a plain one by as much as without a sequence.
+            // Not measured yet: the plain step's time, plus the difference of the two passes without a sequence.
             (Some(one), Some(all)) if !measured.contains_key(&rows) => {
                 estimate(measured, plain, per_row) + (all - one).max(0.0)
             }

@@ -35,14 +35,14 @@ impl Engine {
 
     /// Runs the first `rows` rows that the head lags behind.
     fn run_lag(&mut self, cache: &SequenceCache, speculation: &Speculation, rows: usize) -> Result<()> {
-        self.write_draft_input(&speculation.lag_hidden[..rows * self.model.config.hidden])?;
+        self.write_draft_input(&speculation.lag_hidden[..rows * self.model().config.hidden])?;
         let (first, tokens) = (cache.len() - speculation.lag_rows(), &speculation.lag_tokens[..rows]);
-        let rows_of = Rows { first, ..Rows::behind(cache, tokens) };
+        let rows_of = Rows { first, ..Rows::after(cache, tokens) };
         self.run(Regime::Decode, Outcome::HeadState, &[rows_of])
     }
 
-    /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. A step with prompts has as many
-    /// programs as two steps may have with it.
+    /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. Each of two steps may have
+    /// `RUNS_MAX / 2` programs. A step of answers and prompts has that number already.
     pub(crate) fn can_catch_up_ahead(&self) -> bool {
         self.under_way.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
     }
@@ -55,23 +55,24 @@ impl Engine {
         // The last row stays for the next draft.
         let count = |speculation: &Speculation| speculation.lag_rows().saturating_sub(1).min(rows_max);
         let (width, mut input, mut rows) =
-            (self.model.config.hidden, Vec::new(), Vec::with_capacity(all.len()));
+            (self.model().config.hidden, Vec::new(), Vec::with_capacity(all.len()));
         for (cache, speculation) in &*all {
             let count = count(speculation);
             input.extend_from_slice(&speculation.lag_hidden[..count * width]);
             let first = cache.len() - speculation.lag_rows();
-            rows.push(Rows { first, ..Rows::behind(cache, &speculation.lag_tokens[..count]) });
+            rows.push(Rows { first, ..Rows::after(cache, &speculation.lag_tokens[..count]) });
         }
         self.stepper.write_draft_input(&input)?;
         let kind = StepKind::decode(Outcome::HeadState);
-        let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, &rows)?;
+        let run = self.stepper.submit(kind, &rows)?;
         let Some(step) = self.under_way.back_mut() else { unreachable!("a step is under way") };
         step.catch_up = Some(run);
         all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
         Ok(())
     }
 
-    /// Runs rows that the head lags behind, if they are more than drafts may be made after. No step is under way.
+    /// Runs the rows that the MTP head lags behind, if there are more than `DRAFTS_MAX`: with more, `Depth::Auto` does
+    /// not draft. No step is under way.
     pub(crate) fn catch_up_plainly(
         &mut self,
         cache: &SequenceCache,
@@ -103,7 +104,7 @@ impl Engine {
         if deepest == 0 {
             return Ok(());
         }
-        let (width, mut logits) = (self.model.config.hidden, Vec::new());
+        let (width, mut logits) = (self.model().config.hidden, Vec::new());
         let mut order: Vec<usize> = (0..batch.len()).collect();
         order.sort_by_key(|&i| Reverse(parts[i].depth));
         order.iter().enumerate().for_each(|(row, &i)| parts[i].row = row);
@@ -124,7 +125,7 @@ impl Engine {
                     (cache.len() + pass - 1, &part.drafts[pass - 1..])
                 };
                 let draws: &[Draw] = if part.draws.is_some() { &[Draw::GREATEST] } else { &[] };
-                rows.push(Rows { first, draws, at, ..Rows::behind(cache, tokens) });
+                rows.push(Rows { first, draws, at, ..Rows::after(cache, tokens) });
             }
             if pass == 0 {
                 self.write_draft_input(&input)?;

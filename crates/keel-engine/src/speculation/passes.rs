@@ -91,7 +91,7 @@ impl Engine {
             self.end_first(passes)?;
         }
         let kind = StepKind::decode(outcome);
-        let run = self.stepper.submit(&self.runtime, &self.model, &self.cache, kind, rows)?;
+        let run = self.stepper.submit(kind, rows)?;
         passes.under_way.push_back((kind, run));
         Ok(())
     }

@@ -251,7 +251,7 @@ impl Engine {
         let rows = batch.iter().zip(&tokens).zip(parts).map(|((s, tokens), part)| Rows {
             draws: part.draws.as_deref().unwrap_or(&[]),
             at: if passes.is_some() { TokensAt::Drafts(part.row) } else { TokensAt::Host },
-            ..Rows::behind(s.cache, tokens)
+            ..Rows::after(s.cache, tokens)
         });
         let rows: Vec<Rows<'_>> = rows.collect();
         if let Some(passes) = passes {
@@ -261,7 +261,7 @@ impl Engine {
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
         // A backend that queues is waited for in any case, because the results are read without a further wait.
-        if parts.iter().all(|part| part.draws.is_none()) && !self.runtime.backend().is_queueing() {
+        if parts.iter().all(|part| part.draws.is_none()) && !self.runtime().backend().is_queueing() {
             return self.run(Regime::Decode, outcome, &rows).map(|()| Vec::new());
         }
         self.run_and_draw(StepKind::decode(outcome), &rows, count)
@@ -294,7 +294,7 @@ impl Engine {
                 },
             });
             if let (Some(Ok(round)), Some(speculation)) = (all.last(), &mut sequence.speculation) {
-                let width = self.model.config.hidden;
+                let width = self.model().config.hidden;
                 speculation
                     .lag_hidden
                     .extend_from_slice(&hidden[row * width..(row + round.tokens.len()) * width]);

@@ -141,8 +141,8 @@ impl Buckets {
         self.open_rows.iter().copied().filter(is_kept)
     }
 
-    /// Every shape that serving needs, the largest first, so that the arena has its full size at once. For
-    /// [`EngineOptions::largest_steps`] only those than which no other of their kind is larger.
+    /// Every shape that serving needs, the largest first, so that the arena has its full size at once. With
+    /// [`EngineOptions::largest_steps`], only shapes that no other shape of their kind exceeds.
     pub fn list(&self) -> Vec<StepShape> {
         let mut all = self.all();
         if self.are_largest {

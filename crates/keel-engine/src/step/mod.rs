@@ -12,7 +12,7 @@ mod trace;
 use std::ops::Range;
 
 use keel_array::{Array, Executable, Regime, RowLog, Runtime};
-use keel_cache::ModelCache;
+use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::vision::VisionConfig;
 
@@ -37,8 +37,14 @@ const OTHERS_MAX: usize = 32;
 /// How many rows of logits are computed at a time when every row is wanted.
 pub(crate) const HEAD_ROWS: usize = 64;
 
-/// Runs steps.
+/// A device's part of the model, and the steps prepared for it.
 pub(crate) struct Stepper {
+    runtime: Runtime,
+    model: HybridModel,
+    /// The storage of the device's layers.
+    storage: Vec<LayerStorage>,
+    /// These layers among those of the cache.
+    layers: Range<usize>,
     buckets: Buckets,
     staging: Staging,
     sight: Option<SightStaging>,
@@ -47,8 +53,6 @@ pub(crate) struct Stepper {
     kept: Option<KeptLogits>,
     /// Hidden states for the host in the same way, where sequences draft.
     kept_hidden: Option<KeptHidden>,
-    /// The device's layers among those of the cache.
-    layers: Range<usize>,
     /// Whether sequences may draft.
     drafts: bool,
     /// Steps of the list, which stay.
@@ -63,29 +67,41 @@ impl Stepper {
     /// Allocates the buffers. `layers` are those of the model's part among all of the cache.
     pub fn allocate(
         runtime: &Runtime,
-        model: &HybridModel,
+        model: HybridModel,
+        cache: &ModelCache,
         layers: Range<usize>,
         vision: Option<&VisionConfig>,
         options: &EngineOptions,
-        pages_per_sequence: usize,
     ) -> Result<Stepper> {
-        let backend = runtime.backend();
-        let buckets = Buckets::for_backend(options, backend);
+        let buckets = Buckets::for_backend(options, runtime.backend());
         let sight =
             vision.map(|config| SightStaging::allocate(runtime, config, options, &buckets)).transpose()?;
         Ok(Stepper {
-            staging: Staging::allocate(runtime, model, options, &buckets, pages_per_sequence)?,
+            staging: Staging::allocate(runtime, &model, options, &buckets)?,
             sight,
-            results: Results::allocate(runtime, model, options, &buckets)?,
+            results: Results::allocate(runtime, &model, options, &buckets)?,
             kept: KeptLogits::allocate(runtime, &buckets, model.config.vocab)?,
             kept_hidden: KeptHidden::allocate(runtime, &buckets, options, model.config.hidden)?,
-            buckets,
+            runtime: runtime.clone(),
+            storage: cache.layers()[layers.clone()].to_vec(),
+            model,
             layers,
+            buckets,
             drafts: options.drafts > 0,
             listed: Vec::new(),
             others: Vec::new(),
             traced: 0,
         })
+    }
+
+    /// The device's runtime.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// The device's part of the model.
+    pub fn model(&self) -> &HybridModel {
+        &self.model
     }
 
     /// The list of shapes.
@@ -104,19 +120,13 @@ impl Stepper {
     }
 
     /// The prepared step of a shape, traced if it is new.
-    fn step(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        shape: StepShape,
-    ) -> Result<&Executable> {
+    fn step(&mut self, shape: StepShape) -> Result<&Executable> {
         if let Some(i) = self.listed.iter().position(|(s, _)| *s == shape) {
             return Ok(&self.listed[i].1);
         }
         let step = match self.others.iter().position(|(s, _)| *s == shape) {
             Some(i) => self.others.remove(i),
-            None => (shape, self.trace_step(runtime, model, cache, shape)?),
+            None => (shape, self.trace_step(shape)?),
         };
         if self.others.len() == OTHERS_MAX {
             self.others.remove(0);
@@ -125,35 +135,22 @@ impl Stepper {
         Ok(&self.others[self.others.len() - 1].1)
     }
 
-    fn trace_step(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        shape: StepShape,
-    ) -> Result<Executable> {
+    fn trace_step(&mut self, shape: StepShape) -> Result<Executable> {
         self.traced += 1;
-        trace(runtime, || self.pairs_of(model, &cache.layers()[self.layers()], shape))
+        trace(&self.runtime, || self.pairs_of(shape))
     }
 
     /// Prepares a step before its first run, so that its memory is part of the plan. `stays` says that it is in the
     /// list.
-    pub fn prepare(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        shape: StepShape,
-        stays: bool,
-    ) -> Result<()> {
+    pub fn prepare(&mut self, shape: StepShape, stays: bool) -> Result<()> {
         let mut all = self.listed.iter().chain(&self.others);
         if all.any(|(prepared, _)| *prepared == shape) {
             return Ok(());
         }
-        let step = self.trace_step(runtime, model, cache, shape)?;
+        let step = self.trace_step(shape)?;
         if stays {
             self.listed.push((shape, step));
-        } else if !runtime.backend().is_planning() {
+        } else if !self.runtime.backend().is_planning() {
             self.others.push((shape, step));
         }
         Ok(())
@@ -207,14 +204,7 @@ impl Stepper {
     }
 
     /// The step over these rows, ready to run.
-    pub fn step_for(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        kind: StepKind,
-        rows: &[Rows<'_>],
-    ) -> Result<&Executable> {
+    pub fn step_for(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<&Executable> {
         // A step that only commits has one row of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
         let sees = rows.iter().any(Rows::sees);
@@ -225,22 +215,15 @@ impl Stepper {
             None if sees => return Err(EngineError::NoEyes),
             _ => {}
         }
-        self.step(runtime, model, cache, shape)
+        self.step(shape)
     }
 
     /// The step over rows without pictures, and what to write before it runs. Other steps may run before.
-    pub fn queued_step(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        kind: StepKind,
-        rows: &[Rows<'_>],
-    ) -> Result<(Executable, Filling)> {
+    pub fn queued_step(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<(Executable, Filling)> {
         let count = rows.iter().map(|row| row.tokens.len()).sum();
         let shape = self.buckets.fit(kind, count, rows.len());
         let filling = self.staging.filling(rows, shape, false);
-        Ok((self.step(runtime, model, cache, shape)?.clone(), filling))
+        Ok((self.step(shape)?.clone(), filling))
     }
 
     /// Whether the hidden states of all rows of a step stay until the next step.
@@ -249,45 +232,25 @@ impl Stepper {
     }
 
     /// Submits a step over these rows. The tokens that it draws come to the host with it.
-    pub fn submit(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        kind: StepKind,
-        rows: &[Rows<'_>],
-    ) -> Result<RunUnderWay> {
+    pub fn submit(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<RunUnderWay> {
         let tokens = kind.outcome.tokens_drawn(rows);
         let drawn = self.drawn(kind, tokens)?;
-        let run = self.step_for(runtime, model, cache, kind, rows)?.submit(&drawn);
+        let run = self.step_for(kind, rows)?.submit(&drawn);
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
         Ok(RunUnderWay { run, regime: kind.regime, slots, tokens })
     }
 
     /// Submits a program of no sequence. One token comes to the host with it.
-    fn submit_shape(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        shape: StepShape,
-    ) -> Result<RunUnderWay> {
+    fn submit_shape(&mut self, shape: StepShape) -> Result<RunUnderWay> {
         let drawn = self.drawn(shape.kind(), 1)?;
-        let run = self.step(runtime, model, cache, shape)?.submit(&drawn);
+        let run = self.step(shape)?.submit(&drawn);
         Ok(RunUnderWay { run, regime: shape.regime, slots: Vec::new(), tokens: 1 })
     }
 
     /// Keeps these rows of the logits of the step of this regime that was submitted last.
-    pub fn keep_logits(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        regime: Regime,
-        rows: &[usize],
-    ) -> Result<RunUnderWay> {
+    pub fn keep_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<RunUnderWay> {
         self.kept()?.fill(regime, rows)?;
-        self.submit_shape(runtime, model, cache, self.buckets.keeping(regime))
+        self.submit_shape(self.buckets.keeping(regime))
     }
 
     fn kept(&self) -> Result<&KeptLogits> {
@@ -302,14 +265,8 @@ impl Stepper {
     }
 
     /// Keeps the hidden states of step number `step`, whose programs were submitted last.
-    pub fn keep_hidden(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        step: u64,
-    ) -> Result<RunUnderWay> {
-        self.submit_shape(runtime, model, cache, Buckets::keeping_hidden(HiddenPlace::of(step)))
+    pub fn keep_hidden(&mut self, step: u64) -> Result<RunUnderWay> {
+        self.submit_shape(Buckets::keeping_hidden(HiddenPlace::of(step)))
     }
 
     /// Copies the hidden states that were kept of these numbers of answers and prompts of step number `step`.
@@ -387,15 +344,9 @@ impl Stepper {
     }
 
     /// The step that computes the logits of hidden states `[rows, hidden]`, at most [`HEAD_ROWS`] rows.
-    pub fn head_step(
-        &mut self,
-        runtime: &Runtime,
-        model: &HybridModel,
-        cache: &ModelCache,
-        hidden: &[f32],
-    ) -> Result<&Executable> {
-        let rows = hidden.len() / model.config.hidden;
+    pub fn head_step(&mut self, hidden: &[f32]) -> Result<&Executable> {
+        let rows = hidden.len() / self.model.config.hidden;
         self.results.head_input()?.write(hidden)?;
-        self.step(runtime, model, cache, StepKind::prefill(Outcome::Head).of(rows, 1))
+        self.step(StepKind::prefill(Outcome::Head).of(rows, 1))
     }
 }

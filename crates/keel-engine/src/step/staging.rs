@@ -43,7 +43,7 @@ pub(crate) enum TokensAt {
 
 impl<'a> Rows<'a> {
     /// Rows after the tokens that the sequence holds.
-    pub fn behind(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
+    pub fn after(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
         Rows { sequence, tokens, first, next: None, draws: &[], accepted, at: TokensAt::Host }
     }
@@ -58,9 +58,9 @@ impl<'a> Rows<'a> {
 pub(super) struct Staging {
     /// Tokens of the rows of a step. A pass of the MTP head leaves the tokens that it drew here, for its next pass.
     pub tokens: Array,
-    /// Tokens for the rows of a decode step: those that the host writes, then those that the last decode step drew,
-    /// then those that the last step of prompts drew, then the drafts of each pass of the MTP head. u32 `[decode rows +
-    /// sequences + prompts + drafts sequences]`.
+    /// Tokens for the rows of a decode step, u32 `[decode rows + sequences + prompts + drafts sequences]`. In order:
+    /// the tokens that the host writes; those of the last decode step; those of the last step of prompts; the drafts of
+    /// each pass of the MTP head.
     pool: Array,
     /// The place in the pool of each decode row's token, u32 `[decode rows]`.
     source: Array,
@@ -97,8 +97,8 @@ impl Staging {
         model: &HybridModel,
         options: &EngineOptions,
         buckets: &Buckets,
-        pages_per_sequence: usize,
     ) -> Result<Staging> {
+        let pages_per_sequence = options.cache_size().pages_per_sequence();
         let prefill_rows = buckets.prefill_rows_max();
         let sequences = options.sequences;
         let rows = prefill_rows.max(options.decode_rows()).max(options.head_rows());

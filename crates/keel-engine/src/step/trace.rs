@@ -60,12 +60,8 @@ impl Stepper {
         Ok(StepContext { batch, window_batch, positions, turns, sight, regime: shape.regime, log })
     }
 
-    pub(super) fn pairs_of(
-        &self,
-        model: &HybridModel,
-        layers: &[LayerStorage],
-        shape: StepShape,
-    ) -> Result<Pairs> {
+    pub(super) fn pairs_of(&self, shape: StepShape) -> Result<Pairs> {
+        let (model, layers) = (&self.model, self.storage.as_slice());
         let (tokens, context) = (self.staging.tokens_of(shape)?, self.context(shape)?);
         let step = Tracing { model, layers, shape, tokens, context };
         Ok(match shape.outcome {

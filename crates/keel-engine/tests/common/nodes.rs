@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use keel_array::{Backend, Group};
+use keel_array::{Backend, Group, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 use keel_remote::{Cluster, DeviceFacts, Members, Opened, RemoteError};
 use serde_json::json;
@@ -116,10 +116,11 @@ impl Nodes {
                     open.fetch_add(1, Ordering::SeqCst);
                     let counted = Arc::new(Counted(Arc::clone(&open)));
                     let backend = Arc::new(CpuBackend::new(options(groups[rank].clone(), false)));
-                    wrap(rank, keel_testkit::disturbed::Disturbed::new(backend, counted))
+                    let backend = wrap(rank, keel_testkit::disturbed::Disturbed::new(backend, counted));
+                    Runtime::new(backend, RuntimeOptions::default())
                 };
-                let backends = opening.ranks.map(device).collect();
-                Ok(Opened { backends, members: Arc::new(SameProcess(groups)) })
+                let runtimes = opening.ranks.map(device).collect();
+                Ok(Opened { runtimes, members: Arc::new(SameProcess(groups)) })
             };
             let serve =
                 move || keel_remote::serve(&listener, devices, &[Ipv4Addr::LOCALHOST.into()], open_devices);
@@ -173,6 +174,8 @@ pub enum Cut {
     Closed,
     /// Nothing comes any more, and nothing is said about it.
     Silent,
+    /// The same for all connections but the first, which is that for news.
+    SilentDevices,
 }
 
 /// A cable between a leader and a node, which can be cut.
@@ -190,14 +193,14 @@ impl Cable {
         let (cut, streams) = (Arc::<Mutex<Option<Cut>>>::default(), Arc::<Mutex<Vec<TcpStream>>>::default());
         let (to, is_cut, all) = (address.to_owned(), Arc::clone(&cut), Arc::clone(&streams));
         std::thread::spawn(move || {
-            for stream in listener.incoming() {
+            for (number, stream) in listener.incoming().enumerate() {
                 let Ok(near) = stream else { return };
                 let Ok(far) = TcpStream::connect(&to) else { continue };
                 let clone = |stream: &TcpStream| stream.try_clone().expect("a handle");
                 all.lock().expect("no test panics here").extend([clone(&near), clone(&far)]);
                 for (from, to) in [(clone(&near), clone(&far)), (far, near)] {
                     let is_cut = Arc::clone(&is_cut);
-                    std::thread::spawn(move || carry(from, to, &is_cut));
+                    std::thread::spawn(move || carry(number, from, to, &is_cut));
                 }
             }
         });
@@ -215,13 +218,18 @@ impl Cable {
     }
 }
 
-fn carry(mut from: TcpStream, mut to: TcpStream, cut: &Mutex<Option<Cut>>) {
+fn carry(number: usize, mut from: TcpStream, mut to: TcpStream, cut: &Mutex<Option<Cut>>) {
     let mut bytes = vec![0; 1 << 16];
     while let Ok(count) = from.read(&mut bytes) {
         if count == 0 {
             break;
         }
-        if cut.lock().expect("no test panics here").is_none() && to.write_all(&bytes[..count]).is_err() {
+        let is_through = match *cut.lock().expect("no test panics here") {
+            None => true,
+            Some(Cut::SilentDevices) => number == 0,
+            Some(Cut::Closed | Cut::Silent) => false,
+        };
+        if is_through && to.write_all(&bytes[..count]).is_err() {
             break;
         }
     }

@@ -73,7 +73,8 @@ pub struct MixtureOfExperts {
 
 /// The chosen experts as numbers of this device's stack.
 struct OwnChoices {
-    /// In place of an expert that another device holds stands the first or the last of this one. U32 `[T, k]`.
+    /// The chosen experts, u32 `[T, k]`. An expert of another device is replaced by the nearest one of this stack: its
+    /// first or its last.
     held: Array,
     /// Whether this device holds the chosen expert, bool `[T, k]`.
     is_own: Array,

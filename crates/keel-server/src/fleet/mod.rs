@@ -1,9 +1,9 @@
 //! The models of a server: which are loaded, and how they are loaded and unloaded within one memory limit.
 //!
 //! A request for a model that is not loaded waits until it is loaded. Models are loaded one at a time. If memory is
-//! short, that of the models' device or that of the CPU for their vision towers, the least recently used model that
-//! holds some of it is unloaded first: it takes no new requests, its running requests end, and then its engine's thread
-//! ends and all of its memory is freed. Its ledger is checked.
+//! short, models that hold some of it are unloaded first, the least recently used before others. Memory is that of the
+//! models' device, or that of the CPU for vision towers. A model that is being unloaded takes no new requests, and its
+//! running requests end. Then its engine's thread ends, all its memory is freed, and its ledger is checked.
 
 mod entry;
 mod offer;

@@ -30,8 +30,9 @@ impl Memory for Third {
         Bytes::of(memory)[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
-    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) {
+    fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         bytes.copy_from_slice(&Bytes::of(memory)[offset..offset + bytes.len()]);
+        Ok(())
     }
 
     /// No kernel reads a weight yet.

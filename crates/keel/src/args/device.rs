@@ -159,6 +159,14 @@ impl DeviceArgs {
     /// As [`SplitArgs::check`]; there are several limits, and not one for each device.
     pub fn check(&self) -> Result<()> {
         self.split.check()?;
+        self.check_limits()
+    }
+
+    /// Refuses limits of other devices.
+    ///
+    /// # Errors
+    /// There are several limits, and not one for each device.
+    pub fn check_limits(&self) -> Result<()> {
         let (limits, devices) = (self.memory_limit.len(), self.split.members().len().max(1));
         if limits > 1 && limits != devices {
             return Err(usage(format!(

@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Args;
 use evenkeel::room_on_gpu;
-use keel_array::{Backend, Compute};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, Others, Role};
+use keel_array::{Backend, Compute, Runtime};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, Others, Role, Survey};
 use keel_remote::{Cluster, DeviceFacts, Members, Opened, Opening, RemoteBackend};
 use serde_json::{Value, json};
 
@@ -109,7 +109,7 @@ impl NodeArgs {
     }
 }
 
-/// What devices of other processes are told through NCCL's groups.
+/// Passes news about devices of other processes to the group of the local GPUs.
 struct Gpus(CudaGroup);
 
 impl Members for Gpus {
@@ -169,7 +169,7 @@ impl Others for Leader {
     }
 }
 
-/// What makes the kernels of all nodes' devices the same.
+/// The settings that the kernels of all nodes must share.
 fn settings(device: &DeviceArgs, compute: Compute) -> Value {
     json!({ "f32": compute == Compute::F32, "deterministic": device.options().deterministic })
 }
@@ -209,13 +209,15 @@ pub fn lead(
     Ok(backends)
 }
 
-/// The devices of this process, as a leader hears of them.
+/// The devices of this process, and what they have room for now, as a leader hears of them.
 pub fn facts(device: &DeviceArgs) -> Vec<DeviceFacts> {
-    let of = |member: &Member| {
+    let survey = Survey::take();
+    let of = |(i, member): (usize, &Member)| {
         let Device::Cuda(ordinal) = member.device else { unreachable!("all devices are GPUs") };
-        DeviceFacts { name: member.name.clone(), room: room_on_gpu(ordinal) }
+        let (room, limit) = (room_on_gpu(&survey, ordinal), device.limit_of(i));
+        DeviceFacts { name: member.name.clone(), room: room.into_iter().chain(limit).min() }
     };
-    device.split.members().iter().map(of).collect()
+    device.split.members().iter().enumerate().map(of).collect()
 }
 
 /// Opens this process's devices for a leader.
@@ -229,18 +231,19 @@ pub fn open(device: &DeviceArgs, opening: Opening) -> Result<Opened, String> {
     let members: &[Member] = device.split.members();
     let groups = groups(size, shares, ranks, abandon)?;
     let Some(first) = groups.first().cloned() else { return Err("--devices lists no device".into()) };
-    let mut backends: Vec<Arc<dyn Backend>> = Vec::with_capacity(members.len());
-    for (group, member) in groups.into_iter().zip(members) {
+    let mut runtimes: Vec<Runtime> = Vec::with_capacity(members.len());
+    for (i, (group, member)) in groups.into_iter().zip(members).enumerate() {
         let Device::Cuda(ordinal) = member.device else { unreachable!("all devices are GPUs") };
+        let own = device.options_of(i);
         let options = CudaOptions {
             group: Some(group),
             deterministic: is("deterministic"),
-            ..device.options().cuda_options(ordinal, compute)
+            ..own.cuda_options(ordinal, compute)
         };
         let backend = CudaBackend::new(&options).map_err(|error| format!("{}: {error}", member.name))?;
-        backends.push(Arc::new(backend));
+        runtimes.push(own.runtime_on(Arc::new(backend)));
     }
-    Ok(Opened { backends, members: Arc::new(Gpus(first)) })
+    Ok(Opened { runtimes, members: Arc::new(Gpus(first)) })
 }
 
 fn groups(

@@ -42,7 +42,7 @@ pub struct PatienceArgs {
 }
 
 impl PatienceArgs {
-    /// How long a model stays loaded that nobody uses.
+    /// How long an unused model stays loaded.
     pub fn keep_alive(&self) -> Option<Duration> {
         self.keep_alive.map(Duration::from_secs)
     }

@@ -237,8 +237,8 @@ impl Form<'_> {
         Ok(self.line(args, limit, true)?.needed <= limit)
     }
 
-    /// The line; with `is_quick` its plan counts the largest steps alone. Of several splits, that whose largest device
-    /// is smallest, among those that fit if any does.
+    /// The line. With `is_quick` its plan counts only the largest steps. Of several splits, the one whose largest
+    /// device is smallest is taken: among those that fit, or among all if none fits.
     fn line(&self, args: &FitArgs, limit: u64, is_quick: bool) -> Result<Line> {
         if !args.device.split.is_split() {
             return self.line_on(args, &args.device, is_quick);

@@ -181,9 +181,10 @@ pub fn run(args: &mut ServeArgs) -> Result<()> {
     if split.nodes.are_several() {
         split.nodes.signals = Some(Signals::watch()?);
     }
+    let mut reloads = node::Reloads::default();
     loop {
         let outcome = serve(args);
-        if !node::meet_again(&mut args.options.device.split, outcome.is_err()) {
+        if !reloads.meet_again(&mut args.options.device.split, &outcome) {
             return outcome;
         }
     }
@@ -319,7 +320,9 @@ fn listen(
         warn_if_open(address, &server_options);
         tracing::info!("{} is served at http://{address}", server_options.model_id);
         let server = Server::new(session.engine, text, server_options)?;
-        let drain = node::signal_or_loss(&args.device.split.nodes);
+        let nodes = &args.device.split.nodes;
+        let drain = node::signal_or_loss(nodes);
+        let _serving = nodes.signals.as_ref().map(Signals::serving);
         Ok(server.run(listener, drain, second_signal()).await?)
     })
 }

@@ -43,7 +43,8 @@ pub struct Glance {
 /// A conversation as the engine takes it.
 pub struct Shown {
     pub tokens: Vec<u32>,
-    /// The tokens, but for those of pictures, which tell the picture: what the cache holds is known by these.
+    /// The tokens, with each token of a picture replaced by a value that stands for the picture. The cache's contents
+    /// are compared by these keys.
     pub key: Vec<u32>,
     pub sight: Option<Arc<Sight>>,
 }

@@ -74,7 +74,7 @@ fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<
     call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
 }
 
-/// Unlike the library's kernels this one waits for those before it and is waited for, as all of this crate. So kernels
+/// Unlike NCCL's kernels, this one waits for the kernels before it, and later kernels wait for its end. So kernels
 /// around it may overlap as usual.
 fn add_in_one_shot(call: &Call<'_>, one_shot: &OneShot) -> Result<(), ArrayError> {
     let n = call.inputs[0].len();

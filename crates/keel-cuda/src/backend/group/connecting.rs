@@ -5,8 +5,8 @@
 //! one that follows                       receives them ▸ connects its devices ─┘▸ says so
 //! ```
 //!
-//! The library waits until all ranks have come, and nothing ends that wait if one of them never comes. So it connects
-//! on a thread of its own, which the caller leaves behind when it learns that a device is absent.
+//! NCCL waits until all ranks have come, without a time limit. So it connects on a thread of its own. If a device is
+//! absent, the caller stops waiting, and that thread goes on by itself.
 
 use super::{CudaGroup, GroupIds, Links, Role};
 use crate::driver::{CudaMemory, Device, Nccl, Place};
@@ -57,15 +57,21 @@ impl CudaGroup {
     }
 
     fn connect_in_turn(&self) -> Result<()> {
-        // Before the others are told: what they say from then on is about this connection.
+        // Forgotten before the ids are announced: absences noted from then on concern this connection.
         self.forget_absent();
         let nccl = self.wiring()?.nccl;
         let ids = GroupIds::make(self.ids_needed(), || nccl.make_id())?;
         let others = self.shared.role.others();
         let peer = |reason| CudaError::Peer { reason };
         others.map_or(Ok(()), |others| others.announce(&ids)).map_err(peer)?;
-        let links = self.links(&ids)?;
-        others.map_or(Ok(()), |others| others.finish()).map_err(peer)?;
+        let links = self.links(&ids);
+        if links.is_err() {
+            // The others do not wait for these devices.
+            self.abandon();
+        }
+        let finished = others.map_or(Ok(()), |others| others.finish()).map_err(peer);
+        let links = links?;
+        finished?;
         self.seat_all(links);
         Ok(())
     }
@@ -98,7 +104,7 @@ impl CudaGroup {
         let wiring = self.wiring()?;
         // When the library ends communicators, it must not bind this thread to a device of its own choice.
         wiring.devices[0].bind()?;
-        // First, because a device that has a communicator takes its mailbox to be reset.
+        // Mailboxes first: a device uses its mailbox as soon as it has a communicator, so it must be reset by then.
         for first in (0..self.size()).step_by(self.shares).filter(|first| self.is_local_stage(*first)) {
             let at = first - self.shared.local.start;
             self.connect_mailboxes(first, &wiring.devices[at..at + self.shares])?;
@@ -211,8 +217,8 @@ impl Wiring {
     }
 }
 
-/// Runs `work` on a thread of its own and waits for it, unless `look` says why not. Then the thread is left behind, and
-/// its result is dropped.
+/// Runs `work` on a thread of its own and waits for it. If `look` fails, returns that error at once. The thread then
+/// goes on by itself, and its result is dropped.
 fn patiently<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
     look: impl Fn() -> Result<()>,

@@ -50,10 +50,12 @@ impl GroupIds {
 
 /// How a process of a group reaches the others. Messages to one process must arrive in the order of the calls.
 ///
-/// In the process that leads, [`CudaGroup::connect`](super::CudaGroup::connect) calls `announce` and then `finish`, on
-/// its own thread and one connection at a time. `finish` must end although that thread waits in it. So another thread
-/// receives the messages of the others, and this other thread must not call
-/// [`CudaGroup::note_rejoined`](super::CudaGroup::note_rejoined), which may connect.
+/// In the process that leads, [`CudaGroup::connect`](super::CudaGroup::connect) calls `announce` and then `finish`, one
+/// connection at a time.
+///
+/// - `finish` waits on the thread of the caller until the messages of the others have come.
+/// - So another thread must receive these messages.
+/// - That thread must not call [`CudaGroup::note_rejoined`](super::CudaGroup::note_rejoined), which may connect.
 pub trait Others: Send + Sync {
     /// Sends the ids to all other processes, which connect with them
     /// ([`CudaGroup::connect_with`](super::CudaGroup::connect_with)). Does not wait for that.

@@ -1,6 +1,7 @@
 //! The protocol of `one_shot_sum.cu` for one thread, in every order in which devices can take their steps.
 //!
-//! Memory is sequentially consistent here. Why the ends of launches order what matters stands in the kernel.
+//! This model assumes sequentially consistent memory. `one_shot_sum.cu` explains why the ends of launches order the
+//! accesses.
 
 use super::PARITIES;
 use std::collections::HashSet;

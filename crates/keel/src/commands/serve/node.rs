@@ -1,17 +1,28 @@
 //! `keel serve` on several machines: a node that does what another one says, and a leader that waits for its nodes.
 
 use std::net::TcpListener;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use evenkeel::machine;
+use anyhow::Result;
+use evenkeel::Error;
+use keel_cuda::CudaError;
+use keel_engine::EngineError;
 use keel_remote::RemoteError;
 use keel_server::wait_for_signal;
 
 use crate::args::{DeviceArgs, NodeArgs, SplitArgs, nodes};
 
+/// Between two looks at what has come.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How often a leader that has lost a node tries to load although there is too little memory.
+const TRIES: usize = 15;
+
 /// How long a leader tries before it looks whether it should end.
 const ATTEMPT: Duration = Duration::from_secs(2);
+
+/// A node that has gone without a word is found to be lost after 5 s. What fails because of it may fail sooner.
+const LOSS_MAX: Duration = Duration::from_secs(6);
 
 /// Does what node 0 says, with the devices of this process, until a signal ends the process.
 ///
@@ -20,15 +31,15 @@ const ATTEMPT: Duration = Duration::from_secs(2);
 pub fn follow(device: &DeviceArgs) -> Result<()> {
     let nodes = &device.split.nodes;
     device.split.expect_gpus()?;
-    // Asked once, before a leader waits for an answer.
-    machine();
+    device.check_limits()?;
     let (own, leaders) = (nodes.own_address()?, nodes.leaders()?);
     let listener = TcpListener::bind(own)
         .map_err(|error| RemoteError::Listen { address: own.into(), reason: error.to_string() })?;
     tracing::info!("{} at {own} for the leader at {leaders:?}", device.split.list());
     let (facts, opened) = (device.clone(), device.clone());
     let open = move |opening| nodes::open(&opened, opening);
-    keel_remote::serve(&listener, || nodes::facts(&facts), &leaders, open).context("this node cannot go on")
+    keel_remote::serve(&listener, move || nodes::facts(&facts), &leaders, open);
+    Ok(())
 }
 
 /// Ends at a signal, or when a node is lost.
@@ -50,27 +61,66 @@ pub fn signal_or_loss(nodes: &NodeArgs) -> impl Future<Output = ()> + Send + use
     }
 }
 
-/// After a server has ended: waits until all nodes are there again. False if there is nothing to wait for: no node was
-/// lost, or a signal has come.
-pub fn meet_again(split: &mut SplitArgs, has_failed: bool) -> bool {
-    let Some(signals) = split.nodes.signals.clone().filter(|signals| !signals.have_come()) else {
-        return false;
-    };
-    if has_failed {
-        // What has failed may have heard of the end of a connection a little sooner.
-        std::thread::sleep(Duration::from_millis(500));
-    }
-    let Some(mut why) = split.nodes.lost() else { return false };
-    tracing::warn!("{why}; serving again when it is back");
-    while !signals.have_come() {
-        match split.meet_within(ATTEMPT) {
-            Ok(()) => return true,
-            Err(error) if error.to_string() != why => {
-                why = error.to_string();
-                tracing::warn!("{why}");
-            }
-            Err(_) => {}
+/// Loads of a leader after it has lost a node.
+#[derive(Default)]
+pub struct Reloads {
+    /// How often it may still try if there is too little memory: a process that was killed may still hold some.
+    tries: usize,
+}
+
+impl Reloads {
+    /// After a server has ended with this outcome: waits until all nodes are there again. False if there is nothing to wait
+    /// for: no node was lost, or a signal has come.
+    pub fn meet_again(&mut self, split: &mut SplitArgs, outcome: &Result<()>) -> bool {
+        let Some(signals) = split.nodes.signals.clone() else { return false };
+        let error = outcome.as_ref().err();
+        let patience =
+            Instant::now() + if error.is_some_and(is_of_device) { LOSS_MAX } else { Duration::ZERO };
+        while split.nodes.lost().is_none() && Instant::now() < patience && !signals.have_come() {
+            std::thread::sleep(LOOK);
         }
+        let is_too_large = error.is_some_and(is_out_of_memory) && self.tries > 0;
+        let mut why = match (split.nodes.lost(), error) {
+            (Some(why), _) => {
+                self.tries = TRIES;
+                why
+            }
+            (None, Some(error)) if is_too_large => {
+                self.tries -= 1;
+                std::thread::sleep(ATTEMPT);
+                format!("{error:#}; the node that was lost may still hold memory")
+            }
+            _ => return false,
+        };
+        tracing::warn!("{why}; serving again when it is back");
+        while !signals.have_come() {
+            match split.meet_within(ATTEMPT) {
+                Ok(()) => return true,
+                Err(error) if error.to_string() != why => {
+                    why = error.to_string();
+                    tracing::warn!("{why}");
+                }
+                Err(_) => {}
+            }
+        }
+        false
     }
-    false
+}
+
+/// Whether an error may come of a lost node: one of a device, of this process or another one.
+fn is_of_device(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        let of_library = cause.downcast_ref::<Error>();
+        cause.is::<EngineError>()
+            || cause.is::<CudaError>()
+            || cause.is::<RemoteError>()
+            || matches!(
+                of_library,
+                Some(Error::Cuda(_) | Error::Engine(_) | Error::Array(_) | Error::Cache(_))
+            )
+    })
+}
+
+fn is_out_of_memory(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| matches!(cause.downcast_ref(), Some(Error::OutOfMemory(_))))
 }

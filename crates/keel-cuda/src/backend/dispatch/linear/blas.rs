@@ -20,9 +20,15 @@ const BLAS_BLOCK: usize = 64;
 /// Alignment of the library's scratch, in bytes; the arena promises less.
 pub(super) const BLAS_ALIGN: usize = 256;
 
-/// Where the scratch of a product through cuBLASLt lies, from a multiple of [`BLAS_ALIGN`] on: the library's own, x in
-/// 16 bits, W if it is widened, then the last block of y if rows are multiplied in blocks, or y if it is padded. `end`
-/// includes what the alignment may take.
+/// Byte offsets of the scratch of a product through cuBLASLt, from a multiple of [`BLAS_ALIGN`] on. In order:
+///
+/// - the library's scratch;
+/// - x in 16 bits;
+/// - W if it is widened;
+/// - the last block of y if rows are multiplied in blocks, or y if it is padded;
+/// - the scratch of a product in 8 bits, if one is tried.
+///
+/// `end` includes the bytes that the alignment may take.
 pub(super) struct BlasScratch {
     x: usize,
     w: usize,

@@ -7,8 +7,9 @@ use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
 use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 
-/// Rows up to which widening the weight in registers, again for each 128 rows, is faster than widening it once in
-/// memory for cuBLASLt: affine weights of 4 bits, other codings, and with prompts in 8-bit floats.
+/// The most rows for `linear_panels`, which widens the weight in registers again for each 128 rows. With more rows
+/// cuBLASLt is faster: for it the weight is widened once, in memory. In order: the limits for affine weights of 4 bits,
+/// for other codings, and with prompts in 8-bit floats.
 const PANEL_ROWS_MAX_OF_4_BITS: usize = 1024;
 const PANEL_ROWS_MAX: usize = 512;
 const PANEL_ROWS_MAX_WITH_PROMPTS_8: usize = 256;
@@ -118,7 +119,7 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
         && takes_groups(weight, rows, Choice::of(kernel, mode))
 }
 
-/// Most experts by which rows are sorted: the shared memory of `group_rows` has room for the counts of so many.
+/// The most experts by which rows are sorted. `group_rows` has shared memory for 512 counts.
 const GROUPED_EXPERTS_MAX: usize = 512;
 
 /// Whether rows with an expert each are sorted by expert and multiplied together, if the device can do so. That takes

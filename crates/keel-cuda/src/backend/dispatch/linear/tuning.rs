@@ -59,7 +59,8 @@ impl Tuning {
                 true if short && coding.bits <= 4 => (4, 3),
                 large => (if short { 2 } else { 3 }, if large { 2 } else { 1 }),
             };
-            // With room for two blocks the compiler uses fewer registers, which the next kernel's blocks wait for.
+            // Room for two blocks makes the compiler use fewer registers. The next kernel's blocks wait for free
+            // registers, so they start sooner.
             return Tuning { split, unit: 2, passes, stages, blocks_min: 2, ..plain };
         }
         if weight.cols > 8192 && weight.rows < 5000 {
