@@ -13,14 +13,14 @@ use keel_text::GrammarState;
 /// assert_eq!(form.begins_after, None, "this model does not reason");
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
-pub struct Form {
+pub struct GrammarConstraint {
     /// The grammar.
     pub state: GrammarState,
     /// The grammar applies after this token. With `None` it applies from the start.
     pub begins_after: Option<u32>,
 }
 
-impl Constraint for Form {
+impl Constraint for GrammarConstraint {
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
         if self.begins_after.is_some() {
             return Ok(());

@@ -23,7 +23,7 @@ pub const DRIVER_ROOM_BYTES: u64 = 512 << 20;
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Driver {
+pub struct DriverMemory {
     /// The device's memory.
     pub usage: DeviceUsage,
     /// The value of [`DeviceUsage::driver_bytes`].
@@ -34,12 +34,12 @@ pub struct Driver {
     pub held: u64,
 }
 
-impl Driver {
+impl DriverMemory {
     /// Measures the current state. Returns `None` if tensors are in host memory.
-    pub fn measure(runtime: &Runtime) -> Option<Driver> {
+    pub fn measure(runtime: &Runtime) -> Option<DriverMemory> {
         let own = runtime.backend().own_memory();
         let (pinned, held) = (own.host_bytes, own.device_bytes);
-        runtime.device_usage().map(|(usage, bytes)| Driver { usage, bytes, pinned, held })
+        runtime.device_usage().map(|(usage, bytes)| DriverMemory { usage, bytes, pinned, held })
     }
 
     /// The default limit on tensor bytes. It must be taken before tensors exist.
@@ -71,7 +71,7 @@ mod tests {
     fn the_default_limit_leaves_room_for_code() {
         let of = |free, held| {
             let usage = DeviceUsage { total: 80 << 30, free, free_before: None };
-            Driver { usage, bytes: 0, pinned: 0, held }.limit()
+            DriverMemory { usage, bytes: 0, pinned: 0, held }.limit()
         };
         assert_eq!(of(79 << 30, 0), (79 << 30) - (512 << 20));
         assert_eq!(of(100 << 20, 0), 0, "less than the room is free");

@@ -6,7 +6,7 @@ use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use crate::room::{Room, on_device, on_host};
+use crate::free_memory::{FreeMemory, on_device, on_host};
 use crate::{DeviceOptions, Error, OutOfMemory, Result};
 
 /// Default context, unless the model's own is shorter.
@@ -111,7 +111,7 @@ pub fn bound(
     planned: &MemoryReport,
     options: &EngineOptions,
 ) -> Result<()> {
-    let check = |needed: u64, room: &Room| {
+    let check = |needed: u64, room: &FreeMemory| {
         if needed <= room.bytes {
             return Ok(());
         }
@@ -120,16 +120,16 @@ pub fn bound(
         Err(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned }))
     };
     let is_gpu = device.is_gpu();
-    let asked = device.memory_limit.map(|bytes| Room { bytes, why: "the memory limit".into() });
+    let asked = device.memory_limit.map(|bytes| FreeMemory { bytes, why: "the memory limit".into() });
     if let Some(room) = &asked {
         check(planned.total(), room)?;
     }
-    if let Some(host) = Room::of_host() {
+    if let Some(host) = FreeMemory::of_host() {
         check(on_host(planned, is_gpu), &host)?;
     }
     let limit = match asked {
         Some(asked) => Some(asked.bytes),
-        None => match Room::of(runtime).filter(|_| is_gpu) {
+        None => match FreeMemory::of(runtime).filter(|_| is_gpu) {
             Some(room) => {
                 check(on_device(planned, is_gpu), &room)?;
                 Some(room.bytes + planned.on_host())

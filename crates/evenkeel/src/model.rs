@@ -11,7 +11,8 @@ use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
 use crate::{
-    Batch, DeviceOptions, Error, How, LoadOptions, ModelFiles, ModelText, Result, TextStream, bound, place,
+    Batch, DeviceOptions, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, bound,
+    place,
 };
 
 /// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
@@ -35,7 +36,7 @@ pub struct Request {
     /// Do not end at the model's end tokens.
     pub ignore_end: bool,
     /// A schema or grammar that the text follows.
-    pub form: Option<GrammarSource>,
+    pub grammar: Option<GrammarSource>,
     /// Draft with the model's multi-token-prediction head. [`keel_engine::EngineOptions::drafts`] must allow it.
     pub speculation: Option<SpeculationOptions>,
 }
@@ -260,13 +261,13 @@ impl Model {
         Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
     }
 
-    fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<(How, TextStream)> {
+    fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<(TokenOptions, TextStream)> {
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt);
         }
         let text = self.text()?;
-        let form = match &request.form {
-            Some(source) => Some(text.form(&self.files()?, source, prompt)?),
+        let form = match &request.grammar {
+            Some(source) => Some(text.grammar(&self.files()?, source, prompt)?),
             None => None,
         };
         let options = GenerateOptions {
@@ -278,7 +279,7 @@ impl Model {
             ..GenerateOptions::default()
         };
         let stream = TextStream::new(&text.tokenizer, &request.stop)?;
-        Ok((How { options, form }, stream))
+        Ok((TokenOptions { options, grammar: form }, stream))
     }
 
     /// The files again, for what is read from them only when it is needed.

@@ -7,8 +7,8 @@ use keel_cuda::{GpuFacts, Survey};
 
 use crate::device::{Device, machine};
 use crate::driver::DRIVER_ROOM_BYTES;
+use crate::free_memory::on_device;
 use crate::human_bytes;
-use crate::room::on_device;
 
 /// Most bytes that a context and the libraries take on a device before there are tensors.
 const CONTEXT_BYTES: u64 = 1 << 30;
@@ -77,7 +77,8 @@ fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u6
     on_cpu(if refusals.is_empty() { "there is no NVIDIA GPU".into() } else { refusals.join("; ") })
 }
 
-/// Bytes of tensors for which a GPU surely had room at the time of a survey; `None` if there is no such GPU or it is not supported.
+/// Bytes of tensors for which a GPU surely had room at the time of a survey; `None` if there is no such GPU or it is
+/// not supported.
 ///
 /// ```
 /// if let Some(bytes) = evenkeel::room_on_gpu(evenkeel::machine(), 0) {

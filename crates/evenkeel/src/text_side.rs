@@ -7,7 +7,7 @@ use keel_text::{
 };
 use serde_json::Value;
 
-use crate::constrained::Form;
+use crate::constrained::GrammarConstraint;
 use crate::{Error, ModelFiles, Result};
 
 /// Number of tokens at a prompt's end that are checked for the beginning of reasoning.
@@ -151,12 +151,17 @@ impl ModelText {
     /// let form = text.form(&files, &schema, &[])?;
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
-    pub fn form(&self, model: &ModelFiles, source: &GrammarSource, prompt: &[u32]) -> Result<Form> {
+    pub fn grammar(
+        &self,
+        model: &ModelFiles,
+        source: &GrammarSource,
+        prompt: &[u32],
+    ) -> Result<GrammarConstraint> {
         let state = GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?;
         let end = &prompt[prompt.len().saturating_sub(TAIL_TOKENS)..];
         let reasons = self.tokenizer.decode(end, false)?.trim_end().ends_with("<think>");
         let begins_after = self.tokenizer.token_to_id("</think>").filter(|_| reasons);
-        Ok(Form { state, begins_after })
+        Ok(GrammarConstraint { state, begins_after })
     }
 
     /// Ids that end a text.

@@ -4,7 +4,7 @@ use keel_cache::SequenceCache;
 use keel_engine::speculation::SamplerChooser;
 use keel_engine::{Engine, GenerateOptions, Result, Sampler, TokenIterator};
 
-use crate::constrained::Form;
+use crate::constrained::GrammarConstraint;
 
 /// How tokens are drawn.
 ///
@@ -19,14 +19,14 @@ use crate::constrained::Form;
 /// drop(tokens); // its memory is free again
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
-pub struct How {
+pub struct TokenOptions {
     /// Number of tokens, sampling, drafts and end tokens.
     pub options: GenerateOptions,
     /// The schema or grammar of the text, if there is one. The text then makes no drafts.
-    pub form: Option<Form>,
+    pub grammar: Option<GrammarConstraint>,
 }
 
-impl How {
+impl TokenOptions {
     /// Runs the prompt after the tokens that `sequence` holds. Gives the tokens; [`crate::Answer`] gives text.
     /// `progress` gets the number of prompt tokens done.
     ///
@@ -39,7 +39,7 @@ impl How {
         prompt: &[u32],
         progress: &mut dyn FnMut(usize),
     ) -> Result<TokenIterator<'e>> {
-        let How { options, form } = self;
+        let TokenOptions { options, grammar: form } = self;
         let Some(form) = form else {
             return TokenIterator::new(engine, sequence, prompt, options, progress);
         };

@@ -63,7 +63,7 @@ fn stop_strings_and_grammars_end_a_text() {
     assert_eq!(answer.finish_reason(), Some(FinishReason::Stop));
     drop(answer);
     let form = Some(GrammarSource::Regex("[0-9]{3}".into()));
-    let digits = text(&mut model, Request { form, ..greedy(24) });
+    let digits = text(&mut model, Request { grammar: form, ..greedy(24) });
     assert!(digits.len() == 3 && digits.chars().all(|c| c.is_ascii_digit()), "{digits}");
 }
 
@@ -95,7 +95,7 @@ fn a_saved_sequence_goes_on_as_the_one_that_stayed() {
     let restored = other.restore(&file).expect("the sequence before was given back");
     let form = Some(GrammarSource::Regex("[0-9]{2}".into()));
     let text = " and the dog".repeat(40);
-    let digits = other.resume(restored, &text, Request { form, ..greedy(8) }).expect("it fits");
+    let digits = other.resume(restored, &text, Request { grammar: form, ..greedy(8) }).expect("it fits");
     assert_eq!(digits.collect::<Result<String, _>>().expect("no step fails").len(), 2);
 }
 

@@ -161,8 +161,8 @@ pub trait Memory: Send + Sync {
         self.read(memory, offset, bytes)
     }
 
-    /// Copies bytes from one place of device memory to another. The two must not overlap. A backend whose reads can fail
-    /// has a copy of its own.
+    /// Copies bytes from one place of device memory to another. The two must not overlap. A backend whose reads can
+    /// fail has a copy of its own.
     fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
         let mut piece = vec![0; bytes.min(PIECE_BYTES)];
         for at in (0..bytes).step_by(PIECE_BYTES) {

@@ -47,8 +47,8 @@ pub use ops::{
     Regime, RopeSpec, Routing, RowLog, SharedExpert, Sorted, Source, Unary, View,
 };
 pub use program::{
-    ALIGNMENT, CarriedLaunch, Kernel, KernelGroup, Launch, Operand, Place, PreparedPiece, Program,
-    ProgramCacheUse, ProgramGroup, Slot,
+    ALIGNMENT, Kernel, KernelGroup, Launch, Operand, OperandMemory, Place, PreparedPiece, Program,
+    ProgramCacheUse, ProgramGroup, RemoteLaunch,
 };
 pub use runtime::{Element, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
 pub use shape::{Layout, Shape};

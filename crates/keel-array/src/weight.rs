@@ -40,7 +40,7 @@ pub enum Compute {
     Bf16,
     /// As `Auto`. Products of many rows, as those of prompts, may round activations and quantised weights to 8-bit
     /// floats (e4m3) with a scale for each row, if the device has matrix instructions for them.
-    Prompts8,
+    PrefillFp8,
 }
 
 /// Shape and coding of a weight `[experts, rows, cols]`; a plain linear layer has one expert.

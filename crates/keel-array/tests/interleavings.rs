@@ -5,24 +5,24 @@
 #[allow(dead_code)]
 mod fence;
 
-#[path = "../src/runtime/turns.rs"]
+#[path = "../src/runtime/device_lock.rs"]
 #[allow(dead_code)]
-mod turns;
+mod device_lock;
 
 mod sync {
     pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard, atomic};
 }
 
+use device_lock::DeviceLock;
 use fence::Fence;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
-use turns::Turns;
 
 /// The protected value stands for the arena. loom reports two threads in it at once.
 struct Device {
-    turns: Turns,
+    turns: DeviceLock,
     arena: UnsafeCell<usize>,
     /// Pieces of the queued work that have run.
     done: AtomicUsize,
@@ -30,7 +30,7 @@ struct Device {
 
 impl Device {
     fn new() -> Arc<Device> {
-        let (turns, arena) = (Turns::new(), UnsafeCell::new(0));
+        let (turns, arena) = (DeviceLock::new(), UnsafeCell::new(0));
         Arc::new(Device { turns, arena, done: AtomicUsize::new(0) })
     }
 

@@ -21,9 +21,9 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod failed_step;
 mod file;
 mod ids;
-mod interruption;
 mod model_cache;
 mod pages;
 mod parts;
@@ -32,20 +32,20 @@ mod prefix;
 mod prefix_folder;
 mod sequence;
 mod shared;
-mod sight;
 mod spec;
 mod storage;
 mod swap;
+mod vision_inputs;
 
 pub use error::{CacheError, Result};
+pub use failed_step::{CommitProgress, FailedStepState};
 pub use ids::{BlockId, CheckpointId, PageId, SlotId};
-pub use interruption::{Interruption, Settled};
 pub use model_cache::ModelCache;
 pub use pages::PageAllocator;
 pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree, RememberedText};
 pub use prefix_folder::{IndexEntries, PictureHash, PrefixFolder, SavedPrefix, Unwritten};
 pub use sequence::SequenceCache;
-pub use sight::{Features, SeenPicture, Sight};
 pub use spec::{CacheFormat, CacheSize, CacheSpec, LayerSpec};
 pub use storage::{DeviceLayers, LayerStorage};
 pub use swap::SwapSize;
+pub use vision_inputs::{Features, SeenPicture, VisionInputs};

@@ -65,7 +65,7 @@ impl ModelCache {
             slots: SlotId::all(size.sequences),
             checkpoints: CheckpointId::all(size.checkpoints),
             blocks: BlockId::all(swap.blocks()),
-            interruptions: vec![None; size.sequences],
+            failed_steps: vec![None; size.sequences],
         });
         Ok(ModelCache { swap, layers, saved, pools, spec, size })
     }
@@ -193,7 +193,7 @@ impl ModelCache {
             self.copy_slot(sequence.slot(), entry, false)?;
         }
         self.shorten(sequence, at);
-        self.pools.lock().interruptions[sequence.slot().index()] = None;
+        self.pools.lock().failed_steps[sequence.slot().index()] = None;
         self.own_last_page(sequence)?;
         Ok(at)
     }
@@ -248,14 +248,14 @@ impl ModelCache {
         let (slot, home) = (self.take_slot()?, self.pools.clone());
         let mut twin = SequenceCache::new(home, slot, sequence.cached_len, sequence.accepted);
         twin.is_long = sequence.is_long;
-        twin.sight.clone_from(&sequence.sight);
+        twin.vision.clone_from(&sequence.vision);
         self.fork_into(sequence, &mut twin)?;
         Ok(twin)
     }
 
     fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
-        let interruption = self.interruption(sequence);
-        self.pools.lock().interruptions[twin.slot().index()] = interruption;
+        let interruption = self.failed_step(sequence);
+        self.pools.lock().failed_steps[twin.slot().index()] = interruption;
         for layer in &self.layers {
             let log = if sequence.accepted > 0 { layer.log_arrays() } else { vec![] };
             for array in layer.slot_arrays().into_iter().chain(log) {
@@ -279,7 +279,7 @@ impl ModelCache {
     }
 
     pub(crate) fn clear_slot(&mut self, slot: SlotId) -> Result<()> {
-        self.pools.lock().interruptions[slot.index()] = None;
+        self.pools.lock().failed_steps[slot.index()] = None;
         for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
             array.clear_entry(slot.index())?;
         }

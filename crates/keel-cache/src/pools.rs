@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::{BlockId, CheckpointId, Interruption, PageAllocator, SequenceCache, SlotId};
+use crate::{BlockId, CheckpointId, FailedStepState, PageAllocator, SequenceCache, SlotId};
 
 /// Free pages, slots, checkpoints and blocks of host memory.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub(crate) struct Pools {
     pub checkpoints: Vec<CheckpointId>,
     pub blocks: Vec<BlockId>,
     /// By slot: how a failed step left it.
-    pub interruptions: Vec<Option<Interruption>>,
+    pub failed_steps: Vec<Option<FailedStepState>>,
 }
 
 impl Pools {
@@ -26,7 +26,7 @@ impl Pools {
         sequence.pages.drain(..).for_each(|page| self.pages.release(page));
         sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
         if let Some(slot) = sequence.slot.take() {
-            self.interruptions[slot.index()] = None;
+            self.failed_steps[slot.index()] = None;
             self.slots.push(slot);
         }
     }

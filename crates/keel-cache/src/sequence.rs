@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::pools::SharedPools;
-use crate::{BlockId, CacheError, CheckpointId, PageId, Result, Sight, SlotId};
+use crate::{BlockId, CacheError, CheckpointId, PageId, Result, SlotId, VisionInputs};
 
 /// A position whose slot is saved.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ pub struct SequenceCache {
     /// Blocks of host memory, if the sequence is parked. It then holds nothing else.
     pub(crate) parked: Option<Vec<BlockId>>,
     /// Its pictures.
-    pub(crate) sight: Option<Arc<Sight>>,
+    pub(crate) vision: Option<Arc<VisionInputs>>,
 }
 
 impl SequenceCache {
@@ -49,7 +49,7 @@ impl SequenceCache {
             checkpoints: Vec::new(),
             is_long: false,
             parked: None,
-            sight: None,
+            vision: None,
         }
     }
 
@@ -137,20 +137,20 @@ impl SequenceCache {
     }
 
     /// The pictures of the sequence.
-    pub fn sight(&self) -> Option<&Arc<Sight>> {
-        self.sight.as_ref()
+    pub fn vision_inputs(&self) -> Option<&Arc<VisionInputs>> {
+        self.vision.as_ref()
     }
 
     /// Sets the pictures of the sequence's tokens, from the first token on, also of tokens that are not run yet. Tokens
     /// already in the cache must keep their positions. A rewind does not change this; for another text after it, call
     /// this again.
-    pub fn look_at(&mut self, sight: Option<Arc<Sight>>) {
-        self.sight = sight;
+    pub fn set_vision_inputs(&mut self, vision: Option<Arc<VisionInputs>>) {
+        self.vision = vision;
     }
 
     /// The position of token number `token`: time, row and column.
     pub fn position_of(&self, token: usize) -> [i32; 3] {
-        self.sight.as_ref().map_or([token as i32; 3], |sight| sight.position(token))
+        self.vision.as_ref().map_or([token as i32; 3], |vision| vision.position(token))
     }
 
     pub(crate) fn expect_committed(&self) -> Result<()> {

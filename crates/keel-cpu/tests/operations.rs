@@ -43,7 +43,7 @@ impl Disturbance for Broken {
             }
             // The last element, wrong by far more than any tolerance.
             let size = output.dtype.size();
-            let Place { buffer, offset } = launch.resolve(output.slot);
+            let Place { buffer, offset } = launch.resolve(output.memory);
             let at = offset + (output.layout.offset + elements - 1) * size;
             let mut bytes = vec![0; size];
             backend.read(buffer.memory(), at, &mut bytes)?;

@@ -1,6 +1,6 @@
 // Tiles of queries, keys and values in shared memory, and their products on tensor cores: what the kernels of
-// attention_tensor.cu and attention_many.cu share. Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS
-// (8 or 4 for coded pools), WINDOW.
+// attention_tensor.cu and attention_decode_persistent.cu share. Macros: H, KV, D (a multiple of 16, at most 256),
+// Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW.
 #pragma once
 #include "paged.cuh"
 

@@ -1,5 +1,5 @@
 // A chunk of 16 keys, or of their values, in a warp's shared memory, and its products on tensor cores: what the decode
-// kernels of attention_tensor.cu and attention_many.cu share. Both take a row's sums in the same order.
+// kernels of attention_tensor.cu and attention_decode_persistent.cu share. Both take a row's sums in the same order.
 //
 // Chunks of f16 are tiles of attention_tiles.cuh. Coded chunks (KV_BITS) lie in shared memory as in their page, codes
 // and then steps, so copies bring them in the background. They are widened to f16 in registers, between shared memory
@@ -10,8 +10,9 @@
 // - Keys: a product may take columns in any order if both operands do. put_query stores queries in that order.
 // - Values: columns of the sums are out of order. put_sums stores them where they belong.
 //
-// A value is code step, rounded once to f16, as coded8 of kv_coded.cuh computes it. With P = 128 (8 bits) or 8 (4 bits),
-// a code over P and a step times P are exact in f16 wherever the group's peak is a normal f16; their product rounds once.
+// A value is code step, rounded once to f16, as coded8 of kv_coded.cuh computes it. With P = 128 (8 bits) or 8 (4
+// bits), a code over P and a step times P are exact in f16 wherever the group's peak is a normal f16; their product
+// rounds once.
 #pragma once
 #include "attention_tiles.cuh"
 

@@ -1,7 +1,7 @@
 // The first and the last operation of a mixture of experts. Rows of logits and of gates may lie `stride` elements
 // apart.
 #include "common.cuh"
-#include "ranks.cuh"
+#include "float_order.cuh"
 
 // Softmax probabilities of the k largest of E logits, divided by their sum if `normalise`. Among equals the lower index
 // comes first; NaN comes last and has probability 0. E words of dynamic shared memory.

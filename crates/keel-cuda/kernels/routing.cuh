@@ -2,7 +2,7 @@
 // NaN comes last. Weights are softmax probabilities, divided by the sum of the chosen ones if NORMALISE. One warp a
 // token, E <= 512, CHOICES <= 32. Every kernel that routes finds the same bits.
 #pragma once
-#include "ranks.cuh"
+#include "float_order.cuh"
 
 #define LOGITS_HELD ((EXPERTS + 31) / 32) // logits in a lane: those of experts 32 i + lane
 

@@ -161,10 +161,10 @@ mod tests {
             ("u32", "") => "usize".into(),
             ("u32", _) => "Option<usize>".into(),
             ("float", "") => "f32".into(),
-            // `attention_enter.cu` asserts these sizes.
+            // `attention_prepare.cu` asserts these sizes.
             ("Heads", "") => "[u64; 3]".into(),
             ("Turn", "") => "[u64; 4]".into(),
-            // So does `one_shot_sum.cu`.
+            // So does `one_shot_all_reduce.cu`.
             ("const __grid_constant__ Mailboxes", "") => "[u64; 8]".into(),
             (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
         }

@@ -118,11 +118,11 @@ fn rows(keys: &mut Keys) {
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
     for [kv_f16, queries, taken] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
         let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken), ("EARLY", kv_f16)];
-        keys.add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
+        keys.add(kernels::ATTENTION_PREPARE, &["attention_prepare"], &[&turned[..], &which].concat());
     }
     for bits in ["8", "4"] {
         let which = [("KV_F16", "0"), ("KV_BITS", bits), ("QUERIES", "1"), ("KEYS", "1"), ("EARLY", "1")];
-        keys.add(kernels::ATTENTION_ENTER, &["attention_enter"], &[&turned[..], &which].concat());
+        keys.add(kernels::ATTENTION_PREPARE, &["attention_prepare"], &[&turned[..], &which].concat());
     }
     // Angles of less than a warp's lanes, of some more, and of several times as many.
     for (d, [kv_f16, queries, taken]) in
@@ -131,7 +131,7 @@ fn rows(keys: &mut Keys) {
         let axes = format!("{{{}}}", "1,".repeat(d.parse::<usize>().expect("a number") / 2));
         let whole = [("D", d), ("R", d), ("NORM", "0"), ("AXES", &*axes), ("H", "6"), ("KV", "2")];
         let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken)];
-        keys.add(kernels::ATTENTION_ENTER, &["attention_enter_rows"], &[&whole[..], &which].concat());
+        keys.add(kernels::ATTENTION_PREPARE, &["attention_prepare_rows"], &[&whole[..], &which].concat());
     }
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "0"), ("NORM", "0"), ("AXES", "{}")]);
@@ -139,7 +139,7 @@ fn rows(keys: &mut Keys) {
     keys.add(kernels::EXCHANGE, &["add_shares"], &[]);
     for (count, is_shared) in [("2", "0"), ("3", "1"), ("8", "0")] {
         let mailboxes = [("COUNT", count), ("GROUPS", "16384"), ("SHARED_GPU", is_shared)];
-        keys.add(kernels::ONE_SHOT_SUM, &["one_shot_sum"], &mailboxes);
+        keys.add(kernels::ONE_SHOT_ALL_REDUCE, &["one_shot_all_reduce"], &mailboxes);
     }
     keys.add(kernels::ACTIVATION, &["swiglu", "swiglu_half", "sigmoid_gate"], &[]);
     keys.add(kernels::EXPERTS, &["route_top_k", "combine"], &[]);
@@ -198,7 +198,7 @@ fn products(keys: &mut Keys) {
         );
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
-            keys.add(kernels::EIGHT_BITS, &["to_eight_bits", "dequantize_eight_bits"], &exact.concat());
+            keys.add(kernels::FP8_PREFILL, &["quantize_fp8", "dequantize_to_fp8"], &exact.concat());
             let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,
@@ -252,7 +252,7 @@ fn block_products(keys: &mut Keys) {
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
         keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
         keys.add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
-        keys.add(kernels::EIGHT_BITS, &["dequantize_eight_bits"], &with(&[]));
+        keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &with(&[]));
         // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
             keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
@@ -319,15 +319,23 @@ fn attention(keys: &mut Keys) {
         keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
         let (stages, blocks) = if d == "256" { ("1", "1") } else { ("3", "2") };
         let walk = [&defines[..], &strides, &[("KV_STAGES", stages), ("BLOCKS", blocks)]].concat();
-        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &walk);
-        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&walk[..], &[("EARLY", "1")]].concat());
+        keys.add(kernels::ATTENTION_DECODE_PERSISTENT, &["attention_decode_persistent"], &walk);
+        keys.add(
+            kernels::ATTENTION_DECODE_PERSISTENT,
+            &["attention_decode_persistent"],
+            &[&walk[..], &[("EARLY", "1")]].concat(),
+        );
         let (bits, runs) = if d == "256" { ("8", "0") } else { ("4", "1") };
         let bits = [("KV_BITS", bits), ("RUNS", runs)];
         let coded =
             [&tensor[..2], &[("D", "96"), ("KV_F16", "0"), ("WINDOW", "40")], &tensor[5..], &bits].concat();
         keys.add(kernels::ATTENTION, &entries, &coded);
         keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &coded);
-        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&coded[..], &[("BLOCKS", "1")]].concat());
+        keys.add(
+            kernels::ATTENTION_DECODE_PERSISTENT,
+            &["attention_decode_persistent"],
+            &[&coded[..], &[("BLOCKS", "1")]].concat(),
+        );
     }
     // An odd and an even number of groups, with and without room for a second block.
     for (d, bits, stages, blocks) in
@@ -337,7 +345,11 @@ fn attention(keys: &mut Keys) {
         let cut = [("Q_STRIDE", "2048"), ("KV_STAGES", stages), ("EARLY", "1")];
         let coded = [&heads[..], &cut].concat();
         keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &coded);
-        keys.add(kernels::ATTENTION_MANY, &["attention_many"], &[&coded[..], &[("BLOCKS", blocks)]].concat());
+        keys.add(
+            kernels::ATTENTION_DECODE_PERSISTENT,
+            &["attention_decode_persistent"],
+            &[&coded[..], &[("BLOCKS", blocks)]].concat(),
+        );
     }
     for (d, columns) in [("64", "128"), ("128", "128"), ("256", "64")] {
         let defines = [

@@ -17,7 +17,7 @@ const LEN_MAX: usize = 65_536;
 
 /// Whether the kernels since the last call added arrays in one shot.
 fn took_one_shot(rank: &Rank) -> bool {
-    rank.backend.take_kernels().iter().any(|name| name.contains("one_shot_sum"))
+    rank.backend.take_kernels().iter().any(|name| name.contains("one_shot_all_reduce"))
 }
 
 /// Up to four GPUs as one stage, or several ranks of one GPU.

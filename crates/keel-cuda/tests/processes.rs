@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use common::{Prepared, Rank};
 use keel_array::{Array, DType, Runtime, RuntimeOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, Others, Role};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, PeerProcesses, Role};
 
 /// Tell a process of the group its rank, and what it is to do.
 const RANK: &str = "KEEL_TEST_PROCESS_RANK";
@@ -174,7 +174,7 @@ impl Messages {
     }
 }
 
-impl Others for Messages {
+impl PeerProcesses for Messages {
     fn announce(&self, ids: &GroupIds) -> Result<(), String> {
         let digits: String = ids.to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
         say(&format!("ids {digits}"));
@@ -200,7 +200,7 @@ struct Member {
 
 impl Member {
     fn open(number: usize, shares: usize, messages: &Arc<Messages>) -> Member {
-        let others = Arc::clone(messages) as Arc<dyn Others>;
+        let others = Arc::clone(messages) as Arc<dyn PeerProcesses>;
         let role = if number == 0 { Role::Leads(others) } else { Role::Follows(others) };
         let group = CudaGroup::across(2, shares, number..number + 1, role).remove(0);
         let options = CudaOptions {
@@ -238,7 +238,7 @@ impl Member {
             assert!(sum.iter().all(|&y| y == 3.0), "{:?}", &sum[..4]);
         }
         let kernels = self.rank.backend.take_kernels();
-        assert!(!kernels.iter().any(|name| name.contains("one_shot_sum")), "{kernels:?}");
+        assert!(!kernels.iter().any(|name| name.contains("one_shot_all_reduce")), "{kernels:?}");
     }
 
     /// Sends arrays from the first stage to the second.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use keel_array::{Array, Backend, DType, Runtime, RuntimeOptions, WeightFormat};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestSight};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestVision};
 use keel_engine::{Engine, EngineOptions, PatchGrid, VisionOptions};
 use keel_models::loading::RandomParameters;
 use keel_models::vision::VisionConfig;
@@ -100,8 +100,8 @@ impl Asking {
         key[..8].copy_from_slice(&number.to_le_bytes());
         let values = Arc::new(values(&config, self.grid, number));
         let input = PictureInput { key, values, grid: self.grid, is_video: false };
-        let sight = RequestSight::new(&config, &tokens, vec![input]).expect("the tokens fit");
-        BatchRequest { sight: Some(sight), ..BatchRequest::new(number, tokens, 1) }
+        let vision = RequestVision::new(&config, &tokens, vec![input]).expect("the tokens fit");
+        BatchRequest { vision: Some(vision), ..BatchRequest::new(number, tokens, 1) }
     }
 }
 

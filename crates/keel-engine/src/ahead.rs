@@ -24,10 +24,10 @@ use keel_array::sampling::Draw;
 use std::time::Instant;
 
 use keel_array::{Array, ArrayError, Regime, RowLog};
-use keel_cache::{SequenceCache, Settled};
+use keel_cache::{CommitProgress, SequenceCache};
 
+use crate::in_flight::{EndedRun, InFlightStep, Item, Taken};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
-use crate::under_way::{EndedRun, Item, StepUnderWay, Taken};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
 /// How many steps may be under way.
@@ -121,9 +121,9 @@ impl Engine {
         !self.cache.spec().is_recurrent()
     }
 
-    /// Steps under way: at most two, or one for each [group](Engine::groups_max) and one of prompts.
-    pub fn steps_under_way(&self) -> usize {
-        self.under_way.len() + self.group_steps()
+    /// Steps under way: at most two, or one for each [group](Engine::microbatches_max) and one of prompts.
+    pub fn steps_in_flight(&self) -> usize {
+        self.in_flight.len() + self.microbatch_steps()
     }
 
     /// How many answers, and how many ends of prompts, a step may have whose tokens the host draws.
@@ -140,18 +140,18 @@ impl Engine {
     /// step is reported when the step is taken.
     pub fn submit(&mut self, work: &mut [Work<'_>]) -> Result<Ticket> {
         if self.is_split() {
-            return self.submit_group(work);
+            return self.submit_microbatch(work);
         }
         self.check_work(work)?;
         for Work { sequence, ahead, rows, .. } in work.iter_mut() {
             self.make_room_ahead(sequence, *ahead, rows.tokens())?;
         }
-        let before = self.under_way.back().map_or(&[][..], |step| &step.items);
+        let before = self.in_flight.back().map_or(&[][..], |step| &step.items);
         let places: Vec<usize> =
             before.iter().map(|item| self.stepper.place(item.regime, item.row)).collect();
         let items = items_of(work);
         let number = self.tickets;
-        let mut step = StepUnderWay {
+        let mut step = InFlightStep {
             number,
             runs: Vec::new(),
             catch_up: None,
@@ -174,16 +174,16 @@ impl Engine {
         if self.stepper.keeps_hidden() {
             step.add(self.stepper.keep_hidden(number));
         }
-        self.under_way.push_back(step);
+        self.in_flight.push_back(step);
         self.tickets += 1;
         Ok(Ticket(number))
     }
 
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
-        let before = self.under_way.back().map_or(&[][..], |step| &step.items);
+        let before = self.in_flight.back().map_or(&[][..], |step| &step.items);
         let drawn = before.len();
         let for_host = work.iter().filter(|work| work.by_host).count();
-        let reason = if self.under_way.len() == STEPS_MAX {
+        let reason = if self.in_flight.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
         } else if let Some(reason) = self.refused_rows(work, self.options.sequences) {
             reason
@@ -235,7 +235,7 @@ impl Engine {
         tokens: &[u32],
     ) -> Result<()> {
         self.admit_ahead(sequence, ahead, tokens)?;
-        if self.under_way.is_empty() {
+        if self.in_flight.is_empty() {
             self.commit(sequence)?;
         }
         self.cache.expect_whole(sequence)?;
@@ -270,10 +270,10 @@ impl Engine {
     ///   sequences.
     pub fn take(&mut self, ticket: Ticket) -> Result<Vec<Option<u32>>> {
         if self.is_split() {
-            return self.take_group(ticket);
+            return self.take_microbatch(ticket);
         }
-        let is_first = self.under_way.front().is_some_and(|step| step.number == ticket.0);
-        let Some(mut step) = is_first.then(|| self.under_way.pop_front()).flatten() else {
+        let is_first = self.in_flight.front().is_some_and(|step| step.number == ticket.0);
+        let Some(mut step) = is_first.then(|| self.in_flight.pop_front()).flatten() else {
             return Err(EngineError::Option(NOT_FIRST.into()));
         };
         let refusal = step.refusal.take();
@@ -284,7 +284,7 @@ impl Engine {
         self.taken.waited = now.duration_since(asked);
         let time = self.step_timer.note(submitted, asked, now);
         if refusal.is_some() || ended.iter().any(|run| run.outcome.is_err()) {
-            std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
+            std::mem::take(&mut self.in_flight).into_iter().for_each(|step| drop(step.wait()));
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, refusal));
         }
@@ -324,7 +324,7 @@ impl Engine {
             return Err(EngineError::Option(format!("no logits are kept of work item {item}")));
         };
         if self.is_split() {
-            return self.group_logits(row, logits);
+            return self.microbatch_logits(row, logits);
         }
         self.stepper.read_kept_logits(regime, row, logits)
     }
@@ -336,7 +336,7 @@ impl Engine {
             match outcome {
                 Err(failed) => {
                     let has_mutated = |state: &Array| failed.has_mutated(state);
-                    self.cache.note_failure(slots, &has_mutated, Settled::default(), true);
+                    self.cache.note_failure(slots, &has_mutated, CommitProgress::default(), true);
                     error.get_or_insert_with(|| ArrayError::from(failed).into());
                 }
                 // These rows were run, but they do not count.
@@ -349,8 +349,8 @@ impl Engine {
 
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
-    /// back](Engine::can_take_back), the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound. If
-    /// its state is kept, it is rewound here.
+    /// back](Engine::can_take_back), the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound.
+    /// If its state is kept, it is rewound here.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, later_ran: bool) {
         if later_ran || !self.cache.spec().is_recurrent() {
             self.cache.forget_steps(sequence, rows);
@@ -362,14 +362,14 @@ impl Engine {
     /// still needed. Where a step [cannot be taken back](Engine::can_take_back), the sequence answers
     /// [`keel_cache::CacheError::AheadState`] until it is rewound.
     pub(crate) fn give_up_steps(&mut self, sequence: &mut SequenceCache) {
-        let steps = self.under_way.len();
-        let Some(first) = self.under_way.front() else { return };
+        let steps = self.in_flight.len();
+        let Some(first) = self.in_flight.front() else { return };
         let has_failed = self.take(Ticket(first.number)).is_err();
         // If the only step failed, its failure already says what state the sequence is in.
         if !(steps == 1 && has_failed) {
             self.cache.forget_steps(sequence, steps);
         }
-        std::mem::take(&mut self.under_way).into_iter().for_each(|step| drop(step.wait()));
+        std::mem::take(&mut self.in_flight).into_iter().for_each(|step| drop(step.wait()));
     }
 
     /// Waits for all steps under way before something else runs. Their tokens are lost, and their sequences must be
@@ -377,11 +377,11 @@ impl Engine {
     ///
     /// # Errors
     /// The first failure of a step.
-    pub(crate) fn finish_under_way(&mut self) -> Result<()> {
-        self.finish_groups();
+    pub(crate) fn finish_in_flight(&mut self) -> Result<()> {
+        self.finish_microbatches();
         let mut outcome = Ok(());
         self.step_timer.forget();
-        while let Some(step) = self.under_way.pop_front() {
+        while let Some(step) = self.in_flight.pop_front() {
             for EndedRun { slots, outcome: ended, .. } in step.wait() {
                 self.cache.note_ahead(slots);
                 outcome = outcome.and(ended.map(drop));

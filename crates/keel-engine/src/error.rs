@@ -97,7 +97,7 @@ pub enum EngineError {
     Step(String),
     /// The model has no vision tower.
     #[error("this model reads only text: it has no vision tower")]
-    NoEyes,
+    NoVisionTower,
     /// The features of a picture are missing.
     #[error(
         "token {token} belongs to a picture whose features are missing: give the sequence its features first"

@@ -69,7 +69,7 @@ pub struct TokenIterator<'e> {
     /// Whether a step is submitted before the token of the previous step is known.
     is_ahead: bool,
     /// Steps that were submitted and not taken.
-    under_way: VecDeque<Ticket>,
+    in_flight: VecDeque<Ticket>,
     /// Chosen tokens that were not given out yet.
     ready: VecDeque<u32>,
     /// The token chosen last. It has not been run.
@@ -135,7 +135,7 @@ impl<'e> TokenIterator<'e> {
             sequence: Some(sequence),
             chooser,
             speculation,
-            under_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             ready: VecDeque::from([first.token]),
             last: first.token,
             is_open: !first.is_last,
@@ -225,7 +225,7 @@ impl<'e> TokenIterator<'e> {
 
     /// Runs the last token and chooses at least one.
     fn step(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
-        if self.is_ahead && (!self.under_way.is_empty() || self.stays_plain(sequence)) {
+        if self.is_ahead && (!self.in_flight.is_empty() || self.stays_plain(sequence)) {
             return self.step_ahead(sequence);
         }
         let mut rounds = self.engine.round(&mut [RoundSequence {
@@ -241,13 +241,13 @@ impl<'e> TokenIterator<'e> {
     /// Whether no drafts are made after the steps under way.
     fn stays_plain(&self, sequence: &SequenceCache) -> bool {
         let Some(speculation) = &self.speculation else { return true };
-        let (len, ahead) = (sequence.len(), self.under_way.len());
+        let (len, ahead) = (sequence.len(), self.in_flight.len());
         !self.engine.wants_drafts(speculation, &*self.chooser, len, self.left, 1, ahead)
     }
 
     /// Lets the MTP (multi-token-prediction) head catch up after the steps under way, if it lags far behind.
     fn catch_up(&mut self, sequence: &SequenceCache) -> Result<()> {
-        let ahead = self.under_way.len();
+        let ahead = self.in_flight.len();
         let lagging =
             self.speculation.as_mut().filter(|speculation| speculation.lag_after(ahead) >= HEAD_LAG_MAX);
         match lagging.filter(|_| self.engine.can_catch_up_ahead()) {
@@ -259,7 +259,7 @@ impl<'e> TokenIterator<'e> {
     /// As [`TokenIterator::step`], but submits the next step before it waits for this one, unless only one token may
     /// still come or drafts are to be made.
     fn step_ahead(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
-        if self.under_way.is_empty() {
+        if self.in_flight.is_empty() {
             self.submit(sequence, WorkRows::Token(self.last))?;
         }
         self.catch_up(sequence)?;
@@ -267,9 +267,9 @@ impl<'e> TokenIterator<'e> {
             // An error is ignored here: it comes again when this token is wanted.
             self.submit(sequence, WorkRows::Drawn(0)).ok();
         }
-        let Some(ticket) = self.under_way.pop_front() else { unreachable!("a step was submitted") };
+        let Some(ticket) = self.in_flight.pop_front() else { unreachable!("a step was submitted") };
         let drawn = self.engine.take(ticket).inspect_err(|_| {
-            let later = std::mem::take(&mut self.under_way).len();
+            let later = std::mem::take(&mut self.in_flight).len();
             self.engine.give_up(sequence, 1 + later, later > 0);
         })?;
         sequence.advance(1);
@@ -284,10 +284,10 @@ impl<'e> TokenIterator<'e> {
     }
 
     fn submit(&mut self, sequence: &mut SequenceCache, rows: WorkRows<'_>) -> Result<()> {
-        let (ahead, draw) = (self.under_way.len(), self.chooser.draw_next());
+        let (ahead, draw) = (self.in_flight.len(), self.chooser.draw_next());
         let work = Work { sequence, ahead, rows, draw, by_host: false };
         let ticket = self.engine.submit(&mut [work]).inspect_err(|_| self.chooser.forget_draws(1))?;
-        self.under_way.push_back(ticket);
+        self.in_flight.push_back(ticket);
         Ok(())
     }
 }
@@ -336,7 +336,7 @@ fn run_one_by_one(
     draw: Option<Draw>,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Option<u32>> {
-    engine.settle_turns(sequence, sequence.len() + prompt.len());
+    engine.choose_rope_frequencies(sequence, sequence.len() + prompt.len());
     let mut first = Err(EngineError::EmptyPrompt);
     for (i, &token) in prompt.iter().enumerate() {
         let draw = draw.filter(|_| i + 1 == prompt.len());

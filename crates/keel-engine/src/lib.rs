@@ -11,30 +11,30 @@
 
 mod ahead;
 pub mod batch;
-mod crew;
+mod device_thread;
 mod engine;
 mod error;
-mod eyes;
 mod generate;
-mod groups;
 mod hidden;
+mod in_flight;
+mod microbatches;
 mod options;
 mod overlap;
 pub mod plan;
 mod sampler;
 pub mod speculation;
 pub mod split;
+mod split_step;
 mod step;
 mod sync;
-mod together;
-mod under_way;
+mod vision;
 
 pub use ahead::{Ticket, Work, WorkRows};
 pub use engine::{Chunk, Engine, LateWork, LogitSink};
 pub use error::{EngineError, Result};
-pub use eyes::{PatchGrid, VisionOptions};
 pub use generate::{FinishReason, GenerateOptions, TokenIterator};
 pub use keel_cache::Features;
 pub use options::{DRAFTS_MAX, EngineOptions, PREFILL_GRID};
 pub use sampler::{Sampler, SamplerOptions};
 pub use speculation::{Depth, SpeculationCounters, SpeculationOptions};
+pub use vision::{PatchGrid, VisionOptions};

@@ -13,12 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use keel_array::Regime;
-use keel_cache::Settled;
+use keel_cache::CommitProgress;
 
-use crate::crew::{Ended, Job, Queued};
+use crate::device_thread::{FinishedJob, Job, Queued};
 use crate::options::PREFILL_GRID;
+use crate::split_step::{DeviceStep, Drawn, all_steppers, run_on_all};
 use crate::step::{Outcome, Rows, StepKind, Stepper};
-use crate::together::{Drawn, Share, all_steppers, run_together};
 use crate::{Engine, Result};
 
 /// Chunks for each stage of a pipeline. More keep the stages busier at both ends of a step: with `n` chunks and `s`
@@ -48,7 +48,7 @@ impl Engine {
         let [row] = rows else { return None };
         let is_prompt =
             kind.regime == Regime::Prefill && matches!(kind.outcome, Outcome::State | Outcome::LastLogits);
-        let is_whole = self.leaves_grid() || row.sees() || self.stepper.keeps_rows();
+        let is_whole = self.leaves_grid() || row.has_pictures() || self.stepper.keeps_rows();
         if !is_prompt || is_whole || !row.first.is_multiple_of(PREFILL_GRID) {
             return None;
         }
@@ -70,12 +70,12 @@ impl Engine {
         }
         let threads = self.peers.iter().map(|peer| peer.thread.as_ref()).chain([None]);
         let of_device =
-            |(thread, jobs): (_, Vec<Job>)| jobs.into_iter().map(move |job| Share { thread, job });
-        let ended = run_together(threads.zip(jobs).flat_map(of_device).collect());
-        if let (Some(bytes), Some(Ended { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
+            |(thread, jobs): (_, Vec<Job>)| jobs.into_iter().map(move |job| DeviceStep { thread, job });
+        let ended = run_on_all(threads.zip(jobs).flat_map(of_device).collect());
+        if let (Some(bytes), Some(FinishedJob { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
             bytes.copy_from_slice(drawn);
         }
-        self.note_ended(ended, std::slice::from_ref(row), Settled::default(), true)
+        self.note_finished(ended, std::slice::from_ref(row), CommitProgress::default(), true)
     }
 
     /// The jobs of each device, by rank.

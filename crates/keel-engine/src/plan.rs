@@ -9,9 +9,9 @@ use keel_array::{Backend, MemoryReport, Runtime, RuntimeOptions};
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use crate::eyes::{self, Passes};
 use crate::split::PlacedPart;
 use crate::step::Buckets;
+use crate::vision::{self, Passes};
 use crate::{Engine, EngineOptions, Result};
 
 /// Bytes per category that an engine with these options will allocate. `backend` must be one that only plans.
@@ -65,7 +65,7 @@ pub fn plan_seeing_on(
     };
     let devices: Vec<_> = devices.iter().map(on_runtime).collect();
     let tower = tower.map(runtime);
-    let engine = Engine::load_seeing_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
+    let engine = Engine::load_with_tower_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
     let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
     drop(engine);
     Ok(reports)
@@ -97,7 +97,7 @@ pub fn steps(
     options: EngineOptions,
 ) -> Result<Vec<String>> {
     let mut lines = Buckets::for_backend(&options, backend).lines();
-    if let Some((vision, sizes)) = eyes::config(config, options.vision)?.zip(options.vision) {
+    if let Some((vision, sizes)) = vision::config(config, options.vision)?.zip(options.vision) {
         let text = keel_models::read_config(config)?;
         lines.extend(Passes::new(&vision, &text, sizes, tower.is_compiling()).lines());
     }

@@ -9,7 +9,7 @@ use keel_models::loading::{Loader, Parameters};
 use keel_models::{HybridConfig, MixtureCut, ModelError, Part, Shard};
 use serde_json::Value;
 
-use crate::eyes::{self, Eyes};
+use crate::vision::{self, VisionRunner};
 use crate::{EngineError, EngineOptions, Result};
 
 /// Devices in stages: consecutive layers lie in a stage, and the devices of a stage share its layers.
@@ -172,17 +172,17 @@ impl SplitPlanner<'_> {
         let model = keel_models::load(&loader, config)?;
         let size = CacheSize { swap_bytes: 0, ..options.cache_size() };
         let cache = ModelCache::allocate(&runtime, model.cache_spec(options.cache_format()), size)?;
-        let eyes = match eyes::config(config, options.vision)?.zip(options.vision).filter(|_| has_tower) {
+        let runner = match vision::config(config, options.vision)?.zip(options.vision).filter(|_| has_tower) {
             Some((vision, sizes)) => {
                 let text = keel_models::read_config_of(config, parameters)?;
                 let loader = Loader::new(&runtime, parameters, options.compute, &|_| ());
                 let options = EngineOptions { largest_steps: true, ..options };
-                Some(Eyes::load(&runtime, &loader, vision, &text, sizes, &options)?)
+                Some(VisionRunner::load(&runtime, &loader, vision, &text, sizes, &options)?)
             }
             None => None,
         };
         let bytes = runtime.ledger().active().total() - own;
-        drop((model, cache, eyes));
+        drop((model, cache, runner));
         Ok(bytes)
     }
 }

@@ -109,7 +109,7 @@ fn the_step_after_the_end_leaves_no_trace() {
                     let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
                     assert_eq!((&got[..], tokens.finish_reason()), (&drawn[..at], Some(FinishReason::Stop)));
                     let mut sequence = tokens.into_sequence();
-                    assert_eq!(engine.steps_under_way(), 0);
+                    assert_eq!(engine.steps_in_flight(), 0);
                     assert_eq!(sequence.len(), want.0);
                     if can_take_back || !disposable {
                         assert_eq!(state_of(&mut engine, sequence), want.1, "{}", folder.display());
@@ -230,7 +230,7 @@ fn batch_tokens(engine: &mut Engine, steps: usize, is_ahead: bool) -> (Vec<Vec<u
             tokens.push(drawn.expect("runs").into_iter().flatten().collect());
             continue;
         }
-        if engine.steps_under_way() == 0 {
+        if engine.steps_in_flight() == 0 {
             let submitted = answers.submit(engine, &mut all, Some(&tokens[step]), &draws(step));
             submitted.expect("nothing is under way");
         }
@@ -242,7 +242,7 @@ fn batch_tokens(engine: &mut Engine, steps: usize, is_ahead: bool) -> (Vec<Vec<u
         }
         tokens.push(answers.take(engine, &mut all));
     }
-    assert_eq!(engine.steps_under_way(), 0);
+    assert_eq!(engine.steps_in_flight(), 0);
     (tokens, all)
 }
 
@@ -278,7 +278,7 @@ fn what_else_runs_ends_what_is_under_way() {
         let second = engine.submit(&mut [of(two, WorkRows::Token(5))]).expect("runs");
         engine.take(second).expect_err("another comes first");
         engine.decode(&mut [&mut *three], &[5]).expect("runs");
-        assert_eq!(engine.steps_under_way(), 0);
+        assert_eq!(engine.steps_in_flight(), 0);
         assert_eq!([one.len(), two.len(), three.len()], [60, 65, 71]);
         engine.take(first).expect_err("it has ended");
         let refused = engine.decode(&mut [&mut *two], &[5]).expect_err("its token was not taken");
@@ -295,9 +295,9 @@ fn what_else_runs_ends_what_is_under_way() {
         );
         // A dropped iterator gives up the step after its last token.
         assert_eq!(tokens.take(3).count(), 3);
-        assert_eq!(engine.steps_under_way(), 0);
+        assert_eq!(engine.steps_in_flight(), 0);
         let mut other = decoded(&mut engine, &prompt(), &[1, 2]);
-        assert_eq!((engine.steps_under_way(), other.len()), (0, 72));
+        assert_eq!((engine.steps_in_flight(), other.len()), (0, 72));
         engine.commit(&mut other).expect("it is whole");
         engine.release(sequence);
     }

@@ -73,10 +73,10 @@ fn traffic(batcher: &mut Batcher, every: usize, ends: &[Vec<u32>]) -> Vec<Outcom
             }
         }
         step(batcher, now, &mut outcomes);
-        assert!(batcher.engine().steps_under_way() <= 1, "between steps");
+        assert!(batcher.engine().steps_in_flight() <= 1, "between steps");
     }
     assert!(batcher.is_idle());
-    assert_eq!(batcher.engine().steps_under_way(), 0);
+    assert_eq!(batcher.engine().steps_in_flight(), 0);
     outcomes
 }
 
@@ -128,7 +128,7 @@ fn a_batch_that_makes_no_drafts_runs_ahead() {
         }
         while !together.is_idle() {
             step(&mut together, now, &mut outcomes);
-            (ahead, steps) = (ahead + together.engine().steps_under_way(), steps + 1);
+            (ahead, steps) = (ahead + together.engine().steps_in_flight(), steps + 1);
         }
         assert!(10 * ahead > 9 * steps, "{ahead} of {steps} steps");
         assert_eq!(together.status().speculation.drafted_total(), 0);
@@ -162,10 +162,10 @@ fn a_batch_goes_from_rounds_to_steps_ahead_and_back() {
         (0..4).for_each(|i| together.submit(hot(i), now).expect("accepted"));
         while !together.is_idle() {
             step(&mut together, now, &mut outcomes);
-            let under_way = together.engine().steps_under_way();
-            (ahead, rounds) = (ahead + under_way, rounds + 1 - under_way);
-            rounds_after += usize::from(stretch >= 60 && under_way == 0 && !together.is_idle());
-            stretch = if under_way > 0 { stretch + 1 } else { 0 };
+            let in_flight = together.engine().steps_in_flight();
+            (ahead, rounds) = (ahead + in_flight, rounds + 1 - in_flight);
+            rounds_after += usize::from(stretch >= 60 && in_flight == 0 && !together.is_idle());
+            stretch = if in_flight > 0 { stretch + 1 } else { 0 };
         }
         assert!(rounds_after > 0, "the answers are asked again after a stretch of steps ahead");
         let counters = together.status().speculation;
@@ -251,11 +251,11 @@ fn a_steady_batch_is_a_step_ahead() {
     assert_eq!(queueing.take_events(), "LWW", "the next step before the prompt's token is seen");
     // A cancelled sequence leaves at once.
     step(&mut batcher, now, &mut outcomes);
-    assert_eq!(batcher.engine().steps_under_way(), 1);
+    assert_eq!(batcher.engine().steps_in_flight(), 1);
     batcher.cancel(1);
-    assert_eq!(batcher.engine().steps_under_way(), 1, "another waits for its token");
+    assert_eq!(batcher.engine().steps_in_flight(), 1, "another waits for its token");
     batcher.cancel_all();
-    assert_eq!(batcher.engine().steps_under_way(), 0);
+    assert_eq!(batcher.engine().steps_in_flight(), 0);
     assert_all_is_back(&mut batcher);
 }
 
@@ -279,7 +279,7 @@ fn only_the_sequence_that_the_host_draws_for_waits() {
         let before: Vec<usize> = outcomes.iter().map(|outcome| outcome.tokens.len()).collect();
         for _ in 0..10 {
             step(&mut batcher, now, &mut outcomes);
-            assert_eq!(batcher.engine().steps_under_way(), 1, "{}", folder.display());
+            assert_eq!(batcher.engine().steps_in_flight(), 1, "{}", folder.display());
         }
         let drawn: Vec<usize> =
             outcomes.iter().zip(&before).map(|(o, before)| o.tokens.len() - before).collect();

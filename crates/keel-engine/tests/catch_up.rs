@@ -32,11 +32,11 @@ fn the_head_catches_up_after_a_step_under_way() {
         step(&mut batcher, now, &mut outcomes);
     }
     let events = queueing.take_events();
-    let mut under_way = events.chars().scan(0, |runs, event| {
+    let mut in_flight = events.chars().scan(0, |runs, event| {
         *runs += if event == 'L' { 1 } else { -1 };
         Some(*runs)
     });
-    assert!(under_way.all(|runs| runs > 0), "{events}");
+    assert!(in_flight.all(|runs| runs > 0), "{events}");
     // A step has two programs. The head lags behind by a row more after each, and may lag behind by five.
     let passes = events.matches('L').count() - 2 * 111;
     assert!((18..=30).contains(&passes), "{passes} passes of the head: {events}");

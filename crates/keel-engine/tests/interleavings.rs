@@ -2,9 +2,9 @@
 //! own, compiled with a channel of loom's types, so no special build is needed. loom ends a test in which all threads
 //! wait.
 
-#[path = "../src/crew/handing.rs"]
+#[path = "../src/device_thread/work_channel.rs"]
 #[allow(dead_code)]
-mod handing;
+mod work_channel;
 
 /// The channel of the standard library as its documentation describes it: what was sent is received in order. A
 /// receiver drops what it has not received. Time passes between any two steps.
@@ -88,10 +88,10 @@ mod sync {
 
 use std::time::Duration;
 
-use handing::{Lost, line};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
+use work_channel::{Disconnected, line};
 
 /// The other devices of a group. loom reports it if two threads touch them at once, or in no order.
 type Others = Arc<UnsafeCell<()>>;
@@ -112,7 +112,7 @@ fn a_job_is_lost_after_the_other_devices_were_told() {
         let (jobs, inbox) = line::<Guard, u32, u32>();
         let device = thread::spawn(move || drop(inbox));
         let running = jobs.hand(Guard(Arc::clone(&others)), 1);
-        assert_eq!(running.wait(), Err(Lost));
+        assert_eq!(running.wait(), Err(Disconnected));
         // The group is made ready again.
         others.with_mut(|_| ());
         device.join().expect("it ends");
@@ -142,7 +142,7 @@ fn a_thread_that_ends_after_its_first_job_loses_the_second() {
                 end => break end,
             }
         };
-        assert_eq!(lost, Err(Lost));
+        assert_eq!(lost, Err(Disconnected));
         others.with_mut(|_| ());
         device.join().expect("it ends");
     });

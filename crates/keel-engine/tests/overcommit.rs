@@ -105,7 +105,7 @@ fn steps_run_ahead_while_sequences_are_parked() {
             let (mut steps, mut ahead, mut with_parked) = (0, 0, 0);
             while !busy.is_idle() {
                 step(&mut busy, now, &mut outcomes);
-                let is_ahead = busy.engine().steps_under_way() > 0;
+                let is_ahead = busy.engine().steps_in_flight() > 0;
                 steps += 1;
                 ahead += usize::from(is_ahead);
                 with_parked += usize::from(is_ahead && busy.status().parking.parked > 0);

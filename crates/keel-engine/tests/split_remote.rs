@@ -139,7 +139,8 @@ fn a_batch_on_nodes_gives_the_answers_of_one_process() {
     });
 }
 
-/// The failing device is that of the last node, and of the first: each process hears of it from the others, early or late.
+/// The failing device is that of the last node, and of the first: each process hears of it from the others, early or
+/// late.
 #[test]
 fn a_launch_that_fails_on_a_node_ends_its_step_and_the_next_one_runs() {
     within(200, || {

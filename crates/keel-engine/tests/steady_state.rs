@@ -86,7 +86,7 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
                     "step {step} was submitted, and none waited for"
                 );
                 assert_eq!(backend.wait_count(), before.1 + 1, "the wait for the step before");
-                assert_eq!((engine.steps_under_way(), engine.runtime().runs_under_way()), (1, 1));
+                assert_eq!((engine.steps_in_flight(), engine.runtime().runs_under_way()), (1, 1));
             }
         }
     };

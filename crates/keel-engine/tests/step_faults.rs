@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use common::launch_faults::{Faults, disturbed_engine};
 use common::{decoded, demo, expect_same_state, fixture, recurrent_bytes};
 use keel_array::{Compute, Runtime, RuntimeOptions};
-use keel_cache::{Interruption, SequenceCache, Settled};
+use keel_cache::{CommitProgress, FailedStepState, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 
@@ -94,8 +94,11 @@ fn a_plain_step_that_fails_within_its_launch_has_not_been() {
             assert!(error.to_string().contains("paged_attention"), "{error}");
             assert_eq!(sequence.len(), prompt.len() + i);
             // Three layers have committed the row before, if there is one. The others have not.
-            let left = engine.cache().interruption(&sequence);
-            assert_eq!(left, Some(Interruption::Settling(Settled { windows: 3, states: 3 })));
+            let left = engine.cache().failed_step(&sequence);
+            assert_eq!(
+                left,
+                Some(FailedStepState::PartlyCommitted(CommitProgress { windows: 3, states: 3 }))
+            );
             expect_on_course(&mut engine, &sequence, &course, (i, token));
         }
         engine.decode(&mut [&mut sequence], &[token]).expect("runs");

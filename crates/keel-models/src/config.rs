@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::fields::Fields;
 use crate::rope::{self, Contexts, RopeScaling};
-use crate::turning::QueryGrowth;
+use crate::rope_config::QueryGrowth;
 use crate::{ModelError, Result};
 
 /// Largest width, count or length: far above all models, and products of two stay far from an overflow.

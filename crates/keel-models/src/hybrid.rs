@@ -1,7 +1,7 @@
 //! A complete model: embedding, layers, final norm, output head, and the multi-token-prediction head.
 
 use keel_array::{AddedNorm, Array, ConvWindow, DType, DeltaState, Peers, Weight};
-use keel_cache::{CacheFormat, CacheSpec, LayerSpec, LayerStorage, Settled};
+use keel_cache::{CacheFormat, CacheSpec, CommitProgress, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
 use crate::sums::of_their_device;
@@ -234,8 +234,8 @@ impl HybridModel {
         let growth = self.growing_queries.as_ref().map(|queries| queries.of(&step.positions)).transpose()?;
         for (i, (block, storage)) in (self.part.layers.start..).zip(self.blocks.iter().zip(layers)) {
             x = block.apply(&x, growth.as_ref(), storage, step)?;
-            if let Some(sight) = &step.sight {
-                x = sight.deepen(i, x)?;
+            if let Some(vision) = &step.vision {
+                x = vision.deepen(i, x)?;
             }
         }
         Ok(x)
@@ -247,8 +247,8 @@ impl HybridModel {
         if let Some(scale) = &self.embedding_scale {
             x = x.mul(scale)?;
         }
-        if let Some(sight) = &step.sight {
-            x = sight.embed(&x)?;
+        if let Some(vision) = &step.vision {
+            x = vision.embed(&x)?;
         }
         Ok(x)
     }
@@ -285,7 +285,7 @@ impl HybridModel {
         &self,
         layers: &[LayerStorage],
         step: &StepContext,
-        settled: Settled,
+        settled: CommitProgress,
     ) -> Result<Vec<Array>> {
         let recurrent =
             self.blocks.iter().zip(layers).filter_map(|(block, storage)| match (&block.mixer, storage) {
@@ -368,8 +368,8 @@ impl HybridModel {
         step: &StepContext,
     ) -> Result<Array> {
         let mut embedded = self.look_up(next_tokens)?;
-        if let Some(sight) = &step.sight {
-            embedded = sight.embed_next(&embedded)?;
+        if let Some(vision) = &step.vision {
+            embedded = vision.embed_next(&embedded)?;
         }
         let embedded = head.embedding_norm.apply(&embedded)?;
         let hidden = head.hidden_norm.apply(hidden)?;

@@ -31,13 +31,13 @@ mod qwen3_moe;
 mod qwen3_next;
 mod qwen3_vl_moe;
 mod rope;
+mod rope_config;
 mod shapes;
 mod shard;
 mod sharded_parameters;
 mod smollm3;
 mod sums;
 mod transformer;
-mod turning;
 mod unknown;
 pub mod vision;
 
@@ -46,11 +46,11 @@ pub use error::{ModelError, Result};
 pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
 pub use part::Part;
 pub use rope::RopeScaling;
+pub use rope_config::QueryGrowth;
 pub use shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
 pub use shard::{MixtureCut, Shard, VocabularyShare};
 use sharded_parameters::ShardedParameters;
 pub use sums::{SumOrder, Sums};
-pub use turning::QueryGrowth;
 
 use loading::Loader;
 use serde_json::Value;

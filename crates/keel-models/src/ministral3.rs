@@ -6,8 +6,8 @@
 use serde_json::{Value, json};
 
 use crate::fields::Fields;
+use crate::rope_config::QueryGrowth;
 use crate::transformer::{self, Defaults};
-use crate::turning::QueryGrowth;
 use crate::{HybridConfig, ModelError, Result};
 
 pub(crate) use crate::mistral::load;

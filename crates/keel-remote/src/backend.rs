@@ -60,8 +60,8 @@ struct Sent {
 /// A backend whose device belongs to another process.
 ///
 /// A planning backend of the same kind answers all questions of [`Programs`] and those about sizes. Everything that
-/// touches memory goes to the other process. If that is lost, writes are forgotten, and reads, launches and allocations are
-/// errors.
+/// touches memory goes to the other process. If that is lost, writes are forgotten, and reads, launches and allocations
+/// are errors.
 pub struct RemoteBackend {
     name: String,
     link: Arc<Link>,

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::connection::{HEARTBEAT, MessageSender, greet, locked, open, silence_or, spawn};
 use crate::link::Link;
-use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
+use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, VERSION};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
 
 /// How long nodes may take to open their devices, and to connect them.
@@ -26,7 +26,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 const SAID_MAX: usize = 16;
 
 /// What a node says of its devices.
-enum Said {
+enum NodeReply {
     /// They are open, or not.
     Opened(std::result::Result<(), String>),
     /// They are connected in this round, or not.
@@ -41,13 +41,13 @@ pub(crate) struct Node {
     session: u64,
     devices: Vec<DeviceFacts>,
     stream: TcpStream,
-    news: MessageSender,
+    control: MessageSender,
     /// Whether it was found to be lost.
     is_lost: AtomicBool,
     /// Ranks of its devices, once they are open.
     ranks: OnceLock<Range<usize>>,
     /// What it says of its devices being opened or connected.
-    said: Mutex<Receiver<Said>>,
+    replies: Mutex<Receiver<NodeReply>>,
     links: Mutex<Vec<Weak<Link>>>,
 }
 
@@ -129,9 +129,9 @@ impl Cluster {
         let mut first_rank = 0;
         for node in &self.nodes {
             let ranks = first_rank..first_rank + node.devices.len();
-            let seats = Seats { size, shares, first_rank, settings: settings.clone() };
+            let seats = GroupPlacement { size, shares, first_rank, settings: settings.clone() };
             let _ = node.ranks.set(ranks.clone());
-            node.news.tell(&News::Open(seats), &[]);
+            node.control.tell(&ControlMessage::Open(seats), &[]);
             first_rank = ranks.end;
         }
         self.nodes.iter().try_for_each(|node| self.wait(node, None))?;
@@ -155,7 +155,7 @@ impl Cluster {
             return Err(RemoteError::Gone(reason));
         }
         let round = self.round.fetch_add(1, Ordering::SeqCst) + 1;
-        self.tell(&News::Connect { round }, ids, None);
+        self.tell(&ControlMessage::Connect { round }, ids, None);
         Ok(())
     }
 
@@ -177,9 +177,9 @@ impl Cluster {
             |reason| RemoteError::Refused { node: node.number, address: node.address.clone(), reason };
         loop {
             let patience = until.saturating_duration_since(Instant::now());
-            match (locked(&node.said).recv_timeout(patience), wanted) {
-                (Ok(Said::Opened(outcome)), None) => return outcome.map_err(refused),
-                (Ok(Said::Connected { round, outcome }), Some(wanted)) if round == wanted => {
+            match (locked(&node.replies).recv_timeout(patience), wanted) {
+                (Ok(NodeReply::Opened(outcome)), None) => return outcome.map_err(refused),
+                (Ok(NodeReply::Connected { round, outcome }), Some(wanted)) if round == wanted => {
                     return outcome.map_err(refused);
                 }
                 // The answer of an earlier round, which was not waited for.
@@ -196,7 +196,7 @@ impl Cluster {
     fn link(self: &Arc<Self>, node: &Node, index: usize) -> Result<Arc<Link>> {
         let lost =
             |error: std::io::Error| RemoteError::Lost { peer: node.name(), reason: silence_or(&error) };
-        let greeting = Greeting::Device { session: node.session, index };
+        let greeting = Hello::Device { session: node.session, index };
         let stream = open(&node.address, &greeting).map_err(lost)?;
         let (cluster, at) = (Arc::downgrade(self), node.number - 1);
         let when_ended = Box::new(move |reason: &str| {
@@ -212,7 +212,7 @@ impl Cluster {
     /// Tells all nodes that a device does not come to its exchanges any more.
     pub fn abandon(&self, rank: usize) {
         let round = self.round.load(Ordering::SeqCst);
-        self.tell(&News::Absent { rank, round }, &[], None);
+        self.tell(&ControlMessage::Absent { rank, round }, &[], None);
     }
 
     /// A device of a node does not come to its exchanges any more: the leader's own devices and all nodes but `from`
@@ -222,7 +222,7 @@ impl Cluster {
             members.note_absent(rank);
         }
         let round = self.round.load(Ordering::SeqCst);
-        self.tell(&News::Absent { rank, round }, &[], from.map(|node| node.number));
+        self.tell(&ControlMessage::Absent { rank, round }, &[], from.map(|node| node.number));
     }
 
     /// A device of a node is ready to meet again.
@@ -252,11 +252,11 @@ impl Cluster {
     }
 
     /// Tells news to all nodes but one.
-    fn tell(&self, news: &News, bytes: &[u8], but: Option<usize>) {
+    fn tell(&self, news: &ControlMessage, bytes: &[u8], but: Option<usize>) {
         self.nodes
             .iter()
             .filter(|node| Some(node.number) != but)
-            .for_each(|node| node.news.tell(news, bytes));
+            .for_each(|node| node.control.tell(news, bytes));
     }
 
     /// The node of a device is lost.
@@ -301,7 +301,7 @@ impl Drop for Cluster {
 /// The incoming side of a node's connection for news.
 struct Reader {
     stream: BufReader<TcpStream>,
-    said: SyncSender<Said>,
+    replies: SyncSender<NodeReply>,
 }
 
 impl Node {
@@ -310,13 +310,14 @@ impl Node {
             |reason: String| RemoteError::Unreachable { node: number, address: address.into(), reason };
         let refused = |reason: String| RemoteError::Refused { node: number, address: address.into(), reason };
         loop {
-            let attempt = greet(address, &Greeting::Lead { version: VERSION.into() });
+            let attempt = greet(address, &Hello::Lead { version: VERSION.into() });
             let is_last = Instant::now() + PAUSE >= until;
             match attempt {
-                Ok((stream, Welcome::Accepted { session, devices })) => {
+                Ok((stream, HelloReply::Accepted { session, devices })) => {
                     let as_error = |error: std::io::Error| unreachable(error.to_string());
                     // The heartbeat starts now: connecting the other nodes may take longer than the allowed silence.
-                    let news = MessageSender::new(stream.try_clone().map_err(as_error)?, News::Here)?;
+                    let news =
+                        MessageSender::new(stream.try_clone().map_err(as_error)?, ControlMessage::Here)?;
                     let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
                     let (said, heard) = sync_channel(SAID_MAX);
                     let node = Node {
@@ -325,16 +326,16 @@ impl Node {
                         session,
                         devices,
                         stream,
-                        news,
+                        control: news,
                         is_lost: AtomicBool::new(false),
                         ranks: OnceLock::new(),
-                        said: Mutex::new(heard),
+                        replies: Mutex::new(heard),
                         links: Mutex::default(),
                     };
-                    return Ok((node, Reader { stream: reader, said }));
+                    return Ok((node, Reader { stream: reader, replies: said }));
                 }
                 // It may still be freeing what its last leader had.
-                Ok((_, Welcome::Refused { reason, may_pass })) if is_last || !may_pass => {
+                Ok((_, HelloReply::Refused { reason, may_pass })) if is_last || !may_pass => {
                     return Err(refused(reason));
                 }
                 Err(error) if is_last => return Err(unreachable(silence_or(&error))),
@@ -355,8 +356,8 @@ impl Node {
 
 impl Reader {
     /// Keeps an answer until it is waited for.
-    fn hear(&self, cluster: &Cluster, from: &Node, said: Said) {
-        if self.said.try_send(said).is_err() {
+    fn hear(&self, cluster: &Cluster, from: &Node, said: NodeReply) {
+        if self.replies.try_send(said).is_err() {
             cluster.lose(from, "it has sent more answers than it was asked for");
         }
     }
@@ -366,20 +367,20 @@ impl Reader {
 fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
     let mut bytes = Vec::new();
     loop {
-        let news = frame::read::<News>(&mut reader.stream, &mut bytes);
+        let news = frame::read::<ControlMessage>(&mut reader.stream, &mut bytes);
         let Some(cluster) = cluster.upgrade() else { return };
         let from = &cluster.nodes[node];
         match news {
-            Ok(News::Opened(outcome)) => reader.hear(&cluster, from, Said::Opened(outcome)),
-            Ok(News::Connected { round, outcome }) => {
-                reader.hear(&cluster, from, Said::Connected { round, outcome });
+            Ok(ControlMessage::Opened(outcome)) => reader.hear(&cluster, from, NodeReply::Opened(outcome)),
+            Ok(ControlMessage::Connected { round, outcome }) => {
+                reader.hear(&cluster, from, NodeReply::Connected { round, outcome });
             }
-            Ok(News::Absent { rank, round }) => {
+            Ok(ControlMessage::Absent { rank, round }) => {
                 if round == cluster.round.load(Ordering::SeqCst) {
                     cluster.note_absent(rank, Some(from));
                 }
             }
-            Ok(News::Here | News::Open(_) | News::Connect { .. }) => {}
+            Ok(ControlMessage::Here | ControlMessage::Open(_) | ControlMessage::Connect { .. }) => {}
             Err(error) => return cluster.lose(from, &silence_or(&error)),
         }
     }

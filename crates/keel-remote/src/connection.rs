@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::message::{Greeting, Welcome};
+use crate::message::{Hello, HelloReply};
 use crate::{RemoteError, Result, frame};
 
 /// How often each end says that it is there.
@@ -20,7 +20,7 @@ pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(5);
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 
 /// Connects and sends the first message.
-pub(crate) fn open(address: &str, greeting: &Greeting) -> std::io::Result<TcpStream> {
+pub(crate) fn open(address: &str, greeting: &Hello) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::other("the name has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
@@ -36,7 +36,7 @@ pub(crate) fn open(address: &str, greeting: &Greeting) -> std::io::Result<TcpStr
 }
 
 /// The same, and the node's answer. From then on a silent connection is lost.
-pub(crate) fn greet(address: &str, greeting: &Greeting) -> std::io::Result<(TcpStream, Welcome)> {
+pub(crate) fn greet(address: &str, greeting: &Hello) -> std::io::Result<(TcpStream, HelloReply)> {
     let mut stream = open(address, greeting)?;
     stream.set_read_timeout(Some(SILENCE_MAX))?;
     stream.set_write_timeout(Some(SILENCE_MAX))?;

@@ -30,18 +30,18 @@
 mod backend;
 mod cluster;
 mod connection;
+mod device_worker;
 mod error;
 mod frame;
 mod link;
 mod message;
 mod node;
-mod work;
 
 pub use backend::RemoteBackend;
 pub use cluster::Cluster;
 pub use error::{RemoteError, Result};
 pub use message::DeviceFacts;
-pub use node::{Opened, Opening, serve};
+pub use node::{OpenDevices, OpenRequest, serve};
 
 /// What the local devices of a group can be told about those of other processes. The library of the backend implements
 /// it.

@@ -9,7 +9,7 @@ pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The first message of a connection.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Greeting {
+pub(crate) enum Hello {
     /// A leader opens its connection for news.
     Lead {
         /// [`VERSION`] of the leader.
@@ -24,9 +24,9 @@ pub(crate) enum Greeting {
     },
 }
 
-/// The node's answer to [`Greeting::Lead`].
+/// The node's answer to [`Hello::Lead`].
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Welcome {
+pub(crate) enum HelloReply {
     Accepted {
         session: u64,
         devices: Vec<DeviceFacts>,
@@ -49,9 +49,9 @@ pub struct DeviceFacts {
 
 /// News, in both directions.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum News {
+pub(crate) enum ControlMessage {
     /// To a node: open your devices as these members of a group.
-    Open(Seats),
+    Open(GroupPlacement),
     /// To the leader: they are open, or why they are not.
     Opened(Result<(), String>),
     /// To a node: connect them with the others. The ids come as bytes.
@@ -67,7 +67,7 @@ pub(crate) enum News {
 
 /// The places of a node's devices in a group, and the leader's settings for them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Seats {
+pub(crate) struct GroupPlacement {
     pub size: usize,
     pub shares: usize,
     pub first_rank: usize,

@@ -12,8 +12,8 @@ use keel_array::{Backend, Runtime};
 use serde_json::Value;
 
 use crate::connection::{HEARTBEAT, MessageSender, SILENCE_MAX, UntilDeadline, locked, silence_or, spawn};
-use crate::message::{DeviceFacts, Greeting, News, Seats, VERSION, Welcome};
-use crate::{Members, frame, work};
+use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, VERSION};
+use crate::{Members, device_worker, frame};
 
 /// How long a new connection may take to say what it is.
 const GREETING_MAX: Duration = Duration::from_secs(5);
@@ -28,7 +28,7 @@ const GROUP_MAX: usize = 64;
 const CONNECTING_MAX: usize = 4;
 
 /// What a leader asks a node to open.
-pub struct Opening {
+pub struct OpenRequest {
     /// Devices of the whole group.
     pub size: usize,
     /// How many of them share the layers of a stage.
@@ -42,7 +42,7 @@ pub struct Opening {
 }
 
 /// The open devices of a node.
-pub struct Opened {
+pub struct OpenDevices {
     /// Their runtimes by rank, each with the limit of its memory.
     pub runtimes: Vec<Runtime>,
     /// What they can be told.
@@ -54,7 +54,7 @@ pub(crate) struct Session {
     number: u64,
     /// How many devices the node has.
     count: usize,
-    news: MessageSender,
+    control: MessageSender,
     stream: TcpStream,
     round: Mutex<Round>,
     devices: Mutex<Devices>,
@@ -80,13 +80,13 @@ struct Devices {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room for,
-/// and `open` opens them. Only connections from `leaders` are served, if there are any.
+/// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room
+/// for, and `open` opens them. Only connections from `leaders` are served, if there are any.
 pub fn serve(
     listener: &TcpListener,
     devices: impl Fn() -> Vec<DeviceFacts> + Send + Sync + 'static,
     leaders: &[IpAddr],
-    open: impl Fn(Opening) -> Result<Opened, String> + Send + Sync + 'static,
+    open: impl Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync + 'static,
 ) {
     let node = Arc::new(Node {
         devices: Box::new(devices),
@@ -123,13 +123,13 @@ pub fn serve(
 
 fn refuse(stream: &mut TcpStream, reason: String, may_pass: bool) {
     let _ = stream.set_write_timeout(Some(SILENCE_MAX));
-    let _ = frame::write(stream, &Welcome::Refused { reason, may_pass }, &[]);
+    let _ = frame::write(stream, &HelloReply::Refused { reason, may_pass }, &[]);
 }
 
 /// What all connections of a node share.
 struct Node {
     devices: Box<dyn Fn() -> Vec<DeviceFacts> + Send + Sync>,
-    open: Box<dyn Fn(Opening) -> Result<Opened, String> + Send + Sync>,
+    open: Box<dyn Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync>,
     /// The leader's session.
     present: Mutex<Option<Arc<Session>>>,
     /// Sessions so far.
@@ -142,17 +142,17 @@ impl Node {
     /// Serves a new connection.
     fn greet(&self, stream: TcpStream) {
         let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + GREETING_MAX };
-        let greeting = frame::read_first::<Greeting>(&mut until);
+        let greeting = frame::read_first::<Hello>(&mut until);
         self.greetings.fetch_sub(1, Ordering::SeqCst);
         match greeting {
-            Ok(Greeting::Lead { version }) => {
+            Ok(Hello::Lead { version }) => {
                 if let Some(session) = self.welcome(stream, &version) {
                     let ending = Ending { session: &session, present: &self.present };
                     follow(&session, &*self.open);
                     drop(ending);
                 }
             }
-            Ok(Greeting::Device { session, index }) => {
+            Ok(Hello::Device { session, index }) => {
                 let found = locked(&self.present).clone().filter(|present| present.number == session);
                 if let Some(session) = found {
                     session.serve_device(stream, index);
@@ -181,10 +181,10 @@ impl Node {
         let _ = stream.set_nodelay(true);
         let _ = stream.set_read_timeout(Some(SILENCE_MAX));
         let _ = stream.set_write_timeout(Some(SILENCE_MAX));
-        frame::write(&mut stream, &Welcome::Accepted { session: number, devices }, &[]).ok()?;
-        let news = MessageSender::new(stream.try_clone().ok()?, News::Here).ok()?;
+        frame::write(&mut stream, &HelloReply::Accepted { session: number, devices }, &[]).ok()?;
+        let news = MessageSender::new(stream.try_clone().ok()?, ControlMessage::Here).ok()?;
         let (round, devices) = (Mutex::default(), Mutex::default());
-        let session = Arc::new(Session { number, count, news, stream, round, devices });
+        let session = Arc::new(Session { number, count, control: news, stream, round, devices });
         *present = Some(Arc::clone(&session));
         Some(session)
     }
@@ -205,18 +205,18 @@ impl Drop for Ending<'_> {
 }
 
 /// Does what the leader says until it is gone.
-fn follow(session: &Arc<Session>, open: &dyn Fn(Opening) -> Result<Opened, String>) {
+fn follow(session: &Arc<Session>, open: &dyn Fn(OpenRequest) -> Result<OpenDevices, String>) {
     let Ok(stream) = session.stream.try_clone() else { return };
     let (mut stream, mut bytes) = (BufReader::new(stream), Vec::new());
     loop {
-        match frame::read::<News>(&mut stream, &mut bytes) {
-            Ok(News::Open(seats)) => {
+        match frame::read::<ControlMessage>(&mut stream, &mut bytes) {
+            Ok(ControlMessage::Open(seats)) => {
                 let opened = session.open(seats, open);
-                session.news.tell(&News::Opened(opened), &[]);
+                session.control.tell(&ControlMessage::Opened(opened), &[]);
             }
-            Ok(News::Connect { round }) => session.connect(round, std::mem::take(&mut bytes)),
-            Ok(News::Absent { rank, round }) => session.note_absent(rank, round),
-            Ok(News::Here | News::Opened(_) | News::Connected { .. }) => {}
+            Ok(ControlMessage::Connect { round }) => session.connect(round, std::mem::take(&mut bytes)),
+            Ok(ControlMessage::Absent { rank, round }) => session.note_absent(rank, round),
+            Ok(ControlMessage::Here | ControlMessage::Opened(_) | ControlMessage::Connected { .. }) => {}
             Err(error) => return tracing::info!("the leader is lost: {}", silence_or(&error)),
         }
     }
@@ -229,10 +229,10 @@ impl Session {
 
     fn open(
         self: &Arc<Self>,
-        seats: Seats,
-        open: &dyn Fn(Opening) -> Result<Opened, String>,
+        seats: GroupPlacement,
+        open: &dyn Fn(OpenRequest) -> Result<OpenDevices, String>,
     ) -> Result<(), String> {
-        let Seats { size, shares, first_rank, settings } = seats;
+        let GroupPlacement { size, shares, first_rank, settings } = seats;
         if size > GROUP_MAX {
             return Err(format!("a group of {size} devices; at most {GROUP_MAX} share a model"));
         }
@@ -250,12 +250,12 @@ impl Session {
         let abandon = Arc::new(move |rank| {
             if let Some(session) = leader.upgrade() {
                 let round = locked(&session.round).number;
-                session.news.tell(&News::Absent { rank, round }, &[]);
+                session.control.tell(&ControlMessage::Absent { rank, round }, &[]);
             }
         });
         let ranks = first_rank..end;
-        let Opened { runtimes, members } =
-            open(Opening { size, shares, ranks: ranks.clone(), settings, abandon })?;
+        let OpenDevices { runtimes, members } =
+            open(OpenRequest { size, shares, ranks: ranks.clone(), settings, abandon })?;
         let mut devices = locked(&self.devices);
         devices.size = size;
         devices.ranks = ranks;
@@ -272,7 +272,7 @@ impl Session {
             let members = session.members();
             let outcome =
                 members.map_or(Err("its devices are not open".into()), |members| members.connect(&ids));
-            session.news.tell(&News::Connected { round, outcome }, &[]);
+            session.control.tell(&ControlMessage::Connected { round, outcome }, &[]);
         };
         let mut devices = locked(&self.devices);
         devices.threads.retain(|thread| !thread.is_finished());
@@ -284,7 +284,7 @@ impl Session {
             Ok(thread) => devices.threads.push(thread),
             Err(error) => {
                 drop(devices);
-                self.news.tell(&News::Connected { round, outcome: Err(error.to_string()) }, &[]);
+                self.control.tell(&ControlMessage::Connected { round, outcome: Err(error.to_string()) }, &[]);
             }
         }
     }
@@ -315,13 +315,13 @@ impl Session {
         let (Some(runtime), Ok(end)) = (runtime, stream.try_clone()) else {
             return tracing::warn!("device {index} is not there, or has a connection");
         };
-        // A leader that is gone is seen on its connection for news. While a device runs a step, nothing is read here, and
-        // the leader may then have to wait before it can say that it is there.
+        // A leader that is gone is seen on its connection for news. While a device runs a step, nothing is read here,
+        // and the leader may then have to wait before it can say that it is there.
         let _ = stream.set_read_timeout(None);
         let session = Arc::clone(self);
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
             let news = session.stream.try_clone();
-            if let Err(error) = work::serve(stream, runtime, session) {
+            if let Err(error) = device_worker::serve(stream, runtime, session) {
                 tracing::warn!("device {index}: {error}");
                 // Without this device there is nothing that the leader can run.
                 let _ = news.map(|news| news.shutdown(Shutdown::Both));
@@ -384,9 +384,10 @@ pub(crate) mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
         let (stream, _) = listener.accept().expect("the leader connects");
-        let news = MessageSender::new(stream.try_clone().expect("a handle"), News::Here).expect("a thread");
+        let news = MessageSender::new(stream.try_clone().expect("a handle"), ControlMessage::Here)
+            .expect("a thread");
         let (round, devices) = (Mutex::default(), Mutex::default());
-        (Arc::new(Session { number: 1, count, news, stream, round, devices }), leader)
+        (Arc::new(Session { number: 1, count, control: news, stream, round, devices }), leader)
     }
 
     /// A node with this many devices, and its address. Opening them fails.
@@ -406,23 +407,23 @@ pub(crate) mod tests {
             (0..GREETINGS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
         let start = Instant::now();
         let lead =
-            || crate::connection::greet(&address.to_string(), &Greeting::Lead { version: VERSION.into() });
+            || crate::connection::greet(&address.to_string(), &Hello::Lead { version: VERSION.into() });
         let (_stream, welcome) = lead().expect("it answers");
-        assert!(matches!(welcome, Welcome::Accepted { session: 1, .. }), "{welcome:?}");
+        assert!(matches!(welcome, HelloReply::Accepted { session: 1, .. }), "{welcome:?}");
         assert!(start.elapsed() < GREETING_MAX, "{:?}", start.elapsed());
         let (_second, welcome) = lead().expect("it answers");
-        assert!(matches!(welcome, Welcome::Refused { may_pass: true, .. }), "{welcome:?}");
+        assert!(matches!(welcome, HelloReply::Refused { may_pass: true, .. }), "{welcome:?}");
         drop(silent);
     }
 
     #[test]
     fn a_group_that_cannot_be_is_refused() {
         let (session, _leader) = session(2);
-        let open = |opening: Opening| -> Result<Opened, String> {
+        let open = |opening: OpenRequest| -> Result<OpenDevices, String> {
             assert_eq!(opening.ranks, 1..3);
-            Ok(Opened { runtimes: Vec::new(), members: Arc::new(Heard(channel().0)) })
+            Ok(OpenDevices { runtimes: Vec::new(), members: Arc::new(Heard(channel().0)) })
         };
-        let seats = |size, first_rank| Seats { size, shares: 1, first_rank, settings: Value::Null };
+        let seats = |size, first_rank| GroupPlacement { size, shares: 1, first_rank, settings: Value::Null };
         for (seats, reason) in [
             (seats(1 << 40, 0), "a group of 1099511627776 devices; at most 64 share a model"),
             (seats(3, 2), "its 2 devices from rank 2 on are not in a group of 3"),

@@ -11,12 +11,12 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::answer::{Answer, Ending, Piece, Usage};
-use crate::app::{App, Ask, fresh_id};
+use crate::app::{App, EngineRequest, fresh_id};
 use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::fleet::Front;
 use crate::http::Body;
+use crate::model_manager::ModelManager;
 use crate::openai::chat::{ChatBody, ask_apart};
 use crate::unsupported;
 
@@ -82,16 +82,20 @@ struct InputMessage {
 /// A request body. Errors of its extraction have Anthropic's form.
 pub(crate) struct Message(MessagesBody, Arc<Caller>);
 
-impl FromRequest<Arc<Front>> for Message {
+impl FromRequest<Arc<ModelManager>> for Message {
     type Rejection = AnthropicError;
 
-    async fn from_request(request: Request, front: &Arc<Front>) -> Result<Message, AnthropicError> {
+    async fn from_request(request: Request, front: &Arc<ModelManager>) -> Result<Message, AnthropicError> {
         let Body(body, caller) = Body::from_request(request, front).await?;
         Ok(Message(body, caller))
     }
 }
 
-async fn ask(front: &Arc<Front>, caller: &Arc<Caller>, body: MessagesBody) -> Result<(Arc<App>, Ask)> {
+async fn ask(
+    front: &Arc<ModelManager>,
+    caller: &Arc<Caller>,
+    body: MessagesBody,
+) -> Result<(Arc<App>, EngineRequest)> {
     let app = front.app(body.model.as_deref()).await?;
     let chat = app.work(caller, move |_| chat(body)).await?;
     let ask = ask_apart(&app, caller, chat).await?;
@@ -100,7 +104,7 @@ async fn ask(front: &Arc<Front>, caller: &Arc<Caller>, body: MessagesBody) -> Re
 
 /// Answers a conversation.
 pub(crate) async fn create(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
     if body.max_tokens.is_none() {
@@ -121,7 +125,7 @@ pub(crate) async fn create(
 
 /// Counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
     let (_, ask) = ask(&front, &caller, body).await?;

@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use keel_engine::SamplerOptions;
-use keel_engine::batch::{BatchRequest, RequestSight};
+use keel_engine::batch::{BatchRequest, RequestVision};
 use keel_text::{AnswerForm, GrammarSource, StopMatcher};
 use tracing::field::Empty;
 
 use crate::answer::{Answer, AnswerStyle};
+use crate::blocking_work::BlockingWork;
 use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
 use crate::grammar::{Compiled, Grammar};
@@ -19,7 +20,6 @@ use crate::memory::{Listing, RequestMemory, bytes_of_value};
 use crate::metrics::{Metrics, RequestTimer};
 use crate::options::ServerOptions;
 use crate::text::{Bounds, ModelText};
-use crate::work::Workshop;
 use crate::worker::EngineHandle;
 
 /// The state that all models of a server share.
@@ -33,7 +33,7 @@ pub struct Shared {
     /// The memory budget of requests.
     pub memory: RequestMemory,
     pub(crate) keys: Keys,
-    works: Workshop,
+    works: BlockingWork,
     draining: AtomicBool,
 }
 
@@ -57,10 +57,10 @@ impl Deref for App {
 }
 
 /// A request in the engine's terms, independent of its API.
-pub(crate) struct Ask {
+pub(crate) struct EngineRequest {
     pub prompt: Vec<u32>,
     /// The pictures that it shows.
-    pub sight: Option<RequestSight>,
+    pub vision: Option<RequestVision>,
     /// Lengths of prefixes that later prompts may share.
     pub marks: Vec<usize>,
     /// `None` means the server's default. The room in the context bounds both.
@@ -104,7 +104,7 @@ impl Shared {
         Shared {
             memory: RequestMemory::new(options.request_memory, options.connection_memory()),
             keys: Keys::new(&options.keys),
-            works: Workshop::new(),
+            works: BlockingWork::new(),
             options,
             metrics: Metrics::new(),
             created,
@@ -153,7 +153,7 @@ impl Shared {
 impl App {
     /// The largest number of tokens of an answer: the requested number or the room in the context, whichever is less.
     /// An answer that reaches it ends with `length`.
-    fn max_tokens(&self, ask: &Ask) -> Result<usize> {
+    fn max_tokens(&self, ask: &EngineRequest) -> Result<usize> {
         let (prompt, context) = (ask.prompt.len(), self.engine.context());
         if prompt >= context {
             let context_max = self.engine.context_max();
@@ -189,7 +189,7 @@ impl App {
         self: &Arc<Self>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
-        ask: Ask,
+        ask: EngineRequest,
     ) -> Result<Vec<Answer>> {
         let mut answers = Vec::with_capacity(ask.choices.min(self.options.choices_max));
         let started = self.start_into(&mut answers, endpoint, caller, ask).await;
@@ -203,7 +203,7 @@ impl App {
         answers: &mut Vec<Answer>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
-        mut ask: Ask,
+        mut ask: EngineRequest,
     ) -> Result<()> {
         if self.is_draining() {
             return Err(ServerError::Draining);
@@ -226,7 +226,7 @@ impl App {
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
             requests.push(BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
-                sight: ask.sight.clone(),
+                vision: ask.vision.clone(),
                 end_tokens,
                 top_logprobs: ask.top_logprobs,
                 constraint,

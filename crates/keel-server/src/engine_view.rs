@@ -13,7 +13,7 @@ pub(crate) struct EngineView {
     pub aborted: AtomicBool,
     pub stopped: AtomicBool,
     /// Number of checks at idle that found pages or bytes missing.
-    pub losses: AtomicU64,
+    pub leaks: AtomicU64,
     /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
     /// have ended.
     devices: Vec<DeviceBooks>,
@@ -59,7 +59,7 @@ impl EngineView {
             status: Mutex::new(batcher.status()),
             aborted: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
-            losses: AtomicU64::new(0),
+            leaks: AtomicU64::new(0),
             devices: engine.devices().map(books).collect(),
             lead: engine.lead_rank(),
             context: engine.options().context,
@@ -81,8 +81,8 @@ impl EngineView {
     }
 
     /// Number of checks at idle that found pages or bytes missing.
-    pub fn losses(&self) -> u64 {
-        self.losses.load(Ordering::Acquire)
+    pub fn leaks(&self) -> u64 {
+        self.leaks.load(Ordering::Acquire)
     }
 
     /// The memory of each device, by rank.

@@ -240,7 +240,7 @@ impl ServerError {
                     reply(S::BAD_REQUEST, INVALID, "invalid_value")
                 }
                 EngineError::Constraint(_) => reply(S::BAD_REQUEST, INVALID, "invalid_grammar"),
-                EngineError::NoEyes
+                EngineError::NoVisionTower
                 | EngineError::PicturePatches { .. }
                 | EngineError::PicturesNeverFit { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_image"),
                 EngineError::QueueFull { .. } => {

@@ -17,16 +17,16 @@ use crate::app::App;
 use crate::caller::Caller;
 use crate::connections::BODY_BUFFER_BYTES;
 use crate::error::{Result, ServerError};
-use crate::fleet::Front;
 use crate::memory::{Meter, bytes_of_body};
+use crate::model_manager::ModelManager;
 
 /// A body parsed as JSON, and its caller. Defects become errors of this crate.
 pub(crate) struct Body<T>(pub T, pub Arc<Caller>);
 
-impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<Front>> for Body<T> {
+impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<ModelManager>> for Body<T> {
     type Rejection = ServerError;
 
-    async fn from_request(request: Request, app: &Arc<Front>) -> Result<Body<T>> {
+    async fn from_request(request: Request, app: &Arc<ModelManager>) -> Result<Body<T>> {
         check_media_type(request.headers())?;
         let caller = Arc::new(Caller::new(&request, &app.memory));
         let bytes = collect(request, app.options.body_bytes_max, &caller.meter).await?;

@@ -18,8 +18,8 @@ use tracing::Span;
 
 use crate::answer::{Ending, Usage};
 use crate::engine_view::DeviceMemory;
-use crate::fleet::{SplitModel, Totals};
 use crate::memory::RequestMemory;
+use crate::model_manager::{SplitModel, Totals};
 
 /// A label with a fixed set of values.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -155,7 +155,7 @@ impl Metrics {
     /// The current metrics in Prometheus' text format.
     pub(crate) fn expose(&self, totals: Totals, requests: &RequestMemory) -> String {
         let inner = &self.0;
-        let Totals { status, losses, engines, split } = totals;
+        let Totals { status, leaks, engines, split } = totals;
         inner.running.set(status.running.len() as i64);
         inner.waiting.set(status.waiting as i64);
         self.count_parking(&status.parking);
@@ -175,7 +175,7 @@ impl Metrics {
         {
             inner.request_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
         }
-        inner.lost.inner().fetch_max(losses, Ordering::Relaxed);
+        inner.lost.inner().fetch_max(leaks, Ordering::Relaxed);
         if let Some((usage, driver)) = engines.first().and_then(|engine| engine.device_usage()) {
             for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver)] {
                 inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);

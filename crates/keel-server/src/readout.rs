@@ -24,7 +24,7 @@ const AT_ONCE: usize = 32;
 const BYTES_PER_VALUE: u64 = 32;
 
 /// The values to read.
-pub(crate) struct ReadAsk {
+pub(crate) struct ReadoutRequest {
     pub prompts: Vec<Vec<u32>>,
     /// Number of tokens that all prompts share at their start; 0 if it is not known.
     pub shared_len: usize,
@@ -63,12 +63,12 @@ impl App {
         self: &Arc<Self>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
-        ask: ReadAsk,
+        ask: ReadoutRequest,
     ) -> Result<ReadValues> {
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
-        let ReadAsk { prompts, shared_len, readout } = ask;
+        let ReadoutRequest { prompts, shared_len, readout } = ask;
         let prompt_tokens = prompts.iter().map(Vec::len).sum();
         let width = match &readout {
             Readout::Logits(ids) => ids.len(),

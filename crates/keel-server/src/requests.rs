@@ -5,7 +5,7 @@ use keel_engine::Sampler;
 use keel_text::StopMatcher;
 
 use crate::anthropic;
-use crate::app::Ask;
+use crate::app::EngineRequest;
 use crate::error::Result;
 use crate::http::parse;
 use crate::openai::{chat, completions, embeddings, responses};
@@ -76,7 +76,7 @@ pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> 
 /// Number of tokens to draw from a grammar.
 const DRAWN: usize = 4;
 
-fn prepare(ask: &Ask, text: &ModelText, vocab: usize) -> Result<()> {
+fn prepare(ask: &EngineRequest, text: &ModelText, vocab: usize) -> Result<()> {
     StopMatcher::new(&ask.stop)?;
     // The batch refuses ids out of range before it creates a sampler.
     let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();

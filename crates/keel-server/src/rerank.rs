@@ -14,9 +14,9 @@ use serde_json::{Map, Value, json};
 
 use crate::app::fresh_id;
 use crate::error::{Result, wrong};
-use crate::fleet::Front;
 use crate::http::Body;
-use crate::readout::{ReadAsk, check_count};
+use crate::model_manager::ModelManager;
+use crate::readout::{ReadoutRequest, check_count};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
 
@@ -71,7 +71,7 @@ const TAIL: &str = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
 
 /// Ranks documents, the best first.
 pub(crate) async fn create(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<RerankBody>,
 ) -> Result<Json<Value>> {
     let app = front.app(body.model.as_deref()).await?;
@@ -106,7 +106,7 @@ pub(crate) async fn create(
 }
 
 /// Makes one prompt per document.
-pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadAsk> {
+pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadoutRequest> {
     unsupported::check(&body.rest)?;
     check_count("documents", body.documents.len())?;
     if body.top_n == Some(0) {
@@ -121,7 +121,7 @@ pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) ->
     let prompts = body.documents.iter().map(prompt).collect::<Result<Vec<_>>>()?;
     let head = encode(&shared)?;
     let shared_len = head.iter().zip(&prompts[0]).take_while(|(a, b)| a == b).count();
-    Ok(ReadAsk { prompts, shared_len, readout })
+    Ok(ReadoutRequest { prompts, shared_len, readout })
 }
 
 /// The token for a word, either at the start of a text or after a space.

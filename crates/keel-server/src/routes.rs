@@ -16,16 +16,16 @@ use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
 use crate::caller::{KeyName, RequestMeter, name_request};
 use crate::error::{Result, ServerError, wrong};
-use crate::fleet::{Front, ModelFacts, Takes};
-use crate::gate::Gate;
-use crate::held::{holding, paced};
+use crate::host_check::HostCheck;
 use crate::http::Refusal;
+use crate::model_manager::{Modalities, ModelFacts, ModelManager};
+use crate::response_body::{paced, with_guard};
 use crate::{anthropic, openai, openapi, page, rerank, status, tokenize};
 
 /// All endpoints.
 ///
 /// `listens` is the address that the server listens on. It determines which host names are accepted.
-pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
+pub fn router(app: Arc<ModelManager>, listens: SocketAddr) -> Router {
     let open = Router::new()
         .route("/", get(page::page))
         .route("/page/{file}", get(page::asset))
@@ -53,7 +53,7 @@ pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
         Some(cors) => router.layer(cors),
         None => router,
     };
-    let gate = Arc::new(Gate::new(listens, &app.options));
+    let gate = Arc::new(HostCheck::new(listens, &app.options));
     router
         .layer(middleware::from_fn_with_state(Arc::clone(&app), pace))
         .layer(middleware::from_fn_with_state(gate, check_site))
@@ -63,14 +63,14 @@ pub fn router(app: Arc<Front>, listens: SocketAddr) -> Router {
         .with_state(app)
 }
 
-async fn check_site(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Result<Response> {
+async fn check_site(State(gate): State<Arc<HostCheck>>, request: Request, next: Next) -> Result<Response> {
     gate.check(request.version(), request.uri(), request.headers())?;
     Ok(next.run(request).await)
 }
 
 /// Charges answers to requests. The page and an operator's requests are few and bounded, and are answered however full
 /// the memory of requests is.
-async fn pace(State(app): State<Arc<Front>>, mut request: Request, next: Next) -> Response {
+async fn pace(State(app): State<Arc<ModelManager>>, mut request: Request, next: Next) -> Response {
     if request.method() != Method::POST {
         return next.run(request).await;
     }
@@ -113,7 +113,11 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     Some(layer.allow_origin(AllowOrigin::list(origins)))
 }
 
-async fn check_key(State(app): State<Arc<Front>>, mut request: Request, next: Next) -> Result<Response> {
+async fn check_key(
+    State(app): State<Arc<ModelManager>>,
+    mut request: Request,
+    next: Next,
+) -> Result<Response> {
     let is_work = request.method() == Method::POST;
     let pass = app.keys.enter(request.headers(), is_work, Instant::now())?;
     if let Some(pass) = &pass {
@@ -121,10 +125,10 @@ async fn check_key(State(app): State<Arc<Front>>, mut request: Request, next: Ne
     }
     let response = next.run(request).await;
     // A stream is in progress until its last byte.
-    Ok(holding(pass, response))
+    Ok(with_guard(pass, response))
 }
 
-async fn count_refusals(State(app): State<Arc<Front>>, request: Request, next: Next) -> Response {
+async fn count_refusals(State(app): State<Arc<ModelManager>>, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     if let Some(Refusal(code)) = response.extensions().get() {
         app.metrics.refused(code);
@@ -140,7 +144,7 @@ async fn other_method(method: Method, uri: Uri) -> ServerError {
     ServerError::Method { method: method.to_string(), path: uri.path().to_string() }
 }
 
-async fn health(State(app): State<Arc<Front>>) -> Result<Response> {
+async fn health(State(app): State<Arc<ModelManager>>) -> Result<Response> {
     // An engine that is loaded when it is asked for is loaded again.
     if app.has_failed() {
         return Err(ServerError::EngineStopped);
@@ -165,24 +169,27 @@ fn model_json(created: u64, facts: &ModelFacts) -> serde_json::Value {
 }
 
 /// The kinds of input, as other servers name them.
-fn modalities(takes: Takes) -> Vec<&'static str> {
+fn modalities(takes: Modalities) -> Vec<&'static str> {
     let more = [(takes.pictures, "image"), (takes.videos, "video")];
     ["text"].into_iter().chain(more.into_iter().filter_map(|(takes, name)| takes.then_some(name))).collect()
 }
 
-async fn models(State(app): State<Arc<Front>>) -> Response {
+async fn models(State(app): State<Arc<ModelManager>>) -> Response {
     let models = app.all_facts();
     let data: Vec<_> = models.iter().map(|facts| model_json(app.created, facts)).collect();
     Json(json!({"object": "list", "data": data})).into_response()
 }
 
-async fn model(State(app): State<Arc<Front>>, id: Result<Path<String>, PathRejection>) -> Result<Response> {
+async fn model(
+    State(app): State<Arc<ModelManager>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response> {
     let Path(id) = id.map_err(|_| wrong("model", "the name in the path is not UTF-8"))?;
     let facts = app.facts(app.find(Some(&id))?);
     Ok(Json(model_json(app.created, &facts)).into_response())
 }
 
-async fn metrics(State(app): State<Arc<Front>>) -> Response {
+async fn metrics(State(app): State<Arc<ModelManager>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, kind)], app.metrics.expose(app.totals(), &app.memory)).into_response()
 }

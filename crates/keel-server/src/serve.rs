@@ -13,8 +13,8 @@ use tokio::net::{TcpListener, TcpSocket};
 use crate::app::{App, Shared};
 use crate::connections::Connections;
 use crate::error::{Result, ServerError};
-use crate::fleet::{FleetOptions, Front, Offer};
 use crate::memory::check_limit;
+use crate::model_manager::{ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
 use crate::routes::router;
 use crate::text::ModelText;
@@ -22,7 +22,7 @@ use crate::worker::EngineHandle;
 
 /// A server that is ready to listen.
 pub struct Server {
-    front: Arc<Front>,
+    front: Arc<ModelManager>,
 }
 
 /// Time for connections to close after an abort.
@@ -69,16 +69,20 @@ impl Server {
         }
         let batcher = Batcher::new(engine, options.batch);
         let (handle, thread) = EngineHandle::start(batcher, options.prefix_store.clone())?;
-        Ok(Server { front: Front::of_one(Shared::new(options), handle, text, thread) })
+        Ok(Server { front: ModelManager::of_one(Shared::new(options), handle, text, thread) })
     }
 
     /// Of several models, each loaded when it is asked for.
     ///
     /// # Errors
     /// If there is none, two have one name, one does not fit by itself, or the memory of requests is below its minimum.
-    pub fn of_several(offers: Vec<Offer>, fleet: FleetOptions, options: ServerOptions) -> Result<Server> {
+    pub fn of_several(
+        offers: Vec<ServedModel>,
+        fleet: ModelManagerOptions,
+        options: ServerOptions,
+    ) -> Result<Server> {
         check_limit(options.request_memory)?;
-        Ok(Server { front: Front::of_several(Shared::new(options), offers, fleet)? })
+        Ok(Server { front: ModelManager::of_several(Shared::new(options), offers, fleet)? })
     }
 
     /// The model that was used last, if one is loaded. The server does not end while it is held.
@@ -133,7 +137,7 @@ impl Server {
 }
 
 /// Waits until running requests have ended, at most for the grace of the options.
-async fn let_end(front: &Front, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
+async fn let_end(front: &ModelManager, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
     let grace = front.options.grace;
     tokio::select! {
         () = connections.all_closed() => return,

@@ -10,12 +10,12 @@ use serde_json::{Map, Value, json};
 
 use crate::app::{App, Shared};
 use crate::engine_view::DeviceMemory;
-use crate::fleet::{Front, ModelFacts};
+use crate::model_manager::{ModelFacts, ModelManager};
 
 /// Memory and the running sequences.
 ///
 /// Of several models it shows the one used last; `models` lists all.
-pub(crate) async fn status(State(front): State<Arc<Front>>) -> Json<Value> {
+pub(crate) async fn status(State(front): State<Arc<ModelManager>>) -> Json<Value> {
     let mut status = front.loaded().first().map_or_else(|| nothing(&front), |app| of_model(app));
     let model =
         |facts: &ModelFacts| json!({"id": facts.id, "loaded": facts.is_loaded, "memory_bytes": facts.bytes});
@@ -24,7 +24,7 @@ pub(crate) async fn status(State(front): State<Arc<Front>>) -> Json<Value> {
 }
 
 /// Where no model is loaded.
-fn nothing(front: &Front) -> Value {
+fn nothing(front: &ModelManager) -> Value {
     json!({
         "model": null, "now": {}, "planned": {}, "allocated": {}, "peak": {},
         "requests": requests(front), "waiting": 0, "parked": {"sequences": 0, "bytes": 0}, "running": [],

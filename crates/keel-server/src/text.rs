@@ -1,16 +1,16 @@
 //! The text side of the served model.
 
-use keel_engine::batch::RequestSight;
+use keel_engine::batch::RequestVision;
 use keel_text::{
     AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer,
 };
 use serde_json::{Map, Value};
 
 use crate::error::{Result, ServerError, wrong};
-use crate::fleet::Takes;
 use crate::grammar::GrammarFactory;
 use crate::memory::{Meter, bytes_of_encoding};
-use crate::pictures::{PictureSources, Spans, Viewer};
+use crate::model_manager::Modalities;
+use crate::pictures::{ImagePreprocessor, PictureSources, Spans};
 
 /// Tokenizer, chat template and recommended sampling settings of a model.
 pub struct ModelText {
@@ -20,7 +20,7 @@ pub struct ModelText {
     pub defaults: GenerationDefaults,
     template: Option<ChatTemplate>,
     /// How the model is shown pictures, where it is.
-    pub(crate) viewer: Option<Viewer>,
+    pub(crate) viewer: Option<ImagePreprocessor>,
     pub(crate) grammars: GrammarFactory,
 }
 
@@ -79,10 +79,10 @@ impl Bounds<'_> {
     }
 
     /// The same with pictures. They are shared by the answers; where tokens stand is not.
-    pub fn settle_with(&self, tokens: usize, choices: usize, sight: Option<&RequestSight>) {
+    pub fn settle_with(&self, tokens: usize, choices: usize, vision: Option<&RequestVision>) {
         if let Some(meter) = self.meter {
             let of_pictures =
-                sight.map_or(0, |sight| sight.input_bytes() + tokens * PLACE_BYTES * (choices + 1));
+                vision.map_or(0, |vision| vision.input_bytes() + tokens * PLACE_BYTES * (choices + 1));
             meter.settle((tokens * size_of::<u32>() * (choices + 1) + of_pictures) as u64);
         }
     }
@@ -111,14 +111,14 @@ impl ModelText {
     }
 
     /// The same for a model that is shown pictures.
-    pub fn with_viewer(self, viewer: Viewer) -> ModelText {
+    pub fn with_viewer(self, viewer: ImagePreprocessor) -> ModelText {
         ModelText { viewer: Some(viewer), ..self }
     }
 
     /// What the model takes besides text.
-    pub fn takes(&self) -> Takes {
-        let videos = self.viewer.as_ref().is_some_and(Viewer::shows_videos);
-        Takes { pictures: self.viewer.is_some(), videos }
+    pub fn takes(&self) -> Modalities {
+        let videos = self.viewer.as_ref().is_some_and(ImagePreprocessor::shows_videos);
+        Modalities { pictures: self.viewer.is_some(), videos }
     }
 
     /// Whether the model marks the end of its reasoning.

@@ -10,8 +10,8 @@ use serde_json::{Number, Value, json};
 
 use crate::caller::Caller;
 use crate::error::Result;
-use crate::fleet::Front;
 use crate::http::Body;
+use crate::model_manager::ModelManager;
 use crate::text::Bounds;
 
 /// A text to tokenize.
@@ -62,7 +62,7 @@ impl<'de> Deserialize<'de> for Id {
 
 /// Encodes a text.
 pub(crate) async fn tokenize(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<TokenizeBody>,
 ) -> Result<Json<Tokenized>> {
     let app = front.app(body.model.as_deref()).await?;
@@ -80,7 +80,7 @@ pub(crate) async fn tokenize(
 
 /// Decodes ids.
 pub(crate) async fn detokenize(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<DetokenizeBody>,
 ) -> Result<Json<Value>> {
     let app = front.app(body.model.as_deref()).await?;

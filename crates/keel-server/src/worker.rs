@@ -128,8 +128,8 @@ impl EngineHandle {
     }
 
     /// Number of checks at idle that found pages or bytes missing. Each is a bug, and a line in the log.
-    pub fn losses(&self) -> u64 {
-        self.shared.losses()
+    pub fn leaks(&self) -> u64 {
+        self.shared.leaks()
     }
 
     /// Whether the thread has ended. While a handle exists, it ends only after a failure.
@@ -265,7 +265,7 @@ impl Worker {
         if held == status.pages && status.idle_prefix_pages == status.prefix_pages && self.shared.is_level() {
             return;
         }
-        self.shared.losses.fetch_add(1, Ordering::AcqRel);
+        self.shared.leaks.fetch_add(1, Ordering::AcqRel);
         tracing::error!(
             "a bug in keel, please report it: nothing runs, but of {} pages {} are free and {} remembered ({} of them by nobody \
              else), and {} bytes are allocated of {} planned",

@@ -194,10 +194,10 @@ fn bytes_that_are_missing_when_nothing_runs_are_counted() {
     let server = Running::made(&demo(), make, ServerOptions::default());
     server.ask("/v1/completions", &completion(3));
     server.wait_until_idle();
-    assert_eq!(server.app.engine.losses(), 0);
+    assert_eq!(server.app.engine.leaks(), 0);
     drop(other);
     server.ask("/v1/completions", &completion(3));
-    wait_for("the bytes are missed", || server.app.engine.losses() == 1);
+    wait_for("the bytes are missed", || server.app.engine.leaks() == 1);
     assert!(server.get("/metrics").body.contains("keel_idle_losses_total 1\n"));
 }
 

@@ -68,7 +68,7 @@ fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
     ));
     let batch = server.app.engine.status();
     assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{batch:?}");
-    assert_eq!((batch.failed_steps, server.app.engine.losses()), (0, 0));
+    assert_eq!((batch.failed_steps, server.app.engine.leaks()), (0, 0));
     assert!(batch.late_work.named().iter().all(|(_, count)| *count == 0), "{:?}", batch.late_work);
     server.assert_all_is_back();
 }
@@ -90,7 +90,7 @@ fn the_ledger_of_a_server_whose_tower_is_apart_is_that_of_the_model() {
         ..engine_options()
     };
     let config = checkpoint.config();
-    let engine = Engine::load_seeing_on(&devices, Some(&tower), &parameters, config, options, &|_| ())
+    let engine = Engine::load_with_tower_on(&devices, Some(&tower), &parameters, config, options, &|_| ())
         .expect("the model loads");
     let (handle, thread) =
         EngineHandle::start(Batcher::new(engine, BatchOptions::default()), None).expect("it starts");

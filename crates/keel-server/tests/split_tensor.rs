@@ -158,7 +158,7 @@ fn shared_layers_serve_the_answers_of_the_whole_model_and_leave_nothing() {
         assert_planned(&server, grid.0 * grid.1);
         let batch = server.app.engine.status();
         assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{grid:?}: {batch:?}");
-        assert_eq!((batch.failed_steps, server.app.engine.losses()), (0, 0));
+        assert_eq!((batch.failed_steps, server.app.engine.leaks()), (0, 0));
         server.assert_all_is_back();
     }
 }

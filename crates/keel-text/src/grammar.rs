@@ -7,7 +7,7 @@ use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, T
 use llguidance::{CancellationHandle, Matcher, ParserFactory};
 use serde_json::{Map, Value, json};
 
-use crate::guard::{guarded, guarded_on_stack};
+use crate::panics::{catch_panics, guarded_on_stack};
 use crate::{TextError, TextFiles, Tokenizer};
 
 /// Largest size of a schema or grammar as text.
@@ -107,7 +107,7 @@ impl GrammarFactory {
     /// # Errors
     /// [`TextError::Grammar`] if the tokens are not made of bytes, or if there is no token that ends a text.
     pub fn new(files: &TextFiles<'_>, tokenizer: &Tokenizer) -> Result<GrammarFactory, TextError> {
-        guarded("prepare grammars", || {
+        catch_panics("prepare grammars", || {
             let json: Value = serde_json::from_slice(&files.tokenizer.bytes)
                 .map_err(|source| TextError::Json { file: files.tokenizer.name.clone(), source })?;
             let mut words = llguidance::token_bytes_from_tokenizer_json(&json).map_err(refused)?;

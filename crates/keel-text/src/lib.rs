@@ -34,8 +34,8 @@ mod defaults;
 mod error;
 mod files;
 mod grammar;
-mod guard;
 mod json;
+mod panics;
 mod special;
 mod stop;
 mod stream;
@@ -53,7 +53,7 @@ pub use special::SpecialTokens;
 pub use stop::{StopMatcher, StopStep};
 pub use stream::StreamDetokenizer;
 pub use template::{
-    ChatRequest, ChatTemplate, Message, TEMPLATE_MEMORY_BYTES, render_apart, render_for_parent,
+    ChatRequest, ChatTemplate, Message, TEMPLATE_MEMORY_BYTES, render_for_parent, render_in_process,
 };
 pub use tokenizer::Tokenizer;
 pub use vocabulary::{ExportedVocabulary, TokenKind, Vocabulary};

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each target uses one of these functions")]
 
-use keel_vision::{DecodeLimits, Film, FilmLimits, Picture, ProcessorFiles, decode};
+use keel_vision::{DecodeLimits, Picture, ProcessorFiles, VideoFile, VideoFileLimits, decode};
 use serde_json::{Map, Value, json};
 
 /// Small limits, so that a fuzzer spends its time on the parsers.
@@ -62,14 +62,14 @@ pub fn film(file: &[u8]) -> bool {
     if !file.starts_with(b"GIF8") {
         return false;
     }
-    let small = FilmLimits {
+    let small = VideoFileLimits {
         file_bytes: 1 << 20,
         pixels: 1 << 16,
         frames: 64,
         drawn_pixels: 1 << 19,
-        ..FilmLimits::default()
+        ..VideoFileLimits::default()
     };
-    let film = match Film::open(file, small) {
+    let film = match VideoFile::open(file, small) {
         Ok(film) => film,
         Err(problem) => {
             assert!(!problem.to_string().is_empty());

@@ -12,7 +12,7 @@ use std::io::Cursor;
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage};
 
-use crate::{Picture, Result, VisionError, film, jpeg, patience};
+use crate::{Picture, Result, VisionError, jpeg, video_file, work_limit};
 
 /// Bounds on a picture and its file. They are checked before memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,7 +99,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
         ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 2 * file_bytes),
         ImageFormat::WebP => webp_bytes(bytes, width, height, own, converted),
         ImageFormat::Gif => {
-            let of_frame = film::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
+            let of_frame = video_file::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
             own + converted.max(4 * of_frame)
         }
         _ => own + converted,
@@ -136,9 +136,9 @@ fn webp_bytes(bytes: &[u8], width: u32, height: u32, own: u64, converted: u64) -
 /// - The format is not supported.
 /// - The file is broken or cut short.
 /// - The picture has a single pixel, or none.
-/// - The [`crate::Patience`] of this thread is over.
+/// - The [`crate::WorkLimit`] of this thread is over.
 pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
-    patience::check()?;
+    work_limit::check()?;
     let Opened { format, mut decoder } = open(bytes, limits)?;
     let orientation = decoder.orientation().map_err(broken)?;
     let mut decoded = match format {

@@ -61,7 +61,7 @@ pub enum VisionError {
     Video(String),
     /// A video's file that cannot be read.
     #[error("the video cannot be read: {0}")]
-    Film(String),
+    VideoFile(String),
     /// The request that needed the result has ended.
     #[error("the work was ended, because nobody waits for it")]
     Unwanted,

@@ -1,7 +1,7 @@
 //! Converts pictures and videos to the input of a vision tower.
 //!
 //! * [`decode()`] decodes a file to 8-bit RGB, within [`DecodeLimits`] that are checked before allocation.
-//! * [`Film`] gives the frames of a GIF, and with the program `ffmpeg` those of MP4, WebM, Matroska and AVI files.
+//! * [`VideoFile`] gives the frames of a GIF, and with the program `ffmpeg` those of MP4, WebM, Matroska and AVI files.
 //! * [`resize`] equals the antialiased resampler of the reference implementation to the bit.
 //! * [`ImageProcessor`] and [`VideoProcessor`] follow the processor files of a checkpoint: sizes, normalisation,
 //!   patches.
@@ -15,10 +15,8 @@ mod crops;
 mod decode;
 mod error;
 mod fields;
-mod film;
 mod jpeg;
 mod patches;
-mod patience;
 mod picture;
 mod pixels;
 mod processor;
@@ -26,13 +24,13 @@ mod prompt;
 mod resample;
 mod size;
 mod video;
+mod video_file;
+mod work_limit;
 
 pub use crops::{PanAndScan, crops};
 pub use decode::{DecodeLimits, Measured, decode, measure};
 pub use error::{Result, VisionError};
-pub use film::{Film, FilmLimits, FrameSink};
 pub use patches::Grid;
-pub use patience::Patience;
 pub use picture::Picture;
 pub use pixels::PixelScale;
 pub use processor::{ImageProcessor, Layout, ProcessedImage, ProcessorFiles};
@@ -42,3 +40,5 @@ pub use size::{PixelBounds, Size, image_size, video_size};
 pub use video::{
     FPS_DEFAULT, ProcessedVideo, VideoBounds, VideoBuilder, VideoProcessor, seconds, timestamps,
 };
+pub use video_file::{FrameSink, VideoFile, VideoFileLimits};
+pub use work_limit::WorkLimit;

@@ -17,8 +17,8 @@ use crate::pixels::ScaleDefaults;
 use crate::resample::resize_bytes;
 use crate::size::{image_size, pixels_max};
 use crate::{
-    Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VideoProcessor, VisionError, patience,
-    resize,
+    Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VideoProcessor, VisionError, resize,
+    work_limit,
 };
 
 const PROCESSOR: &str = "processor_config.json";
@@ -299,7 +299,7 @@ impl ImageProcessor {
     }
 
     fn process_one(&self, picture: &Picture) -> Result<ProcessedImage> {
-        patience::check()?;
+        work_limit::check()?;
         let Size { height, width } = self.target(picture.size())?;
         let resized = resize(picture, width, height, self.filter);
         let (values, grid) = match self.layout {

@@ -11,7 +11,7 @@ use crate::pixels::ScaleDefaults;
 use crate::processor::{SMALL_BYTES, filter_of, patch_shape, pixel_bounds, unresized};
 use crate::resample::resize_bytes;
 use crate::size::{image_size, video_size};
-use crate::{Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VisionError, patience, resize};
+use crate::{Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VisionError, resize, work_limit};
 
 /// Frames per second of a video that does not state it.
 pub const FPS_DEFAULT: f64 = 24.0;
@@ -216,7 +216,7 @@ impl VideoBuilder<'_> {
     /// # Errors
     /// It differs in size from the first, or it cannot be resized to a size that the tower supports.
     pub fn add(&mut self, frame: &Picture) -> Result<()> {
-        patience::check()?;
+        work_limit::check()?;
         let own = frame.size();
         let [first, Size { height, width }] = match self.sizes {
             Some(sizes) => sizes,

@@ -13,7 +13,8 @@ use image::codecs::webp::WebPEncoder;
 use image::metadata::Orientation;
 use image::{DynamicImage, Frame, ImageEncoder, ImageFormat, Rgb, RgbImage};
 use keel_vision::{
-    DecodeLimits, Film, FilmLimits, ImageProcessor, Measured, VideoBuilder, VideoProcessor, decode, measure,
+    DecodeLimits, ImageProcessor, Measured, VideoBuilder, VideoFile, VideoFileLimits, VideoProcessor, decode,
+    measure,
 };
 use serde_json::json;
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
@@ -192,7 +193,7 @@ fn of_videos() {
         [("a long GIF", processor([65536, 8_000_000]), 24), ("a small GIF", processor([4096, 40_000]), 9)]
     {
         let bytes = gif(count, 640, 480);
-        let film = Film::open(&bytes, FilmLimits::default()).expect("sound");
+        let film = VideoFile::open(&bytes, VideoFileLimits::default()).expect("sound");
         let chosen = processor.sample(film.frames(), film.fps()).expect("frames");
         let foretold = film.frame_bytes() + processor.work_bytes(chosen.len(), 640, 480).expect("sound");
         assert_foretold(what, foretold, || {

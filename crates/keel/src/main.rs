@@ -10,7 +10,6 @@ mod commands;
 mod config;
 mod failure;
 mod fetch;
-mod holding;
 mod input;
 mod logging;
 mod output;
@@ -18,12 +17,13 @@ mod pooling;
 mod progress;
 mod renderer;
 mod report;
+mod server_plan;
 mod session;
-mod several;
-mod sight;
 mod signals;
 mod source;
 mod speculation;
+mod split_model;
+mod vision;
 
 use std::process::ExitCode;
 

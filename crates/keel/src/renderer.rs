@@ -27,5 +27,5 @@ pub fn set() {
     let named = || std::env::args_os().next().map(PathBuf::from).unwrap_or_default();
     let program =
         if link.exists() { link.to_path_buf() } else { std::env::current_exe().unwrap_or_else(|_| named()) };
-    keel_text::render_apart(program, vec![ARGUMENT.into()]);
+    keel_text::render_in_process(program, vec![ARGUMENT.into()]);
 }

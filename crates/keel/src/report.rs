@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use evenkeel::{Driver, human_bytes};
+use evenkeel::{DriverMemory, human_bytes};
 use keel_array::{DeviceUsage, MemoryReport, Runtime};
 use serde_json::{Map, Value, json};
 
@@ -28,7 +28,7 @@ pub struct Memory {
     /// Resident set of the process, as the system reports it. `None` if it cannot be read.
     pub resident: Option<u64>,
     /// Bytes of the device's driver, in addition to all the others. `None` on the CPU.
-    pub driver: Option<Driver>,
+    pub driver: Option<DriverMemory>,
     /// The devices, if there are several.
     pub devices: Vec<DeviceMemory>,
 }
@@ -53,7 +53,7 @@ impl Memory {
             allocated: runtimes.iter().map(|runtime| runtime.ledger().active()).sum(),
             peak: runtimes.iter().map(|runtime| runtime.ledger().peak()).sum(),
             resident: resident_bytes(),
-            driver: runtimes.first().and_then(|runtime| Driver::measure(runtime)),
+            driver: runtimes.first().and_then(|runtime| DriverMemory::measure(runtime)),
             devices: devices.zip(&runtimes).map(device).collect(),
         }
     }
@@ -128,7 +128,7 @@ pub fn categories(report: &MemoryReport) -> Value {
 /// The driver's `bytes`; `others` (null if they cannot be measured, and are therefore part of `bytes`); and the
 /// device's
 /// `free` and `total`.
-pub fn driver_json(driver: &Driver) -> Value {
+pub fn driver_json(driver: &DriverMemory) -> Value {
     let DeviceUsage { total, free, .. } = driver.usage;
     json!({"bytes": driver.bytes, "others": driver.usage.others(), "free": free, "total": total, "pinned": driver.pinned})
 }

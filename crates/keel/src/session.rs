@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{Driver, ModelFiles, Room, bound, is_vision, machine, on_device, on_host, place, room_on_gpu};
+use evenkeel::{
+    DriverMemory, FreeMemory, ModelFiles, bound, is_vision, machine, on_device, on_host, place, room_on_gpu,
+};
 use indicatif::ProgressBar;
 use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
 use keel_engine::plan::plan_seeing_on;
@@ -17,7 +19,7 @@ use serde_json::Value;
 use crate::args::{Device, DeviceArgs, drafts_max};
 use crate::progress;
 use crate::report::Memory;
-use crate::several::{self, DevicePlan};
+use crate::split_model::{self, DevicePlan};
 
 /// A loaded engine, with its plan and load time.
 pub struct Session {
@@ -58,7 +60,7 @@ impl Session {
         let devices = [PlacedPart::whole(runtime.clone())];
         let tower = tower.as_ref();
         let step = |bytes| bar.inc(bytes);
-        let engine = Engine::load_seeing_on(&devices, tower, parameters, config, options, &step);
+        let engine = Engine::load_with_tower_on(&devices, tower, parameters, config, options, &step);
         bar.finish_and_clear();
         let (mut engine, devices) = (engine?, plans.devices(device));
         engine.name_devices(devices.iter().map(|plan| plan.name.clone()).collect());
@@ -76,7 +78,7 @@ impl Session {
         options: EngineOptions,
     ) -> Result<Session> {
         if device.split.is_split() {
-            return several::open(device, parameters, config, options);
+            return split_model::open(device, parameters, config, options);
         }
         Session::open(device, &runtime(device, options.compute)?, parameters, config, options)
     }
@@ -173,7 +175,7 @@ pub fn runtime_on(backend: Arc<dyn Backend>, device: &DeviceArgs) -> Runtime {
 ///
 /// # Errors
 /// Errors of `options`.
-pub fn settle(
+pub fn resolve_options(
     device: &DeviceArgs,
     parameters: &dyn Parameters,
     config: &Value,
@@ -188,25 +190,25 @@ pub fn settle(
 
 /// How a run is planned to fit.
 #[derive(Debug)]
-pub struct Settled {
+pub struct ResolvedOptions {
     /// The options of the engine.
     pub options: EngineOptions,
     /// How the run drafts, if it does.
     pub speculation: Option<SpeculationOptions>,
 }
 
-/// As [`settle`], for a run that drafts as `speculation` says. If the depth is `auto` and only a plan without drafts
-/// fits on the GPU, the run does not draft.
+/// As [`resolve_options`], for a run that drafts as `speculation` says. If the depth is `auto` and only a plan without
+/// drafts fits on the GPU, the run does not draft.
 ///
 /// # Errors
 /// Errors of the plan.
-pub fn settle_drafting(
+pub fn resolve_drafting(
     device: &DeviceArgs,
     parameters: &dyn Parameters,
     config: &Value,
     options: EngineOptions,
     speculation: Option<SpeculationOptions>,
-) -> Result<Settled> {
+) -> Result<ResolvedOptions> {
     let options_with = |how, gpu| EngineOptions { drafts: drafts_max(how, gpu), ..options };
     let plan_with = |how, gpu| plan(&device.on(gpu), parameters, config, options_with(how, gpu));
     let is_auto = speculation.is_some_and(|how| how.depth == Depth::Auto);
@@ -236,7 +238,7 @@ pub fn settle_drafting(
         );
     }
     let options = device.options().engine_options(options_with(how, device.device()));
-    Ok(Settled { options, speculation: how })
+    Ok(ResolvedOptions { options, speculation: how })
 }
 
 /// The name of a vision tower's own device in reports.
@@ -265,11 +267,11 @@ impl Plans {
 
     /// Compares the bytes of the tower and the model's bytes on the host with the host's free memory.
     fn check_host(&self, options: &EngineOptions) -> Result<()> {
-        let (Some(tower), Some(host)) = (self.tower, Room::of_host()) else { return Ok(()) };
+        let (Some(tower), Some(host)) = (self.tower, FreeMemory::of_host()) else { return Ok(()) };
         if on_host(&self.model, true) + tower.total() <= host.bytes {
             return Ok(());
         }
-        Err(several::too_little(&tower, host.bytes, host.why, options))
+        Err(split_model::too_little(&tower, host.bytes, host.why, options))
     }
 }
 
@@ -301,7 +303,7 @@ pub fn plan_apart(
 /// a device of its own are not part of it: see [`plan_apart`].
 ///
 /// # Errors
-/// As [`evenkeel::plan`] and [`several::plan_devices`].
+/// As [`evenkeel::plan`] and [`split_model::plan_devices`].
 pub fn plan(
     device: &DeviceArgs,
     parameters: &dyn Parameters,
@@ -309,18 +311,18 @@ pub fn plan(
     options: EngineOptions,
 ) -> Result<MemoryReport> {
     if device.split.is_split() {
-        let plans = several::plan_devices(device, parameters, config, options)?;
+        let plans = split_model::plan_devices(device, parameters, config, options)?;
         return Ok(plans.iter().map(|plan| plan.planned).sum());
     }
     Ok(plan_apart(device, parameters, config, options)?.model)
 }
 
 /// Memory of the device's driver before a model is loaded. `None` on the CPU, or if there is no such GPU.
-pub fn driver(device: &DeviceArgs, compute: Compute) -> Option<Driver> {
+pub fn driver(device: &DeviceArgs, compute: Compute) -> Option<DriverMemory> {
     if device.device() == Device::Cpu {
         return None;
     }
-    Driver::measure(&runtime(device, compute).ok()?)
+    DriverMemory::measure(&runtime(device, compute).ok()?)
 }
 
 /// Refuses ids outside the vocabulary, before anything is loaded.
@@ -347,13 +349,13 @@ mod tests {
     }
 
     /// What is settled for the built-in model on a GPU whose memory has this limit.
-    fn settled(limit: u64, depth: Depth) -> Settled {
+    fn settled(limit: u64, depth: Depth) -> ResolvedOptions {
         let limit = format!("--memory-limit={limit}");
         let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0", &limit]);
         let model = ModelFiles::built_in().expect("it is in the program");
         let how = Some(SpeculationOptions { depth, ..SpeculationOptions::default() });
         let parameters = model.parameters();
-        settle_drafting(&device, &*parameters, &model.json, EngineOptions::default(), how)
+        resolve_drafting(&device, &*parameters, &model.json, EngineOptions::default(), how)
             .expect("it is planned")
     }
 
@@ -368,13 +370,13 @@ mod tests {
         let (with, without) =
             (bytes(drafts_max(Some(SpeculationOptions::default()), Device::Cuda(0))), bytes(0));
         assert!(without < with);
-        let Settled { options, speculation } = settled(with, Depth::Auto);
+        let ResolvedOptions { options, speculation } = settled(with, Depth::Auto);
         assert!(options.drafts > 0 && speculation.is_some());
         for limit in [with - 1, without] {
-            let Settled { options, speculation } = settled(limit, Depth::Auto);
+            let ResolvedOptions { options, speculation } = settled(limit, Depth::Auto);
             assert_eq!((options.drafts, speculation), (0, None));
         }
-        let Settled { options, speculation } = settled(without, Depth::Fixed(2));
+        let ResolvedOptions { options, speculation } = settled(without, Depth::Fixed(2));
         assert!(
             options.drafts == 2 && speculation.is_some(),
             "a number insists, and the plan is refused later"

@@ -1,7 +1,7 @@
 //! Stage 2: calls become kernels; views become strides.
 
 use super::graph::{CallOutput, Graph, Ref};
-use super::{Kernel, Operand, Slot};
+use super::{Kernel, Operand, OperandMemory};
 use crate::array::{ArraySpec, apply_view};
 use crate::ops::{Op, Strides, bytes_of};
 use crate::{DType, Layout};
@@ -55,16 +55,20 @@ fn operand(graph: &Graph, values: &[Vec<Operand>], reference: Ref) -> Operand {
         Ref::Call { call, output } => values[call][output].clone(),
         Ref::External(i) => {
             let external = &graph.externals[i];
-            Operand { slot: Slot::External(i), layout: external.layout.clone(), dtype: external.dtype }
+            Operand {
+                memory: OperandMemory::External(i),
+                layout: external.layout.clone(),
+                dtype: external.dtype,
+            }
         }
     }
 }
 
 impl Draft {
     fn temp(&mut self, layout: Layout, dtype: DType) -> Operand {
-        let slot = Slot::Temp(self.temps.len());
+        let memory = OperandMemory::Temp(self.temps.len());
         self.temps.push(Temp { bytes: bytes_of(dtype, layout.shape.elements()), output: None });
-        Operand { slot, layout, dtype }
+        Operand { memory, layout, dtype }
     }
 
     fn copy(&mut self, from: &Operand) -> Operand {
@@ -102,8 +106,8 @@ impl Draft {
     /// Makes a value an output with its own memory: it must not keep other memory alive (law 4).
     fn bind_output(&mut self, value: Operand) {
         let number = self.outputs.len();
-        let own = match value.slot {
-            Slot::Temp(t) => {
+        let own = match value.memory {
+            OperandMemory::Temp(t) => {
                 let temp = &self.temps[t];
                 let whole = value.layout.is_contiguous()
                     && bytes_of(value.dtype, value.layout.shape.elements()) == temp.bytes;
@@ -113,7 +117,7 @@ impl Draft {
         };
         let (t, value) = own.unwrap_or_else(|| {
             let copy = self.copy(&value);
-            let Slot::Temp(t) = copy.slot else { unreachable!("a copy is an intermediate") };
+            let OperandMemory::Temp(t) = copy.memory else { unreachable!("a copy is an intermediate") };
             (t, copy)
         });
         self.temps[t].output = Some(number);

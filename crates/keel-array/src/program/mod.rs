@@ -10,12 +10,12 @@
 //! A program holds no memory. [`Bindings`] give it the buffers of one evaluation.
 
 mod cache;
-mod carried;
 mod described;
 mod fusion;
 pub(crate) mod graph;
 mod lower;
 mod plan;
+mod remote_launch;
 mod verify;
 
 use std::ops::Range;
@@ -31,16 +31,16 @@ use crate::{ArrayError, ArraySpec, Buffer, DType, Layout, Result};
 
 pub(crate) use cache::ProgramCache;
 pub use cache::ProgramCacheUse;
-pub use carried::CarriedLaunch;
 pub use fusion::{KernelGroup, ProgramGroup};
 pub(crate) use graph::Graph;
+pub use remote_launch::RemoteLaunch;
 
 /// Alignment of each operand in an arena, in bytes: a cache line, and a 512-bit register.
 pub const ALIGNMENT: usize = 64;
 
 /// Where an operand's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Slot {
+pub enum OperandMemory {
     /// Memory that exists before the program runs.
     External(usize),
     /// A result that outlives the program.
@@ -62,7 +62,7 @@ pub enum Slot {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Operand {
     /// The memory.
-    pub slot: Slot,
+    pub memory: OperandMemory,
     /// Shape, strides and offset in elements.
     pub layout: Layout,
     /// Element type.
@@ -72,33 +72,33 @@ pub struct Operand {
 impl Operand {
     /// True if it is the value of `other`, seen from the same element on.
     pub fn is_same(&self, other: &Operand) -> bool {
-        self.slot == other.slot && self.layout.offset == other.layout.offset
+        self.memory == other.memory && self.layout.offset == other.layout.offset
     }
 
     /// True if the two may have bytes in common. Memory from outside the program is only known when a program is bound
     /// to it, so two different inputs or results of a program may overlap.
     pub fn may_overlap(&self, other: &Operand) -> bool {
-        let (a, b) = (self.bytes_in_slot(), other.bytes_in_slot());
+        let (a, b) = (self.bytes_in_memory(), other.bytes_in_memory());
         let meet = |a_start: usize, b_start: usize| {
             a_start + a.start < b_start + b.end && b_start + b.start < a_start + a.end
         };
-        match (self.slot, other.slot) {
-            (Slot::Absorbed(_), _) | (_, Slot::Absorbed(_)) => false,
-            (Slot::Arena { offset: a_start, .. }, Slot::Arena { offset: b_start, .. }) => {
+        match (self.memory, other.memory) {
+            (OperandMemory::Absorbed(_), _) | (_, OperandMemory::Absorbed(_)) => false,
+            (OperandMemory::Arena { offset: a_start, .. }, OperandMemory::Arena { offset: b_start, .. }) => {
                 meet(a_start, b_start)
             }
-            (Slot::Arena { .. }, _) | (_, Slot::Arena { .. }) => false,
+            (OperandMemory::Arena { .. }, _) | (_, OperandMemory::Arena { .. }) => false,
             (a, b) => a != b || meet(0, 0),
         }
     }
 
     /// True if all of it lies in the memory of `other`.
     pub fn lies_within(&self, other: &Operand) -> bool {
-        let (a, b) = (self.bytes_in_slot(), other.bytes_in_slot());
-        self.slot == other.slot && b.start <= a.start && a.end <= b.end
+        let (a, b) = (self.bytes_in_memory(), other.bytes_in_memory());
+        self.memory == other.memory && b.start <= a.start && a.end <= b.end
     }
 
-    fn bytes_in_slot(&self) -> Range<usize> {
+    fn bytes_in_memory(&self) -> Range<usize> {
         let size = self.dtype.size();
         self.layout.offset * size..self.layout.end() * size
     }
@@ -223,21 +223,21 @@ impl Kernel {
 
     /// The operands that the kernel and its absorbed kernels read from memory.
     pub fn reads(&self) -> Vec<&Operand> {
-        let own = self.inputs.iter().filter(|input| !matches!(input.slot, Slot::Absorbed(_)));
+        let own = self.inputs.iter().filter(|input| !matches!(input.memory, OperandMemory::Absorbed(_)));
         own.chain(self.absorbed.iter().flat_map(Kernel::reads)).collect()
     }
 
     /// The absorbed kernel that computes input number `input`; `None` if the input is in memory.
-    pub fn maker(&self, input: usize) -> Option<&Kernel> {
-        match self.inputs[input].slot {
-            Slot::Absorbed(i) => Some(&self.absorbed[i]),
+    pub fn producer(&self, input: usize) -> Option<&Kernel> {
+        match self.inputs[input].memory {
+            OperandMemory::Absorbed(i) => Some(&self.absorbed[i]),
             _ => None,
         }
     }
 
     /// Input number `input`, or the source if the input is an absorbed copy of strided data.
     pub fn source(&self, input: usize) -> &Operand {
-        self.maker(input).map_or(&self.inputs[input], |copy| &copy.inputs[0])
+        self.producer(input).map_or(&self.inputs[input], |copy| &copy.inputs[0])
     }
 
     /// Calls `f` with every operand that is in memory.
@@ -247,7 +247,10 @@ impl Kernel {
     }
 
     fn for_each_input(&mut self, f: &mut impl FnMut(&mut Operand)) {
-        self.inputs.iter_mut().filter(|input| !matches!(input.slot, Slot::Absorbed(_))).for_each(&mut *f);
+        self.inputs
+            .iter_mut()
+            .filter(|input| !matches!(input.memory, OperandMemory::Absorbed(_)))
+            .for_each(&mut *f);
         for absorbed in &mut self.absorbed {
             absorbed.for_each_input(f);
         }
@@ -276,12 +279,12 @@ pub(crate) struct Bindings {
     pub prepared: Option<u64>,
 }
 
-/// The memory of a slot during a launch.
+/// The memory of an operand during a launch.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     /// The buffer.
     pub buffer: &'a Buffer,
-    /// The byte at which the slot begins.
+    /// The byte at which the memory begins.
     pub offset: usize,
 }
 
@@ -353,7 +356,8 @@ impl<'a> Launch<'a> {
         self.piece.end == self.program.kernels.len()
     }
 
-    /// The memory of [`Slot::External`] and then that of [`Slot::Output`], each in the order of their numbers.
+    /// The memory of [`OperandMemory::External`] and then that of [`OperandMemory::Output`], each in the order of their
+    /// numbers.
     pub fn places(&self) -> [Vec<Place<'a>>; 2] {
         let bound = |b: &'a Binding| Place { buffer: &b.buffer, offset: b.offset };
         [&self.bindings.externals, &self.bindings.outputs].map(|all| all.iter().map(bound).collect())
@@ -364,15 +368,15 @@ impl<'a> Launch<'a> {
         self.arena.is_some()
     }
 
-    /// The buffer of a slot, and the byte at which the slot begins.
-    pub fn resolve(&self, slot: Slot) -> Place<'a> {
+    /// The buffer of an operand's memory, and the byte at which that memory begins.
+    pub fn resolve(&self, memory: OperandMemory) -> Place<'a> {
         let bound = |b: &'a Binding| Place { buffer: &b.buffer, offset: b.offset };
-        match slot {
-            Slot::External(i) => bound(&self.bindings.externals[i]),
-            Slot::Output(i) => bound(&self.bindings.outputs[i]),
-            Slot::Arena { offset, .. } => Place { buffer: self.arena(), offset },
-            Slot::Temp(_) => unreachable!("a planned program has no unplaced operand"),
-            Slot::Absorbed(_) => unreachable!("what a kernel makes for itself is not in memory"),
+        match memory {
+            OperandMemory::External(i) => bound(&self.bindings.externals[i]),
+            OperandMemory::Output(i) => bound(&self.bindings.outputs[i]),
+            OperandMemory::Arena { offset, .. } => Place { buffer: self.arena(), offset },
+            OperandMemory::Temp(_) => unreachable!("a planned program has no unplaced operand"),
+            OperandMemory::Absorbed(_) => unreachable!("what a kernel makes for itself is not in memory"),
         }
     }
 

@@ -5,7 +5,7 @@
 
 use super::graph::Graph;
 use super::lower::Draft;
-use super::{ALIGNMENT, Kernel, Operand, OutputMemory, Program, ProgramOutput, Slot};
+use super::{ALIGNMENT, Kernel, Operand, OperandMemory, OutputMemory, Program, ProgramOutput};
 use crate::backend::Backend;
 use crate::ops::bytes_of;
 
@@ -14,7 +14,7 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
     let mut kernels = draft.kernels;
     for (i, kernel) in kernels.iter_mut().enumerate() {
         planner.place_outputs(i, kernel);
-        kernel.for_each_operand(&mut |operand| operand.slot = planner.resolve(operand.slot));
+        kernel.for_each_operand(&mut |operand| operand.memory = planner.resolve(operand.memory));
         planner.place_workspace(kernel, backend);
         planner.release_after(i);
     }
@@ -38,7 +38,7 @@ struct Planner<'a> {
     last_external_use: Vec<usize>,
     mutated: Vec<bool>,
     donated: Vec<bool>,
-    place: Vec<Option<Slot>>,
+    place: Vec<Option<OperandMemory>>,
     outputs: Vec<OutputMemory>,
     arena: Arena,
 }
@@ -50,14 +50,14 @@ impl<'a> Planner<'a> {
         let mut mutated = vec![false; graph.externals.len()];
         for (i, kernel) in draft.kernels.iter().enumerate() {
             for operand in kernel.reads().into_iter().chain(&kernel.outputs) {
-                match operand.slot {
-                    Slot::Temp(t) => last_use[t] = i,
-                    Slot::External(e) => last_external_use[e] = i,
+                match operand.memory {
+                    OperandMemory::Temp(t) => last_use[t] = i,
+                    OperandMemory::External(e) => last_external_use[e] = i,
                     _ => {}
                 }
             }
             for input in &kernel.inputs[kernel.op.mutated_inputs()] {
-                if let Slot::External(e) = input.slot {
+                if let OperandMemory::External(e) = input.memory {
                     mutated[e] = true;
                 }
             }
@@ -80,9 +80,9 @@ impl<'a> Planner<'a> {
         }
     }
 
-    fn resolve(&self, slot: Slot) -> Slot {
-        match slot {
-            Slot::Temp(t) => {
+    fn resolve(&self, memory: OperandMemory) -> OperandMemory {
+        match memory {
+            OperandMemory::Temp(t) => {
                 self.place[t].unwrap_or_else(|| unreachable!("intermediate {t} is read before it is written"))
             }
             other => other,
@@ -91,17 +91,17 @@ impl<'a> Planner<'a> {
 
     fn place_outputs(&mut self, i: usize, kernel: &Kernel) {
         for (n, output) in kernel.outputs.iter().enumerate() {
-            let Slot::Temp(t) = output.slot else { continue };
+            let OperandMemory::Temp(t) = output.memory else { continue };
             let place = self.reuse(i, kernel, n, t).unwrap_or_else(|| match self.temps[t].output {
-                Some(number) => Slot::Output(number),
-                None => Slot::Arena { temp: t, offset: self.arena.take(t, self.temps[t].bytes) },
+                Some(number) => OperandMemory::Output(number),
+                None => OperandMemory::Arena { temp: t, offset: self.arena.take(t, self.temps[t].bytes) },
             });
             self.place[t] = Some(place);
         }
     }
 
     /// The place of an input whose last use is kernel `i` and whose memory fits output `t` exactly.
-    fn reuse(&mut self, i: usize, kernel: &Kernel, number: usize, t: usize) -> Option<Slot> {
+    fn reuse(&mut self, i: usize, kernel: &Kernel, number: usize, t: usize) -> Option<OperandMemory> {
         let output = &kernel.outputs[number];
         for (n, input) in kernel.inputs.iter().enumerate() {
             let same = input.dtype == output.dtype && input.layout == output.layout;
@@ -109,8 +109,8 @@ impl<'a> Planner<'a> {
             {
                 continue;
             }
-            match input.slot {
-                Slot::External(e) => {
+            match input.memory {
+                OperandMemory::External(e) => {
                     let free = self.graph.externals[e].donatable
                         && self.last_external_use[e] == i
                         && !self.mutated[e]
@@ -119,15 +119,15 @@ impl<'a> Planner<'a> {
                     let (true, Some(number)) = (free, self.temps[t].output) else { continue };
                     self.donated[e] = true;
                     self.outputs[number] = OutputMemory::Donated(e);
-                    return Some(Slot::External(e));
+                    return Some(OperandMemory::External(e));
                 }
-                Slot::Temp(from) if self.last_use[from] == i && self.temps[t].output.is_none() => {
-                    let Some(Slot::Arena { offset, .. }) = self.place[from] else { continue };
+                OperandMemory::Temp(from) if self.last_use[from] == i && self.temps[t].output.is_none() => {
+                    let Some(OperandMemory::Arena { offset, .. }) = self.place[from] else { continue };
                     if self.temps[from].bytes != self.temps[t].bytes {
                         continue;
                     }
                     self.arena.hand_over(from, t);
-                    return Some(Slot::Arena { temp: t, offset });
+                    return Some(OperandMemory::Arena { temp: t, offset });
                 }
                 _ => {}
             }
@@ -159,13 +159,13 @@ fn overlaps_another(kernel: &Kernel, n: usize) -> bool {
     let this = &kernel.inputs[n];
     let others = kernel.inputs.iter().enumerate().filter(|(m, _)| *m != n);
     let in_step = |other: &Operand| kernel.op.is_elementwise() && other.layout == this.layout;
-    others.into_iter().any(|(_, other)| other.slot == this.slot && !in_step(other))
+    others.into_iter().any(|(_, other)| other.memory == this.memory && !in_step(other))
 }
 
 /// True if an absorbed kernel reads the memory of input `n`: it may read after parts of the result are written.
 fn absorbed(kernel: &Kernel, n: usize) -> bool {
-    let slot = kernel.inputs[n].slot;
-    kernel.absorbed.iter().flat_map(Kernel::reads).any(|operand| operand.slot == slot)
+    let memory = kernel.inputs[n].memory;
+    kernel.absorbed.iter().flat_map(Kernel::reads).any(|operand| operand.memory == memory)
 }
 
 /// Bytes of the arena that hold an intermediate, or scratch.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::graph::Graph;
-use super::{OutputMemory, Program, Slot};
+use super::{OperandMemory, OutputMemory, Program};
 use crate::ops::bytes_of;
 
 /// Bytes of the arena that hold an intermediate.
@@ -20,14 +20,14 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
     for (i, kernel) in program.kernels.iter().enumerate() {
         let name = kernel.op.name();
         for input in kernel.reads() {
-            if let Slot::Arena { temp, offset } = input.slot {
+            if let OperandMemory::Arena { temp, offset } = input.memory {
                 let intact = holds.iter().any(|held| (held.bytes.start, held.temp) == (offset, temp));
                 assert!(
                     intact,
                     "kernel {i} ({name}) reads intermediate {temp}, whose memory has been reused"
                 );
             }
-            if let Slot::External(e) = input.slot {
+            if let OperandMemory::External(e) = input.memory {
                 let external = &graph.externals[e];
                 assert!(
                     input.layout.end() <= external.layout.end(),
@@ -38,8 +38,8 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
             }
         }
         let scratch = kernel.workspace.clone().map(|bytes| Held { bytes, temp: usize::MAX });
-        let written = kernel.outputs.iter().filter_map(|output| match output.slot {
-            Slot::Arena { temp, offset } => {
+        let written = kernel.outputs.iter().filter_map(|output| match output.memory {
+            OperandMemory::Arena { temp, offset } => {
                 let end = offset + bytes_of(output.dtype, output.layout.end());
                 Some(Held { bytes: offset..end, temp })
             }
@@ -49,8 +49,8 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
         for Held { bytes: Range { start, end }, temp } in written.iter().cloned() {
             assert!(end <= program.arena_bytes, "kernel {i} ({name}) writes past the arena");
             if temp == usize::MAX {
-                let clash = kernel.reads().into_iter().chain(&kernel.outputs).any(|o| match o.slot {
-                    Slot::Arena { offset, .. } => {
+                let clash = kernel.reads().into_iter().chain(&kernel.outputs).any(|o| match o.memory {
+                    OperandMemory::Arena { offset, .. } => {
                         offset < end && start < offset + bytes_of(o.dtype, o.layout.end())
                     }
                     _ => false,

@@ -9,7 +9,7 @@ use crate::Buffer;
 use crate::array::Array;
 use crate::error::expect_shape;
 use crate::program::graph::{Purpose, collect};
-use crate::program::{Binding, Bindings, Kernel, Launch, Operand, Program, Slot};
+use crate::program::{Binding, Bindings, Kernel, Launch, Operand, OperandMemory, Program};
 use crate::{ArrayError, Result, Runtime};
 
 /// A graph bound to its memory. Data that changes from run to run lies in the persistent arrays it was traced with:
@@ -82,10 +82,12 @@ fn check_destinations(program: &Program, bindings: &Bindings) -> Result<()> {
         if (0..i).any(|j| shares(&bindings.outputs[j], bytes(j))) {
             return Err(refuse(format!("destination {i} overlaps another")));
         }
-        let written =
-            program.kernels().iter().position(|k| k.outputs.iter().any(|o| o.slot == Slot::Output(i)));
-        let reads = |operand: &Operand| match operand.slot {
-            Slot::External(e) => {
+        let written = program
+            .kernels()
+            .iter()
+            .position(|k| k.outputs.iter().any(|o| o.memory == OperandMemory::Output(i)));
+        let reads = |operand: &Operand| match operand.memory {
+            OperandMemory::External(e) => {
                 let end = operand.layout.end() * operand.dtype.size();
                 shares(&bindings.externals[e], end)
             }
@@ -170,8 +172,8 @@ impl Executable {
 
 /// Whether a kernel mutates memory of this buffer.
 fn mutates(kernel: &Kernel, bindings: &Bindings, buffer: &Buffer) -> bool {
-    let is_state = |operand: &Operand| match operand.slot {
-        Slot::External(i) => bindings.externals[i].buffer.is_same(buffer),
+    let is_state = |operand: &Operand| match operand.memory {
+        OperandMemory::External(i) => bindings.externals[i].buffer.is_same(buffer),
         _ => false,
     };
     kernel.op.mutated_inputs().any(|i| is_state(&kernel.inputs[i]))

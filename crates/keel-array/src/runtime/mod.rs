@@ -1,13 +1,13 @@
 //! The runtime: one backend with its ledger, programs, arena and stream.
 
 mod arena;
+mod device_lock;
 mod executable;
 mod fence;
 mod gauge;
 mod host;
 mod pending;
 mod stream;
-mod turns;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -44,7 +44,7 @@ impl Executable {
     /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not
     /// in memory; [`RUNS_MAX`] runs are under way already.
     pub fn submit(&self, result: &Array) -> PendingRun {
-        let under_way = self.runtime.0.stream.turns().begin_run();
+        let in_flight = self.runtime.0.stream.turns().begin_run();
         let mut run = PendingRun {
             executable: self.clone(),
             arena: None,
@@ -59,7 +59,7 @@ impl Executable {
             Some(format!("{result:?} takes {} bytes, more than {RESULT_BYTES_MAX}", result.bytes()))
         } else if !result.bytes().is_multiple_of(4) {
             Some(format!("{result:?} takes {} bytes, which are not whole words of 4", result.bytes()))
-        } else if under_way > RUNS_MAX {
+        } else if in_flight > RUNS_MAX {
             Some(format!("{RUNS_MAX} runs are under way; wait for one first"))
         } else {
             None

@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
+use super::device_lock::DeviceLock;
 use super::fence;
-use super::turns::Turns;
 use crate::Buffer;
 use crate::backend::Backend;
 use crate::program::{Bindings, Launch, Program};
@@ -124,7 +124,7 @@ impl Work {
 /// State that the caller's threads and the stream's thread share.
 struct Shared {
     backend: Arc<dyn Backend>,
-    turns: Turns,
+    turns: DeviceLock,
 }
 
 /// The queue of a runtime and the thread that serves it.
@@ -135,7 +135,7 @@ pub(crate) struct Stream {
 
 impl Stream {
     pub fn new(backend: Arc<dyn Backend>) -> Stream {
-        let shared = Shared { backend, turns: Turns::new() };
+        let shared = Shared { backend, turns: DeviceLock::new() };
         Stream { shared: Arc::new(shared), sender: Mutex::new(None) }
     }
 
@@ -184,7 +184,7 @@ impl Stream {
     }
 
     /// Who takes turns, and the count of runs under way.
-    pub fn turns(&self) -> &Turns {
+    pub fn turns(&self) -> &DeviceLock {
         &self.shared.turns
     }
 }

@@ -41,7 +41,7 @@ impl<'a> Bound<'a> {
     /// # Panics
     /// If the operand does not lie within its memory.
     pub unsafe fn new(launch: &Launch<'a>, operand: &'a Operand) -> Bound<'a> {
-        let Place { buffer, offset: start } = launch.resolve(operand.slot);
+        let Place { buffer, offset: start } = launch.resolve(operand.memory);
         let memory = HostMemory::of(buffer.memory());
         let size = operand.dtype.size();
         let end = start + operand.layout.end() * size;

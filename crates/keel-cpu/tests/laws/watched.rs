@@ -1,6 +1,6 @@
 //! A backend that is observed, and that can be told to break a law.
 
-use keel_array::{Backend, Launch, Result, Slot};
+use keel_array::{Backend, Launch, OperandMemory, Result};
 use keel_testkit::disturbed::{Disturbance, Disturbed};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -71,8 +71,8 @@ impl Disturbance for Watched {
 /// Fills the launch's external inputs with NaN, as freeing them would.
 fn poison_inputs(backend: &dyn Backend, launch: &Launch<'_>) {
     let inputs = launch.kernels().iter().flat_map(|kernel| &kernel.inputs);
-    for input in inputs.filter(|input| matches!(input.slot, Slot::External(_))) {
-        let buffer = launch.resolve(input.slot).buffer;
+    for input in inputs.filter(|input| matches!(input.memory, OperandMemory::External(_))) {
+        let buffer = launch.resolve(input.memory).buffer;
         backend.write(buffer.memory(), 0, &vec![0xff; buffer.bytes()]);
     }
 }

@@ -9,7 +9,7 @@
 //! writes); or the operations, next to those of cuBLASLt's largest bf16 product. `--test operations` checks the
 //! results.
 //!
-//! With several GPUs, lines with `one_shot_sum` are sums over all of them; see `sums.rs`.
+//! With several GPUs, lines with `one_shot_all_reduce` are sums over all of them; see `sums.rs`.
 
 mod products;
 mod sequence;

@@ -27,7 +27,7 @@ pub fn groups() -> Vec<CudaGroup> {
 }
 
 pub fn time(groups: Vec<CudaGroup>, filter: &str) -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let name = |len| format!("one_shot_sum of {len} floats, {} GPUs", groups.len());
+    let name = |len| format!("one_shot_all_reduce of {len} floats, {} GPUs", groups.len());
     let lens = [1, 3072, 5120, 20_480, 40_960, 65_536];
     let lens: Vec<usize> = lens.into_iter().filter(|&len| name(len).contains(filter)).collect();
     if groups.is_empty() || lens.is_empty() {
@@ -38,8 +38,9 @@ pub fn time(groups: Vec<CudaGroup>, filter: &str) -> std::result::Result<(), Box
     for len in lens {
         let (short, long) = (chain_seconds(&ranks, len, CHAIN)?, chain_seconds(&ranks, len, 3 * CHAIN)?);
         let seconds = (long - short) / (2 * CHAIN) as f64;
-        let took_one_shot =
-            ranks.iter().all(|rank| rank.backend.take_kernels().iter().any(|k| k.contains("one_shot_sum")));
+        let took_one_shot = ranks
+            .iter()
+            .all(|rank| rank.backend.take_kernels().iter().any(|k| k.contains("one_shot_all_reduce")));
         let sent = ((ranks.len() - 1) * len * size_of::<f32>()) as f64;
         println!(
             "{:70} {:9.2} us, floor {:8.2}{}",

@@ -11,11 +11,12 @@
 //! ```
 //!
 //! In a group of several processes, one of them leads. Each process knows its own devices, and is told what those of
-//! the others do: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through [`Others`].
+//! the others do: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through
+//! [`PeerProcesses`].
 //!
-//! Small arrays of a stage are added without the library, by mailboxes; see `kernels/one_shot_sum.cu`. Their kernels
-//! end with the device's exchanges, too, and all mailboxes are reset when the devices are connected again. A stage of
-//! several processes has no mailboxes, because none of them can write to the memory of another one.
+//! Small arrays of a stage are added without the library, by mailboxes; see `kernels/one_shot_all_reduce.cu`. Their
+//! kernels end with the device's exchanges, too, and all mailboxes are reset when the devices are connected again. A
+//! stage of several processes has no mailboxes, because none of them can write to the memory of another one.
 //!
 //! The end of a device's exchanges tells its kernels to stop. The last device to end them waits until no graph of any
 //! device holds a communicator. A graph may be dropped only when it does not run. So communicators end on threads of
@@ -23,10 +24,10 @@
 
 mod connecting;
 mod one_shot;
-mod others;
+mod peer_processes;
 
 pub(super) use one_shot::OneShot;
-pub use others::{GroupIds, Others, Role};
+pub use peer_processes::{GroupIds, PeerProcesses, Role};
 
 use super::Gpu;
 use crate::driver::{

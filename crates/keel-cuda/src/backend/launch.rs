@@ -6,13 +6,14 @@ use super::operand::{Bound, BoundKernel};
 use super::queue::{Queue, WAITED, WRONG_BYTES};
 use super::read_ahead::ReadAhead;
 use super::staging::Ring;
-use super::transfer::{STAGING_BYTES, carry};
+use super::transfer::{STAGING_BYTES, launch_delivery};
 use super::{Gpu, Mode};
 use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::KernelKey;
 use keel_array::{
-    ArrayError, Kernel, LAUNCHES_MAX, Launch, OwnMemory, PreparedPiece, RESULT_BYTES_MAX, Slot, Ticket,
+    ArrayError, Kernel, LAUNCHES_MAX, Launch, OperandMemory, OwnMemory, PreparedPiece, RESULT_BYTES_MAX,
+    Ticket,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -178,7 +179,7 @@ impl Session {
         if let Some(from) = result {
             // Kernels of the next launch would have to wait for the copy engine. A copying kernel is faster.
             let words = (from.end - from.start).div_ceil(4);
-            carry(gpu, &[[self.queue.result_address(slot), from.start, words]])
+            launch_delivery(gpu, &[[self.queue.result_address(slot), from.start, words]])
                 .map_err(|e| e.in_op("launch"))?;
         }
         let number = self.queue.push(slot, self.outgoing_ring.mark())?;
@@ -388,7 +389,7 @@ impl Session {
 /// Addresses of a launch's results; destinations of prepared programs are gap-free.
 fn results(launch: &Launch<'_>) -> Vec<Range<u64>> {
     let outputs = launch.kernels().iter().flat_map(|kernel| &kernel.outputs);
-    let outputs = outputs.filter(|operand| matches!(operand.slot, Slot::Output(_)));
+    let outputs = outputs.filter(|operand| matches!(operand.memory, OperandMemory::Output(_)));
     let addresses = |operand| {
         let bound = Bound::new(launch, operand);
         bound.address..bound.address + (bound.len() * bound.dtype.size()) as u64

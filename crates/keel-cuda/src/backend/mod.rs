@@ -15,7 +15,7 @@ use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use group::Membership;
-pub use group::{CudaGroup, GroupIds, Others, Role};
+pub use group::{CudaGroup, GroupIds, PeerProcesses, Role};
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
     MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,

@@ -1,7 +1,7 @@
 //! Operands of a kernel as device addresses, and their strides as kernels take them.
 
 use crate::driver::{CudaMemory, overlap};
-use keel_array::{DType, Kernel, Launch, Layout, Operand, Place, Slot};
+use keel_array::{DType, Kernel, Launch, Layout, Operand, OperandMemory, Place};
 
 /// An operand with its place in device memory.
 #[derive(Clone, Copy)]
@@ -32,16 +32,16 @@ impl<'a> BoundKernel<'a> {
     }
 
     /// The absorbed kernel that computes input number `input`, if there is one.
-    pub fn maker(&self, input: usize) -> Option<&BoundKernel<'a>> {
-        match self.kernel.inputs[input].slot {
-            Slot::Absorbed(i) => Some(&self.absorbed[i]),
+    pub fn producer(&self, input: usize) -> Option<&BoundKernel<'a>> {
+        match self.kernel.inputs[input].memory {
+            OperandMemory::Absorbed(i) => Some(&self.absorbed[i]),
             _ => None,
         }
     }
 
     /// Input number `input`, or the source if the input is an absorbed copy of strided data.
     pub fn strided(&self, input: usize) -> Bound<'a> {
-        self.maker(input).map_or(self.inputs[input], |copy| copy.inputs[0])
+        self.producer(input).map_or(self.inputs[input], |copy| copy.inputs[0])
     }
 }
 
@@ -51,15 +51,15 @@ impl<'a> Bound<'a> {
     /// # Panics
     /// If it does not lie within its memory.
     pub fn new(launch: &Launch<'a>, operand: &'a Operand) -> Bound<'a> {
-        if let Slot::Absorbed(_) = operand.slot {
+        if let OperandMemory::Absorbed(_) = operand.memory {
             return Bound { address: 0, layout: &operand.layout, dtype: operand.dtype, lasting: false };
         }
-        let Place { buffer, offset: start } = launch.resolve(operand.slot);
+        let Place { buffer, offset: start } = launch.resolve(operand.memory);
         let size = operand.dtype.size();
         let first = start + operand.layout.offset * size;
         let address = CudaMemory::of(buffer.memory())
             .range(first, (operand.layout.end() - operand.layout.offset) * size);
-        let lasting = matches!(operand.slot, Slot::External(_));
+        let lasting = matches!(operand.memory, OperandMemory::External(_));
         Bound { address, layout: &operand.layout, dtype: operand.dtype, lasting }
     }
 

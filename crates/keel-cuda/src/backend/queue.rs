@@ -30,20 +30,20 @@ pub(super) struct Entry {
 #[derive(Default)]
 struct Slots {
     /// In the order of their launch.
-    under_way: Vec<Entry>,
+    in_flight: Vec<Entry>,
     next: u64,
 }
 
 impl Slots {
     /// A slot that no launch under way uses.
     fn free(&self) -> Option<usize> {
-        (WAITED + 1..=LAUNCHES_MAX).find(|&slot| self.under_way.iter().all(|entry| entry.slot != slot))
+        (WAITED + 1..=LAUNCHES_MAX).find(|&slot| self.in_flight.iter().all(|entry| entry.slot != slot))
     }
 
     /// Gives a free slot to a launch. Returns the number of the launch.
     fn take(&mut self, slot: usize, staged: u64) -> u64 {
         let number = self.next;
-        self.under_way.push(Entry { number, slot, staged });
+        self.in_flight.push(Entry { number, slot, staged });
         self.next += 1;
         number
     }
@@ -53,9 +53,9 @@ impl Slots {
     /// # Panics
     /// If no such launch is under way: each one is waited for once.
     fn give_back(&mut self, number: u64) -> Entry {
-        let at = self.under_way.iter().position(|entry| entry.number == number);
+        let at = self.in_flight.iter().position(|entry| entry.number == number);
         let at = at.unwrap_or_else(|| panic!("launch {number} is not under way"));
-        self.under_way.remove(at)
+        self.in_flight.remove(at)
     }
 }
 
@@ -153,7 +153,7 @@ mod tests {
         for (number, slot) in first.into_iter().chain(second) {
             assert_eq!(slots.give_back(number).slot, slot, "no other launch had it in between");
         }
-        assert!(slots.under_way.is_empty());
+        assert!(slots.in_flight.is_empty());
     }
 
     #[test]

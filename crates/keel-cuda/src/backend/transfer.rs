@@ -86,7 +86,7 @@ impl Session {
             return Ok(());
         }
         let triple = |Delivery { to, from }: &Delivery| [to.start, *from, (to.end - to.start) / 4];
-        carry(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
+        launch_delivery(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
     }
 
     /// Copies device bytes to the host, after what is on the stream. Fails if a copy before it has failed.
@@ -148,7 +148,7 @@ impl Session {
         let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
         let outcome = outcome.and_then(|()| match is_small {
             // The next kernel would have to wait for the copy engine.
-            true => carry(gpu, &[[to, from, bytes as u64 / 4]]),
+            true => launch_delivery(gpu, &[[to, from, bytes as u64 / 4]]),
             // SAFETY: within both memories.
             false => unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) },
         });
@@ -170,7 +170,7 @@ impl Session {
 /// Puts a kernel on the stream that copies words. Each delivery is target, source and number of words, at most
 /// `DELIVERIES`. The next kernel starts only after it, because kernels read such data before they wait for their
 /// inputs.
-pub(super) fn carry(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
+pub(super) fn launch_delivery(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
     let mut words: Vec<u64> = deliveries.concat();
     words.resize(3 * DELIVERIES, 0);
     let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);

@@ -1,4 +1,4 @@
-//! Memory of each GPU that its peers write, for sums of small arrays; see `kernels/one_shot_sum.cu`.
+//! Memory of each GPU that its peers write, for sums of small arrays; see `kernels/one_shot_all_reduce.cu`.
 //!
 //! Only mailboxes are mapped for several GPUs. Everything else stays out of reach of the others.
 

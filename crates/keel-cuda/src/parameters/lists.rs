@@ -25,7 +25,7 @@ parameters! {
     }
 
     /// The sum of small arrays of several GPUs, whose mailboxes are given by rank.
-    OneShotSum = "one_shot_sum.params" of ["one_shot_sum"] {
+    OneShotAllReduce = "one_shot_all_reduce.params" of ["one_shot_all_reduce"] {
         x: u64 = "const float*",
         y: u64 = "float*",
         n: usize = "u32",
@@ -237,7 +237,7 @@ parameters! {
     }
 
     /// New keys and values, rotated on their way to the pages, and queries.
-    AttentionEnter = "attention_enter.params" of ["attention_enter", "attention_enter_rows"] {
+    AttentionPrepare = "attention_prepare.params" of ["attention_prepare", "attention_prepare_rows"] {
         q: [u64; 3] = "Heads",
         k: [u64; 3] = "Heads",
         v: [u64; 3] = "Heads",
@@ -270,7 +270,7 @@ parameters! {
 
     /// Attention of a run of rows. `partial` is used if the keys are split.
     Attend = "attend.params" of [
-        "attention", "attention_prefill", "attention_decode", "attention_many", "attention_prefill_wide"
+        "attention", "attention_prefill", "attention_decode", "attention_decode_persistent", "attention_prefill_wide"
     ] {
         q: u64 = "const float*",
         keys: u64 = "const kv_t*",

@@ -279,7 +279,7 @@ impl Batcher {
         let at = running.virtual_len();
         let at_grid =
             at > running.prompt_len && at.is_multiple_of(PREFILL_GRID) && self.options.reuse_generated;
-        let is_kept = if is_prompt { running.stops.contains(&at) } else { at_grid };
+        let is_kept = if is_prompt { running.save_points.contains(&at) } else { at_grid };
         if !is_kept || self.engine.is_split() {
             return None;
         }
@@ -321,7 +321,7 @@ impl Batcher {
                     self.emit(part.id, BatchEvent::Prefilled(done));
                 }
                 match self.engine.is_split() {
-                    true => kept = self.save_at_stop(i),
+                    true => kept = self.save_at_save_point(i),
                     false => self.remember_stop(i, part.saved),
                 }
             } else if self.engine.is_split() {
@@ -381,7 +381,7 @@ impl Batcher {
     fn remember_stop(&mut self, i: usize, saved: Option<(usize, CheckpointId)>) {
         let running = &self.running[i];
         let at = running.cache.len();
-        if running.stops.contains(&at) {
+        if running.save_points.contains(&at) {
             let state = saved.map(|(_, entry)| entry);
             self.prefixes.remember(self.engine.cache_mut(), &running.key(at), &running.cache, state);
         }

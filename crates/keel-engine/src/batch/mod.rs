@@ -2,18 +2,18 @@
 //!
 //! A request waits until the pages for its prompt and all its tokens can be promised (`policy.rs`). Then it runs to its
 //! end: an admitted request never fails for memory. If the engine has host memory to park sequences in, more requests
-//! are admitted than can be promised (`crowd.rs`); they do not fail for memory either. Each [`Batcher::step`] advances
-//! every answer by a token, and prompts by chunks under a token budget. Everything here is synchronous and has no
-//! clock: the caller says what time it is.
+//! are admitted than can be promised (`overcommit.rs`); they do not fail for memory either. Each [`Batcher::step`]
+//! advances every answer by a token, and prompts by chunks under a token budget. Everything here is synchronous and has
+//! no clock: the caller says what time it is.
 
 mod ahead;
 mod answers;
 mod attempts;
-mod crowd;
 mod features;
-mod groups;
 mod leaving;
 mod logprobs;
+mod microbatches;
+mod overcommit;
 mod parking;
 mod persist;
 mod pictures;
@@ -33,18 +33,18 @@ use keel_cache::PrefixHit;
 pub use features::PictureKey;
 pub use logprobs::TokenLogprobs;
 pub use persist::Restored;
-pub use pictures::{PictureInput, RequestSight};
+pub use pictures::{PictureInput, RequestVision};
 pub use readout::Readout;
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
     SequenceStatus,
 };
 
-use crate::eyes::Look;
+use crate::vision::EncodeJob;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use ahead::Pending;
-use crowd::Holding;
 use features::FeatureStore;
+use overcommit::PageDemand;
 use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
@@ -87,7 +87,7 @@ pub struct Batcher {
     /// Features that the tower has computed.
     features: FeatureStore,
     /// The picture that the tower is looking at.
-    looking: Option<(PictureKey, Look)>,
+    looking: Option<(PictureKey, EncodeJob)>,
     /// How often the tower has looked at a picture, and in how many pieces.
     looks: u64,
     look_pieces: u64,
@@ -112,7 +112,9 @@ impl Batcher {
     pub fn new(engine: Engine, options: BatchOptions) -> Batcher {
         Batcher {
             prefixes: Prefixes::new(engine.cache(), options.reuse_prefixes),
-            features: FeatureStore::new(engine.eyes().map_or(0, crate::eyes::Eyes::kept_bytes)),
+            features: FeatureStore::new(
+                engine.vision_runner().map_or(0, crate::vision::VisionRunner::kept_bytes),
+            ),
             looking: None,
             looks: 0,
             look_pieces: 0,
@@ -179,8 +181,8 @@ impl Batcher {
             return Err(EngineError::QueueFull { waiting, arriving, limit });
         }
         for (request, sampler) in requests.into_iter().zip(samplers) {
-            let sight = request.sight.as_ref();
-            let key = sight.map(|sight| self.prefixes.name_pictures(&request.prompt, sight));
+            let vision = request.vision.as_ref();
+            let key = vision.map(|vision| self.prefixes.name_pictures(&request.prompt, vision));
             self.waiting.push_back(Waiting { request, key, sampler, since: now });
         }
         Ok(())
@@ -294,8 +296,8 @@ impl Batcher {
         self.catch_up();
         if self.goes_ahead() {
             self.step_ahead();
-        } else if self.goes_in_groups() {
-            self.step_groups();
+        } else if self.runs_microbatches() {
+            self.step_microbatches();
         } else {
             self.settle();
             self.is_careful = false;
@@ -381,8 +383,8 @@ impl Batcher {
     /// Whether there is room for a request that shares `shared` pages and pins `pinned` pages.
     fn can_start(&self, request: &BatchRequest, shared: usize, pinned: usize) -> bool {
         let all = pages_at_full_length(request.prompt.len(), request.max_tokens);
-        if let Some(crowd) = self.crowd() {
-            let newcomer = Holding::new(0, request.prompt.len().div_ceil(AttentionSpec::PAGE), all);
+        if let Some(crowd) = self.overcommit_policy() {
+            let newcomer = PageDemand::new(0, request.prompt.len().div_ceil(AttentionSpec::PAGE), all);
             let running = self.running_holdings();
             return crowd.can_start(self.available_pages(), &running, newcomer, shared, pinned);
         }
@@ -399,11 +401,11 @@ impl Batcher {
         let Waiting { mut request, key, sampler, .. } = waiting;
         sequence.set_long(self.engine.is_long(request.prompt.len()));
         let stops = if self.options.reuse_prefixes && request.shares_prefixes() {
-            prefixes::stops(request.prompt.len(), hit.len, hit.known_len, &request.marks)
+            prefixes::save_points(request.prompt.len(), hit.len, hit.known_len, &request.marks)
         } else {
             Vec::new()
         };
-        let pictures = Pictures::new(request.sight.take(), key);
+        let pictures = Pictures::new(request.vision.take(), key);
         let mut running = Running::new(request, sequence, stops, sampler, self.engine.runs_ahead());
         running.pictures = pictures;
         self.hold_pictures(&mut running, hit.len);

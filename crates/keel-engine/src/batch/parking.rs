@@ -1,10 +1,10 @@
-//! Overcommit: sequences are parked on the host while others need their pages (`crowd.rs` decides).
+//! Overcommit: sequences are parked on the host while others need their pages (`overcommit.rs` decides).
 
 use keel_array::AttentionSpec;
 use keel_cache::SwapSize;
 
 use super::Batcher;
-use super::crowd::{Crowd, Holding, Next};
+use super::overcommit::{Decision, OvercommitPolicy, PageDemand};
 use super::policy::rows_of_steps;
 use super::request::{BatchEvent, ParkingStatus};
 use super::sequence::Running;
@@ -13,10 +13,10 @@ use crate::{EngineError, Result};
 
 impl Batcher {
     /// The bounds of overcommit; `None` if only what can be promised is admitted.
-    pub(super) fn crowd(&self) -> Option<Crowd> {
+    pub(super) fn overcommit_policy(&self) -> Option<OvercommitPolicy> {
         let cache = self.engine.cache();
         let swap = cache.swap_size();
-        (swap.blocks > 0).then_some(Crowd { pages: cache.size().pages(), swap })
+        (swap.blocks > 0).then_some(OvercommitPolicy { pages: cache.size().pages(), swap })
     }
 
     /// Pages that are free or can be evicted.
@@ -25,15 +25,15 @@ impl Batcher {
         cache.free_pages() + cache.evictable_pages()
     }
 
-    pub(super) fn running_holdings(&self) -> Vec<Holding> {
-        self.running.iter().map(Running::holding).collect()
+    pub(super) fn running_holdings(&self) -> Vec<PageDemand> {
+        self.running.iter().map(Running::page_demand).collect()
     }
 
     /// Brings parked sequences back as long as there is room. The sequence parked last comes back first.
     pub(super) fn bring_back(&mut self) {
-        let Some(crowd) = self.crowd() else { return };
-        while let Some(next) = self.parked.front().map(Running::holding) {
-            if !crowd.can_return(self.available_pages(), &self.running_holdings(), next) {
+        let Some(policy) = self.overcommit_policy() else { return };
+        while let Some(next) = self.parked.front().map(Running::page_demand) {
+            if !policy.can_return(self.available_pages(), &self.running_holdings(), next) {
                 return;
             }
             if !self.pending.is_empty() {
@@ -60,34 +60,34 @@ impl Batcher {
 
     /// Whether the steps that are submitted next find their pages, and no sequence is parked or holds still for them.
     pub(super) fn finds_pages_ahead(&self) -> bool {
-        let Some(crowd) = self.crowd() else { return true };
+        let Some(policy) = self.overcommit_policy() else { return true };
         let step_max = self.engine.prefill_rows_max();
         let pages = |running: &Running| {
             let (prompt, answer) = (running.prompt_rows_left(), running.answer_rows_left());
             running.pages_needed(rows_of_steps(prompt, answer, STEPS_MAX, step_max))
         };
         let wanted: Vec<usize> = self.running.iter().map(pages).collect();
-        self.next_of(&crowd, &wanted) == Next::Run(vec![false; wanted.len()])
+        self.decision_of(&policy, &wanted) == Decision::Run(vec![false; wanted.len()])
     }
 
     /// The action before a step that adds these pages to the running sequences.
-    fn next_of(&self, crowd: &Crowd, wanted: &[usize]) -> Next {
+    fn decision_of(&self, policy: &OvercommitPolicy, wanted: &[usize]) -> Decision {
         if wanted.iter().all(|&pages| pages == 0) {
-            return Next::Run(vec![false; wanted.len()]);
+            return Decision::Run(vec![false; wanted.len()]);
         }
-        let parked: Vec<Holding> = self.parked.iter().map(Running::holding).collect();
-        crowd.next(self.available_pages(), &self.running_holdings(), &parked, wanted)
+        let parked: Vec<PageDemand> = self.parked.iter().map(Running::page_demand).collect();
+        policy.next(self.available_pages(), &self.running_holdings(), &parked, wanted)
     }
 
     /// Makes sure that the next step finds its pages, and parks the newest sequences if it would not. `wanted` says how
     /// many pages the step adds to a running sequence. Returns which sequences hold still in this step.
     pub(super) fn make_way(&mut self, wanted: impl Fn(&Batcher, usize) -> usize) -> Vec<bool> {
-        let Some(crowd) = self.crowd() else { return vec![false; self.running.len()] };
+        let Some(policy) = self.overcommit_policy() else { return vec![false; self.running.len()] };
         loop {
             let wants: Vec<usize> = (0..self.running.len()).map(|i| wanted(self, i)).collect();
-            match self.next_of(&crowd, &wants) {
-                Next::Run(holds) => return holds,
-                Next::ParkNewest => self.park_newest(),
+            match self.decision_of(&policy, &wants) {
+                Decision::Run(holds) => return holds,
+                Decision::ParkNewest => self.park_newest(),
             }
         }
     }
@@ -144,12 +144,12 @@ impl Batcher {
 
 impl Running {
     /// Its pages, as decisions count them.
-    pub fn holding(&self) -> Holding {
+    pub fn page_demand(&self) -> PageDemand {
         let held = if self.cache.is_parked() {
             self.cache.len().div_ceil(AttentionSpec::PAGE)
         } else {
             self.cache.pages().len()
         };
-        Holding::new(held, self.prompt_len.div_ceil(AttentionSpec::PAGE), self.pages_at_full_length())
+        PageDemand::new(held, self.prompt_len.div_ceil(AttentionSpec::PAGE), self.pages_at_full_length())
     }
 }

@@ -13,14 +13,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use keel_cache::{SeenPicture, Sight};
+use keel_cache::{SeenPicture, VisionInputs};
 use keel_models::vision::{ImageRun, VisionConfig, run_ends, sight_of};
 
 use super::features::{PictureKey, Wanted};
 use super::request::BatchEvent;
 use super::sequence::Running;
 use super::{BatchRequest, Batcher};
-use crate::eyes::Looked;
+use crate::vision::EncodeStatus;
 use crate::{Engine, EngineError, PatchGrid, Result};
 
 /// How long a step waits for a tower with a thread of its own while no sequence has other work. After that it returns,
@@ -42,8 +42,8 @@ pub struct PictureInput {
 
 /// The pictures of a prompt, and the positions of its tokens.
 #[derive(Clone)]
-pub struct RequestSight {
-    sight: Sight,
+pub struct RequestVision {
+    inputs: VisionInputs,
     /// Pictures, then videos, in the order in which their rows are counted.
     pictures: Vec<Placed>,
 }
@@ -58,12 +58,12 @@ struct Placed {
     tokens: Range<usize>,
 }
 
-impl RequestSight {
+impl RequestVision {
     /// Finds the pictures in the prompt that shows them, in order.
     ///
     /// # Errors
     /// The prompt's tokens of pictures are not those of these pictures.
-    pub fn new(config: &VisionConfig, prompt: &[u32], pictures: Vec<PictureInput>) -> Result<RequestSight> {
+    pub fn new(config: &VisionConfig, prompt: &[u32], pictures: Vec<PictureInput>) -> Result<RequestVision> {
         let (videos, images): (Vec<_>, Vec<_>) = pictures.into_iter().partition(|one| one.is_video);
         let mut first = 0;
         let mut runs: [Vec<ImageRun>; 2] = [Vec::new(), Vec::new()];
@@ -86,7 +86,7 @@ impl RequestSight {
                     if one.tokens.is_empty() { token..token + 1 } else { one.tokens.start..token + 1 };
             }
         }
-        let sight = Sight {
+        let vision = VisionInputs {
             positions: plan.positions,
             delta: plan.delta,
             rows: plan.features,
@@ -94,12 +94,12 @@ impl RequestSight {
             pictures: Vec::new(),
             width: config.text_hidden,
         };
-        Ok(RequestSight { sight, pictures: placed })
+        Ok(RequestVision { inputs: vision, pictures: placed })
     }
 
     /// Tokens of the prompt.
     pub fn len(&self) -> usize {
-        self.sight.positions.len()
+        self.inputs.positions.len()
     }
 
     /// Whether there are none.
@@ -122,7 +122,7 @@ impl RequestSight {
         for one in &self.pictures {
             let name = name(&one.input.key);
             for token in one.tokens.clone() {
-                if self.sight.rows[token].is_some_and(|row| one.rows.contains(&(row as usize))) {
+                if self.inputs.rows[token].is_some_and(|row| one.rows.contains(&(row as usize))) {
                     key.to_mut()[token] = name;
                 }
             }
@@ -134,7 +134,7 @@ impl RequestSight {
 /// The pictures of a running sequence.
 #[derive(Default)]
 pub(super) struct Pictures {
-    asked: Option<RequestSight>,
+    asked: Option<RequestVision>,
     /// The prompt as prefixes know it, where that differs from its tokens.
     pub key: Option<Vec<u32>>,
     /// Pictures that it holds.
@@ -145,7 +145,7 @@ pub(super) struct Pictures {
 }
 
 impl Pictures {
-    pub fn new(asked: Option<RequestSight>, key: Option<Vec<u32>>) -> Pictures {
+    pub fn new(asked: Option<RequestVision>, key: Option<Vec<u32>>) -> Pictures {
         Pictures { asked, key, ..Pictures::default() }
     }
 
@@ -172,21 +172,21 @@ impl Pictures {
 impl Batcher {
     /// The pictures of a request that the tower may have to look at, if the first `known` tokens of the prompt are
     /// remembered.
-    pub(super) fn wanted(&self, asked: Option<&RequestSight>, known: usize) -> Vec<(usize, Wanted)> {
-        let (Some(asked), Some(eyes)) = (asked, self.engine.eyes()) else { return Vec::new() };
+    pub(super) fn wanted(&self, asked: Option<&RequestVision>, known: usize) -> Vec<(usize, Wanted)> {
+        let (Some(asked), Some(runner)) = (asked, self.engine.vision_runner()) else { return Vec::new() };
         // A sequence that outgrows its rotary frequencies is run again from its start.
         let may_run_again = self.engine.model().config.short_context().is_some();
         let is_needed = |one: &Placed| one.tokens.end > known || may_run_again;
         let pictures = asked.pictures.iter().enumerate().filter(|(_, one)| is_needed(one));
         pictures
-            .map(|(i, one)| (i, Wanted { key: one.input.key, bytes: eyes.feature_bytes(one.input.grid) }))
+            .map(|(i, one)| (i, Wanted { key: one.input.key, bytes: runner.feature_bytes(one.input.grid) }))
             .collect()
     }
 
     /// Refuses pictures that can never be shown.
     pub(super) fn check_pictures(&self, request: &BatchRequest) -> Result<()> {
-        let Some(asked) = &request.sight else { return Ok(()) };
-        let eyes = self.engine.eyes().ok_or(EngineError::NoEyes)?;
+        let Some(asked) = &request.vision else { return Ok(()) };
+        let runner = self.engine.vision_runner().ok_or(EngineError::NoVisionTower)?;
         if asked.len() != request.prompt.len() {
             let reason = format!(
                 "pictures for a prompt of {} tokens with one of {}",
@@ -196,7 +196,7 @@ impl Batcher {
             return Err(EngineError::Option(reason));
         }
         for one in &asked.pictures {
-            let (patches, planned) = (one.input.grid.h * one.input.grid.w, eyes.patches_max());
+            let (patches, planned) = (one.input.grid.h * one.input.grid.w, runner.patches_max());
             if patches > planned {
                 return Err(EngineError::PicturePatches { patches, planned });
             }
@@ -214,7 +214,7 @@ impl Batcher {
     /// Whether there is room for the features of a request.
     pub(super) fn can_see(&self, request: &BatchRequest, known: usize) -> bool {
         let wanted: Vec<_> =
-            self.wanted(request.sight.as_ref(), known).into_iter().map(|(_, one)| one).collect();
+            self.wanted(request.vision.as_ref(), known).into_iter().map(|(_, one)| one).collect();
         self.features.can_hold(&wanted)
     }
 
@@ -222,7 +222,7 @@ impl Batcher {
     pub(super) fn hold_pictures(&mut self, running: &mut Running, known: usize) {
         let wanted = self.wanted(running.pictures.asked.as_ref(), known);
         let Some(asked) = &running.pictures.asked else { return };
-        running.cache.look_at(Some(Arc::new(asked.sight.clone())));
+        running.cache.set_vision_inputs(Some(Arc::new(asked.inputs.clone())));
         let (mut unseen, wanted): (Vec<usize>, Vec<Wanted>) = wanted.into_iter().unzip();
         let is_held = self.features.hold(&wanted);
         debug_assert!(is_held, "it was asked before");
@@ -239,12 +239,12 @@ impl Batcher {
             self.looking = None;
             return;
         }
-        if !self.engine.looks_apart() {
+        if !self.engine.has_tower_thread() {
             // The tower runs alone, so steps under way are taken first.
             self.settle();
         }
         let Some(i) = self.looked_for() else { return };
-        if let Err(error) = self.go_on_looking(i) {
+        if let Err(error) = self.advance_encoding(i) {
             self.looking = None;
             self.fail(i, error);
         }
@@ -262,22 +262,22 @@ impl Batcher {
             .or_else(|| self.running.iter().position(|running| running.pictures.are_unseen()))
     }
 
-    fn go_on_looking(&mut self, i: usize) -> Result<()> {
+    fn advance_encoding(&mut self, i: usize) -> Result<()> {
         let Some(PictureInput { key, values, grid, .. }) = self.running[i].pictures.next() else {
             return Ok(());
         };
         let mut look = match self.looking.take() {
             Some((of, look)) if of == *key => look,
-            _ => self.engine.begin_look(values, *grid)?,
+            _ => self.engine.begin_encoding(values, *grid)?,
         };
         let has_other_work =
             !self.pending.is_empty() || self.running.iter().any(|r| !r.pictures.are_unseen());
         let patience = if has_other_work { Duration::ZERO } else { TOWER_PATIENCE };
-        let looked = self.engine.go_on_looking(&mut look, values, patience)?;
-        self.look_pieces += u64::from(!matches!(looked, Looked::UnderWay));
+        let looked = self.engine.advance_encoding(&mut look, values, patience)?;
+        self.look_pieces += u64::from(!matches!(looked, EncodeStatus::UnderWay));
         match looked {
-            Looked::UnderWay | Looked::Piece => self.looking = Some((*key, look)),
-            Looked::All(features) => {
+            EncodeStatus::UnderWay | EncodeStatus::Piece => self.looking = Some((*key, look)),
+            EncodeStatus::All(features) => {
                 self.features.fill(key, Arc::new(features));
                 self.looks += 1;
             }
@@ -302,7 +302,10 @@ impl Batcher {
             if pictures.unseen.is_empty() {
                 let mut seen = std::mem::take(&mut pictures.seen);
                 seen.sort_unstable_by_key(|one| one.first);
-                running.cache.look_at(Some(Arc::new(Sight { pictures: seen, ..asked.sight.clone() })));
+                running.cache.set_vision_inputs(Some(Arc::new(VisionInputs {
+                    pictures: seen,
+                    ..asked.inputs.clone()
+                })));
             }
         }
     }
@@ -316,16 +319,16 @@ impl Batcher {
                 && !self.engine.may_outgrow(&running.cache);
             if is_done {
                 running.pictures.held.drain(..).for_each(|key| self.features.let_go(&key));
-                running
-                    .cache
-                    .look_at(running.pictures.asked.as_ref().map(|asked| Arc::new(asked.sight.clone())));
+                running.cache.set_vision_inputs(
+                    running.pictures.asked.as_ref().map(|asked| Arc::new(asked.inputs.clone())),
+                );
             }
         }
     }
 
     /// Lets go of the pictures of a sequence that ends.
     pub(super) fn let_go_of_pictures(&mut self, running: &mut Running) {
-        running.cache.look_at(None);
+        running.cache.set_vision_inputs(None);
         running.pictures.held.drain(..).for_each(|key| self.features.let_go(&key));
     }
 

@@ -8,7 +8,7 @@ pub(super) struct PromptRest {
     /// Tokens to run until its end.
     pub tokens: usize,
     /// Tokens to run until the next point where the state is saved; a multiple of 64 unless it is the end.
-    pub until_stop: usize,
+    pub until_save_point: usize,
 }
 
 /// How many rows of a sequence the next `steps` steps run at most: each up to `step_rows` rows of its prompt, or one
@@ -43,7 +43,7 @@ pub(super) fn share_prefill(
         let at = (i + turn) % prompts.len();
         let prompt = prompts[at];
         let share = (left / (count - i)).max(SHARE_MIN.min(left));
-        let wanted = prompt.until_stop.min(prompt.tokens);
+        let wanted = prompt.until_save_point.min(prompt.tokens);
         let fits = if wanted <= share { wanted } else { share / PREFILL_GRID * PREFILL_GRID };
         shares[at] = fits;
         left -= fits;
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     fn rest(tokens: usize) -> PromptRest {
-        PromptRest { tokens, until_stop: tokens }
+        PromptRest { tokens, until_save_point: tokens }
     }
 
     #[test]
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn a_step_ends_where_the_state_is_saved() {
-        let prompt = PromptRest { tokens: 300, until_stop: 128 };
+        let prompt = PromptRest { tokens: 300, until_save_point: 128 };
         assert_eq!(share_prefill(&[prompt], 512, 0, 99), [128]);
         assert_eq!(share_prefill(&[prompt], 100, 0, 99), [64]);
     }
@@ -108,7 +108,7 @@ mod tests {
                 .map(|_| {
                     let tokens = 1 + random(2000);
                     let stop = (1 + random(30)) * PREFILL_GRID;
-                    PromptRest { tokens, until_stop: if stop < tokens { stop } else { tokens } }
+                    PromptRest { tokens, until_save_point: if stop < tokens { stop } else { tokens } }
                 })
                 .collect();
             let (budget, turn) = (random(1024), random(20));
@@ -118,7 +118,7 @@ mod tests {
             assert!(shares.iter().sum::<usize>() <= budget.max(PREFILL_GRID), "{prompts:?} {budget}");
             assert!(shares.iter().any(|&share| share > 0), "{prompts:?} {budget} {turn}");
             for (share, prompt) in shares.iter().zip(&prompts) {
-                assert!(*share <= prompt.until_stop, "{prompts:?} {shares:?}");
+                assert!(*share <= prompt.until_save_point, "{prompts:?} {shares:?}");
                 assert!(
                     *share == prompt.tokens || share.is_multiple_of(PREFILL_GRID),
                     "{prompts:?} {shares:?}"

@@ -7,7 +7,7 @@ use keel_array::AttentionSpec;
 use keel_cache::{CheckpointId, ModelCache, PageId, PrefixHit, PrefixTree, SequenceCache};
 
 use super::features::PictureKey;
-use super::pictures::RequestSight;
+use super::pictures::RequestVision;
 use crate::{PREFILL_GRID, Result};
 
 /// The tree, and whether it is used.
@@ -26,8 +26,8 @@ impl Prefixes {
     }
 
     /// A prompt as the tree knows it: tokens of pictures become the names of the pictures.
-    pub fn name_pictures(&mut self, prompt: &[u32], sight: &RequestSight) -> Vec<u32> {
-        let key = sight.key(prompt, |key| self.names.name(key)).into_owned();
+    pub fn name_pictures(&mut self, prompt: &[u32], vision: &RequestVision) -> Vec<u32> {
+        let key = vision.key(prompt, |key| self.names.name(key)).into_owned();
         // After 2^30 pictures all names are given, and two pictures could share one. Prefixes are not used from then
         // on.
         self.enabled &= !self.names.are_spent;
@@ -203,7 +203,7 @@ pub(super) fn text_of(mut key: Vec<u32>) -> (bool, Vec<u32>) {
 
 /// Where the state of a prompt is saved, after `start`: at the marks, where the known part ends, and as late as
 /// possible.
-pub(super) fn stops(prompt_len: usize, start: usize, known_len: usize, marks: &[usize]) -> Vec<usize> {
+pub(super) fn save_points(prompt_len: usize, start: usize, known_len: usize, marks: &[usize]) -> Vec<usize> {
     let last = prompt_len.saturating_sub(1);
     let positions = marks.iter().copied().chain([known_len, last]);
     let on_grid = positions.map(|at| at.min(last) / PREFILL_GRID * PREFILL_GRID);
@@ -235,11 +235,11 @@ mod tests {
 
     #[test]
     fn states_are_saved_on_the_grid_after_the_start() {
-        assert_eq!(stops(300, 0, 0, &[100]), [64, 256]);
-        assert_eq!(stops(300, 64, 192, &[100]), [192, 256]);
-        assert_eq!(stops(257, 0, 0, &[999]), [256]);
-        assert_eq!(stops(256, 0, 0, &[]), [192], "the last token is always run again");
-        assert_eq!(stops(64, 0, 0, &[]), [0; 0]);
-        assert_eq!(stops(0, 0, 0, &[]), [0; 0]);
+        assert_eq!(save_points(300, 0, 0, &[100]), [64, 256]);
+        assert_eq!(save_points(300, 64, 192, &[100]), [192, 256]);
+        assert_eq!(save_points(257, 0, 0, &[999]), [256]);
+        assert_eq!(save_points(256, 0, 0, &[]), [192], "the last token is always run again");
+        assert_eq!(save_points(64, 0, 0, &[]), [0; 0]);
+        assert_eq!(save_points(0, 0, 0, &[]), [0; 0]);
     }
 }

@@ -46,7 +46,7 @@ impl Batcher {
         let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
         let budget = budget.min(step_max);
         let may_end = |running: &Running| {
-            let PromptRest { tokens, until_stop } = running.prompt_rest();
+            let PromptRest { tokens, until_save_point: until_stop } = running.prompt_rest();
             tokens == until_stop && tokens <= budget.max(PREFILL_GRID)
         };
         let waits = |running: &Running| keeps_logits && !running.draws_ahead() && may_end(running);
@@ -140,7 +140,8 @@ impl Batcher {
             if !running.is_run_again() {
                 self.emit(id, BatchEvent::Prefilled(done));
             }
-            let outcome = self.add_rows(part.i, first, part.rows).and_then(|()| self.save_at_stop(part.i));
+            let outcome =
+                self.add_rows(part.i, first, part.rows).and_then(|()| self.save_at_save_point(part.i));
             first += part.rows;
             if outcome.is_err() || self.running[part.i].awaits_first() {
                 outcomes.push((part.i, outcome.and_then(|()| self.first_token(part.i, row, token))));
@@ -155,9 +156,9 @@ impl Batcher {
     }
 
     /// Saves the state of a prompt at its stops, where other requests may go on from it.
-    pub(super) fn save_at_stop(&mut self, i: usize) -> Result<()> {
+    pub(super) fn save_at_save_point(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
-        if running.is_at_stop() {
+        if running.is_at_save_point() {
             let cache = self.engine.cache_mut();
             let state = self.prefixes.save_state(cache, &running.cache, false)?;
             self.prefixes.remember(cache, &running.key(running.cache.len()), &running.cache, state);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::logprobs::TokenLogprobs;
-use super::pictures::RequestSight;
+use super::pictures::RequestVision;
 use super::readout::Readout;
 use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
@@ -56,7 +56,7 @@ pub struct BatchRequest {
     /// Token ids.
     pub prompt: Vec<u32>,
     /// The pictures that the prompt shows.
-    pub sight: Option<RequestSight>,
+    pub vision: Option<RequestVision>,
     /// The most tokens to generate. Room for all of them is set aside before the request starts, unless the engine has
     /// host memory to park sequences in.
     pub max_tokens: usize,
@@ -86,7 +86,7 @@ impl BatchRequest {
         BatchRequest {
             id,
             prompt,
-            sight: None,
+            vision: None,
             max_tokens,
             sampler: SamplerOptions::default(),
             end_tokens: Vec::new(),

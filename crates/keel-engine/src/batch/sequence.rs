@@ -26,7 +26,7 @@ pub(super) struct Running {
     run_len: usize,
     pub cached_tokens: usize,
     /// Grid positions where the prompt's state is saved, ascending.
-    pub stops: Vec<usize>,
+    pub save_points: Vec<usize>,
     /// The state at the last grid point of the answer: position and checkpoint.
     pub rolling: Option<(usize, CheckpointId)>,
     pub deadline: Option<Instant>,
@@ -90,7 +90,7 @@ impl Running {
             prompt_len: request.prompt.len(),
             run_len: request.prompt.len(),
             tokens: request.prompt,
-            stops,
+            save_points: stops,
             rolling: None,
             deadline: request.deadline,
             holds: false,
@@ -150,7 +150,7 @@ impl Running {
         self.cache.len() + self.ahead.rows
     }
 
-    /// As [`Running::is_decoding`], once all steps under way are taken.
+    /// As [`JobHandle::is_decoding`], once all steps under way are taken.
     pub fn is_answering(&self) -> bool {
         self.virtual_len() >= self.run_len
     }
@@ -184,20 +184,20 @@ impl Running {
     /// The rest of its prompt.
     pub fn prompt_rest(&self) -> PromptRest {
         let at = self.virtual_len();
-        let end = self.stops.iter().copied().find(|&stop| stop > at).unwrap_or(self.run_len);
-        PromptRest { tokens: self.prompt_rows_left(), until_stop: end - at }
+        let end = self.save_points.iter().copied().find(|&stop| stop > at).unwrap_or(self.run_len);
+        PromptRest { tokens: self.prompt_rows_left(), until_save_point: end - at }
     }
 
     /// Whether the state at the current position is to be saved.
-    pub fn is_at_stop(&self) -> bool {
-        self.stops.contains(&self.cache.len())
+    pub fn is_at_save_point(&self) -> bool {
+        self.save_points.contains(&self.cache.len())
     }
 
     /// Whether it is about to save a state within `prompt`, after the `known_len` tokens that are remembered already,
     /// and no later than the prompt's own sequence would get there.
     pub fn will_leave(&self, prompt: &[u32], known_len: usize) -> bool {
         let at = self.cache.len();
-        let ahead = self.stops.iter().copied().filter(|&stop| stop > at && stop > known_len);
+        let ahead = self.save_points.iter().copied().filter(|&stop| stop > at && stop > known_len);
         at >= known_len
             && !self.is_decoding()
             && ahead.take_while(|&stop| stop < prompt.len()).any(|stop| self.key(stop)[..] == prompt[..stop])
@@ -277,7 +277,7 @@ impl Running {
         self.chooser.draw_next()
     }
 
-    /// Undoes [`Running::draw_next`] for a step that is not run.
+    /// Undoes [`JobHandle::draw_next`] for a step that is not run.
     pub fn forget_next_draw(&mut self) {
         self.chooser.forget_draws(1);
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use keel_array::{ArrayError, Regime};
-use keel_cache::{SequenceCache, Sight};
+use keel_cache::{SequenceCache, VisionInputs};
 
 use super::Engine;
 use crate::step::{HEAD_ROWS, Outcome, Rows};
@@ -38,7 +38,7 @@ impl Engine {
                 engine.head(&rows, sink)
             };
         if one_by_one {
-            self.settle_turns(sequence, sequence.len() + prompt.len());
+            self.choose_rope_frequencies(sequence, sequence.len() + prompt.len());
             self.admit(sequence, prompt)?;
             self.commit(sequence)?;
             self.cache.reserve(sequence, prompt.len())?;
@@ -46,7 +46,8 @@ impl Engine {
             while !rest.is_empty() {
                 // Rows of a picture that see each other stay together.
                 let at = sequence.offset();
-                let together = sequence.sight().map_or(1, |sight| sight.end(at) + 1 - at).min(rest.len());
+                let together =
+                    sequence.vision_inputs().map_or(1, |vision| vision.end(at) + 1 - at).min(rest.len());
                 let regime = if together > 1 { Regime::Prefill } else { Regime::Decode };
                 let (tokens, after) = rest.split_at(together);
                 collect(self, sequence, tokens, regime)?;
@@ -60,8 +61,8 @@ impl Engine {
         }
         match mtp_sink {
             Some(sink) if start == 0 => {
-                let sight = sequence.sight().cloned();
-                self.mtp_logits(prompt, sight, &hidden, one_by_one, sink)
+                let vision = sequence.vision_inputs().cloned();
+                self.mtp_logits(prompt, vision, &hidden, one_by_one, sink)
             }
             Some(_) => Err(EngineError::Option("the head's logits are given for whole prompts only".into())),
             None => Ok(()),
@@ -91,7 +92,7 @@ impl Engine {
     fn mtp_logits(
         &mut self,
         prompt: &[u32],
-        sight: Option<Arc<Sight>>,
+        vision: Option<Arc<VisionInputs>>,
         hidden: &[f32],
         one_by_one: bool,
         sink: &mut LogitSink<'_>,
@@ -101,7 +102,7 @@ impl Engine {
         }
         let width = self.model().config.hidden;
         let mut sequence = self.open()?;
-        sequence.look_at(sight);
+        sequence.set_vision_inputs(vision);
         let (regime, step) =
             if one_by_one { (Regime::Decode, 1) } else { (Regime::Prefill, self.options.prefill_step) };
         let mut rows = Vec::new();

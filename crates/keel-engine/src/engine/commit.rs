@@ -1,7 +1,7 @@
 //! Accepted open rows become part of the state.
 
 use keel_array::Regime;
-use keel_cache::{Interruption, ModelCache, SequenceCache, Settled};
+use keel_cache::{CommitProgress, FailedStepState, ModelCache, SequenceCache};
 
 use super::Engine;
 use crate::Result;
@@ -15,9 +15,9 @@ impl Engine {
     /// An error of the runtime; the call may then be retried. [`keel_cache::CacheError::TornState`].
     pub fn commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.cache.expect_whole(sequence)?;
-        let settled = match self.cache.interruption(sequence) {
-            Some(Interruption::Settling(settled)) => settled,
-            _ => Settled::default(),
+        let settled = match self.cache.failed_step(sequence) {
+            Some(FailedStepState::PartlyCommitted(settled)) => settled,
+            _ => CommitProgress::default(),
         };
         if sequence.accepted() > 0 && settled.states < self.cache.spec().recurrent_layers() {
             self.run(Regime::Decode, Outcome::Commit(settled), &[Rows::after(sequence, &[])])?;
@@ -29,7 +29,7 @@ impl Engine {
     /// As [`Engine::commit`] for many sequences, in one step for those that no failed step has left halfway.
     pub(crate) fn commit_all(&mut self, sequences: &mut [&mut SequenceCache]) -> Result<()> {
         let is_open =
-            |cache: &ModelCache, s: &SequenceCache| s.accepted() > 0 && cache.interruption(s).is_none();
+            |cache: &ModelCache, s: &SequenceCache| s.accepted() > 0 && cache.failed_step(s).is_none();
         let open = sequences.iter().filter(|s| is_open(&self.cache, s));
         let rows: Vec<Rows<'_>> = open.map(|s| Rows::after(s, &[])).collect();
         if rows.len() > 1 && self.cache.spec().is_recurrent() {
@@ -41,6 +41,6 @@ impl Engine {
 
     /// Commits the rest if a failed step was committing.
     pub(crate) fn finish_commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
-        if self.cache.interruption(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
+        if self.cache.failed_step(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
     }
 }

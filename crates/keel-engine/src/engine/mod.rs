@@ -12,21 +12,21 @@ use std::time::Duration;
 
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache, Settled, SlotId};
+use keel_cache::{CacheSpec, CommitProgress, DeviceLayers, Features, ModelCache, SequenceCache, SlotId};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
-use crate::crew::DeviceThread;
-use crate::eyes::{self, Eyes, Look, Looked, PatchGrid};
-use crate::groups::Groups;
+use crate::device_thread::DeviceThread;
+use crate::in_flight::{InFlightStep, StepTimer, Taken};
+use crate::microbatches::Microbatches;
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RowResults};
 use crate::split::{self, PlacedPart};
+use crate::split_step::Peer;
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
-use crate::together::Peer;
-use crate::under_way::{StepTimer, StepUnderWay, Taken};
+use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
 use crate::{EngineError, Result};
 
 pub use all_logits::LogitSink;
@@ -36,9 +36,9 @@ pub use ready::LateWork;
 /// A model and everything it needs, allocated. After that nothing is allocated outside the plan.
 pub struct Engine {
     /// Steps under way, the oldest first. They end before the memory below is freed.
-    pub(crate) under_way: VecDeque<StepUnderWay>,
+    pub(crate) in_flight: VecDeque<InFlightStep>,
     /// Steps of groups in a pipeline. They end before the devices' threads do.
-    pub(crate) groups: Groups,
+    pub(crate) microbatches: Microbatches,
     /// The step taken last.
     pub(crate) taken: Taken,
     pub(crate) step_timer: StepTimer,
@@ -52,9 +52,9 @@ pub struct Engine {
     /// The device with the output head.
     pub(crate) stepper: Stepper,
     /// The vision tower, where pictures were planned for.
-    eyes: Option<Eyes>,
+    vision_runner: Option<VisionRunner>,
     /// The runtime of the tower, if it has one of its own.
-    pub(crate) eyes_runtime: Option<Runtime>,
+    pub(crate) tower_runtime: Option<Runtime>,
     pub(crate) options: EngineOptions,
     /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
@@ -92,7 +92,7 @@ impl Engine {
         options: EngineOptions,
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
-        Engine::load_seeing_on(devices, None, parameters, config, options, progress)
+        Engine::load_with_tower_on(devices, None, parameters, config, options, progress)
     }
 
     /// As [`Engine::load_on`], with the vision tower on a runtime of its own: its weights, its buffers and the features
@@ -100,7 +100,7 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::load_on`].
-    pub fn load_seeing_on(
+    pub fn load_with_tower_on(
         devices: &[PlacedPart<Runtime>],
         tower: Option<&Runtime>,
         parameters: &dyn Parameters,
@@ -111,7 +111,7 @@ impl Engine {
         options.check()?;
         let whole = keel_models::read_config_of(config, parameters)?;
         let runtime = split::check_devices(devices, whole.layers.len())?;
-        let vision = eyes::config(config, options.vision)?;
+        let vision = vision::config(config, options.vision)?;
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let largest_steps = options.largest_steps && runtime.backend().is_planning();
         let options = EngineOptions { picture_run, largest_steps, ..options };
@@ -136,16 +136,17 @@ impl Engine {
         let place = tower.unwrap_or(runtime);
         let loader = Loader::new(place, parameters, options.compute, progress);
         let vision = vision.zip(options.vision);
-        let mut eyes = vision
-            .map(|(config, sizes)| Eyes::load(place, &loader, config, &whole, sizes, &options))
+        let mut runner = vision
+            .map(|(config, sizes)| VisionRunner::load(place, &loader, config, &whole, sizes, &options))
             .transpose()?;
-        if let Some(eyes) = eyes.as_mut().filter(|_| tower.is_some_and(|on| !on.backend().is_planning())) {
-            eyes.start_thread()?;
+        if let Some(runner) = runner.as_mut().filter(|_| tower.is_some_and(|on| !on.backend().is_planning()))
+        {
+            runner.start_thread()?;
         }
         let costs = Costs::new(stepper.buckets());
         let mut engine = Engine {
-            under_way: VecDeque::new(),
-            groups: Groups::default(),
+            in_flight: VecDeque::new(),
+            microbatches: Microbatches::default(),
             taken: Taken::default(),
             step_timer: StepTimer::default(),
             tickets: 0,
@@ -153,8 +154,8 @@ impl Engine {
             device_names: Vec::new(),
             cache,
             stepper,
-            eyes,
-            eyes_runtime: tower.cloned(),
+            vision_runner: runner,
+            tower_runtime: tower.cloned(),
             options,
             costs,
             row_results: RowResults::default(),
@@ -187,7 +188,7 @@ impl Engine {
 
     /// The storage of sequences, to save, rewind or fork one. Waits for steps of groups under way.
     pub fn cache_mut(&mut self) -> &mut ModelCache {
-        self.finish_groups();
+        self.finish_microbatches();
         &mut self.cache
     }
 
@@ -247,7 +248,7 @@ impl Engine {
     }
 
     /// Gives an empty sequence the rotary frequencies for `tokens` tokens.
-    pub(crate) fn settle_turns(&self, sequence: &mut SequenceCache, tokens: usize) {
+    pub(crate) fn choose_rope_frequencies(&self, sequence: &mut SequenceCache, tokens: usize) {
         if sequence.is_empty() {
             sequence.set_long(self.is_long(tokens));
         }
@@ -257,44 +258,49 @@ impl Engine {
     /// pictures of one size.
     ///
     /// # Errors
-    /// [`EngineError::NoEyes`] if no pictures were planned for; a picture that does not fit; an error of the runtime.
+    /// [`EngineError::NoVisionTower`] if no pictures were planned for; a picture that does not fit; an error of the
+    /// runtime.
     pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
-        self.finish_under_way()?;
-        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.see(values, grid)
+        self.finish_in_flight()?;
+        self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.see(values, grid)
     }
 
     /// Begins to look at a picture, in pieces.
-    pub(crate) fn begin_look(&self, values: &[f32], grid: PatchGrid) -> Result<Look> {
-        self.eyes.as_ref().ok_or(EngineError::NoEyes)?.begin(values, grid)
+    pub(crate) fn begin_encoding(&self, values: &[f32], grid: PatchGrid) -> Result<EncodeJob> {
+        self.vision_runner.as_ref().ok_or(EngineError::NoVisionTower)?.begin(values, grid)
     }
 
     /// Whether the tower has a device and a thread of its own, so that steps run while it looks.
-    pub(crate) fn looks_apart(&self) -> bool {
-        self.eyes.as_ref().is_some_and(Eyes::has_thread)
+    pub(crate) fn has_tower_thread(&self) -> bool {
+        self.vision_runner.as_ref().is_some_and(VisionRunner::has_thread)
     }
 
     /// Runs the next piece of a look. A tower with a thread of its own is only waited for as long as `patience`.
-    pub(crate) fn go_on_looking(
+    pub(crate) fn advance_encoding(
         &mut self,
-        look: &mut Look,
+        look: &mut EncodeJob,
         values: &Arc<Vec<f32>>,
         patience: Duration,
-    ) -> Result<Looked> {
-        if self.looks_apart() {
-            return self.eyes.as_mut().ok_or(EngineError::NoEyes)?.go_on_apart(look, values, patience);
+    ) -> Result<EncodeStatus> {
+        if self.has_tower_thread() {
+            return self
+                .vision_runner
+                .as_mut()
+                .ok_or(EngineError::NoVisionTower)?
+                .advance_on_thread(look, values, patience);
         }
-        self.finish_under_way()?;
-        self.eyes.as_mut().ok_or(EngineError::NoEyes)?.go_on(look, values)
+        self.finish_in_flight()?;
+        self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.advance(look, values)
     }
 
     /// The tower's config, where pictures were planned for.
     pub fn vision(&self) -> Option<&VisionConfig> {
-        self.eyes.as_ref().map(Eyes::config)
+        self.vision_runner.as_ref().map(VisionRunner::config)
     }
 
     /// The tower, where pictures were planned for.
-    pub(crate) fn eyes(&self) -> Option<&Eyes> {
-        self.eyes.as_ref()
+    pub(crate) fn vision_runner(&self) -> Option<&VisionRunner> {
+        self.vision_runner.as_ref()
     }
 
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
@@ -329,7 +335,7 @@ impl Engine {
 
     /// The step over these rows. Waits for all steps under way first.
     fn step_for(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<&Executable> {
-        self.finish_under_way()?;
+        self.finish_in_flight()?;
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
@@ -345,7 +351,7 @@ impl Engine {
     ) -> EngineError {
         let (settled, commits_rows) = match kind.outcome {
             Outcome::Commit(settled) => (settled, false),
-            _ => (Settled::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
+            _ => (CommitProgress::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
         };
         self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);
         ArrayError::from(failed).into()

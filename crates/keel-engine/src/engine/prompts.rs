@@ -33,7 +33,7 @@ impl Chunk<'_> {
 impl Engine {
     /// Runs all tokens of a sequence that has outgrown its rotary frequencies again, with those of long sequences.
     pub(crate) fn run_as_long(&mut self, sequence: &mut SequenceCache, tokens: &[u32]) -> Result<()> {
-        self.finish_under_way()?;
+        self.finish_in_flight()?;
         self.cache.reset(sequence)?;
         sequence.set_long(true);
         for (i, step) in tokens.chunks(self.options.prefill_step).enumerate() {
@@ -90,7 +90,7 @@ impl Engine {
         prompt: &[u32],
         step: &mut PrefillStep<'_>,
     ) -> Result<()> {
-        self.settle_turns(sequence, sequence.len() + prompt.len());
+        self.choose_rope_frequencies(sequence, sequence.len() + prompt.len());
         self.admit(sequence, prompt)?;
         if !sequence.offset().is_multiple_of(PREFILL_GRID) {
             let reason =
@@ -125,12 +125,12 @@ impl Engine {
     /// see each other.
     pub(crate) fn whole_pictures(&self, sequence: &SequenceCache, at: usize, count: usize) -> Result<usize> {
         let most = self.prefill_rows_max();
-        let Some(sight) = sequence.sight() else { return Ok(count) };
-        let Some(run) = sight.run_around(at + count) else { return Ok(count) };
+        let Some(vision) = sequence.vision_inputs() else { return Ok(count) };
+        let Some(run) = vision.run_around(at + count) else { return Ok(count) };
         // Cut at the grid point before the picture. If that is within another picture, cut before that one, and so on.
         // If no grid point is left, cut right before the picture.
         let mut cut = run.start / PREFILL_GRID * PREFILL_GRID;
-        while let Some(other) = sight.run_around(cut).filter(|_| cut > at) {
+        while let Some(other) = vision.run_around(cut).filter(|_| cut > at) {
             cut = other.start / PREFILL_GRID * PREFILL_GRID;
         }
         match (cut > at, run.start > at) {

@@ -7,9 +7,9 @@ use keel_array::{Executable, Regime, Runtime};
 
 use super::Engine;
 use crate::Result;
-use crate::eyes::Eyes;
 use crate::speculation::Costs;
 use crate::step::{HEAD_ROWS, Outcome, StepKind, StepShape, Stepper};
+use crate::vision::VisionRunner;
 
 /// Work besides running steps, for which a request may have to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,8 +61,8 @@ impl Engine {
             self.prepare_step(shape, true)?;
             // Any step of a prompt may hold pictures.
             let is_of_prompts = shape.regime == Regime::Prefill && shape.outcome != Outcome::KeptLogits;
-            if self.eyes.is_some() && is_of_prompts {
-                self.prepare_step(StepShape { sees: true, ..shape }, true)?;
+            if self.vision_runner.is_some() && is_of_prompts {
+                self.prepare_step(StepShape { has_pictures: true, ..shape }, true)?;
             }
         }
         if !self.options.all_logits {
@@ -72,8 +72,8 @@ impl Engine {
         let head = self.model().mtp.is_some().then_some(Outcome::MtpHidden);
         for outcome in [Outcome::Hidden].into_iter().chain(head) {
             let shape = StepKind::prefill(outcome).of(rows, 1);
-            if self.eyes.is_some() {
-                self.prepare_step(StepShape { sees: true, ..shape }, false)?;
+            if self.vision_runner.is_some() {
+                self.prepare_step(StepShape { has_pictures: true, ..shape }, false)?;
             }
             self.prepare_step(shape, false)?;
         }
@@ -96,13 +96,13 @@ impl Engine {
     /// An error of the runtime.
     pub fn make_ready(&mut self, progress: &mut dyn FnMut(&'static str, usize, usize)) -> Result<()> {
         self.make_steps_ready(|_| true, progress)?;
-        let tower = self.eyes_runtime.as_ref().unwrap_or(self.runtime());
-        if let Some(eyes) = self.eyes.as_ref().filter(|_| tower.backend().is_compiling()) {
-            if self.eyes_runtime.is_some() {
-                let passes: Vec<&Executable> = eyes.listed().collect();
+        let tower = self.tower_runtime.as_ref().unwrap_or(self.runtime());
+        if let Some(runner) = self.vision_runner.as_ref().filter(|_| tower.backend().is_compiling()) {
+            if self.tower_runtime.is_some() {
+                let passes: Vec<&Executable> = runner.listed().collect();
                 tower.make_ready(&passes, &mut |done, all| progress("compiling", done, all))?;
             }
-            eyes.run_for_nobody()?;
+            runner.warm_up()?;
         }
         self.ready = Some(self.work_so_far());
         Ok(())
@@ -130,7 +130,7 @@ impl Engine {
             return Ok(());
         }
         self.compile_steps(of, &mut |done, all| progress("compiling", done, all))?;
-        self.run_for_nobody(of, &mut |done, all| progress("starting", done, all))?;
+        self.warm_up_steps(of, &mut |done, all| progress("starting", done, all))?;
         self.time_rounds(&mut |done, all| progress("timing", done, all))
     }
 
@@ -146,7 +146,7 @@ impl Engine {
             let mut seconds = [0.0; RUNS];
             for seconds in &mut seconds {
                 let start = Instant::now();
-                self.run_once_for_nobody(*shape)?;
+                self.dummy_run(*shape)?;
                 *seconds = start.elapsed().as_secs_f64();
             }
             seconds.sort_unstable_by(f64::total_cmp);
@@ -167,8 +167,8 @@ impl Engine {
             peer.stepper.runtime().make_ready(&peer.stepper.listed(of), progress)?;
         }
         let mut listed = self.stepper.listed(of);
-        if self.eyes_runtime.is_none() {
-            listed.extend(self.eyes.iter().flat_map(Eyes::listed));
+        if self.tower_runtime.is_none() {
+            listed.extend(self.vision_runner.iter().flat_map(VisionRunner::listed));
         }
         Ok(self.runtime().make_ready(&listed, progress)?)
     }
@@ -189,8 +189,8 @@ impl Engine {
                 allocate: runtime.ledger().charges(),
             }
         };
-        let trace =
-            self.steppers().map(Stepper::traced).sum::<u64>() + self.eyes.as_ref().map_or(0, Eyes::traced);
+        let trace = self.steppers().map(Stepper::traced).sum::<u64>()
+            + self.vision_runner.as_ref().map_or(0, VisionRunner::traced);
         self.runtimes().map(of).fold(LateWork { trace, ..LateWork::default() }, LateWork::plus)
     }
 

@@ -300,8 +300,8 @@ impl DepthControl {
         self.depth = depth;
     }
 
-    /// How many drafts the round after `ahead` plain rounds under way makes, at most `most`. `lag` is the number of rows
-    /// that the head lags behind by then: drafting is tried again only when they are few.
+    /// How many drafts the round after `ahead` plain rounds under way makes, at most `most`. `lag` is the number of
+    /// rows that the head lags behind by then: drafting is tried again only when they are few.
     pub fn choose(&self, costs: &Costs, sequences: usize, most: usize, lag: usize, ahead: usize) -> usize {
         let is_measured = self.nominal.is_none();
         // Nominal costs are those of one sequence: other sequences must not matter either.

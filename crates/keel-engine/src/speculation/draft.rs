@@ -44,7 +44,7 @@ impl Engine {
     /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. Each of two steps may have
     /// `RUNS_MAX / 2` programs. A step of answers and prompts has that number already.
     pub(crate) fn can_catch_up_ahead(&self) -> bool {
-        self.under_way.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
+        self.in_flight.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
     }
 
     /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with
@@ -65,7 +65,7 @@ impl Engine {
         self.stepper.write_draft_input(&input)?;
         let kind = StepKind::decode(Outcome::HeadState);
         let run = self.stepper.submit(kind, &rows)?;
-        let Some(step) = self.under_way.back_mut() else { unreachable!("a step is under way") };
+        let Some(step) = self.in_flight.back_mut() else { unreachable!("a step is under way") };
         step.catch_up = Some(run);
         all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
         Ok(())

@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
 use super::round::{Part, RoundSequence, RoundTimes};
+use crate::in_flight::{EndedRun, InFlightRun};
 use crate::step::{Outcome, Rows, StepKind};
-use crate::under_way::{EndedRun, RunUnderWay};
 use crate::{Engine, Result};
 
 /// The passes of a round.
 #[derive(Default)]
 pub(super) struct Passes {
     /// Those under way, the oldest first.
-    under_way: VecDeque<(StepKind, RunUnderWay)>,
+    in_flight: VecDeque<(StepKind, InFlightRun)>,
     /// The tokens that the others drew, in order.
     drawn: Vec<Vec<u32>>,
     /// When the last pass of the MTP head was seen to end.
@@ -53,12 +53,12 @@ impl Engine {
         parts: &mut [Part],
         times: &mut RoundTimes,
     ) -> Result<Vec<u32>> {
-        self.finish_under_way()?;
+        self.finish_in_flight()?;
         batch.iter().try_for_each(|sequence| self.cache.expect_whole(sequence.cache))?;
         let (start, mut passes) = (Instant::now(), Passes::default());
         let submitted = self.draft(batch, parts, Some(&mut passes));
         let mut outcome = submitted.and_then(|()| self.verify(batch, parts, Some(&mut passes)).map(drop));
-        while !passes.under_way.is_empty() {
+        while !passes.in_flight.is_empty() {
             // The first error is the cause of the others.
             let ended = self.end_first(&mut passes);
             outcome = outcome.and(ended);
@@ -87,18 +87,18 @@ impl Engine {
         rows: &[Rows<'_>],
         passes: &mut Passes,
     ) -> Result<()> {
-        if passes.under_way.len() == RUNS_MAX {
+        if passes.in_flight.len() == RUNS_MAX {
             self.end_first(passes)?;
         }
         let kind = StepKind::decode(outcome);
         let run = self.stepper.submit(kind, rows)?;
-        passes.under_way.push_back((kind, run));
+        passes.in_flight.push_back((kind, run));
         Ok(())
     }
 
     /// Waits for the oldest pass under way.
     fn end_first(&mut self, passes: &mut Passes) -> Result<()> {
-        let Some((kind, run)) = passes.under_way.pop_front() else { return Ok(()) };
+        let Some((kind, run)) = passes.in_flight.pop_front() else { return Ok(()) };
         let EndedRun { slots, outcome, .. } = run.wait();
         let drawn = outcome.map_err(|failed| self.note_failed(kind, slots, failed))?;
         passes.drawn.push(drawn);

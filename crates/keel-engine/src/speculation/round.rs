@@ -19,8 +19,8 @@ use super::choose::Chooser;
 use super::passes::Passes;
 use super::{Costs, Speculation};
 use crate::batch::MASK_PATIENCE;
+use crate::in_flight::StepTime;
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
-use crate::under_way::StepTime;
 use crate::{Engine, EngineError, Result};
 
 /// One sequence of a round.
@@ -160,9 +160,9 @@ impl Engine {
         if chooser.can_draft() { self.options.drafts.min(room) } else { 0 }
     }
 
-    /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each with
-    /// one row of it. It has `len` tokens and may still be given `tokens_max`, these steps not counted. Until it makes
-    /// drafts, steps may run ahead.
+    /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each
+    /// with one row of it. It has `len` tokens and may still be given `tokens_max`, these steps not counted. Until it
+    /// makes drafts, steps may run ahead.
     pub(crate) fn wants_drafts(
         &self,
         speculation: &Speculation,

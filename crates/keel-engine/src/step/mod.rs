@@ -5,9 +5,9 @@ mod filling;
 mod kept;
 mod results;
 mod shape;
-mod sight;
 mod staging;
 mod trace;
+mod vision;
 
 use std::ops::Range;
 
@@ -19,17 +19,17 @@ use keel_models::vision::VisionConfig;
 pub(crate) use buckets::{Buckets, prefill_rows_max};
 pub(crate) use filling::Filling;
 
+use crate::in_flight::InFlightRun;
 use crate::options::EngineOptions;
-use crate::under_way::RunUnderWay;
 use crate::{EngineError, Result};
 use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
-use sight::SightStaging;
 use staging::Staging;
 pub(crate) use staging::{Rows, TokensAt};
 pub(crate) use trace::{Pairs, trace};
+use vision::VisionStaging;
 
 /// How many prepared steps are kept besides those of the list. Shapes that serving does not need replace each other.
 const OTHERS_MAX: usize = 32;
@@ -47,7 +47,7 @@ pub(crate) struct Stepper {
     layers: Range<usize>,
     buckets: Buckets,
     staging: Staging,
-    sight: Option<SightStaging>,
+    vision: Option<VisionStaging>,
     results: Results,
     /// Logits for the host, where it may read them while a later step runs.
     kept: Option<KeptLogits>,
@@ -74,11 +74,11 @@ impl Stepper {
         options: &EngineOptions,
     ) -> Result<Stepper> {
         let buckets = Buckets::for_backend(options, runtime.backend());
-        let sight =
-            vision.map(|config| SightStaging::allocate(runtime, config, options, &buckets)).transpose()?;
+        let vision =
+            vision.map(|config| VisionStaging::allocate(runtime, config, options, &buckets)).transpose()?;
         Ok(Stepper {
             staging: Staging::allocate(runtime, &model, options, &buckets)?,
-            sight,
+            vision,
             results: Results::allocate(runtime, &model, options, &buckets)?,
             kept: KeptLogits::allocate(runtime, &buckets, model.config.vocab)?,
             kept_hidden: KeptHidden::allocate(runtime, &buckets, options, model.config.hidden)?,
@@ -181,12 +181,12 @@ impl Stepper {
     }
 
     /// A step of the list over no sequence, ready to run.
-    pub fn step_for_nobody(&self, shape: StepShape) -> Result<Executable> {
+    pub fn dummy_step(&self, shape: StepShape) -> Result<Executable> {
         let step = self.listed.iter().find(|(listed, _)| *listed == shape).map(|(_, step)| step.clone());
         let missing = || EngineError::Option(format!("{shape:?} is on no list of prepared steps"));
         self.staging.filling(&[], shape, shape.outcome == Outcome::OpenRows).write()?;
-        if let Some(sight) = self.sight.as_ref().filter(|_| shape.sees) {
-            sight.fill(&[], shape)?;
+        if let Some(vision) = self.vision.as_ref().filter(|_| shape.has_pictures) {
+            vision.fill(&[], shape)?;
         }
         step.ok_or_else(missing)
     }
@@ -207,12 +207,12 @@ impl Stepper {
     pub fn step_for(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<&Executable> {
         // A step that only commits has one row of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
-        let sees = rows.iter().any(Rows::sees);
-        let shape = StepShape { sees, ..self.buckets.fit(kind, count, rows.len()) };
+        let has_pictures = rows.iter().any(Rows::has_pictures);
+        let shape = StepShape { has_pictures, ..self.buckets.fit(kind, count, rows.len()) };
         self.staging.filling(rows, shape, kind.outcome == Outcome::OpenRows).write()?;
-        match &self.sight {
-            Some(sight) if sees => sight.fill(rows, shape)?,
-            None if sees => return Err(EngineError::NoEyes),
+        match &self.vision {
+            Some(vision) if has_pictures => vision.fill(rows, shape)?,
+            None if has_pictures => return Err(EngineError::NoVisionTower),
             _ => {}
         }
         self.step(shape)
@@ -232,23 +232,23 @@ impl Stepper {
     }
 
     /// Submits a step over these rows. The tokens that it draws come to the host with it.
-    pub fn submit(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<RunUnderWay> {
+    pub fn submit(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
         let tokens = kind.outcome.tokens_drawn(rows);
         let drawn = self.drawn(kind, tokens)?;
         let run = self.step_for(kind, rows)?.submit(&drawn);
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-        Ok(RunUnderWay { run, regime: kind.regime, slots, tokens })
+        Ok(InFlightRun { run, regime: kind.regime, slots, tokens })
     }
 
     /// Submits a program of no sequence. One token comes to the host with it.
-    fn submit_shape(&mut self, shape: StepShape) -> Result<RunUnderWay> {
+    fn submit_shape(&mut self, shape: StepShape) -> Result<InFlightRun> {
         let drawn = self.drawn(shape.kind(), 1)?;
         let run = self.step(shape)?.submit(&drawn);
-        Ok(RunUnderWay { run, regime: shape.regime, slots: Vec::new(), tokens: 1 })
+        Ok(InFlightRun { run, regime: shape.regime, slots: Vec::new(), tokens: 1 })
     }
 
     /// Keeps these rows of the logits of the step of this regime that was submitted last.
-    pub fn keep_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<RunUnderWay> {
+    pub fn keep_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<InFlightRun> {
         self.kept()?.fill(regime, rows)?;
         self.submit_shape(self.buckets.keeping(regime))
     }
@@ -265,7 +265,7 @@ impl Stepper {
     }
 
     /// Keeps the hidden states of step number `step`, whose programs were submitted last.
-    pub fn keep_hidden(&mut self, step: u64) -> Result<RunUnderWay> {
+    pub fn keep_hidden(&mut self, step: u64) -> Result<InFlightRun> {
         self.submit_shape(Buckets::keeping_hidden(HiddenPlace::of(step)))
     }
 

@@ -1,7 +1,7 @@
 //! What a program of a step computes, and for how many rows.
 
 use keel_array::Regime;
-use keel_cache::Settled;
+use keel_cache::CommitProgress;
 
 use super::staging::Rows;
 
@@ -46,12 +46,12 @@ pub(crate) enum Outcome {
     /// Hidden states of the step before, for the host.
     KeptHidden(HiddenPlace),
     /// Commits accepted open rows and runs none. Those of some layers are committed already.
-    Commit(Settled),
+    Commit(CommitProgress),
 }
 
 impl Outcome {
     /// Commits in all layers.
-    pub const COMMIT: Outcome = Outcome::Commit(Settled { windows: 0, states: 0 });
+    pub const COMMIT: Outcome = Outcome::Commit(CommitProgress { windows: 0, states: 0 });
 
     /// How many tokens a step of these rows draws: one after each row that is left open, else one for each sequence.
     pub fn tokens_drawn(self, rows: &[Rows<'_>]) -> usize {
@@ -82,7 +82,7 @@ impl StepKind {
 
     /// A step for this many rows and sequences, without pictures.
     pub fn of(self, rows: usize, sequences: usize) -> StepShape {
-        StepShape { regime: self.regime, rows, sequences, outcome: self.outcome, sees: false }
+        StepShape { regime: self.regime, rows, sequences, outcome: self.outcome, has_pictures: false }
     }
 }
 
@@ -94,7 +94,7 @@ pub(crate) struct StepShape {
     pub sequences: usize,
     pub outcome: Outcome,
     /// Whether some rows, or tokens after them, belong to pictures.
-    pub sees: bool,
+    pub has_pictures: bool,
 }
 
 impl StepShape {

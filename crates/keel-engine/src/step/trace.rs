@@ -53,11 +53,11 @@ impl Stepper {
         let positions = self.staging.positions.prefix(shape.rows)?;
         let log = self.row_log(shape.kind());
         let turns = self.staging.turns(shape.rows)?;
-        let sight = match &self.sight {
-            Some(sight) if shape.sees => Some(sight.rows(shape)?),
+        let vision = match &self.vision {
+            Some(vision) if shape.has_pictures => Some(vision.rows(shape)?),
             _ => None,
         };
-        Ok(StepContext { batch, window_batch, positions, turns, sight, regime: shape.regime, log })
+        Ok(StepContext { batch, window_batch, positions, turns, vision, regime: shape.regime, log })
     }
 
     pub(super) fn pairs_of(&self, shape: StepShape) -> Result<Pairs> {

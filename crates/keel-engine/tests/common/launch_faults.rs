@@ -44,7 +44,7 @@ impl Disturbance for Faults {
         }
         self.clear();
         if let Some(attention) = attention.filter(|_| breaks_pages) {
-            let table = launch.resolve(attention.inputs[5].slot);
+            let table = launch.resolve(attention.inputs[5].memory);
             backend.write(table.buffer.memory(), table.offset, &u32::MAX.to_le_bytes());
             return backend.launch(launch);
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use keel_cache::{SeenPicture, Sight};
+use keel_cache::{SeenPicture, VisionInputs};
 use keel_engine::{Engine, EngineOptions, Features, PatchGrid, VisionOptions};
 use keel_models::vision::{ImageRun, TowerKind, VisionConfig, run_ends, sight_of};
 use keel_testkit::random::Random;
@@ -50,7 +50,7 @@ pub fn outcome(engine: &mut Engine) -> (Features, Vec<f32>) {
     let ends = if config.is_bidirectional() { run_ends(&config, &plan) } else { Vec::new() };
     let picture = SeenPicture { first: 0, features: Arc::new(features.clone()) };
     let mut sequence = engine.open().expect("a slot is free");
-    sequence.look_at(Some(Arc::new(Sight {
+    sequence.set_vision_inputs(Some(Arc::new(VisionInputs {
         positions: plan.positions,
         delta: plan.delta,
         rows: plan.features,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use keel_array::{Backend, Group, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_remote::{Cluster, DeviceFacts, Members, Opened, RemoteError};
+use keel_remote::{Cluster, DeviceFacts, Members, OpenDevices, RemoteError};
 use serde_json::json;
 
 /// The members of a group, which share a process after all.
@@ -109,7 +109,7 @@ impl Nodes {
             let (groups, open, wrap) = (Arc::clone(&groups), Arc::clone(&open), Arc::clone(&wrap));
             let facts = |i| DeviceFacts { name: format!("cpu:{i}"), room: None };
             let devices = move || (0..count).map(facts).collect();
-            let open_devices = move |opening: keel_remote::Opening| {
+            let open_devices = move |opening: keel_remote::OpenRequest| {
                 let groups = groups.lock().expect("no test panics here").clone();
                 assert_eq!((opening.size, &opening.settings), (groups.len(), &json!({"kind": "test"})));
                 let device = |rank: usize| {
@@ -120,7 +120,7 @@ impl Nodes {
                     Runtime::new(backend, RuntimeOptions::default())
                 };
                 let runtimes = opening.ranks.map(device).collect();
-                Ok(Opened { runtimes, members: Arc::new(SameProcess(groups)) })
+                Ok(OpenDevices { runtimes, members: Arc::new(SameProcess(groups)) })
             };
             let serve =
                 move || keel_remote::serve(&listener, devices, &[Ipv4Addr::LOCALHOST.into()], open_devices);

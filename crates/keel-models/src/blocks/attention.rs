@@ -23,8 +23,8 @@ impl Rotation {
     fn apply(&self, x: &Array, norm: Option<&RmsNorm>, step: &StepContext) -> Result<Array> {
         let own = &self.frequencies;
         // A text token has the same position on all axes.
-        let (positions, spec) = match (&step.sight, self.spec.sections) {
-            (Some(sight), Some(_)) => (&sight.positions, self.spec.clone()),
+        let (positions, spec) = match (&step.vision, self.spec.sections) {
+            (Some(vision), Some(_)) => (&vision.positions, self.spec.clone()),
             _ => (&step.positions, RopeSpec { sections: None, interleaved: false, ..self.spec.clone() }),
         };
         let turn = |x: &Array, positions: &Array, frequencies: &Array| match norm {
@@ -142,7 +142,7 @@ impl Attention {
         let NewRows { key, value } = self.new_rows(&parts[1..], step)?;
         let spec = AttentionSpec { scale: Real::from(self.scale), window: self.window, regime: step.regime };
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
-        let until = step.sight.as_ref().and_then(|sight| sight.until.as_ref());
+        let until = step.vision.as_ref().and_then(|vision| vision.until.as_ref());
         let seen = match until {
             Some(until) => {
                 query.attention_until(KvRows { keys: &key, values: &value }, pool, batch, until, spec)?

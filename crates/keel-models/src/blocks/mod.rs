@@ -14,9 +14,9 @@ use keel_array::{Array, Batch, Regime, Result, RowLog};
 
 /// The pictures of a step's rows.
 #[derive(Clone, Debug)]
-pub struct SightRows {
+pub struct VisionRows {
     /// Whether a row belongs to a picture, bool `[T, 1]`.
-    pub sees: Array,
+    pub is_picture: Array,
     /// First the features that replace embeddings, f32 `[T, hidden]`; then those added after the first layers.
     pub features: Vec<Array>,
     /// Time, row and column of each row, i32 `[3, T]`.
@@ -24,22 +24,22 @@ pub struct SightRows {
     /// The last position that each row sees, u32 `[T]`, if the rows of a picture see each other.
     pub until: Option<Array>,
     /// The same for the token after each row, for the multi-token-prediction head.
-    pub next: Option<NextSight>,
+    pub next: Option<NextVisionRows>,
 }
 
-/// `sees` and the first of `features` of [`SightRows`], for other tokens.
+/// `sees` and the first of `features` of [`VisionRows`], for other tokens.
 #[derive(Clone, Debug)]
-pub struct NextSight {
+pub struct NextVisionRows {
     /// Whether a token belongs to a picture, bool `[T, 1]`.
-    pub sees: Array,
+    pub is_picture: Array,
     /// The features that replace embeddings, f32 `[T, hidden]`.
     pub features: Array,
 }
 
-impl SightRows {
+impl VisionRows {
     /// Embeddings, replaced by features in the rows of pictures.
-    fn place(sees: &Array, features: &Array, embedded: &Array) -> Result<Array> {
-        sees.select(features, embedded)
+    fn place(is_picture: &Array, features: &Array, embedded: &Array) -> Result<Array> {
+        is_picture.select(features, embedded)
     }
 
     /// The embeddings of a step's tokens.
@@ -47,7 +47,7 @@ impl SightRows {
     /// # Errors
     /// If the operands do not fit.
     pub fn embed(&self, embedded: &Array) -> Result<Array> {
-        SightRows::place(&self.sees, &self.features[0], embedded)
+        VisionRows::place(&self.is_picture, &self.features[0], embedded)
     }
 
     /// The embeddings of the token after each row.
@@ -56,7 +56,9 @@ impl SightRows {
     /// If the operands do not fit.
     pub fn embed_next(&self, embedded: &Array) -> Result<Array> {
         match &self.next {
-            Some(NextSight { sees, features }) => SightRows::place(sees, features, embedded),
+            Some(NextVisionRows { is_picture, features }) => {
+                VisionRows::place(is_picture, features, embedded)
+            }
             None => Ok(embedded.clone()),
         }
     }
@@ -67,7 +69,7 @@ impl SightRows {
     /// If the operands do not fit.
     pub fn deepen(&self, layer: usize, x: Array) -> Result<Array> {
         match self.features.get(layer + 1) {
-            Some(further) => self.sees.select(&x.add(further)?, &x),
+            Some(further) => self.is_picture.select(&x.add(further)?, &x),
             None => Ok(x),
         }
     }
@@ -94,7 +96,7 @@ pub struct StepContext {
     /// Positions for the rotation, if long sequences have separate frequencies.
     pub turns: Option<TurnPositions>,
     /// The pictures, if a row belongs to one.
-    pub sight: Option<SightRows>,
+    pub vision: Option<VisionRows>,
     /// How rows are computed.
     pub regime: Regime,
     /// Whether rows may be taken back.

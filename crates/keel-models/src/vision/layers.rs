@@ -69,12 +69,12 @@ pub(super) struct TowerStep<'a> {
     /// For each row, the last row of the run.
     pub until: &'a Array,
     /// If positions are rotated.
-    pub turn: Option<TowerTurn<'a>>,
+    pub turn: Option<TowerRope<'a>>,
 }
 
 /// A rotation by positions.
 #[derive(Clone, Copy)]
-pub(super) struct TowerTurn<'a> {
+pub(super) struct TowerRope<'a> {
     /// Row and column of each patch, i32 `[3, N]`.
     pub positions: &'a Array,
     pub frequencies: &'a Array,
@@ -107,7 +107,7 @@ impl TowerAttention {
         };
         let turned = |heads: Array| match step.turn {
             None => Ok(heads),
-            Some(TowerTurn { positions, frequencies }) => {
+            Some(TowerRope { positions, frequencies }) => {
                 let quarter = self.head_dim / 4;
                 let spec = RopeSpec {
                     rotary: self.head_dim,

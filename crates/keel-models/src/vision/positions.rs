@@ -21,7 +21,7 @@ pub struct ImageRun {
 
 /// The positions and features of a prompt's tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SightPlan {
+pub struct VisionPlan {
     /// Time, row and column of each token.
     pub positions: Vec<[i32; 3]>,
     /// Position of a later token minus its number.
@@ -39,9 +39,9 @@ pub fn sight_of(
     tokens: &[u32],
     images: &[ImageRun],
     videos: &[ImageRun],
-) -> Result<SightPlan> {
+) -> Result<VisionPlan> {
     let (mut images, mut videos) = (images.iter(), videos.iter());
-    let mut plan = SightPlan::default();
+    let mut plan = VisionPlan::default();
     let (mut at, mut next) = (0, 0i32);
     while let Some(&token) = tokens.get(at) {
         let run = if token == config.tokens.image {
@@ -82,7 +82,7 @@ fn miscounted(what: &str) -> ModelError {
 }
 
 /// The last token that each token sees: the end of its run if the rows of a picture see each other, otherwise itself.
-pub fn run_ends(config: &VisionConfig, plan: &SightPlan) -> Vec<u32> {
+pub fn run_ends(config: &VisionConfig, plan: &VisionPlan) -> Vec<u32> {
     let count = plan.features.len();
     let mut ends: Vec<u32> = (0..count as u32).collect();
     if config.is_bidirectional() {

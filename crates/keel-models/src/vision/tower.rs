@@ -5,7 +5,7 @@ use std::ops::Range;
 use keel_array::{Array, Batch, KvPool, Runtime};
 
 use super::config::{TowerKind, VisionConfig, level_of};
-use super::layers::{TowerBlock, TowerStep, TowerTurn};
+use super::layers::{TowerBlock, TowerRope, TowerStep};
 use super::qwen::{self, Merger};
 use super::siglip::Projector;
 use crate::Result;
@@ -126,7 +126,7 @@ impl Tower {
         };
         let turn = match &self.head {
             TowerHead::Merged { frequencies, .. } => {
-                Some(TowerTurn { positions: input.positions, frequencies })
+                Some(TowerRope { positions: input.positions, frequencies })
             }
             TowerHead::Averaged(_) => None,
         };

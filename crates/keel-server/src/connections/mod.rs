@@ -28,8 +28,8 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::held::holding;
 use crate::options::ServerOptions;
+use crate::response_body::with_guard;
 use link::{Link, Phase, Times};
 use stream::{Answered, Arriving, Watched};
 
@@ -260,7 +260,7 @@ impl Service<Request<Incoming>> for Entrance {
         Box::pin(async move {
             let response = answer.await?;
             link.enter(Phase::Answering);
-            Ok(holding(Answered(link), response))
+            Ok(with_guard(Answered(link), response))
         })
     }
 }

@@ -15,14 +15,14 @@ use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{chat_logprobs, finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, Usage};
-use crate::app::{App, Ask, bytes_of_copy, fresh_id};
+use crate::app::{App, EngineRequest, bytes_of_copy, fresh_id};
 use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
-use crate::fleet::Front;
 use crate::http::Body;
 use crate::memory::Listing;
-use crate::pictures::{Shot, Shown};
+use crate::model_manager::ModelManager;
+use crate::pictures::{MediaSource, PromptMedia};
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
@@ -69,7 +69,7 @@ pub(super) struct StreamOptions {
 
 /// Answers a conversation.
 pub(crate) async fn create(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<ChatBody>,
 ) -> Result<Response> {
     let app = front.app(body.model.as_deref()).await?;
@@ -77,7 +77,7 @@ pub(crate) async fn create(
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let ask = ask_apart(&app, &caller, body).await?;
     let answers = app.start("/v1/chat/completions", &caller, ask).await?;
-    let head = Head { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
+    let head = ChunkHeader { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
     if let Some(room) = room {
         return Ok(respond(&app, room, error_event, move |outbox| stream(head, answers, outbox, with_usage)));
     }
@@ -86,7 +86,7 @@ pub(crate) async fn create(
 }
 
 /// Converts the request on a worker thread, because templates and tokenizers take long for long conversations.
-pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBody) -> Result<Ask> {
+pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBody) -> Result<EngineRequest> {
     let worker = Arc::clone(app);
     let shows = body.messages.iter().any(ChatMessage::shows_pictures);
     let work = move |caller: &Caller| ask(&worker.text, &worker.bounds(caller), body);
@@ -94,7 +94,7 @@ pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBo
 }
 
 /// Converts the request to the engine's terms.
-pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<Ask> {
+pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<EngineRequest> {
     unsupported::check(&body.rest)?;
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
     let asked = response_grammar(body.response_format.as_ref())?;
@@ -116,10 +116,10 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
     let prompt = text.encode_chat(&messages, offered, Some(&variables), &shown.spans, bounds)?;
     drop(messages);
     let reasons = text.reasons();
-    let sight = text.viewer.as_ref().map_or(Ok(None), |viewer| viewer.sight(&prompt.ids, shown))?;
+    let vision = text.viewer.as_ref().map_or(Ok(None), |viewer| viewer.vision(&prompt.ids, shown))?;
     let choices = body.n.unwrap_or(1).min(bounds.choices_max);
-    bounds.settle_with(prompt.ids.len(), choices, sight.as_ref());
-    let ask = Ask {
+    bounds.settle_with(prompt.ids.len(), choices, vision.as_ref());
+    let ask = EngineRequest {
         marks: vec![prompt.shared_len],
         max_tokens: body.max_completion_tokens.or(body.max_tokens),
         sampler: body.sampling.options(&text.defaults, bounds.vocab)?,
@@ -136,7 +136,7 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
             tools: tools.offered,
         },
         prompt: prompt.ids,
-        sight,
+        vision,
     };
     let copy = bytes_of_copy(&ask.stop, &ask.sampler, ask.grammar.as_ref(), &ask.form);
     bounds.keep(copy * (choices + 1) as u64)?;
@@ -144,22 +144,22 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
 }
 
 /// Prepares pictures, where the model can be shown any.
-fn show(text: &ModelText, pictures: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
+fn show(text: &ModelText, pictures: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
     match &text.viewer {
-        _ if pictures.is_empty() => Ok(Shown::default()),
+        _ if pictures.is_empty() => Ok(PromptMedia::default()),
         Some(viewer) => viewer.show(pictures, bounds),
         None => Err(wrong("messages", "it shows a picture, and this model reads only text")),
     }
 }
 
 /// Fields that every object of one response repeats.
-struct Head {
+struct ChunkHeader {
     id: String,
     created: u64,
     model: String,
 }
 
-impl Head {
+impl ChunkHeader {
     fn object(&self, kind: &str, choices: Value) -> Value {
         json!({
             "id": self.id,
@@ -188,7 +188,7 @@ fn tool_call(index: Option<usize>, name: &str, arguments: &str) -> Value {
     call
 }
 
-fn whole(head: &Head, answers: &[Collected]) -> Value {
+fn whole(head: &ChunkHeader, answers: &[Collected]) -> Value {
     let choice = |(index, answer): (usize, &Collected)| {
         let calls: Vec<Value> = answer.calls.iter().map(|(n, a)| tool_call(None, n, a)).collect();
         let content =
@@ -214,7 +214,7 @@ fn whole(head: &Head, answers: &[Collected]) -> Value {
     object
 }
 
-async fn stream(head: Head, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) -> Result<()> {
+async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) -> Result<()> {
     let mut usages = vec![Usage::default(); answers.len()];
     let mut calls = vec![0; answers.len()];
     for index in 0..answers.len() {

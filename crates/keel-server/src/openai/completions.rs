@@ -15,12 +15,12 @@ use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
-use crate::app::{Ask, bytes_of_copy, fresh_id};
+use crate::app::{EngineRequest, bytes_of_copy, fresh_id};
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
-use crate::fleet::Front;
 use crate::http::Body;
 use crate::memory::{Listing, bytes_of_part};
+use crate::model_manager::ModelManager;
 use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
@@ -83,7 +83,7 @@ impl Prompt {
 
 /// Continues texts.
 pub(crate) async fn create(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<CompletionBody>,
 ) -> Result<Response> {
     let app = front.app(body.model.as_deref()).await?;
@@ -97,7 +97,7 @@ pub(crate) async fn create(
     for ask in asks {
         answers.extend(app.start("/v1/completions", &caller, ask).await?);
     }
-    let head = Head { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
+    let head = ChunkHeader { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
     if let Some(room) = room {
         let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
         return Ok(respond(&app, room, error_event, produce));
@@ -111,7 +111,7 @@ pub(crate) fn asks(
     model: &ModelText,
     bounds: &Bounds<'_>,
     body: CompletionBody,
-) -> Result<(Vec<Ask>, Vec<String>)> {
+) -> Result<(Vec<EngineRequest>, Vec<String>)> {
     unsupported::check(&body.rest)?;
     let count = body.prompt.count();
     if count == 0 || count > PROMPTS_MAX {
@@ -139,8 +139,8 @@ pub(crate) fn asks(
         bounds.keep(bytes_of_part(&echo) * choices as u64)?;
         echoes.extend(std::iter::repeat_n(echo, choices));
     }
-    let ask = |prompt| Ask {
-        sight: None,
+    let ask = |prompt| EngineRequest {
+        vision: None,
         prompt,
         marks: Vec::new(),
         max_tokens: Some(body.max_tokens.unwrap_or(MAX_TOKENS_DEFAULT)),
@@ -158,14 +158,14 @@ pub(crate) fn asks(
 }
 
 /// Fields that every object of one response repeats, and the number of choices per prompt.
-struct Head {
+struct ChunkHeader {
     id: String,
     created: u64,
     model: String,
     choices: usize,
 }
 
-impl Head {
+impl ChunkHeader {
     fn object(&self, choices: Value) -> Value {
         json!({
             "id": self.id,
@@ -198,7 +198,7 @@ fn logprobs(tokens: &[TokenInfo]) -> Value {
     })
 }
 
-fn whole(head: &Head, answers: &[Collected], echoes: &[String]) -> Value {
+fn whole(head: &ChunkHeader, answers: &[Collected], echoes: &[String]) -> Value {
     let choice = |(index, answer): (usize, &Collected)| {
         let logprobs = if answer.tokens.is_empty() { Value::Null } else { logprobs(&answer.tokens) };
         json!({
@@ -214,7 +214,7 @@ fn whole(head: &Head, answers: &[Collected], echoes: &[String]) -> Value {
 }
 
 async fn stream(
-    head: Head,
+    head: ChunkHeader,
     answers: Vec<Answer>,
     echoes: Vec<String>,
     outbox: Outbox,

@@ -13,9 +13,9 @@ use serde_json::{Map, Value};
 
 use super::completions::Prompt;
 use crate::error::{Result, wrong};
-use crate::fleet::Front;
 use crate::http::Body;
-use crate::readout::{ReadAsk, check_count};
+use crate::model_manager::ModelManager;
+use crate::readout::{ReadoutRequest, check_count};
 use crate::text::{Bounds, ModelText};
 use crate::unsupported;
 
@@ -71,7 +71,7 @@ struct EmbeddingUsage {
 
 /// Embeds texts.
 pub(crate) async fn create(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<EmbeddingBody>,
 ) -> Result<Response> {
     let app = front.app(body.model.as_deref()).await?;
@@ -84,7 +84,7 @@ pub(crate) async fn create(
     let worker = Arc::clone(&app);
     let prompts = move |caller: &_| prompts(&worker.text, &worker.bounds(caller), &body);
     let prompts = app.work(&caller, prompts).await?;
-    let ask = ReadAsk { prompts, shared_len: 0, readout: app.engine.pooling() };
+    let ask = ReadoutRequest { prompts, shared_len: 0, readout: app.engine.pooling() };
     let read = app.read("/v1/embeddings", &caller, ask).await?;
     let embedding = |(index, values): (usize, Vec<f32>)| {
         let values = direction(values, dimensions)?;

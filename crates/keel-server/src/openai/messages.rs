@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Result, wrong};
-use crate::pictures::{Shot, VideoShot, VideoSource};
+use crate::pictures::{MediaSource, VideoInput, VideoSource};
 
 /// A message of a conversation.
 #[derive(Debug, Deserialize)]
@@ -32,7 +32,7 @@ enum Content {
 #[derive(Debug)]
 pub(crate) struct Conversation {
     pub messages: Vec<Message>,
-    pub pictures: Vec<Shot>,
+    pub pictures: Vec<MediaSource>,
 }
 
 /// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A
@@ -65,7 +65,7 @@ fn is_video(kind: &str) -> bool {
     matches!(kind, "video_url" | "input_video" | "video")
 }
 
-fn one(message: ChatMessage, pictures: &mut Vec<Shot>) -> Result<Message> {
+fn one(message: ChatMessage, pictures: &mut Vec<MediaSource>) -> Result<Message> {
     let role = match message.role.as_str() {
         "developer" => "system",
         "function" => "tool",
@@ -83,18 +83,18 @@ fn one(message: ChatMessage, pictures: &mut Vec<Shot>) -> Result<Message> {
     Ok(Message { role: role.into(), content: content(message.content, pictures)?, extra })
 }
 
-fn content(content: Content, pictures: &mut Vec<Shot>) -> Result<Value> {
+fn content(content: Content, pictures: &mut Vec<MediaSource>) -> Result<Value> {
     Ok(match content {
         Content::None => Value::String(String::new()),
         Content::Text(text) => Value::String(text),
         Content::Parts(parts) if parts.iter().any(|part| is_picture(kind_of(part))) => {
             let part = |part: Map<String, Value>| match kind_of(&part) {
                 kind if is_video(kind) => {
-                    pictures.push(Shot::Video(video(part)?));
+                    pictures.push(MediaSource::Video(video(part)?));
                     Ok(json!({"type": "video"}))
                 }
                 kind if is_picture(kind) => {
-                    pictures.push(Shot::Picture(picture(part)?));
+                    pictures.push(MediaSource::Picture(picture(part)?));
                     Ok(json!({"type": "image"}))
                 }
                 _ => Ok(json!({"type": "text", "text": text(&part)?})),
@@ -125,7 +125,7 @@ fn picture(mut part: Map<String, Value>) -> Result<String> {
 }
 
 /// A video: a file's URL, or a list of the URLs of its frames. They are moved.
-fn video(mut part: Map<String, Value>) -> Result<VideoShot> {
+fn video(mut part: Map<String, Value>) -> Result<VideoInput> {
     let rate = |object: &Map<String, Value>| match object.get("fps") {
         None | Some(Value::Null) => Ok(None),
         Some(Value::Number(fps)) => Ok(fps.as_f64()),
@@ -152,7 +152,7 @@ fn video(mut part: Map<String, Value>) -> Result<VideoShot> {
         _ => None,
     };
     match source {
-        Some(source) => Ok(VideoShot { source, fps }),
+        Some(source) => Ok(VideoInput { source, fps }),
         None => Err(wrong(
             "messages",
             "a video has no URL; expected {\"type\": \"video_url\", \"video_url\": {\"url\": \"data:video/mp4;base64,...\"}} \
@@ -208,7 +208,7 @@ mod tests {
             {"role": "user", "content": [{"type": "image_url", "image_url": "u3"}]},
         ]))
         .expect("right");
-        assert_eq!(conversation.pictures, ["u1", "u2", "u3"].map(|url| Shot::Picture(url.into())));
+        assert_eq!(conversation.pictures, ["u1", "u2", "u3"].map(|url| MediaSource::Picture(url.into())));
         let kinds = json!([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}, {"type": "text", "text": "b"}]);
         assert_eq!(conversation.messages[0].content, kinds);
         assert_eq!(conversation.messages[1].content, json!([{"type": "image"}]));
@@ -223,13 +223,14 @@ mod tests {
             {"type": "video", "video": ["f1", "f2"], "fps": 4},
             {"type": "video", "video": "v3"}]}]))
         .expect("right");
-        let file = |url: &str, fps| Shot::Video(VideoShot { source: VideoSource::File(url.into()), fps });
+        let file =
+            |url: &str, fps| MediaSource::Video(VideoInput { source: VideoSource::File(url.into()), fps });
         let frames = VideoSource::Frames(vec!["f1".into(), "f2".into()]);
         let expected = [
             file("v1", Some(2.0)),
-            Shot::Picture("u1".into()),
+            MediaSource::Picture("u1".into()),
             file("v2", Some(0.5)),
-            Shot::Video(VideoShot { source: frames, fps: Some(4.0) }),
+            MediaSource::Video(VideoInput { source: frames, fps: Some(4.0) }),
             file("v3", None),
         ];
         assert_eq!(conversation.pictures, expected);

@@ -15,9 +15,9 @@ use crate::answer::{Answer, Ending, Piece, Usage};
 use crate::app::fresh_id;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::fleet::Front;
 use crate::http::{Body, error_json};
 use crate::memory::{Meter, bytes_of_value};
+use crate::model_manager::ModelManager;
 use crate::unsupported;
 
 /// The fields that differ from those of a chat. The others are passed on.
@@ -56,7 +56,7 @@ const SHARED: [&str; 9] = [
 
 /// Answers an input.
 pub(crate) async fn create(
-    State(front): State<Arc<Front>>,
+    State(front): State<Arc<ModelManager>>,
     Body(body, caller): Body<ResponseBody>,
 ) -> Result<Response> {
     if body.previous_response_id.is_some() {
@@ -64,7 +64,7 @@ pub(crate) async fn create(
     }
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let charged = caller.meter.part();
-    let mut head = Head {
+    let mut head = ChunkHeader {
         id: fresh_id("resp_"),
         created: front.now(),
         model: String::new(),
@@ -153,7 +153,7 @@ fn message(item: Value) -> Result<Option<Value>> {
 }
 
 /// Fields that every object of one response repeats.
-struct Head {
+struct ChunkHeader {
     id: String,
     created: u64,
     model: String,
@@ -162,7 +162,7 @@ struct Head {
     charged: Meter,
 }
 
-impl Head {
+impl ChunkHeader {
     fn response(&self, status: &str, output: &[Value], usage: Option<Usage>) -> Value {
         let usage = usage.map(|u| {
             json!({
@@ -217,7 +217,7 @@ fn call_item(id: &str, call_id: &str, name: &str, arguments: &str, status: &str)
         "status": status})
 }
 
-fn whole(head: &Head, answer: &Collected) -> Value {
+fn whole(head: &ChunkHeader, answer: &Collected) -> Value {
     let mut output = Vec::new();
     if !answer.reasoning.is_empty() {
         output.push(reasoning_item(&fresh_id("rs_"), &answer.reasoning));
@@ -239,7 +239,7 @@ enum Open {
 }
 
 struct Stream {
-    head: Head,
+    head: ChunkHeader,
     outbox: Outbox,
     sequence: usize,
     output: Vec<Value>,
@@ -372,7 +372,7 @@ impl Stream {
     }
 }
 
-async fn stream(head: Head, mut answer: Answer, outbox: Outbox) -> Result<()> {
+async fn stream(head: ChunkHeader, mut answer: Answer, outbox: Outbox) -> Result<()> {
     let mut stream = Stream { head, outbox, sequence: 0, output: Vec::new(), open: Open::Nothing };
     match stream.answer(&mut answer).await {
         Ok(()) => Ok(()),

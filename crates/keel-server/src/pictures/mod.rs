@@ -7,20 +7,20 @@
 //! ```
 //!
 //! Memory is charged before it is taken: a picture's size is read from its first bytes. The work ends when the client
-//! leaves or its time is over ([`Patience`]).
+//! leaves or its time is over ([`WorkLimit`]).
 
 mod source;
 mod video;
 
 use std::sync::Arc;
 
-use keel_engine::batch::{PictureInput, RequestSight};
+use keel_engine::batch::{PictureInput, RequestVision};
 use keel_engine::{EngineError, PatchGrid};
 use keel_models::vision::{TowerKind, VisionConfig};
 use keel_text::{Cancel, Tokenizer};
 use keel_vision::{
-    DecodeLimits, ImageProcessor, ImageSpan, Measured, Patience, Placeholders, ProcessorFiles, VideoBounds,
-    VideoSpan, decode, expand, measure,
+    DecodeLimits, ImageProcessor, ImageSpan, Measured, Placeholders, ProcessorFiles, VideoBounds, VideoSpan,
+    WorkLimit, decode, expand, measure,
 };
 use serde_json::Map;
 
@@ -28,24 +28,24 @@ use crate::error::{Result, setting, wrong};
 use crate::text::Bounds;
 
 pub use source::{Fetch, FetchLimits, PictureSources};
-use video::VideoView;
-pub(crate) use video::{VideoShot, VideoSource};
+use video::VideoPreprocessor;
+pub(crate) use video::{VideoInput, VideoSource};
 
 /// Pictures of one request at most.
 const PICTURES_MAX: usize = 256;
 
 /// How the model that is served is shown pictures.
-pub struct Viewer {
+pub struct ImagePreprocessor {
     config: VisionConfig,
     processor: ImageProcessor,
     placeholders: Placeholders,
     /// How it is shown videos, if it can be.
-    videos: Option<VideoView>,
+    videos: Option<VideoPreprocessor>,
 }
 
 /// The pictures of a conversation, ready for the tower.
 #[derive(Default)]
-pub(crate) struct Shown {
+pub(crate) struct PromptMedia {
     pub inputs: Vec<PictureInput>,
     /// Their placeholders in the prompt.
     pub spans: Spans,
@@ -66,13 +66,13 @@ impl Spans {
 
 /// A picture or a video of a conversation.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Shot {
+pub(crate) enum MediaSource {
     /// The URL of a picture.
     Picture(String),
-    Video(VideoShot),
+    Video(VideoInput),
 }
 
-impl Viewer {
+impl ImagePreprocessor {
     /// For a model with this tower. Pictures larger than `pixels_max` are read at that size. Videos are read at a size
     /// at which their features take no more room than those of `pictures` such pictures.
     ///
@@ -84,14 +84,14 @@ impl Viewer {
         tokenizer: &Tokenizer,
         pixels_max: usize,
         pictures: usize,
-    ) -> Result<Viewer> {
+    ) -> Result<ImagePreprocessor> {
         let failed = |error: keel_vision::VisionError| setting("pictures", error.to_string());
         let processor = files.image(&Map::new()).map_err(failed)?.limited_to(pixels_max).map_err(failed)?;
         let placeholders = placeholders(&config, tokenizer)?;
         let of_videos =
             VideoBounds { frame_pixels: pixels_max, pixels: pixels_max.saturating_mul(pictures.max(1)) };
-        let videos = config.tokens.video.and_then(|_| VideoView::new(files, of_videos));
-        Ok(Viewer { config, processor, placeholders, videos })
+        let videos = config.tokens.video.and_then(|_| VideoPreprocessor::new(files, of_videos));
+        Ok(ImagePreprocessor { config, processor, placeholders, videos })
     }
 
     /// Whether the model is shown videos, too.
@@ -103,24 +103,24 @@ impl Viewer {
     ///
     /// # Errors
     /// One that cannot be had, decoded or shown; memory that others use.
-    pub(crate) fn show(&self, shots: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
+    pub(crate) fn show(&self, shots: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
         let (time, cancel) = (bounds.sources.map(|sources| sources.request_time), Cancel::current());
         let time = time.unwrap_or(PictureSources::default().request_time);
-        Patience::new(time, move || !cancel.is_cancelled()).scope(|| self.show_all(shots, bounds))
+        WorkLimit::new(time, move || !cancel.is_cancelled()).scope(|| self.show_all(shots, bounds))
     }
 
-    fn show_all(&self, shots: &[Shot], bounds: &Bounds<'_>) -> Result<Shown> {
+    fn show_all(&self, shots: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
         if shots.len() > PICTURES_MAX {
             return Err(wrong(
                 "messages",
                 format!("{} pictures, at most {PICTURES_MAX} are shown", shots.len()),
             ));
         }
-        let mut shown = Shown::default();
+        let mut shown = PromptMedia::default();
         let mut rows = 0;
         for (i, shot) in shots.iter().enumerate() {
             rows += match shot {
-                Shot::Picture(url) => {
+                MediaSource::Picture(url) => {
                     let crops = self.show_one(url, bounds, &mut shown.inputs);
                     let crops = crops.map_err(|error| error.of("picture", i))?;
                     let PatchGrid { h, w, .. } = shown.inputs[shown.inputs.len() - 1 - crops].grid;
@@ -128,7 +128,7 @@ impl Viewer {
                     shown.spans.images.push(ImageSpan { tokens, crops });
                     tokens * (1 + crops)
                 }
-                Shot::Video(video) => {
+                MediaSource::Video(video) => {
                     let (input, span) =
                         self.show_video(video, bounds).map_err(|error| error.of("video", i))?;
                     let tokens = span.tokens * span.seconds.len();
@@ -150,7 +150,7 @@ impl Viewer {
         url: &str,
         bounds: &Bounds<'_>,
         inputs: &mut Vec<PictureInput>,
-    ) -> Result<usize, Trouble> {
+    ) -> Result<usize, MediaError> {
         let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
         let bytes = source::read(url, bounds)?;
         let _file = hold(bytes.len() as u64)?;
@@ -179,12 +179,12 @@ impl Viewer {
     }
 
     /// The pictures with the prompt that shows them.
-    pub(crate) fn sight(&self, prompt: &[u32], shown: Shown) -> Result<Option<RequestSight>> {
+    pub(crate) fn vision(&self, prompt: &[u32], shown: PromptMedia) -> Result<Option<RequestVision>> {
         if shown.inputs.is_empty() {
             return Ok(None);
         }
-        let sight = RequestSight::new(&self.config, prompt, shown.inputs);
-        sight.map(Some).map_err(|error| wrong("messages", error.to_string()))
+        let vision = RequestVision::new(&self.config, prompt, shown.inputs);
+        vision.map(Some).map_err(|error| wrong("messages", error.to_string()))
     }
 }
 
@@ -210,31 +210,31 @@ pub fn placeholders(config: &VisionConfig, tokenizer: &Tokenizer) -> Result<Plac
 
 /// What is wrong with a picture.
 #[derive(Debug)]
-pub(crate) enum Trouble {
+pub(crate) enum MediaError {
     /// It cannot be had or decoded.
     Picture(String),
     /// Memory.
     Request(crate::ServerError),
 }
 
-impl Trouble {
+impl MediaError {
     /// `i` counts pictures and videos together.
     fn of(self, what: &str, i: usize) -> crate::ServerError {
         match self {
-            Trouble::Picture(problem) => wrong("messages", format!("{what} {}: {problem}", i + 1)),
-            Trouble::Request(error) => error,
+            MediaError::Picture(problem) => wrong("messages", format!("{what} {}: {problem}", i + 1)),
+            MediaError::Request(error) => error,
         }
     }
 }
 
-impl From<keel_vision::VisionError> for Trouble {
-    fn from(error: keel_vision::VisionError) -> Trouble {
-        Trouble::Picture(error.to_string())
+impl From<keel_vision::VisionError> for MediaError {
+    fn from(error: keel_vision::VisionError) -> MediaError {
+        MediaError::Picture(error.to_string())
     }
 }
 
-impl From<crate::ServerError> for Trouble {
-    fn from(error: crate::ServerError) -> Trouble {
-        Trouble::Request(error)
+impl From<crate::ServerError> for MediaError {
+    fn from(error: crate::ServerError) -> MediaError {
+        MediaError::Request(error)
     }
 }

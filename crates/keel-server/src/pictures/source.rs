@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use keel_vision::Patience;
+use keel_vision::WorkLimit;
 
-use super::Trouble;
+use super::MediaError;
 use crate::text::Bounds;
 
 /// Bytes of a picture's file at most.
@@ -65,15 +65,15 @@ impl Default for PictureSources {
 }
 
 /// The bytes of a picture.
-pub(super) fn read(url: &str, bounds: &Bounds<'_>) -> Result<Vec<u8>, Trouble> {
-    Patience::current().check()?;
+pub(super) fn read(url: &str, bounds: &Bounds<'_>) -> Result<Vec<u8>, MediaError> {
+    WorkLimit::current().check()?;
     let Some(data) = url.strip_prefix("data:") else {
         let none = PictureSources::default();
-        return elsewhere(url, bounds.sources.unwrap_or(&none)).map_err(Trouble::Picture);
+        return elsewhere(url, bounds.sources.unwrap_or(&none)).map_err(MediaError::Picture);
     };
     let coded = data.split_once(',').filter(|(kind, _)| kind.ends_with(";base64"));
     let Some((_, coded)) = coded else {
-        return Err(Trouble::Picture("its data URI is not of the form data:image/png;base64,...".into()));
+        return Err(MediaError::Picture("its data URI is not of the form data:image/png;base64,...".into()));
     };
     // Some clients break lines.
     let is_broken = coded.bytes().any(|byte| byte.is_ascii_whitespace());
@@ -83,9 +83,11 @@ pub(super) fn read(url: &str, bounds: &Bounds<'_>) -> Result<Vec<u8>, Trouble> {
     };
     if coded.len() / 4 * 3 > FILE_BYTES_MAX {
         let problem = format!("its file has more than {FILE_BYTES_MAX} bytes");
-        return Err(Trouble::Picture(problem));
+        return Err(MediaError::Picture(problem));
     }
-    STANDARD.decode(&*coded).map_err(|error| Trouble::Picture(format!("its data URI is no base64: {error}")))
+    STANDARD
+        .decode(&*coded)
+        .map_err(|error| MediaError::Picture(format!("its data URI is no base64: {error}")))
 }
 
 fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
@@ -96,7 +98,7 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
                         with --allow-image-urls HOST"
                 .into());
         };
-        let time = Patience::current().left_of(sources.fetch_time);
+        let time = WorkLimit::current().left_of(sources.fetch_time);
         return fetch.fetch(url, FetchLimits { bytes: FILE_BYTES_MAX, time });
     }
     let path = url.strip_prefix("file://").unwrap_or(url);

@@ -6,18 +6,18 @@ use std::time::Duration;
 use keel_engine::PatchGrid;
 use keel_engine::batch::PictureInput;
 use keel_vision::{
-    DecodeLimits, FPS_DEFAULT, Film, FilmLimits, Measured, ProcessedVideo, ProcessorFiles, VideoBounds,
-    VideoBuilder, VideoProcessor, VideoSpan, decode, measure, timestamps,
+    DecodeLimits, FPS_DEFAULT, Measured, ProcessedVideo, ProcessorFiles, VideoBounds, VideoBuilder,
+    VideoFile, VideoFileLimits, VideoProcessor, VideoSpan, decode, measure, timestamps,
 };
 use serde_json::{Map, json};
 
 use super::source::{self, FILE_BYTES_MAX, PIXELS_MAX};
-use super::{Trouble, Viewer};
+use super::{ImagePreprocessor, MediaError};
 use crate::charge::Hold;
 use crate::text::Bounds;
 
 /// Bounds on a video's file.
-const LIMITS: FilmLimits = FilmLimits {
+const LIMITS: VideoFileLimits = VideoFileLimits {
     file_bytes: FILE_BYTES_MAX,
     pixels: PIXELS_MAX,
     frames: 1 << 17,
@@ -33,7 +33,7 @@ const JPEG_FRAMES: &str = "data:video/jpeg;base64,";
 
 /// A video of a conversation.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct VideoShot {
+pub(crate) struct VideoInput {
     pub source: VideoSource,
     /// Of a file: how many frames of a second are read. Of a list: how many there are in a second.
     pub fps: Option<f64>,
@@ -49,20 +49,20 @@ pub(crate) enum VideoSource {
 }
 
 /// How the model is shown videos.
-pub(super) struct VideoView {
+pub(super) struct VideoPreprocessor {
     files: ProcessorFiles,
     bounds: VideoBounds,
 }
 
-impl VideoView {
+impl VideoPreprocessor {
     /// `None` if no file says how videos are prepared.
-    pub fn new(files: &ProcessorFiles, bounds: VideoBounds) -> Option<VideoView> {
+    pub fn new(files: &ProcessorFiles, bounds: VideoBounds) -> Option<VideoPreprocessor> {
         files.video(&Map::new()).ok()?;
-        Some(VideoView { files: files.clone(), bounds })
+        Some(VideoPreprocessor { files: files.clone(), bounds })
     }
 
     /// The processor; `fps` is how many frames of a second it takes.
-    fn processor(&self, fps: Option<f64>) -> Result<VideoProcessor, Trouble> {
+    fn processor(&self, fps: Option<f64>) -> Result<VideoProcessor, MediaError> {
         let mut instead = Map::new();
         if let Some(fps) = fps {
             instead.insert("fps".into(), json!(fps));
@@ -71,20 +71,20 @@ impl VideoView {
     }
 }
 
-impl Viewer {
+impl ImagePreprocessor {
     /// Reads, decodes and prepares a video.
     pub(super) fn show_video(
         &self,
-        shot: &VideoShot,
+        shot: &VideoInput,
         bounds: &Bounds<'_>,
-    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+    ) -> Result<(PictureInput, VideoSpan), MediaError> {
         let Some(view) = &self.videos else {
-            return Err(Trouble::Picture("this model is not shown videos".into()));
+            return Err(MediaError::Picture("this model is not shown videos".into()));
         };
         if shot.fps.is_some_and(|fps| !(fps.is_finite() && fps > 0.0 && fps <= 1000.0)) {
             let problem =
                 format!("its fps is {}, expected a number above 0, at most 1000", shot.fps.unwrap_or(0.0));
-            return Err(Trouble::Picture(problem));
+            return Err(MediaError::Picture(problem));
         }
         match &shot.source {
             VideoSource::File(url) => match url.strip_prefix(JPEG_FRAMES) {
@@ -102,16 +102,16 @@ impl Viewer {
 
     fn show_film(
         &self,
-        view: &VideoView,
+        view: &VideoPreprocessor,
         url: &str,
         fps: Option<f64>,
         bounds: &Bounds<'_>,
-    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+    ) -> Result<(PictureInput, VideoSpan), MediaError> {
         let processor = view.processor(fps)?;
         let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
         let bytes = source::read(url, bounds)?;
         let _file = hold(bytes.len() as u64)?;
-        let film = Film::open(&bytes, LIMITS)?;
+        let film = VideoFile::open(&bytes, LIMITS)?;
         let chosen = processor.sample(film.frames(), film.fps())?;
         let (width, height) = film.size();
         let work = hold(film.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
@@ -122,15 +122,15 @@ impl Viewer {
 
     fn show_frames(
         &self,
-        view: &VideoView,
+        view: &VideoPreprocessor,
         urls: Vec<String>,
         fps: Option<f64>,
         bounds: &Bounds<'_>,
-    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+    ) -> Result<(PictureInput, VideoSpan), MediaError> {
         if urls.len() > LISTED_MAX {
             let problem =
                 format!("a video of {} or more frames, at most {LISTED_MAX} are listed", urls.len());
-            return Err(Trouble::Picture(problem));
+            return Err(MediaError::Picture(problem));
         }
         let (processor, fps) = (view.processor(None)?, fps.unwrap_or(FPS_DEFAULT));
         let chosen = processor.sample(urls.len(), fps)?;
@@ -158,7 +158,7 @@ impl Viewer {
         chosen: &[usize],
         fps: f64,
         work: Option<Hold<'_>>,
-    ) -> Result<(PictureInput, VideoSpan), Trouble> {
+    ) -> Result<(PictureInput, VideoSpan), MediaError> {
         let key = video.key(processor);
         if let Some(work) = work {
             work.keep(size_of_val(&video.values[..]) as u64);

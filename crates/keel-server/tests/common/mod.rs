@@ -15,7 +15,7 @@ use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_server::{App, ModelText, Server, ServerOptions, Viewer, bind};
+use keel_server::{App, ImagePreprocessor, ModelText, Server, ServerOptions, bind};
 pub use keel_testkit::fixtures::demo;
 use keel_text::TextFiles;
 use keel_vision::ProcessorFiles;
@@ -113,7 +113,8 @@ impl Running {
                 let text = match engine.vision() {
                     Some(vision) => {
                         let files = ProcessorFiles::read(&folder).expect("there");
-                        let viewer = Viewer::new(vision.clone(), &files, &text.tokenizer, PIXELS_MAX, 3);
+                        let viewer =
+                            ImagePreprocessor::new(vision.clone(), &files, &text.tokenizer, PIXELS_MAX, 3);
                         text.with_viewer(viewer.expect("right"))
                     }
                     None => text,

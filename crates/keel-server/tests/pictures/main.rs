@@ -403,7 +403,7 @@ fn after_many_pictures_nothing_is_left() {
     let pictures = server.app.engine.status().pictures;
     assert!(pictures.held_bytes == 0 && pictures.bytes <= pictures.bytes_max, "{pictures:?}");
     wait_for("requests give their memory back", || server.app.memory.used() == 0);
-    assert_eq!(server.app.engine.losses(), 0);
+    assert_eq!(server.app.engine.leaks(), 0);
     server.assert_all_is_back();
     server.drain();
     server.join();

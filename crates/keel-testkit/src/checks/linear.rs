@@ -1,7 +1,7 @@
 //! Matrix products, with weights and without, and the embedding.
 
 use super::share::is_mine;
-use super::{Check, FLOATS, download, eight_bits, expect, expect_within, layouts, rounded, upload};
+use super::{Check, FLOATS, download, expect, expect_within, fp8_prefill, layouts, rounded, upload};
 use crate::cases::quantized_matmul::weights;
 use crate::naive::elementwise;
 use crate::naive::matmul::{matmul, matmul_transposed};
@@ -28,7 +28,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "linear", run: affine::<1> },
     Check { op: "linear", run: affine::<2> },
     Check { op: "linear", run: wide },
-    Check { op: "linear", run: eight_bits::in_eight_bits },
+    Check { op: "linear", run: fp8_prefill::in_fp8 },
     Check { op: "linear", run: in_blocks::<0> },
     Check { op: "linear", run: in_blocks::<1> },
     Check { op: "linear", run: in_blocks::<2> },

@@ -5,10 +5,10 @@
 mod attention;
 mod chains;
 mod delta_cuts;
-mod eight_bits;
 mod elementwise;
 mod exchange;
 mod fast;
+mod fp8_prefill;
 mod indexing;
 mod layout;
 mod linear;

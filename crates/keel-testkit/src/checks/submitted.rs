@@ -52,12 +52,12 @@ fn places(run: PendingRun) -> Result<[u32; 3], String> {
 
 fn results_arrive_in_order(runtime: &Runtime) {
     let walk = Walk::new(runtime);
-    let (mut want, mut under_way) = ([0u32, 5, 16], None);
+    let (mut want, mut in_flight) = ([0u32, 5, 16], None);
     walk.at.write(&want).expect("three");
     for i in 0..40u32 {
         let offsets = [i % 2, i / 2 % 2, i / 4 % 2];
         let run = walk.submit(offsets);
-        if let Some(before) = under_way.replace(run) {
+        if let Some(before) = in_flight.replace(run) {
             assert_eq!(runtime.runs_under_way(), 2);
             assert_eq!(places(before), Ok(want), "run {}", i - 1);
         }
@@ -75,7 +75,7 @@ fn results_arrive_in_order(runtime: &Runtime) {
             _ => {}
         }
     }
-    assert_eq!(places(under_way.take().expect("the last")), Ok(want));
+    assert_eq!(places(in_flight.take().expect("the last")), Ok(want));
     assert_eq!(runtime.runs_under_way(), 0);
     // A run that is dropped without a wait has run, too.
     drop(walk.submit([0; 3]));

@@ -29,7 +29,7 @@ impl DeviceMemory for Bytes {
 
 /// The elements of an operand in row-major order, each as its bytes.
 fn elements(launch: &Launch<'_>, operand: &Operand) -> Vec<Vec<u8>> {
-    let Place { buffer, offset: start } = launch.resolve(operand.slot);
+    let Place { buffer, offset: start } = launch.resolve(operand.memory);
     let (bytes, layout, size) = (Bytes::of(buffer.memory()), &operand.layout, operand.dtype.size());
     let element = |i| {
         let index = index_of(&layout.shape, i);
@@ -71,7 +71,7 @@ pub fn store_floats(launch: &Launch<'_>, operand: &Operand, values: &[f64]) {
 /// Outputs are row-major and gap-free.
 fn store<T>(launch: &Launch<'_>, operand: &Operand, values: &[T], code: impl Fn(DType, &T) -> Vec<u8>) {
     assert_eq!(operand.layout.shape.elements(), values.len());
-    let Place { buffer, offset: start } = launch.resolve(operand.slot);
+    let Place { buffer, offset: start } = launch.resolve(operand.memory);
     let start = start + operand.layout.offset * operand.dtype.size();
     let coded: Vec<u8> = values.iter().flat_map(|x| code(operand.dtype, x)).collect();
     Bytes::of(buffer.memory())[start..start + coded.len()].copy_from_slice(&coded);

@@ -1,9 +1,9 @@
 //! Turns conversations into prompts with the chat template of the checkpoint.
 
-mod apart;
 mod engine;
 mod limits;
 mod python;
+mod render_process;
 mod request;
 mod source;
 mod time;
@@ -15,10 +15,10 @@ use std::path::Path;
 
 use minijinja::{Environment, ErrorKind, Value};
 
-use crate::guard::guarded_on_stack;
+use crate::panics::guarded_on_stack;
 use crate::{SpecialTokens, TextError, TextFiles};
 
-pub use apart::{MEMORY_BYTES as TEMPLATE_MEMORY_BYTES, render_apart, render_for_parent};
+pub use render_process::{MEMORY_BYTES as TEMPLATE_MEMORY_BYTES, render_for_parent, render_in_process};
 pub use request::{ChatRequest, Message};
 
 /// The text of the template for plain conversations, if there is one.
@@ -38,12 +38,12 @@ pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextE
 /// Blocks are trimmed as the reference implementation does.
 ///
 /// A template is an untrusted program: its size, its steps, its depth and its output are bounded. After
-/// [`render_apart`] its memory and its time are bounded, too.
+/// [`render_in_process`] its memory and its time are bounded, too.
 pub struct ChatTemplate(Renderer);
 
 enum Renderer {
     Here(Box<Here>),
-    Apart(apart::Apart),
+    Apart(render_process::RenderProcess),
 }
 
 /// The templates, rendered in this process.
@@ -102,8 +102,8 @@ impl ChatTemplate {
         for (name, text) in sources.named() {
             limits::check_source(name, text)?;
         }
-        if apart::is_set() {
-            return Ok(ChatTemplate(Renderer::Apart(apart::Apart::new(sources, special)?)));
+        if render_process::is_set() {
+            return Ok(ChatTemplate(Renderer::Apart(render_process::RenderProcess::new(sources, special)?)));
         }
         Ok(ChatTemplate(Renderer::Here(Box::new(Here::compile(&sources, special, usize::MAX)?))))
     }

@@ -2,9 +2,9 @@
 
 mod bpe;
 mod check;
-mod longest;
 mod model;
 mod read;
+mod token_byte_bound;
 
 use std::fmt;
 use std::path::Path;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::answer::SHOWN;
 use crate::cancel;
-use crate::guard::guarded;
+use crate::panics::catch_panics;
 use crate::special::eos_ids;
 use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
 
@@ -64,7 +64,7 @@ impl Tokenizer {
     pub fn new(files: &TextFiles<'_>) -> Result<Self, TextError> {
         let special = SpecialTokens::new(files)?;
         let mut eos_ids = eos_ids(files)?;
-        let parts = guarded("open the tokenizer", || {
+        let parts = catch_panics("open the tokenizer", || {
             read::read(&files.tokenizer.bytes)
                 .map_err(|reason| TextError::Tokenizer { file: files.tokenizer.name.clone(), reason })
         })?;
@@ -124,7 +124,7 @@ impl Tokenizer {
         if ids.iter().all(|&id| self.is_hidden(id, skip_special)) {
             return Ok(String::new());
         }
-        guarded("decode", || {
+        catch_panics("decode", || {
             self.shared
                 .parts
                 .inner
@@ -218,7 +218,7 @@ impl BosFix {
 
 /// Encodes as `tokenizer.json` alone specifies.
 fn encode_as_written(parts: &read::Parts, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-    guarded("encode", || {
+    catch_panics("encode", || {
         let encoding = parts.inner.encode_fast(text, add_special);
         // A cancelled encoding is incomplete.
         cancel::check()?;

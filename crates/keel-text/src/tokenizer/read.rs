@@ -11,8 +11,8 @@ use tokenizers::{
     PreTokenizerWrapper, TokenizerImpl,
 };
 
-use super::longest::Longest;
 use super::model::TextModel;
+use super::token_byte_bound::TokenByteBound;
 use super::{bpe, check};
 
 /// The library's steps around a model.
@@ -29,7 +29,7 @@ pub(super) struct Parts {
     /// The byte that a token such as `<0xE5>` stands for; empty unless the decoder knows such tokens.
     pub(super) byte_of: HashMap<u32, u8>,
     /// The most text that a token covers, if that is bounded.
-    pub(super) longest: Option<Longest>,
+    pub(super) longest: Option<TokenByteBound>,
 }
 
 #[derive(Deserialize)]
@@ -86,7 +86,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     let is_greedy = json.added_tokens.iter().any(|token| token.lstrip || token.rstrip);
     let added_bytes = json.added_tokens.iter().map(|token| token.content.len()).max().unwrap_or(0);
     let (normalizer, splits) = (json.normalizer.as_ref(), json.pre_tokenizer.as_ref());
-    let longest = Longest::new(normalizer, splits, json.post_processor.as_ref(), &model, added_bytes);
+    let longest = TokenByteBound::new(normalizer, splits, json.post_processor.as_ref(), &model, added_bytes);
     let longest = longest.filter(|_| !is_greedy);
     let mut inner = Steps::new(model);
     let normalizer: Option<NormalizerWrapper> = part("normalizer", json.normalizer)?;

@@ -18,7 +18,7 @@ mod scan;
 
 use scan::{HuffmanTable, Scan, decode_scan};
 
-use crate::{VisionError, patience};
+use crate::{VisionError, work_limit};
 
 /// Why decoding stopped.
 #[derive(Debug)]
@@ -124,7 +124,7 @@ pub(crate) fn decode(bytes: &[u8], pixels_max: u64) -> Result<Pixels, Stop> {
             0xee if body.starts_with(b"Adobe") => tables.adobe_transform = body.get(11).copied(),
             0xda => {
                 // A small file may have very many scans, each of which goes through the whole picture.
-                patience::check().map_err(Stop::Impatient)?;
+                work_limit::check().map_err(Stop::Impatient)?;
                 let frame = frame.as_mut().ok_or(Stop::Broken("a scan comes before its frame"))?;
                 let scan = tables.scan(frame, body)?;
                 at += decode_scan(frame, &scan, &bytes[at..])?;

@@ -128,7 +128,7 @@ impl EngineArgs {
             prefill_step: self.prefill_step,
             compute: match self.prefill_compute {
                 PrefillComputeArg::Auto => self.compute.into(),
-                PrefillComputeArg::EightBits => Compute::Prompts8,
+                PrefillComputeArg::EightBits => Compute::PrefillFp8,
             },
             kv: self.kv_bits,
             state: self.state_bits,

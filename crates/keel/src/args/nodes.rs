@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use clap::Args;
 use evenkeel::room_on_gpu;
 use keel_array::{Backend, Compute, Runtime};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, Others, Role, Survey};
-use keel_remote::{Cluster, DeviceFacts, Members, Opened, Opening, RemoteBackend};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, PeerProcesses, Role, Survey};
+use keel_remote::{Cluster, DeviceFacts, Members, OpenDevices, OpenRequest, RemoteBackend};
 use serde_json::{Value, json};
 
 use super::{Device, DeviceArgs, Member};
@@ -23,10 +23,10 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// The processes that share a model.
 #[derive(Clone, Debug, Default, Args)]
 pub struct NodeArgs {
-    /// Addresses of all processes that share the model, the same list for each, for example 10.0.0.1:7000,10.0.0.2:7000.
-    /// Usually each is on a machine of its own, and lists its own GPUs with --devices. Node 0 reads the model, leads and
-    /// serves; the others run keel serve with --node, and need no model. Whoever reaches a node's port can use its
-    /// GPUs, so use a network that you trust.
+    /// Addresses of all processes that share the model, the same list for each, for example
+    /// 10.0.0.1:7000,10.0.0.2:7000. Usually each is on a machine of its own, and lists its own GPUs with --devices.
+    /// Node 0 reads the model, leads and serves; the others run keel serve with --node, and need no model. Whoever
+    /// reaches a node's port can use its GPUs, so use a network that you trust.
     #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',', requires = "devices")]
     nodes: Vec<String>,
     /// The number of this process in --nodes.
@@ -136,7 +136,7 @@ impl Followers {
     }
 }
 
-impl Others for Followers {
+impl PeerProcesses for Followers {
     fn announce(&self, ids: &GroupIds) -> Result<(), String> {
         self.cluster()?.announce(&ids.to_bytes()).map_err(|error| error.to_string())
     }
@@ -155,7 +155,7 @@ impl Others for Followers {
 /// The leader, as a node's GPUs reach it.
 struct Leader(Arc<dyn Fn(usize) + Send + Sync>);
 
-impl Others for Leader {
+impl PeerProcesses for Leader {
     fn announce(&self, _ids: &GroupIds) -> Result<(), String> {
         Err("a node does not lead".into())
     }
@@ -224,8 +224,8 @@ pub fn facts(device: &DeviceArgs) -> Vec<DeviceFacts> {
 ///
 /// # Errors
 /// One sentence.
-pub fn open(device: &DeviceArgs, opening: Opening) -> Result<Opened, String> {
-    let Opening { size, shares, ranks, settings, abandon } = opening;
+pub fn open(device: &DeviceArgs, opening: OpenRequest) -> Result<OpenDevices, String> {
+    let OpenRequest { size, shares, ranks, settings, abandon } = opening;
     let is = |name: &str| settings.get(name).and_then(Value::as_bool).unwrap_or(false);
     let compute = if is("f32") { Compute::F32 } else { Compute::Auto };
     let members: &[Member] = device.split.members();
@@ -243,7 +243,7 @@ pub fn open(device: &DeviceArgs, opening: Opening) -> Result<Opened, String> {
         let backend = CudaBackend::new(&options).map_err(|error| format!("{}: {error}", member.name))?;
         runtimes.push(own.runtime_on(Arc::new(backend)));
     }
-    Ok(Opened { runtimes, members: Arc::new(Gpus(first)) })
+    Ok(OpenDevices { runtimes, members: Arc::new(Gpus(first)) })
 }
 
 fn groups(

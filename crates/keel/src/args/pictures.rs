@@ -7,7 +7,7 @@ use clap::Args;
 use keel_text::Message;
 use serde_json::json;
 
-use crate::sight::{Conversation, Origin, VideoFrames, VideoPart};
+use crate::vision::{Conversation, Origin, VideoFrames, VideoPart};
 
 /// Largest number of frames in a folder. Only hundreds of them are sampled.
 const FRAMES_MAX: usize = 65_536;
@@ -68,7 +68,7 @@ impl PictureArgs {
         if self.video_fps.is_some() {
             bail!("--video-fps is for folders of frames: a video file has its own frame rate");
         }
-        Ok(VideoFrames::Film(Origin::File(path.to_path_buf())))
+        Ok(VideoFrames::File(Origin::File(path.to_path_buf())))
     }
 }
 

@@ -39,7 +39,7 @@ pub struct PromptArgs {
 
 /// How a text is given to the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asking {
+pub enum PromptMode {
     /// In the chat template. It is an error if there is none.
     Template,
     /// In the chat template, if there is one.
@@ -58,15 +58,15 @@ impl PromptArgs {
     }
 
     /// How the text is given to the model.
-    pub fn asking(&self, is_built_in: bool) -> Asking {
+    pub fn asking(&self, is_built_in: bool) -> PromptMode {
         if self.raw {
-            Asking::Raw
+            PromptMode::Raw
         } else if self.chat || self.system.is_some() {
-            Asking::Template
+            PromptMode::Template
         } else if is_built_in {
-            Asking::Raw
+            PromptMode::Raw
         } else {
-            Asking::TemplateIfAny
+            PromptMode::TemplateIfAny
         }
     }
 

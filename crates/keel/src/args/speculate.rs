@@ -126,7 +126,7 @@ impl SpeculateArgs {
     }
 }
 
-/// How a server drafts. How many drafts it makes at most is `--drafts` of [`super::HoldingArgs`].
+/// How a server drafts. How many drafts it makes at most is `--drafts` of [`super::MemoryArgs`].
 #[derive(Clone, Debug, Default, Args)]
 pub struct DraftArgs {
     /// Make as many drafts as --drafts allows in each step, even if they do not pay.

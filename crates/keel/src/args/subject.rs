@@ -50,7 +50,7 @@ impl<'a> Subject<'a> {
             json: model.json.clone(),
             parameters: model.parameters(),
             quantised: model.is_quantised(),
-            sees: crate::sight::can_see(model),
+            sees: crate::vision::can_see(model),
             pooling: crate::pooling::of_model(model).unwrap_or_else(|error| {
                 tracing::warn!("embeddings will be those of the last token (see --pooling): {error:#}");
                 None

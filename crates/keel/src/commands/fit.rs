@@ -9,11 +9,11 @@ use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
 use crate::args::{
-    Device, DeviceArgs, EngineArgs, HoldingArgs, Split, Subject, SubjectArgs, count, parse_bytes, quoted,
+    Device, DeviceArgs, EngineArgs, MemoryArgs, Split, Subject, SubjectArgs, count, parse_bytes, quoted,
 };
 use crate::commands::serve::STEP_TOKENS_DEFAULT;
 use crate::failure::usage;
-use crate::holding::{self, Planner};
+use crate::server_plan::{self, Planner};
 use crate::{output, source};
 use evenkeel::ModelFiles;
 use evenkeel::human_bytes;
@@ -124,7 +124,7 @@ fn limit(args: &FitArgs) -> Result<u64> {
     if let Some(limit) = args.limit {
         return Ok(limit);
     }
-    match holding::room(&args.device, args.engine.options().compute) {
+    match server_plan::room(&args.device, args.engine.options().compute) {
         Some(room) => {
             tracing::info!("{} are {}", human_bytes(room.bytes), room.why);
             Ok(room.bytes)
@@ -273,11 +273,11 @@ impl Form<'_> {
 
     fn line_on(&self, args: &FitArgs, on: &DeviceArgs, is_quick: bool) -> Result<Line> {
         let Form { variant, kv, sequences, context } = *self;
-        let holding = HoldingArgs {
+        let holding = MemoryArgs {
             sequences: Some(sequences),
             context: Some(context),
             whole_contexts: true,
-            ..HoldingArgs::default()
+            ..MemoryArgs::default()
         };
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
         let planner = Planner::new(&holding, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;

@@ -10,16 +10,17 @@ use keel_text::{ChatTemplate, GenerationDefaults, Message};
 use serde_json::json;
 
 use crate::args::{
-    Asking, DeviceArgs, EngineArgs, FormArgs, ModelArgs, PictureArgs, PromptArgs, SamplingArgs, SpeculateArgs,
+    DeviceArgs, EngineArgs, FormArgs, ModelArgs, PictureArgs, PromptArgs, PromptMode, SamplingArgs,
+    SpeculateArgs,
 };
 use crate::failure::usage;
 use crate::report::{Memory, Timing};
-use crate::session::{self, Session, Settled, check_ids, close, settle_drafting};
-use crate::sight::{self, Prepared};
+use crate::session::{self, ResolvedOptions, Session, check_ids, close, resolve_drafting};
 use crate::speculation::SpeculationReport;
+use crate::vision::{self, Prepared};
 use crate::{output, progress};
-use evenkeel::How;
 use evenkeel::ModelFiles;
+use evenkeel::TokenOptions;
 use evenkeel::context_for;
 use evenkeel::{ModelText, TextStream};
 
@@ -66,7 +67,7 @@ pub struct GenerateArgs {
 
 /// The settings of a run, checked before the model is loaded.
 struct Course {
-    how: How,
+    how: TokenOptions,
     stream: Option<TextStream>,
 }
 
@@ -97,7 +98,7 @@ impl Course {
             .context("--stop")?;
         let form = match (args.form.read()?, text) {
             (None, _) => None,
-            (Some(source), Some(text)) => Some(text.form(model, &source, &prompt.ids)?),
+            (Some(source), Some(text)) => Some(text.grammar(model, &source, &prompt.ids)?),
             (Some(_), None) => {
                 return Err(usage("--schema and --grammar need a tokenizer, and this model has none"));
             }
@@ -112,7 +113,7 @@ impl Course {
         }
         let speculation = args.speculate.for_model(model, &args.device, &args.sampling)?;
         options.speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
-        Ok(Course { how: How { options, form }, stream })
+        Ok(Course { how: TokenOptions { options, grammar: form }, stream })
     }
 }
 
@@ -158,8 +159,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let mut course = Course::new(args, &model, text.as_ref(), &prompt)?;
     let how = &mut course.how.options;
     let options = EngineOptions { context, vision, ..args.engine.options() };
-    let Settled { options, speculation } =
-        settle_drafting(&args.device, &*model.parameters(), &model.json, options, how.speculation)?;
+    let ResolvedOptions { options, speculation } =
+        resolve_drafting(&args.device, &*model.parameters(), &model.json, options, how.speculation)?;
     how.speculation = speculation;
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
@@ -200,7 +201,7 @@ fn show_pictures(args: &GenerateArgs, model: &ModelFiles, text: Option<&ModelTex
     let text = text.context("a text needs a tokenizer")?;
     let written = args.prompt.read_text()?;
     let conversation = args.pictures.conversation(args.prompt.system.as_deref(), &written)?;
-    let pictures = sight::prepare(model, text, &conversation)?;
+    let pictures = vision::prepare(model, text, &conversation)?;
     Ok(Prompt { ids: pictures.tokens.clone(), echo: String::new(), pictures: Some(pictures) })
 }
 
@@ -224,9 +225,9 @@ fn encode(args: &GenerateArgs, text: &ModelText) -> Result<Prompt> {
 /// The chat template for the text, if one is used. Logs a line if the model has none.
 fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate>> {
     let template = match args.prompt.asking(args.model.model.is_none()) {
-        Asking::Raw => return Ok(None),
-        Asking::Template => Some(text.template()?),
-        Asking::TemplateIfAny => {
+        PromptMode::Raw => return Ok(None),
+        PromptMode::Template => Some(text.template()?),
+        PromptMode::TemplateIfAny => {
             text.find_template().context("--raw continues the text without the chat template")?
         }
     };
@@ -284,14 +285,14 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course:
 }
 
 /// Runs the prompt, with a progress bar.
-fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: How) -> Result<TokenIterator<'e>> {
-    let sight = match &prompt.pictures {
-        Some(pictures) => pictures.sight(&pictures.look(engine)?)?,
+fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: TokenOptions) -> Result<TokenIterator<'e>> {
+    let vision_inputs = match &prompt.pictures {
+        Some(pictures) => pictures.vision_inputs(&pictures.look(engine)?)?,
         None => None,
     };
     let bar = progress::tokens("prompt", prompt.ids.len());
     let mut sequence = engine.open()?;
-    sequence.look_at(sight);
+    sequence.set_vision_inputs(vision_inputs);
     let runtimes: Vec<_> = engine.runtimes().cloned().collect();
     let tokens = how.start(engine, sequence, &prompt.ids, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();

@@ -15,8 +15,8 @@ use keel_weights::{SafetensorsWriter, TensorSpec};
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
 use crate::failure::usage;
 use crate::output;
-use crate::session::{Session, check_ids, settle};
-use crate::sight::{self, Conversation, Prepared, Seen};
+use crate::session::{Session, check_ids, resolve_options};
+use crate::vision::{self, Conversation, EncodedMedia, Prepared};
 use evenkeel::ModelText;
 use evenkeel::context_for;
 
@@ -64,7 +64,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
         None => None,
         Some(path) => {
             let conversation = Conversation::read(path)?;
-            Some(sight::prepare(&model, &ModelText::open(&model)?, &conversation)?)
+            Some(vision::prepare(&model, &ModelText::open(&model)?, &conversation)?)
         }
     };
     let ids = match &prepared {
@@ -83,7 +83,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
         vision: prepared.as_ref().and_then(Prepared::vision_options),
         ..args.engine.options()
     };
-    let options = settle(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
+    let options = resolve_options(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let mut session = Session::load(&args.device, &model, options)?;
     let seen = prepared.as_ref().map(|prepared| prepared.look(&mut session.engine)).transpose()?;
     let shapes = write_logits(&mut session, &ids, prepared.as_ref().zip(seen.as_ref()), args)?;
@@ -94,7 +94,7 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
 fn write_logits(
     session: &mut Session,
     ids: &[u32],
-    seen: Option<(&Prepared, &Seen)>,
+    seen: Option<(&Prepared, &EncodedMedia)>,
     args: &LogitsArgs,
 ) -> Result<Vec<String>> {
     let vocab = session.engine.model().config.vocab;
@@ -109,7 +109,7 @@ fn write_logits(
     }
     let mut sequence = session.engine.open()?;
     if let Some((prepared, seen)) = seen {
-        sequence.look_at(prepared.sight(seen)?);
+        sequence.set_vision_inputs(prepared.vision_inputs(seen)?);
     }
     let mut writer = SafetensorsWriter::create(&args.out, &tensors, &BTreeMap::new())?;
     for Known { spec, bytes } in &known {
@@ -132,15 +132,15 @@ fn write_logits(
 }
 
 /// All tensors of the conversation except the logits.
-fn known_tensors(prepared: &Prepared, seen: &Seen) -> Result<Vec<Known>> {
+fn known_tensors(prepared: &Prepared, seen: &EncodedMedia) -> Result<Vec<Known>> {
     let mut known =
         vec![words("input_ids", vec![prepared.tokens.len()], prepared.tokens.iter().map(|&id| id as i32))];
     let Some(config) = &prepared.vision else { return Ok(known) };
-    let sight = prepared.sight(seen)?;
-    if let (Some(sight), TowerKind::Qwen { .. }) = (&sight, &config.kind) {
-        let axes = (0..3).flat_map(|axis| sight.positions.iter().map(move |place| place[axis]));
+    let vision_inputs = prepared.vision_inputs(seen)?;
+    if let (Some(vision_inputs), TowerKind::Qwen { .. }) = (&vision_inputs, &config.kind) {
+        let axes = (0..3).flat_map(|axis| vision_inputs.positions.iter().map(move |place| place[axis]));
         known.push(words("position_ids", vec![3, prepared.tokens.len()], axes));
-        known.push(words("rope_deltas", vec![1], [sight.delta]));
+        known.push(words("rope_deltas", vec![1], [vision_inputs.delta]));
     }
     for (i, image) in prepared.images.iter().enumerate() {
         known.push(bytes(&format!("resized_u8.{i}"), &[&image.resized], false));

@@ -12,15 +12,15 @@ use serde_json::{Value, json};
 use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, parse_bytes};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
-use crate::holding;
 use crate::output;
 use crate::report::{categories, devices_table, driver_json, plan_table};
-use crate::session::{self, Plans, settle_drafting};
-use crate::several::{self, DevicePlan};
+use crate::server_plan;
+use crate::session::{self, Plans, resolve_drafting};
+use crate::split_model::{self, DevicePlan};
 use evenkeel::DRIVER_ROOM_BYTES;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
-use evenkeel::{Room, on_host};
+use evenkeel::{FreeMemory, on_host};
 
 /// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
@@ -71,7 +71,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let drafts = args.speculate.wants_head() || holding.drafts.is_some_and(|drafts| drafts > 0);
     let subject = args.subject.subject(model.as_ref(), drafts)?;
     if is_server {
-        let held = holding::plan_server(&args.server, &subject)?;
+        let held = server_plan::plan_server(&args.server, &subject)?;
         if device.split.is_split() {
             let requests = Some(args.server.request_memory());
             return print_devices(args, &subject, held.options, requests, verbose);
@@ -90,7 +90,8 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let sequences = args.batch.unwrap_or(1);
     let speculation = args.speculate.for_subject(&subject, device, model.is_none())?;
     let options = EngineOptions { context, sequences, ..args.server.engine.options() };
-    let options = settle_drafting(device, &*subject.parameters, &subject.json, options, speculation)?.options;
+    let options =
+        resolve_drafting(device, &*subject.parameters, &subject.json, options, speculation)?.options;
     if device.split.is_split() {
         return print_devices(args, &subject, options, None, verbose);
     }
@@ -190,7 +191,7 @@ fn print_plan(args: &PlanArgs, plans: &Plans, options: EngineOptions, requests: 
         let bound = human_bytes(requests);
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
     }
-    if let Some(host) = Room::of_host() {
+    if let Some(host) = FreeMemory::of_host() {
         let tower = plans.tower.map_or(0, |tower| tower.total());
         let needed = on_host(&plans.model, device.device() != Device::Cpu) + tower;
         let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
@@ -216,8 +217,8 @@ fn print_devices(
         return Err(usage("--limit: what fits is told of one device; leave out --devices"));
     }
     let device = &args.server.device;
-    let plans = several::plan_devices(device, &*subject.parameters, &subject.json, options)?;
-    let mixture = several::mixture(device, &*subject.parameters, &subject.json, options)?;
+    let plans = split_model::plan_devices(device, &*subject.parameters, &subject.json, options)?;
+    let mixture = split_model::mixture(device, &*subject.parameters, &subject.json, options)?;
     let layers = |plan: &DevicePlan| plan.part.layers.clone();
     if args.json {
         let mut object = categories(&plans.iter().map(|plan| plan.planned).sum());

@@ -1,8 +1,8 @@
 //! `keel serve`: serves a model over HTTP.
 
+mod multi_model;
 mod named;
 mod node;
-mod several;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -19,16 +19,16 @@ use keel_server::{
 use keel_text::TextFiles;
 
 use crate::args::{
-    AccessArgs, DeviceArgs, DraftArgs, EngineArgs, HoldingArgs, PatienceArgs, ShapeArgs, Subject, TowerArgs,
+    AccessArgs, DeviceArgs, DraftArgs, EngineArgs, MemoryArgs, ShapeArgs, Subject, TimeoutArgs, TowerArgs,
     count, parse_bytes, seconds,
 };
 use crate::failure::usage;
-use crate::holding;
 use crate::logging::LogFormat;
+use crate::server_plan;
 use crate::session::{self, Session};
-use crate::sight;
 use crate::signals::Signals;
 use crate::source;
+use crate::vision;
 use evenkeel::ModelFiles;
 use evenkeel::human_bytes;
 use named::Named;
@@ -82,13 +82,13 @@ pub struct ServeOptions {
     #[command(flatten, next_help_heading = "Access")]
     access: AccessArgs,
     #[command(flatten, next_help_heading = "Memory")]
-    pub holding: HoldingArgs,
+    pub holding: MemoryArgs,
     #[command(flatten, next_help_heading = "Speculation")]
     drafts: DraftArgs,
     #[command(flatten, next_help_heading = "Requests")]
     requests: RequestArgs,
     #[command(flatten, next_help_heading = "Patience")]
-    patience: PatienceArgs,
+    patience: TimeoutArgs,
     #[command(flatten, next_help_heading = "Arithmetic")]
     pub engine: EngineArgs,
     #[command(flatten, next_help_heading = "Device")]
@@ -208,7 +208,7 @@ fn serve(args: &ServeArgs) -> Result<()> {
         }
         models => {
             options.device.split.refuse()?;
-            several::serve(options, models, mmproj)
+            multi_model::serve(options, models, mmproj)
         }
     }
 }
@@ -244,8 +244,8 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) 
         None => named::of(&model),
     };
     server_options.prefix_store = prefix_store(args, &model, None)?;
-    let options = holding::plan_server(args, &Subject::of(&model))?.options;
-    let text = with_eyes(text, args, &model, &options)?;
+    let options = server_plan::plan_server(args, &Subject::of(&model))?.options;
+    let text = with_image_preprocessor(text, args, &model, &options)?;
     listen(args, text, server_options, options, |device| {
         let session = Session::load(device, &model, options)?;
         session::close(model);
@@ -263,7 +263,7 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         let model = format!("{:?} {}{}", args.engine.options().compute, subject.json, shape.flags());
         server_options.prefix_store = Some(PrefixStore { folder: folder.clone(), model });
     }
-    let options = holding::plan_server(args, &subject)?.options;
+    let options = server_plan::plan_server(args, &subject)?.options;
     tracing::warn!(
         "the weights of {} are random: answers mean nothing, and texts are read and written in bytes",
         subject.name
@@ -333,14 +333,14 @@ async fn second_signal() {
 }
 
 /// The text side of a model that is shown pictures, if any are planned for.
-fn with_eyes(
+fn with_image_preprocessor(
     text: ModelText,
     args: &ServeOptions,
     model: &ModelFiles,
     options: &EngineOptions,
 ) -> Result<ModelText> {
     let Some(vision) = options.vision else { return Ok(text) };
-    let viewer = sight::viewer(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
+    let viewer = vision::viewer(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
     Ok(text.with_viewer(viewer))
 }
 

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::super::lower::Draft;
-use super::super::{Kernel, Slot};
+use super::super::{Kernel, OperandMemory};
 use crate::backend::Backend;
 
 pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
@@ -14,9 +14,9 @@ pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
     let mut mutated: Vec<usize> = Vec::new();
     for (reader, kernel) in draft.kernels.iter().enumerate() {
         for (n, input) in kernel.inputs.iter().enumerate() {
-            match input.slot {
-                Slot::Temp(t) => readers.entry(t).or_default().push((reader, n)),
-                Slot::External(e) if kernel.op.mutated_inputs().contains(&n) => mutated.push(e),
+            match input.memory {
+                OperandMemory::Temp(t) => readers.entry(t).or_default().push((reader, n)),
+                OperandMemory::External(e) if kernel.op.mutated_inputs().contains(&n) => mutated.push(e),
                 _ => {}
             }
         }
@@ -26,14 +26,17 @@ pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
     for i in 0..kernels.len() {
         let Some(producer) = kernels[i].take() else { continue };
         let places = match producer.outputs[..] {
-            [ref output] => match output.slot {
-                Slot::Temp(t) if draft.temps[t].output.is_none() => readers.get(&t),
+            [ref output] => match output.memory {
+                OperandMemory::Temp(t) if draft.temps[t].output.is_none() => readers.get(&t),
                 _ => None,
             },
             _ => None,
         };
         let stable = producer.op.mutated_inputs().is_empty()
-            && producer.reads().iter().all(|o| !matches!(o.slot, Slot::External(e) if mutated.contains(&e)));
+            && producer
+                .reads()
+                .iter()
+                .all(|o| !matches!(o.memory, OperandMemory::External(e) if mutated.contains(&e)));
         let taken = places.filter(|places| {
             stable
                 && places.iter().enumerate().all(|(n, &(reader, input))| {
@@ -47,7 +50,7 @@ pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
         };
         for &(reader, input) in taken {
             if let Some(reader) = &mut kernels[reader] {
-                reader.inputs[input].slot = Slot::Absorbed(reader.absorbed.len());
+                reader.inputs[input].memory = OperandMemory::Absorbed(reader.absorbed.len());
                 reader.absorbed.push(producer.clone());
             }
         }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::lower::{Draft, Temp};
-use super::super::{Kernel, Operand, Slot};
+use super::super::{Kernel, Operand, OperandMemory};
 use crate::DType;
 use crate::ops::{Fused, FusedStep, Op, Source};
 
@@ -15,9 +15,9 @@ pub(super) fn chain(draft: &mut Draft) {
     let mut mutated: Vec<usize> = Vec::new();
     for kernel in &draft.kernels {
         for (i, input) in kernel.inputs.iter().enumerate() {
-            match input.slot {
-                Slot::Temp(t) => *readers.entry(t).or_insert(0) += 1,
-                Slot::External(e) if kernel.op.mutated_inputs().contains(&i) => mutated.push(e),
+            match input.memory {
+                OperandMemory::Temp(t) => *readers.entry(t).or_insert(0) += 1,
+                OperandMemory::External(e) if kernel.op.mutated_inputs().contains(&i) => mutated.push(e),
                 _ => {}
             }
         }
@@ -26,14 +26,14 @@ pub(super) fn chain(draft: &mut Draft) {
     let mut kept: Vec<Option<Kernel>> = Vec::new();
     for kernel in draft.kernels.drain(..) {
         let mut kernel = kernel;
-        while let Some(Foldable { input, maker }) =
+        while let Some(Foldable { input, producer }) =
             foldable(&kernel, &kept, &producer, &readers, &draft.temps, &mutated)
         {
-            let Some(made) = kept[maker].take() else { break };
+            let Some(made) = kept[producer].take() else { break };
             kernel = fold(made, kernel, input);
         }
         for output in &kernel.outputs {
-            if let Slot::Temp(t) = output.slot {
+            if let OperandMemory::Temp(t) = output.memory {
                 producer.insert(t, kept.len());
             }
         }
@@ -45,7 +45,7 @@ pub(super) fn chain(draft: &mut Draft) {
 /// An input of a kernel, and the number of the kernel that computes it.
 struct Foldable {
     input: usize,
-    maker: usize,
+    producer: usize,
 }
 
 /// An input of `kernel` whose producer can be folded into it.
@@ -59,16 +59,19 @@ fn foldable(
 ) -> Option<Foldable> {
     let consumer = steps(kernel)?;
     kernel.inputs.iter().enumerate().find_map(|(i, input)| {
-        let Slot::Temp(t) = input.slot else { return None };
-        let maker = *producer.get(&t)?;
-        let made = kept[maker].as_ref()?;
+        let OperandMemory::Temp(t) = input.memory else { return None };
+        let producer = *producer.get(&t)?;
+        let made = kept[producer].as_ref()?;
         let made_steps = steps(made)?;
         let fits = consumer.len() + made_steps.len() <= Fused::STEPS_MAX
             && kernel.inputs.len() + made.inputs.len() - 1 <= Fused::INPUTS_MAX;
-        let stable = made.inputs.iter().all(|i| !matches!(i.slot, Slot::External(e) if mutated.contains(&e)));
+        let stable = made
+            .inputs
+            .iter()
+            .all(|i| !matches!(i.memory, OperandMemory::External(e) if mutated.contains(&e)));
         let alone = readers.get(&t) == Some(&1) && temps[t].output.is_none();
         (fits && stable && alone && input.layout == made.outputs[0].layout)
-            .then_some(Foldable { input: i, maker })
+            .then_some(Foldable { input: i, producer })
     })
 }
 

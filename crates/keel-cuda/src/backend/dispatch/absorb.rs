@@ -16,7 +16,7 @@ use super::elementwise::runs_by_four;
 use super::linear::{self, Biased, combination};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
-use keel_array::{DType, Kernel, Layout, Op, Operand, Regime, Slot, WeightSpec};
+use keel_array::{DType, Kernel, Layout, Op, Operand, OperandMemory, Regime, WeightSpec};
 
 /// Widest head that a product absorbs: one warp must have all tiles of a head.
 const HEAD_MAX: usize = 512;
@@ -43,7 +43,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             matches!(producer.op, Op::SwiGlu)
                 && producer.absorbed.is_empty()
                 && aligned
-                && matches!(x.slot, Slot::Temp(_))
+                && matches!(x.memory, OperandMemory::Temp(_))
         }
         (Op::SwiGlu, 0) => match &producer.op {
             Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
@@ -119,11 +119,11 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     };
     let read = producer.source(gate);
     // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
-    let strides = head_strides(&read.layout).filter(|_| matches!(read.slot, Slot::Temp(_)));
+    let strides = head_strides(&read.layout).filter(|_| matches!(read.memory, OperandMemory::Temp(_)));
     let aligned = strides.is_some_and(|(row, head)| row.is_multiple_of(4) && head.is_multiple_of(4));
     let x = &producer.inputs[0].layout;
     let columns: usize = read.layout.shape.iter().skip(1).product();
-    let plain = x.is_contiguous() && producer.maker(0).is_none() && columns == weight.cols;
+    let plain = x.is_contiguous() && producer.producer(0).is_none() && columns == weight.cols;
     fits && aligned && plain && read.layout.offset.is_multiple_of(4)
 }
 
@@ -133,14 +133,15 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
     // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
     let aligned = x.layout.row_stride(1).is_some_and(|stride| stride.is_multiple_of(4))
         && x.layout.offset.is_multiple_of(4)
-        && matches!(x.slot, Slot::Temp(_));
+        && matches!(x.memory, OperandMemory::Temp(_));
     let fits = match producer.op {
         Op::SwiGlu => aligned && producer.absorbed.is_empty(),
         Op::RmsNorm { .. } | Op::LayerNorm { .. } => aligned && weight.cols <= 4 * 1024,
         Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
             // What is large is an intermediate; what all rows share is a parameter.
-            let known =
-                |input: &Operand| matches!(input.slot, Slot::Temp(_)) || input.layout.row_stride(1).is_none();
+            let known = |input: &Operand| {
+                matches!(input.memory, OperandMemory::Temp(_)) || input.layout.row_stride(1).is_none()
+            };
             producer.absorbed.is_empty() && runs_by_four(producer) && producer.inputs.iter().all(known)
         }
         _ => false,
@@ -156,7 +157,7 @@ fn turns_whole_heads(producer: &Kernel) -> bool {
     };
     matches!(&producer.op, Op::Rope(spec) if x.layout.shape.last() == Some(&spec.rotary))
         && head_strides(&x.layout).is_some_and(aligned)
-        && matches!(x.slot, Slot::Temp(_))
+        && matches!(x.memory, OperandMemory::Temp(_))
 }
 
 fn copies_rows(producer: &Kernel) -> bool {

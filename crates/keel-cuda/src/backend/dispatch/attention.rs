@@ -1,20 +1,21 @@
 //! Attention over pages. New rows first go to their pages; then a block computes a tile of rows and heads against a
 //! share of the keys.
 
-mod many;
-mod shares;
+mod decode_persistent;
+mod kv_splits;
 
 use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
 use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::{Mode, Precision};
 use crate::kernels::{
-    ATTENTION, ATTENTION_ENTER, ATTENTION_MANY, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey, Source,
+    ATTENTION, ATTENTION_DECODE_PERSISTENT, ATTENTION_PREPARE, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey,
+    Source,
 };
-use crate::parameters::{Attend, AttentionEnter, AttentionMerge, KvWrite};
+use crate::parameters::{Attend, AttentionMerge, AttentionPrepare, KvWrite};
+use decode_persistent::{Capacity, Chunk, Walk, is_worthwhile};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
-use many::{Capacity, Chunk, Walk, is_worthwhile};
-use shares::{BLOCKS_WANTED, Shares, WIDE_TILE, shares};
+use kv_splits::{BLOCKS_WANTED, KvSplits, WIDE_TILE, shares};
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
@@ -24,7 +25,7 @@ const TILE: usize = 16;
 pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
-    let turned = kernel.maker(0).map_or(0, |_| turned_bytes(q));
+    let turned = kernel.producer(0).map_or(0, |_| turned_bytes(q));
     let count = if sees_later_keys(kernel) { 1 } else { shares(spec, q, kv_heads, table, mode).count };
     turned
         + match count {
@@ -59,14 +60,14 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     if task.runs() > 1 {
         return (0..task.runs()).try_for_each(|run| {
             task.write(run)?;
-            task.attend(q.address, run, Shares { count: 1, by_position: false }, 0)
+            task.attend(q.address, run, KvSplits { count: 1, by_position: false }, 0)
         });
     }
     let (mut queries, mut partial) = (q.address, call.scratch);
-    if call.maker(0).is_some() {
+    if call.producer(0).is_some() {
         (queries, partial) = (call.scratch, call.scratch + turned_bytes(&q.layout.shape) as u64);
     }
-    match [0, 1].map(|i| call.maker(i)) {
+    match [0, 1].map(|i| call.producer(i)) {
         [Some(q), Some(k)] if turn(q).rotates_as(&turn(k)) => task.enter(Some(q), Some(k), queries)?,
         [q, k] => {
             if q.is_some() {
@@ -82,7 +83,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         return Ok(());
     }
     let shares = match task.until() {
-        Some(_) => Shares { count: 1, by_position: false },
+        Some(_) => KvSplits { count: 1, by_position: false },
         None => shares(spec, &q.layout.shape, task.kv_heads, &table.layout.shape, call.mode),
     };
     task.attend(queries, 0, shares, partial)?;
@@ -111,28 +112,28 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
 }
 
 /// The rotation of queries or keys.
-struct Turn<'a> {
+struct RopeArgs<'a> {
     heads: &'a BoundKernel<'a>,
     spec: &'a RopeSpec,
     /// Weight and eps.
     norm: Option<(u64, f32)>,
 }
 
-fn turn<'a>(maker: &'a BoundKernel<'a>) -> Turn<'a> {
-    let (spec, norm) = match &maker.kernel.op {
+fn turn<'a>(producer: &'a BoundKernel<'a>) -> RopeArgs<'a> {
+    let (spec, norm) = match &producer.kernel.op {
         Op::Rope(spec) => (spec, None),
-        Op::NormRope { rope, eps } => (rope, Some((maker.inputs[3].address, eps.get()))),
+        Op::NormRope { rope, eps } => (rope, Some((producer.inputs[3].address, eps.get()))),
         op => unreachable!("{} is not absorbed by attention", op.name()),
     };
-    Turn { heads: maker, spec, norm }
+    RopeArgs { heads: producer, spec, norm }
 }
 
-impl Turn<'_> {
-    fn rotates_as(&self, other: &Turn<'_>) -> bool {
+impl RopeArgs<'_> {
+    fn rotates_as(&self, other: &RopeArgs<'_>) -> bool {
         self.spec == other.spec && self.norm.is_some() == other.norm.is_some()
     }
 
-    /// `Turn` of the source.
+    /// `RopeArgs` of the source.
     fn words(&self) -> [u64; 4] {
         let (weight, eps) = self.norm.unwrap_or((0, 0.0));
         let [positions, inverse] = [1, 2].map(|i| self.heads.inputs[i].address);
@@ -141,9 +142,10 @@ impl Turn<'_> {
 }
 
 /// `Heads` of the source: address, and the distances of rows and heads.
-fn heads(maker: &BoundKernel<'_>) -> [u64; 3] {
-    let x = maker.strided(0);
-    let (row, head) = if maker.maker(0).is_some() { x.head_strides() } else { (x.row_stride(2), x.width()) };
+fn heads(producer: &BoundKernel<'_>) -> [u64; 3] {
+    let x = producer.strided(0);
+    let (row, head) =
+        if producer.producer(0).is_some() { x.head_strides() } else { (x.row_stride(2), x.width()) };
     [x.address, row as u64, head as u64]
 }
 
@@ -233,7 +235,7 @@ impl<'a> Task<'a> {
             unreachable!("eight operands")
         };
         let (turned_q, turned_k) = (q.unwrap_or(any), k.unwrap_or(any));
-        let parameters = AttentionEnter {
+        let parameters = AttentionPrepare {
             q: heads(turned_q),
             k: heads(turned_k),
             v: [v.address, v.row_stride(2) as u64, self.size as u64],
@@ -254,10 +256,10 @@ impl<'a> Task<'a> {
         let taken =
             if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
         let (entry, blocks, early) = match self.spec.regime {
-            Regime::Decode => ("attention_enter", (self.rows * taken).div_ceil(4), early),
-            Regime::Prefill => ("attention_enter_rows", self.rows, false),
+            Regime::Decode => ("attention_prepare", (self.rows * taken).div_ceil(4), early),
+            Regime::Prefill => ("attention_prepare_rows", self.rows, false),
         };
-        let key = KernelKey::new(ATTENTION_ENTER, entry)
+        let key = KernelKey::new(ATTENTION_PREPARE, entry)
             .define("H", self.heads)
             .define("KV", self.kv_heads)
             .define("D", self.size)
@@ -293,7 +295,7 @@ impl<'a> Task<'a> {
     }
 
     /// Attends the rows of a run: to y, or to `partial` if there are several shares.
-    fn attend(&self, queries: u64, run: usize, shares: Shares, partial: u64) -> Result<(), ArrayError> {
+    fn attend(&self, queries: u64, run: usize, shares: KvSplits, partial: u64) -> Result<(), ArrayError> {
         let [_, _, _, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
@@ -392,7 +394,7 @@ impl<'a> Task<'a> {
                 block: (32 * walk.warps, 1, 1),
                 shared_bytes: walk.shared_bytes,
             };
-            let key = walk.constants(self.key(ATTENTION_MANY, "attention_many"));
+            let key = walk.constants(self.key(ATTENTION_DECODE_PERSISTENT, "attention_decode_persistent"));
             return (key.define("EARLY", u8::from(self.keeps_keys())), geometry);
         }
         let chunk = Chunk { size: self.size, bits: self.coded_bits() };

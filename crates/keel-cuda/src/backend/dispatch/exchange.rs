@@ -12,7 +12,7 @@ use crate::backend::group::{CudaGroup, OneShot};
 use crate::driver::{Arguments, Communicator, ONE_SHOT_THREADS, driver, one_shot_blocks};
 use crate::error::Result;
 use crate::kernels::{EXCHANGE, KernelKey};
-use crate::parameters::OneShotSum;
+use crate::parameters::OneShotAllReduce;
 use keel_array::{ArrayError, Kernel, Op, Peers};
 
 /// Whether the arrays of these devices are added by rank here.
@@ -80,7 +80,7 @@ fn add_in_one_shot(call: &Call<'_>, one_shot: &OneShot) -> Result<(), ArrayError
     let n = call.inputs[0].len();
     let blocks = one_shot_blocks(n);
     let geometry = Geometry { grid: (blocks, 1, 1), block: (ONE_SHOT_THREADS, 1, 1), shared_bytes: 0 };
-    let parameters = OneShotSum {
+    let parameters = OneShotAllReduce {
         x: call.inputs[0].address,
         y: call.outputs[0].address,
         n,

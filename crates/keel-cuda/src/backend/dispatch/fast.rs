@@ -94,7 +94,7 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
     const WARPS: usize = 4;
     let (x, y) = (call.strided(0), &call.outputs[0]);
     let (tokens, heads) = (x.layout.shape[0], x.layout.shape[1]);
-    let (stride, head_stride) = match call.maker(0) {
+    let (stride, head_stride) = match call.producer(0) {
         Some(_) => x.head_strides(),
         None => (x.row_stride(2), x.width()),
     };

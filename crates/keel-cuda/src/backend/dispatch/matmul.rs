@@ -14,7 +14,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::Linear { weight, residual } => linear::linear(weight, residual.then(|| &call.inputs[2]), call),
         Op::GatherLinear { weight } => linear::gather(weight, call),
         Op::RouteTopK { k, normalise } => route_top_k(*k, *normalise, call),
-        Op::CombineExperts { .. } if call.maker(0).is_some() => linear::combination::combine(call, None),
+        Op::CombineExperts { .. } if call.producer(0).is_some() => linear::combination::combine(call, None),
         Op::CombineExperts { shared } => combine_experts(*shared, call),
         op => unreachable!("{} is no matrix product", op.name()),
     }

@@ -43,7 +43,7 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         | Op::LayerNorm { .. } => reduce::run(call),
         Op::Sample => sample::run(call),
         Op::Take | Op::TakeAlong | Op::Embedding { .. } => indexing::run(call),
-        Op::SwiGlu if call.maker(0).is_some() => linear::gated_linear(call),
+        Op::SwiGlu if call.producer(0).is_some() => linear::gated_linear(call),
         Op::RmsNorm { .. }
         | Op::AddRmsNorm { .. }
         | Op::GatedRmsNorm { .. }

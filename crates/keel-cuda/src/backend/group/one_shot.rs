@@ -3,7 +3,7 @@
 use super::CudaGroup;
 use crate::driver::{Device, MAILBOXES_MAX, Mailboxes, ONE_SHOT_BYTES_MAX, ONE_SHOT_GROUPS, mailbox_bytes};
 use crate::error::Result;
-use crate::kernels::{KernelKey, ONE_SHOT_SUM};
+use crate::kernels::{KernelKey, ONE_SHOT_ALL_REDUCE};
 use keel_array::Peers;
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ impl CudaGroup {
     /// many, or of several processes.
     pub(in crate::backend) fn one_shot_kernel(&self) -> Option<KernelKey> {
         let key = || {
-            KernelKey::new(ONE_SHOT_SUM, "one_shot_sum")
+            KernelKey::new(ONE_SHOT_ALL_REDUCE, "one_shot_all_reduce")
                 .define("COUNT", self.shares)
                 .define("GROUPS", ONE_SHOT_GROUPS)
                 .define("SHARED_GPU", u8::from(self.shared.may_share_a_gpu))

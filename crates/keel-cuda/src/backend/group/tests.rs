@@ -16,7 +16,7 @@ impl Told {
     }
 }
 
-impl Others for Told {
+impl PeerProcesses for Told {
     fn announce(&self, _: &GroupIds) -> Result<(), String> {
         self.announced.fetch_add(1, Ordering::Relaxed);
         Ok(())

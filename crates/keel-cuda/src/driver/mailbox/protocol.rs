@@ -1,7 +1,7 @@
-//! The protocol of `one_shot_sum.cu` for one thread, in every order in which devices can take their steps.
+//! The protocol of `one_shot_all_reduce.cu` for one thread, in every order in which devices can take their steps.
 //!
-//! This model assumes sequentially consistent memory. `one_shot_sum.cu` explains why the ends of launches order the
-//! accesses.
+//! This model assumes sequentially consistent memory. `one_shot_all_reduce.cu` explains why the ends of launches order
+//! the accesses.
 
 use super::PARITIES;
 use std::collections::HashSet;

@@ -32,7 +32,7 @@ impl Drawing {
     pub fn steps(self, engine: &mut Engine, sequences: &mut [SequenceCache], ids: &[u32]) -> Result<()> {
         let mut all: Vec<&mut SequenceCache> = sequences.iter_mut().collect();
         let draws = vec![self.draw(engine); all.len()];
-        if engine.groups(all.len()) > 1 {
+        if engine.microbatches(all.len()) > 1 {
             return self.steps_in_groups(engine, &mut all, ids);
         }
         match draws.iter().copied().collect::<Option<Vec<Draw>>>() {
@@ -58,15 +58,15 @@ impl Drawing {
         ids: &[u32],
     ) -> Result<()> {
         let (draw, by_host) = (self.draw(engine), self == Drawing::Host);
-        let size = sequences.len().div_ceil(engine.groups(sequences.len()));
+        let size = sequences.len().div_ceil(engine.microbatches(sequences.len()));
         let groups = sequences.len().div_ceil(size);
-        let mut under_way = VecDeque::new();
+        let mut in_flight = VecDeque::new();
         let all = ids.iter().flat_map(|id| (0..groups).map(move |group| (*id, group)));
         // The steps of each group that are left at the end are only taken.
         for step in all.map(Some).chain(std::iter::repeat_n(None, groups)) {
-            let (first, is_full) = (under_way.front().copied(), under_way.len() == groups);
+            let (first, is_full) = (in_flight.front().copied(), in_flight.len() == groups);
             if let Some((ticket, group)) = first.filter(|_| is_full || step.is_none()) {
-                under_way.pop_front();
+                in_flight.pop_front();
                 engine.take(ticket)?;
                 let taken = group_of(sequences, group, size);
                 taken.iter_mut().for_each(|sequence| sequence.advance(1));
@@ -78,7 +78,7 @@ impl Drawing {
             let work = group_of(sequences, group, size).iter_mut();
             let work =
                 work.map(|sequence| Work { sequence, ahead: 0, rows: WorkRows::Token(id), draw, by_host });
-            under_way.push_back((engine.submit(&mut work.collect::<Vec<_>>())?, group));
+            in_flight.push_back((engine.submit(&mut work.collect::<Vec<_>>())?, group));
         }
         Ok(())
     }
@@ -117,18 +117,18 @@ pub fn run_ahead(
     draws: &[Draw],
     mut take: impl FnMut(&[u32]),
 ) -> Result<()> {
-    let mut under_way = VecDeque::new();
+    let mut in_flight = VecDeque::new();
     for step in 0..steps {
         let wanted = steps.min(step + 2);
-        while step + under_way.len() < wanted {
-            let ahead = under_way.len();
+        while step + in_flight.len() < wanted {
+            let ahead = in_flight.len();
             let work = sequences.iter_mut().zip(draws).enumerate().map(|(i, (sequence, draw))| {
                 let rows = if step + ahead == 0 { WorkRows::Token(first[i]) } else { WorkRows::Drawn(i) };
                 Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
             });
-            under_way.push_back(engine.submit(&mut work.collect::<Vec<_>>())?);
+            in_flight.push_back(engine.submit(&mut work.collect::<Vec<_>>())?);
         }
-        let Some(ticket) = under_way.pop_front() else { break };
+        let Some(ticket) = in_flight.pop_front() else { break };
         let drawn = engine.take(ticket)?;
         sequences.iter_mut().for_each(|sequence| sequence.advance(1));
         take(&drawn.into_iter().flatten().collect::<Vec<u32>>());

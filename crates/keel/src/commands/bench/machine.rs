@@ -58,8 +58,8 @@ impl Machine {
         }
     }
 
-    /// Several such GPUs. Those that share layers read their weights at the same time. The stages of a pipeline read one
-    /// after the other for a token, but compute at the same time for a prompt.
+    /// Several such GPUs. Those that share layers read their weights at the same time. The stages of a pipeline read
+    /// one after the other for a token, but compute at the same time for a prompt.
     fn together(self, count: usize, shares: usize) -> Machine {
         if count == 1 {
             return self;
@@ -104,7 +104,7 @@ impl Machine {
     pub fn peak_of(&self, compute: Compute, quantised: bool) -> Option<f64> {
         match compute {
             Compute::F32 => self.f32_fma,
-            Compute::Auto | Compute::Prompts8 if quantised => {
+            Compute::Auto | Compute::PrefillFp8 if quantised => {
                 self.int8_dot.or(self.bf16_dot).or(self.f32_fma)
             }
             _ => self.bf16_dot.or(self.f32_fma),

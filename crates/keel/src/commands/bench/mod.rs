@@ -22,7 +22,7 @@ use crate::args::{Device, DeviceArgs, EngineArgs, SpeculateArgs, Subject, Subjec
 use crate::failure::usage;
 use crate::output;
 use crate::report::Memory;
-use crate::session::{self, Session, Settled, settle_drafting};
+use crate::session::{self, ResolvedOptions, Session, resolve_drafting};
 use cost::Cost;
 use drawing::Drawing;
 use evenkeel::context_for;
@@ -114,8 +114,8 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let context = context_for(&subject.config, tokens).context("--prompt and --gen")?;
     let speculation = args.speculate.for_subject(&subject, &args.device, model.is_none())?;
     let options = EngineOptions { context, sequences: args.batch.into(), ..args.engine.options() };
-    let Settled { options, speculation } =
-        settle_drafting(&args.device, &*subject.parameters, &subject.json, options, speculation)?;
+    let ResolvedOptions { options, speculation } =
+        resolve_drafting(&args.device, &*subject.parameters, &subject.json, options, speculation)?;
     let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use super::interrupt::Interrupt;
 use super::settings::Settings;
 use crate::session::{self, Session};
-use crate::sight::{Glance, Lens, Shown};
 use crate::speculation::SpeculationReport;
+use crate::vision::{ChatImages, EncodedImage, PromptWithImages};
 use crate::{input, output, progress};
-use evenkeel::How;
+use evenkeel::TokenOptions;
 use evenkeel::{ModelText, TextStream};
 
 /// How answers start and end, for the whole conversation.
@@ -32,11 +32,11 @@ pub struct Conversation {
     pub session: Session,
     manner: Manner,
     text: ModelText,
-    lens: Option<Lens>,
+    lens: Option<ChatImages>,
     template: ChatTemplate,
     interrupt: Interrupt,
     /// The pictures of the messages in order, then those of the next turn.
-    glances: Vec<Glance>,
+    glances: Vec<EncodedImage>,
     messages: Vec<Message>,
     /// Number of earlier answers to the last turn. Each answer has a different seed.
     retries: u64,
@@ -50,7 +50,7 @@ impl Conversation {
     pub fn new(
         session: Session,
         text: ModelText,
-        lens: Option<Lens>,
+        lens: Option<ChatImages>,
         template: ChatTemplate,
         manner: Manner,
         settings: Settings,
@@ -102,7 +102,7 @@ impl Conversation {
     /// Shows the model a picture with the next turn. Returns what was shown, in words.
     ///
     /// # Errors
-    /// A conversation without eyes; a file that cannot be read or shown.
+    /// A conversation without a vision tower; a file that cannot be read or shown.
     pub fn show(&mut self, file: &str) -> Result<String> {
         if file.is_empty() {
             bail!("/image needs the name of a file");
@@ -217,27 +217,27 @@ impl Conversation {
         output::line("")
     }
 
-    fn encode(&self) -> Result<Shown> {
+    fn encode(&self) -> Result<PromptWithImages> {
         match &self.lens {
             Some(lens) => lens.encode(&self.text, &self.template, &self.messages, &self.glances),
             None => {
                 let tokens = self.text.encode_chat(&self.template, &self.messages)?;
-                Ok(Shown { key: tokens.clone(), tokens, sight: None })
+                Ok(PromptWithImages { key: tokens.clone(), tokens, vision_inputs: None })
             }
         }
     }
 
     /// Runs the part of the prompt that the cache lacks, then draws the answer. Ctrl-C ends the answer.
-    fn answer(&mut self, shown: Shown) -> Result<String> {
+    fn answer(&mut self, shown: PromptWithImages) -> Result<String> {
         self.interrupt.take();
         let mut sequence = match self.cached.take() {
             Some(sequence) => sequence,
             None => self.session.engine.open()?,
         };
-        let Shown { tokens: prompt, key, sight } = shown;
+        let PromptWithImages { tokens: prompt, key, vision_inputs } = shown;
         let common = common_len(&self.cached_ids, &key) / PREFILL_GRID * PREFILL_GRID;
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
-        sequence.look_at(sight);
+        sequence.set_vision_inputs(vision_inputs);
         tracing::debug!("{at} of {} tokens are in the cache", prompt.len());
         let mut sampler = self.settings.sampler.clone();
         sampler.seed = sampler.seed.wrapping_add(self.retries);
@@ -252,7 +252,7 @@ impl Conversation {
             disposable: true,
         };
         let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
-        let how = How { options, form: None };
+        let how = TokenOptions { options, grammar: None };
         let bar = progress::tokens("prompt", prompt.len());
         let runtimes: Vec<_> = self.session.engine.runtimes().cloned().collect();
         let tokens = how.start(&mut self.session.engine, sequence, &prompt[at..], &mut |done| {

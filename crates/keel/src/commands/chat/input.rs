@@ -9,7 +9,11 @@ pub const COMMANDS: [(&str, &str, &str); 14] = [
         "[NAME VALUE]",
         "temperature, top-p, top-k, min-p, seed, max-tokens, repetition-penalty; without, shows them",
     ),
-    ("/image", "FILE", "shows the model a picture with the next turn; keel chat --images loads its eyes"),
+    (
+        "/image",
+        "FILE",
+        "shows the model a picture with the next turn; keel chat --images loads its vision tower",
+    ),
     ("/retry", "", "answers the last turn anew, with another seed"),
     ("/undo", "", "forgets the last turn and its answer"),
     ("/reset", "", "forgets the conversation"),

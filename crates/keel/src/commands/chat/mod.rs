@@ -15,9 +15,9 @@ use keel_engine::EngineOptions;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs};
 use crate::output;
-use crate::session::{Session, Settled, close, settle_drafting};
-use crate::sight::Lens;
+use crate::session::{ResolvedOptions, Session, close, resolve_drafting};
 use crate::speculation::SpeculationReport;
+use crate::vision::ChatImages;
 use conversation::{Conversation, Manner};
 use evenkeel::context_for;
 use evenkeel::{ModelText, TextStream};
@@ -67,14 +67,14 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let model = args.model.open()?;
     let text = ModelText::open(&model)?;
     let template = text.template().context("use keel generate --raw")?;
-    let lens = if args.images { Some(Lens::open(&model, &text).context("--images")?) } else { None };
-    let vision = lens.as_ref().map(Lens::options);
+    let lens = if args.images { Some(ChatImages::open(&model, &text).context("--images")?) } else { None };
+    let vision = lens.as_ref().map(ChatImages::options);
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
     let speculation = args.speculate.for_model(&model, &args.device, &args.sampling)?;
     let options = EngineOptions { context, checkpoints: CHECKPOINTS, vision, ..args.engine.options() };
-    let Settled { options, speculation } =
-        settle_drafting(&args.device, &*model.parameters(), &model.json, options, speculation)?;
+    let ResolvedOptions { options, speculation } =
+        resolve_drafting(&args.device, &*model.parameters(), &model.json, options, speculation)?;
     let settings =
         Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
     TextStream::new(&text.tokenizer, &args.sampling.stop).context("--stop")?;

@@ -69,8 +69,8 @@ pub struct Reloads {
 }
 
 impl Reloads {
-    /// After a server has ended with this outcome: waits until all nodes are there again. False if there is nothing to wait
-    /// for: no node was lost, or a signal has come.
+    /// After a server has ended with this outcome: waits until all nodes are there again. False if there is nothing to
+    /// wait for: no node was lost, or a signal has come.
     pub fn meet_again(&mut self, split: &mut SplitArgs, outcome: &Result<()>) -> bool {
         let Some(signals) = split.nodes.signals.clone() else { return false };
         let error = outcome.as_ref().err();

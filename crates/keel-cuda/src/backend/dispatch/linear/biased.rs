@@ -56,7 +56,7 @@ impl Biased {
 
 /// Runs a chain that has absorbed a product.
 pub(in crate::backend::dispatch) fn biased_linear(call: &Call<'_>) -> Result<(), ArrayError> {
-    let absorbed = (0..call.inputs.len()).find_map(|i| Some((i, call.maker(i)?)));
+    let absorbed = (0..call.inputs.len()).find_map(|i| Some((i, call.producer(i)?)));
     let Some((number, product)) = absorbed else { unreachable!("a product was absorbed") };
     let Op::Linear { weight, .. } = &product.kernel.op else {
         unreachable!("{} is no product with a weight", product.kernel.op.name())

@@ -1,9 +1,9 @@
 //! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch, or to 8 bits
-//! (`eight_bits.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
+//! (`fp8_prefill.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry, elementwise};
-use super::eight_bits::{self, EightPlaces, EightScratch};
 use super::exact::exact_tiled;
+use super::fp8_prefill::{self, Fp8Places, Fp8Scratch};
 use super::half::absorbed_to_half;
 use super::{at_row, col_tiles, packed, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
@@ -34,7 +34,7 @@ pub(super) struct BlasScratch {
     w: usize,
     last: usize,
     /// What a product in 8 bits has in addition.
-    eight: EightScratch,
+    eight: Fp8Scratch,
     pub end: usize,
 }
 
@@ -51,8 +51,8 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
             false if is_padded => rows * padded * size_of::<f32>(),
             false => 0,
         };
-    let eight = EightScratch::new(weight, rows, end);
-    let end = if eight_bits::is_tried(weight, in_blocks) { eight.end } else { end };
+    let eight = Fp8Scratch::new(weight, rows, end);
+    let end = if fp8_prefill::is_tried(weight, in_blocks) { eight.end } else { end };
     BlasScratch { x, w, last, eight, end: end + BLAS_ALIGN }
 }
 
@@ -93,8 +93,8 @@ fn to_half(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let form = HalfForm::Rows { is_bf16: factors(weight) == FactorType::Bf16 };
-    if let Some(maker) = call.maker(0) {
-        return absorbed_to_half(maker, weight, rows, to, form, call);
+    if let Some(producer) = call.producer(0) {
+        return absorbed_to_half(producer, weight, rows, to, form, call);
     }
     // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
     let pairs = (rows * weight.cols).div_ceil(2);
@@ -126,9 +126,9 @@ pub(super) fn through_blas(
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
-    if eight_bits::is_tried(weight, in_blocks) {
-        let places = EightPlaces { half: x, w: own + scratch.w as u64, scratch: &scratch.eight };
-        if eight_bits::multiply(weight, rows, accumulate, places, own, call)? {
+    if fp8_prefill::is_tried(weight, in_blocks) {
+        let places = Fp8Places { half: x, w: own + scratch.w as u64, scratch: &scratch.eight };
+        if fp8_prefill::multiply(weight, rows, accumulate, places, own, call)? {
             return Ok(());
         }
     }
@@ -164,7 +164,7 @@ pub(super) fn through_blas(
             let arguments = Arguments::default().pointer(to).pointer(y.address);
             call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), arguments)
         }
-        Err(error) if call.maker(0).is_some() => Err(in_op(error)),
+        Err(error) if call.producer(0).is_some() => Err(in_op(error)),
         // If the library refuses a product, our own kernel multiplies, more slowly.
         Err(error) => {
             tracing::debug!("{error}; multiplied without cuBLASLt");

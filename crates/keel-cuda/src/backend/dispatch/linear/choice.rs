@@ -16,33 +16,33 @@ const PANEL_ROWS_MAX_WITH_PROMPTS_8: usize = 256;
 
 /// The quantity that selects the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::backend::dispatch) enum Choice {
+pub(in crate::backend::dispatch) enum SelectBy {
     /// The number of rows.
     Rows,
     /// The regime alone.
     Regime(Regime),
 }
 
-impl Choice {
+impl SelectBy {
     /// The choice for a kernel. A program without a regime is not a step of decoding.
-    pub fn of(kernel: &Kernel, mode: Mode) -> Choice {
+    pub fn of(kernel: &Kernel, mode: Mode) -> SelectBy {
         match mode.deterministic {
-            false => Choice::Rows,
-            true => Choice::Regime(kernel.regime.unwrap_or(Regime::Prefill)),
+            false => SelectBy::Rows,
+            true => SelectBy::Regime(kernel.regime.unwrap_or(Regime::Prefill)),
         }
     }
 
     fn is_few(self, rows: usize) -> bool {
         match self {
-            Choice::Rows => rows <= FEW_ROWS,
-            Choice::Regime(regime) => regime == Regime::Decode,
+            SelectBy::Rows => rows <= FEW_ROWS,
+            SelectBy::Regime(regime) => regime == Regime::Decode,
         }
     }
 }
 
 /// How a product is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum LinearKernel {
     /// `exact_rows`, [`FEW_ROWS`] at a time.
     ExactRows,
     /// `exact_tiled`.
@@ -56,27 +56,32 @@ pub(super) enum Way {
 }
 
 /// How a product is run on a device with or without Hopper's matrix instructions.
-pub(super) fn way(weight: &WeightSpec, rows: usize, choice: Choice, has_wgmma: bool) -> Way {
+pub(super) fn linear_kernel(
+    weight: &WeightSpec,
+    rows: usize,
+    choice: SelectBy,
+    has_wgmma: bool,
+) -> LinearKernel {
     let few = choice.is_few(rows);
     match (arithmetic(weight), choice) {
-        (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => Way::ExactRows,
-        (Arithmetic::Exact, _) => Way::ExactTiled,
-        (Arithmetic::Codes | Arithmetic::Half, _) if few => Way::FewRows,
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Rows)
+        (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => LinearKernel::ExactRows,
+        (Arithmetic::Exact, _) => LinearKernel::ExactTiled,
+        (Arithmetic::Codes | Arithmetic::Half, _) if few => LinearKernel::FewRows,
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Rows)
             if has_wgmma && rows <= panel_rows_max(weight) =>
         {
-            Way::Panels { parts: parts(weight, rows) }
+            LinearKernel::Panels { parts: parts(weight, rows) }
         }
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, Choice::Regime(_)) if has_wgmma => {
-            Way::Panels { parts: 1 }
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Regime(_)) if has_wgmma => {
+            LinearKernel::Panels { parts: 1 }
         }
-        (_, choice) => Way::Blas { in_blocks: choice != Choice::Rows },
+        (_, choice) => LinearKernel::Blas { in_blocks: choice != SelectBy::Rows },
     }
 }
 
 fn panel_rows_max(weight: &WeightSpec) -> usize {
     match (weight.compute, weight.format) {
-        (Compute::Prompts8, _) => PANEL_ROWS_MAX_WITH_PROMPTS_8,
+        (Compute::PrefillFp8, _) => PANEL_ROWS_MAX_WITH_PROMPTS_8,
         (_, WeightFormat::Affine { bits: 4, .. }) => PANEL_ROWS_MAX_OF_4_BITS,
         _ => PANEL_ROWS_MAX,
     }
@@ -87,10 +92,10 @@ fn panel_rows_max(weight: &WeightSpec) -> usize {
 pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let in_half = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
-        Way::Blas { in_blocks } => !in_blocks,
-        Way::Panels { .. } => !mode.deterministic,
-        Way::ExactRows | Way::ExactTiled | Way::FewRows => false,
+    let in_half = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
+        LinearKernel::Blas { in_blocks } => !in_blocks,
+        LinearKernel::Panels { .. } => !mode.deterministic,
+        LinearKernel::ExactRows | LinearKernel::ExactTiled | LinearKernel::FewRows => false,
     };
     [false, true].into_iter().all(in_half)
         && !splits_x(weight)
@@ -116,7 +121,7 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
 ) -> bool {
     let rows = kernel.inputs[2].layout.shape.elements();
     matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::WidenedCodes)
-        && takes_groups(weight, rows, Choice::of(kernel, mode))
+        && takes_groups(weight, rows, SelectBy::of(kernel, mode))
 }
 
 /// The most experts by which rows are sorted. `group_rows` has shared memory for 512 counts.
@@ -124,10 +129,10 @@ const GROUPED_EXPERTS_MAX: usize = 512;
 
 /// Whether rows with an expert each are sorted by expert and multiplied together, if the device can do so. That takes
 /// many rows, and no more experts than the sort handles.
-pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: Choice) -> bool {
+pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: SelectBy) -> bool {
     let many = match choice {
-        Choice::Rows => rows > 8 * FEW_ROWS,
-        Choice::Regime(regime) => regime == Regime::Prefill,
+        SelectBy::Rows => rows > 8 * FEW_ROWS,
+        SelectBy::Regime(regime) => regime == Regime::Prefill,
     };
     let many = many || arithmetic(weight) == Arithmetic::WidenedCodes;
     many && weight.experts <= GROUPED_EXPERTS_MAX
@@ -167,9 +172,17 @@ mod tests {
                 format: WeightFormat::Dense(dtype),
                 compute: Compute::Auto,
             };
-            assert_eq!(way(&spec, 4096, Choice::Rows, true), Way::Blas { in_blocks: false }, "{dtype}");
+            assert_eq!(
+                linear_kernel(&spec, 4096, SelectBy::Rows, true),
+                LinearKernel::Blas { in_blocks: false },
+                "{dtype}"
+            );
             let exact = WeightSpec { compute: Compute::F32, ..spec };
-            assert_eq!(way(&exact, 4096, Choice::Rows, true), Way::ExactTiled, "{dtype}");
+            assert_eq!(
+                linear_kernel(&exact, 4096, SelectBy::Rows, true),
+                LinearKernel::ExactTiled,
+                "{dtype}"
+            );
         }
     }
 
@@ -177,10 +190,10 @@ mod tests {
     fn in_a_regime_every_number_of_rows_goes_the_same_way() {
         for weight in weights() {
             for (regime, wgmma) in [Regime::Prefill, Regime::Decode].into_iter().zip([false, true]) {
-                let choice = Choice::Regime(regime);
-                let ways = ROWS.map(|rows| way(&weight, rows, choice, wgmma));
+                let choice = SelectBy::Regime(regime);
+                let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice, wgmma));
                 assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {regime:?}: {ways:?}");
-                assert!(!ways.contains(&Way::Blas { in_blocks: false }));
+                assert!(!ways.contains(&LinearKernel::Blas { in_blocks: false }));
                 let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
                 assert!(grouped.iter().all(|takes| *takes == grouped[0]));
             }
@@ -191,22 +204,33 @@ mod tests {
     fn in_the_fast_mode_rows_decide() {
         let large = |weight: &WeightSpec| weight.compute == Compute::Auto && weight.rows == 2560;
         let weight = weights().into_iter().find(large).expect("a quantised weight");
-        let ways = [16, 17, 1024, 1025].map(|rows| way(&weight, rows, Choice::Rows, true));
+        let ways = [16, 17, 1024, 1025].map(|rows| linear_kernel(&weight, rows, SelectBy::Rows, true));
         assert!(matches!(
             ways,
-            [Way::FewRows, Way::Panels { .. }, Way::Panels { .. }, Way::Blas { in_blocks: false }]
+            [
+                LinearKernel::FewRows,
+                LinearKernel::Panels { .. },
+                LinearKernel::Panels { .. },
+                LinearKernel::Blas { in_blocks: false }
+            ]
         ));
-        let with_prompts_8 = WeightSpec { compute: Compute::Prompts8, ..weight };
+        let with_prompts_8 = WeightSpec { compute: Compute::PrefillFp8, ..weight };
         let in_blocks = WeightSpec { format: WeightFormat::Blocks(BlockFormat::Q4K), ..weight };
         for (other, most) in [(with_prompts_8, 256), (in_blocks, 512)] {
-            assert!(matches!(way(&other, most, Choice::Rows, true), Way::Panels { .. }), "{other:?}");
+            assert!(
+                matches!(linear_kernel(&other, most, SelectBy::Rows, true), LinearKernel::Panels { .. }),
+                "{other:?}"
+            );
             assert_eq!(
-                way(&other, most + 1, Choice::Rows, true),
-                Way::Blas { in_blocks: false },
+                linear_kernel(&other, most + 1, SelectBy::Rows, true),
+                LinearKernel::Blas { in_blocks: false },
                 "{other:?}"
             );
         }
         let wide = WeightSpec { compute: Compute::Bf16, ..weight };
-        assert!(matches!(way(&wide, 1, Choice::Rows, true), Way::Panels { .. }), "x never in 8 bits");
+        assert!(
+            matches!(linear_kernel(&wide, 1, SelectBy::Rows, true), LinearKernel::Panels { .. }),
+            "x never in 8 bits"
+        );
     }
 }

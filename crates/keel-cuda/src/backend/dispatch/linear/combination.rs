@@ -8,7 +8,7 @@ use crate::backend::Mode;
 use crate::backend::weights::Coding;
 use crate::kernels::{KernelKey, MIXTURE};
 use crate::parameters::ChosenDown;
-use keel_array::{ArrayError, Kernel, Op, Slot, WeightSpec};
+use keel_array::{ArrayError, Kernel, Op, OperandMemory, WeightSpec};
 
 /// Bytes of shared memory of a block, at most.
 const SHARED_MAX: usize = 40 << 10;
@@ -40,7 +40,7 @@ pub(in crate::backend::dispatch) fn takes_shared_down(
     product: &Kernel,
     mode: Mode,
 ) -> bool {
-    let alike = combination.maker(0).is_some_and(|down| match &down.op {
+    let alike = combination.producer(0).is_some_and(|down| match &down.op {
         Op::GatherLinear { weight: stack } => is_alike(stack, weight),
         _ => false,
     });
@@ -50,7 +50,9 @@ pub(in crate::backend::dispatch) fn takes_shared_down(
 /// Whether the input of the product lies in memory and can be read 16 bytes at a time.
 fn is_plain(product: &Kernel) -> bool {
     let x = &product.inputs[0];
-    product.absorbed.is_empty() && matches!(x.slot, Slot::Temp(_)) && x.layout.offset.is_multiple_of(4)
+    product.absorbed.is_empty()
+        && matches!(x.memory, OperandMemory::Temp(_))
+        && x.layout.offset.is_multiple_of(4)
 }
 
 /// Whether a weight is coded and shaped as one of a stack.
@@ -91,13 +93,13 @@ pub(in crate::backend::dispatch) fn combine(
     call: &Call<'_>,
     route: Option<&Call<'_>>,
 ) -> Result<(), ArrayError> {
-    let Some(down) = call.maker(0) else { unreachable!("the product was absorbed") };
+    let Some(down) = call.producer(0) else { unreachable!("the product was absorbed") };
     let route = route.filter(|route| call.is_settled(&route.strided(0)));
     let Op::GatherLinear { weight } = &down.kernel.op else { unreachable!("experts' products are combined") };
     let (probabilities, residual) = (&call.inputs[1], &call.inputs[call.inputs.len() - 1]);
     let (choices, tokens) = (probabilities.width(), probabilities.rows());
     let has_shared = call.inputs.len() == 5;
-    let always = call.maker(2).filter(|_| has_shared);
+    let always = call.producer(2).filter(|_| has_shared);
     let cut = Down::of(weight, choices + usize::from(always.is_some()));
     let normalises =
         route.is_some_and(|route| matches!(route.kernel.op, Op::RouteTopK { normalise: true, .. }));

@@ -71,9 +71,9 @@ pub(super) struct FewRows<'a> {
 impl<'a> FewRows<'a> {
     /// The product of `Op::Linear` or `Op::GatherLinear`.
     pub fn of(weight: &'a WeightSpec, product: &BoundKernel<'a>) -> FewRows<'a> {
-        let (x, entry) = match product.maker(0) {
+        let (x, entry) = match product.producer(0) {
             None => (product.inputs[0], Entry::Plain),
-            Some(maker) => (maker.inputs[0], entry_of(maker)),
+            Some(producer) => (producer.inputs[0], entry_of(producer)),
         };
         FewRows { entry, ..FewRows::over(weight, product, x) }
     }
@@ -301,11 +301,11 @@ impl<'a> FewRows<'a> {
     }
 }
 
-fn entry_of<'a>(maker: &BoundKernel<'a>) -> Entry<'a> {
-    match maker.kernel.op {
-        Op::RmsNorm { eps } => Entry::Norm(maker.inputs[1], eps.get()),
-        Op::GatedRmsNorm { eps } => Entry::HeadNorm(maker.inputs[1], eps.get(), maker.strided(2)),
-        Op::SigmoidGate => Entry::Gate(maker.strided(1)),
+fn entry_of<'a>(producer: &BoundKernel<'a>) -> Entry<'a> {
+    match producer.kernel.op {
+        Op::RmsNorm { eps } => Entry::Norm(producer.inputs[1], eps.get()),
+        Op::GatedRmsNorm { eps } => Entry::HeadNorm(producer.inputs[1], eps.get(), producer.strided(2)),
+        Op::SigmoidGate => Entry::Gate(producer.strided(1)),
         ref op => unreachable!("{} is not absorbed by a product", op.name()),
     }
 }

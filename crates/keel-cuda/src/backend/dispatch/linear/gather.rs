@@ -48,10 +48,10 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
 
 /// The rows to multiply, in scratch, if SwiGLU was absorbed: only the kernels of grouped rows compute it themselves.
 fn made_input<'a>(call: &Call<'a>) -> Result<Option<Bound<'a>>, ArrayError> {
-    match call.maker(0) {
-        Some(maker) if matches!(maker.kernel.op, Op::SwiGlu) => {
+    match call.producer(0) {
+        Some(producer) if matches!(producer.kernel.op, Op::SwiGlu) => {
             let made = Bound { address: call.scratch, ..call.inputs[0] };
-            swiglu(&maker.inputs[0], &made, call)?;
+            swiglu(&producer.inputs[0], &made, call)?;
             Ok(Some(made))
         }
         _ => Ok(None),

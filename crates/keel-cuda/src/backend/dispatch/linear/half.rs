@@ -8,7 +8,7 @@ use keel_array::{ArrayError, Op, WeightSpec};
 
 /// Writes the result of `maker` to address `to`.
 pub(super) fn absorbed_to_half(
-    maker: &BoundKernel<'_>,
+    producer: &BoundKernel<'_>,
     weight: &WeightSpec,
     rows: usize,
     to: u64,
@@ -16,12 +16,12 @@ pub(super) fn absorbed_to_half(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let key = |source: Source, entry| form.define(KernelKey::new(source, entry));
-    let x = &maker.inputs[0];
+    let x = &producer.inputs[0];
     // A row that all rows share may begin anywhere.
     let shared =
         |operand: &Bound<'_>| operand.layout.shape.rank() < 2 || operand.layout.row_stride(1).is_none();
     let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16) && !shared(operand);
-    if let Some(odd) = maker.inputs.iter().find(odd) {
+    if let Some(odd) = producer.inputs.iter().find(odd) {
         let shape = &odd.layout.shape;
         return Err(
             call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
@@ -35,7 +35,7 @@ pub(super) fn absorbed_to_half(
         let blocks = (rows * count).div_ceil(8);
         call.launch(&key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), arguments)
     };
-    match maker.kernel.op {
+    match producer.kernel.op {
         Op::SwiGlu => {
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
             let arguments = arguments.pointer(to).u64(rows).u32(weight.cols);
@@ -43,23 +43,23 @@ pub(super) fn absorbed_to_half(
             call.launch(&key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), arguments)
         }
         Op::RmsNorm { eps } => {
-            let norm = maker.inputs[1].address;
+            let norm = producer.inputs[1].address;
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
             let arguments = arguments.pointer(to).u32(weight.cols).f32(eps.get());
             let block = (weight.cols / 4).next_multiple_of(32);
             call.launch(&key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
         }
         Op::LayerNorm { eps } => {
-            let [norm, bias] = [1, 2].map(|i| maker.inputs[i].address);
+            let [norm, bias] = [1, 2].map(|i| producer.inputs[i].address);
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
             let arguments = arguments.pointer(bias).pointer(to).u32(weight.cols).f32(eps.get());
             let block = (weight.cols / 4).next_multiple_of(32);
             call.launch(&key(RMS_NORM, "layer_norm_half"), Geometry::rows(rows, block), arguments)
         }
-        Op::GatedRmsNorm { eps } => heads(maker.strided(2), maker.inputs[1].address, eps.get()),
-        Op::SigmoidGate => heads(maker.strided(1), 0, 0.0),
+        Op::GatedRmsNorm { eps } => heads(producer.strided(2), producer.inputs[1].address, eps.get()),
+        Op::SigmoidGate => heads(producer.strided(1), 0, 0.0),
         Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
-            elementwise::chain_by_four(maker, to, Some(form), call)
+            elementwise::chain_by_four(producer, to, Some(form), call)
         }
         ref op => unreachable!("{} is not absorbed by a product of many rows", op.name()),
     }

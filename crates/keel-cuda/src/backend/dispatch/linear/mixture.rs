@@ -63,7 +63,7 @@ impl<'k, K> Parts<'k, K> {
 /// How many of the kernels are one mixture, beginning with the first; `None` if they do not begin with one.
 pub(in crate::backend::dispatch) fn group_len(kernels: &[Kernel], mode: Mode) -> Option<usize> {
     let parts = Parts::of(kernels, |kernel| &kernel.op)?;
-    let planned = Planned { rows: Rows::of(parts.chosen.maker(0)?)?, parts, mode };
+    let planned = Planned { rows: Rows::of(parts.chosen.producer(0)?)?, parts, mode };
     if !planned.fits() || planned.parts.router.is_some_and(|router| !planned.is_router(router)) {
         return None;
     }
@@ -85,10 +85,10 @@ impl<'k> Rows<'k> {
     /// `None` if anything but a norm comes before the product.
     fn of(product: &'k Kernel) -> Option<Rows<'k>> {
         let (Op::Linear { weight, .. } | Op::GatherLinear { weight }) = &product.op else { return None };
-        let (x, norm) = match product.maker(0) {
+        let (x, norm) = match product.producer(0) {
             None => (&product.inputs[0], None),
-            Some(maker) => match maker.op {
-                Op::RmsNorm { eps } => (&maker.inputs[0], Some((&maker.inputs[1], eps.get()))),
+            Some(producer) => match producer.op {
+                Op::RmsNorm { eps } => (&producer.inputs[0], Some((&producer.inputs[1], eps.get()))),
                 _ => return None,
             },
         };
@@ -127,7 +127,7 @@ impl Planned<'_> {
     fn fits(&self) -> bool {
         let (Planned { parts, rows, .. }, logits) = (self, self.parts.route.source(0));
         let ([_, experts], Some(product), &Op::RouteTopK { k: choices, .. }) =
-            (&parts.route.outputs[..], parts.chosen.maker(0), &parts.route.op)
+            (&parts.route.outputs[..], parts.chosen.producer(0), &parts.route.op)
         else {
             return false;
         };
@@ -166,7 +166,7 @@ impl Planned<'_> {
     }
 
     fn takes_shared(&self, shared: &Kernel) -> bool {
-        let Some(product) = shared.maker(0) else { return false };
+        let Some(product) = shared.producer(0) else { return false };
         match &product.op {
             Op::Linear { weight, residual: false } => {
                 is_alike(self.rows.weight, weight)
@@ -180,7 +180,7 @@ impl Planned<'_> {
     /// Whether a combination can find the experts from the same logits.
     fn is_combined_by(&self, combination: &Kernel) -> bool {
         let [probabilities, experts] = &self.parts.route.outputs[..] else { return false };
-        let Some(down) = combination.maker(0) else { return false };
+        let Some(down) = combination.producer(0) else { return false };
         let experts_max = self.rows.weight.experts;
         matches!(&down.op, Op::GatherLinear { weight } if weight.experts == experts_max)
             && combination.inputs[1].is_same(probabilities)
@@ -223,9 +223,9 @@ impl<'c, 'a> Mixture<'c, 'a> {
         let &Op::RouteTopK { k: choices, normalise: normalises } = &parts.route.kernel.op else {
             return None;
         };
-        let product = parts.chosen.maker(0)?;
+        let product = parts.chosen.producer(0)?;
         let Op::GatherLinear { weight } = &product.kernel.op else { return None };
-        let shared = parts.shared.and_then(|call| Some((call, call.maker(0)?)));
+        let shared = parts.shared.and_then(|call| Some((call, call.producer(0)?)));
         Some(Mixture { choices, normalises, weight, rows: FewRows::of(weight, product), shared, parts })
     }
 

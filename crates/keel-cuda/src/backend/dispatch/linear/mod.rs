@@ -10,7 +10,7 @@
 //! weight meets x as the sum of two bf16, for any number of rows. Many rows of x meet a dense f16 weight in f16, few in
 //! f32.
 //!
-//! With `Compute::Prompts8` more than 256 rows take the third line, which rounds x and a quantised weight to 8-bit
+//! With `Compute::PrefillFp8` more than 256 rows take the third line, which rounds x and a quantised weight to 8-bit
 //! floats instead, on devices that multiply them.
 //!
 //! In the deterministic mode:
@@ -26,9 +26,9 @@ mod biased;
 mod blas;
 mod choice;
 pub(super) mod combination;
-mod eight_bits;
 mod exact;
 mod few_rows;
+mod fp8_prefill;
 mod gather;
 mod half;
 pub(super) mod mixture;
@@ -44,7 +44,7 @@ use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 pub(super) use biased::{Biased, biased_linear};
 use blas::{blas_scratch, through_blas};
-use choice::{Choice, Way, takes_groups, way};
+use choice::{LinearKernel, SelectBy, linear_kernel, takes_groups};
 pub(super) use choice::{surely_as_stored, surely_in_groups, surely_in_half};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
@@ -139,19 +139,19 @@ pub(super) fn linear(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let rows = call.inputs[0].len() / weight.cols;
-    match way(weight, rows, call.choice(), call.gpu.has_wgmma()) {
-        Way::ExactRows => exact_rows(weight, residual, rows, call),
-        Way::ExactTiled => exact_tiled(weight, residual, rows, call),
-        Way::FewRows => FewRows::of(weight, call).run(residual, call),
-        Way::Panels { parts } => in_panels(weight, residual, rows, parts, call),
-        Way::Blas { in_blocks } => through_blas(weight, residual, rows, in_blocks, call),
+    match linear_kernel(weight, rows, call.choice(), call.gpu.has_wgmma()) {
+        LinearKernel::ExactRows => exact_rows(weight, residual, rows, call),
+        LinearKernel::ExactTiled => exact_tiled(weight, residual, rows, call),
+        LinearKernel::FewRows => FewRows::of(weight, call).run(residual, call),
+        LinearKernel::Panels { parts } => in_panels(weight, residual, rows, parts, call),
+        LinearKernel::Blas { in_blocks } => through_blas(weight, residual, rows, in_blocks, call),
     }
 }
 
 impl Call<'_> {
     /// The quantity that selects the kernels of a product.
-    fn choice(&self) -> Choice {
-        Choice::of(self.kernel, self.mode)
+    fn choice(&self) -> SelectBy {
+        SelectBy::of(self.kernel, self.mode)
     }
 }
 
@@ -166,11 +166,12 @@ fn at_row(address: u64, row: usize, stride: usize) -> u64 {
 
 /// Whether a product runs as one of few rows, which absorbs what comes before it.
 pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
-    let (elements, choice) = (|i: usize| kernel.inputs[i].layout.shape.elements(), Choice::of(kernel, mode));
+    let (elements, choice) =
+        (|i: usize| kernel.inputs[i].layout.shape.elements(), SelectBy::of(kernel, mode));
     matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::Half)
         && match kernel.op {
             Op::GatherLinear { .. } => !takes_groups(weight, elements(2), choice),
-            _ => way(weight, elements(0) / weight.cols, choice, false) == Way::FewRows,
+            _ => linear_kernel(weight, elements(0) / weight.cols, choice, false) == LinearKernel::FewRows,
         }
 }
 
@@ -184,7 +185,7 @@ pub(super) fn convolved_linear<'a>(call: &Call<'a>, convolution: Convolution<'a>
 
 /// SwiGLU after a product of few rows, in one kernel.
 pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
-    let Some(product) = call.maker(0) else { unreachable!("the product was absorbed") };
+    let Some(product) = call.producer(0) else { unreachable!("the product was absorbed") };
     match &product.kernel.op {
         Op::Linear { weight, .. } | Op::GatherLinear { weight } => {
             FewRows::of(weight, product).gated().run(None, call)
@@ -218,14 +219,14 @@ pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), Arra
 /// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs no device.
 pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let bytes = |has_wgmma| match way(weight, rows, Choice::of(kernel, mode), has_wgmma) {
-        Way::ExactRows | Way::ExactTiled => 0,
-        Way::FewRows => few_rows_bytes(weight, rows.min(FEW_ROWS)),
-        Way::Panels { parts } => {
+    let bytes = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
+        LinearKernel::ExactRows | LinearKernel::ExactTiled => 0,
+        LinearKernel::FewRows => few_rows_bytes(weight, rows.min(FEW_ROWS)),
+        LinearKernel::Panels { parts } => {
             let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
             panels_bytes(weight, rows).next_multiple_of(256) + sums
         }
-        Way::Blas { in_blocks } => blas_scratch(weight, rows, in_blocks).end,
+        LinearKernel::Blas { in_blocks } => blas_scratch(weight, rows, in_blocks).end,
     };
     bytes(false).max(bytes(true))
 }
@@ -238,6 +239,6 @@ pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
         return 0;
     }
     // If the device cannot group rows, the absorbed value is written to scratch.
-    let made = if kernel.maker(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
+    let made = if kernel.producer(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
     grouped_scratch(weight, elements(0) / weight.cols, rows).end.max(made)
 }

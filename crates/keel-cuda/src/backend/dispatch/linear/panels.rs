@@ -116,9 +116,9 @@ pub(super) fn in_panels(
     let (panel, cut) = (panel_of(rows), Cut::of(weight, rows, parts));
     let key = panels_key("linear_panels", weight, rows, cut);
     let arguments = |x: u64| Arguments::default().pointer(x);
-    match call.maker(0) {
-        Some(maker) => {
-            absorbed_to_half(maker, weight, rows, call.scratch, HalfForm::Panels { rows: panel }, call)?
+    match call.producer(0) {
+        Some(producer) => {
+            absorbed_to_half(producer, weight, rows, call.scratch, HalfForm::Panels { rows: panel }, call)?
         }
         None => call.launch(
             &KernelKey { entry: "to_half_panels", ..key.clone() },

@@ -48,7 +48,7 @@ pub(super) fn to_half_tiles(
 ) -> Result<(), ArrayError> {
     let mut key = KernelKey { entry: "to_half_tiles", ..key.clone() };
     let mut x = call.inputs[0].address;
-    if let Some(swiglu) = call.maker(0) {
+    if let Some(swiglu) = call.producer(0) {
         key = key.define("SWIGLU", 1);
         x = swiglu.inputs[0].address;
     }

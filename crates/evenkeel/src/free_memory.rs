@@ -1,0 +1,80 @@
+//! The free memory of a device, CPU or GPU. No other module computes it.
+
+use keel_array::{MemoryReport, Runtime};
+use keel_cpu::memory::{self, Bound};
+
+use crate::driver::{DRIVER_ROOM_BYTES, DriverMemory};
+use crate::human_bytes;
+
+/// Host memory that a plan leaves free for the program itself, its heap and its threads.
+const HOST_ROOM_BYTES: u64 = 64 << 20;
+
+/// The bytes that a plan may use, and why not more.
+///
+/// ```
+/// if let Some(room) = evenkeel::Room::of_host() {
+///     println!("{} are free: {}", evenkeel::human_bytes(room.bytes), room.why);
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FreeMemory {
+    /// Bytes for the plan's categories that are on the device.
+    pub bytes: u64,
+    /// The reason, printed after the number.
+    pub why: String,
+}
+
+impl FreeMemory {
+    /// Free memory on the device of a runtime without allocations. Returns `None` if it is unknown.
+    pub fn of(runtime: &Runtime) -> Option<FreeMemory> {
+        match DriverMemory::measure(runtime) {
+            Some(driver) => Some(FreeMemory::of_gpu(&driver)),
+            None => FreeMemory::of_host(),
+        }
+    }
+
+    /// Free memory of the host.
+    pub fn of_host() -> Option<FreeMemory> {
+        let free = memory::free()?;
+        let who = match free.bound {
+            Bound::Machine => "this machine",
+            Bound::ControlGroup => "the control group (container) of this process",
+        };
+        let (bytes, room) = (free.bytes.saturating_sub(HOST_ROOM_BYTES), human_bytes(HOST_ROOM_BYTES));
+        Some(FreeMemory { bytes, why: format!("free memory of {who}, minus {room} for the program") })
+    }
+
+    /// Free memory of a GPU.
+    pub fn of_gpu(driver: &DriverMemory) -> FreeMemory {
+        let room = human_bytes(DRIVER_ROOM_BYTES);
+        FreeMemory {
+            bytes: driver.limit(),
+            why: format!("free memory of the GPU, minus {room} for its driver"),
+        }
+    }
+}
+
+/// The bytes of a plan on the device. On a GPU, parked sequences and the features of pictures are in host memory
+/// instead.
+///
+/// ```
+/// use evenkeel::{LoadOptions, ModelFiles, on_device};
+/// let planned = ModelFiles::built_in()?.plan(&LoadOptions::default())?;
+/// assert_eq!(on_device(&planned, true), planned.total());
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub fn on_device(planned: &MemoryReport, is_gpu: bool) -> u64 {
+    if is_gpu { planned.total() - planned.on_host() } else { planned.total() }
+}
+
+/// The bytes of a plan in host memory.
+///
+/// ```
+/// use evenkeel::{LoadOptions, ModelFiles, on_host};
+/// let planned = ModelFiles::built_in()?.plan(&LoadOptions::default())?;
+/// assert_eq!(on_host(&planned, false), planned.total());
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+pub fn on_host(planned: &MemoryReport, is_gpu: bool) -> u64 {
+    if is_gpu { planned.on_host() } else { planned.total() }
+}

@@ -1,0 +1,99 @@
+//! How the keys of a sequence are shared among blocks.
+
+use crate::backend::Mode;
+use keel_array::{AttentionSpec, Regime, Shape};
+
+/// Keys that make a share worthwhile, in decode and in prefill.
+const SHARE_KEYS: usize = 64;
+const PREFILL_SHARE_KEYS: usize = 256;
+
+/// Pairs of row and head of a block of the fastest prefill kernel.
+pub(super) const WIDE_TILE: usize = 128;
+
+/// Blocks that keep a device's memory busy.
+pub(super) const BLOCKS_WANTED: usize = 132;
+
+/// Shares at most: each writes partial results to scratch.
+const SHARES_MAX: usize = 64;
+const PREFILL_SHARES_MAX: usize = 16;
+
+/// How the keys of a sequence are shared among blocks; see `split_range` of `paged.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KvSplits {
+    pub count: usize,
+    /// Shares are cut at the same positions for every sequence, not evenly.
+    pub by_position: bool,
+}
+
+/// Depends on shapes alone, since a graph fixes the grid. In the deterministic mode a key's share depends on its
+/// position alone, and the number of shares on the longest context that the table can name. In the fast mode few rows
+/// of a prompt share keys, too: after a long context, their blocks alone would leave most of a device idle.
+pub(super) fn shares(
+    spec: &AttentionSpec,
+    q: &Shape,
+    kv_heads: usize,
+    table: &Shape,
+    mode: Mode,
+) -> KvSplits {
+    let (sequences, pages) = (table[0].max(1), table[1]);
+    let by_position = mode.deterministic && spec.regime == Regime::Decode;
+    let worth = |share: usize| (pages * AttentionSpec::PAGE).div_ceil(share).max(1);
+    let count = match spec.regime {
+        Regime::Prefill if mode.deterministic || spec.window.is_some() => 1,
+        Regime::Prefill => {
+            let units = (q[0] * q[1] / kv_heads.max(1)).div_ceil(WIDE_TILE) + sequences - 1;
+            let fill = BLOCKS_WANTED / (units * kv_heads).max(1);
+            fill.clamp(1, PREFILL_SHARES_MAX).min(worth(PREFILL_SHARE_KEYS))
+        }
+        Regime::Decode if by_position => shares_by_position(pages * AttentionSpec::PAGE),
+        Regime::Decode => {
+            (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SHARES_MAX).min(worth(SHARE_KEYS))
+        }
+    };
+    KvSplits { count, by_position }
+}
+
+/// Shares that hold `keys` keys: 16 of one page, 16 of two, 16 of four and so on. This keeps blocks busy from short
+/// contexts on, and partial results few in long ones. See `share_start` of `paged.cuh`.
+fn shares_by_position(keys: usize) -> usize {
+    let start = |share: usize| {
+        let run = share / 16;
+        AttentionSpec::PAGE * (16 * ((1 << run) - 1) + share % 16 * (1 << run))
+    };
+    (1..).find(|&share| start(share) >= keys).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Precision;
+
+    #[test]
+    fn shares_by_position_hold_every_key() {
+        assert_eq!([1, 256, 257, 4096, 4097, 12_288].map(shares_by_position), [1, 1, 2, 16, 17, 32]);
+        assert_eq!([12_289, 131_072].map(shares_by_position), [33, 81]);
+    }
+
+    fn count(regime: Regime, [rows, sequences, pages]: [usize; 3], deterministic: bool) -> usize {
+        let spec = AttentionSpec { scale: 1.0.into(), window: None, regime };
+        let mode = Mode { precision: Precision::Fast, deterministic };
+        shares(&spec, &Shape::from([rows, 16, 256]), 4, &Shape::from([sequences, pages]), mode).count
+    }
+
+    #[test]
+    fn in_the_deterministic_mode_shares_do_not_depend_on_the_batch() {
+        let decode = |sequences: usize, deterministic| {
+            count(Regime::Decode, [sequences, sequences, 32], deterministic)
+        };
+        assert!([2, 20, 200].iter().all(|&sequences| decode(sequences, true) == decode(1, true)));
+        assert_ne!(decode(1, false), decode(20, false), "the fast mode shares for the device");
+        assert!([64, 100, 2048].iter().all(|&rows| count(Regime::Prefill, [rows, 1, 512], true) == 1));
+    }
+
+    #[test]
+    fn few_rows_of_a_prompt_share_keys_as_far_as_these_are_worth_it() {
+        let prefill = |rows, pages| count(Regime::Prefill, [rows, 1, pages], false);
+        assert_eq!([64, 100, 300, 1024, 2048].map(|rows| prefill(rows, 512)), [16, 8, 3, 1, 1]);
+        assert_eq!([1, 2, 7].map(|pages| prefill(64, pages)), [1, 2, 7]);
+    }
+}

@@ -1,0 +1,306 @@
+//! The threads of a split model's devices, and of a vision tower with a device of its own. Each lives as long as the
+//! engine, and runs the programs of its device in order.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
+use work_channel::{Disconnected, ResultReceiver, WorkSender, line};
+
+use crate::{EngineError, Result};
+
+mod work_channel;
+
+/// A step of a device, ready to run.
+pub(crate) struct Job {
+    pub step: Executable,
+    /// The destination whose bytes come to the host, if any do.
+    pub drawn: Option<Array>,
+    /// The job's place among jobs that queue up; `None` if its buffers are filled.
+    pub queued: Option<Queued>,
+}
+
+/// For a job whose buffers are filled when its turn comes.
+pub(crate) struct Queued {
+    /// Fills the buffers, on the device's thread.
+    pub fill: Box<dyn FnOnce() -> Result<()> + Send>,
+    /// Set if a job of the same queue, on any device, has failed. Later ones then do not run.
+    pub has_failed: Arc<AtomicBool>,
+}
+
+/// Why a device's run did not succeed.
+pub(crate) enum Failure {
+    Failed(Box<FailedRun>),
+    /// A bug of ours. How far the run came is not known.
+    Panicked(String),
+    /// The device's buffers could not be filled, so nothing was run.
+    Unfilled(EngineError),
+    /// An earlier job of the same queue has failed, so nothing was run.
+    Skipped,
+    /// The device's thread has ended, so nothing was run.
+    Lost,
+}
+
+impl Failure {
+    /// Whether it follows from the failure of another device.
+    pub fn is_consequence(&self) -> bool {
+        let exchanges = ["send", "receive", "all_reduce", "all_gather", "exchange"];
+        match self {
+            Failure::Panicked(_) | Failure::Unfilled(_) | Failure::Lost => false,
+            Failure::Skipped => true,
+            Failure::Failed(failed) => {
+                matches!(failed.error(), ArrayError::Kernel { op, .. } if exchanges.contains(&op.as_str()))
+            }
+        }
+    }
+
+    pub fn into_error(self) -> EngineError {
+        let step = |reason| ArrayError::Kernel { op: "step".into(), reason };
+        match self {
+            Failure::Failed(failed) => ArrayError::from(failed).into(),
+            Failure::Panicked(message) => {
+                step(format!("a device of the model panicked, which is a bug: {message}")).into()
+            }
+            Failure::Unfilled(error) => error,
+            Failure::Skipped => step("a step before this one has failed".into()).into(),
+            Failure::Lost => step("the thread of a device has ended".into()).into(),
+        }
+    }
+}
+
+/// A device's program in a step, and how it ended.
+pub(crate) struct FinishedJob {
+    pub step: Executable,
+    /// The bytes that came to the host.
+    pub outcome: Result<Vec<u8>, Failure>,
+}
+
+impl FinishedJob {
+    /// Whether the run has changed a state of this device; `None` if that is not known.
+    pub fn has_mutated(&self, state: &Array) -> Option<bool> {
+        match &self.outcome {
+            Ok(_) => Some(self.step.mutates(state)),
+            Err(Failure::Unfilled(_) | Failure::Skipped | Failure::Lost) => Some(false),
+            Err(Failure::Panicked(_)) => (!self.step.mutates(state)).then_some(false),
+            Err(Failure::Failed(failed)) => failed.has_mutated(state),
+        }
+    }
+}
+
+/// Tells the other devices if a run ends without success: by an error, by a panic, or because its thread has ended and
+/// never begins it. Without that they would wait for this device.
+struct Membership {
+    runtime: Runtime,
+    has_succeeded: bool,
+}
+
+impl Membership {
+    fn of(step: &Executable) -> Membership {
+        Membership { runtime: step.runtime().clone(), has_succeeded: false }
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        if let Some(group) = self.runtime.backend().group().filter(|_| !self.has_succeeded) {
+            group.abandon();
+        }
+    }
+}
+
+/// A job that its own thread begins later. If it is dropped before, the other devices stop waiting for it.
+pub(crate) struct DeferredJob {
+    membership: Membership,
+    job: Job,
+}
+
+impl DeferredJob {
+    /// Runs the job on this thread.
+    pub fn run(self) -> FinishedJob {
+        self.job.run_as(self.membership)
+    }
+}
+
+impl Job {
+    /// The job, to be run later.
+    pub fn later(self) -> DeferredJob {
+        DeferredJob { membership: Membership::of(&self.step), job: self }
+    }
+
+    /// Runs the step on this thread, as a member of its device's group.
+    pub fn run(self) -> FinishedJob {
+        self.later().run()
+    }
+
+    fn run_as(self, mut membership: Membership) -> FinishedJob {
+        let Job { step, drawn, queued } = self;
+        let (fill, has_failed) = queued.map(|Queued { fill, has_failed }| (fill, has_failed)).unzip();
+        let run = || {
+            if let Some(fill) = fill {
+                if has_failed.as_ref().is_some_and(|failed| failed.load(Ordering::Acquire)) {
+                    return Err(Failure::Skipped);
+                }
+                fill().map_err(Failure::Unfilled)?;
+            }
+            match &drawn {
+                None => step.run().map(|()| Vec::new()).map_err(Failure::Failed),
+                Some(place) => {
+                    let mut bytes = vec![0; place.bytes()];
+                    step.submit(place).wait(&mut bytes).map(|()| bytes).map_err(Failure::Failed)
+                }
+            }
+        };
+        // A panic of the host must end the step of all devices, and leave the engine usable.
+        let outcome = catch_unwind(AssertUnwindSafe(run))
+            .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))));
+        membership.has_succeeded = outcome.is_ok();
+        if let Some(failed) = has_failed.filter(|_| outcome.is_err()) {
+            failed.store(true, Ordering::Release);
+        }
+        drop(membership);
+        FinishedJob { step, outcome }
+    }
+}
+
+/// The message of a panic.
+fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
+}
+
+/// A job that was handed to a thread.
+pub(crate) struct JobHandle {
+    step: Executable,
+    ended: ResultReceiver<FinishedJob>,
+}
+
+impl JobHandle {
+    /// Waits for the job's end.
+    pub fn wait(self) -> FinishedJob {
+        let JobHandle { step, ended } = self;
+        ended.wait().unwrap_or_else(|Disconnected| FinishedJob { step, outcome: Err(Failure::Lost) })
+    }
+
+    /// Waits for the job's end, but no longer than `patience`. An end is returned once.
+    pub fn wait_for(&self, patience: Duration) -> Option<FinishedJob> {
+        let lost = |Disconnected| Some(FinishedJob { step: self.step.clone(), outcome: Err(Failure::Lost) });
+        self.ended.wait_for(patience).unwrap_or_else(lost)
+    }
+}
+
+/// The thread of a device. Dropping it waits for its jobs.
+pub(crate) struct DeviceThread {
+    jobs: Option<WorkSender<Membership, Job, FinishedJob>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DeviceThread {
+    /// Starts the thread of a device, which is named in errors.
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn start(device: &str) -> Result<DeviceThread> {
+        let (jobs, inbox) = line::<Membership, Job, FinishedJob>();
+        let serve = move || {
+            while let Some(handed) = inbox.next() {
+                handed.run(|membership, job| job.run_as(membership));
+            }
+        };
+        let thread = std::thread::Builder::new().name(format!("keel-{device}")).spawn(serve);
+        let refused = |error: io::Error| {
+            EngineError::Option(format!("the {device} of the model could not be given a thread: {error}"))
+        };
+        Ok(DeviceThread { jobs: Some(jobs), thread: Some(thread.map_err(refused)?) })
+    }
+
+    /// Hands a job to the thread. If the thread never begins it, the other devices stop waiting before the job is known
+    /// to be lost, after which the group is made ready again.
+    pub fn hand(&self, job: Job) -> JobHandle {
+        let step = job.step.clone();
+        let jobs = self.jobs.as_ref().expect("it is taken when the thread is dropped");
+        let ended = jobs.hand(Membership::of(&step), job);
+        JobHandle { step, ended }
+    }
+}
+
+impl Drop for DeviceThread {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use keel_array::{Peers, RuntimeOptions};
+    use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+
+    use super::*;
+
+    /// A step of each of two devices, which add up their values.
+    fn sums() -> Vec<Job> {
+        let job = |group| {
+            let options = CpuOptions { threads: Some(1), group: Some(group), ..CpuOptions::default() };
+            let runtime = Runtime::new(Arc::new(CpuBackend::new(options)), RuntimeOptions::default());
+            let share = Array::from_slice(&runtime, &[1.0f32, 2.0], [2]).expect("memory");
+            let place = Array::from_slice(&runtime, &[0.0f32, 0.0], [2]).expect("memory");
+            let sum = runtime.trace(|| share.all_reduce(Peers { first: 0, count: 2 })).expect("f32");
+            let step = runtime.prepare(&[(&sum, &place)]).expect("it can run");
+            Job { step, drawn: Some(place), queued: None }
+        };
+        CpuGroup::of(2).into_iter().map(job).collect()
+    }
+
+    /// Runs the steps of two devices, the first on `thread`, and returns their outcomes.
+    fn run_both(thread: DeviceThread) -> [Result<Vec<u8>, Failure>; 2] {
+        let (done, outcomes) = channel();
+        std::thread::spawn(move || {
+            let [first, second] =
+                <[Job; 2]>::try_from(sums()).unwrap_or_else(|_| unreachable!("two devices"));
+            let running = thread.hand(first);
+            let lead = second.run();
+            let _ = done.send([running.wait().outcome, lead.outcome]);
+        });
+        outcomes.recv_timeout(Duration::from_secs(60)).expect("no device waits for another without end")
+    }
+
+    #[test]
+    fn devices_add_up_their_values() {
+        let outcomes = run_both(DeviceThread::start("device-0").expect("a thread"));
+        let sum: Vec<u8> = [2.0f32, 4.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
+        assert!(outcomes.into_iter().all(|outcome| outcome.is_ok_and(|bytes| bytes == sum)));
+    }
+
+    #[test]
+    fn the_step_of_a_device_whose_thread_has_ended_ends_for_all() {
+        let (jobs, inbox) = line();
+        drop(inbox);
+        let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: None });
+        assert!(matches!(lost, Err(Failure::Lost)));
+        assert!(lead.is_err_and(|failure| failure.is_consequence()));
+    }
+
+    /// The thread ends while a job waits for it.
+    #[test]
+    fn a_job_that_is_never_begun_ends_the_step_for_all() {
+        let (jobs, inbox) = line();
+        let thread = std::thread::spawn(move || {
+            let waiting = inbox.next();
+            drop(inbox);
+            drop(waiting);
+        });
+        let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: Some(thread) });
+        assert!(matches!(lost, Err(Failure::Lost)));
+        assert!(lead.is_err_and(|failure| failure.is_consequence()));
+    }
+}

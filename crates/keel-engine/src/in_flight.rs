@@ -1,0 +1,187 @@
+//! A step that was submitted and not yet taken.
+
+use std::time::{Duration, Instant};
+
+use keel_array::{FailedRun, PendingRun, Regime};
+use keel_cache::SlotId;
+
+use crate::step::ids_of;
+use crate::{EngineError, Result};
+
+/// One program of a step under way.
+pub(crate) struct InFlightRun {
+    pub run: PendingRun,
+    pub regime: Regime,
+    pub slots: Vec<SlotId>,
+    /// How many tokens come to the host with it.
+    pub tokens: usize,
+}
+
+/// A work item in its step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Item {
+    pub regime: Regime,
+    /// Its row among those of its regime.
+    pub row: usize,
+    /// Whether the device draws its token.
+    pub is_drawn: bool,
+    /// Its row among the kept logits of its regime, if the host draws its token.
+    pub kept: Option<usize>,
+}
+
+/// A step that was submitted and not yet taken.
+pub(crate) struct InFlightStep {
+    pub number: u64,
+    pub runs: Vec<InFlightRun>,
+    /// A pass of the MTP head after them. No token depends on it.
+    pub catch_up: Option<InFlightRun>,
+    /// Why a program of the step could not be submitted.
+    pub refusal: Option<EngineError>,
+    pub items: Vec<Item>,
+    /// When it was submitted.
+    pub since: Instant,
+}
+
+/// The time of a step on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StepTime {
+    Known(Duration),
+    AtMost(Duration),
+}
+
+/// Finds out how long steps take on the device, from what the host sees.
+///
+/// The host sees the end of a step if it waited for it. A step that was submitted before the end of the step before it
+/// begins then. So its time is known if the host waited for both. Otherwise the caller may have paused, and the time is
+/// at most what the host sees.
+#[derive(Default)]
+pub(crate) struct StepTimer {
+    /// When the step taken last ended, if the host saw it.
+    last: Option<Instant>,
+}
+
+impl StepTimer {
+    /// The host has seen a step's end if it waited for at least 1 / `WAITED` of its time.
+    const WAITED: u32 = 8;
+
+    /// The time of a step that was submitted at `submitted`. The host began to wait for it at `asked`, and went on at
+    /// `ended`.
+    pub fn note(&mut self, submitted: Instant, asked: Instant, ended: Instant) -> StepTime {
+        let before = self.last.take();
+        let begun = before.map_or(submitted, |before| before.max(submitted));
+        let time = ended.duration_since(begun);
+        self.last = (Self::WAITED * ended.duration_since(asked) >= time).then_some(ended);
+        let is_known = self.last.is_some() && before.is_some_and(|before| submitted <= before);
+        if is_known { StepTime::Known(time) } else { StepTime::AtMost(time) }
+    }
+
+    /// Something else ran, or a step failed.
+    pub fn forget(&mut self) {
+        self.last = None;
+    }
+}
+
+/// The step taken last.
+#[derive(Default)]
+pub(crate) struct Taken {
+    /// Its number.
+    pub step: u64,
+    pub items: Vec<Item>,
+    /// How long the host waited for it.
+    pub waited: Duration,
+    /// Hidden states after its work items, answers first, once they are read.
+    pub hidden: Vec<f32>,
+}
+
+impl Taken {
+    /// Takes over what a step has run.
+    pub fn note(&mut self, step: &mut InFlightStep) {
+        self.step = step.number;
+        self.items = std::mem::take(&mut step.items);
+        self.hidden.clear();
+    }
+
+    /// An item's share of the time that the host waited.
+    pub fn share(&self) -> Duration {
+        self.waited / self.items.len().max(1) as u32
+    }
+
+    /// How many answers it had, if it had no prompts.
+    pub fn plain_rows(&self) -> Option<usize> {
+        let is_plain = self.items.iter().all(|item| item.regime == Regime::Decode);
+        is_plain.then_some(self.items.len())
+    }
+}
+
+/// A program that has ended, with the tokens that it drew or its failure.
+pub(crate) struct EndedRun {
+    pub regime: Regime,
+    pub slots: Vec<SlotId>,
+    pub outcome: Result<Vec<u32>, Box<FailedRun>>,
+}
+
+impl InFlightRun {
+    /// Waits for the program.
+    pub fn wait(self) -> EndedRun {
+        let InFlightRun { run, regime, slots, tokens } = self;
+        let mut bytes = vec![0; tokens * size_of::<u32>()];
+        let outcome = run.wait(&mut bytes).map(|()| ids_of(&bytes));
+        EndedRun { regime, slots, outcome }
+    }
+}
+
+impl InFlightStep {
+    /// Adds a program that was submitted, or the reason why it could not be.
+    pub fn add(&mut self, submitted: Result<InFlightRun>) {
+        match submitted {
+            Ok(run) => self.runs.push(run),
+            Err(error) => self.refusal = Some(error),
+        }
+    }
+
+    /// Waits for all of its programs.
+    pub fn wait(self) -> Vec<EndedRun> {
+        let ended = self.runs.into_iter().map(InFlightRun::wait).collect();
+        // If it failed, the head's next drafts are worse.
+        self.catch_up.map(InFlightRun::wait);
+        ended
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The times that are found of steps of 8 ms on the device, the next one submitted as soon as one is taken. Before
+    /// it asks for a step, the host pauses for these milliseconds.
+    fn times(pauses: &[u64]) -> Vec<Option<u64>> {
+        let (start, ms) = (Instant::now(), Duration::from_millis);
+        let mut timer = StepTimer::default();
+        // Two steps are submitted at the start.
+        let (mut submitted, mut now, mut idle_from) = (vec![start, start], start, start);
+        let times = pauses.iter().enumerate().map(|(i, &pause)| {
+            let asked = now + ms(pause);
+            let ended = submitted[i].max(idle_from) + ms(8);
+            (now, idle_from) = (ended.max(asked), ended);
+            submitted.push(now);
+            match timer.note(submitted[i], asked, now) {
+                StepTime::Known(time) => Some(time.as_millis() as u64),
+                StepTime::AtMost(time) => {
+                    assert!(time >= ms(8));
+                    None
+                }
+            }
+        });
+        times.collect()
+    }
+
+    #[test]
+    fn pauses_of_the_caller_are_not_time_of_the_device() {
+        let steady = times(&[0, 0, 1, 6, 0, 0]);
+        assert_eq!(steady[1..], [Some(8); 5], "the device works while the caller pauses");
+        let paused = times(&[0, 0, 0, 50, 0, 0, 0, 9, 9, 9, 0, 0]);
+        assert!(paused.iter().flatten().all(|&time| time == 8), "{paused:?}");
+        assert_eq!(paused[1..3], [Some(8); 2]);
+        assert_eq!((paused[6], paused[11]), (Some(8), Some(8)), "{paused:?}");
+    }
+}

@@ -1,0 +1,311 @@
+//! Steps of a model that is split over several devices.
+//!
+//! Each device has a runtime, its part of the model, and prepared steps of its own. A step is one program on each
+//! device. The programs run at the same time and meet in the exchanges of [`keel_array::Group`]. One device, the
+//! *lead*, has the output head: its results are those of the step.
+//!
+//! ```text
+//! device 0          embedding ▸ layers ▸ send ─┐
+//! device 1                          receive ◀──┘ layers ▸ send ─┐
+//! device 2, lead                                    receive ◀───┘ layers ▸ norm ▸ output head ▸ draw
+//! ```
+
+use keel_array::{Array, Regime, RowLog, Runtime};
+use keel_cache::{CacheSpec, CommitProgress, LayerSpec, SlotId};
+use keel_models::HybridModel;
+
+use crate::device_thread::{DeviceThread, Failure, FinishedJob, Job, JobHandle};
+use crate::step::{Outcome, Rows, StepKind, StepShape, Stepper};
+use crate::{Engine, EngineError, Result};
+
+/// A device of a split model that is not the lead.
+pub(crate) struct Peer {
+    /// Runs its steps. A device that only plans has none.
+    pub thread: Option<DeviceThread>,
+    pub stepper: Stepper,
+}
+
+impl Peer {
+    /// Whether the device takes part in a step: what comes after the layers is run where it lies.
+    pub fn takes_part(&self, outcome: Outcome) -> bool {
+        outcome.runs_layers() || self.stepper.model().part.is_last()
+    }
+}
+
+/// Where the lead writes bytes that come to the host, and these bytes.
+pub(crate) type Drawn<'a> = (&'a Array, &'a mut [u8]);
+
+/// A device's next step.
+pub(crate) struct DeviceStep<'a> {
+    /// The device's thread; `None` for the lead, whose step runs on the caller's.
+    pub thread: Option<&'a DeviceThread>,
+    pub job: Job,
+}
+
+/// Runs the devices' steps at the same time, and the steps of one device in order. All steps are ready to run. The last
+/// step given is the last in the result.
+pub(crate) fn run_on_all(shares: Vec<DeviceStep<'_>>) -> Vec<FinishedJob> {
+    let (mut there, mut here) = (Vec::new(), Vec::new());
+    for DeviceStep { thread, job } in shares {
+        match thread {
+            Some(thread) => there.push(thread.hand(job)),
+            None => here.push(job),
+        }
+    }
+    // The lead is the last of them. The others are waited for after it has run.
+    let here: Vec<FinishedJob> = here.into_iter().map(Job::run).collect();
+    there.into_iter().map(JobHandle::wait).chain(here).collect()
+}
+
+/// Recurrent layers among these.
+fn recurrent(layers: &[LayerSpec]) -> usize {
+    layers.iter().filter(|layer| matches!(layer, LayerSpec::Recurrent { .. })).count()
+}
+
+/// A device's share of a commit; `None` if its layers are committed already.
+fn commit_of(stepper: &Stepper, spec: &CacheSpec, settled: CommitProgress) -> Option<Outcome> {
+    let before = recurrent(&spec.layers[..stepper.layers().start]);
+    let own = recurrent(&spec.layers[stepper.layers()]);
+    let (windows, states) = (settled.windows.saturating_sub(before), settled.states.saturating_sub(before));
+    (states < own).then_some(Outcome::Commit(CommitProgress { windows: windows.min(own), states }))
+}
+
+impl Outcome {
+    /// Whether a step with this outcome hands hidden states on from this part of a model.
+    pub(crate) fn hands_on(self, model: &HybridModel) -> bool {
+        !model.part.is_last() && !matches!(self, Outcome::Commit(_))
+    }
+
+    /// Whether a step with this outcome runs the model's layers, and so takes all devices. Others are the lead's.
+    pub(crate) fn runs_layers(self) -> bool {
+        match self {
+            Outcome::State | Outcome::LastLogits | Outcome::Ahead | Outcome::Hidden | Outcome::OpenRows => {
+                true
+            }
+            Outcome::MtpHidden
+            | Outcome::Head
+            | Outcome::Draft
+            | Outcome::HeadState
+            | Outcome::KeptLogits
+            | Outcome::KeptHidden(_) => false,
+            Outcome::Commit(_) => true,
+        }
+    }
+}
+
+impl Engine {
+    /// Whether the model is split over several devices.
+    pub fn is_split(&self) -> bool {
+        !self.peers.is_empty()
+    }
+
+    /// The runtimes of the devices, by rank; after them that of the vision tower, if it has one of its own.
+    pub fn runtimes(&self) -> impl Iterator<Item = &Runtime> {
+        self.steppers().map(Stepper::runtime).chain(&self.tower_runtime)
+    }
+
+    /// The parts of the model, by rank. The lead's comes last.
+    pub(crate) fn steppers(&self) -> impl Iterator<Item = &Stepper> {
+        self.peers.iter().map(|peer| &peer.stepper).chain([&self.stepper])
+    }
+
+    /// The rank of the lead, the device with the output head. A vision tower's own device comes after it.
+    pub fn lead_rank(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Names the devices in reports, by rank.
+    pub fn name_devices(&mut self, names: Vec<String>) {
+        self.device_names = names;
+    }
+
+    /// The devices by rank, with their names. Without a name a device is its backend and rank, for example cpu:1.
+    pub fn devices(&self) -> impl Iterator<Item = (String, &Runtime)> {
+        self.runtimes().enumerate().map(|(rank, runtime)| {
+            let name = self.device_names.get(rank).cloned();
+            (name.unwrap_or_else(|| format!("{}:{rank}", runtime.backend().name())), runtime)
+        })
+    }
+
+    /// Runs a step on all devices that take part in it. The bytes of `drawn` come to the host.
+    pub(crate) fn run_split(
+        &mut self,
+        kind: StepKind,
+        rows: &[Rows<'_>],
+        drawn: Option<Drawn<'_>>,
+    ) -> Result<()> {
+        self.finish_microbatches();
+        for row in rows {
+            self.cache.expect_whole(row.sequence)?;
+        }
+        if let Outcome::Commit(settled) = kind.outcome {
+            return self.commit_split(kind.regime, settled, rows);
+        }
+        if let Some(chunks) = self.overlapping_chunks(kind, rows) {
+            return self.run_overlapping(kind.outcome, &rows[0], &chunks, drawn);
+        }
+        let mut shares = Vec::with_capacity(self.peers.len() + 1);
+        for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {
+            let step = peer.stepper.step_for(kind, rows)?.clone();
+            shares.push(DeviceStep {
+                thread: peer.thread.as_ref(),
+                job: Job { step, drawn: None, queued: None },
+            });
+        }
+        let lead = self.stepper.step_for(kind, rows)?;
+        let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
+        shares.push(DeviceStep { thread: None, job: Job { step: lead.clone(), drawn: place, queued: None } });
+        let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
+        let ended = run_on_all(shares);
+        if let (Some(bytes), Some(FinishedJob { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
+            bytes.copy_from_slice(drawn);
+        }
+        self.note_finished(ended, rows, CommitProgress::default(), commits_rows)
+    }
+
+    /// Runs each of these steps of the list twice without a sequence. So later runs have no extra work of a first or
+    /// second run.
+    pub(crate) fn warm_up_steps(
+        &mut self,
+        of: fn(&StepShape) -> bool,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<()> {
+        let mut shapes = self.stepper.listed_shapes();
+        shapes.retain(of);
+        for (i, shape) in shapes.iter().enumerate() {
+            self.dummy_run(*shape)?;
+            self.dummy_run(*shape)?;
+            progress(i + 1, shapes.len());
+        }
+        Ok(())
+    }
+
+    /// Runs a step of the list without a sequence, and waits for it. All devices of a step run it at the same time,
+    /// because they wait for each other.
+    pub(crate) fn dummy_run(&mut self, shape: StepShape) -> Result<()> {
+        self.finish_microbatches();
+        let mut shares = Vec::with_capacity(self.peers.len() + 1);
+        for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
+            let step = peer.stepper.dummy_step(shape)?;
+            shares.push(DeviceStep {
+                thread: peer.thread.as_ref(),
+                job: Job { step, drawn: None, queued: None },
+            });
+        }
+        let drawn = Some(self.stepper.drawn(shape.kind(), 1)?);
+        let step = self.stepper.dummy_step(shape)?;
+        shares.push(DeviceStep { thread: None, job: Job { step, drawn, queued: None } });
+        self.note_finished(run_on_all(shares), &[], CommitProgress::default(), false)
+    }
+
+    /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
+    pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
+        self.finish_microbatches();
+        let mut shares = Vec::with_capacity(self.peers.len() + 1);
+        for peer in sharers(&mut self.peers) {
+            let step = peer.stepper.head_step(hidden)?.clone();
+            shares.push(DeviceStep {
+                thread: peer.thread.as_ref(),
+                job: Job { step, drawn: None, queued: None },
+            });
+        }
+        let step = self.stepper.head_step(hidden)?.clone();
+        shares.push(DeviceStep { thread: None, job: Job { step, drawn: None, queued: None } });
+        let ended = run_on_all(shares);
+        self.note_finished(ended, &[], CommitProgress::default(), false)
+    }
+
+    /// Overwrites the input of the MTP head, on every device that has it.
+    pub(crate) fn write_hidden(&mut self, hidden: &[f32]) -> Result<()> {
+        sharers(&mut self.peers).try_for_each(|peer| peer.stepper.write_hidden(hidden))?;
+        self.stepper.write_hidden(hidden)
+    }
+
+    /// Sets the hidden states for a pass of the MTP head, on every device that has it.
+    pub(crate) fn write_draft_input(&mut self, hidden: &[f32]) -> Result<()> {
+        sharers(&mut self.peers).try_for_each(|peer| peer.stepper.write_draft_input(hidden))?;
+        self.stepper.write_draft_input(hidden)
+    }
+
+    /// Commits one device after the other, so that the committed layers are always the first ones. All steps are
+    /// prepared before the first one runs. So after a commit only a run can fail, and that is recorded.
+    fn commit_split(&mut self, regime: Regime, settled: CommitProgress, rows: &[Rows<'_>]) -> Result<()> {
+        let spec = self.cache.spec();
+        let mut steps = Vec::with_capacity(self.peers.len() + 1);
+        for stepper in all_steppers(&mut self.peers, &mut self.stepper) {
+            let Some(outcome) = commit_of(stepper, spec, settled) else { continue };
+            steps.push(stepper.step_for(StepKind { regime, outcome }, rows)?.clone());
+        }
+        let mut all = Vec::with_capacity(steps.len());
+        for step in steps {
+            let ended = Job { step, drawn: None, queued: None }.run();
+            let has_failed = ended.outcome.is_err();
+            all.push(ended);
+            if has_failed {
+                break;
+            }
+        }
+        self.note_finished(all, rows, settled, false)
+    }
+
+    /// Records what a step did to its sequences if it failed on a device. Returns the error that was the first cause.
+    pub(crate) fn note_finished(
+        &mut self,
+        ended: Vec<FinishedJob>,
+        rows: &[Rows<'_>],
+        settled: CommitProgress,
+        commits_rows: bool,
+    ) -> Result<()> {
+        if ended.iter().all(|ended| ended.outcome.is_ok()) {
+            return Ok(());
+        }
+        self.rejoin();
+        self.note_devices(&ended, rows.iter().map(|row| row.sequence.slot()), settled, commits_rows);
+        Err(first_cause(ended))
+    }
+
+    /// Makes the devices ready for a next step after one that failed. None of them runs.
+    pub(crate) fn rejoin(&self) {
+        self.runtimes().filter_map(|runtime| runtime.backend().group()).for_each(|group| group.rejoin());
+    }
+
+    /// Records what a failed step did on the devices to the sequences of these slots.
+    pub(crate) fn note_devices(
+        &mut self,
+        ended: &[FinishedJob],
+        slots: impl IntoIterator<Item = SlotId>,
+        settled: CommitProgress,
+        commits_rows: bool,
+    ) {
+        let has_mutated = |state: &Array| {
+            // A device may have run several chunks of a prompt. If one has changed the state, it is changed.
+            let own = ended.iter().filter(|ended| ended.step.runtime().is_same(state.runtime()));
+            let has_mutated: Vec<Option<bool>> = own.map(|ended| ended.has_mutated(state)).collect();
+            match has_mutated.contains(&Some(true)) {
+                true => Some(true),
+                false => (!has_mutated.contains(&None)).then_some(false),
+            }
+        };
+        self.cache.note_failure(slots, &has_mutated, settled, commits_rows);
+    }
+}
+
+/// The devices that share the output head with the lead.
+fn sharers(peers: &mut [Peer]) -> impl Iterator<Item = &mut Peer> {
+    peers.iter_mut().filter(|peer| peer.stepper.model().part.is_last())
+}
+
+/// The parts of the model, by rank, while the rest of the engine is read.
+pub(crate) fn all_steppers<'a>(
+    peers: &'a mut [Peer],
+    lead: &'a mut Stepper,
+) -> impl Iterator<Item = &'a mut Stepper> {
+    peers.iter_mut().map(|peer| &mut peer.stepper).chain([lead])
+}
+
+/// The error of devices' programs, at least one of which has failed: that of the first cause.
+pub(crate) fn first_cause(ended: impl IntoIterator<Item = FinishedJob>) -> EngineError {
+    let mut failures: Vec<Failure> = ended.into_iter().filter_map(|ended| ended.outcome.err()).collect();
+    let cause = failures.iter().position(|failure| !failure.is_consequence()).unwrap_or(0);
+    failures.swap_remove(cause).into_error()
+}

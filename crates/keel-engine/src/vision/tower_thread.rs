@@ -1,0 +1,102 @@
+//! A tower with a device of its own. A thread runs its pieces, and steps of the model go on meanwhile.
+//!
+//! ```text
+//! batch    hand piece 1 | step | step | step        | take 1, hand piece 2 | step | ...
+//! thread                | write patches, piece 1    |                      | piece 2 ...
+//! ```
+//!
+//! A piece is under way from its hand-over until the batch takes it. Meanwhile only the thread touches the buffers. A
+//! piece whose request has ended runs to its end; its outcome is dropped.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{EncodeJob, EncodeStatus, NextPiece, VisionRunner};
+use crate::Result;
+use crate::device_thread::{DeviceThread, Job, JobHandle, Queued};
+
+/// The thread of a tower.
+pub(super) struct TowerThread {
+    /// Ends after its last piece, and before the tower's buffers are freed.
+    thread: DeviceThread,
+    in_flight: Option<Piece>,
+}
+
+/// A piece under way.
+struct Piece {
+    /// The number of its look.
+    look: u64,
+    running: JobHandle,
+}
+
+impl VisionRunner {
+    /// Gives the tower a thread of its own.
+    ///
+    /// # Errors
+    /// The system refuses a thread.
+    pub fn start_thread(&mut self) -> Result<()> {
+        let thread = DeviceThread::start("vision-tower")?;
+        self.thread = Some(TowerThread { thread, in_flight: None });
+        Ok(())
+    }
+
+    /// Whether pieces run on a thread of the tower.
+    pub fn has_thread(&self) -> bool {
+        self.thread.is_some()
+    }
+
+    /// As [`VisionRunner::advance`], on the tower's thread: takes the piece under way if it ends within `patience`,
+    /// then hands the next piece over and does not wait for it.
+    ///
+    /// # Errors
+    /// As [`VisionRunner::advance`], for the piece that has ended.
+    pub fn advance_on_thread(
+        &mut self,
+        look: &mut EncodeJob,
+        values: &Arc<Vec<f32>>,
+        patience: Duration,
+    ) -> Result<EncodeStatus> {
+        let mut looked = EncodeStatus::UnderWay;
+        if let Some(Piece { look: number, running }) = self.in_flight() {
+            let (number, ended) = (*number, running.wait_for(patience));
+            let Some(ended) = ended else { return Ok(looked) };
+            self.forget_piece();
+            if number == look.number {
+                ended.outcome.map_err(|failure| failure.into_error())?;
+                looked = self.take_piece(look)?;
+            }
+        }
+        if !matches!(looked, EncodeStatus::All(_)) {
+            let NextPiece { step, input } = self.next_piece(look)?;
+            let queued = input.map(|input| {
+                let (buffers, config) = (self.input.clone(), self.tower.config.clone());
+                let values = Arc::clone(values);
+                let fill = Box::new(move || buffers.write(&config, input, &values));
+                Queued { fill, has_failed: Arc::default() }
+            });
+            let number = look.number;
+            if let Some(TowerThread { thread, in_flight }) = &mut self.thread {
+                let running = thread.hand(Job { step, drawn: None, queued });
+                *in_flight = Some(Piece { look: number, running });
+            }
+        }
+        Ok(looked)
+    }
+
+    /// Waits for a piece under way, whose look has been given up.
+    pub(super) fn wait_for_thread(&mut self) {
+        if let Some(piece) = self.thread.as_mut().and_then(|thread| thread.in_flight.take()) {
+            drop(piece.running.wait());
+        }
+    }
+
+    fn in_flight(&self) -> Option<&Piece> {
+        self.thread.as_ref()?.in_flight.as_ref()
+    }
+
+    fn forget_piece(&mut self) {
+        if let Some(thread) = &mut self.thread {
+            thread.in_flight = None;
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! The models of a server: which are loaded, and how they are loaded and unloaded within one memory limit.
+//!
+//! A request for a model that is not loaded waits until it is loaded. Models are loaded one at a time. If memory is
+//! short, models that hold some of it are unloaded first, the least recently used before others. Memory is that of the
+//! models' device, or that of the CPU for vision towers. A model that is being unloaded takes no new requests, and its
+//! running requests end. Then its engine's thread ends, all its memory is freed, and its ledger is checked.
+
+mod entry;
+mod served_model;
+
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use keel_engine::EngineError;
+use keel_engine::batch::{BatchStatus, Batcher};
+use tokio::sync::oneshot;
+
+use crate::app::{App, Shared};
+use crate::engine_view::{DeviceMemory, EngineView};
+use crate::error::{Result, ServerError, setting};
+use crate::text::ModelText;
+use crate::worker::EngineHandle;
+use entry::{Entry, Resident};
+pub use served_model::{Load, Loaded, Modalities, ModelManagerOptions, ServedModel};
+use served_model::{Needs, Shortage};
+
+/// Facts about a model.
+pub(crate) struct ModelFacts {
+    pub id: String,
+    pub context: usize,
+    pub bytes: u64,
+    pub is_loaded: bool,
+    pub takes: Modalities,
+}
+
+/// The state that the handlers of all endpoints share: the models, and through them the state for one request.
+pub struct ModelManager {
+    shared: Arc<Shared>,
+    entries: Vec<Entry>,
+    options: ModelManagerOptions,
+    /// Held while a model is loaded or unloaded.
+    turn: tokio::sync::Mutex<()>,
+    departed: Mutex<UnloadedTotals>,
+}
+
+/// Counters of unloaded models.
+#[derive(Default)]
+struct UnloadedTotals {
+    status: BatchStatus,
+    leaks: u64,
+    /// Models that are being unloaded.
+    leaving: Vec<Arc<EngineView>>,
+}
+
+/// Counters over all models.
+pub(crate) struct Totals {
+    pub status: BatchStatus,
+    pub leaks: u64,
+    pub engines: Vec<Arc<EngineView>>,
+    /// The loaded models that several devices share.
+    pub split: Vec<SplitModel>,
+}
+
+/// The memory of a model that several devices share.
+pub(crate) struct SplitModel {
+    pub model: String,
+    pub devices: Vec<DeviceMemory>,
+}
+
+impl Deref for ModelManager {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.shared
+    }
+}
+
+/// Loading may need as large a stack as the main thread has.
+const STACK_BYTES: usize = 8 << 20;
+/// Smallest and largest interval between checks for unused models.
+const SWEEP: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(10)];
+
+impl ModelManager {
+    /// A server with one model, which is always loaded.
+    pub(crate) fn of_one(
+        shared: Shared,
+        engine: EngineHandle,
+        text: ModelText,
+        thread: JoinHandle<()>,
+    ) -> Arc<ModelManager> {
+        let shared = Arc::new(shared);
+        let id = shared.options.model_id.clone();
+        let needs = Needs { bytes: engine.planned().total(), tower_bytes: 0 };
+        let (context, takes) = (engine.context(), text.takes());
+        let app = Arc::new(App { shared: Arc::clone(&shared), id: id.clone(), engine, text });
+        let resident = Mutex::new(Some(Resident { app, thread, used: Instant::now() }));
+        let entries = vec![Entry { id, needs, context, takes, load: None, resident }];
+        let options = ModelManagerOptions {
+            memory_limit: u64::MAX,
+            tower_limit: u64::MAX,
+            keep_alive: None,
+            trim_allocator: || (),
+        };
+        ModelManager::with(shared, entries, options)
+    }
+
+    /// A server with several models. None is loaded yet.
+    ///
+    /// # Errors
+    /// There are no models, two have the same name, or one does not fit alone.
+    pub(crate) fn of_several(
+        shared: Shared,
+        offers: Vec<ServedModel>,
+        options: ModelManagerOptions,
+    ) -> Result<Arc<ModelManager>> {
+        if offers.is_empty() {
+            return Err(setting("--model", "there is none to serve"));
+        }
+        for (i, ServedModel { id, bytes, tower_bytes, .. }) in offers.iter().enumerate() {
+            if offers[..i].iter().any(|other| other.id == *id) {
+                return Err(setting("--model", format!("two models are called {id:?}; say NAME=MODEL")));
+            }
+            let needs = Needs { bytes: *bytes, tower_bytes: *tower_bytes };
+            if let Some(Shortage { of, whose, limit }) = needs.beyond(&options) {
+                let bytes = of(needs);
+                return Err(setting(
+                    "--model",
+                    format!("{id:?} holds {bytes} bytes{whose}, and the limit for all is {limit}"),
+                ));
+            }
+        }
+        let entry = |ServedModel { id, bytes, tower_bytes, context, takes, load }| Entry {
+            takes,
+            id,
+            needs: Needs { bytes, tower_bytes },
+            context,
+            load: Some(load),
+            resident: Mutex::new(None),
+        };
+        Ok(ModelManager::with(Arc::new(shared), offers.into_iter().map(entry).collect(), options))
+    }
+
+    fn with(shared: Arc<Shared>, entries: Vec<Entry>, options: ModelManagerOptions) -> Arc<ModelManager> {
+        let (turn, departed) = (tokio::sync::Mutex::new(()), Mutex::default());
+        Arc::new(ModelManager { shared, entries, options, turn, departed })
+    }
+
+    /// Returns the model that a request names, or the first model if it names none. Loads it if necessary.
+    ///
+    /// # Errors
+    /// [`ServerError::UnknownModel`]; [`ServerError::ModelLoad`]; or memory is not freed in time.
+    pub(crate) async fn app(self: &Arc<Self>, asked: Option<&str>) -> Result<Arc<App>> {
+        let at = self.find(asked)?;
+        if let Some(app) = self.entries[at].use_now() {
+            return Ok(app);
+        }
+        if self.is_draining() {
+            return Err(ServerError::Draining);
+        }
+        // Loading continues when the client disconnects, because others may wait for the model, too.
+        let front = Arc::clone(self);
+        let loading = tokio::spawn(async move { front.bring(at).await });
+        let wait = self.shared.options.batch.queue_timeout;
+        match tokio::time::timeout(wait, loading).await {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(error)) => Err(self.entries[at].failed(error.to_string())),
+            Err(_) => Err(EngineError::QueueTimeout { seconds: wait.as_secs_f64() }.into()),
+        }
+    }
+
+    /// Finds a model by name. An unknown name is an error.
+    pub(crate) fn find(&self, asked: Option<&str>) -> Result<usize> {
+        let Some(asked) = asked.filter(|asked| !asked.is_empty() && *asked != "default") else {
+            return Ok(0);
+        };
+        let found = self.entries.iter().position(|entry| entry.id == asked);
+        found.ok_or_else(|| {
+            let names: Vec<String> = self.entries.iter().map(|entry| format!("{:?}", entry.id)).collect();
+            let verb = if names.len() == 1 { "is" } else { "are" };
+            let served = format!("{} {verb}", names.join(", "));
+            ServerError::UnknownModel { asked: asked.into(), served }
+        })
+    }
+
+    /// Facts about a model.
+    pub(crate) fn facts(&self, at: usize) -> ModelFacts {
+        let Entry { id, context, needs, takes, .. } = &self.entries[at];
+        let is_loaded = self.entries[at].resident().is_some();
+        ModelFacts { id: id.clone(), context: *context, bytes: needs.bytes, is_loaded, takes: *takes }
+    }
+
+    /// Facts about every model.
+    pub(crate) fn all_facts(&self) -> Vec<ModelFacts> {
+        (0..self.entries.len()).map(|at| self.facts(at)).collect()
+    }
+
+    /// The loaded models, most recently used first.
+    pub(crate) fn loaded(&self) -> Vec<Arc<App>> {
+        let mut all: Vec<(Instant, Arc<App>)> = Vec::new();
+        for entry in &self.entries {
+            all.extend(entry.resident().as_ref().map(|resident| (resident.used, Arc::clone(&resident.app))));
+        }
+        all.sort_by_key(|(used, _)| std::cmp::Reverse(*used));
+        all.into_iter().map(|(_, app)| app).collect()
+    }
+
+    /// Counters over loaded and unloaded models.
+    pub(crate) fn totals(&self) -> Totals {
+        let departed = self.departed();
+        let mut engines = departed.leaving.clone();
+        let mut split = Vec::new();
+        for entry in &self.entries {
+            let Some(engine) = entry.resident().as_ref().map(|resident| resident.app.engine.view()) else {
+                continue;
+            };
+            let devices = engine.devices();
+            if devices.len() > 1 {
+                split.push(SplitModel { model: entry.id.clone(), devices });
+            }
+            engines.push(engine);
+        }
+        let mut totals = Totals { status: departed.status.clone(), leaks: departed.leaks, engines, split };
+        drop(departed);
+        for engine in &totals.engines {
+            totals.status.add(&engine.status());
+            totals.leaks += engine.leaks();
+        }
+        totals
+    }
+
+    fn departed(&self) -> MutexGuard<'_, UnloadedTotals> {
+        self.departed.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Loads a model, after unloading others if necessary.
+    async fn bring(self: Arc<Self>, at: usize) -> Result<Arc<App>> {
+        let _turn = self.turn.lock().await;
+        let entry = &self.entries[at];
+        if let Some(app) = entry.use_now() {
+            return Ok(app);
+        }
+        // A model whose engine has failed is unloaded like any other.
+        self.give_back(at).await;
+        while let Some(shortage) = self.held().plus(entry.needs).beyond(&self.options) {
+            let Some(oldest) = self.least_recent(&shortage) else { break };
+            self.give_back(oldest).await;
+        }
+        let (done, loaded) = oneshot::channel();
+        let front = Arc::clone(&self);
+        let load = move || drop(done.send(front.load(at)));
+        std::thread::Builder::new().name("keel-load".into()).stack_size(STACK_BYTES).spawn(load)?;
+        loaded.await.map_err(|_| entry.failed("its thread ended".into()))?
+    }
+
+    fn load(&self, at: usize) -> Result<Arc<App>> {
+        let entry = &self.entries[at];
+        let Some(load) = &entry.load else { return Err(ServerError::EngineStopped) };
+        let start = Instant::now();
+        let Loaded { mut engine, text, prefix_store } =
+            load().map_err(|error| entry.failed(error.to_string()))?;
+        if !engine.is_ready() {
+            engine.make_ready(&mut |_, _, _| ())?;
+        }
+        let batcher = Batcher::new(engine, self.shared.options.batch);
+        let (engine, thread) = EngineHandle::start(batcher, prefix_store)?;
+        let seconds = start.elapsed().as_secs_f64();
+        tracing::info!(model = entry.id, bytes = engine.planned().total(), seconds, "loaded");
+        let app = Arc::new(App { shared: Arc::clone(&self.shared), id: entry.id.clone(), engine, text });
+        let resident = Resident { app: Arc::clone(&app), thread, used: Instant::now() };
+        *entry.resident() = Some(resident);
+        Ok(app)
+    }
+
+    /// Bytes of the loaded models.
+    fn held(&self) -> Needs {
+        let loaded = self.entries.iter().filter(|entry| entry.resident().is_some());
+        loaded.map(|entry| entry.needs).fold(Needs::default(), Needs::plus)
+    }
+
+    /// The least recently used model among those that hold some of the memory that is short. Idle models come before
+    /// busy ones.
+    fn least_recent(&self, shortage: &Shortage) -> Option<usize> {
+        let age = |at: &usize| {
+            self.entries[*at].resident().as_ref().map(|resident| (resident.is_busy(), resident.used))
+        };
+        let would_help = |at: &usize| (shortage.of)(self.entries[*at].needs) > 0;
+        (0..self.entries.len()).filter(|at| would_help(at) && age(at).is_some()).min_by_key(age)
+    }
+
+    /// Unloads a model: waits until its requests have ended and its memory is freed.
+    async fn give_back(&self, at: usize) {
+        let entry = &self.entries[at];
+        let (app, thread, view) = {
+            let mut departed = self.departed();
+            let Some(Resident { app, thread, .. }) = entry.resident().take() else { return };
+            let view = app.engine.view();
+            departed.leaving.push(view.clone());
+            (app, thread, view)
+        };
+        app.engine.save_prefixes();
+        // The thread ends when no request holds the model any more.
+        drop(app);
+        let (done, ended) = oneshot::channel();
+        let join = move || drop(done.send(thread.join()));
+        if std::thread::Builder::new().name("keel-unload".into()).spawn(join).is_ok() {
+            let _ = ended.await;
+        }
+        {
+            let mut departed = self.departed();
+            departed.leaving.retain(|leaving| !Arc::ptr_eq(leaving, &view));
+            departed.status.add(&view.status());
+            departed.status.forget_gauges();
+            departed.leaks += view.leaks();
+        }
+        // The thread has freed the engine. Views and requests that end just now hold none of it.
+        let left: u64 = view.devices().iter().map(|device| device.allocated.total()).sum();
+        if left > 0 {
+            self.departed().leaks += 1;
+            tracing::error!(
+                "a bug in keel, please report it: {:?} was given back and {left} bytes of it are left",
+                entry.id
+            );
+        }
+        (self.options.trim_allocator)();
+        tracing::info!(model = entry.id, bytes = entry.needs.bytes, "given back");
+    }
+
+    /// Unloads models that were unused for the time of `keep_alive`. Runs forever.
+    pub(crate) async fn sweep(self: Arc<Self>) {
+        let Some(keep_alive) = self.options.keep_alive else { return };
+        loop {
+            tokio::time::sleep((keep_alive / 4).clamp(SWEEP[0], SWEEP[1])).await;
+            let _turn = self.turn.lock().await;
+            for (at, entry) in self.entries.iter().enumerate() {
+                if entry.load.is_some() && entry.has_rested(keep_alive) {
+                    self.give_back(at).await;
+                }
+            }
+        }
+    }
+
+    /// Whether an engine has failed whose model cannot be loaded again.
+    pub(crate) fn has_failed(&self) -> bool {
+        let failed = |entry: &Entry| entry.resident().as_ref().is_some_and(|r| r.app.engine.is_stopped());
+        self.entries.iter().any(|entry| entry.load.is_none() && failed(entry))
+    }
+
+    /// Ends all running and waiting requests of all models.
+    pub(crate) fn abort(&self) {
+        self.loaded().iter().for_each(|app| app.engine.abort());
+    }
+
+    /// Refuses new requests from now on; running requests continue. Remembered prefixes are saved as soon as nothing
+    /// runs, because the process may be killed before it ends.
+    pub(crate) fn drain(&self) {
+        self.shared.start_draining();
+        self.loaded().iter().for_each(|app| app.engine.save_prefixes());
+    }
+
+    /// The threads of the engines. They end when no other code holds the engines.
+    pub(crate) fn close(&self) -> Vec<JoinHandle<()>> {
+        self.entries.iter().filter_map(|entry| Some(entry.resident().take()?.thread)).collect()
+    }
+}

@@ -1,0 +1,111 @@
+//! Several models in one server.
+
+use std::path::Path;
+
+use anyhow::Result;
+use keel_engine::EngineOptions;
+use keel_server::{
+    Loaded, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, bind, wait_for_signal,
+};
+
+use super::named::{self, Named};
+use super::{ServeOptions, device, prefix_store, second_signal, server_options, tasks, warn_if_open};
+use crate::args::Subject;
+use crate::failure::usage;
+use crate::server_plan::{self, ServerPlan};
+use crate::session::{self, Session};
+use crate::source;
+use crate::vision;
+use evenkeel::{FreeMemory, human_bytes};
+
+/// Serves models that are loaded on request.
+///
+/// # Errors
+/// A model cannot be opened or does not fit alone, or two have the same name.
+pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Result<()> {
+    if args.server.name.is_some() {
+        return Err(usage("--name is for a single model; give each model its name with --model NAME=MODEL"));
+    }
+    let options = server_options(args)?;
+    let offers = models.iter().map(|named| offer(args, named, mmproj)).collect::<Result<Vec<_>>>()?;
+    let room = server_plan::room(&args.device, args.engine.options().compute);
+    let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
+    let tower_limit = FreeMemory::of_host().map_or(u64::MAX, |host| host.bytes);
+    let (count, all) = (offers.len(), offers.iter().map(|offer| offer.bytes).sum::<u64>());
+    tasks()?.block_on(async {
+        let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
+        let keep_alive = args.patience.keep_alive();
+        let fleet =
+            ModelManagerOptions { memory_limit, tower_limit, keep_alive, trim_allocator: session::forget };
+        let address = listener.local_addr()?;
+        warn_if_open(address, &options);
+        let server = Server::of_several(offers, fleet, options)?;
+        let all = human_bytes(all);
+        match room {
+            Some(room) => tracing::info!(
+                "all models together need {all}; {} are available: {}",
+                human_bytes(room.bytes),
+                room.why
+            ),
+            None => tracing::info!("all of them hold {all}"),
+        }
+        tracing::info!("a choice of {count} models is served at http://{address}");
+        Ok(server.run(listener, wait_for_signal(), second_signal()).await?)
+    })
+}
+
+/// A model that requests may name. It is opened and planned now, so that its errors are reported before the server
+/// starts.
+fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<ServedModel> {
+    let model = source::open(Some(&named.model), mmproj)?;
+    let text = ModelText::new(&model.text_files()?)?;
+    let id = named.name.clone().unwrap_or_else(|| named::of(&model));
+    let ServerPlan { options, planned } = server_plan::plan_server(args, &Subject::of(&model))?;
+    let tower_bytes = tower_bytes(args, &Subject::of(&model), options)?;
+    let tower = if tower_bytes > 0 {
+        format!(", and {} on the CPU", human_bytes(tower_bytes))
+    } else {
+        String::new()
+    };
+    tracing::info!(
+        "{id} holds {}{tower} for {} sequences of up to {} tokens",
+        human_bytes(planned.total()),
+        options.sequences,
+        options.context
+    );
+    let pixels = args.holding.image_pixels();
+    let takes = match options.vision {
+        Some(vision) => {
+            let viewer = vision::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
+            text.with_viewer(viewer).takes()
+        }
+        None => Modalities::default(),
+    };
+    let prefix_store = prefix_store(args, &model, Some(&id))?;
+    session::close(model);
+    let (device, path) = (device(args), named.model.clone());
+    let mmproj = mmproj.map(Path::to_path_buf);
+    let load = move || -> Result<Loaded> {
+        let model = source::open(Some(&path), mmproj.as_deref())?;
+        let mut text = ModelText::new(&model.text_files()?)?;
+        if let Some(vision) = options.vision {
+            let viewer = vision::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
+            text = text.with_viewer(viewer);
+        }
+        let mut session = Session::load(&device, &model, options)?;
+        session::close(model);
+        session.make_ready()?;
+        Ok(Loaded { engine: session.engine, text, prefix_store: prefix_store.clone() })
+    };
+    let load = Box::new(move || load().map_err(|error| format!("{error:#}").into()));
+    Ok(ServedModel { id, bytes: planned.total(), tower_bytes, context: options.context, takes, load })
+}
+
+/// Planned bytes of the vision tower if it is on the CPU and the model is not.
+fn tower_bytes(args: &ServeOptions, subject: &Subject<'_>, options: EngineOptions) -> Result<u64> {
+    if args.device.tower()?.is_none() || options.vision.is_none() {
+        return Ok(0);
+    }
+    let plans = session::plan_apart(&args.device, &*subject.parameters, &subject.json, options)?;
+    Ok(plans.tower.map_or(0, |tower| tower.total()))
+}

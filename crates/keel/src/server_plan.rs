@@ -1,0 +1,347 @@
+//! Computes a server's bounds and its plan from the options, the model and the machine.
+
+use anyhow::{Context, Result};
+use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
+use keel_engine::{EngineError, EngineOptions, SpeculationOptions};
+
+use crate::args::{COUNT_MAX, Device, DeviceArgs, Member, MemoryArgs, Pooling, Subject, drafts_max};
+use crate::commands::serve::ServeOptions;
+use crate::failure::usage;
+use crate::session::{self, resolve_options};
+use crate::split_model;
+use evenkeel::context_for;
+use evenkeel::human_bytes;
+use evenkeel::{Error, FreeMemory, on_device};
+
+/// Default context of a sequence, unless the model's own is shorter.
+const CONTEXT_DEFAULT: usize = 8192;
+/// Default number of tokens of keys and values, for all sequences together.
+const POOL_TOKENS_DEFAULT: usize = 65536;
+/// Default bytes for remembered recurrent states.
+const PREFIX_STATES_DEFAULT: u64 = 128 << 20;
+/// Largest default number of sequences.
+const SEQUENCES_DEFAULT: usize = 16;
+/// Smallest default number of sequences.
+const SEQUENCES_LEAST: usize = 4;
+/// Most drafts by default where more do not fit, and where several devices share a model.
+const DRAFTS_FEW: usize = 2;
+/// Largest number of pages that an engine takes.
+const POOL_PAGES_MAX: usize = 1 << 24;
+/// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
+const CONTEXT_LEAST: usize = 1024;
+
+/// A server's bounds, and the bytes that follow from them.
+#[derive(Clone, Copy, Debug)]
+pub struct ServerPlan {
+    pub options: EngineOptions,
+    pub planned: MemoryReport,
+}
+
+/// Plans a server with these options. Bounds that are not given are reduced until the plan fits into the free memory. A
+/// plan that still does not fit is refused when the model is loaded.
+///
+/// # Errors
+/// Errors of the plan, or drafts without an MTP head.
+pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<ServerPlan> {
+    args.device.check()?;
+    resolve_options(&args.device, &*subject.parameters, &subject.json, |device| {
+        let (device, engine) = (args.device.on(device), args.engine.options());
+        Ok(Planner::new(&args.holding, subject, &device, engine, args.step_tokens())?.wanted)
+    })?;
+    let planner =
+        Planner::new(&args.holding, subject, &args.device, args.engine.options(), args.step_tokens())?;
+    let room = room(&args.device, planner.wanted.compute);
+    let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
+    if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
+        let all = human_bytes(holding.options.swap_bytes as u64);
+        tracing::info!("--swap: {all} are enough for all sequences at full length; the rest is not taken");
+    }
+    let has_shrunk = holding.options != planner.wanted;
+    let limit = if has_shrunk { planner.needs(planner.wanted)?.beyond_limit(&args.device) } else { None };
+    let whose =
+        if args.device.split.is_split() { "the --memory-limit of a device" } else { "--memory-limit" };
+    let limited = limit.map(|bytes| FreeMemory { bytes, why: whose.into() });
+    if let Some(room) = limited.or(room).filter(|_| has_shrunk) {
+        tracing::info!(
+            "{} are {}: reduced to {} sequences of up to {} tokens and {} of keys and values, to fit",
+            human_bytes(room.bytes),
+            room.why,
+            holding.options.sequences,
+            holding.options.context,
+            human_bytes(holding.planned.get(Category::Kv))
+        );
+    }
+    Ok(holding)
+}
+
+/// Free memory, before there is a runtime; of several GPUs, of the one that has least. Returns `None` if it is unknown,
+/// for example if there is no such GPU. The limits of several devices are not part of it.
+pub fn room(device: &DeviceArgs, compute: Compute) -> Option<FreeMemory> {
+    let of_gpu = |gpu: &DeviceArgs| session::driver(gpu, compute).map(|driver| FreeMemory::of_gpu(&driver));
+    let mut room = match device.device() {
+        Device::Cpu => FreeMemory::of_host(),
+        _ if device.split.is_split() => {
+            let room_of = |member: &Member| match member.remote {
+                Some(bytes) => {
+                    Some(FreeMemory { bytes: bytes?, why: format!("free memory of {}", member.name) })
+                }
+                None => of_gpu(&device.on(member.device)),
+            };
+            let rooms: Option<Vec<FreeMemory>> = device.split.members().iter().map(room_of).collect();
+            rooms?.into_iter().min_by_key(|room| room.bytes)
+        }
+        _ => of_gpu(device),
+    };
+    if let Some(limit) = device.limit_of(0).filter(|_| !device.split.is_split())
+        && room.as_ref().is_none_or(|room| limit < room.bytes)
+    {
+        room = Some(FreeMemory { bytes: limit, why: "--memory-limit".into() });
+    }
+    room
+}
+
+/// The bytes of a plan.
+pub struct Needs {
+    /// Of all devices together.
+    pub planned: MemoryReport,
+    /// Of each on itself, if there are several.
+    devices: Vec<u64>,
+    /// Bytes that are charged to each, with host memory; also of a single device. A limit bounds them.
+    charged: Vec<u64>,
+}
+
+impl Needs {
+    /// The bytes of the device that has most, of several.
+    pub fn largest(&self) -> Option<u64> {
+        self.devices.iter().max().copied()
+    }
+
+    /// The bytes that are charged to the device with most of them.
+    pub fn charged(&self) -> u64 {
+        self.charged.iter().max().copied().unwrap_or(0)
+    }
+
+    /// The limit of the first device to which more is charged.
+    fn beyond_limit(&self, device: &DeviceArgs) -> Option<u64> {
+        let beyond = |(rank, &charged): (usize, &u64)| device.limit_of(rank).filter(|&limit| charged > limit);
+        self.charged.iter().enumerate().find_map(beyond)
+    }
+}
+
+/// Turns bounds into plans.
+pub struct Planner<'a> {
+    args: &'a MemoryArgs,
+    subject: &'a Subject<'a>,
+    device: &'a DeviceArgs,
+    /// Bytes of a page of keys and values. [`Planner::state_bytes`] are those of one saved state.
+    page_bytes: u64,
+    state_bytes: u64,
+    /// Bytes of one sequence's recurrent state.
+    slot_bytes: u64,
+    /// The bounds if memory were unlimited.
+    pub wanted: EngineOptions,
+}
+
+impl<'a> Planner<'a> {
+    /// Makes a small plan to learn the bytes of a page and of a state.
+    ///
+    /// # Errors
+    /// Errors of the plan, or drafts without an MTP head.
+    pub fn new(
+        args: &'a MemoryArgs,
+        subject: &'a Subject<'a>,
+        device: &'a DeviceArgs,
+        base: EngineOptions,
+        step_tokens: usize,
+    ) -> Result<Planner<'a>> {
+        let context = args.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
+        let context = context_for(&subject.config, context).context("--context")?;
+        let has_head = subject.config.mtp_layers > 0;
+        let drafts = match args.drafts {
+            _ if !has_head => 0,
+            Some(drafts) => usize::from(drafts),
+            None if device.split.is_split() => DRAFTS_FEW,
+            None => drafts_max(Some(SpeculationOptions::default()), device.device()),
+        };
+        let is_gpu = device.device() != Device::Cpu;
+        let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
+        let pooling = args.pooling.or(subject.pooling).unwrap_or_default();
+        let row_hidden = pooling == Pooling::Mean;
+        let vision = args.vision(subject, step_tokens)?;
+        let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
+        let mut planner =
+            Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
+        let one = match planner.probe() {
+            // The config may name an MTP head that the checkpoint lacks.
+            Err(error) if matches!(error.downcast_ref(), Some(Error::Engine(EngineError::NoMtpHead))) => {
+                planner.wanted.drafts = 0;
+                planner.probe()?
+            }
+            one => one?,
+        };
+        if args.drafts.is_some_and(|drafts| drafts > 0) && planner.wanted.drafts == 0 {
+            return Err(usage("--drafts: this model has no multi-token-prediction head"));
+        }
+        planner.page_bytes = one.get(Category::Kv).max(1);
+        planner.slot_bytes = one.get(Category::Recurrent);
+        planner.state_bytes = one.get(Category::Checkpoints);
+        planner.wanted = planner.defaults(&one, is_gpu)?;
+        Ok(planner)
+    }
+
+    /// A plan for one page, one state and one sequence. Its bytes of steps are not used.
+    fn probe(&self) -> Result<MemoryReport> {
+        self.plan_at_least(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
+    }
+
+    /// The bytes of keys and values for these bounds, as in `--kv-cache`.
+    pub fn kv_bytes(&self, options: &EngineOptions) -> u64 {
+        self.page_bytes * options.pool_pages.unwrap_or(0) as u64
+    }
+
+    /// The bytes of an engine with these bounds.
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn plan(&self, options: EngineOptions) -> Result<MemoryReport> {
+        session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
+    }
+
+    /// The same, with the bytes of each of several devices.
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn needs(&self, options: EngineOptions) -> Result<Needs> {
+        let Planner { device, subject, .. } = self;
+        if !device.split.is_split() {
+            let planned = self.plan(options)?;
+            return Ok(Needs { planned, devices: Vec::new(), charged: vec![planned.total()] });
+        }
+        let plans = split_model::plan_devices(device, &*subject.parameters, &subject.json, options)?;
+        let of_device = |planned: &MemoryReport| on_device(planned, device.device() != Device::Cpu);
+        let devices = plans.iter().map(|plan| of_device(&plan.planned)).collect();
+        let charged = plans.iter().map(|plan| plan.planned.total()).collect();
+        Ok(Needs { planned: plans.iter().map(|plan| plan.planned).sum(), devices, charged })
+    }
+
+    /// At most the bytes of [`Planner::plan`], found quickly: see [`keel_engine::plan::at_least`].
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn plan_at_least(&self, options: EngineOptions) -> Result<MemoryReport> {
+        self.plan(EngineOptions { largest_steps: true, ..options })
+    }
+
+    /// Sets the numbers of pages and states: those requested, or defaults for the model and the device.
+    fn defaults(&self, one: &MemoryReport, is_gpu: bool) -> Result<EngineOptions> {
+        let (args, base) = (self.args, self.wanted);
+        let suits = |bytes: u64| if is_gpu { bytes } else { bytes.min(one.get(Category::Weights)) };
+        let pages_of = |bytes: u64| (bytes / self.page_bytes) as usize;
+        let pages = match args.kv_cache {
+            _ if args.whole_contexts => all_pages(&base),
+            Some(bytes) if pages_of(bytes) > POOL_PAGES_MAX => {
+                return Err(usage(format!(
+                    "--kv-cache: {bytes} bytes are {} pages of {} bytes; a pool has {POOL_PAGES_MAX} at most",
+                    pages_of(bytes),
+                    self.page_bytes
+                )));
+            }
+            Some(bytes) => pages_of(bytes),
+            None => {
+                let most = POOL_TOKENS_DEFAULT.div_ceil(AttentionSpec::PAGE);
+                let suitable = pages_of(suits(self.page_bytes * most as u64));
+                suitable.max(base.context.div_ceil(AttentionSpec::PAGE))
+            }
+        };
+        let prefix_states = args.prefix_states.unwrap_or(suits(PREFIX_STATES_DEFAULT));
+        let remembered = (prefix_states / self.state_bytes.max(1)).min(COUNT_MAX as u64) as usize;
+        Ok(self.complete(base, pages, remembered))
+    }
+
+    /// Sets the numbers of pages and of remembered states, and all bounds that depend on them. Requested pages are all
+    /// taken: those that no sequence needs keep remembered prefixes. Otherwise there are no more than sequences need.
+    fn complete(&self, base: EngineOptions, pages: usize, remembered: usize) -> EngineOptions {
+        let reuses = !self.args.no_prefix_reuse && self.state_bytes > 0;
+        let most = if self.args.kv_cache.is_some() { pages } else { all_pages(&base) };
+        let pages = pages.min(most).max(1);
+        let mut options = EngineOptions {
+            pool_pages: Some(pages),
+            checkpoints: if reuses { remembered + base.sequences } else { 0 },
+            swap_bytes: 0,
+            ..base
+        };
+        if self.args.overcommit {
+            options.swap_bytes = self.swap_bytes(&options);
+        }
+        options
+    }
+
+    /// Bytes of host memory for parked sequences. More than all keys, values and states would be unused.
+    fn swap_bytes(&self, options: &EngineOptions) -> usize {
+        let pages = options.pool_pages.unwrap_or(0) as u64;
+        let all = self.page_bytes * pages + self.slot_bytes * options.sequences as u64;
+        self.args.swap.map_or(all, |asked| asked.min(all)) as usize
+    }
+
+    /// Reduces bounds that were not given until the plan fits into `room` bytes, in this order: drafts, remembered
+    /// states, pages beyond one full-length sequence, sequences, context.
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn fit_into(&self, room: Option<u64>) -> Result<ServerPlan> {
+        let mut options = self.wanted;
+        loop {
+            let needs = self.needs(options)?;
+            let is_gpu = self.device.device() != Device::Cpu;
+            // The room is that of each GPU; devices of the CPU share the host's.
+            let needed = needs.largest().filter(|_| is_gpu).unwrap_or(on_device(&needs.planned, is_gpu));
+            if needs.beyond_limit(self.device).is_none() && room.is_none_or(|room| needed <= room) {
+                return Ok(ServerPlan { options, planned: needs.planned });
+            }
+            match self.smaller(options) {
+                Some(smaller) => options = smaller,
+                // Nothing can be reduced further. The plan of the wanted bounds is returned, and will be refused with
+                // its numbers.
+                None => return Ok(ServerPlan { options: self.wanted, planned: self.plan(self.wanted)? }),
+            }
+        }
+    }
+
+    /// The next smaller bounds. Only bounds that were not given change.
+    fn smaller(&self, options: EngineOptions) -> Option<EngineOptions> {
+        let args = self.args;
+        let (pages, one_full) =
+            (options.pool_pages.unwrap_or(1), options.context.div_ceil(AttentionSpec::PAGE));
+        let remembered = options.checkpoints.saturating_sub(options.sequences);
+        if args.drafts.is_none() && options.drafts > DRAFTS_FEW {
+            return Some(EngineOptions { drafts: DRAFTS_FEW, ..options });
+        }
+        if args.prefix_states.is_none() && remembered > 0 {
+            return Some(self.complete(options, pages, remembered / 2));
+        }
+        if args.kv_cache.is_none() && pages > one_full {
+            return Some(self.complete(options, (pages / 2).max(one_full), remembered));
+        }
+        if args.sequences.is_none() && options.sequences > 1 {
+            let fewer = EngineOptions { sequences: options.sequences / 2, ..options };
+            return Some(self.complete(fewer, pages, remembered));
+        }
+        if args.context.is_none() && options.context / 2 >= CONTEXT_LEAST {
+            let shorter = (options.context / 2).next_multiple_of(AttentionSpec::PAGE);
+            let pages = if args.kv_cache.is_none() { shorter.div_ceil(AttentionSpec::PAGE) } else { pages };
+            return Some(self.complete(EngineOptions { context: shorter, ..options }, pages, remembered));
+        }
+        None
+    }
+}
+
+/// Pages of all sequences at full length.
+fn all_pages(options: &EngineOptions) -> usize {
+    options.sequences * options.context.div_ceil(AttentionSpec::PAGE)
+}
+
+/// The default number of sequences: [`SEQUENCES_DEFAULT`] on a GPU, one per core on a CPU, within bounds.
+fn default_sequences(is_gpu: bool) -> usize {
+    let cores = std::thread::available_parallelism().map_or(SEQUENCES_LEAST, usize::from);
+    if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_LEAST, SEQUENCES_DEFAULT) }
+}
