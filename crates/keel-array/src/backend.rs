@@ -128,7 +128,7 @@ pub trait Memory: Send + Sync {
 
     /// Called when no launch is in flight and the arena's contents are dead. The backend may return its pages, and
     /// other idle memory, to the system. The arena's contents are undefined afterwards.
-    fn rest(&self, arena: Option<&dyn DeviceMemory>) {
+    fn release_idle_memory(&self, arena: Option<&dyn DeviceMemory>) {
         let _ = arena;
     }
 

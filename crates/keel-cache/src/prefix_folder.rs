@@ -71,13 +71,26 @@ impl PrefixFolder<'_> {
         PrefixFolder { model, path }
     }
 
-    /// Makes the folder if it does not exist, and removes its index. A link in place of the index stays: it may lead to
-    /// a file of somebody else, which is then not changed either.
+    /// Makes the folder if it does not exist. A link in place of the index is refused: it may lead to another's file.
     ///
     /// # Errors
-    /// The folder cannot be made, the index cannot be removed, or what stands in its place is not a file.
+    /// The folder cannot be made, or what stands in place of the index is not a file.
     pub fn begin(&self) -> Result<(), Unwritten> {
         std::fs::create_dir_all(self.path).map_err(|error| Unwritten::new(self.path, &error))?;
+        self.index().map(drop)
+    }
+
+    /// Removes the index, before the first of its files is replaced.
+    ///
+    /// # Errors
+    /// The index cannot be removed, or what stands in its place is not a file.
+    pub fn remove_index(&self) -> Result<(), Unwritten> {
+        let Some(index) = self.index()? else { return Ok(()) };
+        std::fs::remove_file(&index).map_err(|error| Unwritten::new(&index, &error))
+    }
+
+    /// The path of the index, if there is one.
+    fn index(&self) -> Result<Option<PathBuf>, Unwritten> {
         let index = self.path.join(INDEX);
         match std::fs::symlink_metadata(&index) {
             Ok(found) if found.is_symlink() => {
@@ -86,8 +99,8 @@ impl PrefixFolder<'_> {
             Ok(found) if !found.is_file() => {
                 Err(Unwritten::new(&index, &"what is there is not a regular file"))
             }
-            Ok(_) => std::fs::remove_file(&index).map_err(|error| Unwritten::new(&index, &error)),
-            Err(_) => Ok(()),
+            Ok(_) => Ok(Some(index)),
+            Err(_) => Ok(None),
         }
     }
 
@@ -249,7 +262,10 @@ mod tests {
         let other = PrefixFolder::new("another model", folder.path());
         assert!(other.read_index().expect_err("not its own").contains("format or model"));
         saved.begin().expect("it exists");
+        assert!(saved.read_index().expect("sound").is_some(), "the index stays until a file is replaced");
+        saved.remove_index().expect("it is a file");
         assert!(saved.read_index().expect("none").is_none(), "files without an index are not read");
+        saved.remove_index().expect("there is none");
     }
 
     #[cfg(unix)]

@@ -60,7 +60,7 @@ impl VisionInputs {
     }
 
     /// Whether any of these tokens belongs to a picture.
-    pub fn sees_any(&self, tokens: std::ops::Range<usize>) -> bool {
+    pub fn has_picture_in(&self, tokens: std::ops::Range<usize>) -> bool {
         let end = tokens.end.min(self.rows.len());
         self.rows.get(tokens.start..end).is_some_and(|rows| rows.iter().any(Option::is_some))
     }
@@ -109,7 +109,7 @@ mod tests {
     fn a_cut_within_a_run_is_found() {
         let vision = vision();
         assert_eq!([1, 2, 4, 5].map(|cut| vision.run_around(cut)), [None, Some(1..5), Some(1..5), None]);
-        assert!(vision.sees_any(0..2) && !vision.sees_any(5..9));
+        assert!(vision.has_picture_in(0..2) && !vision.has_picture_in(5..9));
         assert_eq!(vision.feature(0, 3), Some(&[3.0][..]));
         assert_eq!((vision.feature(0, 5), vision.feature(1, 3), vision.position(7)), (None, None, [7; 3]));
     }

@@ -4,7 +4,7 @@ use keel_array::{Backend, Launch, Place, Result, Runtime, RuntimeOptions};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_testkit::checks;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ struct Broken {
     op: &'static str,
 }
 
-impl Disturbance for Broken {
+impl Interceptor for Broken {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
         backend.launch(launch)?;
         for kernel in launch.kernels().iter().filter(|k| k.op.name() == self.op) {
@@ -67,7 +67,7 @@ fn a_broken_kernel_of_any_operation_is_caught() {
     let missed: Vec<&str> = ops
         .into_iter()
         .filter(|&op| {
-            let broken = Disturbed::new(Arc::new(backend(Isa::best(), 2)), Arc::new(Broken { op }));
+            let broken = InterceptedBackend::new(Arc::new(backend(Isa::best(), 2)), Arc::new(Broken { op }));
             let runtime = Runtime::new(broken, RuntimeOptions::default());
             let mut checks = checks::all().into_iter().filter(|check| check.op == op);
             let caught = checks.any(|check| catch_unwind(AssertUnwindSafe(|| check.run(&runtime))).is_err());

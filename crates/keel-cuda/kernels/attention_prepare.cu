@@ -32,7 +32,7 @@ struct Heads {
     u64 row, head;
 };
 
-struct Turn {
+struct RopeArgs {
     const i32* positions;
     const float* inverse;
     const float* norm; // null without a norm
@@ -52,17 +52,17 @@ attention_prepare(
     const u32 row = min(unit / HEADS, rows - 1), head = unit % HEADS;
     const bool is_query = head < Q_HEADS;
     // Member by member: a struct that is selected at run time would go through local memory.
-    const Turn turn = {is_query ? turn_q.positions : turn_k.positions, is_query ? turn_q.inverse : turn_k.inverse,
-                       is_query ? turn_q.norm : turn_k.norm, is_query ? turn_q.eps : turn_k.eps};
-    const Angles angles(turn.positions, turn.inverse, rows, row);
+    const RopeArgs rope = {is_query ? rope_q.positions : rope_k.positions, is_query ? rope_q.inverse : rope_k.inverse,
+                       is_query ? rope_q.norm : rope_k.norm, is_query ? rope_q.eps : rope_k.eps};
+    const Angles angles(rope.positions, rope.inverse, rows, row);
     u32 b = 0, own = 0;
     const bool located = is_query || locate(row_start, sequences, 1, 1, row, b, own);
     const u32 at = is_query || !located ? 0 : position[b] + own, page = is_query || !located ? 0 : table[b * pages + at / PAGE];
     if (EARLY) wait_for_inputs();
     if (unit / HEADS >= rows || !located) return;
     if (is_query) {
-        float* to = turned + ((u64)row * H + head) * D;
-        turn_head(q.at + row * q.row + head * q.head, angles, turn.norm, turn.eps, [&](u32 i, float value) { to[i] = value; });
+        float* to = rotated + ((u64)row * H + head) * D;
+        rotate_head(q.at + row * q.row + head * q.head, angles, rope.norm, rope.eps, [&](u32 i, float value) { to[i] = value; });
         return;
     }
     const u32 kv = (head - Q_HEADS) % KV;
@@ -72,7 +72,7 @@ attention_prepare(
     float* mine = collected[threadIdx.x / 32];
     const bool is_key = head < Q_HEADS + KV;
     if (is_key) {
-        turn_head(k.at + row * k.row + kv * k.head, angles, turn.norm, turn.eps, [&](u32 i, float value) { mine[i] = value; });
+        rotate_head(k.at + row * k.row + kv * k.head, angles, rope.norm, rope.eps, [&](u32 i, float value) { mine[i] = value; });
     } else {
         const float* from = v.at + row * v.row + kv * v.head;
 #pragma unroll
@@ -85,7 +85,7 @@ attention_prepare(
 #else
     const u64 place = (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
     if (head < Q_HEADS + KV) {
-        turn_head(k.at + row * k.row + kv * k.head, angles, turn.norm, turn.eps,
+        rotate_head(k.at + row * k.row + kv * k.head, angles, rope.norm, rope.eps,
                   [&](u32 i, float value) { keys[place + i] = kept(value); });
     } else {
         const float* from = v.at + row * v.row + kv * v.head;
@@ -112,7 +112,7 @@ attention_prepare_rows(
     __shared__ float4 cosines[2][FOURS], sines[2][FOURS];
     const u32 row = blockIdx.x, which = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (which < 2) {
-        const Angles angles(which ? turn_k.positions : turn_q.positions, which ? turn_k.inverse : turn_q.inverse, rows, row);
+        const Angles angles(which ? rope_k.positions : rope_q.positions, which ? rope_k.inverse : rope_q.inverse, rows, row);
 #pragma unroll
         for (int j = 0; j < TURNS; j++) {
             const u32 i = j * 32 + lane;
@@ -124,7 +124,7 @@ attention_prepare_rows(
     const u32 at = located ? position[b] + own : 0, page = located ? table[b * pages + at / PAGE] : 0;
     __syncthreads();
     // Four pairs of a head. `put` receives a column, and the values from it on.
-    auto turn_four = [&](u32 of, const float* head, u32 four, auto put) {
+    auto rotate_four = [&](u32 of, const float* head, u32 four, auto put) {
         const float4 x = ((const float4*)head)[four], y = ((const float4*)(head + HALF))[four];
         const float4 c = cosines[of][four], s = sines[of][four];
         put(4 * four, make_float4(x.x * c.x - y.x * s.x, x.y * c.y - y.y * s.y, x.z * c.z - y.z * s.z, x.w * c.w - y.w * s.w));
@@ -132,14 +132,14 @@ attention_prepare_rows(
     };
     for (u32 i = threadIdx.x; i < Q_HEADS * FOURS; i += 128) {
         const u32 head = i / FOURS;
-        float* to = turned + ((u64)row * H + head) * D;
-        turn_four(0, q.at + row * q.row + head * q.head, i % FOURS, [&](u32 d, float4 x) { keep_four(to + d, x); });
+        float* to = rotated + ((u64)row * H + head) * D;
+        rotate_four(0, q.at + row * q.row + head * q.head, i % FOURS, [&](u32 d, float4 x) { keep_four(to + d, x); });
     }
     if (!located) return;
     for (u32 i = threadIdx.x; i < KV * FOURS; i += 128) {
         const u32 kv = i / FOURS;
         kv_t* to = keys + (((u64)page * KV + kv) * PAGE + at % PAGE) * D;
-        turn_four(1, k.at + row * k.row + kv * k.head, i % FOURS, [&](u32 d, float4 x) { keep_four(to + d, x); });
+        rotate_four(1, k.at + row * k.row + kv * k.head, i % FOURS, [&](u32 d, float4 x) { keep_four(to + d, x); });
     }
     for (u32 i = threadIdx.x; i < KV * (D / 4); i += 128) {
         const u32 kv = i / (D / 4), d = i % (D / 4) * 4;

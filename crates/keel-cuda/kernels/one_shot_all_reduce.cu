@@ -5,7 +5,8 @@
 //             slots     [2 parities][COUNT - 1 peers][GROUPS] of 16 bytes, EMPTY where nothing has arrived
 //
 // Thread v adds group v, which is elements 4 v to 4 v + 3. It shares nothing with other threads, so each v is a
-// protocol of its own. A thread takes part in the sums that are long enough for it, on all GPUs in the same ones. Its sum e:
+// protocol of its own. A thread takes part in the sums that are long enough for it, on all GPUs in the same ones. Its
+// sum e:
 //   1. It writes its group to the slots of parity e % 2 of all peers.
 //   2. It reads its own slots of that parity until no word of them is EMPTY.
 //   3. It adds the groups in the order of ranks, makes the slots EMPTY again, and turns the parity. Memory keeps the

@@ -12,5 +12,5 @@ extern "C" __global__ void rope(
     const u64 token = unit / heads, head = unit % heads;
     float* out = y + unit * D;
     const Angles angles(positions, inverse, tokens, token);
-    turn_head(x + token * stride + head * head_stride, angles, w, eps, [&](u32 i, float value) { out[i] = value; });
+    rotate_head(x + token * stride + head * head_stride, angles, w, eps, [&](u32 i, float value) { out[i] = value; });
 }

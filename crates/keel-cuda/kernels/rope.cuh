@@ -30,7 +30,7 @@ struct Angles {
 
 // Called by one warp; `put` receives each index and its value.
 template <typename Put>
-__device__ __forceinline__ void turn_head(const float* row, const Angles& angles, const float* w, float eps, Put put) {
+__device__ __forceinline__ void rotate_head(const float* row, const Angles& angles, const float* w, float eps, Put put) {
     const u32 lane = threadIdx.x % 32;
     float scale = 1.0f;
     if (NORM) {

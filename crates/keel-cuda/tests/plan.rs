@@ -5,7 +5,7 @@ use keel_array::{
     RopeSpec, Routing, RowLog, Runtime, RuntimeOptions, SharedExpert, Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use std::sync::Arc;
 
 const K: usize = 256;
@@ -58,9 +58,9 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
 #[test]
 fn a_backend_with_something_in_the_way_runs_the_same_kernels() {
     struct Nothing;
-    impl Disturbance for Nothing {}
+    impl Interceptor for Nothing {}
     for rows in [1, 16, 17, 200] {
-        let disturbed = Disturbed::new(planning(), Arc::new(Nothing));
+        let disturbed = InterceptedBackend::new(planning(), Arc::new(Nothing));
         assert_eq!(feed_forward(disturbed, rows), feed_forward(planning(), rows), "{rows} rows");
     }
 }

@@ -121,7 +121,7 @@ impl Engine {
         !self.cache.spec().is_recurrent()
     }
 
-    /// Steps under way: at most two, or one for each [group](Engine::microbatches_max) and one of prompts.
+    /// Steps under way: at most two, or one for each [micro-batch](Engine::microbatches_max) and one of prompts.
     pub fn steps_in_flight(&self) -> usize {
         self.in_flight.len() + self.microbatch_steps()
     }

@@ -12,7 +12,7 @@ use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
 use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
@@ -294,7 +294,7 @@ struct Launches {
     fails: AtomicUsize,
 }
 
-impl Disturbance for Launches {
+impl Interceptor for Launches {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let number = self.done.fetch_add(1, Ordering::SeqCst) + 1;
         let fails = self.fails.load(Ordering::SeqCst);
@@ -310,7 +310,7 @@ fn a_failed_prompt_fails_alone() {
     let folder = fixture("qwen3_5");
     let launches = Arc::new(Launches::default());
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
-    let backend = Disturbed::new(Arc::new(cpu), Arc::clone(&launches));
+    let backend = InterceptedBackend::new(Arc::new(cpu), Arc::clone(&launches));
     let runtime = Runtime::new(backend, RuntimeOptions::default());
     let mut batcher = Batcher::new(engine(&folder, &runtime, options()), BatchOptions::default());
     let requests = || (0..3).map(|i| BatchRequest::new(i, prompt("qwen3_5", i as u32, 90), 20));

@@ -15,7 +15,7 @@ use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOpti
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 /// Fails launches by their number. Their kernels do not run, and the launch reports so.
 #[derive(Default)]
@@ -40,7 +40,7 @@ impl Faults {
     }
 }
 
-impl Disturbance for Faults {
+impl Interceptor for Faults {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let number = self.launches.fetch_add(1, Ordering::SeqCst);
         let is_listed = self.failing.lock().expect("held by nobody who panics").contains(&number);
@@ -69,7 +69,8 @@ impl Disturbance for Faults {
 fn batcher(folder: &Path, drafts: usize) -> (Batcher, Arc<Faults>) {
     let faults = Arc::new(Faults::default());
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
-    let runtime = Runtime::new(Disturbed::new(Arc::new(cpu), Arc::clone(&faults)), RuntimeOptions::default());
+    let runtime =
+        Runtime::new(InterceptedBackend::new(Arc::new(cpu), Arc::clone(&faults)), RuntimeOptions::default());
     let options = EngineOptions {
         context: 512,
         sequences: 4,

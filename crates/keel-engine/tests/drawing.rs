@@ -11,7 +11,7 @@ use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, DeviceMemory, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, SamplerOptions, TokenIterator};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 const TOKENS: usize = 40;
 
@@ -90,7 +90,7 @@ fn sequences_of_a_step_are_drawn_for_apart() {
 #[derive(Default)]
 struct Reads(AtomicUsize);
 
-impl Disturbance for Reads {
+impl Interceptor for Reads {
     fn read(
         &self,
         backend: &dyn Backend,
@@ -118,7 +118,8 @@ impl Disturbance for Reads {
 fn a_token_brings_four_bytes_to_the_host() {
     let reads = Arc::new(Reads::default());
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
-    let runtime = Runtime::new(Disturbed::new(Arc::new(cpu), Arc::clone(&reads)), RuntimeOptions::default());
+    let runtime =
+        Runtime::new(InterceptedBackend::new(Arc::new(cpu), Arc::clone(&reads)), RuntimeOptions::default());
     let mut engine = engine(&demo(), &runtime, options());
     let row_bytes = 4 * engine.model().config.vocab;
     for (i, sampler) in samplers().into_iter().enumerate() {

@@ -15,7 +15,7 @@ use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 fn options() -> EngineOptions {
     EngineOptions {
@@ -292,7 +292,7 @@ fn host_memory_is_planned_and_bounded() {
 #[derive(Default)]
 struct Failing(AtomicBool);
 
-impl Disturbance for Failing {
+impl Interceptor for Failing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         if self.0.load(Ordering::Relaxed) {
             return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
@@ -306,7 +306,7 @@ fn a_failed_step_spares_those_that_are_parked() {
     let folder = fixture("qwen3_5");
     let failing = Arc::new(Failing::default());
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
-    let backend = Disturbed::new(Arc::new(cpu), Arc::clone(&failing));
+    let backend = InterceptedBackend::new(Arc::new(cpu), Arc::clone(&failing));
     let runtime = Runtime::new(backend, RuntimeOptions::default());
     let mut batcher = Batcher::new(engine(&folder, &runtime, options()), batch());
     let now = Instant::now();

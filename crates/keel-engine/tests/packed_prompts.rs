@@ -15,12 +15,12 @@ use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Chunk, Engine, EngineOptions, LateWork, SamplerOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 /// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
 struct Poison;
 
-impl Disturbance for Poison {
+impl Interceptor for Poison {
     fn is_compiling(&self, _: &dyn Backend) -> bool {
         true
     }
@@ -38,7 +38,7 @@ fn cpu() -> Arc<dyn Backend> {
 /// Pairs of a plain and a poisoned runtime that compute the same; also on a GPU if there is one.
 fn runtimes() -> Vec<(Runtime, Runtime)> {
     let new = |backend: Arc<dyn Backend>| Runtime::new(backend, RuntimeOptions::default());
-    let poisoned = |backend| new(Disturbed::new(backend, Arc::new(Poison)));
+    let poisoned = |backend| new(InterceptedBackend::new(backend, Arc::new(Poison)));
     let mut all = vec![(runtime(2), poisoned(cpu()))];
     all.extend(gpu().zip(gpu()).map(|(plain, inner)| (new(plain), poisoned(inner))));
     all

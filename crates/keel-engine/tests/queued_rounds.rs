@@ -13,7 +13,7 @@ use common::{decoded, demo, engine, expect_same_state, fixture};
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions, SamplerOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 /// Not in order: the sequences of later passes of the head are not the first ones of the batch.
 const DEPTHS: [usize; 4] = [2, 4, 0, 1];
@@ -41,7 +41,7 @@ fn rounds(engine: &mut Engine, members: &mut [Member], count: usize) {
 /// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
 struct Poison;
 
-impl Disturbance for Poison {
+impl Interceptor for Poison {
     fn is_queueing(&self) -> bool {
         true
     }
@@ -58,7 +58,7 @@ impl Disturbance for Poison {
 
 fn poisoned() -> Runtime {
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    Runtime::new(Disturbed::new(Arc::new(cpu), Arc::new(Poison)), RuntimeOptions::default())
+    Runtime::new(InterceptedBackend::new(Arc::new(cpu), Arc::new(Poison)), RuntimeOptions::default())
 }
 
 #[test]

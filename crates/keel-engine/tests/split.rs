@@ -17,7 +17,7 @@ use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::Part;
 use keel_models::loading::{CheckpointParameters, Parameters};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 
 /// The parts of a pipeline, and the planned bytes of each device.
@@ -98,7 +98,7 @@ struct Watched {
     panics: AtomicBool,
 }
 
-impl Disturbance for Watched {
+impl Interceptor for Watched {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         self.threads.lock().expect("nobody panics here").insert(std::thread::current().id());
         assert!(!self.panics.swap(false, Ordering::Relaxed), "planted");
@@ -114,7 +114,7 @@ fn a_device_keeps_its_thread_and_a_panic_in_it_ends_the_step_of_all() {
     for rank in 0..3 {
         let watched = Arc::new(Watched::default());
         let mut backends = backends(3, false);
-        backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&watched));
+        backends[rank] = InterceptedBackend::new(Arc::clone(&backends[rank]), Arc::clone(&watched));
         let mut parts = load_on(&checkpoint, drafting(), backends, &parts);
         let mut sequence = decoded(&mut parts, &prompt(64), &[5, 6, 7]);
         assert_eq!(watched.threads.lock().expect("nobody panics here").len(), 1, "device {rank}");
@@ -210,7 +210,7 @@ fn saved_parked_forked_and_rewound_sequences_go_on_alike() {
 fn faulty(rank: usize, options: EngineOptions) -> (Engine, Arc<Fault>) {
     let fault = Arc::new(Fault::default());
     let mut backends = backends(2, false);
-    backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
+    backends[rank] = InterceptedBackend::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
     let checkpoint = Checkpoint::open(&fixture("qwen3_5")).expect("the checkpoint opens");
     // Both have recurrent layers.
     let parts = Part::pipeline(&[0..1, 1..4]);

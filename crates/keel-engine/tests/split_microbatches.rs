@@ -19,7 +19,7 @@ use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, FinishReason, LateWork, SamplerOptions, Ticket, Work, WorkRows};
 use keel_models::loading::CheckpointParameters;
-use keel_testkit::disturbed::Disturbed;
+use keel_testkit::intercepted::InterceptedBackend;
 use keel_weights::Checkpoint;
 
 fn options() -> EngineOptions {
@@ -176,7 +176,7 @@ fn answers_after_fault(name: &'static str, grid: (usize, usize), rank: usize, at
     std::thread::spawn(move || {
         let fault = Arc::new(Fault::default());
         let engine = engine_on(&fixture(name), options(), grid, |of, backend| match of == rank {
-            true => Disturbed::new(backend, Arc::clone(&fault)) as _,
+            true => InterceptedBackend::new(backend, Arc::clone(&fault)) as _,
             false => backend,
         });
         let mut batcher = batcher(engine);
@@ -281,7 +281,7 @@ fn an_engine_can_be_dropped_while_steps_are_under_way() {
         for faulty in [false, true, false] {
             let fault = Arc::new(Fault::default());
             let mut all = devices.clone();
-            all[0] = Disturbed::new(Arc::clone(&all[0]), Arc::clone(&fault));
+            all[0] = InterceptedBackend::new(Arc::clone(&all[0]), Arc::clone(&fault));
             let mut engine = splitting::load_on(source, options(), all, &parts).expect("the model loads");
             let mut sequences: Vec<SequenceCache> =
                 (0..3).map(|seed| decoded(&mut engine, &prompt(seed), &[])).collect();

@@ -10,7 +10,7 @@ use common::splitting::{Fault, Stages, end, engine_on};
 use common::{engine, fixture, recurrent_bytes, runtime};
 use keel_array::Compute;
 use keel_engine::{Engine, EngineOptions};
-use keel_testkit::disturbed::Disturbed;
+use keel_testkit::intercepted::InterceptedBackend;
 
 fn options(prefill_step: usize) -> EngineOptions {
     EngineOptions {
@@ -99,7 +99,7 @@ fn a_chunk_that_fails_ends_the_step_and_the_prompt_can_run_again() {
         let fault = Arc::new(Fault::default());
         let mut parts =
             engine_on(&fixture("qwen3_5"), options(1280), (2, 1), |at, backend| match at == rank {
-                true => Disturbed::new(backend, Arc::clone(&fault)) as _,
+                true => InterceptedBackend::new(backend, Arc::clone(&fault)) as _,
                 false => backend,
             });
         // The first 1,024 tokens are a step of four chunks.

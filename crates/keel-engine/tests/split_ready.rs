@@ -12,7 +12,7 @@ use common::splitting::{Fault, engine_on};
 use keel_array::{Backend, Compute, Launch, Preparations, PreparedPiece, Result, Runtime};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Engine, EngineOptions, LateWork};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 /// Acts as a backend that compiles, and captures a program at its second run.
 #[derive(Default)]
@@ -20,7 +20,7 @@ struct Capturing {
     runs: Mutex<HashMap<PreparedPiece, u64>>,
 }
 
-impl Disturbance for Capturing {
+impl Interceptor for Capturing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
         if let Some(piece) = launch.prepared() {
             *self.runs.lock().expect("no test panics here").entry(piece).or_default() += 1;
@@ -81,7 +81,8 @@ fn nothing_is_left_to_be_done_when_requests_come() {
     ] {
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || {
-            let capturing = |_, backend| Disturbed::new(backend, Arc::new(Capturing::default())) as _;
+            let capturing =
+                |_, backend| InterceptedBackend::new(backend, Arc::new(Capturing::default())) as _;
             let mut engine = engine_on(&fixture(name), options(drafts), grid, capturing);
             engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
             let planned: Vec<_> = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
@@ -106,7 +107,7 @@ fn nothing_is_left_to_be_done_when_requests_come() {
 #[test]
 fn a_device_that_fails_while_all_get_ready_is_an_error() {
     struct Failing(Fault);
-    impl Disturbance for Failing {
+    impl Interceptor for Failing {
         fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
             self.0.launch(backend, launch)
         }
@@ -117,8 +118,8 @@ fn a_device_that_fails_while_all_get_ready_is_an_error() {
     for (grid, failing) in [((2, 1), 0), ((1, 2), 1)] {
         let fault = Arc::new(Failing(Fault::default()));
         let wrapped = |rank, backend| match rank == failing {
-            true => Disturbed::new(backend, Arc::clone(&fault)) as _,
-            false => Disturbed::new(backend, Arc::new(Failing(Fault::default()))) as _,
+            true => InterceptedBackend::new(backend, Arc::clone(&fault)) as _,
+            false => InterceptedBackend::new(backend, Arc::new(Failing(Fault::default()))) as _,
         };
         let mut engine = engine_on(&fixture("qwen3_5"), options(0), grid, wrapped);
         fault.0.0.store(3, std::sync::atomic::Ordering::Relaxed);

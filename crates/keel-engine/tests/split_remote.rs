@@ -4,7 +4,7 @@
 mod common;
 
 use std::path::Path;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -13,11 +13,12 @@ use common::batching::{assert_all_is_back, run};
 use common::nodes::{Cable, Cut, Led, Nodes, Wrap};
 use common::splitting::{self, Fault, end, engine_on};
 use common::{all_logits, engine, exact, expected, fixture, models, runtime};
+use keel_array::{ArrayError, Backend, Launch};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_remote::{Cluster, RemoteError};
-use keel_testkit::disturbed::Disturbed;
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 
 /// Stages, and devices of each.
@@ -151,7 +152,7 @@ fn a_launch_that_fails_on_a_node_ends_its_step_and_the_next_one_runs() {
                 let fault = Arc::new(Fault::default());
                 let wrapped = Arc::clone(&fault);
                 let wrap: Arc<Wrap> = Arc::new(move |rank, backend| match rank == faulty {
-                    true => Disturbed::new(backend, Arc::clone(&wrapped)) as _,
+                    true => InterceptedBackend::new(backend, Arc::clone(&wrapped)) as _,
                     false => backend,
                 });
                 let nodes = Nodes::start(counts, wrap);
@@ -252,7 +253,45 @@ fn a_lost_node_gives_an_error_and_no_bytes() {
         }
         let error = batcher.save_prefixes("m", saved.path()).expect_err("half of it is lost").to_string();
         assert!(error.contains("is lost"), "{error}");
-        assert_eq!(batcher.restore_prefixes("m", saved.path()).texts, 0, "nothing was kept");
+        drop((batcher, cluster));
+        let (_cluster, engine) =
+            lead(&nodes, &nodes.addresses, &folder, serving(), (2, 1)).expect("it is back");
+        let mut batcher = Batcher::new(engine, BatchOptions::default());
+        let restored = batcher.restore_prefixes("m", saved.path());
+        assert!(
+            restored.texts > 0 && restored.problems.is_empty(),
+            "what was saved before stays: {restored:?}"
+        );
+    });
+}
+
+/// A launch may take longer than a connection may be silent: the node says meanwhile that it is there.
+#[test]
+fn a_launch_that_takes_long_is_waited_for() {
+    struct Slow(AtomicUsize);
+    impl Interceptor for Slow {
+        fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+            if self.0.fetch_add(1, Ordering::Relaxed) == 40 {
+                std::thread::sleep(Duration::from_secs(7));
+            }
+            backend.launch(launch)
+        }
+    }
+    within(100, || {
+        let slow = Arc::new(Slow(AtomicUsize::new(0)));
+        let wrapped = Arc::clone(&slow);
+        let wrap: Arc<Wrap> =
+            Arc::new(move |_, backend| InterceptedBackend::new(backend, Arc::clone(&wrapped)) as _);
+        let nodes = Nodes::start(&[1], wrap);
+        let (_cluster, engine) =
+            lead(&nodes, &nodes.addresses, &fixture("llama"), serving(), (2, 1)).expect("it loads");
+        let mut batcher = Batcher::new(engine, BatchOptions::default());
+        let start = Instant::now();
+        for i in 0..4 {
+            let request = BatchRequest { id: 0, ..request(i) };
+            assert!(run(&mut batcher, vec![request])[0].error.is_none());
+        }
+        assert!(slow.0.load(Ordering::Relaxed) > 40 && start.elapsed() >= Duration::from_secs(7));
     });
 }
 

@@ -17,7 +17,7 @@ use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::loading::{Parameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
-use keel_testkit::disturbed::Disturbed;
+use keel_testkit::intercepted::InterceptedBackend;
 use serde_json::{Value, json};
 
 /// Sums in another order differ by less than this.
@@ -310,7 +310,7 @@ fn a_device_that_fails_ends_the_step_of_all_and_a_new_sequence_runs() {
         let parts = tensor(&FLOATS, &config, 3).expect("it divides");
         let fault = Arc::new(Fault::default());
         let mut backends = backends(3, false);
-        backends[rank] = Disturbed::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
+        backends[rank] = InterceptedBackend::new(Arc::clone(&backends[rank]), Arc::clone(&fault));
         let mut engine = load_on((&FLOATS, &config), options, backends, &parts).expect("the model loads");
         let mut sequence = decoded(&mut engine, &[1, 2, 3], &[5]);
         let start = Instant::now();

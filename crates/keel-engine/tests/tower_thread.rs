@@ -16,8 +16,8 @@ use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, PictureInput, Requ
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, LateWork, VisionOptions, plan};
 use keel_models::loading::CheckpointParameters;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
 use keel_testkit::fixtures::{SEEING, VLM, seeing_fixture, vlm_fixture};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 
 fn cpu_plan() -> Arc<dyn Backend> {
@@ -101,7 +101,7 @@ impl Gated {
     }
 }
 
-impl Disturbance for Gated {
+impl Interceptor for Gated {
     fn write(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
         let name = std::thread::current().name().unwrap_or_default().to_string();
         self.writers.lock().expect("no panic").insert(name);
@@ -155,7 +155,7 @@ impl Apart {
             writers: Mutex::default(),
         });
         let cpu = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
-        let tower = Runtime::new(Disturbed::new(cpu, Arc::clone(&gated)), RuntimeOptions::default());
+        let tower = Runtime::new(InterceptedBackend::new(cpu, Arc::clone(&gated)), RuntimeOptions::default());
         let model = runtime(1);
         let mut engine = load(name, &model, Some(&tower));
         engine.make_ready(&mut |_, _, _| ()).expect("it is made ready");
@@ -216,7 +216,7 @@ fn run_text(apart: &mut Apart, outcomes: &mut [Outcome]) {
 /// As on a GPU: every step and piece is compiled and run without a request, before the first request comes.
 struct Compiling;
 
-impl Disturbance for Compiling {
+impl Interceptor for Compiling {
     fn is_compiling(&self, _: &dyn Backend) -> bool {
         true
     }
@@ -226,7 +226,7 @@ impl Disturbance for Compiling {
 fn a_tower_is_made_ready_where_kernels_are_compiled() {
     let compiling = || {
         let cpu = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
-        Runtime::new(Disturbed::new(cpu, Arc::new(Compiling)), RuntimeOptions::default())
+        Runtime::new(InterceptedBackend::new(cpu, Arc::new(Compiling)), RuntimeOptions::default())
     };
     for name in SEEING {
         let (want, _) = expected(name);
@@ -310,8 +310,8 @@ fn a_cancelled_look_at_a_tower_apart_harms_no_other() {
         });
         let mut engine = apart.batcher.into_engine();
         let MadeUp { values, grid, .. } = MadeUp::new(engine.vision().expect("it sees"), 2);
-        let features = engine.see(&values, grid).expect("it looks");
-        let alone = load(name, &runtime(1), None).see(&values, grid).expect("it looks");
+        let features = engine.encode_picture(&values, grid).expect("it looks");
+        let alone = load(name, &runtime(1), None).encode_picture(&values, grid).expect("it looks");
         assert!(features == alone, "{name}");
         opens.join().expect("it ends");
         drop(engine);

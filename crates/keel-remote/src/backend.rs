@@ -201,8 +201,8 @@ impl Memory for RemoteBackend {
         Ok(true)
     }
 
-    fn rest(&self, _arena: Option<&dyn DeviceMemory>) {
-        self.link.send(&Request::Rest, &[]);
+    fn release_idle_memory(&self, _arena: Option<&dyn DeviceMemory>) {
+        self.link.send(&Request::ReleaseIdleMemory, &[]);
     }
 
     fn device_usage(&self) -> Option<DeviceUsage> {

@@ -46,7 +46,7 @@ pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) 
     let mut bytes = Vec::new();
     loop {
         let request: Request = match frame::read(&mut from, &mut bytes) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) if is_departure(&error) => return Ok(()),
             read => read?,
         };
         let is_answered = request.is_answered();
@@ -58,8 +58,17 @@ pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) 
             continue;
         }
         let (answer, bytes) = outcome.unwrap_or_else(|failure| (Answer::Failed(failure), Vec::new()));
-        to.send(&answer, &bytes)?;
+        match to.send(&answer, &bytes) {
+            Err(error) if is_departure(&error) => return Ok(()),
+            sent => sent?,
+        }
     }
+}
+
+/// Whether the leader just went. A heartbeat that comes too late turns its farewell into a reset.
+fn is_departure(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe)
 }
 
 /// An answer without bytes.
@@ -159,7 +168,7 @@ impl Worker {
             }
             Request::Arena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
             Request::FreeArena => self.runtime.clear_cache(),
-            Request::Rest => self.runtime.rest(),
+            Request::ReleaseIdleMemory => self.runtime.release_idle_memory(),
             Request::Write { at } => {
                 let MemoryAt { memory, offset } = self.place(at, bytes.len())?;
                 self.backend().write(memory, offset, bytes);
@@ -225,8 +234,15 @@ impl Worker {
     }
 
     fn piece(&self, number: u64) -> Result<&RemoteLaunch, Failure> {
-        let missing = || Failure { op: None, reason: format!("there is no piece {number} of a program") };
-        self.pieces.get(&number).ok_or_else(missing)
+        let wrong = |reason: String| Failure { op: None, reason };
+        let missing = || wrong(format!("there is no piece {number} of a program"));
+        let piece = self.pieces.get(&number).ok_or_else(missing)?;
+        match piece.fits_arena() {
+            true => Ok(piece),
+            false => {
+                Err(wrong(format!("the arena has become smaller than piece {number} of a program needs")))
+            }
+        }
     }
 
     fn bind(&mut self, piece: Piece) -> Result<(), Failure> {
@@ -307,139 +323,4 @@ impl Floats {
 }
 
 #[cfg(test)]
-mod tests {
-    use keel_array::{
-        Compute, DType, Kernel, Layout, Op, Operand, OperandMemory, RuntimeOptions, WeightFormat, WeightSpec,
-    };
-    use keel_cpu::{CpuBackend, CpuOptions};
-
-    use super::*;
-    use crate::node::tests::session;
-
-    fn refusal(worker: &mut Worker, request: Request, bytes: &[u8]) -> String {
-        match worker.attempt(request, bytes) {
-            Err(Failure { reason, .. }) => reason,
-            Ok(_) => panic!("it is refused"),
-        }
-    }
-
-    /// What no leader of ours sends must not reach a device.
-    #[test]
-    fn requests_beyond_memory_and_weights_are_refused() {
-        let (session, _leader) = session(1);
-        let mut worker = worker(session);
-        let format = WeightFormat::Dense(DType::F32);
-        let spec = WeightSpec { experts: 1, rows: 300, cols: 32, format, compute: Compute::F32 };
-        let bytes = worker.backend().packed_bytes(&spec);
-        let allocated = worker.attempt(Request::Allocate { memory: 1, bytes, lasting: true }, &[]);
-        assert!(matches!(allocated, Ok((Answer::Done, _))));
-        let at = |offset| At { memory: 1, offset };
-        for (first_row, rows, offset, sent, reason) in [
-            (256, 256, 0, 256 * 128, "256 rows from row 256 of expert 0 are not within (1, 300, 32)"),
-            (0, 256, 0, 100, "100 bytes for 256 rows of 32"),
-            (usize::MAX, 1, 0, 128, "are not within"),
-            (0, 256, 64, 256 * 128, "bytes from byte 64 of memory 1, which has"),
-        ] {
-            let coding = Coding::Dense;
-            let pack = Request::Pack { spec, at: at(offset), expert: 0, first_row, rows, coding };
-            let found = refusal(&mut worker, pack, &vec![0; sent]);
-            assert!(found.contains(reason), "{found}");
-        }
-        let write = Request::Write { at: at(bytes - 3) };
-        assert!(refusal(&mut worker, write, &[0; 4]).contains("4 bytes from byte"));
-        let read = Request::Read { at: At { memory: 2, offset: 0 }, bytes: 4, settled: false };
-        assert_eq!(refusal(&mut worker, read, &[]), "there is no memory 2");
-        let launch = Request::Launch { number: 9, is_last: true };
-        assert_eq!(refusal(&mut worker, launch, &[]), "there is no piece 9 of a program");
-        let pack =
-            |rows| Request::Pack { spec, at: at(0), expert: 0, first_row: 0, rows, coding: Coding::Dense };
-        assert!(worker.attempt(pack(256), &vec![0; 256 * 128]).is_ok());
-        for rows in [0, 301] {
-            let found = refusal(&mut worker, Request::Repeat { spec, at: at(0), rows }, &[]);
-            assert_eq!(found, format!("{rows} rows are repeated in a weight of 300"));
-        }
-        let huge = WeightSpec { experts: 1 << 30, rows: 1 << 30, ..spec };
-        let found = refusal(&mut worker, Request::Repeat { spec: huge, at: at(0), rows: 1 }, &[]);
-        assert!(found.contains("has too many elements"), "{found}");
-        let numbers = vec![7; 3];
-        assert!(refusal(&mut worker, Request::MakeReady { numbers }, &[]).contains("at most 0"));
-    }
-
-    /// A device on the CPU.
-    fn worker(session: Arc<Session>) -> Worker {
-        let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
-        Worker::new(Runtime::new(backend, RuntimeOptions::default()), session)
-    }
-
-    /// What should have come before a program is missing until the program has failed by it.
-    #[test]
-    fn a_failure_without_an_answer_ends_the_program_after_it() {
-        let (session, _leader) = session(1);
-        let mut worker = worker(session);
-        let failed = worker.attempt(Request::Write { at: At { memory: 5, offset: 0 } }, &[0; 4]).err();
-        worker.failure = failed;
-        let missing = "there is no memory 5";
-        let launch = |is_last| Request::Launch { number: 1, is_last };
-        assert_eq!(refusal(&mut worker, launch(false), &[]), missing);
-        let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
-        assert_eq!(refusal(&mut worker, allocate, &[]), missing, "it tells, and keeps the failure");
-        assert_eq!(refusal(&mut worker, launch(true), &[]), missing);
-        assert_eq!(refusal(&mut worker, launch(true), &[]), "there is no piece 1 of a program");
-    }
-
-    /// What no plan of ours has must not reach a kernel.
-    #[test]
-    fn operands_outside_of_their_memory_are_refused() {
-        let (session, _leader) = session(1);
-        let mut worker = worker(session);
-        let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
-        assert!(worker.attempt(allocate, &[]).is_ok());
-        let operand = |slot, shape: &[usize]| Operand {
-            memory: slot,
-            layout: Layout::contiguous(shape.into()),
-            dtype: DType::F32,
-        };
-        let at = At { memory: 1, offset: 0 };
-        let piece = |input: Operand, output: Operand, workspace| Piece {
-            number: 1,
-            kernels: vec![Kernel {
-                op: Op::Copy,
-                inputs: vec![input],
-                outputs: vec![output],
-                workspace,
-                absorbed: Vec::new(),
-                regime: None,
-            }],
-            externals: vec![at],
-            outputs: vec![at],
-            has_arena: false,
-        };
-        let (external, result) = (OperandMemory::External(0), OperandMemory::Output(0));
-        let fitting = || operand(external, &[2, 8]);
-        let out = || operand(result, &[2, 8]);
-        assert!(worker.attempt(Request::Program(piece(fitting(), out(), None)), &[]).is_ok());
-        let with = |change: fn(&mut Layout)| {
-            let mut operand = fitting();
-            change(&mut operand.layout);
-            operand
-        };
-        for (input, output, workspace) in [
-            (operand(external, &[2, 9]), out(), None),
-            (operand(OperandMemory::External(1), &[2, 8]), out(), None),
-            (operand(OperandMemory::Arena { temp: 0, offset: 0 }, &[1]), out(), None),
-            (operand(OperandMemory::Temp(0), &[1]), out(), None),
-            (operand(OperandMemory::Absorbed(0), &[1]), out(), None),
-            (with(|layout| layout.offset = 1), out(), None),
-            (with(|layout| layout.offset = usize::MAX), out(), None),
-            (with(|layout| layout.strides = [usize::MAX, 1].into()), out(), None),
-            (with(|layout| layout.strides = [1].into()), out(), None),
-            (fitting(), operand(result, &[2, 9]), None),
-            (fitting(), operand(OperandMemory::Absorbed(0), &[2, 8]), None),
-            (fitting(), out(), Some(0..1)),
-        ] {
-            let shown = format!("{input:?} {output:?} {workspace:?}");
-            let found = refusal(&mut worker, Request::Program(piece(input, output, workspace)), &[]);
-            assert!(found.contains("not within its memory") || found.contains("scratch"), "{shown}: {found}");
-        }
-    }
-}
+mod tests;

@@ -113,7 +113,7 @@ pub(crate) enum Request {
     },
     /// The arena is not needed any more.
     FreeArena,
-    Rest,
+    ReleaseIdleMemory,
     /// Bytes follow.
     Write {
         at: At,

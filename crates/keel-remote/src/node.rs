@@ -113,9 +113,13 @@ pub fn serve(
         }
         // On a thread of its own: a connection that says nothing must not keep the leader waiting.
         let greeted = Arc::clone(&node);
-        let is_full = node.greetings.fetch_add(1, Ordering::SeqCst) >= GREETINGS_MAX;
-        if is_full || spawn("keel-session", move || greeted.greet(stream)).is_err() {
-            tracing::warn!("a connection is refused: {GREETINGS_MAX} others have not said what they are");
+        let refused = if node.greetings.fetch_add(1, Ordering::SeqCst) < GREETINGS_MAX {
+            spawn("keel-session", move || greeted.greet(stream)).err().map(|error| error.to_string())
+        } else {
+            Some(format!("{GREETINGS_MAX} others have not said what they are"))
+        };
+        if let Some(reason) = refused {
+            tracing::warn!("a connection is refused: {reason}");
             node.greetings.fetch_sub(1, Ordering::SeqCst);
         }
     }
@@ -355,131 +359,4 @@ impl Session {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use std::net::Ipv4Addr;
-    use std::sync::mpsc::{Sender, channel};
-
-    use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-
-    use super::*;
-
-    /// Tells the test what devices hear.
-    struct Heard(Sender<String>);
-
-    impl Members for Heard {
-        fn note_absent(&self, rank: usize) {
-            self.0.send(format!("absent {rank}")).expect("the test listens");
-        }
-
-        fn note_rejoined(&self, _rank: usize) {}
-
-        fn connect(&self, ids: &[u8]) -> Result<(), String> {
-            self.0.send(format!("connect {ids:?}")).expect("the test listens");
-            Ok(())
-        }
-    }
-
-    /// A session of a node with this many devices, and the leader's end of its connection.
-    pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
-        let (stream, _) = listener.accept().expect("the leader connects");
-        let news = MessageSender::new(stream.try_clone().expect("a handle"), ControlMessage::Here)
-            .expect("a thread");
-        let (round, devices) = (Mutex::default(), Mutex::default());
-        (Arc::new(Session { number: 1, count, control: news, stream, round, devices }), leader)
-    }
-
-    /// A node with this many devices, and its address. Opening them fails.
-    fn node(count: usize) -> std::net::SocketAddr {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        let address = listener.local_addr().expect("bound");
-        let facts = move || vec![DeviceFacts { name: "cpu:0".into(), room: None }; count];
-        std::thread::spawn(move || serve(&listener, facts, &[], |_| Err("it has none".into())));
-        address
-    }
-
-    /// A health check, for example, which connects and says nothing.
-    #[test]
-    fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
-        let address = node(1);
-        let silent: Vec<TcpStream> =
-            (0..GREETINGS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
-        let start = Instant::now();
-        let lead =
-            || crate::connection::greet(&address.to_string(), &Hello::Lead { version: VERSION.into() });
-        let (_stream, welcome) = lead().expect("it answers");
-        assert!(matches!(welcome, HelloReply::Accepted { session: 1, .. }), "{welcome:?}");
-        assert!(start.elapsed() < GREETING_MAX, "{:?}", start.elapsed());
-        let (_second, welcome) = lead().expect("it answers");
-        assert!(matches!(welcome, HelloReply::Refused { may_pass: true, .. }), "{welcome:?}");
-        drop(silent);
-    }
-
-    #[test]
-    fn a_group_that_cannot_be_is_refused() {
-        let (session, _leader) = session(2);
-        let open = |opening: OpenRequest| -> Result<OpenDevices, String> {
-            assert_eq!(opening.ranks, 1..3);
-            Ok(OpenDevices { runtimes: Vec::new(), members: Arc::new(Heard(channel().0)) })
-        };
-        let seats = |size, first_rank| GroupPlacement { size, shares: 1, first_rank, settings: Value::Null };
-        for (seats, reason) in [
-            (seats(1 << 40, 0), "a group of 1099511627776 devices; at most 64 share a model"),
-            (seats(3, 2), "its 2 devices from rank 2 on are not in a group of 3"),
-            (seats(3, usize::MAX), "are not in a group of 3"),
-        ] {
-            let error = session.open(seats, &open).expect_err("it is refused");
-            assert!(error.contains(reason), "{error}");
-        }
-        session.open(seats(3, 1), &open).expect("it is one");
-        let error = session.open(seats(3, 1), &open).expect_err("twice");
-        assert_eq!(error, "its devices are open already");
-    }
-
-    /// Each time devices are connected again takes a thread, which ends.
-    #[test]
-    fn threads_that_connect_do_not_pile_up() {
-        let (session, _leader) = session(1);
-        let (tell, heard) = channel();
-        locked(&session.devices).members = Some(Arc::new(Heard(tell)));
-        for round in 0..100 {
-            session.connect(round, Vec::new());
-            assert_eq!(heard.recv().as_deref(), Ok("connect []"));
-            // The thread ends soon after that.
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        assert!(locked(&session.devices).threads.len() <= 1 + CONNECTING_MAX);
-    }
-
-    #[test]
-    fn absences_of_a_round_are_old_news_once_all_devices_have_ended_it() {
-        let (session, _leader) = session(2);
-        let (tell, heard) = channel();
-        let groups = CpuGroup::of(3);
-        locked(&session.devices).members = Some(Arc::new(Heard(tell)));
-        let backend = |rank: usize| {
-            CpuBackend::planning(CpuOptions { group: Some(groups[rank].clone()), ..CpuOptions::default() })
-        };
-        let all = || heard.try_iter().collect::<Vec<_>>();
-        session.note_absent(2, 0);
-        assert_eq!(all(), ["absent 2"]);
-        session.rejoin(&backend(0));
-        session.note_absent(2, 0);
-        assert_eq!(
-            all(),
-            ["absent 2", "absent 2"],
-            "by the rejoining itself, and while a device has not ended"
-        );
-        session.rejoin(&backend(1));
-        all();
-        session.note_absent(2, 0);
-        assert_eq!(all(), [""; 0], "all have ended");
-        session.connect(1, vec![7]);
-        assert_eq!(heard.recv().as_deref(), Ok("connect [7]"));
-        session.note_absent(2, 0);
-        session.note_absent(1, 1);
-        assert_eq!(all(), ["absent 1"], "of this round alone");
-        session.end();
-    }
-}
+pub(crate) mod tests;

@@ -15,7 +15,7 @@ use keel_array::{
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_server::ServerOptions;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 use serde_json::json;
 
@@ -27,7 +27,7 @@ struct Failing {
     tells: AtomicBool,
 }
 
-impl Disturbance for Failing {
+impl Interceptor for Failing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let failing = self.launches.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
         if failing.is_ok() {
@@ -56,8 +56,11 @@ fn three_answers(server: &Running) -> Vec<TcpStream> {
 #[test]
 fn a_fault_that_stays_fails_its_requests_and_no_later_one() {
     let failing = Arc::new(Failing::default());
-    let server =
-        Running::on(Disturbed::new(cpu(), Arc::clone(&failing)), engine_options(), ServerOptions::default());
+    let server = Running::on(
+        InterceptedBackend::new(cpu(), Arc::clone(&failing)),
+        engine_options(),
+        ServerOptions::default(),
+    );
     let good = server.ask("/v1/completions", &completion(20));
     for _ in 0..3 {
         let clients = three_answers(&server);
@@ -78,8 +81,11 @@ fn a_fault_that_stays_fails_its_requests_and_no_later_one() {
 fn a_fault_that_passes_fails_nobody() {
     let failing = Arc::new(Failing::default());
     failing.tells.store(true, Ordering::SeqCst);
-    let server =
-        Running::on(Disturbed::new(cpu(), Arc::clone(&failing)), engine_options(), ServerOptions::default());
+    let server = Running::on(
+        InterceptedBackend::new(cpu(), Arc::clone(&failing)),
+        engine_options(),
+        ServerOptions::default(),
+    );
     let good = server.ask("/v1/completions", &completion(1500));
     let clients = three_answers(&server);
     failing.launches.store(1, Ordering::SeqCst);
@@ -150,7 +156,7 @@ fn many_idle_connections_and_many_streams() {
 #[derive(Default)]
 struct NoMemory(AtomicBool);
 
-impl Disturbance for NoMemory {
+impl Interceptor for NoMemory {
     fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         if self.0.load(Ordering::SeqCst) {
             return Err("injected".into());
@@ -163,7 +169,8 @@ impl Disturbance for NoMemory {
 fn a_server_that_has_started_needs_no_more_memory() {
     let full = Arc::new(NoMemory::default());
     let crowded = EngineOptions { pool_pages: Some(5), swap_bytes: 64 << 20, ..engine_options() };
-    let server = Running::on(Disturbed::new(cpu(), Arc::clone(&full)), crowded, ServerOptions::default());
+    let server =
+        Running::on(InterceptedBackend::new(cpu(), Arc::clone(&full)), crowded, ServerOptions::default());
     full.0.store(true, Ordering::SeqCst);
     let mut many = completion(40);
     many["n"] = json!(5);

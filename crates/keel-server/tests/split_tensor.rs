@@ -12,8 +12,8 @@ use common::{Running, engine_options, read, send, wait_for};
 use keel_array::{ArrayError, Backend, Compute, Launch};
 use keel_engine::{Depth, EngineOptions};
 use keel_server::ServerOptions;
-use keel_testkit::disturbed::{Disturbance, Disturbed};
 use keel_testkit::fixtures::served_fixture;
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -47,7 +47,7 @@ fn server_options() -> ServerOptions {
 #[derive(Default)]
 struct Failing(AtomicUsize);
 
-impl Disturbance for Failing {
+impl Interceptor for Failing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         if self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_err() {
             return backend.launch(launch);
@@ -63,7 +63,7 @@ fn server_on(grid: (usize, usize), rank: usize, options: EngineOptions) -> (Runn
     let handle = Arc::clone(&failing);
     let make = move || {
         engine_on(&served_fixture(), grid, options, |at, backend| match at == rank {
-            true => Disturbed::new(backend, Arc::clone(&failing)) as _,
+            true => InterceptedBackend::new(backend, Arc::clone(&failing)) as _,
             false => backend,
         })
     };

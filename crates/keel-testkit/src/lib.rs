@@ -3,9 +3,9 @@
 pub mod cases;
 pub mod checks;
 pub mod compare;
-pub mod disturbed;
 pub mod fixtures;
 pub mod fixtures_plain;
+pub mod intercepted;
 pub mod naive;
 pub mod random;
 pub mod reference;

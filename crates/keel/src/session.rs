@@ -149,8 +149,8 @@ pub fn forget() {
 
 /// Releases memory that a prompt needs but the tokens after it do not: most of the arenas, free blocks of the heap, and
 /// code. It is taken again for the next prompt.
-pub fn rest(runtimes: &[Runtime]) {
-    runtimes.iter().for_each(Runtime::rest);
+pub fn release_idle_memory(runtimes: &[Runtime]) {
+    runtimes.iter().for_each(Runtime::release_idle_memory);
     keel_cpu::process::heap::give_back_free();
     keel_cpu::process::code::give_back();
 }

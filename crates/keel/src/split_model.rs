@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
-use evenkeel::{FreeMemory, OutOfMemory, bound, on_host};
+use evenkeel::{FreeMemory, OutOfMemory, bound, on_device, on_host};
 use keel_array::{Backend, Category, MemoryReport, Runtime};
 use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineOptions, plan};
@@ -108,6 +108,10 @@ fn check(
         if let Some(limit) = device.limit_of(rank).filter(|&limit| planned.total() > limit) {
             let whose = format!("the memory limit, which {name} has for itself");
             return Err(too_little(planned, limit, whose, options));
+        }
+        let room = device.split.members().get(rank).and_then(|member| member.remote.flatten());
+        if let Some(room) = room.filter(|&room| on_device(planned, true) > room) {
+            return Err(too_little(planned, room, format!("{name}, as its process says"), options));
         }
     }
     let on_host = on_host(planned, device.device() != Device::Cpu);

@@ -15,7 +15,8 @@ pub struct RemoteLaunch {
     runtime: Runtime,
     program: Arc<Program>,
     bindings: Bindings,
-    has_arena: bool,
+    /// Bytes of the arena at the time of binding; 0 if the kernels use none.
+    arena_bytes: usize,
 }
 
 impl RemoteLaunch {
@@ -50,8 +51,13 @@ impl RemoteLaunch {
                 outputs: outputs.into_iter().map(bound).collect(),
                 prepared: Some(next_prepared()),
             },
-            has_arena,
+            arena_bytes: arena,
         })
+    }
+
+    /// Whether the runtime's arena is still as large as it was when the launch was bound.
+    pub fn fits_arena(&self) -> bool {
+        self.arena_bytes <= self.runtime.arena_buffer().map_or(0, |arena| arena.bytes())
     }
 
     /// How many kernels it has.
@@ -75,7 +81,7 @@ impl RemoteLaunch {
         let arena = all.first().and_then(|first| first.runtime.arena_buffer());
         let mut launches = Vec::with_capacity(all.len());
         for of in all {
-            let arena = arena.as_ref().filter(|_| of.has_arena);
+            let arena = arena.as_ref().filter(|_| of.arena_bytes > 0);
             launches.push(Launch::new(&of.program, of.program.pieces[0].clone(), &of.bindings, arena));
         }
         run(&launches)
@@ -94,9 +100,6 @@ impl Places<'_> {
     /// Whether a kernel's operands and its scratch are within this memory.
     fn check(&self, kernel: &Kernel, runtime: &Runtime) -> Result<()> {
         let wrong = |reason: String| Err(ArrayError::Kernel { op: kernel.op.name().into(), reason });
-        for absorbed in &kernel.absorbed {
-            self.check_inputs(absorbed, runtime)?;
-        }
         if let Some(scratch) = &kernel.workspace
             && (scratch.start > scratch.end || scratch.end > self.arena)
         {
@@ -108,7 +111,9 @@ impl Places<'_> {
         self.check_inputs(kernel, runtime)
     }
 
+    /// The same for the operands that a kernel and its absorbed kernels read.
     fn check_inputs(&self, kernel: &Kernel, runtime: &Runtime) -> Result<()> {
+        kernel.absorbed.iter().try_for_each(|absorbed| self.check_inputs(absorbed, runtime))?;
         let weight_bytes = match &kernel.op {
             Op::Linear { weight, .. } | Op::GatherLinear { weight } | Op::Embedding { weight } => {
                 weight.check()?;
@@ -149,7 +154,8 @@ impl Places<'_> {
     }
 }
 
-/// [`Layout::end`] of a layout that may have any numbers; `None` if it is none.
+/// One past the highest element of a layout that may have any numbers; `None` if it is no layout. One without elements
+/// counts as one with an element.
 fn end_of(layout: &Layout) -> Option<usize> {
     let rank = layout.shape.rank();
     if rank != layout.strides.len() || rank > Layout::RANK_MAX {

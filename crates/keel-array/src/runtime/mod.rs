@@ -185,10 +185,10 @@ impl Runtime {
 
     /// Lets the system have the arena's memory until its next use, if the backend can: a prompt needs far more of it
     /// than the tokens that follow. It stays allocated and charged.
-    pub fn rest(&self) {
+    pub fn release_idle_memory(&self) {
         self.0.stream.at_rest(|backend| {
             let arena = self.0.arena.get();
-            backend.rest(arena.as_ref().map(Buffer::memory));
+            backend.release_idle_memory(arena.as_ref().map(Buffer::memory));
         });
     }
 

@@ -124,7 +124,7 @@ impl Memory for CpuBackend {
         self.memory(bytes, |bytes, poison| self.slabs.allocate(bytes, poison))
     }
 
-    fn rest(&self, arena: Option<&dyn DeviceMemory>) {
+    fn release_idle_memory(&self, arena: Option<&dyn DeviceMemory>) {
         if self.options.resident {
             return;
         }

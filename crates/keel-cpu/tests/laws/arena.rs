@@ -3,7 +3,7 @@
 use super::{active, backend, counting};
 use keel_array::{Array, ArrayError, Backend, Category, DType, DeviceMemory, Executable, Launch, Result};
 use keel_array::{Runtime, RuntimeOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -21,7 +21,7 @@ struct Growing {
     arena: AtomicUsize,
 }
 
-impl Disturbance for Growing {
+impl Interceptor for Growing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
         let arena = std::ptr::from_ref(launch.arena().memory()).addr();
         self.arena.store(arena, Ordering::Relaxed);
@@ -46,7 +46,7 @@ impl Disturbance for Growing {
 
 fn growing() -> (Arc<Growing>, Runtime) {
     let growing = Arc::new(Growing::default());
-    let backend = Disturbed::new(Arc::new(backend()), Arc::clone(&growing));
+    let backend = InterceptedBackend::new(Arc::new(backend()), Arc::clone(&growing));
     (growing, Runtime::new(backend, RuntimeOptions::default()))
 }
 
@@ -126,12 +126,12 @@ fn an_arena_that_may_not_grow_stays_as_it_was() {
 #[test]
 fn nothing_reads_what_the_arena_held_before_a_rest() {
     let (_, runtime) = growing();
-    runtime.rest();
+    runtime.release_idle_memory();
     let (step, sums) = prepare(&runtime, 1025).expect("a program");
     step.run().expect("it runs");
     let (bits, active) = (sums.to_vec::<f32>().expect("in memory"), runtime.ledger().active());
     for _ in 0..3 {
-        runtime.rest();
+        runtime.release_idle_memory();
         step.run().expect("it runs");
         assert_eq!(sums.to_vec::<f32>().expect("in memory"), bits);
     }

@@ -63,7 +63,7 @@ fn a_panic_in_queued_work_is_its_error_and_nobody_waits_for_it() {
         let error = lost.to_vec::<f32>().expect_err("the device panics").to_string();
         assert!(error.contains("panicked, which is a bug: planted"), "{error}");
         runtime.synchronize();
-        runtime.rest();
+        runtime.release_idle_memory();
         let next = x.neg().expect("floats");
         runtime.async_eval(&[&next]).expect("the graph is submitted");
         assert_eq!(next.to_vec::<f32>().expect("the stream goes on"), [0.0, -1.0, -2.0]);
@@ -91,7 +91,7 @@ fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Acquire) {
-                runtime.rest();
+                runtime.release_idle_memory();
             }
         });
         for round in 0..300 {

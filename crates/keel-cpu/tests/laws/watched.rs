@@ -1,7 +1,7 @@
 //! A backend that is observed, and that can be told to break a law.
 
 use keel_array::{Backend, Launch, OperandMemory, Result};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -23,7 +23,7 @@ pub struct Watched {
 
 impl Watched {
     /// A watch and the backend it watches.
-    pub fn over(backend: impl Backend) -> (Arc<Watched>, Arc<Disturbed<Watched>>) {
+    pub fn over(backend: impl Backend) -> (Arc<Watched>, Arc<InterceptedBackend<Watched>>) {
         let watched = Arc::new(Watched {
             gate: Mutex::new(true),
             opened: Condvar::new(),
@@ -32,7 +32,7 @@ impl Watched {
             kernels_max: AtomicUsize::new(0),
             launches: AtomicUsize::new(0),
         });
-        (watched.clone(), Disturbed::new(Arc::new(backend), watched))
+        (watched.clone(), InterceptedBackend::new(Arc::new(backend), watched))
     }
 
     fn gate(&self) -> MutexGuard<'_, bool> {
@@ -51,7 +51,7 @@ impl Watched {
     }
 }
 
-impl Disturbance for Watched {
+impl Interceptor for Watched {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<()> {
         let mut open = self.gate();
         while !*open {

@@ -107,7 +107,11 @@ impl Session {
         }
         self.ahead.forget();
         gpu.device.bind()?;
-        self.deliver(gpu)?;
+        if let Err(error) = self.deliver(gpu) {
+            // The writes that were to be delivered are missing for launches, too.
+            self.note(Err::<(), _>(error.clone()));
+            return Err(error);
+        }
         for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
             let from = memory.range(offset + i * STAGING_BYTES, piece.len());
             let to = self.incoming.address().cast();

@@ -25,7 +25,8 @@ impl Batcher {
     /// none is written. Returns how many texts were written.
     ///
     /// # Errors
-    /// An error of the disk. The folder then has no file of this call.
+    /// An error of the disk, or of a device that cannot be read. The folder then has no file of this call. If it failed
+    /// before the first text was written, the texts of an earlier call stay.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
         self.settle();
         let folder = PrefixFolder::new(model, folder);
@@ -72,6 +73,9 @@ impl Batcher {
             sequence.set_long(is_long);
             cache.save(&sequence, &tokens, model, &path)?;
             written.push(path);
+            if written.len() == 1 {
+                folder.remove_index()?;
+            }
             entries.push(folder.entry(i, pictures)?);
         }
         Ok(entries)

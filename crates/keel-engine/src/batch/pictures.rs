@@ -274,9 +274,9 @@ impl Batcher {
             !self.pending.is_empty() || self.running.iter().any(|r| !r.pictures.are_unseen());
         let patience = if has_other_work { Duration::ZERO } else { TOWER_PATIENCE };
         let looked = self.engine.advance_encoding(&mut look, values, patience)?;
-        self.look_pieces += u64::from(!matches!(looked, EncodeStatus::UnderWay));
+        self.look_pieces += u64::from(!matches!(looked, EncodeStatus::InFlight));
         match looked {
-            EncodeStatus::UnderWay | EncodeStatus::Piece => self.looking = Some((*key, look)),
+            EncodeStatus::InFlight | EncodeStatus::Piece => self.looking = Some((*key, look)),
             EncodeStatus::All(features) => {
                 self.features.fill(key, Arc::new(features));
                 self.looks += 1;

@@ -150,7 +150,7 @@ impl Running {
         self.cache.len() + self.ahead.rows
     }
 
-    /// As [`JobHandle::is_decoding`], once all steps under way are taken.
+    /// As [`Running::is_decoding`], once all steps under way are taken.
     pub fn is_answering(&self) -> bool {
         self.virtual_len() >= self.run_len
     }
@@ -277,7 +277,7 @@ impl Running {
         self.chooser.draw_next()
     }
 
-    /// Undoes [`JobHandle::draw_next`] for a step that is not run.
+    /// Undoes [`Running::draw_next`] for a step that is not run.
     pub fn forget_next_draw(&mut self) {
         self.chooser.forget_draws(1);
     }

@@ -260,9 +260,9 @@ impl Engine {
     /// # Errors
     /// [`EngineError::NoVisionTower`] if no pictures were planned for; a picture that does not fit; an error of the
     /// runtime.
-    pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
+    pub fn encode_picture(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
         self.finish_in_flight()?;
-        self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.see(values, grid)
+        self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.encode(values, grid)
     }
 
     /// Begins to look at a picture, in pieces.

@@ -6,7 +6,7 @@ use keel_array::sampling::Draw;
 use keel_array::{Array, Batch, Category, DType, Regime, Runtime};
 use keel_cache::SequenceCache;
 use keel_models::HybridModel;
-use keel_models::blocks::TurnPositions;
+use keel_models::blocks::RopePositions;
 
 use super::filling::Filling;
 use super::{Buckets, StepShape};
@@ -68,7 +68,7 @@ pub(super) struct Staging {
     prompts: usize,
     pub positions: Array,
     /// Rotary positions, where long sequences use other frequencies.
-    turns: Option<TurnPositions>,
+    rope_positions: Option<RopePositions>,
     row_start: Array,
     slot: Array,
     position: Array,
@@ -111,7 +111,7 @@ impl Staging {
         let turns = match model.config.short_context() {
             None => None,
             Some(_) => {
-                Some(TurnPositions { short: input(&[rows], DType::I32)?, long: input(&[rows], DType::I32)? })
+                Some(RopePositions { short: input(&[rows], DType::I32)?, long: input(&[rows], DType::I32)? })
             }
         };
         let head = match model.part.is_last() && options.drafts > 0 {
@@ -131,7 +131,7 @@ impl Staging {
             sequences,
             prompts: buckets.prompts(),
             positions: input(&[rows], DType::I32)?,
-            turns,
+            rope_positions: turns,
             row_start: input(&[sequences + 1], DType::U32)?,
             slot: input(&[sequences], DType::U32)?,
             position: input(&[sequences], DType::U32)?,
@@ -145,9 +145,9 @@ impl Staging {
     }
 
     /// Rotary positions of the rows, where long sequences use other frequencies.
-    pub fn turns(&self, rows: usize) -> Result<Option<TurnPositions>> {
-        let Some(turns) = &self.turns else { return Ok(None) };
-        Ok(Some(TurnPositions { short: turns.short.prefix(rows)?, long: turns.long.prefix(rows)? }))
+    pub fn rope_positions(&self, rows: usize) -> Result<Option<RopePositions>> {
+        let Some(turns) = &self.rope_positions else { return Ok(None) };
+        Ok(Some(RopePositions { short: turns.short.prefix(rows)?, long: turns.long.prefix(rows)? }))
     }
 
     /// The batch of a step of `sequences` sequences, and the same for sliding layers.
@@ -263,7 +263,7 @@ impl Staging {
 
     /// The rotary positions: a row's position for the frequencies of its sequence, 0 for the other frequencies.
     fn for_turns(&self, rows: &[Rows<'_>], filling: &mut Filling) {
-        let Some(turns) = &self.turns else { return };
+        let Some(turns) = &self.rope_positions else { return };
         let (mut short, mut long) = (Vec::new(), Vec::new());
         for row in rows {
             let (own, other) =

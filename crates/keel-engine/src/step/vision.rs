@@ -26,7 +26,7 @@ impl Rows<'_> {
     /// Whether a row, or the token after one, belongs to a picture.
     pub fn has_pictures(&self) -> bool {
         let tokens = self.first..self.first + self.tokens.len() + 1;
-        self.sequence.vision_inputs().is_some_and(|vision| vision.sees_any(tokens))
+        self.sequence.vision_inputs().is_some_and(|vision| vision.has_picture_in(tokens))
     }
 }
 

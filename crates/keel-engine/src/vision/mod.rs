@@ -115,7 +115,7 @@ pub(crate) struct EncodeJob {
 /// How far a look has come.
 pub(crate) enum EncodeStatus {
     /// No further piece has ended.
-    UnderWay,
+    InFlight,
     /// A piece has ended, and another follows.
     Piece,
     /// The last piece has ended.
@@ -331,7 +331,7 @@ impl VisionRunner {
     ///
     /// # Errors
     /// As [`VisionRunner::begin`] and [`VisionRunner::advance`].
-    pub fn see(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
+    pub fn encode(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
         let mut look = self.begin(values, grid)?;
         self.wait_for_thread();
         loop {

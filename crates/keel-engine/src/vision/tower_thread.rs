@@ -56,7 +56,7 @@ impl VisionRunner {
         values: &Arc<Vec<f32>>,
         patience: Duration,
     ) -> Result<EncodeStatus> {
-        let mut looked = EncodeStatus::UnderWay;
+        let mut looked = EncodeStatus::InFlight;
         if let Some(Piece { look: number, running }) = self.in_flight() {
             let (number, ended) = (*number, running.wait_for(patience));
             let Some(ended) = ended else { return Ok(looked) };

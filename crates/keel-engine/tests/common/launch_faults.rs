@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use keel_array::{ArrayError, Backend, Compute, DeviceMemory, Launch, Op, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 /// Says when a launch fails.
 #[derive(Default)]
@@ -33,7 +33,7 @@ impl Faults {
     }
 }
 
-impl Disturbance for Faults {
+impl Interceptor for Faults {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let left = self.until.load(Ordering::Relaxed);
         let attention = launch.kernels().iter().find(|k| matches!(k.op, Op::PagedAttention(_)));
@@ -80,7 +80,7 @@ pub fn disturbed_engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
     let faults = Arc::new(Faults::default());
     faults.clear();
     let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    let backend = Disturbed::new(Arc::new(inner), Arc::clone(&faults));
+    let backend = InterceptedBackend::new(Arc::new(inner), Arc::clone(&faults));
     let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
     let runtime = Runtime::new(backend, options);
     let options = EngineOptions {

@@ -88,7 +88,7 @@ impl Drop for Counted {
     }
 }
 
-impl keel_testkit::disturbed::Disturbance for Counted {
+impl keel_testkit::intercepted::Interceptor for Counted {
     fn launch(
         &self,
         backend: &dyn Backend,
@@ -116,7 +116,8 @@ impl Nodes {
                     open.fetch_add(1, Ordering::SeqCst);
                     let counted = Arc::new(Counted(Arc::clone(&open)));
                     let backend = Arc::new(CpuBackend::new(options(groups[rank].clone(), false)));
-                    let backend = wrap(rank, keel_testkit::disturbed::Disturbed::new(backend, counted));
+                    let backend =
+                        wrap(rank, keel_testkit::intercepted::InterceptedBackend::new(backend, counted));
                     Runtime::new(backend, RuntimeOptions::default())
                 };
                 let runtimes = opening.ranks.map(device).collect();

@@ -10,7 +10,7 @@ use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_engine::{Engine, Result, Ticket, Work, WorkRows};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 /// A CPU backend that says it queues. It records launches and waits, and lets a launch fail.
 pub struct Queueing {
@@ -32,7 +32,7 @@ impl Queueing {
     }
 }
 
-impl Disturbance for Queueing {
+impl Interceptor for Queueing {
     fn is_queueing(&self) -> bool {
         true
     }
@@ -77,7 +77,7 @@ pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
     let queueing = Arc::new(queueing);
     let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
     let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
-    (Runtime::new(Disturbed::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
+    (Runtime::new(InterceptedBackend::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
 }
 
 /// Fills the arena with NaN before the first kernel of a program.
@@ -104,10 +104,10 @@ pub fn runtimes() -> Vec<Runtime> {
 /// These runtimes, each after one that waits for every launch and computes the same.
 pub fn waiting_and_queueing() -> Vec<(Runtime, Runtime)> {
     struct Waiting;
-    impl Disturbance for Waiting {}
+    impl Interceptor for Waiting {}
     let waiting = |queueing: &Runtime| {
         let gpu = if queueing.backend().name().starts_with("cuda") { gpu() } else { None };
-        let gpu = gpu.map(|gpu| Disturbed::new(gpu, Arc::new(Waiting)));
+        let gpu = gpu.map(|gpu| InterceptedBackend::new(gpu, Arc::new(Waiting)));
         gpu.map_or_else(|| super::runtime(2), |gpu| Runtime::new(gpu, RuntimeOptions::default()))
     };
     runtimes().into_iter().map(|queueing| (waiting(&queueing), queueing)).collect()

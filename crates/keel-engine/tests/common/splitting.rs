@@ -11,7 +11,7 @@ use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, plan};
 use keel_models::Part;
 use keel_models::loading::{CheckpointParameters, Parameters};
-use keel_testkit::disturbed::{Disturbance, Disturbed};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 use serde_json::Value;
 
@@ -91,7 +91,7 @@ impl Default for Fault {
     }
 }
 
-impl Disturbance for Fault {
+impl Interceptor for Fault {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let left = self.0.load(Ordering::Relaxed);
         if left != usize::MAX {
@@ -121,7 +121,7 @@ pub struct Stages {
 impl Stages {
     /// The backend of a stage.
     pub fn wrap(self: &Arc<Stages>, rank: usize, backend: Arc<dyn Backend>) -> Arc<dyn Backend> {
-        Disturbed::new(backend, Arc::new(Stage { rank, stages: Arc::clone(self) }))
+        InterceptedBackend::new(backend, Arc::new(Stage { rank, stages: Arc::clone(self) }))
     }
 
     /// Counts the next `programs` programs of each stage.
@@ -146,7 +146,7 @@ struct Stage {
     stages: Arc<Stages>,
 }
 
-impl Disturbance for Stage {
+impl Interceptor for Stage {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let Stages { begun, changed, programs, alone } = &*self.stages;
         let begins = launch.prepared().is_some_and(|piece| piece.first_kernel == 0);

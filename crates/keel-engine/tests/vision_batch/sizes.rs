@@ -71,9 +71,9 @@ fn padding_and_cuts_of_a_pass_change_no_bit() {
                 let vision = Some(VisionOptions { patches, pictures: 0, piece_tokens });
                 let mut engine = model.engine(EngineOptions { vision, ..options() });
                 if let Some(before) = before {
-                    engine.see(&before.values, before.grid).expect("it looks");
+                    engine.encode_picture(&before.values, before.grid).expect("it looks");
                 }
-                engine.see(&picture.values, picture.grid).expect("it looks")
+                engine.encode_picture(&picture.values, picture.grid).expect("it looks")
             };
             // A list that ends with the picture's own size pads nothing.
             let expected = see(grid.0 * grid.1, VisionOptions::WHOLE, None);

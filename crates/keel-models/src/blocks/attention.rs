@@ -31,7 +31,7 @@ impl Rotation {
             Some(norm) => x.norm_rope(positions, frequencies, &norm.scale, spec.clone(), norm.eps),
             None => x.rope(positions, frequencies, spec.clone()),
         };
-        match (&self.long_frequencies, &step.turns) {
+        match (&self.long_frequencies, &step.rope_positions) {
             // One of the two positions of a row is 0, and position 0 rotates nothing, to the bit.
             (Some(long), Some(turns)) => turn(x, &turns.short, own)?.rope(&turns.long, long, spec.clone()),
             _ => turn(x, positions, own),

@@ -27,7 +27,7 @@ pub struct VisionRows {
     pub next: Option<NextVisionRows>,
 }
 
-/// `sees` and the first of `features` of [`VisionRows`], for other tokens.
+/// `is_picture` and the first of `features` of [`VisionRows`], for other tokens.
 #[derive(Clone, Debug)]
 pub struct NextVisionRows {
     /// Whether a token belongs to a picture, bool `[T, 1]`.
@@ -77,7 +77,7 @@ impl VisionRows {
 
 /// Positions of rows, i32 `[T]` each, for models with separate frequencies for long sequences.
 #[derive(Clone, Debug)]
-pub struct TurnPositions {
+pub struct RopePositions {
     /// 0 in rows of long sequences.
     pub short: Array,
     /// 0 in rows of all other sequences.
@@ -94,7 +94,7 @@ pub struct StepContext {
     /// Position of each row, i32 `[T]`.
     pub positions: Array,
     /// Positions for the rotation, if long sequences have separate frequencies.
-    pub turns: Option<TurnPositions>,
+    pub rope_positions: Option<RopePositions>,
     /// The pictures, if a row belongs to one.
     pub vision: Option<VisionRows>,
     /// How rows are computed.

@@ -296,7 +296,7 @@ fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: TokenOptions) -> Resu
     let runtimes: Vec<_> = engine.runtimes().cloned().collect();
     let tokens = how.start(engine, sequence, &prompt.ids, &mut |done| bar.set_position(done as u64));
     bar.finish_and_clear();
-    session::rest(&runtimes);
+    session::release_idle_memory(&runtimes);
     Ok(tokens?)
 }
 

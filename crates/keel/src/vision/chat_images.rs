@@ -82,7 +82,7 @@ impl ChatImages {
         let processed = self.processor.process(&picture)?;
         let mut features = Features::default();
         for one in &processed {
-            append(&mut features, engine.see(&one.values, grid_of(one.grid))?);
+            append(&mut features, engine.encode_picture(&one.values, grid_of(one.grid))?);
         }
         let grids: Vec<Grid> = processed.iter().map(|one| one.grid).collect();
         let tokens = grids.first().map_or(0, |grid| self.config.rows_of(grid.h, grid.w));

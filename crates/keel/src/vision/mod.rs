@@ -189,10 +189,10 @@ impl Prepared {
     pub fn look(&self, engine: &mut Engine) -> Result<EncodedMedia> {
         let (mut images, mut videos) = (Features::default(), Features::default());
         for image in &self.images {
-            append(&mut images, engine.see(&image.values, grid_of(image.grid))?);
+            append(&mut images, engine.encode_picture(&image.values, grid_of(image.grid))?);
         }
         for video in &self.videos {
-            append(&mut videos, engine.see(&video.values, grid_of(video.grid))?);
+            append(&mut videos, engine.encode_picture(&video.values, grid_of(video.grid))?);
         }
         Ok(EncodedMedia { images: Arc::new(images), videos: Arc::new(videos) })
     }

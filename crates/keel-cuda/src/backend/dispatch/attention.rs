@@ -25,9 +25,9 @@ const TILE: usize = 16;
 pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
-    let turned = kernel.producer(0).map_or(0, |_| turned_bytes(q));
+    let rotated = kernel.producer(0).map_or(0, |_| rotated_bytes(q));
     let count = if sees_later_keys(kernel) { 1 } else { shares(spec, q, kv_heads, table, mode).count };
-    turned
+    rotated
         + match count {
             1 => 0,
             shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
@@ -39,7 +39,7 @@ fn sees_later_keys(kernel: &Kernel) -> bool {
     kernel.inputs.len() > 8
 }
 
-fn turned_bytes(q: &Shape) -> usize {
+fn rotated_bytes(q: &Shape) -> usize {
     (q.elements() * size_of::<f32>()).next_multiple_of(16)
 }
 
@@ -65,10 +65,12 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     }
     let (mut queries, mut partial) = (q.address, call.scratch);
     if call.producer(0).is_some() {
-        (queries, partial) = (call.scratch, call.scratch + turned_bytes(&q.layout.shape) as u64);
+        (queries, partial) = (call.scratch, call.scratch + rotated_bytes(&q.layout.shape) as u64);
     }
     match [0, 1].map(|i| call.producer(i)) {
-        [Some(q), Some(k)] if turn(q).rotates_as(&turn(k)) => task.enter(Some(q), Some(k), queries)?,
+        [Some(q), Some(k)] if rope_args(q).rotates_as(&rope_args(k)) => {
+            task.enter(Some(q), Some(k), queries)?
+        }
         [q, k] => {
             if q.is_some() {
                 task.enter(q, None, queries)?;
@@ -119,7 +121,7 @@ struct RopeArgs<'a> {
     norm: Option<(u64, f32)>,
 }
 
-fn turn<'a>(producer: &'a BoundKernel<'a>) -> RopeArgs<'a> {
+fn rope_args<'a>(producer: &'a BoundKernel<'a>) -> RopeArgs<'a> {
     let (spec, norm) = match &producer.kernel.op {
         Op::Rope(spec) => (spec, None),
         Op::NormRope { rope, eps } => (rope, Some((producer.inputs[3].address, eps.get()))),
@@ -230,18 +232,18 @@ impl<'a> Task<'a> {
         k: Option<&BoundKernel<'_>>,
         queries: u64,
     ) -> Result<(), ArrayError> {
-        let Some(any) = q.or(k) else { unreachable!("queries or keys are turned") };
+        let Some(any) = q.or(k) else { unreachable!("queries or keys are rotated") };
         let [_, _, v, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
-        let (turned_q, turned_k) = (q.unwrap_or(any), k.unwrap_or(any));
+        let (rotated_q, rotated_k) = (q.unwrap_or(any), k.unwrap_or(any));
         let parameters = AttentionPrepare {
-            q: heads(turned_q),
-            k: heads(turned_k),
+            q: heads(rotated_q),
+            k: heads(rotated_k),
             v: [v.address, v.row_stride(2) as u64, self.size as u64],
-            turn_q: turn(turned_q).words(),
-            turn_k: turn(turned_k).words(),
-            turned: queries,
+            rope_q: rope_args(rotated_q).words(),
+            rope_k: rope_args(rotated_k).words(),
+            rotated: queries,
             keys: keys.address,
             values: values.address,
             table: table.address,
@@ -251,8 +253,9 @@ impl<'a> Task<'a> {
             pages: self.pages,
             rows: self.rows,
         };
-        let turns = [q, k].into_iter().flatten().flat_map(|heads| &heads.inputs[1..3]);
-        let early = turns.chain([table, row_start, position]).all(|operand| self.call.is_untouched(operand));
+        let rotations = [q, k].into_iter().flatten().flat_map(|heads| &heads.inputs[1..3]);
+        let early =
+            rotations.chain([table, row_start, position]).all(|operand| self.call.is_untouched(operand));
         let taken =
             if q.is_some() { self.heads } else { 0 } + if k.is_some() { 2 * self.kv_heads } else { 0 };
         let (entry, blocks, early) = match self.spec.regime {
@@ -269,7 +272,7 @@ impl<'a> Task<'a> {
             .define("EARLY", u8::from(early))
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));
-        let key = rotation(key, turn(any).spec, turn(any).norm.is_some());
+        let key = rotation(key, rope_args(any).spec, rope_args(any).norm.is_some());
         self.call.launch_described(&key, Geometry::rows(blocks, 128), &parameters)
     }
 

@@ -65,7 +65,7 @@ impl CudaGroup {
         let peer = |reason| CudaError::Peer { reason };
         others.map_or(Ok(()), |others| others.announce(&ids)).map_err(peer)?;
         let links = self.links(&ids);
-        if links.is_err() {
+        if links.is_err() && others.is_some() {
             // The others do not wait for these devices.
             self.abandon();
         }

@@ -259,7 +259,7 @@ impl Conversation {
             bar.set_position((at + done) as u64);
         });
         bar.finish_and_clear();
-        session::rest(&runtimes);
+        session::release_idle_memory(&runtimes);
         let mut tokens = tokens?;
         self.cached_ids = key;
         let mut is_interrupted = false;

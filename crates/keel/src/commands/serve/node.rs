@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use evenkeel::Error;
-use keel_cuda::CudaError;
+use keel_cuda::{CudaError, Survey};
 use keel_engine::EngineError;
 use keel_remote::RemoteError;
 use keel_server::wait_for_signal;
@@ -32,6 +32,8 @@ pub fn follow(device: &DeviceArgs) -> Result<()> {
     let nodes = &device.split.nodes;
     device.split.expect_gpus()?;
     device.check_limits()?;
+    // The driver starts before a leader waits for an answer.
+    Survey::take();
     let (own, leaders) = (nodes.own_address()?, nodes.leaders()?);
     let listener = TcpListener::bind(own)
         .map_err(|error| RemoteError::Listen { address: own.into(), reason: error.to_string() })?;
@@ -78,6 +80,9 @@ impl Reloads {
             Instant::now() + if error.is_some_and(is_of_device) { LOSS_MAX } else { Duration::ZERO };
         while split.nodes.lost().is_none() && Instant::now() < patience && !signals.have_come() {
             std::thread::sleep(LOOK);
+        }
+        if signals.have_come() {
+            return false;
         }
         let is_too_large = error.is_some_and(is_out_of_memory) && self.tries > 0;
         let mut why = match (split.nodes.lost(), error) {

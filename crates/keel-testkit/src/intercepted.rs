@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// A test's changes to a backend's work. Each default passes the call on unchanged.
-pub trait Disturbance: Send + Sync + 'static {
+pub trait Interceptor: Send + Sync + 'static {
     /// Replaces a launch.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ pub trait Disturbance: Send + Sync + 'static {
     /// Replaces an arena's allocation.
     ///
     /// # Errors
-    /// As [`Disturbance::allocate`].
+    /// As [`Interceptor::allocate`].
     fn allocate_arena(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         self.allocate(backend, bytes)
     }
@@ -87,7 +87,7 @@ pub trait Disturbance: Send + Sync + 'static {
     /// Replaces an arena's growth.
     ///
     /// # Errors
-    /// As [`Disturbance::allocate`].
+    /// As [`Interceptor::allocate`].
     fn grow_arena(
         &self,
         backend: &dyn Backend,
@@ -98,21 +98,21 @@ pub trait Disturbance: Send + Sync + 'static {
     }
 }
 
-/// A backend whose launches and allocations go through a [`Disturbance`]. It runs the same kernels as the inner
+/// A backend whose launches and allocations go through an [`Interceptor`]. It runs the same kernels as the inner
 /// backend: absorbed kernels are the same, so sums have the same order.
-pub struct Disturbed<D> {
+pub struct InterceptedBackend<D> {
     backend: Arc<dyn Backend>,
     disturbance: Arc<D>,
 }
 
-impl<D: Disturbance> Disturbed<D> {
+impl<D: Interceptor> InterceptedBackend<D> {
     /// Wraps a backend in a disturbance. The test keeps a handle to control it.
-    pub fn new(backend: Arc<dyn Backend>, disturbance: Arc<D>) -> Arc<Disturbed<D>> {
-        Arc::new(Disturbed { backend, disturbance })
+    pub fn new(backend: Arc<dyn Backend>, disturbance: Arc<D>) -> Arc<InterceptedBackend<D>> {
+        Arc::new(InterceptedBackend { backend, disturbance })
     }
 }
 
-impl<D: Disturbance> Backend for Disturbed<D> {
+impl<D: Interceptor> Backend for InterceptedBackend<D> {
     fn name(&self) -> &str {
         self.backend.name()
     }
@@ -121,7 +121,7 @@ impl<D: Disturbance> Backend for Disturbed<D> {
     }
 }
 
-impl<D: Disturbance> Memory for Disturbed<D> {
+impl<D: Interceptor> Memory for InterceptedBackend<D> {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         self.disturbance.allocate(&*self.backend, bytes)
     }
@@ -134,8 +134,8 @@ impl<D: Disturbance> Memory for Disturbed<D> {
     fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
         self.disturbance.grow_arena(&*self.backend, arena, bytes)
     }
-    fn rest(&self, arena: Option<&dyn DeviceMemory>) {
-        self.backend.rest(arena);
+    fn release_idle_memory(&self, arena: Option<&dyn DeviceMemory>) {
+        self.backend.release_idle_memory(arena);
     }
     fn device_usage(&self) -> Option<DeviceUsage> {
         self.backend.device_usage()
@@ -178,7 +178,7 @@ impl<D: Disturbance> Memory for Disturbed<D> {
     }
 }
 
-impl<D: Disturbance> Programs for Disturbed<D> {
+impl<D: Interceptor> Programs for InterceptedBackend<D> {
     fn supports(&self, kernel: &Kernel) -> Result<(), String> {
         self.backend.supports(kernel)
     }
@@ -202,7 +202,7 @@ impl<D: Disturbance> Programs for Disturbed<D> {
     }
 }
 
-impl<D: Disturbance> Submission for Disturbed<D> {
+impl<D: Interceptor> Submission for InterceptedBackend<D> {
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         self.disturbance.launch(&*self.backend, launch)
     }
