@@ -213,7 +213,7 @@ fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
             }
             // 5 s of silence, and time for a slow core.
             assert!(start.elapsed() < Duration::from_secs(30), "{how:?}: {:?}", start.elapsed());
-            // The connection for news may notice a little later.
+            // The control connection may notice a little later.
             let is_told = || *told.lock().expect("no test panics here");
             let until = Instant::now() + Duration::from_secs(30);
             while !is_told() && Instant::now() < until {

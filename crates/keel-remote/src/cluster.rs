@@ -33,7 +33,7 @@ enum NodeReply {
     Connected { round: u64, outcome: std::result::Result<(), String> },
 }
 
-/// A node and its connection for news.
+/// A node and its control connection.
 pub(crate) struct Node {
     /// From 1 on: the leader is node 0.
     number: usize,
@@ -80,7 +80,7 @@ impl Cluster {
         let cluster = Arc::new(Cluster { nodes, members, round: AtomicU64::new(0), lost, watchers });
         for (i, reader) in readers.into_iter().enumerate() {
             let weak = Arc::downgrade(&cluster);
-            spawn("keel-news", move || listen(&weak, i, reader))?;
+            spawn("keel-control", move || listen(&weak, i, reader))?;
         }
         let weak = Arc::downgrade(&cluster);
         spawn("keel-alive", move || {
@@ -251,12 +251,12 @@ impl Cluster {
         watchers.into_iter().for_each(|then| then());
     }
 
-    /// Tells news to all nodes but one.
-    fn tell(&self, news: &ControlMessage, bytes: &[u8], but: Option<usize>) {
+    /// Sends a message to all nodes but one.
+    fn tell(&self, message: &ControlMessage, bytes: &[u8], but: Option<usize>) {
         self.nodes
             .iter()
             .filter(|node| Some(node.number) != but)
-            .for_each(|node| node.control.tell(news, bytes));
+            .for_each(|node| node.control.tell(message, bytes));
     }
 
     /// The node of a device is lost.
@@ -298,7 +298,7 @@ impl Drop for Cluster {
     }
 }
 
-/// The incoming side of a node's connection for news.
+/// The incoming side of a node's control connection.
 struct Reader {
     stream: BufReader<TcpStream>,
     replies: SyncSender<NodeReply>,
@@ -316,7 +316,7 @@ impl Node {
                 Ok((stream, HelloReply::Accepted { session, devices })) => {
                     let as_error = |error: std::io::Error| unreachable(error.to_string());
                     // The heartbeat starts now: connecting the other nodes may take longer than the allowed silence.
-                    let news =
+                    let control =
                         MessageSender::new(stream.try_clone().map_err(as_error)?, ControlMessage::Here)?;
                     let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
                     let (said, heard) = sync_channel(SAID_MAX);
@@ -326,7 +326,7 @@ impl Node {
                         session,
                         devices,
                         stream,
-                        control: news,
+                        control,
                         is_lost: AtomicBool::new(false),
                         ranks: OnceLock::new(),
                         replies: Mutex::new(heard),
@@ -363,14 +363,14 @@ impl Reader {
     }
 }
 
-/// Hears news of a node until it is lost, or the cluster is dropped.
+/// Reads the control messages of a node until it is lost, or the cluster is dropped.
 fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
     let mut bytes = Vec::new();
     loop {
-        let news = frame::read::<ControlMessage>(&mut reader.stream, &mut bytes);
+        let message = frame::read::<ControlMessage>(&mut reader.stream, &mut bytes);
         let Some(cluster) = cluster.upgrade() else { return };
         let from = &cluster.nodes[node];
-        match news {
+        match message {
             Ok(ControlMessage::Opened(outcome)) => reader.hear(&cluster, from, NodeReply::Opened(outcome)),
             Ok(ControlMessage::Connected { round, outcome }) => {
                 reader.hear(&cluster, from, NodeReply::Connected { round, outcome });

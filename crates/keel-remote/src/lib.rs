@@ -11,7 +11,7 @@
 //!                       │   of the device             (one for each device)
 //!                       └ a planning backend,
 //!                         which answers all questions
-//! Cluster ◀───────── connection for news ───────────▶ members of the group, heartbeats
+//! Cluster ◀───────── control connection ───────────▶ members of the group, heartbeats
 //! ```
 //!
 //! What goes over a device's connection is what goes over the backend contract: allocations, bytes, packed rows of

@@ -10,7 +10,7 @@ pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The first message of a connection.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Hello {
-    /// A leader opens its connection for news.
+    /// A leader opens its control connection.
     Lead {
         /// [`VERSION`] of the leader.
         version: String,

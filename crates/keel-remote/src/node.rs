@@ -186,9 +186,9 @@ impl Node {
         let _ = stream.set_read_timeout(Some(SILENCE_MAX));
         let _ = stream.set_write_timeout(Some(SILENCE_MAX));
         frame::write(&mut stream, &HelloReply::Accepted { session: number, devices }, &[]).ok()?;
-        let news = MessageSender::new(stream.try_clone().ok()?, ControlMessage::Here).ok()?;
+        let control = MessageSender::new(stream.try_clone().ok()?, ControlMessage::Here).ok()?;
         let (round, devices) = (Mutex::default(), Mutex::default());
-        let session = Arc::new(Session { number, count, control: news, stream, round, devices });
+        let session = Arc::new(Session { number, count, control, stream, round, devices });
         *present = Some(Arc::clone(&session));
         Some(session)
     }
@@ -319,16 +319,16 @@ impl Session {
         let (Some(runtime), Ok(end)) = (runtime, stream.try_clone()) else {
             return tracing::warn!("device {index} is not there, or has a connection");
         };
-        // A leader that is gone is seen on its connection for news. While a device runs a step, nothing is read here,
+        // A leader that is gone is seen on its control connection. While a device runs a step, nothing is read here,
         // and the leader may then have to wait before it can say that it is there.
         let _ = stream.set_read_timeout(None);
         let session = Arc::clone(self);
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
-            let news = session.stream.try_clone();
+            let control = session.stream.try_clone();
             if let Err(error) = device_worker::serve(stream, runtime, session) {
                 tracing::warn!("device {index}: {error}");
                 // Without this device there is nothing that the leader can run.
-                let _ = news.map(|news| news.shutdown(Shutdown::Both));
+                let _ = control.map(|control| control.shutdown(Shutdown::Both));
             }
         });
         match started {

@@ -42,9 +42,11 @@ fn health_is_answered_while_grammars_are_compiled() {
         let reply = read(client);
         assert!(matches!(reply.status, 200 | 400 | 429), "{} {}", reply.status, reply.body);
     }
-    println!("health took {slowest:?} at most; the grammars {:?}", start.elapsed());
-    // A shared machine with two cores needs more than the 100 ms that hold on a dedicated one.
-    assert!(slowest < Duration::from_millis(500), "{slowest:?}");
+    let grammars = start.elapsed();
+    println!("health took {slowest:?} at most; the grammars {grammars:?}");
+    // A machine whose cores have other work needs more than the 100 ms that hold on a dedicated one.
+    let most = Duration::from_millis(500).max(grammars / 4);
+    assert!(slowest < most, "{slowest:?} of {grammars:?}");
     server.assert_all_is_back();
 }
 

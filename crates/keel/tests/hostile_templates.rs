@@ -130,7 +130,8 @@ fn a_template_that_doubles_at_a_request_fails_that_request_alone() {
                 answer.starts_with("HTTP/1.1 400") && answer.contains("chat template"),
                 "{what}: {answer}"
             );
-            assert!(start.elapsed() < Duration::from_secs(5), "{what}: {:?}", start.elapsed());
+            // The template has 3 s. The rest is for a core with other work.
+            assert!(start.elapsed() < Duration::from_secs(20), "{what}: {:?}", start.elapsed());
         }
         assert!(chat(&address, "hello").starts_with("HTTP/1.1 200"), "{what}");
         assert!(peak_kb(server.0.id()) < 500 << 10, "{what}: {} kB", peak_kb(server.0.id()));

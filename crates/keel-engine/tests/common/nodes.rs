@@ -175,7 +175,7 @@ pub enum Cut {
     Closed,
     /// Nothing comes any more, and nothing is said about it.
     Silent,
-    /// The same for all connections but the first, which is that for news.
+    /// The same for all connections but the first, which is the control connection.
     SilentDevices,
 }
 

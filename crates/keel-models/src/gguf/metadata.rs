@@ -1,4 +1,4 @@
-//! Writes the metadata of a GGUF file from a config. [`config`](super::config) reads them back.
+//! Writes the metadata of a GGUF file from a config. [`config`](fn@super::config) reads them back.
 
 use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;

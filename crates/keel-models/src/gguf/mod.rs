@@ -22,7 +22,7 @@ pub use metadata::metadata;
 pub use parameters::GgufParameters;
 pub use tower::{add_tower, may_see, processor};
 
-/// Architectures that [`config`] reads.
+/// Architectures that [`fn@config`] reads.
 pub const ARCHITECTURES: [&str; 15] = [
     "llama",
     "qwen2",

@@ -34,7 +34,7 @@ pub fn may_see(text: &GgufFile) -> bool {
     PROJECTORS.iter().any(|(_, architectures)| architectures.contains(&architecture(text)))
 }
 
-/// Adds a tower to the [config](super::config) of a text model.
+/// Adds a tower to the [config](fn@super::config) of a text model.
 ///
 /// # Errors
 /// For a file that is no tower, a tower that is not supported or is for another text model, and for a key or a token

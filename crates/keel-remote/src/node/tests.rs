@@ -26,10 +26,10 @@ pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
     let (stream, _) = listener.accept().expect("the leader connects");
-    let news =
+    let control =
         MessageSender::new(stream.try_clone().expect("a handle"), ControlMessage::Here).expect("a thread");
     let (round, devices) = (Mutex::default(), Mutex::default());
-    (Arc::new(Session { number: 1, count, control: news, stream, round, devices }), leader)
+    (Arc::new(Session { number: 1, count, control, stream, round, devices }), leader)
 }
 
 /// A node with this many devices, and its address. Opening them fails.
