@@ -9,28 +9,21 @@
 
 #![forbid(unsafe_code)]
 
-mod ahead;
 pub mod batch;
 mod device_thread;
 mod engine;
 mod error;
 mod generate;
-mod hidden;
-mod in_flight;
-mod microbatches;
 mod options;
-mod overlap;
 pub mod plan;
 mod sampler;
 pub mod speculation;
 pub mod split;
-mod split_step;
 mod step;
 mod sync;
 mod vision;
 
-pub use ahead::{Ticket, Work, WorkRows};
-pub use engine::{Chunk, Engine, LateWork, LogitSink};
+pub use engine::{Chunk, Engine, LateWork, LogitSink, Ticket, Work, WorkRows};
 pub use error::{EngineError, Result};
 pub use generate::{FinishReason, GenerateOptions, TokenIterator};
 pub use keel_cache::Features;

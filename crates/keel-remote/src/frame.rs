@@ -15,8 +15,17 @@ const HEAD_BYTES_MAX: usize = 256 << 20;
 /// Most bytes after a head. Longer arrays go in several messages.
 pub(crate) const BYTES_MAX: usize = 64 << 20;
 
-/// Most bytes of the head of a first message, whose sender is not known yet. It has no bytes.
-const FIRST_HEAD_BYTES_MAX: usize = 4 << 10;
+/// Most bytes of a message.
+#[derive(Clone, Copy)]
+struct Limits {
+    head: usize,
+    bytes: usize,
+}
+
+const LIMITS: Limits = Limits { head: HEAD_BYTES_MAX, bytes: BYTES_MAX };
+
+/// For a first message, whose sender is not known yet.
+const FIRST_LIMITS: Limits = Limits { head: 4 << 10, bytes: 0 };
 
 /// Writes a message.
 ///
@@ -25,7 +34,7 @@ const FIRST_HEAD_BYTES_MAX: usize = 4 << 10;
 pub(crate) fn write(to: &mut impl Write, head: &impl Serialize, parts: &[&[u8]]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     let bytes: usize = parts.iter().map(|part| part.len()).sum();
-    check(head.len(), bytes, (HEAD_BYTES_MAX, BYTES_MAX))?;
+    check(head.len(), bytes, LIMITS)?;
     to.write_all(&(head.len() as u32).to_le_bytes())?;
     to.write_all(&(bytes as u64).to_le_bytes())?;
     to.write_all(&head)?;
@@ -37,7 +46,7 @@ pub(crate) fn write(to: &mut impl Write, head: &impl Serialize, parts: &[&[u8]])
 /// # Errors
 /// Those of the connection; a message that is too long or has another form.
 pub(crate) fn read<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8>) -> Result<T> {
-    read_within(from, bytes, (HEAD_BYTES_MAX, BYTES_MAX))
+    read_within(from, bytes, LIMITS)
 }
 
 /// Reads the first message of a connection.
@@ -45,20 +54,16 @@ pub(crate) fn read<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8
 /// # Errors
 /// As [`read`].
 pub(crate) fn read_first<T: DeserializeOwned>(from: &mut impl Read) -> Result<T> {
-    read_within(from, &mut Vec::new(), (FIRST_HEAD_BYTES_MAX, 0))
+    read_within(from, &mut Vec::new(), FIRST_LIMITS)
 }
 
-fn read_within<T: DeserializeOwned>(
-    from: &mut impl Read,
-    bytes: &mut Vec<u8>,
-    most: (usize, usize),
-) -> Result<T> {
+fn read_within<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8>, limits: Limits) -> Result<T> {
     let (mut head_length, mut length) = ([0; 4], [0; 8]);
     from.read_exact(&mut head_length)?;
     from.read_exact(&mut length)?;
     let head_length = u32::from_le_bytes(head_length) as usize;
     let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
-    check(head_length, length, most)?;
+    check(head_length, length, limits)?;
     let mut head = Vec::new();
     from.take(head_length as u64).read_to_end(&mut head)?;
     bytes.clear();
@@ -69,11 +74,11 @@ fn read_within<T: DeserializeOwned>(
     Ok(serde_json::from_slice(&head)?)
 }
 
-fn check(head: usize, bytes: usize, (head_max, bytes_max): (usize, usize)) -> Result<()> {
-    if head <= head_max && bytes <= bytes_max {
+fn check(head: usize, bytes: usize, limits: Limits) -> Result<()> {
+    if head <= limits.head && bytes <= limits.bytes {
         return Ok(());
     }
-    let most = format!("at most {head_max} and {bytes_max}");
+    let most = format!("at most {} and {}", limits.head, limits.bytes);
     Err(std::io::Error::other(format!("a message of {head} and {bytes} bytes, {most} are read")))
 }
 

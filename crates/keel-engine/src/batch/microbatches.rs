@@ -10,8 +10,8 @@ use super::ahead::Part;
 use super::sequence::Running;
 use super::{Batcher, members};
 use crate::Result;
-use crate::microbatches::MICROBATCH_MAX;
 use crate::options::HOST_ROWS_MAX;
+use crate::split::microbatches::MICROBATCH_MAX;
 
 impl Batcher {
     /// Whether the next step is that of a micro-batch, or of prompts while micro-batches have steps under way.

@@ -8,7 +8,7 @@ use super::overcommit::{Decision, OvercommitPolicy, PageDemand};
 use super::policy::rows_of_steps;
 use super::request::{BatchEvent, ParkingStatus};
 use super::sequence::Running;
-use crate::ahead::STEPS_MAX;
+use crate::engine::ahead::STEPS_MAX;
 use crate::{EngineError, Result};
 
 impl Batcher {

@@ -1,7 +1,10 @@
 //! A model with its memory, ready to run sequences.
 
+pub(crate) mod ahead;
 mod all_logits;
 mod commit;
+mod hidden;
+pub(crate) mod in_flight;
 mod prompts;
 mod ready;
 
@@ -19,16 +22,17 @@ use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::device_thread::DeviceThread;
-use crate::in_flight::{InFlightStep, StepTimer, Taken};
-use crate::microbatches::Microbatches;
+use crate::engine::in_flight::{InFlightStep, StepTimer, Taken};
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RowResults};
+use crate::split::microbatches::Microbatches;
+use crate::split::step::Peer;
 use crate::split::{self, PlacedPart};
-use crate::split_step::Peer;
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
 use crate::{EngineError, Result};
 
+pub use ahead::{Ticket, Work, WorkRows};
 pub use all_logits::LogitSink;
 pub use prompts::Chunk;
 pub use ready::LateWork;

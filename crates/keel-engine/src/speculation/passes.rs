@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
 use super::round::{Part, RoundSequence, RoundTimes};
-use crate::in_flight::{EndedRun, InFlightRun};
+use crate::engine::in_flight::{EndedRun, InFlightRun};
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
 

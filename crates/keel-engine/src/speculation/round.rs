@@ -19,7 +19,7 @@ use super::choose::Chooser;
 use super::passes::Passes;
 use super::{Costs, Speculation};
 use crate::batch::MASK_PATIENCE;
-use crate::in_flight::StepTime;
+use crate::engine::in_flight::StepTime;
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, Result};
 

@@ -19,7 +19,7 @@ use keel_models::vision::VisionConfig;
 pub(crate) use buckets::{Buckets, prefill_rows_max};
 pub(crate) use filling::Filling;
 
-use crate::in_flight::InFlightRun;
+use crate::engine::in_flight::InFlightRun;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 use kept::{KeptHidden, KeptLogits};

@@ -21,10 +21,10 @@ use std::sync::atomic::AtomicBool;
 use keel_array::{RESULT_BYTES_MAX, Regime};
 use keel_cache::{CommitProgress, SlotId};
 
-use crate::ahead::{NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
 use crate::device_thread::{DeferredJob, FinishedJob, JobHandle};
-use crate::in_flight::Item;
-use crate::split_step::first_cause;
+use crate::engine::ahead::{NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
+use crate::engine::in_flight::Item;
+use crate::split::step::first_cause;
 use crate::step::{Rows, StepKind, ids_of};
 use crate::{Engine, EngineError, Result};
 

@@ -17,7 +17,7 @@ use keel_cache::CommitProgress;
 
 use crate::device_thread::{FinishedJob, Job, Queued};
 use crate::options::PREFILL_GRID;
-use crate::split_step::{DeviceStep, Drawn, all_steppers, run_on_all};
+use crate::split::step::{DeviceStep, Drawn, all_steppers, run_on_all};
 use crate::step::{Outcome, Rows, StepKind, Stepper};
 use crate::{Engine, Result};
 

@@ -26,7 +26,7 @@ use std::time::Instant;
 use keel_array::{Array, ArrayError, Regime, RowLog};
 use keel_cache::{CommitProgress, SequenceCache};
 
-use crate::in_flight::{EndedRun, InFlightStep, Item, Taken};
+use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 

@@ -1,0 +1,9 @@
+//! A model on several devices: which device holds which part, and how their steps run.
+
+pub(crate) mod microbatches;
+mod overlap;
+mod planner;
+pub(crate) mod step;
+
+pub(crate) use planner::check_devices;
+pub use planner::{DeviceGrid, MixtureChoice, PlacedPart, SplitPlanner};
