@@ -8,10 +8,10 @@ use keel_engine::FinishReason;
 use keel_engine::batch::{BatchEvent, TokenLogprobs};
 use keel_text::{AnswerForm, AnswerParser, AnswerPart, StopMatcher, StreamDetokenizer, Tokenizer};
 
-use crate::caller::Caller;
+use crate::access::caller::Caller;
 use crate::error::{Result, ServerError};
 use crate::events::Events;
-use crate::memory::{Listing, bytes_of_body, bytes_of_part};
+use crate::memory::requests::{Listing, bytes_of_body, bytes_of_part};
 use crate::metrics::RequestTimer;
 
 /// A token with its log probabilities.

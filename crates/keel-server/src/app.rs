@@ -10,17 +10,17 @@ use keel_engine::batch::{BatchRequest, RequestVision};
 use keel_text::{AnswerForm, GrammarSource, StopMatcher};
 use tracing::field::Empty;
 
+use crate::access::caller::Caller;
+use crate::access::keys::Keys;
 use crate::answer::{Answer, AnswerStyle};
-use crate::blocking_work::BlockingWork;
-use crate::caller::Caller;
+use crate::engine::grammar::{Compiled, Grammar};
+use crate::engine::worker::EngineHandle;
 use crate::error::{Result, ServerError, wrong};
-use crate::grammar::{Compiled, Grammar};
-use crate::keys::Keys;
-use crate::memory::{Listing, RequestMemory, bytes_of_value};
+use crate::http::blocking_work::BlockingWork;
+use crate::memory::requests::{Listing, RequestMemory, bytes_of_value};
 use crate::metrics::{Metrics, RequestTimer};
 use crate::options::ServerOptions;
 use crate::text::{Bounds, ModelText};
-use crate::worker::EngineHandle;
 
 /// The state that all models of a server share.
 pub struct Shared {

@@ -13,12 +13,12 @@ use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
+use crate::access::caller::Caller;
 use crate::answer::{Answer, Ending, Piece, TokenInfo, Usage};
 use crate::app::App;
-use crate::caller::Caller;
 use crate::error::{Result, ServerError};
-use crate::http::{error_json, sse};
-use crate::memory::Meter;
+use crate::http::body::{error_json, sse};
+use crate::memory::requests::Meter;
 
 /// A whole answer.
 pub(crate) struct Collected {
@@ -272,7 +272,7 @@ mod tests {
     use super::*;
     use crate::answer::AnswerStyle;
     use crate::events::{Events, waiting_bytes};
-    use crate::memory::{Listing, RequestMemory};
+    use crate::memory::requests::{Listing, RequestMemory};
     use crate::metrics::{Metrics, RequestTimer};
     use crate::text::ModelText;
 

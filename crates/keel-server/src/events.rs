@@ -6,7 +6,7 @@ use keel_engine::batch::BatchEvent;
 use tokio::sync::mpsc;
 
 use crate::error::{Result, ServerError};
-use crate::memory::Meter;
+use crate::memory::requests::Meter;
 
 /// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of
 /// requests.

@@ -17,8 +17,8 @@ use prometheus_client::registry::{Registry, Unit};
 use tracing::Span;
 
 use crate::answer::{Ending, Usage};
-use crate::engine_view::DeviceMemory;
-use crate::memory::RequestMemory;
+use crate::engine::view::DeviceMemory;
+use crate::memory::requests::RequestMemory;
 use crate::model_manager::{SplitModel, Totals};
 
 /// A label with a fixed set of values.

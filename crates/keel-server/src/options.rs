@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use keel_engine::batch::BatchOptions;
 
-use crate::keys::ApiKey;
+use crate::access::keys::ApiKey;
 use crate::pictures::PictureSources;
 
 /// The place where remembered prefixes are saved.

@@ -6,9 +6,9 @@ use keel_text::{
 };
 use serde_json::{Map, Value};
 
+use crate::engine::grammar::GrammarFactory;
 use crate::error::{Result, ServerError, wrong};
-use crate::grammar::GrammarFactory;
-use crate::memory::{Meter, bytes_of_encoding};
+use crate::memory::requests::{Meter, bytes_of_encoding};
 use crate::model_manager::Modalities;
 use crate::pictures::{ImagePreprocessor, PictureSources, Spans};
 

@@ -1,7 +1,7 @@
 //! Every order in which threads can charge a budget. The file under test is the crate's own, compiled with loom's
 //! types, so no special build is needed.
 
-#[path = "../src/charge.rs"]
+#[path = "../src/memory/charge.rs"]
 #[allow(dead_code)]
 mod charge;
 

@@ -18,10 +18,10 @@ use keel_engine::batch::{BatchStatus, Batcher};
 use tokio::sync::oneshot;
 
 use crate::app::{App, Shared};
-use crate::engine_view::{DeviceMemory, EngineView};
+use crate::engine::view::{DeviceMemory, EngineView};
+use crate::engine::worker::EngineHandle;
 use crate::error::{Result, ServerError, setting};
 use crate::text::ModelText;
-use crate::worker::EngineHandle;
 use entry::{Entry, Resident};
 pub use served_model::{Load, Loaded, Modalities, ModelManagerOptions, ServedModel};
 use served_model::{Needs, Shortage};

@@ -13,7 +13,7 @@ use serde_json::{Map, json};
 
 use super::source::{self, FILE_BYTES_MAX, PIXELS_MAX};
 use super::{ImagePreprocessor, MediaError};
-use crate::charge::Hold;
+use crate::memory::charge::Hold;
 use crate::text::Bounds;
 
 /// Bounds on a video's file.

@@ -13,11 +13,11 @@ use futures_util::{Stream, StreamExt};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::access::caller::Caller;
 use crate::app::App;
-use crate::caller::Caller;
-use crate::connections::BODY_BUFFER_BYTES;
 use crate::error::{Result, ServerError};
-use crate::memory::{Meter, bytes_of_body};
+use crate::http::connections::BODY_BUFFER_BYTES;
+use crate::memory::requests::{Meter, bytes_of_body};
 use crate::model_manager::ModelManager;
 
 /// A body parsed as JSON, and its caller. Defects become errors of this crate.

@@ -3,8 +3,8 @@
 use keel_text::GrammarSource;
 use serde_json::{Value, json};
 
+use crate::engine::grammar::Grammar;
 use crate::error::{Result, wrong};
-use crate::grammar::Grammar;
 
 /// The fields of a request about tools, after validation.
 #[derive(Debug, Default)]

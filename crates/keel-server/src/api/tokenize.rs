@@ -8,9 +8,9 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Number, Value, json};
 
-use crate::caller::Caller;
+use crate::access::caller::Caller;
 use crate::error::Result;
-use crate::http::Body;
+use crate::http::body::Body;
 use crate::model_manager::ModelManager;
 use crate::text::Bounds;
 

@@ -11,14 +11,14 @@ use keel_engine::batch::Batcher;
 use tokio::net::{TcpListener, TcpSocket};
 
 use crate::app::{App, Shared};
-use crate::connections::Connections;
+use crate::engine::worker::EngineHandle;
 use crate::error::{Result, ServerError};
-use crate::memory::check_limit;
+use crate::http::connections::Connections;
+use crate::http::routes::router;
+use crate::memory::requests::check_limit;
 use crate::model_manager::{ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
-use crate::routes::router;
 use crate::text::ModelText;
-use crate::worker::EngineHandle;
 
 /// A server that is ready to listen.
 pub struct Server {

@@ -15,15 +15,15 @@ use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{finish_reason, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
+use crate::api::sampling::{OneOrMany, SamplingFields};
+use crate::api::unsupported;
 use crate::app::{EngineRequest, bytes_of_copy, fresh_id};
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
-use crate::http::Body;
-use crate::memory::{Listing, bytes_of_part};
+use crate::http::body::Body;
+use crate::memory::requests::{Listing, bytes_of_part};
 use crate::model_manager::ModelManager;
-use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
-use crate::unsupported;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 /// OpenAI's default.

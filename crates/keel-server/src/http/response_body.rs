@@ -8,8 +8,8 @@ use axum::body::{Body, Bytes, HttpBody};
 use axum::response::{IntoResponse, Response};
 use http_body::{Frame, SizeHint};
 
-use crate::connections::READ_BYTES_MAX;
-use crate::memory::Meter;
+use crate::http::connections::READ_BYTES_MAX;
+use crate::memory::requests::Meter;
 
 /// Returns the same response. `kept` is dropped after its last byte, or when the client disconnects.
 pub(crate) fn with_guard<T: Send + Unpin + 'static>(kept: T, response: Response) -> Response {
@@ -113,7 +113,7 @@ impl HttpBody for ChargedBody {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::RequestMemory;
+    use crate::memory::requests::RequestMemory;
 
     async fn next(body: &mut Body) -> Option<Bytes> {
         let frame = std::future::poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;

@@ -10,9 +10,9 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use keel_engine::batch::{BatchEvent, BatchRequest, Readout};
 use tracing::field::Empty;
 
+use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
 use crate::app::App;
-use crate::caller::Caller;
 use crate::error::{Result, ServerError, wrong};
 use crate::metrics::RequestTimer;
 

@@ -12,13 +12,13 @@ use serde_json::{Map, Value, json};
 
 use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Answer, Ending, Piece, Usage};
+use crate::api::unsupported;
 use crate::app::fresh_id;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::http::{Body, error_json};
-use crate::memory::{Meter, bytes_of_value};
+use crate::http::body::{Body, error_json};
+use crate::memory::requests::{Meter, bytes_of_value};
 use crate::model_manager::ModelManager;
-use crate::unsupported;
 
 /// The fields that differ from those of a chat. The others are passed on.
 #[derive(Debug, Deserialize)]

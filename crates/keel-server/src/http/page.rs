@@ -12,7 +12,7 @@ use flate2::write::GzEncoder;
 
 /// The page's security policy. The page may run and load files from this server, and call this server. HTML becomes
 /// elements only through DOMPurify. The browser tests in `web/` use the same policy.
-const POLICY: &str = include_str!("../assets/page/policy.txt");
+const POLICY: &str = include_str!("../../assets/page/policy.txt");
 
 /// A file of the page. It is built from `web/`; the README there says how.
 struct Asset {
@@ -28,7 +28,7 @@ macro_rules! asset {
         Asset {
             name: $name,
             kind: $kind,
-            bytes: include_bytes!(concat!("../assets/page/", $name)),
+            bytes: include_bytes!(concat!("../../assets/page/", $name)),
             compressed: OnceLock::new(),
         }
     };

@@ -14,13 +14,14 @@ use axum::{Json, Router};
 use serde_json::json;
 use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
-use crate::caller::{KeyName, RequestMeter, name_request};
+use crate::access::caller::{KeyName, RequestMeter, name_request};
+use crate::access::host_check::HostCheck;
+use crate::api::{anthropic, openai, openapi, rerank, tokenize};
 use crate::error::{Result, ServerError, wrong};
-use crate::host_check::HostCheck;
-use crate::http::Refusal;
+use crate::http::body::Refusal;
+use crate::http::response_body::{paced, with_guard};
+use crate::http::{page, status};
 use crate::model_manager::{Modalities, ModelFacts, ModelManager};
-use crate::response_body::{paced, with_guard};
-use crate::{anthropic, openai, openapi, page, rerank, status, tokenize};
 
 /// All endpoints.
 ///

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::charge::{Budget, Charge, Hold, Refused};
 use crate::error::{Result, ServerError, setting};
+use crate::memory::charge::{Budget, Charge, Hold, Refused};
 
 /// The least memory of requests. With less there is no room for a request next to the connections.
 pub const REQUEST_MEMORY_MIN: u64 = 1 << 20;

@@ -16,10 +16,10 @@ use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, Readout
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
-use crate::engine_view::{DeviceMemory, EngineView};
+use crate::engine::view::{DeviceMemory, EngineView};
 use crate::error::{Result, ServerError};
 use crate::events::{Events, Listener, waiting_bytes};
-use crate::memory::Meter;
+use crate::memory::requests::Meter;
 use crate::options::PrefixStore;
 
 /// Largest number of commands that wait for the worker. More are refused. The queue of requests is part of the batch.

@@ -12,12 +12,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::completions::Prompt;
+use crate::api::unsupported;
+use crate::engine::readout::{ReadoutRequest, check_count};
 use crate::error::{Result, wrong};
-use crate::http::Body;
+use crate::http::body::Body;
 use crate::model_manager::ModelManager;
-use crate::readout::{ReadoutRequest, check_count};
 use crate::text::{Bounds, ModelText};
-use crate::unsupported;
 
 /// The supported fields. An unsupported field is refused if it would change the result.
 #[derive(Debug, Deserialize)]

@@ -114,7 +114,7 @@ mod tests {
     use axum::http::HeaderValue;
 
     use super::*;
-    use crate::keys::ApiKey;
+    use crate::access::keys::ApiKey;
 
     fn gate(listens: &str, options: ServerOptions) -> HostCheck {
         HostCheck::new(listens.parse().expect("an address"), &options)

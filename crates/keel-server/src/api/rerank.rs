@@ -12,13 +12,13 @@ use keel_engine::batch::Readout;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::api::unsupported;
 use crate::app::fresh_id;
+use crate::engine::readout::{ReadoutRequest, check_count};
 use crate::error::{Result, wrong};
-use crate::http::Body;
+use crate::http::body::Body;
 use crate::model_manager::ModelManager;
-use crate::readout::{ReadoutRequest, check_count};
 use crate::text::{Bounds, ModelText};
-use crate::unsupported;
 
 /// A query and documents.
 #[derive(Debug, Deserialize)]

@@ -28,8 +28,8 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
+use crate::http::response_body::with_guard;
 use crate::options::ServerOptions;
-use crate::response_body::with_guard;
 use link::{Link, Phase, Times};
 use stream::{Answered, Arriving, Watched};
 

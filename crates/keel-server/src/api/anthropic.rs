@@ -10,15 +10,15 @@ use keel_text::AnswerPart;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::access::caller::Caller;
 use crate::answer::{Answer, Ending, Piece, Usage};
+use crate::api::openai::chat::{ChatBody, ask_apart};
+use crate::api::unsupported;
 use crate::app::{App, EngineRequest, fresh_id};
-use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::http::Body;
+use crate::http::body::Body;
 use crate::model_manager::ModelManager;
-use crate::openai::chat::{ChatBody, ask_apart};
-use crate::unsupported;
 
 /// An error in Anthropic's form.
 pub(crate) struct AnthropicError(ServerError);

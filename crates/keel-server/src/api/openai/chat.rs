@@ -14,18 +14,18 @@ use serde_json::{Map, Value, json};
 use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{chat_logprobs, finish_reason, total, usage_json};
+use crate::access::caller::Caller;
 use crate::answer::{Answer, Piece, Usage};
+use crate::api::sampling::{OneOrMany, SamplingFields};
+use crate::api::unsupported;
 use crate::app::{App, EngineRequest, bytes_of_copy, fresh_id};
-use crate::caller::Caller;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
-use crate::http::Body;
-use crate::memory::Listing;
+use crate::http::body::Body;
+use crate::memory::requests::Listing;
 use crate::model_manager::ModelManager;
 use crate::pictures::{MediaSource, PromptMedia};
-use crate::sampling::{OneOrMany, SamplingFields};
 use crate::text::{Bounds, ModelText};
-use crate::unsupported;
 
 const TOP_LOGPROBS_MAX: usize = 20;
 

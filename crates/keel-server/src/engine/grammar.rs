@@ -6,8 +6,8 @@ use std::time::Duration;
 use keel_engine::batch::Constraint;
 use keel_text::{AnswerForm, GrammarMask, GrammarSource, GrammarState, TextError, TextFiles, Tokenizer};
 
+use crate::engine::mask_ahead::{Computed, MaskAhead};
 use crate::error::Result;
-use crate::mask_ahead::{Computed, MaskAhead};
 
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]

@@ -9,7 +9,7 @@ use keel_engine::batch::SequenceStatus;
 use serde_json::{Map, Value, json};
 
 use crate::app::{App, Shared};
-use crate::engine_view::DeviceMemory;
+use crate::engine::view::DeviceMemory;
 use crate::model_manager::{ModelFacts, ModelManager};
 
 /// Memory and the running sequences.

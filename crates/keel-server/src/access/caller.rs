@@ -9,7 +9,7 @@ use axum::response::Response;
 
 use crate::app::fresh_id;
 use crate::error::ServerError;
-use crate::memory::{Meter, RequestMemory};
+use crate::memory::requests::{Meter, RequestMemory};
 
 /// The header with a request's name.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

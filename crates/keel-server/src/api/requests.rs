@@ -4,15 +4,15 @@
 use keel_engine::Sampler;
 use keel_text::StopMatcher;
 
-use crate::anthropic;
+use crate::api::anthropic;
+use crate::api::openai::{chat, completions, embeddings, responses};
+use crate::api::rerank;
+use crate::api::tokenize::{DetokenizeBody, TokenizeBody};
 use crate::app::EngineRequest;
 use crate::error::Result;
-use crate::http::parse;
-use crate::openai::{chat, completions, embeddings, responses};
+use crate::http::body::parse;
 use crate::options::ServerOptions;
-use crate::rerank;
 use crate::text::{Bounds, ModelText};
-use crate::tokenize::{DetokenizeBody, TokenizeBody};
 
 /// An endpoint that reads a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
