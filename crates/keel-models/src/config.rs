@@ -3,13 +3,18 @@
 //! Both layouts are accepted: all keys at the top level, or the text model's under `text_config`; rope keys under
 //! `rope_parameters`, or `rope_theta` and `partial_rotary_factor` next to the other keys.
 
+pub(crate) mod fields;
+pub(crate) mod rope;
+pub(crate) mod rope_config;
+pub(crate) mod shapes;
+
 use keel_array::AttentionSpec;
 use serde_json::Value;
 
-use crate::fields::Fields;
-use crate::rope::{self, Contexts, RopeScaling};
-use crate::rope_config::QueryGrowth;
 use crate::{ModelError, Result};
+use fields::Fields;
+use rope::{Contexts, RopeScaling};
+use rope_config::QueryGrowth;
 
 /// Largest width, count or length: far above all models, and products of two stay far from an overflow.
 const EXTENT_MAX: usize = 1 << 24;

@@ -4,7 +4,7 @@ use keel_array::{AddedNorm, Array, ConvWindow, DType, DeltaState, Peers, Weight}
 use keel_cache::{CacheFormat, CacheSpec, CommitProgress, LayerSpec, LayerStorage};
 
 use crate::blocks::{Attention, FeedForward, GatedDeltaNet, RmsNorm, StepContext};
-use crate::sums::of_their_device;
+use crate::split::sums::of_their_device;
 use crate::{HybridConfig, MixerKind, ModelError, Part, Result, VocabularyShare};
 
 /// The first half of a block.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use keel_array::{Array, DType, PairRotation, Peers, Result, Routing, SharedExpert, Weight};
 
 use crate::loading::{Projection, RowParallel, columns_of, input};
-use crate::sums::{SumOrder, Sums, add_up, nothing, of_their_device};
+use crate::split::sums::{SumOrder, Sums, add_up, nothing, of_their_device};
 
 /// The function on the gate of a gated layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -17,8 +17,8 @@ use keel_array::{
 };
 use keel_weights::RotationValues;
 
-use crate::columns::columns_together;
-use crate::sums::Sums;
+use crate::split::columns::columns_together;
+use crate::split::sums::Sums;
 use crate::{Part, Result, SumOrder};
 
 pub use checkpoint::CheckpointParameters;

@@ -3,7 +3,7 @@
 use keel_array::{Array, PairRotation, Result, Weight};
 
 use super::input;
-use crate::sums::{SumOrder, Sums};
+use crate::split::sums::{SumOrder, Sums};
 
 /// A layer that reads the output of heads or columns: `W x [+ bias]`, summed over the devices that share its columns.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use keel_array::{RowData, Weight, WeightFormat, WeightSpec};
 use super::assembler::RowAssembler;
 use super::{BLOCK_ROWS, Loader, Piece, RowSink};
 use crate::Result;
-use crate::columns::{Columns, pick_columns};
+use crate::split::columns::{Columns, pick_columns};
 
 impl Loader<'_> {
     /// A stack of layers of `cols` columns, in `parts` weights of equally many columns.

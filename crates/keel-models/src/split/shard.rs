@@ -1,7 +1,7 @@
 //! A device's share of every layer, where several devices split the layers of a model.
 //!
 //! A device loads its share from a checkpoint that looks smaller than it is:
-//! [`ShardedParameters`](crate::sharded_parameters::ShardedParameters) shows the rows and columns of the share, under a
+//! [`ShardedParameters`](crate::split::sharded_parameters::ShardedParameters) shows the rows and columns of the share, under a
 //! config with the share's numbers of heads and widths. The code that reads a model type does not know of it.
 //!
 //! ```text

@@ -5,12 +5,12 @@
 
 use serde_json::{Value, json};
 
-use crate::fields::Fields;
-use crate::rope_config::QueryGrowth;
-use crate::transformer::{self, Defaults};
+use crate::config::fields::Fields;
+use crate::config::rope_config::QueryGrowth;
+use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, ModelError, Result};
 
-pub(crate) use crate::mistral::load;
+pub(crate) use crate::model_types::mistral::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {

@@ -2,7 +2,7 @@
 
 use keel_array::RopeSpec;
 
-use crate::rope::RopeScaling;
+use crate::config::rope::RopeScaling;
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeSections};
 
 /// Queries grow with their position `p`: they are multiplied by `1 + beta ln(1 + floor(p / original))`, as in Llama 4.

@@ -12,7 +12,7 @@ use crate::{HybridConfig, Result};
 
 /// Reads a model.
 pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    crate::qwen3_5::load_with(loader, config, gated_delta_net)
+    crate::model_types::qwen3_5::load_with(loader, config, gated_delta_net)
 }
 
 fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDeltaNet> {
@@ -33,7 +33,7 @@ fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDelta
         Piece::rows(&narrow, narrow_total, per_head(c.key_heads, 2 * ratio, ratio, ratio)),
         Piece::rows(&narrow, narrow_total, per_head(c.key_heads, 2 * ratio, 0, ratio)),
     ];
-    crate::qwen3_5::recurrent_layer(reader, prefix, pieces)
+    crate::model_types::qwen3_5::recurrent_layer(reader, prefix, pieces)
 }
 
 /// Rows `from..from + len` of each of `heads` runs of `stride` rows.

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use serde_json::Value;
 
-use crate::fields::Fields;
+use crate::config::fields::Fields;
 use crate::{ModelError, Result};
 
 /// Scaling of the frequencies.

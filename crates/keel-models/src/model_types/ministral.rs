@@ -4,11 +4,11 @@
 
 use serde_json::Value;
 
-use crate::fields::Fields;
-use crate::transformer::{self, Defaults};
+use crate::config::fields::Fields;
+use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, Result};
 
-pub(crate) use crate::mistral::load;
+pub(crate) use crate::model_types::mistral::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {

@@ -7,11 +7,11 @@ use serde_json::Value;
 
 use crate::{HybridConfig, Result};
 
-pub(crate) use crate::qwen3::load;
+pub(crate) use crate::model_types::qwen3::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
-    let mut config = crate::qwen3_moe::config(config)?;
+    let mut config = crate::model_types::qwen3_moe::config(config)?;
     if let Some(moe) = &mut config.moe {
         moe.normalise = true;
     }

@@ -5,10 +5,10 @@
 
 use serde_json::Value;
 
-use crate::fields::Fields;
+use crate::config::fields::Fields;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
-use crate::transformer::{self, Defaults, Traits};
+use crate::model_types::transformer::{self, Defaults, Traits};
 use crate::{HybridConfig, Result};
 
 /// The numbers.

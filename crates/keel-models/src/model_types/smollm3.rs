@@ -4,11 +4,11 @@
 
 use serde_json::Value;
 
-use crate::fields::Fields;
-use crate::transformer::{self, Defaults};
+use crate::config::fields::Fields;
+use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, MixerKind, ModelError, Result};
 
-pub(crate) use crate::llama::load;
+pub(crate) use crate::model_types::llama::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {

@@ -6,11 +6,11 @@
 use serde_json::Value;
 
 use crate::blocks::Activation;
-use crate::fields::Fields;
+use crate::config::fields::Fields;
+use crate::config::rope;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
-use crate::rope;
-use crate::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
+use crate::model_types::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
 /// The numbers. Published configs leave out keys whose value is the reference's default.

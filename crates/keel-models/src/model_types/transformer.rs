@@ -7,7 +7,7 @@ use std::ops::Range;
 use serde_json::Value;
 
 use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, HeadNorm};
-use crate::fields::Fields;
+use crate::config::fields::Fields;
 use crate::hybrid::{Block, GrowingQueries, HybridModel, Mixer};
 use crate::loading::{Loader, Piece};
 use crate::naming::{self, FamilyReader};

@@ -4,15 +4,15 @@
 
 use serde_json::Value;
 
-use crate::fields::Fields;
+use crate::config::fields::Fields;
 use crate::{HybridConfig, ModelError, Result};
 
-pub(crate) use crate::qwen3::load;
+pub(crate) use crate::model_types::qwen3::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    let mut config = crate::qwen3::config(config)?;
+    let mut config = crate::model_types::qwen3::config(config)?;
     let every = fields.size_or("decoder_sparse_step", 1)?;
     let listed = fields.get("mlp_only_layers").and_then(Value::as_array);
     let listed: Vec<u64> = listed.into_iter().flatten().filter_map(Value::as_u64).collect();

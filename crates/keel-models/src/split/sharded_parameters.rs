@@ -7,8 +7,8 @@ use std::ops::Range;
 use keel_array::{WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
 
-use crate::columns::{Columns, columns_together, pick_columns};
 use crate::loading::{Parameters, RowSink};
+use crate::split::columns::{Columns, columns_together, pick_columns};
 use crate::{HybridConfig, MixerKind, MixtureCut, ModelError, Result, Shard, SumOrder};
 
 /// How a layer is divided.

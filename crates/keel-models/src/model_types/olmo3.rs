@@ -5,11 +5,11 @@
 
 use serde_json::Value;
 
-use crate::fields::Fields;
+use crate::config::fields::Fields;
+use crate::config::rope;
 use crate::hybrid::HybridModel;
 use crate::loading::Loader;
-use crate::rope;
-use crate::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
+use crate::model_types::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
 /// Every this many layers, one has no window, if the config does not list the kinds.

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::fields::Fields;
+use crate::config::fields::Fields;
 use crate::loading::Parameters;
 use crate::{MODEL_TYPES, ModelError};
 

@@ -1,0 +1,7 @@
+//! A model on several devices: the part that a device holds, and what of a checkpoint it reads.
+
+pub(crate) mod columns;
+pub(crate) mod part;
+pub(crate) mod shard;
+pub(crate) mod sharded_parameters;
+pub(crate) mod sums;
