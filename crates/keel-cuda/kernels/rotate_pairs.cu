@@ -1,10 +1,10 @@
 // Scales columns, then rotates them in pairs, see keel_array::PairRotation. One block a row; y is the working memory,
-// in L2. Bytes moved: x and y once. Pairs and turns (8 bytes a column and round) come from L2, except for the first
+// in L2. Bytes moved: x and y once. Pairs and angles (8 bytes a column and round) come from L2, except for the first
 // row.
 #include "common.cuh"
 
 // Rows of x are `stride` elements apart; y [rows, width] is gap-free. Pairs of a round share no column.
-extern "C" __global__ void rotate_pairs(const float* x, u64 stride, const float* scales, const u32* pairs, const float2* turns, float* y,
+extern "C" __global__ void rotate_pairs(const float* x, u64 stride, const float* scales, const u32* pairs, const float2* cos_sin, float* y,
                                         u32 width, u32 rounds, Fault* fault, u32 kernel) {
     take_turn();
     const float* from = x + blockIdx.x * stride;
@@ -19,7 +19,7 @@ extern "C" __global__ void rotate_pairs(const float* x, u64 stride, const float*
                 report(fault, kernel, 0, a >= width ? a : b, width);
                 continue;
             }
-            const float2 turn = turns[at]; // cos, sin
+            const float2 turn = cos_sin[at]; // cos, sin
             const float first = row[a], second = row[b];
             row[a] = __fmaf_rn(first, turn.x, __fmul_rn(second, turn.y));
             row[b] = __fmaf_rn(second, turn.x, -__fmul_rn(first, turn.y));

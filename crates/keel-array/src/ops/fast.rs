@@ -21,7 +21,7 @@ pub struct RopeSpec {
 /// A scale for each column, followed by rounds in which columns turn in pairs:
 ///
 /// `x[c] *= scales[c]`; in round `r`, for each pair `(a, b) = (pairs[r, 2 i], pairs[r, 2 i + 1])` with
-/// `(cos, sin) = (turns[r, 2 i], turns[r, 2 i + 1])`: `(x[a], x[b]) = (x[a] cos + x[b] sin, x[b] cos - x[a] sin)`.
+/// `(cos, sin) = (cos_sin[r, 2 i], cos_sin[r, 2 i + 1])`: `(x[a], x[b]) = (x[a] cos + x[b] sin, x[b] cos - x[a] sin)`.
 ///
 /// ParoQuant (Liang et al., 2025) puts one before each quantised layer. The pairs of a round share no column.
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ pub struct PairRotation {
     /// u32 `[R, K]`.
     pub pairs: Array,
     /// f32 `[R, K]`.
-    pub turns: Array,
+    pub cos_sin: Array,
 }
 
 /// The results of [`Array::add_rms_norm`].
@@ -69,8 +69,8 @@ impl Array {
     /// If shapes or types differ from this, or K is odd.
     pub fn rotate_pairs(&self, rotation: &PairRotation) -> Result<Array> {
         const OP: &str = "rotate_pairs";
-        let PairRotation { scales, pairs, turns } = rotation;
-        expect_f32(OP, &[self, scales, turns])?;
+        let PairRotation { scales, pairs, cos_sin } = rotation;
+        expect_f32(OP, &[self, scales, cos_sin])?;
         super::indexing::expect_index(OP, pairs)?;
         let k = self.last_extent(OP)?;
         let rounds = pairs.shape().first().copied().unwrap_or(0);
@@ -79,8 +79,8 @@ impl Array {
         }
         expect_shape(OP, "scales", &[k], scales.shape())?;
         expect_shape(OP, "pairs", &[rounds, k], pairs.shape())?;
-        expect_shape(OP, "turns", &[rounds, k], turns.shape())?;
-        Array::build(Op::RotatePairs, &[self, scales, pairs, turns], self.shape().clone(), DType::F32)
+        expect_shape(OP, "cos_sin", &[rounds, k], cos_sin.shape())?;
+        Array::build(Op::RotatePairs, &[self, scales, pairs, cos_sin], self.shape().clone(), DType::F32)
     }
 
     fn last_extent(&self, op: &'static str) -> Result<usize> {

@@ -52,7 +52,7 @@ struct Links {
 
 /// What a device exchanges arrays with.
 #[derive(Default)]
-struct Seat {
+struct MemberState {
     links: Option<Links>,
     /// Those of its stage, as long as the device is open.
     mailboxes: Option<Arc<Mailboxes>>,
@@ -80,7 +80,7 @@ struct Shared {
     /// Held while the devices are connected, and while one of them closes.
     turn: Mutex<()>,
     /// By rank. A device locks its own alone, because a call of the library may wait for the peers.
-    seats: Vec<Mutex<Seat>>,
+    seats: Vec<Mutex<MemberState>>,
     /// The device that has failed.
     absent: AtomicUsize,
     /// Whether several devices may be one GPU.
@@ -230,7 +230,7 @@ impl CudaGroup {
         self.shared.turn.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn seat(&self, rank: usize) -> MutexGuard<'_, Seat> {
+    fn seat(&self, rank: usize) -> MutexGuard<'_, MemberState> {
         self.shared.seats[rank].lock().unwrap_or_else(|e| e.into_inner())
     }
 

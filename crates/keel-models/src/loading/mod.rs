@@ -275,7 +275,7 @@ impl<'a> Loader<'a> {
             turns.write(&cos_sin)?;
         }
         (self.progress)((pairs.bytes() + turns.bytes()) as u64);
-        Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, turns })
+        Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, cos_sin: turns })
     }
 
     /// A stack of experts, each made of its list of pieces. All pieces must have the same format.

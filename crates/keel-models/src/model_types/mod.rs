@@ -23,7 +23,7 @@ use serde_json::Value;
 use crate::loading::Loader;
 use crate::{HybridConfig, HybridModel, ModelError, Result};
 
-/// The model types that [`load`] supports.
+/// The model types that [`crate::load`] supports.
 pub const MODEL_TYPES: [&str; 15] = [
     "qwen3_5",
     "qwen3_5_moe",

@@ -64,7 +64,7 @@ fn pair_rotation(runtime: &Runtime) {
         let rotation = PairRotation {
             scales: up(runtime, &scales),
             pairs: Array::from_slice(runtime, &pairs, [rounds, k]).expect("memory"),
-            turns: Array::from_slice(runtime, &turns, [rounds, k]).expect("memory"),
+            cos_sin: Array::from_slice(runtime, &turns, [rounds, k]).expect("memory"),
         };
         let rows = floats(&x);
         let turned = rows.chunks_exact(k).flat_map(|x| rotate_pairs(x, &floats(&scales), &pairs, &turns));

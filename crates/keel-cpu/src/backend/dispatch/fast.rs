@@ -32,9 +32,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             return rotate(rope, Some(norm), call, worker);
         }
         Op::RotatePairs => {
-            let (scales, pairs, turns) = (&call.inputs[1], &call.inputs[2], &call.inputs[3]);
+            let (scales, pairs, cos_sin) = (&call.inputs[1], &call.inputs[2], &call.inputs[3]);
             // A negative i32 is out of range as a u32, too.
-            let rounds = Rounds { scales: scales.values(), pairs: pairs.values(), turns: turns.values() };
+            let rounds = Rounds { scales: scales.values(), pairs: pairs.values(), cos_sin: cos_sin.values() };
             if let Some(column) = rounds.astray() {
                 return Err(call.error(format!("a pair names column {column} of {}", x.width())));
             }

@@ -46,10 +46,10 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::Rope(spec) => rotate(spec, None, call),
         Op::NormRope { rope, eps } => rotate(rope, Some((call.inputs[3].address, eps.get())), call),
         Op::RotatePairs => {
-            let [_, scales, pairs, turns] = &call.inputs[..] else { unreachable!("four operands") };
+            let [_, scales, pairs, cos_sin] = &call.inputs[..] else { unreachable!("four operands") };
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
             let arguments =
-                [scales, pairs, turns, y].iter().fold(arguments, |a, operand| a.pointer(operand.address));
+                [scales, pairs, cos_sin, y].iter().fold(arguments, |a, operand| a.pointer(operand.address));
             let arguments = arguments.u32(x.width()).u32(pairs.layout.shape[0]);
             let arguments = arguments.pointer(call.fault).u32(call.index);
             call.launch(
