@@ -21,7 +21,7 @@ pub(crate) fn catch_panics<T>(
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| Err(panicked(op, payload)))
 }
 
-/// Runs `body` on a new thread with a stack of `stack_bytes`, and catches panics as [`guarded`] does.
+/// Runs `body` on a new thread with a stack of `stack_bytes`, and catches panics as [`catch_panics`] does.
 ///
 /// A stack overflow cannot be caught; it can only be avoided by a larger stack. The stack is address space, and pages
 /// are allocated when touched. An ordinary run costs tens of microseconds and no memory.
