@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::connection::{HEARTBEAT, MessageSender, greet, locked, open, silence_or, spawn};
+use crate::connection::{HEARTBEAT, MessageSender, locked, open, send_hello, silence_or, spawn};
 use crate::link::Link;
 use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, VERSION};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
@@ -196,8 +196,8 @@ impl Cluster {
     fn link(self: &Arc<Self>, node: &Node, index: usize) -> Result<Arc<Link>> {
         let lost =
             |error: std::io::Error| RemoteError::Lost { peer: node.name(), reason: silence_or(&error) };
-        let greeting = Hello::Device { session: node.session, index };
-        let stream = open(&node.address, &greeting).map_err(lost)?;
+        let hello = Hello::Device { session: node.session, index };
+        let stream = open(&node.address, &hello).map_err(lost)?;
         let (cluster, at) = (Arc::downgrade(self), node.number - 1);
         let when_ended = Box::new(move |reason: &str| {
             if let Some(cluster) = cluster.upgrade() {
@@ -310,7 +310,7 @@ impl Node {
             |reason: String| RemoteError::Unreachable { node: number, address: address.into(), reason };
         let refused = |reason: String| RemoteError::Refused { node: number, address: address.into(), reason };
         loop {
-            let attempt = greet(address, &Hello::Lead { version: VERSION.into() });
+            let attempt = send_hello(address, &Hello::Lead { version: VERSION.into() });
             let is_last = Instant::now() + PAUSE >= until;
             match attempt {
                 Ok((stream, HelloReply::Accepted { session, devices })) => {

@@ -20,13 +20,13 @@ pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(5);
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 
 /// Connects and sends the first message.
-pub(crate) fn open(address: &str, greeting: &Hello) -> std::io::Result<TcpStream> {
+pub(crate) fn open(address: &str, hello: &Hello) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::other("the name has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
             Ok(mut stream) => {
                 stream.set_nodelay(true)?;
-                frame::write(&mut stream, greeting, &[])?;
+                frame::write(&mut stream, hello, &[])?;
                 return Ok(stream);
             }
             Err(error) => last = error,
@@ -36,8 +36,8 @@ pub(crate) fn open(address: &str, greeting: &Hello) -> std::io::Result<TcpStream
 }
 
 /// The same, and the node's answer. From then on a silent connection is lost.
-pub(crate) fn greet(address: &str, greeting: &Hello) -> std::io::Result<(TcpStream, HelloReply)> {
-    let mut stream = open(address, greeting)?;
+pub(crate) fn send_hello(address: &str, hello: &Hello) -> std::io::Result<(TcpStream, HelloReply)> {
+    let mut stream = open(address, hello)?;
     stream.set_read_timeout(Some(SILENCE_MAX))?;
     stream.set_write_timeout(Some(SILENCE_MAX))?;
     let welcome = frame::read(&mut stream, &mut Vec::new())?;

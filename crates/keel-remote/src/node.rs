@@ -16,10 +16,10 @@ use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloRe
 use crate::{Members, device_worker, frame};
 
 /// How long a new connection may take to say what it is.
-const GREETING_MAX: Duration = Duration::from_secs(5);
+const HELLO_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Most connections that have not said what they are.
-const GREETINGS_MAX: usize = 16;
+const HELLOS_MAX: usize = 16;
 
 /// Most devices of a group.
 const GROUP_MAX: usize = 64;
@@ -93,7 +93,7 @@ pub fn serve(
         open: Box::new(open),
         present: Mutex::default(),
         sessions: AtomicU64::new(0),
-        greetings: AtomicUsize::new(0),
+        hellos: AtomicUsize::new(0),
     });
     for stream in listener.incoming() {
         let Ok(mut stream) = stream else {
@@ -112,15 +112,15 @@ pub fn serve(
             continue;
         }
         // On a thread of its own: a connection that says nothing must not keep the leader waiting.
-        let greeted = Arc::clone(&node);
-        let refused = if node.greetings.fetch_add(1, Ordering::SeqCst) < GREETINGS_MAX {
-            spawn("keel-session", move || greeted.greet(stream)).err().map(|error| error.to_string())
+        let own = Arc::clone(&node);
+        let refused = if node.hellos.fetch_add(1, Ordering::SeqCst) < HELLOS_MAX {
+            spawn("keel-session", move || own.receive_hello(stream)).err().map(|error| error.to_string())
         } else {
-            Some(format!("{GREETINGS_MAX} others have not said what they are"))
+            Some(format!("{HELLOS_MAX} others have not said what they are"))
         };
         if let Some(reason) = refused {
             tracing::warn!("a connection is refused: {reason}");
-            node.greetings.fetch_sub(1, Ordering::SeqCst);
+            node.hellos.fetch_sub(1, Ordering::SeqCst);
         }
     }
 }
@@ -139,16 +139,16 @@ struct Node {
     /// Sessions so far.
     sessions: AtomicU64,
     /// Connections that have not said what they are.
-    greetings: AtomicUsize,
+    hellos: AtomicUsize,
 }
 
 impl Node {
     /// Serves a new connection.
-    fn greet(&self, stream: TcpStream) {
-        let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + GREETING_MAX };
-        let greeting = frame::read_first::<Hello>(&mut until);
-        self.greetings.fetch_sub(1, Ordering::SeqCst);
-        match greeting {
+    fn receive_hello(&self, stream: TcpStream) {
+        let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + HELLO_TIME_MAX };
+        let hello = frame::read_first::<Hello>(&mut until);
+        self.hellos.fetch_sub(1, Ordering::SeqCst);
+        match hello {
             Ok(Hello::Lead { version }) => {
                 if let Some(session) = self.welcome(stream, &version) {
                     let ending = Ending { session: &session, present: &self.present };

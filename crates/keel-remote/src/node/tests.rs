@@ -46,12 +46,13 @@ fn node(count: usize) -> std::net::SocketAddr {
 fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
     let address = node(1);
     let silent: Vec<TcpStream> =
-        (0..GREETINGS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+        (0..HELLOS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     let start = Instant::now();
-    let lead = || crate::connection::greet(&address.to_string(), &Hello::Lead { version: VERSION.into() });
+    let lead =
+        || crate::connection::send_hello(&address.to_string(), &Hello::Lead { version: VERSION.into() });
     let (_stream, welcome) = lead().expect("it answers");
     assert!(matches!(welcome, HelloReply::Accepted { session: 1, .. }), "{welcome:?}");
-    assert!(start.elapsed() < GREETING_MAX, "{:?}", start.elapsed());
+    assert!(start.elapsed() < HELLO_TIME_MAX, "{:?}", start.elapsed());
     let (_second, welcome) = lead().expect("it answers");
     assert!(matches!(welcome, HelloReply::Refused { may_pass: true, .. }), "{welcome:?}");
     drop(silent);
@@ -61,9 +62,9 @@ fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
 fn no_more_connections_wait_than_there_are_threads_for() {
     let address = node(1);
     let _silent: Vec<TcpStream> =
-        (0..GREETINGS_MAX).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+        (0..HELLOS_MAX).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     let mut refused = TcpStream::connect(address).expect("it listens");
-    refused.set_read_timeout(Some(GREETING_MAX / 2)).expect("a limit");
+    refused.set_read_timeout(Some(HELLO_TIME_MAX / 2)).expect("a limit");
     let closed = std::io::Read::read(&mut refused, &mut [0]);
     assert!(matches!(closed, Ok(0)) || closed.is_err_and(|e| is_end(&e)), "it is closed at once");
 }
