@@ -102,7 +102,7 @@ impl Link {
         }
     }
 
-    /// Sends what waits in the buffer, and a sign that the connection is in use, unless somebody is sending.
+    /// Sends what waits in the buffer, and a sign that the connection is in use, unless another thread is sending.
     pub fn keep_alive(&self) {
         let Ok(mut out) = self.out.try_lock() else { return };
         if out.waiters.is_err() {

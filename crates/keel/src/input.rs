@@ -24,7 +24,7 @@ const WRITER_WAIT: Duration = Duration::from_secs(2);
 /// The text of a file or pipe of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// It cannot be read, is neither a regular file nor a pipe that somebody writes, is too large or is not UTF-8.
+/// It cannot be read, is neither a regular file nor a pipe with a writer, is too large or is not UTF-8.
 pub fn text_of(path: &Path, bytes_max: u64) -> Result<String> {
     let text = String::from_utf8(bytes_of(path, bytes_max)?);
     text.with_context(|| format!("{} is not text in UTF-8", path.display()))
@@ -33,7 +33,7 @@ pub fn text_of(path: &Path, bytes_max: u64) -> Result<String> {
 /// The bytes of a file or pipe of at most `bytes_max` bytes.
 ///
 /// # Errors
-/// It cannot be read, is neither a regular file nor a pipe that somebody writes, or is too large.
+/// It cannot be read, is neither a regular file nor a pipe with a writer, or is too large.
 pub fn bytes_of(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = open(path)?.take(bytes_max.saturating_add(1)).read_to_end(&mut bytes);
@@ -47,7 +47,7 @@ pub fn bytes_of(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
 /// Opens a regular file or a pipe.
 ///
 /// # Errors
-/// It cannot be opened, is neither a regular file nor a pipe, or nobody opens the pipe for writing.
+/// It cannot be opened, is neither a regular file nor a pipe, or the pipe has no writer.
 pub fn open(path: &Path) -> Result<File> {
     let opened = if is_pipe(path) { open_pipe(path) } else { open_regular(path) };
     opened.with_context(|| format!("cannot read {}{}", path.display(), instead(path)))

@@ -73,7 +73,7 @@ struct Functions {
 /// The library.
 pub(crate) struct Nccl {
     functions: Functions,
-    /// Holds the functions. It is never unloaded: threads of the library, and a connection that nobody waits for any
+    /// Holds the functions. It is never unloaded: threads of the library, and a connection that no thread waits for any
     /// more, may still run its code.
     _library: ManuallyDrop<Library>,
 }
