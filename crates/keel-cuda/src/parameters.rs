@@ -163,7 +163,7 @@ mod tests {
             ("float", "") => "f32".into(),
             // `attention_prepare.cu` asserts these sizes.
             ("Heads", "") => "[u64; 3]".into(),
-            ("Turn", "") => "[u64; 4]".into(),
+            ("RopeArgs", "") => "[u64; 4]".into(),
             // So does `one_shot_all_reduce.cu`.
             ("const __grid_constant__ Mailboxes", "") => "[u64; 8]".into(),
             (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
