@@ -40,7 +40,7 @@ struct RopeArgs {
 };
 
 // `parameters.rs` passes them as words of 64 bits.
-static_assert(sizeof(Heads) == 3 * sizeof(u64) && sizeof(Turn) == 4 * sizeof(u64), "words of a parameter");
+static_assert(sizeof(Heads) == 3 * sizeof(u64) && sizeof(RopeArgs) == 4 * sizeof(u64), "words of a parameter");
 
 extern "C" __global__ void __launch_bounds__(128)
 attention_prepare(
