@@ -9,8 +9,8 @@ use keel_text::GrammarState;
 /// use evenkeel::{ModelFiles, ModelText, text::GrammarSource};
 /// let files = ModelFiles::built_in()?;
 /// let source = GrammarSource::JsonSchema(serde_json::json!({"type": "integer"}));
-/// let form = ModelText::open(&files)?.form(&files, &source, &[])?;
-/// assert_eq!(form.begins_after, None, "this model does not reason");
+/// let grammar = ModelText::open(&files)?.grammar(&files, &source, &[])?;
+/// assert_eq!(grammar.begins_after, None, "this model does not reason");
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct GrammarConstraint {

@@ -16,10 +16,10 @@ pub const DRIVER_ROOM_BYTES: u64 = 512 << 20;
 /// in the plan.
 ///
 /// ```
-/// use evenkeel::{Device, DeviceOptions, Driver, array::Compute};
+/// use evenkeel::{Device, DeviceOptions, DriverMemory, array::Compute};
 /// let device = DeviceOptions { device: Some(Device::Cpu), ..DeviceOptions::default() };
 /// let runtime = device.runtime(Compute::Auto)?;
-/// assert!(Driver::measure(&runtime).is_none(), "a CPU has no driver");
+/// assert!(DriverMemory::measure(&runtime).is_none(), "a CPU has no driver");
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,7 +12,7 @@ const HOST_ROOM_BYTES: u64 = 64 << 20;
 /// The bytes that a plan may use, and why not more.
 ///
 /// ```
-/// if let Some(room) = evenkeel::Room::of_host() {
+/// if let Some(room) = evenkeel::FreeMemory::of_host() {
 ///     println!("{} are free: {}", evenkeel::human_bytes(room.bytes), room.why);
 /// }
 /// ```

@@ -148,7 +148,7 @@ impl ModelText {
     /// let files = evenkeel::ModelFiles::built_in()?;
     /// let text = evenkeel::ModelText::open(&files)?;
     /// let schema = GrammarSource::JsonSchema(serde_json::json!({"type": "boolean"}));
-    /// let form = text.form(&files, &schema, &[])?;
+    /// let grammar = text.grammar(&files, &schema, &[])?;
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn grammar(

@@ -9,12 +9,12 @@ use crate::constrained::GrammarConstraint;
 /// How tokens are drawn.
 ///
 /// ```
-/// use evenkeel::{How, LoadOptions, Model, engine::GenerateOptions};
+/// use evenkeel::{LoadOptions, Model, TokenOptions, engine::GenerateOptions};
 /// let mut model = Model::built_in(&LoadOptions::default())?;
 /// let sequence = model.engine_mut().open()?;
 /// let options = GenerateOptions { max_tokens: 3, ..GenerateOptions::default() };
-/// let how = How { options, form: None };
-/// let mut tokens = how.start(model.engine_mut(), sequence, &[509, 496], &mut |_| ())?;
+/// let tokens = TokenOptions { options, grammar: None };
+/// let mut tokens = tokens.start(model.engine_mut(), sequence, &[509, 496], &mut |_| ())?;
 /// assert_eq!(tokens.by_ref().count(), 3);
 /// drop(tokens); // its memory is free again
 /// # Ok::<(), evenkeel::Error>(())
