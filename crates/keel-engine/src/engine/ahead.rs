@@ -167,8 +167,7 @@ impl Engine {
             let kind = StepKind { regime, outcome };
             step.add(self.stepper.submit(kind, &rows));
             if !kept.is_empty() {
-                let stepper = &mut self.stepper;
-                step.add(stepper.keep_logits(regime, &kept));
+                step.add(self.stepper.keep_logits(regime, &kept));
             }
         }
         if self.stepper.keeps_hidden() {

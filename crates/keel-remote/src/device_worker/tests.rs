@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use keel_array::{
     Compute, DType, Kernel, Layout, Op, Operand, OperandMemory, RuntimeOptions, WeightFormat, WeightSpec,
 };
@@ -60,6 +62,12 @@ fn worker(session: Arc<Session>) -> Worker {
     Worker::new(Runtime::new(backend, RuntimeOptions::default()), session)
 }
 
+/// A kernel that copies.
+fn copy(input: Operand, output: Operand, workspace: Option<Range<usize>>) -> Kernel {
+    let (inputs, outputs) = (vec![input], vec![output]);
+    Kernel { op: Op::Copy, inputs, outputs, workspace, absorbed: Vec::new(), regime: None }
+}
+
 /// What should have come before a program is missing until the program has failed by it.
 #[test]
 fn a_failure_without_an_answer_ends_the_program_after_it() {
@@ -89,14 +97,11 @@ fn a_program_is_not_run_in_a_smaller_arena() {
     let operand = |memory| Operand { memory, layout: Layout::contiguous([4].into()), dtype: DType::F32 };
     let piece = Piece {
         number: 1,
-        kernels: vec![Kernel {
-            op: Op::Copy,
-            inputs: vec![operand(OperandMemory::Arena { temp: 0, offset: (1 << 20) - 16 })],
-            outputs: vec![operand(OperandMemory::Output(0))],
-            workspace: None,
-            absorbed: Vec::new(),
-            regime: None,
-        }],
+        kernels: vec![copy(
+            operand(OperandMemory::Arena { temp: 0, offset: (1 << 20) - 16 }),
+            operand(OperandMemory::Output(0)),
+            None,
+        )],
         externals: Vec::new(),
         outputs: vec![At { memory: 1, offset: 0 }],
         has_arena: true,
@@ -117,22 +122,15 @@ fn operands_outside_of_their_memory_are_refused() {
     let mut worker = worker(session);
     let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
     assert!(worker.attempt(allocate, &[]).is_ok());
-    let operand = |slot, shape: &[usize]| Operand {
-        memory: slot,
+    let operand = |memory, shape: &[usize]| Operand {
+        memory,
         layout: Layout::contiguous(shape.into()),
         dtype: DType::F32,
     };
     let at = At { memory: 1, offset: 0 };
     let piece = |input: Operand, output: Operand, workspace| Piece {
         number: 1,
-        kernels: vec![Kernel {
-            op: Op::Copy,
-            inputs: vec![input],
-            outputs: vec![output],
-            workspace,
-            absorbed: Vec::new(),
-            regime: None,
-        }],
+        kernels: vec![copy(input, output, workspace)],
         externals: vec![at],
         outputs: vec![at],
         has_arena: false,
