@@ -72,7 +72,7 @@ fn copy_rate(device: &Arc<Device>) -> Result<f64> {
 }
 
 fn product_rate(device: &Arc<Device>) -> Result<f64> {
-    let blas = Blas::new()?;
+    let blas = Blas::new(device)?;
     let half = |seed: u32| filled(device, 2 * PRODUCT * PRODUCT, seed);
     let (x, w) = (half(1)?, half(2)?);
     let y = CudaMemory::zeroed(device, 4 * PRODUCT * PRODUCT, false)?;

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use common::{Prepared, Rank, on_each, options};
 use keel_array::{
-    Array, Category, Compute, DType, Peers, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
+    Array, Category, Compute, DType, Peers, RowBlock, RowData, Runtime, RuntimeOptions, Weight, WeightFormat,
+    WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions, Survey};
 use keel_testkit::checks;
@@ -175,6 +176,57 @@ fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
                 }
             }
         }
+    }
+}
+
+/// Messages of whole prompts, from a stage of one GPU to the next. What comes is multiplied on tensor cores: the first
+/// product loads kernels of a library while a message is under way.
+#[test]
+fn stages_multiply_long_messages() {
+    const COLS: usize = 4096;
+    let Some(found) = common::gpus().filter(|&found| found > 1) else {
+        keel_testkit::skipped!("needs two GPUs");
+        return;
+    };
+    for rows in [100, 1024, 2048, 3000] {
+        let ranks = common::open(found, 2, 1, false);
+        let spec = WeightSpec {
+            experts: 1,
+            rows: 1024,
+            cols: COLS,
+            format: WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 },
+            compute: Compute::Auto,
+        };
+        let prepare = |of: &Rank| {
+            let weight = Weight::allocate(&of.runtime, spec).expect("a weight");
+            let (codes, groups) = (vec![1; 1024 * COLS], 1024 * COLS / 64);
+            let (scales, biases) = (vec![1.0; groups], vec![0.0; groups]);
+            let data = RowData::Affine { codes: &codes, scales: &scales, biases: &biases };
+            weight.fill(&RowBlock { expert: 0, first_row: 0, rows: 1024, data }).expect("it fits");
+            let build = |x: &[Array]| match of.group().rank() {
+                0 => vec![x[0].reshape([rows, COLS]).expect("as many").send(1).expect("f32")],
+                _ => {
+                    let come = Array::receive(&of.runtime, [rows, COLS], 0).expect("a shape");
+                    vec![come.linear(&weight).expect("shapes fit"), come]
+                }
+            };
+            let prepared = Prepared::new(of, vec![of.array(rows * COLS, DType::F32)], build);
+            prepared.fill(|i| (i / COLS % 5) as f32);
+            prepared
+        };
+        let prepared: Vec<Prepared> = ranks.iter().map(prepare).collect();
+        on_each(&ranks, &prepared, |rank, prepared| {
+            let outcome = prepared.run(3);
+            if outcome.is_err() {
+                rank.group().abandon();
+            }
+            outcome.expect("both come");
+        });
+        let [products, come] = &prepared[1].results()[..] else { panic!("two results") };
+        let value = |row: usize| (row % 5) as f32;
+        assert!((0..rows * COLS).all(|i| come[i] == value(i / COLS)), "{rows} rows");
+        let product = |i: usize| COLS as f32 * value(i / 1024);
+        assert!((0..rows * 1024).all(|i| products[i] == product(i)), "{rows} rows: products");
     }
 }
 

@@ -104,7 +104,7 @@ impl CudaBackend {
             session: Mutex::new(Session::new(&device)?),
             membership: options.group.as_ref().map(|group| Membership::new(group, &device)).transpose()?,
             modules: Modules::new(&device),
-            blas: Blas::new()?,
+            blas: Blas::new(&device)?,
             listed: Mutex::default(),
             is_held: AtomicBool::new(false),
             captured: AtomicU64::new(0),

@@ -145,9 +145,11 @@ pub(super) fn version() -> Result<(u32, u32)> {
 }
 
 impl Blas {
-    /// The library, for the device whose context is current.
-    pub fn new() -> Result<Blas> {
+    /// The library, for a device. A handle belongs to the device that is current when it is created: the library
+    /// prepares its kernels there alone.
+    pub fn new(device: &Device) -> Result<Blas> {
         is_present()?;
+        device.bind()?;
         let handle = result::create_handle().map_err(refused("cublasLtCreate"))?;
         Ok(Blas { handle, plans: Mutex::default() })
     }
