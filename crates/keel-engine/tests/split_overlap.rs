@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::splitting::{Fault, Stages, end, engine_on};
 use common::{engine, fixture, recurrent_bytes, runtime};
 use keel_array::Compute;
-use keel_engine::{Engine, EngineOptions};
+use keel_engine::{Chunk, Engine, EngineOptions};
 use keel_testkit::intercepted::InterceptedBackend;
 
 fn options(prefill_step: usize) -> EngineOptions {
@@ -88,6 +88,29 @@ fn the_first_stage_works_on_the_next_chunk_while_the_second_works_on_this_one() 
     assert_eq!(stages.alone(), 0, "the first stage waits for the second");
     engine.release(sequence);
     end(engine);
+}
+
+/// A prompt of several steps: the stages do not wait for each other between them.
+#[test]
+fn steps_of_a_prompt_that_is_alone_overlap() {
+    const STEPS: usize = 5;
+    for in_one_call in [true, false] {
+        let stages = Arc::new(Stages::default());
+        let mut engine = engine_on(&fixture("qwen3_5"), options(256), (2, 1), |rank, b| stages.wrap(rank, b));
+        let (tokens, mut sequence) = (prompt(1280), engine.open().expect("a slot is free"));
+        assert_eq!(engine.lone_prompt_rows_max(&sequence), 2048, "four steps a stage");
+        stages.count(STEPS);
+        if in_one_call {
+            let chunk = Chunk { sequence: &mut sequence, tokens: &tokens, next: None, draw: None };
+            engine.prefill_chunks(&mut [chunk]).expect("runs");
+        } else {
+            engine.prefill(&mut sequence, &tokens, &mut Vec::new(), &mut |_| ()).expect("runs");
+        }
+        assert_eq!(stages.begun(), [STEPS, STEPS]);
+        assert_eq!(stages.alone(), 0, "the first stage waits for the second");
+        engine.release(sequence);
+        end(engine);
+    }
 }
 
 #[test]

@@ -41,10 +41,13 @@ impl Batcher {
         let decoding = self.running.iter().filter(|running| running.is_answering()).count();
         let step_max = self.engine.prefill_rows_max();
         let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
-        let prompts = self.running.iter().filter(|running| is_prompt(running)).count();
-        let is_alone = decoding == 0 && prompts == 1 && self.waiting.is_empty();
-        let budget = if is_alone { step_max } else { self.options.step_tokens.saturating_sub(decoding) };
-        let budget = budget.min(step_max);
+        let mut prompts = self.running.iter().filter(|running| is_prompt(running));
+        let budget = match (prompts.next(), prompts.next()) {
+            (Some(alone), None) if decoding == 0 && self.waiting.is_empty() => {
+                self.engine.lone_prompt_rows_max(&alone.cache)
+            }
+            _ => self.options.step_tokens.saturating_sub(decoding).min(step_max),
+        };
         let may_end = |running: &Running| {
             let PromptRest { tokens, until_save_point: until_stop } = running.prompt_rest();
             tokens == until_stop && tokens <= budget.max(PREFILL_GRID)

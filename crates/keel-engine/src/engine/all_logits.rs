@@ -55,7 +55,8 @@ impl Engine {
                 rest = after;
             }
         } else {
-            self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, _| {
+            let rows_max = self.options.prefill_step;
+            self.each_prefill_step(sequence, prompt, rows_max, &mut |engine, sequence, tokens, _| {
                 collect(engine, sequence, tokens, Regime::Prefill)
             })?;
         }

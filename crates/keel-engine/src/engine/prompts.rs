@@ -72,7 +72,8 @@ impl Engine {
         progress: &mut dyn FnMut(usize),
     ) -> Result<Option<u32>> {
         let (mut done, mut first) = (0, None);
-        self.each_prefill_step(sequence, prompt, &mut |engine, sequence, tokens, next| {
+        let rows_max = self.lone_prompt_rows_max(sequence);
+        self.each_prefill_step(sequence, prompt, rows_max, &mut |engine, sequence, tokens, next| {
             let draws = if next.is_none() { draw.as_slice() } else { &[] };
             let drawn = engine.run_prefill(&[Rows { next, draws, ..Rows::after(sequence, tokens) }])?;
             first = drawn.first().copied();
@@ -83,11 +84,12 @@ impl Engine {
         Ok(first)
     }
 
-    /// Cuts a prompt into steps. With checkpoints, one step ends at the last grid point.
+    /// Cuts a prompt into steps of at most `rows_max` rows. With checkpoints, one step ends at the last grid point.
     pub(super) fn each_prefill_step(
         &mut self,
         sequence: &mut SequenceCache,
         prompt: &[u32],
+        rows_max: usize,
         step: &mut PrefillStep<'_>,
     ) -> Result<()> {
         self.choose_rope_frequencies(sequence, sequence.len() + prompt.len());
@@ -105,7 +107,7 @@ impl Engine {
         while !rest.is_empty() {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
-            let rows = rest.len().min(self.options.prefill_step).min(to_save);
+            let rows = rest.len().min(rows_max).min(to_save);
             let rows = self.whole_pictures(sequence, at, self.chunk_rows(rows))?.min(rest.len());
             let (tokens, after) = rest.split_at(rows);
             if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
@@ -183,7 +185,11 @@ impl Engine {
     /// As [`Engine::prefill`]. Each sequence is then as before, or torn.
     pub fn prefill_chunks(&mut self, chunks: &mut [Chunk<'_>]) -> Result<Vec<Option<u32>>> {
         let rows: usize = chunks.iter().map(|chunk| chunk.tokens.len()).sum();
-        let (chunks_max, rows_max) = (self.chunks_max(), self.prefill_rows_max());
+        let rows_max = match chunks {
+            [only] => self.lone_prompt_rows_max(only.sequence),
+            _ => self.prefill_rows_max(),
+        };
+        let chunks_max = self.chunks_max();
         if chunks.is_empty() || chunks.len() > chunks_max || rows > rows_max {
             let count = chunks.len();
             let reason = format!(

@@ -8,12 +8,12 @@
 //! Each device gets its programs of all chunks at once and runs them in order. Its buffers are filled when a chunk's
 //! turn comes. The chunks lie on the 64-token grid, so the bits are those of one step.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use keel_array::Regime;
-use keel_cache::CommitProgress;
+use keel_cache::{CommitProgress, SequenceCache};
 
 use crate::device_thread::{FinishedJob, Job, Queued};
 use crate::options::PREFILL_GRID;
@@ -28,10 +28,21 @@ const CHUNKS_PER_STAGE: usize = 4;
 /// The fewest rows of a chunk: fewer use a device less well.
 const CHUNK_ROWS_MIN: usize = 256;
 
-/// Cuts `rows` rows into chunks for a pipeline of `stages` stages; `None` if one step is as good.
-fn chunks_of(rows: usize, stages: usize) -> Option<Vec<Range<usize>>> {
-    let even = rows.div_ceil(CHUNKS_PER_STAGE * stages).next_multiple_of(PREFILL_GRID);
-    let size = even.max(CHUNK_ROWS_MIN);
+/// The same for each expert of a mixture, on average. A chunk reads and widens the weights of all experts that its rows
+/// choose, which takes as long as multiplying about 30 rows by them.
+const EXPERT_ROWS_MIN: usize = 32;
+
+/// Cuts `rows` rows into chunks of `fewest` to `most` rows for a pipeline of `stages` stages; `None` if one step is as
+/// good. `padded` gives the rows of the step that runs a chunk.
+fn chunks_of(
+    rows: usize,
+    stages: usize,
+    limits: RangeInclusive<usize>,
+    padded: impl Fn(usize) -> usize,
+) -> Option<Vec<Range<usize>>> {
+    let (fewest, most) = limits.into_inner();
+    let count = (CHUNKS_PER_STAGE * stages).min(rows / fewest).max(rows.div_ceil(most));
+    let size = padded(rows.div_ceil(count.max(1)));
     (stages > 1 && rows > size)
         .then(|| (0..rows).step_by(size).map(|start| start..(start + size).min(rows)).collect())
 }
@@ -42,17 +53,33 @@ impl Engine {
         (self.peers.len() + 1) / self.model().part.shard.count
     }
 
-    /// The chunks into which a step of one prompt is cut to overlap; `None` if it runs as a whole. It does if pictures
-    /// must not be cut, or if the hidden states of all its rows are asked for.
+    /// Whether a prompt without pictures is cut into chunks that overlap. It is not if a chunk may leave the grid, or if
+    /// the hidden states of all rows are kept.
+    fn overlaps_prompts(&self) -> bool {
+        self.stages() > 1 && !self.leaves_grid() && !self.stepper.keeps_rows()
+    }
+
+    /// How many rows of this sequence's prompt a step may run that runs no other. In a pipeline these are more than
+    /// [`Engine::prefill_rows_max`], because each chunk is a step of its own on a device.
+    pub fn lone_prompt_rows_max(&self, sequence: &SequenceCache) -> usize {
+        let overlaps = self.overlaps_prompts() && sequence.vision_inputs().is_none();
+        self.prefill_rows_max() * if overlaps { CHUNKS_PER_STAGE * self.stages() } else { 1 }
+    }
+
+    /// The chunks into which a step of one prompt is cut to overlap; `None` if it runs as a whole.
     pub(crate) fn overlapping_chunks(&self, kind: StepKind, rows: &[Rows<'_>]) -> Option<Vec<Range<usize>>> {
         let [row] = rows else { return None };
         let is_prompt =
             kind.regime == Regime::Prefill && matches!(kind.outcome, Outcome::State | Outcome::LastLogits);
-        let is_whole = self.leaves_grid() || row.has_pictures() || self.stepper.keeps_rows();
-        if !is_prompt || is_whole || !row.first.is_multiple_of(PREFILL_GRID) {
+        let can_overlap = self.overlaps_prompts() && !row.has_pictures();
+        if !is_prompt || !can_overlap || !row.first.is_multiple_of(PREFILL_GRID) {
             return None;
         }
-        chunks_of(row.tokens.len(), self.stages())
+        let mixture = self.model().config.moe.as_ref();
+        let for_experts = mixture.map_or(0, |moe| EXPERT_ROWS_MIN * moe.experts / moe.chosen);
+        let (buckets, most) = (self.stepper.buckets(), self.prefill_rows_max());
+        let fewest = for_experts.max(CHUNK_ROWS_MIN).min(most);
+        chunks_of(row.tokens.len(), self.stages(), fewest..=most, |rows| buckets.grid_rows(rows))
     }
 
     /// Runs the chunks of a step of one prompt on all devices. The bytes of `drawn` come to the host after the last.
@@ -128,11 +155,20 @@ mod tests {
 
     #[test]
     fn a_step_is_cut_on_the_grid_where_that_keeps_stages_busy() {
-        assert_eq!(chunks_of(2048, 1), None);
-        assert_eq!(chunks_of(256, 2), None);
-        assert_eq!(chunks_of(300, 2), Some(vec![0..256, 256..300]));
-        assert_eq!(chunks_of(2048, 2).map(|chunks| chunks.len()), Some(8));
-        assert_eq!(chunks_of(2048, 4).map(|chunks| chunks.len()), Some(8), "no chunk is smaller");
-        assert_eq!(chunks_of(3000, 2).map(|chunks| chunks[1].clone()), Some(384..768));
+        let cut = |rows, stages, fewest| {
+            let chunks = chunks_of(rows, stages, fewest..=2048, |rows| rows.next_multiple_of(64))?;
+            assert_eq!(chunks.iter().map(ExactSizeIterator::len).sum::<usize>(), rows);
+            Some((chunks.len(), chunks[0].len()))
+        };
+        assert_eq!(cut(2048, 1, 256), None);
+        assert_eq!(cut(300, 2, 256), None);
+        assert_eq!(cut(600, 2, 256), Some((2, 320)));
+        assert_eq!(cut(2048, 2, 256), Some((8, 256)));
+        assert_eq!(cut(2048, 4, 256), Some((8, 256)), "no chunk is smaller");
+        assert_eq!(cut(3000, 2, 256), Some((8, 384)));
+        assert_eq!(cut(2048, 2, 1638), None, "experts have too few rows");
+        assert_eq!(cut(2048, 2, 1024), Some((2, 1024)));
+        assert_eq!(cut(16_384, 2, 256), Some((8, 2048)));
+        assert_eq!(cut(16_300, 4, 1638), Some((9, 1856)), "at least so many rows a chunk");
     }
 }

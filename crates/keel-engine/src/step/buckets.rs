@@ -109,6 +109,12 @@ impl Buckets {
         }
     }
 
+    /// Rows of the smallest step of prompts that has this many and ends on the grid.
+    pub fn grid_rows(&self, rows: usize) -> usize {
+        let listed = self.prefill_rows.iter().copied().find(|&n| n >= rows && n.is_multiple_of(PREFILL_GRID));
+        listed.unwrap_or_else(|| rows.next_multiple_of(PREFILL_GRID))
+    }
+
     /// The shape for this many rows and sequences.
     pub fn fit(&self, kind: StepKind, rows: usize, sequences: usize) -> StepShape {
         let padded = at_least(&self.sequences, sequences.max(1));
