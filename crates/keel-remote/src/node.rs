@@ -3,7 +3,7 @@
 use std::io::BufReader;
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -26,6 +26,13 @@ const GROUP_MAX: usize = 64;
 
 /// Most threads that connect devices. Those of earlier rounds end when they hear of an absence.
 const CONNECTING_MAX: usize = 4;
+
+/// How long the end of a session waits for the work of its devices. A stream of a GPU whose exchanges are ended drains
+/// within 10 s.
+const END_MAX: Duration = Duration::from_secs(15);
+
+/// Between two looks at threads that end.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// What a leader asks a node to open.
 pub struct OpenRequest {
@@ -58,6 +65,8 @@ pub(crate) struct Session {
     stream: TcpStream,
     round: Mutex<Round>,
     devices: Mutex<Devices>,
+    /// Whether the leader has asked for the devices.
+    is_asked: AtomicBool,
 }
 
 /// The last round in which the devices of all processes were connected.
@@ -82,15 +91,21 @@ struct Devices {
 
 /// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room
 /// for, and `open` opens them. Only connections from `leaders` are served, if there are any.
+///
+/// `closed` is called when a leader that has asked for the devices is gone, before another one is served. The devices
+/// are dropped then, unless one has not ended its work within 15 s. A driver may keep memory of its own until the
+/// process ends, so `closed` may start the process again.
 pub fn serve(
     listener: &TcpListener,
     devices: impl Fn() -> Vec<DeviceFacts> + Send + Sync + 'static,
     leaders: &[IpAddr],
     open: impl Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync + 'static,
+    closed: impl Fn() + Send + Sync + 'static,
 ) {
     let node = Arc::new(Node {
         devices: Box::new(devices),
         open: Box::new(open),
+        closed: Box::new(closed),
         present: Mutex::default(),
         sessions: AtomicU64::new(0),
         hellos: AtomicUsize::new(0),
@@ -134,6 +149,7 @@ fn refuse(stream: &mut TcpStream, reason: String, may_pass: bool) {
 struct Node {
     devices: Box<dyn Fn() -> Vec<DeviceFacts> + Send + Sync>,
     open: Box<dyn Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync>,
+    closed: Box<dyn Fn() + Send + Sync>,
     /// The leader's session.
     present: Mutex<Option<Arc<Session>>>,
     /// Sessions so far.
@@ -151,7 +167,7 @@ impl Node {
         match hello {
             Ok(Hello::Lead { version }) => {
                 if let Some(session) = self.welcome(stream, &version) {
-                    let ending = Ending { session: &session, present: &self.present };
+                    let ending = Ending { session: &session, node: self };
                     follow(&session, &*self.open);
                     drop(ending);
                 }
@@ -187,8 +203,7 @@ impl Node {
         let _ = stream.set_write_timeout(Some(SILENCE_MAX));
         frame::write(&mut stream, &HelloReply::Accepted { session: number, devices }, &[]).ok()?;
         let control = MessageSender::new(stream.try_clone().ok()?, ControlMessage::Here).ok()?;
-        let (round, devices) = (Mutex::default(), Mutex::default());
-        let session = Arc::new(Session { number, count, control, stream, round, devices });
+        let session = Arc::new(Session::new(number, count, control, stream));
         *present = Some(Arc::clone(&session));
         Some(session)
     }
@@ -197,14 +212,19 @@ impl Node {
 /// The end of a session, also by a panic: the next leader is served.
 struct Ending<'a> {
     session: &'a Session,
-    present: &'a Mutex<Option<Arc<Session>>>,
+    node: &'a Node,
 }
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        self.session.end();
-        *locked(self.present) = None;
-        tracing::info!("the leader is gone; its memory is freed");
+        match self.session.end(END_MAX) {
+            true => tracing::info!("the leader is gone; its memory is freed"),
+            false => tracing::error!("the leader is gone; a device has not ended its work after {END_MAX:?}"),
+        }
+        if self.session.is_asked.load(Ordering::SeqCst) {
+            (self.node.closed)();
+        }
+        *locked(&self.node.present) = None;
     }
 }
 
@@ -227,6 +247,11 @@ fn follow(session: &Arc<Session>, open: &dyn Fn(OpenRequest) -> Result<OpenDevic
 }
 
 impl Session {
+    fn new(number: u64, count: usize, control: MessageSender, stream: TcpStream) -> Session {
+        let (round, devices, is_asked) = (Mutex::default(), Mutex::default(), AtomicBool::new(false));
+        Session { number, count, control, stream, round, devices, is_asked }
+    }
+
     fn members(&self) -> Option<Arc<dyn Members>> {
         locked(&self.devices).members.clone()
     }
@@ -258,6 +283,7 @@ impl Session {
             }
         });
         let ranks = first_rank..end;
+        self.is_asked.store(true, Ordering::SeqCst);
         let OpenDevices { runtimes, members } =
             open(OpenRequest { size, shares, ranks: ranks.clone(), settings, abandon })?;
         let mut devices = locked(&self.devices);
@@ -340,8 +366,10 @@ impl Session {
         }
     }
 
-    /// Ends the work of all devices and frees them. Those that wait for the leader's devices stop waiting.
-    fn end(&self) {
+    /// Ends the work of all devices and frees them. Those that wait for the leader's devices stop waiting. Waits for
+    /// `patience` at most; false if a device still works then.
+    fn end(&self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
         let _ = self.stream.shutdown(Shutdown::Both);
         let mut devices = std::mem::take(&mut *locked(&self.devices));
         if let Some(members) = &devices.members {
@@ -352,9 +380,16 @@ impl Session {
         for stream in &devices.streams {
             let _ = stream.shutdown(Shutdown::Both);
         }
+        while devices.threads.iter().any(|thread| !thread.is_finished()) {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(LOOK);
+        }
         for thread in devices.threads.drain(..) {
             let _ = thread.join();
         }
+        true
     }
 }
 

@@ -10,6 +10,12 @@ use tokio::sync::watch;
 /// The exit code of a process that a signal has ended, as a shell gives it for Ctrl-C.
 const INTERRUPTED: i32 = 130;
 
+/// Ends the process because of a signal, whatever its threads do. Exit handlers of libraries do not run: those of a
+/// GPU's driver would free what the threads use.
+pub fn end_at_once() -> ! {
+    signal_hook::low_level::exit(INTERRUPTED)
+}
+
 /// Whether a process that leads others was asked to end. It may be while it loads or waits for a node. A second signal
 /// ends it at once then; a server hears of it by itself.
 #[derive(Clone, Debug)]
@@ -45,7 +51,7 @@ impl Signals {
                     (true, _) => {}
                     (false, true) => tracing::info!("ends when it can; a second signal ends it at once"),
                     // Nothing is lost: the nodes free what they have when the connection ends.
-                    (false, false) => std::process::exit(INTERRUPTED),
+                    (false, false) => end_at_once(),
                 }
             }
         })?;

@@ -53,9 +53,9 @@ fn a_node_says_why_it_cannot_open_its_devices() {
     let node = Command::new(env!("CARGO_BIN_EXE_keel"))
         .args(["serve", "--devices", "cuda:0", "--nodes", &nodes, "--node", "1"])
         .env("KEEL_CONFIG", "")
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn();
-    let _node = Running(node.expect("keel starts"));
+    let mut node = Running(node.expect("keel starts"));
     let options = ["generate", "Once", "--devices", "cuda:0", "--nodes", &nodes];
     // The node goes on after a leader that failed.
     for _ in 0..2 {
@@ -63,4 +63,9 @@ fn a_node_says_why_it_cannot_open_its_devices() {
         let message = stderr(&keel(&options));
         assert!(message.contains("node 1 (127.0.0.1:") && message.contains("NVIDIA driver"), "{message}");
     }
+    assert_eq!(node.0.try_wait().expect("a child"), None, "the same process goes on");
+    node.0.kill().expect("it runs");
+    let log = std::io::read_to_string(node.0.stderr.take().expect("piped")).expect("text");
+    let starts = log.lines().filter(|line| line.contains("for the leader at")).count();
+    assert!((4..=5).contains(&starts), "it starts again after each of four leaders:\n{log}");
 }

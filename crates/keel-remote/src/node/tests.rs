@@ -28,8 +28,7 @@ pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
     let (stream, _) = listener.accept().expect("the leader connects");
     let control =
         MessageSender::new(stream.try_clone().expect("a handle"), ControlMessage::Here).expect("a thread");
-    let (round, devices) = (Mutex::default(), Mutex::default());
-    (Arc::new(Session { number: 1, count, control, stream, round, devices }), leader)
+    (Arc::new(Session::new(1, count, control, stream)), leader)
 }
 
 /// A node with this many devices, and its address. Opening them fails.
@@ -37,7 +36,7 @@ fn node(count: usize) -> std::net::SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address = listener.local_addr().expect("bound");
     let facts = move || vec![DeviceFacts { name: "cpu:0".into(), room: None }; count];
-    std::thread::spawn(move || serve(&listener, facts, &[], |_| Err("it has none".into())));
+    std::thread::spawn(move || serve(&listener, facts, &[], |_| Err("it has none".into()), || ()));
     address
 }
 
@@ -135,5 +134,50 @@ fn absences_of_a_round_are_old_news_once_all_devices_have_ended_it() {
     session.note_absent(2, 0);
     session.note_absent(1, 1);
     assert_eq!(all(), ["absent 1"], "of this round alone");
-    session.end();
+    assert!(session.end(END_MAX));
+}
+
+/// A device whose driver hangs.
+#[test]
+fn the_end_of_a_session_waits_for_its_devices_only_so_long() {
+    let (session, _leader) = session(1);
+    let (go, waits) = channel::<()>();
+    let stuck = std::thread::spawn(move || {
+        let _ = waits.recv();
+    });
+    locked(&session.devices).threads.push(stuck);
+    assert!(!session.end(Duration::from_millis(50)));
+    drop(go);
+}
+
+#[test]
+fn a_node_is_told_when_a_leader_that_asked_for_its_devices_is_gone() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let (tell, told) = channel();
+    let facts = || vec![DeviceFacts { name: "cpu:0".into(), room: None }];
+    let open = |_| Err("it has none".into());
+    std::thread::spawn(move || {
+        serve(&listener, facts, &[], open, move || tell.send(()).expect("the test listens"))
+    });
+    let lead = || {
+        let (stream, reply) = loop {
+            let (stream, reply) =
+                crate::connection::send_hello(&address, &Hello::Lead { version: VERSION.into() })
+                    .expect("it answers");
+            match reply {
+                HelloReply::Refused { may_pass: true, .. } => std::thread::sleep(LOOK),
+                reply => break (stream, reply),
+            }
+        };
+        assert!(matches!(reply, HelloReply::Accepted { .. }), "{reply:?}");
+        stream
+    };
+    drop(lead());
+    let mut asking = lead();
+    assert!(told.try_recv().is_err(), "the first leader asked for nothing");
+    let seats = GroupPlacement { size: 2, shares: 1, first_rank: 0, settings: Value::Null };
+    frame::write(&mut asking, &ControlMessage::Open(seats), &[]).expect("it listens");
+    drop(asking);
+    told.recv_timeout(Duration::from_secs(60)).expect("the second did");
 }

@@ -1,14 +1,12 @@
 //! Handles Ctrl-C while an answer is drawn: it ends the answer, not the conversation.
 
-use std::process::exit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use anyhow::Result;
 
-/// The exit code that shells expect of a program that Ctrl-C ended.
-const INTERRUPTED: i32 = 130;
+use crate::signals::end_at_once;
 
 /// Whether Ctrl-C was pressed.
 #[derive(Clone, Default)]
@@ -29,7 +27,7 @@ impl Interrupt {
             runtime.block_on(async move {
                 while presses.next().await {
                     if pressed.swap(true, Ordering::AcqRel) {
-                        exit(INTERRUPTED);
+                        end_at_once();
                     }
                 }
             });

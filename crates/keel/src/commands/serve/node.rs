@@ -1,6 +1,8 @@
 //! `keel serve` on several machines: a node that does what another one says, and a leader that waits for its nodes.
 
 use std::net::TcpListener;
+#[cfg(unix)]
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -40,8 +42,24 @@ pub fn follow(device: &DeviceArgs) -> Result<()> {
     tracing::info!("{} at {own} for the leader at {leaders:?}", device.split.list());
     let (facts, opened) = (device.clone(), device.clone());
     let open = move |opening| nodes::open(&opened, opening);
-    keel_remote::serve(&listener, move || nodes::facts(&facts), &leaders, open);
+    keel_remote::serve(&listener, move || nodes::facts(&facts), &leaders, open, start_again);
     Ok(())
+}
+
+/// Starts this program anew, as the same process. The driver and NCCL keep a context and memory of a GPU until then, and
+/// threads that wait for machines that are gone.
+fn start_again() {
+    #[cfg(unix)]
+    {
+        use std::os::unix::process::CommandExt;
+        let error = match std::env::current_exe() {
+            Ok(program) => Command::new(program).args(std::env::args_os().skip(1)).exec(),
+            Err(error) => error,
+        };
+        tracing::warn!(
+            "the process cannot start again, so the driver keeps its part of a GPU's memory: {error}"
+        );
+    }
 }
 
 /// Ends at a signal, or when a node is lost.
