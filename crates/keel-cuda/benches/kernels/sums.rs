@@ -1,4 +1,4 @@
-//! Sums of small arrays over all GPUs of the machine, as in a decode step of a tensor split.
+//! Sums of arrays over all GPUs of the machine, as in a decode step of a tensor split.
 //!
 //! A line is the time of a sum in a chain of sums, each of which adds the results of the one before. All GPUs run the
 //! same graph and start together. So the time contains the start and the end of a kernel, and a write to a peer. The
@@ -28,7 +28,7 @@ pub fn groups() -> Vec<CudaGroup> {
 
 pub fn time(groups: Vec<CudaGroup>, filter: &str) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let name = |len| format!("one_shot_all_reduce of {len} floats, {} GPUs", groups.len());
-    let lens = [1, 3072, 5120, 20_480, 40_960, 65_536];
+    let lens = [1, 3072, 5120, 20_480, 40_960, 65_536, 196_608, 524_288, 1_048_576, 8_388_608];
     let lens: Vec<usize> = lens.into_iter().filter(|&len| name(len).contains(filter)).collect();
     if groups.is_empty() || lens.is_empty() {
         return Ok(());
@@ -47,7 +47,7 @@ pub fn time(groups: Vec<CudaGroup>, filter: &str) -> std::result::Result<(), Box
             name(len),
             seconds * 1e6,
             sent / LINK_BYTES_PER_S * 1e6,
-            if took_one_shot { "" } else { ", by NCCL: the GPUs do not reach each other's memory" }
+            if took_one_shot { "" } else { ", by NCCL" }
         );
     }
     Ok(())
