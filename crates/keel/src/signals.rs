@@ -16,8 +16,9 @@ pub fn end_at_once() -> ! {
     signal_hook::low_level::exit(INTERRUPTED)
 }
 
-/// Whether a process that leads others was asked to end. It may be while it loads or waits for a node. A second signal
-/// ends it at once then; a server hears of it by itself.
+/// Whether a process that leads others was asked to end. A server hears of it by itself. While the process loads or
+/// waits for a node, a signal ends it at once: nothing is lost, as the nodes free what they have when the connection
+/// ends.
 #[derive(Clone, Debug)]
 pub struct Signals {
     told: watch::Receiver<bool>,
@@ -46,12 +47,9 @@ impl Signals {
         std::thread::Builder::new().name("keel-signals".into()).spawn(move || {
             loop {
                 waiting.block_on(wait_for_signal());
-                let is_first = !tell.send_replace(true);
-                match (serves.load(Ordering::SeqCst), is_first) {
-                    (true, _) => {}
-                    (false, true) => tracing::info!("ends when it can; a second signal ends it at once"),
-                    // Nothing is lost: the nodes free what they have when the connection ends.
-                    (false, false) => end_at_once(),
+                tell.send_replace(true);
+                if !serves.load(Ordering::SeqCst) {
+                    end_at_once();
                 }
             }
         })?;

@@ -1,10 +1,15 @@
 //! A model on several processes, through the program: what needs no GPU.
 
+#![cfg(unix)]
+
 mod common;
 
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
+use common::served::signal;
 use common::{fail, keel, misuse, stderr};
 use keel_cuda::Survey;
 
@@ -68,4 +73,29 @@ fn a_node_says_why_it_cannot_open_its_devices() {
     let log = std::io::read_to_string(node.0.stderr.take().expect("piped")).expect("text");
     let starts = log.lines().filter(|line| line.contains("for the leader at")).count();
     assert!((4..=5).contains(&starts), "it starts again after each of four leaders:\n{log}");
+}
+
+/// A leader whose model cannot be loaded looks for some seconds whether a node is lost.
+#[test]
+fn a_signal_ends_a_leader_that_does_not_serve() {
+    if !Survey::take().gpus.is_empty() {
+        keel_testkit::skipped!("for a machine without a GPU");
+        return;
+    }
+    let nodes = addresses().join(",");
+    let start = |options: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_keel"));
+        command.args(["serve", "--devices", "cuda:0", "--nodes", &nodes]).args(options);
+        Running(command.env("KEEL_CONFIG", "").stderr(Stdio::piped()).spawn().expect("keel starts"))
+    };
+    let _node = start(&["--node", "1"]);
+    let mut leader = start(&["--port", "0"]);
+    // It fails well before, and waits for 6 s.
+    std::thread::sleep(Duration::from_secs(2));
+    let begin = Instant::now();
+    signal(&leader.0, "-INT");
+    let status = leader.0.wait().expect("a child");
+    // If the machine is so slow that it has not begun, the system ends it.
+    assert!(status.code() == Some(130) || status.signal() == Some(2), "{status}");
+    assert!(begin.elapsed() < Duration::from_secs(3), "{:?}", begin.elapsed());
 }

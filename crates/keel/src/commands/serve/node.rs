@@ -13,6 +13,7 @@ use keel_remote::RemoteError;
 use keel_server::wait_for_signal;
 
 use crate::args::{DeviceArgs, NodeArgs, SplitArgs, nodes};
+use crate::signals::Signals;
 
 /// Between two looks at what has come.
 const LOOK: Duration = Duration::from_millis(100);
@@ -20,7 +21,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How often a leader that has lost a node tries to load although there is too little memory.
 const TRIES: usize = 15;
 
-/// How long a leader tries before it looks whether it should end.
+/// How long a leader that has lost a node tries to reach it before it says why it does not.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// A node that has gone without a word is found to be lost after 5 s. What fails because of it may fail sooner.
@@ -90,17 +91,16 @@ pub struct Reloads {
 
 impl Reloads {
     /// After a server has ended with this outcome: waits until all nodes are there again. False if there is nothing to
-    /// wait for: no node was lost, or a signal has come.
+    /// wait for: no node was lost, or a signal has ended the server.
     pub fn meet_again(&mut self, split: &mut SplitArgs, outcome: &Result<()>) -> bool {
-        let Some(signals) = split.nodes.signals.clone() else { return false };
+        if split.nodes.signals.as_ref().is_none_or(Signals::have_come) {
+            return false;
+        }
         let error = outcome.as_ref().err();
         let patience =
             Instant::now() + if error.is_some_and(is_of_device) { LOSS_MAX } else { Duration::ZERO };
-        while split.nodes.lost().is_none() && Instant::now() < patience && !signals.have_come() {
+        while split.nodes.lost().is_none() && Instant::now() < patience {
             std::thread::sleep(LOOK);
-        }
-        if signals.have_come() {
-            return false;
         }
         let is_too_large = error.is_some_and(is_out_of_memory) && self.tries > 0;
         let mut why = match (split.nodes.lost(), error) {
@@ -116,7 +116,7 @@ impl Reloads {
             _ => return false,
         };
         tracing::warn!("{why}; serving again when it is back");
-        while !signals.have_come() {
+        loop {
             match split.meet_within(ATTEMPT) {
                 Ok(()) => return true,
                 Err(error) if error.to_string() != why => {
@@ -126,7 +126,6 @@ impl Reloads {
                 Err(_) => {}
             }
         }
-        false
     }
 }
 
