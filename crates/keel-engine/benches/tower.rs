@@ -165,7 +165,7 @@ fn main() {
         let mut engine = asking.batcher.into_engine();
         let copied = copy(&moved, &picture);
         let start = Instant::now();
-        let features = engine.encode_picture(&picture, grid).expect("it looks");
+        let features = engine.encode_picture(&picture, grid).expect("it encodes");
         let look = start.elapsed();
         assert!(features.levels[0].iter().all(|x| x.is_finite()) && features.levels[0].len() > 1);
         asking.batcher = Batcher::new(engine, BatchOptions::default());

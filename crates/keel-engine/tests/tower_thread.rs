@@ -259,14 +259,14 @@ fn a_text_is_answered_while_a_tower_apart_looks() {
         run_text(&mut apart, &mut got);
         assert_eq!(got[0].tokens, want[0], "{name}");
         let seen = apart.batcher.status().pictures;
-        assert_eq!((seen.looks, seen.pieces), (0, 0), "{name}: the tower is at the gate");
+        assert_eq!((seen.encoded, seen.pieces), (0, 0), "{name}: the tower is at the gate");
         assert!(got[1].tokens.is_empty() && got[2].tokens.is_empty(), "{name}");
         apart.gated.set(Gate::Open);
         let got = finish_from(&mut apart.batcher, got);
         assert!(got.iter().all(|outcome| outcome.error.is_none()), "{name}: {got:?}");
         assert_eq!([&got[1].tokens, &got[2].tokens], [&want[1], &want[2]], "{name}");
         let seen = apart.batcher.status().pictures;
-        assert_eq!((seen.looks, seen.pieces), (2, pieces), "{name}");
+        assert_eq!((seen.encoded, seen.pieces), (2, pieces), "{name}");
         assert_all_is_back(&mut apart.batcher);
         assert_eq!(held, apart.runtimes.each_ref().map(|runtime| runtime.ledger().active()), "{name}");
         let writers = std::mem::take(&mut *apart.gated.writers.lock().expect("no panic"));
@@ -310,8 +310,8 @@ fn a_cancelled_look_at_a_tower_apart_harms_no_other() {
         });
         let mut engine = apart.batcher.into_engine();
         let MadeUp { values, grid, .. } = MadeUp::new(engine.vision().expect("it sees"), 2);
-        let features = engine.encode_picture(&values, grid).expect("it looks");
-        let alone = load(name, &runtime(1), None).encode_picture(&values, grid).expect("it looks");
+        let features = engine.encode_picture(&values, grid).expect("it encodes");
+        let alone = load(name, &runtime(1), None).encode_picture(&values, grid).expect("it encodes");
         assert!(features == alone, "{name}");
         opens.join().expect("it ends");
         drop(engine);

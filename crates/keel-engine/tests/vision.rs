@@ -81,7 +81,7 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
     let (mut images, mut videos) = (Vec::new(), Vec::new());
     let mut see = |values: &[f32], grid: keel_vision::Grid, levels: &mut Vec<Vec<f32>>| {
         let grid = PatchGrid { t: grid.t, h: grid.h, w: grid.w };
-        let features = engine.encode_picture(values, grid).expect("it looks");
+        let features = engine.encode_picture(values, grid).expect("it encodes");
         levels.iter_mut().zip(features.levels).for_each(|(all, more)| all.extend(more));
     };
     for i in 0..8 {

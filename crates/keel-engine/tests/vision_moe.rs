@@ -60,7 +60,7 @@ fn logits(engine: &mut Engine, reference: &Reference, one_by_one: bool) -> Vec<f
         let count = t * h * w * config.patch_values();
         let picture = &pixels[start..start + count];
         start += count;
-        let features = engine.encode_picture(picture, PatchGrid { t, h, w }).expect("it looks");
+        let features = engine.encode_picture(picture, PatchGrid { t, h, w }).expect("it encodes");
         levels.iter_mut().zip(features.levels).for_each(|(all, more)| all.extend(more));
         runs.extend(config.runs_of(t, h, w, &mut first));
     }

@@ -80,7 +80,7 @@ fn answers_about_videos_are_those_of_the_reference() {
         // The same video again is known by its frames.
         let again = ask();
         assert_eq!(said(&again), said(&reply), "{name}");
-        assert_eq!(server.app.engine.status().pictures.looks, 1, "{name}");
+        assert_eq!(server.app.engine.status().pictures.encoded, 1, "{name}");
         assert_eq!(server.app.memory.used(), 0);
         server.assert_all_is_back();
     }
@@ -122,7 +122,7 @@ fn a_gif_is_shown_like_the_list_of_its_frames() {
     let of_file = server.ask(CHAT, &file(&uri("image/gif", &gif())));
     assert_eq!(said(&of_file), said(&of_list));
     assert_eq!(of_file["usage"]["prompt_tokens"], of_list["usage"]["prompt_tokens"]);
-    assert_eq!(server.app.engine.status().pictures.looks, 1, "frames and sizes are the same");
+    assert_eq!(server.app.engine.status().pictures.encoded, 1, "frames and sizes are the same");
     // More of its frames are read.
     let mut more = file(&uri("image/gif", &gif()));
     more["messages"][0]["content"][0]["fps"] = json!(4);

@@ -39,29 +39,28 @@ pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
     Ok(model)
 }
 
-/// Resolves the value of `--model` to a path. `sees` says whether the vision tower of a GGUF model is downloaded with
-/// it.
+/// Resolves the value of `--model` to a path. With `with_tower` the vision tower of a GGUF model is downloaded, too.
 ///
 /// # Errors
 /// There is no such model, or it cannot be downloaded.
-pub fn locate(model: &str, sees: bool) -> Result<PathBuf> {
+pub fn locate(model: &str, with_tower: bool) -> Result<PathBuf> {
     if Path::new(model).exists() {
         return Ok(model.into());
     }
     if HubName::looks_like(model) {
-        return download(model, sees);
+        return download(model, with_tower);
     }
     bail!("--model {model}: there is no such file or folder")
 }
 
 #[cfg(feature = "hub")]
-fn download(name: &str, sees: bool) -> Result<PathBuf> {
-    let towers = if sees { hub::Towers::Wanted } else { hub::Towers::Left };
+fn download(name: &str, with_tower: bool) -> Result<PathBuf> {
+    let towers = if with_tower { hub::Towers::Wanted } else { hub::Towers::Left };
     hub::locate(name, towers).with_context(|| format!("--model {name}: there is no such file or folder here"))
 }
 
 #[cfg(not(feature = "hub"))]
-fn download(name: &str, _sees: bool) -> Result<PathBuf> {
+fn download(name: &str, _with_tower: bool) -> Result<PathBuf> {
     bail!(
         "--model {name}: there is no such file or folder, and this binary was built without the feature hub: download the \
          model and give its folder"

@@ -235,7 +235,7 @@ impl Runtime {
 
     /// Runs of [`Executable::submit`] that have not been waited for yet: at most [`RUNS_MAX`].
     pub fn runs_under_way(&self) -> usize {
-        self.0.stream.turns().runs()
+        self.0.stream.lock().runs()
     }
 
     /// Runs `build`. Operations that it builds on this thread are never submitted automatically, however many they are.

@@ -44,7 +44,7 @@ impl Executable {
     /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not
     /// in memory; [`RUNS_MAX`] runs are under way already.
     pub fn submit(&self, result: &Array) -> PendingRun {
-        let in_flight = self.runtime.0.stream.turns().begin_run();
+        let in_flight = self.runtime.0.stream.lock().begin_run();
         let mut run = PendingRun {
             executable: self.clone(),
             arena: None,
@@ -151,7 +151,7 @@ impl Drop for PendingRun {
                 tracing::debug!("a run that nobody waited for failed: {}", failure.error);
             }
         }
-        self.executable.runtime.0.stream.turns().end_run();
+        self.executable.runtime.0.stream.lock().end_run();
     }
 }
 

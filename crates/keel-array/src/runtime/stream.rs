@@ -124,7 +124,7 @@ impl Work {
 /// State that the caller's threads and the stream's thread share.
 struct Shared {
     backend: Arc<dyn Backend>,
-    turns: DeviceLock,
+    lock: DeviceLock,
 }
 
 /// The queue of a runtime and the thread that serves it.
@@ -135,13 +135,13 @@ pub(crate) struct Stream {
 
 impl Stream {
     pub fn new(backend: Arc<dyn Backend>) -> Stream {
-        let shared = Shared { backend, turns: DeviceLock::new() };
+        let shared = Shared { backend, lock: DeviceLock::new() };
         Stream { shared: Arc::new(shared), sender: Mutex::new(None) }
     }
 
     /// Runs the work on this thread if the queue is empty. Otherwise queues it and does not wait for it.
     pub fn run(&self, work: Work) {
-        let Some(_turn) = self.shared.turns.now() else { return self.enqueue(work) };
+        let Some(_held) = self.shared.lock.now() else { return self.enqueue(work) };
         work.submissions().into_iter().for_each(|s| s.run(&*self.shared.backend));
     }
 
@@ -155,44 +155,44 @@ impl Stream {
             sender
         });
         let submissions = work.submissions();
-        self.shared.turns.announce(submissions.len());
+        self.shared.lock.announce(submissions.len());
         for submission in submissions {
             if let Err(back) = sender.send(submission) {
                 let lost = ArrayError::Kernel { op: "stream".into(), reason: "its thread has ended".into() };
                 back.0.fence.pass(Err(Failure { error: lost, done: None }));
-                self.shared.turns.pass();
+                self.shared.lock.pass();
             }
         }
     }
 
     /// Waits until nothing is queued, then gives exclusive use of the device's memory.
     pub fn exclusive<R>(&self, access: impl FnOnce(&dyn Backend) -> R) -> R {
-        let _turn = self.shared.turns.exclusive();
+        let _held = self.shared.lock.exclusive();
         access(&*self.shared.backend)
     }
 
     /// Waits until all queued work is done.
     pub fn synchronize(&self) {
-        self.shared.turns.synchronize();
+        self.shared.lock.synchronize();
     }
 
     /// Gives exclusive use of the device's memory as [`Stream::exclusive`] does, if no run has begun and not ended.
     pub fn at_rest(&self, access: impl FnOnce(&dyn Backend)) {
-        if let Some(_turn) = self.shared.turns.at_rest() {
+        if let Some(_held) = self.shared.lock.at_rest() {
             access(&*self.shared.backend);
         }
     }
 
-    /// Who takes turns, and the count of runs under way.
-    pub fn turns(&self) -> &DeviceLock {
-        &self.shared.turns
+    /// The lock of the device, with the count of runs under way.
+    pub fn lock(&self) -> &DeviceLock {
+        &self.shared.lock
     }
 }
 
 fn serve(shared: &Shared, receiver: &Receiver<Submission>) {
     for submission in receiver {
         // The reader of the work hears of a panic by its fence. Work that follows runs.
-        let run = || shared.turns.take(|| submission.run(&*shared.backend));
+        let run = || shared.lock.take(|| submission.run(&*shared.backend));
         let _ = catch_unwind(AssertUnwindSafe(run));
     }
 }

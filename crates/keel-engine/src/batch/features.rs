@@ -23,7 +23,7 @@ pub(super) struct Wanted {
 struct Entry {
     bytes: u64,
     holders: usize,
-    /// `None` until the tower has looked.
+    /// `None` until the tower has encoded the picture.
     features: Option<Arc<Features>>,
     last_used: u64,
 }
@@ -90,7 +90,7 @@ impl FeatureStore {
         true
     }
 
-    /// The features of a picture, if the tower has looked at it.
+    /// The features of a picture, if the tower has encoded it.
     pub fn get(&self, key: &PictureKey) -> Option<Arc<Features>> {
         self.entries.get(key)?.features.clone()
     }
@@ -104,7 +104,7 @@ impl FeatureStore {
         }
     }
 
-    /// Takes a hold back. A picture that the tower never looked at is forgotten.
+    /// Takes a hold back. A picture that the tower never encoded is forgotten.
     pub fn let_go(&mut self, key: &PictureKey) {
         let Some(entry) = self.entries.get_mut(key) else { return };
         entry.holders = entry.holders.saturating_sub(1);
@@ -154,7 +154,7 @@ mod tests {
         assert!(store.hold(&[wanted(2, 40)]), "the first is the oldest now");
         assert!(store.hold(&[wanted(3, 40)]));
         assert!(store.get(&[1; 32]).is_none() && store.get(&[2; 32]).is_some());
-        assert!(store.get(&[3; 32]).is_none(), "the tower has not looked");
+        assert!(store.get(&[3; 32]).is_none(), "the tower has not encoded it");
         assert_eq!((store.used(), store.held()), (80, 80));
     }
 
@@ -168,7 +168,7 @@ mod tests {
         store.let_go(&[1; 32]);
         assert_eq!(store.held(), 60, "one hold is left");
         store.let_go(&[1; 32]);
-        assert_eq!(store.used(), 0, "the tower never looked");
+        assert_eq!(store.used(), 0, "the tower never encoded it");
     }
 
     #[test]

@@ -86,11 +86,11 @@ pub struct Batcher {
     prefixes: Prefixes,
     /// Features that the tower has computed.
     features: FeatureStore,
-    /// The picture that the tower is looking at.
-    looking: Option<(PictureKey, EncodeJob)>,
-    /// How often the tower has looked at a picture, and in how many pieces.
-    looks: u64,
-    look_pieces: u64,
+    /// The picture that tower is encoding.
+    encoding: Option<(PictureKey, EncodeJob)>,
+    /// How often the tower has encoded a picture, and in how many pieces.
+    encoded: u64,
+    encoded_pieces: u64,
     /// Requests that no step can take.
     refused: Vec<(RequestId, EngineError)>,
     /// Counts of sequences that have ended.
@@ -115,9 +115,9 @@ impl Batcher {
             features: FeatureStore::new(
                 engine.vision_runner().map_or(0, crate::vision::VisionRunner::kept_bytes),
             ),
-            looking: None,
-            looks: 0,
-            look_pieces: 0,
+            encoding: None,
+            encoded: 0,
+            encoded_pieces: 0,
             refused: Vec::new(),
             engine,
             options,
@@ -276,8 +276,8 @@ impl Batcher {
                 bytes: self.features.used(),
                 held_bytes: self.features.held(),
                 bytes_max: self.features.limit(),
-                looks: self.looks,
-                pieces: self.look_pieces,
+                encoded: self.encoded,
+                pieces: self.encoded_pieces,
             },
             speculation: self.speculation.clone(),
             failed_steps: self.failed_steps,
@@ -291,8 +291,8 @@ impl Batcher {
         self.expire(now);
         self.bring_back();
         self.let_in(now);
-        let pieces = self.look_pieces;
-        self.look();
+        let pieces = self.encoded_pieces;
+        self.encode_pictures();
         self.catch_up();
         if self.goes_ahead() {
             self.step_ahead();
@@ -306,7 +306,7 @@ impl Batcher {
         }
         self.end_refused();
         self.turn = self.turn.wrapping_add(1);
-        let has_run = !self.events.is_empty() || !self.pending.is_empty() || self.look_pieces > pieces;
+        let has_run = !self.events.is_empty() || !self.pending.is_empty() || self.encoded_pieces > pieces;
         if !has_run && self.running.iter().any(|running| running.awaits_mask) {
             std::thread::sleep(MASK_POLL);
         }

@@ -1,4 +1,4 @@
-//! Requests with pictures: their input, and when the tower looks.
+//! Requests with pictures: their input, and when the tower encodes them.
 //!
 //! ```text
 //! submit     pictures known by their keys; what never fits is refused
@@ -139,7 +139,7 @@ pub(super) struct Pictures {
     pub key: Option<Vec<u32>>,
     /// Pictures that it holds.
     held: Vec<PictureKey>,
-    /// Pictures that the tower has not looked at yet, as numbers in `asked`. The next one is the last.
+    /// Pictures that the tower has not status at yet, as numbers in `asked`. The next one is the last.
     unseen: Vec<usize>,
     seen: Vec<SeenPicture>,
 }
@@ -154,7 +154,7 @@ impl Pictures {
         !self.unseen.is_empty()
     }
 
-    /// The picture that the tower looks at next.
+    /// The picture that the tower encodes next.
     fn next(&self) -> Option<&PictureInput> {
         self.unseen.last().zip(self.asked.as_ref()).map(|(&of, asked)| &asked.pictures[of].input)
     }
@@ -170,7 +170,7 @@ impl Pictures {
 }
 
 impl Batcher {
-    /// The pictures of a request that the tower may have to look at, if the first `known` tokens of the prompt are
+    /// The pictures of a request that the tower may have to encode, if the first `known` tokens of the prompt are
     /// remembered.
     pub(super) fn wanted(&self, asked: Option<&RequestVision>, known: usize) -> Vec<(usize, Wanted)> {
         let (Some(asked), Some(runner)) = (asked, self.engine.vision_runner()) else { return Vec::new() };
@@ -232,20 +232,20 @@ impl Batcher {
     }
 
     /// Lets the tower do one piece of its work, for a sequence that waits for it. Known features are taken at once.
-    pub(super) fn look(&mut self) {
+    pub(super) fn encode_pictures(&mut self) {
         self.let_go_of_seen();
         self.take_known();
         if !self.running.iter().any(|running| running.pictures.are_unseen()) {
-            self.looking = None;
+            self.encoding = None;
             return;
         }
         if !self.engine.has_tower_thread() {
             // The tower runs alone, so steps under way are taken first.
             self.settle();
         }
-        let Some(i) = self.looked_for() else { return };
+        let Some(i) = self.waiting_for_tower() else { return };
         if let Err(error) = self.advance_encoding(i) {
-            self.looking = None;
+            self.encoding = None;
             self.fail(i, error);
         }
         self.take_known();
@@ -253,8 +253,8 @@ impl Batcher {
 
     /// The sequence that the tower works for: one that waits for the picture under way, else the first that waits for a
     /// picture.
-    fn looked_for(&self) -> Option<usize> {
-        let current = self.looking.as_ref().map(|(key, _)| *key);
+    fn waiting_for_tower(&self) -> Option<usize> {
+        let current = self.encoding.as_ref().map(|(key, _)| *key);
         let waits = |running: &Running| current.is_some() && running.pictures.next_key() == current;
         let mut running = self.running.iter();
         running
@@ -266,20 +266,20 @@ impl Batcher {
         let Some(PictureInput { key, values, grid, .. }) = self.running[i].pictures.next() else {
             return Ok(());
         };
-        let mut look = match self.looking.take() {
-            Some((of, look)) if of == *key => look,
+        let mut job = match self.encoding.take() {
+            Some((of, job)) if of == *key => job,
             _ => self.engine.begin_encoding(values, *grid)?,
         };
         let has_other_work =
             !self.pending.is_empty() || self.running.iter().any(|r| !r.pictures.are_unseen());
         let patience = if has_other_work { Duration::ZERO } else { TOWER_PATIENCE };
-        let looked = self.engine.advance_encoding(&mut look, values, patience)?;
-        self.look_pieces += u64::from(!matches!(looked, EncodeStatus::InFlight));
-        match looked {
-            EncodeStatus::InFlight | EncodeStatus::Piece => self.looking = Some((*key, look)),
+        let status = self.engine.advance_encoding(&mut job, values, patience)?;
+        self.encoded_pieces += u64::from(!matches!(status, EncodeStatus::InFlight));
+        match status {
+            EncodeStatus::InFlight | EncodeStatus::Piece => self.encoding = Some((*key, job)),
             EncodeStatus::All(features) => {
                 self.features.fill(key, Arc::new(features));
-                self.looks += 1;
+                self.encoded += 1;
             }
         }
         Ok(())

@@ -222,20 +222,20 @@ pub struct PictureStatus {
     pub held_bytes: u64,
     /// Bytes for features in all.
     pub bytes_max: u64,
-    /// How often the tower has looked at a picture.
-    pub looks: u64,
+    /// How often the tower has encoded a picture.
+    pub encoded: u64,
     /// In how many pieces, of which a step does one at most.
     pub pieces: u64,
 }
 
 impl PictureStatus {
     fn add(&mut self, other: PictureStatus) {
-        let PictureStatus { kept, bytes, held_bytes, bytes_max, looks, pieces } = other;
+        let PictureStatus { kept, bytes, held_bytes, bytes_max, encoded, pieces } = other;
         self.kept += kept;
         self.bytes += bytes;
         self.held_bytes += held_bytes;
         self.bytes_max += bytes_max;
-        self.looks += looks;
+        self.encoded += encoded;
         self.pieces += pieces;
     }
 }
@@ -296,10 +296,10 @@ impl BatchStatus {
     /// exists.
     pub fn forget_gauges(&mut self) {
         let ParkingStatus { times, bytes_out, bytes_in, .. } = self.parking;
-        let PictureStatus { looks, pieces, .. } = self.pictures;
+        let PictureStatus { encoded, pieces, .. } = self.pictures;
         *self = BatchStatus {
             parking: ParkingStatus { times, bytes_out, bytes_in, ..ParkingStatus::default() },
-            pictures: PictureStatus { looks, pieces, ..PictureStatus::default() },
+            pictures: PictureStatus { encoded, pieces, ..PictureStatus::default() },
             speculation: std::mem::take(&mut self.speculation),
             failed_steps: self.failed_steps,
             late_work: self.late_work,
@@ -314,23 +314,23 @@ mod tests {
 
     #[test]
     fn counts_of_pictures_are_added_and_what_happened_is_kept() {
-        let of = |kept, looks| BatchStatus {
+        let of = |kept, encoded| BatchStatus {
             pictures: PictureStatus {
                 kept,
                 bytes: 10,
                 held_bytes: 4,
                 bytes_max: 100,
-                looks,
-                pieces: 2 * looks,
+                encoded,
+                pieces: 2 * encoded,
             },
             ..BatchStatus::default()
         };
         let mut sum = of(1, 5);
         sum.add(&of(2, 7));
         let expected =
-            PictureStatus { kept: 3, bytes: 20, held_bytes: 8, bytes_max: 200, looks: 12, pieces: 24 };
+            PictureStatus { kept: 3, bytes: 20, held_bytes: 8, bytes_max: 200, encoded: 12, pieces: 24 };
         assert_eq!(sum.pictures, expected);
         sum.forget_gauges();
-        assert_eq!(sum.pictures, PictureStatus { looks: 12, pieces: 24, ..PictureStatus::default() });
+        assert_eq!(sum.pictures, PictureStatus { encoded: 12, pieces: 24, ..PictureStatus::default() });
     }
 }

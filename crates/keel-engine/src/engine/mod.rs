@@ -269,20 +269,20 @@ impl Engine {
         self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.encode(values, grid)
     }
 
-    /// Begins to look at a picture, in pieces.
+    /// Begins to encode a picture, in pieces.
     pub(crate) fn begin_encoding(&self, values: &[f32], grid: PatchGrid) -> Result<EncodeJob> {
         self.vision_runner.as_ref().ok_or(EngineError::NoVisionTower)?.begin(values, grid)
     }
 
-    /// Whether the tower has a device and a thread of its own, so that steps run while it looks.
+    /// Whether the tower has a device and a thread of its own, so that steps run while it encodes.
     pub(crate) fn has_tower_thread(&self) -> bool {
         self.vision_runner.as_ref().is_some_and(VisionRunner::has_thread)
     }
 
-    /// Runs the next piece of a look. A tower with a thread of its own is only waited for as long as `patience`.
+    /// Runs the next piece of a job. A tower with a thread of its own is only waited for as long as `patience`.
     pub(crate) fn advance_encoding(
         &mut self,
-        look: &mut EncodeJob,
+        job: &mut EncodeJob,
         values: &Arc<Vec<f32>>,
         patience: Duration,
     ) -> Result<EncodeStatus> {
@@ -291,10 +291,10 @@ impl Engine {
                 .vision_runner
                 .as_mut()
                 .ok_or(EngineError::NoVisionTower)?
-                .advance_on_thread(look, values, patience);
+                .advance_on_thread(job, values, patience);
         }
         self.finish_in_flight()?;
-        self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.advance(look, values)
+        self.vision_runner.as_mut().ok_or(EngineError::NoVisionTower)?.advance(job, values)
     }
 
     /// The tower's config, where pictures were planned for.

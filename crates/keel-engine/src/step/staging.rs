@@ -108,7 +108,7 @@ impl Staging {
             None => table.clone(),
             Some(_) => input(&[sequences, pages_per_sequence], DType::U32)?,
         };
-        let turns = match model.config.short_context() {
+        let rope_positions = match model.config.short_context() {
             None => None,
             Some(_) => {
                 Some(RopePositions { short: input(&[rows], DType::I32)?, long: input(&[rows], DType::I32)? })
@@ -131,7 +131,7 @@ impl Staging {
             sequences,
             prompts: buckets.prompts(),
             positions: input(&[rows], DType::I32)?,
-            rope_positions: turns,
+            rope_positions,
             row_start: input(&[sequences + 1], DType::U32)?,
             slot: input(&[sequences], DType::U32)?,
             position: input(&[sequences], DType::U32)?,
@@ -146,8 +146,8 @@ impl Staging {
 
     /// Rotary positions of the rows, where long sequences use other frequencies.
     pub fn rope_positions(&self, rows: usize) -> Result<Option<RopePositions>> {
-        let Some(turns) = &self.rope_positions else { return Ok(None) };
-        Ok(Some(RopePositions { short: turns.short.prefix(rows)?, long: turns.long.prefix(rows)? }))
+        let Some(positions) = &self.rope_positions else { return Ok(None) };
+        Ok(Some(RopePositions { short: positions.short.prefix(rows)?, long: positions.long.prefix(rows)? }))
     }
 
     /// The batch of a step of `sequences` sequences, and the same for sliding layers.
@@ -263,7 +263,7 @@ impl Staging {
 
     /// The rotary positions: a row's position for the frequencies of its sequence, 0 for the other frequencies.
     fn for_turns(&self, rows: &[Rows<'_>], filling: &mut Filling) {
-        let Some(turns) = &self.rope_positions else { return };
+        let Some(positions) = &self.rope_positions else { return };
         let (mut short, mut long) = (Vec::new(), Vec::new());
         for row in rows {
             let (own, other) =
@@ -271,8 +271,8 @@ impl Staging {
             own.extend(row.positions().map(|position| position as i32));
             other.resize(own.len(), 0);
         }
-        filling.add(&turns.short, short);
-        filling.add(&turns.long, long);
+        filling.add(&positions.short, short);
+        filling.add(&positions.long, long);
     }
 
     /// The page tables of sliding layers, whose pages rotate.

@@ -52,20 +52,12 @@ impl Stepper {
         let (batch, window_batch) = self.staging.batches(shape.sequences)?;
         let positions = self.staging.positions.prefix(shape.rows)?;
         let log = self.row_log(shape.kind());
-        let turns = self.staging.rope_positions(shape.rows)?;
+        let rope_positions = self.staging.rope_positions(shape.rows)?;
         let vision = match &self.vision {
             Some(vision) if shape.has_pictures => Some(vision.rows(shape)?),
             _ => None,
         };
-        Ok(StepContext {
-            batch,
-            window_batch,
-            positions,
-            rope_positions: turns,
-            vision,
-            regime: shape.regime,
-            log,
-        })
+        Ok(StepContext { batch, window_batch, positions, rope_positions, vision, regime: shape.regime, log })
     }
 
     pub(super) fn pairs_of(&self, shape: StepShape) -> Result<Pairs> {

@@ -1,4 +1,4 @@
-//! A vision tower with its memory, ready to look at pictures.
+//! A vision tower with its memory, ready to encode pictures.
 //!
 //! The passes of a short list (`passes.rs`) are traced when the engine is made. A picture runs through one of them,
 //! piece by piece.
@@ -69,8 +69,8 @@ pub(crate) struct VisionRunner {
     prepared: Vec<(usize, Vec<Executable>)>,
     /// Pieces traced so far.
     traced: u64,
-    /// The number of the look that the buffers belong to.
-    look: u64,
+    /// The number of the job that the buffers belong to.
+    current: u64,
     /// Runs the pieces of a tower with a device of its own.
     thread: Option<TowerThread>,
 }
@@ -86,7 +86,7 @@ struct InputBuffers {
     batch: Batch,
 }
 
-/// The next piece of a look.
+/// The next piece of a job.
 struct NextPiece {
     step: Executable,
     /// The first piece of a group of frames reads what the host writes before it.
@@ -103,7 +103,7 @@ struct PieceInput {
     padded: usize,
 }
 
-/// A picture or video that the tower is looking at.
+/// A picture or video that the tower is encoding.
 pub(crate) struct EncodeJob {
     number: u64,
     grid: PatchGrid,
@@ -112,7 +112,7 @@ pub(crate) struct EncodeJob {
     features: Features,
 }
 
-/// How far a look has come.
+/// How far a job has come.
 pub(crate) enum EncodeStatus {
     /// No further piece has ended.
     InFlight,
@@ -180,7 +180,7 @@ impl VisionRunner {
                 .collect::<Result<_, _>>()?,
             prepared: Vec::new(),
             traced: 0,
-            look: 0,
+            current: 0,
             thread: None,
             passes,
             tower,
@@ -236,7 +236,7 @@ impl VisionRunner {
         Ok(())
     }
 
-    /// Begins to look at a picture: rows of patches with their grid, or `[3, size, size]` where the tower reads one
+    /// Begins to encode a picture: rows of patches with their grid, or `[3, size, size]` where the tower reads one
     /// size.
     ///
     /// # Errors
@@ -274,57 +274,57 @@ impl VisionRunner {
         Ok(EncodeJob { number: 0, grid, done: 0, features })
     }
 
-    /// Runs the next piece over the values that the look began with. A look whose buffers another one has taken begins
+    /// Runs the next piece over the values that the job began with. A job whose buffers another one has taken begins
     /// anew.
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn advance(&mut self, look: &mut EncodeJob, values: &[f32]) -> Result<EncodeStatus> {
-        let NextPiece { step, input } = self.next_piece(look)?;
+    pub fn advance(&mut self, job: &mut EncodeJob, values: &[f32]) -> Result<EncodeStatus> {
+        let NextPiece { step, input } = self.next_piece(job)?;
         if let Some(input) = input {
             self.input.write(&self.tower.config, input, values)?;
         }
         step.run().map_err(ArrayError::from)?;
-        self.take_piece(look)
+        self.take_piece(job)
     }
 
-    /// The next piece of a look.
-    fn next_piece(&mut self, look: &mut EncodeJob) -> Result<NextPiece> {
-        if look.number != self.look || look.number == 0 {
-            self.look += 1;
-            look.number = self.look;
-            look.done = 0;
-            look.features.levels.iter_mut().for_each(Vec::clear);
+    /// The next piece of a job.
+    fn next_piece(&mut self, job: &mut EncodeJob) -> Result<NextPiece> {
+        if job.number != self.current || job.number == 0 {
+            self.current += 1;
+            job.number = self.current;
+            job.done = 0;
+            job.features.levels.iter_mut().for_each(Vec::clear);
         }
-        let (patches, pieces) = self.pass_of(look)?;
-        let (group, piece) = (look.done / pieces.len(), look.done % pieces.len());
-        let input = PieceInput { grid: look.grid, group, padded: *patches };
+        let (patches, pieces) = self.pass_of(job)?;
+        let (group, piece) = (job.done / pieces.len(), job.done % pieces.len());
+        let input = PieceInput { grid: job.grid, group, padded: *patches };
         Ok(NextPiece { step: pieces[piece].clone(), input: (piece == 0).then_some(input) })
     }
 
-    /// The prepared pass for a look.
-    fn pass_of(&self, look: &EncodeJob) -> Result<&(usize, Vec<Executable>)> {
-        let count = look.grid.h * look.grid.w;
+    /// The prepared pass of a job.
+    fn pass_of(&self, job: &EncodeJob) -> Result<&(usize, Vec<Executable>)> {
+        let count = job.grid.h * job.grid.w;
         let fits = self.passes.fit(count);
         let pass = self.prepared.iter().find(|(patches, _)| Some(*patches) == fits);
         pass.ok_or(EngineError::PicturePatches { patches: count, planned: self.patches_max() })
     }
 
     /// Notes that the piece which was staged last has run, and takes the features after the last piece of a group.
-    fn take_piece(&self, look: &mut EncodeJob) -> Result<EncodeStatus> {
-        let pieces = self.pass_of(look)?.1.len();
-        look.done += 1;
-        if !look.done.is_multiple_of(pieces) {
+    fn take_piece(&self, job: &mut EncodeJob) -> Result<EncodeStatus> {
+        let pieces = self.pass_of(job)?.1.len();
+        job.done += 1;
+        if !job.done.is_multiple_of(pieces) {
             return Ok(EncodeStatus::Piece);
         }
-        let rows = self.tower.config.rows_of(look.grid.h, look.grid.w);
-        for (output, level) in self.outputs.iter().zip(&mut look.features.levels) {
+        let rows = self.tower.config.rows_of(job.grid.h, job.grid.w);
+        for (output, level) in self.outputs.iter().zip(&mut job.features.levels) {
             append_rows(output, 0, rows, level)?;
         }
-        if look.done < pieces * look.grid.t {
+        if job.done < pieces * job.grid.t {
             return Ok(EncodeStatus::Piece);
         }
-        Ok(EncodeStatus::All(std::mem::take(&mut look.features)))
+        Ok(EncodeStatus::All(std::mem::take(&mut job.features)))
     }
 
     /// All pieces at once.
@@ -332,10 +332,10 @@ impl VisionRunner {
     /// # Errors
     /// As [`VisionRunner::begin`] and [`VisionRunner::advance`].
     pub fn encode(&mut self, values: &[f32], grid: PatchGrid) -> Result<Features> {
-        let mut look = self.begin(values, grid)?;
+        let mut job = self.begin(values, grid)?;
         self.wait_for_thread();
         loop {
-            if let EncodeStatus::All(features) = self.advance(&mut look, values)? {
+            if let EncodeStatus::All(features) = self.advance(&mut job, values)? {
                 return Ok(features);
             }
         }

@@ -24,8 +24,8 @@ pub(super) struct TowerThread {
 
 /// A piece under way.
 struct Piece {
-    /// The number of its look.
-    look: u64,
+    /// The number of its job.
+    number: u64,
     running: JobHandle,
 }
 
@@ -52,38 +52,38 @@ impl VisionRunner {
     /// As [`VisionRunner::advance`], for the piece that has ended.
     pub fn advance_on_thread(
         &mut self,
-        look: &mut EncodeJob,
+        job: &mut EncodeJob,
         values: &Arc<Vec<f32>>,
         patience: Duration,
     ) -> Result<EncodeStatus> {
-        let mut looked = EncodeStatus::InFlight;
-        if let Some(Piece { look: number, running }) = self.in_flight() {
+        let mut status = EncodeStatus::InFlight;
+        if let Some(Piece { number, running }) = self.in_flight() {
             let (number, ended) = (*number, running.wait_for(patience));
-            let Some(ended) = ended else { return Ok(looked) };
+            let Some(ended) = ended else { return Ok(status) };
             self.forget_piece();
-            if number == look.number {
+            if number == job.number {
                 ended.outcome.map_err(|failure| failure.into_error())?;
-                looked = self.take_piece(look)?;
+                status = self.take_piece(job)?;
             }
         }
-        if !matches!(looked, EncodeStatus::All(_)) {
-            let NextPiece { step, input } = self.next_piece(look)?;
+        if !matches!(status, EncodeStatus::All(_)) {
+            let NextPiece { step, input } = self.next_piece(job)?;
             let queued = input.map(|input| {
                 let (buffers, config) = (self.input.clone(), self.tower.config.clone());
                 let values = Arc::clone(values);
                 let fill = Box::new(move || buffers.write(&config, input, &values));
                 Queued { fill, has_failed: Arc::default() }
             });
-            let number = look.number;
+            let number = job.number;
             if let Some(TowerThread { thread, in_flight }) = &mut self.thread {
                 let running = thread.hand(Job { step, drawn: None, queued });
-                *in_flight = Some(Piece { look: number, running });
+                *in_flight = Some(Piece { number, running });
             }
         }
-        Ok(looked)
+        Ok(status)
     }
 
-    /// Waits for a piece under way, whose look has been given up.
+    /// Waits for a piece under way, whose job has been given up.
     pub(super) fn wait_for_thread(&mut self) {
         if let Some(piece) = self.thread.as_mut().and_then(|thread| thread.in_flight.take()) {
             drop(piece.running.wait());

@@ -45,7 +45,7 @@ impl MadeUp {
 pub fn outcome(engine: &mut Engine) -> (Features, Vec<f32>) {
     let config = engine.vision().expect("it sees").clone();
     let MadeUp { values, grid, tokens, runs } = MadeUp::new(&config, 3);
-    let features = engine.encode_picture(&values, grid).expect("it looks");
+    let features = engine.encode_picture(&values, grid).expect("it encodes");
     let plan = sight_of(&config, &tokens, &runs, &[]).expect("the tokens fit");
     let ends = if config.is_bidirectional() { run_ends(&config, &plan) } else { Vec::new() };
     let picture = SeenPicture { first: 0, features: Arc::new(features.clone()) };

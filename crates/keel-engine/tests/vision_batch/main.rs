@@ -151,9 +151,9 @@ fn two_pictures_behind_one_text_are_two_prefixes() {
             assert_eq!(outcome.cached > 0, is_known, "{}: picture {which} in turn {turn}", model.name);
         }
         assert_eq!(
-            batcher.status().pictures.looks,
+            batcher.status().pictures.encoded,
             2,
-            "{}: the tower looks at each picture once",
+            "{}: the tower encodes each picture once",
             model.name
         );
         assert_all_is_back(&mut batcher);
@@ -295,7 +295,7 @@ fn requests_wait_for_the_room_of_features_and_what_never_fits_is_refused() {
             assert!(status.bytes <= bytes_max, "{}: {status:?}", model.name);
         }
         assert!(outcomes.iter().all(|outcome| outcome.error.is_none() && outcome.tokens.len() == ANSWER));
-        assert_eq!(batcher.status().pictures.looks, 6);
+        assert_eq!(batcher.status().pictures.encoded, 6);
         // Many pictures in one prompt.
         let mut tokens = case.tokens.clone();
         let (mut pictures, mut n) = (shifted(1), 1);

@@ -71,9 +71,9 @@ fn padding_and_cuts_of_a_pass_change_no_bit() {
                 let vision = Some(VisionOptions { patches, pictures: 0, piece_tokens });
                 let mut engine = model.engine(EngineOptions { vision, ..options() });
                 if let Some(before) = before {
-                    engine.encode_picture(&before.values, before.grid).expect("it looks");
+                    engine.encode_picture(&before.values, before.grid).expect("it encodes");
                 }
-                engine.encode_picture(&picture.values, picture.grid).expect("it looks")
+                engine.encode_picture(&picture.values, picture.grid).expect("it encodes")
             };
             // A list that ends with the picture's own size pads nothing.
             let expected = see(grid.0 * grid.1, VisionOptions::WHOLE, None);
@@ -100,7 +100,7 @@ fn a_large_picture_delays_others_by_a_piece_a_step() {
         batcher.step(Instant::now());
         batcher.submit(model.request(1, &case.tokens, &case.pictures), Instant::now()).expect("accepted");
         let (mut steps, mut outcomes) = (0, vec![Outcome::default(), Outcome::default()]);
-        while batcher.status().pictures.looks == 0 {
+        while batcher.status().pictures.encoded == 0 {
             let events = batcher.step(Instant::now());
             steps += 1;
             assert_eq!(batcher.status().pictures.pieces, steps, "{}: one piece a step", model.name);
@@ -131,7 +131,7 @@ fn a_picture_left_half_seen_is_seen_whole_by_the_next() {
                 batcher.submit(model.request(id, &case.tokens, pictures), Instant::now()).expect("accepted");
             }
             batcher.step(Instant::now());
-            assert_eq!(batcher.status().pictures.looks, 0, "{}: it is half seen", model.name);
+            assert_eq!(batcher.status().pictures.encoded, 0, "{}: it is half seen", model.name);
             batcher.cancel(0);
             let outcome = finish(&mut batcher, 2).swap_remove(1);
             assert!(outcome.error.is_none() && outcome.tokens == expected, "{}", model.name);
@@ -150,12 +150,12 @@ fn answers_go_on_between_pictures() {
         batcher.submit(talker, Instant::now()).expect("accepted");
         batcher.step(Instant::now());
         batcher.submit(model.request(1, &case.tokens, &case.pictures), Instant::now()).expect("accepted");
-        let mut looks = 0;
-        while batcher.status().pictures.looks < case.pictures.len() as u64 {
+        let mut encoded = 0;
+        while batcher.status().pictures.encoded < case.pictures.len() as u64 {
             let events = batcher.step(Instant::now());
-            let now = batcher.status().pictures.looks;
-            assert!(now <= looks + 1, "{}", model.name);
-            looks = now;
+            let now = batcher.status().pictures.encoded;
+            assert!(now <= encoded + 1, "{}", model.name);
+            encoded = now;
             let is_token =
                 |(id, event): &(u64, BatchEvent)| *id == 0 && matches!(event, BatchEvent::Token { .. });
             assert!(events.iter().any(is_token), "{}: the answer goes on", model.name);

@@ -267,15 +267,15 @@ impl<'a> Loader<'a> {
         let persistent =
             |shape: &[usize], dtype| Array::persistent(self.runtime, Category::Weights, shape, dtype);
         let pairs = persistent(&shape, DType::U32)?;
-        let turns = persistent(&shape, DType::F32)?;
+        let cos_sin = persistent(&shape, DType::F32)?;
         if !self.runtime.backend().is_planning() {
             let angles = values.angles.iter().map(|angle| f64::from(*angle));
-            let cos_sin: Vec<f32> = angles.flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect();
+            let elements: Vec<f32> = angles.flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect();
             pairs.write(&values.pairs)?;
-            turns.write(&cos_sin)?;
+            cos_sin.write(&elements)?;
         }
-        (self.progress)((pairs.bytes() + turns.bytes()) as u64);
-        Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, cos_sin: turns })
+        (self.progress)((pairs.bytes() + cos_sin.bytes()) as u64);
+        Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, cos_sin })
     }
 
     /// A stack of experts, each made of its list of pieces. All pieces must have the same format.

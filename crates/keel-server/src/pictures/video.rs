@@ -111,13 +111,13 @@ impl ImagePreprocessor {
         let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
         let bytes = source::read(url, bounds)?;
         let _file = hold(bytes.len() as u64)?;
-        let film = VideoFile::open(&bytes, LIMITS)?;
-        let chosen = processor.sample(film.frames(), film.fps())?;
-        let (width, height) = film.size();
-        let work = hold(film.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
+        let video = VideoFile::open(&bytes, LIMITS)?;
+        let chosen = processor.sample(video.frames(), video.fps())?;
+        let (width, height) = video.size();
+        let work = hold(video.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
         let mut builder = VideoBuilder::new(&processor, chosen.len());
-        film.take(&chosen, &mut |frame| builder.add(&frame))?;
-        self.finish(builder.finish()?, &processor, &chosen, film.fps(), work)
+        video.take(&chosen, &mut |frame| builder.add(&frame))?;
+        self.finish(builder.finish()?, &processor, &chosen, video.fps(), work)
     }
 
     fn show_frames(

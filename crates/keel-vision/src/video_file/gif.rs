@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     /// A GIF whose frame `i` has the red value `10 i`, shown for the given hundredths of a second.
-    fn film(delays: &[u32]) -> Vec<u8> {
+    fn video_of(delays: &[u32]) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut encoder = GifEncoder::new(&mut bytes);
         for (i, &delay) in delays.iter().enumerate() {
@@ -167,25 +167,26 @@ mod tests {
 
     #[test]
     fn frames_are_counted_and_taken() {
-        let bytes = film(&[25, 25, 0, 40]);
-        let film = VideoFile::open(&bytes, VideoFileLimits::default()).expect("sound");
-        assert_eq!((film.frames(), film.fps(), film.size()), (4, 4.0, (6, 4)));
+        let bytes = video_of(&[25, 25, 0, 40]);
+        let video = VideoFile::open(&bytes, VideoFileLimits::default()).expect("sound");
+        assert_eq!((video.frames(), video.fps(), video.size()), (4, 4.0, (6, 4)));
         let mut reds = Vec::new();
-        film.take(&[0, 2, 2, 3], &mut |frame| {
-            assert_eq!((frame.width, frame.height, frame.rgb.len()), (6, 4, 72));
-            reds.push(frame.rgb[3]);
-            Ok(())
-        })
-        .expect("decodes");
+        video
+            .take(&[0, 2, 2, 3], &mut |frame| {
+                assert_eq!((frame.width, frame.height, frame.rgb.len()), (6, 4, 72));
+                reds.push(frame.rgb[3]);
+                Ok(())
+            })
+            .expect("decodes");
         assert_eq!(reds, [0, 20, 20, 30]);
         assert!(
-            film.take(&[4], &mut |_| Ok(())).expect_err("too few").to_string().contains("before frame 4")
+            video.take(&[4], &mut |_| Ok(())).expect_err("too few").to_string().contains("before frame 4")
         );
     }
 
     #[test]
     fn limits_come_before_pixels() {
-        let bytes = film(&[5; 5]);
+        let bytes = video_of(&[5; 5]);
         let limits = VideoFileLimits::default();
         for (limits, part) in [
             (VideoFileLimits { frames: 4, ..limits }, "more than 4 frames"),

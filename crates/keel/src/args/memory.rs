@@ -108,7 +108,7 @@ impl MemoryArgs {
     /// # Errors
     /// Pictures for a model without a vision tower.
     pub fn vision(&self, subject: &Subject<'_>, step_tokens: usize) -> Result<Option<VisionOptions>> {
-        let config = if subject.sees { read_vision(&subject.json)? } else { None };
+        let config = if subject.with_tower { read_vision(&subject.json)? } else { None };
         let pictures = self.images.unwrap_or(IMAGES_DEFAULT);
         if self.image_pixels.is_some_and(|pixels| !(1..=IMAGE_PIXELS_MAX).contains(&pixels)) {
             return Err(usage(format!("--image-pixels: expected a number from 1 to {IMAGE_PIXELS_MAX}")));

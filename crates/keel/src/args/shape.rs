@@ -76,7 +76,7 @@ impl ShapeArgs {
             json,
             parameters: Box::new(RandomParameters { format }),
             quantised: !matches!(format, WeightFormat::Dense(_)),
-            sees: false,
+            with_tower: false,
             pooling: None,
         })
     }

@@ -36,7 +36,7 @@ pub struct Subject<'a> {
     /// Whether linear layers are quantised, so that they multiply 8-bit integers.
     pub quantised: bool,
     /// Whether it has all that pictures need: a tower, and files that say how they are prepared.
-    pub sees: bool,
+    pub with_tower: bool,
     /// What the model's files say an embedding is.
     pub pooling: Option<Pooling>,
 }
@@ -50,7 +50,7 @@ impl<'a> Subject<'a> {
             json: model.json.clone(),
             parameters: model.parameters(),
             quantised: model.is_quantised(),
-            sees: crate::vision::can_see(model),
+            with_tower: crate::vision::can_see(model),
             pooling: crate::pooling::of_model(model).unwrap_or_else(|error| {
                 tracing::warn!("embeddings will be those of the last token (see --pooling): {error:#}");
                 None

@@ -30,7 +30,7 @@ pub struct ChatImages {
     seen: u32,
 }
 
-/// A picture that the tower has looked at.
+/// A picture that the tower has encoded.
 pub struct EncodedImage {
     /// Tells it from the others of the conversation.
     number: u32,
@@ -70,7 +70,7 @@ impl ChatImages {
         }
     }
 
-    /// Has the tower look at a file, as one more than `shown` pictures.
+    /// Has the tower encode a file, as one more than `shown` pictures.
     ///
     /// # Errors
     /// More pictures than planned for; a file that cannot be read or shown.

@@ -156,11 +156,11 @@ fn prepare_video(
         VideoFrames::File(origin) => {
             let limits = VideoFileLimits::default();
             load::with_bytes(origin, limits.file_bytes, |bytes| {
-                let film = VideoFile::open(bytes, limits)?;
-                let taken = processor.sample(film.frames(), film.fps())?;
+                let video = VideoFile::open(bytes, limits)?;
+                let taken = processor.sample(video.frames(), video.fps())?;
                 let mut builder = VideoBuilder::new(&processor, taken.len());
-                film.take(&taken, &mut |frame| builder.add(&frame))?;
-                Ok((builder.finish()?, taken, film.fps()))
+                video.take(&taken, &mut |frame| builder.add(&frame))?;
+                Ok((builder.finish()?, taken, video.fps()))
             })?
         }
     };

@@ -19,13 +19,13 @@ const LIST: &str = "printf '#tb 0: 1/100\\n#dimensions 0: 2x1\\n0, 0, 0, 50, 9, 
 
 fn open(script: &str, limits: VideoFileLimits) -> Result<(usize, f64, Vec<u8>)> {
     let (_folder, program) = program(script);
-    let film = VideoFile::open_with(MP4, limits, &program)?;
+    let video = VideoFile::open_with(MP4, limits, &program)?;
     let mut pixels = Vec::new();
-    film.take(&[0, 2], &mut |frame| {
+    video.take(&[0, 2], &mut |frame| {
         pixels.extend(frame.rgb);
         Ok(())
     })?;
-    Ok((film.frames(), film.fps(), pixels))
+    Ok((video.frames(), video.fps(), pixels))
 }
 
 #[test]
