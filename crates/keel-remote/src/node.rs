@@ -376,9 +376,14 @@ impl Session {
             let others = (0..devices.size).filter(|rank| !devices.ranks.contains(rank));
             others.for_each(|rank| members.note_absent(rank));
         }
-        devices.runtimes.clear();
         for stream in &devices.streams {
             let _ = stream.shutdown(Shutdown::Both);
+        }
+        // Also waits for what a driver does, so not on this thread.
+        let unused = std::mem::take(&mut devices.runtimes);
+        match std::thread::Builder::new().name("keel-close".into()).spawn(move || drop(unused)) {
+            Ok(thread) => devices.threads.push(thread),
+            Err(error) => tracing::error!("no thread can be started: {error}"),
         }
         while devices.threads.iter().any(|thread| !thread.is_finished()) {
             if Instant::now() > deadline {

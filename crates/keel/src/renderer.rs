@@ -22,10 +22,13 @@ pub fn run() -> Result<()> {
 
 /// Makes the rendering process render the templates of this process.
 pub fn set() {
-    // The link names the running program, also after an update has replaced its file.
+    keel_text::render_in_process(own_program(), vec![ARGUMENT.into()]);
+}
+
+/// A path of the running program.
+pub fn own_program() -> PathBuf {
+    // The link names it also after an update has replaced its file.
     let link = Path::new("/proc/self/exe");
     let named = || std::env::args_os().next().map(PathBuf::from).unwrap_or_default();
-    let program =
-        if link.exists() { link.to_path_buf() } else { std::env::current_exe().unwrap_or_else(|_| named()) };
-    keel_text::render_in_process(program, vec![ARGUMENT.into()]);
+    if link.exists() { link.to_path_buf() } else { std::env::current_exe().unwrap_or_else(|_| named()) }
 }

@@ -16,9 +16,9 @@ pub fn end_at_once() -> ! {
     signal_hook::low_level::exit(INTERRUPTED)
 }
 
-/// Whether a process that leads others was asked to end. A server hears of it by itself. While the process loads or
-/// waits for a node, a signal ends it at once: nothing is lost, as the nodes free what they have when the connection
-/// ends.
+/// Watches for signals in a process that leads others. While its server runs, the server ends in order. While it loads
+/// or waits for a node, a signal ends the process at once: nothing is lost, as the nodes free what they have when the
+/// connection ends.
 #[derive(Clone, Debug)]
 pub struct Signals {
     told: watch::Receiver<bool>,

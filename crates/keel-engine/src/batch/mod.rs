@@ -97,6 +97,8 @@ pub struct Batcher {
     speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
     turn: usize,
+    /// Rows in a second of the last step of prompts that was waited for; 0 before the first.
+    prompt_rate: f64,
     /// Steps of answers that ran ahead since answers were last asked for drafts.
     plain_steps: usize,
     /// Failed steps, whether retried or not.
@@ -129,6 +131,7 @@ impl Batcher {
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
             turn: 0,
+            prompt_rate: 0.0,
             plain_steps: 0,
             failed_steps: 0,
             logits: Vec::new(),

@@ -1,12 +1,18 @@
 //! Chunks of prompts. Those of several prompts run in one step, which draws the first token of each prompt that is
 //! done.
 
+use std::time::Instant;
+
 use super::policy::{PromptRest, share_prefill};
 use super::request::BatchEvent;
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
 use crate::{Chunk, EngineError, PREFILL_GRID, Result};
+
+/// How long a step of a prompt that is alone may take, if it has more rows than other steps: requests that come, and
+/// ends of requests, wait for it.
+const LONE_STEP_SECONDS: f64 = 1.0;
 
 /// The next `rows` tokens of the prompt of running sequence `i`.
 #[derive(Clone, Copy, Debug)]
@@ -44,7 +50,8 @@ impl Batcher {
         let mut prompts = self.running.iter().filter(|running| is_prompt(running));
         let budget = match (prompts.next(), prompts.next()) {
             (Some(alone), None) if decoding == 0 && self.waiting.is_empty() => {
-                self.engine.lone_prompt_rows_max(&alone.cache)
+                let in_time = (self.prompt_rate * LONE_STEP_SECONDS) as usize;
+                self.engine.lone_prompt_rows_max(&alone.cache).min(in_time.max(step_max))
             }
             _ => self.options.step_tokens.saturating_sub(decoding).min(step_max),
         };
@@ -125,7 +132,10 @@ impl Batcher {
             let tokens = &running.tokens[at..at + part.rows];
             chunks.push(Chunk { sequence: &mut running.cache, tokens, next, draw });
         }
+        let begin = Instant::now();
         let outcome = self.engine.prefill_chunks(&mut chunks);
+        let count: usize = parts.iter().map(|part| part.rows).sum();
+        self.prompt_rate = count as f64 / begin.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
         if outcome.is_err() {
             let drawing = chunks.iter().map(|chunk| chunk.draw.is_some()).collect::<Vec<_>>();
             let drawing = members(&mut self.running, &rows).zip(drawing).filter(|(_, draws)| *draws);

@@ -173,7 +173,8 @@ impl Engine {
         self.stepper.buckets().prompts()
     }
 
-    /// How many rows one step of prompts may run.
+    /// How many rows one step of prompts may run. A prompt that is alone may have more
+    /// ([`Engine::lone_prompt_rows_max`]).
     pub fn prefill_rows_max(&self) -> usize {
         self.stepper.buckets().prefill_rows_max()
     }
@@ -193,7 +194,7 @@ impl Engine {
         if chunks.is_empty() || chunks.len() > chunks_max || rows > rows_max {
             let count = chunks.len();
             let reason = format!(
-                "a step of {rows} tokens of {count} prompts; there are at most {rows_max} of 1 to {chunks_max}"
+                "a step of {rows} tokens of {count} prompt(s): at most {rows_max} tokens, and {chunks_max} prompts"
             );
             return Err(EngineError::Option(reason));
         }

@@ -25,15 +25,16 @@ use crate::{Engine, Result};
 /// stages each stage works for `n` of `n + s - 1` turns.
 const CHUNKS_PER_STAGE: usize = 4;
 
-/// The fewest rows of a chunk: fewer use a device less well.
+/// The fewest rows of a chunk but the last: fewer use a device less well.
 const CHUNK_ROWS_MIN: usize = 256;
 
-/// The same for each expert of a mixture, on average. A chunk reads and widens the weights of all experts that its rows
+/// The fewest rows of a chunk for each expert of a mixture, on average. A chunk reads and widens the weights of all experts that its rows
 /// choose, which takes as long as multiplying about 30 rows by them.
 const EXPERT_ROWS_MIN: usize = 32;
 
-/// Cuts `rows` rows into chunks of `fewest` to `most` rows for a pipeline of `stages` stages; `None` if one step is as
-/// good. `padded` gives the rows of the step that runs a chunk.
+/// Cuts `rows` rows into chunks of `fewest` to `most` rows, of which the last may be shorter, for a pipeline of `stages`
+/// stages. `None` if one step is as good, which more than `most` rows never are. `padded` gives the rows of the step
+/// that runs a chunk.
 fn chunks_of(
     rows: usize,
     stages: usize,
@@ -59,10 +60,11 @@ impl Engine {
         self.stages() > 1 && !self.leaves_grid() && !self.stepper.keeps_rows()
     }
 
-    /// How many rows of this sequence's prompt a step may run that runs no other. In a pipeline these are more than
+    /// The most rows of a step that runs this sequence's prompt alone. In a pipeline these are more than
     /// [`Engine::prefill_rows_max`], because each chunk is a step of its own on a device.
     pub fn lone_prompt_rows_max(&self, sequence: &SequenceCache) -> usize {
-        let overlaps = self.overlaps_prompts() && sequence.vision_inputs().is_none();
+        let is_concurrent = self.runtime().backend().group().is_some_and(|group| group.is_concurrent());
+        let overlaps = self.overlaps_prompts() && is_concurrent && sequence.vision_inputs().is_none();
         self.prefill_rows_max() * if overlaps { CHUNKS_PER_STAGE * self.stages() } else { 1 }
     }
 
@@ -158,6 +160,8 @@ mod tests {
         let cut = |rows, stages, fewest| {
             let chunks = chunks_of(rows, stages, fewest..=2048, |rows| rows.next_multiple_of(64))?;
             assert_eq!(chunks.iter().map(ExactSizeIterator::len).sum::<usize>(), rows);
+            let (last, others) = chunks.split_last().expect("some");
+            assert!(others.iter().all(|chunk| (fewest..=2048).contains(&chunk.len())) && last.len() <= 2048);
             Some((chunks.len(), chunks[0].len()))
         };
         assert_eq!(cut(2048, 1, 256), None);
@@ -169,6 +173,6 @@ mod tests {
         assert_eq!(cut(2048, 2, 1638), None, "experts have too few rows");
         assert_eq!(cut(2048, 2, 1024), Some((2, 1024)));
         assert_eq!(cut(16_384, 2, 256), Some((8, 2048)));
-        assert_eq!(cut(16_300, 4, 1638), Some((9, 1856)), "at least so many rows a chunk");
+        assert_eq!(cut(16_300, 4, 1638), Some((9, 1856)), "all but the last have enough rows");
     }
 }

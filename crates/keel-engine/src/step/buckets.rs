@@ -327,6 +327,9 @@ mod tests {
                     expect(StepKind::prefill(Outcome::LastLogits), rows, buckets.prompts);
                     let chunk = buckets.chunk_rows(rows);
                     assert!(chunk == rows || chunk > 0 && chunk < rows && chunk.is_multiple_of(PREFILL_GRID));
+                    let on_grid = buckets.grid_rows(rows);
+                    assert!(on_grid.is_multiple_of(PREFILL_GRID) && on_grid >= rows);
+                    assert_eq!(buckets.fit(StepKind::prefill(Outcome::State), on_grid, 1).rows, on_grid);
                     if rows.is_multiple_of(PREFILL_GRID) {
                         expect(StepKind::prefill(Outcome::State), rows, 1);
                     }

@@ -131,7 +131,8 @@ struct RequestArgs {
     /// them. A damaged file is skipped with a warning.
     #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_reuse")]
     prefix_cache_dir: Option<PathBuf>,
-    /// Tokens of one step, answers and prompts together. It bounds how long a prompt can delay other requests.
+    /// Tokens of one step, answers and prompts together. It bounds how long a prompt can delay other requests. A prompt
+    /// that is alone takes larger steps: in a pipeline, of up to about a second.
     #[arg(long, value_name = "N", default_value_t = STEP_TOKENS_DEFAULT, value_parser = count)]
     step_tokens: usize,
     /// Answers that may wait. A request is refused with 429 if there is no room for all of its answers, unless none

@@ -13,6 +13,7 @@ use keel_remote::RemoteError;
 use keel_server::wait_for_signal;
 
 use crate::args::{DeviceArgs, NodeArgs, SplitArgs, nodes};
+use crate::renderer::own_program;
 use crate::signals::Signals;
 
 /// Between two looks at what has come.
@@ -21,7 +22,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How often a leader that has lost a node tries to load although there is too little memory.
 const TRIES: usize = 15;
 
-/// How long a leader that has lost a node tries to reach it before it says why it does not.
+/// How long one attempt to reach a lost node takes, and the pause after a load that found too little memory.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// A node that has gone without a word is found to be lost after 5 s. What fails because of it may fail sooner.
@@ -53,10 +54,9 @@ fn start_again() {
     #[cfg(unix)]
     {
         use std::os::unix::process::CommandExt;
-        let error = match std::env::current_exe() {
-            Ok(program) => Command::new(program).args(std::env::args_os().skip(1)).exec(),
-            Err(error) => error,
-        };
+        let mut own = std::env::args_os();
+        let name = own.next().unwrap_or_default();
+        let error = Command::new(own_program()).arg0(name).args(own).exec();
         tracing::warn!(
             "the process cannot start again, so the driver keeps its part of a GPU's memory: {error}"
         );
