@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::launch_faults::{Faults, disturbed_engine};
+use common::launch_faults::{Faults, disturbed_engine, disturbed_engine_with, disturbed_options};
 use common::{decoded, demo, expect_same_state, fixture, recurrent_bytes};
 use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::{CommitProgress, FailedStepState, SequenceCache};
@@ -152,4 +152,36 @@ fn a_step_of_a_prompt_that_fails_halfway_is_taken_back_or_not_built_upon() {
     }
     engine.prefill(&mut sequence, &prompt[128..], &mut Vec::new(), &mut |_| ()).expect("runs");
     expect_same_state(&mut engine, sequence, straight);
+}
+
+/// Rows of a long step overwrite keys that its first rows need in the sliding layers. Once they may be overwritten, the
+/// sequence cannot go on from where the step began.
+#[test]
+fn a_failed_step_that_has_overwritten_its_window_is_not_built_upon() {
+    // A window of 16 keeps two pages of 256. Tokens 256 to 767 write the pages 1 and 2, and page 2 overwrites page 0.
+    let prompt: Vec<u32> = (0..768).map(|i| i * 37 % 90).collect();
+    let options = EngineOptions { context: 1024, prefill_step: 512, checkpoints: 0, ..disturbed_options() };
+    let (mut engine, faults) = disturbed_engine_with(&fixture("gemma3_text"), 4, options);
+    let straight = decoded(&mut engine, &prompt, &[]);
+    let mut failures = 0;
+    for launches in 0.. {
+        let mut sequence = decoded(&mut engine, &prompt[..256], &[]);
+        faults.set(launches);
+        let outcome = engine.prefill(&mut sequence, &prompt[256..], &mut Vec::new(), &mut |_| ());
+        faults.clear();
+        let Err(error) = outcome else {
+            engine.release(sequence);
+            break;
+        };
+        assert!(error.to_string().contains("injected"), "{error}");
+        failures += 1;
+        let at = sequence.len();
+        if engine.prefill(&mut sequence, &prompt[at..], &mut Vec::new(), &mut |_| ()).is_err() {
+            assert_eq!(engine.cache_mut().rewind(&mut sequence, at).expect("clears"), 0);
+            engine.prefill(&mut sequence, &prompt, &mut Vec::new(), &mut |_| ()).expect("runs");
+        }
+        let twin = engine.cache_mut().fork(&straight).expect("a slot is free");
+        expect_same_state(&mut engine, sequence, twin);
+    }
+    assert!(failures > 10, "{failures} launches in the steps");
 }

@@ -348,13 +348,19 @@ impl Engine {
 
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
-    /// back](Engine::can_take_back), the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound.
-    /// If its state is kept, it is rewound here.
+    /// back](Engine::can_take_back), or where the rows may have overwritten keys of a sliding layer that are needed,
+    /// the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound. If its state is kept, it is
+    /// rewound here. If this fails, too, the sequence stays as the step has left it.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, later_ran: bool) {
-        if later_ran || !self.cache.spec().is_recurrent() {
+        let is_recurrent = self.cache.spec().is_recurrent();
+        if later_ran || !is_recurrent {
             self.cache.forget_steps(sequence, rows);
         }
-        self.take_back_step(sequence);
+        let at = sequence.offset();
+        let is_kept = at == 0 || is_recurrent && sequence.checkpoints().any(|kept| kept == at);
+        if is_kept && self.cache.expect_whole(sequence).is_err() {
+            let _ = self.cache.rewind(sequence, at);
+        }
     }
 
     /// Waits for all steps under way and gives them up. Each has one row of this sequence, and of no other that is

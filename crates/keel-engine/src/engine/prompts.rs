@@ -111,7 +111,7 @@ impl Engine {
             let rows = self.whole_pictures(sequence, at, self.chunk_rows(rows))?.min(rest.len());
             let (tokens, after) = rest.split_at(rows);
             if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
-                self.take_back_step(sequence);
+                self.give_up(sequence, tokens.len(), false);
                 return Err(error);
             }
             sequence.advance(tokens.len());
@@ -223,19 +223,9 @@ impl Engine {
                 Ok(drawn)
             }
             Err(error) => {
-                chunks.iter_mut().for_each(|chunk| self.take_back_step(chunk.sequence));
+                chunks.iter_mut().for_each(|chunk| self.give_up(chunk.sequence, chunk.tokens.len(), false));
                 Err(error)
             }
-        }
-    }
-
-    /// After a failed step of a prompt: if the state before the step is kept, the sequence gets it back. Otherwise, or
-    /// if this fails, too, the sequence stays torn.
-    pub(crate) fn take_back_step(&mut self, sequence: &mut SequenceCache) {
-        let at = sequence.offset();
-        let is_kept = at == 0 || sequence.checkpoints().any(|kept| kept == at);
-        if is_kept && self.cache.expect_whole(sequence).is_err() {
-            let _ = self.cache.rewind(sequence, at);
         }
     }
 }

@@ -77,20 +77,27 @@ impl Interceptor for Faults {
 
 /// An engine for three sequences, whose programs are cut into pieces of `piece` kernels.
 pub fn disturbed_engine(folder: &Path, piece: usize) -> (Engine, Arc<Faults>) {
-    let faults = Arc::new(Faults::default());
-    faults.clear();
-    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    let backend = InterceptedBackend::new(Arc::new(inner), Arc::clone(&faults));
-    let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
-    let runtime = Runtime::new(backend, options);
-    let options = EngineOptions {
+    disturbed_engine_with(folder, piece, EngineOptions { drafts: 5, ..disturbed_options() })
+}
+
+/// The options of a [`disturbed_engine`], without drafts.
+pub fn disturbed_options() -> EngineOptions {
+    EngineOptions {
         context: 512,
         sequences: 3,
         prefill_step: 64,
         checkpoints: 2,
-        drafts: 5,
         compute: Compute::Auto,
         ..EngineOptions::default()
-    };
-    (super::engine(folder, &runtime, options), faults)
+    }
+}
+
+/// As [`disturbed_engine`], with other options.
+pub fn disturbed_engine_with(folder: &Path, piece: usize, options: EngineOptions) -> (Engine, Arc<Faults>) {
+    let faults = Arc::new(Faults::default());
+    faults.clear();
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
+    let backend = InterceptedBackend::new(Arc::new(inner), Arc::clone(&faults));
+    let runtime = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
+    (super::engine(folder, &Runtime::new(backend, runtime), options), faults)
 }
