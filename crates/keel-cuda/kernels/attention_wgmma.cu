@@ -1,17 +1,17 @@
 // attention_prefill of attention_tensor.cu with Hopper's matrix instructions. Formula, operands and roundings are the
-// same; pages are f16, without a window.
+// same; pages are f16 or coded, without a window.
 //
 // A block has 128 pairs of row and head, 64 for each of its two warpgroups, against BN keys at a time. While the tensor
 // cores multiply one tile's weights by its values, the scores of the next tile are turned into weights. Copies run one
 // tile further ahead. Shared memory holds two tiles of keys and two of values, in the panels of wgmma.cuh.
 //
-// Macros: H, KV, D (64, 128, 256), Q_STRIDE, WINDOW=0, UNTIL, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
-// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes. Long blocks
-// start first.
+// Macros: H, KV, D (64, 128, 256), Q_STRIDE, KV_F16, KV_BITS, WINDOW=0, UNTIL, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
+// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes and
+// 2 BN D KV_BITS / 8. Long blocks start first.
 //
 // Floor: 4 D H T^2 / 2 operations at the tensor cores' rate.
 
-#include "paged.cuh"
+#include "kept.cuh"
 #include "wgmma.cuh"
 
 #define G (H / KV)
@@ -22,8 +22,6 @@
 #define Q_PANEL (BM * 128)
 #define KV_PANEL (BN * 128)
 #define KV_TILE (PANELS * KV_PANEL)
-
-typedef f16 kv_t;
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 extern "C" __global__ void __launch_bounds__(256, 1)
@@ -58,6 +56,43 @@ attention_prefill_wide(
     const u32 row = threadIdx.x / (D / 8), chunk = threadIdx.x % (D / 8);
     const u32 place = chunk / 8 * KV_PANEL + panel_offset(row, chunk % 8);
     auto page_of = [&](u32 key) { return table[b * pages + min(key, to - 1) / PAGE]; };
+#if KV_BITS
+    constexpr u32 PIECES = BN / ROW_STEP;
+    const u32 key_codes = value_tiles + 2 * KV_TILE + threadIdx.x * KV_BITS, value_codes = key_codes + PIECES * 256 * KV_BITS;
+    u32 key_steps[PIECES], value_steps[PIECES];
+    auto fetch = [&](u32 codes, u32 (&steps)[PIECES], const u8* pool, u32 page, u32 key) {
+        if (key >= to) return;
+        const u32 token = key % PAGE + row;
+        const u8* head = pool + head_page(page, kv);
+        const u16* steps_of_head = (const u16*)(head + PAGE * CODE_ROW);
+#pragma unroll
+        for (u32 i = 0; i < PIECES; i++) {
+            const u32 of = token + i * ROW_STEP;
+            const bool is_there = key + row + i * ROW_STEP < to;
+            copy_async_few<KV_BITS>(codes + i * 256 * KV_BITS, head + of * CODE_ROW + chunk * KV_BITS, is_there);
+            steps[i] = 0;
+            if (is_there) steps[i] = steps_of_head[of * GROUPS_OF_ROW + chunk / 4];
+        }
+    };
+    // Fills a tile from codes that have arrived, and copies those of the next tile of the pool, which are in `page`.
+    auto load = [&](u32 tile, u32 codes, u32 (&steps)[PIECES], const u8* pool, u32 page, u32 key) {
+        if (key >= to) return;
+#pragma unroll
+        for (u32 i = 0; i < PIECES; i++) {
+            const u32 at = codes + i * 256 * KV_BITS;
+            uint2 eight = {};
+            if (KV_BITS == 8) asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(eight.x), "=r"(eight.y) : "r"(at));
+            else asm volatile("ld.shared.b32 %0, [%1];" : "=r"(eight.x) : "r"(at));
+            const uint4 wide = widen8(eight, steps[i]);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(tile + place + i * ROW_STEP * 128), "r"(wide.x), "r"(wide.y),
+                         "r"(wide.z), "r"(wide.w) : "memory");
+        }
+        fetch(codes, steps, pool, page, key + BN);
+    };
+#define KEYS key_codes, key_steps, keys
+#define VALUES value_codes, value_steps, values
+#define AHEAD BN
+#else
     auto load = [&](u32 tile, const f16* pool, u32 page, u32 key) {
         if (key >= to) return;
         const f16* rows = pool + (((u64)page * KV + kv) * PAGE + key % PAGE + row) * D + chunk * 8;
@@ -65,13 +100,23 @@ attention_prefill_wide(
         for (u32 i = 0; i < BN; i += ROW_STEP)
             copy_async_to(tile + place + i * 128, rows + i * D, key + row + i < to);
     };
+#define KEYS keys
+#define VALUES values
+#define AHEAD 0
+#endif
     const u32 first_page = page_of(from);
-    // Pages of the tile that is worked on next and of the one after it; each is read a tile ahead.
-    u32 page = page_of(from + BN), next_page = page_of(from + 2 * BN);
-    load(key_tiles, keys, first_page, from);
+    // Pages of the tile that is copied next and of the one after it; each is read a tile ahead.
+    u32 page = page_of(from + BN + AHEAD), next_page = page_of(from + 2 * BN + AHEAD);
+#if KV_BITS
+    const u32 second_page = page_of(from + BN);
+    fetch(KEYS, first_page, from);
+    fetch(VALUES, first_page, from);
+#else
+    load(key_tiles, KEYS, first_page, from);
     copy_commit();
-    load(value_tiles, values, first_page, from);
-    load(key_tiles + KV_TILE, keys, page, from + BN);
+    load(value_tiles, VALUES, first_page, from);
+    load(key_tiles + KV_TILE, KEYS, page, from + BN);
+#endif
     copy_commit();
 
     for (u32 i = threadIdx.x; i < BM * (D / 8); i += 256) {
@@ -128,10 +173,22 @@ attention_prefill_wide(
                 weights[k][i] = pack_f16(scores[2 * k + i / 2][i % 2 * 2], scores[2 * k + i / 2][i % 2 * 2 + 1]);
     };
 
+#if KV_BITS
+    copy_wait<0>();
+    load(key_tiles, KEYS, second_page, from);
+    load(value_tiles, VALUES, second_page, from);
+    copy_commit();
+#else
     copy_wait<1>();
+#endif
     publish_to_products();
     __syncthreads();
     multiply_keys(key_tiles);
+#if KV_BITS
+    copy_wait<0>();
+    load(key_tiles + KV_TILE, KEYS, page, from + BN);
+    copy_commit();
+#endif
     wgmma_wait<0>();
     weigh(from);
     round_weights();
@@ -145,10 +202,10 @@ attention_prefill_wide(
         __syncthreads();
         multiply_keys(key_tiles + (odd ^ 1) * KV_TILE);
         multiply_values(value_tiles + odd * KV_TILE);
-        load(value_tiles + (odd ^ 1) * KV_TILE, values, page, key);
-        load(key_tiles + odd * KV_TILE, keys, next_page, key + BN);
+        load(value_tiles + (odd ^ 1) * KV_TILE, VALUES, page, key);
+        load(key_tiles + odd * KV_TILE, KEYS, next_page, key + BN);
         copy_commit();
-        page = next_page, next_page = page_of(key + 2 * BN);
+        page = next_page, next_page = page_of(key + 2 * BN + AHEAD);
         wgmma_wait<1>();
         weigh(key);
         wgmma_wait<0>();

@@ -10,9 +10,7 @@
 // - Keys: a product may take columns in any order if both operands do. put_query stores queries in that order.
 // - Values: columns of the sums are out of order. put_sums stores them where they belong.
 //
-// A value is code step, rounded once to f16, as coded8 of kv_coded.cuh computes it. With P = 128 (8 bits) or 8 (4
-// bits), a code over P and a step times P are exact in f16 wherever the group's peak is a normal f16; their product
-// rounds once.
+// P is explained in kv_coded.cuh.
 #pragma once
 #include "attention_tiles.cuh"
 
@@ -45,9 +43,7 @@ static __device__ __forceinline__ u32 steps_at(const u8* chunk, u32 key, u32 g) 
     return GROUPS_OF_ROW % 2 == 0 ? *(const u32*)at : at[0] | (g + 1 < GROUPS_OF_ROW ? at[1] << 16 : 0);
 }
 /// The step of group g + j times P.
-static __device__ __forceinline__ float wide_step(u32 steps, int j) {
-    return __uint_as_float(j ? steps & 0xffff0000u : steps << 16) * (KV_BITS == 8 ? 128.0f : 8.0f);
-}
+static __device__ __forceinline__ float wide_step(u32 steps, int j) { return wide_step(j ? steps >> 16 : steps & 0xffffu); }
 
 /// Codes of groups g and g + 1 of a chunk; g is even.
 struct Codes {
@@ -72,14 +68,6 @@ struct Codes {
     }
 };
 
-/// Two codes of a register times their steps (times P), as f16. 8 bits: `pair` selects bytes; 4 bits: it is a shift.
-static __device__ __forceinline__ u32 widen(u32 codes, u32 pair, u32 steps) {
-    // The codes become the low bits of 8 (steps of 1 / 128) or 128 (steps of 1 / 8).
-    u32 x = KV_BITS == 8 ? __byte_perm(codes, 0x48484848u, pair) : (codes >> pair & 0x000f000fu) | 0x58005800u;
-    const u32 zero = KV_BITS == 8 ? 0x48804880u : 0x58085808u;
-    const f16x2 r = __hmul2(__hsub2(*(f16x2*)&x, *(const f16x2*)&zero), *(f16x2*)&steps);
-    return *(const u32*)&r;
-}
 static constexpr __device__ u32 key_pair(int s, int p) { return KV_BITS == 8 ? (p ? 0x4342 : 0x4140) : 4 * (2 * s + p); }
 static constexpr __device__ u32 value_pair(int s, int p) { return KV_BITS == 8 ? (p ? 0x4341 : 0x4240) : 4 * (2 * s + p); }
 

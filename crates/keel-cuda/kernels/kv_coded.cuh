@@ -35,6 +35,35 @@ static __device__ __forceinline__ uint4 coded8(const u8* page, u32 token, u32 d)
     return make_uint4(pack_f16(x.x, x.y), pack_f16(x.z, x.w), pack_f16(y.x, y.y), pack_f16(y.z, y.w));
 }
 
+// In pairs: a value is code step, rounded once to f16, as coded8 computes it. With P = 128 (8 bits) or 8 (4 bits), a code
+// over P and a step times P are exact in f16 wherever the group's peak is a normal f16; their product rounds once.
+
+/// A stored step times P.
+static __device__ __forceinline__ float wide_step(u32 step) { return __uint_as_float(step << 16) * (KV_BITS == 8 ? 128.0f : 8.0f); }
+
+/// Two codes of a register times their steps (times P), as f16. 8 bits: codes plus 128, `pair` selects bytes; 4 bits: it
+/// is a shift.
+static __device__ __forceinline__ u32 widen(u32 codes, u32 pair, u32 steps) {
+    // The codes become the low bits of 8 (steps of 1 / 128) or 128 (steps of 1 / 8).
+    u32 x = KV_BITS == 8 ? __byte_perm(codes, 0x48484848u, pair) : (codes >> pair & 0x000f000fu) | 0x58005800u;
+    const u32 zero = KV_BITS == 8 ? 0x48804880u : 0x58085808u;
+    const f16x2 r = __hmul2(__hsub2(*(f16x2*)&x, *(const f16x2*)&zero), *(f16x2*)&steps);
+    return *(const u32*)&r;
+}
+
+/// Eight codes of one group, KV_BITS bytes, times their stored step.
+static __device__ __forceinline__ uint4 widen8(uint2 codes, u32 step) {
+    const float wide = wide_step(step);
+    const u32 steps = pack_f16(wide, wide);
+    if (KV_BITS == 8) {
+        const u32 low = codes.x ^ 0x80808080u, high = codes.y ^ 0x80808080u;
+        return make_uint4(widen(low, 0x4140, steps), widen(low, 0x4342, steps), widen(high, 0x4140, steps), widen(high, 0x4342, steps));
+    }
+    // Values i and i + 4 come together.
+    const u32 a = widen(codes.x, 0, steps), b = widen(codes.x, 4, steps), c = widen(codes.x, 8, steps), d = widen(codes.x, 12, steps);
+    return make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632));
+}
+
 /// Encodes group `group` of a token's head: lane i of the warp has value i.
 static __device__ __forceinline__ void store_group(u8* page, u32 token, u32 group, float x) {
     const u32 lane = threadIdx.x % 32;

@@ -29,6 +29,11 @@ static __device__ __forceinline__ void copy_async(void* to, const void* from, bo
     copy_async_to(shared_address(to), from, valid);
 }
 
+/// BYTES (4 or 8) from global to shared memory, in the background; zeros if not `valid`.
+template <int BYTES> static __device__ __forceinline__ void copy_async_few(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "r"(valid ? BYTES : 0) : "memory");
+}
+
 /// 16 bytes to shared memory, the first `bytes` of them from global memory, the others zeros.
 static __device__ __forceinline__ void copy_async_part(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");

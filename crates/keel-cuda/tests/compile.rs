@@ -356,14 +356,17 @@ fn attention(keys: &mut Keys) {
             ("H", "8"),
             ("KV", "2"),
             ("D", d),
+            ("KV_F16", "1"),
             ("Q_STRIDE", "2048"),
             ("WINDOW", "0"),
             ("BN", columns),
             ("SPLIT_STEP", columns),
         ];
         keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
-        let until = [&defines[..], &[("UNTIL", "1")]].concat();
-        keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &until);
+        for other in [("UNTIL", "1"), ("KV_BITS", "8"), ("KV_BITS", "4")] {
+            let defines = [&defines[..], &[other]].concat();
+            keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
+        }
     }
 }
 

@@ -24,7 +24,9 @@ pub fn time(bench: &Bench) -> Result<()> {
             }
         }
         for (rows, before) in [(4096, 0), (16_384, 0), (128, 32_768)] {
-            attention_of_a_prompt(bench, heads, rows, before)?;
+            for format in [KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
+                attention_of_a_prompt(bench, heads, format, rows, before)?;
+            }
         }
     }
     Ok(())
@@ -151,28 +153,44 @@ fn attention_step(
     let [q, k, v] = heads.inputs(bench, sequences)?;
     let batch = batch(bench, sequences, context - 1, 1)?;
     let bytes = 2 * sequences * context * heads.kv * heads.row_elements(format) * format.dtype().size();
-    let bits = match format {
-        KvFormat::F32 => 32,
-        KvFormat::F16 => 16,
-        KvFormat::Bits8 => 8,
-        KvFormat::Bits4 => 4,
-    };
-    let name =
-        format!("attention step, {}, {bits} bits, context {context}, batch {sequences}", heads.named());
+    let name = format!(
+        "attention step, {}, {} bits, context {context}, batch {sequences}",
+        heads.named(),
+        bits_of(format)
+    );
     let pool = || heads.pool(bench, format, sequences * context.div_ceil(PAGE));
     bench.time(&name, Floor::Bytes(bytes), bytes, pool, |pool| {
         q.paged_attention(&k, &v, pool, &batch, heads.spec(Regime::Decode))
     })
 }
 
-fn attention_of_a_prompt(bench: &Bench, heads: Heads, rows: usize, before: usize) -> Result<()> {
+fn bits_of(format: KvFormat) -> usize {
+    match format {
+        KvFormat::F32 => 32,
+        KvFormat::F16 => 16,
+        KvFormat::Bits8 => 8,
+        KvFormat::Bits4 => 4,
+    }
+}
+
+fn attention_of_a_prompt(
+    bench: &Bench,
+    heads: Heads,
+    format: KvFormat,
+    rows: usize,
+    before: usize,
+) -> Result<()> {
     let [q, k, v] = heads.inputs(bench, rows)?;
     let batch = batch(bench, 1, before, rows)?;
     // Each row with the keys that it sees, once for the scores and once for the sums.
     let seen = rows as f64 * (before as f64 + rows as f64 / 2.0);
     let operations = (4 * heads.query * heads.size) as f64 * seen;
-    let name = format!("attention of a prompt, {}, {rows} rows behind {before}", heads.named());
-    let pool = || heads.pool(bench, KvFormat::F16, (before + rows).div_ceil(PAGE));
+    let name = format!(
+        "attention of a prompt, {}, {} bits, {rows} rows after {before}",
+        heads.named(),
+        bits_of(format)
+    );
+    let pool = || heads.pool(bench, format, (before + rows).div_ceil(PAGE));
     bench.time(&name, Floor::Operations(operations, rows), super::COLD_BYTES, pool, |pool| {
         q.paged_attention(&k, &v, pool, &batch, heads.spec(Regime::Prefill))
     })

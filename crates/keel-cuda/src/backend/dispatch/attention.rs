@@ -327,7 +327,7 @@ impl<'a> Task<'a> {
     fn wide_keys(&self) -> Option<usize> {
         let takes = self.call.gpu.has_wgmma()
             && self.call.mode.precision == Precision::Fast
-            && self.call.inputs[3].dtype == DType::F16
+            && (self.call.inputs[3].dtype == DType::F16 || self.coded_bits() > 0)
             && (self.spec.regime, self.spec.window) == (Regime::Prefill, None);
         match self.size {
             64 | 128 if takes => Some(128),
@@ -377,7 +377,9 @@ impl<'a> Task<'a> {
             let geometry = Geometry {
                 grid: (self.kv_heads, tiles(WIDE_TILE), shares),
                 block: (256, 1, 1),
-                shared_bytes: 1024 + 2 * (WIDE_TILE + 4 * keys) * self.size,
+                shared_bytes: 1024
+                    + 2 * (WIDE_TILE + 4 * keys) * self.size
+                    + 2 * keys * self.size * self.coded_bits() / 8,
             };
             let key = self.key(ATTENTION_WGMMA, "attention_prefill_wide");
             return (key.define("BN", keys).define("SPLIT_STEP", keys), geometry);
