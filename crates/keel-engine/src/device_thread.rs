@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
+use keel_array::{Array, ArrayError, Executable, FailedRun, PendingRun, Runtime};
 use work_channel::{Disconnected, ResultReceiver, WorkSender, line};
 
 use crate::{EngineError, Result};
@@ -166,6 +166,71 @@ impl Job {
     }
 }
 
+/// A step that a device has begun. If it is dropped, it ends first.
+pub(crate) struct BegunStep {
+    step: Executable,
+    run: Result<PendingRun, Failure>,
+    /// Bytes that come to the host.
+    bytes: usize,
+}
+
+impl BegunStep {
+    /// Begins a step on this thread, as a member of its device's group. The bytes of `drawn` come to the host. A backend
+    /// that does not queue also ends it.
+    pub fn begin(step: Executable, drawn: &Array) -> BegunStep {
+        let membership = Membership::of(&step);
+        BegunStep::begin_as(membership, step, drawn)
+    }
+
+    fn begin_as(mut membership: Membership, step: Executable, drawn: &Array) -> BegunStep {
+        let run = catch_unwind(AssertUnwindSafe(|| step.submit(drawn)))
+            .map_err(|panic| Failure::Panicked(message_of(&*panic)));
+        membership.has_succeeded = run.as_ref().is_ok_and(|run| !run.has_failed());
+        BegunStep { step, run, bytes: drawn.bytes() }
+    }
+
+    /// Waits for its end, on this thread.
+    pub fn wait(self) -> FinishedJob {
+        let membership = Membership::of(&self.step);
+        self.wait_as(membership)
+    }
+
+    fn wait_as(self, mut membership: Membership) -> FinishedJob {
+        let BegunStep { step, run, bytes } = self;
+        let mut drawn = vec![0; bytes];
+        let wait = |run: PendingRun| {
+            catch_unwind(AssertUnwindSafe(|| run.wait(&mut drawn).map_err(Failure::Failed)))
+                .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))))
+        };
+        let outcome = run.and_then(wait).map(|()| drawn);
+        membership.has_succeeded = outcome.is_ok();
+        FinishedJob { step, outcome }
+    }
+}
+
+/// Work for a thread.
+enum Work {
+    Run(Job),
+    Begin(Executable, Array),
+    Wait(BegunStep),
+}
+
+/// What becomes of it.
+enum End {
+    Finished(FinishedJob),
+    Begun(BegunStep),
+}
+
+impl Work {
+    fn run_as(self, membership: Membership) -> End {
+        match self {
+            Work::Run(job) => End::Finished(job.run_as(membership)),
+            Work::Begin(step, drawn) => End::Begun(BegunStep::begin_as(membership, step, &drawn)),
+            Work::Wait(begun) => End::Finished(begun.wait_as(membership)),
+        }
+    }
+}
+
 /// The message of a panic.
 fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -175,26 +240,75 @@ fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
 /// A job that was handed to a thread.
 pub(crate) struct JobHandle {
     step: Executable,
-    ended: ResultReceiver<FinishedJob>,
+    ended: ResultReceiver<End>,
 }
 
 impl JobHandle {
     /// Waits for the job's end.
     pub fn wait(self) -> FinishedJob {
         let JobHandle { step, ended } = self;
-        ended.wait().unwrap_or_else(|Disconnected| FinishedJob { step, outcome: Err(Failure::Lost) })
+        match ended.wait() {
+            Ok(end) => end.finished(),
+            Err(Disconnected) => FinishedJob { step, outcome: Err(Failure::Lost) },
+        }
     }
 
     /// Waits for the job's end, but no longer than `patience`. An end is returned once.
     pub fn wait_for(&self, patience: Duration) -> Option<FinishedJob> {
-        let lost = |Disconnected| Some(FinishedJob { step: self.step.clone(), outcome: Err(Failure::Lost) });
-        self.ended.wait_for(patience).unwrap_or_else(lost)
+        match self.ended.wait_for(patience) {
+            Ok(end) => end.map(End::finished),
+            Err(Disconnected) => Some(FinishedJob { step: self.step.clone(), outcome: Err(Failure::Lost) }),
+        }
+    }
+}
+
+impl End {
+    fn finished(self) -> FinishedJob {
+        match self {
+            End::Finished(job) => job,
+            End::Begun(_) => unreachable!("the work was to run, or to wait"),
+        }
+    }
+}
+
+/// A step that a thread is to begin.
+pub(crate) struct Beginning {
+    thread: Arc<DeviceThread>,
+    step: Executable,
+    begun: ResultReceiver<End>,
+}
+
+impl Beginning {
+    /// Waits until the step has begun.
+    pub fn wait(self) -> StepOnThread {
+        let Beginning { thread, step, begun } = self;
+        let begun = match begun.wait() {
+            Ok(End::Begun(begun)) => begun,
+            Ok(End::Finished(_)) => unreachable!("the work was to begin"),
+            Err(Disconnected) => BegunStep { step, run: Err(Failure::Lost), bytes: 0 },
+        };
+        StepOnThread { thread, begun }
+    }
+}
+
+/// A step that a thread has begun.
+pub(crate) struct StepOnThread {
+    thread: Arc<DeviceThread>,
+    begun: BegunStep,
+}
+
+impl StepOnThread {
+    /// Lets the thread wait for its end.
+    pub fn end(self) -> JobHandle {
+        let StepOnThread { thread, begun } = self;
+        let step = begun.step.clone();
+        thread.give(step, Work::Wait(begun))
     }
 }
 
 /// The thread of a device. Dropping it waits for its jobs.
 pub(crate) struct DeviceThread {
-    jobs: Option<WorkSender<Membership, Job, FinishedJob>>,
+    jobs: Option<WorkSender<Membership, Work, End>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -204,10 +318,10 @@ impl DeviceThread {
     /// # Errors
     /// The system refuses a thread.
     pub fn start(device: &str) -> Result<DeviceThread> {
-        let (jobs, inbox) = line::<Membership, Job, FinishedJob>();
+        let (jobs, inbox) = line::<Membership, Work, End>();
         let serve = move || {
             while let Some(handed) = inbox.next() {
-                handed.run(|membership, job| job.run_as(membership));
+                handed.run(|membership, work| work.run_as(membership));
             }
         };
         let thread = std::thread::Builder::new().name(format!("keel-{device}")).spawn(serve);
@@ -221,8 +335,18 @@ impl DeviceThread {
     /// to be lost, after which the group is made ready again.
     pub fn hand(&self, job: Job) -> JobHandle {
         let step = job.step.clone();
+        self.give(step, Work::Run(job))
+    }
+
+    /// Lets the thread begin a step after the work that it has. The bytes of `drawn` come to the host.
+    pub fn begin(self: &Arc<DeviceThread>, step: Executable, drawn: Array) -> Beginning {
+        let JobHandle { step, ended } = self.give(step.clone(), Work::Begin(step, drawn));
+        Beginning { thread: Arc::clone(self), step, begun: ended }
+    }
+
+    fn give(&self, step: Executable, work: Work) -> JobHandle {
         let jobs = self.jobs.as_ref().expect("it is taken when the thread is dropped");
-        let ended = jobs.hand(Membership::of(&step), job);
+        let ended = jobs.hand(Membership::of(&step), work);
         JobHandle { step, ended }
     }
 }

@@ -82,6 +82,11 @@ fn place_of(array: &Array) -> Option<Binding> {
 }
 
 impl PendingRun {
+    /// Whether it has failed before the device began its last piece. [`PendingRun::wait`] returns the error.
+    pub fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
     /// Hands the pieces to the backend.
     fn enqueue(&mut self) -> Result<(), Failure> {
         let program = self.executable.program.clone();

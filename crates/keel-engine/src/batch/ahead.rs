@@ -280,7 +280,7 @@ impl Batcher {
         let at_grid =
             at > running.prompt_len && at.is_multiple_of(PREFILL_GRID) && self.options.reuse_generated;
         let is_kept = if is_prompt { running.save_points.contains(&at) } else { at_grid };
-        if !is_kept || self.engine.is_split() {
+        if !is_kept || self.engine.runs_microbatches() {
             return None;
         }
         let saved = self.prefixes.save_state(self.engine.cache_mut(), &running.cache, true);
@@ -320,11 +320,11 @@ impl Batcher {
                 if !running.is_run_again() {
                     self.emit(part.id, BatchEvent::Prefilled(done));
                 }
-                match self.engine.is_split() {
+                match self.engine.runs_microbatches() {
                     true => kept = self.save_at_save_point(i),
                     false => self.remember_stop(i, part.saved),
                 }
-            } else if self.engine.is_split() {
+            } else if self.engine.runs_microbatches() {
                 kept = self.keep_state(i);
             } else if let Some(saved) = part.saved {
                 self.running[i].rolling.replace(saved).into_iter().for_each(|(_, entry)| {
@@ -397,7 +397,8 @@ impl Batcher {
         for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
             ids.push(running.id);
             // A group's step does not run after one that failed.
-            let later_ran = !self.engine.is_split() && later.iter().any(|part| part.id == running.id);
+            let later_ran =
+                !self.engine.runs_microbatches() && later.iter().any(|part| part.id == running.id);
             let ahead = std::mem::take(&mut running.ahead);
             self.engine.give_up(&mut running.cache, ahead.rows, later_ran);
             if ahead.draws > 0 {

@@ -23,10 +23,11 @@
 use keel_array::sampling::Draw;
 use std::time::Instant;
 
-use keel_array::{Array, ArrayError, Regime, RowLog};
+use keel_array::{Regime, RowLog};
 use keel_cache::{CommitProgress, SequenceCache};
 
 use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken};
+use crate::split::step::first_cause;
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
@@ -113,7 +114,15 @@ impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
     /// things.
     pub fn runs_ahead(&self) -> bool {
-        self.options.runs_ahead(self.runtime().backend())
+        match self.is_split() {
+            true => self.shares_run_ahead(),
+            false => self.options.runs_ahead(self.runtime().backend()),
+        }
+    }
+
+    /// Whether the steps under way are those of micro-batches. Each then has other sequences.
+    pub(crate) fn runs_microbatches(&self) -> bool {
+        self.is_split() && !self.shares_run_ahead()
     }
 
     /// Whether a step can be given up without a trace. It cannot where there are gated-delta states.
@@ -139,7 +148,7 @@ impl Engine {
     /// Ids out of range, a full context, work that no step can hold, too many steps under way. A failure inside the
     /// step is reported when the step is taken.
     pub fn submit(&mut self, work: &mut [Work<'_>]) -> Result<Ticket> {
-        if self.is_split() {
+        if self.runs_microbatches() {
             return self.submit_microbatch(work);
         }
         self.check_work(work)?;
@@ -165,7 +174,7 @@ impl Engine {
             let kept = kept_rows(step.items.iter().filter(|item| item.regime == regime));
             let Some(outcome) = self.outcome_of(regime, &rows) else { continue };
             let kind = StepKind { regime, outcome };
-            step.add(self.stepper.submit(kind, &rows));
+            step.add(self.submit_on_all(kind, &rows));
             if !kept.is_empty() {
                 step.add(self.stepper.keep_logits(regime, &kept));
             }
@@ -268,7 +277,7 @@ impl Engine {
     /// - A failure of the runtime. Then no sequence grows, and all later steps are given up; the batch tells their
     ///   sequences.
     pub fn take(&mut self, ticket: Ticket) -> Result<Vec<Option<u32>>> {
-        if self.is_split() {
+        if self.runs_microbatches() {
             return self.take_microbatch(ticket);
         }
         let is_first = self.in_flight.front().is_some_and(|step| step.number == ticket.0);
@@ -282,17 +291,19 @@ impl Engine {
         let now = Instant::now();
         self.taken.waited = now.duration_since(asked);
         let time = self.step_timer.note(submitted, asked, now);
-        if refusal.is_some() || ended.iter().any(|run| run.outcome.is_err()) {
-            std::mem::take(&mut self.in_flight).into_iter().for_each(|step| drop(step.wait()));
+        if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
+            let later = self.in_flight.end();
+            self.rejoin_after(ended.iter().chain(&later));
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, refusal));
         }
         if let Some(rows) = self.taken.plain_rows() {
             self.note_plain_time(rows, time);
         }
+        let drawn: Vec<(Regime, Vec<u32>)> = ended.iter().map(|run| (run.regime, run.tokens())).collect();
         let token = |item: &Item| {
-            let run = ended.iter().find(|run| item.is_drawn && run.regime == item.regime);
-            run.and_then(|run| run.outcome.as_ref().ok()).map(|tokens| tokens[item.row])
+            let run = drawn.iter().find(|(regime, _)| item.is_drawn && *regime == item.regime);
+            run.map(|(_, tokens)| tokens[item.row])
         };
         Ok(self.taken.items.iter().map(token).collect())
     }
@@ -322,7 +333,7 @@ impl Engine {
         let Some(&Item { regime, kept: Some(row), .. }) = self.taken.items.get(item) else {
             return Err(EngineError::Option(format!("no logits are kept of work item {item}")));
         };
-        if self.is_split() {
+        if self.runs_microbatches() {
             return self.microbatch_logits(row, logits);
         }
         self.stepper.read_kept_logits(regime, row, logits)
@@ -331,19 +342,23 @@ impl Engine {
     /// Records how the programs of a failed step left its sequences. Returns the first error.
     fn note_failed_runs(&mut self, ended: Vec<EndedRun>, refusal: Option<EngineError>) -> EngineError {
         let mut error = refusal;
-        for EndedRun { slots, outcome, .. } in ended {
-            match outcome {
-                Err(failed) => {
-                    let has_mutated = |state: &Array| failed.has_mutated(state);
-                    self.cache.note_failure(slots, &has_mutated, CommitProgress::default(), true);
-                    error.get_or_insert_with(|| ArrayError::from(failed).into());
-                }
+        for run in ended {
+            if run.has_failed() {
+                self.note_devices(&run.devices, run.slots, CommitProgress::default(), true);
+                error.get_or_insert_with(|| first_cause(run.devices));
+            } else if !self.can_take_back() {
                 // These rows were run, but they do not count.
-                Ok(_) if self.can_take_back() => {}
-                Ok(_) => self.cache.note_ahead(slots),
+                self.cache.note_ahead(run.slots);
             }
         }
         error.unwrap_or_else(|| unreachable!("something has failed"))
+    }
+
+    /// Makes the devices ready for a next step if one of these has failed. No step is under way.
+    fn rejoin_after<'a>(&self, mut ended: impl Iterator<Item = &'a EndedRun>) {
+        if ended.any(EndedRun::has_failed) {
+            self.rejoin();
+        }
     }
 
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
@@ -374,7 +389,8 @@ impl Engine {
         if !(steps == 1 && has_failed) {
             self.cache.forget_steps(sequence, steps);
         }
-        std::mem::take(&mut self.in_flight).into_iter().for_each(|step| drop(step.wait()));
+        let later = self.in_flight.end();
+        self.rejoin_after(later.iter());
     }
 
     /// Waits for all steps under way before something else runs. Their tokens are lost, and their sequences must be
@@ -384,15 +400,17 @@ impl Engine {
     /// The first failure of a step.
     pub(crate) fn finish_in_flight(&mut self) -> Result<()> {
         self.finish_microbatches();
-        let mut outcome = Ok(());
         self.step_timer.forget();
-        while let Some(step) = self.in_flight.pop_front() {
-            for EndedRun { slots, outcome: ended, .. } in step.wait() {
-                self.cache.note_ahead(slots);
-                outcome = outcome.and(ended.map(drop));
+        let ended = self.in_flight.end();
+        self.rejoin_after(ended.iter());
+        let mut outcome = Ok(());
+        for run in ended {
+            self.cache.note_ahead(run.slots.iter().copied());
+            if run.has_failed() {
+                outcome = outcome.and(Err(first_cause(run.devices)));
             }
         }
-        Ok(outcome.map_err(ArrayError::from)?)
+        outcome
     }
 
     /// Whether a decode step that is waited for leaves its rows open.

@@ -1,20 +1,23 @@
 //! A step that was submitted and not yet taken.
 
+use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
-use keel_array::{FailedRun, PendingRun, Regime};
+use keel_array::Regime;
 use keel_cache::SlotId;
 
+use crate::device_thread::{BegunStep, FinishedJob, JobHandle, StepOnThread};
 use crate::step::ids_of;
 use crate::{EngineError, Result};
 
-/// One program of a step under way.
+/// One program of a step under way. Its tokens come to the host with it.
 pub(crate) struct InFlightRun {
-    pub run: PendingRun,
+    pub run: BegunStep,
+    /// The same step on the other devices of a tensor split.
+    pub peers: Vec<StepOnThread>,
     pub regime: Regime,
     pub slots: Vec<SlotId>,
-    /// How many tokens come to the host with it.
-    pub tokens: usize,
 }
 
 /// A work item in its step.
@@ -113,20 +116,70 @@ impl Taken {
     }
 }
 
-/// A program that has ended, with the tokens that it drew or its failure.
+/// A program that has ended.
 pub(crate) struct EndedRun {
     pub regime: Regime,
     pub slots: Vec<SlotId>,
-    pub outcome: Result<Vec<u32>, Box<FailedRun>>,
+    /// How it ended on each device, on the lead last.
+    pub devices: Vec<FinishedJob>,
+}
+
+impl EndedRun {
+    /// Whether it has failed on a device.
+    pub fn has_failed(&self) -> bool {
+        self.devices.iter().any(|ended| ended.outcome.is_err())
+    }
+
+    /// The tokens that it drew; none if it has failed.
+    pub fn tokens(&self) -> Vec<u32> {
+        let of_lead = self.devices.last().filter(|_| !self.has_failed());
+        of_lead.and_then(|ended| ended.outcome.as_ref().ok()).map(|bytes| ids_of(bytes)).unwrap_or_default()
+    }
 }
 
 impl InFlightRun {
-    /// Waits for the program.
+    /// Waits for the program, on all devices at the same time: one that fails lets the others stop.
     pub fn wait(self) -> EndedRun {
-        let InFlightRun { run, regime, slots, tokens } = self;
-        let mut bytes = vec![0; tokens * size_of::<u32>()];
-        let outcome = run.wait(&mut bytes).map(|()| ids_of(&bytes));
-        EndedRun { regime, slots, outcome }
+        let InFlightRun { run, peers, regime, slots } = self;
+        let peers: Vec<JobHandle> = peers.into_iter().map(StepOnThread::end).collect();
+        let lead = run.wait();
+        EndedRun { regime, slots, devices: peers.into_iter().map(JobHandle::wait).chain([lead]).collect() }
+    }
+}
+
+/// The steps under way, the oldest first.
+#[derive(Default)]
+pub(crate) struct InFlightSteps(VecDeque<InFlightStep>);
+
+impl Deref for InFlightSteps {
+    type Target = VecDeque<InFlightStep>;
+
+    fn deref(&self) -> &VecDeque<InFlightStep> {
+        &self.0
+    }
+}
+
+impl DerefMut for InFlightSteps {
+    fn deref_mut(&mut self) -> &mut VecDeque<InFlightStep> {
+        &mut self.0
+    }
+}
+
+impl InFlightSteps {
+    /// Waits for all steps. Their tokens are lost.
+    pub fn end(&mut self) -> Vec<EndedRun> {
+        self.0.drain(..).flat_map(InFlightStep::wait).collect()
+    }
+}
+
+impl Drop for InFlightSteps {
+    /// Runs the steps to their end, and leaves the devices ready for another engine.
+    fn drop(&mut self) {
+        let ended: Vec<FinishedJob> = self.end().into_iter().flat_map(|run| run.devices).collect();
+        if ended.iter().any(|ended| ended.outcome.is_err()) {
+            let groups = ended.iter().filter_map(|ended| ended.step.runtime().backend().group());
+            groups.for_each(|group| group.rejoin());
+        }
     }
 }
 

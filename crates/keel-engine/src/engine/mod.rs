@@ -8,7 +8,6 @@ pub(crate) mod in_flight;
 mod prompts;
 mod ready;
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,11 +21,11 @@ use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::device_thread::DeviceThread;
-use crate::engine::in_flight::{InFlightStep, StepTimer, Taken};
+use crate::engine::in_flight::{EndedRun, InFlightSteps, StepTimer, Taken};
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RowResults};
 use crate::split::microbatches::Microbatches;
-use crate::split::step::Peer;
+use crate::split::step::{Peer, first_cause};
 use crate::split::{self, PlacedPart};
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
@@ -40,7 +39,7 @@ pub use ready::LateWork;
 /// A model and everything it needs, allocated. After that nothing is allocated outside the plan.
 pub struct Engine {
     /// Steps under way, the oldest first. They end before the memory below is freed.
-    pub(crate) in_flight: VecDeque<InFlightStep>,
+    pub(crate) in_flight: InFlightSteps,
     /// Steps of groups in a pipeline. They end before the devices' threads do.
     pub(crate) microbatches: Microbatches,
     /// The step taken last.
@@ -133,6 +132,7 @@ impl Engine {
             let device = &devices[rank].device;
             let has_thread = rank + 1 < devices.len() && !device.backend().is_planning();
             let thread = has_thread.then(|| DeviceThread::start(&format!("device-{rank}"))).transpose()?;
+            let thread = thread.map(Arc::new);
             let stepper = Stepper::allocate(device, model, &cache, layers, vision.as_ref(), &options)?;
             peers.push(Peer { thread, stepper });
         }
@@ -149,7 +149,7 @@ impl Engine {
         }
         let costs = Costs::new(stepper.buckets());
         let mut engine = Engine {
-            in_flight: VecDeque::new(),
+            in_flight: InFlightSteps::default(),
             microbatches: Microbatches::default(),
             taken: Taken::default(),
             step_timer: StepTimer::default(),
@@ -353,12 +353,27 @@ impl Engine {
         slots: Vec<SlotId>,
         failed: Box<FailedRun>,
     ) -> EngineError {
-        let (settled, commits_rows) = match kind.outcome {
-            Outcome::Commit(settled) => (settled, false),
-            _ => (CommitProgress::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
-        };
+        let (settled, commits_rows) = self.commits_of(kind);
         self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);
         ArrayError::from(failed).into()
+    }
+
+    /// The tokens of a program that was submitted. If it has failed, records what it did to its sequences.
+    pub(crate) fn note_ended(&mut self, kind: StepKind, ended: EndedRun) -> Result<Vec<u32>> {
+        if !ended.has_failed() {
+            return Ok(ended.tokens());
+        }
+        let (settled, commits_rows) = self.commits_of(kind);
+        self.note_devices(&ended.devices, ended.slots, settled, commits_rows);
+        Err(first_cause(ended.devices))
+    }
+
+    /// Which commits are made before a step, and whether the step commits its own rows.
+    fn commits_of(&self, kind: StepKind) -> (CommitProgress, bool) {
+        match kind.outcome {
+            Outcome::Commit(settled) => (settled, false),
+            _ => (CommitProgress::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
+        }
     }
 
     /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts, the

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
 use super::round::{Part, RoundSequence, RoundTimes};
-use crate::engine::in_flight::{EndedRun, InFlightRun};
+use crate::engine::in_flight::InFlightRun;
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
 
@@ -99,8 +99,7 @@ impl Engine {
     /// Waits for the oldest pass under way.
     fn end_first(&mut self, passes: &mut Passes) -> Result<()> {
         let Some((kind, run)) = passes.in_flight.pop_front() else { return Ok(()) };
-        let EndedRun { slots, outcome, .. } = run.wait();
-        let drawn = outcome.map_err(|failed| self.note_failed(kind, slots, failed))?;
+        let drawn = self.note_ended(kind, run.wait())?;
         passes.drawn.push(drawn);
         match kind.outcome {
             Outcome::OpenRows => passes.is_verified = true,

@@ -4,6 +4,7 @@ pub(crate) mod microbatches;
 mod overlap;
 mod planner;
 pub(crate) mod step;
+mod steps_ahead;
 
 pub(crate) use planner::check_devices;
 pub use planner::{DeviceGrid, MixtureChoice, PlacedPart, SplitPlanner};

@@ -97,7 +97,7 @@ impl Engine {
         if let Some(last) = jobs.last_mut().and_then(|of_lead| of_lead.last_mut()) {
             last.drawn = place;
         }
-        let threads = self.peers.iter().map(|peer| peer.thread.as_ref()).chain([None]);
+        let threads = self.peers.iter().map(|peer| peer.thread.as_deref()).chain([None]);
         let of_device =
             |(thread, jobs): (_, Vec<Job>)| jobs.into_iter().map(move |job| DeviceStep { thread, job });
         let ended = run_on_all(threads.zip(jobs).flat_map(of_device).collect());

@@ -10,6 +10,8 @@
 //! device 2, lead                                    receive ◀───┘ layers ▸ norm ▸ output head ▸ draw
 //! ```
 
+use std::sync::Arc;
+
 use keel_array::{Array, Regime, RowLog, Runtime};
 use keel_cache::{CacheSpec, CommitProgress, LayerSpec, SlotId};
 use keel_models::HybridModel;
@@ -21,7 +23,7 @@ use crate::{Engine, EngineError, Result};
 /// A device of a split model that is not the lead.
 pub(crate) struct Peer {
     /// Runs its steps. A device that only plans has none.
-    pub thread: Option<DeviceThread>,
+    pub thread: Option<Arc<DeviceThread>>,
     pub stepper: Stepper,
 }
 
@@ -134,7 +136,7 @@ impl Engine {
         rows: &[Rows<'_>],
         drawn: Option<Drawn<'_>>,
     ) -> Result<()> {
-        self.finish_microbatches();
+        self.finish_in_flight()?;
         for row in rows {
             self.cache.expect_whole(row.sequence)?;
         }
@@ -148,7 +150,7 @@ impl Engine {
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {
             let step = peer.stepper.step_for(kind, rows)?.clone();
             shares.push(DeviceStep {
-                thread: peer.thread.as_ref(),
+                thread: peer.thread.as_deref(),
                 job: Job { step, drawn: None, queued: None },
             });
         }
@@ -183,12 +185,12 @@ impl Engine {
     /// Runs a step of the list without a sequence, and waits for it. All devices of a step run it at the same time,
     /// because they wait for each other.
     pub(crate) fn dummy_run(&mut self, shape: StepShape) -> Result<()> {
-        self.finish_microbatches();
+        self.finish_in_flight()?;
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
             let step = peer.stepper.dummy_step(shape)?;
             shares.push(DeviceStep {
-                thread: peer.thread.as_ref(),
+                thread: peer.thread.as_deref(),
                 job: Job { step, drawn: None, queued: None },
             });
         }
@@ -200,12 +202,12 @@ impl Engine {
 
     /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
     pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
-        self.finish_microbatches();
+        self.finish_in_flight()?;
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in sharers(&mut self.peers) {
             let step = peer.stepper.head_step(hidden)?.clone();
             shares.push(DeviceStep {
-                thread: peer.thread.as_ref(),
+                thread: peer.thread.as_deref(),
                 job: Job { step, drawn: None, queued: None },
             });
         }

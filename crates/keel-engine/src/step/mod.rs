@@ -19,6 +19,7 @@ use keel_models::vision::VisionConfig;
 pub(crate) use buckets::{Buckets, prefill_rows_max};
 pub(crate) use filling::Filling;
 
+use crate::device_thread::BegunStep;
 use crate::engine::in_flight::InFlightRun;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
@@ -233,18 +234,22 @@ impl Stepper {
 
     /// Submits a step over these rows. The tokens that it draws come to the host with it.
     pub fn submit(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
-        let tokens = kind.outcome.tokens_drawn(rows);
-        let drawn = self.drawn(kind, tokens)?;
-        let run = self.step_for(kind, rows)?.submit(&drawn);
+        let (step, drawn) = self.drawing_step(kind, rows)?;
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-        Ok(InFlightRun { run, regime: kind.regime, slots, tokens })
+        Ok(InFlightRun { run: BegunStep::begin(step, &drawn), peers: Vec::new(), regime: kind.regime, slots })
+    }
+
+    /// The step over these rows, ready to run, and where it writes the tokens that it draws.
+    pub fn drawing_step(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<(Executable, Array)> {
+        let drawn = self.drawn(kind, kind.outcome.tokens_drawn(rows))?;
+        Ok((self.step_for(kind, rows)?.clone(), drawn))
     }
 
     /// Submits a program of no sequence. One token comes to the host with it.
     fn submit_shape(&mut self, shape: StepShape) -> Result<InFlightRun> {
         let drawn = self.drawn(shape.kind(), 1)?;
-        let run = self.step(shape)?.submit(&drawn);
-        Ok(InFlightRun { run, regime: shape.regime, slots: Vec::new(), tokens: 1 })
+        let run = BegunStep::begin(self.step(shape)?.clone(), &drawn);
+        Ok(InFlightRun { run, peers: Vec::new(), regime: shape.regime, slots: Vec::new() })
     }
 
     /// Keeps these rows of the logits of the step of this regime that was submitted last.

@@ -1,0 +1,47 @@
+//! Steps of a tensor split that run ahead of the host, as those of one device do (`engine/ahead.rs`).
+//!
+//! ```text
+//! host        submit 1   submit 2   take 1   submit 3   ...
+//! device 0            | step 1         | step 2         | ...
+//! device 1, lead      | step 1         | step 2         | ...
+//! ```
+//!
+//! Every device has all logits and draws the same tokens, so each finds the tokens of the step before in its own pool.
+//! A step is begun on all devices before [`Engine::submit`] returns, each on its own thread and the lead's on the
+//! caller's: the first run of a program may wait for the other devices before it is begun as a whole. What the host puts
+//! on the devices after that, such as copies of states, follows the step. Each thread also waits for its device's end,
+//! so a device that fails is seen while the caller waits for the lead.
+
+use crate::device_thread::{Beginning, BegunStep};
+use crate::engine::in_flight::InFlightRun;
+use crate::step::{Rows, StepKind};
+use crate::{Engine, Result};
+
+impl Engine {
+    /// Whether the model is split by tensor alone, over devices of this process that queue. Sequences must not draft.
+    pub(crate) fn shares_run_ahead(&self) -> bool {
+        self.is_split()
+            && self.stages() == 1
+            && self.options.drafts == 0
+            && self.steppers().all(|stepper| stepper.runtime().backend().is_queueing())
+            && self.peers.iter().all(|peer| peer.thread.is_some())
+    }
+
+    /// Begins a step over these rows on all devices.
+    pub(crate) fn submit_on_all(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
+        // What may be refused comes first: a device that has begun waits for all others.
+        let mut ready = Vec::with_capacity(self.peers.len());
+        for peer in &mut self.peers {
+            let (step, drawn) = peer.stepper.drawing_step(kind, rows)?;
+            ready.push((step, drawn));
+        }
+        let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
+        let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
+        let peers: Vec<Beginning> =
+            threads.zip(ready).map(|(thread, (step, drawn))| thread.begin(step, drawn)).collect();
+        let run = BegunStep::begin(lead, &drawn);
+        let slots = rows.iter().map(|row| row.sequence.slot()).collect();
+        let peers = peers.into_iter().map(Beginning::wait).collect();
+        Ok(InFlightRun { run, peers, regime: kind.regime, slots })
+    }
+}
