@@ -172,21 +172,34 @@ pub(crate) struct BegunStep {
     run: Result<PendingRun, Failure>,
     /// Bytes that come to the host.
     bytes: usize,
+    /// Set if a step of the same queue, on any device, has failed. Later ones are then not begun: a device that has
+    /// failed would wait for peers that wait for it no more.
+    has_failed: Arc<AtomicBool>,
 }
 
 impl BegunStep {
     /// Begins a step on this thread, as a member of its device's group. The bytes of `drawn` come to the host. A backend
     /// that does not queue also ends it.
-    pub fn begin(step: Executable, drawn: &Array) -> BegunStep {
+    pub fn begin(step: Executable, drawn: &Array, has_failed: Arc<AtomicBool>) -> BegunStep {
         let membership = Membership::of(&step);
-        BegunStep::begin_as(membership, step, drawn)
+        BegunStep::begin_as(membership, step, drawn, has_failed)
     }
 
-    fn begin_as(mut membership: Membership, step: Executable, drawn: &Array) -> BegunStep {
-        let run = catch_unwind(AssertUnwindSafe(|| step.submit(drawn)))
-            .map_err(|panic| Failure::Panicked(message_of(&*panic)));
-        membership.has_succeeded = run.as_ref().is_ok_and(|run| !run.has_failed());
-        BegunStep { step, run, bytes: drawn.bytes() }
+    fn begin_as(
+        mut membership: Membership,
+        step: Executable,
+        drawn: &Array,
+        has_failed: Arc<AtomicBool>,
+    ) -> BegunStep {
+        let run = match has_failed.load(Ordering::Acquire) {
+            true => Err(Failure::Skipped),
+            false => catch_unwind(AssertUnwindSafe(|| step.submit(drawn)))
+                .map_err(|panic| Failure::Panicked(message_of(&*panic))),
+        };
+        let is_refused = run.as_ref().is_ok_and(PendingRun::has_failed);
+        membership.has_succeeded = matches!(run, Err(Failure::Skipped)) || run.is_ok() && !is_refused;
+        has_failed.fetch_or(!membership.has_succeeded, Ordering::AcqRel);
+        BegunStep { step, run, bytes: drawn.bytes(), has_failed }
     }
 
     /// Waits for its end, on this thread.
@@ -196,14 +209,15 @@ impl BegunStep {
     }
 
     fn wait_as(self, mut membership: Membership) -> FinishedJob {
-        let BegunStep { step, run, bytes } = self;
+        let BegunStep { step, run, bytes, has_failed } = self;
         let mut drawn = vec![0; bytes];
         let wait = |run: PendingRun| {
             catch_unwind(AssertUnwindSafe(|| run.wait(&mut drawn).map_err(Failure::Failed)))
                 .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))))
         };
         let outcome = run.and_then(wait).map(|()| drawn);
-        membership.has_succeeded = outcome.is_ok();
+        membership.has_succeeded = matches!(outcome, Ok(_) | Err(Failure::Skipped));
+        has_failed.fetch_or(!membership.has_succeeded, Ordering::AcqRel);
         FinishedJob { step, outcome }
     }
 }
@@ -211,7 +225,7 @@ impl BegunStep {
 /// Work for a thread.
 enum Work {
     Run(Job),
-    Begin(Executable, Array),
+    Begin(Executable, Array, Arc<AtomicBool>),
     Wait(BegunStep),
 }
 
@@ -225,7 +239,9 @@ impl Work {
     fn run_as(self, membership: Membership) -> End {
         match self {
             Work::Run(job) => End::Finished(job.run_as(membership)),
-            Work::Begin(step, drawn) => End::Begun(BegunStep::begin_as(membership, step, &drawn)),
+            Work::Begin(step, drawn, has_failed) => {
+                End::Begun(BegunStep::begin_as(membership, step, &drawn, has_failed))
+            }
             Work::Wait(begun) => End::Finished(begun.wait_as(membership)),
         }
     }
@@ -275,17 +291,21 @@ impl End {
 pub(crate) struct Beginning {
     thread: Arc<DeviceThread>,
     step: Executable,
+    has_failed: Arc<AtomicBool>,
     begun: ResultReceiver<End>,
 }
 
 impl Beginning {
     /// Waits until the step has begun.
     pub fn wait(self) -> StepOnThread {
-        let Beginning { thread, step, begun } = self;
+        let Beginning { thread, step, has_failed, begun } = self;
         let begun = match begun.wait() {
             Ok(End::Begun(begun)) => begun,
             Ok(End::Finished(_)) => unreachable!("the work was to begin"),
-            Err(Disconnected) => BegunStep { step, run: Err(Failure::Lost), bytes: 0 },
+            Err(Disconnected) => {
+                has_failed.store(true, Ordering::Release);
+                BegunStep { step, run: Err(Failure::Lost), bytes: 0, has_failed }
+            }
         };
         StepOnThread { thread, begun }
     }
@@ -339,9 +359,15 @@ impl DeviceThread {
     }
 
     /// Lets the thread begin a step after the work that it has. The bytes of `drawn` come to the host.
-    pub fn begin(self: &Arc<DeviceThread>, step: Executable, drawn: Array) -> Beginning {
-        let JobHandle { step, ended } = self.give(step.clone(), Work::Begin(step, drawn));
-        Beginning { thread: Arc::clone(self), step, begun: ended }
+    pub fn begin(
+        self: &Arc<DeviceThread>,
+        step: Executable,
+        drawn: Array,
+        has_failed: Arc<AtomicBool>,
+    ) -> Beginning {
+        let work = Work::Begin(step.clone(), drawn, Arc::clone(&has_failed));
+        let JobHandle { step, ended } = self.give(step, work);
+        Beginning { thread: Arc::clone(self), step, has_failed, begun: ended }
     }
 
     fn give(&self, step: Executable, work: Work) -> JobHandle {

@@ -4,7 +4,7 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -133,49 +133,92 @@ fn answers_are_those_of_steps_that_are_waited_for() {
     }
 }
 
-#[test]
-fn answers_on_two_gpus_are_those_of_steps_that_are_waited_for() {
+/// An engine on two GPUs. `wrap` gets each one's rank and backend.
+fn engine_on_gpus(name: &str, mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>) -> Engine {
+    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
+    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
+    let parts = splitting::parts(source, options(), (1, 2)).expect("it divides");
+    let gpu = |(ordinal, group)| {
+        let options =
+            CudaOptions { ordinal, deterministic: true, group: Some(group), ..CudaOptions::default() };
+        let backend = Arc::new(CudaBackend::new(&options).expect("a GPU, and NCCL"));
+        Runtime::new(wrap(ordinal, backend), RuntimeOptions::default())
+    };
+    let devices = PlacedPart::each(CudaGroup::of(2, 2).into_iter().enumerate().map(gpu), parts);
+    let engine = Engine::load_on(&devices, source.0, source.1, options(), &|_| ());
+    let mut engine = engine.expect("the model loads");
+    engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
+    engine
+}
+
+/// Runs a test on two GPUs, if there are so many.
+fn on_two_gpus(test: fn()) {
     if !keel_testkit::has_gpu!() {
         return;
     }
     if Survey::take().gpus.len() < 2 {
         return keel_testkit::skipped!("needs two GPUs");
     }
-    struct Waiting;
-    impl Interceptor for Waiting {}
     let (sender, receiver) = channel();
     let thread = std::thread::spawn(move || {
-        for name in ["qwen3_5_moe", "llama"] {
-            let batcher_of = |waits: bool| {
-                let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
-                let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
-                let parts = splitting::parts(source, options(), (1, 2)).expect("it divides");
-                let gpu = |(ordinal, group)| {
-                    let group = Some(group);
-                    let options =
-                        CudaOptions { ordinal, deterministic: true, group, ..CudaOptions::default() };
-                    let backend: Arc<dyn Backend> =
-                        Arc::new(CudaBackend::new(&options).expect("a GPU, and NCCL"));
-                    let backend = if waits {
-                        InterceptedBackend::new(backend, Arc::new(Waiting)) as _
-                    } else {
-                        backend
-                    };
-                    Runtime::new(backend, RuntimeOptions::default())
-                };
-                let devices = PlacedPart::each(CudaGroup::of(2, 2).into_iter().enumerate().map(gpu), parts);
-                let engine = Engine::load_on(&devices, source.0, source.1, options(), &|_| ());
-                let mut engine = engine.expect("the model loads");
-                engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
-                batcher(engine)
-            };
-            expect_answers_of_waiting(&mut batcher_of(true), &mut batcher_of(false), name);
-        }
+        test();
         sender.send(()).expect("the test waits");
     });
     receiver.recv_timeout(Duration::from_secs(300)).expect("no device waits without end");
     // Its devices close at its end. The program must not end meanwhile.
     thread.join().expect("its devices close");
+}
+
+#[test]
+fn answers_on_two_gpus_are_those_of_steps_that_are_waited_for() {
+    struct Waiting;
+    impl Interceptor for Waiting {}
+    on_two_gpus(|| {
+        for name in ["qwen3_5_moe", "llama"] {
+            let waits = |_, backend| InterceptedBackend::new(backend, Arc::new(Waiting)) as _;
+            let mut waiting = batcher(engine_on_gpus(name, waits));
+            let mut ahead = batcher(engine_on_gpus(name, |_, backend| backend));
+            expect_answers_of_waiting(&mut waiting, &mut ahead, name);
+        }
+    });
+}
+
+/// A GPU that queues. Its launches fail after they have run.
+struct FailsLate(Arc<Fault>);
+
+impl Interceptor for FailsLate {
+    fn passes_queue(&self) -> bool {
+        true
+    }
+
+    fn after_wait(&self) -> Result<(), ArrayError> {
+        match self.0.passes() {
+            true => Ok(()),
+            false => Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() }),
+        }
+    }
+}
+
+/// The other GPU has a step under way, or two, when one refuses a launch, or finds out later that it has failed.
+#[test]
+fn a_gpu_that_fails_ends_its_steps_and_nothing_else() {
+    on_two_gpus(|| {
+        let cases = [("qwen3_5_moe", 0), ("qwen3_5_moe", 1), ("llama", 0), ("llama", 1)];
+        for ((name, rank), is_late) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
+            let fault = Arc::new(Fault::default());
+            let faulty = |backend| match is_late {
+                true => InterceptedBackend::new(backend, Arc::new(FailsLate(Arc::clone(&fault)))) as _,
+                false => InterceptedBackend::new(backend, Arc::new(Queueing(Arc::clone(&fault)))) as _,
+            };
+            let mut ahead = batcher(engine_on_gpus(name, |of, backend| match of == rank {
+                true => faulty(backend),
+                false => backend,
+            }));
+            let want = run(&mut ahead, five_requests());
+            expect_faults(&mut ahead, &fault, &want, name, &[0, 9, 30]);
+            assert_all_is_back(&mut ahead);
+        }
+    });
 }
 
 /// Each device has begun a step when the host submits the next one.
@@ -207,8 +250,37 @@ fn a_step_is_begun_on_all_devices_before_the_one_before_it_is_taken() {
     end(engine);
 }
 
-/// A launch that fails, on any device and in any step: requests end with the error or with the answers of others, and
+fn five_requests() -> Vec<BatchRequest> {
+    (0..5).map(|i| request(i, Vec::new())).collect()
+}
+
+/// Lets launches fail, one in a run of five requests. Requests end with the error or with the answers of others, and
 /// the devices serve on.
+fn expect_faults(batcher: &mut Batcher, fault: &Fault, want: &[Outcome], name: &str, launches: &[usize]) {
+    let mut have_ended = false;
+    for &at in launches {
+        fault.0.store(at, Ordering::Relaxed);
+        let start = Instant::now();
+        let got = run(batcher, five_requests());
+        assert!(start.elapsed() < Duration::from_secs(60), "nobody waits for a device that has failed");
+        assert_eq!(fault.0.load(Ordering::Relaxed), usize::MAX, "{name}, launch {at}: it has failed");
+        for (i, (got, want)) in got.into_iter().zip(want).enumerate() {
+            match got.error {
+                None => assert_eq!(got.tokens, want.tokens, "{name}, launch {at}, request {i}"),
+                Some(error) => {
+                    have_ended = true;
+                    assert!(error.to_string().contains("injected"), "{name}, launch {at}: {error}");
+                    assert!(want.tokens.starts_with(&got.tokens));
+                }
+            }
+        }
+        let again = run(batcher, five_requests());
+        assert!(again.iter().zip(want).all(|(got, want)| got.tokens == want.tokens), "it serves on");
+    }
+    // Only states that have moved cannot be taken back.
+    assert_eq!(have_ended, name.starts_with("qwen3_5"), "{name}");
+}
+
 #[test]
 fn a_device_that_fails_ends_its_steps_and_nothing_else() {
     for (name, rank) in [("qwen3_5", 0), ("qwen3_5", 1), ("llama", 0), ("llama", 1)] {
@@ -218,30 +290,8 @@ fn a_device_that_fails_ends_its_steps_and_nothing_else() {
             let fault = if of == rank { Arc::clone(&fault) } else { Arc::default() };
             InterceptedBackend::new(backend, Arc::new(Queueing(fault)))
         }));
-        let requests = || (0..5).map(|i| request(i, Vec::new())).collect::<Vec<_>>();
-        let want = run(&mut waiting, requests());
-        let has_failed = AtomicBool::new(false);
-        for at in [0, 3, 8, 20, 33, 50] {
-            fault.0.store(at, Ordering::Relaxed);
-            let start = Instant::now();
-            let got = run(&mut ahead, requests());
-            assert!(start.elapsed() < Duration::from_secs(60), "nobody waits for a device that has failed");
-            assert_eq!(fault.0.load(Ordering::Relaxed), usize::MAX, "{name}, launch {at}: it has failed");
-            for (i, (got, want)) in got.into_iter().zip(&want).enumerate() {
-                match got.error {
-                    None => assert_eq!(got.tokens, want.tokens, "{name}, launch {at}, request {i}"),
-                    Some(error) => {
-                        has_failed.store(true, Ordering::Relaxed);
-                        assert!(error.to_string().contains("injected"), "{error}");
-                        assert!(want.tokens.starts_with(&got.tokens));
-                    }
-                }
-            }
-            let again = run(&mut ahead, requests());
-            assert!(again.iter().zip(&want).all(|(got, want)| got.tokens == want.tokens), "it serves on");
-        }
-        // Only states that have moved cannot be taken back.
-        assert_eq!(has_failed.load(Ordering::Relaxed), name == "qwen3_5", "{name} on device {rank}");
+        let want = run(&mut waiting, five_requests());
+        expect_faults(&mut ahead, &fault, &want, name, &[0, 3, 8, 20, 33, 50]);
         [&mut waiting, &mut ahead].into_iter().for_each(assert_all_is_back);
         [waiting, ahead].into_iter().for_each(|batcher| end(batcher.into_engine()));
     }

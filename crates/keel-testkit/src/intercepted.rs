@@ -1,8 +1,8 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt, OwnMemory,
-    Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
+    Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt, MemoryPart,
+    OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -75,6 +75,19 @@ pub trait Interceptor: Send + Sync + 'static {
 
     /// Called when a launch that was enqueued is waited for.
     fn note_wait(&self) {}
+
+    /// Whether enqueued launches go to the backend's own queue. They are then not [launched](Interceptor::launch) here.
+    fn passes_queue(&self) -> bool {
+        false
+    }
+
+    /// Called when a launch of the backend's own queue has ended well.
+    ///
+    /// # Errors
+    /// One that the test injects.
+    fn after_wait(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Replaces an arena's allocation.
     ///
@@ -207,10 +220,26 @@ impl<D: Interceptor> Submission for InterceptedBackend<D> {
         self.disturbance.launch(&*self.backend, launch)
     }
     fn is_queueing(&self) -> bool {
-        self.disturbance.is_queueing()
+        self.disturbance.is_queueing() || self.disturbance.passes_queue() && self.backend.is_queueing()
     }
-    fn wait(&self, ticket: Ticket, _: &Launch<'_>, result: &mut [u8]) -> Result<()> {
+    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket> {
+        if self.disturbance.passes_queue() {
+            return self.backend.enqueue(launch, result);
+        }
+        self.launch(launch)?;
+        let mut ticket = Ticket { number: 0, result: Vec::new() };
+        if let Some(MemoryPart { memory, bytes }) = result {
+            ticket.result.resize(bytes.len(), 0);
+            self.read(memory, bytes.start, &mut ticket.result)?;
+        }
+        Ok(ticket)
+    }
+    fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<()> {
         self.disturbance.note_wait();
+        if self.disturbance.passes_queue() {
+            self.backend.wait(ticket, launch, result)?;
+            return self.disturbance.after_wait();
+        }
         result.copy_from_slice(&ticket.result);
         Ok(())
     }

@@ -26,7 +26,7 @@ use std::time::Instant;
 use keel_array::{Regime, RowLog};
 use keel_cache::{CommitProgress, SequenceCache};
 
-use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken};
+use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken, rejoin};
 use crate::split::step::first_cause;
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
@@ -292,8 +292,8 @@ impl Engine {
         self.taken.waited = now.duration_since(asked);
         let time = self.step_timer.note(submitted, asked, now);
         if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
-            let later = self.in_flight.end();
-            self.rejoin_after(ended.iter().chain(&later));
+            rejoin(&ended);
+            self.in_flight.end();
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, refusal));
         }
@@ -354,13 +354,6 @@ impl Engine {
         error.unwrap_or_else(|| unreachable!("something has failed"))
     }
 
-    /// Makes the devices ready for a next step if one of these has failed. No step is under way.
-    fn rejoin_after<'a>(&self, mut ended: impl Iterator<Item = &'a EndedRun>) {
-        if ended.any(EndedRun::has_failed) {
-            self.rejoin();
-        }
-    }
-
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
     /// back](Engine::can_take_back), or where the rows may have overwritten keys of a sliding layer that are needed,
@@ -389,8 +382,7 @@ impl Engine {
         if !(steps == 1 && has_failed) {
             self.cache.forget_steps(sequence, steps);
         }
-        let later = self.in_flight.end();
-        self.rejoin_after(later.iter());
+        self.in_flight.end();
     }
 
     /// Waits for all steps under way before something else runs. Their tokens are lost, and their sequences must be
@@ -401,10 +393,8 @@ impl Engine {
     pub(crate) fn finish_in_flight(&mut self) -> Result<()> {
         self.finish_microbatches();
         self.step_timer.forget();
-        let ended = self.in_flight.end();
-        self.rejoin_after(ended.iter());
         let mut outcome = Ok(());
-        for run in ended {
+        for run in self.in_flight.end() {
             self.cache.note_ahead(run.slots.iter().copied());
             if run.has_failed() {
                 outcome = outcome.and(Err(first_cause(run.devices)));

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use keel_array::Regime;
@@ -149,37 +151,61 @@ impl InFlightRun {
 
 /// The steps under way, the oldest first.
 #[derive(Default)]
-pub(crate) struct InFlightSteps(VecDeque<InFlightStep>);
+pub(crate) struct InFlightSteps {
+    steps: VecDeque<InFlightStep>,
+    /// Set if one has failed on a device. Those after it are then not begun on any.
+    has_failed: Arc<AtomicBool>,
+}
 
 impl Deref for InFlightSteps {
     type Target = VecDeque<InFlightStep>;
 
     fn deref(&self) -> &VecDeque<InFlightStep> {
-        &self.0
+        &self.steps
     }
 }
 
 impl DerefMut for InFlightSteps {
     fn deref_mut(&mut self) -> &mut VecDeque<InFlightStep> {
-        &mut self.0
+        &mut self.steps
     }
 }
 
 impl InFlightSteps {
-    /// Waits for all steps. Their tokens are lost.
+    /// The mark of a failure, for a step that is to be begun.
+    pub fn has_failed(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.has_failed)
+    }
+
+    /// Waits for all steps, whose tokens are lost. Devices are ready for a next step then.
     pub fn end(&mut self) -> Vec<EndedRun> {
-        self.0.drain(..).flat_map(InFlightStep::wait).collect()
+        let mut all = Vec::new();
+        while let Some(step) = self.steps.pop_front() {
+            let ended = step.wait();
+            rejoin(&ended);
+            all.extend(ended);
+        }
+        if self.has_failed.load(Ordering::Acquire) {
+            self.has_failed = Arc::default();
+        }
+        all
+    }
+}
+
+/// Makes devices ready for a next step if one of these programs has failed. Steps after them may be under way; they end
+/// with it. A device whose step has failed does not see by itself that its peers wait no more, so this comes before
+/// later steps are waited for.
+pub(crate) fn rejoin(ended: &[EndedRun]) {
+    for run in ended.iter().filter(|run| run.has_failed()) {
+        let groups = run.devices.iter().filter_map(|ended| ended.step.runtime().backend().group());
+        groups.for_each(|group| group.rejoin());
     }
 }
 
 impl Drop for InFlightSteps {
     /// Runs the steps to their end, and leaves the devices ready for another engine.
     fn drop(&mut self) {
-        let ended: Vec<FinishedJob> = self.end().into_iter().flat_map(|run| run.devices).collect();
-        if ended.iter().any(|ended| ended.outcome.is_err()) {
-            let groups = ended.iter().filter_map(|ended| ended.step.runtime().backend().group());
-            groups.for_each(|group| group.rejoin());
-        }
+        self.end();
     }
 }
 

@@ -10,9 +10,12 @@
 //! A step is begun on all devices before [`Engine::submit`] returns, each on its own thread and the lead's on the
 //! caller's: the first run of a program may wait for the other devices before it is begun as a whole. What the host puts
 //! on the devices after that, such as copies of states, follows the step. Each thread also waits for its device's end,
-//! so a device that fails is seen while the caller waits for the lead.
+//! so a device that fails is seen while the caller waits for the lead. Once a step has failed on one, later ones are begun
+//! on none, until all devices have met again.
 
-use crate::device_thread::{Beginning, BegunStep};
+use std::sync::Arc;
+
+use crate::device_thread::{Beginning, BegunStep, DeviceThread};
 use crate::engine::in_flight::InFlightRun;
 use crate::step::{Rows, StepKind};
 use crate::{Engine, Result};
@@ -37,9 +40,11 @@ impl Engine {
         }
         let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
-        let peers: Vec<Beginning> =
-            threads.zip(ready).map(|(thread, (step, drawn))| thread.begin(step, drawn)).collect();
-        let run = BegunStep::begin(lead, &drawn);
+        let has_failed = || self.in_flight.has_failed();
+        let begin =
+            |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, has_failed());
+        let peers: Vec<Beginning> = threads.zip(ready).map(begin).collect();
+        let run = BegunStep::begin(lead, &drawn, has_failed());
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
         let peers = peers.into_iter().map(Beginning::wait).collect();
         Ok(InFlightRun { run, peers, regime: kind.regime, slots })

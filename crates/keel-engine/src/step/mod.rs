@@ -10,6 +10,7 @@ mod trace;
 mod vision;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use keel_array::{Array, Executable, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
@@ -236,7 +237,12 @@ impl Stepper {
     pub fn submit(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
         let (step, drawn) = self.drawing_step(kind, rows)?;
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-        Ok(InFlightRun { run: BegunStep::begin(step, &drawn), peers: Vec::new(), regime: kind.regime, slots })
+        Ok(InFlightRun {
+            run: BegunStep::begin(step, &drawn, Arc::default()),
+            peers: Vec::new(),
+            regime: kind.regime,
+            slots,
+        })
     }
 
     /// The step over these rows, ready to run, and where it writes the tokens that it draws.
@@ -248,7 +254,7 @@ impl Stepper {
     /// Submits a program of no sequence. One token comes to the host with it.
     fn submit_shape(&mut self, shape: StepShape) -> Result<InFlightRun> {
         let drawn = self.drawn(shape.kind(), 1)?;
-        let run = BegunStep::begin(self.step(shape)?.clone(), &drawn);
+        let run = BegunStep::begin(self.step(shape)?.clone(), &drawn, Arc::default());
         Ok(InFlightRun { run, peers: Vec::new(), regime: shape.regime, slots: Vec::new() })
     }
 

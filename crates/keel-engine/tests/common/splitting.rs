@@ -91,13 +91,20 @@ impl Default for Fault {
     }
 }
 
-impl Interceptor for Fault {
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+impl Fault {
+    /// Counts a launch. False if it is the one to fail.
+    pub fn passes(&self) -> bool {
         let left = self.0.load(Ordering::Relaxed);
         if left != usize::MAX {
             self.0.store(left.wrapping_sub(1), Ordering::Relaxed);
         }
-        if left != 0 {
+        left != 0
+    }
+}
+
+impl Interceptor for Fault {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        if self.passes() {
             return backend.launch(launch);
         }
         launch.note_done(0);
