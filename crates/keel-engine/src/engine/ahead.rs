@@ -293,9 +293,9 @@ impl Engine {
         let time = self.step_timer.note(submitted, asked, now);
         if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
             rejoin(&ended);
-            self.in_flight.end();
+            let later = self.in_flight.end();
             self.step_timer.forget();
-            return Err(self.note_failed_runs(ended, refusal));
+            return Err(self.note_failed_runs(ended, later, refusal));
         }
         if let Some(rows) = self.taken.plain_rows() {
             self.note_plain_time(rows, time);
@@ -339,19 +339,24 @@ impl Engine {
         self.stepper.read_kept_logits(regime, row, logits)
     }
 
-    /// Records how the programs of a failed step left its sequences. Returns the first error.
-    fn note_failed_runs(&mut self, ended: Vec<EndedRun>, refusal: Option<EngineError>) -> EngineError {
-        let mut error = refusal;
-        for run in ended {
+    /// Records how the programs of a failed step left its sequences. Returns the error that was the first cause. A device
+    /// that failed in a `later` step may be why its peers report a failure of this one.
+    fn note_failed_runs(
+        &mut self,
+        ended: Vec<EndedRun>,
+        later: Vec<EndedRun>,
+        refusal: Option<EngineError>,
+    ) -> EngineError {
+        for run in &ended {
+            let slots = run.slots.iter().copied();
             if run.has_failed() {
-                self.note_devices(&run.devices, run.slots, CommitProgress::default(), true);
-                error.get_or_insert_with(|| first_cause(run.devices));
+                self.note_devices(&run.devices, slots, CommitProgress::default(), true);
             } else if !self.can_take_back() {
                 // These rows were run, but they do not count.
-                self.cache.note_ahead(run.slots);
+                self.cache.note_ahead(slots);
             }
         }
-        error.unwrap_or_else(|| unreachable!("something has failed"))
+        refusal.unwrap_or_else(|| first_cause_of(ended.into_iter().chain(later)))
     }
 
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
@@ -393,14 +398,12 @@ impl Engine {
     pub(crate) fn finish_in_flight(&mut self) -> Result<()> {
         self.finish_microbatches();
         self.step_timer.forget();
-        let mut outcome = Ok(());
-        for run in self.in_flight.end() {
-            self.cache.note_ahead(run.slots.iter().copied());
-            if run.has_failed() {
-                outcome = outcome.and(Err(first_cause(run.devices)));
-            }
+        let ended = self.in_flight.end();
+        ended.iter().for_each(|run| self.cache.note_ahead(run.slots.iter().copied()));
+        match ended.iter().any(EndedRun::has_failed) {
+            true => Err(first_cause_of(ended)),
+            false => Ok(()),
         }
-        outcome
     }
 
     /// Whether a decode step that is waited for leaves its rows open.
@@ -417,4 +420,9 @@ impl Engine {
             _ => Some(Outcome::LastLogits),
         }
     }
+}
+
+/// The first cause of the failures of these programs, at least one of which has failed.
+fn first_cause_of(ended: impl IntoIterator<Item = EndedRun>) -> EngineError {
+    first_cause(ended.into_iter().flat_map(|run| run.devices))
 }
