@@ -96,8 +96,8 @@ impl SpeculateArgs {
         self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
     }
 
-    /// As [`SpeculateArgs::options`], for a given device. Steps of several GPUs do not run ahead, and plain ones are
-    /// slower where they may be followed by drafts. So `auto` means off there.
+    /// As [`SpeculateArgs::options`], for a given device. On several GPUs steps run ahead only in an engine without drafts,
+    /// and plain ones are slower where they may be followed by drafts. So `auto` means off there.
     fn on(&self, device: &DeviceArgs, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
         let is_slower = device.split.is_split() && device.device() != Device::Cpu;
