@@ -78,13 +78,13 @@ impl ModelCache {
         }
     }
 
-    /// Records that `steps` decode steps ran after the last token of the sequence and are dropped. Their keys and
+    /// Records that `rows` rows after the last token of the sequence ran, or may have run, and are dropped. Their keys and
     /// values will be overwritten. If windows or states have moved, the sequence returns [`CacheError::AheadState`]
     /// until it is rewound.
-    pub fn forget_steps(&mut self, sequence: &mut SequenceCache, steps: usize) {
+    pub fn forget_rows(&mut self, sequence: &mut SequenceCache, rows: usize) {
         let at = sequence.cached_len;
         let is_kept = !self.spec().is_recurrent();
-        let has_window = self.window_is_whole(sequence, at + steps, at);
+        let has_window = self.window_is_whole(sequence, at + rows, at);
         self.shorten(sequence, at);
         if !has_window {
             self.drop_window(sequence);

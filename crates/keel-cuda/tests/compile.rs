@@ -363,8 +363,9 @@ fn attention(keys: &mut Keys) {
             ("SPLIT_STEP", columns),
         ];
         keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
-        for other in [("UNTIL", "1"), ("KV_BITS", "8"), ("KV_BITS", "4")] {
-            let defines = [&defines[..], &[other]].concat();
+        let (until, coded) = (("UNTIL", "1"), ("KV_BITS", "8"));
+        for other in [&[until][..], &[coded], &[until, coded], &[("KV_BITS", "4")]] {
+            let defines = [&defines[..], other].concat();
             keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
         }
     }

@@ -166,7 +166,7 @@ impl Job {
     }
 }
 
-/// A step that a device has begun. If it is dropped, it ends first.
+/// A step that a device has begun. Dropping it waits for its end.
 pub(crate) struct BegunStep {
     step: Executable,
     run: Result<PendingRun, Failure>,
@@ -175,6 +175,8 @@ pub(crate) struct BegunStep {
     /// Set if a step of the same queue, on any device, has failed. Later ones are then not begun: a device that has
     /// failed would wait for peers that wait for it no more.
     has_failed: Arc<AtomicBool>,
+    /// Whether the other devices were told at its begin that it has failed.
+    is_told: bool,
 }
 
 impl BegunStep {
@@ -198,8 +200,9 @@ impl BegunStep {
         };
         let is_refused = run.as_ref().is_ok_and(PendingRun::has_failed);
         membership.has_succeeded = matches!(run, Err(Failure::Skipped)) || run.is_ok() && !is_refused;
-        has_failed.fetch_or(!membership.has_succeeded, Ordering::AcqRel);
-        BegunStep { step, run, bytes: drawn.bytes(), has_failed }
+        let is_told = !membership.has_succeeded;
+        has_failed.fetch_or(is_told, Ordering::AcqRel);
+        BegunStep { step, run, bytes: drawn.bytes(), has_failed, is_told }
     }
 
     /// Waits for its end, on this thread.
@@ -209,14 +212,14 @@ impl BegunStep {
     }
 
     fn wait_as(self, mut membership: Membership) -> FinishedJob {
-        let BegunStep { step, run, bytes, has_failed } = self;
+        let BegunStep { step, run, bytes, has_failed, is_told } = self;
         let mut drawn = vec![0; bytes];
         let wait = |run: PendingRun| {
             catch_unwind(AssertUnwindSafe(|| run.wait(&mut drawn).map_err(Failure::Failed)))
                 .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))))
         };
         let outcome = run.and_then(wait).map(|()| drawn);
-        membership.has_succeeded = matches!(outcome, Ok(_) | Err(Failure::Skipped));
+        membership.has_succeeded = is_told || matches!(outcome, Ok(_) | Err(Failure::Skipped));
         has_failed.fetch_or(!membership.has_succeeded, Ordering::AcqRel);
         FinishedJob { step, outcome }
     }
@@ -304,7 +307,7 @@ impl Beginning {
             Ok(End::Finished(_)) => unreachable!("the work was to begin"),
             Err(Disconnected) => {
                 has_failed.store(true, Ordering::Release);
-                BegunStep { step, run: Err(Failure::Lost), bytes: 0, has_failed }
+                BegunStep { step, run: Err(Failure::Lost), bytes: 0, has_failed, is_told: true }
             }
         };
         StepOnThread { thread, begun }

@@ -183,19 +183,40 @@ fn answers_on_two_gpus_are_those_of_steps_that_are_waited_for() {
     });
 }
 
-/// A GPU that queues. Its launches fail after they have run.
-struct FailsLate(Arc<Fault>);
+/// When a launch fails.
+#[derive(Clone, Copy, Debug)]
+enum When {
+    /// It is refused. The GPU runs each launch to its end before the next.
+    Waiting,
+    /// It is refused, while launches before it run.
+    Enqueued,
+    /// After it has run.
+    Late,
+}
 
-impl Interceptor for FailsLate {
+/// A GPU that queues, and lets a launch fail.
+struct FaultyQueue(Arc<Fault>, When);
+
+impl FaultyQueue {
+    fn fail_if(&self, fails_here: bool) -> Result<(), ArrayError> {
+        match !fails_here || self.0.passes() {
+            true => Ok(()),
+            false => Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() }),
+        }
+    }
+}
+
+impl Interceptor for FaultyQueue {
     fn passes_queue(&self) -> bool {
         true
     }
 
+    fn before_enqueue(&self) -> Result<(), ArrayError> {
+        self.fail_if(matches!(self.1, When::Enqueued))
+    }
+
     fn after_wait(&self) -> Result<(), ArrayError> {
-        match self.0.passes() {
-            true => Ok(()),
-            false => Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() }),
-        }
+        self.fail_if(matches!(self.1, When::Late))
     }
 }
 
@@ -204,18 +225,22 @@ impl Interceptor for FailsLate {
 fn a_gpu_that_fails_ends_its_steps_and_nothing_else() {
     on_two_gpus(|| {
         let cases = [("qwen3_5_moe", 0), ("qwen3_5_moe", 1), ("llama", 0), ("llama", 1)];
-        for ((name, rank), is_late) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
+        let times = [When::Waiting, When::Enqueued, When::Late];
+        for ((name, rank), when) in cases.into_iter().flat_map(|case| times.map(|when| (case, when))) {
+            println!("{name}, device {rank}, {when:?}");
             let fault = Arc::new(Fault::default());
-            let faulty = |backend| match is_late {
-                true => InterceptedBackend::new(backend, Arc::new(FailsLate(Arc::clone(&fault)))) as _,
-                false => InterceptedBackend::new(backend, Arc::new(Queueing(Arc::clone(&fault)))) as _,
+            let faulty = |backend| match when {
+                When::Waiting => {
+                    InterceptedBackend::new(backend, Arc::new(Queueing(Arc::clone(&fault)))) as _
+                }
+                _ => InterceptedBackend::new(backend, Arc::new(FaultyQueue(Arc::clone(&fault), when))) as _,
             };
             let mut ahead = batcher(engine_on_gpus(name, |of, backend| match of == rank {
                 true => faulty(backend),
                 false => backend,
             }));
             let want = run(&mut ahead, five_requests());
-            expect_faults(&mut ahead, &fault, &want, name, &[0, 9, 30]);
+            expect_faults(&mut ahead, &fault, &want, name, &[0, 1, 2, 3, 9, 30]);
             assert_all_is_back(&mut ahead);
         }
     });

@@ -81,6 +81,14 @@ pub trait Interceptor: Send + Sync + 'static {
         false
     }
 
+    /// Called before a launch enters the backend's own queue.
+    ///
+    /// # Errors
+    /// One that the test injects. The launch is then not enqueued.
+    fn before_enqueue(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Called when a launch of the backend's own queue has ended well.
     ///
     /// # Errors
@@ -224,6 +232,7 @@ impl<D: Interceptor> Submission for InterceptedBackend<D> {
     }
     fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket> {
         if self.disturbance.passes_queue() {
+            self.disturbance.before_enqueue().inspect_err(|_| launch.note_done(0))?;
             return self.backend.enqueue(launch, result);
         }
         self.launch(launch)?;

@@ -25,7 +25,8 @@ pub trait Group: Send + Sync {
     /// waiting for it, with an error.
     fn abandon(&self);
 
-    /// Forgets a failed step. Called for every device of the group, while none of them runs.
+    /// Forgets a failed step. Called for every device of the group, after the host has waited for that step on each of
+    /// them. Steps that were begun after it end in this call, and their results are undefined.
     fn rejoin(&self);
 }
 

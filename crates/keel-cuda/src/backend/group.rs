@@ -234,14 +234,13 @@ impl CudaGroup {
         self.shared.seats[rank].lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The error of a device that waits: a peer has failed, or a connection.
+    /// The error of a device that waits: a device of the group has failed, or a connection. It may be the device itself:
+    /// its peers no longer come to the exchanges that it has still to make.
     fn check(&self) -> Result<()> {
-        let own = self.rank;
-        if let Some(error) = self.absent().filter(|absent| *absent != own).map(|absent| self.absence(absent))
-        {
-            return Err(error);
+        if let Some(absent) = self.absent() {
+            return Err(self.absence(absent));
         }
-        let seat = self.seat(own);
+        let seat = self.seat(self.rank);
         let links = seat.links.iter().flat_map(|links| std::iter::once(&links.all).chain(&links.stage));
         let failure = links.map(Communicator::failure).find_map(|failure| failure);
         failure.map_or(Ok(()), |error| Err(CudaError::Peer { reason: error.to_string() }))
@@ -253,8 +252,12 @@ impl CudaGroup {
     }
 
     fn absence(&self, absent: usize) -> CudaError {
-        let reason =
-            format!("device {absent} of the group has failed, and device {} waited for it", self.rank);
+        let reason = match absent == self.rank {
+            true => format!("device {absent} of the group has failed, and no other one waits for it"),
+            false => {
+                format!("device {absent} of the group has failed, and device {} waited for it", self.rank)
+            }
+        };
         CudaError::Peer { reason }
     }
 

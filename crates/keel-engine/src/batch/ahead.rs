@@ -273,7 +273,7 @@ impl Batcher {
     }
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
-    /// last grid point. In a pipeline it is saved when the step is taken.
+    /// last grid point. With micro-batches it is saved when the step is taken.
     fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, CheckpointId)> {
         let running = &self.running[i];
         let at = running.virtual_len();
@@ -396,7 +396,7 @@ impl Batcher {
         let mut ids = Vec::new();
         for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
             ids.push(running.id);
-            // A group's step does not run after one that failed.
+            // A micro-batch's step does not run after one that failed.
             let later_ran =
                 !self.engine.runs_microbatches() && later.iter().any(|part| part.id == running.id);
             let ahead = std::mem::take(&mut running.ahead);

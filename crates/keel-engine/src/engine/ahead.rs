@@ -362,12 +362,14 @@ impl Engine {
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
     /// back](Engine::can_take_back), or where the rows may have overwritten keys of a sliding layer that are needed,
-    /// the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound. If its state is kept, it is
-    /// rewound here. If this fails, too, the sequence stays as the step has left it.
+    /// the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound. That is so even if the step was
+    /// refused before it ran. If the state is kept, the sequence is rewound here. If this fails, too, it stays as the step
+    /// has left it.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, later_ran: bool) {
+        // No model has both recurrent and sliding layers.
         let is_recurrent = self.cache.spec().is_recurrent();
         if later_ran || !is_recurrent {
-            self.cache.forget_steps(sequence, rows);
+            self.cache.forget_rows(sequence, rows);
         }
         let at = sequence.offset();
         let is_kept = at == 0 || is_recurrent && sequence.checkpoints().any(|kept| kept == at);
@@ -385,7 +387,7 @@ impl Engine {
         let has_failed = self.take(Ticket(first.number)).is_err();
         // If the only step failed, its failure already says what state the sequence is in.
         if !(steps == 1 && has_failed) {
-            self.cache.forget_steps(sequence, steps);
+            self.cache.forget_rows(sequence, steps);
         }
         self.in_flight.end();
     }

@@ -172,8 +172,8 @@ impl DerefMut for InFlightSteps {
 }
 
 impl InFlightSteps {
-    /// The mark of a failure, for a step that is to be begun.
-    pub fn has_failed(&self) -> Arc<AtomicBool> {
+    /// The mark that a step has failed, for one that is to be begun.
+    pub fn failure_mark(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.has_failed)
     }
 
@@ -192,9 +192,8 @@ impl InFlightSteps {
     }
 }
 
-/// Makes devices ready for a next step if one of these programs has failed. Steps after them may be under way; they end
-/// with it. A device whose step has failed does not see by itself that its peers wait no more, so this comes before
-/// later steps are waited for.
+/// Makes devices ready for a next step if one of these programs has failed. Later steps that are under way end in this
+/// call.
 pub(crate) fn rejoin(ended: &[EndedRun]) {
     for run in ended.iter().filter(|run| run.has_failed()) {
         let groups = run.devices.iter().filter_map(|ended| ended.step.runtime().backend().group());

@@ -49,8 +49,9 @@ impl Engine {
     ///
     /// # Errors
     /// Ids out of range, a prompt that does not fit, an error of the runtime. The sequence then holds the steps done.
-    /// Exception: the failed step changed recurrent state and did not begin at the start or at a checkpoint. The
-    /// sequence then answers [`keel_cache::CacheError::TornState`] until it is rewound.
+    /// Exception: the failed step changed recurrent state, or may have overwritten keys that sliding layers need, and did
+    /// not begin at the start or at a checkpoint. The sequence then answers [`keel_cache::CacheError::TornState`] or
+    /// [`keel_cache::CacheError::AheadState`] until it is rewound.
     pub fn prefill(
         &mut self,
         sequence: &mut SequenceCache,
@@ -183,7 +184,7 @@ impl Engine {
     /// one. The logits after prompt `i` are row `i` of [`Engine::logits`].
     ///
     /// # Errors
-    /// As [`Engine::prefill`]. Each sequence is then as before, or torn.
+    /// As [`Engine::prefill`]. Each sequence is then as before, or has to be rewound.
     pub fn prefill_chunks(&mut self, chunks: &mut [Chunk<'_>]) -> Result<Vec<Option<u32>>> {
         let rows: usize = chunks.iter().map(|chunk| chunk.tokens.len()).sum();
         let rows_max = match chunks {

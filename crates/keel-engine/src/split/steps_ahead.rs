@@ -15,17 +15,21 @@
 
 use std::sync::Arc;
 
+use keel_array::RESULT_BYTES_MAX;
+
 use crate::device_thread::{Beginning, BegunStep, DeviceThread};
 use crate::engine::in_flight::InFlightRun;
 use crate::step::{Rows, StepKind};
 use crate::{Engine, Result};
 
 impl Engine {
-    /// Whether the model is split by tensor alone, over devices of this process that queue. Sequences must not draft.
+    /// Whether the model is split by tensor alone, over devices of this process that queue. Sequences must not draft, and
+    /// the tokens of all must come to the host with a step.
     pub(crate) fn shares_run_ahead(&self) -> bool {
         self.is_split()
             && self.stages() == 1
             && self.options.drafts == 0
+            && self.options.sequences * size_of::<u32>() <= RESULT_BYTES_MAX
             && self.steppers().all(|stepper| stepper.runtime().backend().is_queueing())
             && self.peers.iter().all(|peer| peer.thread.is_some())
     }
@@ -40,11 +44,10 @@ impl Engine {
         }
         let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
-        let has_failed = || self.in_flight.has_failed();
-        let begin =
-            |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, has_failed());
+        let mark = || self.in_flight.failure_mark();
+        let begin = |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, mark());
         let peers: Vec<Beginning> = threads.zip(ready).map(begin).collect();
-        let run = BegunStep::begin(lead, &drawn, has_failed());
+        let run = BegunStep::begin(lead, &drawn, mark());
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
         let peers = peers.into_iter().map(Beginning::wait).collect();
         Ok(InFlightRun { run, peers, regime: kind.regime, slots })

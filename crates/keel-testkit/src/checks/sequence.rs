@@ -67,6 +67,7 @@ pub(super) const FAST: &[Check] = &[
     Check { op: "paged_attention", run: |r| attend_many(r, KvFormat::Bits4, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::F16, FAST_WITHIN) },
+    Check { op: "paged_attention", run: |r| attend_until(r, KvFormat::Bits8, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_in_rings(r, KvFormat::Bits8, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend_beyond_the_range(r, FAST_WITHIN) },
 ];
