@@ -24,10 +24,10 @@ use keel_array::sampling::Draw;
 use std::time::Instant;
 
 use keel_array::{Regime, RowLog};
-use keel_cache::{CommitProgress, SequenceCache};
+use keel_cache::SequenceCache;
 
+use crate::engine::failures::first_cause_of;
 use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken, rejoin};
-use crate::split::step::first_cause;
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
@@ -339,26 +339,6 @@ impl Engine {
         self.stepper.read_kept_logits(regime, row, logits)
     }
 
-    /// Records how the programs of a failed step left its sequences. Returns the error that was the first cause. A device
-    /// that failed in a `later` step may be why its peers report a failure of this one.
-    fn note_failed_runs(
-        &mut self,
-        ended: Vec<EndedRun>,
-        later: Vec<EndedRun>,
-        refusal: Option<EngineError>,
-    ) -> EngineError {
-        for run in &ended {
-            let slots = run.slots.iter().copied();
-            if run.has_failed() {
-                self.note_devices(&run.devices, slots, CommitProgress::default(), true);
-            } else if !self.can_take_back() {
-                // These rows were run, but they do not count.
-                self.cache.note_ahead(slots);
-            }
-        }
-        refusal.unwrap_or_else(|| first_cause_of(ended.into_iter().chain(later)))
-    }
-
     /// Tells a sequence that `rows` of its rows do not count. They belong to a failed step and to later ones.
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
     /// back](Engine::can_take_back), or where the rows may have overwritten keys of a sliding layer that are needed,
@@ -422,9 +402,4 @@ impl Engine {
             _ => Some(Outcome::LastLogits),
         }
     }
-}
-
-/// The first cause of the failures of these programs, at least one of which has failed.
-fn first_cause_of(ended: impl IntoIterator<Item = EndedRun>) -> EngineError {
-    first_cause(ended.into_iter().flat_map(|run| run.devices))
 }

@@ -3,6 +3,7 @@
 pub(crate) mod ahead;
 mod all_logits;
 mod commit;
+mod failures;
 mod hidden;
 pub(crate) mod in_flight;
 mod prompts;
@@ -13,19 +14,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Executable, FailedRun, RESULT_BYTES_MAX, Regime, RowLog, Runtime};
-use keel_cache::{CacheSpec, CommitProgress, DeviceLayers, Features, ModelCache, SequenceCache, SlotId};
+use keel_array::{Executable, RESULT_BYTES_MAX, Regime, Runtime};
+use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache, SlotId};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::device_thread::DeviceThread;
-use crate::engine::in_flight::{EndedRun, InFlightSteps, StepTimer, Taken};
+use crate::engine::in_flight::{InFlightSteps, StepTimer, Taken};
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RowResults};
 use crate::split::microbatches::Microbatches;
-use crate::split::step::{Peer, first_cause};
+use crate::split::step::Peer;
 use crate::split::{self, PlacedPart};
 use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
 use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
@@ -344,36 +345,6 @@ impl Engine {
             self.cache.expect_whole(row.sequence)?;
         }
         self.stepper.step_for(kind, rows)
-    }
-
-    /// Records what a failed step did to its sequences.
-    pub(crate) fn note_failed(
-        &mut self,
-        kind: StepKind,
-        slots: Vec<SlotId>,
-        failed: Box<FailedRun>,
-    ) -> EngineError {
-        let (settled, commits_rows) = self.commits_of(kind);
-        self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);
-        ArrayError::from(failed).into()
-    }
-
-    /// The tokens of a program that was submitted. If it has failed, records what it did to its sequences.
-    pub(crate) fn note_ended(&mut self, kind: StepKind, ended: EndedRun) -> Result<Vec<u32>> {
-        if !ended.has_failed() {
-            return Ok(ended.tokens());
-        }
-        let (settled, commits_rows) = self.commits_of(kind);
-        self.note_devices(&ended.devices, ended.slots, settled, commits_rows);
-        Err(first_cause(ended.devices))
-    }
-
-    /// Which commits are made before a step, and whether the step commits its own rows.
-    fn commits_of(&self, kind: StepKind) -> (CommitProgress, bool) {
-        match kind.outcome {
-            Outcome::Commit(settled) => (settled, false),
-            _ => (CommitProgress::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
-        }
     }
 
     /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts, the
