@@ -3,7 +3,8 @@
 use super::{Bench, Floor};
 use keel_array::sampling::Draw;
 use keel_array::{
-    Array, Compute, DType, Result, Routing, RowBlock, RowData, SharedExpert, Weight, WeightFormat, WeightSpec,
+    Array, Compute, DType, Result, Routing, RowBlock, RowData, Runtime, SharedExpert, Weight, WeightFormat,
+    WeightSpec,
 };
 use keel_testkit::random::Random;
 use std::cell::Cell;
@@ -52,7 +53,7 @@ fn product(bench: &Bench, format: WeightFormat, (cols, outputs): (usize, usize),
     } else {
         Floor::Bytes(needed)
     };
-    let data = || Ok((weight(bench, format, 1, outputs, cols)?, bench.random(&[rows, cols])?));
+    let data = || Ok((weight(&bench.runtime, format, 1, outputs, cols)?, bench.random(&[rows, cols])?));
     bench.time(
         &format!("product {coding}, {cols} to {outputs}, {rows} rows"),
         floor,
@@ -68,7 +69,7 @@ fn mixture(bench: &Bench, format: WeightFormat) -> Result<()> {
     const CHOICES: usize = 8;
     const WIDTH: usize = 2048;
     const INNER: usize = 512;
-    let stack = |experts, rows, cols| weight(bench, format, experts, rows, cols);
+    let stack = |experts, rows, cols| weight(&bench.runtime, format, experts, rows, cols);
     let bytes = |rows, cols| bytes_of(bench, format, rows, cols);
     let needed = bytes(EXPERTS + 1, WIDTH) + (CHOICES + 1) * (bytes(2 * INNER, WIDTH) + bytes(WIDTH, INNER));
     let name = format!("mixture of {EXPERTS} experts of {INNER}, {CHOICES} chosen and one shared");
@@ -84,7 +85,7 @@ fn mixture(bench: &Bench, format: WeightFormat) -> Result<()> {
         let seed = made.get();
         let x = Random::new(seed as u64).uniforms(WIDTH, -1.0, 1.0);
         let x = Array::from_slice(&bench.runtime, &x, [1, WIDTH])?;
-        let router = random_weight(bench, format, (1, EXPERTS + 1, WIDTH), false)?;
+        let router = random_weight(&bench.runtime, format, (1, EXPERTS + 1, WIDTH), false)?;
         Ok((x, seed % 2, router, stack(1, 2 * INNER, WIDTH)?, stack(1, WIDTH, INNER)?))
     };
     bench.time(&name, Floor::Bytes(needed), needed, data, |(x, i, router, shared_gate_up, shared_down)| {
@@ -119,18 +120,24 @@ fn bytes_of(bench: &Bench, format: WeightFormat, rows: usize, cols: usize) -> us
     bench.runtime.backend().packed_bytes(&spec(format, 1, rows, cols))
 }
 
-fn weight(bench: &Bench, format: WeightFormat, experts: usize, rows: usize, cols: usize) -> Result<Weight> {
-    random_weight(bench, format, (experts, rows, cols), true)
+pub fn weight(
+    runtime: &Runtime,
+    format: WeightFormat,
+    experts: usize,
+    rows: usize,
+    cols: usize,
+) -> Result<Weight> {
+    random_weight(runtime, format, (experts, rows, cols), true)
 }
 
 /// A weight of random codes. With `repeated` all rows after the first [`MADE_UP`] repeat these.
 fn random_weight(
-    bench: &Bench,
+    runtime: &Runtime,
     format: WeightFormat,
     (experts, rows, cols): (usize, usize, usize),
     repeated: bool,
 ) -> Result<Weight> {
-    let weight = Weight::allocate(&bench.runtime, spec(format, experts, rows, cols))?;
+    let weight = Weight::allocate(runtime, spec(format, experts, rows, cols))?;
     let mut random = Random::new((rows * cols) as u64);
     let mut row = 0;
     while row < rows && !(repeated && row > 0) {
