@@ -253,7 +253,7 @@ impl CudaGroup {
 
     fn absence(&self, absent: usize) -> CudaError {
         let reason = match absent == self.rank {
-            true => format!("device {absent} of the group has failed, and no other one waits for it"),
+            true => format!("device {absent} of the group has failed, and its peers no longer wait for it"),
             false => {
                 format!("device {absent} of the group has failed, and device {} waited for it", self.rank)
             }
