@@ -174,7 +174,7 @@ impl Ledger {
         self.books().active
     }
 
-    /// Highest bytes in use since the start or the last [`Ledger::reset_peak`], for each category separately.
+    /// Highest bytes in use so far, for each category separately.
     pub fn peak(&self) -> MemoryReport {
         self.books().peak
     }
@@ -182,13 +182,6 @@ impl Ledger {
     /// Highest sum over all categories.
     pub fn peak_total(&self) -> u64 {
         self.books().peak_total
-    }
-
-    /// Resets the peaks to the bytes in use now.
-    pub fn reset_peak(&self) {
-        let mut books = self.books();
-        books.peak = books.active;
-        books.peak_total = books.active_total;
     }
 
     /// Sets or lifts the hard limit on the sum of all categories. If the limit is below the bytes in use, every further

@@ -105,7 +105,11 @@ impl ModelCache {
     }
 
     pub(crate) fn take_slot(&mut self) -> Result<SlotId> {
-        self.pools.lock().slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })
+        let mut pools = self.pools.lock();
+        let slot = pools.slots.pop().ok_or(CacheError::NoSlot { total: self.size.sequences })?;
+        // A step of the sequence that had it before may have failed since.
+        pools.failed_steps[slot.index()] = None;
+        Ok(slot)
     }
 
     /// Makes room for `rows` more tokens. Growth copies nothing.
@@ -221,8 +225,12 @@ impl ModelCache {
         (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
     }
 
-    /// Before the next token is written to a shared page, replaces that page by the sequence's own copy.
-    pub(crate) fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+    /// Replaces a partly filled last page by the sequence's own copy, if it is shared: the next token is written there.
+    /// That needs a free page.
+    ///
+    /// # Errors
+    /// [`CacheError::NoPages`]; an error of the runtime. The page is then shared as before.
+    pub fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         let last = sequence.cached_len / AttentionSpec::PAGE;
         let partial = !sequence.cached_len.is_multiple_of(AttentionSpec::PAGE);
         if !partial || !self.pools.lock().pages.is_shared(sequence.pages[last]) {

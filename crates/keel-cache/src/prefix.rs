@@ -179,6 +179,12 @@ impl PrefixTree {
         }
     }
 
+    /// Notes that the blocks of a text were used just now.
+    pub fn use_now(&mut self, text: &[u32]) {
+        let path = self.walk(text);
+        self.touch(&path);
+    }
+
     fn touch(&mut self, path: &[NodeId]) {
         self.clock += 1;
         let now = self.clock;

@@ -84,10 +84,11 @@ impl ModelCache {
     }
 
     /// A sequence that continues after the first `len` tokens of `pages`, with the saved `state` at that point. The
-    /// pages are shared. A partly filled last page is copied, which needs one more free page.
+    /// pages are shared. Before it runs a row it must have a partly filled last page
+    /// [for itself](ModelCache::own_last_page).
     ///
     /// # Errors
-    /// [`crate::CacheError::NoSlot`], [`crate::CacheError::NoPages`]; an error of the runtime. Nothing is then held.
+    /// [`crate::CacheError::NoSlot`]; an error of the runtime. Nothing is then held.
     pub fn resume(
         &mut self,
         len: usize,
@@ -102,7 +103,6 @@ impl ModelCache {
         if let Some(entry) = state {
             self.copy_slot(sequence.slot(), entry, false)?;
         }
-        self.own_last_page(&mut sequence)?;
         Ok(sequence)
     }
 }

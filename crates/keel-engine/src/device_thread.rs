@@ -129,6 +129,11 @@ impl DeferredJob {
 }
 
 impl Job {
+    /// Runs a step that is ready. The bytes of `drawn` come to the host.
+    pub fn of(step: Executable, drawn: Option<Array>) -> Job {
+        Job { step, drawn, queued: None }
+    }
+
     /// The job, to be run later.
     pub fn later(self) -> DeferredJob {
         DeferredJob { membership: Membership::of(&self.step), job: self }

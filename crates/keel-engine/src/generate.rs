@@ -241,8 +241,8 @@ impl<'e> TokenIterator<'e> {
     /// Whether no drafts are made after the steps under way.
     fn stays_plain(&self, sequence: &SequenceCache) -> bool {
         let Some(speculation) = &self.speculation else { return true };
-        let (len, ahead) = (sequence.len(), self.in_flight.len());
-        !self.engine.wants_drafts(speculation, &*self.chooser, len, self.left, 1, ahead)
+        let (room, ahead) = (self.engine.room_of(sequence), self.in_flight.len());
+        !self.engine.wants_drafts(speculation, &*self.chooser, room, self.left, 1, ahead)
     }
 
     /// Lets the MTP (multi-token-prediction) head catch up after the steps under way, if it lags far behind.

@@ -3,9 +3,9 @@
 //! The life of a sequence: [`Engine::open`], [`Engine::prefill`] with the prompt, [`Engine::decode`] token by token,
 //! [`Engine::release`]. [`Engine::load`] allocates all memory; [`plan`] gives the same numbers without a weight.
 //!
-//! Tokens are made by two calls: [`Engine::submit`] puts a step on the device before the step before it is taken, and
-//! [`Engine::round`] waits for its step, in which sequences may draft ([`EngineOptions::drafts`]). A [`TokenIterator`]
-//! makes them for one sequence, a [`batch::Batcher`] for many.
+//! Tokens are made in one of two ways. [`Engine::submit`] puts a step on the device while the previous step runs, and
+//! [`Engine::take`] waits for its tokens. [`Engine::round`] runs one step and waits; sequences may draft in it
+//! ([`EngineOptions::drafts`]). A [`TokenIterator`] does this for one sequence, a [`batch::Batcher`] for many.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
 //! The options that an engine is made with.
 
-use keel_array::{Backend, Compute, DType, KvFormat};
+use keel_array::{Compute, DType, KvFormat};
 use keel_cache::{CacheFormat, CacheSize};
 use keel_models::SumOrder;
 
@@ -120,14 +120,9 @@ impl EngineOptions {
         }
     }
 
-    /// How many rows of a regime the host may draw for while a later step runs; 0 where steps do not run ahead.
-    pub(crate) fn host_rows(&self, backend: &dyn Backend) -> usize {
-        if self.runs_ahead(backend) && self.drafts == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
-    }
-
-    /// Whether the steps of a batch may run ahead.
-    pub(crate) fn runs_ahead(&self, backend: &dyn Backend) -> bool {
-        backend.is_queueing() && backend.group().is_none()
+    /// How many rows of a regime the host may draw for while a later step runs.
+    pub(crate) fn host_rows(&self) -> usize {
+        if self.drafts == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
     }
 
     /// Rows of the largest decode step.

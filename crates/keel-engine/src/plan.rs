@@ -85,18 +85,19 @@ pub fn at_least(
     plan(backend, parameters, config, EngineOptions { largest_steps: true, ..options })
 }
 
-/// The shapes of steps of an engine with these options on the first backend, and of the passes of its tower on the
-/// second, as text. All of them are part of [`plan`].
+/// The shapes of steps of an engine with these options on these devices, and of the passes of its tower, as text. All of
+/// them are part of [`plan_seeing_on`].
 ///
 /// # Errors
 /// Errors of the config.
 pub fn steps(
-    backend: &dyn Backend,
+    devices: &[PlacedPart<Arc<dyn Backend>>],
     tower: &dyn Backend,
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<String>> {
-    let mut lines = Buckets::for_backend(&options, backend).lines();
+    let on = devices.iter().map(|placed| (&*placed.device, &placed.part));
+    let mut lines = Buckets::for_devices(&options, on).lines();
     if let Some((vision, sizes)) = vision::config(config, options.vision)?.zip(options.vision) {
         let text = keel_models::read_config(config)?;
         lines.extend(Passes::new(&vision, &text, sizes, tower.is_compiling()).lines());

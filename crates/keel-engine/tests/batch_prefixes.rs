@@ -4,7 +4,8 @@ mod common;
 
 use std::time::Instant;
 
-use common::batching::{Outcome, assert_all_is_back, batcher, prompt, run, step};
+use common::batching::{self, Outcome, assert_all_is_back, batcher, finish, options, prompt, run, step};
+use keel_engine::EngineOptions;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
@@ -84,6 +85,84 @@ fn a_folder_that_cannot_be_written_is_an_error_and_no_harm() {
     assert!(error.to_string().contains("cannot be saved"), "{error}");
     assert_eq!(run(&mut batcher, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 5)])[0].cached, 192);
     assert_all_is_back(&mut batcher);
+}
+
+/// A request whose prefix ends within a page, in a pool so full that the copy of that page needs the memory of the
+/// prefix.
+#[test]
+fn a_request_takes_the_room_of_the_prefix_that_it_goes_on_from() {
+    for name in ["llama", "qwen3_5"] {
+        let options = EngineOptions { pool_pages: Some(2), ..options() };
+        let mut batcher = batching::batcher_with(name, options, BatchOptions::default());
+        let text = prompt(name, 1, 200);
+        let ask = |batcher: &mut Batcher, len: usize| {
+            run(batcher, vec![BatchRequest::new(0, text[..len].to_vec(), 1)]).remove(0)
+        };
+        assert_eq!(ask(&mut batcher, 129).cached, 0);
+        assert_eq!(ask(&mut batcher, 193).cached, 128, "{name}");
+        let last = ask(&mut batcher, 200);
+        assert!(last.error.is_none(), "{name}: {:?}", last.error);
+        assert_eq!(last.cached, 192, "{name}");
+        let mut anew = batching::batcher_with(name, options, BatchOptions::default());
+        assert_eq!(last.tokens, ask(&mut anew, 200).tokens, "{name}");
+        [batcher, anew].iter_mut().for_each(assert_all_is_back);
+    }
+}
+
+/// Where every sequence runs, no text can be read.
+#[test]
+fn a_folder_keeps_its_texts_if_none_can_be_saved() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let options = EngineOptions { sequences: 1, ..options() };
+    let mut busy = batching::batcher_with("qwen3_5", options, BatchOptions::default());
+    let request = |salt, tokens| BatchRequest::new(0, prompt("qwen3_5", salt, 200), tokens);
+    run(&mut busy, vec![request(1, 2)]);
+    assert!(busy.save_prefixes("m", dir.path()).expect("saves") >= 1);
+    busy.submit(request(2, 40), Instant::now()).expect("there is room");
+    let mut outcomes = [Outcome::default()];
+    step(&mut busy, Instant::now(), &mut outcomes);
+    assert_eq!(busy.save_prefixes("m", dir.path()).expect("no error"), 0);
+    let mut second = batcher("qwen3_5", BatchOptions::default());
+    assert!(second.restore_prefixes("m", dir.path()).texts >= 1);
+    assert_eq!(run(&mut second, vec![request(1, 2)])[0].cached, 192);
+}
+
+/// In a pool that does not hold all texts at once, the last one used comes back.
+#[test]
+fn a_long_text_is_restored_to_its_end() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let options = EngineOptions { sequences: 1, checkpoints: 8, pool_pages: Some(4), ..options() };
+    let new = || batching::batcher_with("qwen3_5", options, BatchOptions::default());
+    let request = || {
+        let mut request = BatchRequest::new(0, prompt("qwen3_5", 1, 700), 1);
+        request.marks = vec![256, 512];
+        request
+    };
+    let mut first = new();
+    run(&mut first, vec![request()]);
+    assert!(first.save_prefixes("m", dir.path()).expect("saves") >= 3);
+    let mut second = new();
+    assert!(second.restore_prefixes("m", dir.path()).problems.is_empty());
+    assert_eq!(run(&mut second, vec![request()])[0].cached, 640);
+    assert_all_is_back(&mut second);
+}
+
+/// Windows are overwritten, and without checkpoints there is no state to go on from.
+#[test]
+fn nobody_waits_for_a_prefix_that_is_not_kept() {
+    for (name, checkpoints) in [("gemma3_text", 24), ("qwen3_5", 0), ("qwen3_5", 24)] {
+        let options = EngineOptions { checkpoints, ..options() };
+        let mut batcher = batching::batcher_with(name, options, BatchOptions::default());
+        for id in 0..3 {
+            let request = BatchRequest::new(id, prompt(name, 1, 300), 4);
+            batcher.submit(request, Instant::now()).expect("there is room");
+        }
+        batcher.step(Instant::now());
+        let waits = name == "qwen3_5" && checkpoints > 0;
+        assert_eq!(batcher.status().running.len(), if waits { 1 } else { 3 }, "{name}, {checkpoints}");
+        finish(&mut batcher, 3);
+        assert_all_is_back(&mut batcher);
+    }
 }
 
 /// A pipe in place of a file stays, and no thread waits for its other end.

@@ -7,13 +7,15 @@ use std::time::Instant;
 
 use common::batching::{assert_all_is_back, finish, run};
 use common::queueing::{Answers, queueing};
-use common::{all_logits, argmax, exact, greedy, runtime};
+use common::rounds::{Member, round};
+use common::{all_logits, argmax, exact, fixture, greedy, runtime};
 use keel_array::sampling::Draw;
 use keel_array::{DType, Runtime, WeightFormat};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{Engine, EngineError};
+use keel_engine::speculation::Speculation;
+use keel_engine::{Depth, Engine, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
 use keel_models::loading::RandomParameters;
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// The most tokens of a sequence that uses the short list.
 const ORIGINAL: usize = 64;
@@ -146,4 +148,56 @@ fn long_sequences_share_prefixes_with_long_ones_alone() {
     for batcher in [&mut batcher, &mut second, &mut third] {
         assert_all_is_back(batcher);
     }
+}
+
+/// A model with recurrent layers and an MTP head. Its states and drafts know nothing of rotary frequencies.
+fn hybrid(original: usize, options: EngineOptions) -> Engine {
+    let text = std::fs::read_to_string(fixture("qwen3_5").join("config.json")).expect("there");
+    let mut config: Value = serde_json::from_str(&text).expect("it is JSON");
+    let rope = &mut config["text_config"]["rope_parameters"];
+    rope["rope_type"] = json!("longrope");
+    (rope["short_factor"], rope["long_factor"]) = (Value::from(vec![1.0; 8]), Value::from(vec![3.0; 8]));
+    (rope["attention_factor"], rope["original_max_position_embeddings"]) = (json!(1.0), json!(original));
+    let parameters = RandomParameters { format: WeightFormat::Dense(DType::F32) };
+    Engine::load(&runtime(2), &parameters, &config, options, &|_| ()).expect("the config is complete")
+}
+
+#[test]
+fn drafts_do_not_cross_the_end_of_the_short_list() {
+    let options = EngineOptions { context: 512, drafts: 4, ..EngineOptions::default() };
+    let mut engine = hybrid(ORIGINAL, options);
+    let mut all = vec![Member::join(&mut engine, &prompt(ORIGINAL - 7), 4, SamplerOptions::default())];
+    // All drafts are taken.
+    all[0].speculation = {
+        let options = SpeculationOptions { depth: Depth::Fixed(4), optimistic: true, ..Default::default() };
+        Speculation::new(options, engine.last_hidden().expect("drafts were planned"))
+    };
+    let error = loop {
+        match round(&mut engine, &mut all) {
+            Ok(()) => assert!(all[0].cache.len() <= ORIGINAL, "{} tokens", all[0].cache.len()),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, EngineError::Outgrown { .. }), "{error}");
+    assert_eq!(all[0].cache.len(), ORIGINAL);
+    assert!(all[0].speculation.counters().accepted_total() > 2);
+}
+
+/// The state that an answer keeps belongs to the short list, and so do the pages up to it.
+#[test]
+fn an_answer_that_is_run_again_forgets_the_state_it_kept() {
+    let options =
+        EngineOptions { context: 1024, prefill_step: 64, checkpoints: 8, ..EngineOptions::default() };
+    let batch = BatchOptions { step_tokens: 64, reuse_generated: true, ..BatchOptions::default() };
+    let mut batcher = Batcher::new(hybrid(400, options), batch);
+    batcher.submit(BatchRequest::new(0, prompt(100), 600), Instant::now()).expect("accepted");
+    let pages = |batcher: &mut Batcher| {
+        batcher.step(Instant::now());
+        batcher.status().running[0].pages
+    };
+    while pages(&mut batcher) < 2 {}
+    while pages(&mut batcher) > 1 {}
+    batcher.cancel(0);
+    batcher.step(Instant::now());
+    assert_all_is_back(&mut batcher);
 }

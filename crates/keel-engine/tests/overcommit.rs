@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, finish, finish_from, prompt, run, step};
-use common::queueing::waiting_and_queueing;
+use common::queueing::{queueing, waiting_and_queueing};
 use common::{HYBRID, PLAIN, decoded, demo, engine, expect_same_state, fixture, runtime};
+use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, Category, KvFormat, Launch, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
-use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
+use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions, Work, WorkRows};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 fn options() -> EngineOptions {
@@ -325,4 +326,38 @@ fn a_failed_step_spares_those_that_are_parked() {
     assert_eq!(ended, 4 - failed.len(), "the others come to their ends");
     assert!(ended > 0);
     assert_all_is_back(&mut batcher);
+}
+
+/// A step fails that still has a row of a sequence which has left. Another sequence has its slot by then.
+#[test]
+fn a_failed_step_says_nothing_about_the_next_owner_of_a_slot() {
+    for is_taken_first in [false, true] {
+        let (runtime, failing) = queueing(16);
+        let mut engine = engine(&fixture("qwen3_5"), &runtime, EngineOptions { sequences: 2, ..options() });
+        let mut leaving = decoded(&mut engine, &[1, 2, 3], &[4]);
+        let mut other = decoded(&mut engine, &[5, 6, 7], &[8]);
+        engine.cache_mut().swap_out(&mut other).expect("there is room");
+        let slot = leaving.slot();
+        failing.until.store(2, Ordering::Relaxed);
+        let work = Work {
+            sequence: &mut leaving,
+            ahead: 0,
+            rows: WorkRows::Token(9),
+            draw: Some(Draw::GREATEST),
+            by_host: false,
+        };
+        let ticket = engine.submit(&mut [work]).expect("it is reported when it is taken");
+        engine.release(leaving);
+        if is_taken_first {
+            engine.take(ticket).expect_err("injected");
+            engine.cache_mut().swap_in(&mut other).expect("there is room");
+        } else {
+            engine.cache_mut().swap_in(&mut other).expect("there is room");
+            engine.take(ticket).expect_err("injected");
+        }
+        assert_eq!(other.slot(), slot);
+        engine.cache().expect_whole(&other).expect("it was in no failed step");
+        engine.release(other);
+        assert!(engine.cache().is_idle());
+    }
 }

@@ -7,35 +7,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::queueing::{Queueing, poison_arena, queueing, runtimes, waiting_and_queueing};
-use common::rounds::{Member, round};
+use common::queueing::{poison_arena, queueing, runtimes, waiting_and_queueing};
+use common::rounds::{DEPTHS, Member, fail_everywhere, members, round, rounds};
 use common::{decoded, demo, engine, expect_same_state, fixture};
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions, SamplerOptions};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
-/// Not in order: the sequences of later passes of the head are not the first ones of the batch.
-const DEPTHS: [usize; 4] = [2, 4, 0, 1];
-
 fn drafting(folder: &Path, runtime: &Runtime) -> Engine {
     let options = EngineOptions { context: 256, sequences: 4, drafts: 8, ..EngineOptions::default() };
     engine(folder, runtime, options)
-}
-
-/// Greedy and sampled sequences with these depths.
-fn members(engine: &mut Engine, depths: [usize; 4]) -> Vec<Member> {
-    let join = |i: usize| {
-        let prompt: Vec<u32> = (0..5 + 30 * i as u32).map(|j| (j * 7 + i as u32 * 13 + 5) % 500).collect();
-        let sampled = SamplerOptions { temperature: 0.8, top_p: 0.95, seed: 7, ..SamplerOptions::default() };
-        let sampler = if i % 2 == 1 { sampled } else { SamplerOptions::default() };
-        Member::join(engine, &prompt, depths[i], sampler)
-    };
-    (0..4).map(join).collect()
-}
-
-fn rounds(engine: &mut Engine, members: &mut [Member], count: usize) {
-    (0..count).for_each(|_| round(engine, members).expect("the round runs"));
 }
 
 /// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
@@ -142,28 +124,6 @@ fn the_host_waits_once_all_passes_are_submitted() {
     let penalised = SamplerOptions { repetition_penalty: 1.2, ..SamplerOptions::default() };
     let waiting = vec![Member::join(&mut engine, &[5, 9, 3], 2, penalised)];
     assert_eq!(of(waiting, &mut engine), "LWLWLW");
-}
-
-/// Lets a round fail at launch after launch until it succeeds; every third failure is at a random earlier launch. A
-/// failure may come while the attempt makes up for the one before. Returns how many failures there were.
-fn fail_everywhere(engine: &mut Engine, queueing: &Queueing, members: &mut [Member]) -> usize {
-    let before: Vec<_> = members.iter().map(Member::standing).collect();
-    let mut random = keel_testkit::random::Random::new(11);
-    for at in 0.. {
-        queueing.until.store(if at % 3 == 2 { random.below(at) } else { at }, Ordering::Relaxed);
-        let outcome = round(engine, members);
-        queueing.until.store(usize::MAX, Ordering::Relaxed);
-        let Err(error) = outcome else { return at };
-        assert!(error.to_string().contains("injected"), "{error}");
-        for (member, before) in members.iter().zip(&before) {
-            let (len, accepted, counters) = member.standing();
-            assert_eq!((len, &counters), (before.0, &before.2));
-            // A failed attempt may have committed accepted rows.
-            assert!(accepted == before.1 || accepted == 0);
-        }
-        assert_eq!(engine.runtime().runs_under_way(), 0);
-    }
-    unreachable!("a round has an end")
 }
 
 #[test]

@@ -5,21 +5,18 @@ mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, run, step};
 use common::fixture;
-use common::splitting::{self, Fault, end, engine_on};
+use common::splitting::{Fault, end, engine_on, engine_on_gpus, on_two_gpus};
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
+use keel_array::{ArrayError, Backend, Compute, Launch};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::split::PlacedPart;
-use keel_engine::{Engine, EngineOptions, FinishReason, SamplerOptions, Work, WorkRows};
-use keel_models::loading::CheckpointParameters;
+use keel_engine::{
+    Depth, Engine, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions, Work, WorkRows,
+};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
-use keel_weights::Checkpoint;
 
 fn options() -> EngineOptions {
     EngineOptions {
@@ -48,6 +45,10 @@ impl Interceptor for Queueing {
 
 fn says_it_queues(_: usize, backend: Arc<dyn Backend>) -> Arc<dyn Backend> {
     InterceptedBackend::new(backend, Arc::new(Queueing(Arc::default())))
+}
+
+fn drafting(drafts: usize) -> EngineOptions {
+    EngineOptions { drafts, ..options() }
 }
 
 fn batcher(engine: Engine) -> Batcher {
@@ -125,48 +126,14 @@ fn expect_answers_of_waiting(waiting: &mut Batcher, ahead: &mut Batcher, name: &
 
 #[test]
 fn answers_are_those_of_steps_that_are_waited_for() {
-    for (name, shares) in [("qwen3_5", 2), ("qwen3_5_moe", 2), ("llama", 2)] {
-        let mut waiting = batcher(engine_on(&fixture(name), options(), (1, shares), |_, backend| backend));
-        let mut ahead = batcher(engine_on(&fixture(name), options(), (1, shares), says_it_queues));
+    for (name, drafts) in
+        [("qwen3_5", 0), ("qwen3_5_moe", 0), ("llama", 0), ("qwen3_5", 3), ("qwen3_5_moe", 1)]
+    {
+        let mut waiting = batcher(engine_on(&fixture(name), options(), (1, 2), |_, backend| backend));
+        let mut ahead = batcher(engine_on(&fixture(name), drafting(drafts), (1, 2), says_it_queues));
         expect_answers_of_waiting(&mut waiting, &mut ahead, name);
         [waiting, ahead].into_iter().for_each(|batcher| end(batcher.into_engine()));
     }
-}
-
-/// An engine on two GPUs. `wrap` gets each one's rank and backend.
-fn engine_on_gpus(name: &str, mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>) -> Engine {
-    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
-    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
-    let parts = splitting::parts(source, options(), (1, 2)).expect("it divides");
-    let gpu = |(ordinal, group)| {
-        let options =
-            CudaOptions { ordinal, deterministic: true, group: Some(group), ..CudaOptions::default() };
-        let backend = Arc::new(CudaBackend::new(&options).expect("a GPU, and NCCL"));
-        Runtime::new(wrap(ordinal, backend), RuntimeOptions::default())
-    };
-    let devices = PlacedPart::each(CudaGroup::of(2, 2).into_iter().enumerate().map(gpu), parts);
-    let engine = Engine::load_on(&devices, source.0, source.1, options(), &|_| ());
-    let mut engine = engine.expect("the model loads");
-    engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
-    engine
-}
-
-/// Runs a test on two GPUs, if there are so many.
-fn on_two_gpus(test: fn()) {
-    if !keel_testkit::has_gpu!() {
-        return;
-    }
-    if Survey::take().gpus.len() < 2 {
-        return keel_testkit::skipped!("needs two GPUs");
-    }
-    let (sender, receiver) = channel();
-    let thread = std::thread::spawn(move || {
-        test();
-        sender.send(()).expect("the test waits");
-    });
-    receiver.recv_timeout(Duration::from_secs(300)).expect("no device waits without end");
-    // Its devices close at its end. The program must not end meanwhile.
-    thread.join().expect("its devices close");
 }
 
 #[test]
@@ -176,8 +143,8 @@ fn answers_on_two_gpus_are_those_of_steps_that_are_waited_for() {
     on_two_gpus(|| {
         for name in ["qwen3_5_moe", "llama"] {
             let waits = |_, backend| InterceptedBackend::new(backend, Arc::new(Waiting)) as _;
-            let mut waiting = batcher(engine_on_gpus(name, waits));
-            let mut ahead = batcher(engine_on_gpus(name, |_, backend| backend));
+            let mut waiting = batcher(engine_on_gpus(name, options(), waits));
+            let mut ahead = batcher(engine_on_gpus(name, options(), |_, backend| backend));
             expect_answers_of_waiting(&mut waiting, &mut ahead, name);
         }
     });
@@ -235,12 +202,13 @@ fn a_gpu_that_fails_ends_its_steps_and_nothing_else() {
                 }
                 _ => InterceptedBackend::new(backend, Arc::new(FaultyQueue(Arc::clone(&fault), when))) as _,
             };
-            let mut ahead = batcher(engine_on_gpus(name, |of, backend| match of == rank {
+            let mut ahead = batcher(engine_on_gpus(name, options(), |of, backend| match of == rank {
                 true => faulty(backend),
                 false => backend,
             }));
             let want = run(&mut ahead, five_requests());
-            expect_faults(&mut ahead, &fault, &want, name, &[0, 1, 2, 3, 9, 30]);
+            let have_ended = expect_faults(&mut ahead, &fault, &want, name, &[0, 1, 2, 3, 9, 30]);
+            assert_eq!(have_ended, name.starts_with("qwen3_5"), "only states that have moved are lost");
             assert_all_is_back(&mut ahead);
         }
     });
@@ -275,13 +243,55 @@ fn a_step_is_begun_on_all_devices_before_the_one_before_it_is_taken() {
     end(engine);
 }
 
+/// The host draws for some answers of a batch, and for all. The next step of the others is begun before it has their
+/// logits.
+#[test]
+fn answers_that_the_host_draws_make_only_themselves_wait() {
+    let drawn_by_host = |i: usize| {
+        let sampler = SamplerOptions { repetition_penalty: 1.2, ..SamplerOptions::default() };
+        BatchRequest { id: i as u64, max_tokens: 40, sampler, ..request(i, Vec::new()) }
+    };
+    let some = |i: usize| match i % 2 {
+        0 => BatchRequest { id: i as u64, max_tokens: 80, ..request(3 * i, Vec::new()) },
+        _ => drawn_by_host(i),
+    };
+    let mut waiting = batcher(engine_on(&fixture("qwen3_5"), options(), (1, 2), |_, backend| backend));
+    let mut ahead = batcher(engine_on(&fixture("qwen3_5"), options(), (1, 2), says_it_queues));
+    for (of, under_way_min) in [(&some as &dyn Fn(usize) -> BatchRequest, 7), (&drawn_by_host, 0)] {
+        let mut alone = |i| run(&mut waiting, vec![BatchRequest { id: 0, ..of(i) }]).remove(0);
+        let want: Vec<Outcome> = (0..4).map(&mut alone).collect();
+        let now = Instant::now();
+        let mut outcomes: Vec<Outcome> = (0..4).map(|_| Outcome::default()).collect();
+        for i in 0..4 {
+            ahead.submit(of(i), now).expect("accepted");
+        }
+        let (mut under_way, mut steps) = (0, 0);
+        while !ahead.is_idle() {
+            step(&mut ahead, now, &mut outcomes);
+            (under_way, steps) = (under_way + ahead.engine().steps_in_flight(), steps + 1);
+        }
+        assert!(10 * under_way >= under_way_min * steps, "{under_way} of {steps} steps");
+        let tokens = |all: &[Outcome]| all.iter().map(|one| one.tokens.clone()).collect::<Vec<_>>();
+        assert_eq!(tokens(&outcomes), tokens(&want));
+    }
+    [&mut waiting, &mut ahead].into_iter().for_each(assert_all_is_back);
+    [waiting, ahead].into_iter().for_each(|batcher| end(batcher.into_engine()));
+}
+
 fn five_requests() -> Vec<BatchRequest> {
     (0..5).map(|i| request(i, Vec::new())).collect()
 }
 
 /// Lets launches fail, one in a run of five requests. Requests end with the error or with the answers of others, and
 /// the devices serve on.
-fn expect_faults(batcher: &mut Batcher, fault: &Fault, want: &[Outcome], name: &str, launches: &[usize]) {
+/// Returns whether a request has ended with the error.
+fn expect_faults(
+    batcher: &mut Batcher,
+    fault: &Fault,
+    want: &[Outcome],
+    name: &str,
+    launches: &[usize],
+) -> bool {
     let mut have_ended = false;
     for &at in launches {
         fault.0.store(at, Ordering::Relaxed);
@@ -302,8 +312,7 @@ fn expect_faults(batcher: &mut Batcher, fault: &Fault, want: &[Outcome], name: &
         let again = run(batcher, five_requests());
         assert!(again.iter().zip(want).all(|(got, want)| got.tokens == want.tokens), "it serves on");
     }
-    // Only states that have moved cannot be taken back.
-    assert_eq!(have_ended, name.starts_with("qwen3_5"), "{name}");
+    have_ended
 }
 
 #[test]
@@ -316,8 +325,29 @@ fn a_device_that_fails_ends_its_steps_and_nothing_else() {
             InterceptedBackend::new(backend, Arc::new(Queueing(fault)))
         }));
         let want = run(&mut waiting, five_requests());
-        expect_faults(&mut ahead, &fault, &want, name, &[0, 3, 8, 20, 33, 50]);
+        let have_ended = expect_faults(&mut ahead, &fault, &want, name, &[0, 3, 8, 20, 33, 50]);
+        assert_eq!(have_ended, name.starts_with("qwen3_5"), "only states that have moved are lost");
         [&mut waiting, &mut ahead].into_iter().for_each(assert_all_is_back);
         [waiting, ahead].into_iter().for_each(|batcher| end(batcher.into_engine()));
+    }
+}
+
+/// Where the engine may draft and no answer does, the MTP head catches up after some of the steps.
+#[test]
+fn a_device_that_fails_where_the_head_catches_up_ends_its_steps_and_nothing_else() {
+    let depth = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
+    for rank in [0, 1] {
+        let fault = Arc::new(Fault::default());
+        let engine = engine_on(&fixture("qwen3_5"), drafting(3), (1, 2), |of, backend| {
+            let fault = if of == rank { Arc::clone(&fault) } else { Arc::default() };
+            InterceptedBackend::new(backend, Arc::new(Queueing(fault)))
+        });
+        let options = BatchOptions { speculation: depth, step_tokens: 128, ..BatchOptions::default() };
+        let mut ahead = Batcher::new(engine, options);
+        let want = run(&mut ahead, five_requests());
+        let launches: Vec<usize> = (0..60).step_by(3).chain(60..75).collect();
+        expect_faults(&mut ahead, &fault, &want, "qwen3_5", &launches);
+        assert_all_is_back(&mut ahead);
+        end(ahead.into_engine());
     }
 }

@@ -21,6 +21,11 @@ pub trait Group: Send + Sync {
         true
     }
 
+    /// Whether some of its devices are in other processes.
+    fn spans_processes(&self) -> bool {
+        false
+    }
+
     /// Tells the others that this device does not come to its exchanges any more: its step has failed. They stop
     /// waiting for it, with an error.
     fn abandon(&self);

@@ -42,6 +42,11 @@ impl Arena {
         self.slot().clone()
     }
 
+    /// A handle to the arena, unless it is just being replaced. Never waits: what replaces it waits for the device.
+    pub fn at_once(&self) -> Option<Buffer> {
+        self.0.try_lock().ok()?.clone()
+    }
+
     /// Drops the arena. Queued work keeps its own handle.
     pub fn clear(&self) {
         *self.slot() = None;

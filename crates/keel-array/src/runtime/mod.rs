@@ -187,7 +187,7 @@ impl Runtime {
     /// than the tokens that follow. It stays allocated and charged.
     pub fn release_idle_memory(&self) {
         self.0.stream.at_rest(|backend| {
-            let arena = self.0.arena.get();
+            let arena = self.0.arena.at_once();
             backend.release_idle_memory(arena.as_ref().map(Buffer::memory));
         });
     }

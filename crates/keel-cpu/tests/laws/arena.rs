@@ -1,11 +1,13 @@
 //! The arena: as large as the largest program needs. Where the backend can grow it, its address never changes.
 
-use super::{active, backend, counting};
+use super::{active, backend, counting, runtime};
 use keel_array::{Array, ArrayError, Backend, Category, DType, DeviceMemory, Executable, Launch, Result};
 use keel_array::{Runtime, RuntimeOptions};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
 
 /// Bytes reserved from the start, for growth.
 const RESERVED: usize = 1 << 20;
@@ -136,6 +138,35 @@ fn nothing_reads_what_the_arena_held_before_a_rest() {
         assert_eq!(sums.to_vec::<f32>().expect("in memory"), bits);
     }
     assert_eq!(runtime.ledger().active(), active, "it stays allocated");
+}
+
+/// An arena that is replaced waits until nothing is queued, and a rest keeps what is queued from running.
+#[test]
+fn a_rest_and_a_larger_arena_do_not_wait_for_each_other() {
+    let (done, ended) = channel();
+    std::thread::spawn(move || {
+        let runtime = runtime();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    runtime.release_idle_memory();
+                }
+            });
+            let sums = |count: usize| {
+                let x = counting(&runtime, &[7, count]);
+                x.softmax(1).and_then(|y| y.cumsum(1, false, false)).and_then(|y| y.sum(1)).expect("an axis")
+            };
+            for round in 0..300 {
+                let queued = sums(33);
+                runtime.async_eval(&[&queued]).expect("there is memory");
+                runtime.eval(&[&sums(1024 + 512 * round)]).expect("there is memory");
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        done.send(()).expect("the test waits");
+    });
+    ended.recv_timeout(Duration::from_secs(120)).expect("nobody waits without end");
 }
 
 /// The error of a program for which the arena would have to grow past the plan.

@@ -167,6 +167,11 @@ impl CudaGroup {
         self.shared.seats.len()
     }
 
+    /// Whether some of its devices are in other processes.
+    pub(super) fn spans_processes(&self) -> bool {
+        self.shared.spans_processes
+    }
+
     /// The devices of this one's stage.
     fn stage(&self) -> Peers {
         Peers { first: self.rank / self.shares * self.shares, count: self.shares }

@@ -211,7 +211,9 @@ impl Memory for CudaBackend {
         let memory = match &self.gpu {
             None => CudaMemory::counted(bytes),
             Some(gpu) => {
-                gpu.session().note_allocation();
+                // The lock keeps a recording on the stream from including the zeroing of the new memory.
+                let mut session = gpu.session();
+                session.note_allocation();
                 CudaMemory::zeroed(&gpu.device, bytes, self.poison_freed).map_err(|e| e.to_string())?
             }
         };
@@ -225,7 +227,10 @@ impl Memory for CudaBackend {
 
     fn allocate_arena(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         let Some(gpu) = &self.gpu else { return self.allocate(bytes) };
-        match CudaMemory::growing(&gpu.device, bytes, self.poison_freed) {
+        let session = gpu.session();
+        let growing = CudaMemory::growing(&gpu.device, bytes, self.poison_freed);
+        drop(session);
+        match growing {
             Ok(Some(memory)) => return Ok(Box::new(memory)),
             Ok(None) => {}
             Err(error) => tracing::debug!("no memory that grows: {error}"),
@@ -235,7 +240,6 @@ impl Memory for CudaBackend {
 
     fn grow_arena(&self, arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
         let Some(gpu) = &self.gpu else { return Ok(false) };
-        // The lock keeps a recording on the stream from including the zeroing of the new memory.
         let _session = gpu.session();
         CudaMemory::of(arena).grow(bytes).map_err(|e| e.to_string())
     }
@@ -406,6 +410,10 @@ impl Group for CudaBackend {
 
     fn size(&self) -> usize {
         self.member().size()
+    }
+
+    fn spans_processes(&self) -> bool {
+        self.member().spans_processes()
     }
 
     fn abandon(&self) {

@@ -205,7 +205,7 @@ impl Batcher {
         }
         let pages =
             indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_needed(part.rows)).sum();
-        self.prefixes.make_room(&mut self.engine.cache, pages, &[]);
+        self.prefixes.make_room(&mut self.engine.cache, pages);
         let before: &[Part] = self.pending.back().map_or(&[], |pending| &pending.parts);
         let mut work = Vec::with_capacity(parts.len());
         for (running, part) in members(&mut self.running, &indices).zip(&parts) {

@@ -26,7 +26,7 @@ impl Batcher {
             return;
         }
         let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
-        self.prefixes.make_room(self.engine.cache_mut(), missing, &[]);
+        self.prefixes.make_room(self.engine.cache_mut(), missing);
         self.plain_steps = 0;
         let mut ended = Vec::new();
         for (i, drawn) in self.decode_rows(&rows) {
@@ -56,6 +56,9 @@ impl Batcher {
             let running = &mut self.running[i];
             if !running.is_decoding() || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
                 continue;
+            }
+            if let Some((_, entry)) = running.rolling.take() {
+                self.engine.cache_mut().free_state(entry);
             }
             match self.engine.cache_mut().reset(&mut running.cache) {
                 Ok(()) => {

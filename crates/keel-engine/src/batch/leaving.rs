@@ -46,6 +46,6 @@ impl Batcher {
         if let Some(speculation) = &running.speculation {
             self.speculation.add(speculation.counters());
         }
-        self.engine.cache.release(running.cache);
+        self.engine.release(running.cache);
     }
 }

@@ -398,12 +398,14 @@ impl Batcher {
     }
 
     fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {
-        let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
-        self.prefixes.make_room(self.engine.cache_mut(), copies, &hit.pages);
         let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
+        // The sequence holds what it shares, so making room may forget the prefix.
+        let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
+        self.prefixes.make_room(self.engine.cache_mut(), copies);
+        self.engine.cache_mut().own_last_page(&mut sequence)?;
         let Waiting { mut request, key, sampler, .. } = waiting;
         sequence.set_long(self.engine.is_long(request.prompt.len()));
-        let stops = if self.options.reuse_prefixes && request.shares_prefixes() {
+        let stops = if self.prefixes.keeps_states(self.engine.cache()) && request.shares_prefixes() {
             prefixes::save_points(request.prompt.len(), hit.len, hit.known_len, &request.marks)
         } else {
             Vec::new()

@@ -22,7 +22,7 @@ pub struct Restored {
 impl Batcher {
     /// Writes the remembered prefixes to a folder, from which a batch of the same model can restore them. `model` names
     /// the model. Running requests wait meanwhile. Each text is read through a free sequence: where all sequences run,
-    /// none is written. Returns how many texts were written.
+    /// none is written, and the texts of an earlier call stay. Returns how many texts were written.
     ///
     /// # Errors
     /// An error of the disk, or of a device that cannot be read. The folder then has no file of this call. If it failed
@@ -33,7 +33,9 @@ impl Batcher {
         folder.begin()?;
         let mut written = Vec::new();
         let saved = self.write_texts(model, folder, &mut written).and_then(|texts| {
-            folder.write_index(&texts)?;
+            if !texts.is_empty() || self.prefixes.tree().is_empty() {
+                folder.write_index(&texts)?;
+            }
             Ok(texts.len())
         });
         if saved.is_err() {
@@ -59,10 +61,6 @@ impl Batcher {
             let Some(pictures) = pictures.filter(|all| all.len() <= PrefixFolder::PICTURES_MAX) else {
                 continue;
             };
-            let copies = usize::from(!tokens.len().is_multiple_of(keel_array::AttentionSpec::PAGE));
-            if self.engine.cache().free_pages() < copies {
-                continue;
-            }
             let path = folder.file_of(i);
             let cache = self.engine.cache_mut();
             let mut sequence = match cache.resume(tokens.len(), &pages, state) {
@@ -93,40 +91,46 @@ impl Batcher {
                 return restored;
             }
         };
-        for text in texts {
+        let mut kept = Vec::new();
+        // The least recently used comes first in the index. Where there is no room for all, it is the one to miss.
+        for text in texts.into_iter().rev() {
             match text.and_then(|text| self.restore_one(model, folder, &text)) {
-                Ok(true) => restored.texts += 1,
-                Ok(false) => break,
+                Ok(Some(text)) => kept.push(text),
+                Ok(None) => {}
                 Err(problem) => restored.problems.push(problem),
             }
         }
+        restored.texts = kept.len();
+        kept.iter().rev().for_each(|(tokens, is_long)| self.prefixes.touch(tokens, *is_long));
         restored
     }
 
-    /// Restores one text. Returns false if there is no room for more.
+    /// Restores one text. Returns its tokens, and whether it is long; `None` if there is no room for it.
     fn restore_one(
         &mut self,
         model: &str,
         folder: PrefixFolder<'_>,
         text: &SavedPrefix,
-    ) -> Result<bool, String> {
+    ) -> Result<Option<(Vec<u32>, bool)>, String> {
         let cache = self.engine.cache_mut();
+        if cache.spec().is_recurrent() && cache.free_states() == 0 {
+            return Ok(None);
+        }
         let (path, name) = (folder.intact(text, cache.saved_bytes_max())?, text.name());
         let (sequence, mut tokens) = match cache.load(model, &path) {
             Ok(loaded) => loaded,
-            Err(CacheError::NoPages { .. }) => return Ok(false),
+            Err(CacheError::NoPages { .. }) => return Ok(None),
             Err(error) => return Err(error.to_string()),
         };
         if self.prefixes.rename(&mut tokens, &text.pictures).is_none() {
             return Err(format!("{name}: it shows pictures that the index does not name"));
         }
-        let whole = tokens.len().is_multiple_of(BLOCK);
-        let state = if whole { cache.save_state(&sequence).map_err(|e| e.to_string())? } else { None };
-        let has_room = state.is_some() || !cache.spec().is_recurrent();
-        if whole && has_room {
-            self.prefixes.remember(cache, &tokens, &sequence, state);
+        if !tokens.len().is_multiple_of(BLOCK) {
+            return Err(format!("{name}: it ends within a block"));
         }
-        if whole { Ok(has_room) } else { Err(format!("{name}: it ends within a block")) }
+        let state = cache.save_state(&sequence).map_err(|e| e.to_string())?;
+        self.prefixes.remember(cache, &tokens, &sequence, state);
+        Ok(Some((tokens, sequence.is_long())))
     }
 }
 

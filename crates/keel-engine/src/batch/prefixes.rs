@@ -67,6 +67,11 @@ impl Prefixes {
         Some(())
     }
 
+    /// Whether prompts leave states from which others can go on.
+    pub fn keeps_states(&self, cache: &ModelCache) -> bool {
+        self.enabled && (!cache.spec().is_recurrent() || cache.size().checkpoints > 0)
+    }
+
     pub fn tree(&self) -> &PrefixTree {
         &self.tree
     }
@@ -84,11 +89,10 @@ impl Prefixes {
         pages.iter().filter(|&&page| cache.page_holders(page) == 1).count()
     }
 
-    /// Forgets prefixes until `pages` pages are free, but spares the pages of `hit`.
-    pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize, hit: &[PageId]) {
+    /// Forgets prefixes until `pages` pages are free.
+    pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize) {
         while cache.free_pages() < pages {
-            let pinned = |page| cache.page_holders(page) > 1 || hit.contains(&page);
-            let Some(evicted) = self.tree.evict(pinned) else { return };
+            let Some(evicted) = self.tree.evict(|page| cache.page_holders(page) > 1) else { return };
             cache.take_back(&evicted);
         }
     }
@@ -132,6 +136,11 @@ impl Prefixes {
         if let Some(state) = state {
             cache.free_state(state);
         }
+    }
+
+    /// Notes that a text was used just now.
+    pub fn touch(&mut self, text: &[u32], is_long: bool) {
+        self.tree.use_now(&key(text, is_long));
     }
 
     /// Forgets everything.

@@ -249,8 +249,8 @@ impl Running {
     /// Whether it would make drafts in a round of `sequences` sequences after the steps under way.
     pub fn wants_drafts(&self, engine: &Engine, keeps_state: bool, sequences: usize) -> bool {
         let Some(speculation) = &self.speculation else { return false };
-        let (len, left) = (self.cache.len(), self.rows_max(keeps_state));
-        engine.wants_drafts(speculation, &self.chooser, len, left, sequences, self.ahead.draws)
+        let (room, left) = (engine.room_of(&self.cache), self.rows_max(keeps_state));
+        engine.wants_drafts(speculation, &self.chooser, room, left, sequences, self.ahead.draws)
     }
 
     /// How many rows the head lags behind after the steps under way, if it drafts.

@@ -27,7 +27,7 @@ use keel_array::{Regime, RowLog};
 use keel_cache::SequenceCache;
 
 use crate::engine::failures::first_cause_of;
-use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken, rejoin};
+use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
@@ -114,15 +114,12 @@ impl Engine {
     /// Whether it pays to submit a step before the previous one is taken: the device works while the host does other
     /// things.
     pub fn runs_ahead(&self) -> bool {
-        match self.is_split() {
-            true => self.shares_run_ahead(),
-            false => self.options.runs_ahead(self.runtime().backend()),
-        }
+        self.stepper.buckets().runs_ahead()
     }
 
     /// Whether the steps under way are those of micro-batches. Each then has other sequences.
     pub(crate) fn runs_microbatches(&self) -> bool {
-        self.is_split() && !self.shares_run_ahead()
+        self.is_split() && !self.runs_ahead()
     }
 
     /// Whether a step can be given up without a trace. It cannot where there are gated-delta states.
@@ -152,6 +149,10 @@ impl Engine {
             return self.submit_microbatch(work);
         }
         self.check_work(work)?;
+        if self.in_flight.is_empty() {
+            // A pass of the head that failed after the last step is no failure of this one.
+            self.in_flight.end();
+        }
         for Work { sequence, ahead, rows, .. } in work.iter_mut() {
             self.make_room_ahead(sequence, *ahead, rows.tokens())?;
         }
@@ -176,11 +177,13 @@ impl Engine {
             let kind = StepKind { regime, outcome };
             step.add(self.submit_on_all(kind, &rows));
             if !kept.is_empty() {
-                step.add(self.stepper.keep_logits(regime, &kept));
+                let keeping = self.stepper.keeping_logits(regime, &kept);
+                step.add(keeping.map(|program| self.submit_on_lead(regime, program)));
             }
         }
         if self.stepper.keeps_hidden() {
-            step.add(self.stepper.keep_hidden(number));
+            let keeping = self.stepper.keeping_hidden(number);
+            step.add(keeping.map(|program| self.submit_on_lead(Regime::Decode, program)));
         }
         self.in_flight.push_back(step);
         self.tickets += 1;
@@ -292,7 +295,7 @@ impl Engine {
         self.taken.waited = now.duration_since(asked);
         let time = self.step_timer.note(submitted, asked, now);
         if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
-            rejoin(&ended);
+            ended.iter().for_each(EndedRun::rejoin);
             let later = self.in_flight.end();
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, later, refusal));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use keel_array::{ArrayError, Regime};
+use keel_array::Regime;
 use keel_cache::{SequenceCache, VisionInputs};
 
 use super::Engine;
@@ -74,12 +74,7 @@ impl Engine {
     fn head(&mut self, hidden: &[f32], sink: &mut LogitSink<'_>) -> Result<()> {
         let (width, mut row_logits) = (self.model().config.hidden, Vec::new());
         for block in hidden.chunks(HEAD_ROWS * width) {
-            if self.is_split() {
-                self.run_head_split(block)?;
-            } else {
-                let step = self.stepper.head_step(block)?;
-                step.run().map_err(ArrayError::from)?;
-            }
+            self.run_head(block)?;
             for row in 0..block.len() / width {
                 self.stepper.read_logits(row, &mut row_logits)?;
                 sink(&row_logits)?;

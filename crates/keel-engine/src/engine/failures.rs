@@ -1,42 +1,19 @@
 //! What steps that failed did to their sequences.
 
-use keel_array::{ArrayError, FailedRun, RowLog};
-use keel_cache::{CommitProgress, SlotId};
+use keel_array::RowLog;
+use keel_cache::CommitProgress;
 
 use crate::engine::in_flight::EndedRun;
 use crate::split::step::first_cause;
-use crate::step::{Outcome, StepKind};
-use crate::{Engine, EngineError, Result};
+use crate::step::StepKind;
+use crate::{Engine, EngineError};
 
 impl Engine {
-    /// Records what a failed step did to its sequences.
-    pub(crate) fn note_failed(
-        &mut self,
-        kind: StepKind,
-        slots: Vec<SlotId>,
-        failed: Box<FailedRun>,
-    ) -> EngineError {
-        let (settled, commits_rows) = self.commits_of(kind);
-        self.cache.note_failure(slots, &|state| failed.has_mutated(state), settled, commits_rows);
-        ArrayError::from(failed).into()
-    }
-
-    /// The tokens of a program that was submitted. If it has failed, records what it did to its sequences.
-    pub(crate) fn note_ended(&mut self, kind: StepKind, ended: EndedRun) -> Result<Vec<u32>> {
-        if !ended.has_failed() {
-            return Ok(ended.tokens());
-        }
-        let (settled, commits_rows) = self.commits_of(kind);
-        self.note_devices(&ended.devices, ended.slots, settled, commits_rows);
-        Err(first_cause(ended.devices))
-    }
-
-    /// Which commits are made before a step, and whether the step commits its own rows.
-    fn commits_of(&self, kind: StepKind) -> (CommitProgress, bool) {
-        match kind.outcome {
-            Outcome::Commit(settled) => (settled, false),
-            _ => (CommitProgress::default(), self.stepper.row_log(kind) != RowLog::KeepOpen),
-        }
+    /// Records what a program of a round did to its sequences if it has failed.
+    pub(crate) fn note_failed_pass(&mut self, kind: StepKind, ended: &EndedRun) {
+        let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
+        let slots = ended.slots.iter().copied();
+        self.note_devices(&ended.devices, slots, CommitProgress::default(), commits_rows);
     }
 
     /// Records how the programs of a failed step left its sequences. Returns the error that was the first cause. A device
@@ -61,6 +38,6 @@ impl Engine {
 }
 
 /// The first cause of the failures of these programs, at least one of which has failed.
-pub(super) fn first_cause_of(ended: impl IntoIterator<Item = EndedRun>) -> EngineError {
+pub(crate) fn first_cause_of(ended: impl IntoIterator<Item = EndedRun>) -> EngineError {
     first_cause(ended.into_iter().flat_map(|run| run.devices))
 }

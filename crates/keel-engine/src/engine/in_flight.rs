@@ -132,6 +132,13 @@ impl EndedRun {
         self.devices.iter().any(|ended| ended.outcome.is_err())
     }
 
+    /// Makes its devices ready for a next program if it has failed. Later ones that are under way end in this call.
+    pub fn rejoin(&self) {
+        let devices = self.devices.iter().filter(|_| self.has_failed());
+        let groups = devices.filter_map(|ended| ended.step.runtime().backend().group());
+        groups.for_each(|group| group.rejoin());
+    }
+
     /// The tokens that it drew; none if it has failed.
     pub fn tokens(&self) -> Vec<u32> {
         let of_lead = self.devices.last().filter(|_| !self.has_failed());
@@ -177,27 +184,24 @@ impl InFlightSteps {
         Arc::clone(&self.has_failed)
     }
 
+    /// Forgets which rows belong to the sequence of this slot, which has ended.
+    pub fn forget_slot(&mut self, slot: SlotId) {
+        let runs = self.steps.iter_mut().flat_map(|step| &mut step.runs);
+        runs.for_each(|run| run.slots.retain(|of| *of != slot));
+    }
+
     /// Waits for all steps, whose tokens are lost. Devices are ready for a next step then.
     pub fn end(&mut self) -> Vec<EndedRun> {
         let mut all = Vec::new();
         while let Some(step) = self.steps.pop_front() {
             let ended = step.wait();
-            rejoin(&ended);
+            ended.iter().for_each(EndedRun::rejoin);
             all.extend(ended);
         }
         if self.has_failed.load(Ordering::Acquire) {
             self.has_failed = Arc::default();
         }
         all
-    }
-}
-
-/// Makes devices ready for a next step if one of these programs has failed. Later steps that are under way end in this
-/// call.
-pub(crate) fn rejoin(ended: &[EndedRun]) {
-    for run in ended.iter().filter(|run| run.has_failed()) {
-        let groups = run.devices.iter().filter_map(|ended| ended.step.runtime().backend().group());
-        groups.for_each(|group| group.rejoin());
     }
 }
 
@@ -220,8 +224,8 @@ impl InFlightStep {
     /// Waits for all of its programs.
     pub fn wait(self) -> Vec<EndedRun> {
         let ended = self.runs.into_iter().map(InFlightRun::wait).collect();
-        // If it failed, the head's next drafts are worse.
-        self.catch_up.map(InFlightRun::wait);
+        // If it failed, the head's next drafts are worse. In a split, a later step is not begun then, and runs again.
+        self.catch_up.map(InFlightRun::wait).iter().for_each(EndedRun::rejoin);
         ended
     }
 }

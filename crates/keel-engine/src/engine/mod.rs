@@ -3,7 +3,7 @@
 pub(crate) mod ahead;
 mod all_logits;
 mod commit;
-mod failures;
+pub(crate) mod failures;
 mod hidden;
 pub(crate) mod in_flight;
 mod prompts;
@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use keel_array::sampling::Draw;
-use keel_array::{Executable, RESULT_BYTES_MAX, Regime, Runtime};
-use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache, SlotId};
+use keel_array::{RESULT_BYTES_MAX, Regime, Runtime};
+use keel_cache::{CacheSpec, DeviceLayers, Features, ModelCache, SequenceCache};
 use keel_models::HybridModel;
 use keel_models::loading::{Loader, Parameters};
 use keel_models::vision::VisionConfig;
@@ -28,7 +28,7 @@ use crate::speculation::{Costs, RowResults};
 use crate::split::microbatches::Microbatches;
 use crate::split::step::Peer;
 use crate::split::{self, PlacedPart};
-use crate::step::{Outcome, Rows, StepKind, Stepper, ids_of, prefill_rows_max};
+use crate::step::{Buckets, Outcome, Rows, StepKind, StepSizes, Stepper, ids_of, prefill_rows_max};
 use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
 use crate::{EngineError, Result};
 
@@ -128,16 +128,23 @@ impl Engine {
             return Err(EngineError::NoMtpHead);
         }
         let (cache, layers) = allocate_cache(devices, &models, &options)?;
+        let on = devices.iter().map(|placed| (placed.device.backend(), &placed.part));
+        let sizes = StepSizes {
+            options: &options,
+            buckets: Buckets::for_devices(&options, on),
+            vision: vision.as_ref(),
+            cache: &cache,
+        };
         let mut peers = Vec::with_capacity(models.len());
         for (rank, (model, layers)) in models.into_iter().zip(layers).enumerate() {
             let device = &devices[rank].device;
             let has_thread = rank + 1 < devices.len() && !device.backend().is_planning();
             let thread = has_thread.then(|| DeviceThread::start(&format!("device-{rank}"))).transpose()?;
             let thread = thread.map(Arc::new);
-            let stepper = Stepper::allocate(device, model, &cache, layers, vision.as_ref(), &options)?;
-            peers.push(Peer { thread, stepper });
+            peers.push(Peer { thread, stepper: Stepper::allocate(device, model, layers, &sizes)? });
         }
-        let Some(Peer { stepper, .. }) = peers.pop() else { unreachable!("there is a device") };
+        let Some(Peer { mut stepper, .. }) = peers.pop() else { unreachable!("there is a device") };
+        stepper.keep_results(&options)?;
         let place = tower.unwrap_or(runtime);
         let loader = Loader::new(place, parameters, options.compute, progress);
         let vision = vision.zip(options.vision);
@@ -205,8 +212,13 @@ impl Engine {
         Ok(self.cache_mut().open()?)
     }
 
-    /// Ends a sequence and takes its memory back.
+    /// Ends a sequence and takes its memory back. Steps under way may have rows of it. If one fails, that says nothing
+    /// about the next owner of its slot.
     pub fn release(&mut self, sequence: SequenceCache) {
+        if !sequence.is_parked() {
+            self.in_flight.forget_slot(sequence.slot());
+            self.microbatches.forget_slot(sequence.slot());
+        }
         self.cache.release(sequence);
     }
 
@@ -245,6 +257,12 @@ impl Engine {
     /// Whether a sequence can grow to `tokens` tokens with its rotary frequencies.
     pub fn can_grow(&self, sequence: &SequenceCache, tokens: usize) -> bool {
         sequence.is_long() || !self.is_long(tokens)
+    }
+
+    /// How many more tokens a sequence can hold, with its rotary frequencies.
+    pub(crate) fn room_of(&self, sequence: &SequenceCache) -> usize {
+        let short = self.model().config.short_context().filter(|_| !sequence.is_long());
+        self.options.context.min(short.unwrap_or(usize::MAX)).saturating_sub(sequence.len())
     }
 
     /// Whether a sequence may come to need other rotary frequencies.
@@ -309,12 +327,7 @@ impl Engine {
     }
 
     pub(crate) fn run(&mut self, regime: Regime, outcome: Outcome, rows: &[Rows<'_>]) -> Result<()> {
-        let kind = StepKind { regime, outcome };
-        if self.is_split() {
-            return self.run_split(kind, rows, None);
-        }
-        let ended = self.step_for(kind, rows)?.run();
-        ended.map_err(|failed| self.note_failed(kind, slots_of(rows), failed))
+        self.run_step(StepKind { regime, outcome }, rows, None)
     }
 
     /// As [`Engine::run`]. Returns the `count` tokens that the step draws; they come to the host with it.
@@ -329,22 +342,10 @@ impl Engine {
         if bytes.len() > RESULT_BYTES_MAX {
             self.run(kind.regime, kind.outcome, rows)?;
             drawn.read_bytes(0, &mut bytes)?;
-        } else if self.is_split() {
-            self.run_split(kind, rows, Some((&drawn, &mut bytes)))?;
         } else {
-            let ended = self.step_for(kind, rows)?.submit(&drawn).wait(&mut bytes);
-            ended.map_err(|failed| self.note_failed(kind, slots_of(rows), failed))?;
+            self.run_step(kind, rows, Some((&drawn, &mut bytes)))?;
         }
         Ok(ids_of(&bytes))
-    }
-
-    /// The step over these rows. Waits for all steps under way first.
-    fn step_for(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<&Executable> {
-        self.finish_in_flight()?;
-        for row in rows {
-            self.cache.expect_whole(row.sequence)?;
-        }
-        self.stepper.step_for(kind, rows)
     }
 
     /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts, the
@@ -407,10 +408,6 @@ impl Engine {
     pub fn logits(&self, row: usize, logits: &mut Vec<f32>) -> Result<()> {
         self.stepper.read_logits(row, logits)
     }
-}
-
-fn slots_of(rows: &[Rows<'_>]) -> Vec<SlotId> {
-    rows.iter().map(|row| row.sequence.slot()).collect()
 }
 
 /// The cache of all devices, and each one's layers in it.

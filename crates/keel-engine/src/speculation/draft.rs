@@ -62,9 +62,8 @@ impl Engine {
             let first = cache.len() - speculation.lag_rows();
             rows.push(Rows { first, ..Rows::after(cache, &speculation.lag_tokens[..count]) });
         }
-        self.stepper.write_draft_input(&input)?;
-        let kind = StepKind::decode(Outcome::HeadState);
-        let run = self.stepper.submit(kind, &rows)?;
+        self.write_draft_input(&input)?;
+        let run = self.submit_on_all(StepKind::decode(Outcome::HeadState), &rows)?;
         let Some(step) = self.in_flight.back_mut() else { unreachable!("a step is under way") };
         step.catch_up = Some(run);
         all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
@@ -132,7 +131,7 @@ impl Engine {
             }
             if let Some(passes) = &mut passes {
                 self.submit_pass(Outcome::Draft, &rows, passes)?;
-                self.stepper.keep_drafts(pass, active.len())?;
+                self.keep_drafts(pass, active.len())?;
                 // Token 0 stands for each draft until it is known.
                 active.iter().for_each(|&i| parts[i].drafts.push(0));
                 continue;

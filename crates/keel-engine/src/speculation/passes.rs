@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
 use super::round::{Part, RoundSequence, RoundTimes};
-use crate::engine::in_flight::InFlightRun;
+use crate::engine::failures::first_cause_of;
+use crate::engine::in_flight::{EndedRun, InFlightRun};
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
 
@@ -25,6 +26,8 @@ pub(super) struct Passes {
     in_flight: VecDeque<(StepKind, InFlightRun)>,
     /// The tokens that the others drew, in order.
     drawn: Vec<Vec<u32>>,
+    /// Those that have failed.
+    failed: Vec<EndedRun>,
     /// When the last pass of the MTP head was seen to end.
     drafted: Option<Instant>,
     /// Whether the verify pass has succeeded.
@@ -57,13 +60,16 @@ impl Engine {
         batch.iter().try_for_each(|sequence| self.cache.expect_whole(sequence.cache))?;
         let (start, mut passes) = (Instant::now(), Passes::default());
         let submitted = self.draft(batch, parts, Some(&mut passes));
-        let mut outcome = submitted.and_then(|()| self.verify(batch, parts, Some(&mut passes)).map(drop));
+        let submitted = submitted.and_then(|()| self.verify(batch, parts, Some(&mut passes)).map(drop));
         while !passes.in_flight.is_empty() {
-            // The first error is the cause of the others.
-            let ended = self.end_first(&mut passes);
-            outcome = outcome.and(ended);
+            self.end_first(&mut passes);
         }
+        // A pass that failed ended those after it.
+        let failed = std::mem::take(&mut passes.failed);
+        let outcome = if failed.is_empty() { submitted } else { Err(first_cause_of(failed)) };
         if let Err(error) = outcome {
+            // Devices are ready again for what is begun next.
+            self.finish_in_flight()?;
             if passes.is_verified {
                 // The verify pass has committed the rows of the round before. Its own rows are taken back.
                 batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
@@ -88,24 +94,28 @@ impl Engine {
         passes: &mut Passes,
     ) -> Result<()> {
         if passes.in_flight.len() == RUNS_MAX {
-            self.end_first(passes)?;
+            self.end_first(passes);
         }
         let kind = StepKind::decode(outcome);
-        let run = self.stepper.submit(kind, rows)?;
+        let run = self.submit_on_all(kind, rows)?;
         passes.in_flight.push_back((kind, run));
         Ok(())
     }
 
     /// Waits for the oldest pass under way.
-    fn end_first(&mut self, passes: &mut Passes) -> Result<()> {
-        let Some((kind, run)) = passes.in_flight.pop_front() else { return Ok(()) };
-        let drawn = self.note_ended(kind, run.wait())?;
-        passes.drawn.push(drawn);
+    fn end_first(&mut self, passes: &mut Passes) {
+        let Some((kind, run)) = passes.in_flight.pop_front() else { return };
+        let ended = run.wait();
+        if ended.has_failed() {
+            ended.rejoin();
+            self.note_failed_pass(kind, &ended);
+            return passes.failed.push(ended);
+        }
+        passes.drawn.push(ended.tokens());
         match kind.outcome {
             Outcome::OpenRows => passes.is_verified = true,
             _ => passes.drafted = Some(Instant::now()),
         }
-        Ok(())
     }
 
     /// Records the mean time of the passes of the MTP head for each number of sequences that they had.

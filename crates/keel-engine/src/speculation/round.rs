@@ -145,7 +145,7 @@ impl Engine {
         batch
             .iter()
             .map(|s| {
-                let most = self.drafts_max(&*s.chooser, s.cache.len(), s.tokens_max);
+                let most = self.drafts_max(&*s.chooser, self.room_of(s.cache), s.tokens_max);
                 let depth = s.speculation.as_ref().map_or(0, |speculation| {
                     speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows(), 0)
                 });
@@ -154,25 +154,26 @@ impl Engine {
             .collect()
     }
 
-    /// How many drafts a sequence may make after its first `len` tokens, if it may still be given `tokens_max` tokens.
-    fn drafts_max(&self, chooser: &dyn Chooser, len: usize, tokens_max: usize) -> usize {
-        let room = self.options.context.saturating_sub(len).min(tokens_max).saturating_sub(1);
-        if chooser.can_draft() { self.options.drafts.min(room) } else { 0 }
+    /// How many drafts a sequence may make that has room for `room` tokens and may still be given `tokens_max`.
+    fn drafts_max(&self, chooser: &dyn Chooser, room: usize, tokens_max: usize) -> usize {
+        let most = room.min(tokens_max).saturating_sub(1);
+        if chooser.can_draft() { self.options.drafts.min(most) } else { 0 }
     }
 
     /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each
-    /// with one row of it. It has `len` tokens and may still be given `tokens_max`, these steps not counted. Until it
-    /// makes drafts, steps may run ahead.
+    /// with one row of it. It has [`room`](Engine::room_of) for `room` tokens and may still be given `tokens_max`, these
+    /// steps not counted. Until it makes drafts, steps may run ahead.
     pub(crate) fn wants_drafts(
         &self,
         speculation: &Speculation,
         chooser: &dyn Chooser,
-        len: usize,
+        room: usize,
         tokens_max: usize,
         sequences: usize,
         ahead: usize,
     ) -> bool {
-        let most = self.drafts_max(chooser, len + ahead, tokens_max.saturating_sub(ahead));
+        let [room, tokens_max] = [room, tokens_max].map(|tokens| tokens.saturating_sub(ahead));
+        let most = self.drafts_max(chooser, room, tokens_max);
         let lag = speculation.lag_after(ahead);
         speculation.control.choose(&self.costs, sequences, most, lag, ahead) > 0
     }

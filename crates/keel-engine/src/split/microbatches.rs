@@ -47,6 +47,13 @@ pub(crate) struct Microbatches {
     logits: Option<Result<Vec<f32>>>,
 }
 
+impl Microbatches {
+    /// As [`InFlightSteps::forget_slot`](crate::engine::in_flight::InFlightSteps::forget_slot).
+    pub fn forget_slot(&mut self, slot: SlotId) {
+        self.steps.iter_mut().for_each(|step| step.slots.retain(|of| *of != slot));
+    }
+}
+
 /// The decode step of a micro-batch, or a step of prompts.
 struct MicrobatchStep {
     number: u64,

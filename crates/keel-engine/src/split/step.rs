@@ -1,4 +1,4 @@
-//! Steps of a model that is split over several devices.
+//! Steps on all devices of a model. Where it is not split, there is one.
 //!
 //! Each device has a runtime, its part of the model, and prepared steps of its own. A step is one program on each
 //! device. The programs run at the same time and meet in the exchanges of [`keel_array::Group`]. One device, the
@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use keel_array::{Array, Regime, RowLog, Runtime};
+use keel_array::{Array, Executable, Regime, RowLog, Runtime};
 use keel_cache::{CacheSpec, CommitProgress, LayerSpec, SlotId};
 use keel_models::HybridModel;
 
@@ -28,9 +28,25 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
+    fn will_run(&self, step: Executable) -> DeviceStep<'_> {
+        DeviceStep { thread: self.thread.as_deref(), job: Job::of(step, None) }
+    }
+
     /// Whether the device takes part in a step: what comes after the layers is run where it lies.
     pub fn takes_part(&self, outcome: Outcome) -> bool {
-        outcome.runs_layers() || self.stepper.model().part.is_last()
+        match outcome {
+            // They copy results of the lead.
+            Outcome::KeptLogits | Outcome::KeptHidden(_) => false,
+            Outcome::MtpHidden | Outcome::Head | Outcome::Draft | Outcome::HeadState => {
+                self.stepper.model().part.is_last()
+            }
+            Outcome::State
+            | Outcome::LastLogits
+            | Outcome::Ahead
+            | Outcome::Hidden
+            | Outcome::OpenRows
+            | Outcome::Commit(_) => true,
+        }
     }
 }
 
@@ -42,6 +58,12 @@ pub(crate) struct DeviceStep<'a> {
     /// The device's thread; `None` for the lead, whose step runs on the caller's.
     pub thread: Option<&'a DeviceThread>,
     pub job: Job,
+}
+
+impl DeviceStep<'_> {
+    fn of_lead(step: Executable, drawn: Option<Array>) -> DeviceStep<'static> {
+        DeviceStep { thread: None, job: Job::of(step, drawn) }
+    }
 }
 
 /// Runs the devices' steps at the same time, and the steps of one device in order. All steps are ready to run. The last
@@ -76,22 +98,6 @@ impl Outcome {
     /// Whether a step with this outcome hands hidden states on from this part of a model.
     pub(crate) fn hands_on(self, model: &HybridModel) -> bool {
         !model.part.is_last() && !matches!(self, Outcome::Commit(_))
-    }
-
-    /// Whether a step with this outcome runs the model's layers, and so takes all devices. Others are the lead's.
-    pub(crate) fn runs_layers(self) -> bool {
-        match self {
-            Outcome::State | Outcome::LastLogits | Outcome::Ahead | Outcome::Hidden | Outcome::OpenRows => {
-                true
-            }
-            Outcome::MtpHidden
-            | Outcome::Head
-            | Outcome::Draft
-            | Outcome::HeadState
-            | Outcome::KeptLogits
-            | Outcome::KeptHidden(_) => false,
-            Outcome::Commit(_) => true,
-        }
     }
 }
 
@@ -130,7 +136,7 @@ impl Engine {
     }
 
     /// Runs a step on all devices that take part in it. The bytes of `drawn` come to the host.
-    pub(crate) fn run_split(
+    pub(crate) fn run_step(
         &mut self,
         kind: StepKind,
         rows: &[Rows<'_>],
@@ -149,14 +155,11 @@ impl Engine {
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(kind.outcome)) {
             let step = peer.stepper.step_for(kind, rows)?.clone();
-            shares.push(DeviceStep {
-                thread: peer.thread.as_deref(),
-                job: Job { step, drawn: None, queued: None },
-            });
+            shares.push(peer.will_run(step));
         }
-        let lead = self.stepper.step_for(kind, rows)?;
-        let (place, bytes) = drawn.map_or((None, None), |(place, bytes)| (Some(place.clone()), Some(bytes)));
-        shares.push(DeviceStep { thread: None, job: Job { step: lead.clone(), drawn: place, queued: None } });
+        let lead = self.stepper.step_for(kind, rows)?.clone();
+        let (place, bytes) = drawn.map(|(place, bytes)| (place.clone(), bytes)).unzip();
+        shares.push(DeviceStep::of_lead(lead, place));
         let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
         let ended = run_on_all(shares);
         if let (Some(bytes), Some(FinishedJob { outcome: Ok(drawn), .. })) = (bytes, ended.last()) {
@@ -188,31 +191,22 @@ impl Engine {
         self.finish_in_flight()?;
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in self.peers.iter().filter(|peer| peer.takes_part(shape.outcome)) {
-            let step = peer.stepper.dummy_step(shape)?;
-            shares.push(DeviceStep {
-                thread: peer.thread.as_deref(),
-                job: Job { step, drawn: None, queued: None },
-            });
+            shares.push(peer.will_run(peer.stepper.dummy_step(shape)?));
         }
         let drawn = Some(self.stepper.drawn(shape.kind(), 1)?);
-        let step = self.stepper.dummy_step(shape)?;
-        shares.push(DeviceStep { thread: None, job: Job { step, drawn, queued: None } });
+        shares.push(DeviceStep::of_lead(self.stepper.dummy_step(shape)?, drawn));
         self.note_finished(run_on_all(shares), &[], CommitProgress::default(), false)
     }
 
     /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
-    pub(crate) fn run_head_split(&mut self, hidden: &[f32]) -> Result<()> {
+    pub(crate) fn run_head(&mut self, hidden: &[f32]) -> Result<()> {
         self.finish_in_flight()?;
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in sharers(&mut self.peers) {
             let step = peer.stepper.head_step(hidden)?.clone();
-            shares.push(DeviceStep {
-                thread: peer.thread.as_deref(),
-                job: Job { step, drawn: None, queued: None },
-            });
+            shares.push(peer.will_run(step));
         }
-        let step = self.stepper.head_step(hidden)?.clone();
-        shares.push(DeviceStep { thread: None, job: Job { step, drawn: None, queued: None } });
+        shares.push(DeviceStep::of_lead(self.stepper.head_step(hidden)?.clone(), None));
         let ended = run_on_all(shares);
         self.note_finished(ended, &[], CommitProgress::default(), false)
     }
@@ -229,6 +223,12 @@ impl Engine {
         self.stepper.write_draft_input(hidden)
     }
 
+    /// As [`Stepper::keep_drafts`], on every device that has the MTP head.
+    pub(crate) fn keep_drafts(&mut self, pass: usize, rows: usize) -> Result<()> {
+        sharers(&mut self.peers).try_for_each(|peer| peer.stepper.keep_drafts(pass, rows))?;
+        self.stepper.keep_drafts(pass, rows)
+    }
+
     /// Commits one device after the other, so that the committed layers are always the first ones. All steps are
     /// prepared before the first one runs. So after a commit only a run can fail, and that is recorded.
     fn commit_split(&mut self, regime: Regime, settled: CommitProgress, rows: &[Rows<'_>]) -> Result<()> {
@@ -240,7 +240,7 @@ impl Engine {
         }
         let mut all = Vec::with_capacity(steps.len());
         for step in steps {
-            let ended = Job { step, drawn: None, queued: None }.run();
+            let ended = Job::of(step, None).run();
             let has_failed = ended.outcome.is_err();
             all.push(ended);
             if has_failed {

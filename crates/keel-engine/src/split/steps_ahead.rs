@@ -15,25 +15,14 @@
 
 use std::sync::Arc;
 
-use keel_array::RESULT_BYTES_MAX;
+use keel_array::{Array, Executable, Regime};
 
 use crate::device_thread::{Beginning, BegunStep, DeviceThread};
 use crate::engine::in_flight::InFlightRun;
-use crate::step::{Rows, StepKind};
+use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
 
 impl Engine {
-    /// Whether the model is split by tensor alone, over devices of this process that queue. Sequences must not draft, and
-    /// the tokens of all must come to the host with a step.
-    pub(crate) fn shares_run_ahead(&self) -> bool {
-        self.is_split()
-            && self.stages() == 1
-            && self.options.drafts == 0
-            && self.options.sequences * size_of::<u32>() <= RESULT_BYTES_MAX
-            && self.steppers().all(|stepper| stepper.runtime().backend().is_queueing())
-            && self.peers.iter().all(|peer| peer.thread.is_some())
-    }
-
     /// Begins a step over these rows on all devices.
     pub(crate) fn submit_on_all(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
         // What may be refused comes first: a device that has begun waits for all others.
@@ -44,12 +33,20 @@ impl Engine {
         }
         let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
-        let mark = || self.in_flight.failure_mark();
+        // No token depends on rows that the head catches up with. Devices that wait for each other fail together, though.
+        let is_apart = kind.outcome == Outcome::HeadState && self.peers.is_empty();
+        let mark = || if is_apart { Arc::default() } else { self.in_flight.failure_mark() };
         let begin = |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, mark());
         let peers: Vec<Beginning> = threads.zip(ready).map(begin).collect();
         let run = BegunStep::begin(lead, &drawn, mark());
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
         let peers = peers.into_iter().map(Beginning::wait).collect();
         Ok(InFlightRun { run, peers, regime: kind.regime, slots })
+    }
+
+    /// Begins a program of the lead that keeps results of its last one.
+    pub(crate) fn submit_on_lead(&self, regime: Regime, (step, drawn): (Executable, Array)) -> InFlightRun {
+        let run = BegunStep::begin(step, &drawn, self.in_flight.failure_mark());
+        InFlightRun { run, peers: Vec::new(), regime, slots: Vec::new() }
     }
 }

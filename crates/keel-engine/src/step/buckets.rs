@@ -7,7 +7,8 @@
 //!
 //! On a CPU a new program is cheap and a row is expensive. There the list is longer and finer.
 
-use keel_array::{Backend, Regime};
+use keel_array::{Backend, RESULT_BYTES_MAX, Regime};
+use keel_models::Part;
 
 use super::{HiddenPlace, Outcome, StepKind, StepShape};
 use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
@@ -32,18 +33,18 @@ pub(crate) struct Buckets {
     /// Numbers of rows in a pass in which the MTP (multi-token-prediction) head only catches up, ascending.
     lag_rows: Vec<usize>,
     is_coarse: bool,
+    /// Whether steps run ahead of the host.
+    runs_ahead: bool,
     /// How many rows of logits are kept for the host.
     host_rows: usize,
-    /// Whether sequences may draft, and steps run ahead while none does.
-    drafts_ahead: bool,
     /// Whether the list has only the largest steps.
     are_largest: bool,
 }
 
 impl Buckets {
-    /// `is_coarse` says that a program costs much before its first run. `host_rows` rows of the logits of each regime
-    /// are kept for the host.
-    pub fn new(options: &EngineOptions, is_coarse: bool, host_rows: usize) -> Buckets {
+    /// `is_coarse` says that a program costs much before its first run. `runs_ahead` says that steps run ahead of the
+    /// host.
+    pub fn new(options: &EngineOptions, is_coarse: bool, runs_ahead: bool) -> Buckets {
         let prompts = prompts_max(options, is_coarse);
         let open_most = options.open_rows();
         let lags = [8, 16, 32, HEAD_LAG_MAX];
@@ -54,17 +55,24 @@ impl Buckets {
             prompts,
             lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == HEAD_LAG_MAX).collect(),
             is_coarse,
-            host_rows,
-            drafts_ahead: false,
+            runs_ahead,
+            host_rows: if runs_ahead { options.host_rows() } else { 0 },
             are_largest: options.largest_steps,
         }
     }
 
-    /// The list for a backend.
-    pub fn for_backend(options: &EngineOptions, backend: &dyn Backend) -> Buckets {
-        let drafts_ahead = options.drafts > 0 && options.runs_ahead(backend);
-        let buckets = Buckets::new(options, backend.is_compiling(), options.host_rows(backend));
-        Buckets { drafts_ahead, ..buckets }
+    /// The list for the devices of a model, by rank.
+    pub fn for_devices<'a>(
+        options: &EngineOptions,
+        devices: impl Iterator<Item = (&'a dyn Backend, &'a Part)> + Clone,
+    ) -> Buckets {
+        let is_coarse = devices.clone().any(|(backend, _)| backend.is_compiling());
+        Buckets::new(options, is_coarse, runs_ahead(options, devices))
+    }
+
+    /// Whether steps run ahead of the host.
+    pub fn runs_ahead(&self) -> bool {
+        self.runs_ahead
     }
 
     /// How many rows of the logits of each regime are kept for the host; 0 if none are.
@@ -74,7 +82,7 @@ impl Buckets {
 
     /// Whether sequences may draft, and steps run ahead while none does.
     pub fn drafts_ahead(&self) -> bool {
-        self.drafts_ahead
+        self.runs_ahead && !self.open_rows.is_empty()
     }
 
     /// The program that keeps hidden states.
@@ -119,7 +127,9 @@ impl Buckets {
     pub fn fit(&self, kind: StepKind, rows: usize, sequences: usize) -> StepShape {
         let padded = at_least(&self.sequences, sequences.max(1));
         match (kind.regime, kind.outcome) {
-            (Regime::Prefill, Outcome::State | Outcome::LastLogits) => {
+            // A prompt that goes on within a picture need not be on the grid, and its steps are.
+            (Regime::Prefill, Outcome::State) => kind.of(self.grid_rows(rows), 1),
+            (Regime::Prefill, Outcome::LastLogits) => {
                 let sequences = if sequences > 1 { self.prompts } else { 1 };
                 kind.of(at_least(&self.prefill_rows, rows), sequences)
             }
@@ -180,7 +190,7 @@ impl Buckets {
             }
             return shapes;
         }
-        if self.drafts_ahead {
+        if self.drafts_ahead() {
             let of = |&n: &usize| [decode(Outcome::Ahead).of(n, n), decode(Outcome::COMMIT).of(1, n)];
             shapes.extend(sequences.clone().flat_map(of));
             let many = sequences.clone().filter(|&&n| n > 1);
@@ -193,7 +203,7 @@ impl Buckets {
         }
         shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::HeadState).of(rows, 1)));
         shapes.push(decode(Outcome::LastLogits).of(1, 1));
-        if !self.drafts_ahead {
+        if !self.drafts_ahead() {
             shapes.push(decode(Outcome::COMMIT).of(1, 1));
         }
         shapes
@@ -214,6 +224,18 @@ impl Buckets {
         lines.push(format!("programs: {}", self.list().len()));
         lines
     }
+}
+
+/// Whether steps on these devices run ahead of the host. Several devices must have a share of every layer and be in this
+/// process, and the tokens of all sequences must come to the host with a step.
+fn runs_ahead<'a>(
+    options: &EngineOptions,
+    mut devices: impl Iterator<Item = (&'a dyn Backend, &'a Part)> + Clone,
+) -> bool {
+    let is_alone = devices.clone().nth(1).is_none();
+    let fits = is_alone || options.sequences * size_of::<u32>() <= RESULT_BYTES_MAX;
+    let is_here = |backend: &dyn Backend| backend.group().is_none_or(|group| !group.spans_processes());
+    fits && devices.all(|(backend, part)| backend.is_queueing() && is_here(backend) && part.is_last())
 }
 
 /// Whether `other` is a step of the same kind with more rows or sequences, and with fewer of neither.
@@ -284,22 +306,21 @@ mod tests {
 
     #[test]
     fn lists_ascend_to_what_the_options_say() {
-        let coarse = Buckets::new(&options(), true, 0);
+        let coarse = Buckets::new(&options(), true, false);
         assert_eq!(coarse.sequences, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]);
         assert_eq!(coarse.prefill_rows, [16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]);
         let few = EngineOptions { sequences: 3, context: 100, ..EngineOptions::default() };
-        let fine = Buckets::new(&few, false, 0);
+        let fine = Buckets::new(&few, false, false);
         assert_eq!((&fine.sequences[..], fine.prompts), (&[1, 2, 3][..], 3));
         assert_eq!(fine.prefill_rows, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 192, 256, 320, 384]);
     }
 
     #[test]
     fn every_step_has_a_shape_of_the_list_that_holds_it() {
-        for (is_coarse, drafts_ahead) in [(false, false), (true, false), (true, true)] {
+        for (is_coarse, runs_ahead) in [(false, false), (true, false), (true, true)] {
             for (drafts, sequences) in [(0, 1), (0, 37), (3, 5), (8, 256)] {
                 let options = EngineOptions { drafts, sequences, ..options() };
-                let drafts_ahead = drafts_ahead && drafts > 0;
-                let buckets = Buckets { drafts_ahead, ..Buckets::new(&options, is_coarse, 0) };
+                let buckets = Buckets::new(&options, is_coarse, runs_ahead);
                 let list = buckets.list();
                 assert!(list.len() < 450, "{} shapes", list.len());
                 assert!(list.iter().enumerate().all(|(i, shape)| !list[..i].contains(shape)));
@@ -312,7 +333,7 @@ mod tests {
                     if drafts == 0 || n == 1 {
                         expect(StepKind::decode(Outcome::LastLogits), n, n);
                     }
-                    if drafts_ahead {
+                    if buckets.drafts_ahead() {
                         expect(StepKind::decode(Outcome::Ahead), n, n);
                         expect(StepKind::decode(Outcome::COMMIT), 1, n);
                         expect(StepKind::decode(Outcome::HeadState), n * (drafts + 1), n);
@@ -330,9 +351,7 @@ mod tests {
                     let on_grid = buckets.grid_rows(rows);
                     assert!(on_grid.is_multiple_of(PREFILL_GRID) && on_grid >= rows);
                     assert_eq!(buckets.fit(StepKind::prefill(Outcome::State), on_grid, 1).rows, on_grid);
-                    if rows.is_multiple_of(PREFILL_GRID) {
-                        expect(StepKind::prefill(Outcome::State), rows, 1);
-                    }
+                    expect(StepKind::prefill(Outcome::State), rows, 1);
                 }
             }
         }
@@ -340,9 +359,11 @@ mod tests {
 
     #[test]
     fn few_steps_are_the_largest() {
-        for (is_coarse, drafts) in [(false, 0), (false, 8), (true, 0), (true, 3)] {
+        for (is_coarse, drafts, runs_ahead) in
+            [(false, 0, true), (false, 8, true), (true, 0, true), (true, 3, false), (true, 0, false)]
+        {
             let options = EngineOptions { drafts, ..options() };
-            let of = |options| Buckets { drafts_ahead: drafts == 8, ..Buckets::new(&options, is_coarse, 4) };
+            let of = |options| Buckets::new(&options, is_coarse, runs_ahead);
             let all = of(options).list();
             let largest = of(EngineOptions { largest_steps: true, ..options }).list();
             assert!(largest.len() <= 10 && largest.contains(&all[0]), "{largest:?}");
@@ -354,11 +375,11 @@ mod tests {
 
     #[test]
     fn where_rows_are_dear_a_prompt_is_cut_before_it_is_padded() {
-        let buckets = Buckets::new(&options(), false, 0);
+        let buckets = Buckets::new(&options(), false, false);
         assert_eq!(
             [2048, 2000, 1100, 76, 60, 3].map(|rows| buckets.chunk_rows(rows)),
             [2048, 2000, 1024, 64, 60, 3]
         );
-        assert_eq!(Buckets::new(&options(), true, 0).chunk_rows(1100), 1100);
+        assert_eq!(Buckets::new(&options(), true, false).chunk_rows(1100), 1100);
     }
 }

@@ -10,7 +10,6 @@ mod trace;
 mod vision;
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use keel_array::{Array, Executable, Regime, RowLog, Runtime};
 use keel_cache::{LayerStorage, ModelCache};
@@ -20,8 +19,6 @@ use keel_models::vision::VisionConfig;
 pub(crate) use buckets::{Buckets, prefill_rows_max};
 pub(crate) use filling::Filling;
 
-use crate::device_thread::BegunStep;
-use crate::engine::in_flight::InFlightRun;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 use kept::{KeptHidden, KeptLogits};
@@ -38,6 +35,15 @@ const OTHERS_MAX: usize = 32;
 
 /// How many rows of logits are computed at a time when every row is wanted.
 pub(crate) const HEAD_ROWS: usize = 64;
+
+/// What the steps of all devices have in common.
+pub(crate) struct StepSizes<'a> {
+    pub options: &'a EngineOptions,
+    pub buckets: Buckets,
+    pub vision: Option<&'a VisionConfig>,
+    /// The storage of sequences.
+    pub cache: &'a ModelCache,
+}
 
 /// A device's part of the model, and the steps prepared for it.
 pub(crate) struct Stepper {
@@ -70,30 +76,37 @@ impl Stepper {
     pub fn allocate(
         runtime: &Runtime,
         model: HybridModel,
-        cache: &ModelCache,
         layers: Range<usize>,
-        vision: Option<&VisionConfig>,
-        options: &EngineOptions,
+        sizes: &StepSizes<'_>,
     ) -> Result<Stepper> {
-        let buckets = Buckets::for_backend(options, runtime.backend());
+        let StepSizes { options, buckets, vision, cache } = sizes;
         let vision =
-            vision.map(|config| VisionStaging::allocate(runtime, config, options, &buckets)).transpose()?;
+            vision.map(|config| VisionStaging::allocate(runtime, config, options, buckets)).transpose()?;
         Ok(Stepper {
-            staging: Staging::allocate(runtime, &model, options, &buckets)?,
+            staging: Staging::allocate(runtime, &model, options, buckets)?,
             vision,
-            results: Results::allocate(runtime, &model, options, &buckets)?,
-            kept: KeptLogits::allocate(runtime, &buckets, model.config.vocab)?,
-            kept_hidden: KeptHidden::allocate(runtime, &buckets, options, model.config.hidden)?,
+            results: Results::allocate(runtime, &model, options, buckets)?,
+            kept: None,
+            kept_hidden: None,
             runtime: runtime.clone(),
             storage: cache.layers()[layers.clone()].to_vec(),
             model,
             layers,
-            buckets,
+            buckets: buckets.clone(),
             drafts: options.drafts > 0,
             listed: Vec::new(),
             others: Vec::new(),
             traced: 0,
         })
+    }
+
+    /// Allocates the places of results that the host reads while a later step runs. The lead alone has them.
+    pub fn keep_results(&mut self, options: &EngineOptions) -> Result<()> {
+        let Stepper { runtime, buckets, model, .. } = &*self;
+        let kept = KeptLogits::allocate(runtime, buckets, model.config.vocab)?;
+        self.kept_hidden = KeptHidden::allocate(runtime, buckets, options, model.config.hidden)?;
+        self.kept = kept;
+        Ok(())
     }
 
     /// The device's runtime.
@@ -233,35 +246,21 @@ impl Stepper {
         self.results.keeps_rows
     }
 
-    /// Submits a step over these rows. The tokens that it draws come to the host with it.
-    pub fn submit(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
-        let (step, drawn) = self.drawing_step(kind, rows)?;
-        let slots = rows.iter().map(|row| row.sequence.slot()).collect();
-        Ok(InFlightRun {
-            run: BegunStep::begin(step, &drawn, Arc::default()),
-            peers: Vec::new(),
-            regime: kind.regime,
-            slots,
-        })
-    }
-
     /// The step over these rows, ready to run, and where it writes the tokens that it draws.
     pub fn drawing_step(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<(Executable, Array)> {
         let drawn = self.drawn(kind, kind.outcome.tokens_drawn(rows))?;
         Ok((self.step_for(kind, rows)?.clone(), drawn))
     }
 
-    /// Submits a program of no sequence. One token comes to the host with it.
-    fn submit_shape(&mut self, shape: StepShape) -> Result<InFlightRun> {
-        let drawn = self.drawn(shape.kind(), 1)?;
-        let run = BegunStep::begin(self.step(shape)?.clone(), &drawn, Arc::default());
-        Ok(InFlightRun { run, peers: Vec::new(), regime: shape.regime, slots: Vec::new() })
+    /// The program that keeps these rows of the logits of the step of this regime that was submitted last, ready to run.
+    /// A token comes to the host with it, which says nothing.
+    pub fn keeping_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<(Executable, Array)> {
+        self.kept()?.fill(regime, rows)?;
+        self.keeping(self.buckets.keeping(regime))
     }
 
-    /// Keeps these rows of the logits of the step of this regime that was submitted last.
-    pub fn keep_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<InFlightRun> {
-        self.kept()?.fill(regime, rows)?;
-        self.submit_shape(self.buckets.keeping(regime))
+    fn keeping(&mut self, shape: StepShape) -> Result<(Executable, Array)> {
+        Ok((self.step(shape)?.clone(), self.drawn(shape.kind(), 1)?))
     }
 
     fn kept(&self) -> Result<&KeptLogits> {
@@ -275,9 +274,10 @@ impl Stepper {
         self.kept_hidden.is_some()
     }
 
-    /// Keeps the hidden states of step number `step`, whose programs were submitted last.
-    pub fn keep_hidden(&mut self, step: u64) -> Result<InFlightRun> {
-        self.submit_shape(Buckets::keeping_hidden(HiddenPlace::of(step)))
+    /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to run.
+    /// A token comes to the host with it, which says nothing.
+    pub fn keeping_hidden(&mut self, step: u64) -> Result<(Executable, Array)> {
+        self.keeping(Buckets::keeping_hidden(HiddenPlace::of(step)))
     }
 
     /// Copies the hidden states that were kept of these numbers of answers and prompts of step number `step`.

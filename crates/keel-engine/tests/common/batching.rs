@@ -24,7 +24,11 @@ pub fn options() -> EngineOptions {
 
 /// A batch on a fixture.
 pub fn batcher(name: &str, batch: BatchOptions) -> Batcher {
-    Batcher::new(engine(&fixture(name), &runtime(2), options()), batch)
+    batcher_with(name, options(), batch)
+}
+
+pub fn batcher_with(name: &str, options: EngineOptions, batch: BatchOptions) -> Batcher {
+    Batcher::new(engine(&fixture(name), &runtime(2), options), batch)
 }
 
 /// Ids that differ with the seed and with the fixture.

@@ -22,6 +22,17 @@ pub struct Queueing {
     pub breaks_settled_reads: AtomicBool,
 }
 
+impl Default for Queueing {
+    /// Nothing fails.
+    fn default() -> Queueing {
+        Queueing {
+            events: Mutex::default(),
+            until: AtomicUsize::new(usize::MAX),
+            breaks_settled_reads: AtomicBool::new(false),
+        }
+    }
+}
+
 impl Queueing {
     fn note(&self, event: char) {
         self.events.lock().expect("nobody panics here").push(event);
@@ -69,12 +80,7 @@ impl Interceptor for Queueing {
 
 /// A runtime on the CPU whose programs are cut into pieces of `piece` kernels.
 pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
-    let queueing = Queueing {
-        events: Mutex::default(),
-        until: AtomicUsize::new(usize::MAX),
-        breaks_settled_reads: AtomicBool::new(false),
-    };
-    let queueing = Arc::new(queueing);
+    let queueing = Arc::new(Queueing::default());
     let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
     let options = RuntimeOptions { submission_ops: piece, ..RuntimeOptions::default() };
     (Runtime::new(InterceptedBackend::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)

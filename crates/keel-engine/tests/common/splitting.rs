@@ -2,11 +2,13 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
 use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, plan};
 use keel_models::Part;
@@ -14,6 +16,8 @@ use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 use serde_json::Value;
+
+use super::fixture;
 
 /// The backends of a group, each with one thread.
 pub fn backends(count: usize, planning: bool) -> Vec<Arc<dyn Backend>> {
@@ -35,13 +39,24 @@ pub fn parts(
 
 /// An engine on these backends. Also asserts that every device holds what was planned for it.
 pub fn load_on(
-    (parameters, config): (&dyn Parameters, &Value),
+    source: (&dyn Parameters, &Value),
     options: EngineOptions,
     backends: Vec<Arc<dyn Backend>>,
     parts: &[Part],
 ) -> Result<Engine, EngineError> {
+    load_as_planned(source, options, self::backends(parts.len(), true), backends, parts)
+}
+
+/// As [`load_on`], planned on these planning backends.
+fn load_as_planned(
+    (parameters, config): (&dyn Parameters, &Value),
+    options: EngineOptions,
+    planners: Vec<Arc<dyn Backend>>,
+    backends: Vec<Arc<dyn Backend>>,
+    parts: &[Part],
+) -> Result<Engine, EngineError> {
     let count = parts.len();
-    let planners = PlacedPart::each(self::backends(count, true), parts.iter().cloned());
+    let planners = PlacedPart::each(planners, parts.iter().cloned());
     let planned = plan::plan_on(&planners, parameters, config, options)?;
     let runtimes = backends.into_iter().map(|backend| Runtime::new(backend, RuntimeOptions::default()));
     let devices = PlacedPart::each(runtimes, parts.iter().cloned());
@@ -53,7 +68,8 @@ pub fn load_on(
     Ok(engine)
 }
 
-/// An engine of a checkpoint in this many stages of this many shares. `wrap` gets each device's rank and backend.
+/// An engine of a checkpoint in this many stages of this many shares. `wrap` gets each device's rank and backend, and
+/// those of the plan.
 pub fn engine_on(
     folder: &Path,
     options: EngineOptions,
@@ -63,8 +79,50 @@ pub fn engine_on(
     let checkpoint = Checkpoint::open(folder).expect("the checkpoint opens");
     let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
     let parts = parts(source, options, grid).expect("it divides");
-    let wrapped = backends(parts.len(), false).into_iter().enumerate().map(|(rank, b)| wrap(rank, b));
-    load_on(source, options, wrapped.collect(), &parts).expect("the model loads")
+    let [planners, backends] = [true, false].map(|planning| {
+        let backends = backends(parts.len(), planning).into_iter().enumerate();
+        backends.map(|(rank, backend)| wrap(rank, backend)).collect()
+    });
+    load_as_planned(source, options, planners, backends, &parts).expect("the model loads")
+}
+
+/// An engine on two GPUs. `wrap` gets each one's rank and backend.
+pub fn engine_on_gpus(
+    name: &str,
+    options: EngineOptions,
+    mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
+) -> Engine {
+    let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
+    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
+    let parts = parts(source, options, (1, 2)).expect("it divides");
+    let gpu = |(ordinal, group)| {
+        let cuda = CudaOptions { ordinal, deterministic: true, group: Some(group), ..CudaOptions::default() };
+        let backend = Arc::new(CudaBackend::new(&cuda).expect("a GPU, and NCCL"));
+        Runtime::new(wrap(ordinal, backend), RuntimeOptions::default())
+    };
+    let devices = PlacedPart::each(CudaGroup::of(2, 2).into_iter().enumerate().map(gpu), parts);
+    let engine = Engine::load_on(&devices, source.0, source.1, options, &|_| ());
+    let mut engine = engine.expect("the model loads");
+    engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
+    engine
+}
+
+/// Runs a test on two GPUs, if there are so many.
+pub fn on_two_gpus(test: fn()) {
+    if !keel_testkit::has_gpu!() {
+        return;
+    }
+    if Survey::take().gpus.len() < 2 {
+        return keel_testkit::skipped!("needs two GPUs");
+    }
+    let (sender, receiver) = channel();
+    let thread = std::thread::spawn(move || {
+        test();
+        sender.send(()).expect("the test waits");
+    });
+    receiver.recv_timeout(Duration::from_secs(300)).expect("no device waits without end");
+    // Its devices close at its end. The program must not end meanwhile.
+    thread.join().expect("its devices close");
 }
 
 /// Drops an engine, and asserts that its devices neither took more than they hold nor keep anything.

@@ -96,12 +96,12 @@ impl SpeculateArgs {
         self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
     }
 
-    /// As [`SpeculateArgs::options`], for a given device. On several GPUs steps run ahead only in an engine without drafts,
-    /// and plain ones are slower where they may be followed by drafts. So `auto` means off there.
+    /// As [`SpeculateArgs::options`], for a given device. In a pipeline of GPUs steps run ahead only in an engine without
+    /// drafts, and in a tensor split nobody has measured whether drafts pay. So `auto` means off on several GPUs.
     fn on(&self, device: &DeviceArgs, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
-        let is_slower = device.split.is_split() && device.device() != Device::Cpu;
-        Ok(options.filter(|options| !is_slower || options.depth != Depth::Auto))
+        let are_several = device.split.is_split() && device.device() != Device::Cpu;
+        Ok(options.filter(|options| !are_several || options.depth != Depth::Auto))
     }
 
     /// The speculation options for a model with or without an MTP head; `None` means no speculation.

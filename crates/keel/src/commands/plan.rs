@@ -1,11 +1,13 @@
 //! `keel plan`: prints the memory of a run before the run.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
 use clap::Args;
-use keel_array::{AttentionSpec, MemoryReport};
+use keel_array::{AttentionSpec, Backend, MemoryReport};
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, launches, steps};
-use keel_engine::split::MixtureChoice;
+use keel_engine::split::{MixtureChoice, PlacedPart};
 use keel_models::{MixtureCut, Shard};
 use serde_json::{Value, json};
 
@@ -138,22 +140,23 @@ fn print_all(
     if !verbose || args.json {
         return Ok(());
     }
-    print_steps(args, &subject.json, options)?;
-    if args.server.device.split.is_split() {
-        return Ok(());
-    }
-    output::line("")?;
     let backend = args.server.device.planning_backend(options.compute);
+    print_steps(args, &subject.json, options, &[PlacedPart::whole(Arc::clone(&backend))])?;
+    output::line("")?;
     let launches = launches(&backend, &*subject.parameters, &subject.json, options)?;
     launches.iter().try_for_each(|line| output::line(line))
 }
 
-fn print_steps(args: &PlanArgs, config: &Value, options: EngineOptions) -> Result<()> {
-    let backend = args.server.device.planning_backend(options.compute);
-    let tower = args.server.device.tower()?.map(|tower| tower.planning_backend(options.compute));
-    let tower = tower.as_ref().unwrap_or(&backend);
+fn print_steps(
+    args: &PlanArgs,
+    config: &Value,
+    options: EngineOptions,
+    devices: &[PlacedPart<Arc<dyn Backend>>],
+) -> Result<()> {
+    let apart = args.server.device.tower()?.map(|tower| tower.planning_backend(options.compute));
+    let tower = apart.as_ref().unwrap_or(&devices[devices.len() - 1].device);
     output::line("")?;
-    steps(&*backend, &**tower, config, options)?.iter().try_for_each(|line| output::line(line))
+    steps(devices, &**tower, config, options)?.iter().try_for_each(|line| output::line(line))
 }
 
 fn print_plan(args: &PlanArgs, plans: &Plans, options: EngineOptions, requests: Option<u64>) -> Result<()> {
@@ -250,7 +253,12 @@ fn print_devices(
         let bound = human_bytes(requests);
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
     }
-    if verbose { print_steps(args, &subject.json, options) } else { Ok(()) }
+    if !verbose {
+        return Ok(());
+    }
+    let backends = device.group(options.compute, true)?;
+    let devices = PlacedPart::each(backends, plans.iter().map(|plan| plan.part.clone()));
+    print_steps(args, &subject.json, options, &devices)
 }
 
 /// The part of the model that a device holds, in words.

@@ -44,20 +44,24 @@ pub(super) fn slots<'a>(
     Ok(slots)
 }
 
-/// The page tables of the sequences, after a check that every page that is read or written exists.
+/// The page tables of the sequences, after a check that every page that is read or written exists, that no two sequences
+/// write the same one, and that rows which are written together overwrite no keys that they see. Those of a sequence are
+/// cut at multiples of `run`.
 pub(super) fn page_table<'a>(
     table: &Bound<'a>,
     batch: &Batch<'_>,
     window: Option<usize>,
+    run: usize,
     pages: usize,
 ) -> Result<PageTable<'a>, String> {
     let (entries, stride) = (table.values::<u32>(), table.width());
+    let seen = |first: usize| window.map_or(0, |window| (first + 1).saturating_sub(window.max(1))) / PAGE;
+    let mut written = Vec::new();
     for b in 0..batch.sequences() {
         let (rows, first) = (batch.rows_of(b).len(), batch.position[b] as usize);
         if rows == 0 {
             continue;
         }
-        let seen = window.map_or(0, |window| (first + 1).saturating_sub(window)) / PAGE;
         let end = (first + rows).div_ceil(PAGE);
         if end > stride {
             return Err(format!(
@@ -65,10 +69,31 @@ pub(super) fn page_table<'a>(
                 first + rows
             ));
         }
-        let used = &entries[b * stride + seen..b * stride + end];
-        if let Some(page) = used.iter().find(|&&page| page as usize >= pages) {
+        let own = &entries[b * stride..][..end];
+        if let Some(page) = own[seen(first)..].iter().find(|&&page| page as usize >= pages) {
             return Err(format!("sequence {b} is in page {page} of {pages}"));
         }
+        let mut at = first;
+        while at < first + rows {
+            let end = (at - at % run).saturating_add(run).min(first + rows);
+            for i in at / PAGE..end.div_ceil(PAGE) {
+                if own[seen(at)..i].contains(&own[i]) {
+                    return Err(format!(
+                        "sequence {b} writes positions {at} to {} to page {}, where its rows still see earlier keys",
+                        end - 1,
+                        own[i]
+                    ));
+                }
+            }
+            at = end;
+        }
+        written.extend(own[first / PAGE..].iter().map(|&page| (page, b)));
+    }
+    written.sort_unstable();
+    // A run of a sequence may come back to a page of an earlier one.
+    let both = written.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[0].1 != pair[1].1);
+    if let Some(&[(page, a), (_, b)]) = both {
+        return Err(format!("sequences {a} and {b} both write to page {page}"));
     }
     Ok(PageTable { pages: entries, stride })
 }

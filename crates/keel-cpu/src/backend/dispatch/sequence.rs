@@ -246,7 +246,9 @@ fn attention<P: KvRead>(
         unreachable!("eight operands, nine where rows see later keys")
     };
     let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
-    let table = batch::page_table(table, &rows, spec.window, keys.layout.shape[0])?;
+    let is_cut = spec.window.is_some_and(|window| window > 0) && until.is_empty();
+    let run = if is_cut { AttentionSpec::RUN } else { usize::MAX };
+    let table = batch::page_table(table, &rows, spec.window, run, keys.layout.shape[0])?;
     if spec.window == Some(0) {
         kv_write(k.rows(2), v.rows(2), rows, table, written, worker);
         return Ok(());
