@@ -135,7 +135,7 @@ impl<'m> Chat<'m> {
         Chat { answer, parser: Some(AnswerParser::new(form)), ready: VecDeque::new() }
     }
 
-    /// The answer as plain text, for its tokens and its end.
+    /// The answer as plain text with the markers of its parts, for its tokens and its end.
     pub fn answer(&self) -> &Answer<'m> {
         &self.answer
     }

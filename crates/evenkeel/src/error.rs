@@ -83,9 +83,6 @@ pub enum Error {
     /// The model has no chat template.
     #[error("this model has no chat template: it can continue a text, but not answer messages")]
     NoChatTemplate,
-    /// A batch has no request with this number.
-    #[error("the batch has no request {0}")]
-    NoSuchRequest(u64),
     /// An error of the GPU, its driver or its libraries.
     #[error(transparent)]
     Cuda(#[from] CudaError),

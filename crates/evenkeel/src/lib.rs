@@ -23,7 +23,8 @@
 //! | compute with arrays, and bring a kernel | [`mod@array`], [`DeviceOptions::runtime`] | `examples/custom_kernel.rs` |
 //!
 //! The device is the first GPU on which the plan fits, else the CPU; [`DeviceOptions`] chooses another. Tokens are
-//! drawn as the checkpoint recommends unless the [`Request`] says otherwise. All errors are [`Error`].
+//! drawn as the checkpoint recommends unless the [`Request`] says otherwise. Models, answers and batches return
+//! [`Error`]; iterators of bare tokens return the engine's.
 //!
 //! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`] and
 //! [`cache`].

@@ -6,7 +6,7 @@ use keel_array::{Category, MemoryReport};
 use keel_cache::SequenceCache;
 use keel_engine::batch::BatchOptions;
 use keel_engine::{Engine, GenerateOptions, PREFILL_GRID, SamplerOptions, SpeculationOptions};
-use keel_text::{GrammarSource, Message};
+use keel_text::{AnswerForm, GrammarSource, Message};
 use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
@@ -180,7 +180,7 @@ impl Model {
     pub fn stream(&mut self, prompt: &str, request: Request) -> Result<Answer<'_>> {
         let prompt = self.text()?.encode_text(prompt)?;
         let cache = self.engine.open()?;
-        self.answer(cache, Vec::new(), prompt, request)
+        self.answer(cache, Vec::new(), prompt, &AnswerForm::default(), request)
     }
 
     /// Answers messages by the model's chat template. `tools` are in OpenAI's form; the model may call them.
@@ -190,7 +190,7 @@ impl Model {
     pub fn chat(&mut self, messages: &[Message], tools: &[Value], request: Request) -> Result<Chat<'_>> {
         let (prompt, form) = self.text()?.encode_request(messages, tools)?;
         let cache = self.engine.open()?;
-        Ok(Chat::new(self.answer(cache, Vec::new(), prompt, request)?, form))
+        Ok(Chat::new(self.answer(cache, Vec::new(), prompt, &form, request)?, form))
     }
 
     /// Continues a sequence, with `text` after its tokens. Drafts are not made.
@@ -203,7 +203,8 @@ impl Model {
         prompt.extend(self.text()?.tokenizer.encode(text, false)?);
         let done = self.run_to_grid(&mut cache, &prompt)?;
         tokens.extend(prompt.drain(..done));
-        self.answer(cache, tokens, prompt, Request { speculation: None, ..request })
+        let request = Request { speculation: None, ..request };
+        self.answer(cache, tokens, prompt, &AnswerForm::default(), request)
     }
 
     /// Prefill begins on a grid. Runs the tokens before the next point of the grid one by one, but not the last token
@@ -253,20 +254,22 @@ impl Model {
         cache: SequenceCache,
         seen: Vec<u32>,
         prompt: Vec<u32>,
+        form: &AnswerForm,
         request: Request,
     ) -> Result<Answer<'_>> {
-        let (mut how, stream) = self.prepare(&seen, &prompt, request)?;
+        let stream = TextStream::of_answer(&self.text()?.tokenizer, form, &request.stop)?;
+        let mut how = self.prepare(&seen, &prompt, request)?;
         how.options.one_by_one = !cache.len().is_multiple_of(PREFILL_GRID);
         let tokens = how.start(&mut self.engine, cache, &prompt, &mut |_| ())?;
         Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
     }
 
-    fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<(TokenOptions, TextStream)> {
+    fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<TokenOptions> {
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt);
         }
         let text = self.text()?;
-        let form = match &request.grammar {
+        let grammar = match &request.grammar {
             Some(source) => Some(text.grammar(&self.files()?, source, prompt)?),
             None => None,
         };
@@ -278,8 +281,7 @@ impl Model {
             seen: seen.to_vec(),
             ..GenerateOptions::default()
         };
-        let stream = TextStream::new(&text.tokenizer, &request.stop)?;
-        Ok((TokenOptions { options, grammar: form }, stream))
+        Ok(TokenOptions { options, grammar })
     }
 
     /// The files again, for what is read from them only when it is needed.

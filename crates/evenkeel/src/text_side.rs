@@ -225,8 +225,17 @@ impl TextStream {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn new(tokenizer: &Tokenizer, stops: &[String]) -> Result<TextStream> {
-        let stops = StopMatcher::new(stops)?;
-        Ok(TextStream { detokenizer: tokenizer.stream(true), stops, text: String::new(), stopped: false })
+        TextStream::of_answer(tokenizer, &AnswerForm::default(), stops)
+    }
+
+    /// As [`TextStream::new`]. If the answer has parts, the special tokens around them belong to the text.
+    pub(crate) fn of_answer(
+        tokenizer: &Tokenizer,
+        form: &AnswerForm,
+        stops: &[String],
+    ) -> Result<TextStream> {
+        let detokenizer = if form.has_parts() { tokenizer.answer_stream() } else { tokenizer.stream(true) };
+        Ok(TextStream { detokenizer, stops: StopMatcher::new(stops)?, text: String::new(), stopped: false })
     }
 
     /// Takes an id. Returns the text that is now certain, which may be empty.
@@ -293,5 +302,31 @@ impl TextStream {
     /// ```
     pub fn text(&self) -> &str {
         &self.text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use keel_text::{AnswerParser, AnswerPart, TokenKind, Vocabulary};
+
+    use super::*;
+
+    #[test]
+    fn special_tokens_around_the_parts_of_an_answer_reach_its_parser() {
+        let mut tokens: Vec<_> = ["[THINK]", "[/THINK]"].map(|text| (text, TokenKind::Control)).into();
+        tokens.extend(["a", "b"].map(|text| (text, TokenKind::Normal)));
+        let vocabulary = Vocabulary { model: "gpt2", pre: "tekken", tokens, ..Vocabulary::default() };
+        let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
+        let tokenizer = Tokenizer::new(&files).expect("sound");
+        let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
+        let mut stream = TextStream::of_answer(&tokenizer, &form, &[]).expect("no stop strings");
+        let mut parser = AnswerParser::new(form);
+        let mut parts = Vec::new();
+        for id in [0, 2, 1, 3] {
+            parser.push(stream.push(id).expect("it is known"), &mut parts);
+        }
+        parser.push(stream.finish().expect("all are known"), &mut parts);
+        parser.finish(&mut parts);
+        assert_eq!(parts, [AnswerPart::Reasoning("a".into()), AnswerPart::Text("b".into())]);
     }
 }

@@ -42,16 +42,21 @@ pub fn read_config(config: &Value) -> Result<HybridConfig> {
     Ok(parsed)
 }
 
-/// As [`read_config`], with the parameters at hand: if an unknown type's tensors have Llama's names, the error lists
-/// the fields that are not supported.
+/// As [`read_config`], with the parameters at hand. Without an output head among them, the embedding serves as one:
+/// embedding models are saved so. If an unknown type's tensors have Llama's names, the error lists the fields that are
+/// not supported.
 ///
 /// # Errors
 /// As [`read_config`].
 pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> Result<HybridConfig> {
-    read_config(config).map_err(|error| match error {
+    let mut parsed = read_config(config).map_err(|error| match error {
         ModelError::UnknownModelType { .. } => model_types::unknown::error(config, parameters),
         error => error,
-    })
+    })?;
+    let has =
+        |head: &str| ["weight", "qweight"].iter().any(|kind| parameters.contains(&format!("{head}.{kind}")));
+    parsed.tied |= !naming::HEADS.iter().any(|head| has(head));
+    Ok(parsed)
 }
 
 /// Reads the model that a config describes, or the loader's [part](Part) of it.

@@ -13,6 +13,9 @@ use crate::{
     HybridConfig, MixerKind, MixtureCut, ModelError, MoeConfig, Part, Result, Sums, VocabularyShare,
 };
 
+/// The names of the output head, alone and next to a vision tower in MLX's form.
+pub(crate) const HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"];
+
 /// Reads the blocks that the family's model types share.
 pub(crate) struct FamilyReader<'a> {
     pub loader: &'a Loader<'a>,
@@ -64,7 +67,8 @@ impl<'a> FamilyReader<'a> {
 
     /// The output head's name.
     pub fn head_module(&self) -> &'static str {
-        if self.root == "language_model.model." { "language_model.lm_head" } else { "lm_head" }
+        let [alone, nested] = HEADS;
+        if self.root == "language_model.model." { nested } else { alone }
     }
 
     /// The part of the model to read.

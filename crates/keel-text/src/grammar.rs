@@ -49,20 +49,13 @@ impl GrammarSource {
     /// Calls of tools, in a notation that [`crate::AnswerParser`] reads. Each tool is a name and the schema of its
     /// arguments.
     pub fn tool_calls(tools: &[(String, Value)], several: bool) -> GrammarSource {
-        let call = |(name, arguments): &(String, Value)| {
-            json!({
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": false,
-            })
-        };
-        let calls: Vec<Value> = tools.iter().map(call).collect();
-        let schema = with_plain_spacing(json!({"anyOf": calls}));
-        let repeat = if several { "(\"\\n\" call)*" } else { "" };
-        GrammarSource::Lark(format!(
-            "start: call {repeat}\ncall: \"<tool_call>\\n\" object \"\\n</tool_call>\"\nobject: %json {schema}\n"
-        ))
+        GrammarSource::Lark(format!("start: calls\n{}", call_rules(tools, several)))
+    }
+
+    /// A JSON value that follows a schema, or calls of tools in its place.
+    pub fn value_or_calls(schema: Value, tools: &[(String, Value)], several: bool) -> GrammarSource {
+        let (schema, calls) = (with_plain_spacing(schema), call_rules(tools, several));
+        GrammarSource::Lark(format!("start: calls | value\nvalue: %json {schema}\n{calls}"))
     }
 
     fn to_grammar(&self) -> TopLevelGrammar {
@@ -81,6 +74,24 @@ impl GrammarSource {
             GrammarSource::Lark(text) | GrammarSource::Regex(text) => text.len(),
         }
     }
+}
+
+/// The rule `calls`, and those that it needs.
+fn call_rules(tools: &[(String, Value)], several: bool) -> String {
+    let repeat = if several { "(\"\\n\" call)*" } else { "" };
+    let names: Vec<String> = (0..tools.len()).map(|i| format!("tool_{i}")).collect();
+    let mut grammar = format!(
+        "calls: call {repeat}\ncall: \"<tool_call>\\n\" ({}) \"}}\\n</tool_call>\"\n",
+        names.join(" | ")
+    );
+    // Each schema is a document of its own, so that its references begin at its own root.
+    for (i, (name, arguments)) in tools.iter().enumerate() {
+        let begin = format!("{{\"name\": {}, \"arguments\": ", Value::from(name.as_str()));
+        let schema = with_plain_spacing(arguments.clone());
+        grammar += &format!("tool_{i}: {} arguments_{i}\n", Value::from(begin));
+        grammar += &format!("arguments_{i}: %json {schema}\n");
+    }
+    grammar
 }
 
 /// Allows one space after commas and colons, and no other white space. With free white space a model can go on forever
@@ -111,11 +122,12 @@ impl GrammarFactory {
             let json: Value = serde_json::from_slice(&files.tokenizer.bytes)
                 .map_err(|source| TextError::Json { file: files.tokenizer.name.clone(), source })?;
             let mut words = llguidance::token_bytes_from_tokenizer_json(&json).map_err(refused)?;
-            let end = tokenizer.special_tokens().eos.as_deref().and_then(|eos| tokenizer.token_to_id(eos));
-            let end = end.or(tokenizer.eos_ids().first().copied());
+            // Configs may name ids that are no tokens.
+            let ends = || tokenizer.eos_ids().iter().copied().filter(|&id| (id as usize) < words.len());
+            let named = tokenizer.special_tokens().eos.as_deref().and_then(|eos| tokenizer.token_to_id(eos));
+            let end = ends().find(|&id| Some(id) == named).or_else(|| ends().next());
             let end =
                 end.ok_or_else(|| TextError::Grammar { reason: "the model has no end token".into() })?;
-            words.resize(words.len().max(end as usize + 1), Vec::new());
             // A token that ends a text must not be matched as part of the text.
             for &id in tokenizer.eos_ids() {
                 if let Some(word) = words.get_mut(id as usize).filter(|word| word.first() != Some(&0xff)) {

@@ -54,19 +54,63 @@ fn random_output_follows_a_schema() {
     }
 }
 
+/// The calls in a text that the grammar of `tools` has drawn.
+fn draw_calls(tools: &[(String, Value)], several: bool, seed: u64) -> Vec<(String, Value)> {
+    let definition = |(name, _): &(String, Value)| json!({"type": "function", "function": {"name": name}});
+    let form = AnswerForm { tools: tools.iter().map(definition).collect(), ..AnswerForm::default() };
+    let mut parser = AnswerParser::new(form);
+    let mut parts = Vec::new();
+    let text = draw(&GrammarSource::tool_calls(tools, several), seed);
+    parser.push(&text, &mut parts);
+    parser.finish(&mut parts);
+    let call = |part| match part {
+        AnswerPart::ToolCall { name, arguments } => {
+            (name, serde_json::from_str(&arguments).expect("arguments are JSON"))
+        }
+        part => panic!("{text}: {part:?}"),
+    };
+    parts.into_iter().map(call).collect()
+}
+
 #[test]
 fn random_output_calls_a_tool() {
     let parameters = json!({"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}},
         "required": ["city"], "additionalProperties": false});
-    let source = GrammarSource::tool_calls(&[("weather".into(), parameters)], false);
-    let tools = vec![json!({"type": "function", "function": {"name": "weather"}})];
-    let mut parser = AnswerParser::new(AnswerForm { tools, ..AnswerForm::default() });
-    let mut parts = Vec::new();
-    let text = draw(&source, 3);
-    parser.push(&text, &mut parts);
-    parser.finish(&mut parts);
-    let [AnswerPart::ToolCall { name, arguments }] = &parts[..] else { panic!("{text}: {parts:?}") };
-    assert!(name == "weather" && arguments.contains("city"), "{arguments}");
+    let tools = [("weather".into(), parameters.clone()), ("the \"time\"".into(), parameters)];
+    let mut called = std::collections::BTreeSet::new();
+    for seed in 1..9 {
+        let calls = draw_calls(&tools, seed % 2 == 0, seed);
+        assert!(!calls.is_empty() && (seed % 2 == 0 || calls.len() == 1), "{calls:?}");
+        for (name, arguments) in calls {
+            assert!(["Bern", "Rome"].contains(&arguments["city"].as_str().expect("a city")), "{arguments}");
+            called.insert(name);
+        }
+    }
+    assert_eq!(called.len(), 2, "{called:?}");
+}
+
+#[test]
+fn references_in_a_tool_begin_at_its_own_schema() {
+    let by_definition = json!({"$defs": {"City": {"enum": ["Bern", "Rome"]}}, "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "additionalProperties": false});
+    let recursive = json!({"type": "object", "properties": {"value": {"type": "boolean"}, "next": {"$ref": "#"}},
+        "required": ["value"], "additionalProperties": false});
+    let tools = [("weather".into(), by_definition), ("list".into(), recursive)];
+    let mut nested = 0;
+    for seed in 1..17 {
+        let [(name, arguments)] = &draw_calls(&tools, false, seed)[..] else { panic!("one call") };
+        if name == "weather" {
+            assert!(["Bern", "Rome"].contains(&arguments["city"].as_str().expect("a city")), "{arguments}");
+            continue;
+        }
+        let mut node = arguments;
+        while node["next"].is_object() {
+            assert!(node["value"].is_boolean(), "{arguments}");
+            node = &node["next"];
+            nested += 1;
+        }
+    }
+    assert!(nested > 0);
 }
 
 #[test]
@@ -125,4 +169,19 @@ fn what_cannot_be_used_is_refused() {
         let error = factory.start(&source).err().expect("it is wrong").to_string();
         assert!(error.starts_with("the schema or grammar cannot be used"), "{error}");
     }
+}
+
+#[test]
+fn end_ids_that_are_no_tokens_are_passed_over() {
+    let file = keel_testkit::fixtures::demo().join("tokenizer.json");
+    let json = std::fs::read(file).expect("the built-in model is there");
+    let end_at = |ids: &str| {
+        let config = format!(r#"{{"eos_token_id": {ids}}}"#);
+        let files = TextFiles::in_memory(&json).with_generation_config(config.as_bytes());
+        let tokenizer = Tokenizer::new(&files).expect("it has a tokenizer");
+        GrammarFactory::new(&files, &tokenizer).map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!(end_at("[4294967295, 4093]"), Ok(()));
+    let error = end_at("4294967295").expect_err("nothing ends a text");
+    assert!(error.contains("no end token"), "{error}");
 }

@@ -131,6 +131,7 @@ fn broken_files_are_refused_with_the_reason() {
         ),
         (r#""content":"<think>""#, r#""content":"""#, "added token 355 is empty"),
         (r#""!":0,"#, r#""!":1,"#, "has id 1, which another token has too"),
+        (r#""!":0,"#, r#""!":16777216,"#, "a token has the id 16777216, at most 16777216 tokens are read"),
         (r#""model":{"#, r#""Model":{"#, "missing field `model`"),
         (r#""type":"BPE""#, r#""type":"CPE""#, "model: not valid"),
         (r#""type":"NFC""#, r#""type":"NFX""#, "normalizer: not valid"),

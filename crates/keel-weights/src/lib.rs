@@ -12,8 +12,8 @@
 //! use keel_weights::{Checkpoint, TensorSource};
 //!
 //! let checkpoint = Checkpoint::open("models/demo".as_ref())?;
-//! let norm = checkpoint.tensor("model.norm.weight")?.expect_shape(&[1024])?.to_f32()?;
-//! let query = checkpoint.linear("model.layers.3.self_attn.q_proj")?;
+//! let norm = checkpoint.tensor("model.language_model.norm.weight")?.expect_shape(&[384])?.to_f32()?;
+//! let query = checkpoint.linear("model.language_model.layers.3.self_attn.q_proj")?;
 //! let mut row = vec![0.0; query.info().cols];
 //! query.rows_f32(0..1, &mut row)?;
 //! # Ok::<(), keel_weights::WeightsError>(())

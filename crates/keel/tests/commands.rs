@@ -231,6 +231,10 @@ fn a_stop_string_ends_the_text_before_it() {
     let cut = whole.find(&stop).expect("it is a part");
     assert_eq!(report["text"].as_str(), Some(&whole[..cut]));
     assert_eq!(report["finish_reason"], "stop");
+    // Nothing comes before a stop string that is reached at once.
+    let stop: String = whole.chars().take(2).collect();
+    let text = succeed(&[&command[..command.len() - 1], &["--quiet", "--stop", &stop]].concat());
+    assert_eq!(text, "\n");
 }
 
 #[test]

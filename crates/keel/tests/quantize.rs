@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{arg, demo, fixture, floats, json, relative_error, succeed};
+use common::{arg, demo, fail, fixture, floats, json, relative_error, succeed};
 use serde_json::Value;
 
 #[test]
@@ -81,6 +81,45 @@ fn a_model_keeps_its_words_in_every_form() {
     assert_eq!(greedy(&mixed).0, want.0, "the tokenizer came along");
     succeed(&["quantize", arg(&mixed), arg(&again), "--bits", "8"]);
     assert_eq!(greedy(&again).0, want.0);
+}
+
+/// Copies the built-in model with other names for its tensors. The config says that the output head is a tensor.
+fn renamed(folder: &Path, rename: impl Fn(&str) -> String) {
+    let source = demo();
+    for file in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+        std::fs::copy(source.join(file), folder.join(file)).expect("the folder is writable");
+    }
+    let config = std::fs::read_to_string(source.join("config.json")).expect("the model is complete");
+    let config = config.replace(r#""tie_word_embeddings": true"#, r#""tie_word_embeddings": false"#);
+    std::fs::write(folder.join("config.json"), config).expect("the folder is writable");
+    let bytes = std::fs::read(source.join("model.safetensors")).expect("the model is complete");
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let (header, data) = bytes[8..].split_at(header_len);
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(header).expect("a header");
+    let header: Value = header.into_iter().map(|(name, tensor)| (rename(&name), tensor)).collect();
+    let header = header.to_string();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat();
+    std::fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
+}
+
+#[test]
+fn a_model_without_prefix_and_output_head_keeps_its_words() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    renamed(dir.path(), |name| name.replace("model.language_model.", ""));
+    let want = greedy(&demo());
+    assert_eq!(greedy(dir.path()), want);
+    let file = dir.path().join("model.gguf");
+    succeed(&["quantize", arg(dir.path()), arg(&file), "--type", "F32"]);
+    assert_eq!(greedy(&file), want);
+}
+
+#[test]
+fn a_model_without_an_embedding_is_not_written() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    renamed(dir.path(), |name| name.replace("model.language_model.", "decoder."));
+    let file = dir.path().join("model.gguf");
+    fail(&["quantize", arg(dir.path()), arg(&file), "--type", "F32"], "no token embedding");
+    assert!(!file.exists());
 }
 
 #[test]

@@ -61,6 +61,7 @@ pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
         unk: keys.id("unknown_token_id"),
         pad: keys.id("padding_token_id"),
         add_bos: keys.flag("add_bos_token"),
+        add_eos: keys.flag("add_eos_token"),
         add_space_prefix: keys.flag("add_space_prefix"),
         chat_template: file.metadata().get("tokenizer.chat_template").and_then(GgufValue::as_str),
         sampling: sampling.collect(),
@@ -112,6 +113,9 @@ pub fn write_vocabulary(vocabulary: &ExportedVocabulary, metadata: &mut GgufMeta
         }
     }
     metadata.bool(&key("add_bos_token"), vocabulary.add_bos);
+    if vocabulary.add_eos {
+        metadata.bool(&key("add_eos_token"), true);
+    }
     if let Some(prefix) = vocabulary.add_space_prefix {
         metadata.bool(&key("add_space_prefix"), prefix);
     }

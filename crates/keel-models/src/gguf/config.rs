@@ -5,6 +5,7 @@ use keel_weights::gguf::{GgufFile, GgufValue};
 use serde_json::{Map, Value, json};
 
 use super::{ARCHITECTURES, DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, SMOLLM3_INTERVAL};
+use crate::model_types::transformer::LAYERS_MAX;
 use crate::{ModelError, Result};
 
 /// The config that a Hugging Face checkpoint of the same model would have.
@@ -113,7 +114,12 @@ impl Keys<'_> {
 
     /// Number of layers of the model without that head.
     fn layers(&self) -> Result<u64> {
-        Ok(self.size("block_count")?.saturating_sub(self.head_layers()?))
+        let blocks = self.size("block_count")?;
+        if blocks > LAYERS_MAX as u64 {
+            let reason = format!("{}.block_count is {blocks}, at most {LAYERS_MAX} are read", self.arch);
+            return Err(ModelError::Config(reason));
+        }
+        Ok(blocks.saturating_sub(self.head_layers()?))
     }
 
     fn common(&self) -> Result<Value> {

@@ -93,6 +93,10 @@ impl<'a> CheckpointAsGguf<'a> {
             let tensor = builder.stack(&stack, experts)?;
             tensors.insert(tensor.spec.name.clone(), tensor);
         }
+        if !tensors.contains_key("token_embd.weight") {
+            let reason = "the checkpoint has no token embedding under any known name";
+            return Err(ModelError::Config(reason.into()));
+        }
         Ok(CheckpointAsGguf { source, tensors, divisors: divisors(config) })
     }
 
@@ -102,9 +106,13 @@ impl<'a> CheckpointAsGguf<'a> {
     }
 }
 
-/// A tensor's name without the prefix of a checkpoint with a vision tower; `None` for a tensor outside the language
-/// model.
+/// A tensor's name with the prefix of a checkpoint that is a language model and nothing else; `None` for a tensor
+/// outside the language model.
 fn text_name(name: &str) -> Option<String> {
+    // Embedding models are saved without a prefix.
+    if ["embed_tokens.", "layers.", "norm."].iter().any(|part| name.starts_with(part)) {
+        return Some(format!("model.{name}"));
+    }
     for (root, stands_for) in
         [("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")]
     {

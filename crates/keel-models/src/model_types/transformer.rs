@@ -14,7 +14,7 @@ use crate::naming::{self, FamilyReader};
 use crate::{HybridConfig, MixerKind, ModelError, Result};
 
 /// Most layers. A config with more is refused.
-const LAYERS_MAX: usize = 4096;
+pub(crate) const LAYERS_MAX: usize = 4096;
 
 /// Differences between the blocks of the model types.
 #[derive(Clone, Copy, Debug, Default)]

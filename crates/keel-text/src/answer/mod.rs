@@ -303,6 +303,41 @@ mod tests {
         check(&form, &format!("<|python_tag|>{bare}"), &[call(r#"{"city":"Bern"}"#)]);
     }
 
+    #[test]
+    fn a_value_without_quotes_has_a_type_that_the_schema_allows() {
+        let properties = json!({
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "list": {"type": ["string", "null"]},
+            "code": {"enum": ["1", "2"]},
+            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "open": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]},
+            "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        });
+        let tool = json!({"function": {"name": "weather", "parameters": {"properties": properties}}});
+        let form = AnswerForm { tools: vec![tool], ..AnswerForm::default() };
+        for (key, value, expected) in [
+            ("maybe", "12", json!("12")),
+            ("maybe", "true", json!("true")),
+            ("maybe", "null", json!(null)),
+            ("maybe", "\"a\"", json!("\"a\"")),
+            ("list", "1.50", json!("1.50")),
+            ("list", "null", json!(null)),
+            ("code", "1", json!("1")),
+            ("either", "12", json!(12)),
+            ("either", "[12]", json!("[12]")),
+            ("open", "{\"a\":1}", json!({"a": 1})),
+            ("count", "12", json!(12)),
+            ("unknown", "12", json!(12)),
+        ] {
+            let expected = json!({ key: expected }).to_string();
+            let tags = format!("<function=weather>\n<parameter={key}>\n{value}\n</parameter>\n</function>");
+            let keys = format!("weather\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>");
+            for notation in [tags, keys] {
+                check(&form, &format!("<tool_call>{notation}</tool_call>"), &[call(&expected)]);
+            }
+        }
+    }
+
     /// The answers are written as the models' chat templates write calls, because models answer in that form.
     #[test]
     fn calls_come_in_the_notations_of_many_houses() {

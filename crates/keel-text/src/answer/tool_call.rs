@@ -145,11 +145,47 @@ fn parse_keys(call: &str, tools: &[Value]) -> Option<ParsedCall> {
     Some(ParsedCall { name: name.into(), arguments })
 }
 
-/// Reads a value that is written without quotes. It is a string if the tool's schema says so, or if it is not valid
-/// JSON.
+/// Reads a value that is written without quotes. It is a string if it is not valid JSON, or if the tool's schema allows
+/// a string there and not the JSON's own type.
 fn typed(value: &str, name: &str, key: &str, tools: &[Value]) -> Value {
-    let is_text =
-        find(tools, name).is_some_and(|tool| tool["parameters"]["properties"][key]["type"] == "string");
-    let parsed = if is_text { None } else { serde_json::from_str(value).ok() };
+    let schema = find(tools, name).map_or(&Value::Null, |tool| &tool["parameters"]["properties"][key]);
+    let types = types(schema);
+    let fits = |parsed: &Value| match type_of(parsed) {
+        _ if !types.contains(&"string") => true,
+        "string" => false,
+        "number" => types.iter().any(|kind| ["integer", "number", ANY].contains(kind)),
+        kind => types.contains(&kind) || types.contains(&ANY),
+    };
+    let parsed = serde_json::from_str(value).ok().filter(fits);
     parsed.unwrap_or_else(|| Value::String(value.to_string()))
+}
+
+/// Stands for all types in a schema that names none.
+const ANY: &str = "any";
+
+/// The types that a schema allows.
+fn types(schema: &Value) -> Vec<&str> {
+    let list = |key: &str| schema[key].as_array().map(|list| list.iter());
+    if let Some(kind) = schema["type"].as_str() {
+        vec![kind]
+    } else if let Some(kinds) = list("type") {
+        kinds.filter_map(Value::as_str).collect()
+    } else if let Some(options) = list("anyOf").or_else(|| list("oneOf")) {
+        options.flat_map(types).collect()
+    } else if let Some(values) = list("enum") {
+        values.map(type_of).collect()
+    } else {
+        vec![ANY]
+    }
+}
+
+fn type_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(_) => "number",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    }
 }

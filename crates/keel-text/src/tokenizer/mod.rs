@@ -16,6 +16,8 @@ use crate::panics::catch_panics;
 use crate::special::eos_ids;
 use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
 
+pub(crate) use read::TOKENS_MAX;
+
 /// The tokenizer of a checkpoint. Cloning shares it; it is read-only and may be used from any thread.
 #[derive(Clone)]
 pub struct Tokenizer {

@@ -15,6 +15,9 @@ use super::model::TextModel;
 use super::token_byte_bound::TokenByteBound;
 use super::{bpe, check};
 
+/// Most tokens. Tables by id are as long as the largest id, however few tokens there are.
+pub(crate) const TOKENS_MAX: u32 = 1 << 24;
+
 /// The library's steps around a model.
 pub(super) type Steps =
     TokenizerImpl<TextModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
@@ -83,6 +86,10 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
         json.decoder.as_ref().is_some_and(|decoder| check::contains_type(decoder, "ByteFallback"));
 
     let (model, id_max) = read_model(json.model)?;
+    let id_max = json.added_tokens.iter().map(|token| token.id).fold(id_max, u32::max);
+    if id_max >= TOKENS_MAX {
+        return Err(format!("a token has the id {id_max}, at most {TOKENS_MAX} tokens are read"));
+    }
     let is_greedy = json.added_tokens.iter().any(|token| token.lstrip || token.rstrip);
     let added_bytes = json.added_tokens.iter().map(|token| token.content.len()).max().unwrap_or(0);
     let (normalizer, splits) = (json.normalizer.as_ref(), json.pre_tokenizer.as_ref());
@@ -96,9 +103,8 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     inner.with_decoder(part::<DecoderWrapper>("decoder", json.decoder)?);
     let special_ids = add_tokens(&mut inner, &json.added_tokens)?;
 
-    let added_max = json.added_tokens.iter().map(|token| token.id).max().unwrap_or(0);
     let byte_of = if has_byte_tokens { byte_tokens(&inner) } else { HashMap::new() };
-    Ok(Parts { inner, vocab_size: id_max.max(added_max) as usize + 1, special_ids, byte_of, longest })
+    Ok(Parts { inner, vocab_size: id_max as usize + 1, special_ids, byte_of, longest })
 }
 
 /// Reads the model. Also returns its largest id.

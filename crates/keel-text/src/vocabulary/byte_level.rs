@@ -92,7 +92,7 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
         added_tokens: vocabulary.added_tokens(&ids),
         normalizer: if steps.nfc { json!({"type": "NFC"}) } else { Value::Null },
         pre_tokenizer: json!({"type": "Sequence", "pretokenizers": pieces}),
-        post_processor: Value::Null,
+        post_processor: vocabulary.post_processor()?.unwrap_or_default(),
         decoder: byte_level(false),
         model: BpeJson {
             r#type: "BPE",

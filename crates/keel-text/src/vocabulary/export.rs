@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use serde_json::Value;
 
 use super::{TokenKind, byte_level};
+use crate::tokenizer::TOKENS_MAX;
 use crate::{TextError, TextFile, TextFiles, Tokenizer};
 
 /// A vocabulary and its settings. The fields are those of [`Vocabulary`](super::Vocabulary).
@@ -22,6 +23,7 @@ pub struct ExportedVocabulary {
     pub unk: Option<u32>,
     pub pad: Option<u32>,
     pub add_bos: bool,
+    pub add_eos: bool,
     pub add_space_prefix: Option<bool>,
     pub chat_template: Option<String>,
 }
@@ -30,9 +32,9 @@ impl TextFiles<'_> {
     /// Extracts the vocabulary of these files, with at least `size` tokens. Placeholders fill the ids after the
     /// tokenizer's own.
     ///
-    /// # Errors [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, or
-    /// that cuts text in a way
-    /// without a name.
+    /// # Errors
+    /// [`TextError::Tokenizer`] for a tokenizer that is neither byte-level nor SentencePiece pair encoding, that cuts
+    /// text in a way without a name, or that has too many tokens.
     pub fn vocabulary(&self, size: usize) -> Result<ExportedVocabulary, TextError> {
         let wrong = |reason: String| TextError::Tokenizer { file: self.tokenizer.name.clone(), reason };
         let tokenizer = Tokenizer::new(self)?;
@@ -46,13 +48,19 @@ impl TextFiles<'_> {
         }
         .map_err(wrong)?;
         let count = size.max(tokenizer.vocab_size());
+        if count > TOKENS_MAX as usize {
+            return Err(wrong(format!("{count} tokens, at most {TOKENS_MAX} are written")));
+        }
         vocabulary.tokens = tokens(&json, count, vocabulary.model == "llama");
         vocabulary.bos = tokenizer.bos_id();
-        vocabulary.add_bos =
-            vocabulary.bos.is_some() && tokenizer.encode("a", true)?.first().copied() == vocabulary.bos;
+        let text = tokenizer.encode("a", true)?;
+        vocabulary.add_bos = vocabulary.bos.is_some() && text.first().copied() == vocabulary.bos;
         let special = tokenizer.special_tokens();
         let named = |text: &Option<String>| tokenizer.token_to_id(text.as_deref()?);
-        vocabulary.eos = named(&special.eos).or_else(|| tokenizer.eos_ids().first().copied());
+        let added = text.last().copied().filter(|id| tokenizer.eos_ids().contains(id));
+        vocabulary.add_eos = added.is_some();
+        vocabulary.eos =
+            added.or_else(|| named(&special.eos)).or_else(|| tokenizer.eos_ids().first().copied());
         vocabulary.eot = tokenizer.eos_ids().iter().copied().find(|id| Some(*id) != vocabulary.eos);
         vocabulary.pad = named(&special.pad);
         vocabulary.unk = named(&special.unk)

@@ -60,6 +60,8 @@ pub struct Vocabulary<'a> {
     pub pad: Option<u32>,
     /// Whether encoding puts `bos` first. `None` means the default of the algorithm.
     pub add_bos: Option<bool>,
+    /// Whether encoding puts `eos` last. `None` means no.
+    pub add_eos: Option<bool>,
     /// Whether encoding adds a leading space that decoding removes. `None` means the default of the algorithm.
     pub add_space_prefix: Option<bool>,
     /// The chat template.
@@ -116,11 +118,36 @@ impl<'a> Vocabulary<'a> {
         })
     }
 
+    /// Whether encoding puts `bos` first.
+    fn adds_bos(&self) -> bool {
+        let usual = self.model == "llama" || matches!(self.pre, "llama-bpe" | "tekken");
+        self.add_bos.unwrap_or(usual)
+    }
+
+    /// The tokens around a text, if `eos` is one of them. `tokenizer_config.json` can only name the one before it.
+    fn post_processor(&self) -> Result<Option<Value>, String> {
+        let Some(eos) = self.eos.filter(|_| self.add_eos == Some(true)) else { return Ok(None) };
+        let mut tokens = Map::new();
+        let mut token = |id: u32| -> Result<Value, String> {
+            let text = self.text(id)?;
+            tokens.insert(text.into(), json!({"id": text, "ids": [id], "tokens": [text]}));
+            Ok(json!({"SpecialToken": {"id": text, "type_id": 0}}))
+        };
+        let text = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
+        let bos = self.bos.filter(|_| self.adds_bos()).map(&mut token).transpose()?;
+        let single: Vec<Value> = bos.into_iter().chain([text("A"), token(eos)?]).collect();
+        let pair = json!([text("A"), text("B")]);
+        let template =
+            json!({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens});
+        Ok(Some(template))
+    }
+
     /// Builds `tokenizer_config.json`.
     fn config(&self) -> Result<Value, String> {
-        let usual = self.model == "llama" || matches!(self.pre, "llama-bpe" | "tekken");
         let mut config = Map::new();
-        config.insert("add_bos_token".into(), self.add_bos.unwrap_or(usual).into());
+        if self.post_processor()?.is_none() {
+            config.insert("add_bos_token".into(), self.adds_bos().into());
+        }
         let named = [
             ("bos_token", self.bos),
             ("eos_token", self.eos),
@@ -147,6 +174,11 @@ impl<'a> Vocabulary<'a> {
         ids.sort_unstable();
         ids.dedup();
         let mut config = Map::from_iter([("eos_token_id".to_string(), json!(ids))]);
+        let value = |key: &str| self.sampling.iter().find(|(name, _)| *name == key).map(|(_, value)| *value);
+        let is_named = ["temperature", "top_k", "top_p", "min_p"].iter().any(|key| value(key).is_some());
+        if is_named && value("temperature") != Some(0.0) {
+            config.insert("do_sample".into(), true.into());
+        }
         for &(key, value) in &self.sampling {
             // Whole numbers are written without a fraction.
             let whole = value.fract() == 0.0 && value.abs() < 1e9;
@@ -248,6 +280,40 @@ mod tests {
         let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
         assert_eq!(Tokenizer::new(&files).expect("sound").eos_ids(), [1, 3]);
         let defaults = GenerationDefaults::new(&files).expect("sound");
-        assert_eq!((defaults.temperature, defaults.top_k), (Some(0.5), Some(40)));
+        let recommended = defaults.recommended();
+        assert_eq!((recommended.temperature, recommended.top_k, recommended.top_p), (0.5, 40, 1.0));
+        for (sampling, temperature) in [
+            (vec![("top_p", 0.9)], 1.0),
+            (vec![("temperature", 0.0), ("top_k", 40.0)], 0.0),
+            (vec![("repetition_penalty", 1.1)], 0.0),
+        ] {
+            let files = TextFiles::from_vocabulary(&Vocabulary { sampling, ..vocabulary.clone() });
+            let defaults = GenerationDefaults::new(&files.expect("known")).expect("sound");
+            assert_eq!(defaults.recommended().temperature, temperature, "{defaults:?}");
+        }
+    }
+
+    #[test]
+    fn an_end_token_comes_after_a_text_that_asks_for_it() {
+        let vocabulary = Vocabulary {
+            model: "gpt2",
+            pre: "qwen2",
+            tokens: vec![("a", TokenKind::Normal), ("<s>", TokenKind::Control), ("</s>", TokenKind::Control)],
+            bos: Some(1),
+            eos: Some(2),
+            add_eos: Some(true),
+            ..Vocabulary::default()
+        };
+        let encode = |vocabulary: Vocabulary<'_>, special| {
+            let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
+            let written = files.vocabulary(3).expect("it has a name");
+            assert_eq!(written.add_eos, vocabulary.add_eos == Some(true));
+            Tokenizer::new(&files).expect("sound").encode("a", special).expect("it is known")
+        };
+        assert_eq!(encode(vocabulary.clone(), true), [0, 2]);
+        assert_eq!(encode(vocabulary.clone(), false), [0]);
+        assert_eq!(encode(Vocabulary { add_bos: Some(true), ..vocabulary.clone() }, true), [1, 0, 2]);
+        assert_eq!(encode(Vocabulary { bos: Some(2), ..vocabulary.clone() }, true), [0, 2]);
+        assert_eq!(encode(Vocabulary { add_eos: None, ..vocabulary }, true), [0]);
     }
 }

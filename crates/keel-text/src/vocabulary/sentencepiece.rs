@@ -7,11 +7,19 @@ use serde_json::{Value, json};
 
 use super::{BpeJson, TokenKind, TokenizerJson, Vocabulary};
 
+/// Most bytes of a token. The work for a token grows with the square of its length.
+const TOKEN_BYTES_MAX: usize = 4096;
+
 /// Builds the `tokenizer.json`.
 pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
     let (tokens, scores) = (vocabulary.tokens.len(), vocabulary.scores.len());
     if scores != tokens {
         return Err(format!("the vocabulary has {tokens} tokens but {scores} scores"));
+    }
+    let too_long =
+        |token: &&(&str, TokenKind)| token.1 == TokenKind::Normal && token.0.len() > TOKEN_BYTES_MAX;
+    if let Some((text, _)) = vocabulary.tokens.iter().find(too_long) {
+        return Err(format!("a token has {} bytes, at most {TOKEN_BYTES_MAX} are read", text.len()));
     }
     let prefix = vocabulary.add_space_prefix.unwrap_or(true);
     let to_mark = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
@@ -36,7 +44,7 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
         added_tokens: vocabulary.added_tokens(&ids),
         normalizer,
         pre_tokenizer: Value::Null,
-        post_processor: Value::Null,
+        post_processor: vocabulary.post_processor()?.unwrap_or_default(),
         decoder: json!({"type": "Sequence", "decoders": decoders}),
         model: BpeJson {
             r#type: "BPE",
@@ -112,5 +120,14 @@ mod tests {
         let ids = prefixed.encode("ab", false).unwrap();
         assert_eq!(ids, [263]);
         assert_eq!(prefixed.decode(&ids, true).unwrap(), "ab");
+    }
+
+    #[test]
+    fn a_token_is_not_endless() {
+        let text = "a".repeat(TOKEN_BYTES_MAX + 1);
+        let tokens = vec![(text.as_str(), TokenKind::Normal)];
+        let vocabulary = Vocabulary { model: "llama", tokens, scores: vec![0.0], ..Vocabulary::default() };
+        let error = TextFiles::from_vocabulary(&vocabulary).expect_err("too long").to_string();
+        assert!(error.contains("a token has 4097 bytes, at most 4096"), "{error}");
     }
 }

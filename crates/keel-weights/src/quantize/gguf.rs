@@ -195,6 +195,9 @@ fn write_tensor(
     writer: &mut GgufWriter,
 ) -> Result<()> {
     let (all, cols) = (rows(&spec.shape), cols(&spec.shape));
+    if all == 0 || cols == 0 {
+        return Ok(());
+    }
     if let GgmlType::Blocks(format) = output.kind
         && let Some(blocks) = source.blocks(&spec.name, format)
     {
@@ -202,8 +205,9 @@ fn write_tensor(
         return source.check_intact();
     }
     let mut values = Vec::new();
-    for start in (0..all).step_by((CHUNK_VALUES / cols.max(1)).max(1)) {
-        let rows = start..(start + (CHUNK_VALUES / cols).max(1)).min(all);
+    let chunk_rows = (CHUNK_VALUES / cols).max(1);
+    for start in (0..all).step_by(chunk_rows) {
+        let rows = start..(start + chunk_rows).min(all);
         if !spec.dtype.is_float() {
             writer.append(&spec.name, &source.rows_bytes(spec, rows)?)?;
             continue;
@@ -308,5 +312,31 @@ mod tests {
         assert!(message(&recipe).starts_with("module 'b': an override names it"));
         recipe.overrides = BTreeMap::from([("a".into(), blocks)]);
         assert!(message(&recipe).ends_with("a.weight of shape [2, 96] cannot be written as Q6_K"));
+    }
+
+    /// Has one tensor, of ones.
+    struct Ones(TensorSpec);
+
+    impl RowSource for Ones {
+        fn tensors(&self) -> Result<Vec<TensorSpec>> {
+            Ok(vec![self.0.clone()])
+        }
+
+        fn rows_f32(&self, _: &str, _: std::ops::Range<usize>, out: &mut [f32]) -> Result<()> {
+            out.fill(1.0);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_tensor_may_be_empty() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let recipe = GgufRecipe::from_name("Q8_0").unwrap();
+        for (shape, bytes) in [([2, 32], 2 * 34), ([2, 0], 0), ([0, 32], 0)] {
+            let source = Ones(spec("blk.0.ffn_up.weight", &shape));
+            let report = write_gguf(&source, &path, GgufMetadata::default(), &recipe, &mut |_| ()).unwrap();
+            assert_eq!(report.output_bytes, bytes, "{shape:?}");
+        }
     }
 }

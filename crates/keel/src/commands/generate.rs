@@ -119,7 +119,8 @@ impl Course {
 
 /// The result of a run.
 struct Outcome {
-    text: String,
+    /// `None` without a tokenizer.
+    text: Option<String>,
     tokens: Vec<u32>,
     finish: FinishReason,
     timing: Timing,
@@ -269,7 +270,7 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course:
     let decode_steps = sequence.len() - prompt.ids.len();
     session.engine.release(sequence);
     Ok(Outcome {
-        text: stream.map_or(String::new(), |stream| stream.text().to_string()),
+        text: stream.map(|stream| stream.text().to_string()),
         tokens: ids,
         finish,
         timing: Timing {
@@ -308,9 +309,10 @@ fn show(args: &GenerateArgs, piece: &str) -> Result<()> {
 }
 
 fn report(args: &GenerateArgs, outcome: &Outcome) -> Result<()> {
+    let text = outcome.text.as_deref().unwrap_or_default();
     if args.json {
         let mut object = json!({
-            "text": outcome.text,
+            "text": text,
             "tokens": outcome.tokens,
             "prompt_tokens": outcome.timing.prompt_tokens,
             "finish_reason": outcome.finish.name(),
@@ -322,11 +324,11 @@ fn report(args: &GenerateArgs, outcome: &Outcome) -> Result<()> {
         }
         return output::json(&object);
     }
-    if outcome.text.is_empty() && !outcome.tokens.is_empty() {
+    if outcome.text.is_none() {
         let ids: Vec<String> = outcome.tokens.iter().map(u32::to_string).collect();
         output::text(&ids.join(","))?;
     }
-    if !outcome.text.ends_with('\n') {
+    if !text.ends_with('\n') {
         output::line("")?;
     }
     if args.quiet {

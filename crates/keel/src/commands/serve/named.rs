@@ -29,15 +29,34 @@ impl Named {
     }
 }
 
-/// The default name of a model: that of its folder or file.
+/// The default name of a model: that of its folder or file, and `OWNER/NAME` for a folder of the hub's.
 pub fn of(model: &ModelFiles) -> String {
-    let name = model.path.file_name().and_then(|name| name.to_str());
-    name.unwrap_or("keel").to_string()
+    of_path(&model.path)
+}
+
+fn of_path(path: &Path) -> String {
+    let name = path.file_name().and_then(|name| name.to_str());
+    hub_name(path).unwrap_or_else(|| name.unwrap_or("keel").to_string())
+}
+
+/// The name of the repository whose snapshot a folder is: `models--OWNER--NAME/snapshots/COMMIT`.
+fn hub_name(path: &Path) -> Option<String> {
+    let repository = path.parent().filter(|parent| parent.ends_with("snapshots"))?.parent()?;
+    let (owner, name) = repository.file_name()?.to_str()?.strip_prefix("models--")?.split_once("--")?;
+    Some(format!("{owner}/{name}"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Named;
+    use super::{Named, of_path};
+
+    #[test]
+    fn a_model_is_named_as_its_user_knows_it() {
+        let hub = "/home/a/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd";
+        assert_eq!(of_path(hub.as_ref()), "Qwen/Qwen3-0.6B");
+        assert_eq!(of_path(format!("{hub}/q4.gguf").as_ref()), "q4.gguf");
+        assert_eq!(of_path("models/snapshots/a".as_ref()), "a");
+    }
 
     #[test]
     fn a_name_stands_before_the_model() {

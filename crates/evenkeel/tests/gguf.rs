@@ -1,0 +1,55 @@
+//! What is read from the metadata of GGUF files.
+
+use evenkeel::array::DType;
+use evenkeel::models;
+use evenkeel::text::{TextFiles, TokenKind, Tokenizer, Vocabulary};
+use evenkeel::weights::gguf::{GgmlType, GgufFile, GgufMetadata, GgufTensorSpec, GgufWriter};
+
+/// A file with a small embedding.
+fn written(metadata: &GgufMetadata) -> GgufFile {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let kind = GgmlType::Plain(DType::F32);
+    let tensor = GgufTensorSpec { name: "token_embd.weight".into(), kind, shape: vec![4, 8] };
+    let mut writer = GgufWriter::create(&path, metadata, &[tensor]).expect("the folder is writable");
+    writer.append("token_embd.weight", &[0; 4 * 8 * 4]).expect("the tensor is listed");
+    writer.finish().expect("it is complete");
+    GgufFile::open(&path).expect("it was just written")
+}
+
+#[test]
+fn the_number_of_layers_has_a_bound() {
+    let mut metadata = GgufMetadata::default();
+    metadata.string("general.architecture", "olmo2");
+    let sizes = [("embedding_length", 8), ("attention.head_count", 2), ("context_length", 64)];
+    for (key, value) in sizes {
+        metadata.u32(&format!("olmo2.{key}"), value);
+    }
+    metadata.u32("olmo2.block_count", u32::MAX);
+    let error = models::gguf::config(&written(&metadata)).expect_err("there are too many").to_string();
+    assert!(error.contains("olmo2.block_count is 4294967295, at most 4096 are read"), "{error}");
+    metadata.u32("olmo2.block_count", 2);
+    assert!(models::gguf::config(&written(&metadata)).is_ok());
+}
+
+#[test]
+fn a_file_says_whether_an_end_token_comes_after_a_text() {
+    let ids = |add_eos| {
+        let vocabulary = Vocabulary {
+            model: "gpt2",
+            pre: "qwen2",
+            tokens: vec![("a", TokenKind::Normal), ("</s>", TokenKind::Control)],
+            eos: Some(1),
+            add_eos,
+            ..Vocabulary::default()
+        };
+        let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
+        let mut metadata = GgufMetadata::default();
+        evenkeel::gguf::write_vocabulary(&files.vocabulary(4).expect("it has a name"), &mut metadata);
+        let files = evenkeel::gguf::text_files(&written(&metadata), "model.gguf".into()).expect("it is read");
+        let tokenizer = Tokenizer::new(&files).expect("sound");
+        [true, false].map(|special| tokenizer.encode("a", special).expect("it is known"))
+    };
+    assert_eq!(ids(Some(true)), [vec![0, 1], vec![0]]);
+    assert_eq!(ids(None), [vec![0], vec![0]]);
+}
