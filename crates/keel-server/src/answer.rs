@@ -74,6 +74,8 @@ pub struct AnswerStyle {
     pub stops: StopMatcher,
     /// The parts that the answer may have.
     pub form: AnswerForm,
+    /// The answer ends after its first tool call.
+    pub one_call: bool,
     /// How tokens are reported with their log probabilities, if they are.
     pub(crate) listing: Option<Listing>,
 }
@@ -87,6 +89,7 @@ pub struct Answer {
     detokenizer: StreamDetokenizer,
     stops: StopMatcher,
     parser: AnswerParser,
+    one_call: bool,
     listing: Option<Listing>,
     pieces: VecDeque<Piece>,
     called_tools: bool,
@@ -143,6 +146,7 @@ impl Answer {
             },
             stops: style.stops,
             parser: AnswerParser::new(style.form),
+            one_call: style.one_call,
             listing: style.listing,
             pieces: VecDeque::new(),
             called_tools: false,
@@ -220,7 +224,7 @@ impl Answer {
         self.parser.push(step.emit, &mut parts);
         let stopped = step.stopped;
         self.put(parts);
-        if stopped {
+        if stopped || self.has_its_call() {
             self.end(Ending::Stop);
             self.events.close();
         }
@@ -249,6 +253,9 @@ impl Answer {
 
     fn put(&mut self, parts: Vec<AnswerPart>) {
         for part in parts {
+            if self.has_its_call() {
+                break;
+            }
             match part {
                 AnswerPart::ToolCall { .. } => self.called_tools = true,
                 AnswerPart::Reasoning(_) => self.reasoned = true,
@@ -259,6 +266,11 @@ impl Answer {
         if self.reasoned && self.parser.is_reasoning() {
             self.usage.reasoning = self.usage.completion;
         }
+    }
+
+    /// Whether the only call that it may have has come.
+    fn has_its_call(&self) -> bool {
+        self.one_call && self.called_tools
     }
 
     fn end(&mut self, ending: Ending) {
@@ -276,6 +288,46 @@ impl Drop for Answer {
     fn drop(&mut self) {
         if let Some(code) = self.caller.as_ref().and_then(|caller| caller.failure()) {
             self.timer.failed(code);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use axum::extract::Request;
+    use keel_text::TextFiles;
+    use serde_json::json;
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::collect::collect;
+    use crate::memory::requests::RequestMemory;
+    use crate::metrics::Metrics;
+
+    #[tokio::test]
+    async fn an_answer_that_may_have_one_call_ends_after_it() {
+        let files = TextFiles::read(&keel_testkit::fixtures::demo()).expect("there");
+        let tokenizer = Tokenizer::new(&files).expect("sound");
+        let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+        let tokens = tokenizer.encode(&format!("{call}\n{call} and more"), false).expect("encodes");
+        for (one_call, calls, text) in [(false, 2, "and more"), (true, 1, "")] {
+            let memory = RequestMemory::new(1 << 20, 0);
+            let meter = Arc::new(Caller::new(&Request::new(Body::empty()), &memory).meter.part());
+            let (sender, receiver) = mpsc::unbounded_channel();
+            for &id in &tokens {
+                sender.send(Ok(BatchEvent::Token { id, logprobs: None })).expect("somebody listens");
+            }
+            sender.send(Ok(BatchEvent::Finished(FinishReason::Stop))).expect("somebody listens");
+            let form =
+                AnswerForm { tools: vec![json!({"function": {"name": "f"}})], ..AnswerForm::default() };
+            let stops = StopMatcher::new::<String>(&[]).expect("none");
+            let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1);
+            let style = AnswerStyle { stops, form, one_call, listing: None };
+            let answer = Answer::new(Events { receiver, meter }, &tokenizer, style, 1, timer);
+            let whole = collect(vec![answer]).await.expect("an answer").swap_remove(0);
+            let got = (whole.calls.len(), whole.text.as_str(), whole.ending);
+            assert_eq!(got, (calls, text, Ending::ToolCalls), "{one_call}");
         }
     }
 }

@@ -75,6 +75,8 @@ pub(crate) struct EngineRequest {
     /// How tokens are listed, if `top_logprobs` is given.
     pub listing: Listing,
     pub grammar: Option<Grammar>,
+    /// The answer ends after its first tool call.
+    pub one_call: bool,
     pub form: AnswerForm,
 }
 
@@ -183,21 +185,24 @@ impl App {
         self.works.grammar(self.options.grammar_time, compile).await
     }
 
-    /// Starts the answers and waits until they run. `endpoint` is the path of the request. An error ends all answers of
-    /// the request, also those of its earlier prompts.
+    /// Starts the answers to all prompts of a request and waits until they run. `endpoint` is the path of the request. An
+    /// error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
-        ask: EngineRequest,
+        asks: Vec<EngineRequest>,
     ) -> Result<Vec<Answer>> {
-        let mut answers = Vec::with_capacity(ask.choices.min(self.options.choices_max));
-        let started = self.start_into(&mut answers, endpoint, caller, ask).await;
-        // The reason is known before the answers are dropped.
-        started.map_err(|error| caller.failed(error))?;
+        let mut answers = Vec::new();
+        for ask in asks {
+            let started = self.start_into(&mut answers, endpoint, caller, ask).await;
+            // The reason is known before the answers are dropped.
+            started.map_err(|error| caller.failed(error))?;
+        }
         Ok(answers)
     }
 
+    /// Appends the answers to one prompt.
     async fn start_into(
         self: &Arc<Self>,
         answers: &mut Vec<Answer>,
@@ -238,10 +243,17 @@ impl App {
             });
         }
         let stops = StopMatcher::new(&ask.stop)?;
-        for (id, events) in self.engine.submit(requests, || caller.meter.part()).await? {
+        // Later answers of a request may wait for its first ones.
+        let earlier = answers.len();
+        let wait_max = (earlier == 0).then_some(self.options.batch.queue_timeout);
+        for (id, events) in self.engine.submit(requests, wait_max, || caller.meter.part()).await? {
             let stops = stops.clone();
-            let style =
-                AnswerStyle { stops, form: ask.form.clone(), listing: ask.top_logprobs.map(|_| ask.listing) };
+            let style = AnswerStyle {
+                stops,
+                form: ask.form.clone(),
+                one_call: ask.one_call,
+                listing: ask.top_logprobs.map(|_| ask.listing),
+            };
             let span = tracing::info_span!(
                 "request",
                 id,
@@ -261,7 +273,7 @@ impl App {
             answer.keep(Arc::clone(caller));
             answers.push(answer);
         }
-        for answer in answers {
+        for answer in &mut answers[earlier..] {
             answer.started().await?;
         }
         Ok(())

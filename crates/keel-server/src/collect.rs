@@ -304,6 +304,7 @@ mod tests {
         let style = AnswerStyle {
             stops: StopMatcher::new(&[stop]).expect("short"),
             form: AnswerForm::default(),
+            one_call: false,
             listing: Some(Listing::Objects),
         };
         let timer = RequestTimer::new(metrics.clone(), tracing::Span::none(), 1);

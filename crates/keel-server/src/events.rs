@@ -1,6 +1,7 @@
 //! The events of a request, from the engine's thread to the request's task.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use keel_engine::batch::BatchEvent;
 use tokio::sync::mpsc;
@@ -39,6 +40,15 @@ impl Events {
 pub(crate) struct Listener {
     pub sender: mpsc::UnboundedSender<Result<BatchEvent>>,
     pub meter: Arc<Meter>,
+    /// `None` once it has started, and where it waits for others of its own request.
+    pub patience: Option<Patience>,
+}
+
+/// How long a request may wait until it starts.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience {
+    pub since: Instant,
+    pub limit: Duration,
 }
 
 /// Bytes of an event that waits. Other events than tokens are few.

@@ -1,4 +1,4 @@
-//! An OpenAI-compatible server with continuous batching, on one engine or on several that come and go
+//! A server of OpenAI's and Anthropic's APIs with continuous batching, on one engine or on several that come and go
 //! (`model_manager`).
 //!
 //! The life of a request:

@@ -309,7 +309,7 @@ impl Inner {
         );
         r.register(
             "device_memory_bytes",
-            "Bytes of a GPU as its driver counts them: all, free, and what the driver has beside the ledger",
+            "Bytes of a GPU as its driver counts them: all, free, and what the driver has in addition to the ledger",
             self.device_memory.clone(),
         );
     }

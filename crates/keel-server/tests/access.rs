@@ -54,7 +54,7 @@ fn bodies_are_declared_as_json() {
 #[test]
 fn sites_that_are_named_may_call() {
     let options =
-        ServerOptions { cors_origins: vec!["https://example.org".into()], ..ServerOptions::default() };
+        ServerOptions { cors_origins: vec!["https://Example.org/".into()], ..ServerOptions::default() };
     let server = Running::with(engine_options(), options);
     let named = [("origin", "https://example.org")];
     let allowed = get(&server, &named);

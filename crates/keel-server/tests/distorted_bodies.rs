@@ -61,7 +61,7 @@ fn distorted_bodies_are_refused_or_answered() {
         (
             "/v1/completions",
             json!({"prompt": "a", "max_tokens": 3, "temperature": 1, "stop": ["x"], "logprobs": 1,
-            "n": 1, "logit_bias": {"5": 1}, "echo": true, "seed": 3}),
+            "n": 1, "logit_bias": {"5": 1}, "echo": false, "seed": 3}),
         ),
         (
             "/v1/chat/completions",

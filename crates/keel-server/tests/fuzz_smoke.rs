@@ -50,11 +50,11 @@ const BODIES: [(Endpoint, &str); 15] = [
     ),
     (
         Endpoint::Completions,
-        r#"{"prompt":"Once","max_tokens":9,"echo":true,"logprobs":2,"stop":"\n","ignore_eos":true,"n":3}"#,
+        r#"{"prompt":"Once","max_tokens":9,"echo":true,"stop":"\n","ignore_eos":true,"n":3}"#,
     ),
     (
         Endpoint::Completions,
-        r#"{"prompt":[[1,2,3],[4]],"response_format":{"type":"json_object"},"repetition_penalty":1.1}"#,
+        r#"{"prompt":[[1,2,3],[4]],"response_format":{"type":"json_object"},"repetition_penalty":1.1,"logprobs":2}"#,
     ),
     (
         Endpoint::Responses,

@@ -121,6 +121,23 @@ fn a_long_wait_is_503() {
     server.assert_all_is_back();
 }
 
+/// The texts and answers of one request wait for each other here, and not for other requests.
+#[test]
+fn a_request_does_not_fail_because_it_waits_for_itself() {
+    const WAIT: Duration = Duration::from_millis(250);
+    let engine = EngineOptions { sequences: 1, ..engine_options() };
+    let batch = BatchOptions { queue_timeout: WAIT, ..BatchOptions::default() };
+    let server = Running::with(engine, ServerOptions { batch, ..ServerOptions::default() });
+    let several = json!({"prompt": ["Once", "Then"], "n": 2, "max_tokens": 400, "ignore_eos": true});
+    let answer = server.ask("/v1/completions", &several);
+    assert_eq!(answer["choices"].as_array().map(Vec::len), Some(4));
+    let texts: Vec<Vec<u32>> =
+        (0..12).map(|i| (0..2000).map(|j| 300 + (i * 7 + j) % 900).collect()).collect();
+    let answer = server.ask("/v1/embeddings", &json!({"input": texts}));
+    assert_eq!(answer["data"].as_array().map(Vec::len), Some(12));
+    server.assert_all_is_back();
+}
+
 #[test]
 fn what_can_never_fit_is_400_with_the_numbers() {
     let engine = EngineOptions { pool_pages: Some(2), ..engine_options() };

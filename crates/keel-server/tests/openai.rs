@@ -114,6 +114,8 @@ fn wrong_requests_are_refused_in_openais_form() {
         ("/v1/chat/completions", chat_with(json!({"modalities": ["text", "audio"]})), 400, "invalid_value"),
         ("/v1/completions", json!({"prompt": "fn f(", "suffix": ")"}), 400, "invalid_value"),
         ("/v1/completions", json!({"prompt": "a", "best_of": 3}), 400, "invalid_value"),
+        ("/v1/completions", json!({"prompt": "a", "echo": true, "logprobs": 0}), 400, "invalid_value"),
+        ("/v1/completions", json!({"prompt": "a", "prompt_logprobs": 1}), 400, "invalid_value"),
         ("/v1/responses", json!({"input": "a", "conversation": "c"}), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"stop": ""})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"model": "gpt-4"})), 404, "model_not_found"),
@@ -232,6 +234,32 @@ fn a_schema_a_tool_and_a_grammar_are_followed() {
     let grammar = json!({"response_format": {"type": "grammar", "grammar": "start: \"yes\" | \"no\""}});
     let answer = server.ask("/v1/chat/completions", &with(chat("Yes?"), grammar));
     assert!(["yes", "no"].contains(&answer["choices"][0]["message"]["content"].as_str().expect("text")));
+    server.assert_all_is_back();
+}
+
+#[test]
+fn tools_may_be_called_where_the_text_has_a_schema() {
+    let server = Running::start();
+    let first = server.ask("/tokenize", &json!({"text": "<tool_call>"}))["tokens"][0].to_string();
+    let schema = json!({"type": "object", "properties": {"animal": {"enum": ["cat", "dog"]}},
+        "required": ["animal"], "additionalProperties": false});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let tools = json!([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object",
+        "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}}}]);
+    let body = with(chat("Weather?"), json!({"tools": tools, "response_format": format, "max_tokens": 80}));
+    for (bias, reason) in [(100, "tool_calls"), (-100, "stop")] {
+        let body = with(body.clone(), json!({"parallel_tool_calls": false, "logit_bias": {&first: bias}}));
+        let answer = server.ask("/v1/chat/completions", &body);
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["finish_reason"], reason, "{answer}");
+        if let Some(text) = choice["message"]["content"].as_str() {
+            let value: Value = serde_json::from_str(text).expect("JSON");
+            assert!(value["animal"].is_string(), "{value}");
+        }
+    }
+    let regex = json!({"response_format": {"type": "regex", "regex": "a+"}});
+    let refused = server.post("/v1/chat/completions", &with(body, regex));
+    assert_eq!((refused.status, &refused.json()["error"]["param"]), (400, &json!("response_format")));
     server.assert_all_is_back();
 }
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Running, engine_options};
+use common::{Running, cpu, demo, engine_options};
 use keel_server::{ApiKey, ServerOptions};
 use serde_json::{Value, json};
 
@@ -58,12 +58,90 @@ fn messages_answer_stream_count_and_refuse() {
         (json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "invalid_request_error"),
         (json!({"thinking": true}), "invalid_request_error"),
         (json!({"thinking": {"type": "loud"}}), "invalid_request_error"),
+        (json!({"tools": [{"type": "bash_20250124", "name": "bash"}]}), "invalid_request_error"),
+        (json!({"output_config": {"format": {"type": "xml"}}}), "invalid_request_error"),
+        (json!({"stop": ["x"]}), "invalid_request_error"),
+        (
+            json!({"messages": [{"role": "user", "content": "A dog."}, {"role": "assistant", "content": "A"}]}),
+            "invalid_request_error",
+        ),
     ] {
         let mut wrong = body.clone();
         wrong.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
         let reply = server.post("/v1/messages", &wrong).json();
         assert_eq!((&reply["type"], &reply["error"]["type"]), (&json!("error"), &json!(kind)), "{reply}");
     }
+    server.assert_all_is_back();
+}
+
+#[test]
+fn messages_follow_a_schema_and_a_seed() {
+    let server = Running::start();
+    let schema = json!({"type": "object", "properties": {"animal": {"enum": ["cat", "dog"]}},
+        "required": ["animal"], "additionalProperties": false});
+    let format = json!({"type": "json_schema", "schema": schema});
+    let base = json!({"max_tokens": 40, "messages": [{"role": "user", "content": "Which animal?"}]});
+    let ask = |more: Value| {
+        let mut body = base.clone();
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        server.ask("/v1/messages", &body)["content"][0]["text"].as_str().expect("text").to_string()
+    };
+    for named in [json!({"output_config": {"format": format}}), json!({"output_format": format})] {
+        let value: Value = serde_json::from_str(&ask(named)).expect("JSON");
+        assert!(value["animal"].is_string(), "{value}");
+    }
+    let drawn = || {
+        ask(json!({"seed": 7, "temperature": 1.5, "min_p": 0.01, "tools": [{"type": "custom", "name": "f"}]}))
+    };
+    assert_eq!(drawn(), drawn(), "the seed decides");
+    // The tokens of a conversation that ends with the assistant can be counted, though it is not answered.
+    let ended =
+        json!({"messages": [{"role": "user", "content": "A dog."}, {"role": "assistant", "content": "A"}]});
+    assert!(server.ask("/v1/messages/count_tokens", &ended)["input_tokens"].is_u64());
+    server.assert_all_is_back();
+}
+
+/// OpenAI's clients build the response from these events, and fail at a delta of a part that was not added.
+#[test]
+fn a_streamed_response_adds_the_part_of_its_reasoning() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for entry in std::fs::read_dir(demo()).expect("there") {
+        let path = entry.expect("readable").path();
+        std::fs::copy(&path, folder.path().join(path.file_name().expect("a file"))).expect("copied");
+    }
+    // The model has a token that ends reasoning, and its answers begin in reasoning.
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        let path = folder.path().join(name);
+        let text = std::fs::read_to_string(&path).expect("readable").replace("<|endoftext|>", "</think>");
+        let text = text.replace("'<|im_start|>assistant\\\\n'", "'<|im_start|>assistant\\\\n<think>\\\\n'");
+        std::fs::write(&path, text).expect("written");
+    }
+    let options = ServerOptions { model_id: "demo".into(), ..ServerOptions::default() };
+    let server = Running::of(folder.path(), cpu(), engine_options(), options);
+    let body =
+        json!({"input": "Tell me about a cat.", "max_output_tokens": 8, "temperature": 0, "stream": true});
+    let events = events(&server.post("/v1/responses", &body).body);
+    let mut kinds: Vec<&str> = events.iter().filter_map(|e| e["type"].as_str()).collect();
+    kinds.dedup();
+    let expected = [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ];
+    assert_eq!(kinds, expected);
+    assert_eq!(events[2]["item"]["content"], json!([]));
+    assert_eq!(events[3]["part"], json!({"type": "reasoning_text", "text": ""}));
+    let text: String = events.iter().filter_map(|e| e["delta"].as_str()).collect();
+    let done = events.iter().find(|e| e["type"] == "response.reasoning_text.done").expect("there");
+    assert_eq!(done["text"], text);
+    let item = &events.last().expect("some")["response"]["output"][0];
+    assert_eq!((&item["type"], &item["content"][0]["text"]), (&json!("reasoning"), &json!(text)));
     server.assert_all_is_back();
 }
 
@@ -75,6 +153,7 @@ fn responses_answer_and_stream() {
     let answer = server.ask("/v1/responses", &body);
     assert_eq!((&answer["object"], &answer["status"]), (&json!("response"), &json!("incomplete")));
     let text = answer["output"][0]["content"][0]["text"].as_str().expect("text").to_string();
+    assert_eq!(answer["output"][0]["status"], "incomplete");
     assert_eq!(answer["usage"]["output_tokens"], 25);
     let mut streamed = body.clone();
     streamed["stream"] = json!(true);
@@ -88,6 +167,7 @@ fn responses_answer_and_stream() {
         (&last["type"], &last["response"]["output"][0]["content"]),
         (&json!("response.incomplete"), &answer["output"][0]["content"])
     );
+    assert_eq!(last["response"]["output"][0]["status"], "incomplete");
     let tools = json!([{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {},
         "additionalProperties": false}}]);
     let items = json!([{"role": "user", "content": [{"type": "input_text", "text": "Look!"}]},

@@ -120,6 +120,11 @@ fn an_empty_key_is_wrong_usage_and_lets_nobody_in() {
     let output = serve(&["--api-key-file", &file.display().to_string()], None);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("line 1: expected NAME KEY"), "{}", stderr(&output));
+    std::fs::write(&file, "alice same\n").expect("written");
+    let output = serve(&["--api-key", "same", "--api-key-file", &file.display().to_string()], None);
+    assert_eq!(output.status.code(), Some(2));
+    let same_key = "\"alice\" has the same key as \"default\"";
+    assert!(stderr(&output).contains(same_key), "{}", stderr(&output));
     let output = serve(&["--api-key-file", "/dev/zero"], None);
     assert!(stderr(&output).contains("not a regular file"), "{}", stderr(&output));
 }

@@ -32,7 +32,7 @@ impl HostCheck {
             is_local,
             any_host: named_all || (!is_local && !options.keys.is_empty()),
             hosts: options.hosts.iter().map(|host| plain(host)).collect(),
-            origins: options.cors_origins.iter().map(|origin| origin.trim_end_matches('/').into()).collect(),
+            origins: options.cors_origins.iter().map(|origin| plain_origin(origin)).collect(),
         }
     }
 
@@ -102,6 +102,11 @@ fn is_same_site(origin: &str, host: &Authority) -> bool {
     };
     let place = |a: &Authority| (plain(a.host()), a.port_u16().unwrap_or(default_port));
     uri.authority().is_some_and(|authority| place(authority) == place(host))
+}
+
+/// A site as browsers send it.
+pub(crate) fn plain_origin(origin: &str) -> String {
+    origin.trim_end_matches('/').to_ascii_lowercase()
 }
 
 /// The name in lower case, without brackets and without the final dot.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use axum::http::{HeaderMap, header};
-use subtle::{Choice, ConstantTimeEq};
+use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::{Result, ServerError, setting};
@@ -85,12 +85,8 @@ impl ApiKey {
             }
             let key = Self::parse_line(line, limits)
                 .map_err(|problem| setting("API key file", format!("line {number}: {problem}")))?;
-            if keys.iter().any(|known| known.name == key.name) {
-                return Err(setting(
-                    "API key file",
-                    format!("line {number}: the name {:?} comes twice", key.name),
-                ));
-            }
+            key.check_new(&keys)
+                .map_err(|problem| setting("API key file", format!("line {number}: {problem}")))?;
             keys.push(key);
         }
         if keys.is_empty() {
@@ -117,6 +113,27 @@ impl ApiKey {
         }
         let key = ApiKey::new(name, key).map_err(|error| error.to_string())?;
         Ok(key.with_limits(limits))
+    }
+
+    /// Refuses keys of which two have the same name, or are the same: a request with such a key has no one holder.
+    ///
+    /// # Errors
+    /// [`ServerError::Setting`] with the names.
+    pub fn check_distinct(keys: &[ApiKey]) -> Result<()> {
+        for (at, key) in keys.iter().enumerate() {
+            key.check_new(&keys[..at]).map_err(|problem| setting("API keys", problem))?;
+        }
+        Ok(())
+    }
+
+    fn check_new(&self, known: &[ApiKey]) -> std::result::Result<(), String> {
+        if known.iter().any(|other| other.name == self.name) {
+            return Err(format!("the name {:?} comes twice", self.name));
+        }
+        match known.iter().find(|other| bool::from(other.is(&self.padded, self.length))) {
+            Some(other) => Err(format!("{:?} has the same key as {:?}", self.name, other.name)),
+            None => Ok(()),
+        }
     }
 
     /// The name.
@@ -186,7 +203,7 @@ impl Keys {
         let (mut found, mut matches) = (0u64, Choice::from(0));
         for (at, holder) in (0u64..).zip(&self.0) {
             let same = holder.key.is(&padded, length);
-            found |= at * u64::from(same.unwrap_u8());
+            found.conditional_assign(&at, same);
             matches |= same;
         }
         if !bool::from(matches) {
@@ -264,7 +281,16 @@ mod tests {
         let keys = ApiKey::parse_list(text, KeyLimits::default()).expect("right");
         assert_eq!((keys[0].name(), keys[1].name()), ("alice", "bob"));
         assert_eq!(keys[1].limits, KeyLimits { per_minute: Some(2), at_once: Some(1) });
-        for wrong in ["", "# none", "alice", "a k\na l", "a k rate=1", "a k per-minute=0", "a k at-once"] {
+        for wrong in [
+            "",
+            "# none",
+            "alice",
+            "a k\na l",
+            "a k rate=1",
+            "a k per-minute=0",
+            "a k at-once",
+            "a k1\nb k\nc k",
+        ] {
             assert!(ApiKey::parse_list(wrong, KeyLimits::default()).is_err(), "{wrong:?}");
         }
     }
@@ -285,6 +311,18 @@ mod tests {
             assert!(matches!(name(wrong), Err(ServerError::Unauthorized)), "{wrong}");
         }
         assert!(Keys::new(&[]).enter(&HeaderMap::new(), true, Instant::now()).expect("open").is_none());
+    }
+
+    #[test]
+    fn keys_that_come_twice_are_refused_and_never_lead_to_another_holder() {
+        let key = |name, key| ApiKey::new(name, key).expect("a key");
+        let keys = [key("a", "k1"), key("b", "same"), key("c", "same")];
+        let refused = ApiKey::check_distinct(&keys).expect_err("a key comes twice").to_string();
+        assert!(refused.contains("\"c\" has the same key as \"b\""), "{refused}");
+        assert!(ApiKey::check_distinct(&[key("a", "k1"), key("a", "k2")]).is_err());
+        assert!(ApiKey::check_distinct(&keys[..2]).is_ok());
+        let pass = Keys::new(&keys).enter(&with("Bearer same"), true, Instant::now()).expect("known");
+        assert!(["b", "c"].contains(&&*pass.expect("a key is asked for").name));
     }
 
     #[test]

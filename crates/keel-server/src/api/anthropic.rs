@@ -68,6 +68,9 @@ pub(crate) struct MessagesBody {
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<i64>,
+    output_config: Option<Value>,
+    /// The form of the answer under its earlier name.
+    output_format: Option<Value>,
     /// All other fields.
     #[serde(flatten)]
     rest: Map<String, Value>,
@@ -110,9 +113,14 @@ pub(crate) async fn create(
     if body.max_tokens.is_none() {
         return Err(wrong("max_tokens", "it is missing").into());
     }
+    if body.messages.last().is_some_and(|message| message.role == "assistant") {
+        let problem =
+            "the last one is the assistant's, and answers are not continued here; end with the user's";
+        return Err(wrong("messages", problem).into());
+    }
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let (app, ask) = ask(&front, &caller, body).await?;
-    let mut answers = app.start("/v1/messages", &caller, ask).await?;
+    let mut answers = app.start("/v1/messages", &caller, vec![ask]).await?;
     let model = app.id.clone();
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
@@ -138,7 +146,7 @@ pub(crate) fn chat(body: MessagesBody) -> Result<ChatBody> {
 }
 
 fn to_chat(body: MessagesBody) -> Result<Value> {
-    unsupported::check(&body.rest)?;
+    unsupported::check_messages(&body.rest)?;
     let mut messages = Vec::new();
     if let Some(system) = body.system.filter(|s| !s.is_null()) {
         messages.push(json!({"role": "system", "content": system}));
@@ -146,7 +154,7 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
     for message in body.messages {
         translate(message, &mut messages)?;
     }
-    let tools: Option<Vec<Value>> = body.tools.map(|tools| tools.into_iter().map(tool).collect());
+    let tools = body.tools.map(|tools| tools.into_iter().map(tool).collect::<Result<_>>()).transpose()?;
     let choice = match &body.tool_choice {
         None | Some(Value::Null) => Value::Null,
         Some(choice) => match choice["type"].as_str() {
@@ -184,12 +192,45 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
     // The values are moved, because the macro would copy them.
     chat["messages"] = Value::Array(messages);
     chat["tools"] = tools.map_or(Value::Null, Value::Array);
+    chat["response_format"] = answer_format(body.output_config, body.output_format)?;
+    for (key, value) in body.rest {
+        if SHARED.contains(&key.as_str()) {
+            chat[key] = value;
+        }
+    }
     Ok(chat)
 }
 
-fn tool(tool: Value) -> Value {
-    json!({"type": "function", "function": {
-        "name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}})
+/// Fields of a chat that mean the same here. Anthropic's API has none of them.
+const SHARED: [&str; 7] = [
+    "seed",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "ignore_eos",
+];
+
+/// The form of the answer, which is a schema; null if there is none.
+fn answer_format(config: Option<Value>, earlier: Option<Value>) -> Result<Value> {
+    let given = config.map(|mut config| config.get_mut("format").map(Value::take).unwrap_or_default());
+    let format = given.filter(|format| !format.is_null()).or(earlier).unwrap_or_default();
+    match format["type"].as_str() {
+        Some("json_schema") if format["schema"].is_object() => Ok(format),
+        None if format.is_null() => Ok(format),
+        _ => Err(wrong("output_config", "its format is {\"type\": \"json_schema\", \"schema\": {...}}")),
+    }
+}
+
+fn tool(tool: Value) -> Result<Value> {
+    if !matches!(tool["type"].as_str(), None | Some("custom")) {
+        let problem =
+            format!("a tool of type {}: the server runs no tools; describe one of yours", tool["type"]);
+        return Err(wrong("tools", problem));
+    }
+    Ok(json!({"type": "function", "function": {
+        "name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}}))
 }
 
 /// Translates a message. A message with results of tools becomes several.

@@ -254,6 +254,10 @@ fn messages() -> Value {
                 {"type": "null"},
                 object(&["type"], json!({"type": {"enum": ["enabled", "adaptive", "disabled"]}})),
             ]},
+            "output_config": {"type": ["object", "null"], "properties": {"format": {"anyOf": [
+                {"type": "null"},
+                object(&["type", "schema"], json!({"type": {"const": "json_schema"}, "schema": {"type": "object"}})),
+            ]}}},
             "stream": {"type": ["boolean", "null"]},
         }),
     )

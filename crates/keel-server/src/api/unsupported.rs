@@ -31,7 +31,7 @@ const fn instead(field: &'static str, advice: &'static str) -> Unsupported {
 }
 
 /// `neutral` lists the values without effect. Null and empty strings, lists and objects never have an effect.
-const FIELDS: [Unsupported; 45] = [
+const FIELDS: [Unsupported; 46] = [
     never("lora"),
     never("lora_request"),
     never("lora_path"),
@@ -73,10 +73,34 @@ const FIELDS: [Unsupported; 45] = [
     unless("use_beam_search", || json!([false])),
     unless("num_beams", || json!([1])),
     never("truncate_prompt_tokens"),
+    unless("prompt_logprobs", || json!([false])),
     never("conversation"),
     never("container"),
     never("mcp_servers"),
     unless("background", || json!([false])),
+];
+
+/// Fields of a chat that `/v1/responses` does not take.
+const RESPONSES: [Unsupported; 9] = [
+    instead("response_format", "is a field of a chat; use text.format"),
+    instead("max_tokens", "is a field of a chat; use max_output_tokens"),
+    instead("max_completion_tokens", "is a field of a chat; use max_output_tokens"),
+    instead("reasoning_effort", "is a field of a chat; use reasoning.effort"),
+    instead("messages", "is a field of a chat; use input"),
+    unless("n", || json!([1])),
+    unless("logprobs", || json!([false])),
+    unless("top_logprobs", || json!([0])),
+    never("prompt"),
+];
+
+/// Fields of a chat that `/v1/messages` does not take.
+const MESSAGES: [Unsupported; 6] = [
+    instead("stop", "is a field of a chat; use stop_sequences"),
+    instead("response_format", "is a field of a chat; use output_config.format"),
+    instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
+    unless("n", || json!([1])),
+    unless("logprobs", || json!([false])),
+    unless("top_logprobs", || json!([0])),
 ];
 
 /// Refuses unsupported fields if one of them would change the answer.
@@ -84,10 +108,32 @@ const FIELDS: [Unsupported; 45] = [
 /// # Errors
 /// The field, and the advice.
 pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
+    refuse(&FIELDS, rest)
+}
+
+/// The same for `/v1/responses`.
+///
+/// # Errors
+/// The field, and the advice.
+pub(crate) fn check_response(rest: &Map<String, Value>) -> Result<()> {
+    check(rest)?;
+    refuse(&RESPONSES, rest)
+}
+
+/// The same for `/v1/messages`.
+///
+/// # Errors
+/// The field, and the advice.
+pub(crate) fn check_messages(rest: &Map<String, Value>) -> Result<()> {
+    check(rest)?;
+    refuse(&MESSAGES, rest)
+}
+
+fn refuse(fields: &[Unsupported], rest: &Map<String, Value>) -> Result<()> {
     let asks = |unsupported: &&Unsupported| {
         rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))
     };
-    match FIELDS.iter().find(asks) {
+    match fields.iter().find(asks) {
         Some(unsupported) => Err(wrong(unsupported.field, unsupported.advice)),
         None => Ok(()),
     }
@@ -118,6 +164,7 @@ mod tests {
         assert_eq!(refused(json!({"suffix": "}"})), Some("suffix"));
         assert_eq!(refused(json!({"modalities": ["text", "audio"]})), Some("modalities"));
         assert_eq!(refused(json!({"best_of": 4, "user": "me"})), Some("best_of"));
+        assert_eq!(refused(json!({"prompt_logprobs": 0})), Some("prompt_logprobs"));
         for fine in [
             json!({}),
             json!({"user": "me", "metadata": {"a": 1}, "store": false, "service_tier": "auto"}),

@@ -4,7 +4,7 @@
 //! requests. Only a few texts of a list are submitted at a time, so that a long list does not fill the queue.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use keel_engine::batch::{BatchEvent, BatchRequest, Readout};
@@ -46,7 +46,7 @@ struct One {
 #[derive(Clone, Copy)]
 struct Started {
     cached: usize,
-    queued: std::time::Duration,
+    queued: Duration,
 }
 
 /// Refuses an empty list and one that is too long.
@@ -90,15 +90,17 @@ impl App {
         let mut timer = RequestTimer::new(self.metrics.clone(), span, prompt_tokens);
         let deadline = Instant::now().checked_add(self.options.deadline);
         let marks = if shared_len > 0 { vec![shared_len] } else { Vec::new() };
-        let one = |prompt: Vec<u32>| {
+        let one = |(index, prompt): (usize, Vec<u32>)| {
             let request = BatchRequest {
                 deadline,
                 marks: marks.clone(),
                 ..BatchRequest::to_read(0, prompt, readout.clone())
             };
-            self.read_one(caller, request)
+            // The later texts wait for the first ones.
+            let wait_max = (index == 0).then_some(self.options.batch.queue_timeout);
+            self.read_one(caller, request, wait_max)
         };
-        let all = stream::iter(prompts.into_iter().map(one)).buffered(AT_ONCE);
+        let all = stream::iter(prompts.into_iter().enumerate().map(one)).buffered(AT_ONCE);
         let all: Vec<One> = match all.try_collect().await {
             Ok(all) => all,
             Err(error) => {
@@ -114,10 +116,15 @@ impl App {
     }
 
     /// Waits for one prompt. Dropping this future ends the request.
-    async fn read_one(&self, caller: &Caller, request: BatchRequest) -> Result<One> {
-        let mut submitted = self.engine.submit(vec![request], || caller.meter.part()).await?;
+    async fn read_one(
+        &self,
+        caller: &Caller,
+        request: BatchRequest,
+        wait_max: Option<Duration>,
+    ) -> Result<One> {
+        let mut submitted = self.engine.submit(vec![request], wait_max, || caller.meter.part()).await?;
         let Some((_, mut events)) = submitted.pop() else { return Err(ServerError::EngineStopped) };
-        let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Default::default() } };
+        let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Duration::ZERO } };
         loop {
             match events.recv().await? {
                 BatchEvent::Started { cached_tokens, queued } => {

@@ -8,17 +8,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use keel_array::{DeviceUsage, Ledger, MemoryReport};
-use keel_engine::EngineError;
-use keel_engine::batch::{BatchEvent, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
+use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
 use crate::engine::view::{DeviceMemory, EngineView};
 use crate::error::{Result, ServerError};
-use crate::events::{Events, Listener, waiting_bytes};
+use crate::events::{Events, Listener, Patience, waiting_bytes};
 use crate::memory::requests::Meter;
 use crate::options::PrefixStore;
 
@@ -35,6 +35,12 @@ enum Command {
     ForgetPrefixes(oneshot::Sender<()>),
     /// The server is shutting down.
     SavePrefixes,
+}
+
+/// A batch without a limit on the time in its queue. The worker limits it, because it knows which answers and texts
+/// belong together.
+pub(crate) fn batcher(engine: Engine, options: BatchOptions) -> Batcher {
+    Batcher::new(engine, BatchOptions { queue_timeout: Duration::MAX, ..options })
 }
 
 /// Reaches the engine's thread from any task. Clones reach the same thread. It ends when the last handle is dropped.
@@ -143,17 +149,19 @@ impl EngineHandle {
     }
 
     /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. `meter` makes the
-    /// meter of each.
+    /// meter of each. The first of them fails if it waits longer than `wait_max`. The others may wait for it.
     ///
     /// # Errors
     /// Errors of [`Batcher::submit`]; [`ServerError::Busy`]; [`ServerError::EngineStopped`].
     pub(crate) async fn submit(
         &self,
         requests: Vec<BatchRequest>,
+        wait_max: Option<Duration>,
         meter: impl Fn() -> Meter,
     ) -> Result<Vec<(RequestId, Events)>> {
         let mut listed = Vec::with_capacity(requests.len());
         let mut all = Vec::with_capacity(requests.len());
+        let mut patience = wait_max.map(|limit| Patience { since: Instant::now(), limit });
         for mut request in requests {
             request.id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
             // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
@@ -161,7 +169,7 @@ impl EngineHandle {
             let (sender, receiver) = mpsc::unbounded_channel();
             let meter = Arc::new(meter());
             all.push((request.id, Events { receiver, meter: Arc::clone(&meter) }));
-            listed.push((request, Listener { sender, meter }));
+            listed.push((request, Listener { sender, meter, patience: patience.take() }));
         }
         let (accepted, answer) = oneshot::channel();
         self.send(Command::Submit { requests: listed, accepted })?;
@@ -222,6 +230,7 @@ impl Worker {
         let _note = StopNote(Arc::clone(&self.shared));
         while self.take_commands() {
             self.end_abandoned();
+            self.end_impatient(Instant::now());
             if self.shared.aborted.load(Ordering::Acquire) {
                 self.batcher.cancel_all();
                 self.live.clear();
@@ -341,8 +350,23 @@ impl Worker {
         });
     }
 
+    /// Fails requests that have waited too long.
+    fn end_impatient(&mut self, now: Instant) {
+        let batcher = &mut self.batcher;
+        self.live.retain(|&id, events| {
+            let late = |p: &Patience| now.saturating_duration_since(p.since) >= p.limit;
+            let Some(Patience { limit, .. }) = events.patience.filter(late) else { return true };
+            batcher.cancel(id);
+            let error = EngineError::QueueTimeout { seconds: limit.as_secs_f64() };
+            let _ = events.sender.send(Ok(BatchEvent::Failed(error)));
+            false
+        });
+    }
+
     fn deliver(&mut self, id: RequestId, event: BatchEvent) {
-        let Some(events) = self.live.get(&id) else { return };
+        let Some(events) = self.live.get_mut(&id) else { return };
+        // What has started waits no longer.
+        events.patience = None;
         let mut ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
         let charged = events.meter.take(waiting_bytes(&event));
         if charged.is_err() {

@@ -15,7 +15,7 @@ use serde_json::json;
 use tower_http::cors::{AllowOrigin, Any, CorsLayer};
 
 use crate::access::caller::{KeyName, RequestMeter, name_request};
-use crate::access::host_check::HostCheck;
+use crate::access::host_check::{HostCheck, plain_origin};
 use crate::api::{anthropic, openai, openapi, rerank, tokenize};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Refusal;
@@ -110,7 +110,8 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     if origins.iter().any(|origin| origin == "*") {
         return Some(layer.allow_origin(Any));
     }
-    let origins: Vec<HeaderValue> = origins.iter().filter_map(|o| HeaderValue::from_str(o).ok()).collect();
+    let origins: Vec<HeaderValue> =
+        origins.iter().filter_map(|origin| plain_origin(origin).parse().ok()).collect();
     Some(layer.allow_origin(AllowOrigin::list(origins)))
 }
 

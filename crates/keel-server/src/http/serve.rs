@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use keel_engine::Engine;
-use keel_engine::batch::Batcher;
 use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::oneshot;
 
 use crate::app::{App, Shared};
-use crate::engine::worker::EngineHandle;
+use crate::engine::worker::{EngineHandle, batcher};
 use crate::error::{Result, ServerError};
 use crate::http::connections::Connections;
 use crate::http::routes::router;
@@ -67,8 +67,8 @@ impl Server {
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;
         }
-        let batcher = Batcher::new(engine, options.batch);
-        let (handle, thread) = EngineHandle::start(batcher, options.prefix_store.clone())?;
+        let batch = batcher(engine, options.batch);
+        let (handle, thread) = EngineHandle::start(batch, options.prefix_store.clone())?;
         Ok(Server { front: ModelManager::of_one(Shared::new(options), handle, text, thread) })
     }
 
@@ -106,7 +106,8 @@ impl Server {
         let routes = router(Arc::clone(&front), listener.local_addr()?);
         let connections = Arc::new(Connections::new(&front.options));
         let resting = tokio::spawn(front.memory.clone().give_back_at_rest(front.options.give_back));
-        let sweeping = tokio::spawn(Arc::clone(&front).sweep());
+        let (stop_sweep, sweep_stops) = oneshot::channel();
+        let sweeping = tokio::spawn(Arc::clone(&front).sweep(sweep_stops));
         let mut abort = pin!(abort);
         let drained = async {
             drain.await;
@@ -124,7 +125,7 @@ impl Server {
         connections.close_all();
         connections.all_closed().await;
         resting.abort();
-        sweeping.abort();
+        drop(stop_sweep);
         let _ = sweeping.await;
         let threads = front.close();
         drop(front);

@@ -14,12 +14,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use keel_engine::EngineError;
-use keel_engine::batch::{BatchStatus, Batcher};
+use keel_engine::batch::BatchStatus;
 use tokio::sync::oneshot;
 
 use crate::app::{App, Shared};
 use crate::engine::view::{DeviceMemory, EngineView};
-use crate::engine::worker::EngineHandle;
+use crate::engine::worker::{EngineHandle, batcher};
 use crate::error::{Result, ServerError, setting};
 use crate::text::ModelText;
 use entry::{Entry, Resident};
@@ -263,8 +263,8 @@ impl ModelManager {
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;
         }
-        let batcher = Batcher::new(engine, self.shared.options.batch);
-        let (engine, thread) = EngineHandle::start(batcher, prefix_store)?;
+        let batch = batcher(engine, self.shared.options.batch);
+        let (engine, thread) = EngineHandle::start(batch, prefix_store)?;
         let seconds = start.elapsed().as_secs_f64();
         tracing::info!(model = entry.id, bytes = engine.planned().total(), seconds, "loaded");
         let app = Arc::new(App { shared: Arc::clone(&self.shared), id: entry.id.clone(), engine, text });
@@ -327,12 +327,19 @@ impl ModelManager {
         tracing::info!(model = entry.id, bytes = entry.needs.bytes, "given back");
     }
 
-    /// Unloads models that were unused for the time of `keep_alive`. Runs forever.
-    pub(crate) async fn sweep(self: Arc<Self>) {
+    /// Unloads models that were unused for the time of `keep_alive`, until the sender of `stops` is dropped. It is not
+    /// aborted, so that a model that is being unloaded then has saved its prefixes at the end.
+    pub(crate) async fn sweep(self: Arc<Self>, mut stops: oneshot::Receiver<()>) {
         let Some(keep_alive) = self.options.keep_alive else { return };
         loop {
-            tokio::time::sleep((keep_alive / 4).clamp(SWEEP[0], SWEEP[1])).await;
-            let _turn = self.turn.lock().await;
+            let turn = async {
+                tokio::time::sleep((keep_alive / 4).clamp(SWEEP[0], SWEEP[1])).await;
+                self.turn.lock().await
+            };
+            let _turn = tokio::select! {
+                _ = &mut stops => return,
+                turn = turn => turn,
+            };
             for (at, entry) in self.entries.iter().enumerate() {
                 if entry.load.is_some() && entry.has_rested(keep_alive) {
                     self.give_back(at).await;
@@ -364,3 +371,6 @@ impl ModelManager {
         self.entries.iter().filter_map(|entry| Some(entry.resident().take()?.thread)).collect()
     }
 }
+
+#[cfg(test)]
+mod tests;

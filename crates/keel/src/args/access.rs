@@ -72,6 +72,7 @@ impl AccessArgs {
             let text = read_keys(path)?;
             keys.extend(ApiKey::parse_list(&text, limits).with_context(|| path.display().to_string())?);
         }
+        ApiKey::check_distinct(&keys).map_err(|e| usage(format!("--api-key and --api-key-file: {e}")))?;
         if keys.is_empty() && limits != KeyLimits::default() {
             return Err(usage(
                 "--key-per-minute and --key-at-once limit keys, but there are no keys; give --api-key-file",

@@ -76,7 +76,7 @@ pub(crate) async fn create(
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let ask = ask_apart(&app, &caller, body).await?;
-    let answers = app.start("/v1/chat/completions", &caller, ask).await?;
+    let answers = app.start("/v1/chat/completions", &caller, vec![ask]).await?;
     let head = ChunkHeader { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
     if let Some(room) = room {
         return Ok(respond(&app, room, error_event, move |outbox| stream(head, answers, outbox, with_usage)));
@@ -96,8 +96,9 @@ pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBo
 /// Converts the request to the engine's terms.
 pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<EngineRequest> {
     unsupported::check(&body.rest)?;
-    let tools = Tools::new(body.tools, body.tool_choice.as_ref(), body.parallel_tool_calls.unwrap_or(true))?;
     let asked = response_grammar(body.response_format.as_ref())?;
+    let parallel = body.parallel_tool_calls.unwrap_or(true);
+    let tools = Tools::new(body.tools, body.tool_choice.as_ref(), parallel, asked)?;
     let top_logprobs = match (body.logprobs.unwrap_or(false), body.top_logprobs) {
         (_, Some(n)) if n > TOP_LOGPROBS_MAX => {
             return Err(wrong("top_logprobs", format!("{n}, expected 0 to {TOP_LOGPROBS_MAX}")));
@@ -129,7 +130,8 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
         ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
         top_logprobs,
         listing: Listing::Objects,
-        grammar: tools.grammar.or(asked),
+        grammar: tools.grammar,
+        one_call: tools.one_call,
         form: AnswerForm {
             reasoning: reasons,
             begins_in_reasoning: reasons && AnswerForm::is_in_reasoning(&prompt.tail),

@@ -93,10 +93,7 @@ pub(crate) async fn create(
     let worker = Arc::clone(&app);
     let (asks, echoes) =
         app.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
-    let mut answers = Vec::new();
-    for ask in asks {
-        answers.extend(app.start("/v1/completions", &caller, ask).await?);
-    }
+    let answers = app.start("/v1/completions", &caller, asks).await?;
     let head = ChunkHeader { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
     if let Some(room) = room {
         let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
@@ -118,6 +115,12 @@ pub(crate) fn asks(
         return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));
     }
     let prompts = body.prompt.encode(model, bounds)?;
+    if body.logprobs.is_some() && body.echo == Some(true) {
+        return Err(wrong(
+            "echo",
+            "log probabilities of a prompt are not computed; ask for echo or for logprobs",
+        ));
+    }
     if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
         return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
     }
@@ -152,6 +155,7 @@ pub(crate) fn asks(
         top_logprobs: body.logprobs,
         listing: Listing::Entries,
         grammar: grammar.clone(),
+        one_call: false,
         form: AnswerForm::default(),
     };
     Ok((prompts.into_iter().map(ask).collect(), echoes))

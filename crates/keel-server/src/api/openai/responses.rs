@@ -1,22 +1,22 @@
 //! `/v1/responses`: the same answers in OpenAI's newer form.
 
+mod stream;
+
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use axum::response::sse::Event;
 use axum::response::{IntoResponse, Response};
-use keel_text::AnswerPart;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::chat::{ChatBody, ask_apart};
-use crate::answer::{Answer, Ending, Piece, Usage};
+use crate::answer::{Ending, Usage};
 use crate::api::unsupported;
 use crate::app::fresh_id;
-use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, respond};
+use crate::collect::{Collected, StreamRoom, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
-use crate::http::body::{Body, error_json};
+use crate::http::body::Body;
 use crate::memory::requests::{Meter, bytes_of_value};
 use crate::model_manager::ModelManager;
 
@@ -42,12 +42,19 @@ enum Input {
 }
 
 /// Fields that mean the same in a chat.
-const SHARED: [&str; 9] = [
+const SHARED: [&str; 16] = [
     "model",
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "ignore_eos",
     "tools",
     "tool_choice",
     "parallel_tool_calls",
@@ -85,11 +92,11 @@ pub(crate) async fn create(
     let app = front.app(chat.model()).await?;
     head.model.clone_from(&app.id);
     let ask = ask_apart(&app, &caller, chat).await?;
-    let mut answers = app.start("/v1/responses", &caller, ask).await?;
+    let mut answers = app.start("/v1/responses", &caller, vec![ask]).await?;
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return Ok(respond(&app, room, error_event, move |outbox| stream(head, answer, outbox)));
+        return Ok(respond(&app, room, error_event, move |outbox| stream::stream(head, answer, outbox)));
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&head, &answer)).into_response())
@@ -101,14 +108,14 @@ pub(crate) fn chat(body: ResponseBody) -> Result<ChatBody> {
 }
 
 fn to_chat(body: ResponseBody) -> Result<Value> {
-    unsupported::check(&body.rest)?;
+    unsupported::check_response(&body.rest)?;
     let mut messages = Vec::new();
     messages.extend(body.instructions.map(|text| json!({"role": "system", "content": text})));
     match body.input {
         Input::Text(text) => messages.push(json!({"role": "user", "content": text})),
         Input::Items(items) => {
             for item in items {
-                messages.extend(message(item)?);
+                append(item, &mut messages)?;
             }
         }
     }
@@ -134,11 +141,22 @@ fn part(name: &'static str, field: Option<Value>, key: &str) -> Result<Value> {
     }
 }
 
-fn message(item: Value) -> Result<Option<Value>> {
-    Ok(Some(match item["type"].as_str() {
+/// Appends an item to a chat. Calls belong to the assistant's turn before them, as templates expect.
+fn append(item: Value, messages: &mut Vec<Value>) -> Result<()> {
+    messages.push(match item["type"].as_str() {
         None | Some("message") => json!({"role": item["role"], "content": item["content"]}),
-        Some("function_call") => json!({"role": "assistant", "tool_calls": [{"id": item["call_id"],
-            "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}]}),
+        Some("function_call") => {
+            let call = json!({"id": item["call_id"], "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]}});
+            match messages.last_mut().filter(|turn| turn["role"] == "assistant") {
+                Some(turn) => match &mut turn["tool_calls"] {
+                    Value::Array(calls) => calls.push(call),
+                    calls => *calls = json!([call]),
+                },
+                None => messages.push(json!({"role": "assistant", "tool_calls": [call]})),
+            }
+            return Ok(());
+        }
         Some("function_call_output") => {
             let output = match &item["output"] {
                 Value::String(text) => text.clone(),
@@ -147,9 +165,10 @@ fn message(item: Value) -> Result<Option<Value>> {
             json!({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         }
         // Earlier reasoning is not shown to the model again.
-        Some("reasoning") => return Ok(None),
+        Some("reasoning") => return Ok(()),
         Some(other) => return Err(wrong("input", format!("an item of type {other:?} is not known"))),
-    }))
+    });
+    Ok(())
 }
 
 /// Fields that every object of one response repeats.
@@ -198,18 +217,37 @@ fn status(ending: Ending) -> &'static str {
     if ending == Ending::Length { "incomplete" } else { "completed" }
 }
 
-fn text_part(text: &str) -> Value {
-    json!({"type": "output_text", "text": text, "annotations": []})
+/// An item of text.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Message,
+    Reasoning,
 }
 
-fn message_item(id: &str, text: &str, status: &str) -> Value {
-    let content = if status == "in_progress" { json!([]) } else { json!([text_part(text)]) };
-    json!({"type": "message", "id": id, "status": status, "role": "assistant", "content": content})
-}
+impl Kind {
+    /// The type of its part.
+    fn part_type(self) -> &'static str {
+        match self {
+            Kind::Message => "output_text",
+            Kind::Reasoning => "reasoning_text",
+        }
+    }
 
-fn reasoning_item(id: &str, text: &str) -> Value {
-    json!({"type": "reasoning", "id": id, "summary": [],
-        "content": [{"type": "reasoning_text", "text": text}]})
+    fn part(self, text: &str) -> Value {
+        match self {
+            Kind::Message => json!({"type": self.part_type(), "text": text, "annotations": []}),
+            Kind::Reasoning => json!({"type": self.part_type(), "text": text}),
+        }
+    }
+
+    fn item(self, id: &str, text: &str, status: &str) -> Value {
+        let content = if status == "in_progress" { json!([]) } else { json!([self.part(text)]) };
+        match self {
+            Kind::Message => json!({"type": "message", "id": id, "status": status, "role": "assistant",
+                "content": content}),
+            Kind::Reasoning => json!({"type": "reasoning", "id": id, "summary": [], "content": content}),
+        }
+    }
 }
 
 fn call_item(id: &str, call_id: &str, name: &str, arguments: &str, status: &str) -> Value {
@@ -220,10 +258,10 @@ fn call_item(id: &str, call_id: &str, name: &str, arguments: &str, status: &str)
 fn whole(head: &ChunkHeader, answer: &Collected) -> Value {
     let mut output = Vec::new();
     if !answer.reasoning.is_empty() {
-        output.push(reasoning_item(&fresh_id("rs_"), &answer.reasoning));
+        output.push(Kind::Reasoning.item(&fresh_id("rs_"), &answer.reasoning, status(answer.ending)));
     }
     if !answer.text.is_empty() || answer.calls.is_empty() {
-        output.push(message_item(&fresh_id("msg_"), &answer.text, "completed"));
+        output.push(Kind::Message.item(&fresh_id("msg_"), &answer.text, status(answer.ending)));
     }
     for (name, arguments) in &answer.calls {
         output.push(call_item(&fresh_id("fc_"), &fresh_id("call_"), name, arguments, "completed"));
@@ -231,154 +269,60 @@ fn whole(head: &ChunkHeader, answer: &Collected) -> Value {
     head.response(status(answer.ending), &output, Some(answer.usage))
 }
 
-/// The item that is being streamed.
-enum Open {
-    Nothing,
-    Message { id: String, text: String },
-    Reasoning { id: String, text: String },
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-struct Stream {
-    head: ChunkHeader,
-    outbox: Outbox,
-    sequence: usize,
-    output: Vec<Value>,
-    open: Open,
-}
+    fn translated(body: Value) -> Result<Value> {
+        to_chat(serde_json::from_value(body).expect("the types are right"))
+    }
 
-impl Stream {
-    async fn send(&mut self, kind: &str, fields: Value) -> Result<()> {
-        let mut event = json!({"type": kind, "sequence_number": self.sequence});
-        self.sequence += 1;
-        if let (Value::Object(event), Value::Object(fields)) = (&mut event, fields) {
-            event.extend(fields);
+    #[test]
+    fn an_assistants_items_are_one_turn() {
+        let call = |id: &str| json!({"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"});
+        let output = |id: &str| json!({"type": "function_call_output", "call_id": id, "output": "x"});
+        let said = json!({"role": "assistant", "content": "I look."});
+        let input = json!([{"role": "user", "content": "Look!"}, {"type": "reasoning"}, said, call("1"), call("2"),
+            output("1"), output("2"), call("3"), call("4"), output("3"), output("4")]);
+        let chat = translated(json!({"input": input})).expect("right");
+        let turns: Vec<(&str, usize)> = chat["messages"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .map(|m| (m["role"].as_str().expect("a role"), m["tool_calls"].as_array().map_or(0, Vec::len)))
+            .collect();
+        let expected = [
+            ("user", 0),
+            ("assistant", 2),
+            ("tool", 0),
+            ("tool", 0),
+            ("assistant", 2),
+            ("tool", 0),
+            ("tool", 0),
+        ];
+        assert_eq!(turns, expected);
+        assert_eq!(chat["messages"][1]["content"], "I look.");
+    }
+
+    #[test]
+    fn fields_of_a_chat_are_passed_on_or_refused() {
+        let fields = json!({"input": "x", "stop": ["a"], "min_p": 0.5, "presence_penalty": 1.0, "n": 1,
+            "frequency_penalty": 1.0, "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "top_logprobs": 0});
+        let chat = translated(fields.clone()).expect("right");
+        for field in
+            ["stop", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"]
+        {
+            assert_eq!(chat[field], fields[field], "{field}");
         }
-        self.outbox.text(Event::default().event(kind), event.to_string()).await
-    }
-
-    fn index(&self) -> usize {
-        self.output.len()
-    }
-
-    async fn add(&mut self, item: Value) -> Result<()> {
-        let fields = json!({"output_index": self.index(), "item": item});
-        self.send("response.output_item.added", fields).await
-    }
-
-    async fn done(&mut self, item: Value) -> Result<()> {
-        let fields = json!({"output_index": self.index(), "item": item});
-        self.send("response.output_item.done", fields).await?;
-        self.output.push(item);
-        Ok(())
-    }
-
-    async fn text(&mut self, delta: &str) -> Result<()> {
-        if !matches!(self.open, Open::Message { .. }) {
-            self.close().await?;
-            let id = fresh_id("msg_");
-            self.add(message_item(&id, "", "in_progress")).await?;
-            let fields = json!({"item_id": id, "output_index": self.index(), "content_index": 0,
-                "part": text_part("")});
-            self.send("response.content_part.added", fields).await?;
-            self.open = Open::Message { id, text: String::new() };
-        }
-        if let Open::Message { id, text } = &mut self.open {
-            text.push_str(delta);
-            let fields = json!({"item_id": id, "output_index": self.output.len(), "content_index": 0,
-                "delta": delta, "logprobs": []});
-            self.send("response.output_text.delta", fields).await?;
-        }
-        Ok(())
-    }
-
-    async fn reasoning(&mut self, delta: &str) -> Result<()> {
-        if !matches!(self.open, Open::Reasoning { .. }) {
-            self.close().await?;
-            let id = fresh_id("rs_");
-            self.add(json!({"type": "reasoning", "id": id, "summary": []})).await?;
-            self.open = Open::Reasoning { id, text: String::new() };
-        }
-        if let Open::Reasoning { id, text } = &mut self.open {
-            text.push_str(delta);
-            let fields = json!({"item_id": id, "output_index": self.output.len(), "content_index": 0,
-                "delta": delta});
-            self.send("response.reasoning_text.delta", fields).await?;
-        }
-        Ok(())
-    }
-
-    async fn call(&mut self, name: &str, arguments: &str) -> Result<()> {
-        self.close().await?;
-        let (id, call_id) = (fresh_id("fc_"), fresh_id("call_"));
-        self.add(call_item(&id, &call_id, name, "", "in_progress")).await?;
-        let index = self.index();
-        let delta = json!({"item_id": id, "output_index": index, "delta": arguments});
-        self.send("response.function_call_arguments.delta", delta).await?;
-        let whole = json!({"item_id": id, "output_index": index, "name": name, "arguments": arguments});
-        self.send("response.function_call_arguments.done", whole).await?;
-        self.done(call_item(&id, &call_id, name, arguments, "completed")).await
-    }
-
-    /// Ends the open item.
-    async fn close(&mut self) -> Result<()> {
-        match std::mem::replace(&mut self.open, Open::Nothing) {
-            Open::Nothing => Ok(()),
-            Open::Reasoning { id, text } => self.done(reasoning_item(&id, &text)).await,
-            Open::Message { id, text } => {
-                let place = json!({"item_id": id, "output_index": self.index(), "content_index": 0});
-                let mut whole = place.clone();
-                whole["text"] = json!(text);
-                whole["logprobs"] = json!([]);
-                self.send("response.output_text.done", whole).await?;
-                let mut part = place;
-                part["part"] = text_part(&text);
-                self.send("response.content_part.done", part).await?;
-                self.done(message_item(&id, &text, "completed")).await
-            }
-        }
-    }
-
-    /// Sends an answer. What is kept of it until its end is charged to the request.
-    async fn answer(&mut self, answer: &mut Answer) -> Result<()> {
-        let begun = json!({"response": self.head.response("in_progress", &[], None)});
-        self.send("response.created", begun.clone()).await?;
-        self.send("response.in_progress", begun).await?;
-        while let Some(piece) = answer.next().await? {
-            answer.charge(&piece)?;
-            match piece {
-                Piece::Part(AnswerPart::Text(text)) => self.text(&text).await?,
-                Piece::Part(AnswerPart::Reasoning(text)) => self.reasoning(&text).await?,
-                Piece::Part(AnswerPart::ToolCall { name, arguments }) => self.call(&name, &arguments).await?,
-                Piece::Tokens(_) => {}
-                Piece::End(ending, _) => {
-                    self.close().await?;
-                    let state = status(ending);
-                    let response = self.head.response(state, &self.output, Some(answer.usage()));
-                    self.send(&format!("response.{state}"), json!({"response": response})).await?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Reports an error, with what was complete before it where there is room for that.
-    async fn fail(&mut self, error: &ServerError) -> Result<()> {
-        let has_room =
-            !matches!(error, ServerError::RequestMemory { .. } | ServerError::RequestTooLarge { .. });
-        let output = if has_room { &self.output[..] } else { &[] };
-        let mut response = self.head.response("failed", output, None);
-        response["error"] = error_json(error)["error"].clone();
-        self.send("response.failed", json!({"response": response})).await
-    }
-}
-
-async fn stream(head: ChunkHeader, mut answer: Answer, outbox: Outbox) -> Result<()> {
-    let mut stream = Stream { head, outbox, sequence: 0, output: Vec::new(), open: Open::Nothing };
-    match stream.answer(&mut answer).await {
-        Ok(()) => Ok(()),
-        Err(error) => {
-            tracing::warn!("{error}");
-            stream.fail(&error).await
+        for (field, value) in [
+            ("n", json!(2)),
+            ("response_format", json!({"type": "json_object"})),
+            ("top_logprobs", json!(3)),
+            ("prompt", json!({"id": "p"})),
+            ("max_tokens", json!(5)),
+        ] {
+            let refused = translated(json!({"input": "x", field: value})).expect_err("it has no effect here");
+            assert_eq!(refused.field(), Some(field));
         }
     }
 }
