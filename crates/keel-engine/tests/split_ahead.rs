@@ -56,6 +56,14 @@ fn batcher(engine: Engine) -> Batcher {
     Batcher::new(engine, options)
 }
 
+/// A batch of which no answer drafts.
+fn plain_batcher(engine: Engine) -> Batcher {
+    let speculation = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
+    let options =
+        BatchOptions { step_tokens: 128, reuse_generated: true, speculation, ..BatchOptions::default() };
+    Batcher::new(engine, options)
+}
+
 const REQUESTS: usize = 20;
 
 /// Request `i`: greedy, sampled, or (one in ten) drawn by the host. Answers cross the grid and pages.
@@ -161,7 +169,7 @@ enum When {
     Late,
 }
 
-/// A GPU that queues, and lets a launch fail.
+/// A device that queues, and lets a launch fail.
 struct FaultyQueue(Arc<Fault>, When);
 
 impl FaultyQueue {
@@ -174,6 +182,10 @@ impl FaultyQueue {
 }
 
 impl Interceptor for FaultyQueue {
+    fn is_queueing(&self) -> bool {
+        true
+    }
+
     fn passes_queue(&self) -> bool {
         true
     }
@@ -191,10 +203,12 @@ impl Interceptor for FaultyQueue {
 #[test]
 fn a_gpu_that_fails_ends_its_steps_and_nothing_else() {
     on_two_gpus(|| {
-        let cases = [("qwen3_5_moe", 0), ("qwen3_5_moe", 1), ("llama", 0), ("llama", 1)];
+        let plain = [("qwen3_5_moe", 0), ("qwen3_5_moe", 1), ("llama", 0), ("llama", 1)];
+        let catching_up = [("qwen3_5_moe", 0, 3), ("qwen3_5_moe", 1, 3)];
+        let cases = plain.into_iter().map(|(name, rank)| (name, rank, 0)).chain(catching_up);
         let times = [When::Waiting, When::Enqueued, When::Late];
-        for ((name, rank), when) in cases.into_iter().flat_map(|case| times.map(|when| (case, when))) {
-            println!("{name}, device {rank}, {when:?}");
+        for ((name, rank, drafts), when) in cases.flat_map(|case| times.map(|when| (case, when))) {
+            println!("{name}, device {rank}, up to {drafts} drafts, {when:?}");
             let fault = Arc::new(Fault::default());
             let faulty = |backend| match when {
                 When::Waiting => {
@@ -202,12 +216,13 @@ fn a_gpu_that_fails_ends_its_steps_and_nothing_else() {
                 }
                 _ => InterceptedBackend::new(backend, Arc::new(FaultyQueue(Arc::clone(&fault), when))) as _,
             };
-            let mut ahead = batcher(engine_on_gpus(name, options(), |of, backend| match of == rank {
-                true => faulty(backend),
-                false => backend,
-            }));
+            let mut ahead =
+                plain_batcher(engine_on_gpus(name, drafting(drafts), |of, backend| match of == rank {
+                    true => faulty(backend),
+                    false => backend,
+                }));
             let want = run(&mut ahead, five_requests());
-            let have_ended = expect_faults(&mut ahead, &fault, &want, name, &[0, 1, 2, 3, 9, 30]);
+            let have_ended = expect_faults(&mut ahead, &fault, &want, name, &[0, 1, 2, 3, 9, 30, 31, 32, 33]);
             assert_eq!(have_ended, name.starts_with("qwen3_5"), "only states that have moved are lost");
             assert_all_is_back(&mut ahead);
         }
@@ -335,15 +350,18 @@ fn a_device_that_fails_ends_its_steps_and_nothing_else() {
 /// Where the engine may draft and no answer does, the MTP head catches up after some of the steps.
 #[test]
 fn a_device_that_fails_where_the_head_catches_up_ends_its_steps_and_nothing_else() {
-    let depth = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
-    for rank in [0, 1] {
+    for (rank, when) in
+        [0, 1].into_iter().flat_map(|rank| [When::Waiting, When::Late].map(|when| (rank, when)))
+    {
         let fault = Arc::new(Fault::default());
         let engine = engine_on(&fixture("qwen3_5"), drafting(3), (1, 2), |of, backend| {
             let fault = if of == rank { Arc::clone(&fault) } else { Arc::default() };
-            InterceptedBackend::new(backend, Arc::new(Queueing(fault)))
+            match when {
+                When::Late => InterceptedBackend::new(backend, Arc::new(FaultyQueue(fault, when))) as _,
+                _ => InterceptedBackend::new(backend, Arc::new(Queueing(fault))) as _,
+            }
         });
-        let options = BatchOptions { speculation: depth, step_tokens: 128, ..BatchOptions::default() };
-        let mut ahead = Batcher::new(engine, options);
+        let mut ahead = plain_batcher(engine);
         let want = run(&mut ahead, five_requests());
         let launches: Vec<usize> = (0..60).step_by(3).chain(60..75).collect();
         expect_faults(&mut ahead, &fault, &want, "qwen3_5", &launches);

@@ -113,7 +113,7 @@ impl Batcher {
         text: &SavedPrefix,
     ) -> Result<Option<(Vec<u32>, bool)>, String> {
         let cache = self.engine.cache_mut();
-        if cache.spec().is_recurrent() && cache.free_states() == 0 {
+        if cache.free_pages() == 0 || cache.spec().is_recurrent() && cache.free_states() == 0 {
             return Ok(None);
         }
         let (path, name) = (folder.intact(text, cache.saved_bytes_max())?, text.name());

@@ -27,7 +27,7 @@ use keel_array::{Regime, RowLog};
 use keel_cache::SequenceCache;
 
 use crate::engine::failures::first_cause_of;
-use crate::engine::in_flight::{EndedRun, InFlightStep, Item, Taken};
+use crate::engine::in_flight::{EndedRun, EndedStep, InFlightStep, Item, Taken};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
@@ -290,15 +290,25 @@ impl Engine {
         let refusal = step.refusal.take();
         self.taken.note(&mut step);
         let (submitted, asked) = (step.since, Instant::now());
-        let ended = step.wait();
+        let EndedStep { runs: mut ended, catch_up } = step.wait();
         let now = Instant::now();
         self.taken.waited = now.duration_since(asked);
         let time = self.step_timer.note(submitted, asked, now);
+        let lost_catch_up = catch_up.filter(|run| self.is_split() && run.has_failed());
         if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
-            ended.iter().for_each(EndedRun::rejoin);
+            let of_step = ended.len();
+            ended.extend(lost_catch_up);
+            EndedRun::rejoin(&ended);
+            ended.truncate(of_step);
             let later = self.in_flight.end();
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, later, refusal));
+        }
+        if let Some(run) = lost_catch_up {
+            // The devices meet again without the steps under way, whose results are undefined then.
+            EndedRun::rejoin(std::slice::from_ref(&run));
+            let cause = first_cause_of([run]).to_string();
+            self.in_flight.iter_mut().for_each(|step| step.refusal = Some(EngineError::Step(cause.clone())));
         }
         if let Some(rows) = self.taken.plain_rows() {
             self.note_plain_time(rows, time);

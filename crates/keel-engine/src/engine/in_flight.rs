@@ -132,9 +132,12 @@ impl EndedRun {
         self.devices.iter().any(|ended| ended.outcome.is_err())
     }
 
-    /// Makes its devices ready for a next program if it has failed. Later ones that are under way end in this call.
-    pub fn rejoin(&self) {
-        let devices = self.devices.iter().filter(|_| self.has_failed());
+    /// Makes the devices of a step ready for a next one if one of its programs has failed. Later programs that are under
+    /// way end in this call, and their results are undefined.
+    pub fn rejoin(runs: &[EndedRun]) {
+        // A program of the lead alone may be the one that has failed.
+        let devices =
+            runs.iter().filter(|_| runs.iter().any(EndedRun::has_failed)).flat_map(|run| &run.devices);
         let groups = devices.filter_map(|ended| ended.step.runtime().backend().group());
         groups.for_each(|group| group.rejoin());
     }
@@ -144,6 +147,13 @@ impl EndedRun {
         let of_lead = self.devices.last().filter(|_| !self.has_failed());
         of_lead.and_then(|ended| ended.outcome.as_ref().ok()).map(|bytes| ids_of(bytes)).unwrap_or_default()
     }
+}
+
+/// A step that has ended.
+pub(crate) struct EndedStep {
+    pub runs: Vec<EndedRun>,
+    /// The pass of the MTP head after them. If it has failed, the head's next drafts are worse.
+    pub catch_up: Option<EndedRun>,
 }
 
 impl InFlightRun {
@@ -194,9 +204,12 @@ impl InFlightSteps {
     pub fn end(&mut self) -> Vec<EndedRun> {
         let mut all = Vec::new();
         while let Some(step) = self.steps.pop_front() {
-            let ended = step.wait();
-            ended.iter().for_each(EndedRun::rejoin);
-            all.extend(ended);
+            let EndedStep { mut runs, catch_up } = step.wait();
+            let of_step = runs.len();
+            runs.extend(catch_up);
+            EndedRun::rejoin(&runs);
+            runs.truncate(of_step);
+            all.extend(runs);
         }
         if self.has_failed.load(Ordering::Acquire) {
             self.has_failed = Arc::default();
@@ -222,11 +235,9 @@ impl InFlightStep {
     }
 
     /// Waits for all of its programs.
-    pub fn wait(self) -> Vec<EndedRun> {
-        let ended = self.runs.into_iter().map(InFlightRun::wait).collect();
-        // If it failed, the head's next drafts are worse. In a split, a later step is not begun then, and runs again.
-        self.catch_up.map(InFlightRun::wait).iter().for_each(EndedRun::rejoin);
-        ended
+    pub fn wait(self) -> EndedStep {
+        let runs = self.runs.into_iter().map(InFlightRun::wait).collect();
+        EndedStep { runs, catch_up: self.catch_up.map(InFlightRun::wait) }
     }
 }
 

@@ -48,8 +48,8 @@ impl Engine {
     }
 
     /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with
-    /// that step. Rows that it does not hold wait for the next one. If it fails on the device, drafts are worse and
-    /// tokens are the same.
+    /// that step. Rows that it does not hold wait for the next one. If it fails on the device, drafts are worse. In a
+    /// split, the step after it is lost, too.
     pub(crate) fn catch_up_ahead(&mut self, all: &mut [(&SequenceCache, &mut Speculation)]) -> Result<()> {
         let rows_max = if all.len() == 1 { HEAD_LAG_MAX } else { self.options.open_rows() };
         // The last row stays for the next draft.

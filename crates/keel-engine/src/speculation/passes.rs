@@ -107,7 +107,7 @@ impl Engine {
         let Some((kind, run)) = passes.in_flight.pop_front() else { return };
         let ended = run.wait();
         if ended.has_failed() {
-            ended.rejoin();
+            EndedRun::rejoin(std::slice::from_ref(&ended));
             self.note_failed_pass(kind, &ended);
             return passes.failed.push(ended);
         }

@@ -177,7 +177,7 @@ impl Buckets {
                 shapes.push(ends.of(rows, self.prompts));
             }
             shapes.push(ends.of(rows, 1));
-            // A prompt goes on only at a grid point.
+            // The steps of a prompt that goes on have whole grids of rows.
             if rows.is_multiple_of(PREFILL_GRID) {
                 shapes.push(StepKind::prefill(Outcome::State).of(rows, 1));
             }
@@ -253,7 +253,7 @@ fn prompts_max(options: &EngineOptions, is_coarse: bool) -> usize {
 /// see each other.
 pub(crate) fn prefill_rows_max(options: &EngineOptions, is_coarse: bool) -> usize {
     let all = options.context.next_multiple_of(PREFILL_GRID).saturating_mul(prompts_max(options, is_coarse));
-    options.prefill_step.min(all).max(options.picture_run)
+    options.prefill_step.min(all).max(options.picture_run.next_multiple_of(PREFILL_GRID))
 }
 
 /// The first number of an ascending list that is at least `n`; `n` itself if there is none.
