@@ -290,23 +290,19 @@ impl Engine {
         let refusal = step.refusal.take();
         self.taken.note(&mut step);
         let (submitted, asked) = (step.since, Instant::now());
-        let EndedStep { runs: mut ended, catch_up } = step.wait();
+        let ended = step.wait();
         let now = Instant::now();
         self.taken.waited = now.duration_since(asked);
         let time = self.step_timer.note(submitted, asked, now);
-        let lost_catch_up = catch_up.filter(|run| self.is_split() && run.has_failed());
+        ended.rejoin();
+        let EndedStep { runs: ended, catch_up } = ended;
         if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
-            let of_step = ended.len();
-            ended.extend(lost_catch_up);
-            EndedRun::rejoin(&ended);
-            ended.truncate(of_step);
             let later = self.in_flight.end();
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, later, refusal));
         }
-        if let Some(run) = lost_catch_up {
-            // The devices meet again without the steps under way, whose results are undefined then.
-            EndedRun::rejoin(std::slice::from_ref(&run));
+        if let Some(run) = catch_up.filter(|run| self.is_split() && run.has_failed()) {
+            // The devices have met again without the steps under way, whose results are undefined now.
             let cause = first_cause_of([run]).to_string();
             self.in_flight.iter_mut().for_each(|step| step.refusal = Some(EngineError::Step(cause.clone())));
         }

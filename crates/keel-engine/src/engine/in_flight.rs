@@ -132,14 +132,15 @@ impl EndedRun {
         self.devices.iter().any(|ended| ended.outcome.is_err())
     }
 
-    /// Makes the devices of a step ready for a next one if one of its programs has failed. Later programs that are under
-    /// way end in this call, and their results are undefined.
-    pub fn rejoin(runs: &[EndedRun]) {
+    /// Makes the devices of these programs ready for a next one if one has failed. Later programs that are under way end
+    /// in this call, and their results are undefined.
+    pub fn rejoin<'a>(runs: impl Iterator<Item = &'a EndedRun> + Clone) {
         // A program of the lead alone may be the one that has failed.
-        let devices =
-            runs.iter().filter(|_| runs.iter().any(EndedRun::has_failed)).flat_map(|run| &run.devices);
-        let groups = devices.filter_map(|ended| ended.step.runtime().backend().group());
-        groups.for_each(|group| group.rejoin());
+        if runs.clone().any(EndedRun::has_failed) {
+            let devices = runs.flat_map(|run| &run.devices);
+            let groups = devices.filter_map(|ended| ended.step.runtime().backend().group());
+            groups.for_each(|group| group.rejoin());
+        }
     }
 
     /// The tokens that it drew; none if it has failed.
@@ -154,6 +155,13 @@ pub(crate) struct EndedStep {
     pub runs: Vec<EndedRun>,
     /// The pass of the MTP head after them. If it has failed, the head's next drafts are worse.
     pub catch_up: Option<EndedRun>,
+}
+
+impl EndedStep {
+    /// As [`EndedRun::rejoin`], for all of its programs.
+    pub fn rejoin(&self) {
+        EndedRun::rejoin(self.runs.iter().chain(&self.catch_up));
+    }
 }
 
 impl InFlightRun {
@@ -204,12 +212,9 @@ impl InFlightSteps {
     pub fn end(&mut self) -> Vec<EndedRun> {
         let mut all = Vec::new();
         while let Some(step) = self.steps.pop_front() {
-            let EndedStep { mut runs, catch_up } = step.wait();
-            let of_step = runs.len();
-            runs.extend(catch_up);
-            EndedRun::rejoin(&runs);
-            runs.truncate(of_step);
-            all.extend(runs);
+            let ended = step.wait();
+            ended.rejoin();
+            all.extend(ended.runs);
         }
         if self.has_failed.load(Ordering::Acquire) {
             self.has_failed = Arc::default();

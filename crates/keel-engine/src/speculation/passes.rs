@@ -107,7 +107,7 @@ impl Engine {
         let Some((kind, run)) = passes.in_flight.pop_front() else { return };
         let ended = run.wait();
         if ended.has_failed() {
-            EndedRun::rejoin(std::slice::from_ref(&ended));
+            EndedRun::rejoin(std::iter::once(&ended));
             self.note_failed_pass(kind, &ended);
             return passes.failed.push(ended);
         }

@@ -102,10 +102,9 @@ impl Stepper {
 
     /// Allocates the places of results that the host reads while a later step runs. The lead alone has them.
     pub fn keep_results(&mut self, options: &EngineOptions) -> Result<()> {
-        let Stepper { runtime, buckets, model, .. } = &*self;
-        let kept = KeptLogits::allocate(runtime, buckets, model.config.vocab)?;
-        self.kept_hidden = KeptHidden::allocate(runtime, buckets, options, model.config.hidden)?;
-        self.kept = kept;
+        let (vocab, hidden) = (self.model.config.vocab, self.model.config.hidden);
+        self.kept = KeptLogits::allocate(&self.runtime, &self.buckets, vocab)?;
+        self.kept_hidden = KeptHidden::allocate(&self.runtime, &self.buckets, options, hidden)?;
         Ok(())
     }
 

@@ -97,7 +97,7 @@ impl SpeculateArgs {
     }
 
     /// As [`SpeculateArgs::options`], for a given device. In a pipeline of GPUs steps run ahead only in an engine without
-    /// drafts, and in a tensor split nobody has measured whether drafts pay. So `auto` means off on several GPUs.
+    /// drafts, and in a tensor split it is not known whether drafts pay. So `auto` means off on several GPUs.
     fn on(&self, device: &DeviceArgs, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
         let are_several = device.split.is_split() && device.device() != Device::Cpu;

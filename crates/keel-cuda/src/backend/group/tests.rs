@@ -77,7 +77,7 @@ fn a_device_that_waits_learns_of_one_that_failed() {
     groups[2].abandon();
     let error = groups[0].check().expect_err("device 1 has failed").to_string();
     assert!(error.contains("device 1 of the group has failed, and device 0 waited for it"), "{error}");
-    // Its queue may hold exchanges to which nobody comes after its own failure.
+    // Its queue may hold exchanges to which no peer comes after its failure.
     let error = groups[1].check().expect_err("device 1 has failed itself").to_string();
     assert!(error.contains("device 1 of the group has failed, and its peers no longer wait"), "{error}");
     assert!(refusal(&groups[0]).contains("the devices are not connected"));
