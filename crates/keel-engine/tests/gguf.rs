@@ -7,83 +7,11 @@ use std::path::Path;
 use common::{all_logits, exact, expected, fixture, relative_error, runtime};
 use keel_engine::Engine;
 use keel_models::gguf::GgufParameters;
+use keel_testkit::fixtures::{GgufBuilder, GgufTensor};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::gguf::GgufFile;
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::Value;
-
-/// A matrix or a stack, f32, slowest extent first.
-struct Tensor {
-    name: String,
-    shape: Vec<usize>,
-    values: Vec<f32>,
-}
-
-/// Builds a GGUF file.
-#[derive(Default)]
-struct Writer {
-    pairs: Vec<u8>,
-    pair_count: u64,
-    tensors: Vec<Tensor>,
-}
-
-impl Writer {
-    fn string(bytes: &mut Vec<u8>, text: &str) {
-        bytes.extend((text.len() as u64).to_le_bytes());
-        bytes.extend(text.as_bytes());
-    }
-
-    fn pair(&mut self, key: &str, kind: u32, value: &[u8]) {
-        Writer::string(&mut self.pairs, key);
-        self.pairs.extend(kind.to_le_bytes());
-        self.pairs.extend(value);
-        self.pair_count += 1;
-    }
-
-    fn size(&mut self, key: &str, value: &Value) {
-        let value = value.as_u64().unwrap_or_else(|| panic!("{key} is a size")) as u32;
-        self.pair(key, 4, &value.to_le_bytes());
-    }
-
-    fn float(&mut self, key: &str, value: f64) {
-        self.pair(key, 6, &(value as f32).to_le_bytes());
-    }
-
-    fn text(&mut self, key: &str, value: &str) {
-        let mut bytes = Vec::new();
-        Writer::string(&mut bytes, value);
-        self.pair(key, 8, &bytes);
-    }
-
-    fn bools(&mut self, key: &str, values: &[bool]) {
-        let mut bytes = 7u32.to_le_bytes().to_vec();
-        bytes.extend((values.len() as u64).to_le_bytes());
-        bytes.extend(values.iter().map(|value| u8::from(*value)));
-        self.pair(key, 9, &bytes);
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut file = b"GGUF".to_vec();
-        file.extend(3u32.to_le_bytes());
-        file.extend((self.tensors.len() as u64).to_le_bytes());
-        file.extend(self.pair_count.to_le_bytes());
-        file.extend(&self.pairs);
-        let mut offset = 0u64;
-        for tensor in &self.tensors {
-            Writer::string(&mut file, &tensor.name);
-            file.extend((tensor.shape.len() as u32).to_le_bytes());
-            tensor.shape.iter().rev().for_each(|dim| file.extend((*dim as u64).to_le_bytes()));
-            file.extend(0u32.to_le_bytes());
-            file.extend(offset.to_le_bytes());
-            offset = (offset + 4 * tensor.values.len() as u64).next_multiple_of(32);
-        }
-        for tensor in &self.tensors {
-            file.resize(file.len().next_multiple_of(32), 0);
-            tensor.values.iter().for_each(|value| file.extend(value.to_le_bytes()));
-        }
-        file
-    }
-}
 
 /// Reorders blocks of `block` values: the new block `i` is the old block `from(i)`.
 fn reorder(values: &mut [f32], block: usize, from: impl Fn(usize) -> usize) {
@@ -173,7 +101,7 @@ impl Rules {
             .replace("attn_v_proj", "attn_v")
     }
 
-    fn transform(&self, name: &str, tensor: &mut Tensor) {
+    fn transform(&self, name: &str, tensor: &mut GgufTensor) {
         let cols = tensor.shape.last().copied().unwrap_or(1);
         let permutes = matches!(self.arch, "llama" | "mistral3" | "smollm3");
         if permutes && (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight")) {
@@ -197,7 +125,7 @@ impl Rules {
     }
 
     /// Puts the first value head of each key head first, then the second of each, and so on.
-    fn tile_value_heads(&self, name: &str, tensor: &mut Tensor) {
+    fn tile_value_heads(&self, name: &str, tensor: &mut GgufTensor) {
         let (keys, heads) = (self.size("linear_num_key_heads"), self.size("linear_num_value_heads"));
         if !name.contains("linear_attn.") || keys == heads {
             return;
@@ -217,7 +145,7 @@ impl Rules {
         }
     }
 
-    fn metadata(&self, writer: &mut Writer) {
+    fn metadata(&self, writer: &mut GgufBuilder) {
         let arch = self.arch;
         writer.text("general.architecture", arch);
         let mtp = self.size("mtp_num_hidden_layers");
@@ -263,7 +191,7 @@ impl Rules {
         self.rope_scaling(writer, global);
     }
 
-    fn rope_scaling(&self, writer: &mut Writer, rope: &Value) {
+    fn rope_scaling(&self, writer: &mut GgufBuilder, rope: &Value) {
         let key = |name: &str| format!("{}.{name}", self.arch);
         match rope["rope_type"].as_str() {
             Some("yarn") => {
@@ -291,7 +219,7 @@ impl Rules {
                     let numbers = rope[list].as_array().expect("a list").iter().filter_map(Value::as_f64);
                     let values: Vec<f32> = numbers.map(|number| number as f32).collect();
                     let name = format!("rope_factors_{name}.weight");
-                    writer.tensors.push(Tensor { name, shape: vec![values.len()], values });
+                    writer.tensors.push(GgufTensor { name, shape: vec![values.len()], values });
                 }
             }
             _ => return,
@@ -299,7 +227,7 @@ impl Rules {
         writer.size(&key("rope.scaling.original_context_length"), &rope["original_max_position_embeddings"]);
     }
 
-    fn windows(&self, writer: &mut Writer) {
+    fn windows(&self, writer: &mut GgufBuilder) {
         let kinds = self.text["layer_types"].as_array().into_iter().flatten();
         if self.arch == "olmo2" {
             let slides: Vec<bool> = kinds.map(|kind| kind == "sliding_attention").collect();
@@ -309,7 +237,7 @@ impl Rules {
 }
 
 /// The experts of a layer as one stack. `name` is the tensor of the first expert.
-fn stack_experts(source: &Checkpoint, rules: &Rules, name: &str) -> Option<Tensor> {
+fn stack_experts(source: &Checkpoint, rules: &Rules, name: &str) -> Option<GgufTensor> {
     let (prefix, part) = name.split_once(".experts.0.")?;
     let count = rules.size("num_experts").max(rules.size("num_local_experts"));
     let mut values = Vec::new();
@@ -321,7 +249,7 @@ fn stack_experts(source: &Checkpoint, rules: &Rules, name: &str) -> Option<Tenso
     let shape = source.info(name).expect("there").shape;
     let stacked = rules.name(&format!("{prefix}.{part}"));
     let name = stacked.replace(".weight", "_exps.weight");
-    Some(Tensor { name, shape: [&[count], shape].concat(), values })
+    Some(GgufTensor { name, shape: [&[count], shape].concat(), values })
 }
 
 fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
@@ -329,7 +257,7 @@ fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
     let config = source.config();
     let text = if config["text_config"].is_object() { &config["text_config"] } else { config };
     let rules = Rules { arch, text: text.clone() };
-    let mut writer = Writer::default();
+    let mut writer = GgufBuilder::default();
     rules.metadata(&mut writer);
     rules.windows(&mut writer);
     for name in source.names().filter(|name| !name.contains("visual")) {
@@ -342,7 +270,7 @@ fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
             let view = source.tensor(name).expect("there");
             let (shape, values) = (view.shape().to_vec(), view.to_f32().expect("a float"));
             let name = gate.replace("ffn_gate", &format!("ffn_{part}_exps.weight"));
-            writer.tensors.push(Tensor { name, shape, values });
+            writer.tensors.push(GgufTensor { name, shape, values });
             continue;
         }
         if name.contains(".experts.") {
@@ -351,11 +279,11 @@ fn convert(folder: &Path, arch: &'static str) -> Vec<u8> {
         }
         let view = source.tensor(name).expect("there");
         let (shape, values) = (view.shape().to_vec(), view.to_f32().expect("a float"));
-        let mut tensor = Tensor { name: rules.name(name), shape, values };
+        let mut tensor = GgufTensor { name: rules.name(name), shape, values };
         rules.transform(name, &mut tensor);
         writer.tensors.push(tensor);
     }
-    writer.bytes()
+    writer.bytes(|_| false)
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod fetch;
 mod input;
 mod logging;
 mod output;
+mod placed_model;
 mod pooling;
 mod progress;
 mod renderer;

@@ -7,11 +7,11 @@ use keel_engine::{EngineError, EngineOptions, SpeculationOptions};
 use crate::args::{COUNT_MAX, Device, DeviceArgs, Member, MemoryArgs, Pooling, Subject, drafts_max};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
-use crate::session::{self, resolve_options};
-use crate::split_model;
+use crate::placed_model::{PlacedModel, Plans, choose_device};
+use crate::session;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
-use evenkeel::{Error, FreeMemory, on_device};
+use evenkeel::{Error, FreeMemory};
 
 /// Default context of a sequence, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 8192;
@@ -31,10 +31,9 @@ const POOL_PAGES_MAX: usize = 1 << 24;
 const CONTEXT_LEAST: usize = 1024;
 
 /// A server's bounds, and the bytes that follow from them.
-#[derive(Clone, Copy, Debug)]
 pub struct ServerPlan {
     pub options: EngineOptions,
-    pub planned: MemoryReport,
+    pub plans: Plans,
 }
 
 /// Plans a server with these options. Bounds that are not given are reduced until the plan fits into the free memory. A
@@ -44,12 +43,12 @@ pub struct ServerPlan {
 /// Errors of the plan, or drafts without an MTP head.
 pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<ServerPlan> {
     args.device.check()?;
-    resolve_options(&args.device, &*subject.parameters, &subject.json, |device| {
-        let (device, engine) = (args.device.on(device), args.engine.options());
-        Ok(Planner::new(&args.holding, subject, &device, engine, args.step_tokens())?.wanted)
-    })?;
-    let planner =
-        Planner::new(&args.holding, subject, &args.device, args.engine.options(), args.step_tokens())?;
+    let (engine, step_tokens) = (args.engine.options(), args.step_tokens());
+    choose_device(&args.device, |device| {
+        let planner = Planner::new(&args.holding, subject, device, engine, step_tokens)?;
+        planner.model.plan(planner.wanted)
+    });
+    let planner = Planner::new(&args.holding, subject, &args.device, engine, step_tokens)?;
     let room = room(&args.device, planner.wanted.compute);
     let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
     if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
@@ -57,7 +56,8 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<ServerP
         tracing::info!("--swap: {all} are enough for all sequences at full length; the rest is not taken");
     }
     let has_shrunk = holding.options != planner.wanted;
-    let limit = if has_shrunk { planner.needs(planner.wanted)?.beyond_limit(&args.device) } else { None };
+    let limit =
+        if has_shrunk { planner.model.plans(planner.wanted)?.beyond_limit(&args.device) } else { None };
     let whose =
         if args.device.split.is_split() { "the --memory-limit of a device" } else { "--memory-limit" };
     let limited = limit.map(|bytes| FreeMemory { bytes, why: whose.into() });
@@ -68,7 +68,7 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<ServerP
             room.why,
             holding.options.sequences,
             holding.options.context,
-            human_bytes(holding.planned.get(Category::Kv))
+            human_bytes(holding.plans.model().get(Category::Kv))
         );
     }
     Ok(holding)
@@ -100,39 +100,10 @@ pub fn room(device: &DeviceArgs, compute: Compute) -> Option<FreeMemory> {
     room
 }
 
-/// The bytes of a plan.
-pub struct Needs {
-    /// Of all devices together.
-    pub planned: MemoryReport,
-    /// Of each on itself, if there are several.
-    devices: Vec<u64>,
-    /// Bytes that are charged to each, with host memory; also of a single device. A limit bounds them.
-    charged: Vec<u64>,
-}
-
-impl Needs {
-    /// The bytes of the device that has most, of several.
-    pub fn largest(&self) -> Option<u64> {
-        self.devices.iter().max().copied()
-    }
-
-    /// The bytes that are charged to the device with most of them.
-    pub fn charged(&self) -> u64 {
-        self.charged.iter().max().copied().unwrap_or(0)
-    }
-
-    /// The limit of the first device to which more is charged.
-    fn beyond_limit(&self, device: &DeviceArgs) -> Option<u64> {
-        let beyond = |(rank, &charged): (usize, &u64)| device.limit_of(rank).filter(|&limit| charged > limit);
-        self.charged.iter().enumerate().find_map(beyond)
-    }
-}
-
 /// Turns bounds into plans.
 pub struct Planner<'a> {
     args: &'a MemoryArgs,
-    subject: &'a Subject<'a>,
-    device: &'a DeviceArgs,
+    model: PlacedModel<'a>,
     /// Bytes of a page of keys and values. [`Planner::state_bytes`] are those of one saved state.
     page_bytes: u64,
     state_bytes: u64,
@@ -169,8 +140,14 @@ impl<'a> Planner<'a> {
         let row_hidden = pooling == Pooling::Mean;
         let vision = args.vision(subject, step_tokens)?;
         let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
-        let mut planner =
-            Planner { args, subject, device, page_bytes: 1, state_bytes: 0, slot_bytes: 0, wanted: base };
+        let mut planner = Planner {
+            args,
+            model: subject.on(device),
+            page_bytes: 1,
+            state_bytes: 0,
+            slot_bytes: 0,
+            wanted: base,
+        };
         let one = match planner.probe() {
             // The config may name an MTP head that the checkpoint lacks.
             Err(error) if matches!(error.downcast_ref(), Some(Error::Engine(EngineError::NoMtpHead))) => {
@@ -189,47 +166,15 @@ impl<'a> Planner<'a> {
         Ok(planner)
     }
 
-    /// A plan for one page, one state and one sequence. Its bytes of steps are not used.
+    /// A quick plan for one page, one state and one sequence. Its bytes of steps are not used.
     fn probe(&self) -> Result<MemoryReport> {
-        self.plan_at_least(EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted })
+        let one = EngineOptions { checkpoints: 1, pool_pages: Some(1), sequences: 1, ..self.wanted };
+        self.model.plan(EngineOptions { largest_steps: true, ..one })
     }
 
     /// The bytes of keys and values for these bounds, as in `--kv-cache`.
     pub fn kv_bytes(&self, options: &EngineOptions) -> u64 {
         self.page_bytes * options.pool_pages.unwrap_or(0) as u64
-    }
-
-    /// The bytes of an engine with these bounds.
-    ///
-    /// # Errors
-    /// Errors of the plan.
-    pub fn plan(&self, options: EngineOptions) -> Result<MemoryReport> {
-        session::plan(self.device, &*self.subject.parameters, &self.subject.json, options)
-    }
-
-    /// The same, with the bytes of each of several devices.
-    ///
-    /// # Errors
-    /// Errors of the plan.
-    pub fn needs(&self, options: EngineOptions) -> Result<Needs> {
-        let Planner { device, subject, .. } = self;
-        if !device.split.is_split() {
-            let planned = self.plan(options)?;
-            return Ok(Needs { planned, devices: Vec::new(), charged: vec![planned.total()] });
-        }
-        let plans = split_model::plan_devices(device, &*subject.parameters, &subject.json, options)?;
-        let of_device = |planned: &MemoryReport| on_device(planned, device.device() != Device::Cpu);
-        let devices = plans.iter().map(|plan| of_device(&plan.planned)).collect();
-        let charged = plans.iter().map(|plan| plan.planned.total()).collect();
-        Ok(Needs { planned: plans.iter().map(|plan| plan.planned).sum(), devices, charged })
-    }
-
-    /// At most the bytes of [`Planner::plan`], found quickly: see [`keel_engine::plan::at_least`].
-    ///
-    /// # Errors
-    /// Errors of the plan.
-    pub fn plan_at_least(&self, options: EngineOptions) -> Result<MemoryReport> {
-        self.plan(EngineOptions { largest_steps: true, ..options })
     }
 
     /// Sets the numbers of pages and states: those requested, or defaults for the model and the device.
@@ -291,18 +236,18 @@ impl<'a> Planner<'a> {
     pub fn fit_into(&self, room: Option<u64>) -> Result<ServerPlan> {
         let mut options = self.wanted;
         loop {
-            let needs = self.needs(options)?;
-            let is_gpu = self.device.device() != Device::Cpu;
-            // The room is that of each GPU; devices of the CPU share the host's.
-            let needed = needs.largest().filter(|_| is_gpu).unwrap_or(on_device(&needs.planned, is_gpu));
-            if needs.beyond_limit(self.device).is_none() && room.is_none_or(|room| needed <= room) {
-                return Ok(ServerPlan { options, planned: needs.planned });
+            let plans = self.model.plans(options)?;
+            let is_within = plans.beyond_limit(self.model.device).is_none();
+            if is_within && room.is_none_or(|room| plans.needed() <= room) {
+                return Ok(ServerPlan { options, plans });
             }
             match self.smaller(options) {
                 Some(smaller) => options = smaller,
                 // Nothing can be reduced further. The plan of the wanted bounds is returned, and will be refused with
                 // its numbers.
-                None => return Ok(ServerPlan { options: self.wanted, planned: self.plan(self.wanted)? }),
+                None => {
+                    return Ok(ServerPlan { options: self.wanted, plans: self.model.plans(self.wanted)? });
+                }
             }
         }
     }

@@ -1,25 +1,21 @@
-//! Plans, checks and loads a model.
+//! Checks the plan of a model, and loads the model.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{
-    DriverMemory, FreeMemory, ModelFiles, bound, is_vision, machine, on_device, on_host, place, room_on_gpu,
-};
+use evenkeel::{DriverMemory, FreeMemory, ModelFiles, bound, is_vision, on_host};
 use indicatif::ProgressBar;
 use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
-use keel_engine::plan::plan_seeing_on;
 use keel_engine::split::PlacedPart;
-use keel_engine::{Depth, Engine, EngineError, EngineOptions, SpeculationOptions};
-use keel_models::loading::Parameters;
-use keel_models::{HybridConfig, Part};
-use serde_json::Value;
+use keel_engine::{Engine, EngineError, EngineOptions};
+use keel_models::HybridConfig;
 
-use crate::args::{Device, DeviceArgs, drafts_max};
+use crate::args::{Device, DeviceArgs};
+use crate::placed_model::{DevicePlan, PlacedModel, Plans, choose_device};
 use crate::progress;
 use crate::report::Memory;
-use crate::split_model::{self, DevicePlan};
+use crate::split_model;
 
 /// A loaded engine, with its plan and load time.
 pub struct Session {
@@ -40,60 +36,69 @@ impl Session {
     ///
     /// # Errors
     /// Errors of the plan or of loading, or a plan above the limit.
-    pub fn open(
-        device: &DeviceArgs,
-        runtime: &Runtime,
-        parameters: &dyn Parameters,
-        config: &Value,
-        options: EngineOptions,
-    ) -> Result<Session> {
+    pub fn open(model: PlacedModel<'_>, runtime: &Runtime, options: EngineOptions) -> Result<Session> {
+        let device = model.device;
         let options = device.options().engine_options(options);
-        let plans = plan_apart(device, parameters, config, options)?;
-        bound(&device.options(), runtime, &plans.model, &options)?;
-        plans.check_host(&options)?;
+        let plans = model.plans(options)?;
+        bound(&device.options(), runtime, &plans.model(), &options)?;
+        if let Some(tower) = &plans.tower {
+            check_host(&plans.model(), tower, &options)?;
+        }
         device.announce();
-        let planned = plans.total();
         let tower = device.tower()?.filter(|_| plans.tower.is_some());
         let tower = tower.map(|tower| tower.runtime(options.compute)).transpose()?;
-        let start = Instant::now();
-        let bar = progress::bytes("loading", planned.get(Category::Weights));
-        let devices = [PlacedPart::whole(runtime.clone())];
-        let tower = tower.as_ref();
-        let step = |bytes| bar.inc(bytes);
-        let engine = Engine::load_with_tower_on(&devices, tower, parameters, config, options, &step);
-        bar.finish_and_clear();
-        let (mut engine, devices) = (engine?, plans.devices(device));
-        engine.name_devices(devices.iter().map(|plan| plan.name.clone()).collect());
-        Ok(Session { engine, planned, devices, load_time: start.elapsed() })
+        Session::load_on(&[PlacedPart::whole(runtime.clone())], tower.as_ref(), model, plans, options)
     }
 
-    /// As [`Session::open`], on the device or on the several that share the model.
+    /// As [`Session::open`], on the device or on the several that share the model. Chooses the device if it is `auto`
+    /// and not chosen yet.
     ///
     /// # Errors
     /// As [`Session::open`].
-    pub fn start(
-        device: &DeviceArgs,
-        parameters: &dyn Parameters,
-        config: &Value,
-        options: EngineOptions,
-    ) -> Result<Session> {
-        if device.split.is_split() {
-            return split_model::open(device, parameters, config, options);
+    pub fn start(model: PlacedModel<'_>, options: EngineOptions) -> Result<Session> {
+        choose_device(model.device, |device| PlacedModel { device, ..model }.plan(options));
+        if model.device.split.is_split() {
+            return split_model::open(model, options);
         }
-        Session::open(device, &runtime(device, options.compute)?, parameters, config, options)
+        Session::open(model, &runtime(model.device, options.compute)?, options)
     }
 
-    /// As [`Session::open`], for a checkpoint.
+    /// As [`Session::start`], for a checkpoint.
     ///
     /// # Errors
     /// As [`Session::open`].
     pub fn load(device: &DeviceArgs, model: &ModelFiles, options: EngineOptions) -> Result<Session> {
-        let session = Session::start(device, &*model.parameters(), &model.json, options)?;
+        let session = Session::start(PlacedModel::new(device, &*model.parameters(), &model.json), options)?;
         let vision = model.tensors().names().filter(|name| is_vision(name)).count();
         if vision > 0 && options.vision.is_none() {
             tracing::info!("{vision} tensors of the vision tower are not loaded: there are no pictures");
         }
         Ok(session)
+    }
+
+    /// Loads each part of a model into its runtime, after the checks of [`Session::open`].
+    ///
+    /// # Errors
+    /// Errors of loading.
+    pub fn load_on(
+        devices: &[PlacedPart<Runtime>],
+        tower: Option<&Runtime>,
+        model: PlacedModel<'_>,
+        plans: Plans,
+        options: EngineOptions,
+    ) -> Result<Session> {
+        let (planned, named) = (plans.total(), plans.several());
+        // The backends of the plan go before the weights come.
+        drop(plans);
+        let start = Instant::now();
+        let bar = progress::bytes("loading", planned.get(Category::Weights));
+        let step = |bytes| bar.inc(bytes);
+        let PlacedModel { parameters, config, .. } = model;
+        let engine = Engine::load_with_tower_on(devices, tower, parameters, config, options, &step);
+        bar.finish_and_clear();
+        let mut engine = engine?;
+        engine.name_devices(named.iter().map(|plan| plan.name.clone()).collect());
+        Ok(Session { engine, planned, devices: named, load_time: start.elapsed() })
     }
 
     /// Prepares everything in advance, so that no request waits for it.
@@ -170,151 +175,14 @@ pub fn runtime_on(backend: Arc<dyn Backend>, device: &DeviceArgs) -> Runtime {
     device.options().runtime_on(backend)
 }
 
-/// Chooses the device if it is `auto`, and returns the options for it. `options` returns those for a device, because
-/// drafts depend on it.
-///
-/// # Errors
-/// Errors of `options`.
-pub fn resolve_options(
-    device: &DeviceArgs,
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: impl Fn(Device) -> Result<EngineOptions>,
-) -> Result<EngineOptions> {
-    if device.is_open() {
-        let placed = place(|gpu| plan(&device.on(gpu), parameters, config, options(gpu)?));
-        device.choose(placed.device, placed.why);
-    }
-    Ok(device.options().engine_options(options(device.device())?))
-}
-
-/// How a run is planned to fit.
-#[derive(Debug)]
-pub struct ResolvedOptions {
-    /// The options of the engine.
-    pub options: EngineOptions,
-    /// How the run drafts, if it does.
-    pub speculation: Option<SpeculationOptions>,
-}
-
-/// As [`resolve_options`], for a run that drafts as `speculation` says. If the depth is `auto` and only a plan without
-/// drafts fits on the GPU, the run does not draft.
-///
-/// # Errors
-/// Errors of the plan.
-pub fn resolve_drafting(
-    device: &DeviceArgs,
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: EngineOptions,
-    speculation: Option<SpeculationOptions>,
-) -> Result<ResolvedOptions> {
-    let options_with = |how, gpu| EngineOptions { drafts: drafts_max(how, gpu), ..options };
-    let plan_with = |how, gpu| plan(&device.on(gpu), parameters, config, options_with(how, gpu));
-    let is_auto = speculation.is_some_and(|how| how.depth == Depth::Auto);
-    let mut how = speculation;
-    if device.is_open() {
-        let mut placed = place(|gpu| plan_with(how, gpu));
-        if is_auto && placed.device == Device::Cpu {
-            let plain = place(|gpu| plan_with(None, gpu));
-            if plain.device != Device::Cpu {
-                (placed, how) = (plain, None);
-            }
+/// Compares the bytes of a vision tower on the CPU, and the model's bytes on the host, with the host's free memory.
+fn check_host(model: &MemoryReport, tower: &MemoryReport, options: &EngineOptions) -> Result<()> {
+    match FreeMemory::of_host() {
+        Some(host) if on_host(model, true) + tower.total() > host.bytes => {
+            Err(split_model::too_little(tower, host.bytes, host.why, options))
         }
-        device.choose(placed.device, placed.why);
+        _ => Ok(()),
     }
-    if let (true, Some(_), Device::Cuda(gpu)) = (is_auto, how, device.device()) {
-        let planned = plan_with(how, device.device())?;
-        let fits = match device.limit_of(0) {
-            Some(limit) => planned.total() <= limit,
-            None => room_on_gpu(machine(), gpu).is_none_or(|room| on_device(&planned, true) <= room),
-        };
-        how = how.filter(|_| fits);
-    }
-    if speculation.is_some() && how.is_none() {
-        tracing::info!(
-            "--speculate auto is off: the plan with drafts does not fit on {}",
-            device.device_name()
-        );
-    }
-    let options = device.options().engine_options(options_with(how, device.device()));
-    Ok(ResolvedOptions { options, speculation: how })
-}
-
-/// The name of a vision tower's own device in reports.
-const TOWER_NAME: &str = "cpu (vision)";
-
-/// The plan of a model on one device, and of its vision tower if that is on another.
-pub struct Plans {
-    /// Bytes on the model's device.
-    pub model: MemoryReport,
-    /// Bytes of the tower, which is on the CPU.
-    pub tower: Option<MemoryReport>,
-}
-
-impl Plans {
-    /// The sums of both.
-    pub fn total(&self) -> MemoryReport {
-        [self.model].into_iter().chain(self.tower).sum()
-    }
-
-    /// The devices with their names, if there are two.
-    pub fn devices(&self, device: &DeviceArgs) -> Vec<DevicePlan> {
-        let Some(tower) = self.tower else { return Vec::new() };
-        let of = |name: String, planned| DevicePlan { name, part: Part::default(), planned };
-        vec![of(device.device_name(), self.model), of(TOWER_NAME.into(), tower)]
-    }
-
-    /// Compares the bytes of the tower and the model's bytes on the host with the host's free memory.
-    fn check_host(&self, options: &EngineOptions) -> Result<()> {
-        let (Some(tower), Some(host)) = (self.tower, FreeMemory::of_host()) else { return Ok(()) };
-        if on_host(&self.model, true) + tower.total() <= host.bytes {
-            return Ok(());
-        }
-        Err(split_model::too_little(&tower, host.bytes, host.why, options))
-    }
-}
-
-/// As [`plan`], on a single device, with the bytes of a vision tower that is not on it.
-///
-/// # Errors
-/// As [`evenkeel::plan`].
-pub fn plan_apart(
-    device: &DeviceArgs,
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: EngineOptions,
-) -> Result<Plans> {
-    let options = device.options().engine_options(options);
-    let Some(tower) = device.tower()?.filter(|_| options.vision.is_some()) else {
-        let model = evenkeel::plan(&device.options(), parameters, config, options)?;
-        return Ok(Plans { model, tower: None });
-    };
-    let model = PlacedPart::whole(device.planning_backend(options.compute));
-    let tower = tower.planning_backend(options.compute);
-    let planned = plan_seeing_on(&[model], Some(&tower), parameters, config, options);
-    match planned.map_err(evenkeel::Error::from)?[..] {
-        [model, tower] => Ok(Plans { model, tower: Some(tower) }),
-        ref other => unreachable!("two devices have {} plans", other.len()),
-    }
-}
-
-/// Plans the bytes per category, on all devices that share the model. No weight is read. The bytes of a vision tower on
-/// a device of its own are not part of it: see [`plan_apart`].
-///
-/// # Errors
-/// As [`evenkeel::plan`] and [`split_model::plan_devices`].
-pub fn plan(
-    device: &DeviceArgs,
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: EngineOptions,
-) -> Result<MemoryReport> {
-    if device.split.is_split() {
-        let plans = split_model::plan_devices(device, parameters, config, options)?;
-        return Ok(plans.iter().map(|plan| plan.planned).sum());
-    }
-    Ok(plan_apart(device, parameters, config, options)?.model)
 }
 
 /// Memory of the device's driver before a model is loaded. `None` on the CPU, or if there is no such GPU.
@@ -333,53 +201,5 @@ pub fn check_ids(config: &HybridConfig, ids: &[u32]) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= config.vocab) {
         Some(&id) => Err(EngineError::TokenId { id, vocab: config.vocab }.into()),
         None => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Parser)]
-    struct Arguments {
-        #[command(flatten)]
-        device: DeviceArgs,
-    }
-
-    /// What is settled for the built-in model on a GPU whose memory has this limit.
-    fn settled(limit: u64, depth: Depth) -> ResolvedOptions {
-        let limit = format!("--memory-limit={limit}");
-        let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0", &limit]);
-        let model = ModelFiles::built_in().expect("it is in the program");
-        let how = Some(SpeculationOptions { depth, ..SpeculationOptions::default() });
-        let parameters = model.parameters();
-        resolve_drafting(&device, &*parameters, &model.json, EngineOptions::default(), how)
-            .expect("it is planned")
-    }
-
-    #[test]
-    fn auto_is_off_where_the_plan_fits_only_without_drafts() {
-        let model = ModelFiles::built_in().expect("it is in the program");
-        let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0"]);
-        let bytes = |drafts| {
-            let options = EngineOptions { drafts, ..EngineOptions::default() };
-            plan(&device, &*model.parameters(), &model.json, options).expect("it is planned").total()
-        };
-        let (with, without) =
-            (bytes(drafts_max(Some(SpeculationOptions::default()), Device::Cuda(0))), bytes(0));
-        assert!(without < with);
-        let ResolvedOptions { options, speculation } = settled(with, Depth::Auto);
-        assert!(options.drafts > 0 && speculation.is_some());
-        for limit in [with - 1, without] {
-            let ResolvedOptions { options, speculation } = settled(limit, Depth::Auto);
-            assert_eq!((options.drafts, speculation), (0, None));
-        }
-        let ResolvedOptions { options, speculation } = settled(without, Depth::Fixed(2));
-        assert!(
-            options.drafts == 2 && speculation.is_some(),
-            "a number insists, and the plan is refused later"
-        );
     }
 }

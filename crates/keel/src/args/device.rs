@@ -218,6 +218,14 @@ impl DeviceArgs {
         }
     }
 
+    /// The names of all devices of the model in reports.
+    pub fn names(&self) -> Vec<String> {
+        match self.split.members() {
+            [] => vec![self.device_name()],
+            members => members.iter().map(|member| member.name.clone()).collect(),
+        }
+    }
+
     /// Whether the device is `auto` and not chosen yet.
     pub fn is_open(&self) -> bool {
         let is_free = self.split.members().is_empty() && self.device == Wanted::Auto;
@@ -258,7 +266,7 @@ impl DeviceArgs {
     /// A split for another number of devices; a GPU, its driver or its libraries are missing.
     pub fn group(&self, compute: Compute, planning: bool) -> Result<Vec<Arc<dyn Backend>>> {
         let members = self.split.members();
-        let shares = self.split.split().grid(members.len())?.shares;
+        let shares = self.split.grid()?.shares;
         if members.iter().any(|member| member.device == Device::Cpu) {
             return Ok(self.cpu_group(planning));
         }

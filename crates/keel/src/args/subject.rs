@@ -6,8 +6,9 @@ use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
 use serde_json::Value;
 
-use super::{Pooling, ShapeArgs, TowerArgs};
+use super::{DeviceArgs, Pooling, ShapeArgs, TowerArgs};
 use crate::failure::usage;
+use crate::placed_model::PlacedModel;
 use crate::source;
 use evenkeel::ModelFiles;
 
@@ -42,6 +43,11 @@ pub struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
+    /// The subject for this device or these devices.
+    pub fn on<'s>(&'s self, device: &'s DeviceArgs) -> PlacedModel<'s> {
+        PlacedModel::new(device, &*self.parameters, &self.json)
+    }
+
     /// The subject for a model on disk.
     pub fn of(model: &'a ModelFiles) -> Subject<'a> {
         Subject {

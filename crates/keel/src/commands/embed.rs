@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, Pooling};
 use crate::failure::usage;
-use crate::session::{Session, resolve_options};
+use crate::session::Session;
 use crate::{input, output, pooling, progress};
 
 /// Texts that run at once.
@@ -83,7 +83,6 @@ pub fn run(args: &EmbedArgs) -> Result<()> {
         row_hidden: pooling == Pooling::Mean,
         ..args.engine.options()
     };
-    let options = resolve_options(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let session = Session::load(&args.device, &model, options)?;
     let readout = match pooling {
         Pooling::Last => Readout::LastHidden,

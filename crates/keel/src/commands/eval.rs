@@ -9,7 +9,7 @@ use keel_engine::{EngineOptions, PREFILL_GRID};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs};
-use crate::session::{Session, check_ids, resolve_options};
+use crate::session::{Session, check_ids};
 use crate::{input, output, progress, source};
 use evenkeel::ModelText;
 use evenkeel::context_for;
@@ -74,7 +74,6 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         all_logits: true,
         ..args.engine.options()
     };
-    let options = resolve_options(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let mut session = Session::load(&args.device, &model, options)?;
     let mut other = args.kl.as_deref().map(|other| reference(args, other, options)).transpose()?;
     if let Some(other) = &other {

@@ -17,7 +17,6 @@ use crate::server_plan::{self, Planner};
 use crate::{output, source};
 use evenkeel::ModelFiles;
 use evenkeel::human_bytes;
-use evenkeel::on_device;
 use variants::Variant;
 
 /// Numbers of sequences to try if none is given.
@@ -282,15 +281,11 @@ impl Form<'_> {
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
         let planner = Planner::new(&holding, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;
         let options = EngineOptions { largest_steps: is_quick, ..planner.wanted };
-        let needs = planner.needs(options)?;
-        let (planned, is_gpu) = (needs.planned, on.device() != Device::Cpu);
+        let plans = variant.subject.on(on).plans(options)?;
+        let planned = plans.model();
         // A limit counts what --memory-limit counts. Free memory is a GPU's own; devices of the CPU share the host's.
-        let needed = match needs.largest().filter(|_| is_gpu) {
-            _ if args.limit.is_some() => needs.charged(),
-            Some(largest) => largest,
-            None => on_device(&planned, is_gpu),
-        };
-        let split = needs.largest().map(|largest| (on.split.split(), largest));
+        let needed = if args.limit.is_some() { plans.charged() } else { plans.needed() };
+        let split = plans.largest().map(|largest| (on.split.split(), largest));
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();
         let kv_flag = if default_kv { String::new() } else { format!(" --kv-bits {}", bits_of(kv)) };
         let device = match on.device() {

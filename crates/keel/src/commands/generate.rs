@@ -14,8 +14,9 @@ use crate::args::{
     SpeculateArgs,
 };
 use crate::failure::usage;
+use crate::placed_model::{PlacedModel, ResolvedOptions};
 use crate::report::{Memory, Timing};
-use crate::session::{self, ResolvedOptions, Session, check_ids, close, resolve_drafting};
+use crate::session::{self, Session, check_ids, close};
 use crate::speculation::SpeculationReport;
 use crate::vision::{self, Prepared};
 use crate::{output, progress};
@@ -161,7 +162,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let how = &mut course.how.options;
     let options = EngineOptions { context, vision, ..args.engine.options() };
     let ResolvedOptions { options, speculation } =
-        resolve_drafting(&args.device, &*model.parameters(), &model.json, options, how.speculation)?;
+        PlacedModel::new(&args.device, &*model.parameters(), &model.json)
+            .resolve_drafting(options, how.speculation)?;
     how.speculation = speculation;
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::args::{DeviceArgs, TowerArgs};
 use crate::failure::usage;
-use crate::session;
+use crate::placed_model::PlacedModel;
 use crate::{output, source};
 use evenkeel::human_bytes;
 use evenkeel::{ModelFiles, WeightFiles};
@@ -66,7 +66,7 @@ fn facts(model: &ModelFiles, device: &DeviceArgs) -> Result<Value> {
     };
     let options = EngineOptions { context: context_for(config, 1)?, ..EngineOptions::default() };
     let parameters = model.parameters();
-    let planned = session::plan(device, &*parameters, &model.json, options)?;
+    let planned = PlacedModel::new(device, &*parameters, &model.json).plan(options)?;
     let mut facts = json!({
         "path": model.path.display().to_string(),
         "model_type": config.model_type,

@@ -15,7 +15,7 @@ use keel_weights::{SafetensorsWriter, TensorSpec};
 use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
 use crate::failure::usage;
 use crate::output;
-use crate::session::{Session, check_ids, resolve_options};
+use crate::session::{Session, check_ids};
 use crate::vision::{self, Conversation, EncodedMedia, Prepared};
 use evenkeel::ModelText;
 use evenkeel::context_for;
@@ -83,7 +83,6 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
         vision: prepared.as_ref().and_then(Prepared::vision_options),
         ..args.engine.options()
     };
-    let options = resolve_options(&args.device, &*model.parameters(), &model.json, |_| Ok(options))?;
     let mut session = Session::load(&args.device, &model, options)?;
     let seen = prepared.as_ref().map(|prepared| prepared.look(&mut session.engine)).transpose()?;
     let shapes = write_logits(&mut session, &ids, prepared.as_ref().zip(seen.as_ref()), args)?;

@@ -1,28 +1,25 @@
 //! `keel plan`: prints the memory of a run before the run.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result};
 use clap::Args;
-use keel_array::{AttentionSpec, Backend, MemoryReport};
+use keel_array::AttentionSpec;
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, launches, steps};
-use keel_engine::split::{MixtureChoice, PlacedPart};
+use keel_engine::split::MixtureChoice;
 use keel_models::{MixtureCut, Shard};
 use serde_json::{Value, json};
 
-use crate::args::{Device, SpeculateArgs, Subject, SubjectArgs, parse_bytes};
+use crate::args::{SpeculateArgs, SubjectArgs, parse_bytes};
 use crate::commands::serve::ServeOptions;
 use crate::failure::usage;
 use crate::output;
+use crate::placed_model::{DevicePlan, PlacedModel, Plans};
 use crate::report::{categories, devices_table, driver_json, plan_table};
-use crate::server_plan;
-use crate::session::{self, Plans, resolve_drafting};
-use crate::split_model::{self, DevicePlan};
-use evenkeel::DRIVER_ROOM_BYTES;
+use crate::server_plan::{self, ServerPlan};
+use crate::session;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
-use evenkeel::{FreeMemory, on_host};
+use evenkeel::{DRIVER_ROOM_BYTES, DriverMemory, FreeMemory, on_host};
 
 /// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
@@ -72,36 +69,26 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let model = args.subject.open()?;
     let drafts = args.speculate.wants_head() || holding.drafts.is_some_and(|drafts| drafts > 0);
     let subject = args.subject.subject(model.as_ref(), drafts)?;
+    let placed = subject.on(device);
     if is_server {
-        let held = server_plan::plan_server(&args.server, &subject)?;
-        if device.split.is_split() {
-            let requests = Some(args.server.request_memory());
-            return print_devices(args, &subject, held.options, requests, verbose);
-        }
-        return print_all(
-            args,
-            &subject,
-            &held.planned,
-            held.options,
-            Some(args.server.request_memory()),
-            verbose,
-        );
+        let ServerPlan { options, plans } = server_plan::plan_server(&args.server, &subject)?;
+        let requests = Some(args.server.request_memory());
+        return Printed { placed, options, plans, requests }.print(args.json, verbose);
     }
     let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
     let sequences = args.batch.unwrap_or(1);
     let speculation = args.speculate.for_subject(&subject, device, model.is_none())?;
     let options = EngineOptions { context, sequences, ..args.server.engine.options() };
-    let options =
-        resolve_drafting(device, &*subject.parameters, &subject.json, options, speculation)?.options;
-    if device.split.is_split() {
-        return print_devices(args, &subject, options, None, verbose);
-    }
+    let options = placed.resolve_drafting(options, speculation)?.options;
     match args.limit {
-        Some(limit) => print_fit(args, &subject, options, limit),
+        Some(_) if device.split.is_split() => {
+            Err(usage("--limit: what fits is told of one device; leave out --devices"))
+        }
+        Some(limit) => print_fit(placed, options, limit, args.json),
         None => {
-            let planned = session::plan(device, &*subject.parameters, &subject.json, options)?;
-            print_all(args, &subject, &planned, options, None, verbose)
+            let plans = placed.plans(options)?;
+            Printed { placed, options, plans, requests: None }.print(args.json, verbose)
         }
     }
 }
@@ -120,145 +107,124 @@ fn check_no_run(args: &PlanArgs) -> Result<()> {
     Err(usage(wrong))
 }
 
-/// `requests` is the bound on the memory of a server's requests. It is not one of the plan's categories, because it is
-/// not allocated.
-fn print_all(
-    args: &PlanArgs,
-    subject: &Subject<'_>,
-    planned: &MemoryReport,
+/// A plan to print.
+struct Printed<'a> {
+    placed: PlacedModel<'a>,
     options: EngineOptions,
+    plans: Plans,
+    /// The bound on the memory of a server's requests. It is not one of the plan's categories, because it is not
+    /// allocated.
     requests: Option<u64>,
-    verbose: bool,
-) -> Result<()> {
-    let tower = match args.server.device.tower()? {
-        Some(_) => {
-            session::plan_apart(&args.server.device, &*subject.parameters, &subject.json, options)?.tower
-        }
-        None => None,
-    };
-    print_plan(args, &Plans { model: *planned, tower }, options, requests)?;
-    if !verbose || args.json {
-        return Ok(());
-    }
-    let backend = args.server.device.planning_backend(options.compute);
-    print_steps(args, &subject.json, options, &[PlacedPart::whole(Arc::clone(&backend))])?;
-    output::line("")?;
-    let launches = launches(&backend, &*subject.parameters, &subject.json, options)?;
-    launches.iter().try_for_each(|line| output::line(line))
 }
 
-fn print_steps(
-    args: &PlanArgs,
-    config: &Value,
-    options: EngineOptions,
-    devices: &[PlacedPart<Arc<dyn Backend>>],
-) -> Result<()> {
-    let apart = args.server.device.tower()?.map(|tower| tower.planning_backend(options.compute));
-    let tower = apart.as_ref().unwrap_or(&devices[devices.len() - 1].device);
-    output::line("")?;
-    steps(devices, &**tower, config, options)?.iter().try_for_each(|line| output::line(line))
-}
+impl Printed<'_> {
+    fn print(&self, as_json: bool, verbose: bool) -> Result<()> {
+        self.placed.device.announce();
+        let driver = session::driver(self.placed.device, self.options.compute);
+        let mixture = self.placed.mixture(self.options)?;
+        if as_json {
+            return output::json(&self.to_json(driver, mixture));
+        }
+        self.print_table(mixture)?;
+        if !self.is_split() {
+            self.print_room(driver)?;
+        }
+        if verbose { self.print_steps() } else { Ok(()) }
+    }
 
-fn print_plan(args: &PlanArgs, plans: &Plans, options: EngineOptions, requests: Option<u64>) -> Result<()> {
-    let device = &args.server.device;
-    device.announce();
-    let driver = session::driver(device, options.compute);
-    if args.json {
-        let mut object = categories(&plans.total());
-        let devices = plans.devices(device);
-        if !devices.is_empty() {
-            let of = |plan: &DevicePlan| {
-                let mut object = categories(&plan.planned);
-                object["device"] = json!(plan.name);
-                object
-            };
-            object["devices"] = devices.iter().map(of).collect();
-        }
-        if let Some(driver) = driver {
-            object["driver"] = driver_json(&driver);
-        }
-        if let Some(requests) = requests {
-            object["requests"] = json!(requests);
-        }
-        return output::json(&object);
+    fn is_split(&self) -> bool {
+        self.placed.device.split.is_split()
     }
-    let of_pool = match options.pool_pages {
-        Some(pages) => format!(", {} tokens of keys and values together", pages * AttentionSpec::PAGE),
-        None => String::new(),
-    };
-    output::line(&format!("context {}, batch {}{of_pool}\n", options.context, options.sequences))?;
-    let devices = plans.devices(device);
-    let columns: Vec<_> = devices.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
-    output::text(&if columns.is_empty() { plan_table(&plans.model) } else { devices_table(&columns) })?;
-    if let Some(requests) = requests {
-        let bound = human_bytes(requests);
-        output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
-    }
-    if let Some(host) = FreeMemory::of_host() {
-        let tower = plans.tower.map_or(0, |tower| tower.total());
-        let needed = on_host(&plans.model, device.device() != Device::Cpu) + tower;
-        let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
-        output::line(&format!("free        {} ({}): the plan {fits}", human_bytes(host.bytes), host.why))?;
-    }
-    let Some(driver) = driver else { return Ok(()) };
-    output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
-    let (limit, room) = (human_bytes(driver.limit()), human_bytes(DRIVER_ROOM_BYTES));
-    output::line(&format!(
-        "limit       {limit} (default: the free memory minus {room} for code and other programs)"
-    ))
-}
 
-/// Prints the plan of a model on several devices. `requests` is as in [`print_all`].
-fn print_devices(
-    args: &PlanArgs,
-    subject: &Subject<'_>,
-    options: EngineOptions,
-    requests: Option<u64>,
-    verbose: bool,
-) -> Result<()> {
-    if args.limit.is_some() {
-        return Err(usage("--limit: what fits is told of one device; leave out --devices"));
-    }
-    let device = &args.server.device;
-    let plans = split_model::plan_devices(device, &*subject.parameters, &subject.json, options)?;
-    let mixture = split_model::mixture(device, &*subject.parameters, &subject.json, options)?;
-    let layers = |plan: &DevicePlan| plan.part.layers.clone();
-    if args.json {
-        let mut object = categories(&plans.iter().map(|plan| plan.planned).sum());
-        let of = |plan: &DevicePlan| {
-            let mut object = categories(&plan.planned);
-            object["device"] = json!(plan.name);
-            object["layers"] = json!([layers(plan).start, layers(plan).end]);
+    fn to_json(&self, driver: Option<DriverMemory>, mixture: Option<MixtureChoice>) -> Value {
+        let mut object = categories(&self.plans.total());
+        let device = |DevicePlan { name, part, planned }: &DevicePlan| {
+            let mut object = categories(planned);
+            object["device"] = json!(name);
+            if self.is_split() {
+                object["layers"] = json!([part.layers.start, part.layers.end]);
+            }
             object
         };
-        object["devices"] = plans.iter().map(of).collect();
+        let devices: Vec<Value> = self.plans.several().iter().map(device).collect();
+        if !devices.is_empty() {
+            object["devices"] = devices.into();
+        }
         if let Some(MixtureChoice { cut, reason }) = mixture {
             let cut = if cut == MixtureCut::Experts { "experts" } else { "columns" };
             object["experts"] = json!({"by": cut, "why": reason});
         }
-        if let Some(requests) = requests {
+        if let Some(driver) = driver {
+            object["driver"] = driver_json(&driver);
+        }
+        if let Some(requests) = self.requests {
             object["requests"] = json!(requests);
         }
-        return output::json(&object);
+        object
     }
-    output::line(&format!("context {}, batch {}", options.context, options.sequences))?;
-    plans.iter().try_for_each(|plan| output::line(&format!("{}: {}", plan.name, holds(plan))))?;
-    if let Some(MixtureChoice { reason, .. }) = &mixture {
-        output::line(&format!("experts: {reason}"))?;
-    }
-    let columns: Vec<_> = plans.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
-    output::line("")?;
-    output::text(&devices_table(&columns))?;
-    if let Some(requests) = requests {
+
+    fn print_table(&self, mixture: Option<MixtureChoice>) -> Result<()> {
+        let Printed { options, plans, .. } = self;
+        let of_pool = match options.pool_pages {
+            Some(pages) if !self.is_split() => {
+                format!(", {} tokens of keys and values together", pages * AttentionSpec::PAGE)
+            }
+            _ => String::new(),
+        };
+        output::line(&format!("context {}, batch {}{of_pool}", options.context, options.sequences))?;
+        if self.is_split() {
+            plans
+                .devices
+                .iter()
+                .try_for_each(|plan| output::line(&format!("{}: {}", plan.name, holds(plan))))?;
+        }
+        if let Some(MixtureChoice { reason, .. }) = mixture {
+            output::line(&format!("experts: {reason}"))?;
+        }
+        output::line("")?;
+        let devices = plans.several();
+        let columns: Vec<_> = devices.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
+        output::text(&if columns.is_empty() { plan_table(&plans.total()) } else { devices_table(&columns) })?;
+        let Some(requests) = self.requests else { return Ok(()) };
         let bound = human_bytes(requests);
-        output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))?;
+        output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))
     }
-    if !verbose {
-        return Ok(());
+
+    /// Prints the free memory of the host, and the memory of the GPU's driver.
+    fn print_room(&self, driver: Option<DriverMemory>) -> Result<()> {
+        if let Some(host) = FreeMemory::of_host() {
+            let tower = self.plans.tower.map_or(0, |tower| tower.total());
+            let needed = on_host(&self.plans.model(), self.plans.is_gpu) + tower;
+            let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
+            output::line(&format!(
+                "free        {} ({}): the plan {fits}",
+                human_bytes(host.bytes),
+                host.why
+            ))?;
+        }
+        let Some(driver) = driver else { return Ok(()) };
+        output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
+        let (limit, room) = (human_bytes(driver.limit()), human_bytes(DRIVER_ROOM_BYTES));
+        output::line(&format!(
+            "limit       {limit} (default: the free memory minus {room} for code and other programs)"
+        ))
     }
-    let backends = device.group(options.compute, true)?;
-    let devices = PlacedPart::each(backends, plans.iter().map(|plan| plan.part.clone()));
-    print_steps(args, &subject.json, options, &devices)
+
+    /// Prints the shapes of steps; of a model on one device also the launches of a step.
+    fn print_steps(&self) -> Result<()> {
+        let Printed { placed: PlacedModel { device, parameters, config }, options, .. } = *self;
+        let devices = &self.plans.planned_on;
+        let leader = &devices[devices.len() - 1].device;
+        let tower = device.tower()?.map(|tower| tower.planning_backend(options.compute));
+        let steps = steps(devices, &**tower.as_ref().unwrap_or(leader), config, options)?;
+        output::line("")?;
+        steps.iter().try_for_each(|line| output::line(line))?;
+        if self.is_split() {
+            return Ok(());
+        }
+        output::line("")?;
+        launches(leader, parameters, config, options)?.iter().try_for_each(|line| output::line(line))
+    }
 }
 
 /// The part of the model that a device holds, in words.
@@ -274,10 +240,11 @@ fn holds(plan: &DevicePlan) -> String {
     format!("{share}{begin}layers {first} to {last}{end}")
 }
 
-fn print_fit(args: &PlanArgs, subject: &Subject<'_>, options: EngineOptions, limit: u64) -> Result<()> {
-    let backend = args.server.device.planning_backend(options.compute);
-    let fit = fit(&backend, &*subject.parameters, &subject.json, options, limit)?;
-    if args.json {
+fn print_fit(placed: PlacedModel<'_>, options: EngineOptions, limit: u64, as_json: bool) -> Result<()> {
+    let PlacedModel { device, parameters, config } = placed;
+    let backend = device.planning_backend(options.compute);
+    let fit = fit(&backend, parameters, config, options, limit)?;
+    if as_json {
         return output::json(&json!({"limit": limit, "context": fit.context, "batch": fit.sequences}));
     }
     let within = human_bytes(limit);

@@ -270,7 +270,7 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         subject.name
     );
     listen(args, text, server_options, options, |device| {
-        let session = Session::start(device, &*subject.parameters, &subject.json, options)?;
+        let session = Session::start(subject.on(device), options)?;
         session::forget();
         Ok(session)
     })

@@ -5,12 +5,10 @@ use keel_array::{Category, Runtime, RuntimeOptions, Weight};
 use keel_cache::LayerSpec;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::blocks::FeedForward;
-use keel_models::loading::Parameters;
 use keel_models::{HybridConfig, HybridModel, MixerKind};
 use serde_json::Value;
 
-use crate::args::DeviceArgs;
-use crate::session;
+use crate::placed_model::PlacedModel;
 
 /// The least memory traffic and arithmetic of a model.
 #[derive(Clone, Debug)]
@@ -38,24 +36,19 @@ impl Cost {
     ///
     /// # Errors
     /// Those of the plan.
-    pub fn of(
-        engine: &Engine,
-        device: &DeviceArgs,
-        parameters: &dyn Parameters,
-        config: &Value,
-    ) -> Result<Cost> {
+    pub fn of(engine: &Engine, model: PlacedModel<'_>) -> Result<Cost> {
         // Of a split model each device knows its part alone. A plan of the whole has the same bytes.
         let whole = match engine.is_split() {
-            true => Some(whole_engine(engine.options(), device, parameters, config)?),
+            true => Some(whole_engine(engine.options(), model)?),
             false => None,
         };
         let engine = whole.as_ref().unwrap_or(engine);
-        let device = &device.on(device.device());
-        let model = engine.model();
         let ledger = engine.runtime().ledger().active();
         let least =
             EngineOptions { context: 1, prefill_step: 64, sequences: 1, drafts: 0, ..*engine.options() };
-        let without_head = session::plan(device, parameters, &without_draft_head(config), least)?;
+        let (device, config) = (&model.device.on(model.device.device()), &without_draft_head(model.config));
+        let without_head = PlacedModel { device, config, ..model }.plan(least)?;
+        let model = engine.model();
         let read = without_head.get(Category::Weights) - unread_embedding_bytes(model);
         let expert_bytes = expert_bytes(model);
         let moe = model.config.moe.as_ref();
@@ -119,14 +112,9 @@ impl Cost {
 }
 
 /// The whole model on one device that only plans.
-fn whole_engine(
-    options: &EngineOptions,
-    device: &DeviceArgs,
-    parameters: &dyn Parameters,
-    config: &Value,
-) -> Result<Engine> {
-    let backend = device.on(device.device()).planning_backend(options.compute);
-    let runtime = Runtime::new(backend, RuntimeOptions::default());
+fn whole_engine(options: &EngineOptions, model: PlacedModel<'_>) -> Result<Engine> {
+    let PlacedModel { device, parameters, config } = model;
+    let runtime = Runtime::new(device.planning_backend(options.compute), RuntimeOptions::default());
     let options = device.options().engine_options(*options);
     Ok(Engine::load(&runtime, parameters, config, options, &|_| ())?)
 }

@@ -21,8 +21,9 @@ use serde_json::{Value, json};
 use crate::args::{Device, DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs};
 use crate::failure::usage;
 use crate::output;
+use crate::placed_model::ResolvedOptions;
 use crate::report::Memory;
-use crate::session::{self, ResolvedOptions, Session, resolve_drafting};
+use crate::session::{self, Session};
 use cost::Cost;
 use drawing::Drawing;
 use evenkeel::context_for;
@@ -115,7 +116,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let speculation = args.speculate.for_subject(&subject, &args.device, model.is_none())?;
     let options = EngineOptions { context, sequences: args.batch.into(), ..args.engine.options() };
     let ResolvedOptions { options, speculation } =
-        resolve_drafting(&args.device, &*subject.parameters, &subject.json, options, speculation)?;
+        subject.on(&args.device).resolve_drafting(options, speculation)?;
     let report = measure(args, &subject, options, speculation)?;
     if args.json { output::json(&report.to_json(args)) } else { output::text(&report.to_text(args)) }
 }
@@ -145,7 +146,7 @@ fn measure(
     if let (Some(recorder), Some(path)) = (recorder, &args.plot) {
         recorder.stop().draw(path)?;
     }
-    let cost = Cost::of(&session.engine, &args.device, &*subject.parameters, &subject.json)?;
+    let cost = Cost::of(&session.engine, subject.on(&args.device))?;
     let batch = options.sequences;
     let depth = args.prompt + args.generated / 2;
     let decode_floor = machine.read_bytes_per_s / cost.decode_bytes(batch, depth) * batch as f64;
@@ -181,7 +182,7 @@ fn open(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Resu
         if args.plot.is_some() || args.profile {
             return Err(usage("--plot and --profile are of one device: leave out --devices"));
         }
-        let session = Session::start(device, &*subject.parameters, &subject.json, options)?;
+        let session = Session::start(subject.on(device), options)?;
         return Ok(Opened { session, recorder: None, profiled: None });
     }
     let (runtime, profiled) = if args.profile {
@@ -191,7 +192,7 @@ fn open(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Resu
         (session::runtime(device, options.compute)?, None)
     };
     let recorder = args.plot.as_ref().map(|_| Recorder::start(runtime.ledger()));
-    let session = Session::open(device, &runtime, &*subject.parameters, &subject.json, options)?;
+    let session = Session::open(subject.on(device), &runtime, options)?;
     Ok(Opened { session, recorder, profiled })
 }
 

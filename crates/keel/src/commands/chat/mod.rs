@@ -15,7 +15,8 @@ use keel_engine::EngineOptions;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs};
 use crate::output;
-use crate::session::{ResolvedOptions, Session, close, resolve_drafting};
+use crate::placed_model::{PlacedModel, ResolvedOptions};
+use crate::session::{Session, close};
 use crate::speculation::SpeculationReport;
 use crate::vision::ChatImages;
 use conversation::{Conversation, Manner};
@@ -74,7 +75,8 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let speculation = args.speculate.for_model(&model, &args.device, &args.sampling)?;
     let options = EngineOptions { context, checkpoints: CHECKPOINTS, vision, ..args.engine.options() };
     let ResolvedOptions { options, speculation } =
-        resolve_drafting(&args.device, &*model.parameters(), &model.json, options, speculation)?;
+        PlacedModel::new(&args.device, &*model.parameters(), &model.json)
+            .resolve_drafting(options, speculation)?;
     let settings =
         Settings { sampler: args.sampling.options(&text.defaults)?, max_tokens: args.sampling.max_tokens };
     TextStream::new(&text.tokenizer, &args.sampling.stop).context("--stop")?;

@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use anyhow::Result;
-use keel_engine::EngineOptions;
 use keel_server::{
     Loaded, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, bind, wait_for_signal,
 };
@@ -60,8 +59,8 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
     let model = source::open(Some(&named.model), mmproj)?;
     let text = ModelText::new(&model.text_files()?)?;
     let id = named.name.clone().unwrap_or_else(|| named::of(&model));
-    let ServerPlan { options, planned } = server_plan::plan_server(args, &Subject::of(&model))?;
-    let tower_bytes = tower_bytes(args, &Subject::of(&model), options)?;
+    let ServerPlan { options, plans } = server_plan::plan_server(args, &Subject::of(&model))?;
+    let (bytes, tower_bytes) = (plans.model().total(), plans.tower.map_or(0, |tower| tower.total()));
     let tower = if tower_bytes > 0 {
         format!(", and {} on the CPU", human_bytes(tower_bytes))
     } else {
@@ -69,7 +68,7 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
     };
     tracing::info!(
         "{id} holds {}{tower} for {} sequences of up to {} tokens",
-        human_bytes(planned.total()),
+        human_bytes(bytes),
         options.sequences,
         options.context
     );
@@ -98,14 +97,5 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
         Ok(Loaded { engine: session.engine, text, prefix_store: prefix_store.clone() })
     };
     let load = Box::new(move || load().map_err(|error| format!("{error:#}").into()));
-    Ok(ServedModel { id, bytes: planned.total(), tower_bytes, context: options.context, takes, load })
-}
-
-/// Planned bytes of the vision tower if it is on the CPU and the model is not.
-fn tower_bytes(args: &ServeOptions, subject: &Subject<'_>, options: EngineOptions) -> Result<u64> {
-    if args.device.tower()?.is_none() || options.vision.is_none() {
-        return Ok(0);
-    }
-    let plans = session::plan_apart(&args.device, &*subject.parameters, &subject.json, options)?;
-    Ok(plans.tower.map_or(0, |tower| tower.total()))
+    Ok(ServedModel { id, bytes, tower_bytes, context: options.context, takes, load })
 }
