@@ -142,7 +142,9 @@ impl ModelCache {
         self.drop_checkpoints_after(sequence, None);
         self.shorten(sequence, 0);
         self.drop_window(sequence);
-        self.clear_slot(sequence.slot())
+        self.clear_slot(sequence.slot())?;
+        self.pools.lock().failed_steps[sequence.slot().index()] = None;
+        Ok(())
     }
 
     /// Saves the present state, so that the sequence can go back to it. If no checkpoint is free, it replaces the
@@ -286,8 +288,7 @@ impl ModelCache {
         self.own_last_page(twin)
     }
 
-    pub(crate) fn clear_slot(&mut self, slot: SlotId) -> Result<()> {
-        self.pools.lock().failed_steps[slot.index()] = None;
+    fn clear_slot(&mut self, slot: SlotId) -> Result<()> {
         for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
             array.clear_entry(slot.index())?;
         }

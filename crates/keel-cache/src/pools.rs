@@ -15,7 +15,8 @@ pub(crate) struct Pools {
     pub slots: Vec<SlotId>,
     pub checkpoints: Vec<CheckpointId>,
     pub blocks: Vec<BlockId>,
-    /// By slot: how a failed step left it.
+    /// By slot: how a failed step left it. It is cleared when the slot is taken: when a sequence gives its slot back, a
+    /// step of it may still be under way.
     pub failed_steps: Vec<Option<FailedStepState>>,
 }
 
@@ -25,10 +26,7 @@ impl Pools {
         self.checkpoints.extend(sequence.checkpoints.drain(..).map(|saved| saved.entry));
         sequence.pages.drain(..).for_each(|page| self.pages.release(page));
         sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
-        if let Some(slot) = sequence.slot.take() {
-            self.failed_steps[slot.index()] = None;
-            self.slots.push(slot);
-        }
+        self.slots.extend(sequence.slot.take());
     }
 }
 

@@ -167,7 +167,7 @@ static __device__ __forceinline__ void write_rows(WarpSums& result, const float 
         if (begin > 0) __syncthreads(); // the pairs before have been read
         const int half = begin / 8;
         const u32 m = lane / 4 + 8 * half - begin, pairs = min(count - begin, SUM_ROWS);
-        if (m < pairs && softmax.largest[half] != -INF) put_sums(result.sums[warp][m], sums, half);
+        if (m < pairs && softmax.total[half] != 0.0f) put_sums(result.sums[warp][m], sums, half);
         if (m < pairs && lane % 4 == 0) {
             result.largest[warp][m] = softmax.largest[half] * scale;
             result.total[warp][m] = softmax.total[half];
@@ -181,10 +181,9 @@ static __device__ __forceinline__ void write_rows(WarpSums& result, const float 
             for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, result.largest[w][pair]);
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                // A warp that saw no key left no sums.
-                const float x = result.largest[w][pair];
-                if (x == -INF) continue;
-                const float f = expf(x - largest);
+                // A warp that saw no key left no sums. One whose scores are all NaN has a total of NaN.
+                if (result.total[w][pair] == 0.0f) continue;
+                const float f = expf(result.largest[w][pair] - largest);
                 const float2 part = *(const float2*)&result.sums[w][pair][d];
                 total = fmaf(f, result.total[w][pair], total);
                 sum.x = fmaf(f, part.x, sum.x);

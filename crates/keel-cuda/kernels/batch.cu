@@ -15,13 +15,45 @@
 #define ACCEPTED_MISSING 8
 #define LOG_SHORT 9
 #define PAGE_TWICE 10
+#define PAGE_SHARED 11
+#define PAGE_OVERWRITTEN 12
 #define PAGE 256
 // Slot number of a padding sequence: it has no rows to run and none to commit.
 #define NO_SLOT 0xffffffffu
 
+// The pages that sequences write, in shared memory: each as one word, with the number of a sequence that writes it in
+// the low half. It lies in the first place that was free, counted from its own number on.
+#define PLACES 2048
+#define FREE 0xffffffffffffffffull
+
+__device__ inline void free_places(u64* written) {
+    for (u32 i = threadIdx.x; i < PLACES; i += blockDim.x) written[i] = FREE;
+}
+// Enters that `sequence` writes `page`. Returns the word that the page has already, or FREE. There is a place for it,
+// unless the rows of sequences overlap, which is reported in any case.
+__device__ inline u64 enter(u64* written, u32 page, u32 sequence) {
+#pragma unroll 1
+    for (u32 i = 0; i < PLACES; ++i) {
+        const u64 found = atomicCAS(&written[(page + i) % PLACES], FREE, (u64)page << 32 | sequence);
+        if (found == FREE || found >> 32 == page) return found;
+    }
+    return FREE;
+}
+// Whether the first sequence that entered `page` is this one.
+__device__ inline bool is_written_by(const volatile u64* written, u32 page, u32 sequence) {
+#pragma unroll 1
+    for (u32 i = 0; i < PLACES; ++i) {
+        const u64 found = written[(page + i) % PLACES];
+        if (found == FREE || found >> 32 == page) return found == ((u64)page << 32 | sequence);
+    }
+    return false;
+}
+
 extern "C" __global__ void check_batch(
 #include "check_batch.params"
 ) {
+    __shared__ u64 written[PLACES];
+    if (table) free_places(written);
     wait_for_inputs();
     // If several threads find an error, the lowest one reports, so that the numbers belong together.
     __shared__ u32 reporter;
@@ -47,8 +79,13 @@ extern "C" __global__ void check_batch(
         const u64 stop = (u64)start + (end - first), used = (stop + PAGE - 1) / PAGE;
         const u64 seen = window && start + 1 > window ? (start + 1 - window) / PAGE : 0;
         if (used > table_width) { what = TABLE_SHORT; number = (u32)stop; bound = table_width; continue; }
-        for (u64 i = seen; i < used; ++i)
-            if (table[(u64)b * table_width + i] >= pages) { what = PAGE_MISSING; number = table[(u64)b * table_width + i]; bound = pages; }
+        const u32 first_written = table[(u64)b * table_width + start / PAGE];
+        for (u64 i = seen; i < used; ++i) {
+            const u32 page = table[(u64)b * table_width + i];
+            if (page >= pages) { what = PAGE_MISSING; number = page; bound = pages; }
+            // Without a window all earlier keys are seen. Later pages than the first one are looked at below.
+            if (!window && page == first_written && i < start / PAGE) { what = PAGE_OVERWRITTEN; number = page; bound = b; }
+        }
         // Pages that left a window may be reused for later positions, but not while rows of one run still see them: all
         // rows of a run are written before the first one attends.
         for (u64 at = start; window && at < stop; at += run) {
@@ -56,6 +93,35 @@ extern "C" __global__ void check_batch(
             for (u64 i = at / PAGE; i * PAGE < end_of_run; ++i)
                 for (u64 j = from; j < i; ++j)
                     if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = (u32)(end_of_run - at); bound = window; }
+        }
+    }
+    // One round, unless more pages are written than there are places. Then a round takes the pages of one remainder,
+    // which have places in any case.
+    const u32 rounds = rows / PAGE + 2 * sequences <= PLACES ? 1 : (pages + PLACES - 1) / PLACES;
+    for (u32 round = 0; table && round < rounds; ++round) {
+        if (round > 0) {
+            __syncthreads();
+            free_places(written);
+            __syncthreads();
+        }
+        for (u32 b = threadIdx.x; b < sequences && what == 0; b += blockDim.x) {
+            const u32 count = row_start[b + 1] - row_start[b], start = position ? position[b] : 0;
+            if (count == 0) continue;
+            const u32* own = table + (u64)b * table_width;
+            const u32 begin = start / PAGE, used = (u32)(((u64)start + count + PAGE - 1) / PAGE);
+            for (u32 i = begin; i < used; ++i) {
+                const u32 page = own[i];
+                if (rounds > 1 && page % rounds != round) continue;
+                const u64 before = enter(written, page, b);
+                if (before == FREE) continue;
+                const u32 other = (u32)before;
+                if (other == b && window) continue; // a later run may come back to a page
+                number = page;
+                what = other == b ? PAGE_OVERWRITTEN : PAGE_SHARED;
+                bound = other == b ? b : min(b, other) << 16 | max(b, other);
+            }
+            for (u32 i = 0; !window && begin + 1 < used && i < begin; ++i)
+                if (is_written_by(written, own[i], b)) { what = PAGE_OVERWRITTEN; number = own[i]; bound = b; }
         }
     }
     if (what != 0) atomicMin(&reporter, threadIdx.x);

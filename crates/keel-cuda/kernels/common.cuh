@@ -170,28 +170,32 @@ struct Strides {
     }
 };
 
-// The first wrong value that a launch finds: the kernel's number plus 1 (0: none), the kind of error, and two numbers
-// for the message.
+// The first wrong value that a launch finds: the number of the header with which it reports, the kernel's number, the
+// kind of error, and two numbers for the message. It is in the host's memory, which the host reads after the launch.
 struct Wrong {
+    u32 header;
     u32 kernel;
     u32 what;
     u32 number;
     u32 bound;
 };
 
-// `first` is on the device, where kernels race for it. `told` is in the host's memory, which the host reads after the
-// launch.
+// The header of reports, on the device. Kernels race for `is_taken`. The host posts a new header before a launch if the
+// old one may be taken, or leads to another launch's report.
 struct Fault {
-    Wrong first;
+    u32 is_taken;
+    u32 header;
     volatile Wrong* told;
 };
 
 __device__ inline void report(Fault* fault, u32 kernel, u32 what, u32 number, u32 bound) {
-    if (atomicCAS(&fault->first.kernel, 0u, kernel + 1) != 0u) return;
-    fault->told->what = what;
-    fault->told->number = number;
-    fault->told->bound = bound;
-    fault->told->kernel = kernel + 1;
+    if (atomicCAS(&fault->is_taken, 0u, 1u) != 0u) return;
+    volatile Wrong* told = fault->told;
+    told->kernel = kernel;
+    told->what = what;
+    told->number = number;
+    told->bound = bound;
+    told->header = fault->header;
 }
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }

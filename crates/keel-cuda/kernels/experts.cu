@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(128) route_few(
 }
 #endif
 
-// y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; `with_shared` is 0 or 1.
+// y = sum_j w[j] experts[j] + sigmoid(gate) shared + residual; `with_shared` is 0 or 1, the residual may be null.
 extern "C" __global__ void combine(
 #include "combine.params"
 ) {
@@ -85,5 +85,5 @@ extern "C" __global__ void combine(
     float sum = 0.0f;
     for (u32 j = 0; j < choices; ++j) sum = fmaf(weights[token * choices + j], experts[(token * choices + j) * width + i], sum);
     if (with_shared) sum = fmaf(sigmoid(gate[token * stride]), shared[token * width + i], sum);
-    y[token * width + i] = sum + residual[token * width + i];
+    y[token * width + i] = residual ? sum + residual[token * width + i] : sum;
 }

@@ -84,7 +84,15 @@ static_assert(SLOTS <= 4, "a lane for each slot");
 
 // ---- x: from f32 to the operands of the tensor cores ----
 
-// The four lanes of a quad prepare 64 columns of one row.
+// The larger; NaN if either is. fmaxf gives the other one.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+// The four lanes of a quad prepare 64 columns of one row. No code stands for NaN or infinity. They reach c instead, and
+// with it every output of the row.
 __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2 *x_scale, int kt, int row, int t) {
 #if DENSE
     for (int m = 0; m < 2; m++) {
@@ -105,14 +113,14 @@ __device__ __forceinline__ void prepare_tile(const float (&v)[16], u8 *x, float2
     float top[2];
     for (int m = 0; m < 2; m++) {
         top[m] = 0;
-        for (int i = 0; i < 8; i++) top[m] = fmaxf(top[m], fabsf(v[8 * m + i]));
+        for (int i = 0; i < 8; i++) top[m] = max_or_nan(top[m], fabsf(v[8 * m + i]));
     }
-    if (runs == 1) top[0] = top[1] = fmaxf(top[0], top[1]);
+    if (runs == 1) top[0] = top[1] = max_or_nan(top[0], top[1]);
     u32 words[4];
     for (int run = 0; run < runs; run++) {
         float peak = top[run];
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+        peak = max_or_nan(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = max_or_nan(peak, __shfl_xor_sync(~0u, peak, 2));
         float to_integer = peak > 0 ? __fdividef(127.0f, peak) : 0.0f;
         int sum = 0;
         for (int w = run * 2; w < (runs == 2 ? run * 2 + 2 : 4); w++) {

@@ -73,6 +73,7 @@ static __device__ __forceinline__ void store_group(u8* page, u32 token, u32 grou
         const u32 first = __ffs(__ballot_sync(FULL_WARP, fabsf(x) == peak));
         farthest = first == 0 ? 0.0f : __shfl_sync(FULL_WARP, x, first - 1);
     }
+    if (__any_sync(FULL_WARP, x != x)) farthest = NAN; // which no code stands for
     const bf16 step = From<bf16>::f32(KV_BITS == 8 ? __fdiv_rn(farthest, 127.0f) : __fdiv_rn(farthest, -8.0f));
     const float width = to_f32(step), inverse = width == 0.0f ? 0.0f : __fdiv_rn(1.0f, width);
     const float level = rintf(__fmul_rn(x, inverse));

@@ -7,6 +7,7 @@
 //                    linear_rows with the same SPLIT and UNIT. Grid (F / 16, T (CHOICES + ALWAYS)), block 32 SPLIT.
 //   chosen_down      (SWIGLU=0)
 //                    y[t] = residual[t] + sum_j p[t, j] W[e[t, j]] inner[t, j] + sigmoid(gate[t]) shared[t].
+//                    The residual may be null.
 //                    A block computes all summands of 16 columns of a token. With ALWAYS=1 shared[t] is also a product
 //                    of this launch; with ADDED=1 it is in memory. Warp w takes the units w, w + SPLIT, ... of all
 //                    products, one after the other. Grid (ceil(N / 16), T), block 32 SPLIT.
@@ -189,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(
     // The residual and the gate are loaded while the sums are computed.
     const int n = 16 * tile + threadIdx.x;
     const bool sums_up = threadIdx.x < 16 && n < DIM_N;
-    const float kept = sums_up ? residual[token * DIM_N + n] : 0.0f;
+    const float kept = sums_up && residual ? residual[token * DIM_N + n] : 0.0f;
 #if ALWAYS || ADDED
     const float always_share = sums_up ? sigmoid(gate[token * SHARE_ROW]) : 0.0f;
 #endif
@@ -243,6 +244,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) chosen_down(
 #if ADDED
     sum = __fmaf_rn(always_share, added, sum);
 #endif
-    y[token * DIM_N + n] = __fadd_rn(sum, kept);
+    y[token * DIM_N + n] = residual ? __fadd_rn(sum, kept) : sum;
 }
 #endif

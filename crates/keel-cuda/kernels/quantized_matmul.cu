@@ -24,7 +24,7 @@
 //   CONV=W     T = 1: columns CONV_FROM to CONV_FROM + CONV_C of y also pass through causal_conv.cu's convolution of
 //              width W, as one row of one sequence without a log, to conv_y [CONV_C]. y is the same as without CONV
 //   LATE=1     the next kernel starts once all before this one have ended
-//   GATHER=J'  grid.y = rows of y; row r is x[r / J'] W[experts[r]]^T; T = 1
+//   GATHER=J'  grid.y = rows of y, at most 65,535 a launch; row r is x[r / J'] W[experts[r]]^T; T = 1
 // Grid: ceil(row tiles / (ROW_WARPS * PASSES)), row tiles = ceil(N / 16) or F / 16. Block: 32 * SPLIT * ROW_WARPS.
 // Shared memory: see SHARED_BYTES of few_rows.cuh. Bytes moved: the weight's, once. Floor: these / (3.0 TB/s).
 #include "few_rows.cuh"

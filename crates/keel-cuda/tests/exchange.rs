@@ -266,6 +266,27 @@ fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
     all_sum();
 }
 
+/// A device that rejoins empties its stream. What the host has written before and no launch has delivered yet arrives
+/// all the same, whatever is written after.
+#[test]
+fn writes_that_wait_while_exchanges_end_arrive() {
+    let Some(ranks) = ranks(false) else { return };
+    let rank = &ranks[0];
+    let [first, second] = [(); 2].map(|()| rank.array(1000, DType::F32));
+    for round in 0..3u16 {
+        let values =
+            |of: u16| -> Vec<f32> { (0..1000).map(|i| f32::from(100 * round + of) + i as f32).collect() };
+        rank.group().abandon();
+        ranks.iter().for_each(|rank| rank.group().rejoin());
+        first.write(&values(1)).expect("memory");
+        rank.group().abandon();
+        ranks.iter().for_each(|rank| rank.group().rejoin());
+        second.write(&values(2)).expect("memory");
+        assert_eq!(first.to_vec::<f32>().expect("memory"), values(1), "round {round}");
+        assert_eq!(second.to_vec::<f32>().expect("memory"), values(2), "round {round}");
+    }
+}
+
 /// The device that fails is closed, and so are the others, without meeting again.
 #[test]
 fn gpus_close_after_a_failure() {

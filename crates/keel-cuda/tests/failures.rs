@@ -136,6 +136,39 @@ fn sixty_four_kernels_compose_a_thousand_times() {
     assert_eq!(runtime.ledger().active().total(), own_bytes(&runtime));
 }
 
+/// The first kernel of a graph finds wrong data, and the second one is refused, so no launch is waited for. The next
+/// launch is not blamed for what the first kernel has found.
+#[test]
+fn a_launch_that_is_refused_leaves_no_report() {
+    let Some(runtime) = runtime() else { return };
+    let source = CudaSource {
+        inputs: vec!["x".into()],
+        outputs: vec!["y".into()],
+        header: String::new(),
+        body: "this is no code".into(),
+        constants: Vec::new(),
+        grid: [1, 1, 1],
+        block: [32, 1, 1],
+        shared_bytes: 0,
+        any_strides: false,
+    };
+    let broken = CustomKernel::cuda("broken", vec![ArraySpec::new([2], DType::U32)], 0.0, source);
+    let table = Array::from_slice(&runtime, &[5u32, 6, 7], [3]).expect("memory");
+    let taken = |at: [u32; 2]| {
+        let at = Array::from_slice(&runtime, &at, [2]).expect("memory");
+        table.take(&at).expect("an axis")
+    };
+    for round in 0..3 {
+        let refused = broken.apply(&[&taken([9, 1])]).expect("one runtime").remove(0);
+        let error = refused.eval().expect_err("it does not compile").to_string();
+        assert!(!error.contains("out of range"), "{error}");
+        let right = taken([2, 0]).to_vec::<u32>();
+        assert_eq!(right.expect("nothing is wrong with it"), [7, 5], "round {round}");
+        let error = taken([1, 11]).eval().expect_err("no such entry").to_string();
+        assert!(error.contains("index 11 is out of range for 3"), "{error}");
+    }
+}
+
 /// Failure 5: a graph that grows without end is submitted piece by piece.
 #[test]
 fn a_graph_past_its_bounds_is_submitted_by_itself() {

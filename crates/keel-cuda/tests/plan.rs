@@ -255,7 +255,7 @@ fn mixture_as<T>(rows: usize, shared: usize, seen: impl Fn(&Program) -> T) -> T 
             let outputs = normed.gather_linear(&gate_up, &chosen)?.swiglu()?.gather_linear(&down, &chosen)?;
             let always = normed.linear(&always_up)?.swiglu()?.linear(&always_down)?;
             let gate = routed.slice_axis(-1, EXPERTS, EXPERTS + 1)?;
-            outputs.combine_experts(&weights, &x, Some(SharedExpert { output: &always, gate: &gate }))
+            outputs.combine_experts(&weights, Some(&x), Some(SharedExpert { output: &always, gate: &gate }))
         };
         let y = y().expect("shapes fit");
         let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");

@@ -3,21 +3,24 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::splitting::{self, Fault, backends, end, load_on};
-use common::{all_logits, decoded, exact, relative_error, runtime};
-use keel_array::{Backend, Compute, DType, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
+use common::splitting::{self, Fault, backends, end, engine_on, load_on};
+use common::{all_logits, decoded, exact, fixture, relative_error, runtime};
+use keel_array::{
+    ArrayError, Backend, Compute, DType, Launch, RowData, Runtime, RuntimeOptions, WeightFormat, WeightSpec,
+};
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::loading::{Parameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
-use keel_testkit::intercepted::InterceptedBackend;
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use serde_json::{Value, json};
 
 /// Sums in another order differ by less than this.
@@ -338,4 +341,43 @@ fn shares_in_another_order_are_refused() {
     let devices = PlacedPart::each(runtimes, parts);
     let error = Engine::load_on(&devices, &FLOATS, &config(12, 6), exact(), &|_| ()).err().expect("refused");
     assert!(error.to_string().contains("is not device 0 of a group of 2"), "{error}");
+}
+
+/// Counts the kernels of a device by their operations.
+#[derive(Clone, Default)]
+struct Counting(Arc<Mutex<BTreeMap<String, usize>>>);
+
+impl Interceptor for Counting {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let mut counts = self.0.lock().expect("a count cannot panic");
+        launch.kernels().iter().for_each(|kernel| *counts.entry(kernel.op.name().into()).or_default() += 1);
+        drop(counts);
+        backend.launch(launch)
+    }
+}
+
+/// The first device adds the residual. The others once filled an array with zeros instead, for each sum: a kernel more,
+/// for which the first device waited.
+#[test]
+fn no_device_runs_more_kernels_than_the_first() {
+    for name in ["qwen3_5", "qwen3_5_moe", "llama"] {
+        let counts: [Counting; 2] = Default::default();
+        let options = EngineOptions { context: 512, ..EngineOptions::default() };
+        let mut engine = engine_on(&fixture(name), options, (1, 2), |rank, backend| {
+            InterceptedBackend::new(backend, Arc::new(counts[rank].clone()))
+        });
+        counts.iter().for_each(|counts| counts.0.lock().expect("no test has failed").clear());
+        let mut sequence = engine.open().expect("a slot is free");
+        engine.prefill(&mut sequence, &[5, 6, 7], &mut Vec::new(), &mut |_| ()).expect("runs");
+        engine.release(sequence);
+        let [first, second] = counts.map(|counts| std::mem::take(&mut *counts.0.lock().expect("as above")));
+        assert!(first.values().sum::<usize>() > 10, "{name}: {first:?}");
+        for (op, count) in &second {
+            assert!(
+                first.get(op).is_some_and(|of_first| count <= of_first),
+                "{name}: {op} in {first:?}, {second:?}"
+            );
+        }
+        end(engine);
+    }
 }

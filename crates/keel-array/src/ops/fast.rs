@@ -248,19 +248,19 @@ impl Array {
         }
     }
 
-    /// Sum of the experts' outputs: `residual[t] + sum_j weights[t, j] self[t, j]`, and with a shared expert
-    /// also `+ sigmoid(gate[t]) output[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`, residual `[T, N]`.
+    /// Sum of the experts' outputs: `sum_j weights[t, j] self[t, j]`, with a residual `+ residual[t]`, and with a shared
+    /// expert `+ sigmoid(gate[t]) output[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`, residual `[T, N]`.
     ///
     /// # Errors
     /// If shapes or types differ from this.
     pub fn combine_experts(
         &self,
         weights: &Array,
-        residual: &Array,
+        residual: Option<&Array>,
         shared: Option<SharedExpert<'_>>,
     ) -> Result<Array> {
         const OP: &str = "combine_experts";
-        expect_f32(OP, &[self, weights, residual])?;
+        expect_f32(OP, &[self, weights])?;
         let &[tokens, choices, width] = &self.shape()[..] else {
             return Err(ArrayError::Shape {
                 op: OP,
@@ -270,7 +270,6 @@ impl Array {
             });
         };
         expect_shape(OP, "weights", &[tokens, choices], weights.shape())?;
-        expect_shape(OP, "residual", &[tokens, width], residual.shape())?;
         let mut inputs = vec![self, weights];
         if let Some(SharedExpert { output, gate }) = shared {
             expect_f32(OP, &[output, gate])?;
@@ -278,8 +277,12 @@ impl Array {
             expect_shape(OP, "gate", &[tokens, 1], gate.shape())?;
             inputs.extend([output, gate]);
         }
-        inputs.push(residual);
-        let op = Op::CombineExperts { shared: shared.is_some() };
+        if let Some(residual) = residual {
+            expect_f32(OP, &[residual])?;
+            expect_shape(OP, "residual", &[tokens, width], residual.shape())?;
+            inputs.push(residual);
+        }
+        let op = Op::CombineExperts { shared: shared.is_some(), residual: residual.is_some() };
         Array::build(op, &inputs, Shape::from([tokens, width]), DType::F32)
     }
 }

@@ -187,11 +187,13 @@ pub enum Op {
         /// Divide the chosen probabilities by their sum.
         normalise: bool,
     },
-    /// `sum_j w[t, j] y[t, j] + sigmoid(g[t]) * shared[t] + residual[t]`; y, w, and optionally shared and g; residual
-    /// last.
+    /// `sum_j w[t, j] y[t, j] [+ sigmoid(g[t]) * shared[t]] [+ residual[t]]`; y, w, then shared and g, then the
+    /// residual.
     CombineExperts {
         /// True if `shared` and `g` are there.
         shared: bool,
+        /// True if there is a residual.
+        residual: bool,
     },
     /// Depthwise causal convolution with SiLU over a batch of sequences; see [`ConvSpec`].
     CausalConv(ConvSpec),
@@ -315,6 +317,15 @@ impl Op {
             Op::GatedDelta(spec) => spec.state(),
             Op::PagedAttention(_) => AttentionSpec::STATE,
             _ => 0..0,
+        }
+    }
+
+    /// Whether it commits rows that the step before has left open. So it has work even if its own step has no rows.
+    pub fn commits_open_rows(&self) -> bool {
+        match self {
+            Op::CausalConv(spec) => spec.log != RowLog::None,
+            Op::GatedDelta(spec) => spec.log != RowLog::None,
+            _ => false,
         }
     }
 

@@ -1,5 +1,6 @@
 //! Launches that one process plans and another one runs.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use super::{Binding, Bindings, Kernel, Launch, Operand, OperandMemory, Program, check_support, fusion};
@@ -15,8 +16,8 @@ pub struct RemoteLaunch {
     runtime: Runtime,
     program: Arc<Program>,
     bindings: Bindings,
-    /// Bytes of the arena at the time of binding; 0 if the kernels use none.
-    arena_bytes: usize,
+    /// The end of what the kernels use of the arena; `None` if they use none.
+    arena_end: Option<usize>,
 }
 
 impl RemoteLaunch {
@@ -34,8 +35,9 @@ impl RemoteLaunch {
         outputs: Vec<(Buffer, usize)>,
         has_arena: bool,
     ) -> Result<RemoteLaunch> {
-        let arena = runtime.arena_buffer().filter(|_| has_arena).map_or(0, |arena| arena.bytes());
-        let memory = Places { externals: &externals, outputs: &outputs, arena };
+        let arena = runtime.arena_buffer().filter(|_| has_arena).map(|arena| arena.bytes());
+        let arena_end = Cell::new(None);
+        let memory = Places { externals: &externals, outputs: &outputs, arena, arena_end: &arena_end };
         for kernel in &kernels {
             memory.check(kernel, runtime)?;
             check_support(kernel, runtime.backend())?;
@@ -51,13 +53,14 @@ impl RemoteLaunch {
                 outputs: outputs.into_iter().map(bound).collect(),
                 prepared: Some(next_prepared()),
             },
-            arena_bytes: arena,
+            arena_end: arena_end.get(),
         })
     }
 
-    /// Whether the runtime's arena is still as large as it was when the launch was bound.
+    /// Whether the runtime's arena has everything that the kernels use of it. It may be another arena than at binding.
     pub fn fits_arena(&self) -> bool {
-        self.arena_bytes <= self.runtime.arena_buffer().map_or(0, |arena| arena.bytes())
+        let bytes = self.runtime.arena_buffer().map(|arena| arena.bytes());
+        self.arena_end.is_none_or(|end| bytes.is_some_and(|bytes| end <= bytes))
     }
 
     /// How many kernels it has.
@@ -81,7 +84,7 @@ impl RemoteLaunch {
         let arena = all.first().and_then(|first| first.runtime.arena_buffer());
         let mut launches = Vec::with_capacity(all.len());
         for of in all {
-            let arena = arena.as_ref().filter(|_| of.arena_bytes > 0);
+            let arena = arena.as_ref().filter(|_| of.arena_end.is_some());
             launches.push(Launch::new(&of.program, of.program.pieces[0].clone(), &of.bindings, arena));
         }
         run(&launches)
@@ -92,18 +95,24 @@ impl RemoteLaunch {
 struct Places<'a> {
     externals: &'a [(Buffer, usize)],
     outputs: &'a [(Buffer, usize)],
-    /// Bytes of the arena.
-    arena: usize,
+    /// Bytes of the arena; `None` if there is none.
+    arena: Option<usize>,
+    /// The end of what the kernels checked so far use of it.
+    arena_end: &'a Cell<Option<usize>>,
 }
 
 impl Places<'_> {
     /// Whether a kernel's operands and its scratch are within this memory.
     fn check(&self, kernel: &Kernel, runtime: &Runtime) -> Result<()> {
         let wrong = |reason: String| Err(ArrayError::Kernel { op: kernel.op.name().into(), reason });
-        if let Some(scratch) = &kernel.workspace
-            && (scratch.start > scratch.end || scratch.end > self.arena)
-        {
-            return wrong(format!("scratch {scratch:?} in an arena of {} bytes", self.arena));
+        if let Some(scratch) = &kernel.workspace {
+            if scratch.start > scratch.end || self.arena.is_none_or(|bytes| scratch.end > bytes) {
+                return wrong(format!(
+                    "scratch {scratch:?} in an arena of {} bytes",
+                    self.arena.unwrap_or(0)
+                ));
+            }
+            self.note_arena(scratch.end);
         }
         if let Some(output) = kernel.outputs.iter().find(|output| !self.holds(output, 0)) {
             return wrong(format!("a result is not within its memory: {output:?}"));
@@ -147,24 +156,36 @@ impl Places<'_> {
         let room = match operand.memory {
             OperandMemory::External(i) => room(self.externals, i),
             OperandMemory::Output(i) => room(self.outputs, i),
-            OperandMemory::Arena { offset, .. } => self.arena.checked_sub(offset),
+            OperandMemory::Arena { offset, .. } => self.arena.and_then(|arena| arena.checked_sub(offset)),
             OperandMemory::Temp(_) | OperandMemory::Absorbed(_) => None,
         };
-        room.is_some_and(|room| bytes <= room)
+        let is_within = room.is_some_and(|room| bytes <= room);
+        if let OperandMemory::Arena { offset, .. } = operand.memory
+            && is_within
+        {
+            self.note_arena(offset + bytes);
+        }
+        is_within
+    }
+
+    /// Notes that a kernel uses the arena up to here.
+    fn note_arena(&self, end: usize) {
+        self.arena_end.set(self.arena_end.get().max(Some(end)));
     }
 }
 
-/// One past the highest element of a layout that may have any numbers; `None` if it is no layout. One without elements
-/// counts as one with an element.
+/// One past the highest element of a layout that may have any numbers, as [`Layout::end`]; `None` if it is no layout.
 fn end_of(layout: &Layout) -> Option<usize> {
     let rank = layout.shape.rank();
     if rank != layout.strides.len() || rank > Layout::RANK_MAX {
         return None;
     }
-    layout.shape.iter().try_fold(1usize, |elements, extent| elements.checked_mul(*extent))?;
-    let steps = layout.shape.iter().zip(&layout.strides);
+    let elements = layout.shape.iter().try_fold(1usize, |elements, extent| elements.checked_mul(*extent))?;
+    if elements == 0 {
+        return Some(layout.offset);
+    }
+    let mut steps = layout.shape.iter().zip(&layout.strides);
     let span = steps
-        .filter(|(extent, _)| **extent > 0)
         .try_fold(0usize, |span, (extent, stride)| span.checked_add((extent - 1).checked_mul(*stride)?))?;
     layout.offset.checked_add(span)?.checked_add(1)
 }

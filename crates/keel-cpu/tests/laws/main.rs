@@ -5,7 +5,6 @@ mod arena;
 mod bounds;
 mod custom_kernels;
 mod ownership;
-mod page_tables;
 mod prepared;
 mod random_graphs;
 mod refusals;

@@ -97,7 +97,7 @@ fn mixture(bench: &Bench, format: WeightFormat) -> Result<()> {
         let outputs = normed.gather_linear(gate_up, &chosen)?.swiglu()?.gather_linear(down, &chosen)?;
         let always = normed.linear(shared_gate_up)?.swiglu()?.linear(shared_down)?;
         let gate = routed.slice_axis(-1, EXPERTS, EXPERTS + 1)?;
-        outputs.combine_experts(&weights, x, Some(SharedExpert { output: &always, gate: &gate }))
+        outputs.combine_experts(&weights, Some(x), Some(SharedExpert { output: &always, gate: &gate }))
     })
 }
 

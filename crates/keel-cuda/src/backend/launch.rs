@@ -2,8 +2,9 @@
 
 use super::call::{COUNTERS, Call};
 use super::dispatch;
+use super::fault::{FAULT_BYTES, Header, WRONG_BYTES, Wrong};
 use super::operand::{Bound, BoundKernel};
-use super::queue::{Queue, WAITED, WRONG_BYTES};
+use super::queue::{Queue, WAITED};
 use super::read_ahead::ReadAhead;
 use super::staging::Ring;
 use super::transfer::{STAGING_BYTES, launch_delivery};
@@ -24,11 +25,8 @@ use std::sync::atomic::Ordering;
 /// Graphs kept at a time: more than the steps that an engine prepares.
 const GRAPHS_MAX: usize = 512;
 
-/// `Fault` of `common.cuh`: a `Wrong`, and the address of a slot of the queue.
-const FAULT_BYTES: usize = WRONG_BYTES + size_of::<u64>();
-
-/// Memory that a session holds as long as it lives: the report and the counters; staging for both directions and the
-/// queue's slots.
+/// Memory that a session holds as long as it lives: the header of reports and the counters; staging for both directions
+/// and the queue's slots.
 pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
     device_bytes: (FAULT_BYTES + COUNTERS * size_of::<u32>()) as u64,
     host_bytes: (2 * STAGING_BYTES + (1 + LAUNCHES_MAX) * (WRONG_BYTES + RESULT_BYTES_MAX)) as u64,
@@ -91,9 +89,9 @@ pub(super) struct Seen {
 pub(super) struct Session {
     // Dropped first: graphs refer to the memory below.
     pub(super) seen: Vec<Seen>,
+    /// The header of reports on the device, and what the host has posted there.
     fault: CudaMemory,
-    /// The slot to which kernels report from the next delivery on.
-    reports_to: usize,
+    header: Header,
     queue: Queue,
     counters: CudaMemory,
     pub(super) outgoing: PinnedBuffer,
@@ -110,18 +108,11 @@ pub(super) struct Session {
 
 impl Session {
     pub fn new(device: &Arc<Device>) -> Result<Session> {
-        let fault = CudaMemory::zeroed(device, FAULT_BYTES, false)?;
-        let queue = Queue::new(device)?;
-        let told = queue.address(WAITED).to_ne_bytes();
-        let at = fault.range(WRONG_BYTES, told.len());
-        device.synchronize()?;
-        // SAFETY: within the memory; the copy is done when the call returns.
-        unsafe { driver!(cuMemcpyHtoD_v2(at, told.as_ptr().cast(), told.len()))? };
         Ok(Session {
             seen: Vec::new(),
-            fault,
-            reports_to: WAITED,
-            queue,
+            fault: CudaMemory::zeroed(device, FAULT_BYTES, false)?,
+            header: Header::default(),
+            queue: Queue::new(device)?,
             counters: CudaMemory::zeroed(device, COUNTERS * size_of::<u32>(), false)?,
             outgoing: PinnedBuffer::new(device, STAGING_BYTES)?,
             outgoing_ring: Ring::default(),
@@ -151,7 +142,7 @@ impl Session {
     pub(super) fn synchronize(&mut self, device: &Device) -> Result<()> {
         self.waits += 1;
         device.synchronize()?;
-        self.outgoing_ring.pass_all(STAGING_BYTES);
+        self.outgoing_ring.pass_put(STAGING_BYTES);
         Ok(())
     }
 
@@ -163,7 +154,7 @@ impl Session {
         let passed = self.synchronize(device).and_then(|()| device.check_peers());
         passed.map_err(|e| self.after_wait(gpu, e).in_op("launch"))?;
         ahead.into_iter().for_each(|ahead| self.ahead.launched(ahead));
-        self.fault(device, WAITED, launch.kernels())
+        self.fault(WAITED, self.header.number(), launch.kernels())
     }
 
     /// Puts the kernels of a launch on the stream, followed by the copy of its result to the host.
@@ -182,7 +173,7 @@ impl Session {
             launch_delivery(gpu, &[[self.queue.result_address(slot), from.start, words]])
                 .map_err(|e| e.in_op("launch"))?;
         }
-        let number = self.queue.push(slot, self.outgoing_ring.mark())?;
+        let number = self.queue.push(slot, self.header.number(), self.outgoing_ring.mark())?;
         Ok(Ticket { number, result: Vec::new() })
     }
 
@@ -201,7 +192,7 @@ impl Session {
         outcome.map_err(|e| self.after_wait(gpu, e).in_op("launch"))?;
         self.outgoing_ring.pass(entry.staged);
         result.copy_from_slice(self.queue.result(entry.slot, 0..result.len()));
-        self.fault(&gpu.device, entry.slot, launch.kernels())
+        self.fault(entry.slot, entry.header, launch.kernels())
     }
 
     /// Ends the device's exchanges, and forgets the reports of these and of the kernels after them.
@@ -213,11 +204,9 @@ impl Session {
             tracing::error!("after its exchanges were ended: {error}");
             return;
         }
-        self.outgoing_ring.pass_all(STAGING_BYTES);
+        self.outgoing_ring.pass_put(STAGING_BYTES);
         // Kernels after an exchange that has not happened may have reported wrong data. No launch is to blame for it.
         self.queue.forget_reports();
-        let cleared = self.clear_fault(&gpu.device);
-        self.note(cleared);
     }
 
     /// The error of a recording. As [`Session::after_wait`].
@@ -240,7 +229,7 @@ impl Session {
     /// addresses that are to come to the host with them.
     ///
     /// Kernels of a launch may read lasting memory before earlier kernels have ended. If an earlier launch may still
-    /// run, the delivery of the slot's address separates the two launches.
+    /// run, the delivery of the header of reports separates the two launches.
     fn put(
         &mut self,
         gpu: &Gpu,
@@ -267,15 +256,14 @@ impl Session {
         Ok(self.seen.last().map(|seen| seen.ahead.clone()))
     }
 
-    /// Makes kernels after the next delivery report to `slot`.
+    /// Makes kernels after the next delivery report to `slot`, whatever kernels before it have reported.
     fn report_to(&mut self, gpu: &Gpu, slot: usize) -> Result<()> {
-        if self.reports_to != slot {
-            let told = self.queue.address(slot).to_ne_bytes();
-            let at = self.fault.range(WRONG_BYTES, told.len());
-            self.post(gpu, at..at + told.len() as u64, &told)?;
-            self.reports_to = slot;
+        if !self.header.turn_to(slot) {
+            return Ok(());
         }
-        Ok(())
+        let at = self.fault.at(0);
+        let header = self.header.bytes(self.queue.address(slot));
+        self.post(gpu, at..at + header.len() as u64, &header)
     }
 
     /// Puts the copy of the bytes that the host will read on the stream.
@@ -366,22 +354,14 @@ impl Session {
         Ok(most.into_iter().collect())
     }
 
-    /// Clears the report of the kernels on the device, after what is on the stream.
-    fn clear_fault(&self, device: &Device) -> Result<()> {
-        // SAFETY: the memory is longer than WRONG_BYTES.
-        unsafe { driver!(cuMemsetD8Async(self.fault.at(0), 0, WRONG_BYTES, device.stream())) }
-    }
-
     /// The error that a kernel of a slot's launch has reported. The launch has ended.
-    fn fault(&mut self, device: &Device, slot: usize, kernels: &[Kernel]) -> Result<(), ArrayError> {
-        let wrong = self.queue.wrong(slot);
-        let words: Vec<u32> = wrong.as_chunks::<4>().0.iter().map(|b| u32::from_ne_bytes(*b)).collect();
-        let &[kernel, what, number, bound] = &words[..] else { unreachable!("four words") };
-        let Some(kernel) = kernels.get((kernel as usize).wrapping_sub(1)) else { return Ok(()) };
-        wrong.fill(0);
-        let cleared = self.clear_fault(device);
-        self.note(cleared);
-        let reason = dispatch::describe_fault(kernel, what, number, bound);
+    fn fault(&mut self, slot: usize, header: u32, kernels: &[Kernel]) -> Result<(), ArrayError> {
+        let Some(wrong) = Wrong::of(self.queue.report(slot), header) else {
+            self.header.note_right(slot, header);
+            return Ok(());
+        };
+        let kernel = &kernels[wrong.kernel];
+        let reason = dispatch::describe_fault(kernel, wrong.what, wrong.number, wrong.bound);
         Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })
     }
 }

@@ -2,6 +2,7 @@
 
 mod call;
 mod dispatch;
+mod fault;
 mod group;
 mod launch;
 mod operand;
@@ -211,7 +212,6 @@ impl Memory for CudaBackend {
         let memory = match &self.gpu {
             None => CudaMemory::counted(bytes),
             Some(gpu) => {
-                // The lock keeps a recording on the stream from including the zeroing of the new memory.
                 let mut session = gpu.session();
                 session.note_allocation();
                 CudaMemory::zeroed(&gpu.device, bytes, self.poison_freed).map_err(|e| e.to_string())?

@@ -3,14 +3,12 @@
 //! Each has a slot of pinned memory and an event. Its kernels report wrong data to the slot, and its result arrives
 //! there. The event follows the launch on the stream. Slot 0 belongs to launches that are waited for at once.
 
+use super::fault::WRONG_BYTES;
 use crate::driver::{Device, Event, PinnedBuffer};
 use crate::error::Result;
 use keel_array::{ArrayError, LAUNCHES_MAX, RESULT_BYTES_MAX};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// `Wrong` of `common.cuh`.
-pub(super) const WRONG_BYTES: usize = 16;
 
 const SLOT_BYTES: usize = WRONG_BYTES + RESULT_BYTES_MAX;
 
@@ -22,6 +20,8 @@ pub(super) const WAITED: usize = 0;
 pub(super) struct Entry {
     number: u64,
     pub slot: usize,
+    /// Number of the header with which its kernels report.
+    pub header: u32,
     /// Bytes staged for it and for all launches before it.
     pub staged: u64,
 }
@@ -41,9 +41,9 @@ impl Slots {
     }
 
     /// Gives a free slot to a launch. Returns the number of the launch.
-    fn take(&mut self, slot: usize, staged: u64) -> u64 {
+    fn take(&mut self, slot: usize, header: u32, staged: u64) -> u64 {
         let number = self.next;
-        self.in_flight.push(Entry { number, slot, staged });
+        self.in_flight.push(Entry { number, slot, header, staged });
         self.next += 1;
         number
     }
@@ -88,9 +88,9 @@ impl Queue {
 
     /// Notes that all of the launch with the [next slot](Queue::next_slot) is on the stream, and records its event
     /// there. Returns its number.
-    pub fn push(&mut self, slot: usize, staged: u64) -> Result<u64, ArrayError> {
+    pub fn push(&mut self, slot: usize, header: u32, staged: u64) -> Result<u64, ArrayError> {
         self.events[slot - 1].record().map_err(|e| e.in_op("launch"))?;
-        Ok(self.slots.take(slot, staged))
+        Ok(self.slots.take(slot, header, staged))
     }
 
     /// Waits for the launch with this number, and therefore for those before it on the stream. Their slots keep their
@@ -108,13 +108,13 @@ impl Queue {
     }
 
     /// The report of the kernels of a slot's launch, which has ended.
-    pub fn wrong(&mut self, slot: usize) -> &mut [u8] {
+    pub fn report(&mut self, slot: usize) -> &mut [u8] {
         self.memory.bytes(slot * SLOT_BYTES..slot * SLOT_BYTES + WRONG_BYTES)
     }
 
     /// Clears the reports of all slots. The stream is empty.
     pub fn forget_reports(&mut self) {
-        (WAITED..=LAUNCHES_MAX).for_each(|slot| self.wrong(slot).fill(0));
+        (WAITED..=LAUNCHES_MAX).for_each(|slot| self.report(slot).fill(0));
     }
 
     /// Address of the result in a slot.
@@ -138,7 +138,7 @@ mod tests {
         let mut slots = Slots::default();
         let take = |slots: &mut Slots| {
             let slot = slots.free().expect("a free slot");
-            (slots.take(slot, 0), slot)
+            (slots.take(slot, 0, 0), slot)
         };
         // Two runs, each with half of the slots: the second has more pieces and waits for its own.
         let first: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut slots)).collect();
@@ -160,7 +160,7 @@ mod tests {
     #[should_panic(expected = "launch 0 is not under way")]
     fn a_launch_is_waited_for_once() {
         let mut slots = Slots::default();
-        let number = slots.take(1, 0);
+        let number = slots.take(1, 0, 0);
         slots.give_back(number);
         slots.give_back(number);
     }

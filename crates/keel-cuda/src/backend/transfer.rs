@@ -49,6 +49,7 @@ impl Session {
             let to = start + (i * STAGING_BYTES) as u64;
             // SAFETY: within both; the pinned bytes are not overwritten before the stream has passed.
             unsafe { driver!(cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), device.stream()))? };
+            self.outgoing_ring.put_all();
         }
         Ok(())
     }
@@ -81,12 +82,18 @@ impl Session {
 
     /// Puts the waiting small writes on the stream.
     pub(super) fn deliver(&mut self, gpu: &Gpu) -> Result<()> {
-        let waiting = std::mem::take(&mut *gpu.device.deliveries());
+        // Locked until the kernel is on the stream. Another thread that frees memory either takes its writes off this
+        // list, or frees it after the kernel.
+        let mut waiting = gpu.device.deliveries();
+        // If the launch fails, these writes are lost, and nothing reads their bytes.
+        self.outgoing_ring.put_all();
         if waiting.is_empty() {
             return Ok(());
         }
         let triple = |Delivery { to, from }: &Delivery| [to.start, *from, (to.end - to.start) / 4];
-        launch_delivery(gpu, &waiting.iter().map(triple).collect::<Vec<_>>())
+        let launched = launch_delivery(gpu, &waiting.iter().map(triple).collect::<Vec<_>>());
+        waiting.clear();
+        launched
     }
 
     /// Copies device bytes to the host, after what is on the stream. Fails if a copy before it has failed.

@@ -1,7 +1,7 @@
 //! A device: its context, its stream, and its properties.
 
 use super::nvml::Nvml;
-use super::{check, driver};
+use super::{Event, check, driver};
 use crate::{CudaError, error::Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUresult, CUstream};
 use keel_array::DeviceUsage;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The CUDA version whose driver interface the kernels and graphs need: 12.0.
@@ -67,6 +67,8 @@ pub(crate) struct Device {
     /// Bytes that were free before this process had a context; the context itself takes some.
     free_before: Option<u64>,
     deliveries: Mutex<Vec<Delivery>>,
+    /// Held while `stream` is captured, and by other threads while they use it.
+    capturing: Mutex<()>,
     watch: OnceLock<Watch>,
     /// Whether [`Device::is_done`] has waited for [`DRAIN`] in vain. It does not wait that long a second time.
     is_stuck: AtomicBool,
@@ -132,6 +134,7 @@ impl Device {
             maps_memory: maps != 0,
             free_before,
             deliveries: Mutex::default(),
+            capturing: Mutex::default(),
             watch: OnceLock::new(),
             is_stuck: AtomicBool::new(false),
         })
@@ -145,6 +148,15 @@ impl Device {
     /// Writes of the host that wait for the next launch.
     pub fn deliveries(&self) -> MutexGuard<'_, Vec<Delivery>> {
         self.deliveries.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Held, it keeps captures of the stream away: what is put there is in no graph, and the driver does not refuse it.
+    ///
+    /// The thread that captures has the session. Memory is zeroed and freed by any thread, also without the session.
+    /// So these calls hold this lock, but never while they wait for the device: its stream may wait for a peer until
+    /// the session ends its exchanges.
+    pub fn no_capture(&self) -> MutexGuard<'_, ()> {
+        self.capturing.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Makes the context current on this thread.
@@ -206,28 +218,30 @@ impl Device {
     /// # Errors
     /// It is not empty after this time.
     pub fn drain(&self, most: Duration) -> Result<()> {
-        let start = Instant::now();
-        let is_late = || match start.elapsed() < most {
-            true => Ok(()),
-            false => {
-                let reason = format!("the device still works after {} s", most.as_secs());
-                Err(CudaError::Driver { call: "cuStreamQuery", reason })
-            }
-        };
         // SAFETY: the stream lives as long as this value.
-        poll(|| unsafe { sys::cuStreamQuery(self.stream) }, is_late)
+        poll_for(most, || unsafe { sys::cuStreamQuery(self.stream) })
     }
 
     /// Waits for everything on the stream before memory is freed, also if a peer has failed. False if the device may
-    /// still use the memory, or does not tell.
-    pub fn is_done(&self) -> bool {
-        if self.synchronize().is_ok() {
+    /// still use the memory, or does not tell. Any thread may ask, also while another one captures the stream.
+    pub fn is_done(self: &Arc<Self>) -> bool {
+        // A stream that is captured must not be waited for. A mark that was put there before the capture may be.
+        let Ok(mark) = self.mark() else { return false };
+        if mark.wait().is_ok() {
             return true;
         }
         // One wait is enough for all memory of a device that does not end.
-        let is_done = !self.is_stuck.load(Ordering::Relaxed) && self.drain(DRAIN).is_ok();
+        let is_done = !self.is_stuck.load(Ordering::Relaxed) && mark.wait_for(DRAIN).is_ok();
         self.is_stuck.store(!is_done, Ordering::Relaxed);
         is_done
+    }
+
+    /// A mark after everything that is on the stream.
+    fn mark(self: &Arc<Self>) -> Result<Event> {
+        let mark = Event::new(self)?;
+        let _no_capture = self.no_capture();
+        mark.record()?;
+        Ok(mark)
     }
 
     /// Bytes of the device, as the driver sees them.
@@ -253,6 +267,19 @@ impl Drop for Device {
             let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
         }
     }
+}
+
+/// Asks until the work is done, at most so long.
+pub(super) fn poll_for(most: Duration, query: impl Fn() -> CUresult) -> Result<()> {
+    let start = Instant::now();
+    let is_late = || match start.elapsed() < most {
+        true => Ok(()),
+        false => {
+            let reason = format!("the device still works after {} s", most.as_secs());
+            Err(CudaError::Driver { call: "cuStreamQuery", reason })
+        }
+    };
+    poll(query, is_late)
 }
 
 /// Asks until the work is done, or must not be waited for any more.

@@ -1,9 +1,11 @@
 //! Events: marks on the stream that the host waits for.
 
+use super::device::poll_for;
 use super::{Device, driver};
 use crate::error::Result;
 use cudarc::driver::sys::{self, CUevent, CUevent_flags};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A mark that can be put on the stream again and again.
 pub(crate) struct Event {
@@ -37,6 +39,15 @@ impl Event {
             // SAFETY: as above.
             || unsafe { sys::cuEventQuery(self.event) },
         )
+    }
+
+    /// The same, at most so long, and without a look at the device's peers.
+    ///
+    /// # Errors
+    /// The stream has not passed it after this time.
+    pub fn wait_for(&self, most: Duration) -> Result<()> {
+        // SAFETY: the event lives as long as this value.
+        poll_for(most, || unsafe { sys::cuEventQuery(self.event) })
     }
 }
 

@@ -14,24 +14,29 @@ pub(crate) struct Graph {
 // SAFETY: a handle of the driver, used by one thread at a time, which the runtime's stream ensures.
 unsafe impl Send for Graph {}
 
-/// Captures what `record` puts on the device's stream as a graph. Nothing runs. Returns `None` if another user of the
-/// device has ended the capture: if one thread waits for the whole device, the captures of all other threads end.
+/// Captures what `record` puts on the device's stream as a graph. Nothing runs. `record` allocates and frees no memory
+/// of the device. Returns `None` if another user of the device has ended the capture: if one thread waits for the whole
+/// device, the captures of all other threads end.
 pub(crate) fn capture<E: From<crate::CudaError>>(
     device: &Arc<Device>,
     record: impl FnOnce() -> Result<(), E>,
 ) -> Result<Option<Graph>, E> {
     let stream = device.stream();
-    // SAFETY: no other thread uses the stream; what already runs on it is not captured.
+    let no_other = device.no_capture();
+    // In this mode other threads may allocate, free and wait meanwhile, as long as they do not use this stream.
+    // SAFETY: no other thread uses the stream while the lock is held; what already runs on it is not captured.
     unsafe {
         driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
     };
     let recorded = record();
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: the stream is the one above, the pointer is to a local.
-    unsafe { driver!(cuStreamIsCapturing(stream, &mut status))? };
+    let asked = unsafe { driver!(cuStreamIsCapturing(stream, &mut status)) };
     let mut graph = std::ptr::null_mut();
     // SAFETY: ends the capture begun above, also when recording failed.
     let ended = unsafe { driver!(cuStreamEndCapture(stream, &mut graph)) };
+    drop(no_other);
+    asked?;
     if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
         return Ok(None);
     }

@@ -72,6 +72,7 @@ impl CudaMemory {
     /// Zeroes bytes of the memory, after what is on the stream.
     fn zero(&self, offset: usize, len: usize) -> Result<()> {
         let Some(device) = &self.device else { return Ok(()) };
+        let _no_capture = device.no_capture();
         // SAFETY: within the allocation.
         unsafe { driver!(cuMemsetD8Async(self.at(offset), 0, len, device.stream())) }
     }
@@ -120,6 +121,7 @@ impl Drop for CudaMemory {
         // Nothing can be done about a device that refuses.
         let _ = device.bind();
         if self.poison && bytes > 0 {
+            let _no_capture = device.no_capture();
             // SAFETY: this value owns the bytes, and no submission holds it any more.
             let _ = unsafe { driver!(cuMemsetD8Async(self.start, POISON, bytes, device.stream())) };
         }
@@ -130,7 +132,7 @@ impl Drop for CudaMemory {
             return;
         }
         if self.reservation.is_none() {
-            // SAFETY: allocated by `zeroed`, freed once, and the stream is idle.
+            // SAFETY: allocated by `zeroed`, freed once, and the stream has passed its last use.
             let _ = unsafe { driver!(cuMemFree_v2(self.start)) };
         }
     }

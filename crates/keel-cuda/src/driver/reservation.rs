@@ -95,7 +95,7 @@ impl Reservation {
 }
 
 impl Drop for Reservation {
-    /// The device's context is current, and its stream idle.
+    /// The device's context is current, and its stream has passed the last use.
     fn drop(&mut self) {
         while !self.mapped.is_empty() {
             self.unmap_last();

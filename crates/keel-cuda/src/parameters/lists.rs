@@ -117,7 +117,7 @@ parameters! {
         tokens: usize = "u32",
     }
 
-    /// The sum of a mixture. Without a shared expert, `shared` and `gate` are null.
+    /// The sum of a mixture. Without a shared expert, `shared` and `gate` are null. The residual may be null.
     Combine = "combine.params" of ["combine"] {
         experts: u64 = "const float*",
         weights: u64 = "const float*",

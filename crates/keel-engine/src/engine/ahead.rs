@@ -297,7 +297,8 @@ impl Engine {
         ended.rejoin();
         let EndedStep { runs: ended, catch_up } = ended;
         if refusal.is_some() || ended.iter().any(EndedRun::has_failed) {
-            let later = self.in_flight.end();
+            let later = self.in_flight.end().into_iter().flat_map(EndedStep::into_all);
+            let later = catch_up.into_iter().chain(later).collect();
             self.step_timer.forget();
             return Err(self.note_failed_runs(ended, later, refusal));
         }
@@ -390,9 +391,10 @@ impl Engine {
         self.finish_microbatches();
         self.step_timer.forget();
         let ended = self.in_flight.end();
-        ended.iter().for_each(|run| self.cache.note_ahead(run.slots.iter().copied()));
-        match ended.iter().any(EndedRun::has_failed) {
-            true => Err(first_cause_of(ended)),
+        let runs = || ended.iter().flat_map(|step| &step.runs);
+        runs().for_each(|run| self.cache.note_ahead(run.slots.iter().copied()));
+        match runs().any(EndedRun::has_failed) {
+            true => Err(first_cause_of(ended.into_iter().flat_map(EndedStep::into_all))),
             false => Ok(()),
         }
     }

@@ -17,7 +17,7 @@ impl Engine {
     }
 
     /// Records how the programs of a failed step left its sequences. Returns the error that was the first cause. A device
-    /// that failed in a `later` step may be why its peers report a failure of this one.
+    /// that failed in a `later` program may be why its peers report a failure of this step.
     pub(super) fn note_failed_runs(
         &mut self,
         ended: Vec<EndedRun>,

@@ -158,6 +158,11 @@ pub(crate) struct EndedStep {
 }
 
 impl EndedStep {
+    /// All of its programs.
+    pub fn into_all(self) -> impl Iterator<Item = EndedRun> {
+        self.runs.into_iter().chain(self.catch_up)
+    }
+
     /// As [`EndedRun::rejoin`], for all of its programs.
     pub fn rejoin(&self) {
         EndedRun::rejoin(self.runs.iter().chain(&self.catch_up));
@@ -209,12 +214,12 @@ impl InFlightSteps {
     }
 
     /// Waits for all steps, whose tokens are lost. Devices are ready for a next step then.
-    pub fn end(&mut self) -> Vec<EndedRun> {
+    pub fn end(&mut self) -> Vec<EndedStep> {
         let mut all = Vec::new();
         while let Some(step) = self.steps.pop_front() {
             let ended = step.wait();
             ended.rejoin();
-            all.extend(ended.runs);
+            all.push(ended);
         }
         if self.has_failed.load(Ordering::Acquire) {
             self.has_failed = Arc::default();

@@ -103,13 +103,13 @@ impl MixtureOfExperts {
         };
         let [down] = &self.down[..] else { unreachable!("columns have parts in the fixed order alone") };
         let outputs = self.inner(x, &experts)?.gather_linear(down, &experts)?;
-        let start = self.sums.start(residual)?;
+        let start = self.sums.start(residual);
         let share = match &self.shared {
-            None => outputs.combine_experts(&weights, &start, None)?,
+            None => outputs.combine_experts(&weights, start, None)?,
             Some(shared) => {
                 let always = shared.down.share(&shared.inner(x)?, None)?;
                 let shared = SharedExpert { output: &always, gate: &routed[1] };
-                outputs.combine_experts(&weights, &start, Some(shared))?
+                outputs.combine_experts(&weights, start, Some(shared))?
             }
         };
         self.sums.by_device(share)
@@ -123,7 +123,6 @@ impl MixtureOfExperts {
         let own = self.own.as_ref().map(|own| own_choices(&experts, own)).transpose()?;
         let elsewhere = own.as_ref().zip(self.sums.shard.peers());
         let held = own.as_ref().map_or(&experts, |own| &own.held);
-        let none = Array::zeros(x.runtime(), residual.shape().clone(), DType::F32)?;
         let mut parts = Vec::with_capacity(self.down.len());
         let inner = self.inner(x, held)?;
         for (columns, down) in columns_of(&inner, &self.down)?.iter().zip(&self.down) {
@@ -132,7 +131,7 @@ impl MixtureOfExperts {
                 let is_own = is_own.reshape([is_own.shape()[0], is_own.shape()[1], 1])?;
                 outputs = of_their_device(&is_own, &outputs, peers)?;
             }
-            parts.push(outputs.combine_experts(&weights, &none, None)?);
+            parts.push(outputs.combine_experts(&weights, None, None)?);
         }
         let mut sum = match elsewhere {
             Some(_) => add_up(&parts)?,

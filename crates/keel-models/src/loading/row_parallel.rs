@@ -26,8 +26,8 @@ impl RowParallel {
     pub fn apply(&self, x: &Array, residual: Option<&Array>) -> Result<Array> {
         match self.sums.order {
             SumOrder::ByDevice => {
-                let start = residual.map(|residual| self.sums.start(residual)).transpose()?;
-                self.sums.by_device(self.share(x, start.as_ref())?)
+                let start = residual.and_then(|residual| self.sums.start(residual));
+                self.sums.by_device(self.share(x, start)?)
             }
             SumOrder::Fixed => {
                 let sum = self.sums.in_order(&self.products(x)?)?;

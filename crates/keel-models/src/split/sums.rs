@@ -57,12 +57,10 @@ impl Sums {
         if parts.is_multiple_of(count) { parts / count } else { 1 }
     }
 
-    /// What this device adds its share to: the residual on the first device that shares the layer, 0 on the others.
-    pub(crate) fn start(self, residual: &Array) -> Result<Array> {
-        match self.shard.index {
-            0 => Ok(residual.clone()),
-            _ => Array::zeros(residual.runtime(), residual.shape().clone(), DType::F32),
-        }
+    /// What this device adds its share to: the residual on the first device that shares the layer, nothing on the
+    /// others.
+    pub(crate) fn start(self, residual: &Array) -> Option<&Array> {
+        (self.shard.index == 0).then_some(residual)
     }
 
     /// The sum of the shares of all devices, in the order of the devices.

@@ -84,7 +84,7 @@ fn a_failure_without_an_answer_ends_the_program_after_it() {
     assert_eq!(refusal(&mut worker, launch(true), &[]), "there is no piece 1 of a program");
 }
 
-/// A program has the arena for which it was planned, or does not run.
+/// A program has as much of the arena as it uses, or does not run.
 #[test]
 fn a_program_is_not_run_in_a_smaller_arena() {
     let (session, _leader) = session(1);
@@ -98,7 +98,7 @@ fn a_program_is_not_run_in_a_smaller_arena() {
     let piece = Piece {
         number: 1,
         kernels: vec![copy(
-            operand(OperandMemory::Arena { temp: 0, offset: (1 << 20) - 16 }),
+            operand(OperandMemory::Arena { temp: 0, offset: 4096 - 16 }),
             operand(OperandMemory::Output(0)),
             None,
         )],
@@ -109,10 +109,51 @@ fn a_program_is_not_run_in_a_smaller_arena() {
     assert!(worker.attempt(Request::Program(piece), &[]).is_ok());
     let launch = || Request::Launch { number: 1, is_last: true };
     assert!(worker.attempt(launch(), &[]).is_ok());
-    assert!(worker.attempt(Request::FreeArena, &[]).is_ok());
-    assert!(refusal(&mut worker, launch(), &[]).contains("the arena has become smaller"));
-    assert!(worker.attempt(Request::Arena { bytes: 1 << 20 }, &[]).is_ok());
-    assert!(worker.attempt(launch(), &[]).is_ok());
+    let mut in_arena = |bytes: Option<usize>| {
+        assert!(worker.attempt(Request::FreeArena, &[]).is_ok());
+        if let Some(bytes) = bytes {
+            assert!(worker.attempt(Request::Arena { bytes }, &[]).is_ok());
+        }
+        worker.attempt(launch(), &[]).map(|_| ()).map_err(|failure| failure.reason)
+    };
+    for smaller in [None, Some(4095)] {
+        let found = in_arena(smaller).expect_err("it uses 4096 bytes");
+        assert!(found.contains("the arena has become smaller"), "{smaller:?}: {found}");
+    }
+    for as_large in [4096, 1 << 20] {
+        assert_eq!(in_arena(Some(as_large)), Ok(()), "another arena of {as_large} bytes");
+    }
+}
+
+/// A step without rows has arrays without elements, which may lie at the end of their memory.
+#[test]
+fn operands_without_elements_need_no_memory() {
+    let (session, _leader) = session(1);
+    let mut worker = worker(session);
+    for request in [
+        Request::Allocate { memory: 1, bytes: 0, lasting: false },
+        Request::Allocate { memory: 2, bytes: 64, lasting: false },
+        Request::Arena { bytes: 1 << 10 },
+    ] {
+        assert!(worker.attempt(request, &[]).is_ok());
+    }
+    let operand = |memory| Operand { memory, layout: Layout::contiguous([0, 8].into()), dtype: DType::F32 };
+    let (external, result) = (OperandMemory::External(0), OperandMemory::Output(0));
+    let piece = |number, input, has_arena| Piece {
+        number,
+        kernels: vec![copy(operand(input), operand(result), None)],
+        externals: vec![At { memory: 1, offset: 0 }],
+        outputs: vec![At { memory: 2, offset: 64 }],
+        has_arena,
+    };
+    for (number, input) in [(1, external), (2, OperandMemory::Arena { temp: 0, offset: 1 << 10 })] {
+        assert!(worker.attempt(Request::Program(piece(number, input, true)), &[]).is_ok(), "{input:?}");
+        assert!(worker.attempt(Request::Launch { number, is_last: true }, &[]).is_ok(), "{input:?}");
+    }
+    let beyond = piece(3, OperandMemory::Arena { temp: 0, offset: (1 << 10) + 1 }, true);
+    assert!(refusal(&mut worker, Request::Program(beyond), &[]).contains("not within its memory"));
+    let nowhere = piece(3, OperandMemory::Arena { temp: 0, offset: 0 }, false);
+    assert!(refusal(&mut worker, Request::Program(nowhere), &[]).contains("not within its memory"));
 }
 
 /// What no plan of ours has must not reach a kernel.

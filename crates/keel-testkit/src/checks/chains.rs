@@ -339,9 +339,10 @@ fn whole_mixture(runtime: &Runtime) {
         let norm = draw(runtime, &mut random, &[k]);
         for rows in ROWS.into_iter().filter(|rows| is_mine(&("mixture", sizes, rows))) {
             let (x, other) = (draw(runtime, &mut random, &[rows, k]), draw(runtime, &mut random, &[rows, k]));
-            for (normed, normalise) in [(false, true), (true, false)] {
-                let what =
-                    format!("{rows} rows through a mixture of {sizes:?}, {coding:?}, normed: {normed}");
+            for (normed, normalise, onto) in [(false, true, true), (true, false, true), (true, true, false)] {
+                let what = format!(
+                    "{rows} rows through a mixture of {sizes:?}, {coding:?}, normed: {normed}, onto x: {onto}"
+                );
                 expect_same(&what, &|step| {
                     let x = step(x.add(&other)?);
                     let enter = || if normed { x.rms_norm(&norm, EPS) } else { Ok(x.clone()) };
@@ -353,13 +354,13 @@ fn whole_mixture(runtime: &Runtime) {
                     let inner = step(step(entered.gather_linear(&w.gate_up, &chosen)?).swiglu()?);
                     let outputs = step(inner.gather_linear(&w.down, &chosen)?);
                     let Some((gate_up, down)) = &w.shared else {
-                        return outputs.combine_experts(&weights, &x, None);
+                        return outputs.combine_experts(&weights, onto.then_some(&x), None);
                     };
                     let inner = step(step(entered.linear(gate_up)?).swiglu()?);
                     let always = step(inner.linear(down)?);
                     let gate = routed.slice_axis(-1, experts, experts + 1)?;
                     let shared = SharedExpert { output: &always, gate: &gate };
-                    outputs.combine_experts(&weights, &x, Some(shared))
+                    outputs.combine_experts(&weights, onto.then_some(&x), Some(shared))
                 });
             }
         }
@@ -383,7 +384,7 @@ fn given_experts(runtime: &Runtime) {
                 let inner = step(inner.add(&inner)?);
                 let outputs = step(inner.gather_linear(&down, chosen)?);
                 let shared = SharedExpert { output: &always, gate: &gate };
-                outputs.combine_experts(&probabilities, &residual, Some(shared))
+                outputs.combine_experts(&probabilities, Some(&residual), Some(shared))
             };
             for dtype in [DType::U32, DType::I32] {
                 let chosen = upload(runtime, &chosen, dtype);

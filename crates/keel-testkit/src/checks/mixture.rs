@@ -13,6 +13,7 @@ use keel_array::{Array, Compute, DType, Runtime, SharedExpert};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "gather_linear", run: gathered },
+    Check { op: "gather_linear", run: more_rows_than_a_grid_has_blocks },
     Check { op: "gather_linear", run: expert_out_of_range },
     Check { op: "route_top_k", run: routing },
     Check { op: "route_top_k", run: broken_routing },
@@ -43,6 +44,36 @@ fn gathered(runtime: &Runtime) {
                 let what = format!("gather_linear of {shape:?}, {compute:?}");
                 expect_within(&what, &y.expect("extents fit"), &want, limit);
             }
+        }
+    }
+}
+
+/// More rows than a GPU's grid has blocks along its second axis. A few of them are compared, around the place where a
+/// backend may cut them.
+fn more_rows_than_a_grid_has_blocks(runtime: &Runtime) {
+    const TOKENS: usize = 8_200;
+    const CHOICES: usize = 8;
+    // More experts than a backend sorts rows by.
+    const EXPERTS: usize = 520;
+    const K: usize = 32;
+    let mut random = Random::new(56);
+    let x = rounded(&Tensor::random(&mut random, &[TOKENS, K], -1.0, 1.0), DType::F32);
+    let chosen: Vec<u32> = (0..TOKENS * CHOICES).map(|_| random.below(EXPERTS) as u32).collect();
+    let choice = Array::from_slice(runtime, &chosen, [TOKENS, CHOICES]).expect("memory");
+    let (array, x) = (upload(runtime, &x, DType::F32), floats(&x));
+    for (n, compute, limit) in
+        [(17, Compute::F32, tolerance::F32), (64, Compute::Auto, tolerance::INT8_ACTIVATIONS)]
+    {
+        let stack: Vec<Affine> = (0..EXPERTS).map(|_| weights(&mut random, n, K, 4, 32)).collect();
+        let weight = affine_weight(runtime, &stack, 4, compute);
+        let y = array.gather_linear(&weight, &choice).expect("extents fit");
+        let y = y.to_vec::<f32>().expect("a case runs");
+        for tokens in [0..2, 65_535 / CHOICES - 1..65_535 / CHOICES + 2, TOKENS - 2..TOKENS] {
+            let rows = tokens.start * CHOICES..tokens.end * CHOICES;
+            let (x, chosen) = (&x[tokens.start * K..tokens.end * K], &chosen[rows.clone()]);
+            let want = gather_quantized_matmul(x, &stack, chosen);
+            let what = format!("rows {rows:?} of gather_linear, {compute:?}");
+            assert_close(&what, &y[rows.start * n..rows.end * n], &want, limit);
         }
     }
 }
@@ -106,15 +137,19 @@ fn combination(runtime: &Runtime) {
         let (y, w, r) = (draw(&[tokens, choices, width]), draw(&[tokens, choices]), draw(&[tokens, width]));
         let (shared, gate) = (draw(&[tokens, width]), draw(&[tokens, 1]));
         let up = |x: &Tensor| upload(runtime, x, DType::F32);
-        for with_shared in [false, true] {
+        let none = Tensor { values: vec![0.0; r.values.len()], ..r.clone() };
+        for (with_shared, with_residual) in [(false, true), (true, true), (false, false), (true, false)] {
             let (s, g) = (floats(&shared), floats(&gate));
             let oracle = with_shared.then_some((&s[..], &g[..]));
-            let values = experts::combine(&floats(&y), &floats(&w), oracle, &floats(&r), width);
+            let added = floats(if with_residual { &r } else { &none });
+            let values = experts::combine(&floats(&y), &floats(&w), oracle, &added, width);
             let (s, g) = (up(&shared), up(&gate));
             let shared = with_shared.then_some(SharedExpert { output: &s, gate: &g });
-            let got = up(&y).combine_experts(&up(&w), &up(&r), shared);
+            let residual = with_residual.then(|| up(&r));
+            let got = up(&y).combine_experts(&up(&w), residual.as_ref(), shared);
             let want = Tensor { shape: vec![tokens, width], values };
-            expect(&format!("combine_experts, shared {with_shared}"), &got.expect("shapes fit"), &want);
+            let what = format!("combine_experts, shared {with_shared}, residual {with_residual}");
+            expect(&what, &got.expect("shapes fit"), &want);
         }
     }
 }

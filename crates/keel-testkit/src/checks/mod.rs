@@ -13,7 +13,9 @@ mod indexing;
 mod layout;
 mod linear;
 mod mixture;
+mod not_finite;
 mod open_rows;
+mod page_tables;
 mod reduce;
 mod sample;
 mod sequence;
@@ -81,6 +83,8 @@ const WHOLE: &[&[Check]] = &[
     sequence::CHECKS,
     open_rows::CHECKS,
     submitted::CHECKS,
+    not_finite::CHECKS,
+    page_tables::CHECKS,
 ];
 
 /// All checks: at least one for every operation.
@@ -94,7 +98,8 @@ pub fn all() -> Vec<Listed> {
 /// rotations, compared with the same operations one by one, which is valid in any precision. `mode` distinguishes these
 /// checks from those of other modes.
 pub fn fast(mode: &'static str) -> Vec<Listed> {
-    listed(mode, sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).map(|&check| (check, true)))
+    let by_case = sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).map(|&check| (check, true));
+    listed(mode, by_case.chain(not_finite::FAST.iter().map(|&check| (check, false))))
 }
 
 fn listed(mode: &'static str, checks: impl Iterator<Item = (Check, bool)>) -> Vec<Listed> {

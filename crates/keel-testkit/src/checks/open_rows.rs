@@ -56,14 +56,14 @@ fn rounds(random: &mut Random) -> Vec<Round> {
     rounds
 }
 
-/// The batch of a round, and its number of rows. There is at least one row; it may belong to no sequence.
-fn staged(runtime: &Runtime, round: &Round) -> (Batch, Vec<(usize, usize)>, usize) {
+/// The batch of a round, and its number of rows, at least `rows_min`. Rows may belong to no sequence.
+fn staged(runtime: &Runtime, round: &Round, rows_min: usize) -> (Batch, Vec<(usize, usize)>, usize) {
     let sequences: Vec<(usize, usize)> =
         round.position.iter().copied().zip(round.rows.iter().copied()).collect();
     let accepted: Vec<u32> = round.accepted.iter().map(|&n| n as u32).collect();
     let mut batch = batch(runtime, &sequences, 1);
     batch.accepted = Array::from_slice(runtime, &accepted, [SEQUENCES]).expect("memory");
-    (batch, sequences, round.rows.iter().sum::<usize>().max(1))
+    (batch, sequences, round.rows.iter().sum::<usize>().max(rows_min))
 }
 
 fn log(runtime: &Runtime, width: usize) -> Option<Array> {
@@ -84,14 +84,14 @@ fn expect_stayed(what: &str, y: &Array, round: &Round, width: usize, want: &[Vec
 
 fn conv(runtime: &Runtime) {
     let mut random = Random::new(73);
-    for shape in cases::causal_conv::SHAPES {
+    for (case, shape) in cases::causal_conv::SHAPES.iter().enumerate() {
         let (channels, slot_len) = (shape.channels, (shape.width - 1) * shape.channels);
         let w = draw(&mut random, &[shape.width, channels]);
         let start = draw(&mut random, &[SEQUENCES + 1, shape.width - 1, channels]);
         let window = ConvWindow { rows: up(runtime, &start), open: log(runtime, channels) };
         let mut windows: Vec<Vec<f32>> = floats(&start).chunks(slot_len).map(<[f32]>::to_vec).collect();
         for (i, round) in rounds(&mut random).iter().enumerate() {
-            let (batch, sequences, tokens) = staged(runtime, round);
+            let (batch, sequences, tokens) = staged(runtime, round, case % 2);
             let x = draw(&mut random, &[tokens, channels]);
             let y = up(runtime, &x)
                 .causal_conv(&up(runtime, &w), &window, &batch, round.log)
@@ -113,7 +113,7 @@ fn conv(runtime: &Runtime) {
 
 fn delta(runtime: &Runtime, form: DType, within: f64) {
     let mut random = Random::new(74);
-    for &shape in cases::gated_delta::SHAPES {
+    for (case, &shape) in cases::gated_delta::SHAPES.iter().enumerate() {
         let Shape { key_heads, value_heads, key_size, value_size } = shape;
         let spec = |log| GatedDeltaSpec {
             key_heads,
@@ -131,7 +131,7 @@ fn delta(runtime: &Runtime, form: DType, within: f64) {
         let mut states: Vec<Vec<f64>> = start.values.chunks(key_size * width).map(<[f64]>::to_vec).collect();
         let [a_log, dt_bias] = [(); 2].map(|()| draw(&mut random, &[value_heads]));
         for (i, round) in rounds(&mut random).iter().enumerate() {
-            let (batch, sequences, tokens) = staged(runtime, round);
+            let (batch, sequences, tokens) = staged(runtime, round, case % 2);
             let qkv = draw(&mut random, &[tokens, row]);
             let [a, b] = [(); 2].map(|()| draw(&mut random, &[tokens, value_heads]));
             let up = |x: &Tensor| up(runtime, x);
@@ -183,7 +183,7 @@ fn counts_are_checked(runtime: &Runtime) {
     let round = |rows: usize, accepted: usize| {
         let log = RowLog::KeepOpen;
         let (position, accepted) = (vec![0; SEQUENCES], vec![0, accepted, 0]);
-        staged(runtime, &Round { position, rows: vec![rows, 0, 0], stay: vec![], accepted, log })
+        staged(runtime, &Round { position, rows: vec![rows, 0, 0], stay: vec![], accepted, log }, 1)
     };
     for (rows, accepted, message) in [
         (1, CAPACITY + 1, "sequence 1 accepted 5 rows, and its log holds 4"),

@@ -6,6 +6,7 @@ use keel_array::{Array, Category, DType, Executable, PendingRun, RESULT_BYTES_MA
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "take", run: results_arrive_in_order },
     Check { op: "take", run: what_is_wrong_belongs_to_its_run },
+    Check { op: "take", run: each_of_two_wrong_runs_says_so },
     Check { op: "take", run: more_than_may_be_under_way },
 ];
 
@@ -98,6 +99,33 @@ fn what_is_wrong_belongs_to_its_run(runtime: &Runtime) {
         drop(third);
         walk.at.write(&[4u32, 5, 6]).expect("three");
         assert_eq!(places(walk.submit([1; 3])), Ok([4, 5, 6].map(|at| next(at) + 1)), "none the worse");
+    }
+}
+
+/// Both are under way when the first one fails, and the run after them is all right.
+fn each_of_two_wrong_runs_says_so(runtime: &Runtime) {
+    let walk = Walk::new(runtime);
+    let submit = |at: [u32; 3]| {
+        walk.at.write(&at).expect("three");
+        walk.submit([0; 3])
+    };
+    let expect_wrong = |run, index: u32| {
+        let message = places(run).expect_err("it is out of the table");
+        assert!(message.contains(&format!("index {index} is out of range for {NODES}")), "{message}");
+    };
+    for round in 0..4u32 {
+        let first = submit([1, 40 + round, 3]);
+        let second = submit([60 + round, 2, 3]);
+        let third = submit([4, 5, 6]);
+        // The later one may be waited for first.
+        if round % 2 == 0 {
+            expect_wrong(first, 40 + round);
+            expect_wrong(second, 60 + round);
+        } else {
+            expect_wrong(second, 60 + round);
+            expect_wrong(first, 40 + round);
+        }
+        assert_eq!(places(third), Ok([4, 5, 6].map(next)), "round {round}: none the worse");
     }
 }
 

@@ -65,14 +65,13 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             let chosen = call.outputs[1].shared();
             route_top_k(x.values(), x.width(), *k, *normalise, y.shared(), chosen, worker);
         }
-        Op::CombineExperts { shared } => {
-            let residual = call.inputs.len() - 1;
+        Op::CombineExperts { shared, residual } => {
             let task = Combine {
                 experts: x.values(),
                 weights: call.inputs[1].values(),
                 shared: shared
                     .then(|| SharedExpert { output: call.inputs[2].values(), gate: call.inputs[3].values() }),
-                residual: call.inputs[residual].values(),
+                residual: residual.then(|| call.inputs[call.inputs.len() - 1].values()),
                 choices: call.inputs[1].width(),
                 width: y.width(),
             };

@@ -23,7 +23,7 @@ use keel_array::{
 };
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
-    if call.inputs[0].len() == 0 {
+    if call.inputs[0].len() == 0 && !call.kernel.op.commits_open_rows() {
         return Ok(());
     }
     if let Some((state, other)) = shared_state(call) {

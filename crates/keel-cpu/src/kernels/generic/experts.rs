@@ -56,15 +56,15 @@ pub struct Combine<'a> {
     pub weights: &'a [f32],
     /// An expert for every token, if there is one.
     pub shared: Option<SharedExpert<'a>>,
-    /// `[T, N]`
-    pub residual: &'a [f32],
+    /// `[T, N]`, if there is one.
+    pub residual: Option<&'a [f32]>,
     /// J
     pub choices: usize,
     /// N
     pub width: usize,
 }
 
-/// `y = sum_j weights[j] experts[j] + sigmoid(gate) shared + residual` for each row.
+/// `y = sum_j weights[j] experts[j] [+ sigmoid(gate) shared] [+ residual]` for each row.
 ///
 /// # Panics
 /// If the lengths do not fit.
@@ -72,7 +72,7 @@ pub fn combine(task: &Combine<'_>, y: SharedMut<'_, f32>, worker: &Worker<'_>) {
     let (choices, width) = (task.choices, task.width);
     let rows = y.len() / width.max(1);
     assert!(task.experts.len() == rows * choices * width && task.weights.len() == rows * choices);
-    assert!(task.residual.len() == rows * width);
+    assert!(task.residual.is_none_or(|x| x.len() == rows * width));
     assert!(task.shared.is_none_or(|x| x.output.len() == rows * width && x.gate.len() == rows));
     for row in worker.claim(rows, row_grain(width * (choices + 2))).flatten() {
         // SAFETY: each row is claimed once.
@@ -84,7 +84,9 @@ pub fn combine(task: &Combine<'_>, y: SharedMut<'_, f32>, worker: &Worker<'_>) {
         if let Some(SharedExpert { output, gate }) = task.shared {
             add_scaled(1.0 / (1.0 + (-gate[row]).exp()), &output[row * width..], y);
         }
-        add_scaled(1.0, &task.residual[row * width..], y);
+        if let Some(residual) = task.residual {
+            add_scaled(1.0, &residual[row * width..], y);
+        }
     }
 }
 

@@ -63,13 +63,13 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             Op::GatherLinear { weight } => combination::takes_down(reader, weight, producer, mode),
             _ => false,
         },
-        (Op::CombineExperts { shared: true }, 2) => match &producer.op {
+        (Op::CombineExperts { shared: true, .. }, 2) => match &producer.op {
             Op::Linear { weight, residual: false } => {
                 combination::takes_shared_down(reader, weight, producer, mode)
             }
             _ => false,
         },
-        (Op::RouteTopK { .. }, 0) | (Op::CombineExperts { shared: true }, 3) => copies_rows(producer),
+        (Op::RouteTopK { .. }, 0) | (Op::CombineExperts { shared: true, .. }, 3) => copies_rows(producer),
         (Op::Rope(_) | Op::NormRope { .. }, 0) | (Op::SigmoidGate, 0 | 1) => copies_heads(producer),
         // Keys are coded in groups, which the threads that rotate a prompt's heads do not see as a whole.
         (Op::PagedAttention(spec), 1)

@@ -52,7 +52,8 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         rows: task.rows,
         position: Some(position),
         table: Some((table, keys.layout.shape[0])),
-        window: spec.window.unwrap_or(0),
+        // A window of 0 sees nothing, so its rows may overwrite all but each other, as in a window of 1.
+        window: spec.window.map_or(0, |window| window.max(1)),
         run: task.run_rows(),
         ..BatchCheck::default()
     };

@@ -18,6 +18,8 @@ pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
             "the pages of a window of {bound} come round within {number} rows that are attended together: the table names \
              too few"
         ),
+        11 => format!("sequences {} and {} both write to page {number}", bound >> 16, bound & 0xffff),
+        12 => format!("sequence {bound} writes to page {number}, where its rows still see earlier keys"),
         9 => format!("{number} rows of a sequence are to be kept open in {bound}"),
         _ => format!("a sequence starts at {number}; prefill starts at multiples of {bound}"),
     }
@@ -32,6 +34,7 @@ pub(super) struct BatchCheck<'a> {
     pub position: Option<&'a Bound<'a>>,
     /// Page table, and the number of pages.
     pub table: Option<(&'a Bound<'a>, usize)>,
+    /// Rows that a row sees; 0 for all.
     pub window: usize,
     /// Rows of a sequence that are attended together, if it has a window.
     pub run: usize,

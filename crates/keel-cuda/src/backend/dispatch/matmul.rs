@@ -15,7 +15,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::GatherLinear { weight } => linear::gather(weight, call),
         Op::RouteTopK { k, normalise } => route_top_k(*k, *normalise, call),
         Op::CombineExperts { .. } if call.producer(0).is_some() => linear::combination::combine(call, None),
-        Op::CombineExperts { shared } => combine_experts(*shared, call),
+        Op::CombineExperts { shared, residual } => combine_experts(*shared, *residual, call),
         op => unreachable!("{} is no matrix product", op.name()),
     }
 }
@@ -62,9 +62,8 @@ fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayEr
     call.launch_described(&KernelKey::new(EXPERTS, "route_top_k"), geometry, &parameters)
 }
 
-fn combine_experts(shared: bool, call: &Call<'_>) -> Result<(), ArrayError> {
+fn combine_experts(shared: bool, residual: bool, call: &Call<'_>) -> Result<(), ArrayError> {
     let (x, y) = (&call.inputs[0], &call.outputs[0]);
-    let residual = &call.inputs[call.inputs.len() - 1];
     let gate = shared.then(|| call.strided(3));
     let parameters = Combine {
         experts: x.address,
@@ -72,7 +71,7 @@ fn combine_experts(shared: bool, call: &Call<'_>) -> Result<(), ArrayError> {
         shared: if shared { call.inputs[2].address } else { 0 },
         gate: gate.map_or(0, |gate| gate.address),
         stride: gate.map_or(0, |gate| gate.row_stride(1)),
-        residual: residual.address,
+        residual: if residual { call.inputs[call.inputs.len() - 1].address } else { 0 },
         y: y.address,
         choices: call.inputs[1].width(),
         width: y.width(),

@@ -9,7 +9,7 @@ use crate::backend::Mode;
 use keel_array::{Kernel, Op, Regime, Shape};
 
 /// Blocks that a grid has along y and z, at most.
-const GRID_MAX: usize = 65_535;
+pub(super) const GRID_MAX: usize = 65_535;
 
 /// Widest attention head.
 const HEAD_MAX: usize = 256;

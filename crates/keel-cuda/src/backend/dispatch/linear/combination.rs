@@ -96,10 +96,12 @@ pub(in crate::backend::dispatch) fn combine(
     let Some(down) = call.producer(0) else { unreachable!("the product was absorbed") };
     let route = route.filter(|route| call.is_settled(&route.strided(0)));
     let Op::GatherLinear { weight } = &down.kernel.op else { unreachable!("experts' products are combined") };
-    let (probabilities, residual) = (&call.inputs[1], &call.inputs[call.inputs.len() - 1]);
+    let &Op::CombineExperts { shared: has_shared, residual } = &call.kernel.op else {
+        unreachable!("a combination absorbs products")
+    };
+    let probabilities = &call.inputs[1];
     let (choices, tokens) = (probabilities.width(), probabilities.rows());
-    let has_shared = call.inputs.len() == 5;
-    let always = call.producer(2).filter(|_| has_shared);
+    let always = has_shared.then(|| call.producer(2)).flatten();
     let cut = Down::of(weight, choices + usize::from(always.is_some()));
     let normalises =
         route.is_some_and(|route| matches!(route.kernel.op, Op::RouteTopK { normalise: true, .. }));
@@ -137,7 +139,7 @@ pub(in crate::backend::dispatch) fn combine(
         chosen: finds_none.then_some(down.inputs[2].address),
         fault: finds_none.then_some(call.fault),
         kernel: finds_none.then_some(call.index),
-        residual: residual.address,
+        residual: if residual { call.inputs[call.inputs.len() - 1].address } else { 0 },
         y: call.outputs[0].address,
     };
     let grid = (row_tiles(weight), tokens, 1);

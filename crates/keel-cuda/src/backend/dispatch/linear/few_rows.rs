@@ -1,6 +1,7 @@
 //! Products of few rows: one pass over the weight, x rounded to 8 bits for quantised weights.
 
 use super::super::{Bound, BoundKernel, Call, Geometry};
+use super::gather::launches;
 use super::tuning::{LARGE, Tuning};
 use super::{FEW_ROWS, address, at_row, codes_and_pairs, col_tiles, row_tiles, weight_key};
 use crate::backend::weights::Coding;
@@ -212,8 +213,8 @@ impl<'a> FewRows<'a> {
     /// Puts the product on the stream, [`FEW_ROWS`] at a time.
     pub fn run(&self, residual: Option<&Bound<'_>>, call: &Call<'_>) -> Result<(), ArrayError> {
         self.check_aligned(call)?;
-        if self.experts.is_some() {
-            return self.launch(0..1, residual, call);
+        if let Some((experts, fanout)) = self.experts {
+            return launches(experts.len(), fanout).try_for_each(|rows| self.launch(rows, residual, call));
         }
         let rows = self.rows();
         (0..rows).step_by(FEW_ROWS).try_for_each(|first| {
@@ -222,21 +223,23 @@ impl<'a> FewRows<'a> {
         })
     }
 
-    /// Launches some rows of x. With chosen experts each row is a product of its own, and all of them run at once.
+    /// Launches some rows of y. With chosen experts each row is a product of its own, and all of them run at once.
     fn launch(
         &self,
         rows: Range<usize>,
         residual: Option<&Bound<'_>>,
         call: &Call<'_>,
     ) -> Result<(), ArrayError> {
-        let (first, rows, gathers) = (rows.start, rows.len(), self.experts.is_some());
+        let (first, gathers) = (rows.start, self.experts.is_some());
+        let (products, rows) = if gathers { (rows.len(), 1) } else { (1, rows.len()) };
+        let first_of_x = self.experts.map_or(first, |(_, fanout)| first / fanout);
         let fused = is_fused(self.weight, rows, gathers);
         let tuning = Tuning::of(self.weight, rows, self.gated, gathers);
         let tuning = tuning.for_device(&call.gpu.device, |tuning| self.shared_bytes(tuning, rows, fused));
         let key = self.key(&tuning, rows, fused);
-        let mut x = at_row(self.x.address, first, self.weight.cols);
+        let mut x = at_row(self.x.address, first_of_x, self.weight.cols);
         let norm = self.norm().map(|norm| norm.address);
-        let gate = self.gate().map(|gate| at_row(gate.address, first, gate.head_strides().0));
+        let gate = self.gate().map(|gate| at_row(gate.address, first_of_x, gate.head_strides().0));
         if !fused {
             let tiles = 4 * col_tiles(self.weight);
             let block = if col_tiles(self.weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
@@ -258,7 +261,7 @@ impl<'a> FewRows<'a> {
             pairs: quantised.map(|[_, pairs]| pairs),
             norm: norm.filter(|_| fused),
             gate: gate.filter(|_| fused),
-            experts: self.experts.map(|(experts, _)| experts.address),
+            experts: self.experts.map(|(experts, _)| experts.address + (first * size_of::<u32>()) as u64),
             stack: gathers.then_some(self.weight.experts),
             fault: gathers.then_some(call.fault),
             kernel: gathers.then_some(call.index),
@@ -272,9 +275,8 @@ impl<'a> FewRows<'a> {
         };
         let early = fused && self.factors().all(|operand| call.is_settled(&operand));
         let key = key.define("FACTORS_EARLY", u8::from(early));
-        let chosen = self.experts.map_or(1, |(experts, _)| experts.len());
         let geometry = Geometry {
-            grid: (self.tiles().div_ceil(tuning.row_warps * tuning.passes), chosen, 1),
+            grid: (self.tiles().div_ceil(tuning.row_warps * tuning.passes), products, 1),
             block: (32 * tuning.split * tuning.row_warps, 1, 1),
             shared_bytes: self.shared_bytes(&tuning, rows, fused),
         };

@@ -1,17 +1,20 @@
 //! Products with an expert for each row: row by row, or sorted by expert if there are many rows.
 
 use super::super::fast::swiglu;
+use super::super::support::GRID_MAX;
 use super::super::{Bound, Call, Geometry};
 use super::few_rows::FewRows;
 use super::panels::panel_of;
 use super::tiled::{half_rows_bytes, tiled_key, tiled_shared_bytes, to_half_tiles};
 use super::{
-    Arithmetic, arithmetic, codes_and_pairs, exact_split, packed, row_tiles, surely_in_groups, weight_key,
+    Arithmetic, arithmetic, at_row, codes_and_pairs, exact_split, packed, row_tiles, surely_in_groups,
+    weight_key,
 };
 use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
 use crate::parameters::LinearTiled;
 use keel_array::{ArrayError, Op, WeightSpec};
+use std::ops::Range;
 
 /// `y[t, j] = x[t or t, j] W[e[t, j]]^T`.
 pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
@@ -28,22 +31,39 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
                 .define("DIM_T", 1)
                 .define("SPLIT", split)
                 .define("GATHER", fanout);
-            let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-                .pointer(made.unwrap_or(call.inputs[0]).address)
-                .pointer(experts.address)
-                .u32(weight.experts)
-                .pointer(call.fault)
-                .u32(call.index)
-                .pointer(0)
-                .pointer(call.outputs[0].address);
-            let grid = (row_tiles(weight), experts.len(), 1);
-            call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, arguments)
+            let x = made.unwrap_or(call.inputs[0]);
+            launches(experts.len(), fanout).try_for_each(|rows| {
+                let arguments = packed(Arguments::default(), weight, &call.inputs[1])
+                    .pointer(at_row(x.address, rows.start / fanout, weight.cols))
+                    .pointer(experts.address + (rows.start * size_of::<u32>()) as u64)
+                    .u32(weight.experts)
+                    .pointer(call.fault)
+                    .u32(call.index)
+                    .pointer(0)
+                    .pointer(at_row(call.outputs[0].address, rows.start, weight.rows));
+                let grid = (row_tiles(weight), rows.len(), 1);
+                call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, arguments)
+            })
         }
         _ => match made {
             Some(x) => FewRows::over(weight, call, x).run(None, call),
             None => FewRows::of(weight, call).run(None, call),
         },
     }
+}
+
+/// The rows of y that each launch computes: at most as many as a grid has blocks along y. A launch begins with the first
+/// choice of a row of x, or has choices of one row of x alone. So choice i of a launch multiplies row i / `fanout` of
+/// its rows of x.
+pub(super) fn launches(rows: usize, fanout: usize) -> impl Iterator<Item = Range<usize>> {
+    let from = move |first: usize| {
+        let count = match GRID_MAX / fanout {
+            0 => GRID_MAX.min(fanout - first % fanout),
+            whole => whole * fanout,
+        };
+        (first < rows).then(|| first..rows.min(first + count))
+    };
+    std::iter::successors(from(0), move |before| from(before.end))
 }
 
 /// The rows to multiply, in scratch, if SwiGLU was absorbed: only the kernels of grouped rows compute it themselves.
@@ -116,4 +136,36 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
         shared_bytes: tiled_shared_bytes(weight, panel_of(per_expert)),
     };
     call.launch_described(&key, geometry, &parameters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launches_fit_a_grid_and_cover_all_rows() {
+        for (rows, fanout) in [
+            (8, 8),
+            (65_535, 1),
+            (65_536, 1),
+            (70_000, 8),
+            (655_360, 10),
+            (200_001, 66_667),
+            (131_072, 131_072),
+        ] {
+            let mut next = 0;
+            for launch in launches(rows, fanout) {
+                assert_eq!(launch.start, next, "{rows} rows, {fanout} each");
+                assert!((1..=GRID_MAX).contains(&launch.len()));
+                let last = launch.end - 1;
+                let of_launch = |row: usize| launch.start / fanout + (row - launch.start) / fanout;
+                assert!(launch.start.is_multiple_of(fanout) || launch.start / fanout == last / fanout);
+                assert_eq!(of_launch(last), last / fanout);
+                next = launch.end;
+            }
+            assert_eq!(next, rows);
+        }
+        assert_eq!(launches(65_528, 8).count(), 1, "one launch where one is enough");
+        assert_eq!(launches(0, 8).count(), 0);
+    }
 }

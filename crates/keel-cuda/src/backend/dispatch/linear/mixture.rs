@@ -2,6 +2,7 @@
 //! itself. The down projections are added up in the launch that computes them. A shared expert of the same shape is one
 //! more expert. See `mixture.cu`.
 
+use super::super::support::GRID_MAX;
 use super::super::{BoundKernel, Call, Geometry};
 use super::combination::{combine, is_alike, mixture_key};
 use super::few_rows::{Entry, FewRows};
@@ -18,9 +19,6 @@ pub(super) const CHOICES_MAX: usize = 32;
 
 /// Columns of x that a block prepares.
 const COLS_MAX: usize = 16_384;
-
-/// Blocks of a grid along y, at most.
-const GRID_MAX: usize = 65_535;
 
 /// The name of a group of kernels that make up a mixture.
 pub(in crate::backend::dispatch) const NAME: &str = "mixture";
