@@ -15,8 +15,8 @@ use evenkeel::ModelFiles;
 #[derive(Clone, Debug, Args)]
 pub struct SpeculateArgs {
     /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
-    /// makes as many drafts as pay. It is off without such a head, on several GPUs, and where only a plan without
-    /// drafts fits on the GPU. By default auto; with random weights off. Greedy text does not change; on a GPU without
+    /// makes as many drafts as pay. It is off without such a head, in a pipeline of GPUs, on several machines, and where
+    /// only a plan without drafts fits on the GPU. By default auto; with random weights off. Greedy text does not change; on a GPU without
     /// --deterministic a near tie may fall differently. Sampled text has the same distribution; on a GPU it is the same
     /// text if the device draws it.
     #[arg(long, value_name = "N|auto|off")]
@@ -96,12 +96,12 @@ impl SpeculateArgs {
         self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
     }
 
-    /// As [`SpeculateArgs::options`], for a given device. In a pipeline of GPUs steps run ahead only in an engine without
-    /// drafts, and in a tensor split it is not known whether drafts pay. So `auto` means off on several GPUs.
+    /// As [`SpeculateArgs::options`], for a given device. In a pipeline of GPUs, and on several machines, steps run ahead
+    /// only in an engine without drafts. So `auto` means off there.
     fn on(&self, device: &DeviceArgs, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
-        let are_several = device.split.is_split() && device.device() != Device::Cpu;
-        Ok(options.filter(|options| !are_several || options.depth != Depth::Auto))
+        let waits = device.device() != Device::Cpu && device.split.waits_for_steps();
+        Ok(options.filter(|options| !waits || options.depth != Depth::Auto))
     }
 
     /// The speculation options for a model with or without an MTP head; `None` means no speculation.

@@ -136,6 +136,14 @@ impl SplitArgs {
         self.split.unwrap_or_default()
     }
 
+    /// The numbers of stages and of devices of each stage.
+    ///
+    /// # Errors
+    /// As [`Split::grid`].
+    pub fn grid(&self) -> Result<DeviceGrid> {
+        self.split().grid(self.devices.len())
+    }
+
     /// The splits to choose from: that of --split, or all.
     pub fn choices(&self) -> Vec<Split> {
         self.split.map_or_else(|| Split::all(self.devices.len()), |split| vec![split])
@@ -198,6 +206,13 @@ impl SplitArgs {
         let is_for_several =
             matches!(self.split, Some(Split::Both { stages, shares }) if stages.saturating_mul(shares) > 1);
         self.devices.len() > 1 || is_for_several || self.nodes.are_several()
+    }
+
+    /// Whether GPUs with this split wait for the host after each step where an engine drafts. Those of a tensor split in
+    /// one process do not.
+    pub fn waits_for_steps(&self) -> bool {
+        let is_one_stage = self.grid().is_ok_and(|grid| grid.stages == 1);
+        self.is_split() && (!is_one_stage || self.nodes.are_several())
     }
 
     /// Refuses devices that cannot share a model.
@@ -269,6 +284,15 @@ mod tests {
             "its number of devices is checked, not ignored"
         );
         assert!(parse_member("tpu:0").is_err() && parse_member("cpu:x").is_err());
+    }
+
+    #[test]
+    fn a_tensor_split_of_one_process_does_not_wait_for_steps() {
+        let of = |split| SplitArgs { split, ..args("cuda:0,cuda:1") };
+        assert!(of(None).waits_for_steps() && of(Some(Split::Pipeline)).waits_for_steps());
+        assert!(!of(Some(Split::Tensor)).waits_for_steps());
+        assert!(!of(Some(Split::Both { stages: 1, shares: 2 })).waits_for_steps());
+        assert!(!args("cuda:0").waits_for_steps());
     }
 
     #[test]
