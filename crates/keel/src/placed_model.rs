@@ -158,7 +158,8 @@ impl<'a> PlacedModel<'a> {
 impl Plans {
     /// Whether each GPU has room for its part, as far as that is known.
     fn fit_on(&self, device: &DeviceArgs) -> bool {
-        let of = |rank: usize| device.split.members().get(rank).map_or(device.device(), |member| member.device);
+        let of =
+            |rank: usize| device.split.members().get(rank).map_or(device.device(), |member| member.device);
         self.devices.iter().enumerate().all(|(rank, plan)| match (device.limit_of(rank), of(rank)) {
             (Some(limit), _) => plan.planned.total() <= limit,
             (None, Device::Cuda(gpu)) => {

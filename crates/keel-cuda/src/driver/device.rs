@@ -153,8 +153,8 @@ impl Device {
     /// Held, it keeps captures of the stream away: what is put there is in no graph, and the driver does not refuse it.
     ///
     /// The thread that captures has the session. Memory is zeroed and freed by any thread, also without the session.
-    /// So these calls hold this lock, but never while they wait for the device: its stream may wait for a peer until
-    /// the session ends its exchanges.
+    /// So these calls hold this lock, but do not wait for the device with it: its stream may wait for a peer until the
+    /// session ends its exchanges.
     pub fn no_capture(&self) -> MutexGuard<'_, ()> {
         self.capturing.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -228,6 +228,7 @@ impl Device {
         // A stream that is captured must not be waited for. A mark that was put there before the capture may be.
         let Ok(mark) = self.mark() else { return false };
         if mark.wait().is_ok() {
+            self.is_stuck.store(false, Ordering::Relaxed);
             return true;
         }
         // One wait is enough for all memory of a device that does not end.

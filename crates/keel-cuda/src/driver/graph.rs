@@ -36,11 +36,11 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
     // SAFETY: ends the capture begun above, also when recording failed.
     let ended = unsafe { driver!(cuStreamEndCapture(stream, &mut graph)) };
     drop(no_other);
+    let captured = ended.map(|()| Captured(graph));
     asked?;
     if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
         return Ok(None);
     }
-    let captured = ended.map(|()| Captured(graph));
     recorded?;
     let captured = captured?;
     let mut executable = std::ptr::null_mut();

@@ -115,6 +115,9 @@ pub fn on_two_gpus(test: fn()) {
     if Survey::take().gpus.len() < 2 {
         return keel_testkit::skipped!("needs two GPUs");
     }
+    // One at a time: kernels of two groups that wait for their peers on the same two GPUs can wait for each other.
+    static GPUS: Mutex<()> = Mutex::new(());
+    let _alone = GPUS.lock().unwrap_or_else(|e| e.into_inner());
     let (sender, receiver) = channel();
     let thread = std::thread::spawn(move || {
         test();

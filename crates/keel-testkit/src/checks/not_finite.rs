@@ -21,6 +21,8 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "gather_linear", run: gathered },
     Check { op: "paged_attention", run: |r| attention(r, KvFormat::F32) },
     Check { op: "paged_attention", run: |r| attention(r, KvFormat::F16) },
+    Check { op: "paged_attention", run: |r| attention(r, KvFormat::Bits8) },
+    Check { op: "paged_attention", run: |r| attention(r, KvFormat::Bits4) },
 ];
 
 /// Attention of fast modes.

@@ -15,10 +15,10 @@ use evenkeel::ModelFiles;
 #[derive(Clone, Debug, Args)]
 pub struct SpeculateArgs {
     /// Number of tokens that the multi-token-prediction head drafts for one step to verify: 1 to 8, auto, or off. auto
-    /// makes as many drafts as pay. It is off without such a head, in a pipeline of GPUs, on several machines, and where
-    /// only a plan without drafts fits on the GPU. By default auto; with random weights off. Greedy text does not change; on a GPU without
-    /// --deterministic a near tie may fall differently. Sampled text has the same distribution; on a GPU it is the same
-    /// text if the device draws it.
+    /// makes as many drafts as pay. It is off without such a head, where GPUs form a pipeline, with --nodes, and where
+    /// only a plan without drafts fits on the GPU. By default auto; with random weights off. Greedy text does not
+    /// change; on a GPU without --deterministic a near tie may fall differently. Sampled text has the same
+    /// distribution; on a GPU it is the same text if the device draws it.
     #[arg(long, value_name = "N|auto|off")]
     pub speculate: Option<Speculate>,
     /// Accept every draft without verifying it. WARNING: the text may then differ from the model's own text, and be
@@ -96,8 +96,8 @@ impl SpeculateArgs {
         self.on(device, !is_pointless && has_mtp_head(&subject.config, &*subject.parameters))
     }
 
-    /// As [`SpeculateArgs::options`], for a given device. In a pipeline of GPUs, and on several machines, steps run ahead
-    /// only in an engine without drafts. So `auto` means off there.
+    /// As [`SpeculateArgs::options`], for a given device. With several stages of GPUs, steps overlap only in an engine
+    /// without drafts. With `--nodes` each pass of a round is waited for. So `auto` means off in both.
     fn on(&self, device: &DeviceArgs, has_head: bool) -> Result<Option<SpeculationOptions>> {
         let options = self.options(has_head)?;
         let waits = device.device() != Device::Cpu && device.split.waits_for_steps();

@@ -146,7 +146,8 @@ pub struct CodedPagesMut<'a, const BITS: usize> {
 /// The step of a group, and its codes: signed bytes for 8 bits; 0 to 15, with 8 for zero, for 4 bits.
 #[inline(always)]
 fn code_group<const BITS: usize>(x: &[f32]) -> (bf16, [u8; GROUP]) {
-    let farthest = x.iter().fold(0.0f32, |a, &b| if b.abs() > a.abs() { b } else { a });
+    // A NaN makes the group's step NaN, and so all of its values.
+    let farthest = x.iter().fold(0.0f32, |a, &b| if b.abs() > a.abs() || b.is_nan() { b } else { a });
     let step = bf16::from_f32(if BITS == 8 { farthest.abs() / 127.0 } else { farthest / -8.0 });
     let inverse = if step == bf16::ZERO { 0.0 } else { 1.0 / step.to_f32() };
     let code = |x: f32| {
