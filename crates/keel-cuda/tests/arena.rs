@@ -2,6 +2,7 @@
 
 use keel_array::{Array, Backend, Category, DType, Executable, Memory, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
+use keel_testkit::compare::assert_same_bits;
 use std::sync::Arc;
 
 /// Memory is mapped in multiples of this.
@@ -19,8 +20,8 @@ fn prepare(runtime: &Runtime, n: usize) -> (Executable, Array) {
     (runtime.prepare(&[(&sums, &place)]).expect("a program"), place)
 }
 
-fn bits(array: &Array) -> Vec<u32> {
-    array.to_vec::<f32>().expect("in memory").into_iter().map(f32::to_bits).collect()
+fn values(array: &Array) -> Vec<f32> {
+    array.to_vec().expect("in memory")
 }
 
 fn arena_bytes(runtime: &Runtime) -> u64 {
@@ -40,7 +41,7 @@ fn the_arena_grows_where_it_lies() {
     let (small, sums) = prepare(&runtime, 33);
     assert_eq!(arena_bytes(&runtime), GRANULE as u64);
     (0..3).for_each(|_| small.run().expect("it runs"));
-    let (wanted, (captured, replayed)) = (bits(&sums), backend.graph_counts());
+    let (wanted, (captured, replayed)) = (values(&sums), backend.graph_counts());
     assert_eq!((captured, replayed), (1, 1), "run, captured, and run as a graph");
 
     // The ledger and the driver count the same mapped memory.
@@ -53,14 +54,14 @@ fn the_arena_grows_where_it_lies() {
         eprintln!("{grown} bytes more, of which the driver says {taken}");
         assert!((grown..=grown + DRIVER_BYTES_MAX).contains(&taken));
         small.run().expect("it runs in a larger arena, too");
-        assert_eq!(bits(&sums), wanted);
+        assert_same_bits("after the arena grew", &values(&sums), &wanted);
     }
     assert_eq!(backend.graph_counts(), (captured, replayed + 4), "the graph is still right");
 
     // The same while queued work uses the arena.
     let (large, large_sums) = prepare(&runtime, 100_003);
     large.run().expect("it runs");
-    let expected = bits(&large_sums);
+    let expected = values(&large_sums);
     let x = Array::from_slice(&runtime, &vec![0.25f32; 1 << 22], [1 << 11, 1 << 11]).expect("memory");
     for round in 1..=8 {
         let value =
@@ -74,7 +75,8 @@ fn the_arena_grows_where_it_lies() {
     }
     (0..2).for_each(|_| large.run().expect("it runs"));
     small.run().expect("it runs");
-    assert_eq!((bits(&large_sums), bits(&sums)), (expected, wanted));
+    assert_same_bits("the large program", &values(&large_sums), &expected);
+    assert_same_bits("the small program", &values(&sums), &wanted);
     assert_eq!(backend.graph_counts().0, captured + 1, "nothing was captured again");
 
     // Everything goes back.

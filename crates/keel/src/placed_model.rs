@@ -156,16 +156,18 @@ impl<'a> PlacedModel<'a> {
 }
 
 impl Plans {
-    /// Whether each GPU has room for its part, as far as that is known.
+    /// Whether each GPU has room for its part, as far as that is known. Limits take the place of free memory.
     fn fit_on(&self, device: &DeviceArgs) -> bool {
-        let of =
-            |rank: usize| device.split.members().get(rank).map_or(device.device(), |member| member.device);
-        self.devices.iter().enumerate().all(|(rank, plan)| match (device.limit_of(rank), of(rank)) {
-            (Some(limit), _) => plan.planned.total() <= limit,
-            (None, Device::Cuda(gpu)) => {
-                room_on_gpu(machine(), gpu).is_none_or(|room| on_device(&plan.planned, true) <= room)
-            }
-            (None, _) => true,
+        if device.is_limited() {
+            return self.beyond_limit(device).is_none();
+        }
+        let members = device.split.members();
+        self.devices.iter().enumerate().all(|(rank, plan)| {
+            let room = match members.get(rank).map_or(device.device(), |member| member.device) {
+                Device::Cuda(gpu) => room_on_gpu(machine(), gpu),
+                Device::Cpu => None,
+            };
+            room.is_none_or(|room| on_device(&plan.planned, self.is_gpu) <= room)
         })
     }
 
