@@ -4,8 +4,10 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
+use common::splitting::{self, backends, end, load_on};
 use common::{all_logits, engine, exact, expected, fixture, relative_error, runtime};
-use keel_engine::Engine;
+use keel_engine::{Engine, EngineOptions};
+use keel_models::SumOrder;
 use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, GgufParameters};
 use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_testkit::fixtures::{HYBRID, PLAIN};
@@ -91,6 +93,48 @@ fn fixtures_survive_the_way_there_and_back() {
     for (name, folder) in held() {
         there_and_back(name, &folder, scratch.path());
     }
+}
+
+/// Logits of a file in two shares: to rounding those of the whole file, and in the fixed order of sums its bits. False if
+/// the model does not divide.
+fn check_shares(name: &str, ids: &[u32], parameters: &dyn Parameters, json: &Value) -> bool {
+    for sums in [SumOrder::ByDevice, SumOrder::Fixed] {
+        let options = EngineOptions { sums, ..exact() };
+        let loaded = splitting::parts((parameters, json), options, (1, 2))
+            .and_then(|parts| load_on((parameters, json), options, backends(2, false), &parts));
+        let mut shares = match loaded {
+            Ok(engine) => engine,
+            Err(error) => {
+                assert!(error.to_string().contains("--split pipeline"), "{name}: {error}");
+                return false;
+            }
+        };
+        let mut whole = Engine::load(&runtime(1), parameters, json, options, &|_| ()).expect("it fits");
+        for one_by_one in [false, true] {
+            let got = all_logits(&mut shares, ids, one_by_one, false).0;
+            let want = all_logits(&mut whole, ids, one_by_one, false).0;
+            let error = relative_error(&got, &want);
+            assert!(error <= 1e-5, "{name}, {sums:?}: logits of two shares differ by {error:.1e}");
+            assert!(sums == SumOrder::ByDevice || got == want, "{name}: other bits than on one device");
+        }
+        end(shares);
+    }
+    true
+}
+
+#[test]
+fn files_are_split_by_shares() {
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let (mut split, mut recurrent) = (0, 0);
+    for (name, folder) in held() {
+        convert(name, &folder, scratch.path(), |form, parameters, json| {
+            if form == "GGUF" && check_shares(name, &expected(&folder).ids, parameters, json) {
+                split += 1;
+                recurrent += usize::from(name.starts_with("qwen3_5") || name == "qwen3_next");
+            }
+        });
+    }
+    assert!(split > 4 && recurrent > 1, "{split} files were split, {recurrent} of them with recurrent layers");
 }
 
 /// The writer's answer for a fixture whose config is changed.

@@ -57,7 +57,7 @@ fn split_engine(
 fn expect_good_reason(name: &str, (stages, shares): Grid, reason: &str) {
     let counts = [stages, shares].map(|count| count.to_string());
     let is_told = reason.contains("--split pipeline") || reason.contains("at least as many layers");
-    let is_of_a_kind = ["rotated", "norms all heads together"].iter().any(|kind| reason.contains(kind));
+    let is_of_a_kind = reason.contains("norms all heads together");
     let has_numbers = counts.iter().any(|count| reason.contains(count)) || is_of_a_kind;
     assert!(is_told && has_numbers, "{name} in {stages} x {shares}: {reason}");
 }

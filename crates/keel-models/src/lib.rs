@@ -71,7 +71,7 @@ pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
         return (family.load)(loader, config, parsed);
     }
     let own = shard.config(&parsed)?;
-    let parameters = ShardedParameters::new(loader.parameters(), &parsed, shard, loader.order())?;
+    let parameters = ShardedParameters::new(loader.parameters(), &parsed, shard, loader.order());
     (family.load)(&loader.reading(&parameters), config, own)
 }
 

@@ -205,14 +205,13 @@ impl<'a> FamilyReader<'a> {
         let gate_up: Vec<_> = moe.own.clone().map(|e| layout.gate_up(prefix, moe, e)).collect();
         let down: Vec<_> = moe.own.clone().map(|e| layout.down(prefix, moe, hidden, e)).collect();
         let down_rotation = self.loader.experts_rotation(&format!("{prefix}experts.down_weight_"), &down)?;
-        let is_rotated = down_rotation.is_some();
         Ok(MixtureOfExperts {
             router: self.loader.projection(router, hidden)?,
             gate_up_rotation: self
                 .loader
                 .experts_rotation(&format!("{prefix}experts.gate_up_weight_"), &gate_up)?,
             gate_up: self.loader.experts(&gate_up, hidden)?,
-            down: self.loader.row_parallel_experts(&down, moe.intermediate, of_columns, is_rotated)?,
+            down: self.loader.row_parallel_experts(&down, moe.intermediate, of_columns)?,
             down_rotation,
             shared,
             shared_elsewhere: moe.shared_elsewhere,

@@ -1,4 +1,5 @@
-//! ParoQuant's experts share a rotation. They are compared with the same model with equivalent dense weights.
+//! ParoQuant's experts share a rotation, and an output projection has a separate one. They are compared with the same
+//! model with equivalent dense weights, whole and split.
 
 mod common;
 
@@ -88,18 +89,23 @@ fn linear(
 }
 
 #[test]
-fn experts_that_share_a_rotation_give_what_their_dense_weights_give() {
+fn layers_with_rotations_give_what_their_dense_weights_give() {
     let (packed_folder, dense_folder) = (copy_of("qwen3_moe"), copy_of("qwen3_moe"));
     let path = packed_folder.path().join("model.safetensors");
     let file = SafetensorsFile::open(&path).expect("a fixture");
     let mut packed = Tensors::new();
-    for name in file.names().filter(|name| !name.contains(".experts.")) {
+    let is_rotated = |name: &str| name.contains(".experts.") || name.contains(".o_proj.");
+    for name in file.names().filter(|name| !is_rotated(name)) {
         let tensor = file.tensor(name).expect("it is there");
         packed.insert(name.into(), ("BF16", tensor.shape().to_vec(), tensor.bytes().to_vec()));
     }
     let mut dense = packed.clone();
-    let (mut numbers, hidden, inner) = (Numbers(7), 128, 64);
+    let (mut numbers, hidden, heads, inner) = (Numbers(7), 128, 4 * 64, 64);
     for layer in 0..4 {
+        let module = format!("model.layers.{layer}.self_attn.o_proj");
+        let of_heads = Rotation::new(&mut numbers, heads);
+        of_heads.write(&format!("{module}."), &mut packed);
+        linear(&mut numbers, &module, (hidden, heads), &of_heads, (&mut packed, &mut dense));
         let prefix = format!("model.layers.{layer}.mlp.experts.");
         let (wide, narrow) = (Rotation::new(&mut numbers, hidden), Rotation::new(&mut numbers, inner));
         wide.write(&format!("{prefix}gate_up_weight_"), &mut packed);
@@ -130,11 +136,16 @@ fn experts_that_share_a_rotation_give_what_their_dense_weights_give() {
         floats(&file, "logits")
     };
     let want = logits(dense_folder.path(), "dense", &["--compute", "f32"]);
-    for extra in [&[][..], &["--one-by-one"]] {
+    let split = ["--devices", "cpu:0,cpu:1", "--split", "tensor"];
+    for extra in [&[][..], &["--one-by-one"], &split] {
         let got = logits(packed_folder.path(), "packed", &[&["--compute", "f32"][..], extra].concat());
         let error = relative_error(&got, &want);
         assert!(error <= 1e-4, "{extra:?}: {error:.1e}");
     }
+    // In the fixed order of sums, two devices give the bits of one.
+    let whole = logits(packed_folder.path(), "whole", &["--deterministic"]);
+    let shares = logits(packed_folder.path(), "shares", &[&["--deterministic"][..], &split].concat());
+    assert!(whole == shares, "two devices give other bits than one: {:.1e}", relative_error(&shares, &whole));
     // The fast kernels round activations to 8 bits.
     let error = relative_error(&logits(packed_folder.path(), "fast", &[]), &want);
     assert!(error <= 0.1, "fast: {error:.1e}");

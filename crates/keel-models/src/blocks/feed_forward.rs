@@ -125,7 +125,7 @@ impl MixtureOfExperts {
         let held = own.as_ref().map_or(&experts, |own| &own.held);
         let mut parts = Vec::with_capacity(self.down.len());
         let inner = self.inner(x, held)?;
-        for (columns, down) in columns_of(&inner, &self.down)?.iter().zip(&self.down) {
+        for (columns, down) in columns_of(&inner, &self.down, 1)?.iter().zip(&self.down) {
             let mut outputs = columns.gather_linear(down, held)?;
             if let Some((OwnChoices { is_own, .. }, peers)) = elsewhere {
                 let is_own = is_own.reshape([is_own.shape()[0], is_own.shape()[1], 1])?;

@@ -18,10 +18,9 @@ pub struct GatedDeltaNet {
     pub dt_bias: Array,
     /// Norm of each head's output, `[Dv]`.
     pub norm: RmsNorm,
-    /// Output projection.
+    /// Output projection. If its columns have tiles, they hold the first value head of every key head first, then the
+    /// second, and so on.
     pub output: RowParallel,
-    /// True if the output projection's columns hold the first value head of every key head first, then the second, etc.
-    pub tiled_output: bool,
     /// `Hk`.
     pub key_heads: usize,
     /// `Hv`.
@@ -51,7 +50,7 @@ impl GatedDeltaNet {
         let out = self.delta(&mixed, &parts[2], &parts[3], state, step)?;
         let z = parts[1].reshape([tokens, self.value_heads, self.value_dim])?;
         let mut normed = out.gated_rms_norm(&self.norm.scale, &z, self.norm.eps)?;
-        if self.tiled_output {
+        if self.output.is_tiled() {
             let ratio = self.value_heads / self.key_heads;
             let by_key = normed.reshape([tokens, self.key_heads, ratio, self.value_dim])?;
             normed = by_key.transpose(&[0, 2, 1, 3])?;

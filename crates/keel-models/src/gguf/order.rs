@@ -83,7 +83,7 @@ pub(super) struct Orders {
     /// True if a and b of recurrent layers are in one tensor.
     joint_alpha_beta: bool,
     /// True if heads are ordered by value head, not by key head.
-    pub tiled: bool,
+    tiled: bool,
     head_dim: usize,
     key_heads: usize,
     ratio: usize,

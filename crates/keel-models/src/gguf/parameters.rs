@@ -178,8 +178,11 @@ impl Parameters for GgufParameters<'_> {
         true
     }
 
-    fn value_heads_are_tiled(&self) -> bool {
-        self.orders.tiled
+    fn column_tiles(&self, module: &str) -> usize {
+        match self.orders.cols(module) {
+            RowOrder::TiledHeads { ratio, .. } => ratio,
+            _ => 1,
+        }
     }
 }
 

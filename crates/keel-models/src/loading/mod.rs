@@ -110,10 +110,12 @@ pub trait Parameters {
         false
     }
 
-    /// True if the columns of a recurrent layer's output projection hold the first value head of every key head first,
-    /// then the second, and so on. Its other parameters never do.
-    fn value_heads_are_tiled(&self) -> bool {
-        false
+    /// How many tiles a layer's columns have. All tiles are equally long, and each has columns of every key head. It is 1
+    /// except for the output projection of recurrent layers in GGUF files: its columns are those of the first value head
+    /// of every key head, then those of the second, and so on.
+    fn column_tiles(&self, module: &str) -> usize {
+        let _ = module;
+        1
     }
 }
 
@@ -236,13 +238,11 @@ impl<'a> Loader<'a> {
         let Stored { experts, rows } = piece.stored;
         let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
         let rotation = self.parameters.rotation(&piece.module)?;
-        let parts = match rotation {
-            None => sums.parts(cols, columns_together(format)),
-            Some(_) => 1,
-        };
-        let parts = self.stack_in_parts(&[vec![piece]], cols, parts, format)?;
         let rotation = rotation.map(|values| self.rotation(&values)).transpose()?;
-        Ok(RowParallel { parts, rotation, sums, bias: None })
+        let tiles = self.parameters.column_tiles(&piece.module);
+        let parts = sums.parts(cols / tiles, columns_together(format));
+        let parts = self.stack_in_parts(&[vec![piece]], cols, parts, format)?;
+        Ok(RowParallel { parts, tiles, rotation, sums, bias: None })
     }
 
     /// The rotation of the input of a layer's experts. Any of the modules may be one of theirs.
@@ -286,7 +286,7 @@ impl<'a> Loader<'a> {
         self.stack(experts, cols, self.format_of_experts(experts, cols)?)
     }
 
-    /// As [`Loader::experts`], in the parts whose products are added. The columns of a rotated input have one.
+    /// As [`Loader::experts`], in the parts whose products are added.
     ///
     /// # Errors
     /// As [`Loader::experts`].
@@ -295,11 +295,9 @@ impl<'a> Loader<'a> {
         experts: &[Vec<Piece>],
         cols: usize,
         sums: Sums,
-        is_rotated: bool,
     ) -> Result<Vec<Weight>> {
         let format = self.format_of_experts(experts, cols)?;
-        let parts = if is_rotated { 1 } else { sums.parts(cols, columns_together(format)) };
-        self.stack_in_parts(experts, cols, parts, format)
+        self.stack_in_parts(experts, cols, sums.parts(cols, columns_together(format)), format)
     }
 
     fn format_of_experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<WeightFormat> {

@@ -10,6 +10,8 @@ use crate::split::sums::{SumOrder, Sums};
 pub struct RowParallel {
     /// This device's columns, in the parts whose products are added.
     pub(super) parts: Vec<Weight>,
+    /// Tiles of the columns, see [`Parameters::column_tiles`](super::Parameters::column_tiles).
+    pub(super) tiles: usize,
     /// The rotation of the input.
     pub(super) rotation: Option<PairRotation>,
     /// How the products are added.
@@ -19,6 +21,11 @@ pub struct RowParallel {
 }
 
 impl RowParallel {
+    /// Whether the columns have tiles, so that x must have them.
+    pub fn is_tiled(&self) -> bool {
+        self.tiles > 1
+    }
+
     /// `[residual +] W x` of the whole layer, on every device.
     ///
     /// # Errors
@@ -51,7 +58,7 @@ impl RowParallel {
 
     /// The product of each of this device's parts.
     fn products(&self, x: &Array) -> Result<Vec<Array>> {
-        let columns = columns_of(&input(x, &self.rotation)?, &self.parts)?;
+        let columns = columns_of(&input(x, &self.rotation)?, &self.parts, self.tiles)?;
         columns.iter().zip(&self.parts).map(|(x, weight)| x.linear(weight)).collect()
     }
 
@@ -61,15 +68,19 @@ impl RowParallel {
     }
 }
 
-/// The columns of x that each of the parts reads.
-pub(crate) fn columns_of(x: &Array, parts: &[Weight]) -> Result<Vec<Array>> {
+/// The columns of x that each of the parts reads: an even share of each tile.
+pub(crate) fn columns_of(x: &Array, parts: &[Weight], tiles: usize) -> Result<Vec<Array>> {
     if parts.len() == 1 {
         return Ok(vec![x.clone()]);
     }
-    let mut start = 0;
-    let columns = |part: &Weight| {
-        start += part.spec().cols;
-        x.slice_axis(-1, start - part.spec().cols, start)
+    let (rows, cols) = (x.shape().iter().rev().skip(1).product::<usize>(), x.shape().last().copied().unwrap_or(0));
+    let share = cols / tiles / parts.len();
+    let columns = |i: usize| match tiles {
+        1 => x.slice_axis(-1, i * share, (i + 1) * share),
+        _ => {
+            let of_tiles = x.reshape([rows, tiles, cols / tiles])?.slice_axis(-1, i * share, (i + 1) * share)?;
+            of_tiles.reshape([rows, tiles * share])
+        }
     };
-    parts.iter().map(columns).collect()
+    (0..parts.len()).map(columns).collect()
 }

@@ -70,13 +70,13 @@ impl Loader<'_> {
     ) -> Result<()> {
         let Some(part) = weights.first().map(|weight| *weight.spec()) else { return Ok(()) };
         let whole = WeightSpec { cols: part.cols * weights.len(), ..part };
+        let tiles = self.parameters.column_tiles(&piece.module);
         let sink: &mut RowSink<'_> = &mut |count, data: RowData<'_>| {
             if let [only] = parts {
                 return only.push(count, data);
             }
             for (i, assembler) in parts.iter_mut().enumerate() {
-                let own = part.cols * i..part.cols * (i + 1);
-                let columns = Columns { format: part.format, whole: whole.cols, own };
+                let columns = Columns { tiles, index: i, count: weights.len() };
                 pick_columns(count, data, &columns, &mut |count, data| assembler.push(count, data))?;
             }
             Ok(())

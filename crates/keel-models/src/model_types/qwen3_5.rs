@@ -96,7 +96,6 @@ pub(crate) fn recurrent_layer(
             c.values(),
             loader.sums(),
         )?,
-        tiled_output: loader.parameters().value_heads_are_tiled(),
         key_heads: c.key_heads,
         value_heads: c.value_heads,
         key_dim: c.key_dim,

@@ -16,45 +16,46 @@ pub(crate) fn columns_together(format: WeightFormat) -> usize {
     }
 }
 
-/// Some columns of a layer.
+/// One of the even shares of a layer's columns: the same range of each tile.
 pub(crate) struct Columns {
-    pub format: WeightFormat,
-    /// Columns of the whole layer.
-    pub whole: usize,
-    /// Those that are wanted.
-    pub own: Range<usize>,
+    /// Tiles of the layer's columns, see [`Parameters::column_tiles`](crate::loading::Parameters::column_tiles).
+    pub tiles: usize,
+    /// The share's number.
+    pub index: usize,
+    /// How many shares there are.
+    pub count: usize,
 }
 
-/// These entries of each row of `row` entries.
-fn pick<T: Copy>(data: &[T], row: usize, columns: Range<usize>) -> Vec<T> {
-    data.chunks_exact(row).flat_map(|row| &row[columns.clone()]).copied().collect()
+impl Columns {
+    /// The share's ranges of a row of `entries` entries, which each stand for as many columns.
+    fn ranges(&self, entries: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let tile = entries / self.tiles;
+        let own = tile * self.index / self.count..tile * (self.index + 1) / self.count;
+        (0..self.tiles).map(move |i| i * tile + own.start..i * tile + own.end)
+    }
+
+    /// The share's entries of each of `rows` rows.
+    fn pick<T: Copy>(&self, rows: usize, data: &[T]) -> Vec<T> {
+        let row = data.len() / rows.max(1);
+        let own = |row: &[T]| self.ranges(row.len()).flat_map(|range| row[range].to_vec()).collect::<Vec<T>>();
+        data.chunks_exact(row.max(1)).flat_map(own).collect()
+    }
 }
 
-/// Passes the columns of `rows` rows to `sink`.
+/// Passes the columns of `rows` rows to `sink`. The borders of the columns are borders of their groups or blocks.
 pub(crate) fn pick_columns(
     rows: usize,
     data: RowData<'_>,
     columns: &Columns,
     sink: &mut RowSink<'_>,
 ) -> Result<()> {
-    let &Columns { format, whole: cols, own: ref columns } = columns;
-    let together = columns_together(format);
-    let units = columns.start / together..columns.end / together;
-    let of_bytes = |unit: usize| units.start * unit..units.end * unit;
     match data {
-        RowData::Dense(bytes) => {
-            let unit = bytes.len() / (rows * cols).max(1);
-            sink(rows, RowData::Dense(&pick(bytes, cols * unit, of_bytes(unit))))
-        }
+        RowData::Dense(bytes) => sink(rows, RowData::Dense(&columns.pick(rows, bytes))),
         RowData::Affine { codes, scales, biases } => {
-            let groups = cols / together;
-            let codes = pick(codes, cols, columns.clone());
-            let (scales, biases) = (pick(scales, groups, units.clone()), pick(biases, groups, units));
+            let codes = columns.pick(rows, codes);
+            let (scales, biases) = (columns.pick(rows, scales), columns.pick(rows, biases));
             sink(rows, RowData::Affine { codes: &codes, scales: &scales, biases: &biases })
         }
-        RowData::Blocks(bytes) => {
-            let unit = bytes.len() / (rows * cols / together).max(1);
-            sink(rows, RowData::Blocks(&pick(bytes, cols / together * unit, of_bytes(unit))))
-        }
+        RowData::Blocks(bytes) => sink(rows, RowData::Blocks(&columns.pick(rows, bytes))),
     }
 }

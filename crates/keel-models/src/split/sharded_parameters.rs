@@ -9,7 +9,7 @@ use keel_weights::RotationValues;
 
 use crate::loading::{Parameters, RowSink};
 use crate::split::columns::{Columns, columns_together, pick_columns};
-use crate::{HybridConfig, MixerKind, MixtureCut, ModelError, Result, Shard, SumOrder};
+use crate::{HybridConfig, MixtureCut, ModelError, Result, Shard, SumOrder};
 
 /// How a layer is divided.
 enum Cut {
@@ -40,21 +40,13 @@ pub(crate) struct ShardedParameters<'a> {
 
 impl<'a> ShardedParameters<'a> {
     /// The share of a checkpoint of the model with this config.
-    ///
-    /// # Errors
-    /// The columns of a layer lie in an order that is not split.
     pub fn new(
         whole: &'a dyn Parameters,
         config: &'a HybridConfig,
         shard: Shard,
         order: SumOrder,
-    ) -> Result<ShardedParameters<'a>> {
-        if whole.value_heads_are_tiled() && config.layers.contains(&MixerKind::GatedDelta) {
-            let reason = "GGUF files keep the value heads of recurrent layers in an order that is not split by heads: use \
-                          --split pipeline, or a safetensors checkpoint";
-            return Err(ModelError::Part(reason.into()));
-        }
-        Ok(ShardedParameters { whole, config, shard, order, rows: RefCell::default() })
+    ) -> ShardedParameters<'a> {
+        ShardedParameters { whole, config, shard, order, rows: RefCell::default() }
     }
 
     /// Whether a layer belongs to experts that are not cut.
@@ -112,6 +104,31 @@ impl<'a> ShardedParameters<'a> {
             name if EVEN.contains(&name) => ranges(&[even(rows)]),
             _ => Cut::Whole,
         }
+    }
+
+    /// What this device's columns have of the rotation of a layer's input. Pairs stay within groups of columns, so a
+    /// device that has whole groups has both columns of each pair.
+    fn own_rotation(&self, module: &str, whole: RotationValues) -> Result<RotationValues> {
+        if !matches!(self.cut(module, 0), Cut::Columns) {
+            return Ok(whole);
+        }
+        let (cols, count) = (whole.scales.len(), self.shard.count);
+        let own = self.shard.of(cols);
+        let of_rounds = |row: &[u32]| row[own.clone()].to_vec();
+        let mut pairs: Vec<u32> = whole.pairs.chunks_exact(cols.max(1)).flat_map(of_rounds).collect();
+        for column in &mut pairs {
+            if !own.contains(&(*column as usize)) {
+                return Err(ModelError::Part(format!(
+                    "{module}: {cols} columns cannot be split over {count} devices, because column {column} is rotated together with \
+                     one of {} to {}: take fewer devices, or --split pipeline",
+                    own.start, own.end - 1
+                )));
+            }
+            *column -= own.start as u32;
+        }
+        let of_rounds = |row: &[f32]| row[own.start / 2..own.end / 2].to_vec();
+        let angles = whole.angles.chunks_exact((cols / 2).max(1)).flat_map(of_rounds).collect();
+        Ok(RotationValues { scales: whole.scales[own.clone()].to_vec(), pairs, angles })
     }
 }
 
@@ -183,17 +200,15 @@ impl Parameters for ShardedParameters<'_> {
         };
         let format = self.whole.linear_format(module, experts, rows, whole_cols)?;
         self.rows.borrow_mut().insert(module.into(), rows);
-        let together = columns_together(format);
-        if whole_cols != cols && !cols.is_multiple_of(together) {
+        let (together, tiles) = (columns_together(format), self.column_tiles(module));
+        if whole_cols != cols && !cols.is_multiple_of(tiles * together) {
+            let of_tiles = if tiles == 1 { String::new() } else { format!("{tiles} tiles of ") };
             return Err(ModelError::Part(format!(
-                "{module}: {whole_cols} columns in groups of {together} cannot be split over {} devices, which would have {cols} \
-                 each: take fewer devices, or --split pipeline",
-                self.shard.count
-            )));
-        }
-        if whole_cols != cols && self.whole.rotation(module)?.is_some() {
-            return Err(ModelError::Part(format!(
-                "{module}: an input with rotated pairs of columns is not split by columns: use --split pipeline"
+                "{module}: {of_tiles}{} columns in groups of {together} cannot be split over {} devices, which would have {} each: \
+                 take fewer devices, or --split pipeline",
+                whole_cols / tiles,
+                self.shard.count,
+                cols / tiles,
             )));
         }
         Ok(format)
@@ -220,8 +235,8 @@ impl Parameters for ShardedParameters<'_> {
             }
             Cut::Columns => {
                 let whole = WeightSpec { cols: spec.cols * self.shard.count, ..*spec };
-                let columns =
-                    Columns { format: spec.format, whole: whole.cols, own: self.shard.of(whole.cols) };
+                let Shard { index, count, .. } = self.shard;
+                let columns = Columns { tiles: self.column_tiles(module), index, count };
                 self.whole.linear_rows(module, expert, rows, &whole, &mut |count, data| {
                     pick_columns(count, data, &columns, sink)
                 })
@@ -230,17 +245,12 @@ impl Parameters for ShardedParameters<'_> {
     }
 
     fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
-        self.whole.rotation(module)
+        self.whole.rotation(module)?.map(|values| self.own_rotation(module, values)).transpose()
     }
 
     fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
         let values = self.whole.shared_rotation(prefix, module)?;
-        if values.is_some() && matches!(self.cut(module, 0), Cut::Columns) {
-            return Err(ModelError::Part(format!(
-                "{module}: an input with rotated pairs of columns is not split by columns: use --split pipeline"
-            )));
-        }
-        Ok(values)
+        values.map(|values| self.own_rotation(module, values)).transpose()
     }
 
     fn release(&self, module: &str) {
@@ -279,7 +289,7 @@ impl Parameters for ShardedParameters<'_> {
         self.whole.norms_are_scales()
     }
 
-    fn value_heads_are_tiled(&self) -> bool {
-        self.whole.value_heads_are_tiled()
+    fn column_tiles(&self, module: &str) -> usize {
+        self.whole.column_tiles(module)
     }
 }

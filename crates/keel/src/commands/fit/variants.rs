@@ -123,7 +123,7 @@ impl Parameters for Quantised<'_> {
         self.inner.norms_are_scales()
     }
 
-    fn value_heads_are_tiled(&self) -> bool {
-        self.inner.value_heads_are_tiled()
+    fn column_tiles(&self, module: &str) -> usize {
+        self.inner.column_tiles(module)
     }
 }
