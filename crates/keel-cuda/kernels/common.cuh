@@ -169,6 +169,7 @@ struct Strides {
         return place + i * stride[0];
     }
 };
+static_assert(sizeof(Strides) == 17 * sizeof(u64), "words of a parameter");
 
 // The first wrong value that a launch finds: the number of the header with which it reports, the kernel's number, the
 // kind of error, and two numbers for the message. It is in the host's memory, which the host reads after the launch.

@@ -2,13 +2,17 @@
 // Random numbers are those of keel-cpu: the same for the same seed on every device.
 #include "common.cuh"
 
-extern "C" __global__ void fill(ELEM* y, u64 n, float value) {
+extern "C" __global__ void fill(
+#include "fill.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] = From<ELEM>::f32(value);
 }
 
-extern "C" __global__ void arange(ELEM* y, u64 n, double start, double step) {
+extern "C" __global__ void arange(
+#include "arange.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -27,22 +31,28 @@ __device__ inline float random_uniform(u64 seed, u64 counter) {
     return (float)(random_bits(seed, counter) >> 40) / 16777216.0f;
 }
 
-extern "C" __global__ void bits(u32* y, u64 n, u64 seed) {
+extern "C" __global__ void bits(
+#include "random.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = (u32)(random_bits(seed, i) >> 32);
+    if (i < n) ((u32*)y)[i] = (u32)(random_bits(seed, i) >> 32);
 }
 
-extern "C" __global__ void uniform(float* y, u64 n, u64 seed) {
+extern "C" __global__ void uniform(
+#include "random.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = random_uniform(seed, i);
+    if (i < n) ((float*)y)[i] = random_uniform(seed, i);
 }
 
-extern "C" __global__ void normal(float* y, u64 n, u64 seed) {
+extern "C" __global__ void normal(
+#include "random.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const double u = random_uniform(seed, 2 * i), v = random_uniform(seed, 2 * i + 1);
-    y[i] = (float)(sqrt(-2.0 * log(1.0 - u)) * cos(6.283185307179586 * v));
+    ((float*)y)[i] = (float)(sqrt(-2.0 * log(1.0 - u)) * cos(6.283185307179586 * v));
 }

@@ -49,7 +49,9 @@ extern "C" __global__ void chain_by_four(void* y, u32 n, u32 fours PARAMETERS) {
 #endif
 
 #if defined(FROM) && defined(TO)
-extern "C" __global__ void cast(const FROM* x, Strides from, TO* y, u64 n) {
+extern "C" __global__ void cast(
+#include "cast.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const FROM value = x[from.at(i)];
@@ -60,7 +62,9 @@ extern "C" __global__ void cast(const FROM* x, Strides from, TO* y, u64 n) {
 
 #if defined(INTEGER)
 // ELEM: an integer type or flag; EXPRESSION over a (and b) of type i64; RESULT: type of the result.
-extern "C" __global__ void integer(const ELEM* x, Strides sx, const ELEM* z, Strides sz, RESULT* y, u64 n) {
+extern "C" __global__ void integer(
+#include "two_operands.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const i64 a = to_i64(x[sx.at(i)]), b = to_i64(z[sz.at(i)]);
@@ -72,7 +76,10 @@ extern "C" __global__ void integer(const ELEM* x, Strides sx, const ELEM* z, Str
 
 #if defined(COMPARE)
 // ELEM: a float type; EXPRESSION over floats a and b.
-extern "C" __global__ void compare(const ELEM* x, Strides sx, const ELEM* z, Strides sz, flag* y, u64 n) {
+#define RESULT flag
+extern "C" __global__ void compare(
+#include "two_operands.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const float a = to_f32(x[sx.at(i)]), b = to_f32(z[sz.at(i)]);
@@ -83,7 +90,9 @@ extern "C" __global__ void compare(const ELEM* x, Strides sx, const ELEM* z, Str
 
 #if defined(SELECT)
 // ELEM: an unsigned type of the element's size.
-extern "C" __global__ void select(const flag* c, Strides sc, const ELEM* a, Strides sa, const ELEM* b, Strides sb, ELEM* y, u64 n) {
+extern "C" __global__ void select(
+#include "select.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
         y[i] = c[sc.at(i)].byte ? a[sa.at(i)] : b[sb.at(i)];

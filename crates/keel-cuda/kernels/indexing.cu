@@ -4,7 +4,9 @@
 #include "common.cuh"
 
 // y [count, width] = x[indices] for blocks of `width` elements.
-extern "C" __global__ void take(const ELEM* x, const INDEX* indices, ELEM* y, u64 n, u64 width, u32 entries, Fault* fault, u32 kernel) {
+extern "C" __global__ void take(
+#include "take.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const INDEX index = indices[i / width];
@@ -16,15 +18,17 @@ extern "C" __global__ void take(const ELEM* x, const INDEX* indices, ELEM* y, u6
     }
 }
 
-// y [rows, picks] = x[row, indices[row, pick]] for rows of `width` elements.
-extern "C" __global__ void take_along(const ELEM* x, const INDEX* indices, ELEM* y, u64 n, u64 picks, u32 width, Fault* fault, u32 kernel) {
+// y [rows, width] = x[row, indices[row, column]] for rows of `entries` elements.
+extern "C" __global__ void take_along(
+#include "take.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
         const INDEX index = indices[i];
-        if ((u32)index >= width) {
-            report(fault, kernel, 0, (u32)index, width);
+        if ((u32)index >= entries) {
+            report(fault, kernel, 0, (u32)index, entries);
             continue;
         }
-        y[i] = x[i / picks * width + (u32)index];
+        y[i] = x[i / width * entries + (u32)index];
     }
 }

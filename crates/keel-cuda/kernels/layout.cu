@@ -2,21 +2,27 @@
 // ELEM: an unsigned type of the element's size (u8, u16, u32, u64).
 #include "common.cuh"
 
-extern "C" __global__ void copy(const ELEM* x, Strides from, ELEM* y, u64 n) {
+extern "C" __global__ void copy(
+#include "copy.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
         y[i] = x[from.at(i)];
 }
 
 // One operand of a join: x is [outer, run], and goes to columns at..at + run of y [outer, width].
-extern "C" __global__ void join(const ELEM* x, Strides from, ELEM* y, u64 n, u64 run, u64 width, u64 at) {
+extern "C" __global__ void join(
+#include "join.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
         y[i / run * width + at + i % run] = x[from.at(i)];
 }
 
 // Writes x at the places `to`, from element `first` of y.
-extern "C" __global__ void scatter(const ELEM* x, Strides from, ELEM* y, u64 n, Strides to, u64 first) {
+extern "C" __global__ void scatter(
+#include "scatter.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
         y[first + to.at(i)] = x[from.at(i)];

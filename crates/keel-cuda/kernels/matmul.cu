@@ -3,7 +3,9 @@
 // packed weights of quantized_matmul.cu. ELEM: float, f16 or bf16. Bytes moved: a is read n / 32 times, b m / 32 times.
 #include "common.cuh"
 
-extern "C" __global__ void matmul(const ELEM* a, Strides sa, const ELEM* b, Strides sb, ELEM* y, u64 m, u64 n, u64 k) {
+extern "C" __global__ void matmul(
+#include "matmul.params"
+) {
     take_turn();
     __shared__ float left[32][33], right[32][33];
     const u64 batch = blockIdx.z, row0 = (u64)blockIdx.y * 32, col0 = (u64)blockIdx.x * 32;

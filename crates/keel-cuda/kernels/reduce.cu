@@ -1,6 +1,13 @@
 // Reductions of the last axis: one block of 256 threads for each row of `width` gap-free elements.
 // Bytes moved: the input once (softmax and layer norm read it from the cache again). ELEM: element type.
+// RESULT: the type of y.
 #include "common.cuh"
+
+#if defined(ARG)
+#define RESULT u32
+#else
+#define RESULT ELEM
+#endif
 
 #if defined(REDUCTION)
 // ACC: float or i64. FIRST: neutral element. COMBINE over a and b. FINISH over total and width.
@@ -10,7 +17,9 @@ __device__ inline i64 as_acc(i64, ELEM x) { return to_i64(x); }
 __device__ inline ELEM from_acc(float x) { return From<ELEM>::f32(x); }
 __device__ inline ELEM from_acc(i64 x) { return From<ELEM>::i64_(x); }
 
-extern "C" __global__ void reduce(const ELEM* x, ELEM* y, u64 width) {
+extern "C" __global__ void reduce(
+#include "reduce.params"
+) {
     take_turn();
     __shared__ ACC shared[256];
     const ELEM* row = x + blockIdx.x * width;
@@ -40,7 +49,9 @@ __device__ inline bool comes_first(KEY a, u32 i, KEY b, u32 j) {
     return BEFORE ? true : (a == b && i < j);
 }
 
-extern "C" __global__ void arg_reduce(const ELEM* x, u32* y, u64 width) {
+extern "C" __global__ void arg_reduce(
+#include "reduce.params"
+) {
     take_turn();
     __shared__ KEY keys[256];
     __shared__ u32 places[256];
@@ -70,7 +81,9 @@ extern "C" __global__ void arg_reduce(const ELEM* x, u32* y, u64 width) {
 #endif
 
 #if defined(SOFTMAX)
-extern "C" __global__ void softmax(const ELEM* x, ELEM* y, u64 width) {
+extern "C" __global__ void softmax(
+#include "reduce.params"
+) {
     take_turn();
     __shared__ float shared[256];
     const ELEM* row = x + blockIdx.x * width;
@@ -99,7 +112,9 @@ extern "C" __global__ void softmax(const ELEM* x, ELEM* y, u64 width) {
 #endif
 
 #if defined(LAYER_NORM)
-extern "C" __global__ void layer_norm(const ELEM* x, const ELEM* weight, const ELEM* bias, ELEM* y, u64 width, float eps) {
+extern "C" __global__ void layer_norm(
+#include "layer_norm.params"
+) {
     take_turn();
     __shared__ float shared[33];
     const ELEM* row = x + blockIdx.x * width;
@@ -126,7 +141,9 @@ __device__ inline i64 as_sum(i64, ELEM x) { return to_i64(x); }
 __device__ inline ELEM from_sum(float x) { return From<ELEM>::f32(x); }
 __device__ inline ELEM from_sum(i64 x) { return From<ELEM>::i64_(x); }
 
-extern "C" __global__ void cumsum(const ELEM* x, ELEM* y, u64 width) {
+extern "C" __global__ void cumsum(
+#include "reduce.params"
+) {
     take_turn();
     __shared__ ACC before[257];
     const ELEM* row = x + blockIdx.x * width;

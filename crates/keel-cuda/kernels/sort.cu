@@ -14,14 +14,18 @@ __device__ inline bool comes_first(KEY a, u32 i, KEY b, u32 j) {
     return DESCENDING ? a > b : a < b;
 }
 
-extern "C" __global__ void number(u32* order, u64 total, u64 padded) {
+extern "C" __global__ void number(
+#include "sort_number.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < total) order[i] = (u32)(i % padded);
 }
 
 // One stage: pairs at distance `step` within runs of `run`, ascending or descending by turns.
-extern "C" __global__ void stage(const ELEM* x, u32* order, u64 total, u64 width, u64 padded, u64 run, u64 step) {
+extern "C" __global__ void stage(
+#include "sort_stage.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= total) return;
@@ -39,7 +43,9 @@ extern "C" __global__ void stage(const ELEM* x, u32* order, u64 total, u64 width
     }
 }
 
-extern "C" __global__ void gather(const ELEM* x, const u32* order, ELEM* values, u32* indices, u64 total, u64 width, u64 padded) {
+extern "C" __global__ void gather(
+#include "sort_gather.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= total) return;
@@ -49,7 +55,9 @@ extern "C" __global__ void gather(const ELEM* x, const u32* order, ELEM* values,
     values[i] = x[row * width + place];
 }
 
-extern "C" __global__ void top_k(const ELEM* x, ELEM* values, u32* indices, u64 width, u32 k) {
+extern "C" __global__ void top_k(
+#include "top_k.params"
+) {
     take_turn();
     __shared__ KEY keys[256];
     __shared__ u32 places[256];

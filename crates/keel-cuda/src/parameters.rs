@@ -13,11 +13,16 @@
 //! |---|---|
 //! | `u64` | a pointer |
 //! | `usize` | `u32` |
-//! | `f32` | `float` |
+//! | [`Wide`] | `u64`, `i64` |
+//! | `f32`, `f64` | `float`, `double` |
 //! | `[u64; N]` | a structure of `N` words of 64 bits |
 //! | `Option<u64>`, `Option<usize>` | a pointer, a `u32` that exists only under a condition on the kernel's constants |
 
 use crate::driver::Arguments;
+
+/// A number of 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Wide(pub usize);
 
 /// A type of a struct's field, as kernels take it.
 trait Parameter {
@@ -48,9 +53,21 @@ impl Parameter for usize {
     }
 }
 
+impl Parameter for Wide {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        arguments.u64(self.0)
+    }
+}
+
 impl Parameter for f32 {
     fn push(&self, arguments: Arguments) -> Arguments {
         arguments.f32(*self)
+    }
+}
+
+impl Parameter for f64 {
+    fn push(&self, arguments: Arguments) -> Arguments {
+        arguments.f64(*self)
     }
 }
 
@@ -105,12 +122,15 @@ pub(crate) trait Parameters {
     const LIST: ParameterList;
 
     /// The values, in order.
-    fn arguments(&self) -> Arguments;
+    ///
+    /// # Panics
+    /// If the entry point has other parameters.
+    fn arguments(&self, entry: &str) -> Arguments;
 }
 
 macro_rules! parameters {
     ($($(#[$doc:meta])* $struct:ident = $file:literal of [$($entry:literal),+] {
-        $($field:ident: $rust:ty = $c:literal $(if $condition:literal)?,)+
+        $($field:ident: $rust:ty = $c:literal $(if $condition:literal)?),+ $(,)?
     })+) => {
         $(
             $(#[$doc])*
@@ -131,7 +151,8 @@ macro_rules! parameters {
                     }),+],
                 };
 
-                fn arguments(&self) -> Arguments {
+                fn arguments(&self, entry: &str) -> Arguments {
+                    assert!(Self::LIST.entries.contains(&entry), "{entry} does not have {}", $file);
                     let arguments = Arguments::default();
                     $(let arguments = self.$field.push(arguments);)+
                     arguments
@@ -160,12 +181,14 @@ mod tests {
             (pointer, _) if pointer.ends_with('*') => "Option<u64>".into(),
             ("u32", "") => "usize".into(),
             ("u32", _) => "Option<usize>".into(),
+            ("u64" | "i64", "") => "Wide".into(),
             ("float", "") => "f32".into(),
-            // `attention_prepare.cu` asserts these sizes.
+            ("double", "") => "f64".into(),
+            // The sources assert the sizes of these structures.
             ("Heads", "") => "[u64; 3]".into(),
             ("RopeArgs", "") => "[u64; 4]".into(),
-            // So does `one_shot_all_reduce.cu`.
             ("const __grid_constant__ Mailboxes", "") => "[u64; 8]".into(),
+            ("Strides", "") => "[u64; 17]".into(),
             (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
         }
     }

@@ -118,6 +118,16 @@ impl<'a> Call<'a> {
         &self,
         key: &KernelKey,
         geometry: Geometry,
+        parameters: &impl Parameters,
+    ) -> Result<(), ArrayError> {
+        self.launch_generated(key, geometry, parameters.arguments(key.entry))
+    }
+
+    /// As [`Call::launch`], for a kernel whose parameter list is generated together with its text.
+    pub fn launch_generated(
+        &self,
+        key: &KernelKey,
+        geometry: Geometry,
         arguments: Arguments,
     ) -> Result<(), ArrayError> {
         let (x, y, z) = geometry.grid;
@@ -125,17 +135,6 @@ impl<'a> Call<'a> {
             return Ok(());
         }
         self.gpu.launch(key, geometry, arguments).map_err(|e| e.in_op(self.kernel.op.name()))
-    }
-
-    /// As [`Call::launch`], with arguments that are described for this kernel.
-    pub fn launch_described<P: Parameters>(
-        &self,
-        key: &KernelKey,
-        geometry: Geometry,
-        parameters: &P,
-    ) -> Result<(), ArrayError> {
-        assert!(P::LIST.entries.contains(&key.entry), "{} does not have {}", key.entry, P::LIST.file);
-        self.launch(key, geometry, parameters.arguments())
     }
 
     /// Whether an operand is as it was before the launch. If so, it may be read while other kernels of the launch run.

@@ -101,7 +101,7 @@ impl<'a> Bound<'a> {
     }
 
     /// The structure `Strides` of `common.cuh`.
-    pub fn strides(&self) -> Vec<u64> {
+    pub fn strides(&self) -> [u64; STRIDES_WORDS] {
         strides(self.layout)
     }
 }
@@ -114,9 +114,12 @@ pub(super) fn head_strides(layout: &Layout) -> Option<(usize, usize)> {
     }
 }
 
+/// Words of the structure `Strides`: a rank, extents and strides.
+const STRIDES_WORDS: usize = 1 + 2 * Layout::RANK_MAX;
+
 /// `Strides` of a layout: axes of one element are dropped, axes that are contiguous with each other merged. Rank 0 if
 /// the elements are gap-free.
-pub(super) fn strides(layout: &Layout) -> Vec<u64> {
+pub(super) fn strides(layout: &Layout) -> [u64; STRIDES_WORDS] {
     let mut axes: Vec<(u64, u64)> = Vec::new();
     if !layout.is_contiguous() {
         for (&extent, &stride) in layout.shape.iter().zip(&layout.strides).filter(|(extent, _)| **extent != 1)
@@ -128,7 +131,7 @@ pub(super) fn strides(layout: &Layout) -> Vec<u64> {
             }
         }
     }
-    let mut words = vec![0; 1 + 2 * Layout::RANK_MAX];
+    let mut words = [0; STRIDES_WORDS];
     words[0] = axes.len() as u64;
     for (axis, (extent, stride)) in axes.into_iter().enumerate() {
         words[1 + axis] = extent;

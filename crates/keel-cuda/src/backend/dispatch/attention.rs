@@ -111,7 +111,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         Some(keys) => key.define("SPLIT_STEP", keys),
         None => key,
     };
-    call.launch_described(&key, geometry, &parameters)
+    call.launch(&key, geometry, &parameters)
 }
 
 /// The rotation of queries or keys.
@@ -274,7 +274,7 @@ impl<'a> Task<'a> {
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));
         let key = rotation(key, rope_args(any).spec, rope_args(any).norm.is_some());
-        self.call.launch_described(&key, Geometry::rows(blocks, 128), &parameters)
+        self.call.launch(&key, Geometry::rows(blocks, 128), &parameters)
     }
 
     /// Writes the keys and values of a run to their pages.
@@ -295,7 +295,7 @@ impl<'a> Task<'a> {
             run,
         };
         let rows = self.rows.min(self.sequences * self.run_rows());
-        self.call.launch_described(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), &parameters)
+        self.call.launch(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), &parameters)
     }
 
     /// Attends the rows of a run: to y, or to `partial` if there are several shares.
@@ -321,7 +321,7 @@ impl<'a> Task<'a> {
             until: self.until().map(|until| until.address),
         };
         let (key, geometry) = self.kernel(shares.count);
-        self.call.launch_described(&key, geometry, &parameters)
+        self.call.launch(&key, geometry, &parameters)
     }
 
     /// Keys that the kernel for Hopper's instructions takes at a time, if that kernel runs.

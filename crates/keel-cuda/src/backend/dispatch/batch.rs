@@ -102,5 +102,5 @@ pub(super) fn check_batch(
     }
     let parameters = CheckBatch { fault: call.fault, kernel: call.index, ..parameters };
     let geometry = Geometry { grid: (1, 1, 1), block: (256, 1, 1), shared_bytes: 0 };
-    call.launch_described(&KernelKey::new(BATCH, "check_batch"), geometry, &parameters)
+    call.launch(&KernelKey::new(BATCH, "check_batch"), geometry, &parameters)
 }

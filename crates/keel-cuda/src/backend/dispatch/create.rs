@@ -2,18 +2,19 @@
 
 use super::{Call, Geometry};
 use crate::backend::operand::c_type;
-use crate::driver::Arguments;
 use crate::kernels::{CREATE, KernelKey};
+use crate::parameters::{Arange, Fill, Random, Wide};
 use keel_array::{ArrayError, Op, RandomKind};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let y = &call.outputs[0];
     let key = |entry| KernelKey::new(CREATE, entry).define("ELEM", c_type(y.dtype));
-    let arguments = Arguments::default().pointer(y.address).u64(y.len());
-    let (entry, arguments) = match call.kernel.op {
-        Op::Fill(value) => ("fill", arguments.f32(value.get())),
+    let (y, n, geometry) = (y.address, Wide(y.len()), Geometry::every_element(y.len()));
+    match call.kernel.op {
+        Op::Fill(value) => call.launch(&key("fill"), geometry, &Fill { y, n, value: value.get() }),
         Op::Arange { start, step } => {
-            ("arange", arguments.f64(f64::from(start.get())).f64(f64::from(step.get())))
+            let [start, step] = [start, step].map(|number| f64::from(number.get()));
+            call.launch(&key("arange"), geometry, &Arange { y, n, start, step })
         }
         Op::Random { kind, seed } => {
             let entry = match kind {
@@ -21,9 +22,8 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 RandomKind::Uniform => "uniform",
                 RandomKind::Normal => "normal",
             };
-            (entry, arguments.words(&[seed]))
+            call.launch(&key(entry), geometry, &Random { y, n, seed: Wide(seed as usize) })
         }
         ref op => unreachable!("{} creates nothing", op.name()),
-    };
-    call.launch(&key(entry), Geometry::every_element(y.len()), arguments)
+    }
 }

@@ -4,6 +4,7 @@ use super::{Bound, Call, Geometry};
 use crate::backend::operand::c_type;
 use crate::driver::Arguments;
 use crate::kernels::{CUSTOM, CUSTOM_ENTRY, KernelKey};
+use crate::parameters::{Fill, Wide};
 use keel_array::{ArrayError, CudaSource, CustomKernel, Kernel};
 use std::fmt::Write;
 
@@ -24,8 +25,8 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayErr
     let source = kernel.cuda_source().unwrap_or_else(|| unreachable!("asked when the program was made"));
     for y in &call.outputs {
         let key = KernelKey::new(CUSTOM, "initial").define("ELEM", c_type(y.dtype));
-        let arguments = Arguments::default().pointer(y.address).u64(y.len()).f32(kernel.initial());
-        call.launch(&key, Geometry::elements(y.len()), arguments)?;
+        let parameters = Fill { y: y.address, n: Wide(y.len()), value: kernel.initial() };
+        call.launch(&key, Geometry::elements(y.len()), &parameters)?;
     }
     let key = KernelKey { source: text(source, call).into(), ..KernelKey::new(CUSTOM, CUSTOM_ENTRY) };
     let operands = call.inputs.iter().chain(&call.outputs);
@@ -33,7 +34,7 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayErr
         operands.fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
     let geometry =
         Geometry { grid: source.grid.into(), block: source.block.into(), shared_bytes: source.shared_bytes };
-    call.launch(&key, geometry, arguments)
+    call.launch_generated(&key, geometry, arguments)
 }
 
 /// The whole source.

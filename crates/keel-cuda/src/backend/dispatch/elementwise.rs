@@ -4,6 +4,7 @@ use super::{Bound, BoundKernel, Call, Geometry};
 use crate::backend::operand::{bits_type, c_type};
 use crate::driver::Arguments;
 use crate::kernels::{ELEMENTWISE, HalfForm, KernelKey};
+use crate::parameters::{Cast, Select, TwoOperands, Wide};
 use keel_array::{ArrayError, Binary, DType, FusedStep, Kernel, Layout, Op, Shape, Source, Unary};
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -14,13 +15,15 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     match &call.kernel.op {
         Op::Cast => {
             let key = key("cast").define("FROM", c_type(x.dtype)).define("TO", c_type(y.dtype));
-            let arguments = operand(Arguments::default(), call, 0).pointer(y.address).u64(y.len());
-            call.launch(&key, Geometry::elements(y.len()), arguments)
+            let parameters = Cast { x: x.address, from: x.strides(), y: y.address, n: Wide(y.len()) };
+            call.launch(&key, Geometry::elements(y.len()), &parameters)
         }
         Op::Where => {
             let key = key("select").define("SELECT", 1).define("ELEM", bits_type(y.dtype));
-            let arguments = (0..3).fold(Arguments::default(), |a, i| operand(a, call, i));
-            call.launch(&key, Geometry::elements(y.len()), arguments.pointer(y.address).u64(y.len()))
+            let [c, a, b] = [0, 1, 2].map(|i| call.inputs[i].address);
+            let [sc, sa, sb] = [0, 1, 2].map(|i| call.inputs[i].strides());
+            let parameters = Select { c, sc, a, sa, b, sb, y: y.address, n: Wide(y.len()) };
+            call.launch(&key, Geometry::elements(y.len()), &parameters)
         }
         _ if float && chain_steps(&call.kernel.op).is_some() => chain(call),
         Op::Unary(op) => integer(integer_unary(*op), call, 0),
@@ -37,10 +40,6 @@ fn key(entry: &'static str) -> KernelKey {
     KernelKey::new(ELEMENTWISE, entry)
 }
 
-fn operand(arguments: Arguments, call: &Call<'_>, i: usize) -> Arguments {
-    arguments.pointer(call.inputs[i].address).words(&call.inputs[i].strides())
-}
-
 /// An operation on integers or flags, computed in 64 bits; `second` is the number of the input b.
 fn integer(expression: &str, call: &Call<'_>, second: usize) -> Result<(), ArrayError> {
     let key = key("integer")
@@ -52,9 +51,10 @@ fn integer(expression: &str, call: &Call<'_>, second: usize) -> Result<(), Array
 }
 
 fn two_operands(key: KernelKey, call: &Call<'_>, second: usize) -> Result<(), ArrayError> {
-    let y = &call.outputs[0];
-    let arguments = operand(operand(Arguments::default(), call, 0), call, second);
-    call.launch(&key, Geometry::elements(y.len()), arguments.pointer(y.address).u64(y.len()))
+    let (y, [x, z]) = (&call.outputs[0], [0, second].map(|i| call.inputs[i].address));
+    let [sx, sz] = [0, second].map(|i| call.inputs[i].strides());
+    let parameters = TwoOperands { x, sx, z, sz, y: y.address, n: Wide(y.len()) };
+    call.launch(&key, Geometry::elements(y.len()), &parameters)
 }
 
 /// The steps of an operation on floats that generated code computes, element by element.
@@ -160,7 +160,7 @@ fn by_four(
         arguments = arguments.pointer(address).u32(step);
     }
     let key = key.define("PARAMETERS", parameters).define("LOADS", loads).define("PICK", pick);
-    call.launch(&key, Geometry::elements(fours), arguments)
+    call.launch_generated(&key, Geometry::elements(fours), arguments)
 }
 
 fn chain(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -173,17 +173,17 @@ fn chain(call: &Call<'_>) -> Result<(), ArrayError> {
     }
     let (mut parameters, mut loads) = (String::new(), String::new());
     let mut arguments = Arguments::default().pointer(y.address).u64(y.len());
-    for i in 0..call.inputs.len() {
+    for (i, x) in call.inputs.iter().enumerate() {
         let _ = write!(parameters, ", const ELEM* x{i}, Strides s{i}");
         let _ = write!(loads, "const float v{i} = to_f32(x{i}[s{i}.at(i)]); ");
-        arguments = operand(arguments, call, i);
+        arguments = arguments.pointer(x.address).words(&x.strides());
     }
     let key = key("chain")
         .define("ELEM", c_type(y.dtype))
         .define("PARAMETERS", parameters)
         .define("LOADS", loads)
         .define("CHAIN", chain_body(&call.kernel.op));
-    call.launch(&key, Geometry::elements(y.len()), arguments)
+    call.launch_generated(&key, Geometry::elements(y.len()), arguments)
 }
 
 /// Statements over the inputs v0, v1, ... that define `result`.

@@ -71,7 +71,7 @@ fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<
     // SAFETY: as above; the scratch has room for the arrays of all devices.
     exchange(call, Some(peers), |c| unsafe { c.all_gather(from, scratch, count, device) })?;
     let arguments = Arguments::default().pointer(scratch).pointer(y).u64(count).u32(peers.count);
-    call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
+    call.launch_generated(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
 }
 
 /// Unlike NCCL's kernels, this one waits for the kernels before it, and later kernels wait for its end. So kernels
@@ -88,7 +88,7 @@ fn add_in_one_shot(call: &Call<'_>, one_shot: &OneShot) -> Result<(), ArrayError
         rank: one_shot.rank,
         stop: one_shot.stop,
     };
-    call.launch_described(&one_shot.kernel, geometry, &parameters)
+    call.launch(&one_shot.kernel, geometry, &parameters)
 }
 
 fn group<'a>(call: &Call<'a>) -> &'a CudaGroup {

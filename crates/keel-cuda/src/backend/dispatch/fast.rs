@@ -17,7 +17,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 .pointer(y.address)
                 .u32(x.width())
                 .f32(eps.get());
-            call.launch(&norm("rms_norm"), row_geometry(x.rows(), x.width()), arguments)
+            call.launch_generated(&norm("rms_norm"), row_geometry(x.rows(), x.width()), arguments)
         }
         Op::AddRmsNorm { eps } => {
             let [x, residual, w] = &call.inputs[..] else { unreachable!("three operands") };
@@ -25,7 +25,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 .into_iter()
                 .fold(Arguments::default(), |a, operand| a.pointer(operand.address));
             let arguments = arguments.u32(x.width()).f32(eps.get());
-            call.launch(&norm("add_rms_norm"), row_geometry(x.rows(), x.width()), arguments)
+            call.launch_generated(&norm("add_rms_norm"), row_geometry(x.rows(), x.width()), arguments)
         }
         Op::GatedRmsNorm { eps } => {
             let [x, w, z] = &call.inputs[..] else { unreachable!("three operands") };
@@ -41,7 +41,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 .pointer(y.address)
                 .u32(x.width())
                 .f32(eps.get());
-            call.launch(&norm("gated_rms_norm"), row_geometry(x.rows(), x.width()), arguments)
+            call.launch_generated(&norm("gated_rms_norm"), row_geometry(x.rows(), x.width()), arguments)
         }
         Op::Rope(spec) => rotate(spec, None, call),
         Op::NormRope { rope, eps } => rotate(rope, Some((call.inputs[3].address, eps.get())), call),
@@ -52,7 +52,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 [scales, pairs, cos_sin, y].iter().fold(arguments, |a, operand| a.pointer(operand.address));
             let arguments = arguments.u32(x.width()).u32(pairs.layout.shape[0]);
             let arguments = arguments.pointer(call.fault).u32(call.index);
-            call.launch(
+            call.launch_generated(
                 &KernelKey::new(ROTATE_PAIRS, "rotate_pairs"),
                 row_geometry(x.rows(), x.width()),
                 arguments,
@@ -68,7 +68,11 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 .words(&gate.strides())
                 .pointer(y.address)
                 .u64(y.len());
-            call.launch(&KernelKey::new(ACTIVATION, "sigmoid_gate"), Geometry::elements(y.len()), arguments)
+            call.launch_generated(
+                &KernelKey::new(ACTIVATION, "sigmoid_gate"),
+                Geometry::elements(y.len()),
+                arguments,
+            )
         }
         op => unreachable!("{} is no norm, rotation or gate", op.name()),
     }
@@ -82,7 +86,7 @@ pub(super) fn swiglu(x: &Bound<'_>, y: &Bound<'_>, call: &Call<'_>) -> Result<()
         .pointer(y.address)
         .u64(y.rows())
         .u32(y.width());
-    call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
+    call.launch_generated(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
 }
 
 /// A block for each row, with as many threads as the row keeps busy.
@@ -112,7 +116,7 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
         .u32(tokens)
         .u32(heads);
     let grid = ((tokens * heads).div_ceil(WARPS), 1, 1);
-    call.launch(&key, Geometry { grid, block: (32 * WARPS, 1, 1), shared_bytes: 0 }, arguments)
+    call.launch_generated(&key, Geometry { grid, block: (32 * WARPS, 1, 1), shared_bytes: 0 }, arguments)
 }
 
 /// All constants of `rope.cuh` except the head size.

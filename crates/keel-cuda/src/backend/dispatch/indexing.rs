@@ -2,8 +2,8 @@
 
 use super::{Call, Geometry, linear};
 use crate::backend::operand::{bits_type, c_type};
-use crate::driver::Arguments;
 use crate::kernels::{INDEXING, KernelKey};
+use crate::parameters::{Take, Wide};
 use keel_array::{ArrayError, Op};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -16,16 +16,23 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         let key = KernelKey::new(INDEXING, entry).define("ELEM", bits_type(x.dtype));
         key.define("INDEX", c_type(indices.dtype))
     };
-    let arguments =
-        Arguments::default().pointer(x.address).pointer(indices.address).pointer(y.address).u64(y.len());
-    let (entry, arguments) = match &call.kernel.op {
+    let (entry, width, entries) = match &call.kernel.op {
         Op::Take => {
             let entries = x.layout.shape.first().copied().unwrap_or(0);
-            let width: usize = x.layout.shape[1..].iter().product();
-            ("take", arguments.u64(width).u32(entries))
+            ("take", x.layout.shape[1..].iter().product(), entries)
         }
-        Op::TakeAlong => ("take_along", arguments.u64(y.width()).u32(x.width())),
+        Op::TakeAlong => ("take_along", y.width(), x.width()),
         op => unreachable!("{} takes no indices", op.name()),
     };
-    call.launch(&key(entry), Geometry::elements(y.len()), arguments.pointer(call.fault).u32(call.index))
+    let parameters = Take {
+        x: x.address,
+        indices: indices.address,
+        y: y.address,
+        n: Wide(y.len()),
+        width: Wide(width),
+        entries,
+        fault: call.fault,
+        kernel: call.index,
+    };
+    call.launch(&key(entry), Geometry::elements(y.len()), &parameters)
 }

@@ -2,8 +2,8 @@
 
 use super::{Bound, Call, Geometry};
 use crate::backend::operand::{bits_type, strides};
-use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LAYOUT};
+use crate::parameters::{CopyStrided, Join, Scatter, Wide};
 use keel_array::{ArrayError, Layout, Op};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -16,8 +16,16 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             for x in &call.inputs {
                 let run: usize = x.layout.shape[*axis..].iter().product();
                 if x.len() > 0 {
-                    let arguments = from(x).pointer(y.address).u64(x.len()).u64(run).u64(width).u64(at);
-                    call.launch(&key(y, "join"), Geometry::elements(x.len()), arguments)?;
+                    let parameters = Join {
+                        x: x.address,
+                        from: x.strides(),
+                        y: y.address,
+                        n: Wide(x.len()),
+                        run: Wide(run),
+                        width: Wide(width),
+                        at: Wide(at),
+                    };
+                    call.launch(&key(y, "join"), Geometry::elements(x.len()), &parameters)?;
                 }
                 at += run;
             }
@@ -32,13 +40,15 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
                 return Ok(());
             }
             let block = Layout { offset: 0, ..y.layout.clone() }.slice(starts, &update.layout.shape);
-            let first = block.offset;
-            let arguments = from(update)
-                .pointer(y.address)
-                .u64(update.len())
-                .words(&strides(&Layout { offset: 0, ..block }))
-                .u64(first);
-            call.launch(&key(y, "scatter"), Geometry::elements(update.len()), arguments)
+            let parameters = Scatter {
+                x: update.address,
+                from: update.strides(),
+                y: y.address,
+                n: Wide(update.len()),
+                first: Wide(block.offset),
+                to: strides(&Layout { offset: 0, ..block }),
+            };
+            call.launch(&key(y, "scatter"), Geometry::elements(update.len()), &parameters)
         }
         op => unreachable!("{} moves no elements", op.name()),
     }
@@ -48,11 +58,8 @@ fn key(y: &Bound<'_>, entry: &'static str) -> KernelKey {
     KernelKey::new(LAYOUT, entry).define("ELEM", bits_type(y.dtype))
 }
 
-fn from(x: &Bound<'_>) -> Arguments {
-    Arguments::default().pointer(x.address).words(&x.strides())
-}
-
 fn copy(call: &Call<'_>, x: &Bound<'_>) -> Result<(), ArrayError> {
     let y = &call.outputs[0];
-    call.launch(&key(y, "copy"), Geometry::elements(y.len()), from(x).pointer(y.address).u64(y.len()))
+    let parameters = CopyStrided { x: x.address, from: x.strides(), y: y.address, n: Wide(y.len()) };
+    call.launch(&key(y, "copy"), Geometry::elements(y.len()), &parameters)
 }

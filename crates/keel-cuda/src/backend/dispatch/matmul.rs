@@ -3,9 +3,8 @@
 use super::{Call, Geometry, linear};
 use crate::backend::Mode;
 use crate::backend::operand::c_type;
-use crate::driver::Arguments;
 use crate::kernels::{EXPERTS, KernelKey, MATMUL};
-use crate::parameters::{Combine, RouteFew, RouteTopK};
+use crate::parameters::{Combine, Matmul, RouteFew, RouteTopK, Wide};
 use keel_array::{ArrayError, Kernel, Op};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -29,17 +28,23 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
 }
 
 fn matmul(call: &Call<'_>) -> Result<(), ArrayError> {
-    let y = &call.outputs[0];
-    let (a, b) = (&call.inputs[0].layout.shape, &call.inputs[1].layout.shape);
-    let (m, k, n) = (a[a.rank() - 2], a[a.rank() - 1], b[b.rank() - 1]);
-    let operands = call.inputs.iter();
-    let arguments = operands.fold(Arguments::default(), |arguments, operand| {
-        arguments.pointer(operand.address).words(&operand.strides())
-    });
+    let [a, b, y] = [&call.inputs[0], &call.inputs[1], &call.outputs[0]];
+    let (left, right) = (&a.layout.shape, &b.layout.shape);
+    let (m, k, n) = (left[left.rank() - 2], left[left.rank() - 1], right[right.rank() - 1]);
+    let parameters = Matmul {
+        a: a.address,
+        sa: a.strides(),
+        b: b.address,
+        sb: b.strides(),
+        y: y.address,
+        m: Wide(m),
+        n: Wide(n),
+        k: Wide(k),
+    };
     let key = KernelKey::new(MATMUL, "matmul").define("ELEM", c_type(y.dtype));
     let grid = (n.div_ceil(32), m.div_ceil(32), y.len() / (m * n));
     let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 0 };
-    call.launch(&key, geometry, arguments.pointer(y.address).u64(m).u64(n).u64(k))
+    call.launch(&key, geometry, &parameters)
 }
 
 fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayError> {
@@ -53,13 +58,13 @@ fn route_top_k(k: usize, normalise: bool, call: &Call<'_>) -> Result<(), ArrayEr
             .define("CHOICES", k)
             .define("NORMALISE", u8::from(normalise));
         let parameters = RouteFew { logits, stride, weights, chosen, tokens: x.rows() };
-        return call.launch_described(&key, Geometry::rows(x.rows().div_ceil(4), 128), &parameters);
+        return call.launch(&key, Geometry::rows(x.rows().div_ceil(4), 128), &parameters);
     }
     let normalise = usize::from(normalise);
     let parameters = RouteTopK { logits, stride, weights, chosen, experts, k, normalise };
     let geometry =
         Geometry { grid: (x.rows(), 1, 1), block: (256, 1, 1), shared_bytes: experts * size_of::<f32>() };
-    call.launch_described(&KernelKey::new(EXPERTS, "route_top_k"), geometry, &parameters)
+    call.launch(&KernelKey::new(EXPERTS, "route_top_k"), geometry, &parameters)
 }
 
 fn combine_experts(shared: bool, residual: bool, call: &Call<'_>) -> Result<(), ArrayError> {
@@ -79,5 +84,5 @@ fn combine_experts(shared: bool, residual: bool, call: &Call<'_>) -> Result<(), 
     };
     let grid = (y.width().div_ceil(256), y.rows(), 1);
     let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 0 };
-    call.launch_described(&KernelKey::new(EXPERTS, "combine"), geometry, &parameters)
+    call.launch(&KernelKey::new(EXPERTS, "combine"), geometry, &parameters)
 }

@@ -2,8 +2,8 @@
 
 use super::{Call, Geometry};
 use crate::backend::operand::c_type;
-use crate::driver::Arguments;
 use crate::kernels::{KernelKey, REDUCE, SORT};
+use crate::parameters::{LayerNorm, Reduce, SortGather, SortNumber, SortStage, TopK, Wide};
 use keel_array::{ArrayError, DType, Kernel, Op, Reduction};
 
 /// Threads of a block that works on a row.
@@ -11,53 +11,40 @@ const BLOCK: usize = 256;
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let (x, y) = (&call.inputs[0], &call.outputs[0]);
-    let width = x.width();
-    let wide = wide(x.dtype);
+    let (width, wide) = (Wide(x.width()), wide(x.dtype));
     let key = |entry| KernelKey::new(REDUCE, entry).define("ELEM", c_type(x.dtype));
-    let both = || Arguments::default().pointer(x.address).pointer(y.address).u64(width);
+    let rows = Reduce { x: x.address, y: y.address, width };
     match &call.kernel.op {
         Op::Reduce(reduction) => {
             let [first, combine, finish] = reduction_code(*reduction, x.dtype);
             let key = key("reduce").define("REDUCTION", 1).define("ACC", wide);
             let key = key.define("FIRST", first).define("COMBINE", combine).define("FINISH", finish);
-            call.launch(&key, Geometry::rows(y.len(), BLOCK), both())
+            call.launch(&key, Geometry::rows(y.len(), BLOCK), &rows)
         }
         Op::ArgReduce { largest } => {
             let before = if *largest { "(a > b)" } else { "(a < b)" };
             let key = key("arg_reduce").define("ARG", 1).define("KEY", wide).define("BEFORE", before);
-            call.launch(&key, Geometry::rows(y.len(), BLOCK), both())
+            call.launch(&key, Geometry::rows(y.len(), BLOCK), &rows)
         }
         Op::Softmax => {
-            call.launch(&key("softmax").define("SOFTMAX", 1), Geometry::rows(x.rows(), BLOCK), both())
+            call.launch(&key("softmax").define("SOFTMAX", 1), Geometry::rows(x.rows(), BLOCK), &rows)
         }
         Op::CumSum { reverse, exclusive } => {
             let key = key("cumsum").define("CUMSUM", 1).define("ACC", wide);
             let key = key.define("REVERSE", u8::from(*reverse)).define("EXCLUSIVE", u8::from(*exclusive));
-            call.launch(&key, Geometry::rows(x.rows(), BLOCK), both())
+            call.launch(&key, Geometry::rows(x.rows(), BLOCK), &rows)
         }
         Op::LayerNorm { eps } => {
-            let arguments = Arguments::default()
-                .pointer(x.address)
-                .pointer(call.inputs[1].address)
-                .pointer(call.inputs[2].address)
-                .pointer(y.address)
-                .u64(width)
-                .f32(eps.get());
-            call.launch(
-                &key("layer_norm").define("LAYER_NORM", 1),
-                Geometry::rows(x.rows(), BLOCK),
-                arguments,
-            )
+            let [weight, bias] = [1, 2].map(|i| call.inputs[i].address);
+            let parameters = LayerNorm { x: x.address, weight, bias, y: y.address, width, eps: eps.get() };
+            let key = key("layer_norm").define("LAYER_NORM", 1);
+            call.launch(&key, Geometry::rows(x.rows(), BLOCK), &parameters)
         }
         Op::Sort { descending } => sort(call, *descending),
         Op::TopK { k } => {
-            let arguments = Arguments::default()
-                .pointer(x.address)
-                .pointer(y.address)
-                .pointer(call.outputs[1].address)
-                .u64(width)
-                .u32(*k);
-            call.launch(&sort_key(call, "top_k", true), Geometry::rows(x.rows(), BLOCK), arguments)
+            let indices = call.outputs[1].address;
+            let parameters = TopK { x: x.address, values: y.address, indices, width, k: *k };
+            call.launch(&sort_key(call, "top_k", true), Geometry::rows(x.rows(), BLOCK), &parameters)
         }
         op => unreachable!("{} is not a reduction", op.name()),
     }
@@ -102,30 +89,25 @@ pub(super) fn workspace_bytes(kernel: &Kernel) -> usize {
 }
 
 fn sort(call: &Call<'_>, descending: bool) -> Result<(), ArrayError> {
-    let (x, values, indices) = (&call.inputs[0], &call.outputs[0], &call.outputs[1]);
-    let (width, padded) = (x.width(), padded(x.width()));
-    let total = x.rows() * padded;
+    let (x, order) = (&call.inputs[0], call.scratch);
+    let [values, indices] = [0, 1].map(|i| call.outputs[i].address);
+    let length = padded(x.width());
+    let elements = Geometry::every_element(x.rows() * length);
+    let (total, width, padded) = (Wide(x.rows() * length), Wide(x.width()), Wide(length));
     let key = |entry| sort_key(call, entry, descending);
-    let order = Arguments::default().pointer(call.scratch);
-    call.launch(&key("number"), Geometry::every_element(total), order.u64(total).u64(padded))?;
+    call.launch(&key("number"), elements, &SortNumber { order, total, padded })?;
     let mut run = 2;
-    while run <= padded {
+    while run <= length {
         let mut step = run / 2;
         while step > 0 {
-            let arguments = Arguments::default().pointer(x.address).pointer(call.scratch);
-            let arguments = arguments.u64(total).u64(width).u64(padded).u64(run).u64(step);
-            call.launch(&key("stage"), Geometry::every_element(total), arguments)?;
+            let parameters =
+                SortStage { x: x.address, order, total, width, padded, run: Wide(run), step: Wide(step) };
+            call.launch(&key("stage"), elements, &parameters)?;
             step /= 2;
         }
         run *= 2;
     }
-    let arguments = Arguments::default()
-        .pointer(x.address)
-        .pointer(call.scratch)
-        .pointer(values.address)
-        .pointer(indices.address)
-        .u64(x.len())
-        .u64(width)
-        .u64(padded);
-    call.launch(&key("gather"), Geometry::every_element(x.len()), arguments)
+    let total = Wide(x.len());
+    let parameters = SortGather { x: x.address, order, values, indices, total, width, padded };
+    call.launch(&key("gather"), Geometry::every_element(x.len()), &parameters)
 }

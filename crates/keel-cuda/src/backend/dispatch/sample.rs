@@ -34,8 +34,8 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let key = |entry| KernelKey::new(SAMPLE, entry);
     let spread = Geometry { grid: (rows, parts(logits.layout), 1), ..Geometry::rows(rows, THREADS) };
     let (logits, draws, y) = (logits.address, draws.address, y.address);
-    call.launch_described(&key("greatest"), spread, &Greatest { logits, draws, ends, boards, width })?;
+    call.launch(&key("greatest"), spread, &Greatest { logits, draws, ends, boards, width })?;
     let parameters = DrawTokens { logits, draws, ends, boards, y, width };
-    call.launch_described(&key("weigh"), spread, &parameters)?;
-    call.launch_described(&key("draw"), spread, &parameters)
+    call.launch(&key("weigh"), spread, &parameters)?;
+    call.launch(&key("draw"), spread, &parameters)
 }

@@ -92,11 +92,11 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     if log.is_none() && rows > TILE * sequences {
         let tiles = rows.div_ceil(TILE) + sequences;
         let parameters = CausalConvPrefill { x, w, window, row_start, slot, sequences, y };
-        return call.launch_described(&key("causal_conv_prefill"), geometry(tiles), &parameters);
+        return call.launch(&key("causal_conv_prefill"), geometry(tiles), &parameters);
     }
     let LogArguments { records: open, accepted, keep_open } = LogArguments::of(log);
     let parameters = CausalConv { x, w, window, open, row_start, slot, accepted, keep_open, y };
-    call.launch_described(&key("causal_conv"), geometry(sequences), &parameters)
+    call.launch(&key("causal_conv"), geometry(sequences), &parameters)
 }
 
 /// The name of a group of a product and a convolution of its columns.
@@ -199,7 +199,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
         let columns = spec.value_heads / spec.key_heads * spec.value_dim;
         let block = (columns.next_multiple_of(32).min(256), 1, 1);
         let geometry = Geometry { grid: (spec.key_heads, slot.len(), 1), block, shared_bytes: 0 };
-        return call.launch_described(&key, geometry, &parameters);
+        return call.launch(&key, geometry, &parameters);
     }
     if spec.regime == Regime::Prefill && chunked(spec, call.mode.precision) && aligned(qkv) {
         return delta_chunked(spec, constants, call);
@@ -207,7 +207,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let early = [state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
     let key = constants(KernelKey::new(GATED_DELTA, "gated_delta")).define("EARLY", u8::from(early));
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
-    call.launch_described(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, &parameters)?;
+    call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, &parameters)?;
     call.settle();
     Ok(())
 }
@@ -266,7 +266,7 @@ fn delta_chunked(
     };
     let shared_bytes = (256 * (dk + 8)).max(44_032) + 512 * spec.value_heads / spec.key_heads;
     let geometry = Geometry { grid: (spec.key_heads, chunks, 1), block: (256, 1, 1), shared_bytes };
-    call.launch_described(&key("gated_delta_prepare"), geometry, &parameters)?;
+    call.launch(&key("gated_delta_prepare"), geometry, &parameters)?;
     let parameters = GatedDeltaChunks {
         qkv: qkv.address,
         state: state.address,
@@ -278,5 +278,5 @@ fn delta_chunked(
     };
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), sequences, 1);
     let geometry = Geometry { grid, block: (128, 1, 1), shared_bytes: stages * stage_bytes };
-    call.launch_described(&key("gated_delta_chunks"), geometry, &parameters)
+    call.launch(&key("gated_delta_chunks"), geometry, &parameters)
 }

@@ -102,12 +102,12 @@ fn to_half(
         let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
         let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to);
         let arguments = arguments.pointer(to + part_bytes as u64).u64(pairs);
-        return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
+        return call.launch_generated(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
     }
     let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
     let key = form.define(KernelKey::new(DEQUANTIZE, "to_half"));
     let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols);
-    call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments)
+    call.launch_generated(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments)
 }
 
 pub(super) fn through_blas(
@@ -136,7 +136,7 @@ pub(super) fn through_blas(
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
         let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).u32(1);
-        call.launch(
+        call.launch_generated(
             &weight_key(DEQUANTIZE, "dequantize", weight),
             Geometry::rows(tiles.div_ceil(8), 256),
             arguments,
@@ -162,7 +162,11 @@ pub(super) fn through_blas(
             }
             let key = weight_key(DEQUANTIZE, "leave_padding", weight).define("ROW", cols);
             let arguments = Arguments::default().pointer(to).pointer(y.address);
-            call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), arguments)
+            call.launch_generated(
+                &key,
+                Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)),
+                arguments,
+            )
         }
         Err(error) if call.producer(0).is_some() => Err(in_op(error)),
         // If the library refuses a product, our own kernel multiplies, more slowly.

@@ -144,7 +144,7 @@ pub(in crate::backend::dispatch) fn combine(
     };
     let grid = (row_tiles(weight), tokens, 1);
     let geometry = Geometry { grid, block: (32 * cut.warps, 1, 1), shared_bytes: 0 };
-    call.launch_described(&key, geometry, &parameters)?;
+    call.launch(&key, geometry, &parameters)?;
     call.settle();
     Ok(())
 }

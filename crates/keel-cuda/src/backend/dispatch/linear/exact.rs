@@ -22,7 +22,7 @@ pub(super) fn exact_rows(
             .pointer(at_row(call.inputs[0].address, first, weight.cols))
             .pointer(at_row(address(residual), first, weight.rows))
             .pointer(at_row(call.outputs[0].address, first, weight.rows));
-        call.launch(&key, Geometry::rows(row_tiles(weight), 32 * split), arguments)?;
+        call.launch_generated(&key, Geometry::rows(row_tiles(weight), 32 * split), arguments)?;
     }
     Ok(())
 }
@@ -40,5 +40,5 @@ pub(super) fn exact_tiled(
         .u32(rows);
     let grid = (weight.rows.div_ceil(128), rows.div_ceil(64), 1);
     let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 53_248 };
-    call.launch(&weight_key(EXACT_MATMUL, "exact_tiled", weight), geometry, arguments)
+    call.launch_generated(&weight_key(EXACT_MATMUL, "exact_tiled", weight), geometry, arguments)
 }

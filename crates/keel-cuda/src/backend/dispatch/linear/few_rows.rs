@@ -245,7 +245,7 @@ impl<'a> FewRows<'a> {
             let block = if col_tiles(self.weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
             let key = KernelKey { entry: "prepare_rows", ..key.clone() };
             let parameters = PrepareRows { x, norm, gate, prepared: call.scratch };
-            call.launch_described(&key, Geometry::rows(rows, block), &parameters)?;
+            call.launch(&key, Geometry::rows(rows, block), &parameters)?;
             x = call.scratch;
         }
         let is_dense = matches!(self.weight.format, WeightFormat::Dense(_));
@@ -280,7 +280,7 @@ impl<'a> FewRows<'a> {
             block: (32 * tuning.split * tuning.row_warps, 1, 1),
             shared_bytes: self.shared_bytes(&tuning, rows, fused),
         };
-        call.launch_described(&key, geometry, &parameters)?;
+        call.launch(&key, geometry, &parameters)?;
         if self.is_late() {
             call.settle();
         }

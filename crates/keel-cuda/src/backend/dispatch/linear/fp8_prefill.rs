@@ -58,10 +58,14 @@ pub(super) fn multiply(
     let at = |offset: usize| own + offset as u64;
     let (x, scales) = (at(scratch.x), ScaleAddresses { x: at(scratch.x_scales), w: at(scratch.w_scales) });
     let arguments = Arguments::default().pointer(half).pointer(x).pointer(scales.x);
-    call.launch(&weight_key(FP8_PREFILL, "quantize_fp8", weight), Geometry::rows(rows, 256), arguments)?;
+    call.launch_generated(
+        &weight_key(FP8_PREFILL, "quantize_fp8", weight),
+        Geometry::rows(rows, 256),
+        arguments,
+    )?;
     let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).pointer(scales.w);
     let key = weight_key(FP8_PREFILL, "dequantize_to_fp8", weight);
-    call.launch(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
+    call.launch_generated(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
     let (cols, inner) = (weight.rows, weight.cols);
     let product = Product { rows, cols, inner, alpha: 1, accumulate, bias: false, factors: FactorType::E4m3 };
     let operands = ProductOperands { x, w, y: call.outputs[0].address, bias: 0, scales };

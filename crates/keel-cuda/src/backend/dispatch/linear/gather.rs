@@ -42,7 +42,11 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
                     .pointer(0)
                     .pointer(at_row(call.outputs[0].address, rows.start, weight.rows));
                 let grid = (row_tiles(weight), rows.len(), 1);
-                call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, arguments)
+                call.launch_generated(
+                    &key,
+                    Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 },
+                    arguments,
+                )
             })
         }
         _ => match made {
@@ -127,7 +131,11 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let count = |arguments| chosen(arguments).pointer(call.fault).u32(call.index);
     to_half_tiles(&key, weight, rows / fanout, shares, count, call)?;
     let arguments = chosen(Arguments::default()).pointer(row_of).pointer(tiles);
-    call.launch(&KernelKey { entry: "group_rows", ..key.clone() }, Geometry::rows(shares, 1024), arguments)?;
+    call.launch_generated(
+        &KernelKey { entry: "group_rows", ..key.clone() },
+        Geometry::rows(shares, 1024),
+        arguments,
+    )?;
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
     let parameters = LinearTiled { codes, pairs, x: call.scratch, row_of, tiles, y: call.outputs[0].address };
     let geometry = Geometry {
@@ -135,7 +143,7 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
         block: (256, 1, 1),
         shared_bytes: tiled_shared_bytes(weight, panel_of(per_expert)),
     };
-    call.launch_described(&key, geometry, &parameters)
+    call.launch(&key, geometry, &parameters)
 }
 
 #[cfg(test)]

@@ -33,28 +33,28 @@ pub(super) fn absorbed_to_half(
         let arguments = Arguments::default().pointer(x.address).pointer(gate.address).u64(row).u64(head);
         let arguments = arguments.pointer(norm).pointer(to).u32(rows * count).u32(count).u32(size).f32(eps);
         let blocks = (rows * count).div_ceil(8);
-        call.launch(&key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), arguments)
+        call.launch_generated(&key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), arguments)
     };
     match producer.kernel.op {
         Op::SwiGlu => {
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
             let arguments = arguments.pointer(to).u64(rows).u32(weight.cols);
             let blocks = (rows * weight.cols / 8).div_ceil(256);
-            call.launch(&key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), arguments)
+            call.launch_generated(&key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), arguments)
         }
         Op::RmsNorm { eps } => {
             let norm = producer.inputs[1].address;
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
             let arguments = arguments.pointer(to).u32(weight.cols).f32(eps.get());
             let block = (weight.cols / 4).next_multiple_of(32);
-            call.launch(&key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
+            call.launch_generated(&key(RMS_NORM, "rms_norm_half"), Geometry::rows(rows, block), arguments)
         }
         Op::LayerNorm { eps } => {
             let [norm, bias] = [1, 2].map(|i| producer.inputs[i].address);
             let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1)).pointer(norm);
             let arguments = arguments.pointer(bias).pointer(to).u32(weight.cols).f32(eps.get());
             let block = (weight.cols / 4).next_multiple_of(32);
-            call.launch(&key(RMS_NORM, "layer_norm_half"), Geometry::rows(rows, block), arguments)
+            call.launch_generated(&key(RMS_NORM, "layer_norm_half"), Geometry::rows(rows, block), arguments)
         }
         Op::GatedRmsNorm { eps } => heads(producer.strided(2), producer.inputs[1].address, eps.get()),
         Op::SigmoidGate => heads(producer.strided(1), 0, 0.0),

@@ -274,7 +274,7 @@ impl<'c, 'a> Mixture<'c, 'a> {
             block: (32 * tuning.split, 1, 1),
             shared_bytes: 0,
         };
-        self.parts.chosen.launch_described(&key, geometry, &parameters)?;
+        self.parts.chosen.launch(&key, geometry, &parameters)?;
         self.parts.chosen.settle();
         Ok(())
     }

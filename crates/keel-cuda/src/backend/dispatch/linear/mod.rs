@@ -213,7 +213,7 @@ pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), Arra
         .pointer(call.outputs[0].address)
         .pointer(call.fault)
         .u32(call.index);
-    call.launch(&key, Geometry::rows(ids.len(), 128), arguments)
+    call.launch_generated(&key, Geometry::rows(ids.len(), 128), arguments)
 }
 
 /// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs no device.

@@ -120,7 +120,7 @@ pub(super) fn in_panels(
         Some(producer) => {
             absorbed_to_half(producer, weight, rows, call.scratch, HalfForm::Panels { rows: panel }, call)?
         }
-        None => call.launch(
+        None => call.launch_generated(
             &KernelKey { entry: "to_half_panels", ..key.clone() },
             Geometry::rows((rows * col_tiles(weight) * 8).div_ceil(256), 256),
             arguments(call.inputs[0].address).pointer(call.scratch).u32(rows),
@@ -142,12 +142,12 @@ pub(super) fn in_panels(
         block: (128 * cut.groups, 1, 1),
         shared_bytes: 1024 + stages(weight, panel, cut.groups) * stage_bytes(weight, panel, cut.groups),
     };
-    call.launch_described(&key, geometry, &parameters)?;
+    call.launch(&key, geometry, &parameters)?;
     if is_whole {
         return Ok(());
     }
     let elements = rows * weight.rows;
-    call.launch(
+    call.launch_generated(
         &KernelKey { entry: "add_parts", ..key },
         Geometry::rows(elements.div_ceil(1024), 256),
         arguments(sums).pointer(address(residual)).pointer(call.outputs[0].address).u32(elements),

@@ -54,5 +54,5 @@ pub(super) fn to_half_tiles(
     }
     let arguments = Arguments::default().pointer(x).pointer(call.scratch).u32(rows);
     let blocks = first + (rows * col_tiles(weight) * 8).div_ceil(256);
-    call.launch(&key, Geometry::rows(blocks, 256), more(arguments))
+    call.launch_generated(&key, Geometry::rows(blocks, 256), more(arguments))
 }
