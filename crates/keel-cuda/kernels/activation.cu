@@ -2,17 +2,21 @@
 #include "half.cuh"
 
 // y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart.
-extern "C" __global__ void swiglu(const float* x, u64 stride, float* y, u64 rows, u32 width) {
+extern "C" __global__ void swiglu(
+#include "swiglu.params"
+) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < rows * width; i += (u64)gridDim.x * blockDim.x) {
         const float* row = x + i / width * stride + i % width;
-        y[i] = silu(row[0]) * row[width];
+        ((float*)y)[i] = silu(row[0]) * row[width];
     }
 }
 
 // The same in 16 bits, for products on tensor cores (see half.cuh). Eight columns a thread; width is a multiple of 8,
 // rows are aligned to 16 bytes.
-extern "C" __global__ void swiglu_half(const float* x, u64 stride, u16* y, u64 rows, u32 width) {
+extern "C" __global__ void swiglu_half(
+#include "swiglu.params"
+) {
     take_turn();
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, eights = width / 8;
     if (i >= rows * eights) return;
@@ -21,14 +25,14 @@ extern "C" __global__ void swiglu_half(const float* x, u64 stride, u16* y, u64 r
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float4 gate = *(const float4*)(row + 4 * half), up = *(const float4*)(row + width + 4 * half);
-        put_four(y, i / eights, width, column + 4 * half,
+        put_four((u16*)y, i / eights, width, column + 4 * half,
                  make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w));
     }
 }
 
 // y = x * sigmoid(gate); rows of `width` elements with strides of their own.
 extern "C" __global__ void sigmoid_gate(
-    const float* x, Strides sx, const float* gate, Strides sg, float* y, u64 n
+#include "sigmoid_gate.params"
 ) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)

@@ -16,8 +16,11 @@ struct Delivery {
 struct Deliveries {
     Delivery list[DELIVERIES];
 };
+static_assert(sizeof(Deliveries) == 48 * sizeof(u64), "words of a parameter");
 
-extern "C" __global__ void __launch_bounds__(128) deliver(Deliveries deliveries) {
+extern "C" __global__ void __launch_bounds__(128) deliver(
+#include "deliver.params"
+) {
     wait_for_inputs();
     const Delivery mine = deliveries.list[blockIdx.x];
     for (u64 i = threadIdx.x; i < mine.words; i += 128) mine.to[i] = mine.from[i];

@@ -3,7 +3,9 @@
 // Bytes moved: 4 * n * (shares + 1).
 #include "common.cuh"
 
-extern "C" __global__ void add_shares(const float* shares, float* y, u64 n, u32 count) {
+extern "C" __global__ void add_shares(
+#include "add_shares.params"
+) {
     take_turn();
     const u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {

@@ -6,11 +6,13 @@ __device__ inline float inverse_rms(float squares, u32 width, float eps, float* 
     return 1.0f / sqrtf(block_sum(squares, shared) / (float)width + eps);
 }
 
-extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, float* y, u32 width, float eps) {
+extern "C" __global__ void rms_norm(
+#include "rms_norm.params"
+) {
     take_turn();
     __shared__ float shared[33];
     const float* row = x + blockIdx.x * stride;
-    float* out = y + (u64)blockIdx.x * width;
+    float* out = (float*)y + (u64)blockIdx.x * width;
     float squares = 0.0f;
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) squares = fmaf(row[i], row[i], squares);
     const float scale = inverse_rms(squares, width, eps, shared);
@@ -19,7 +21,9 @@ extern "C" __global__ void rms_norm(const float* x, u64 stride, const float* w, 
 
 // The same in 16 bits, for products on tensor cores (see half.cuh). Four columns a thread; width is a multiple of 4 and
 // at most 4 blockDim.x.
-extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float* w, u16* y, u32 width, float eps) {
+extern "C" __global__ void rms_norm_half(
+#include "rms_norm.params"
+) {
     take_turn();
     __shared__ float shared[33];
     const u32 fours = width / 4, i = threadIdx.x;
@@ -30,12 +34,14 @@ extern "C" __global__ void rms_norm_half(const float* x, u64 stride, const float
     }
     const float by = inverse_rms(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))), width, eps, shared);
     if (i >= fours) return;
-    put_four(y, blockIdx.x, width, 4 * i,
+    put_four((u16*)y, blockIdx.x, width, 4 * i,
              make_float4(v.x * by * scale.x, v.y * by * scale.y, v.z * by * scale.z, v.w * by * scale.w));
 }
 
 // The layer norm, y = (x - mean) / sqrt(var + eps) * w + bias, in 16 bits; shapes as in rms_norm_half.
-extern "C" __global__ void layer_norm_half(const float* x, u64 stride, const float* w, const float* bias, u16* y, u32 width, float eps) {
+extern "C" __global__ void layer_norm_half(
+#include "layer_norm_half.params"
+) {
     take_turn();
     __shared__ float shared[33];
     const u32 fours = width / 4, i = threadIdx.x;
@@ -56,7 +62,9 @@ extern "C" __global__ void layer_norm_half(const float* x, u64 stride, const flo
 // y = x * sigmoid(gate) in 16 bits for heads [rows, D]; with w, y = rms_norm(x) * w * silu(gate). One warp a head, four
 // columns a lane; D is a multiple of 4 and at most 512. gate has a stride from token to token and one from head to
 // head.
-extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* x, const float* gate, u64 gate_row, u64 gate_head, const float* w, u16* y, u32 rows, u32 heads, u32 d, float eps) {
+extern "C" __global__ void __launch_bounds__(256) gated_heads_half(
+#include "gated_heads_half.params"
+) {
     take_turn();
     const u32 row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
@@ -97,7 +105,9 @@ extern "C" __global__ void __launch_bounds__(256) gated_heads_half(const float* 
 }
 
 // sum = x + residual, y = its norm; sum may be residual's own memory.
-extern "C" __global__ void add_rms_norm(const float* x, const float* residual, const float* w, float* sum, float* y, u32 width, float eps) {
+extern "C" __global__ void add_rms_norm(
+#include "add_rms_norm.params"
+) {
     take_turn();
     __shared__ float shared[33];
     const u64 first = (u64)blockIdx.x * width;
@@ -113,7 +123,9 @@ extern "C" __global__ void add_rms_norm(const float* x, const float* residual, c
 }
 
 // y = rms_norm(x) * w * silu(z)
-extern "C" __global__ void gated_rms_norm(const float* x, u64 x_stride, const float* w, const float* z, u64 z_stride, u32 heads, float* y, u32 width, float eps) {
+extern "C" __global__ void gated_rms_norm(
+#include "gated_rms_norm.params"
+) {
     take_turn();
     __shared__ float shared[33];
     const u64 token = blockIdx.x / heads, head = blockIdx.x % heads;

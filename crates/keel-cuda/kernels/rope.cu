@@ -3,8 +3,7 @@
 #include "rope.cuh"
 
 extern "C" __global__ void rope(
-    const float* x, u64 stride, u64 head_stride, const i32* positions, const float* inverse, const float* w, float eps, float* y,
-    u32 tokens, u32 heads
+#include "rope.params"
 ) {
     take_turn();
     const u64 unit = (u64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;

@@ -4,8 +4,9 @@
 #include "common.cuh"
 
 // Rows of x are `stride` elements apart; y [rows, width] is gap-free. Pairs of a round share no column.
-extern "C" __global__ void rotate_pairs(const float* x, u64 stride, const float* scales, const u32* pairs, const float2* cos_sin, float* y,
-                                        u32 width, u32 rounds, Fault* fault, u32 kernel) {
+extern "C" __global__ void rotate_pairs(
+#include "rotate_pairs.params"
+) {
     take_turn();
     const float* from = x + blockIdx.x * stride;
     float* row = y + (u64)blockIdx.x * width;

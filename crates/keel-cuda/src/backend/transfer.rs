@@ -5,9 +5,10 @@
 use super::Gpu;
 use super::call::Geometry;
 use super::launch::Session;
-use crate::driver::{Arguments, CudaMemory, Delivery, driver};
+use crate::driver::{CudaMemory, Delivery, driver};
 use crate::error::Result;
 use crate::kernels::{DELIVER, KernelKey};
+use crate::parameters::{Deliver, Parameters};
 use std::ops::Range;
 
 /// Bytes of pinned memory for host data on its way to the device, and as many for the way back.
@@ -182,10 +183,11 @@ impl Session {
 /// `DELIVERIES`. The next kernel starts only after it, because kernels read such data before they wait for their
 /// inputs.
 pub(super) fn launch_delivery(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
-    let mut words: Vec<u64> = deliveries.concat();
-    words.resize(3 * DELIVERIES, 0);
+    let mut words = [0; 3 * DELIVERIES];
+    words[..3 * deliveries.len()].copy_from_slice(deliveries.as_flattened());
     let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
-    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), Arguments::default().words(&words))?;
+    let arguments = Deliver { deliveries: words }.arguments(key.entry);
+    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), arguments)?;
     gpu.hold_next();
     Ok(())
 }

@@ -4,6 +4,9 @@ use super::{Described, Parameter, ParameterList, Parameters, Wide};
 use crate::driver::Arguments;
 
 parameters! {
+    /// The host's small writes: target, source and number of words of each.
+    Deliver = "deliver.params" of ["deliver"] { deliveries: [u64; 48] = "Deliveries" }
+
     /// One value everywhere.
     Fill = "fill.params" of ["fill", "initial"] { y: u64 = "ELEM*", n: Wide = "u64", value: f32 = "float" }
 
@@ -97,6 +100,64 @@ parameters! {
         y: u64 = "ELEM*", m: Wide = "u64", n: Wide = "u64", k: Wide = "u64",
     }
 
+    /// An RMS norm of rows: f32, or 16 bits for `rms_norm_half`.
+    RmsNorm = "rms_norm.params" of ["rms_norm", "rms_norm_half"] {
+        x: u64 = "const float*", stride: Wide = "u64", w: u64 = "const float*", y: u64 = "void*",
+        width: usize = "u32", eps: f32 = "float",
+    }
+
+    /// A layer norm of rows in 16 bits.
+    LayerNormHalf = "layer_norm_half.params" of ["layer_norm_half"] {
+        x: u64 = "const float*", stride: Wide = "u64", w: u64 = "const float*", bias: u64 = "const float*",
+        y: u64 = "u16*", width: usize = "u32", eps: f32 = "float",
+    }
+
+    /// Heads with a gate in 16 bits. Without a norm, `w` is null.
+    GatedHeadsHalf = "gated_heads_half.params" of ["gated_heads_half"] {
+        x: u64 = "const float*", gate: u64 = "const float*", gate_row: Wide = "u64", gate_head: Wide = "u64",
+        w: u64 = "const float*", y: u64 = "u16*", rows: usize = "u32", heads: usize = "u32", d: usize = "u32",
+        eps: f32 = "float",
+    }
+
+    /// A sum and its RMS norm.
+    AddRmsNorm = "add_rms_norm.params" of ["add_rms_norm"] {
+        x: u64 = "const float*", residual: u64 = "const float*", w: u64 = "const float*", sum: u64 = "float*",
+        y: u64 = "float*", width: usize = "u32", eps: f32 = "float",
+    }
+
+    /// An RMS norm of heads with a gate.
+    GatedRmsNorm = "gated_rms_norm.params" of ["gated_rms_norm"] {
+        x: u64 = "const float*", x_stride: Wide = "u64", w: u64 = "const float*", z: u64 = "const float*",
+        z_stride: Wide = "u64", heads: usize = "u32", y: u64 = "float*", width: usize = "u32",
+        eps: f32 = "float",
+    }
+
+    /// A rotary embedding. Without a norm, `w` is null.
+    Rope = "rope.params" of ["rope"] {
+        x: u64 = "const float*", stride: Wide = "u64", head_stride: Wide = "u64",
+        positions: u64 = "const i32*", inverse: u64 = "const float*", w: u64 = "const float*",
+        eps: f32 = "float", y: u64 = "float*", tokens: usize = "u32", heads: usize = "u32",
+    }
+
+    /// A rotation of pairs of columns.
+    RotatePairs = "rotate_pairs.params" of ["rotate_pairs"] {
+        x: u64 = "const float*", stride: Wide = "u64", scales: u64 = "const float*",
+        pairs: u64 = "const u32*", cos_sin: u64 = "const float2*", y: u64 = "float*", width: usize = "u32",
+        rounds: usize = "u32", fault: u64 = "Fault*", kernel: usize = "u32",
+    }
+
+    /// SwiGLU: f32, or 16 bits for `swiglu_half`.
+    SwiGlu = "swiglu.params" of ["swiglu", "swiglu_half"] {
+        x: u64 = "const float*", stride: Wide = "u64", y: u64 = "void*", rows: Wide = "u64",
+        width: usize = "u32",
+    }
+
+    /// Values with a sigmoid gate.
+    SigmoidGate = "sigmoid_gate.params" of ["sigmoid_gate"] {
+        x: u64 = "const float*", sx: [u64; 17] = "Strides", gate: u64 = "const float*",
+        sg: [u64; 17] = "Strides", y: u64 = "float*", n: Wide = "u64",
+    }
+
     /// A product on Hopper's tensor cores. Only a product of whole K adds the residual, which may be null.
     LinearPanels = "linear_panels.params" of ["linear_panels"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*", rows: usize = "u32",
@@ -107,6 +168,11 @@ parameters! {
     LinearTiled = "linear_tiled.params" of ["linear_tiled"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*",
         row_of: u64 = "const u32*", tiles: u64 = "const uint4*", y: u64 = "float*",
+    }
+
+    /// The sum of the arrays of several GPUs.
+    AddShares = "add_shares.params" of ["add_shares"] {
+        shares: u64 = "const float*", y: u64 = "float*", n: Wide = "u64", count: usize = "u32",
     }
 
     /// The sum of small arrays of several GPUs, whose mailboxes are given by rank.

@@ -9,10 +9,10 @@
 use super::{Call, Geometry};
 use crate::backend::Mode;
 use crate::backend::group::{CudaGroup, OneShot};
-use crate::driver::{Arguments, Communicator, ONE_SHOT_THREADS, driver, one_shot_blocks};
+use crate::driver::{Communicator, ONE_SHOT_THREADS, driver, one_shot_blocks};
 use crate::error::Result;
 use crate::kernels::{EXCHANGE, KernelKey};
-use crate::parameters::OneShotAllReduce;
+use crate::parameters::{AddShares, OneShotAllReduce, Wide};
 use keel_array::{ArrayError, Kernel, Op, Peers};
 
 /// Whether the arrays of these devices are added by rank here.
@@ -70,8 +70,8 @@ fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<
     let scratch = call.scratch;
     // SAFETY: as above; the scratch has room for the arrays of all devices.
     exchange(call, Some(peers), |c| unsafe { c.all_gather(from, scratch, count, device) })?;
-    let arguments = Arguments::default().pointer(scratch).pointer(y).u64(count).u32(peers.count);
-    call.launch_generated(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), arguments)
+    let parameters = AddShares { shares: scratch, y, n: Wide(count), count: peers.count };
+    call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), &parameters)
 }
 
 /// Unlike NCCL's kernels, this one waits for the kernels before it, and later kernels wait for its end. So kernels

@@ -1,8 +1,8 @@
 //! Norms, rotary embedding and gates.
 
 use super::{Bound, Call, Geometry};
-use crate::driver::Arguments;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE, ROTATE_PAIRS};
+use crate::parameters::{AddRmsNorm, GatedRmsNorm, RmsNorm, Rope, RotatePairs, SigmoidGate, SwiGlu, Wide};
 use keel_array::{ArrayError, Op, RopeSpec};
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
@@ -10,69 +10,76 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     let norm = |entry| KernelKey::new(RMS_NORM, entry);
     match &call.kernel.op {
         Op::RmsNorm { eps } => {
-            let arguments = Arguments::default()
-                .pointer(x.address)
-                .u64(x.row_stride(1))
-                .pointer(call.inputs[1].address)
-                .pointer(y.address)
-                .u32(x.width())
-                .f32(eps.get());
-            call.launch_generated(&norm("rms_norm"), row_geometry(x.rows(), x.width()), arguments)
+            let parameters = RmsNorm {
+                x: x.address,
+                stride: Wide(x.row_stride(1)),
+                w: call.inputs[1].address,
+                y: y.address,
+                width: x.width(),
+                eps: eps.get(),
+            };
+            call.launch(&norm("rms_norm"), row_geometry(x.rows(), x.width()), &parameters)
         }
         Op::AddRmsNorm { eps } => {
             let [x, residual, w] = &call.inputs[..] else { unreachable!("three operands") };
-            let arguments = [x, residual, w, y, &call.outputs[1]]
-                .into_iter()
-                .fold(Arguments::default(), |a, operand| a.pointer(operand.address));
-            let arguments = arguments.u32(x.width()).f32(eps.get());
-            call.launch_generated(&norm("add_rms_norm"), row_geometry(x.rows(), x.width()), arguments)
+            let parameters = AddRmsNorm {
+                x: x.address,
+                residual: residual.address,
+                w: w.address,
+                sum: y.address,
+                y: call.outputs[1].address,
+                width: x.width(),
+                eps: eps.get(),
+            };
+            call.launch(&norm("add_rms_norm"), row_geometry(x.rows(), x.width()), &parameters)
         }
         Op::GatedRmsNorm { eps } => {
             let [x, w, z] = &call.inputs[..] else { unreachable!("three operands") };
-            // Rows of the operands are tokens, each with `heads` heads.
-            let heads = x.layout.shape.iter().rev().nth(1).copied().unwrap_or(1);
-            let arguments = Arguments::default()
-                .pointer(x.address)
-                .u64(x.row_stride(2))
-                .pointer(w.address)
-                .pointer(z.address)
-                .u64(z.row_stride(2))
-                .u32(heads)
-                .pointer(y.address)
-                .u32(x.width())
-                .f32(eps.get());
-            call.launch_generated(&norm("gated_rms_norm"), row_geometry(x.rows(), x.width()), arguments)
+            let parameters = GatedRmsNorm {
+                x: x.address,
+                x_stride: Wide(x.row_stride(2)),
+                w: w.address,
+                z: z.address,
+                z_stride: Wide(z.row_stride(2)),
+                // Rows of the operands are tokens, each with this number of heads.
+                heads: x.layout.shape.iter().rev().nth(1).copied().unwrap_or(1),
+                y: y.address,
+                width: x.width(),
+                eps: eps.get(),
+            };
+            call.launch(&norm("gated_rms_norm"), row_geometry(x.rows(), x.width()), &parameters)
         }
         Op::Rope(spec) => rotate(spec, None, call),
         Op::NormRope { rope, eps } => rotate(rope, Some((call.inputs[3].address, eps.get())), call),
         Op::RotatePairs => {
             let [_, scales, pairs, cos_sin] = &call.inputs[..] else { unreachable!("four operands") };
-            let arguments = Arguments::default().pointer(x.address).u64(x.row_stride(1));
-            let arguments =
-                [scales, pairs, cos_sin, y].iter().fold(arguments, |a, operand| a.pointer(operand.address));
-            let arguments = arguments.u32(x.width()).u32(pairs.layout.shape[0]);
-            let arguments = arguments.pointer(call.fault).u32(call.index);
-            call.launch_generated(
-                &KernelKey::new(ROTATE_PAIRS, "rotate_pairs"),
-                row_geometry(x.rows(), x.width()),
-                arguments,
-            )
+            let parameters = RotatePairs {
+                x: x.address,
+                stride: Wide(x.row_stride(1)),
+                scales: scales.address,
+                pairs: pairs.address,
+                cos_sin: cos_sin.address,
+                y: y.address,
+                width: x.width(),
+                rounds: pairs.layout.shape[0],
+                fault: call.fault,
+                kernel: call.index,
+            };
+            let key = KernelKey::new(ROTATE_PAIRS, "rotate_pairs");
+            call.launch(&key, row_geometry(x.rows(), x.width()), &parameters)
         }
         Op::SwiGlu => swiglu(x, y, call),
         Op::SigmoidGate => {
             let (x, gate) = (call.strided(0), call.strided(1));
-            let arguments = Arguments::default()
-                .pointer(x.address)
-                .words(&x.strides())
-                .pointer(gate.address)
-                .words(&gate.strides())
-                .pointer(y.address)
-                .u64(y.len());
-            call.launch_generated(
-                &KernelKey::new(ACTIVATION, "sigmoid_gate"),
-                Geometry::elements(y.len()),
-                arguments,
-            )
+            let parameters = SigmoidGate {
+                x: x.address,
+                sx: x.strides(),
+                gate: gate.address,
+                sg: gate.strides(),
+                y: y.address,
+                n: Wide(y.len()),
+            };
+            call.launch(&KernelKey::new(ACTIVATION, "sigmoid_gate"), Geometry::elements(y.len()), &parameters)
         }
         op => unreachable!("{} is no norm, rotation or gate", op.name()),
     }
@@ -80,13 +87,14 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
 
 /// `y = silu(first half of x) * second half`, gap-free.
 pub(super) fn swiglu(x: &Bound<'_>, y: &Bound<'_>, call: &Call<'_>) -> Result<(), ArrayError> {
-    let arguments = Arguments::default()
-        .pointer(x.address)
-        .u64(x.row_stride(1))
-        .pointer(y.address)
-        .u64(y.rows())
-        .u32(y.width());
-    call.launch_generated(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), arguments)
+    let parameters = SwiGlu {
+        x: x.address,
+        stride: Wide(x.row_stride(1)),
+        y: y.address,
+        rows: Wide(y.rows()),
+        width: y.width(),
+    };
+    call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), &parameters)
 }
 
 /// A block for each row, with as many threads as the row keeps busy.
@@ -103,20 +111,20 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
         None => (x.row_stride(2), x.width()),
     };
     let key = rotation(KernelKey::new(ROPE, "rope"), spec, norm.is_some()).define("D", x.width());
-    let (weight, eps) = norm.unwrap_or((0, 0.0));
-    let arguments = Arguments::default()
-        .pointer(x.address)
-        .u64(stride)
-        .u64(head_stride)
-        .pointer(call.inputs[1].address)
-        .pointer(call.inputs[2].address)
-        .pointer(weight)
-        .f32(eps)
-        .pointer(y.address)
-        .u32(tokens)
-        .u32(heads);
-    let grid = ((tokens * heads).div_ceil(WARPS), 1, 1);
-    call.launch_generated(&key, Geometry { grid, block: (32 * WARPS, 1, 1), shared_bytes: 0 }, arguments)
+    let (w, eps) = norm.unwrap_or((0, 0.0));
+    let parameters = Rope {
+        x: x.address,
+        stride: Wide(stride),
+        head_stride: Wide(head_stride),
+        positions: call.inputs[1].address,
+        inverse: call.inputs[2].address,
+        w,
+        eps,
+        y: y.address,
+        tokens,
+        heads,
+    };
+    call.launch(&key, Geometry::rows((tokens * heads).div_ceil(WARPS), 32 * WARPS), &parameters)
 }
 
 /// All constants of `rope.cuh` except the head size.
