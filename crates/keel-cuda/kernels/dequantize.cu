@@ -3,15 +3,18 @@
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK (or WEIGHT_T, embedding_rows alone)
 //   dequantize      w f16 [experts N][K], the weights rounded once. A warp converts one 16 x 64 tile.
-//                   Arguments codes, pairs, w, experts. Grid ceil(experts * row tiles * column tiles / 8), block 256.
+//                   Arguments weight, pairs, out, experts. Grid ceil(experts * row tiles * column tiles / 8), block
+//                   256.
 //                   Floor: 2 bytes a weight plus its packed bytes.
 //   embedding_rows  y f32 [T][K]: rows `ids` (INDEX: u32 or i32) of the weight.
-//                   Arguments codes, pairs | weight, ids, y, fault, kernel. Grid T, block 128.
+//                   Arguments weight, pairs, ids, y, fault, kernel. Grid T, block 128.
 #include "half.cuh"
 #include "weight_tiles.cuh"
 
 #ifdef BITS
-extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, u16 *out, u32 experts) {
+extern "C" __global__ void __launch_bounds__(256) dequantize(
+#include "dequantize.params"
+) {
     const int lane = threadIdx.x % 32;
     take_turn();
     const u32 tile = blockIdx.x * 8 + threadIdx.x / 32;
@@ -37,7 +40,9 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(WEIGHT_ARGUMENTS, u
 #endif
 
 #ifdef INDEX
-extern "C" __global__ void embedding_rows(WEIGHT_ARGUMENTS, const INDEX *ids, float *y, Fault *fault, u32 kernel) {
+extern "C" __global__ void embedding_rows(
+#include "embedding_rows.params"
+) {
     take_turn();
     const u32 id = (u32)ids[blockIdx.x];
     if (id >= DIM_N) {
@@ -66,7 +71,9 @@ extern "C" __global__ void embedding_rows(WEIGHT_ARGUMENTS, const INDEX *ids, fl
 #endif
 
 // Rounds `pairs` pairs of x to 16 bits. Grid ceil(pairs / 4 / 256), block 256; 4 bytes read and 2 written a value.
-extern "C" __global__ void to_half(const float2 *x, u32 *y, long long pairs) {
+extern "C" __global__ void to_half(
+#include "to_half.params"
+) {
     take_turn();
     const long long first = ((long long)blockIdx.x * 256 + threadIdx.x) * 4;
     if (first + 4 <= pairs) {
@@ -79,7 +86,9 @@ extern "C" __global__ void to_half(const float2 *x, u32 *y, long long pairs) {
 
 // Splits `pairs` pairs of x into two bf16, x = hi + lo, which keep 16 bits of it. Grid ceil(pairs / 256), block 256; 4
 // bytes read and 4 written a value.
-extern "C" __global__ void __launch_bounds__(256) to_two_bf16(const float2 *x, bf16x2 *hi, bf16x2 *lo, long long pairs) {
+extern "C" __global__ void __launch_bounds__(256) to_two_bf16(
+#include "to_two_bf16.params"
+) {
     take_turn();
     const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
     if (i >= pairs) return;
@@ -92,7 +101,9 @@ extern "C" __global__ void __launch_bounds__(256) to_two_bf16(const float2 *x, b
 #ifdef ROW
 // Removes padding: y f32 [rows][DIM_N] from rows that are ROW wide. Grid rows, block up to 256. Bytes moved: y's,
 // twice.
-extern "C" __global__ void leave_padding(const float *padded, float *y) {
+extern "C" __global__ void leave_padding(
+#include "leave_padding.params"
+) {
     take_turn();
     for (u32 n = threadIdx.x; n < DIM_N; n += blockDim.x) y[(size_t)blockIdx.x * DIM_N + n] = padded[(size_t)blockIdx.x * ROW + n];
 }

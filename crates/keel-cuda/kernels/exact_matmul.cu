@@ -19,11 +19,9 @@
 #endif
 
 #if defined(DIM_T)
-extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(WEIGHT_ARGUMENTS, const float *x,
-#if GATHER
-                                                                    const u32 *experts, u32 stack, Fault *fault, u32 kernel,
-#endif
-                                                                    const float *residual, float *y) {
+extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(
+#include "exact_rows.params"
+) {
     __shared__ float partial[SPLIT][DIM_T][17];
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32, rt = blockIdx.x;
     take_turn();
@@ -78,8 +76,9 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(WEIGHT_ARGUM
 
 #define W_STRIDE 136
 #define X_STRIDE 72
-extern "C" __global__ void __launch_bounds__(256) exact_tiled(WEIGHT_ARGUMENTS, const float *x, const float *residual, float *y,
-                                                             u32 rows) {
+extern "C" __global__ void __launch_bounds__(256) exact_tiled(
+#include "exact_tiled.params"
+) {
     extern __shared__ float4 memory[];
     float *w_tile = (float *)memory, *x_tile = w_tile + 64 * W_STRIDE; // [k][row of W], [k][row of x]
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

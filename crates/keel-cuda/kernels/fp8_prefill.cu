@@ -24,7 +24,9 @@ __device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {
 __device__ __forceinline__ float codes_of_one(float largest) { return largest > 0.0f ? E4M3_MAX / largest : 1.0f; }
 __device__ __forceinline__ float scale_of(float largest) { return largest > 0.0f ? largest / E4M3_MAX : 1.0f; }
 
-extern "C" __global__ void __launch_bounds__(256) quantize_fp8(const uint4 *x, uint2 *y, float *scales) {
+extern "C" __global__ void __launch_bounds__(256) quantize_fp8(
+#include "quantize_fp8.params"
+) {
     take_turn();
     __shared__ float of_warps[8];
     constexpr u32 EIGHTS = DIM_K / 8;
@@ -57,7 +59,9 @@ extern "C" __global__ void __launch_bounds__(256) quantize_fp8(const uint4 *x, u
 }
 
 #ifdef BITS
-extern "C" __global__ void __launch_bounds__(256) dequantize_to_fp8(WEIGHT_ARGUMENTS, unsigned char *out, float *scales) {
+extern "C" __global__ void __launch_bounds__(256) dequantize_to_fp8(
+#include "dequantize_to_fp8.params"
+) {
     take_turn();
     __shared__ float of_warps[8][16];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rt = blockIdx.x;

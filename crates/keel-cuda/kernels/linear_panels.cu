@@ -140,7 +140,9 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1) linear_panels(
 #endif
 
 // A thread writes one chunk.
-extern "C" __global__ void __launch_bounds__(256) to_half_panels(const float *x, f16 *out, u32 rows) {
+extern "C" __global__ void __launch_bounds__(256) to_half_panels(
+#include "to_half_panels.params"
+) {
     take_turn();
     const u64 item = (u64)blockIdx.x * 256 + threadIdx.x;
     if (item >= (u64)rows * (K_TILES * 8)) return;
@@ -156,7 +158,9 @@ extern "C" __global__ void __launch_bounds__(256) to_half_panels(const float *x,
     store16((uint4 *)out + chunk_in_panels(row, kt, chunk, K_TILES), v[0], v[1], v[2], v[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(256) add_parts(const float4 *parts, const float4 *residual, float4 *y, u32 elements) {
+extern "C" __global__ void __launch_bounds__(256) add_parts(
+#include "add_parts.params"
+) {
     take_turn();
     const u32 i = blockIdx.x * 256 + threadIdx.x, quads = elements / 4;
     if (i >= quads) return;

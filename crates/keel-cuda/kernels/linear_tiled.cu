@@ -17,15 +17,15 @@
 //                   TILED_SHARED. Bytes moved: the weight's for each BT rows of an expert.
 //                   Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
 //   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K],
-//                   silu(first half) * second half. Arguments x, out, u32 rows, chosen, R, share, counts, fault,
-//                   kernel. Grid ceil(R / share) + ceil(rows * K_TILES * 8 / 256), block 256. EXPERTS <= 512. The
-//                   first blocks each count the rows of each expert in a share of chosen u32 [R] into counts u32
+//                   silu(first half) * second half. Arguments x, out, u32 rows, chosen, choices, share, counts, fault,
+//                   kernel. Grid ceil(choices / share) + ceil(rows * K_TILES * 8 / 256), block 256. EXPERTS <= 512. The
+//                   first blocks each count the rows of each expert in a share of chosen u32 [choices] into counts u32
 //                   [shares][EXPERTS].
-//   group_rows      chosen, counts -> row_of u32 [R]: rows by expert, those of one expert in
+//   group_rows      chosen, counts -> row_of u32 [choices]: rows by expert, those of one expert in
 //                   their order; tiles u32: [count, 0, 0, 0], then (expert, first, rows, 0) of each.
 //                   Every block adds up the counts and places its share.
-//                   Arguments chosen, R, share, counts, row_of, tiles. Grid ceil(R / share), block 1024.
-//                   tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(R, ceil(R / BT) + EXPERTS).
+//                   Arguments chosen, choices, share, counts, row_of, tiles. Grid ceil(choices / share), block 1024.
+//                   tiles: 16 (1 + MOST_TILES) bytes, MOST_TILES = min(choices, ceil(choices / BT) + EXPERTS).
 //                   Floor: 8 bytes a row and the counts once a block, 1 us; the launch takes longer.
 #include "widen_half.cuh"
 
@@ -169,12 +169,13 @@ __device__ void count_share(const u32 *chosen, u32 R, u32 share, u32 *counts, Fa
     for (u32 e = threadIdx.x; e < EXPERTS; e += 256) counts[blockIdx.x * EXPERTS + e] = n[e];
 }
 // A thread writes one chunk.
-extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, f16 *out, u32 rows, const u32 *chosen, u32 R, u32 share,
-                                                               u32 *counts, Fault *fault, u32 kernel) {
+extern "C" __global__ void __launch_bounds__(256) to_half_tiles(
+#include "to_half_tiles.params"
+) {
     take_turn();
     u32 block = blockIdx.x;
-    const u32 shares = (R + share - 1) / share;
-    if (block < shares) return count_share(chosen, R, share, counts, fault, kernel);
+    const u32 shares = (choices + share - 1) / share;
+    if (block < shares) return count_share(chosen, choices, share, counts, fault, kernel);
     block -= shares;
     const size_t item = (size_t)block * 256 + threadIdx.x;
     if (item >= (size_t)rows * (K_TILES * 8)) return;
@@ -195,7 +196,9 @@ extern "C" __global__ void __launch_bounds__(256) to_half_tiles(const float *x, 
 }
 
 #define PARTS_OF_SHARES 4
-extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen, u32 R, u32 share, const u32 *counts, u32 *row_of, uint4 *tiles) {
+extern "C" __global__ void __launch_bounds__(1024) group_rows(
+#include "group_rows.params"
+) {
     __shared__ u32 next[EXPERTS]; // where the next row of an expert goes
     // The sums over the shares come first, in the memory of `at`. Separate arrays would take 48 KB for 480 experts, all
     // the static shared memory.
@@ -203,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
     u32(*const of_all)[EXPERTS] = (u32(*)[EXPERTS])at;
     u32(*const of_those_before)[EXPERTS] = of_all + PARTS_OF_SHARES;
     static_assert(2 * PARTS_OF_SHARES * 4 <= 32 * 2, "the sums fit into the place of `at`");
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, shares = (R + share - 1) / share;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, shares = (choices + share - 1) / share;
     take_turn();
     for (u32 i = threadIdx.x; i < PARTS_OF_SHARES * EXPERTS; i += 1024) {
         const u32 part = i / EXPERTS, e = i % EXPERTS;
@@ -244,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(const u32 *chosen,
         if (blockIdx.x == 0 && lane == 0) tiles[0] = make_uint4(tiles_before, 0, 0, 0);
     }
     __syncthreads(); // the sums have been read
-    const u32 begin = blockIdx.x * share, end = min(begin + share, R);
+    const u32 begin = blockIdx.x * share, end = min(begin + share, choices);
     for (u32 round = begin; round < end; round += 1024) {
         const u32 row = round + threadIdx.x;
         const bool is_there = row < end;

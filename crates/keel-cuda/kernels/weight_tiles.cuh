@@ -180,8 +180,8 @@ __device__ __forceinline__ Scaling scaling_at(const SlotPairs (&p)[TILE_SLOTS], 
     const Scaling low = scaling(of, 0, half), high = scaling(of, SLOT_PARTS - 1, half);
     return t < 2 ? low : high;
 }
-#define WEIGHT_ARGUMENTS const u32 *codes, const u8 *pairs
-#define WEIGHT Weights{codes, pairs}
+#define STORED u32 // type of what a weight's address points to: codes, or dense weights
+#define WEIGHT Weights{weight, pairs}
 struct Weights {
     const u32 *codes; // section 1, of the first row tile of this expert
     const u8 *pairs;  // section 2, likewise
@@ -214,7 +214,7 @@ __device__ __forceinline__ void widen_tile(float (&w)[2][16], const Weights &fro
 #ifndef WEIGHT_T
 #define WEIGHT_T bf16 // type of dense weights
 #endif
-#define WEIGHT_ARGUMENTS const WEIGHT_T *weight
+#define STORED WEIGHT_T
 #define WEIGHT Weights{weight}
 struct Weights {
     const WEIGHT_T *dense; // [DIM_N][DIM_K] of this expert

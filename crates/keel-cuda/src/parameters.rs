@@ -17,6 +17,8 @@
 //! | `f32`, `f64` | `float`, `double` |
 //! | `[u64; N]` | a structure of `N` words of 64 bits |
 //! | `Option<u64>`, `Option<usize>` | a pointer, a `u32` that exists only under a condition on the kernel's constants |
+//!
+//! Only kernels whose text is generated have no description: users' kernels, and chains of element-wise operations.
 
 use crate::driver::Arguments;
 
@@ -205,7 +207,7 @@ mod tests {
         }
     }
 
-    /// A kernel of a list takes its parameters from the description and has no others.
+    /// Each kernel takes its parameters from a description and has no others. The list of a chain is generated.
     #[test]
     fn kernels_include_their_parameters() {
         for list in LISTS {
@@ -217,6 +219,8 @@ mod tests {
         }
         let described = SOURCES.iter().flat_map(|source| source.text.match_indices(".params\"")).count();
         assert_eq!(described, LISTS.iter().map(|list| list.entries.len()).sum::<usize>());
+        let kernels = SOURCES.iter().flat_map(|source| source.text.match_indices("__global__")).count();
+        assert_eq!(kernels, described + ["chain", "chain_by_four"].len());
     }
 
     #[test]

@@ -105,9 +105,9 @@ impl Gpu {
             attrs: &raw mut overlap,
             numAttrs: u32::from(overlaps),
         };
-        // SAFETY: the arguments match the entry point's parameters, which the tests of every operation exercise; all
-        // addresses were checked against their memory, which the launch owns until the stream has passed. A kernel that
-        // may start before earlier ones have ended waits for them, see `common.cuh`.
+        // SAFETY: the arguments match the entry point's parameters: one description gives both, or both are generated
+        // together. All addresses were checked against their memory, which the launch owns until the stream has
+        // passed. A kernel that may start before earlier ones have ended waits for them, see `common.cuh`.
         unsafe { driver!(cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut())) }
     }
 }

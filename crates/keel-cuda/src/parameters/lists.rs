@@ -158,16 +158,92 @@ parameters! {
         sg: [u64; 17] = "Strides", y: u64 = "float*", n: Wide = "u64",
     }
 
+    /// A weight in 16 bits.
+    Dequantize = "dequantize.params" of ["dequantize"] {
+        weight: u64 = "const STORED*", pairs: Option<u64> = "const u8*" if "defined(BITS)", out: u64 = "u16*",
+        experts: usize = "u32",
+    }
+
+    /// Rows of an embedding.
+    EmbeddingRows = "embedding_rows.params" of ["embedding_rows"] {
+        weight: u64 = "const STORED*", pairs: Option<u64> = "const u8*" if "defined(BITS)",
+        ids: u64 = "const INDEX*", y: u64 = "float*", fault: u64 = "Fault*", kernel: usize = "u32",
+    }
+
+    /// x in 16 bits.
+    ToHalf = "to_half.params" of ["to_half"] {
+        x: u64 = "const float2*", y: u64 = "u32*", pairs: Wide = "i64",
+    }
+
+    /// x as the sum of two bf16.
+    ToTwoBf16 = "to_two_bf16.params" of ["to_two_bf16"] {
+        x: u64 = "const float2*", hi: u64 = "bf16x2*", lo: u64 = "bf16x2*", pairs: Wide = "i64",
+    }
+
+    /// Rows without their padding.
+    LeavePadding = "leave_padding.params" of ["leave_padding"] {
+        padded: u64 = "const float*", y: u64 = "float*",
+    }
+
+    /// x in 8 bits.
+    QuantizeFp8 = "quantize_fp8.params" of ["quantize_fp8"] {
+        x: u64 = "const uint4*", y: u64 = "uint2*", scales: u64 = "float*",
+    }
+
+    /// A weight in 8 bits.
+    DequantizeToFp8 = "dequantize_to_fp8.params" of ["dequantize_to_fp8"] {
+        weight: u64 = "const STORED*", pairs: Option<u64> = "const u8*" if "defined(BITS)", out: u64 = "u8*",
+        scales: u64 = "float*",
+    }
+
+    /// A product of few rows in f32. The residual may be null.
+    ExactRows = "exact_rows.params" of ["exact_rows"] {
+        weight: u64 = "const STORED*", pairs: Option<u64> = "const u8*" if "defined(BITS)",
+        x: u64 = "const float*", experts: Option<u64> = "const u32*" if "GATHER",
+        stack: Option<usize> = "u32" if "GATHER", fault: Option<u64> = "Fault*" if "GATHER",
+        kernel: Option<usize> = "u32" if "GATHER", residual: u64 = "const float*", y: u64 = "float*",
+    }
+
+    /// A product of many rows in f32. The residual may be null.
+    ExactTiled = "exact_tiled.params" of ["exact_tiled"] {
+        weight: u64 = "const STORED*", pairs: Option<u64> = "const u8*" if "defined(BITS)",
+        x: u64 = "const float*", residual: u64 = "const float*", y: u64 = "float*", rows: usize = "u32",
+    }
+
     /// A product on Hopper's tensor cores. Only a product of whole K adds the residual, which may be null.
     LinearPanels = "linear_panels.params" of ["linear_panels"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*", rows: usize = "u32",
         residual: Option<u64> = "const float*" if "SPLITS == 1", y: u64 = "float*",
     }
 
+    /// x for `linear_panels`.
+    ToHalfPanels = "to_half_panels.params" of ["to_half_panels"] {
+        x: u64 = "const float*", out: u64 = "f16*", rows: usize = "u32",
+    }
+
+    /// The sum of the parts of a product. The residual may be null.
+    AddParts = "add_parts.params" of ["add_parts"] {
+        parts: u64 = "const float4*", residual: u64 = "const float4*", y: u64 = "float4*",
+        elements: usize = "u32",
+    }
+
     /// A product on Hopper's tensor cores of rows grouped by expert.
     LinearTiled = "linear_tiled.params" of ["linear_tiled"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*",
         row_of: u64 = "const u32*", tiles: u64 = "const uint4*", y: u64 = "float*",
+    }
+
+    /// x for `linear_tiled`, and the number of rows of each expert.
+    ToHalfTiles = "to_half_tiles.params" of ["to_half_tiles"] {
+        x: u64 = "const float*", out: u64 = "f16*", rows: usize = "u32", chosen: u64 = "const u32*",
+        choices: usize = "u32", share: usize = "u32", counts: u64 = "u32*", fault: u64 = "Fault*",
+        kernel: usize = "u32",
+    }
+
+    /// The rows of each expert.
+    GroupRows = "group_rows.params" of ["group_rows"] {
+        chosen: u64 = "const u32*", choices: usize = "u32", share: usize = "u32", counts: u64 = "const u32*",
+        row_of: u64 = "u32*", tiles: u64 = "uint4*",
     }
 
     /// The sum of the arrays of several GPUs.

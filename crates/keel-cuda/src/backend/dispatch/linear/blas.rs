@@ -5,11 +5,12 @@ use super::super::{Bound, Call, Geometry, elementwise};
 use super::exact::exact_tiled;
 use super::fp8_prefill::{self, Fp8Places, Fp8Scratch};
 use super::half::absorbed_to_half;
-use super::{at_row, col_tiles, packed, row_tiles, weight_key};
+use super::{at_row, col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
-use crate::driver::{Arguments, BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands, ScaleAddresses};
+use crate::driver::{BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DEQUANTIZE, HalfForm, KernelKey};
+use crate::parameters::{Dequantize, LeavePadding, ToHalf, ToTwoBf16, Wide};
 use keel_array::{ArrayError, Compute, DType, WeightFormat, WeightSpec};
 
 /// Rows that cuBLASLt multiplies at a time in the deterministic mode. The number is constant, so the library always
@@ -97,17 +98,16 @@ fn to_half(
         return absorbed_to_half(producer, weight, rows, to, form, call);
     }
     // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
-    let pairs = (rows * weight.cols).div_ceil(2);
+    let (x, pairs) = (call.inputs[0].address, (rows * weight.cols).div_ceil(2));
     if splits_x(weight) {
         let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
-        let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to);
-        let arguments = arguments.pointer(to + part_bytes as u64).u64(pairs);
-        return call.launch_generated(&key, Geometry::rows(pairs.div_ceil(256), 256), arguments);
+        let parameters = ToTwoBf16 { x, hi: to, lo: to + part_bytes as u64, pairs: Wide(pairs) };
+        return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), &parameters);
     }
-    let arguments = Arguments::default().pointer(call.inputs[0].address).pointer(to).u64(pairs);
     let key = form.define(KernelKey::new(DEQUANTIZE, "to_half"));
     let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols);
-    call.launch_generated(&key, Geometry::rows(pairs.div_ceil(1024), 256), arguments)
+    let parameters = ToHalf { x, y: to, pairs: Wide(pairs) };
+    call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), &parameters)
 }
 
 pub(super) fn through_blas(
@@ -135,12 +135,10 @@ pub(super) fn through_blas(
     if is_widened(weight) {
         w = own + scratch.w as u64;
         let tiles = row_tiles(weight) * col_tiles(weight);
-        let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).u32(1);
-        call.launch_generated(
-            &weight_key(DEQUANTIZE, "dequantize", weight),
-            Geometry::rows(tiles.div_ceil(8), 256),
-            arguments,
-        )?;
+        let key = weight_key(DEQUANTIZE, "dequantize", weight);
+        let pairs = pairs(weight, &call.inputs[1]);
+        let parameters = Dequantize { weight: call.inputs[1].address, pairs, out: w, experts: 1 };
+        call.launch(&key, Geometry::rows(tiles.div_ceil(8), 256), &parameters)?;
     }
     let cols = if accumulate || in_blocks { weight.rows } else { padded_rows(weight.rows) };
     let to = if cols == weight.rows { y.address } else { own + scratch.last as u64 };
@@ -161,12 +159,8 @@ pub(super) fn through_blas(
                 return Ok(());
             }
             let key = weight_key(DEQUANTIZE, "leave_padding", weight).define("ROW", cols);
-            let arguments = Arguments::default().pointer(to).pointer(y.address);
-            call.launch_generated(
-                &key,
-                Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)),
-                arguments,
-            )
+            let parameters = LeavePadding { padded: to, y: y.address };
+            call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), &parameters)
         }
         Err(error) if call.producer(0).is_some() => Err(in_op(error)),
         // If the library refuses a product, our own kernel multiplies, more slowly.

@@ -1,9 +1,9 @@
 //! f32 throughout, for every format.
 
 use super::super::{Bound, Call, Geometry};
-use super::{FEW_ROWS, address, at_row, exact_split, packed, row_tiles, weight_key};
-use crate::driver::Arguments;
+use super::{FEW_ROWS, address, at_row, exact_split, pairs, row_tiles, weight_key};
 use crate::kernels::EXACT_MATMUL;
+use crate::parameters::{ExactRows, ExactTiled};
 use keel_array::{ArrayError, WeightSpec};
 
 /// [`FEW_ROWS`] at a time: a row's bits do not depend on the other rows.
@@ -18,11 +18,18 @@ pub(super) fn exact_rows(
         let count = FEW_ROWS.min(rows - first);
         let key =
             weight_key(EXACT_MATMUL, "exact_rows", weight).define("DIM_T", count).define("SPLIT", split);
-        let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-            .pointer(at_row(call.inputs[0].address, first, weight.cols))
-            .pointer(at_row(address(residual), first, weight.rows))
-            .pointer(at_row(call.outputs[0].address, first, weight.rows));
-        call.launch_generated(&key, Geometry::rows(row_tiles(weight), 32 * split), arguments)?;
+        let parameters = ExactRows {
+            weight: call.inputs[1].address,
+            pairs: pairs(weight, &call.inputs[1]),
+            x: at_row(call.inputs[0].address, first, weight.cols),
+            experts: None,
+            stack: None,
+            fault: None,
+            kernel: None,
+            residual: at_row(address(residual), first, weight.rows),
+            y: at_row(call.outputs[0].address, first, weight.rows),
+        };
+        call.launch(&key, Geometry::rows(row_tiles(weight), 32 * split), &parameters)?;
     }
     Ok(())
 }
@@ -33,12 +40,15 @@ pub(super) fn exact_tiled(
     rows: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-        .pointer(call.inputs[0].address)
-        .pointer(address(residual))
-        .pointer(call.outputs[0].address)
-        .u32(rows);
+    let parameters = ExactTiled {
+        weight: call.inputs[1].address,
+        pairs: pairs(weight, &call.inputs[1]),
+        x: call.inputs[0].address,
+        residual: address(residual),
+        y: call.outputs[0].address,
+        rows,
+    };
     let grid = (weight.rows.div_ceil(128), rows.div_ceil(64), 1);
     let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 53_248 };
-    call.launch_generated(&weight_key(EXACT_MATMUL, "exact_tiled", weight), geometry, arguments)
+    call.launch(&weight_key(EXACT_MATMUL, "exact_tiled", weight), geometry, &parameters)
 }

@@ -4,9 +4,10 @@
 
 use super::super::{Call, Geometry};
 use super::blas::{BLAS_ALIGN, is_widened};
-use super::{packed, row_tiles, weight_key};
-use crate::driver::{Arguments, FactorType, Product, ProductOperands, ScaleAddresses};
+use super::{pairs, row_tiles, weight_key};
+use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::kernels::FP8_PREFILL;
+use crate::parameters::{DequantizeToFp8, QuantizeFp8};
 use keel_array::{ArrayError, Compute, WeightSpec};
 
 /// The library's rule for 8-bit factors.
@@ -57,15 +58,16 @@ pub(super) fn multiply(
 ) -> Result<bool, ArrayError> {
     let at = |offset: usize| own + offset as u64;
     let (x, scales) = (at(scratch.x), ScaleAddresses { x: at(scratch.x_scales), w: at(scratch.w_scales) });
-    let arguments = Arguments::default().pointer(half).pointer(x).pointer(scales.x);
-    call.launch_generated(
-        &weight_key(FP8_PREFILL, "quantize_fp8", weight),
-        Geometry::rows(rows, 256),
-        arguments,
-    )?;
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1]).pointer(w).pointer(scales.w);
+    let parameters = QuantizeFp8 { x: half, y: x, scales: scales.x };
+    call.launch(&weight_key(FP8_PREFILL, "quantize_fp8", weight), Geometry::rows(rows, 256), &parameters)?;
+    let parameters = DequantizeToFp8 {
+        weight: call.inputs[1].address,
+        pairs: pairs(weight, &call.inputs[1]),
+        out: w,
+        scales: scales.w,
+    };
     let key = weight_key(FP8_PREFILL, "dequantize_to_fp8", weight);
-    call.launch_generated(&key, Geometry::rows(row_tiles(weight), 256), arguments)?;
+    call.launch(&key, Geometry::rows(row_tiles(weight), 256), &parameters)?;
     let (cols, inner) = (weight.rows, weight.cols);
     let product = Product { rows, cols, inner, alpha: 1, accumulate, bias: false, factors: FactorType::E4m3 };
     let operands = ProductOperands { x, w, y: call.outputs[0].address, bias: 0, scales };

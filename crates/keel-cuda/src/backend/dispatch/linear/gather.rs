@@ -7,12 +7,11 @@ use super::few_rows::FewRows;
 use super::panels::panel_of;
 use super::tiled::{half_rows_bytes, tiled_key, tiled_shared_bytes, to_half_tiles};
 use super::{
-    Arithmetic, arithmetic, at_row, codes_and_pairs, exact_split, packed, row_tiles, surely_in_groups,
+    Arithmetic, arithmetic, at_row, codes_and_pairs, exact_split, pairs, row_tiles, surely_in_groups,
     weight_key,
 };
-use crate::driver::Arguments;
 use crate::kernels::{EXACT_MATMUL, KernelKey};
-use crate::parameters::LinearTiled;
+use crate::parameters::{ExactRows, GroupRows, LinearTiled};
 use keel_array::{ArrayError, Op, WeightSpec};
 use std::ops::Range;
 
@@ -33,20 +32,20 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
                 .define("GATHER", fanout);
             let x = made.unwrap_or(call.inputs[0]);
             launches(experts.len(), fanout).try_for_each(|rows| {
-                let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-                    .pointer(at_row(x.address, rows.start / fanout, weight.cols))
-                    .pointer(experts.address + (rows.start * size_of::<u32>()) as u64)
-                    .u32(weight.experts)
-                    .pointer(call.fault)
-                    .u32(call.index)
-                    .pointer(0)
-                    .pointer(at_row(call.outputs[0].address, rows.start, weight.rows));
+                let first = (rows.start * size_of::<u32>()) as u64;
+                let parameters = ExactRows {
+                    weight: call.inputs[1].address,
+                    pairs: pairs(weight, &call.inputs[1]),
+                    x: at_row(x.address, rows.start / fanout, weight.cols),
+                    experts: Some(experts.address + first),
+                    stack: Some(weight.experts),
+                    fault: Some(call.fault),
+                    kernel: Some(call.index),
+                    residual: 0,
+                    y: at_row(call.outputs[0].address, rows.start, weight.rows),
+                };
                 let grid = (row_tiles(weight), rows.len(), 1);
-                call.launch_generated(
-                    &key,
-                    Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 },
-                    arguments,
-                )
+                call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, &parameters)
             })
         }
         _ => match made {
@@ -124,18 +123,11 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let key = tiled_key("linear_tiled", weight, per_expert)
         .define("FANOUT", fanout)
         .define("EXPERTS", weight.experts);
-    let share = share_of(rows);
-    let shares = rows.div_ceil(share);
-    let chosen =
-        |arguments: Arguments| arguments.pointer(call.inputs[2].address).u32(rows).u32(share).pointer(counts);
-    let count = |arguments| chosen(arguments).pointer(call.fault).u32(call.index);
-    to_half_tiles(&key, weight, rows / fanout, shares, count, call)?;
-    let arguments = chosen(Arguments::default()).pointer(row_of).pointer(tiles);
-    call.launch_generated(
-        &KernelKey { entry: "group_rows", ..key.clone() },
-        Geometry::rows(shares, 1024),
-        arguments,
-    )?;
+    let (chosen, share) = (call.inputs[2].address, share_of(rows));
+    let groups = GroupRows { chosen, choices: rows, share, counts, row_of, tiles };
+    to_half_tiles(&key, weight, rows / fanout, &groups, call)?;
+    let grouping = KernelKey { entry: "group_rows", ..key.clone() };
+    call.launch(&grouping, Geometry::rows(rows.div_ceil(share), 1024), &groups)?;
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
     let parameters = LinearTiled { codes, pairs, x: call.scratch, row_of, tiles, y: call.outputs[0].address };
     let geometry = Geometry {

@@ -40,8 +40,8 @@ use super::{Bound, Call, Geometry};
 use crate::backend::Mode;
 use crate::backend::operand::c_type;
 use crate::backend::weights::Layout;
-use crate::driver::Arguments;
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
+use crate::parameters::EmbeddingRows;
 pub(super) use biased::{Biased, biased_linear};
 use blas::{blas_scratch, through_blas};
 use choice::{LinearKernel, SelectBy, linear_kernel, takes_groups};
@@ -116,20 +116,15 @@ fn weight_key(source: Source, entry: &'static str, weight: &WeightSpec) -> Kerne
     }
 }
 
-/// The pointers of a packed weight: codes and pairs, or rows.
-fn packed(arguments: Arguments, weight: &WeightSpec, operand: &Bound<'_>) -> Arguments {
-    match weight.format {
-        WeightFormat::Dense(_) => arguments.pointer(operand.address),
-        _ => {
-            let [codes, pairs] = codes_and_pairs(weight, operand);
-            arguments.pointer(codes).pointer(pairs)
-        }
-    }
-}
-
 /// The addresses of a quantised weight: codes and pairs.
 fn codes_and_pairs(weight: &WeightSpec, operand: &Bound<'_>) -> [u64; 2] {
     [operand.address, operand.address + Layout::of(weight).pairs as u64]
+}
+
+/// The address of a weight's pairs, unless it is dense.
+fn pairs(weight: &WeightSpec, operand: &Bound<'_>) -> Option<u64> {
+    let is_dense = matches!(weight.format, WeightFormat::Dense(_));
+    (!is_dense).then(|| codes_and_pairs(weight, operand)[1])
 }
 
 /// `y = x W^T`, plus a residual if there is one.
@@ -208,12 +203,15 @@ fn exact_split(weight: &WeightSpec) -> usize {
 pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let ids = &call.inputs[0];
     let key = weight_key(DEQUANTIZE, "embedding_rows", weight).define("INDEX", c_type(ids.dtype));
-    let arguments = packed(Arguments::default(), weight, &call.inputs[1])
-        .pointer(ids.address)
-        .pointer(call.outputs[0].address)
-        .pointer(call.fault)
-        .u32(call.index);
-    call.launch_generated(&key, Geometry::rows(ids.len(), 128), arguments)
+    let parameters = EmbeddingRows {
+        weight: call.inputs[1].address,
+        pairs: pairs(weight, &call.inputs[1]),
+        ids: ids.address,
+        y: call.outputs[0].address,
+        fault: call.fault,
+        kernel: call.index,
+    };
+    call.launch(&key, Geometry::rows(ids.len(), 128), &parameters)
 }
 
 /// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs no device.

@@ -4,9 +4,8 @@ use super::super::{Bound, Call, Geometry};
 use super::half::absorbed_to_half;
 use super::{BLOCKS_WANTED, TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
 use crate::backend::weights::Coding;
-use crate::driver::Arguments;
 use crate::kernels::{HalfForm, KernelKey, LINEAR_PANELS};
-use crate::parameters::LinearPanels;
+use crate::parameters::{AddParts, LinearPanels, ToHalfPanels};
 use keel_array::{ArrayError, WeightSpec};
 
 /// Row tiles of a weight that a warpgroup multiplies.
@@ -115,15 +114,14 @@ pub(super) fn in_panels(
 ) -> Result<(), ArrayError> {
     let (panel, cut) = (panel_of(rows), Cut::of(weight, rows, parts));
     let key = panels_key("linear_panels", weight, rows, cut);
-    let arguments = |x: u64| Arguments::default().pointer(x);
     match call.producer(0) {
         Some(producer) => {
             absorbed_to_half(producer, weight, rows, call.scratch, HalfForm::Panels { rows: panel }, call)?
         }
-        None => call.launch_generated(
+        None => call.launch(
             &KernelKey { entry: "to_half_panels", ..key.clone() },
             Geometry::rows((rows * col_tiles(weight) * 8).div_ceil(256), 256),
-            arguments(call.inputs[0].address).pointer(call.scratch).u32(rows),
+            &ToHalfPanels { x: call.inputs[0].address, out: call.scratch, rows },
         )?,
     }
     let sums = call.scratch + panels_bytes(weight, rows).next_multiple_of(256) as u64;
@@ -147,10 +145,11 @@ pub(super) fn in_panels(
         return Ok(());
     }
     let elements = rows * weight.rows;
-    call.launch_generated(
+    let (residual, y) = (address(residual), call.outputs[0].address);
+    call.launch(
         &KernelKey { entry: "add_parts", ..key },
         Geometry::rows(elements.div_ceil(1024), 256),
-        arguments(sums).pointer(address(residual)).pointer(call.outputs[0].address).u32(elements),
+        &AddParts { parts: sums, residual, y, elements },
     )
 }
 

@@ -4,8 +4,8 @@ use super::super::{Call, Geometry};
 use super::panels::panel_of;
 use super::{TILE_COLS, col_tiles, weight_key};
 use crate::backend::weights::Coding;
-use crate::driver::Arguments;
 use crate::kernels::{KernelKey, LINEAR_TILED};
+use crate::parameters::{GroupRows, ToHalfTiles};
 use keel_array::{ArrayError, WeightSpec};
 
 /// The key of an entry of `linear_tiled.cu`, whose constants all entries share. `rows` is the number of rows of an
@@ -36,14 +36,13 @@ pub(super) fn half_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows * col_tiles(weight) * TILE_COLS * size_of::<u16>()
 }
 
-/// Writes x as f16 to the scratch. The first `first` blocks of the launch count rows by expert, for which `more` adds
-/// arguments.
+/// Writes x as f16 to the scratch. The first blocks of the launch each count a share of the rows by expert, for
+/// `group_rows`.
 pub(super) fn to_half_tiles(
     key: &KernelKey,
     weight: &WeightSpec,
     rows: usize,
-    first: usize,
-    more: impl Fn(Arguments) -> Arguments,
+    groups: &GroupRows,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let mut key = KernelKey { entry: "to_half_tiles", ..key.clone() };
@@ -52,7 +51,9 @@ pub(super) fn to_half_tiles(
         key = key.define("SWIGLU", 1);
         x = swiglu.inputs[0].address;
     }
-    let arguments = Arguments::default().pointer(x).pointer(call.scratch).u32(rows);
-    let blocks = first + (rows * col_tiles(weight) * 8).div_ceil(256);
-    call.launch_generated(&key, Geometry::rows(blocks, 256), more(arguments))
+    let &GroupRows { chosen, choices, share, counts, .. } = groups;
+    let (out, fault, kernel) = (call.scratch, call.fault, call.index);
+    let parameters = ToHalfTiles { x, out, rows, chosen, choices, share, counts, fault, kernel };
+    let blocks = choices.div_ceil(share) + (rows * col_tiles(weight) * 8).div_ceil(256);
+    call.launch(&key, Geometry::rows(blocks, 256), &parameters)
 }
