@@ -246,11 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_rows(
     y += (size_t)blockIdx.y * OUT;
     residual = nullptr;
 #endif
-#if DENSE
-    const Weights w = expert_of({weight}, expert);
-#else
-    const Weights w = expert_of({codes, pairs}, expert);
-#endif
+    const Weights w = expert_of(WEIGHT, expert);
 #if BULK
     u8 *const free_memory = (u8 *)shared + RING_BYTES;
     u64 *const barriers = (u64 *)((u8 *)shared + WARPS * STAGES * SLOT_BYTES);

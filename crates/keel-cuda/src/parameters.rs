@@ -37,15 +37,9 @@ impl Parameter for u64 {
     }
 }
 
-impl Parameter for Option<u64> {
+impl<T: Parameter> Parameter for Option<T> {
     fn push(&self, arguments: Arguments) -> Arguments {
-        self.iter().fold(arguments, |arguments, address| arguments.pointer(*address))
-    }
-}
-
-impl Parameter for Option<usize> {
-    fn push(&self, arguments: Arguments) -> Arguments {
-        self.iter().fold(arguments, |arguments, value| arguments.u32(*value))
+        self.iter().fold(arguments, |arguments, value| value.push(arguments))
     }
 }
 

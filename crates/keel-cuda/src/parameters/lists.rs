@@ -266,8 +266,8 @@ parameters! {
 
     /// A product of few rows. The residual may be null.
     LinearRows = "linear_rows.params" of ["linear_rows"] {
-        x_or_prepared: u64 = "const float*", weight: Option<u64> = "const bf16*" if "DENSE",
-        codes: Option<u64> = "const u32*" if "!DENSE", pairs: Option<u64> = "const u8*" if "!DENSE",
+        x_or_prepared: u64 = "const float*", weight: u64 = "const STORED*",
+        pairs: Option<u64> = "const u8*" if "defined(BITS)",
         norm: Option<u64> = "const float*" if "FUSED && (NORM || GATE == 2)",
         gate: Option<u64> = "const float*" if "FUSED && GATE",
         experts: Option<u64> = "const u32*" if "GATHER", stack: Option<usize> = "u32" if "GATHER",

@@ -3,7 +3,7 @@
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::gather::launches;
 use super::tuning::{LARGE, Tuning};
-use super::{FEW_ROWS, address, at_row, codes_and_pairs, col_tiles, row_tiles, weight_key};
+use super::{FEW_ROWS, address, at_row, col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
 use crate::parameters::{LinearRows, PrepareRows};
@@ -248,17 +248,14 @@ impl<'a> FewRows<'a> {
             call.launch(&key, Geometry::rows(rows, block), &parameters)?;
             x = call.scratch;
         }
-        let is_dense = matches!(self.weight.format, WeightFormat::Dense(_));
-        let quantised = (!is_dense).then(|| codes_and_pairs(self.weight, &self.packed));
         let width = self.weight.rows / if self.gated { 2 } else { 1 };
         let conv = |operand: fn(&Convolution<'a>) -> Bound<'a>| {
             self.convolution.as_ref().map(|conv| operand(conv).address)
         };
         let parameters = LinearRows {
             x_or_prepared: x,
-            weight: is_dense.then_some(self.packed.address),
-            codes: quantised.map(|[codes, _]| codes),
-            pairs: quantised.map(|[_, pairs]| pairs),
+            weight: self.packed.address,
+            pairs: pairs(self.weight, &self.packed),
             norm: norm.filter(|_| fused),
             gate: gate.filter(|_| fused),
             experts: self.experts.map(|(experts, _)| experts.address + (first * size_of::<u32>()) as u64),
