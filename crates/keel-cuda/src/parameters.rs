@@ -26,14 +26,14 @@ use crate::driver::Arguments;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Wide(pub usize);
 
-/// A type of a struct's field, as kernels take it.
-trait Parameter {
+/// A value as kernels take it.
+pub(crate) trait Parameter {
     fn push(&self, arguments: Arguments) -> Arguments;
 }
 
 impl Parameter for u64 {
     fn push(&self, arguments: Arguments) -> Arguments {
-        arguments.pointer(*self)
+        arguments.push(&self.to_ne_bytes())
     }
 }
 
@@ -45,31 +45,33 @@ impl<T: Parameter> Parameter for Option<T> {
 
 impl Parameter for usize {
     fn push(&self, arguments: Arguments) -> Arguments {
-        arguments.u32(*self)
+        let value = u32::try_from(*self).expect("the backend has checked the extents");
+        arguments.push(&value.to_ne_bytes())
     }
 }
 
 impl Parameter for Wide {
     fn push(&self, arguments: Arguments) -> Arguments {
-        arguments.u64(self.0)
+        arguments.push(&(self.0 as u64).to_ne_bytes())
     }
 }
 
 impl Parameter for f32 {
     fn push(&self, arguments: Arguments) -> Arguments {
-        arguments.f32(*self)
+        arguments.push(&self.to_ne_bytes())
     }
 }
 
 impl Parameter for f64 {
     fn push(&self, arguments: Arguments) -> Arguments {
-        arguments.f64(*self)
+        arguments.push(&self.to_ne_bytes())
     }
 }
 
 impl<const N: usize> Parameter for [u64; N] {
     fn push(&self, arguments: Arguments) -> Arguments {
-        arguments.words(self)
+        let bytes: Vec<u8> = self.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        arguments.push(&bytes)
     }
 }
 

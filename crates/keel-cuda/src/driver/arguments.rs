@@ -1,5 +1,6 @@
 //! Arguments of a kernel launch.
 
+use crate::parameters::Parameter;
 use std::ffi::c_void;
 
 /// Bytes that an argument is aligned to: no type that kernels take needs more.
@@ -13,7 +14,8 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    fn push(mut self, bytes: &[u8]) -> Arguments {
+    /// With the bytes of one more value.
+    pub fn push(mut self, bytes: &[u8]) -> Arguments {
         self.starts.push(self.words.len());
         for chunk in bytes.chunks(ALIGN) {
             let mut word = [0; ALIGN];
@@ -23,36 +25,9 @@ impl Arguments {
         self
     }
 
-    /// A device pointer.
-    pub fn pointer(self, address: u64) -> Arguments {
-        self.push(&address.to_ne_bytes())
-    }
-
-    /// An `unsigned int`.
-    pub fn u32(self, value: usize) -> Arguments {
-        let value = u32::try_from(value).expect("the backend has checked the extents");
-        self.push(&value.to_ne_bytes())
-    }
-
-    /// An `unsigned long long`.
-    pub fn u64(self, value: usize) -> Arguments {
-        self.push(&(value as u64).to_ne_bytes())
-    }
-
-    /// A `float`.
-    pub fn f32(self, value: f32) -> Arguments {
-        self.push(&value.to_ne_bytes())
-    }
-
-    /// A `double`.
-    pub fn f64(self, value: f64) -> Arguments {
-        self.push(&value.to_ne_bytes())
-    }
-
-    /// A structure of 64-bit words.
-    pub fn words(self, words: &[u64]) -> Arguments {
-        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
-        self.push(&bytes)
+    /// With one more value.
+    pub fn with(self, value: impl Parameter) -> Arguments {
+        value.push(self)
     }
 
     /// Pointers to the values, as the driver takes them.

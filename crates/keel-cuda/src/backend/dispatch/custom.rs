@@ -30,8 +30,7 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayErr
     }
     let key = KernelKey { source: text(source, call).into(), ..KernelKey::new(CUSTOM, CUSTOM_ENTRY) };
     let operands = call.inputs.iter().chain(&call.outputs);
-    let arguments =
-        operands.fold(Arguments::default(), |arguments, operand| arguments.pointer(operand.address));
+    let arguments = operands.fold(Arguments::default(), |arguments, operand| arguments.with(operand.address));
     let geometry =
         Geometry { grid: source.grid.into(), block: source.block.into(), shared_bytes: source.shared_bytes };
     call.launch_generated(&key, geometry, arguments)

@@ -146,7 +146,7 @@ fn by_four(
 ) -> Result<(), ArrayError> {
     let (mut parameters, mut loads, mut pick) = (String::new(), String::new(), String::new());
     let (fours, width) = (shape.elements() / 4, shape.last().copied().unwrap_or(1));
-    let mut arguments = Arguments::default().pointer(to).u32(fours).u32(width / 4);
+    let mut arguments = Arguments::default().with(to).with(fours).with(width / 4);
     for (i, (address, step)) in inputs.enumerate() {
         let (load, step) = match step {
             RowStep::Fours(step) => (format!("x{i}[(u64)row * s{i} + column]"), step),
@@ -157,7 +157,7 @@ fn by_four(
         let _ = write!(parameters, ", const float4* x{i}, u32 s{i}");
         let _ = write!(loads, "const float4 w{i} = {load}; ");
         let _ = write!(pick, "const float v{i} = (&w{i}.x)[j]; ");
-        arguments = arguments.pointer(address).u32(step);
+        arguments = arguments.with(address).with(step);
     }
     let key = key.define("PARAMETERS", parameters).define("LOADS", loads).define("PICK", pick);
     call.launch_generated(&key, Geometry::elements(fours), arguments)
@@ -172,11 +172,11 @@ fn chain(call: &Call<'_>) -> Result<(), ArrayError> {
         return chain_by_four(&call.bound, y.address, None, call);
     }
     let (mut parameters, mut loads) = (String::new(), String::new());
-    let mut arguments = Arguments::default().pointer(y.address).u64(y.len());
+    let mut arguments = Arguments::default().with(y.address).with(Wide(y.len()));
     for (i, x) in call.inputs.iter().enumerate() {
         let _ = write!(parameters, ", const ELEM* x{i}, Strides s{i}");
         let _ = write!(loads, "const float v{i} = to_f32(x{i}[s{i}.at(i)]); ");
-        arguments = arguments.pointer(x.address).words(&x.strides());
+        arguments = arguments.with(x.address).with(x.strides());
     }
     let key = key("chain")
         .define("ELEM", c_type(y.dtype))
