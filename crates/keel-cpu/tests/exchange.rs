@@ -18,6 +18,10 @@ fn group(count: usize, threads: usize) -> Vec<Runtime> {
     CpuGroup::of(count).into_iter().map(runtime).collect()
 }
 
+fn of_three() -> Peers {
+    Peers { first: 0, count: 3 }
+}
+
 #[test]
 fn groups_of_two_three_and_four_agree_with_the_oracle_and_keep_nothing() {
     for (count, threads) in [(2, 1), (2, 2), (3, 1), (4, 1)] {
@@ -30,22 +34,47 @@ fn groups_of_two_three_and_four_agree_with_the_oracle_and_keep_nothing() {
     }
 }
 
-/// The sum of these rounds differently in another order.
+/// The sums of these round differently in another order.
 #[test]
 fn all_devices_get_the_bits_of_the_sum_in_the_order_of_their_ranks() {
     let runtimes = group(3, 1);
-    let shares = [1e8f32, -1e8, 1.0 / 3.0];
-    let want = shares[0] + shares[1] + shares[2];
-    assert_ne!(want, shares[2] + shares[1] + shares[0], "the order matters");
+    let shares = [[1e8f32, 1.0 / 3.0, -1e8], [-1e8, 1e8, 1e8], [1.0 / 3.0, -1e8, 0.1]];
+    let want = [0, 1, 2].map(|i| shares[0][i] + shares[1][i] + shares[2][i]);
+    assert!((0..3).all(|i| want[i] != shares[2][i] + shares[1][i] + shares[0][i]), "the order matters");
     std::thread::scope(|scope| {
         for (runtime, share) in runtimes.iter().zip(shares) {
             scope.spawn(move || {
-                let x = Array::from_slice(runtime, &[share], [1]).expect("memory");
-                let sum = x.all_reduce(Peers { first: 0, count: 3 }).expect("f32");
-                assert_eq!(sum.to_vec::<f32>().expect("runs"), [want]);
+                let (x, peers) = (Array::from_slice(runtime, &share, [3]).expect("memory"), of_three());
+                let sum = x.all_reduce(peers).expect("f32");
+                assert_eq!(sum.to_vec::<f32>().expect("runs"), want);
+                let parts = x.reduce_scatter(peers).and_then(|part| part.all_gather(peers)).expect("3 rows");
+                assert_eq!(parts.to_vec::<f32>().expect("runs"), want);
             });
         }
     });
+}
+
+#[test]
+fn rows_that_do_not_divide_among_the_devices_are_refused_when_the_operation_is_built() {
+    let runtimes = group(3, 1);
+    let refusal = |shape: &[usize], peers| {
+        let x = Array::zeros(&runtimes[0], shape, DType::F32).expect("a shape");
+        x.reduce_scatter(peers).expect_err("refused").to_string()
+    };
+    assert_eq!(
+        refusal(&[7, 6], of_three()),
+        "reduce_scatter: x (7, 6) has 7 rows, which 3 devices cannot share equally; pad it to a multiple of 3 rows"
+    );
+    assert_eq!(
+        refusal(&[], of_three()),
+        "reduce_scatter: x () has no rows that 3 devices can share; reshape it to [n, ..]"
+    );
+    let x = Array::zeros(&runtimes[0], [6], DType::F32).expect("a shape");
+    let nobody = x.reduce_scatter(Peers { first: 0, count: 0 }).and_then(|part| part.eval());
+    let nobody = nobody.expect_err("there is nobody").to_string();
+    assert!(nobody.contains("cannot run reduce_scatter: devices 0..0 are not all in the group"), "{nobody}");
+    let error = x.cast(DType::F16).expect("a type").reduce_scatter(of_three()).expect_err("f16").to_string();
+    assert_eq!(error, "reduce_scatter: x expected f32, got f16");
 }
 
 fn backend(runtime: &Runtime) -> &dyn keel_array::Group {
@@ -55,7 +84,7 @@ fn backend(runtime: &Runtime) -> &dyn keel_array::Group {
 #[test]
 fn devices_do_not_wait_for_one_that_gave_up_and_meet_again_later() {
     let runtimes = group(3, 1);
-    let peers = Peers { first: 0, count: 3 };
+    let peers = of_three();
     let share = |runtime: &Runtime| Array::from_slice(runtime, &[1.0f32, 2.0], [2]).expect("memory");
     std::thread::scope(|scope| {
         for runtime in &runtimes[..2] {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use common::{Prepared, Rank, on_each, options};
 use keel_array::{
-    Array, Category, Compute, DType, Peers, RowBlock, RowData, Runtime, RuntimeOptions, Weight, WeightFormat,
-    WeightSpec,
+    Array, ArrayError, Category, Compute, DType, Peers, RowBlock, RowData, Runtime, RuntimeOptions, Weight,
+    WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions, Survey};
 use keel_testkit::checks;
@@ -18,15 +18,27 @@ fn planner(options: &CudaOptions) -> Runtime {
     Runtime::new(Arc::new(CudaBackend::planning(options)), RuntimeOptions::default())
 }
 
+/// A sum over several devices.
+type Sum = fn(&Array, Peers) -> Result<Array, ArrayError>;
+
+/// A sum over all devices, and one in parts.
+const SUMS: [Sum; 2] = [Array::all_reduce, Array::reduce_scatter];
+
 /// The kernels of a sum over all devices followed by a gathering, and the bytes of the arena.
-fn planned(options: &CudaOptions, peers: Peers, len: usize) -> Result<(Vec<String>, usize), String> {
+fn planned(
+    options: &CudaOptions,
+    sum: Sum,
+    peers: Peers,
+    len: usize,
+) -> Result<(Vec<String>, usize), String> {
     let runtime = planner(options);
     let array = |shape: &[usize]| {
         Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
     };
-    let (x, place) = (array(&[len]), array(&[peers.count, len]));
+    let x = array(&[len]);
     runtime.trace(|| {
-        let y = x.all_reduce(peers).and_then(|sum| sum.all_gather(peers)).expect("f32");
+        let y = sum(&x, peers).and_then(|sum| sum.all_gather(peers)).expect("f32, and the length divides");
+        let place = array(y.shape());
         let prepared = runtime.prepare(&[(&y, &place)]).map_err(|error| error.to_string())?;
         let program = prepared.program();
         let names = program.kernels().iter().map(|kernel| kernel.op.name().to_owned()).collect();
@@ -36,32 +48,43 @@ fn planned(options: &CudaOptions, peers: Peers, len: usize) -> Result<(Vec<Strin
 
 #[test]
 fn exchanges_and_their_scratch_are_planned() {
-    const LEN: usize = 4096;
+    const LEN: usize = 3 * 4096;
     let sum_bytes = 4 * LEN;
     for (count, deterministic, scratch) in
         [(2, false, 0), (2, true, 0), (3, false, 0), (3, true, 3 * sum_bytes), (4, true, 4 * sum_bytes)]
     {
         let peers = Peers { first: 0, count };
         for options in options(count, count, deterministic) {
-            let (names, arena_bytes) = planned(&options, peers, LEN).expect("a program");
-            assert_eq!(names, ["all_reduce", "all_gather"]);
-            assert_eq!(arena_bytes, sum_bytes + scratch, "{count} devices, deterministic: {deterministic}");
+            for (sum, name, bytes) in
+                [(SUMS[0], "all_reduce", sum_bytes), (SUMS[1], "reduce_scatter", sum_bytes / count)]
+            {
+                let (names, arena_bytes) = planned(&options, sum, peers, LEN).expect("a program");
+                assert_eq!(names, [name, "all_gather"]);
+                assert_eq!(arena_bytes, bytes + scratch, "{count} devices, deterministic: {deterministic}");
+            }
         }
     }
 }
 
 #[test]
 fn exchanges_that_cannot_happen_are_refused_by_the_plan() {
-    let alone = planned(&CudaOptions::default(), Peers { first: 0, count: 2 }, 8).expect_err("alone");
-    assert!(alone.contains("this device is alone; make a group of devices first"), "{alone}");
+    // Each number of peers below divides it.
+    const LEN: usize = 60;
+    let refusals = |options: &CudaOptions, peers| {
+        SUMS.map(|sum| planned(options, sum, peers, LEN).expect_err("refused"))
+    };
+    for alone in refusals(&CudaOptions::default(), Peers { first: 0, count: 2 }) {
+        assert!(alone.contains("this device is alone; make a group of devices first"), "{alone}");
+    }
     let four = options(4, 2, false);
     for (peers, reason) in [
         (Peers { first: 0, count: 3 }, "GPUs do that with their stage, 0..2, or with all"),
         (Peers { first: 2, count: 2 }, "device 0 is not one of the devices 2..4"),
         (Peers { first: 0, count: 5 }, "not all in the group, which has 4"),
     ] {
-        let refusal = planned(&four[0], peers, 8).expect_err("refused");
-        assert!(refusal.contains(reason), "{refusal}");
+        for refusal in refusals(&four[0], peers) {
+            assert!(refusal.contains(reason), "{refusal}");
+        }
     }
     let runtime = planner(&four[1]);
     let refusal = Array::receive(&runtime, [8], 1).expect("a shape").eval().expect_err("refused").to_string();
@@ -130,8 +153,8 @@ fn separate_gpus(deterministic: bool) -> Option<Vec<Rank>> {
     Some(ranks)
 }
 
-/// Arrays that are too long for one shot, over a stage and over all ranks, and messages between stages. All values are
-/// whole numbers, so any order of a sum has the same bits.
+/// Arrays that are too long for one shot, over a stage and over all ranks, whole and in parts, and messages between
+/// stages. All values are whole numbers, so any order of a sum has the same bits.
 #[test]
 fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
     for deterministic in [false, true] {
@@ -143,18 +166,20 @@ fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
                 let (rank, all) = (of.group().rank(), of.peers());
                 let stage = Peers { first: rank / shares * shares, count: shares };
                 let build = |x: &[Array]| {
-                    let x = &x[0];
+                    let (x, wide) = (&x[0], &x[1]);
                     let sums = [all, stage].map(|peers| x.all_reduce(peers).expect("f32"));
                     let gathered = x.all_gather(all).expect("f32");
+                    let parts = [all, stage].map(|peers| wide.reduce_scatter(peers).expect("it divides"));
                     let message = if rank + shares < count {
                         Some(x.send(rank + shares).expect("f32"))
                     } else {
                         (rank >= shares)
                             .then(|| Array::receive(&of.runtime, [len], rank - shares).expect("a shape"))
                     };
-                    sums.into_iter().chain([gathered]).chain(message).collect()
+                    sums.into_iter().chain([gathered]).chain(parts).chain(message).collect()
                 };
-                let prepared = Prepared::new(of, vec![of.array(len, DType::F32)], build);
+                let from = [len, count * len].map(|len| of.array(len, DType::F32)).to_vec();
+                let prepared = Prepared::new(of, from, build);
                 prepared.fill(|i| value(rank, i));
                 prepared
             };
@@ -163,14 +188,20 @@ fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
             for (rank, results) in prepared.iter().map(Prepared::results).enumerate() {
                 let sum = |ranks: std::ops::Range<usize>, i| ranks.map(|rank| value(rank, i)).sum::<f32>();
                 let stage = rank / shares * shares;
-                let [of_all, of_stage, gathered] = [0, 1, 2].map(|result| &results[result]);
+                let [of_all, of_stage, gathered, part_of_all, part_of_stage] =
+                    [0, 1, 2, 3, 4].map(|result| &results[result]);
                 assert!((0..len).all(|i| of_all[i] == sum(0..count, i)), "rank {rank}: sum over all");
                 assert!((0..len).all(|i| of_stage[i] == sum(stage..stage + shares, i)), "rank {rank}: stage");
                 assert_eq!(gathered.len(), count * len);
                 assert!((0..count * len).all(|i| gathered[i] == value(i / len, i % len)), "rank {rank}");
+                for (part, ranks) in [(part_of_all, 0..count), (part_of_stage, stage..stage + shares)] {
+                    let (n, r) = (count * len / ranks.len(), rank - ranks.start);
+                    assert_eq!(part.len(), n);
+                    assert!((0..n).all(|i| part[i] == sum(ranks.clone(), r * n + i)), "rank {rank}: part");
+                }
                 if rank >= shares {
                     assert!(
-                        (0..len).all(|i| results[3][i] == value(rank - shares, i)),
+                        (0..len).all(|i| results[5][i] == value(rank - shares, i)),
                         "rank {rank}: message"
                     );
                 }

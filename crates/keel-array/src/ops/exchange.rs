@@ -57,21 +57,30 @@ impl Peers {
 }
 
 impl Op {
+    /// The devices of an exchange of several, this one among them; `None` for all other operations.
+    pub fn peers(&self) -> Option<Peers> {
+        match *self {
+            Op::AllReduce { peers } | Op::AllGather { peers } | Op::ReduceScatter { peers } => Some(peers),
+            _ => None,
+        }
+    }
+
     /// Checks that a device of this group can come to this exchange. Operations that are none are always possible.
     ///
     /// # Errors
     /// One sentence.
     pub fn check_exchange(&self, group: Option<&dyn Group>) -> Result<(), String> {
-        let peers = match *self {
-            Op::Send { to: peer } | Op::Receive { from: peer } => Peers { first: peer, count: 1 },
-            Op::AllReduce { peers } | Op::AllGather { peers } => peers,
-            _ => return Ok(()),
+        let (peers, is_collective) = match (self.peers(), self) {
+            (Some(peers), _) => (peers, true),
+            (None, &(Op::Send { to: peer } | Op::Receive { from: peer })) => {
+                (Peers { first: peer, count: 1 }, false)
+            }
+            (None, _) => return Ok(()),
         };
         let Some(group) = group else {
             return Err("this device is alone; make a group of devices first".into());
         };
         let (rank, size, ranks) = (group.rank(), group.size(), peers.ranks());
-        let is_collective = matches!(self, Op::AllReduce { .. } | Op::AllGather { .. });
         if ranks.is_empty() || ranks.end > size {
             return Err(format!("devices {ranks:?} are not all in the group, which has {size}"));
         }
@@ -124,6 +133,39 @@ impl Array {
         let shape = [peers.count].into_iter().chain(self.shape().iter().copied()).collect();
         Array::build(Op::AllGather { peers }, &[self], shape, DType::F32)
     }
+
+    /// This device's part of the sum over `peers`. Peer `r`, counted from 0, gets
+    /// `y = x_first[rows] + x_(first + 1)[rows] + ...` with `rows = r * n / count .. (r + 1) * n / count`. So
+    /// [`all_gather`](Array::all_gather) of the parts has the elements of [`all_reduce`](Array::all_reduce).
+    ///
+    /// The order of addition is the order of ranks, except that a GPU adds more than two arrays in another order unless
+    /// it is deterministic.
+    ///
+    /// # Shapes
+    /// x `[n, ..]`, the same for all peers, where `count` divides `n`; y `[n / count, ..]`.
+    ///
+    /// # Dtypes
+    /// f32; sums are f32.
+    ///
+    /// # Errors
+    /// If this is no f32 array, or its first axis cannot be cut into a part for each peer.
+    pub fn reduce_scatter(&self, peers: Peers) -> Result<Array> {
+        expect_f32("reduce_scatter", self)?;
+        // A group without devices is refused by `check_exchange`, as for the other exchanges.
+        let (shape, count) = (self.shape(), peers.count.max(1));
+        let reason = match shape.split_first() {
+            Some((n, rest)) if n.is_multiple_of(count) => {
+                let shape = [n / count].into_iter().chain(rest.iter().copied()).collect();
+                return Array::build(Op::ReduceScatter { peers }, &[self], shape, DType::F32);
+            }
+            Some((n, _)) => format!(
+                "x {shape} has {n} rows, which {count} devices cannot share equally; pad it to a multiple of \
+                 {count} rows"
+            ),
+            None => format!("x {shape} has no rows that {count} devices can share; reshape it to [n, ..]"),
+        };
+        Err(ArrayError::Argument { op: "reduce_scatter", reason })
+    }
 }
 
 fn expect_f32(op: &'static str, x: &Array) -> Result<()> {
@@ -164,6 +206,9 @@ mod tests {
         );
         assert!(refusal(sum(1, 2), 0).contains("device 0 is not one of the devices 1..3"));
         assert!(refusal(sum(1, 0), 1).contains("not all in the group"));
+        let part = |first, count| Op::ReduceScatter { peers: Peers { first, count } };
+        assert_eq!(refusal(part(0, 2), 1), "");
+        assert_eq!(refusal(part(0, 2), 2), "device 2 is not one of the devices 0..2");
         let alone = Op::Send { to: 1 }.check_exchange(None).expect_err("there is nobody");
         assert!(alone.contains("this device is alone"), "{alone}");
     }

@@ -221,6 +221,11 @@ pub enum Op {
         /// The devices, this one among them.
         peers: Peers,
     },
+    /// This device's rows of the sum of the operands of several devices. The first peer has the first rows.
+    ReduceScatter {
+        /// The devices, this one among them.
+        peers: Peers,
+    },
     /// A kernel of the user's. Its code cannot be sent to another process.
     #[serde(skip)]
     Custom(CustomKernel),
@@ -301,6 +306,7 @@ impl Op {
             Op::Receive { .. } => "receive",
             Op::AllReduce { .. } => "all_reduce",
             Op::AllGather { .. } => "all_gather",
+            Op::ReduceScatter { .. } => "reduce_scatter",
             Op::Custom(kernel) => kernel.name(),
         }
     }

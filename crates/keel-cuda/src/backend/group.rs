@@ -195,8 +195,8 @@ impl CudaGroup {
 
     /// Refuses an exchange with devices that have no communicator.
     pub(super) fn supports(&self, op: &Op) -> Result<(), String> {
-        let (Op::AllReduce { peers } | Op::AllGather { peers }) = op else { return Ok(()) };
-        if peers.count == 1 || peers.count == self.size() || *peers == self.stage() {
+        let Some(peers) = op.peers() else { return Ok(()) };
+        if peers.count == 1 || peers.count == self.size() || peers == self.stage() {
             return Ok(());
         }
         let (wanted, stage) = (peers.ranks(), self.stage().ranks());

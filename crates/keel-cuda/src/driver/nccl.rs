@@ -52,6 +52,9 @@ pub(crate) struct Place<'a> {
     pub size: usize,
 }
 
+/// A sum over all devices.
+type Sum = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int;
+
 /// The functions, with their types of all versions 2.
 struct Functions {
     version: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -63,8 +66,8 @@ struct Functions {
     async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
     group_start: unsafe extern "C" fn() -> c_int,
     group_end: unsafe extern "C" fn() -> c_int,
-    all_reduce:
-        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
+    all_reduce: Sum,
+    reduce_scatter: Sum,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, CUstream) -> c_int,
     send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
     receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, CUstream) -> c_int,
@@ -114,6 +117,7 @@ impl Nccl {
             group_start: function!("ncclGroupStart"),
             group_end: function!("ncclGroupEnd"),
             all_reduce: function!("ncclAllReduce"),
+            reduce_scatter: function!("ncclReduceScatter"),
             all_gather: function!("ncclAllGather"),
             send: function!("ncclSend"),
             receive: function!("ncclRecv"),
@@ -249,6 +253,17 @@ impl Communicator {
         // SAFETY: as the caller promises; the handle is alive.
         let code = unsafe { call(from, to, count, FLOAT32, SUM, self.handle, device.stream()) };
         self.nccl.check("ncclAllReduce", code)
+    }
+
+    /// Puts this device's part of the sum of all devices' arrays on the stream. A part has `count` floats.
+    ///
+    /// # Safety
+    /// As [`Communicator::all_reduce`].
+    pub unsafe fn reduce_scatter(&self, from: u64, to: u64, count: usize, device: &Device) -> Result<()> {
+        let (from, to, call) = (from as *const c_void, to as *mut c_void, self.nccl.functions.reduce_scatter);
+        // SAFETY: as the caller promises; the handle is alive.
+        let code = unsafe { call(from, to, count, FLOAT32, SUM, self.handle, device.stream()) };
+        self.nccl.check("ncclReduceScatter", code)
     }
 
     /// Puts the arrays of all devices, `count` floats each, one after the other, on the stream.

@@ -248,7 +248,7 @@ parameters! {
 
     /// The sum of the arrays of several GPUs.
     AddShares = "add_shares.params" of ["add_shares"] {
-        shares: u64 = "const float*", y: u64 = "float*", n: Wide = "u64", count: usize = "u32",
+        shares: u64 = "const float*", y: u64 = "float*", n: Wide = "u64", stride: Wide = "u64", count: usize = "u32",
     }
 
     /// The sum of small arrays of several GPUs, whose mailboxes are given by rank.

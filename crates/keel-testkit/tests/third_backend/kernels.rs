@@ -57,6 +57,7 @@ pub fn supports(op: &Op) -> Result<(), String> {
         | Op::Receive { .. }
         | Op::AllReduce { .. }
         | Op::AllGather { .. }
+        | Op::ReduceScatter { .. }
         | Op::Custom(_) => Err(format!("{} is not supported yet; run it on the CPU", op.name())),
     }
 }

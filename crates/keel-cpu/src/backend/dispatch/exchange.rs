@@ -2,7 +2,7 @@
 
 use super::Call;
 use crate::pool::Worker;
-use keel_array::{ArrayError, Op};
+use keel_array::{ArrayError, Group, Op};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
     if worker.index != 0 {
@@ -25,13 +25,18 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             // SAFETY: only this worker writes.
             group.receive(from, unsafe { y.range(0..y.len()) })
         }
-        Op::AllReduce { peers } => {
+        Op::AllReduce { peers } | Op::ReduceScatter { peers } => {
             let y = y.shared::<f32>();
             // SAFETY: only this worker writes.
             let y = unsafe { y.range(0..y.len()) };
-            group.exchange(peers, call.inputs[0].values(), |i, x| match i {
-                0 => y.copy_from_slice(x),
-                _ => y.iter_mut().zip(x).for_each(|(y, x)| *y += x),
+            let first = match call.kernel.op {
+                Op::ReduceScatter { .. } => (group.rank() - peers.first) * y.len(),
+                _ => 0,
+            };
+            let own = first..first + y.len();
+            group.exchange(peers, call.inputs[0].values(), |i, x| match (i, &x[own.clone()]) {
+                (0, x) => y.copy_from_slice(x),
+                (_, x) => y.iter_mut().zip(x).for_each(|(y, x)| *y += x),
             })
         }
         Op::AllGather { peers } => {

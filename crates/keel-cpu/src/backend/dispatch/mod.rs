@@ -89,9 +89,11 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         | Op::RouteTopK { .. }
         | Op::CombineExperts { .. } => return linear::run(call, worker),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => return sequence::run(call, worker),
-        Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => {
-            return exchange::run(call, worker);
-        }
+        Op::Send { .. }
+        | Op::Receive { .. }
+        | Op::AllReduce { .. }
+        | Op::AllGather { .. }
+        | Op::ReduceScatter { .. } => return exchange::run(call, worker),
         Op::Custom(kernel) => return custom::run(kernel, call, worker),
         Op::View(_) => unreachable!("programs turn views into strides"),
     }

@@ -4,7 +4,7 @@
 //! Small arrays of a stage are added in one shot, in the order of ranks, where its devices reach each other's memory.
 //! The library adds the others. A sum of two arrays has the same bits in any order. The library adds more of them in an
 //! order that depends on sizes and connections, so in the deterministic mode the arrays are gathered in scratch and
-//! added by rank.
+//! added by rank. A sum in parts never takes one shot.
 
 use super::{Call, Geometry};
 use crate::backend::Mode;
@@ -23,8 +23,8 @@ fn adds_by_rank(peers: Peers, mode: Mode) -> bool {
 /// Scratch for the arrays of all devices, where they are added here.
 pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match kernel.op {
-        Op::AllReduce { peers } if adds_by_rank(peers, mode) => {
-            peers.count * kernel.outputs[0].layout.shape.elements() * size_of::<f32>()
+        Op::AllReduce { peers } | Op::ReduceScatter { peers } if adds_by_rank(peers, mode) => {
+            peers.count * kernel.inputs[0].layout.shape.elements() * size_of::<f32>()
         }
         _ => 0,
     }
@@ -44,7 +44,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             // SAFETY: as above.
             exchange(call, None, |all| unsafe { all.receive(y.address, y.len(), from, device) })
         }
-        Op::AllReduce { peers } | Op::AllGather { peers } if peers.count == 1 => {
+        ref op if op.peers().is_some_and(|peers| peers.count == 1) => {
             let copied = call.copy(from, y.address, count * size_of::<f32>());
             copied.map_err(|e| e.in_op(call.kernel.op.name()))
         }
@@ -52,6 +52,13 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         Op::AllGather { peers } => {
             // SAFETY: as above; the result has room for the arrays of all devices.
             exchange(call, Some(peers), |c| unsafe { c.all_gather(from, y.address, count, device) })
+        }
+        Op::ReduceScatter { peers } if adds_by_rank(peers, call.mode) => {
+            add_by_rank(call, peers, (group(call).rank - peers.first) * y.len())
+        }
+        Op::ReduceScatter { peers } => {
+            // SAFETY: as above; the operand has a part of the result's size for each device.
+            exchange(call, Some(peers), |c| unsafe { c.reduce_scatter(from, y.address, y.len(), device) })
         }
         ref op => unreachable!("{} is no exchange", op.name()),
     }
@@ -63,15 +70,24 @@ fn all_reduce(call: &Call<'_>, peers: Peers, from: u64, count: usize) -> Result<
     if let Some(one_shot) = group(call).one_shot(peers, count) {
         return add_in_one_shot(call, &one_shot);
     }
-    if !adds_by_rank(peers, call.mode) {
-        // SAFETY: the operands were checked against their memory, which the launch owns.
-        return exchange(call, Some(peers), |c| unsafe { c.all_reduce(from, y, count, device) });
+    if adds_by_rank(peers, call.mode) {
+        return add_by_rank(call, peers, 0);
     }
-    let scratch = call.scratch;
-    // SAFETY: as above; the scratch has room for the arrays of all devices.
-    exchange(call, Some(peers), |c| unsafe { c.all_gather(from, scratch, count, device) })?;
-    let parameters = AddShares { shares: scratch, y, n: Wide(count), count: peers.count };
-    call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(count), &parameters)
+    // SAFETY: the operands were checked against their memory, which the launch owns.
+    exchange(call, Some(peers), |c| unsafe { c.all_reduce(from, y, count, device) })
+}
+
+/// Gathers the arrays of `peers` in scratch. Then adds their elements from `first` on, as many as the result has.
+fn add_by_rank(call: &Call<'_>, peers: Peers, first: usize) -> Result<(), ArrayError> {
+    let (device, x, y) = (&*call.gpu.device, &call.inputs[0], &call.outputs[0]);
+    let (scratch, n, stride) = (call.scratch, y.len(), x.len());
+    // SAFETY: the operand was checked against its memory, and the scratch has room for the arrays of all devices. The
+    // launch owns both.
+    exchange(call, Some(peers), |c| unsafe { c.all_gather(x.address, scratch, stride, device) })?;
+    let shares = scratch + (first * size_of::<f32>()) as u64;
+    let parameters =
+        AddShares { shares, y: y.address, n: Wide(n), stride: Wide(stride), count: peers.count };
+    call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(n), &parameters)
 }
 
 /// Unlike NCCL's kernels, this one waits for the kernels before it, and later kernels wait for its end. So kernels

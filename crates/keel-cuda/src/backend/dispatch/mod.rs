@@ -59,9 +59,11 @@ fn run(call: &Call<'_>) -> Result<(), ArrayError> {
         | Op::CombineExperts { .. } => matmul::run(call),
         Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_) => sequence::run(call),
         Op::Custom(kernel) => custom::run(kernel, call),
-        Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => {
-            exchange::run(call)
-        }
+        Op::Send { .. }
+        | Op::Receive { .. }
+        | Op::AllReduce { .. }
+        | Op::AllGather { .. }
+        | Op::ReduceScatter { .. } => exchange::run(call),
         Op::View(_) => unreachable!("programs turn views into strides"),
     }
 }
@@ -98,7 +100,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     match &kernel.op {
         Op::Sort { .. } => reduce::workspace_bytes(kernel),
         Op::Sample => sample::workspace_bytes(kernel),
-        Op::AllReduce { .. } => exchange::workspace_bytes(kernel, mode),
+        Op::AllReduce { .. } | Op::ReduceScatter { .. } => exchange::workspace_bytes(kernel, mode),
         Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel, mode),
         // What follows a product may have absorbed it.
         Op::SwiGlu | Op::Binary(_) | Op::Fused(_) => {

@@ -97,7 +97,11 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
         | Op::GatherLinear { .. }
         | Op::Embedding { .. } => Ok(()),
         // Whether the device has these peers is asked of its group.
-        Op::Send { .. } | Op::Receive { .. } | Op::AllReduce { .. } | Op::AllGather { .. } => Ok(()),
+        Op::Send { .. }
+        | Op::Receive { .. }
+        | Op::AllReduce { .. }
+        | Op::AllGather { .. }
+        | Op::ReduceScatter { .. } => Ok(()),
     }
 }
 

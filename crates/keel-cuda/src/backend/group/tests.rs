@@ -45,8 +45,11 @@ fn gpus_exchange_with_their_stage_or_with_all() {
         assert_eq!(groups[rank].supports(&sum(0, 4)), Ok(()));
         assert_eq!(groups[rank].supports(&Op::Send { to: 0 }), Ok(()));
     }
-    let refusal = groups[1].supports(&sum(0, 3)).expect_err("three are no stage");
-    assert!(refusal.contains("devices 0..3 cannot add arrays") && refusal.contains("0..2"), "{refusal}");
+    let peers = Peers { first: 0, count: 3 };
+    for op in [Op::AllReduce { peers }, Op::AllGather { peers }, Op::ReduceScatter { peers }] {
+        let refusal = groups[1].supports(&op).expect_err("three are no stage");
+        assert!(refusal.contains("devices 0..3 cannot add arrays") && refusal.contains("0..2"), "{refusal}");
+    }
 }
 
 #[test]
