@@ -51,7 +51,7 @@ pub(crate) enum Failure {
 impl Failure {
     /// Whether it follows from the failure of another device.
     pub fn is_consequence(&self) -> bool {
-        let exchanges = ["send", "receive", "all_reduce", "all_gather", "exchange"];
+        let exchanges = ["send", "receive", "all_reduce", "all_gather", "reduce_scatter", "exchange"];
         match self {
             Failure::Panicked(_) | Failure::Unfilled(_) | Failure::Lost => false,
             Failure::Skipped => true,
@@ -293,31 +293,34 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
-    use keel_array::{Peers, RuntimeOptions};
+    use keel_array::{Category, DType, Peers, RuntimeOptions};
     use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 
     use super::*;
 
-    /// A step of each of two devices, which add up their values.
-    fn sums() -> Vec<Job> {
+    type Exchange = fn(&Array, Peers) -> Result<Array, ArrayError>;
+
+    /// A step of each of two devices, which exchange their values.
+    fn exchanges(exchange: Exchange) -> Vec<Job> {
         let job = |group| {
             let options = CpuOptions { threads: Some(1), group: Some(group), ..CpuOptions::default() };
             let runtime = Runtime::new(Arc::new(CpuBackend::new(options)), RuntimeOptions::default());
             let share = Array::from_slice(&runtime, &[1.0f32, 2.0], [2]).expect("memory");
-            let place = Array::from_slice(&runtime, &[0.0f32, 0.0], [2]).expect("memory");
-            let sum = runtime.trace(|| share.all_reduce(Peers { first: 0, count: 2 })).expect("f32");
-            let step = runtime.prepare(&[(&sum, &place)]).expect("it can run");
+            let y = runtime.trace(|| exchange(&share, Peers { first: 0, count: 2 })).expect("f32");
+            let place = Array::persistent(&runtime, Category::Activations, y.shape().clone(), DType::F32)
+                .expect("memory");
+            let step = runtime.prepare(&[(&y, &place)]).expect("it can run");
             Job { step, drawn: Some(place), queued: None }
         };
         CpuGroup::of(2).into_iter().map(job).collect()
     }
 
     /// Runs the steps of two devices, the first on `thread`, and returns their outcomes.
-    fn run_both(thread: DeviceThread) -> [Result<Vec<u8>, Failure>; 2] {
+    fn run_both(thread: DeviceThread, exchange: Exchange) -> [Result<Vec<u8>, Failure>; 2] {
         let (done, outcomes) = channel();
         std::thread::spawn(move || {
             let [first, second] =
-                <[Job; 2]>::try_from(sums()).unwrap_or_else(|_| unreachable!("two devices"));
+                <[Job; 2]>::try_from(exchanges(exchange)).unwrap_or_else(|_| unreachable!("two devices"));
             let running = thread.hand(first);
             let lead = second.run();
             let _ = done.send([running.wait().outcome, lead.outcome]);
@@ -327,18 +330,21 @@ mod tests {
 
     #[test]
     fn devices_add_up_their_values() {
-        let outcomes = run_both(DeviceThread::start("device-0").expect("a thread"));
+        let thread = DeviceThread::start("device-0").expect("a thread");
+        let outcomes = run_both(thread, Array::all_reduce);
         let sum: Vec<u8> = [2.0f32, 4.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
         assert!(outcomes.into_iter().all(|outcome| outcome.is_ok_and(|bytes| bytes == sum)));
     }
 
     #[test]
     fn the_step_of_a_device_whose_thread_has_ended_ends_for_all() {
-        let (jobs, inbox) = line();
-        drop(inbox);
-        let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: None });
-        assert!(matches!(lost, Err(Failure::Lost)));
-        assert!(lead.is_err_and(|failure| failure.is_consequence()));
+        for exchange in [Array::all_reduce, Array::all_gather, Array::reduce_scatter] {
+            let (jobs, inbox) = line();
+            drop(inbox);
+            let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: None }, exchange);
+            assert!(matches!(lost, Err(Failure::Lost)));
+            assert!(lead.is_err_and(|failure| failure.is_consequence()));
+        }
     }
 
     /// The thread ends while a job waits for it.
@@ -350,7 +356,8 @@ mod tests {
             drop(inbox);
             drop(waiting);
         });
-        let [lost, lead] = run_both(DeviceThread { jobs: Some(jobs), thread: Some(thread) });
+        let thread = DeviceThread { jobs: Some(jobs), thread: Some(thread) };
+        let [lost, lead] = run_both(thread, Array::all_reduce);
         assert!(matches!(lost, Err(Failure::Lost)));
         assert!(lead.is_err_and(|failure| failure.is_consequence()));
     }
