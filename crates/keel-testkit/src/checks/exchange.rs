@@ -5,12 +5,27 @@ use crate::naive::exchange::{all_gather, all_reduce, reduce_scatter};
 use crate::naive::tensor::Tensor;
 use keel_array::{Array, DType, Peers, Runtime};
 
+/// Tells the other devices if the check of one has panicked. Without that they would wait for it, and no test would
+/// end.
+struct Membership<'a>(&'a Runtime);
+
+impl Drop for Membership<'_> {
+    fn drop(&mut self) {
+        if let Some(group) = self.0.backend().group().filter(|_| std::thread::panicking()) {
+            group.abandon();
+        }
+    }
+}
+
 /// Runs `work` on every device at the same time.
 fn on_each(runtimes: &[Runtime], work: impl Fn(usize, &Runtime) + Sync) {
     std::thread::scope(|scope| {
         for (rank, runtime) in runtimes.iter().enumerate() {
             let work = &work;
-            scope.spawn(move || work(rank, runtime));
+            scope.spawn(move || {
+                let _membership = Membership(runtime);
+                work(rank, runtime);
+            });
         }
     });
 }
