@@ -134,7 +134,10 @@ fn files_are_split_by_shares() {
             }
         });
     }
-    assert!(split > 4 && recurrent > 1, "{split} files were split, {recurrent} of them with recurrent layers");
+    assert!(
+        split > 4 && recurrent > 1,
+        "{split} files were split, {recurrent} of them with recurrent layers"
+    );
 }
 
 /// The writer's answer for a fixture whose config is changed.

@@ -73,12 +73,14 @@ pub(crate) fn columns_of(x: &Array, parts: &[Weight], tiles: usize) -> Result<Ve
     if parts.len() == 1 {
         return Ok(vec![x.clone()]);
     }
-    let (rows, cols) = (x.shape().iter().rev().skip(1).product::<usize>(), x.shape().last().copied().unwrap_or(0));
+    let (rows, cols) =
+        (x.shape().iter().rev().skip(1).product::<usize>(), x.shape().last().copied().unwrap_or(0));
     let share = cols / tiles / parts.len();
     let columns = |i: usize| match tiles {
         1 => x.slice_axis(-1, i * share, (i + 1) * share),
         _ => {
-            let of_tiles = x.reshape([rows, tiles, cols / tiles])?.slice_axis(-1, i * share, (i + 1) * share)?;
+            let of_tiles =
+                x.reshape([rows, tiles, cols / tiles])?.slice_axis(-1, i * share, (i + 1) * share)?;
             of_tiles.reshape([rows, tiles * share])
         }
     };

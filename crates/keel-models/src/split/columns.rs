@@ -37,7 +37,8 @@ impl Columns {
     /// The share's entries of each of `rows` rows.
     fn pick<T: Copy>(&self, rows: usize, data: &[T]) -> Vec<T> {
         let row = data.len() / rows.max(1);
-        let own = |row: &[T]| self.ranges(row.len()).flat_map(|range| row[range].to_vec()).collect::<Vec<T>>();
+        let own =
+            |row: &[T]| self.ranges(row.len()).flat_map(|range| row[range].to_vec()).collect::<Vec<T>>();
         data.chunks_exact(row.max(1)).flat_map(own).collect()
     }
 }

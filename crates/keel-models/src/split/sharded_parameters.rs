@@ -121,7 +121,8 @@ impl<'a> ShardedParameters<'a> {
                 return Err(ModelError::Part(format!(
                     "{module}: {cols} columns cannot be split over {count} devices, because column {column} is rotated together with \
                      one of {} to {}: take fewer devices, or --split pipeline",
-                    own.start, own.end - 1
+                    own.start,
+                    own.end - 1
                 )));
             }
             *column -= own.start as u32;

@@ -85,8 +85,7 @@ fn add_by_rank(call: &Call<'_>, peers: Peers, first: usize) -> Result<(), ArrayE
     // launch owns both.
     exchange(call, Some(peers), |c| unsafe { c.all_gather(x.address, scratch, stride, device) })?;
     let shares = scratch + (first * size_of::<f32>()) as u64;
-    let parameters =
-        AddShares { shares, y: y.address, n: Wide(n), stride: Wide(stride), count: peers.count };
+    let parameters = AddShares { shares, y: y.address, n: Wide(n), stride: Wide(stride), count: peers.count };
     call.launch(&KernelKey::new(EXCHANGE, "add_shares"), Geometry::elements(n), &parameters)
 }
 
