@@ -21,8 +21,10 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
 ];
 
 /// `(N, K)` of large products. The first three have so many rows of W that a device with 100 to 200 multiprocessors
-/// needs several passes. The last has long rows. Kernels cut these in special ways.
-pub const WIDE: &[(usize, usize)] = &[(8977, 384), (17_011, 128), (135_201, 64), (33, 8256)];
+/// needs several passes. The others have long rows, and the last two as many row tiles as two to four blocks of each
+/// multiprocessor. Kernels cut these in special ways.
+pub const WIDE: &[(usize, usize)] =
+    &[(8977, 384), (17_011, 128), (135_201, 64), (33, 8256), (4257, 8256), (6369, 4160)];
 
 /// Bits that affine weights can have.
 pub const BITS: &[usize] = &[2, 3, 4, 5, 6, 8];

@@ -157,7 +157,7 @@ fn affine<const PART: usize>(runtime: &Runtime) {
 /// Products of few rows of x with very many rows of W.
 fn wide(runtime: &Runtime) {
     let mut random = Random::new(54);
-    for (&(n, k), bits) in cases::quantized_matmul::WIDE.iter().zip([4, 4, 4, 8]) {
+    for (&(n, k), bits) in cases::quantized_matmul::WIDE.iter().zip([4, 4, 4, 8, 4, 4]) {
         let w = weights(&mut random, n, k, bits, 64);
         for t in [1, 2, 4, 5].into_iter().filter(|t| is_mine(&("wide", n, k, t))) {
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);

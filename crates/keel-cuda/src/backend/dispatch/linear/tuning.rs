@@ -1,6 +1,6 @@
 //! How a product of few rows is cut. `split` and `unit` order the sums, so they follow from the weight's shape and from
 //! what is absorbed, never from the number of rows. A row therefore has the same bits in every batch. The figures are
-//! those that measured best on an H100.
+//! those that measured best on an H100, and on an H200 for the shapes of 27b and its shares.
 
 use super::{BLOCKS_WANTED, col_tiles, row_tiles};
 use crate::backend::weights::Coding;
@@ -63,9 +63,15 @@ impl Tuning {
             // registers, so they start sooner.
             return Tuning { split, unit: 2, passes, stages, blocks_min: 2, ..plain };
         }
-        if weight.cols > 8192 && weight.rows < 5000 {
+        if weight.cols > 8192 && row_tiles(weight) <= 3 * BLOCKS_WANTED {
             let split = divisor(tiles.div_ceil(2), 12, 18);
-            let (stages, blocks_min) = (if tiles <= 144 { 3 } else { 4 }, if rows <= 8 { 2 } else { 1 });
+            let stages = match tiles {
+                // Three blocks of a multiprocessor run at once.
+                _ if row_tiles(weight) > 2 * BLOCKS_WANTED => 2,
+                ..=144 => 3,
+                _ => 4,
+            };
+            let blocks_min = if rows <= 8 { 2 } else { 1 };
             return Tuning { split, unit: 2, stages, blocks_min, ..plain };
         }
         // Large products go through shared memory, in units that give each warp two of a row tile.
@@ -77,9 +83,11 @@ impl Tuning {
             _ => (4, 8),
         };
         let (split, blocks_min) = (divisor(tiles.div_ceil(unit), 5, most), if rows > 1 { 3 } else { 1 });
-        if large && rows <= FETCH_BOUND_ROWS {
+        // Nearly as many blocks as a device runs at a time, with long rows.
+        let is_medium = tiles >= 64 && (3 * BLOCKS_WANTED < row_tiles(weight) && row_tiles(weight) <= LARGE);
+        if (large || is_medium) && rows <= FETCH_BOUND_ROWS {
             let stages = if tiles < 64 { 2 } else { 3 };
-            return Tuning { split, unit, passes: 2, stages, blocks_min, ..plain };
+            return Tuning { split, unit, passes: if large { 2 } else { 1 }, stages, blocks_min, ..plain };
         }
         Tuning { split, unit, passes: passes(weight, rows), blocks_min, ..plain }
     }
@@ -132,7 +140,15 @@ mod tests {
         let formats = [(4, 64), (3, 32), (8, 128)].map(affine).into_iter();
         let dense = [WeightFormat::Dense(DType::BF16)];
         for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)).chain(dense) {
-            for (rows, cols) in [(12_352, 2560), (18_432, 2560), (2560, 9216), (4096, 12_288), (1024, 1024)] {
+            for (rows, cols) in [
+                (12_352, 2560),
+                (18_432, 2560),
+                (2560, 9216),
+                (4096, 12_288),
+                (5120, 8704),
+                (8240, 5120),
+                (1024, 1024),
+            ] {
                 let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
                 for gated in [false, true] {
                     let of = |rows| Tuning::of(&spec, rows, gated, false);
