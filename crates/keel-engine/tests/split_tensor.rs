@@ -3,10 +3,11 @@
 
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use common::splitting::{self, Fault, backends, end, engine_on, load_on};
@@ -178,6 +179,66 @@ fn experts_whose_columns_do_not_divide_are_shared_whole() {
         }
         end(engine);
     }
+}
+
+/// A model whose rows are read only once two devices have begun to.
+struct ReadByTwo {
+    begun: Mutex<HashSet<ThreadId>>,
+    changed: Condvar,
+}
+
+impl Parameters for ReadByTwo {
+    fn contains(&self, name: &str) -> bool {
+        FLOATS.contains(name)
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        FLOATS.shape(name)
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat, ModelError> {
+        FLOATS.linear_format(module, experts, rows, cols)
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> Result<(), ModelError> {
+        let mut begun = self.begun.lock().expect("no device has panicked");
+        begun.insert(thread::current().id());
+        self.changed.notify_all();
+        let is_alone = |begun: &mut HashSet<_>| begun.len() < 2;
+        let waited = self.changed.wait_timeout_while(begun, Duration::from_secs(20), is_alone);
+        assert!(!waited.expect("no device has panicked").1.timed_out(), "one device loads after the other");
+        FLOATS.linear_rows(module, expert, rows, spec, sink)
+    }
+
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>, ModelError> {
+        FLOATS.values(name, elements)
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        FLOATS.norms_are_scales()
+    }
+}
+
+#[test]
+fn devices_load_at_the_same_time() {
+    let model = ReadByTwo { begun: Mutex::default(), changed: Condvar::new() };
+    let (config, options) = (config(12, 6), exact());
+    let parts = splitting::parts((&model, &config), options, (1, 2)).expect("it divides");
+    end(load_on((&model, &config), options, backends(2, false), &parts).expect("it loads"));
+    assert_eq!(model.begun.into_inner().expect("no device has panicked").len(), 2);
 }
 
 /// Six devices in two stages of three.

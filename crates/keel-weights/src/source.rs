@@ -35,8 +35,8 @@ pub struct RawTensor<'a> {
     pub bytes: &'a [u8],
 }
 
-/// A set of named tensors, on disk or generated.
-pub trait TensorSource {
+/// A set of named tensors, on disk or generated. Several threads may read it.
+pub trait TensorSource: Sync {
     /// The names of all tensors, sorted.
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_>;
 

@@ -35,8 +35,8 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 /// Receives the next rows of a linear layer: their number and their elements.
 pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
 
-/// A source of parameters.
-pub trait Parameters {
+/// A source of parameters. Several devices may read it at the same time.
+pub trait Parameters: Sync {
     /// True if there is a parameter of this name.
     fn contains(&self, name: &str) -> bool;
 

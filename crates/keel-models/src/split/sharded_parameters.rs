@@ -1,8 +1,8 @@
 //! A checkpoint as the device of a share sees it: some rows or columns of each layer.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use keel_array::{WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
@@ -35,7 +35,7 @@ pub(crate) struct ShardedParameters<'a> {
     shard: Shard,
     order: SumOrder,
     /// Rows of the layers of the whole checkpoint that were asked about.
-    rows: RefCell<HashMap<String, usize>>,
+    rows: Mutex<HashMap<String, usize>>,
 }
 
 impl<'a> ShardedParameters<'a> {
@@ -46,7 +46,7 @@ impl<'a> ShardedParameters<'a> {
         shard: Shard,
         order: SumOrder,
     ) -> ShardedParameters<'a> {
-        ShardedParameters { whole, config, shard, order, rows: RefCell::default() }
+        ShardedParameters { whole, config, shard, order, rows: Mutex::default() }
     }
 
     /// Whether a layer belongs to experts that are not cut.
@@ -200,7 +200,7 @@ impl Parameters for ShardedParameters<'_> {
             _ => cols,
         };
         let format = self.whole.linear_format(module, experts, rows, whole_cols)?;
-        self.rows.borrow_mut().insert(module.into(), rows);
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner).insert(module.into(), rows);
         let (together, tiles) = (columns_together(format), self.column_tiles(module));
         if whole_cols != cols && !cols.is_multiple_of(tiles * together) {
             let of_tiles = if tiles == 1 { String::new() } else { format!("{tiles} tiles of ") };
@@ -224,7 +224,9 @@ impl Parameters for ShardedParameters<'_> {
         sink: &mut RowSink<'_>,
     ) -> Result<()> {
         // The loader asks for a layer's format before it reads rows.
-        let whole_rows = self.rows.borrow().get(module).copied().unwrap_or_default();
+        let rows_of = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        let whole_rows = rows_of.get(module).copied().unwrap_or_default();
+        drop(rows_of);
         match self.cut(module, whole_rows) {
             Cut::Whole => self.whole.linear_rows(module, expert, rows, spec, sink),
             Cut::Rows(_) if self.rows_are_alike() => self.whole.linear_rows(module, expert, rows, spec, sink),
