@@ -2,12 +2,15 @@
 // value = code * scale. The scale makes the row's greatest magnitude 448; it is 1 for a row of zeros. Devices of
 // compute capability 8.9 and above.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK.
-//   quantize_fp8           y e4m3 [T][K] and scales [T] from x f16 [T][K], which holds x / 8 (see half.cuh). K is a
-//                          multiple of 8. Grid T, block 256. Floor: 2 bytes read and 1 written a value.
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; for quantize_fp8 THREADS and FROM.
+//   quantize_fp8           y e4m3 [T][K] and scales [T] from rows of x, which are `stride` values apart. FROM says what
+//                          becomes 8 bits: f32 values, f16 values that hold x / 8 (see half.cuh), the RMS norm of f32
+//                          values (w and eps), or SwiGLU of 2 K f32 values. A thread keeps its columns in registers;
+//                          K is a multiple of 4. Grid T, block THREADS. Floor: x read once, 1 byte a value written.
 //   dequantize_to_fp8      w e4m3 [N][K] and scales [N]. A block converts 16 rows: once for their greatest magnitudes,
 //                          once more to round. Grid ceil(N / 16), block 256. Floor: packed bytes read, 1 byte a weight
 //                          written.
+#include "half.cuh"
 #include "weight_tiles.cuh"
 
 #define E4M3_MAX 448.0f
@@ -24,39 +27,73 @@ __device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {
 __device__ __forceinline__ float codes_of_one(float largest) { return largest > 0.0f ? E4M3_MAX / largest : 1.0f; }
 __device__ __forceinline__ float scale_of(float largest) { return largest > 0.0f ? largest / E4M3_MAX : 1.0f; }
 
-extern "C" __global__ void __launch_bounds__(256) quantize_fp8(
+#ifdef THREADS
+#define FROM_F32 0
+#define FROM_F16 1
+#define FROM_NORM 2
+#define FROM_SWIGLU 3
+#define FOURS (DIM_K / 4)
+#define FOURS_OF_THREAD ((FOURS + THREADS - 1) / THREADS)
+
+// Columns 4 i to 4 i + 3 of row `row`.
+__device__ __forceinline__ float4 four_of_row(const void *x, u64 stride, u32 row, u32 i) {
+    const float *values = (const float *)x + row * stride;
+    if constexpr (FROM == FROM_F16) {
+        const uint2 v = ((const uint2 *)x)[row * stride / 4 + i];
+        const f16x2 low = *(const f16x2 *)&v.x, high = *(const f16x2 *)&v.y;
+        return make_float4(to_f32(low.x), to_f32(low.y), to_f32(high.x), to_f32(high.y));
+    }
+    const float4 v = ((const float4 *)values)[i];
+    if constexpr (FROM != FROM_SWIGLU) return v;
+    const float4 up = ((const float4 *)(values + DIM_K))[i];
+    return make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_fp8(
 #include "quantize_fp8.params"
 ) {
     take_turn();
-    __shared__ float of_warps[8];
-    constexpr u32 EIGHTS = DIM_K / 8;
-    const uint4 *row = x + (size_t)blockIdx.x * EIGHTS;
-    float largest = 0.0f;
-    for (u32 i = threadIdx.x; i < EIGHTS; i += 256) {
-        const uint4 v = row[i];
-        for (const u32 two : {v.x, v.y, v.z, v.w}) {
-            const f16x2 pair = *(const f16x2 *)&two;
-            largest = fmaxf(largest, fmaxf(fabsf(to_f32(pair.x)), fabsf(to_f32(pair.y))));
+    __shared__ float shared[33];
+    float4 v[FOURS_OF_THREAD];
+#pragma unroll
+    for (int j = 0; j < FOURS_OF_THREAD; j++) {
+        const u32 i = j * THREADS + threadIdx.x;
+        v[j] = i < FOURS ? four_of_row(x, stride, blockIdx.x, i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    if constexpr (FROM == FROM_NORM) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int j = 0; j < FOURS_OF_THREAD; j++)
+            squares = fmaf(v[j].x, v[j].x, fmaf(v[j].y, v[j].y, fmaf(v[j].z, v[j].z, fmaf(v[j].w, v[j].w, squares))));
+        const float rms = 1.0f / sqrtf(block_sum(squares, shared) / (float)DIM_K + eps);
+#pragma unroll
+        for (int j = 0; j < FOURS_OF_THREAD; j++) {
+            const u32 i = j * THREADS + threadIdx.x;
+            if (i >= FOURS) continue;
+            const float4 n = any_four(w + 4 * i);
+            v[j] = make_float4(v[j].x * rms * n.x, v[j].y * rms * n.y, v[j].z * rms * n.z, v[j].w * rms * n.w);
         }
     }
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
-    __syncthreads();
+    float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) largest = fmaxf(largest, of_warps[i]);
-    if (threadIdx.x == 0) scales[blockIdx.x] = INPUT_FACTOR * scale_of(largest);
+    for (int j = 0; j < FOURS_OF_THREAD; j++)
+        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v[j].x), fabsf(v[j].y)), fmaxf(fabsf(v[j].z), fabsf(v[j].w))));
+    largest = warp_max(largest);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
+    __syncthreads();
+    largest = shared[0];
+#pragma unroll
+    for (int i = 1; i < THREADS / 32; i++) largest = fmaxf(largest, shared[i]);
+    if (threadIdx.x == 0) scales[blockIdx.x] = (FROM == FROM_F16 ? INPUT_FACTOR : 1.0f) * scale_of(largest);
     const float by = codes_of_one(largest);
-    uint2 *out = y + (size_t)blockIdx.x * EIGHTS;
-    for (u32 i = threadIdx.x; i < EIGHTS; i += 256) {
-        const uint4 v = row[i];
-        auto at = [&](u32 two, int high) {
-            const f16x2 pair = *(const f16x2 *)&two;
-            return by * to_f32(high ? pair.y : pair.x);
-        };
-        out[i] = make_uint2(four_e4m3(at(v.x, 0), at(v.x, 1), at(v.y, 0), at(v.y, 1)),
-                            four_e4m3(at(v.z, 0), at(v.z, 1), at(v.w, 0), at(v.w, 1)));
+    u32 *out = y + (size_t)blockIdx.x * FOURS;
+#pragma unroll
+    for (int j = 0; j < FOURS_OF_THREAD; j++) {
+        const u32 i = j * THREADS + threadIdx.x;
+        if (i < FOURS) out[i] = four_e4m3(by * v[j].x, by * v[j].y, by * v[j].z, by * v[j].w);
     }
 }
+#endif
 
 #ifdef BITS
 extern "C" __global__ void __launch_bounds__(256) dequantize_to_fp8(

@@ -198,7 +198,11 @@ fn products(keys: &mut Keys) {
         );
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
-            keys.add(kernels::FP8_PREFILL, &["quantize_fp8", "dequantize_to_fp8"], &exact.concat());
+            keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &exact.concat());
+            for from in ["FROM_F32", "FROM_F16", "FROM_NORM", "FROM_SWIGLU"] {
+                let defines = [&exact.concat()[..], &[("THREADS", "128"), ("FROM", from)]].concat();
+                keys.add(kernels::FP8_PREFILL, &["quantize_fp8"], &defines);
+            }
             let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,

@@ -185,6 +185,9 @@ impl Blas {
             }
             if product.factors == FactorType::E4m3 {
                 let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+                // The tensor core then adds more products before it hands a sum to f32 registers. It keeps fewer bits
+                // of such a sum than f32 has, and still far more than the factors have.
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1i8)?;
                 set(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode)?;
                 set(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode)?;
             }
@@ -209,6 +212,28 @@ impl Blas {
         Ok(Plan { description, weight, input, output, algorithm: chosen.algo })
     }
 
+    /// The plan of a product, made when it is first asked for.
+    fn plan_of<'a>(
+        &self,
+        product: Product,
+        operands: &ProductOperands,
+        plans: &'a mut HashMap<Product, Plan>,
+    ) -> Result<&'a mut Plan> {
+        Ok(match plans.entry(product) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let plan = self.plan(product, operands);
+                entry.insert(plan.map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?)
+            }
+        })
+    }
+
+    /// Asks the library whether it has a kernel for a product. It runs nothing.
+    pub fn takes(&self, product: Product, operands: &ProductOperands) -> Result<()> {
+        let mut plans = self.plans.lock().unwrap_or_else(|e| e.into_inner());
+        self.plan_of(product, operands, &mut plans).map(drop)
+    }
+
     /// Puts a product on the device's stream.
     ///
     /// # Safety
@@ -222,11 +247,7 @@ impl Blas {
         workspace: u64,
     ) -> Result<()> {
         let mut plans = self.plans.lock().unwrap_or_else(|e| e.into_inner());
-        let plan = match plans.entry(product) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry
-                .insert(self.plan(product, &operands).map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?),
-        };
+        let plan = self.plan_of(product, &operands, &mut plans)?;
         // SAFETY: the plan's description is alive.
         unsafe { set_addresses(plan.description, product, &operands) }
             .map_err(refused("cublasLtMatmulDescSetAttribute"))?;

@@ -185,9 +185,10 @@ parameters! {
         padded: u64 = "const float*", y: u64 = "float*",
     }
 
-    /// x in 8 bits.
+    /// x in 8 bits. Without a norm, `w` is null.
     QuantizeFp8 = "quantize_fp8.params" of ["quantize_fp8"] {
-        x: u64 = "const uint4*", y: u64 = "uint2*", scales: u64 = "float*",
+        x: u64 = "const void*", stride: Wide = "u64", w: u64 = "const float*", eps: f32 = "float", y: u64 = "u32*",
+        scales: u64 = "float*",
     }
 
     /// A weight in 8 bits.

@@ -3,7 +3,7 @@
 
 use super::super::{Bound, Call, Geometry, elementwise};
 use super::exact::exact_tiled;
-use super::fp8_prefill::{self, Fp8Places, Fp8Scratch};
+use super::fp8_prefill::{self, Fp8Product, Fp8Scratch};
 use super::half::absorbed_to_half;
 use super::{at_row, col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
@@ -121,16 +121,21 @@ pub(super) fn through_blas(
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
     let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
     let part_bytes = (scratch.w - scratch.x) / x_parts(weight);
-    to_half(weight, rows, x, part_bytes, call)?;
     let (y, accumulate) = (&call.outputs[0], residual.is_some());
+    let halve = || to_half(weight, rows, x, part_bytes, call);
+    let in_fp8 =
+        Fp8Product { weight, rows, accumulate, scratch: &scratch.eight, w: own + scratch.w as u64, own };
+    let in_fp8 = (fp8_prefill::is_tried(weight, in_blocks) && in_fp8.is_possible(call)).then_some(in_fp8);
+    match &in_fp8 {
+        Some(product) => product.round(x, halve, call)?,
+        None => halve()?,
+    }
+    // x has been read by now: it may lie where y does.
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
-    if fp8_prefill::is_tried(weight, in_blocks) {
-        let places = Fp8Places { half: x, w: own + scratch.w as u64, scratch: &scratch.eight };
-        if fp8_prefill::multiply(weight, rows, accumulate, places, own, call)? {
-            return Ok(());
-        }
+    if let Some(product) = in_fp8 {
+        return product.multiply(call);
     }
     if is_widened(weight) {
         w = own + scratch.w as u64;
