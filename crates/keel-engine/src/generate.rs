@@ -260,6 +260,8 @@ impl<'e> TokenIterator<'e> {
     /// still come or drafts are to be made.
     fn step_ahead(&mut self, sequence: &mut SequenceCache) -> Result<Round> {
         if self.in_flight.is_empty() {
+            // The steps after it add rows whose hidden states the host reads.
+            self.engine.fetch_lags(&mut self.speculation)?;
             self.submit(sequence, WorkRows::Token(self.last))?;
         }
         self.catch_up(sequence)?;

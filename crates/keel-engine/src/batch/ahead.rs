@@ -142,13 +142,14 @@ impl Batcher {
         }
     }
 
-    /// Commits open rows of the last round.
+    /// Commits open rows of the last round, and reads the hidden states of its rows: steps that run ahead add more.
     fn commit_round(&mut self) -> Result<()> {
         if self.engine.options().drafts == 0 || !self.pending.is_empty() {
             return Ok(());
         }
         let mut all: Vec<_> = self.running.iter_mut().map(|running| &mut running.cache).collect();
-        self.engine.commit_all(&mut all)
+        self.engine.commit_all(&mut all)?;
+        self.engine.fetch_lags(self.running.iter_mut().filter_map(|running| running.speculation.as_mut()))
     }
 
     /// Submits the next step, or the next two if none is under way, and takes the first.

@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::device_thread::DeviceThread;
 use crate::engine::in_flight::{InFlightSteps, StepTimer, Taken};
 use crate::options::EngineOptions;
-use crate::speculation::{Costs, RowResults};
+use crate::speculation::{Costs, RoundHidden};
 use crate::split::microbatches::Microbatches;
 use crate::split::step::Peer;
 use crate::split::{self, PlacedPart};
@@ -62,8 +62,10 @@ pub struct Engine {
     pub(crate) options: EngineOptions,
     /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
-    /// What the host read of the last round.
-    pub(crate) row_results: RowResults,
+    /// Logits of a row of the last round. The memory is used again.
+    pub(crate) row_logits: Vec<f32>,
+    /// The hidden states that the last successful round has left on the device.
+    pub(crate) round_hidden: Option<Arc<RoundHidden>>,
     /// The work done until the engine was ready.
     ready: Option<LateWork>,
 }
@@ -169,7 +171,8 @@ impl Engine {
             tower_runtime: tower.cloned(),
             options,
             costs,
-            row_results: RowResults::default(),
+            row_logits: Vec::new(),
+            round_hidden: None,
             ready: None,
         };
         engine.prepare_steps()?;

@@ -20,10 +20,10 @@ impl Engine {
     pub(super) fn catch_up(
         &mut self,
         cache: &SequenceCache,
-        speculation: &Speculation,
+        speculation: &mut Speculation,
         depth: usize,
     ) -> Result<usize> {
-        let lag = speculation.lag_rows();
+        let lag = speculation.lag_after(0);
         if lag < HEAD_LAG_MAX && (depth == 0 || lag <= self.options.open_rows()) {
             return Ok(0);
         }
@@ -34,9 +34,11 @@ impl Engine {
     }
 
     /// Runs the first `rows` rows that the head lags behind.
-    fn run_lag(&mut self, cache: &SequenceCache, speculation: &Speculation, rows: usize) -> Result<()> {
-        self.write_draft_input(&speculation.lag_hidden[..rows * self.model().config.hidden])?;
-        let (first, tokens) = (cache.len() - speculation.lag_rows(), &speculation.lag_tokens[..rows]);
+    fn run_lag(&mut self, cache: &SequenceCache, speculation: &mut Speculation, rows: usize) -> Result<()> {
+        self.fetch_lags([&mut *speculation])?;
+        let lag = &speculation.lag;
+        self.write_draft_input(&lag.hidden()[..rows * self.model().config.hidden])?;
+        let (first, tokens) = (cache.len() - lag.tokens().len(), &lag.tokens()[..rows]);
         let rows_of = Rows { first, ..Rows::after(cache, tokens) };
         self.run(Regime::Decode, Outcome::HeadState, &[rows_of])
     }
@@ -51,22 +53,23 @@ impl Engine {
     /// that step. Rows that it does not hold wait for the next one. If it fails on the device, drafts are worse. In a
     /// split, the step after it is lost, too.
     pub(crate) fn catch_up_ahead(&mut self, all: &mut [(&SequenceCache, &mut Speculation)]) -> Result<()> {
+        self.fetch_lags(all.iter_mut().map(|(_, speculation)| &mut **speculation))?;
         let rows_max = if all.len() == 1 { HEAD_LAG_MAX } else { self.options.open_rows() };
         // The last row stays for the next draft.
-        let count = |speculation: &Speculation| speculation.lag_rows().saturating_sub(1).min(rows_max);
+        let count = |speculation: &Speculation| speculation.lag_after(0).saturating_sub(1).min(rows_max);
         let (width, mut input, mut rows) =
             (self.model().config.hidden, Vec::new(), Vec::with_capacity(all.len()));
         for (cache, speculation) in &*all {
-            let count = count(speculation);
-            input.extend_from_slice(&speculation.lag_hidden[..count * width]);
-            let first = cache.len() - speculation.lag_rows();
-            rows.push(Rows { first, ..Rows::after(cache, &speculation.lag_tokens[..count]) });
+            let (count, lag) = (count(speculation), &speculation.lag);
+            input.extend_from_slice(&lag.hidden()[..count * width]);
+            let first = cache.len() - lag.tokens().len();
+            rows.push(Rows { first, ..Rows::after(cache, &lag.tokens()[..count]) });
         }
         self.write_draft_input(&input)?;
         let run = self.submit_on_all(StepKind::decode(Outcome::HeadState), &rows)?;
         let Some(step) = self.in_flight.back_mut() else { unreachable!("a step is under way") };
         step.catch_up = Some(run);
-        all.iter_mut().for_each(|(_, speculation)| speculation.forget_lag(count(speculation)));
+        all.iter_mut().for_each(|(_, speculation)| speculation.lag.forget(count(speculation)));
         Ok(())
     }
 
@@ -77,20 +80,21 @@ impl Engine {
         cache: &SequenceCache,
         speculation: &mut Speculation,
     ) -> Result<()> {
-        let lag = speculation.lag_rows();
+        let lag = speculation.lag_after(0);
         if lag <= DRAFTS_MAX {
             return Ok(());
         }
         // The last row stays for the next draft.
         let rows = (lag - 1).min(HEAD_LAG_MAX);
         self.run_lag(cache, speculation, rows)?;
-        speculation.forget_lag(rows);
+        speculation.lag.forget(rows);
         Ok(())
     }
 
-    /// Makes the drafts of each sequence. The first pass of the head runs the rows that it lags behind. Each later pass
-    /// runs its own last result and the draft made from it. The pass before leaves both in place: sequences with the
-    /// most drafts come first, so the rows of a pass are the first rows of the pass before.
+    /// Makes the drafts of each sequence. The first pass of the head runs the rows that it lags behind. The hidden
+    /// states of rows of the last round are on the device already. Each later pass runs its own last result and the
+    /// draft made from it. The pass before leaves both in place: sequences with the most drafts come first, so the rows
+    /// of a pass are the first rows of the pass before.
     ///
     /// With `passes` they are only submitted, and the drafts are not known yet.
     pub(super) fn draft(
@@ -115,18 +119,19 @@ impl Engine {
             for &i in active {
                 let (RoundSequence { cache, speculation, .. }, part) = (&batch[i], &parts[i]);
                 let Some(speculation) = speculation else { unreachable!("it makes drafts") };
-                let (first, tokens) = if pass == 0 {
-                    input.extend_from_slice(&speculation.lag_hidden[part.caught_up * width..]);
-                    let tokens = &speculation.lag_tokens[part.caught_up..];
+                let (first, tokens, of_round) = if pass == 0 {
+                    let lag = &speculation.lag;
+                    input.extend_from_slice(&lag.hidden()[part.caught_up * width..]);
+                    let tokens = &lag.tokens()[part.caught_up..];
                     assert!(!tokens.is_empty(), "a draft begins with the row after which it is made");
-                    (cache.len() - tokens.len(), tokens)
+                    (cache.len() - tokens.len(), tokens, lag.rows_of_round())
                 } else {
-                    (cache.len() + pass - 1, &part.drafts[pass - 1..])
+                    (cache.len() + pass - 1, &part.drafts[pass - 1..], 0..0)
                 };
                 let draws: &[Draw] = if part.draws.is_some() { &[Draw::GREATEST] } else { &[] };
-                rows.push(Rows { first, draws, at, ..Rows::after(cache, tokens) });
+                rows.push(Rows { first, draws, at, of_round, ..Rows::after(cache, tokens) });
             }
-            if pass == 0 {
+            if !input.is_empty() {
                 self.write_draft_input(&input)?;
             }
             if let Some(passes) = &mut passes {

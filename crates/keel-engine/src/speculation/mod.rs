@@ -23,6 +23,7 @@ mod choose;
 mod counters;
 mod depth;
 mod draft;
+mod lag;
 mod passes;
 mod round;
 
@@ -30,13 +31,13 @@ pub use choose::{Choice, Chooser, SamplerChooser};
 pub use counters::SpeculationCounters;
 pub(crate) use depth::Costs;
 pub use depth::Depth;
-pub(crate) use round::RowResults;
+pub(crate) use lag::RoundHidden;
 pub use round::{Round, RoundSequence};
 
 use std::time::Duration;
 
-use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use depth::DepthControl;
+use lag::Lag;
 
 /// How sequences draft.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,24 +57,19 @@ pub struct Speculation {
     options: SpeculationOptions,
     control: DepthControl,
     counters: SpeculationCounters,
-    /// Hidden states of rows that have not passed the MTP head yet.
-    lag_hidden: Vec<f32>,
-    /// The tokens after those rows. The last one may be missing until a round names it.
-    lag_tokens: Vec<u32>,
+    /// Rows that have not passed the MTP head yet.
+    lag: Lag,
 }
 
 impl Speculation {
     /// For a sequence whose prompt has just been run. `last_hidden` is the hidden state of its last token, from
     /// [`crate::Engine::last_hidden`].
-    pub fn new(options: SpeculationOptions, mut last_hidden: Vec<f32>) -> Speculation {
-        // Memory for as many rows as may ever wait, reserved once.
-        last_hidden.reserve_exact((HEAD_LAG_MAX + DRAFTS_MAX) * last_hidden.len());
+    pub fn new(options: SpeculationOptions, last_hidden: Vec<f32>) -> Speculation {
         Speculation {
             options,
             control: DepthControl::new(options.depth, options.repeatable),
             counters: SpeculationCounters::default(),
-            lag_hidden: last_hidden,
-            lag_tokens: Vec::new(),
+            lag: Lag::after_prompt(last_hidden),
         }
     }
 
@@ -90,15 +86,17 @@ impl Speculation {
 
     /// How many rows the head lags behind once `ahead` steps under way are taken.
     pub(crate) fn lag_after(&self, ahead: usize) -> usize {
-        self.lag_tokens.len() + ahead
+        self.lag.tokens().len() + ahead
     }
 
     /// Learns from a step that ran `run`, the last token known, with this hidden state, and gave `token`. `time` is its
     /// share of the time that the host waited.
+    ///
+    /// # Panics
+    /// If rows of a round were not [brought to the host](crate::Engine::fetch_lags).
     pub(crate) fn note_plain(&mut self, run: u32, hidden: &[f32], token: u32, time: Duration) {
-        self.name_last(run);
-        self.lag_hidden.extend_from_slice(hidden);
-        self.lag_tokens.push(token);
+        self.lag.name_last(run);
+        self.lag.push(hidden, token);
         self.control.note(0, 0);
         self.counters.note_round(0, 0, 1);
         self.counters.verify_time += time;
@@ -114,8 +112,6 @@ impl Speculation {
             return;
         }
         cache.take_back(tokens);
-        let width = self.lag_hidden.len() / self.lag_tokens.len().max(1);
-        self.lag_tokens.truncate(self.lag_tokens.len().saturating_sub(tokens));
-        self.lag_hidden.truncate(self.lag_tokens.len() * width);
+        self.lag.take_back(tokens);
     }
 }

@@ -9,6 +9,7 @@
 //!
 //! Then positions, rows that the head lags behind and counters move on. That cannot fail.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use keel_array::Regime;
@@ -16,6 +17,7 @@ use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::choose::Chooser;
+use super::lag::RoundHidden;
 use super::passes::Passes;
 use super::{Costs, Speculation};
 use crate::batch::MASK_PATIENCE;
@@ -46,15 +48,6 @@ pub struct Round {
     pub is_last: bool,
 }
 
-/// What the host reads of a round, kept for the next round.
-#[derive(Default)]
-pub(crate) struct RowResults {
-    /// Logits of the row that a token is chosen from.
-    logits: Vec<f32>,
-    /// Hidden states of all rows.
-    hidden: Vec<f32>,
-}
-
 /// How long the parts of a round took.
 #[derive(Clone, Copy, Default)]
 pub(super) struct RoundTimes {
@@ -72,6 +65,8 @@ pub(super) struct Part {
     pub drafts: Vec<u32>,
     /// Its row in passes of the MTP head.
     pub row: usize,
+    /// Its first row in the pass of the model.
+    pub open_row: usize,
     /// How the pass of the model draws a token after each row; `None` if the chooser reads the logits.
     pub draws: Option<Vec<Draw>>,
     /// How many rows, which the head lagged behind, were run in a pass of their own.
@@ -80,8 +75,6 @@ pub(super) struct Part {
     pub failure: Option<EngineError>,
     /// Whether the round named the last of the tokens after those rows.
     was_named: bool,
-    /// Length of `lag_hidden` when the round began.
-    lag_values: usize,
 }
 
 impl Engine {
@@ -113,8 +106,7 @@ impl Engine {
             sequence.chooser.begin();
             part.draws = self.draws_of(&mut *sequence.chooser, part.depth + 1);
             if let Some(speculation) = &mut sequence.speculation {
-                part.was_named = speculation.name_last(sequence.last);
-                part.lag_values = speculation.lag_hidden.len();
+                part.was_named = speculation.lag.name_last(sequence.last);
             }
         }
         match self.run_round(batch, &mut parts) {
@@ -127,9 +119,9 @@ impl Engine {
                 share_times(batch, &parts, times);
                 let is_open = self.leaves_open();
                 let all = batch.iter_mut().zip(&parts).zip(judged);
-                let costs = &mut self.costs;
+                let (kept, costs) = (self.round_hidden.as_ref(), &mut self.costs);
                 Ok(all
-                    .map(|((sequence, part), round)| sequence.move_on(part, round, is_open, costs))
+                    .map(|((sequence, part), round)| sequence.move_on(part, round, is_open, kept, costs))
                     .collect())
             }
             Err(error) => {
@@ -147,7 +139,7 @@ impl Engine {
             .map(|s| {
                 let most = self.drafts_max(&*s.chooser, self.room_of(s.cache), s.tokens_max);
                 let depth = s.speculation.as_ref().map_or(0, |speculation| {
-                    speculation.control.choose(&self.costs, sequences, most, speculation.lag_rows(), 0)
+                    speculation.control.choose(&self.costs, sequences, most, speculation.lag_after(0), 0)
                 });
                 Part { depth, ..Part::default() }
             })
@@ -211,8 +203,9 @@ impl Engine {
         batch: &mut [RoundSequence<'_>],
         parts: &mut [Part],
     ) -> Result<(Vec<Result<Round>>, RoundTimes)> {
-        for (sequence, part) in batch.iter().zip(parts.iter_mut()) {
-            if let Some(speculation) = &sequence.speculation {
+        self.ready_lags(batch)?;
+        for (sequence, part) in batch.iter_mut().zip(parts.iter_mut()) {
+            if let Some(speculation) = sequence.speculation.as_deref_mut() {
                 part.caught_up = self.catch_up(sequence.cache, speculation, part.depth)?;
             }
         }
@@ -255,21 +248,24 @@ impl Engine {
             ..Rows::after(s.cache, tokens)
         });
         let rows: Vec<Rows<'_>> = rows.collect();
-        if let Some(passes) = passes {
-            return self.submit_pass(Outcome::OpenRows, &rows, passes).map(|()| Vec::new());
-        }
         let count = tokens.iter().map(Vec::len).sum();
+        if let Some(passes) = passes {
+            self.submit_pass(Outcome::OpenRows, &rows, passes)?;
+            return self.keep_verified(batch, count).map(|()| Vec::new());
+        }
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
         // A backend that queues is waited for in any case, because the results are read without a further wait.
-        if parts.iter().all(|part| part.draws.is_none()) && !self.runtime().backend().is_queueing() {
-            return self.run(Regime::Decode, outcome, &rows).map(|()| Vec::new());
-        }
-        self.run_and_draw(StepKind::decode(outcome), &rows, count)
+        let is_host = parts.iter().all(|part| part.draws.is_none());
+        let drawn = if is_host && !self.runtime().backend().is_queueing() {
+            self.run(Regime::Decode, outcome, &rows).map(|()| Vec::new())?
+        } else {
+            self.run_and_draw(StepKind::decode(outcome), &rows, count)?
+        };
+        self.keep_verified(batch, count).map(|()| drawn)
     }
 
-    /// Chooses the tokens of each sequence, and keeps the hidden states of their rows for the head. An error says that
-    /// results could not be read.
+    /// Chooses the tokens of each sequence. An error says that results could not be read.
     fn judge(
         &mut self,
         batch: &mut [RoundSequence<'_>],
@@ -277,50 +273,43 @@ impl Engine {
         drawn: &[u32],
     ) -> Result<Vec<Result<Round>>> {
         // Reused from round to round. A failed round drops it.
-        let RowResults { mut logits, mut hidden } = std::mem::take(&mut self.row_results);
-        if batch.iter().any(|sequence| sequence.speculation.is_some()) {
-            let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
-            self.stepper.read_open_hidden(rows, &mut hidden)?;
-        }
+        let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         let until = Instant::now() + MASK_PATIENCE;
-        for (sequence, part) in batch.iter_mut().zip(parts) {
+        for (sequence, part) in batch.iter_mut().zip(parts.iter_mut()) {
+            part.open_row = row;
+            row += part.drafts.len() + 1;
             all.push(match part.failure.take() {
                 Some(failure) => Err(failure),
-                None => match self.choose_tokens(sequence, row, part, drawn, &mut logits, until) {
+                None => match self.choose_tokens(sequence, part, drawn, &mut logits, until) {
                     Ok(round) => round,
                     Err(error) if self.leaves_open() || self.can_take_back() => return Err(error),
                     // Without a log the state has moved on, so the round cannot be repeated.
                     Err(error) => Err(error),
                 },
             });
-            if let (Some(Ok(round)), Some(speculation)) = (all.last(), &mut sequence.speculation) {
-                let width = self.model().config.hidden;
-                speculation
-                    .lag_hidden
-                    .extend_from_slice(&hidden[row * width..(row + round.tokens.len()) * width]);
-            }
-            row += part.drafts.len() + 1;
         }
-        self.row_results = RowResults { logits, hidden };
+        self.row_logits = logits;
+        if batch.iter().any(|sequence| sequence.speculation.is_some()) {
+            self.note_round_hidden(batch, parts, &all)?;
+        }
         Ok(all)
     }
 
-    /// The tokens of one sequence, or the error of its chooser. `row` is its first row; `drawn` holds the tokens that
-    /// the device drew after all rows. Masks are waited for until `until`.
+    /// The tokens of one sequence, or the error of its chooser. `drawn` holds the tokens that the device drew after all
+    /// rows. Masks are waited for until `until`.
     ///
     /// # Errors
     /// Logits could not be read.
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
-        row: usize,
         part: &Part,
         drawn: &[u32],
         logits: &mut Vec<f32>,
         until: Instant,
     ) -> Result<Result<Round>> {
-        let drafts = &part.drafts;
+        let (drafts, row) = (&part.drafts, part.open_row);
         let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic)
             && sequence.chooser.may_go_unchecked();
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
@@ -354,12 +343,14 @@ impl Engine {
 }
 
 impl RoundSequence<'_> {
-    /// Applies the outcome of a round. `is_open` says that the round left its rows open.
+    /// Applies the outcome of a round. `is_open` says that the round left its rows open. `hidden` are the hidden states
+    /// of its rows, where sequences draft.
     fn move_on(
         &mut self,
         part: &Part,
         round: Result<Round>,
         is_open: bool,
+        hidden: Option<&Arc<RoundHidden>>,
         costs: &mut Costs,
     ) -> Result<Round> {
         let round = match round {
@@ -384,9 +375,10 @@ impl RoundSequence<'_> {
             self.cache.advance(kept);
         }
         let Some(speculation) = &mut self.speculation else { return Ok(round) };
-        let run_by_head = if drafted > 0 { speculation.lag_rows() } else { part.caught_up };
-        speculation.lag_tokens.extend_from_slice(&round.tokens);
-        speculation.forget_lag(run_by_head);
+        let Some(hidden) = hidden else { unreachable!("the hidden states of the round are kept") };
+        let run_by_head = if drafted > 0 { speculation.lag_after(0) } else { part.caught_up };
+        speculation.lag.forget(run_by_head);
+        speculation.lag.push_round(hidden, part.open_row, &round.tokens);
         // A round that ended with a draft says nothing about later ones.
         let judged = if kept == accepted { accepted } else { drafted };
         speculation.control.note(judged, accepted);
@@ -397,35 +389,10 @@ impl RoundSequence<'_> {
 
     /// Undoes the changes of a failed round.
     fn abandon(&mut self, part: &Part) {
-        if let Some(speculation) = &mut self.speculation {
-            if part.was_named {
-                speculation.lag_tokens.pop();
-            }
-            speculation.lag_hidden.truncate(part.lag_values);
+        if let Some(speculation) = self.speculation.as_mut().filter(|_| part.was_named) {
+            speculation.lag.unname_last();
         }
         self.chooser.abandon();
-    }
-}
-
-impl Speculation {
-    pub(super) fn lag_rows(&self) -> usize {
-        self.lag_tokens.len()
-    }
-
-    /// Sets the token after the prompt's last row, which only the first round knows. Returns whether it did.
-    pub(super) fn name_last(&mut self, last: u32) -> bool {
-        let is_unknown = self.lag_tokens.is_empty() && !self.lag_hidden.is_empty();
-        if is_unknown {
-            self.lag_tokens.push(last);
-        }
-        is_unknown
-    }
-
-    /// Removes the first `rows` rows from those that the head lags behind.
-    pub(super) fn forget_lag(&mut self, rows: usize) {
-        let width = self.lag_hidden.len() / self.lag_tokens.len().max(1);
-        self.lag_hidden.drain(..rows * width);
-        self.lag_tokens.drain(..rows);
     }
 }
 

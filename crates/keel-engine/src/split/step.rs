@@ -223,6 +223,12 @@ impl Engine {
         self.stepper.write_draft_input(hidden)
     }
 
+    /// As [`Stepper::keep_round_hidden`], on every device that has the MTP head.
+    pub(crate) fn keep_round_hidden(&mut self, first: usize, rows: usize) -> Result<()> {
+        sharers(&mut self.peers).try_for_each(|peer| peer.stepper.keep_round_hidden(first, rows))?;
+        self.stepper.keep_round_hidden(first, rows)
+    }
+
     /// As [`Stepper::keep_drafts`], on every device that has the MTP head.
     pub(crate) fn keep_drafts(&mut self, pass: usize, rows: usize) -> Result<()> {
         sharers(&mut self.peers).try_for_each(|peer| peer.stepper.keep_drafts(pass, rows))?;

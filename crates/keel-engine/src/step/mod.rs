@@ -25,7 +25,7 @@ use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
-use staging::Staging;
+use staging::{HeadStaging, Staging};
 pub(crate) use staging::{Rows, TokensAt};
 pub(crate) use trace::{Pairs, trace};
 use vision::VisionStaging;
@@ -331,9 +331,18 @@ impl Stepper {
         read_settled_rows(&self.results.logits, row, 1, logits)
     }
 
-    /// Copies the hidden states of the first `rows` rows of the last step with [`Outcome::OpenRows`], which has ended.
-    pub fn read_open_hidden(&self, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
-        read_settled_rows(&self.results.draft()?.rows, 0, rows, hidden)
+    /// Keeps the hidden states of the first `rows` rows of the step with [`Outcome::OpenRows`] that was submitted last,
+    /// for [`Rows::of_round`]. The first one becomes row `first` there.
+    pub fn keep_round_hidden(&self, first: usize, rows: usize) -> Result<()> {
+        let (from, head, width) =
+            (&self.results.draft()?.rows, self.head_staging()?, self.model.config.hidden);
+        Ok(from.copy_elements(0, &head.hidden, head.place_of_round(first) * width, rows * width)?)
+    }
+
+    /// Appends these of the hidden states that were kept.
+    pub fn append_round_hidden(&self, rows: Range<usize>, hidden: &mut Vec<f32>) -> Result<()> {
+        let head = self.head_staging()?;
+        append_rows(&head.hidden, head.place_of_round(rows.start), rows.len(), hidden)
     }
 
     /// Keeps the drafts of the first `rows` rows of the step with [`Outcome::Draft`] that was submitted last, for
@@ -342,10 +351,14 @@ impl Stepper {
         self.staging.keep_drafts(pass, rows)
     }
 
-    /// Sets the hidden states for the rows of a step with [`Outcome::Draft`] or [`Outcome::HeadState`].
+    /// Sets the hidden states for rows of a step with [`Outcome::Draft`] or [`Outcome::HeadState`], in their order.
+    /// Those [of the last round](Rows::of_round) are left out.
     pub fn write_draft_input(&self, hidden: &[f32]) -> Result<()> {
-        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
-        Ok(head.hidden.write(hidden)?)
+        Ok(self.head_staging()?.hidden.write(hidden)?)
+    }
+
+    fn head_staging(&self) -> Result<&HeadStaging> {
+        self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)
     }
 
     /// Overwrites the input of the MTP head for [`Outcome::MtpHidden`].

@@ -102,6 +102,11 @@ impl StepShape {
         StepKind { regime: self.regime, outcome: self.outcome }
     }
 
+    /// Whether it is a pass of the MTP head over hidden states in staging.
+    pub fn reads_hidden(self) -> bool {
+        matches!(self.outcome, Outcome::Draft | Outcome::HeadState)
+    }
+
     /// Whether its rows find their tokens in the pool.
     pub fn is_pooled(self) -> bool {
         let runs_model = matches!(self.outcome, Outcome::LastLogits | Outcome::Ahead | Outcome::OpenRows);

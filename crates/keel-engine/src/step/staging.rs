@@ -26,6 +26,9 @@ pub(crate) struct Rows<'a> {
     /// How many open rows of the step before stay. This step commits them.
     pub accepted: usize,
     pub at: TokensAt,
+    /// For a pass of the MTP head: where the hidden states of the last rows are among those that rounds leave on the
+    /// device ([`HeadStaging::place_of_round`]). The host writes those of the rows before them.
+    pub of_round: Range<usize>,
 }
 
 /// Where the tokens of a sequence's rows come from.
@@ -45,7 +48,7 @@ impl<'a> Rows<'a> {
     /// Rows after the tokens that the sequence holds.
     pub fn after(sequence: &'a SequenceCache, tokens: &'a [u32]) -> Rows<'a> {
         let (first, accepted) = (sequence.offset(), sequence.accepted());
-        Rows { sequence, tokens, first, next: None, draws: &[], accepted, at: TokensAt::Host }
+        Rows { sequence, tokens, first, next: None, draws: &[], accepted, at: TokensAt::Host, of_round: 0..0 }
     }
 
     /// The positions of the rows in the sequence.
@@ -86,9 +89,34 @@ pub(super) struct Staging {
 pub(super) struct HeadStaging {
     /// The token after each row of a prompt, u32 `[prefill rows]`.
     pub next_tokens: Array,
-    /// Hidden states for the head's own passes, f32 `[head rows, hidden]`. A drafting pass leaves the last row of each
-    /// sequence here.
+    /// Hidden states for the rows of the head's own passes, f32 `[head rows + 2 decode rows, hidden]`. The first part
+    /// holds those that the host writes. A drafting pass leaves the last row of each sequence there. The second part
+    /// holds those of the rows of two rounds.
     pub hidden: Array,
+    /// The place in `hidden` of the input of each row, u32 `[head rows]`.
+    source: Array,
+}
+
+impl HeadStaging {
+    /// Hidden states for the rows of a pass.
+    pub fn input(&self, rows: usize) -> Result<Array> {
+        Ok(self.hidden.take(&self.source.prefix(rows)?)?)
+    }
+
+    /// The place in `hidden` of row `row` of those of two rounds.
+    pub fn place_of_round(&self, row: usize) -> usize {
+        self.source.shape()[0] + row
+    }
+
+    /// The place of each row's hidden state.
+    fn fill(&self, rows: &[Rows<'_>], shape: StepShape, filling: &mut Filling) {
+        let (mut source, mut written) = (Vec::with_capacity(shape.rows), 0..);
+        for row in rows {
+            source.extend(written.by_ref().take(row.tokens.len() - row.of_round.len()));
+            source.extend(row.of_round.clone().map(|row| self.place_of_round(row) as u32));
+        }
+        filling.add(&self.source, padded(source, shape.rows, 0));
+    }
 }
 
 impl Staging {
@@ -118,7 +146,11 @@ impl Staging {
             false => None,
             true => Some(HeadStaging {
                 next_tokens: input(&[prefill_rows], DType::U32)?,
-                hidden: input(&[options.head_rows(), model.config.hidden], DType::F32)?,
+                hidden: input(
+                    &[options.head_rows() + 2 * options.decode_rows(), model.config.hidden],
+                    DType::F32,
+                )?,
+                source: input(&[options.head_rows()], DType::U32)?,
             }),
         };
         Ok(Staging {
@@ -257,6 +289,9 @@ impl Staging {
         filling.add(&self.draws, padded(words, drawn, Draw::NOTHING).concat());
         if let Some(head) = self.head.as_ref().filter(|head| shape.rows <= head.next_tokens.shape()[0]) {
             filling.add(&head.next_tokens, padded(next_tokens, shape.rows, 0));
+        }
+        if let Some(head) = self.head.as_ref().filter(|_| shape.reads_hidden()) {
+            head.fill(rows, shape, &mut filling);
         }
         filling
     }

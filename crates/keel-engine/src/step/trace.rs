@@ -103,7 +103,7 @@ impl Stepper {
             Outcome::Draft => self.trace_draft(&step)?,
             Outcome::HeadState => {
                 let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
-                let input = self.draft_input(shape)?;
+                let input = self.head_staging()?.input(shape.rows)?;
                 let rows =
                     model.mtp_remember(head, &input, &step.tokens, step.head_layers(), &step.context)?;
                 let last = rows.take(&self.staging.last_rows.prefix(1)?)?;
@@ -152,7 +152,8 @@ impl Stepper {
     /// A drafting pass of the MTP head.
     fn trace_draft(&self, step: &Tracing<'_>) -> Result<Pairs> {
         let Tracing { model, shape, .. } = *step;
-        let hidden = step.mtp(&self.draft_input(shape)?, &step.tokens)?;
+        let staging = self.head_staging()?;
+        let hidden = step.mtp(&staging.input(shape.rows)?, &step.tokens)?;
         let last = hidden.take(&self.staging.last_rows.prefix(shape.sequences)?)?;
         let logits = model.logits(&last)?;
         // The next pass of the same sequences reads the results there.
@@ -160,13 +161,7 @@ impl Stepper {
         Ok(vec![
             (logits.sample(&self.staging.draws.prefix(sequences)?)?, self.staging.tokens.prefix(sequences)?),
             (logits, self.results.logits.prefix(sequences)?),
-            (last, self.draft_input(StepShape { rows: sequences, ..shape })?),
+            (last, staging.hidden.prefix(sequences)?),
         ])
-    }
-
-    /// Hidden states for rows of the MTP head.
-    fn draft_input(&self, shape: StepShape) -> Result<Array> {
-        let head = self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)?;
-        Ok(head.hidden.prefix(shape.rows)?)
     }
 }

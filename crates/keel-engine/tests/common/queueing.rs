@@ -12,12 +12,16 @@ use keel_cuda::{CudaBackend, CudaOptions};
 use keel_engine::{Engine, Result, Ticket, Work, WorkRows};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
-/// A CPU backend that says it queues. It records launches and waits, and lets a launch fail.
+/// A CPU backend that says it queues. It records launches and waits, and lets a launch or a read fail.
 pub struct Queueing {
-    /// `L` for a launch, `W` for a wait.
+    /// `L` for a launch, `W` for a wait, `R` for a large read, `T` for a large write.
     pub events: Mutex<String>,
     /// How many launches succeed before one fails.
     pub until: AtomicUsize,
+    /// Reads and writes of this many bytes or more are large.
+    pub large_bytes: AtomicUsize,
+    /// Whether large reads fail.
+    pub breaks_large_reads: AtomicBool,
     /// Whether reads that do not wait for launches fail.
     pub breaks_settled_reads: AtomicBool,
 }
@@ -28,6 +32,8 @@ impl Default for Queueing {
         Queueing {
             events: Mutex::default(),
             until: AtomicUsize::new(usize::MAX),
+            large_bytes: AtomicUsize::new(usize::MAX),
+            breaks_large_reads: AtomicBool::new(false),
             breaks_settled_reads: AtomicBool::new(false),
         }
     }
@@ -36,6 +42,17 @@ impl Default for Queueing {
 impl Queueing {
     fn note(&self, event: char) {
         self.events.lock().expect("nobody panics here").push(event);
+    }
+
+    fn note_read(&self, bytes: &[u8]) -> Result<(), ArrayError> {
+        if bytes.len() < self.large_bytes.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.note('R');
+        match self.breaks_large_reads.load(Ordering::Relaxed) {
+            true => Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() }),
+            false => Ok(()),
+        }
     }
 
     pub fn take_events(&self) -> String {
@@ -52,6 +69,24 @@ impl Interceptor for Queueing {
         self.note('W');
     }
 
+    fn write(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
+        if bytes.len() >= self.large_bytes.load(Ordering::Relaxed) {
+            self.note('T');
+        }
+        backend.write(memory, offset, bytes);
+    }
+
+    fn read(
+        &self,
+        backend: &dyn Backend,
+        memory: &dyn DeviceMemory,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), ArrayError> {
+        self.note_read(bytes)?;
+        backend.read(memory, offset, bytes)
+    }
+
     fn read_settled(
         &self,
         backend: &dyn Backend,
@@ -62,6 +97,7 @@ impl Interceptor for Queueing {
         if self.breaks_settled_reads.load(Ordering::Relaxed) {
             return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
         }
+        self.note_read(bytes)?;
         backend.read_settled(memory, offset, bytes)
     }
 

@@ -41,6 +41,15 @@ impl Member {
 
 /// Runs a round of all members.
 pub fn round(engine: &mut Engine, members: &mut [Member]) -> keel_engine::Result<()> {
+    round_of(engine, members)
+}
+
+/// Runs a round of these members.
+pub fn round_of<'a>(
+    engine: &mut Engine,
+    members: impl IntoIterator<Item = &'a mut Member>,
+) -> keel_engine::Result<()> {
+    let mut members: Vec<&mut Member> = members.into_iter().collect();
     let mut batch: Vec<RoundSequence<'_>> = members
         .iter_mut()
         .map(|m| RoundSequence {
@@ -66,6 +75,11 @@ pub fn members(engine: &mut Engine, depths: [usize; 4]) -> Vec<Member> {
         Member::join(engine, &prompt, depths[i], sampler)
     };
     (0..4).map(join).collect()
+}
+
+/// Bytes of a hidden state.
+pub fn hidden_bytes(engine: &Engine) -> usize {
+    engine.model().config.hidden * size_of::<f32>()
 }
 
 pub fn rounds(engine: &mut Engine, members: &mut [Member], count: usize) {
