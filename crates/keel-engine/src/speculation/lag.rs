@@ -17,7 +17,7 @@ use std::sync::{Arc, OnceLock};
 use super::Speculation;
 use super::round::{Part, Round, RoundSequence};
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
-use crate::{Engine, Result};
+use crate::{Engine, EngineError, Result};
 
 /// With more sequences, one read of all rows of a round is faster than a read for each sequence.
 const READS_MAX: usize = 8;
@@ -169,9 +169,10 @@ impl Engine {
         }
         for lag in lags {
             let is_on_device = self.is_on_device(lag);
-            lag.fetch(|rows, hidden| {
-                assert!(is_on_device, "rows of an earlier round were read when the next one ended");
-                self.stepper.append_round_hidden(rows, hidden)
+            lag.fetch(|rows, hidden| match is_on_device {
+                true => self.stepper.append_round_hidden(rows, hidden),
+                // Rows of earlier rounds of this engine were read when the next round ended.
+                false => Err(EngineError::Option("the drafts belong to a round of another engine".into())),
             })?;
         }
         Ok(())
