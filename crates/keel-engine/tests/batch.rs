@@ -12,7 +12,7 @@ use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
 use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
@@ -299,7 +299,7 @@ impl Interceptor for Launches {
         let number = self.done.fetch_add(1, Ordering::SeqCst) + 1;
         let fails = self.fails.load(Ordering::SeqCst);
         if fails > 0 && (number == fails || number == fails + 1) {
-            return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
+            return Err(injected("launch"));
         }
         backend.launch(launch)
     }

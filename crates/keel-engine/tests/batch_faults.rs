@@ -11,11 +11,11 @@ use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
 use common::{PLAIN, demo, engine, fixture};
-use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 /// Fails launches by their number. Their kernels do not run, and the launch reports so.
 #[derive(Default)]
@@ -46,22 +46,16 @@ impl Interceptor for Faults {
         let is_listed = self.failing.lock().expect("held by nobody who panics").contains(&number);
         if is_listed {
             launch.note_done(0);
-            return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
+            return Err(injected("launch"));
         }
         backend.launch(launch)
     }
 
-    fn read_settled(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
-        let fails = |left: usize| left.checked_sub(1);
+    fn before_read(&self, _bytes: usize, is_settled: bool) -> Result<(), ArrayError> {
+        let fails = |left: usize| left.checked_sub(1).filter(|_| is_settled);
         match self.failing_reads.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fails) {
-            Ok(_) => Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() }),
-            Err(_) => backend.read_settled(memory, offset, bytes),
+            Ok(_) => Err(injected("read")),
+            Err(_) => Ok(()),
         }
     }
 }

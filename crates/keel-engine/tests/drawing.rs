@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use common::drawn::{prompt, waited_for};
 use common::{demo, engine, fixture, runtime};
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Backend, DeviceMemory, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, SamplerOptions, TokenIterator};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
@@ -91,26 +91,9 @@ fn sequences_of_a_step_are_drawn_for_apart() {
 struct Reads(AtomicUsize);
 
 impl Interceptor for Reads {
-    fn read(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
-        self.0.fetch_add(bytes.len(), Ordering::SeqCst);
-        backend.read(memory, offset, bytes)
-    }
-
-    fn read_settled(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
-        self.0.fetch_add(bytes.len(), Ordering::SeqCst);
-        backend.read_settled(memory, offset, bytes)
+    fn before_read(&self, bytes: usize, _is_settled: bool) -> Result<(), ArrayError> {
+        self.0.fetch_add(bytes, Ordering::SeqCst);
+        Ok(())
     }
 }
 

@@ -16,7 +16,7 @@ use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
 use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions, Work, WorkRows};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 fn options() -> EngineOptions {
     EngineOptions {
@@ -296,7 +296,7 @@ struct Failing(AtomicBool);
 impl Interceptor for Failing {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         if self.0.load(Ordering::Relaxed) {
-            return Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() });
+            return Err(injected("launch"));
         }
         backend.launch(launch)
     }

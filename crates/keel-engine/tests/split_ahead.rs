@@ -16,7 +16,7 @@ use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{
     Depth, Engine, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions, Work, WorkRows,
 };
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 fn options() -> EngineOptions {
     EngineOptions {
@@ -176,7 +176,7 @@ impl FaultyQueue {
     fn fail_if(&self, fails_here: bool) -> Result<(), ArrayError> {
         match !fails_here || self.0.passes() {
             true => Ok(()),
-            false => Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() }),
+            false => Err(injected("launch")),
         }
     }
 }

@@ -13,7 +13,7 @@ use keel_array::{ArrayError, Backend, Compute, Launch};
 use keel_engine::{Depth, EngineOptions};
 use keel_server::ServerOptions;
 use keel_testkit::fixtures::served_fixture;
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -53,7 +53,7 @@ impl Interceptor for Failing {
             return backend.launch(launch);
         }
         launch.note_done(0);
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+        Err(injected("launch"))
     }
 }
 

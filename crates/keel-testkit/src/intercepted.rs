@@ -1,11 +1,16 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt, MemoryPart,
-    OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
+    MemoryPart, OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
+
+/// The error of a launch or a read that a test lets fail.
+pub fn injected(op: &str) -> ArrayError {
+    ArrayError::Kernel { op: op.into(), reason: "injected".into() }
+}
 
 /// A test's changes to a backend's work. Each default passes the call on unchanged.
 pub trait Interceptor: Send + Sync + 'static {
@@ -25,37 +30,15 @@ pub trait Interceptor: Send + Sync + 'static {
         backend.allocate(bytes)
     }
 
-    /// Replaces a copy from the host.
-    fn write(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        backend.write(memory, offset, bytes);
-    }
+    /// Called before a copy from the host.
+    fn before_write(&self, _bytes: usize) {}
 
-    /// Replaces a copy to the host.
+    /// Called before a copy of this many bytes to the host. One that is settled does not wait for launches under way.
     ///
     /// # Errors
-    /// The backend's own error, or one that the test injects.
-    fn read(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<()> {
-        backend.read(memory, offset, bytes)
-    }
-
-    /// Replaces a copy to the host that does not wait for launches under way.
-    ///
-    /// # Errors
-    /// The backend's own error, or one that the test injects.
-    fn read_settled(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<()> {
-        backend.read_settled(memory, offset, bytes)
+    /// One that the test injects. Nothing is copied then.
+    fn before_read(&self, _bytes: usize, _is_settled: bool) -> Result<()> {
+        Ok(())
     }
 
     /// Whether the host acts as if launches were queued. They run at once when they are enqueued.
@@ -165,13 +148,16 @@ impl<D: Interceptor> Memory for InterceptedBackend<D> {
         self.backend.own_memory()
     }
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        self.disturbance.write(&*self.backend, memory, offset, bytes);
+        self.disturbance.before_write(bytes.len());
+        self.backend.write(memory, offset, bytes);
     }
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        self.disturbance.read(&*self.backend, memory, offset, bytes)
+        self.disturbance.before_read(bytes.len(), false)?;
+        self.backend.read(memory, offset, bytes)
     }
     fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        self.disturbance.read_settled(&*self.backend, memory, offset, bytes)
+        self.disturbance.before_read(bytes.len(), true)?;
+        self.backend.read_settled(memory, offset, bytes)
     }
     fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
         self.backend.copy(from, to, bytes);

@@ -285,7 +285,7 @@ mod tests {
     #[test]
     fn rows_come_from_the_device_or_from_what_was_read() {
         let mut lag = lag();
-        let refused = |_: Range<usize>, _: &mut Vec<f32>| Err(crate::EngineError::NoMtpHead);
+        let refused = |_: Range<usize>, _: &mut Vec<f32>| Err(EngineError::NoMtpHead);
         lag.fetch(refused).expect_err("it cannot be read");
         assert_eq!(standing(&lag), (vec![1, 2, 3, 4], 1, 3..6));
         lag.fetch(|rows, hidden| {

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use keel_array::{ArrayError, Backend, Compute, DeviceMemory, Launch, Op, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Compute, Launch, Op, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 /// Says when a launch fails.
 #[derive(Default)]
@@ -53,25 +53,19 @@ impl Interceptor for Faults {
         } else {
             launch.note_done(0);
         }
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+        Err(injected("launch"))
     }
 
-    fn read_settled(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
+    fn before_read(&self, _bytes: usize, is_settled: bool) -> Result<(), ArrayError> {
         match self.reads.load(Ordering::Relaxed) {
-            usize::MAX => {}
+            left if !is_settled || left == usize::MAX => {}
             0 => {
                 self.clear();
-                return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
+                return Err(injected("read"));
             }
             left => self.reads.store(left - 1, Ordering::Relaxed),
         }
-        backend.read_settled(memory, offset, bytes)
+        Ok(())
     }
 }
 

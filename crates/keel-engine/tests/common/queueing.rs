@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use keel_engine::{Engine, Result, Ticket, Work, WorkRows};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 /// A CPU backend that says it queues. It records launches and waits, and lets a launch or a read fail.
 pub struct Queueing {
@@ -44,17 +44,6 @@ impl Queueing {
         self.events.lock().expect("nobody panics here").push(event);
     }
 
-    fn note_read(&self, bytes: &[u8]) -> Result<(), ArrayError> {
-        if bytes.len() < self.large_bytes.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        self.note('R');
-        match self.breaks_large_reads.load(Ordering::Relaxed) {
-            true => Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() }),
-            false => Ok(()),
-        }
-    }
-
     pub fn take_events(&self) -> String {
         std::mem::take(&mut self.events.lock().expect("nobody panics here"))
     }
@@ -69,36 +58,22 @@ impl Interceptor for Queueing {
         self.note('W');
     }
 
-    fn write(&self, backend: &dyn Backend, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        if bytes.len() >= self.large_bytes.load(Ordering::Relaxed) {
+    fn before_write(&self, bytes: usize) {
+        if bytes >= self.large_bytes.load(Ordering::Relaxed) {
             self.note('T');
         }
-        backend.write(memory, offset, bytes);
     }
 
-    fn read(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
-        self.note_read(bytes)?;
-        backend.read(memory, offset, bytes)
-    }
-
-    fn read_settled(
-        &self,
-        backend: &dyn Backend,
-        memory: &dyn DeviceMemory,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), ArrayError> {
-        if self.breaks_settled_reads.load(Ordering::Relaxed) {
-            return Err(ArrayError::Kernel { op: "read".into(), reason: "injected".into() });
+    fn before_read(&self, bytes: usize, is_settled: bool) -> Result<(), ArrayError> {
+        let is_large = bytes >= self.large_bytes.load(Ordering::Relaxed);
+        if is_large {
+            self.note('R');
         }
-        self.note_read(bytes)?;
-        backend.read_settled(memory, offset, bytes)
+        let breaks_large = is_large && self.breaks_large_reads.load(Ordering::Relaxed);
+        match breaks_large || is_settled && self.breaks_settled_reads.load(Ordering::Relaxed) {
+            true => Err(injected("read")),
+            false => Ok(()),
+        }
     }
 
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
@@ -110,7 +85,7 @@ impl Interceptor for Queueing {
         }
         self.until.store(usize::MAX, Ordering::Relaxed);
         launch.note_done(0);
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+        Err(injected("launch"))
     }
 }
 

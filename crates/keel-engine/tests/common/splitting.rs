@@ -13,7 +13,7 @@ use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, plan};
 use keel_models::Part;
 use keel_models::loading::{CheckpointParameters, Parameters};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 use keel_weights::Checkpoint;
 use serde_json::Value;
 
@@ -169,7 +169,7 @@ impl Interceptor for Fault {
             return backend.launch(launch);
         }
         launch.note_done(0);
-        Err(ArrayError::Kernel { op: "launch".into(), reason: "injected".into() })
+        Err(injected("launch"))
     }
 }
 
