@@ -1,8 +1,8 @@
 // Operands of prompts' products in e4m3 (4 bits of exponent, 3 of mantissa, at most 448), each row with an f32 scale:
-// value = code * scale. The scale makes the row's greatest magnitude 448; it is 1 for a row of zeros. Devices of
-// compute capability 8.9 and above.
+// value = code * scale. The scale makes the row's greatest magnitude 448. A row of zeros, or of values so small that 448
+// divided by them is no float, has the scale 1. Devices of compute capability 8.9 and above.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; for quantize_fp8 THREADS and FROM.
+// Macros: DIM_K. For quantize_fp8 THREADS and FROM; for dequantize_to_fp8 DIM_N and BITS, GROUP, PAIR_T or BLOCK.
 //   quantize_fp8           y e4m3 [T][K] and scales [T] from rows of x, which are `stride` values apart. FROM says what
 //                          becomes 8 bits: f32 values, f16 values that hold x / 8 (see half.cuh), the RMS norm of f32
 //                          values (w and eps), or SwiGLU of 2 K f32 values. A thread keeps its columns in registers;
@@ -11,10 +11,13 @@
 //                          once more to round. Grid ceil(N / 16), block 256. Floor: packed bytes read, 1 byte a weight
 //                          written.
 #include "half.cuh"
+#ifndef THREADS
 #include "weight_tiles.cuh"
+#endif
 
 #define E4M3_MAX 448.0f
 #define INPUT_FACTOR 8.0f
+#define LEAST_MAGNITUDE 1e-35f
 
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {
@@ -24,8 +27,8 @@ __device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {
     return (u32)high << 16 | low;
 }
 
-__device__ __forceinline__ float codes_of_one(float largest) { return largest > 0.0f ? E4M3_MAX / largest : 1.0f; }
-__device__ __forceinline__ float scale_of(float largest) { return largest > 0.0f ? largest / E4M3_MAX : 1.0f; }
+__device__ __forceinline__ float codes_of_one(float largest) { return largest > LEAST_MAGNITUDE ? E4M3_MAX / largest : 1.0f; }
+__device__ __forceinline__ float scale_of(float largest) { return largest > LEAST_MAGNITUDE ? largest / E4M3_MAX : 1.0f; }
 
 #ifdef THREADS
 #define FROM_F32 0

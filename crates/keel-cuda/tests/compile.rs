@@ -199,10 +199,6 @@ fn products(keys: &mut Keys) {
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
             keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &exact.concat());
-            for from in ["FROM_F32", "FROM_F16", "FROM_NORM", "FROM_SWIGLU"] {
-                let defines = [&exact.concat()[..], &[("THREADS", "128"), ("FROM", from)]].concat();
-                keys.add(kernels::FP8_PREFILL, &["quantize_fp8"], &defines);
-            }
             let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,
@@ -217,6 +213,10 @@ fn products(keys: &mut Keys) {
                 keys.add(kernels::LINEAR_PANELS, &entries, &defines);
             }
         }
+    }
+    for from in ["FROM_F32", "FROM_F16", "FROM_NORM", "FROM_SWIGLU"] {
+        let defines = [("DIM_K", "4160"), ("THREADS", "192"), ("FROM", from)];
+        keys.add(kernels::FP8_PREFILL, &["quantize_fp8"], &defines);
     }
     let of_f16 = [("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("WEIGHT_T", "f16")];
     keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &of_f16);

@@ -54,6 +54,32 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
     assert_eq!(feed_forward(planning(), 300).0, ["rms_norm", "linear", "linear"]);
 }
 
+/// With prompts in 8-bit floats the kernel that rounds an intermediate computes it, too.
+#[test]
+fn norms_and_gates_disappear_into_products_in_8_bits() {
+    const K: usize = 4096;
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
+    let weight = |rows, cols| {
+        let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
+        let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::PrefillFp8 };
+        Weight::allocate(&runtime, spec).expect("a weight")
+    };
+    let array = |shape: &[usize]| {
+        Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
+    };
+    let (gate_up, down) = (weight(2 * 4160, K), weight(K, 4160));
+    let (x, scale, place) = (array(&[300, K]), array(&[K]), array(&[300, K]));
+    let names: Vec<String> = runtime.trace(|| {
+        let sum = x.add(&x).expect("shapes fit");
+        let inner =
+            sum.rms_norm(&scale, 1e-6).and_then(|normed| normed.linear(&gate_up)).expect("shapes fit");
+        let y = inner.swiglu().and_then(|inner| inner.linear_add(&down, &sum)).expect("shapes fit");
+        let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");
+        prepared.program().kernels().iter().map(|kernel| kernel.op.name().to_owned()).collect()
+    });
+    assert_eq!(names, ["add", "linear", "linear"]);
+}
+
 /// Other tests compare bits with such a backend, so it must run the same kernels.
 #[test]
 fn a_backend_with_something_in_the_way_runs_the_same_kernels() {

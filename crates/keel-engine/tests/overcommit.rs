@@ -2,9 +2,10 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, finish, finish_from, prompt, run, step};
@@ -287,6 +288,40 @@ fn host_memory_is_planned_and_bounded() {
     parked.into_iter().for_each(|sequence| engine.release(sequence));
     assert!(engine.cache().is_idle());
     assert_eq!(runtime.ledger().charges(), charges, "nothing is allocated on the way");
+}
+
+/// Notes how many bytes each read has.
+#[derive(Debug, Default)]
+struct Reads(Mutex<BTreeSet<usize>>);
+
+impl Interceptor for Reads {
+    fn before_read(&self, bytes: usize, _is_settled: bool) -> Result<(), ArrayError> {
+        self.0.lock().expect("no panic").insert(bytes);
+        Ok(())
+    }
+}
+
+/// The host gets the hidden states that a parked sequence still needs, not those of its whole round.
+#[test]
+fn a_parked_sequence_takes_its_own_hidden_states_along() {
+    let reads = Arc::new(Reads::default());
+    let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let backend = InterceptedBackend::new(Arc::new(cpu), Arc::clone(&reads));
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    let drafting = EngineOptions { drafts: 2, ..options() };
+    let mut batcher = Batcher::new(engine(&fixture("qwen3_5"), &runtime, drafting), batch());
+    let greedy = |i| BatchRequest { speculate: true, sampler: SamplerOptions::default(), ..request(i) };
+    run(&mut batcher, (0..32).map(greedy).collect());
+    let (parking, speculation) = (batcher.status().parking, batcher.status().speculation);
+    assert!(parking.times > 2 && speculation.drafted_total() > 100, "{parking:?}, {speculation:?}");
+    let row = batcher.engine().model().config.hidden * size_of::<f32>();
+    let reads = reads.0.lock().expect("no panic");
+    assert!(reads.contains(&row), "{reads:?}: one row of a sequence");
+    for sequences in 2..=3 {
+        // Each sequence has three rows in a round.
+        assert!(!reads.contains(&(3 * sequences * row)), "{reads:?}: a round of {sequences} sequences");
+    }
+    assert_all_is_back(&mut batcher);
 }
 
 /// While it is set, launches fail.

@@ -347,15 +347,17 @@ impl Programs for CudaBackend {
     }
 
     /// Compiles kernels on all of the host's cores, then loads them. A library chooses how to multiply on its first
-    /// run.
+    /// run; only products in 8 bits are chosen here, because it may refuse them.
     fn make_ready(
         &self,
         launches: &[Launch<'_>],
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<(), ArrayError> {
         let Some(gpu) = &self.gpu else { return Ok(()) };
+        let in_op = |error: crate::CudaError| error.in_op("compile");
+        gpu.device.bind().map_err(in_op)?;
         let keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
-        gpu.device.bind().and_then(|()| gpu.modules.load_all(&keys, progress)).map_err(|e| e.in_op("compile"))
+        gpu.modules.load_all(&keys, progress).map_err(in_op)
     }
 
     fn preparations(&self) -> Preparations {

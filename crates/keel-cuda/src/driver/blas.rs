@@ -1,11 +1,10 @@
-//! cuBLASLt: products of 16-bit and 8-bit floats on tensor cores with f32 sums.
+//! cuBLASLt: products of 16-bit and 8-bit floats on tensor cores, which give f32.
 
 use super::Device;
 use crate::CudaError;
 use crate::error::Result;
 use cudarc::cublaslt::{result, sys};
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::Mutex;
 
 /// Scratch that the library gets for each product, in bytes: the size that NVIDIA advises for Hopper.
@@ -72,10 +71,13 @@ impl Drop for Plan {
     }
 }
 
-/// The library's handle, and its choice for each shape so far.
+/// The library's choice for each product so far, or why it refuses it.
+type Plans = HashMap<Product, Result<Plan, result::CublasError>>;
+
+/// The library's handle and choices.
 pub(crate) struct Blas {
     handle: sys::cublasLtHandle_t,
-    plans: Mutex<HashMap<Product, Plan>>,
+    plans: Mutex<Plans>,
 }
 
 // SAFETY: the library's handle may be used from any thread, and a lock protects the plans.
@@ -171,6 +173,8 @@ impl Blas {
         let input = result::create_matrix_layout(factor, inner as u64, rows as u64, inner as i64)?;
         let single = sys::cudaDataType_t::CUDA_R_32F;
         let output = result::create_matrix_layout(single, cols as u64, rows as u64, cols as i64)?;
+        let algorithm = sys::cublasLtMatmulAlgo_t { data: [0; 8] };
+        let mut plan = Plan { description, weight, input, output, algorithm };
         let preference = result::create_matmul_pref()?;
         let workspace_bytes = WORKSPACE_BYTES;
         // SAFETY: every handle was just created; attributes are set from values of the size given.
@@ -209,26 +213,23 @@ impl Blas {
             result::destroy_matmul_pref(preference)?;
             chosen?
         };
-        Ok(Plan { description, weight, input, output, algorithm: chosen.algo })
+        plan.algorithm = chosen.algo;
+        Ok(plan)
     }
 
-    /// The plan of a product, made when it is first asked for.
+    /// The plan of a product, made when it is first asked for. A refusal is remembered, because the library must not be
+    /// asked while a graph is recorded.
     fn plan_of<'a>(
         &self,
         product: Product,
         operands: &ProductOperands,
-        plans: &'a mut HashMap<Product, Plan>,
+        plans: &'a mut Plans,
     ) -> Result<&'a mut Plan> {
-        Ok(match plans.entry(product) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => {
-                let plan = self.plan(product, operands);
-                entry.insert(plan.map_err(refused("cublasLtMatmulAlgoGetHeuristic"))?)
-            }
-        })
+        let plan = plans.entry(product).or_insert_with(|| self.plan(product, operands));
+        plan.as_mut().map_err(|error| refused("cublasLtMatmulAlgoGetHeuristic")(*error))
     }
 
-    /// Asks the library whether it has a kernel for a product. It runs nothing.
+    /// Whether the library has a kernel for a product on the device that is current. It runs nothing.
     pub fn takes(&self, product: Product, operands: &ProductOperands) -> Result<()> {
         let mut plans = self.plans.lock().unwrap_or_else(|e| e.into_inner());
         self.plan_of(product, operands, &mut plans).map(drop)

@@ -105,6 +105,8 @@ impl Batcher {
 
     fn park(&mut self, running: &mut Running) -> Result<()> {
         self.engine.commit(&mut running.cache)?;
+        // Otherwise it would keep the hidden states of its whole round.
+        self.engine.fetch_lags(&mut running.speculation)?;
         // Its pages go next, so its prefix is remembered now for a next turn.
         self.remember_answer(running);
         let before = self.engine.cache().free_swap_blocks();

@@ -1,13 +1,15 @@
 //! Loads the parts of a model.
 
+use std::io;
+use std::panic::resume_unwind;
 use std::sync::mpsc;
-use std::{panic, thread};
+use std::thread::{self, ScopedJoinHandle};
 
 use keel_array::Runtime;
 use keel_models::HybridModel;
 
 use super::PlacedPart;
-use crate::Result;
+use crate::{EngineError, Result};
 
 /// Loads all parts with `load`, which reports the bytes of each weight, as `progress` does for all of them.
 ///
@@ -23,15 +25,21 @@ pub(crate) fn load_parts(
     }
     let (sender, loaded) = mpsc::channel();
     thread::scope(|scope| {
-        let start = |placed| {
+        let start = |(rank, placed)| {
             let (sender, load) = (sender.clone(), &load);
-            scope.spawn(move || load(placed, &|bytes| _ = sender.send(bytes)))
+            let run = move || load(placed, &|bytes| _ = sender.send(bytes));
+            thread::Builder::new().name(format!("keel-load-{rank}")).spawn_scoped(scope, run).map_err(refused)
         };
-        let threads: Vec<_> = devices.iter().map(start).collect();
+        let threads: Vec<_> = devices.iter().enumerate().map(start).collect::<Result<_>>()?;
         drop(sender);
         loaded.iter().for_each(progress);
-        let ended =
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|e| panic::resume_unwind(e)));
-        Ok(ended.collect::<keel_models::Result<_>>()?)
+        // All end before the first error is returned.
+        let ended: Vec<_> = threads.into_iter().map(ScopedJoinHandle::join).collect();
+        let parts = ended.into_iter().map(|part| part.unwrap_or_else(|panicked| resume_unwind(panicked)));
+        Ok(parts.collect::<keel_models::Result<_>>()?)
     })
+}
+
+fn refused(error: io::Error) -> EngineError {
+    EngineError::Option(format!("the devices of the model could not be given a thread each to load: {error}"))
 }

@@ -287,7 +287,8 @@ impl Staging {
         }
         let drawn = if draws_rows { shape.rows } else { shape.sequences };
         filling.add(&self.draws, padded(words, drawn, Draw::NOTHING).concat());
-        if let Some(head) = self.head.as_ref().filter(|head| shape.rows <= head.next_tokens.shape()[0]) {
+        // A step of prompts passes the head, too.
+        if let Some(head) = self.head.as_ref().filter(|_| shape.regime == Regime::Prefill) {
             filling.add(&head.next_tokens, padded(next_tokens, shape.rows, 0));
         }
         if let Some(head) = self.head.as_ref().filter(|_| shape.reads_hidden()) {

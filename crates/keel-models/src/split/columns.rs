@@ -37,9 +37,11 @@ impl Columns {
     /// The share's entries of each of `rows` rows.
     fn pick<T: Copy>(&self, rows: usize, data: &[T]) -> Vec<T> {
         let row = data.len() / rows.max(1);
-        let own =
-            |row: &[T]| self.ranges(row.len()).flat_map(|range| row[range].to_vec()).collect::<Vec<T>>();
-        data.chunks_exact(row.max(1)).flat_map(own).collect()
+        let mut own = Vec::with_capacity(data.len() / self.count);
+        for row in data.chunks_exact(row.max(1)) {
+            self.ranges(row.len()).for_each(|range| own.extend_from_slice(&row[range]));
+        }
+        own
     }
 }
 

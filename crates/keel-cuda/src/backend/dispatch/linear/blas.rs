@@ -52,7 +52,7 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize, in_blocks: bool) ->
             false if is_padded => rows * padded * size_of::<f32>(),
             false => 0,
         };
-    let eight = Fp8Scratch::new(weight, rows, end);
+    let eight = Fp8Scratch::new(weight, rows, w, end);
     let end = if fp8_prefill::is_tried(weight, in_blocks) { eight.end } else { end };
     BlasScratch { x, w, last, eight, end: end + BLAS_ALIGN }
 }
@@ -123,9 +123,10 @@ pub(super) fn through_blas(
     let part_bytes = (scratch.w - scratch.x) / x_parts(weight);
     let (y, accumulate) = (&call.outputs[0], residual.is_some());
     let halve = || to_half(weight, rows, x, part_bytes, call);
-    let in_fp8 =
-        Fp8Product { weight, rows, accumulate, scratch: &scratch.eight, w: own + scratch.w as u64, own };
-    let in_fp8 = (fp8_prefill::is_tried(weight, in_blocks) && in_fp8.is_possible(call)).then_some(in_fp8);
+    let in_fp8 = match fp8_prefill::is_tried(weight, in_blocks) {
+        true => Fp8Product::of(weight, rows, accumulate, &scratch.eight, own, call),
+        false => None,
+    };
     match &in_fp8 {
         Some(product) => product.round(x, halve, call)?,
         None => halve()?,

@@ -2,11 +2,11 @@
 //! rounded with a scale for each row. Twice the rate of 16 bits and half the bytes of W; each factor is off by up to
 //! 2^-4 of itself.
 
-use super::super::{Call, Geometry};
+use super::super::{Bound, Call, Geometry};
 use super::blas::{BLAS_ALIGN, is_widened};
 use super::{pairs, row_tiles, weight_key};
 use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
-use crate::kernels::FP8_PREFILL;
+use crate::kernels::{FP8_PREFILL, KernelKey};
 use crate::parameters::{DequantizeToFp8, QuantizeFp8, Wide};
 use keel_array::{ArrayError, Compute, Op, WeightSpec};
 
@@ -19,8 +19,8 @@ const THREADS_MAX: usize = 1024;
 /// Groups of four values that such a thread has in registers, unless a row takes more than [`THREADS_MAX`].
 const FOURS_OF_THREAD: usize = 6;
 
-/// Columns of the longest row that fits registers.
-const COLS_MAX: usize = THREADS_MAX * 4 * 16;
+/// Columns of the longest row. A thread then has 64 values.
+const COLS_MAX: usize = THREADS_MAX * 64;
 
 /// Whether a product that goes through cuBLASLt is tried in 8 bits. The library decides when it sees the device.
 pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
@@ -31,9 +31,10 @@ pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
         && weight.cols.is_multiple_of(MULTIPLE)
 }
 
-/// Where x in 8 bits and the scales lie in the scratch, from a multiple of [`BLAS_ALIGN`] on. W takes the place that
-/// it has in 16 bits.
+/// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`BLAS_ALIGN`] on. W takes the place
+/// that it has in 16 bits.
 pub(super) struct Fp8Scratch {
+    w: usize,
     x: usize,
     x_scales: usize,
     w_scales: usize,
@@ -41,24 +42,22 @@ pub(super) struct Fp8Scratch {
 }
 
 impl Fp8Scratch {
-    pub fn new(weight: &WeightSpec, rows: usize, first: usize) -> Fp8Scratch {
+    /// What is not at `w` begins at `first`.
+    pub fn new(weight: &WeightSpec, rows: usize, w: usize, first: usize) -> Fp8Scratch {
         let x = first.next_multiple_of(BLAS_ALIGN);
         let x_scales = (x + rows * weight.cols).next_multiple_of(BLAS_ALIGN);
         let w_scales = (x_scales + rows * size_of::<f32>()).next_multiple_of(BLAS_ALIGN);
-        Fp8Scratch { x, x_scales, w_scales, end: w_scales + weight.rows * size_of::<f32>() }
+        Fp8Scratch { w, x, x_scales, w_scales, end: w_scales + weight.rows * size_of::<f32>() }
     }
 }
 
-/// A product in 8 bits, and where its factors go.
+/// A product in 8 bits.
 pub(super) struct Fp8Product<'a> {
-    pub weight: &'a WeightSpec,
-    pub rows: usize,
-    pub accumulate: bool,
-    pub scratch: &'a Fp8Scratch,
-    /// The address for W.
-    pub w: u64,
+    weight: &'a WeightSpec,
+    product: Product,
+    operands: ProductOperands,
     /// The address of the workspace.
-    pub own: u64,
+    own: u64,
 }
 
 /// What becomes x in 8 bits: rows of values, `stride` elements apart. The names are those of the kernel's constants.
@@ -71,23 +70,29 @@ struct Source {
     eps: f32,
 }
 
-impl Fp8Product<'_> {
-    fn product(&self) -> Product {
-        let Fp8Product { weight, rows, accumulate, .. } = *self;
+impl<'a> Fp8Product<'a> {
+    /// The product of `rows` rows, with its scratch from address `own` on. `None` if the library has no kernel for it on
+    /// this device.
+    pub fn of(
+        weight: &'a WeightSpec,
+        rows: usize,
+        accumulate: bool,
+        scratch: &Fp8Scratch,
+        own: u64,
+        call: &Call<'_>,
+    ) -> Option<Fp8Product<'a>> {
         let (cols, inner) = (weight.rows, weight.cols);
-        Product { rows, cols, inner, alpha: 1, accumulate, bias: false, factors: FactorType::E4m3 }
-    }
-
-    fn operands(&self, call: &Call<'_>) -> ProductOperands {
-        let at = |offset: usize| self.own + offset as u64;
-        let scales = ScaleAddresses { x: at(self.scratch.x_scales), w: at(self.scratch.w_scales) };
-        ProductOperands { x: at(self.scratch.x), w: self.w, y: call.outputs[0].address, bias: 0, scales }
-    }
-
-    /// Whether the library multiplies 8-bit floats on this device.
-    pub fn is_possible(&self, call: &Call<'_>) -> bool {
-        let possible = call.gpu.blas.takes(self.product(), &self.operands(call));
-        possible.inspect_err(|error| tracing::debug!("{error}; multiplied in 16 bits")).is_ok()
+        let product =
+            Product { rows, cols, inner, alpha: 1, accumulate, bias: false, factors: FactorType::E4m3 };
+        let at = |offset: usize| own + offset as u64;
+        let scales = ScaleAddresses { x: at(scratch.x_scales), w: at(scratch.w_scales) };
+        let (x, w, y) = (at(scratch.x), at(scratch.w), call.outputs[0].address);
+        let operands = ProductOperands { x, w, y, bias: 0, scales };
+        let refusal = call.gpu.blas.takes(product, &operands).err();
+        if let Some(refusal) = &refusal {
+            tracing::debug!("{refusal}; multiplied in 16 bits");
+        }
+        refusal.is_none().then_some(Fp8Product { weight, product, operands, own })
     }
 
     /// Writes x in 8 bits, in one launch from what comes before the product. If that cannot be, `halve` first writes x in
@@ -99,7 +104,7 @@ impl Fp8Product<'_> {
         call: &Call<'_>,
     ) -> Result<(), ArrayError> {
         let cols = self.weight.cols;
-        let source = match Source::before(self.weight, call) {
+        let source = match Source::before(cols, call) {
             Some(source) => source,
             None => {
                 halve()?;
@@ -107,48 +112,49 @@ impl Fp8Product<'_> {
             }
         };
         let Source { from, x, stride, norm, eps } = source;
-        let ProductOperands { x: y, scales, .. } = self.operands(call);
         let threads = cols.div_ceil(FOURS_OF_THREAD * 4).next_multiple_of(32).clamp(128, THREADS_MAX);
-        let key = weight_key(FP8_PREFILL, "quantize_fp8", self.weight);
+        let key = KernelKey::new(FP8_PREFILL, "quantize_fp8").define("DIM_K", cols);
         let key = key.define("THREADS", threads).define("FROM", from);
+        let ProductOperands { x: y, scales, .. } = self.operands;
         let parameters = QuantizeFp8 { x, stride: Wide(stride), w: norm, eps, y, scales: scales.x };
-        call.launch(&key, Geometry::rows(self.rows, threads), &parameters)
+        call.launch(&key, Geometry::rows(self.product.rows, threads), &parameters)
     }
 
     /// Multiplies x with W, which it rounds first.
     pub fn multiply(&self, call: &Call<'_>) -> Result<(), ArrayError> {
-        let (weight, operands) = (self.weight, self.operands(call));
         let parameters = DequantizeToFp8 {
             weight: call.inputs[1].address,
-            pairs: pairs(weight, &call.inputs[1]),
-            out: self.w,
-            scales: operands.scales.w,
+            pairs: pairs(self.weight, &call.inputs[1]),
+            out: self.operands.w,
+            scales: self.operands.scales.w,
         };
-        let key = weight_key(FP8_PREFILL, "dequantize_to_fp8", weight);
-        call.launch(&key, Geometry::rows(row_tiles(weight), 256), &parameters)?;
-        let multiplied = call.multiply(self.product(), operands, self.own);
+        let key = weight_key(FP8_PREFILL, "dequantize_to_fp8", self.weight);
+        call.launch(&key, Geometry::rows(row_tiles(self.weight), 256), &parameters)?;
+        let multiplied = call.multiply(self.product, self.operands, self.own);
         multiplied.map_err(|error| error.in_op(call.kernel.op.name()))
     }
 }
 
 impl Source {
     /// What comes before a product: x itself, a norm or SwiGLU. `None` if another kernel has to make x.
-    fn before(weight: &WeightSpec, call: &Call<'_>) -> Option<Source> {
-        let (from, kernel) = match call.producer(0) {
-            None => ("FROM_F32", &call.bound),
-            Some(producer) => match producer.kernel.op {
-                Op::RmsNorm { .. } => ("FROM_NORM", producer),
-                Op::SwiGlu => ("FROM_SWIGLU", producer),
-                _ => return None,
-            },
+    fn before(cols: usize, call: &Call<'_>) -> Option<Source> {
+        let plain = |from, x: &Bound<'_>, stride| Source { from, x: x.address, stride, norm: 0, eps: 0.0 };
+        let source = match call.producer(0) {
+            None => plain("FROM_F32", &call.inputs[0], cols),
+            Some(producer) => {
+                let x = &producer.inputs[0];
+                match producer.kernel.op {
+                    Op::SwiGlu => plain("FROM_SWIGLU", x, x.row_stride(1)),
+                    Op::RmsNorm { eps } => Source {
+                        norm: producer.inputs[1].address,
+                        eps: eps.get(),
+                        ..plain("FROM_NORM", x, x.row_stride(1))
+                    },
+                    _ => return None,
+                }
+            }
         };
-        let x = &kernel.inputs[0];
-        let (norm, eps) = match kernel.kernel.op {
-            Op::RmsNorm { eps } => (kernel.inputs[1].address, eps.get()),
-            _ => (0, 0.0),
-        };
-        let stride = if from == "FROM_F32" { weight.cols } else { x.row_stride(1) };
-        let is_aligned = x.address.is_multiple_of(16) && stride.is_multiple_of(4);
-        (is_aligned && weight.cols <= COLS_MAX).then_some(Source { from, x: x.address, stride, norm, eps })
+        let is_aligned = source.x.is_multiple_of(16) && source.stride.is_multiple_of(4);
+        (is_aligned && cols <= COLS_MAX).then_some(source)
     }
 }
