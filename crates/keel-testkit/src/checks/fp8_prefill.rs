@@ -19,7 +19,8 @@ pub(super) fn in_fp8(runtime: &Runtime) {
     let mut random = Random::new(60);
     let kinds = [(4, 64), (8, 32), (4, 128), (6, 64)].into_iter();
     // 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles; 260 columns are no whole 16. With
-    // 256 rows of W a product absorbs what comes before, a norm up to 4,096 columns. A thread has several of so many.
+    // 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to 4,096 columns. From 4,096 columns
+    // on, a thread rounds several groups of four.
     let shapes = [
         (300, 256, 512),
         (257, 80, 192),
