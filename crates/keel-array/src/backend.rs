@@ -233,6 +233,14 @@ pub trait Programs: Send + Sync {
         false
     }
 
+    /// True if the f32 value of `producer` may take 16 bits an element in memory. `reader` is the only kernel that
+    /// reads it, itself or in an absorbed kernel, and reads it once. The operands of both then have type f16. Which
+    /// numbers the bits stand for is agreed between the two kernels alone. Asked after absorption, about intermediates.
+    fn narrows(&self, producer: &Kernel, reader: &Kernel) -> bool {
+        let _ = (producer, reader);
+        false
+    }
+
     /// The kernels that this device runs together with the first of `kernels`; `None` if it runs that one alone. Asked
     /// after the memory plan, for consecutive kernels of one submission. The launch then has this
     /// [group](Launch::groups). Nothing but the kernels themselves may decide, so that a plan gives the same answer.

@@ -14,7 +14,8 @@
 //
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
 // KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none),
-// UNTIL (0 or 1; 1 needs one split and no runs).
+// UNTIL (0 or 1; 1 needs one split and no runs), Y_HALF (1: y is f16 of an eighth, for a product in 8-bit floats; for
+// prompts on tensor cores and attention_merge after them).
 // Launch:
 //   kv_write         grid T, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
@@ -39,6 +40,9 @@
 #endif
 #ifndef UNTIL
 #define UNTIL 0
+#endif
+#ifndef Y_HALF
+#define Y_HALF 0
 #endif
 #define G (H / KV)
 #define BM 16
@@ -324,6 +328,10 @@ attention_merge(
         float4 other = parts[i * QUADS + threadIdx.x];
         sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
     }
-    float f = 1.0f / total;
+    float f = (Y_HALF ? 0.125f : 1.0f) / total;
+    if (Y_HALF) {
+        *(uint2*)((u16*)y + ((u64)t * H + head) * D + column) = make_uint2(pack_f16(sum.x * f, sum.y * f), pack_f16(sum.z * f, sum.w * f));
+        return;
+    }
     store4(y + ((u64)t * H + head) * D + column, make_float4(sum.x * f, sum.y * f, sum.z * f, sum.w * f));
 }

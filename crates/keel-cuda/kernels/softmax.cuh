@@ -1,11 +1,15 @@
 // The softmax of attention on tensor cores, on scores in the fragments of a product. A warp has 16 pairs of row and
 // head. A lane has two of them (lane / 4 and lane / 4 + 8) and two of every 8 keys. Macros: H, KV, D, G (heads of a
-// group), WINDOW, UNTIL.
+// group), WINDOW, UNTIL, Y_HALF (y is f16 of an eighth, see attention.cu).
 #pragma once
 #include "paged.cuh"
 
 #ifndef UNTIL
 #define UNTIL 0
+#endif
+
+#ifndef Y_HALF
+#define Y_HALF 0
 #endif
 
 /// The last position that each row of a sequence sees, if it may be after the row's own (UNTIL=1, see attention.cu).
@@ -127,7 +131,13 @@ static __device__ __forceinline__ void leave_rows(const float (&sums)[D / 8][4],
         if (pair >= pairs.count) continue;
         const u64 row = pairs.first_row + (pairs.first + pair) / G, head = pairs.kv * G + (pairs.first + pair) % G;
         float* out = split ? split_sums(partial, pairs.total_rows, blockIdx.z, row, head) : y + (row * H + head) * D;
-        const float f = split ? 1.0f : 1.0f / softmax.total[half];
+        const float f = split ? 1.0f : (Y_HALF ? 0.125f : 1.0f) / softmax.total[half];
+        if (Y_HALF && !split) {
+            u32* words = (u32*)y + (row * H + head) * (D / 2) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) words[4 * n] = pack_f16(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);
+            continue;
+        }
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
             *(float2*)(out + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * half] * f, sums[n][2 * half + 1] * f);

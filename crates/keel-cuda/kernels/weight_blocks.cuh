@@ -47,6 +47,10 @@
 #define SUPER_BYTES (IS_ONE_OF(Q2_K, Q4_K, Q5_K, Q5_K) ? 4 : IS_ONE_OF(Q3_K, Q6_K, IQ4_XS, IQ4_XS) ? 2 : 0)
 #define HAS_TABLE IS_ONE_OF(IQ4_NL, IQ4_XS, MXFP4, MXFP4)
 
+// The range of a level.
+#define LEAST_LEVEL (BLOCK == MXFP4 ? 116.0f : HAS_TABLE ? 1.0f : 0.0f)
+#define GREATEST_LEVEL (BLOCK == MXFP4 ? 140.0f : HAS_TABLE ? 241.0f : (float)((1 << BITS) - 1))
+
 #if HAS_TABLE
 // Looks up four 4-bit levels, a byte each, in a table of sixteen bytes. Table entries are stored plus 128.
 __device__ __forceinline__ u32 four_of_table(u32 levels) {

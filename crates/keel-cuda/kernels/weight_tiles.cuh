@@ -27,6 +27,8 @@
 #elif defined(BITS)
 #define SUB_BYTES (2 * (int)sizeof(PAIR_T))
 #define SUPER_BYTES 0
+#define LEAST_LEVEL 0.0f // the range of a level
+#define GREATEST_LEVEL ((float)((1 << BITS) - 1))
 #endif
 
 #define K_TILES ((DIM_K + 63) / 64)

@@ -1,8 +1,8 @@
 //! The peak rates of a GPU, measured now.
 
 use crate::driver::{
-    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, ScaleAddresses,
-    driver,
+    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, ResultType,
+    ScaleAddresses, driver,
 };
 use crate::error::Result;
 use std::sync::Arc;
@@ -85,6 +85,7 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
         accumulate: false,
         bias: false,
         factors: FactorType::Bf16,
+        result: ResultType::F32,
     };
     let scales = ScaleAddresses::default();
     let operands = ProductOperands { x: x.at(0), w: w.at(0), y: y.at(0), bias: 0, scales };

@@ -198,7 +198,8 @@ fn products(keys: &mut Keys) {
         );
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
-            keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &exact.concat());
+            let cut = [("PIECES", "2"), ("WARP_TILES", "1")];
+            keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &[&exact.concat()[..], &cut].concat());
             let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,
@@ -214,7 +215,8 @@ fn products(keys: &mut Keys) {
             }
         }
     }
-    for from in ["FROM_F32", "FROM_F16", "FROM_NORM", "FROM_SWIGLU"] {
+    keys.add(kernels::FP8_PREFILL, &["swiglu_of_half"], &[]);
+    for from in ["FROM_F32", "FROM_F16", "FROM_NORM", "FROM_SWIGLU", "FROM_SWIGLU_F16"] {
         let defines = [("DIM_K", "4160"), ("THREADS", "192"), ("FROM", from)];
         keys.add(kernels::FP8_PREFILL, &["quantize_fp8"], &defines);
     }
@@ -256,7 +258,8 @@ fn block_products(keys: &mut Keys) {
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
         keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
         keys.add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
-        keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &with(&[]));
+        let cut = [("PIECES", "1"), ("WARP_TILES", "2")];
+        keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &with(&cut));
         // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
             keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
@@ -312,13 +315,14 @@ fn attention(keys: &mut Keys) {
         keys.add(
             kernels::ATTENTION,
             &["attention_merge"],
-            &[&defines[..], &strides, &[("EARLY", "1")]].concat(),
+            &[&defines[..], &strides, &[("EARLY", "1"), ("Y_HALF", "1")]].concat(),
         );
         keys.add(kernels::ATTENTION, &["attention"], &[&defines[..], &strides, &[("UNTIL", "1")]].concat());
         let tensor = [&defines[..], &strides, &[("WARPS", "4")]].concat();
         keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill", "attention_decode"], &tensor);
-        let until = [&tensor[..], &[("UNTIL", "1")]].concat();
-        keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill"], &until);
+        for more in [("UNTIL", "1"), ("Y_HALF", "1")] {
+            keys.add(kernels::ATTENTION_TENSOR, &["attention_prefill"], &[&tensor[..], &[more]].concat());
+        }
         let early = [("KV_STAGES", "2"), ("EARLY", "1")];
         keys.add(kernels::ATTENTION_TENSOR, &["attention_decode"], &[&tensor[..], &early].concat());
         let (stages, blocks) = if d == "256" { ("1", "1") } else { ("3", "2") };
@@ -368,7 +372,7 @@ fn attention(keys: &mut Keys) {
         ];
         keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
         let (until, coded) = (("UNTIL", "1"), ("KV_BITS", "8"));
-        for other in [&[until][..], &[coded], &[until, coded], &[("KV_BITS", "4")]] {
+        for other in [&[until][..], &[coded], &[until, coded], &[("KV_BITS", "4")], &[("Y_HALF", "1")]] {
             let defines = [&defines[..], other].concat();
             keys.add(kernels::ATTENTION_WGMMA, &["attention_prefill_wide"], &defines);
         }

@@ -302,6 +302,10 @@ impl Programs for RemoteBackend {
         self.planner.absorbs(reader, input, producer)
     }
 
+    fn narrows(&self, producer: &Kernel, reader: &Kernel) -> bool {
+        self.planner.narrows(producer, reader)
+    }
+
     fn group_of(&self, kernels: &[Kernel]) -> Option<KernelGroup> {
         self.planner.group_of(kernels)
     }

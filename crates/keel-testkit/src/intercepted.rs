@@ -195,6 +195,9 @@ impl<D: Interceptor> Programs for InterceptedBackend<D> {
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         self.backend.absorbs(reader, input, producer)
     }
+    fn narrows(&self, producer: &Kernel, reader: &Kernel) -> bool {
+        self.backend.narrows(producer, reader)
+    }
     fn group_of(&self, kernels: &[Kernel]) -> Option<KernelGroup> {
         self.backend.group_of(kernels)
     }

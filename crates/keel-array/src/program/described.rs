@@ -1,6 +1,7 @@
 //! A program as text: what is launched, in the order of the first launch of its kind.
 
 use super::{Kernel, Program};
+use crate::DType;
 use crate::ops::Op;
 
 impl Program {
@@ -21,7 +22,7 @@ impl Program {
     }
 }
 
-/// The operation, a weight's shape, and the absorbed kernels.
+/// The operation, a weight's shape, whether the result takes 16 bits an element, and the absorbed kernels.
 fn describe(kernel: &Kernel) -> String {
     let shape = match &kernel.op {
         Op::Linear { weight, .. } | Op::GatherLinear { weight } => {
@@ -29,7 +30,9 @@ fn describe(kernel: &Kernel) -> String {
         }
         _ => String::new(),
     };
+    let is_narrow = kernel.outputs.first().is_some_and(|output| output.dtype == DType::F16);
+    let width = if is_narrow && !shape.is_empty() { " to f16" } else { "" };
     let absorbed: Vec<String> = kernel.absorbed.iter().map(describe).collect();
     let absorbed = if absorbed.is_empty() { String::new() } else { format!(" ({})", absorbed.join(", ")) };
-    format!("{}{shape}{absorbed}", kernel.op.name())
+    format!("{}{shape}{width}{absorbed}", kernel.op.name())
 }

@@ -338,6 +338,10 @@ impl Programs for CudaBackend {
         dispatch::absorbs(reader, input, producer, self.mode)
     }
 
+    fn narrows(&self, producer: &Kernel, reader: &Kernel) -> bool {
+        dispatch::narrows(producer, reader, self.mode)
+    }
+
     fn group_of(&self, kernels: &[Kernel]) -> Option<KernelGroup> {
         dispatch::group_of(kernels, self.mode)
     }

@@ -1,4 +1,4 @@
-//! cuBLASLt: products of 16-bit and 8-bit floats on tensor cores, which give f32.
+//! cuBLASLt: products of 16-bit and 8-bit floats on tensor cores, which give f32 or f16.
 
 use super::Device;
 use crate::CudaError;
@@ -17,6 +17,14 @@ pub(crate) enum FactorType {
     F16,
     /// 8 bits, with an f32 scale for each row of x and of w. `cols` and `inner` are multiples of 16.
     E4m3,
+}
+
+/// What a product writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum ResultType {
+    F32,
+    /// f16 of an eighth, as `half.cuh` has x. Values beyond the range become infinite. Never accumulated.
+    EighthF16,
 }
 
 /// The addresses of a product's operands.
@@ -38,8 +46,8 @@ pub(crate) struct ScaleAddresses {
     pub w: u64,
 }
 
-/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`, y f32; added to what y holds if `accumulate`. With
-/// `bias`, a value for each column of y is added, too.
+/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`; added to what y holds if `accumulate`. With `bias`, a
+/// value for each column of y is added, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     pub rows: usize,
@@ -49,6 +57,7 @@ pub(crate) struct Product {
     pub accumulate: bool,
     pub bias: bool,
     pub factors: FactorType,
+    pub result: ResultType,
 }
 
 struct Plan {
@@ -172,7 +181,11 @@ impl Blas {
         let weight = result::create_matrix_layout(factor, inner as u64, cols as u64, inner as i64)?;
         let input = result::create_matrix_layout(factor, inner as u64, rows as u64, inner as i64)?;
         let single = sys::cudaDataType_t::CUDA_R_32F;
-        let output = result::create_matrix_layout(single, cols as u64, rows as u64, cols as i64)?;
+        let written = match product.result {
+            ResultType::F32 => single,
+            ResultType::EighthF16 => sys::cudaDataType_t::CUDA_R_16F,
+        };
+        let output = result::create_matrix_layout(written, cols as u64, rows as u64, cols as i64)?;
         let algorithm = sys::cublasLtMatmulAlgo_t { data: [0; 8] };
         let mut plan = Plan { description, weight, input, output, algorithm };
         let preference = result::create_matmul_pref()?;
@@ -253,7 +266,8 @@ impl Blas {
         unsafe { set_addresses(plan.description, product, &operands) }
             .map_err(refused("cublasLtMatmulDescSetAttribute"))?;
         let ProductOperands { x, w, y, .. } = operands;
-        let (alpha, beta) = (f32::from(product.alpha), if product.accumulate { 1f32 } else { 0f32 });
+        let unit = if product.result == ResultType::EighthF16 { 0.125 } else { 1f32 };
+        let (alpha, beta) = (unit * f32::from(product.alpha), if product.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the plan's handles are alive; the addresses are as the caller promises.
         let outcome = unsafe {
             result::matmul(

@@ -19,7 +19,8 @@ mod survey;
 
 pub(crate) use arguments::Arguments;
 pub(crate) use blas::{
-    Blas, FactorType, Product, ProductOperands, ScaleAddresses, WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES,
+    Blas, FactorType, Product, ProductOperands, ResultType, ScaleAddresses,
+    WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES,
 };
 pub(crate) use compiler::cached;
 pub use compiler::{Architecture, compile};

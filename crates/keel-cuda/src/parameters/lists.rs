@@ -152,6 +152,11 @@ parameters! {
         width: usize = "u32",
     }
 
+    /// SwiGLU in 16 bits of values in 16 bits.
+    SwiGluOfHalf = "swiglu_of_half.params" of ["swiglu_of_half"] {
+        x: u64 = "const uint4*", y: u64 = "u16*", rows: Wide = "u64", width: usize = "u32",
+    }
+
     /// Values with a sigmoid gate.
     SigmoidGate = "sigmoid_gate.params" of ["sigmoid_gate"] {
         x: u64 = "const float*", sx: [u64; 17] = "Strides", gate: u64 = "const float*",

@@ -1,17 +1,22 @@
 //! Products in 8-bit floats.
 
+use super::Check;
 use super::linear::{affine_weight, floats, typical_sum};
+use super::sequence::{batch, draw, up};
 use super::share::is_mine;
-use super::{download, rounded, upload};
+use super::{download, rounded};
 use crate::cases::quantized_matmul::weights;
 use crate::naive::matmul::matmul_transposed;
-use crate::naive::quantized_matmul::{e4m3_rows, quantized_matmul};
+use crate::naive::quantized_matmul::{Affine, e4m3_rows, e4m3_weights, quantized_matmul};
 use crate::naive::rms_norm::rms_norm;
 use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
-use keel_array::{Compute, DType, Runtime};
+use keel_array::{Array, AttentionSpec, Category, Compute, DType, KvFormat, KvPool, Regime, Runtime};
+
+/// For fast modes.
+pub(super) const FAST: &[Check] = &[Check { op: "linear", run: after_attention }];
 
 /// Products of many rows whose factors a backend may round to 8-bit floats. It rounds all or none: the result is near
 /// the product of rounded factors, or near that of the factors as they are.
@@ -48,7 +53,7 @@ pub(super) fn in_fp8(runtime: &Runtime) {
         let gates = rounded(&gates, DType::F32);
         let r = rounded(&Tensor::random(&mut random, &[t, n], -1.0, 1.0), DType::F32);
         let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::PrefillFp8);
-        let up = |tensor: &Tensor| upload(runtime, tensor, DType::F32);
+        let up = |tensor: &Tensor| up(runtime, tensor);
         let (array, residual) = (up(&x), up(&r));
         // A product absorbs what reads an intermediate: the sum of two halves, which is exact.
         let twice = |tensor: &Tensor| {
@@ -76,7 +81,7 @@ pub(super) fn in_fp8(runtime: &Runtime) {
             let onto = |sums: &[f64]| sums.iter().zip(residual).map(|(sum, r)| sum + r).collect::<Vec<f64>>();
             let codes = |values: &[f32]| e4m3_rows(values, k);
             let exact = onto(&quantized_matmul(&input, &w));
-            let coded = onto(&matmul_transposed(&codes(&input), &codes(&w.weights()), k));
+            let coded = onto(&matmul_transposed(&codes(&input), &e4m3_weights(&w, bits), k));
             let y = download(&y.expect("extents fit"));
             let far = |want: &[f64]| y.iter().zip(want).map(|(y, want)| (y - want).abs()).fold(0.0, f64::max);
             let (from_exact, from_coded) = (far(&exact), far(&coded));
@@ -90,6 +95,89 @@ pub(super) fn in_fp8(runtime: &Runtime) {
             }
         }
     }
+}
+
+/// A product of gate and up, SwiGLU, and a product. If a backend rounds what enters the last product to 8 bits, it may
+/// keep f16 between gate and SwiGLU: what that loses is a small part.
+pub(super) fn feed_forward(runtime: &Runtime) {
+    let mut random = Random::new(61);
+    // 300 rows are many, 100 are not. Both products have whole tiles, so that a backend may absorb SwiGLU.
+    let shapes = [(300, 256, 320, 256), (100, 256, 320, 256)];
+    for ((bits, group), (t, k, inner, n)) in [(4, 64), (8, 32)].map(|kind| shapes.map(|s| (kind, s))).concat()
+    {
+        if !is_mine(&("feed forward in eight bits", bits, group, t, k, inner, n)) {
+            continue;
+        }
+        let wide = weights(&mut random, 2 * inner, k, bits, group);
+        let down = weights(&mut random, n, inner, bits, group);
+        // Gates of about 1.
+        let size = 2.0 / typical_sum(&[1.0], &wide) as f32;
+        let x = rounded(&Tensor::random(&mut random, &[t, k], -size, size), DType::F16);
+        let weight = |w: &Affine| affine_weight(runtime, std::slice::from_ref(w), bits, Compute::PrefillFp8);
+        let y = up(runtime, &x).linear(&weight(&wide)).and_then(|wide| wide.swiglu()?.linear(&weight(&down)));
+        let y = download(&y.expect("extents fit"));
+        let input = floats(&x);
+        let exact = swiglu(&quantized_matmul(&input, &wide), inner);
+        let coded = matmul_transposed(&e4m3_rows(&input, k), &e4m3_weights(&wide, bits), k);
+        let coded = e4m3_rows(&swiglu(&coded, inner), inner);
+        let what =
+            format!("[{t}, {k}] to {inner} gates to {n}, {bits} bits in groups of {group}, 8-bit prompts");
+        let coded = (t > 256).then(|| matmul_transposed(&coded, &e4m3_weights(&down, bits), inner));
+        expect_near(&what, &y, &exact, &down, coded.as_deref());
+    }
+}
+
+/// A product after attention, which may leave f16 for it. The oracle has the rows that attention leaves without it.
+pub(super) fn after_attention(runtime: &Runtime) {
+    const HEADS: usize = 4;
+    const KV: usize = 2;
+    let mut random = Random::new(62);
+    for (d, format, n) in [(64, KvFormat::F16, 256), (128, KvFormat::Bits8, 320), (80, KvFormat::F16, 256)] {
+        if !is_mine(&("eight bits after attention", d, format, n)) {
+            continue;
+        }
+        let (rows, t, k) = ([(0, 190), (0, 110)], 300, HEADS * d);
+        let elements = format.row_elements(d).expect("whole groups");
+        let pool_shape = [rows.len() + 1, KV, 256, elements];
+        let pool = || Array::persistent(runtime, Category::Kv, pool_shape, format.dtype()).expect("memory");
+        let pool = KvPool { keys: pool(), values: pool() };
+        let [q, keys, values] = [HEADS, KV, KV].map(|heads| up(runtime, &draw(&mut random, &[t, heads, d])));
+        let batch = batch(runtime, &rows, 1);
+        let spec = AttentionSpec { scale: 0.125.into(), window: None, regime: Regime::Prefill };
+        let attended = || q.paged_attention(&keys, &values, &pool, &batch, spec.clone())?.reshape([t, k]);
+        let x = attended().and_then(|seen| seen.to_vec::<f32>()).expect("a case runs");
+        let w = weights(&mut random, n, k, 4, 32);
+        let weight = affine_weight(runtime, std::slice::from_ref(&w), 4, Compute::PrefillFp8);
+        let y = download(&attended().and_then(|seen| seen.linear(&weight)).expect("extents fit"));
+        let coded = matmul_transposed(&e4m3_rows(&x, k), &e4m3_weights(&w, 4), k);
+        let what = format!("heads of {d}, {format:?}, to {n}, 8-bit prompts after attention");
+        expect_near(&what, &y, &x, &w, Some(&coded));
+    }
+}
+
+/// Asserts that y is near the product of x and w, or near `coded`. Distances are in typical sums of a row: few rows are
+/// larger than all others. Their mean tells roundings apart; a single one may be several times larger.
+#[track_caller]
+fn expect_near(what: &str, y: &[f64], x: &[f32], w: &Affine, coded: Option<&[f64]>) {
+    let n = w.quants.len() / w.k;
+    let of_one = typical_sum(&[1.0], w);
+    let square = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+    let typical: Vec<f64> =
+        x.chunks_exact(w.k).map(|row| of_one * (square(row) / w.k as f64).sqrt()).collect();
+    let distance = |want: &[f64]| {
+        let apart = |(i, (y, want)): (usize, (&f64, &f64))| (y - want).abs() / typical[i / n];
+        let apart: Vec<f64> = y.iter().zip(want).enumerate().map(apart).collect();
+        let mean = (apart.iter().map(|d| d * d).sum::<f64>() / apart.len() as f64).sqrt();
+        (mean, apart.iter().copied().fold(0.0, f64::max))
+    };
+    let from_exact = distance(&quantized_matmul(x, w));
+    let from_coded = coded.map_or((f64::INFINITY, f64::INFINITY), distance);
+    let (mean, most) = if from_coded.0 < from_exact.0 { from_coded } else { from_exact };
+    let step = tolerance::ONE_OF_TWO_ROUNDINGS;
+    assert!(
+        mean <= step && most <= 6.0 * step,
+        "{what}: {from_exact:?} and {from_coded:?} from the oracles, mean and most; {step} allowed in the mean"
+    );
 }
 
 const EPS: f32 = 1e-6;

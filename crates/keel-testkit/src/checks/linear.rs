@@ -29,6 +29,8 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "linear", run: affine::<2> },
     Check { op: "linear", run: wide },
     Check { op: "linear", run: fp8_prefill::in_fp8 },
+    Check { op: "linear", run: fp8_prefill::feed_forward },
+    Check { op: "linear", run: fp8_prefill::after_attention },
     Check { op: "linear", run: in_blocks::<0> },
     Check { op: "linear", run: in_blocks::<1> },
     Check { op: "linear", run: in_blocks::<2> },

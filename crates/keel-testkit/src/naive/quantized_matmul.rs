@@ -26,6 +26,17 @@ impl Affine {
         };
         (0..self.quants.len()).map(weight).collect()
     }
+
+    /// The greatest magnitude that each row's scales and biases can express with codes of so many bits.
+    fn magnitudes(&self, bits: usize) -> Vec<f32> {
+        let last = ((1 << bits) - 1) as f32;
+        let pairs = self.scales.iter().zip(&self.biases);
+        let of_group: Vec<f32> = pairs.map(|(s, b)| b.abs().max((s * last + b).abs())).collect();
+        of_group
+            .chunks_exact(self.k / self.group)
+            .map(|row| row.iter().fold(0.0, |top, x| x.max(top)))
+            .collect()
+    }
 }
 
 /// `y[t, n] = sum over k of x[t, k] * w[n, k]`, with x `[T, K]`.
@@ -45,6 +56,19 @@ pub fn gather_quantized_matmul(x: &[f32], experts: &[Affine], choice: &[u32]) ->
 /// Values after rounding to 8-bit floats (e4m3: 3 bits of mantissa, exponents from -6, at most 448), ties to even. Each
 /// row of `width` values has the scale `c = max |x| / 448`; codes are those of `x * (448 / max |x|)`.
 pub fn e4m3_rows(x: &[f32], width: usize) -> Vec<f32> {
+    let top = |row: &[f32]| row.iter().fold(0.0f32, |top, x| top.max(x.abs()));
+    let tops: Vec<f32> = x.chunks_exact(width).map(top).collect();
+    e4m3_below(x, width, &tops)
+}
+
+/// Weights of so many bits after the same rounding. A row's `max |x|` is the greatest magnitude that its scales and
+/// biases can express, whether or not a code does so.
+pub fn e4m3_weights(w: &Affine, bits: usize) -> Vec<f32> {
+    e4m3_below(&w.weights(), w.k, &w.magnitudes(bits))
+}
+
+/// Values after rounding to 8-bit floats, with `max |x|` of each row given.
+fn e4m3_below(x: &[f32], width: usize, tops: &[f32]) -> Vec<f32> {
     const MAX: f32 = 448.0;
     let code = |x: f32| {
         // The distance of neighbouring codes: an eighth of the power of 2 below x, and no less than 2^-9.
@@ -52,12 +76,11 @@ pub fn e4m3_rows(x: &[f32], width: usize) -> Vec<f32> {
         let step = 2f32.powi(exponent.max(-6) - 3);
         (x / step).round_ties_even() * step
     };
-    let round = |row: &[f32]| {
-        let top = row.iter().fold(0.0f32, |top, x| top.max(x.abs()));
+    let round = |(row, &top): (&[f32], &f32)| {
         let (scale, reciprocal) = if top > 0.0 { (top / MAX, MAX / top) } else { (1.0, 1.0) };
         row.iter().map(move |x| code((x * reciprocal).clamp(-MAX, MAX)) * scale).collect::<Vec<_>>()
     };
-    x.chunks_exact(width).flat_map(round).collect()
+    x.chunks_exact(width).zip(tops).flat_map(round).collect()
 }
 
 /// Activations after quantisation to 8 bits in groups. For each group of `group` consecutive values: `c * p` with
@@ -80,5 +103,19 @@ mod tests {
         // 448 sets the scale to 1. 17 lies between 16 and 18, 19 between 18 and 20: ties go to the even mantissa.
         let row = [448.0, 17.0, 19.0, -16.9, 0.001, 0.0012, 300.0, 0.0];
         assert_eq!(e4m3_rows(&row, 8), [448.0, 16.0, 20.0, -16.0, 0.001953125, 0.001953125, 288.0, 0.0]);
+    }
+
+    #[test]
+    fn the_greatest_weight_that_could_be_has_the_greatest_code() {
+        // Codes of 2 bits reach 2 * 3 - 4 = 2 and -4; 3 * 3 + 5 = 14. The scale is 14 / 448 = 1 / 32.
+        let w = Affine {
+            k: 4,
+            group: 2,
+            quants: vec![1, 2, 0, 1],
+            scales: vec![2.0, 3.0],
+            biases: vec![-4.0, 5.0],
+        };
+        assert_eq!((w.magnitudes(2), w.weights()), (vec![14.0], vec![-2.0, 0.0, 5.0, 8.0]));
+        assert_eq!(e4m3_weights(&w, 2), [-2.0, 0.0, 5.0, 8.0]);
     }
 }

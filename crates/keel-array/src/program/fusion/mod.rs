@@ -4,18 +4,21 @@
 //! |---|---|---|
 //! | [`chains`] | element-wise f32 kernels become one kernel | this crate |
 //! | [`absorb`] | a producer runs within its readers, and its value is never in memory | [`Programs::absorbs`] |
+//! | [`narrow`] | a value that one kernel reads takes 16 bits an element | [`Programs::narrows`] |
 //! | [`groups`] | consecutive kernels run together, and their values stay in memory | [`Programs::group_of`] |
 //!
-//! The first two come before the memory plan, because they remove values. Groups come after it, because kernels that
-//! run together must not write what one of them still reads, and the plan decides where values lie. A backend runs the
-//! groups of the program and forms no others.
+//! The first three come before the memory plan, because they remove values or make them smaller. Groups come after
+//! it, because kernels that run together must not write what one of them still reads, and the plan decides where values
+//! lie. A backend runs the groups of the program and forms no others.
 //!
 //! [`Programs::absorbs`]: crate::Programs::absorbs
+//! [`Programs::narrows`]: crate::Programs::narrows
 //! [`Programs::group_of`]: crate::Programs::group_of
 
 mod absorb;
 mod chains;
 mod groups;
+mod narrow;
 
 pub(super) use groups::group;
 pub use groups::{KernelGroup, ProgramGroup};
@@ -24,9 +27,10 @@ use super::lower::Draft;
 use crate::backend::Backend;
 use crate::ops::Regime;
 
-/// Forms chains, and lets the backend absorb producers.
+/// Forms chains, and lets the backend absorb producers and narrow values.
 pub(super) fn fuse(draft: &mut Draft, regime: Option<Regime>, backend: &dyn Backend) {
     chains::chain(draft);
     draft.kernels.iter_mut().for_each(|kernel| kernel.regime = regime);
     absorb::absorb(draft, backend);
+    narrow::narrow(draft, backend);
 }

@@ -39,6 +39,13 @@ fn sees_later_keys(kernel: &Kernel) -> bool {
     kernel.inputs.len() > 8
 }
 
+/// Whether every device attends on tensor cores, for all rows at once. The kernel can then leave f16 of an eighth.
+pub(super) fn surely_leaves_half(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> bool {
+    (spec.regime, spec.window, mode.precision) == (Regime::Prefill, None, Precision::Fast)
+        && kernel.inputs[3].dtype != DType::F32
+        && kernel.inputs[0].layout.shape[2].is_multiple_of(16)
+}
+
 fn rotated_bytes(q: &Shape) -> usize {
     (q.elements() * size_of::<f32>()).next_multiple_of(16)
 }
@@ -181,8 +188,10 @@ impl<'a> Task<'a> {
 
     fn key(&self, source: Source, entry: &'static str) -> KernelKey {
         let stride = |i: usize| self.call.inputs[i].row_stride(2);
-        KernelKey::new(source, entry)
-            .define("H", self.heads)
+        let key = KernelKey::new(source, entry);
+        let is_half = self.call.outputs[0].dtype == DType::F16;
+        let key = if is_half { key.define("Y_HALF", 1) } else { key };
+        key.define("H", self.heads)
             .define("KV", self.kv_heads)
             .define("D", self.size)
             .define("Q_STRIDE", stride(0))

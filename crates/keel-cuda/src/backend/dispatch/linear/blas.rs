@@ -7,7 +7,7 @@ use super::fp8_prefill::{self, Fp8Product, Fp8Scratch};
 use super::half::absorbed_to_half;
 use super::{at_row, col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
-use crate::driver::{BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands, ScaleAddresses};
+use crate::driver::{BLAS_WORKSPACE_BYTES, FactorType, Product, ProductOperands, ResultType, ScaleAddresses};
 use crate::error::{CudaError, Result};
 use crate::kernels::{DEQUANTIZE, HalfForm, KernelKey};
 use crate::parameters::{Dequantize, LeavePadding, ToHalf, ToTwoBf16, Wide};
@@ -119,10 +119,13 @@ pub(super) fn through_blas(
 ) -> Result<(), ArrayError> {
     let scratch = blas_scratch(weight, rows, in_blocks);
     let own = call.scratch.next_multiple_of(BLAS_ALIGN as u64);
-    let (x, mut w) = (own + scratch.x as u64, call.inputs[1].address);
+    // What comes before the product may have written x in 16 bits (see `fp8_prefill::narrows`).
+    let is_half = call.inputs[0].dtype == DType::F16;
+    let x = if is_half { call.inputs[0].address } else { own + scratch.x as u64 };
+    let mut w = call.inputs[1].address;
     let part_bytes = (scratch.w - scratch.x) / x_parts(weight);
     let (y, accumulate) = (&call.outputs[0], residual.is_some());
-    let halve = || to_half(weight, rows, x, part_bytes, call);
+    let halve = || if is_half { Ok(()) } else { to_half(weight, rows, x, part_bytes, call) };
     let in_fp8 = match fp8_prefill::is_tried(weight, in_blocks) {
         true => Fp8Product::of(weight, rows, accumulate, &scratch.eight, own, call),
         false => None,
@@ -131,7 +134,7 @@ pub(super) fn through_blas(
         Some(product) => product.round(x, halve, call)?,
         None => halve()?,
     }
-    // x has been read by now: it may lie where y does.
+    // x in f32 has been read by now: it may lie where y does. In 16 bits it lies elsewhere.
     if let Some(residual) = residual {
         call.bring(residual, y)?;
     }
@@ -150,7 +153,7 @@ pub(super) fn through_blas(
     let to = if cols == weight.rows { y.address } else { own + scratch.last as u64 };
     let multiply = |x: u64, accumulate: bool| match in_blocks {
         false => {
-            let product = Product { cols, ..product_of(weight, rows, accumulate) };
+            let product = Product { cols, result: result_type(y), ..product_of(weight, rows, accumulate) };
             call.multiply(product, half_operands(x, w, to), own)
         }
         true => multiply_blocks(weight, accumulate, x, w, own + scratch.last as u64, own, call),
@@ -168,7 +171,7 @@ pub(super) fn through_blas(
             let parameters = LeavePadding { padded: to, y: y.address };
             call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), &parameters)
         }
-        Err(error) if call.producer(0).is_some() => Err(in_op(error)),
+        Err(error) if call.producer(0).is_some() || is_half || y.dtype == DType::F16 => Err(in_op(error)),
         // If the library refuses a product, our own kernel multiplies, more slowly.
         Err(error) => {
             tracing::debug!("{error}; multiplied without cuBLASLt");
@@ -215,7 +218,13 @@ fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
     let factors = factors(weight);
     // In f16, x is an eighth (`half.cuh`). A widened weight makes up for it, and one as stored does not.
     let alpha = if factors == FactorType::F16 && !is_widened(weight) { 8 } else { 1 };
-    Product { rows, cols: weight.rows, inner: weight.cols, alpha, accumulate, bias: false, factors }
+    let (cols, inner, result) = (weight.rows, weight.cols, ResultType::F32);
+    Product { rows, cols, inner, alpha, accumulate, bias: false, factors, result }
+}
+
+/// A result of type f16 holds an eighth of each value (see `fp8_prefill::narrows`).
+pub(super) fn result_type(y: &Bound<'_>) -> ResultType {
+    if y.dtype == DType::F16 { ResultType::EighthF16 } else { ResultType::F32 }
 }
 
 /// y in blocks of [`BLAS_BLOCK`] rows. The last block is computed in `last`; its rows after those of x are not used.

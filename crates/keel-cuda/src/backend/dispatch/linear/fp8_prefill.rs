@@ -2,13 +2,16 @@
 //! rounded with a scale for each row. Twice the rate of 16 bits and half the bytes of W; each factor is off by up to
 //! 2^-4 of itself.
 
+use super::super::attention::surely_leaves_half;
 use super::super::{Bound, Call, Geometry};
-use super::blas::{BLAS_ALIGN, is_widened};
-use super::{pairs, row_tiles, weight_key};
+use super::blas::{BLAS_ALIGN, is_widened, result_type};
+use super::choice::{LinearKernel, SelectBy, linear_kernel, surely_in_half};
+use super::{col_tiles, pairs, row_tiles, weight_key};
+use crate::backend::Mode;
 use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::kernels::{FP8_PREFILL, KernelKey};
 use crate::parameters::{DequantizeToFp8, QuantizeFp8, Wide};
-use keel_array::{ArrayError, Compute, Op, WeightSpec};
+use keel_array::{ArrayError, Compute, DType, Kernel, Layout, Op, Operand, WeightSpec};
 
 /// The library's rule for 8-bit factors.
 const MULTIPLE: usize = 16;
@@ -22,6 +25,12 @@ const FOURS_OF_THREAD: usize = 6;
 /// Columns of the longest row. A thread then has 64 values.
 const COLS_MAX: usize = THREADS_MAX * 64;
 
+/// Warps of a block that rounds W.
+const WARPS: usize = 8;
+
+/// Column tiles of a row tile that such a warp has in registers, at most.
+const WARP_TILES_MAX: usize = 4;
+
 /// Whether a product that goes through cuBLASLt is tried in 8 bits. The library decides when it sees the device.
 pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
     weight.compute == Compute::PrefillFp8
@@ -29,6 +38,44 @@ pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
         && is_widened(weight)
         && weight.rows.is_multiple_of(MULTIPLE)
         && weight.cols.is_multiple_of(MULTIPLE)
+}
+
+/// See `Programs::narrows`: what leaves f16 for a product that rounds x to 8 bits.
+///
+/// - a product of gate and up, before SwiGLU that is absorbed;
+/// - attention of prompts.
+///
+/// So it is on every device: if the library does not multiply 8 bits, it multiplies 16. f16 holds an eighth of each
+/// value, off by up to 2^-12 of it, and saturates at 524,000.
+pub(in crate::backend) fn narrows(producer: &Kernel, reader: &Kernel, mode: Mode) -> bool {
+    let wide = &producer.outputs[0];
+    let is_seen_whole = |seen: &Operand| {
+        let Layout { shape, offset, .. } = &seen.layout;
+        let elements = wide.layout.shape.elements();
+        let is_whole = (shape.elements(), *offset) == (elements, 0) && seen.layout.is_contiguous();
+        is_whole && seen.memory == wide.memory
+    };
+    let leaves = match (&producer.op, reader.producer(0)) {
+        (Op::Linear { residual: false, .. }, Some(gate)) => {
+            matches!(gate.op, Op::SwiGlu) && is_seen_whole(&gate.inputs[0]) && is_surely_tried(producer, mode)
+        }
+        (Op::PagedAttention(spec), None) => {
+            is_seen_whole(&reader.inputs[0]) && surely_leaves_half(spec, producer, mode)
+        }
+        _ => false,
+    };
+    leaves && is_surely_tried(reader, mode)
+}
+
+/// Whether a kernel is a product that is tried in 8 bits on every device.
+fn is_surely_tried(kernel: &Kernel, mode: Mode) -> bool {
+    let Op::Linear { weight, .. } = &kernel.op else { return false };
+    let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
+    let whole = LinearKernel::Blas { in_blocks: false };
+    let choice = SelectBy::of(kernel, mode);
+    is_tried(weight, false)
+        && surely_in_half(weight, kernel, mode)
+        && [false, true].into_iter().all(|has_wgmma| linear_kernel(weight, rows, choice, has_wgmma) == whole)
 }
 
 /// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`BLAS_ALIGN`] on. W takes the place
@@ -81,9 +128,17 @@ impl<'a> Fp8Product<'a> {
         own: u64,
         call: &Call<'_>,
     ) -> Option<Fp8Product<'a>> {
-        let (cols, inner) = (weight.rows, weight.cols);
-        let product =
-            Product { rows, cols, inner, alpha: 1, accumulate, bias: false, factors: FactorType::E4m3 };
+        let (cols, inner, result) = (weight.rows, weight.cols, result_type(&call.outputs[0]));
+        let product = Product {
+            rows,
+            cols,
+            inner,
+            alpha: 1,
+            accumulate,
+            bias: false,
+            factors: FactorType::E4m3,
+            result,
+        };
         let at = |offset: usize| own + offset as u64;
         let scales = ScaleAddresses { x: at(scratch.x_scales), w: at(scratch.w_scales) };
         let (x, w, y) = (at(scratch.x), at(scratch.w), call.outputs[0].address);
@@ -112,7 +167,7 @@ impl<'a> Fp8Product<'a> {
             }
         };
         let Source { from, x, stride, norm, eps } = source;
-        let threads = cols.div_ceil(FOURS_OF_THREAD * 4).next_multiple_of(32).clamp(128, THREADS_MAX);
+        let threads = threads(cols);
         let key = KernelKey::new(FP8_PREFILL, "quantize_fp8").define("DIM_K", cols);
         let key = key.define("THREADS", threads).define("FROM", from);
         let ProductOperands { x: y, scales, .. } = self.operands;
@@ -128,11 +183,25 @@ impl<'a> Fp8Product<'a> {
             out: self.operands.w,
             scales: self.operands.scales.w,
         };
+        // Blocks of a row tile take equally many column tiles, up to rounding.
+        let tiles = col_tiles(self.weight);
+        let pieces = tiles.div_ceil(WARPS * WARP_TILES_MAX);
         let key = weight_key(FP8_PREFILL, "dequantize_to_fp8", self.weight);
-        call.launch(&key, Geometry::rows(row_tiles(self.weight), 256), &parameters)?;
+        let key = key.define("PIECES", pieces).define("WARP_TILES", tiles.div_ceil(WARPS * pieces));
+        call.launch(&key, Geometry::rows(row_tiles(self.weight) * pieces, WARPS * 32), &parameters)?;
         let multiplied = call.multiply(self.product, self.operands, self.own);
         multiplied.map_err(|error| error.in_op(call.kernel.op.name()))
     }
+}
+
+/// Threads that round a row of x. All of them have equally many groups of four values, if that is possible.
+fn threads(cols: usize) -> usize {
+    let fours = cols / 4;
+    let equal =
+        (2..=FOURS_OF_THREAD).rev().filter(|each| fours.is_multiple_of(*each)).map(|each| fours / each);
+    let whole = |threads: &usize| threads.is_multiple_of(32) && (128..=THREADS_MAX).contains(threads);
+    let any = fours.div_ceil(FOURS_OF_THREAD).next_multiple_of(32).clamp(128, THREADS_MAX);
+    equal.into_iter().find(whole).unwrap_or(any)
 }
 
 impl Source {
@@ -140,10 +209,12 @@ impl Source {
     fn before(cols: usize, call: &Call<'_>) -> Option<Source> {
         let plain = |from, x: &Bound<'_>, stride| Source { from, x: x.address, stride, norm: 0, eps: 0.0 };
         let source = match call.producer(0) {
+            None if call.inputs[0].dtype == DType::F16 => plain("FROM_F16", &call.inputs[0], cols),
             None => plain("FROM_F32", &call.inputs[0], cols),
             Some(producer) => {
                 let x = &producer.inputs[0];
                 match producer.kernel.op {
+                    Op::SwiGlu if x.dtype == DType::F16 => plain("FROM_SWIGLU_F16", x, x.row_stride(1)),
                     Op::SwiGlu => plain("FROM_SWIGLU", x, x.row_stride(1)),
                     Op::RmsNorm { eps } => Source {
                         norm: producer.inputs[1].address,

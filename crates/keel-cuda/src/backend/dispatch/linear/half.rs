@@ -2,9 +2,9 @@
 //! layer norm, the gated norm of heads, a gate, SwiGLU, or a chain of element-wise operations.
 
 use super::super::{Bound, BoundKernel, Call, Geometry, elementwise};
-use crate::kernels::{ACTIVATION, HalfForm, KernelKey, RMS_NORM, Source};
-use crate::parameters::{GatedHeadsHalf, LayerNormHalf, RmsNorm, SwiGlu, Wide};
-use keel_array::{ArrayError, Op, WeightSpec};
+use crate::kernels::{ACTIVATION, FP8_PREFILL, HalfForm, KernelKey, RMS_NORM, Source};
+use crate::parameters::{GatedHeadsHalf, LayerNormHalf, RmsNorm, SwiGlu, SwiGluOfHalf, Wide};
+use keel_array::{ArrayError, DType, Op, WeightSpec};
 
 /// Writes the result of `producer` to address `y`.
 pub(super) fn absorbed_to_half(
@@ -48,6 +48,11 @@ pub(super) fn absorbed_to_half(
     let (width, by_row) = (weight.cols, Geometry::rows(rows, (weight.cols / 4).next_multiple_of(32)));
     let stride = || Wide(x.row_stride(1));
     match producer.kernel.op {
+        Op::SwiGlu if x.dtype == DType::F16 => {
+            let parameters = SwiGluOfHalf { x: x.address, y, rows: Wide(rows), width };
+            let blocks = (rows * width / 8).div_ceil(256);
+            call.launch(&key(FP8_PREFILL, "swiglu_of_half"), Geometry::rows(blocks, 256), &parameters)
+        }
         Op::SwiGlu => {
             let parameters = SwiGlu { x: x.address, stride: stride(), y, rows: Wide(rows), width };
             let blocks = (rows * width / 8).div_ceil(256);

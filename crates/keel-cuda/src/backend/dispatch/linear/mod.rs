@@ -49,6 +49,7 @@ pub(super) use choice::{surely_as_stored, surely_in_groups, surely_in_half};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
 use few_rows::{FewRows, few_rows_bytes};
+pub(in crate::backend) use fp8_prefill::narrows;
 pub(super) use gather::gather;
 use gather::grouped_scratch;
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
