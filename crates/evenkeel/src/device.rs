@@ -87,8 +87,7 @@ impl DeviceOptions {
     /// assert_eq!(cpu.engine_options(EngineOptions::default()).sums, SumOrder::Fixed);
     /// ```
     pub fn engine_options(&self, options: EngineOptions) -> EngineOptions {
-        // A GPU's kernels also order the sums of layers that are split by rows by the number of these rows.
-        match self.deterministic && !self.is_gpu() {
+        match self.deterministic {
             true => EngineOptions { sums: SumOrder::Fixed, ..options },
             false => options,
         }

@@ -1,7 +1,7 @@
 //! Which kernel multiplies. In the fast mode the number of rows decides. In the deterministic mode the regime decides,
 //! so that the order of a row's sums does not depend on the other rows.
 
-use super::blas::splits_x;
+use super::half::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::Mode;
@@ -32,6 +32,12 @@ impl SelectBy {
         }
     }
 
+    /// Whether neither the number of rows of x nor that of a weight may order a row's sums: other rows of x do not change
+    /// a row's bits, and a device that holds some rows of a weight computes the bits of the whole.
+    pub fn is_deterministic(self) -> bool {
+        matches!(self, SelectBy::Regime(_))
+    }
+
     fn is_few(self, rows: usize) -> bool {
         match self {
             SelectBy::Rows => rows <= FEW_ROWS,
@@ -51,8 +57,10 @@ pub(super) enum LinearKernel {
     FewRows,
     /// `linear_panels`, with `parts` parts of K.
     Panels { parts: usize },
-    /// cuBLASLt; in blocks of equally many rows, or all rows at once.
-    Blas { in_blocks: bool },
+    /// `half_tiled`.
+    HalfTiled,
+    /// cuBLASLt.
+    Blas,
 }
 
 /// How a product is run on a device with or without Hopper's matrix instructions.
@@ -63,7 +71,7 @@ pub(super) fn linear_kernel(
     has_wgmma: bool,
 ) -> LinearKernel {
     let few = choice.is_few(rows);
-    match (arithmetic(weight), choice) {
+    match (arithmetic(weight, choice), choice) {
         (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => LinearKernel::ExactRows,
         (Arithmetic::Exact, _) => LinearKernel::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => LinearKernel::FewRows,
@@ -75,7 +83,8 @@ pub(super) fn linear_kernel(
         (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Regime(_)) if has_wgmma => {
             LinearKernel::Panels { parts: 1 }
         }
-        (_, choice) => LinearKernel::Blas { in_blocks: choice != SelectBy::Rows },
+        (_, SelectBy::Regime(_)) => LinearKernel::HalfTiled,
+        (_, SelectBy::Rows) => LinearKernel::Blas,
     }
 }
 
@@ -93,9 +102,12 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let in_half = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
-        LinearKernel::Blas { in_blocks } => !in_blocks,
+        LinearKernel::Blas => true,
         LinearKernel::Panels { .. } => !mode.deterministic,
-        LinearKernel::ExactRows | LinearKernel::ExactTiled | LinearKernel::FewRows => false,
+        LinearKernel::ExactRows
+        | LinearKernel::ExactTiled
+        | LinearKernel::FewRows
+        | LinearKernel::HalfTiled => false,
     };
     [false, true].into_iter().all(in_half)
         && !splits_x(weight)
@@ -119,9 +131,9 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
     kernel: &Kernel,
     mode: Mode,
 ) -> bool {
-    let rows = kernel.inputs[2].layout.shape.elements();
-    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::WidenedCodes)
-        && takes_groups(weight, rows, SelectBy::of(kernel, mode))
+    let (rows, choice) = (kernel.inputs[2].layout.shape.elements(), SelectBy::of(kernel, mode));
+    matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::WidenedCodes)
+        && takes_groups(weight, rows, choice)
 }
 
 /// The most experts by which rows are sorted. `group_rows` has shared memory for 512 counts.
@@ -134,7 +146,7 @@ pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: SelectBy) -
         SelectBy::Rows => rows > 8 * FEW_ROWS,
         SelectBy::Regime(regime) => regime == Regime::Prefill,
     };
-    let many = many || arithmetic(weight) == Arithmetic::WidenedCodes;
+    let many = many || arithmetic(weight, choice) == Arithmetic::WidenedCodes;
     many && weight.experts <= GROUPED_EXPERTS_MAX
 }
 
@@ -172,11 +184,7 @@ mod tests {
                 format: WeightFormat::Dense(dtype),
                 compute: Compute::Auto,
             };
-            assert_eq!(
-                linear_kernel(&spec, 4096, SelectBy::Rows, true),
-                LinearKernel::Blas { in_blocks: false },
-                "{dtype}"
-            );
+            assert_eq!(linear_kernel(&spec, 4096, SelectBy::Rows, true), LinearKernel::Blas, "{dtype}");
             let exact = WeightSpec { compute: Compute::F32, ..spec };
             assert_eq!(
                 linear_kernel(&exact, 4096, SelectBy::Rows, true),
@@ -193,7 +201,7 @@ mod tests {
                 let choice = SelectBy::Regime(regime);
                 let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice, wgmma));
                 assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {regime:?}: {ways:?}");
-                assert!(!ways.contains(&LinearKernel::Blas { in_blocks: false }));
+                assert!(!ways.contains(&LinearKernel::Blas));
                 let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
                 assert!(grouped.iter().all(|takes| *takes == grouped[0]));
             }
@@ -211,7 +219,7 @@ mod tests {
                 LinearKernel::FewRows,
                 LinearKernel::Panels { .. },
                 LinearKernel::Panels { .. },
-                LinearKernel::Blas { in_blocks: false }
+                LinearKernel::Blas
             ]
         ));
         let with_prompts_8 = WeightSpec { compute: Compute::PrefillFp8, ..weight };
@@ -223,7 +231,7 @@ mod tests {
             );
             assert_eq!(
                 linear_kernel(&other, most + 1, SelectBy::Rows, true),
-                LinearKernel::Blas { in_blocks: false },
+                LinearKernel::Blas,
                 "{other:?}"
             );
         }

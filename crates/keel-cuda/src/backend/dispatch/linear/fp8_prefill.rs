@@ -3,7 +3,7 @@
 //! 2^-4 of itself.
 
 use super::super::{Bound, Call, Geometry};
-use super::blas::{BLAS_ALIGN, is_widened};
+use super::half::{HALF_ALIGN, is_widened};
 use super::{pairs, row_tiles, weight_key};
 use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::kernels::{FP8_PREFILL, KernelKey};
@@ -23,15 +23,14 @@ const FOURS_OF_THREAD: usize = 6;
 const COLS_MAX: usize = THREADS_MAX * 64;
 
 /// Whether a product that goes through cuBLASLt is tried in 8 bits. The library decides when it sees the device.
-pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
+pub(super) fn is_tried(weight: &WeightSpec) -> bool {
     weight.compute == Compute::PrefillFp8
-        && !in_blocks
         && is_widened(weight)
         && weight.rows.is_multiple_of(MULTIPLE)
         && weight.cols.is_multiple_of(MULTIPLE)
 }
 
-/// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`BLAS_ALIGN`] on. W takes the place
+/// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`HALF_ALIGN`] on. W takes the place
 /// that it has in 16 bits.
 pub(super) struct Fp8Scratch {
     w: usize,
@@ -44,9 +43,9 @@ pub(super) struct Fp8Scratch {
 impl Fp8Scratch {
     /// What is not at `w` begins at `first`.
     pub fn new(weight: &WeightSpec, rows: usize, w: usize, first: usize) -> Fp8Scratch {
-        let x = first.next_multiple_of(BLAS_ALIGN);
-        let x_scales = (x + rows * weight.cols).next_multiple_of(BLAS_ALIGN);
-        let w_scales = (x_scales + rows * size_of::<f32>()).next_multiple_of(BLAS_ALIGN);
+        let x = first.next_multiple_of(HALF_ALIGN);
+        let x_scales = (x + rows * weight.cols).next_multiple_of(HALF_ALIGN);
+        let w_scales = (x_scales + rows * size_of::<f32>()).next_multiple_of(HALF_ALIGN);
         Fp8Scratch { w, x, x_scales, w_scales, end: w_scales + weight.rows * size_of::<f32>() }
     }
 }
