@@ -131,7 +131,10 @@ fn bits_on(
     };
     if on_gpus {
         let engine = load_on_gpus(source, options, &parts, |_, backend| backend);
-        return bits_of(&mut engine.expect("the model loads"));
+        let mut engine = engine.expect("the model loads");
+        // Ranks that share a GPU load nothing while one of them waits.
+        engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
+        return bits_of(&mut engine);
     }
     let engine = load_on(source, options, backends(parts.len(), false), &parts);
     let mut engine = engine.expect("the model loads");

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Precision, Survey};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Precision, Survey};
 use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, plan};
 use keel_models::Part;
@@ -100,7 +100,8 @@ pub fn engine_on_gpus(
     engine
 }
 
-/// An engine on a GPU for each of the parts, which are shares of every layer. They run in the deterministic mode.
+/// An engine on a GPU for each of the parts, which are shares of every layer; on the same GPUs again where they are
+/// fewer. They run in the mode that gives any number of devices the same bits.
 pub fn load_on_gpus(
     (parameters, config): (&dyn Parameters, &Value),
     options: EngineOptions,
@@ -108,23 +109,31 @@ pub fn load_on_gpus(
     mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
 ) -> Result<Engine, EngineError> {
     let precision = if options.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
-    let gpu = |(ordinal, group)| {
-        let group = Some(group);
-        let cuda = CudaOptions { ordinal, precision, deterministic: true, group, ..CudaOptions::default() };
+    let gpus = Survey::take().gpus.len();
+    let gpu = |(rank, group)| {
+        let (ordinal, group) = (rank % gpus, Some(group));
+        let cuda = CudaOptions {
+            ordinal,
+            precision,
+            determinism: Determinism::Devices,
+            group,
+            ..CudaOptions::default()
+        };
         let backend = Arc::new(CudaBackend::new(&cuda).expect("a GPU, and NCCL"));
-        Runtime::new(wrap(ordinal, backend), RuntimeOptions::default())
+        Runtime::new(wrap(rank, backend), RuntimeOptions::default())
     };
     let group = CudaGroup::of(parts.len(), parts.len()).into_iter().enumerate();
     let devices = PlacedPart::each(group.map(gpu), parts.iter().cloned());
     Engine::load_on(&devices, parameters, config, options, &|_| ())
 }
 
-/// Runs a test that needs this many GPUs, if there are so many.
+/// Runs a test that needs this many GPUs, if there are so many, or if NCCL may connect a GPU with itself
+/// (NCCL_MULTI_RANK_GPU_ENABLE=1).
 pub fn on_gpus(count: usize, test: impl FnOnce() + Send + 'static) {
     if !keel_testkit::has_gpu!() {
         return;
     }
-    if Survey::take().gpus.len() < count {
+    if Survey::take().gpus.len() < count && !CudaGroup::may_share_a_gpu() {
         return keel_testkit::skipped!("needs {count} GPUs");
     }
     // One at a time: kernels of two groups that wait for their peers on the same GPUs can wait for each other.

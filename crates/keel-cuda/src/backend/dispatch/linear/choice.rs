@@ -4,7 +4,7 @@
 use super::half::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
-use crate::backend::Mode;
+use crate::backend::{Determinism, Mode};
 use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 
 /// The most rows for `linear_panels`, which widens the weight in registers again for each 128 rows. With more rows
@@ -21,27 +21,31 @@ pub(in crate::backend::dispatch) enum SelectBy {
     Rows,
     /// The regime alone.
     Regime(Regime),
+    /// The same, and a device that holds some rows of a weight computes the bits of the whole: neither the kernel nor the
+    /// order of sums depends on the number of the weight's rows.
+    RegimeOnDevices(Regime),
 }
 
 impl SelectBy {
     /// The choice for a kernel. A program without a regime is not a step of decoding.
     pub fn of(kernel: &Kernel, mode: Mode) -> SelectBy {
-        match mode.deterministic {
-            false => SelectBy::Rows,
-            true => SelectBy::Regime(kernel.regime.unwrap_or(Regime::Prefill)),
+        let regime = kernel.regime.unwrap_or(Regime::Prefill);
+        match mode.determinism {
+            Determinism::Off => SelectBy::Rows,
+            Determinism::Steps => SelectBy::Regime(regime),
+            Determinism::Devices => SelectBy::RegimeOnDevices(regime),
         }
     }
 
-    /// Whether neither the number of rows of x nor that of a weight may order a row's sums: other rows of x do not change
-    /// a row's bits, and a device that holds some rows of a weight computes the bits of the whole.
-    pub fn is_deterministic(self) -> bool {
-        matches!(self, SelectBy::Regime(_))
+    /// Whether several devices may hold the rows of a weight.
+    pub fn spans_devices(self) -> bool {
+        matches!(self, SelectBy::RegimeOnDevices(_))
     }
 
     fn is_few(self, rows: usize) -> bool {
         match self {
             SelectBy::Rows => rows <= FEW_ROWS,
-            SelectBy::Regime(regime) => regime == Regime::Decode,
+            SelectBy::Regime(regime) | SelectBy::RegimeOnDevices(regime) => regime == Regime::Decode,
         }
     }
 }
@@ -80,11 +84,9 @@ pub(super) fn linear_kernel(
         {
             LinearKernel::Panels { parts: parts(weight, rows) }
         }
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Regime(_)) if has_wgmma => {
-            LinearKernel::Panels { parts: 1 }
-        }
-        (_, SelectBy::Regime(_)) => LinearKernel::HalfTiled,
         (_, SelectBy::Rows) => LinearKernel::Blas,
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, _) if has_wgmma => LinearKernel::Panels { parts: 1 },
+        _ => LinearKernel::HalfTiled,
     }
 }
 
@@ -103,7 +105,7 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let in_half = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
         LinearKernel::Blas => true,
-        LinearKernel::Panels { .. } => !mode.deterministic,
+        LinearKernel::Panels { .. } => !mode.is_deterministic(),
         LinearKernel::ExactRows
         | LinearKernel::ExactTiled
         | LinearKernel::FewRows
@@ -144,7 +146,7 @@ const GROUPED_EXPERTS_MAX: usize = 512;
 pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: SelectBy) -> bool {
     let many = match choice {
         SelectBy::Rows => rows > 8 * FEW_ROWS,
-        SelectBy::Regime(regime) => regime == Regime::Prefill,
+        SelectBy::Regime(regime) | SelectBy::RegimeOnDevices(regime) => regime == Regime::Prefill,
     };
     let many = many || arithmetic(weight, choice) == Arithmetic::WidenedCodes;
     many && weight.experts <= GROUPED_EXPERTS_MAX
@@ -197,10 +199,11 @@ mod tests {
     #[test]
     fn in_a_regime_every_number_of_rows_goes_the_same_way() {
         for weight in weights() {
-            for (regime, wgmma) in [Regime::Prefill, Regime::Decode].into_iter().zip([false, true]) {
-                let choice = SelectBy::Regime(regime);
+            let regimes = [Regime::Prefill, Regime::Decode].into_iter();
+            let choices = regimes.flat_map(|of| [SelectBy::Regime(of), SelectBy::RegimeOnDevices(of)]);
+            for (choice, wgmma) in choices.flat_map(|choice| [(choice, false), (choice, true)]) {
                 let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice, wgmma));
-                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {regime:?}: {ways:?}");
+                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {choice:?}: {ways:?}");
                 assert!(!ways.contains(&LinearKernel::Blas));
                 let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
                 assert!(grouped.iter().all(|takes| *takes == grouped[0]));

@@ -27,9 +27,8 @@ pub(in crate::backend::dispatch) fn takes_down(
 ) -> bool {
     let (x, choices) = (&product.inputs[0], combination.inputs[1].layout.shape.last().copied().unwrap_or(0));
     let own_rows = x.layout.shape.elements() == product.inputs[2].layout.shape.elements() * weight.cols;
-    // With this kernel the experts order the sums together. In the deterministic mode several devices may hold them, so
-    // each is summed by itself.
-    !mode.deterministic
+    // With this kernel the experts order the sums together. If several devices may hold them, each is summed by itself.
+    !mode.spans_devices()
         && arithmetic(weight, SelectBy::of(product, mode)) == Arithmetic::Codes
         && takes_few_rows(weight, product, mode)
         && own_rows

@@ -18,10 +18,9 @@
 //! - Other rows take the second line with all of K in one block; `half_tiled` where that line has cuBLASLt, and without
 //!   Hopper also for quantised weights.
 //!
-//! An element's bits then follow from its own row of x and of the weight, because the number of columns orders the
-//! sums. So neither other rows of x change them, nor how many rows of a weight lie on this device. One property of the
-//! hardware is assumed: an element of a tensor core's product depends on its row and column alone, not on their place
-//! in a tile.
+//! A row's bits then follow from its own values, because the weight's shape orders the sums. If several devices may hold
+//! rows of a weight, its columns alone order them. One property of the hardware is assumed: an element of a tensor
+//! core's product depends on its row and column alone, not on their place in a tile.
 
 mod biased;
 mod blas;
@@ -86,8 +85,8 @@ enum Arithmetic {
 }
 
 fn arithmetic(weight: &WeightSpec, choice: SelectBy) -> Arithmetic {
-    // In the deterministic mode, few rows may be a share of many. A single row is not shared.
-    let is_narrow = weight.rows < if choice.is_deterministic() { 2 } else { TENSOR_ROWS_MIN };
+    // Few rows may be a share of many. A single row is not shared.
+    let is_narrow = weight.rows < if choice.spans_devices() { 2 } else { TENSOR_ROWS_MIN };
     match weight.format {
         _ if weight.compute == Compute::F32 || is_narrow => Arithmetic::Exact,
         WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => match weight.compute {
@@ -196,11 +195,11 @@ pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
 }
 
 /// Warps that share the columns of a row tile in f32, in units of a column tile. This number orders the sums, so it
-/// depends on the weight's shape alone, in the deterministic mode on its columns: about eight with equal shares, more if
-/// few row tiles meet long columns.
+/// depends on the weight's shape alone, and on its columns alone if several devices may hold its rows: about eight with
+/// equal shares, more if few row tiles meet long columns.
 fn exact_split(weight: &WeightSpec, choice: SelectBy) -> usize {
     let units = col_tiles(weight);
-    let long = weight.cols > 8192 && weight.rows < 5000 && !choice.is_deterministic();
+    let long = weight.cols > 8192 && weight.rows < 5000 && !choice.spans_devices();
     let best = if long { 12..=18 } else { 5..=10 };
     // The largest number of warps that divides the units leaves none idle.
     best.rev().find(|warps| units.is_multiple_of(*warps)).unwrap_or(8).min(units)

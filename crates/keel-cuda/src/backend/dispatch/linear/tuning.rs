@@ -1,7 +1,7 @@
 //! How a product of few rows is cut. `split` and `unit` order the sums, so they follow from the weight's shape and from
-//! what is absorbed, never from the number of rows of x. A row therefore has the same bits in every batch. In the
-//! deterministic mode they follow from the columns and their coding alone. The figures are those that measured best on an
-//! H100, and on an H200 for the shapes of 27b and its shares.
+//! what is absorbed, never from the number of rows of x. A row therefore has the same bits in every batch. Where several
+//! devices may hold rows of a weight, they follow from the columns and their coding alone. The figures are those that
+//! measured best on an H100, and on an H200 for the shapes of 27b and its shares.
 
 use super::{BLOCKS_WANTED, SelectBy, col_tiles, row_tiles};
 use crate::backend::weights::Coding;
@@ -36,7 +36,7 @@ impl Tuning {
     pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool, choice: SelectBy) -> Tuning {
         let fastest = Tuning::fastest(weight, rows, gated, gathers);
         let (split, unit) = order_by_columns(weight);
-        if !choice.is_deterministic() || (split, unit) == (fastest.split, fastest.unit) {
+        if !choice.spans_devices() || (split, unit) == (fastest.split, fastest.unit) {
             return fastest;
         }
         // A block of 16 warps, and registers for two of 10.
@@ -126,7 +126,7 @@ impl Tuning {
     }
 }
 
-/// `split` and `unit` of the deterministic mode: those of the gated product, whose registers allow the smallest units.
+/// `split` and `unit` where several devices may hold rows of a weight: those of the gated product, whose registers allow the smallest units.
 fn order_by_columns(weight: &WeightSpec) -> (usize, usize) {
     let tiles = col_tiles(weight);
     match Coding::of(weight.format) {
@@ -182,11 +182,11 @@ mod tests {
     }
 
     #[test]
-    fn in_the_deterministic_mode_columns_alone_order_the_sums() {
+    fn on_several_devices_columns_alone_order_the_sums() {
         let affine = |(bits, group_size)| WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
         let formats = [(4, 64), (3, 32), (8, 128)].map(affine).into_iter();
         let dense = [WeightFormat::Dense(DType::BF16), WeightFormat::Dense(DType::F32)];
-        let choice = SelectBy::Regime(Regime::Decode);
+        let choice = SelectBy::RegimeOnDevices(Regime::Decode);
         for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)).chain(dense) {
             for cols in [128, 768, 2304, 4352, 9216, 17_408] {
                 let spec = |experts, rows| WeightSpec { experts, rows, cols, format, compute: Compute::Auto };
