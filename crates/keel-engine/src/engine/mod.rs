@@ -121,8 +121,8 @@ impl Engine {
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let largest_steps = options.largest_steps && runtime.backend().is_planning();
         let options = EngineOptions { picture_run, largest_steps, ..options };
-        let models = split::load_parts(devices, progress, |PlacedPart { device, part }, progress| {
-            let loader = Loader::new(device, parameters, options.compute, progress);
+        let models = split::load_parts(devices, progress, |PlacedPart { device, part }, progress, stop| {
+            let loader = Loader::new(device, parameters, options.compute, progress).until(stop);
             keel_models::load(&loader.in_order(options.sums).of_part(part.clone()), config)
         })?;
         if options.drafts > 0 && models.last().is_some_and(|model| model.mtp.is_none()) {
