@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use keel_array::{Backend, Compute, Runtime, RuntimeOptions};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_cuda::{CudaBackend, CudaOptions, Precision, Survey};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision, Survey};
 use keel_engine::EngineOptions;
 use keel_models::SumOrder;
 
@@ -43,9 +43,9 @@ pub struct DeviceOptions {
     pub isa: Option<Isa>,
     /// Take all planned memory from the system at the start, not when it is first used (CPU).
     pub resident: bool,
-    /// Choose kernels so that bits do not depend on how work is cut into steps. This always holds on the CPU. On the
-    /// CPU columns are also added in an order that 1, 2 and 4 devices have in common.
-    pub deterministic: bool,
+    /// What does not change bits: how work is cut into steps, and how many devices share a layer. The first always holds
+    /// on the CPU, where either value also gives the second.
+    pub determinism: Determinism,
     /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none.
     pub memory_limit: Option<u64>,
 }
@@ -82,13 +82,15 @@ impl DeviceOptions {
     /// The engine's options on this device: those given, and the order of sums over columns.
     ///
     /// ```
-    /// use evenkeel::{Device, DeviceOptions, engine::EngineOptions, models::SumOrder};
-    /// let cpu = DeviceOptions { device: Some(Device::Cpu), deterministic: true, ..DeviceOptions::default() };
+    /// use evenkeel::{Determinism, Device, DeviceOptions, engine::EngineOptions, models::SumOrder};
+    /// let cpu = Some(Device::Cpu);
+    /// let cpu = DeviceOptions { device: cpu, determinism: Determinism::Steps, ..DeviceOptions::default() };
     /// assert_eq!(cpu.engine_options(EngineOptions::default()).sums, SumOrder::Fixed);
     /// ```
     pub fn engine_options(&self, options: EngineOptions) -> EngineOptions {
-        // A GPU's kernels also order the sums of layers that are split by rows by the number of these rows.
-        match self.deterministic && !self.is_gpu() {
+        // On a GPU the fixed order takes a launch for each part of a layer, so it has to be asked for.
+        let least = if self.is_gpu() { Determinism::Devices } else { Determinism::Steps };
+        match self.determinism >= least {
             true => EngineOptions { sums: SumOrder::Fixed, ..options },
             false => options,
         }
@@ -108,13 +110,13 @@ impl DeviceOptions {
     /// The options of the CUDA backend of a GPU.
     ///
     /// ```
-    /// use evenkeel::{DeviceOptions, array::Compute};
-    /// let options = DeviceOptions { deterministic: true, ..DeviceOptions::default() };
-    /// assert!(options.cuda_options(1, Compute::Auto).deterministic);
+    /// use evenkeel::{Determinism, DeviceOptions, array::Compute};
+    /// let options = DeviceOptions { determinism: Determinism::Steps, ..DeviceOptions::default() };
+    /// assert_eq!(options.cuda_options(1, Compute::Auto).determinism, Determinism::Steps);
     /// ```
     pub fn cuda_options(&self, ordinal: usize, compute: Compute) -> CudaOptions {
         let precision = if compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
-        CudaOptions { ordinal, precision, deterministic: self.deterministic, ..CudaOptions::default() }
+        CudaOptions { ordinal, precision, determinism: self.determinism, ..CudaOptions::default() }
     }
 
     /// A backend that counts memory without allocating it. It needs no GPU.

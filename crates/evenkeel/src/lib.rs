@@ -49,6 +49,7 @@ mod tokens;
 
 pub use keel_array as array;
 pub use keel_cache as cache;
+pub use keel_cuda::Determinism;
 pub use keel_engine as engine;
 pub use keel_models as models;
 pub use keel_text as text;

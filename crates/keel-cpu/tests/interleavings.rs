@@ -39,7 +39,7 @@ fn members(turns: usize) -> [CpuGroup; 2] {
 
 fn sum(group: &CpuGroup, value: f32) -> Result<f32, String> {
     let mut sum = 0.0;
-    group.exchange(BOTH, &[value], |_, x| sum += x[0])?;
+    group.exchange("all_reduce", BOTH, &[value], |_, x| sum += x[0])?;
     Ok(sum)
 }
 

@@ -1,14 +1,20 @@
 // Gates. Bytes moved: operands once, result once.
 #include "half.cuh"
 
-// y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart.
+#ifndef QUICK
+#define QUICK 0
+#endif
+
+// y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart. QUICK=1: with the bits of the products of
+// few rows that end with SwiGLU (quantized_matmul.cu, mixture.cu).
 extern "C" __global__ void swiglu(
 #include "swiglu.params"
 ) {
     take_turn();
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < rows * width; i += (u64)gridDim.x * blockDim.x) {
         const float* row = x + i / width * stride + i % width;
-        ((float*)y)[i] = silu(row[0]) * row[width];
+        const float gate = row[0];
+        ((float*)y)[i] = (QUICK ? __fdividef(gate, 1.0f + __expf(-gate)) : silu(gate)) * row[width];
     }
 }
 

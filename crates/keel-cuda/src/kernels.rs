@@ -71,6 +71,7 @@ sources! {
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
     FP8_PREFILL = "fp8_prefill.cu",
+    HALF_TILED = "half_tiled.cu",
     LINEAR_PANELS = "linear_panels.cu",
     LINEAR_TILED = "linear_tiled.cu",
     BATCH = "batch.cu",

@@ -15,7 +15,9 @@ pub mod kernels;
 mod parameters;
 mod peaks;
 
-pub use backend::{CudaBackend, CudaGroup, CudaOptions, GroupIds, PeerProcesses, Precision, Role};
+pub use backend::{
+    CudaBackend, CudaGroup, CudaOptions, Determinism, GroupIds, PeerProcesses, Precision, Role,
+};
 pub use driver::{Architecture, GpuFacts, Survey, Version, compile};
 pub use error::CudaError;
 pub use peaks::GpuPeaks;

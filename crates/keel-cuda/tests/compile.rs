@@ -184,6 +184,16 @@ fn products(keys: &mut Keys) {
                 keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
             }
         }
+        for (half, parts) in [("0", "1"), ("1", "1"), ("1", "2")] {
+            for tile in ["64", "128"] {
+                let form = [("HALF_BF16", half), ("X_PARTS", parts), ("ALPHA", "8"), ("TILE", tile)];
+                keys.add(
+                    kernels::HALF_TILED,
+                    &["half_tiled"],
+                    &with(&[&form[..], &[("STAGES", "3")]].concat()),
+                );
+            }
+        }
         if affine {
             mixtures(keys, weight);
         }

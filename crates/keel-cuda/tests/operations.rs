@@ -46,7 +46,12 @@ impl Way {
     fn backend(self) -> Arc<CudaBackend> {
         let precision = if self == Way::Exact { Precision::F32 } else { Precision::Fast };
         let deterministic = self == Way::FastDeterministic;
-        let options = CudaOptions { precision, deterministic, poison_freed: true, ..CudaOptions::default() };
+        let options = CudaOptions {
+            precision,
+            determinism: deterministic.into(),
+            poison_freed: true,
+            ..CudaOptions::default()
+        };
         Arc::new(CudaBackend::new(&options).expect("a GPU"))
     }
 }

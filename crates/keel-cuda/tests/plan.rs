@@ -113,7 +113,7 @@ fn batch_of_one(runtime: &Runtime) -> Batch {
 
 /// Names of the kernels of a layer with attention, each with those that it has absorbed.
 fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
-    let options = CudaOptions { deterministic, ..CudaOptions::default() };
+    let options = CudaOptions { determinism: deterministic.into(), ..CudaOptions::default() };
     let runtime = Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default());
     let (queries, gate_up, down) =
         (weight(&runtime, 512, K), weight(&runtime, 2 * 512, 512), weight(&runtime, K, 512));
@@ -157,7 +157,7 @@ fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
 
 /// Kernels of a product with a bias, and of one that is added to a residual. The weight is dense.
 fn biased(rows: usize, deterministic: bool) -> Vec<String> {
-    let options = CudaOptions { deterministic, ..CudaOptions::default() };
+    let options = CudaOptions { determinism: deterministic.into(), ..CudaOptions::default() };
     let runtime = Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default());
     let format = WeightFormat::Dense(DType::BF16);
     let weight = |rows, cols| {

@@ -25,7 +25,7 @@ const EIGHT_BITS: Setting =
 impl Setting {
     fn runtime(self) -> Runtime {
         let Setting { deterministic, precision, .. } = self;
-        let options = CudaOptions { deterministic, precision, ..CudaOptions::default() };
+        let options = CudaOptions { determinism: deterministic.into(), precision, ..CudaOptions::default() };
         Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default())
     }
 

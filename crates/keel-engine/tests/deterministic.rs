@@ -8,8 +8,9 @@ use std::sync::Arc;
 use common::{all_logits, argmax, demo, state_of};
 use keel_array::sampling::Draw;
 use keel_array::{Compute, DType, Runtime, RuntimeOptions, WeightFormat};
-use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision};
 use keel_engine::{Chunk, Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions};
+use keel_models::SumOrder;
 use keel_models::loading::RandomParameters;
 use serde_json::{Value, json};
 
@@ -27,6 +28,8 @@ enum Subject {
     /// With more experts, so that the router is a product on tensor cores, and with a shared expert as wide as the
     /// others.
     AlikeExperts,
+    /// With experts, in the order of sums that several devices have in common.
+    ExpertsOfDevices,
     /// With sliding windows, whose pages rotate within a step.
     Windows,
 }
@@ -47,7 +50,9 @@ impl Subject {
 
     fn runtime(self) -> Runtime {
         let precision = if self == Subject::Exact { Precision::F32 } else { Precision::Fast };
-        let options = CudaOptions { precision, deterministic: true, ..CudaOptions::default() };
+        let of_devices = self == Subject::ExpertsOfDevices;
+        let determinism = if of_devices { Determinism::Devices } else { Determinism::Steps };
+        let options = CudaOptions { precision, determinism, ..CudaOptions::default() };
         if !has_gpu() {
             return common::runtime(2);
         }
@@ -56,13 +61,14 @@ impl Subject {
     }
 
     fn engine(self, options: EngineOptions) -> Engine {
-        let options = EngineOptions { compute: self.compute(), ..options };
+        let sums = if self == Subject::ExpertsOfDevices { SumOrder::Fixed } else { SumOrder::ByDevice };
+        let options = EngineOptions { compute: self.compute(), sums, ..options };
         let mut config: Value =
             serde_json::from_slice(&std::fs::read(demo().join("config.json")).expect("there")).expect("JSON");
         let format = match self {
             Subject::BuiltIn | Subject::Exact => return common::engine(&demo(), &self.runtime(), options),
             Subject::Dense => WeightFormat::Dense(DType::BF16),
-            Subject::Experts | Subject::AlikeExperts | Subject::Windows => {
+            Subject::Experts | Subject::AlikeExperts | Subject::ExpertsOfDevices | Subject::Windows => {
                 WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 }
             }
         };
@@ -79,8 +85,8 @@ impl Subject {
                 }
             });
         }
-        if matches!(self, Subject::Experts | Subject::AlikeExperts) {
-            let (experts, shared_width) = if self == Subject::Experts { (16, 128) } else { (72, 192) };
+        if matches!(self, Subject::Experts | Subject::AlikeExperts | Subject::ExpertsOfDevices) {
+            let (experts, shared_width) = if self == Subject::AlikeExperts { (72, 192) } else { (16, 128) };
             let text = config["text_config"].as_object_mut().expect("a map");
             for (name, value) in [
                 ("model_type", json!("qwen3_5_moe_text")),
@@ -297,6 +303,7 @@ laws! {
     Dense as dense: prefill_steps, prefill_cuts, batches, speculation, what_was_kept;
     Experts as experts: prefill_steps, prefill_cuts, batches, speculation, what_was_kept;
     AlikeExperts as alike_experts: batches, speculation;
+    ExpertsOfDevices as experts_of_devices: prefill_steps, batches, speculation;
     // This model has no MTP head and no recurrent states.
     Windows as windows: prefill_steps, prefill_cuts, batches;
 }

@@ -64,7 +64,12 @@ impl Setting {
     fn engine(&self, folder: &std::path::Path) -> Engine {
         let precision = if self.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
         let deterministic = self.deterministic;
-        let options = CudaOptions { precision, deterministic, poison_freed: true, ..CudaOptions::default() };
+        let options = CudaOptions {
+            precision,
+            determinism: deterministic.into(),
+            poison_freed: true,
+            ..CudaOptions::default()
+        };
         let backend = CudaBackend::new(&options).expect("a GPU");
         let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
         engine(folder, &runtime, EngineOptions { compute: self.compute, ..exact() })

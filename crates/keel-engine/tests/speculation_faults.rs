@@ -3,15 +3,20 @@
 
 mod common;
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::launch_faults::{Faults, disturbed_engine};
+use common::launch_faults::{Faults, disturbed_engine, disturbed_options};
 use common::rounds::{Member, round};
-use common::{decoded, demo, expect_same_state, fixture};
+use common::{decoded, demo, engine, expect_same_state, fixture};
+use keel_array::{ArrayError, RESULT_BYTES_MAX, Runtime, RuntimeOptions};
 use keel_cache::CacheError;
+use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{
-    Depth, Engine, EngineError, GenerateOptions, SamplerOptions, SpeculationOptions, TokenIterator,
+    DRAFTS_MAX, Depth, Engine, EngineError, EngineOptions, GenerateOptions, SamplerOptions,
+    SpeculationOptions, TokenIterator,
 };
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 /// One sequence that drafts and samples, one that decodes plainly, one that drafts greedily with penalties.
 fn members(engine: &mut Engine) -> Vec<Member> {
@@ -109,6 +114,55 @@ fn a_round_whose_results_cannot_be_read_is_repeated() {
     // Logits are read for two of the sequences.
     assert!(failures >= 6 * 3, "{failures} failures");
     let last = disturbed.pop().expect("there are three");
+    disturbed.into_iter().for_each(|m| engine.release(m.cache));
+    let straight = decoded(&mut engine, &last.prompt, &last.tokens[..last.tokens.len() - 1]);
+    expect_same_state(&mut engine, last.cache, straight);
+}
+
+/// Fails one read of so many bytes.
+struct FailingRead(usize, AtomicBool);
+
+impl Interceptor for FailingRead {
+    fn before_read(&self, bytes: usize, _is_settled: bool) -> Result<(), ArrayError> {
+        match bytes == self.0 && self.1.swap(false, Ordering::Relaxed) {
+            true => Err(injected("read")),
+            false => Ok(()),
+        }
+    }
+}
+
+/// The tokens of many rows are read after the verify pass. The pass has committed the rows of the round before, once.
+#[test]
+fn a_round_of_many_rows_whose_tokens_cannot_be_read_is_repeated() {
+    const ROWS: usize = RESULT_BYTES_MAX / size_of::<u32>() + 11;
+    let sequences = ROWS / (DRAFTS_MAX + 1);
+    assert_eq!(ROWS, sequences * (DRAFTS_MAX + 1));
+    let fails = Arc::new(FailingRead(ROWS * size_of::<u32>(), AtomicBool::new(false)));
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
+    let backend = InterceptedBackend::new(Arc::new(inner), Arc::clone(&fails));
+    let options = EngineOptions { sequences, drafts: DRAFTS_MAX, ..disturbed_options() };
+    let mut engine = engine(&fixture("qwen3_5"), &Runtime::new(backend, RuntimeOptions::default()), options);
+    let join_all = |engine: &mut Engine| -> Vec<Member> {
+        let prompt = |i: u32| [i % 250, 7, i % 11];
+        let join = |i| Member::join(engine, &prompt(i), DRAFTS_MAX, SamplerOptions::default());
+        (0..sequences as u32).map(join).collect()
+    };
+    let mut undisturbed = join_all(&mut engine);
+    (0..3).for_each(|_| round(&mut engine, &mut undisturbed).expect("the round runs"));
+    let wanted: Vec<Vec<u32>> = undisturbed.iter().map(|m| m.tokens.clone()).collect();
+    undisturbed.into_iter().for_each(|m| engine.release(m.cache));
+
+    let mut disturbed = join_all(&mut engine);
+    for _ in 0..3 {
+        fails.1.store(true, Ordering::Relaxed);
+        let error = round(&mut engine, &mut disturbed).expect_err("its tokens cannot be read");
+        assert!(error.to_string().contains("injected"), "{error}");
+        assert!(disturbed.iter().all(|member| member.standing().1 == 0), "no row is committed twice");
+        round(&mut engine, &mut disturbed).expect("the round runs");
+    }
+    let got: Vec<Vec<u32>> = disturbed.iter().map(|m| m.tokens.clone()).collect();
+    assert!(got == wanted, "the tokens are others");
+    let last = disturbed.pop().expect("there are many");
     disturbed.into_iter().for_each(|m| engine.release(m.cache));
     let straight = decoded(&mut engine, &last.prompt, &last.tokens[..last.tokens.len() - 1]);
     expect_same_state(&mut engine, last.cache, straight);

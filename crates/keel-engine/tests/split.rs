@@ -3,20 +3,21 @@
 mod common;
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::ThreadId;
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use common::splitting::{self, Fault, backends, end};
 use common::{decoded, engine, exact, expect_same_state, fixture, recurrent_bytes, runtime};
-use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
 use keel_cache::CacheError;
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
-use keel_models::Part;
-use keel_models::loading::{CheckpointParameters, Parameters};
+use keel_models::loading::{CheckpointParameters, Parameters, RowSink};
+use keel_models::{ModelError, Part};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 
@@ -68,6 +69,80 @@ fn devices_that_are_no_group_are_refused() {
     assert!(swapped.contains("is not device 0"), "{swapped}");
 }
 
+/// A checkpoint that one device cannot read. The others read it once that device has failed.
+struct Unreadable<'a> {
+    checkpoint: CheckpointParameters<'a>,
+    /// The name of the device's thread.
+    of: &'static str,
+    has_failed: AtomicBool,
+    reads: AtomicUsize,
+}
+
+impl Parameters for Unreadable<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.checkpoint.contains(name)
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.checkpoint.shape(name)
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WeightFormat, ModelError> {
+        self.checkpoint.linear_format(module, experts, rows, cols)
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> Result<(), ModelError> {
+        if thread::current().name() == Some(self.of) {
+            self.has_failed.store(true, Ordering::SeqCst);
+            return Err(ModelError::Part("it cannot be read".into()));
+        }
+        while !self.has_failed.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        // Time for the others to be told.
+        thread::sleep(Duration::from_millis(50));
+        self.reads.fetch_add(1, Ordering::SeqCst);
+        self.checkpoint.linear_rows(module, expert, rows, spec, sink)
+    }
+
+    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>, ModelError> {
+        self.checkpoint.values(name, elements)
+    }
+}
+
+#[test]
+fn a_device_that_cannot_load_its_part_stops_the_others() {
+    let checkpoint = Checkpoint::open(&fixture("llama")).expect("the checkpoint opens");
+    let parts = pipeline(&checkpoint, exact(), 2).expect("it has two layers");
+    for of in ["keel-load-0", "keel-load-1"] {
+        let parameters = Unreadable {
+            checkpoint: CheckpointParameters(&checkpoint),
+            of,
+            has_failed: AtomicBool::new(false),
+            reads: AtomicUsize::new(0),
+        };
+        let group = backends(2, false).into_iter().map(|b| Runtime::new(b, RuntimeOptions::default()));
+        let devices = PlacedPart::each(group, parts.clone());
+        let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), exact(), &|_| ());
+        assert_eq!(engine.err().expect("it fails").to_string(), "it cannot be read");
+        let reads = parameters.reads.into_inner();
+        assert!(reads <= 2, "{of}: the other device has read {reads} layers");
+    }
+}
+
 #[test]
 fn parts_that_lie_on_devices_of_another_rank_are_refused() {
     let checkpoint = Checkpoint::open(&fixture("qwen3_5")).expect("the checkpoint opens");
@@ -100,7 +175,7 @@ struct Watched {
 
 impl Interceptor for Watched {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        self.threads.lock().expect("nobody panics here").insert(std::thread::current().id());
+        self.threads.lock().expect("nobody panics here").insert(thread::current().id());
         assert!(!self.panics.swap(false, Ordering::Relaxed), "planted");
         backend.launch(launch)
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::batching::{Outcome, assert_all_is_back, run, step};
 use common::fixture;
-use common::splitting::{Fault, end, engine_on, engine_on_gpus, on_two_gpus};
+use common::splitting::{Fault, end, engine_on, engine_on_gpus, on_gpus};
 use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, Compute, Launch};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
@@ -148,7 +148,7 @@ fn answers_are_those_of_steps_that_are_waited_for() {
 fn answers_on_two_gpus_are_those_of_steps_that_are_waited_for() {
     struct Waiting;
     impl Interceptor for Waiting {}
-    on_two_gpus(|| {
+    on_gpus(2, || {
         for name in ["qwen3_5_moe", "llama"] {
             let waits = |_, backend| InterceptedBackend::new(backend, Arc::new(Waiting)) as _;
             let mut waiting = batcher(engine_on_gpus(name, options(), waits));
@@ -202,7 +202,7 @@ impl Interceptor for FaultyQueue {
 /// The other GPU has a step under way, or two, when one refuses a launch, or finds out later that it has failed.
 #[test]
 fn a_gpu_that_fails_ends_its_steps_and_nothing_else() {
-    on_two_gpus(|| {
+    on_gpus(2, || {
         let plain = [("qwen3_5_moe", 0), ("qwen3_5_moe", 1), ("llama", 0), ("llama", 1)];
         let catching_up = [("qwen3_5_moe", 0, 3), ("qwen3_5_moe", 1, 3)];
         let cases = plain.into_iter().map(|(name, rank)| (name, rank, 0)).chain(catching_up);

@@ -27,12 +27,17 @@ fn planned(
     let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
     let parameters = CheckpointParameters(&checkpoint);
     let config = checkpoint.config();
-    let alone = planner(CudaOptions { deterministic, ..CudaOptions::default() });
+    let alone = planner(CudaOptions { determinism: deterministic.into(), ..CudaOptions::default() });
     let splitting = SplitPlanner { backend: &alone, parameters: &parameters, config, options };
     let parts = splitting.parts(DeviceGrid { stages, shares }, &[]).map_err(|error| error.to_string())?;
     let groups = CudaGroup::of(stages * shares, shares).into_iter().enumerate();
     let gpu = |(ordinal, group)| {
-        planner(CudaOptions { ordinal, deterministic, group: Some(group), ..CudaOptions::default() })
+        planner(CudaOptions {
+            ordinal,
+            determinism: deterministic.into(),
+            group: Some(group),
+            ..CudaOptions::default()
+        })
     };
     let devices = PlacedPart::each(groups.map(gpu), parts);
     plan::plan_on(&devices, &parameters, config, options).map_err(|error| error.to_string())

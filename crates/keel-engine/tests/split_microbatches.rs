@@ -14,7 +14,7 @@ use keel_array::sampling::Draw;
 use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Survey};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineOptions, FinishReason, LateWork, SamplerOptions, Ticket, Work, WorkRows};
@@ -151,7 +151,8 @@ fn answers_of_groups_on_gpus_are_those_of_requests_alone() {
         let groups = CudaGroup::of(grid.0 * grid.1, grid.1).into_iter().enumerate();
         let gpu = |(ordinal, group)| {
             let group = Some(group);
-            let options = CudaOptions { ordinal, deterministic: true, group, ..CudaOptions::default() };
+            let options =
+                CudaOptions { ordinal, determinism: Determinism::Steps, group, ..CudaOptions::default() };
             let backend = CudaBackend::new(&options).expect("a GPU, and NCCL");
             Runtime::new(Arc::new(backend), RuntimeOptions::default())
         };

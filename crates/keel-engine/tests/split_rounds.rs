@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::queueing::Queueing;
 use common::rounds::{DEPTHS, Member, fail_everywhere, members, rounds};
-use common::splitting::{end, engine_on, engine_on_gpus, on_two_gpus};
+use common::splitting::{end, engine_on, engine_on_gpus, on_gpus};
 use common::{decoded, expect_same_state, fixture};
 use keel_array::Compute;
 use keel_engine::speculation::Speculation;
@@ -104,7 +104,7 @@ fn drafts_that_stay_are_those_of_passes_that_are_waited_for() {
 fn tokens_on_two_gpus_are_those_of_passes_that_are_waited_for() {
     struct Waiting;
     impl Interceptor for Waiting {}
-    on_two_gpus(|| {
+    on_gpus(2, || {
         let waits = |_, backend| InterceptedBackend::new(backend, Arc::new(Waiting)) as _;
         let mut waiting = engine_on_gpus("qwen3_5_moe", options(), waits);
         let mut engine = engine_on_gpus("qwen3_5_moe", options(), |_, backend| backend);

@@ -31,6 +31,9 @@ pub enum ModelError {
     /// Something was asked of a part of a model that another part has.
     #[error("{0}")]
     Part(String),
+    /// Another part of the model could not be loaded.
+    #[error("loading was stopped, because another device of the model could not load its part")]
+    Stopped,
     /// An error of the checkpoint.
     #[error(transparent)]
     Weights(#[from] WeightsError),

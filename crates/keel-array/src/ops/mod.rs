@@ -6,6 +6,7 @@ mod fast;
 mod indexing;
 mod kv_format;
 mod linear;
+mod operands;
 mod reduce;
 mod sampling;
 mod sequence;

@@ -26,8 +26,8 @@ impl RemoteLaunch {
     /// [`Runtime::reserve_arena`] has made large enough.
     ///
     /// # Errors
-    /// An operand that is not within its memory, or a kernel that the backend does not have: the other process has
-    /// planned for another device. That shapes fit their operation is its word.
+    /// An operand that is missing or not within its memory, or a kernel that the backend does not have: the other
+    /// process has planned for another device. That shapes fit their operation is its word.
     pub fn new(
         runtime: &Runtime,
         kernels: Vec<Kernel>,
@@ -123,6 +123,8 @@ impl Places<'_> {
     /// The same for the operands that a kernel and its absorbed kernels read.
     fn check_inputs(&self, kernel: &Kernel, runtime: &Runtime) -> Result<()> {
         kernel.absorbed.iter().try_for_each(|absorbed| self.check_inputs(absorbed, runtime))?;
+        let counted = kernel.op.check_operands(kernel.inputs.len(), kernel.outputs.len());
+        counted.map_err(|reason| ArrayError::Kernel { op: kernel.op.name().into(), reason })?;
         let weight_bytes = match &kernel.op {
             Op::Linear { weight, .. } | Op::GatherLinear { weight } | Op::Embedding { weight } => {
                 weight.check()?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::graph::Graph;
-use super::{OperandMemory, OutputMemory, Program};
+use super::{Kernel, OperandMemory, OutputMemory, Program};
 use crate::ops::bytes_of;
 
 /// Bytes of the arena that hold an intermediate.
@@ -14,11 +14,13 @@ struct Held {
     temp: usize,
 }
 
-/// Every operand lies within its memory. Every intermediate is read only while its memory still holds it.
+/// Every kernel has the operands of its operation. Every operand lies within its memory. Every intermediate is read
+/// only while its memory still holds it.
 pub(super) fn verify(program: &Program, graph: &Graph) {
     let mut holds: Vec<Held> = Vec::new();
     for (i, kernel) in program.kernels.iter().enumerate() {
         let name = kernel.op.name();
+        count_operands(kernel);
         for input in kernel.reads() {
             if let OperandMemory::Arena { temp, offset } = input.memory {
                 let intact = holds.iter().any(|held| (held.bytes.start, held.temp) == (offset, temp));
@@ -69,4 +71,10 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
             assert!(external.donatable && same, "an output took over an input that is still needed");
         }
     }
+}
+
+fn count_operands(kernel: &Kernel) {
+    let counted = kernel.op.check_operands(kernel.inputs.len(), kernel.outputs.len());
+    assert!(counted.is_ok(), "{}: {counted:?}", kernel.op.name());
+    kernel.absorbed.iter().for_each(count_operands);
 }

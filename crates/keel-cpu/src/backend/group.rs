@@ -43,12 +43,14 @@ impl Offer {
 }
 
 /// A member's side of its exchanges.
-#[derive(Clone, Default)]
+#[derive(Clone, Copy, Default)]
 struct Seat {
     /// The receiver's rank and the array that it is sent.
     letter: Option<(usize, Offer)>,
     /// Its array in the present exchange of several.
     share: Option<Offer>,
+    /// The name of that operation.
+    kind: &'static str,
     /// Exchanges of several that it has come to, and of which it has read everything.
     arrived: u64,
     finished: u64,
@@ -157,32 +159,34 @@ impl CpuGroup {
     }
 
     /// Brings `x` to an exchange of several, passes the shares of all peers to `read` in the order of their ranks, and
-    /// waits until the peers have read theirs.
+    /// waits until the peers have read theirs. All must come to an operation of the same `kind`.
     pub(super) fn exchange(
         &self,
+        kind: &'static str,
         peers: Peers,
         x: &[f32],
         mut read: impl FnMut(usize, &[f32]),
     ) -> Result<(), String> {
         let mut state = self.state();
         let seat = &mut state.seats[self.rank];
-        seat.share = Some(Offer::of(x));
+        (seat.share, seat.kind) = (Some(Offer::of(x)), kind);
         seat.arrived += 1;
         let round = seat.arrived;
         self.shared.changed.notify_all();
         let mut state =
             self.wait(state, |state| peers.ranks().all(|peer| state.seats[peer].arrived >= round))?;
         for (i, peer) in peers.ranks().enumerate() {
-            match state.seats[peer].share {
+            let Seat { share, kind: other, .. } = state.seats[peer];
+            match share {
                 // SAFETY: the peer stays in this exchange until this member has finished it, which it tells below,
                 // under the same lock.
-                Some(offer) if offer.len == x.len() => read(i, unsafe { offer.values() }),
-                offer => {
-                    let brought = offer.map_or(0, |offer| offer.len);
+                Some(offer) if other == kind && offer.len == x.len() => read(i, unsafe { offer.values() }),
+                share => {
+                    let brought = share.map_or(0, |offer| offer.len);
                     let (own, rank) = (x.len(), self.rank);
                     state.seats[rank].share = None;
                     return Err(format!(
-                        "device {peer} brings {brought} values, and device {rank} brings {own}"
+                        "device {peer} brings {brought} values to {other}, and device {rank} brings {own} to {kind}"
                     ));
                 }
             }

@@ -19,7 +19,9 @@ fn no_more_members_compute_at_a_time_than_there_are_turns() {
                 compute();
                 let mut sum = 0.0;
                 let peers = Peers { first: 0, count: 4 };
-                group.exchange(peers, &[group.rank() as f32], |_, x| sum += x[0]).expect("all come");
+                group
+                    .exchange("all_reduce", peers, &[group.rank() as f32], |_, x| sum += x[0])
+                    .expect("all come");
                 assert_eq!(sum, 6.0);
             }
         };
@@ -29,5 +31,25 @@ fn no_more_members_compute_at_a_time_than_there_are_turns() {
             }
         });
         assert!(most.into_inner() <= turns);
+    }
+}
+
+/// The lengths are the same, so only the kinds tell.
+#[test]
+fn members_that_come_to_operations_of_different_kinds_are_refused() {
+    let kinds = ["all_reduce", "all_gather"];
+    let peers = Peers { first: 0, count: 2 };
+    let come = |group: CpuGroup| {
+        let mut reads = 0;
+        let outcome = group.exchange(kinds[group.rank()], peers, &[1.0], |_, _| reads += 1);
+        outcome.expect_err("the other comes to another operation")
+    };
+    let found: Vec<String> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            CpuGroup::of(2).into_iter().map(|group| scope.spawn(move || come(group))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("it ends")).collect()
+    });
+    for reason in found {
+        assert!(kinds.iter().all(|kind| reason.contains(kind)), "{reason}");
     }
 }

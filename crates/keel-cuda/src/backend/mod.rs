@@ -42,9 +42,8 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic.
     pub precision: Precision,
-    /// Choose kernels, and the order of their sums, so that within a regime a row's bits do not depend on the size of a
-    /// prefill step (a multiple of 64), on the other sequences and drafts of a step, or on saving and loading.
-    pub deterministic: bool,
+    /// What may change bits.
+    pub determinism: Determinism,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
     /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened, and those of
@@ -52,16 +51,47 @@ pub struct CudaOptions {
     pub group: Option<CudaGroup>,
 }
 
+/// What does not change the bits of a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Determinism {
+    /// The fastest kernels: the other rows of a step may change bits.
+    #[default]
+    Off,
+    /// Within a regime: the size of a prefill step (a multiple of 64), the other sequences and drafts of a step, saving
+    /// and loading.
+    Steps,
+    /// Also whether 1, 2 or 4 devices share a layer, if the model adds its columns in the fixed order.
+    Devices,
+}
+
+impl From<bool> for Determinism {
+    fn from(across_steps: bool) -> Determinism {
+        if across_steps { Determinism::Steps } else { Determinism::Off }
+    }
+}
+
 /// The options that decide which kernels run.
 #[derive(Clone, Copy, Debug)]
 struct Mode {
     precision: Precision,
-    deterministic: bool,
+    determinism: Determinism,
+}
+
+impl Mode {
+    /// Whether bits do not depend on how work is cut into steps.
+    fn is_deterministic(self) -> bool {
+        self.determinism >= Determinism::Steps
+    }
+
+    /// Whether they do not depend on how many devices share a layer, either.
+    fn spans_devices(self) -> bool {
+        self.determinism >= Determinism::Devices
+    }
 }
 
 impl CudaOptions {
     fn mode(&self) -> Mode {
-        Mode { precision: self.precision, deterministic: self.deterministic }
+        Mode { precision: self.precision, determinism: self.determinism }
     }
 }
 

@@ -179,15 +179,40 @@ impl Session {
     }
 }
 
-/// Puts a kernel on the stream that copies words. Each delivery is target, source and number of words, at most
-/// `DELIVERIES`. The next kernel starts only after it, because kernels read such data before they wait for their
-/// inputs.
+/// Puts a kernel on the stream that copies words, or several kernels for more than `DELIVERIES` deliveries. Each
+/// delivery is target, source and number of words. The next kernel starts only after it, because kernels read such data
+/// before they wait for their inputs.
 pub(super) fn launch_delivery(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
-    let mut words = [0; 3 * DELIVERIES];
-    words[..3 * deliveries.len()].copy_from_slice(deliveries.as_flattened());
-    let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
-    let arguments = Deliver { deliveries: words }.arguments(key.entry);
-    gpu.launch(&key, Geometry::rows(deliveries.len(), 128), arguments)?;
-    gpu.hold_next();
+    for (blocks, words) in lists(deliveries) {
+        let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
+        let arguments = Deliver { deliveries: words }.arguments(key.entry);
+        gpu.launch(&key, Geometry::rows(blocks, 128), arguments)?;
+        gpu.hold_next();
+    }
     Ok(())
+}
+
+/// The lists that kernels deliver: how many deliveries each has, and their words, padded with zeros.
+fn lists(deliveries: &[[u64; 3]]) -> impl Iterator<Item = (usize, [u64; 3 * DELIVERIES])> {
+    deliveries.chunks(DELIVERIES).map(|some| {
+        let mut words = [0; 3 * DELIVERIES];
+        words[..3 * some.len()].copy_from_slice(some.as_flattened());
+        (some.len(), words)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_deliveries_than_a_kernel_takes_go_to_several() {
+        for count in [0, 1, DELIVERIES, DELIVERIES + 1, 3 * DELIVERIES] {
+            let all: Vec<[u64; 3]> = (0..count as u64).map(|i| [i, i + 1, i + 2]).collect();
+            let found: Vec<u64> =
+                lists(&all).flat_map(|(blocks, words)| words.into_iter().take(3 * blocks)).collect();
+            assert_eq!(found, all.as_flattened(), "{count}");
+            assert_eq!(lists(&all).count(), count.div_ceil(DELIVERIES));
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::{Device, driver};
 use crate::error::Result;
-use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode, CUstreamCaptureStatus};
+use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus};
 use std::sync::Arc;
 
 /// A captured list of launches.
@@ -28,15 +28,13 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
     unsafe {
         driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
     };
+    let capturing = Capturing(stream);
     let recorded = record();
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: the stream is the one above, the pointer is to a local.
     let asked = unsafe { driver!(cuStreamIsCapturing(stream, &mut status)) };
-    let mut graph = std::ptr::null_mut();
-    // SAFETY: ends the capture begun above, also when recording failed.
-    let ended = unsafe { driver!(cuStreamEndCapture(stream, &mut graph)) };
+    let captured = capturing.end();
     drop(no_other);
-    let captured = ended.map(|()| Captured(graph));
     asked?;
     if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
         return Ok(None);
@@ -47,6 +45,30 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
     // SAFETY: the graph was just captured.
     unsafe { driver!(cuGraphInstantiateWithFlags(&mut executable, captured.0, 0))? };
     Ok(Some(Graph { device: Arc::clone(device), executable }))
+}
+
+/// A stream whose launches are captured. The capture ends also if recording fails or panics.
+struct Capturing(CUstream);
+
+impl Capturing {
+    fn end(self) -> Result<Captured> {
+        let captured = self.end_once();
+        std::mem::forget(self);
+        captured
+    }
+
+    fn end_once(&self) -> Result<Captured> {
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is captured, and the pointer is to a local.
+        unsafe { driver!(cuStreamEndCapture(self.0, &mut graph))? };
+        Ok(Captured(graph))
+    }
+}
+
+impl Drop for Capturing {
+    fn drop(&mut self) {
+        let _ = self.end_once();
+    }
 }
 
 /// A graph as it was captured, which an executable one does not need.

@@ -216,6 +216,12 @@ parameters! {
         x: u64 = "const float*", residual: u64 = "const float*", y: u64 = "float*", rows: usize = "u32",
     }
 
+    /// A product of 16-bit factors. `lo` is the second part of x. The residual may be null.
+    HalfTiled = "half_tiled.params" of ["half_tiled"] {
+        x: u64 = "const u16*", lo: Option<u64> = "const u16*" if "X_PARTS == 2", w: u64 = "const u16*",
+        residual: u64 = "const float*", y: u64 = "float*", rows: usize = "u32",
+    }
+
     /// A product on Hopper's tensor cores. Only a product of whole K adds the residual, which may be null.
     LinearPanels = "linear_panels.params" of ["linear_panels"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*", rows: usize = "u32",

@@ -44,7 +44,7 @@ pub fn gpus() -> Option<usize> {
 pub fn options(count: usize, shares: usize, deterministic: bool) -> Vec<CudaOptions> {
     let of = |(ordinal, group)| CudaOptions {
         ordinal,
-        deterministic,
+        determinism: deterministic.into(),
         poison_freed: true,
         group: Some(group),
         ..CudaOptions::default()

@@ -121,8 +121,8 @@ impl Engine {
         let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let largest_steps = options.largest_steps && runtime.backend().is_planning();
         let options = EngineOptions { picture_run, largest_steps, ..options };
-        let models = split::load_parts(devices, progress, |PlacedPart { device, part }, progress| {
-            let loader = Loader::new(device, parameters, options.compute, progress);
+        let models = split::load_parts(devices, progress, |PlacedPart { device, part }, progress, stop| {
+            let loader = Loader::new(device, parameters, options.compute, progress).until(stop);
             keel_models::load(&loader.in_order(options.sums).of_part(part.clone()), config)
         })?;
         if options.drafts > 0 && models.last().is_some_and(|model| model.mtp.is_none()) {
@@ -339,15 +339,24 @@ impl Engine {
         rows: &[Rows<'_>],
         count: usize,
     ) -> Result<Vec<u32>> {
+        self.run_then_read(kind, rows, count)?
+    }
+
+    /// As [`Engine::run_and_draw`]. The inner error says that the step has run, and its tokens could not be read.
+    pub(crate) fn run_then_read(
+        &mut self,
+        kind: StepKind,
+        rows: &[Rows<'_>],
+        count: usize,
+    ) -> Result<Result<Vec<u32>>> {
         let drawn = self.stepper.drawn(kind, count)?;
         let mut bytes = vec![0; drawn.bytes()];
-        if bytes.len() > RESULT_BYTES_MAX {
-            self.run(kind.regime, kind.outcome, rows)?;
-            drawn.read_bytes(0, &mut bytes)?;
-        } else {
+        if bytes.len() <= RESULT_BYTES_MAX {
             self.run_step(kind, rows, Some((&drawn, &mut bytes)))?;
+            return Ok(Ok(ids_of(&bytes)));
         }
-        Ok(ids_of(&bytes))
+        self.run(kind.regime, kind.outcome, rows)?;
+        Ok(drawn.read_bytes(0, &mut bytes).map(|()| ids_of(&bytes)).map_err(EngineError::from))
     }
 
     /// Runs one more token of each sequence. The logits are read with [`Engine::logits`]. In an engine that drafts, the
@@ -395,12 +404,12 @@ impl Engine {
             .collect();
         let kind = StepKind::decode(Outcome::LastLogits);
         let drawn = match draws.iter().all(Option::is_none) {
-            true => self.run(kind.regime, kind.outcome, &rows).map(|()| vec![0; count])?,
-            false => self.run_and_draw(kind, &rows, count)?,
+            true => self.run(kind.regime, kind.outcome, &rows).map(|()| Ok(vec![0; count]))?,
+            false => self.run_then_read(kind, &rows, count)?,
         };
-        let is_open = self.leaves_open();
-        sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
-        Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
+        let (is_open, kept) = (self.leaves_open(), usize::from(drawn.is_ok()));
+        sequences.iter_mut().for_each(|s| if is_open { s.accept(kept) } else { s.advance(kept) });
+        Ok(drawn?.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 
     /// Copies the logits of sequence `row` of the last step, even if the step is still under way.

@@ -9,7 +9,7 @@ use keel_cache::SequenceCache;
 
 use super::Speculation;
 use super::passes::Passes;
-use super::round::{Part, RoundSequence};
+use super::round::{Proposal, RoundSequence};
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, Result};
@@ -100,35 +100,35 @@ impl Engine {
     pub(super) fn draft(
         &mut self,
         batch: &mut [RoundSequence<'_>],
-        parts: &mut [Part],
+        proposals: &mut [Proposal],
         mut passes: Option<&mut Passes>,
     ) -> Result<()> {
-        let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
+        let deepest = proposals.iter().map(|proposal| proposal.depth).max().unwrap_or(0);
         if deepest == 0 {
             return Ok(());
         }
         let (width, mut logits) = (self.model().config.hidden, Vec::new());
         let mut order: Vec<usize> = (0..batch.len()).collect();
-        order.sort_by_key(|&i| Reverse(parts[i].depth));
-        order.iter().enumerate().for_each(|(row, &i)| parts[i].row = row);
+        order.sort_by_key(|&i| Reverse(proposals[i].depth));
+        order.iter().enumerate().for_each(|(row, &i)| proposals[i].row = row);
         for pass in 0..deepest {
             let start = Instant::now();
-            let active = &order[..order.partition_point(|&i| parts[i].depth > pass)];
+            let active = &order[..order.partition_point(|&i| proposals[i].depth > pass)];
             let at = if pass > 0 && passes.is_some() { TokensAt::Head } else { TokensAt::Host };
             let (mut input, mut rows) = (Vec::new(), Vec::with_capacity(active.len()));
             for &i in active {
-                let (RoundSequence { cache, speculation, .. }, part) = (&batch[i], &parts[i]);
+                let (RoundSequence { cache, speculation, .. }, proposal) = (&batch[i], &proposals[i]);
                 let Some(speculation) = speculation else { unreachable!("it makes drafts") };
                 let (first, tokens, of_round) = if pass == 0 {
                     let lag = &speculation.lag;
-                    input.extend_from_slice(&lag.hidden()[part.caught_up * width..]);
-                    let tokens = &lag.tokens()[part.caught_up..];
+                    input.extend_from_slice(&lag.hidden()[proposal.caught_up * width..]);
+                    let tokens = &lag.tokens()[proposal.caught_up..];
                     assert!(!tokens.is_empty(), "a draft begins with the row after which it is made");
                     (cache.len() - tokens.len(), tokens, lag.rows_of_round())
                 } else {
-                    (cache.len() + pass - 1, &part.drafts[pass - 1..], 0..0)
+                    (cache.len() + pass - 1, &proposal.drafts[pass - 1..], 0..0)
                 };
-                let draws: &[Draw] = if part.draws.is_some() { &[Draw::GREATEST] } else { &[] };
+                let draws: &[Draw] = if proposal.draws.is_some() { &[Draw::GREATEST] } else { &[] };
                 rows.push(Rows { first, draws, at, of_round, ..Rows::after(cache, tokens) });
             }
             if !input.is_empty() {
@@ -138,22 +138,22 @@ impl Engine {
                 self.submit_pass(Outcome::Draft, &rows, passes)?;
                 self.keep_drafts(pass, active.len())?;
                 // Token 0 stands for each draft until it is known.
-                active.iter().for_each(|&i| parts[i].drafts.push(0));
+                active.iter().for_each(|&i| proposals[i].drafts.push(0));
                 continue;
             }
             let drawn = self.run_and_draw(StepKind::decode(Outcome::Draft), &rows, active.len())?;
             for (row, &i) in active.iter().enumerate() {
-                let draft = if parts[i].draws.is_some() {
+                let draft = if proposals[i].draws.is_some() {
                     drawn[row]
                 } else {
                     self.stepper.read_row_logits(row, &mut logits)?;
                     batch[i].chooser.draft(&mut logits).unwrap_or_else(|error| {
                         // Its other drafts do not matter any more.
-                        parts[i].failure.get_or_insert(error);
+                        proposals[i].failure.get_or_insert(error);
                         0
                     })
                 };
-                parts[i].drafts.push(draft);
+                proposals[i].drafts.push(draft);
             }
             self.costs.note_draft(active.len(), start.elapsed().as_secs_f64());
         }

@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use super::Speculation;
-use super::round::{Part, Round, RoundSequence};
+use super::round::{Proposal, Round, RoundSequence};
 use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
 use crate::{Engine, EngineError, Result};
 
@@ -195,35 +195,39 @@ impl Engine {
         self.fetch_lags(all.filter(|speculation| !self.is_on_device(&speculation.lag)))
     }
 
-    /// Where the device keeps the hidden states of the `rows` rows of the next round.
-    fn next_place(&self, rows: usize) -> Range<usize> {
+    /// Where the device is to keep the hidden states of the rows of this round, if sequences draft. Those of the last
+    /// round stay.
+    pub(super) fn next_hidden(
+        &self,
+        batch: &[RoundSequence<'_>],
+        proposals: &[Proposal],
+    ) -> Option<Arc<RoundHidden>> {
+        batch.iter().find(|sequence| sequence.speculation.is_some())?;
+        let rows = proposals.iter().map(|proposal| proposal.depth + 1).sum::<usize>();
         let is_second = self.round_hidden.as_ref().is_some_and(|round| round.place.start == 0);
         let first = if is_second { self.options.decode_rows() } else { 0 };
-        first..first + rows
+        Some(RoundHidden::at(first..first + rows))
     }
 
-    /// Keeps the hidden states of the rows of the verify pass that was submitted last, if sequences draft. Those of the
-    /// last round stay.
-    pub(super) fn keep_verified(&mut self, batch: &[RoundSequence<'_>], rows: usize) -> Result<()> {
-        if batch.iter().all(|sequence| sequence.speculation.is_none()) {
-            return Ok(());
-        }
-        let place = self.next_place(rows);
-        self.keep_round_hidden(place.start, rows)
+    /// Keeps the hidden states of the rows of the verify pass that was submitted last, if sequences draft.
+    pub(super) fn keep_verified(&mut self, hidden: Option<&RoundHidden>) -> Result<()> {
+        let Some(RoundHidden { place, .. }) = hidden else { return Ok(()) };
+        self.keep_round_hidden(place.start, place.len())
     }
 
-    /// Makes the round that is about to end with these outcomes the last one. Before that, the host reads the hidden
-    /// states of the round before that a sequence still needs.
+    /// Makes the round that is about to end with these outcomes the last one; the device keeps its `hidden` states.
+    /// Before that, the host reads the hidden states of the round before that a sequence still needs.
     pub(super) fn note_round_hidden(
         &mut self,
         batch: &mut [RoundSequence<'_>],
-        parts: &[Part],
+        proposals: &[Proposal],
         outcomes: &[Result<Round>],
+        hidden: Arc<RoundHidden>,
     ) -> Result<()> {
         let (mut lagging, mut run_by_head) = (Vec::new(), 0);
-        for ((sequence, part), outcome) in batch.iter_mut().zip(parts).zip(outcomes) {
+        for ((sequence, proposal), outcome) in batch.iter_mut().zip(proposals).zip(outcomes) {
             let Some(speculation) = sequence.speculation.as_deref_mut() else { continue };
-            if outcome.is_ok() && !part.drafts.is_empty() {
+            if outcome.is_ok() && !proposal.drafts.is_empty() {
                 run_by_head += usize::from(self.is_on_device(&speculation.lag));
             } else {
                 lagging.push(speculation);
@@ -234,8 +238,7 @@ impl Engine {
         if self.round_hidden.as_ref().is_some_and(|round| Arc::strong_count(round) > 1 + run_by_head) {
             self.read_round_hidden()?;
         }
-        let rows = parts.iter().map(|part| part.drafts.len() + 1).sum();
-        self.round_hidden = Some(RoundHidden::at(self.next_place(rows)));
+        self.round_hidden = Some(hidden);
         Ok(())
     }
 }

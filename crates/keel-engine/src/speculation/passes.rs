@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
-use super::round::{Part, RoundSequence, RoundTimes};
+use super::lag::RoundHidden;
+use super::round::{Proposal, RoundSequence, RoundTimes};
 use crate::engine::failures::first_cause_of;
 use crate::engine::in_flight::{EndedRun, InFlightRun};
 use crate::step::{Outcome, Rows, StepKind};
@@ -37,30 +38,32 @@ pub(super) struct Passes {
 impl Engine {
     /// Whether the host need not wait between the passes of a round: the device draws each draft and the tokens that
     /// judge it, and all these tokens come to the host with the verify pass.
-    pub(super) fn queues_passes(&self, parts: &[Part]) -> bool {
-        let tokens: usize = parts.iter().map(|part| part.depth + 1).sum();
+    pub(super) fn queues_passes(&self, proposals: &[Proposal]) -> bool {
+        let tokens: usize = proposals.iter().map(|proposal| proposal.depth + 1).sum();
         self.runs_ahead()
-            && tokens > parts.len()
+            && tokens > proposals.len()
             && tokens * size_of::<u32>() <= RESULT_BYTES_MAX
-            && parts.iter().all(|part| part.depth == 0 || part.draws.is_some())
+            && proposals.iter().all(|proposal| proposal.depth == 0 || proposal.draws.is_some())
     }
 
     /// Submits all passes of a round, then waits for them. Returns the tokens that the verify pass drew, and sets the
-    /// times of drafting and verifying.
+    /// times of drafting and verifying. If the verify pass has succeeded, an error is the inner one.
     ///
     /// The sum of the times is exact. Drafting ends when the host sees the end of the last draft. If the device made
     /// the drafts faster than the host submitted the passes, that is once the verify pass is submitted.
     pub(super) fn run_queued(
         &mut self,
         batch: &mut [RoundSequence<'_>],
-        parts: &mut [Part],
+        proposals: &mut [Proposal],
+        hidden: Option<&RoundHidden>,
         times: &mut RoundTimes,
-    ) -> Result<Vec<u32>> {
+    ) -> Result<Result<Vec<u32>>> {
         self.finish_in_flight()?;
         batch.iter().try_for_each(|sequence| self.cache.expect_whole(sequence.cache))?;
         let (start, mut passes) = (Instant::now(), Passes::default());
-        let submitted = self.draft(batch, parts, Some(&mut passes));
-        let submitted = submitted.and_then(|()| self.verify(batch, parts, Some(&mut passes)).map(drop));
+        let submitted = self.draft(batch, proposals, Some(&mut passes));
+        let submitted =
+            submitted.and_then(|()| self.verify(batch, proposals, hidden, Some(&mut passes))?.map(drop));
         while !passes.in_flight.is_empty() {
             self.end_first(&mut passes);
         }
@@ -69,21 +72,18 @@ impl Engine {
         let outcome = if failed.is_empty() { submitted } else { Err(first_cause_of(failed)) };
         if let Err(error) = outcome {
             // Devices are ready again for what is begun next.
-            self.finish_in_flight()?;
-            if passes.is_verified {
-                // The verify pass has committed the rows of the round before. Its own rows are taken back.
-                batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
-            }
-            return Err(error);
+            let error = self.finish_in_flight().err().unwrap_or(error);
+            return if passes.is_verified { Ok(Err(error)) } else { Err(error) };
         }
         let tokens = passes.drawn.pop().unwrap_or_default();
-        for part in parts.iter_mut() {
-            part.drafts = passes.drawn[..part.depth].iter().map(|drawn| drawn[part.row]).collect();
+        for proposal in proposals.iter_mut() {
+            proposal.drafts =
+                passes.drawn[..proposal.depth].iter().map(|drawn| drawn[proposal.row]).collect();
         }
         let drafted = passes.drafted.unwrap_or(start);
         (times.drafting, times.verifying) = (drafted.duration_since(start), drafted.elapsed());
-        self.note_draft_times(parts, times.drafting);
-        Ok(tokens)
+        self.note_draft_times(proposals, times.drafting);
+        Ok(Ok(tokens))
     }
 
     /// Submits a pass. Where as many runs as possible are under way, waits for the oldest one.
@@ -119,10 +119,11 @@ impl Engine {
     }
 
     /// Records the mean time of the passes of the MTP head for each number of sequences that they had.
-    fn note_draft_times(&mut self, parts: &[Part], drafting: Duration) {
-        let deepest = parts.iter().map(|part| part.depth).max().unwrap_or(0);
-        let mut counts: Vec<usize> =
-            (0..deepest).map(|pass| parts.iter().filter(|part| part.depth > pass).count()).collect();
+    fn note_draft_times(&mut self, proposals: &[Proposal], drafting: Duration) {
+        let deepest = proposals.iter().map(|proposal| proposal.depth).max().unwrap_or(0);
+        let mut counts: Vec<usize> = (0..deepest)
+            .map(|pass| proposals.iter().filter(|proposal| proposal.depth > pass).count())
+            .collect();
         counts.dedup();
         let mean = drafting.as_secs_f64() / deepest as f64;
         counts.into_iter().for_each(|count| self.costs.note_draft(count, mean));

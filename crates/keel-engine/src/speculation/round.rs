@@ -56,9 +56,9 @@ pub(super) struct RoundTimes {
     pub choosing: Duration,
 }
 
-/// The work of a round for one sequence.
+/// The drafts of a round for one sequence, if it makes any, with their rows in its passes.
 #[derive(Default)]
-pub(super) struct Part {
+pub(super) struct Proposal {
     /// How many drafts to make.
     pub depth: usize,
     /// The drafts.
@@ -98,41 +98,44 @@ impl Engine {
             self.admit(sequence.cache, &[sequence.last])?;
             self.finish_commit(sequence.cache)?;
         }
-        let mut parts = self.parts(batch);
-        for (sequence, part) in batch.iter_mut().zip(&parts) {
-            self.cache.reserve(sequence.cache, part.depth + 1)?;
+        let mut proposals = self.proposals(batch);
+        for (sequence, proposal) in batch.iter_mut().zip(&proposals) {
+            self.cache.reserve(sequence.cache, proposal.depth + 1)?;
         }
-        for (sequence, part) in batch.iter_mut().zip(&mut parts) {
+        for (sequence, proposal) in batch.iter_mut().zip(&mut proposals) {
             sequence.chooser.begin();
-            part.draws = self.draws_of(&mut *sequence.chooser, part.depth + 1);
+            proposal.draws = self.draws_of(&mut *sequence.chooser, proposal.depth + 1);
             if let Some(speculation) = &mut sequence.speculation {
-                part.was_named = speculation.lag.name_last(sequence.last);
+                proposal.was_named = speculation.lag.name_last(sequence.last);
             }
         }
-        match self.run_round(batch, &mut parts) {
+        match self.run_round(batch, &mut proposals) {
             Ok((judged, times)) => {
-                let rows = batch.len() + parts.iter().map(|part| part.drafts.len()).sum::<usize>();
+                let rows =
+                    batch.len() + proposals.iter().map(|proposal| proposal.drafts.len()).sum::<usize>();
                 // Choosing takes longer the more rows there are.
                 let seconds = (times.verifying + times.choosing).as_secs_f64();
                 self.costs.note_pass(rows, batch.len(), seconds);
                 self.costs.note_round(rows == batch.len());
-                share_times(batch, &parts, times);
+                share_times(batch, &proposals, times);
                 let is_open = self.leaves_open();
-                let all = batch.iter_mut().zip(&parts).zip(judged);
+                let all = batch.iter_mut().zip(&proposals).zip(judged);
                 let (kept, costs) = (self.round_hidden.as_ref(), &mut self.costs);
                 Ok(all
-                    .map(|((sequence, part), round)| sequence.move_on(part, round, is_open, kept, costs))
+                    .map(|((sequence, proposal), round)| {
+                        sequence.move_on(proposal, round, is_open, kept, costs)
+                    })
                     .collect())
             }
             Err(error) => {
-                batch.iter_mut().zip(&parts).for_each(|(sequence, part)| sequence.abandon(part));
+                batch.iter_mut().zip(&proposals).for_each(|(sequence, proposal)| sequence.abandon(proposal));
                 Err(error)
             }
         }
     }
 
     /// Chooses the depth of each sequence: what its control says, within the rest of the sequence and of the context.
-    fn parts(&self, batch: &[RoundSequence<'_>]) -> Vec<Part> {
+    fn proposals(&self, batch: &[RoundSequence<'_>]) -> Vec<Proposal> {
         let sequences = batch.len();
         batch
             .iter()
@@ -141,7 +144,7 @@ impl Engine {
                 let depth = s.speculation.as_ref().map_or(0, |speculation| {
                     speculation.control.choose(&self.costs, sequences, most, speculation.lag_after(0), 0)
                 });
-                Part { depth, ..Part::default() }
+                Proposal { depth, ..Proposal::default() }
             })
             .collect()
     }
@@ -201,29 +204,31 @@ impl Engine {
     fn run_round(
         &mut self,
         batch: &mut [RoundSequence<'_>],
-        parts: &mut [Part],
+        proposals: &mut [Proposal],
     ) -> Result<(Vec<Result<Round>>, RoundTimes)> {
         self.ready_lags(batch)?;
-        for (sequence, part) in batch.iter_mut().zip(parts.iter_mut()) {
+        let hidden = self.next_hidden(batch, proposals);
+        for (sequence, proposal) in batch.iter_mut().zip(proposals.iter_mut()) {
             if let Some(speculation) = sequence.speculation.as_deref_mut() {
-                part.caught_up = self.catch_up(sequence.cache, speculation, part.depth)?;
+                proposal.caught_up = self.catch_up(sequence.cache, speculation, proposal.depth)?;
             }
         }
         let mut times = RoundTimes::default();
-        let drawn = if self.queues_passes(parts) {
-            self.run_queued(batch, parts, &mut times)?
+        let verified = if self.queues_passes(proposals) {
+            self.run_queued(batch, proposals, hidden.as_deref(), &mut times)?
         } else {
             let start = Instant::now();
-            self.draft(batch, parts, None)?;
+            self.draft(batch, proposals, None)?;
             times.drafting = start.elapsed();
             let start = Instant::now();
-            let drawn = self.verify(batch, parts, None)?;
+            let verified = self.verify(batch, proposals, hidden.as_deref(), None)?;
             times.verifying = start.elapsed();
-            drawn
+            verified
         };
         let start = Instant::now();
-        let judged = self.judge(batch, parts, &drawn).inspect_err(|_| {
-            // The pass has committed the rows of the round before. Its own rows are taken back.
+        let judged = verified.and_then(|drawn| self.judge(batch, proposals, &drawn, hidden));
+        let judged = judged.inspect_err(|_| {
+            // The verify pass has committed the rows of the round before. Its own rows are taken back.
             if self.leaves_open() {
                 batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
             }
@@ -232,56 +237,62 @@ impl Engine {
         Ok((judged, times))
     }
 
-    /// Runs the last token of each sequence and its drafts. Returns the tokens that the device drew after these rows.
-    /// With `passes` they are only submitted.
+    /// Runs the last token of each sequence and its drafts, and keeps the `hidden` states of these rows. Returns the
+    /// tokens that the device drew after them. With `passes` they are only submitted. The outer error says that the
+    /// pass has failed, the inner one that its results could not be kept or read.
     pub(super) fn verify(
         &mut self,
         batch: &[RoundSequence<'_>],
-        parts: &[Part],
+        proposals: &[Proposal],
+        hidden: Option<&RoundHidden>,
         passes: Option<&mut Passes>,
-    ) -> Result<Vec<u32>> {
-        let tokens: Vec<Vec<u32>> =
-            batch.iter().zip(parts).map(|(s, part)| [&[s.last][..], &part.drafts].concat()).collect();
-        let rows = batch.iter().zip(&tokens).zip(parts).map(|((s, tokens), part)| Rows {
-            draws: part.draws.as_deref().unwrap_or(&[]),
-            at: if passes.is_some() { TokensAt::Drafts(part.row) } else { TokensAt::Host },
+    ) -> Result<Result<Vec<u32>>> {
+        let tokens: Vec<Vec<u32>> = batch
+            .iter()
+            .zip(proposals)
+            .map(|(s, proposal)| [&[s.last][..], &proposal.drafts].concat())
+            .collect();
+        let rows = batch.iter().zip(&tokens).zip(proposals).map(|((s, tokens), proposal)| Rows {
+            draws: proposal.draws.as_deref().unwrap_or(&[]),
+            at: if passes.is_some() { TokensAt::Drafts(proposal.row) } else { TokensAt::Host },
             ..Rows::after(s.cache, tokens)
         });
         let rows: Vec<Rows<'_>> = rows.collect();
         let count = tokens.iter().map(Vec::len).sum();
         if let Some(passes) = passes {
             self.submit_pass(Outcome::OpenRows, &rows, passes)?;
-            return self.keep_verified(batch, count).map(|()| Vec::new());
+            return Ok(self.keep_verified(hidden).map(|()| Vec::new()));
         }
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
         // A backend that queues is waited for in any case, because the results are read without a further wait.
-        let is_host = parts.iter().all(|part| part.draws.is_none());
+        let is_host = proposals.iter().all(|proposal| proposal.draws.is_none());
         let drawn = if is_host && !self.runtime().backend().is_queueing() {
-            self.run(Regime::Decode, outcome, &rows).map(|()| Vec::new())?
+            self.run(Regime::Decode, outcome, &rows).map(|()| Ok(Vec::new()))?
         } else {
-            self.run_and_draw(StepKind::decode(outcome), &rows, count)?
+            self.run_then_read(StepKind::decode(outcome), &rows, count)?
         };
-        self.keep_verified(batch, count).map(|()| drawn)
+        Ok(drawn.and_then(|drawn| self.keep_verified(hidden).map(|()| drawn)))
     }
 
     /// Chooses the tokens of each sequence. An error says that results could not be read.
     fn judge(
         &mut self,
         batch: &mut [RoundSequence<'_>],
-        parts: &mut [Part],
+        proposals: &mut [Proposal],
         drawn: &[u32],
+        hidden: Option<Arc<RoundHidden>>,
     ) -> Result<Vec<Result<Round>>> {
         // Reused from round to round. A failed round drops it.
         let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         let until = Instant::now() + MASK_PATIENCE;
-        for (sequence, part) in batch.iter_mut().zip(parts.iter_mut()) {
-            part.open_row = row;
-            row += part.drafts.len() + 1;
-            all.push(match part.failure.take() {
+        for (sequence, proposal) in batch.iter_mut().zip(proposals.iter_mut()) {
+            proposal.open_row = row;
+            row += proposal.drafts.len() + 1;
+            all.push(match proposal.failure.take() {
                 Some(failure) => Err(failure),
-                None => match self.choose_tokens(sequence, part, drawn, &mut logits, until) {
+                None => match self.choose_tokens(sequence, proposal, drawn, &mut logits, until) {
                     Ok(round) => round,
                     Err(error) if self.leaves_open() || self.can_take_back() => return Err(error),
                     // Without a log the state has moved on, so the round cannot be repeated.
@@ -290,8 +301,8 @@ impl Engine {
             });
         }
         self.row_logits = logits;
-        if batch.iter().any(|sequence| sequence.speculation.is_some()) {
-            self.note_round_hidden(batch, parts, &all)?;
+        if let Some(hidden) = hidden {
+            self.note_round_hidden(batch, proposals, &all, hidden)?;
         }
         Ok(all)
     }
@@ -304,12 +315,12 @@ impl Engine {
     fn choose_tokens(
         &self,
         sequence: &mut RoundSequence<'_>,
-        part: &Part,
+        proposal: &Proposal,
         drawn: &[u32],
         logits: &mut Vec<f32>,
         until: Instant,
     ) -> Result<Result<Round>> {
-        let (drafts, row) = (&part.drafts, part.open_row);
+        let (drafts, row) = (&proposal.drafts, proposal.open_row);
         let optimistic = sequence.speculation.as_ref().is_some_and(|s| s.options.optimistic)
             && sequence.chooser.may_go_unchecked();
         let (mut tokens, mut is_last) = (Vec::with_capacity(drafts.len() + 1), false);
@@ -321,7 +332,7 @@ impl Engine {
             let draft = drafts.get(i).copied();
             let choice = match draft {
                 Some(draft) if optimistic => sequence.chooser.take(draft),
-                _ if part.draws.is_some() => sequence.chooser.take(drawn[row + i]),
+                _ if proposal.draws.is_some() => sequence.chooser.take(drawn[row + i]),
                 _ => {
                     self.stepper.read_row_logits(row + i, logits)?;
                     sequence.chooser.choose(logits, draft.map(|draft| (i, draft)))
@@ -347,7 +358,7 @@ impl RoundSequence<'_> {
     /// of its rows, where sequences draft.
     fn move_on(
         &mut self,
-        part: &Part,
+        proposal: &Proposal,
         round: Result<Round>,
         is_open: bool,
         hidden: Option<&Arc<RoundHidden>>,
@@ -362,13 +373,13 @@ impl RoundSequence<'_> {
                 } else {
                     self.cache.advance(1);
                 }
-                self.abandon(part);
+                self.abandon(proposal);
                 return Err(error);
             }
         };
-        let (kept, drafted) = (round.tokens.len(), part.drafts.len());
+        let (kept, drafted) = (round.tokens.len(), proposal.drafts.len());
         let accepted =
-            round.tokens.iter().zip(&part.drafts).take_while(|(token, draft)| token == draft).count();
+            round.tokens.iter().zip(&proposal.drafts).take_while(|(token, draft)| token == draft).count();
         if is_open {
             self.cache.accept(kept);
         } else {
@@ -376,9 +387,9 @@ impl RoundSequence<'_> {
         }
         let Some(speculation) = &mut self.speculation else { return Ok(round) };
         let Some(hidden) = hidden else { unreachable!("the hidden states of the round are kept") };
-        let run_by_head = if drafted > 0 { speculation.lag_after(0) } else { part.caught_up };
+        let run_by_head = if drafted > 0 { speculation.lag_after(0) } else { proposal.caught_up };
         speculation.lag.forget(run_by_head);
-        speculation.lag.push_round(hidden, part.open_row, &round.tokens);
+        speculation.lag.push_round(hidden, proposal.open_row, &round.tokens);
         // A round that ended with a draft says nothing about later ones.
         let judged = if kept == accepted { accepted } else { drafted };
         speculation.control.note(judged, accepted);
@@ -388,20 +399,20 @@ impl RoundSequence<'_> {
     }
 
     /// Undoes the changes of a failed round.
-    fn abandon(&mut self, part: &Part) {
-        if let Some(speculation) = self.speculation.as_mut().filter(|_| part.was_named) {
+    fn abandon(&mut self, proposal: &Proposal) {
+        if let Some(speculation) = self.speculation.as_mut().filter(|_| proposal.was_named) {
             speculation.lag.unname_last();
         }
         self.chooser.abandon();
     }
 }
 
-fn share_times(batch: &mut [RoundSequence<'_>], parts: &[Part], times: RoundTimes) {
-    let drafting = parts.iter().filter(|part| part.depth > 0).count() as u32;
+fn share_times(batch: &mut [RoundSequence<'_>], proposals: &[Proposal], times: RoundTimes) {
+    let drafting = proposals.iter().filter(|proposal| proposal.depth > 0).count() as u32;
     let all = batch.len() as u32;
-    for (sequence, part) in batch.iter_mut().zip(parts) {
+    for (sequence, proposal) in batch.iter_mut().zip(proposals) {
         let Some(Speculation { counters, .. }) = sequence.speculation.as_deref_mut() else { continue };
-        if part.depth > 0 {
+        if proposal.depth > 0 {
             counters.draft_time += times.drafting / drafting;
         }
         counters.verify_time += times.verifying / all;

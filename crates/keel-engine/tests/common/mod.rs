@@ -21,7 +21,7 @@ use std::sync::Arc;
 use keel_array::{Compute, Runtime, RuntimeOptions};
 use keel_cache::{LayerStorage, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 use keel_models::loading::CheckpointParameters;
 pub use keel_testkit::compare::relative_error;
@@ -42,7 +42,7 @@ pub fn device() -> Runtime {
     }
     let options = CudaOptions {
         precision: Precision::F32,
-        deterministic: true,
+        determinism: Determinism::Steps,
         poison_freed: true,
         ..CudaOptions::default()
     };

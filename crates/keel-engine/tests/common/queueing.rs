@@ -8,7 +8,7 @@ use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_cuda::{CudaBackend, CudaOptions};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism};
 use keel_engine::{Engine, Result, Ticket, Work, WorkRows};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
@@ -135,7 +135,8 @@ pub fn gpu() -> Option<Arc<dyn Backend>> {
     if !keel_testkit::has_gpu!() {
         return None;
     }
-    let options = CudaOptions { deterministic: true, poison_freed: true, ..CudaOptions::default() };
+    let options =
+        CudaOptions { determinism: Determinism::Steps, poison_freed: true, ..CudaOptions::default() };
     Some(Arc::new(CudaBackend::new(&options).expect("a GPU")))
 }
 

@@ -6,9 +6,9 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Precision, Survey};
 use keel_engine::split::{DeviceGrid, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, plan};
 use keel_models::Part;
@@ -86,36 +86,57 @@ pub fn engine_on(
     load_as_planned(source, options, planners, backends, &parts).expect("the model loads")
 }
 
-/// An engine on two GPUs. `wrap` gets each one's rank and backend.
+/// An engine of a fixture on two GPUs. `wrap` gets each one's rank and backend.
 pub fn engine_on_gpus(
     name: &str,
     options: EngineOptions,
-    mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
+    wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
 ) -> Engine {
     let checkpoint = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
     let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
     let parts = parts(source, options, (1, 2)).expect("it divides");
-    let gpu = |(ordinal, group)| {
-        let cuda = CudaOptions { ordinal, deterministic: true, group: Some(group), ..CudaOptions::default() };
-        let backend = Arc::new(CudaBackend::new(&cuda).expect("a GPU, and NCCL"));
-        Runtime::new(wrap(ordinal, backend), RuntimeOptions::default())
-    };
-    let devices = PlacedPart::each(CudaGroup::of(2, 2).into_iter().enumerate().map(gpu), parts);
-    let engine = Engine::load_on(&devices, source.0, source.1, options, &|_| ());
-    let mut engine = engine.expect("the model loads");
+    let mut engine = load_on_gpus(source, options, &parts, wrap).expect("the model loads");
     engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
     engine
 }
 
-/// Runs a test on two GPUs, if there are so many.
-pub fn on_two_gpus(test: fn()) {
+/// An engine on a GPU for each of the parts, which are shares of every layer; on the same GPUs again where they are
+/// fewer. They run in the mode that gives any number of devices the same bits.
+pub fn load_on_gpus(
+    (parameters, config): (&dyn Parameters, &Value),
+    options: EngineOptions,
+    parts: &[Part],
+    mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
+) -> Result<Engine, EngineError> {
+    let precision = if options.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
+    let gpus = Survey::take().gpus.len();
+    let gpu = |(rank, group)| {
+        let (ordinal, group) = (rank % gpus, Some(group));
+        let cuda = CudaOptions {
+            ordinal,
+            precision,
+            determinism: Determinism::Devices,
+            group,
+            ..CudaOptions::default()
+        };
+        let backend = Arc::new(CudaBackend::new(&cuda).expect("a GPU, and NCCL"));
+        Runtime::new(wrap(rank, backend), RuntimeOptions::default())
+    };
+    let group = CudaGroup::of(parts.len(), parts.len()).into_iter().enumerate();
+    let devices = PlacedPart::each(group.map(gpu), parts.iter().cloned());
+    Engine::load_on(&devices, parameters, config, options, &|_| ())
+}
+
+/// Runs a test that needs this many GPUs, if there are so many, or if NCCL may connect a GPU with itself
+/// (NCCL_MULTI_RANK_GPU_ENABLE=1).
+pub fn on_gpus(count: usize, test: impl FnOnce() + Send + 'static) {
     if !keel_testkit::has_gpu!() {
         return;
     }
-    if Survey::take().gpus.len() < 2 {
-        return keel_testkit::skipped!("needs two GPUs");
+    if Survey::take().gpus.len() < count && !CudaGroup::may_share_a_gpu() {
+        return keel_testkit::skipped!("needs {count} GPUs");
     }
-    // One at a time: kernels of two groups that wait for their peers on the same two GPUs can wait for each other.
+    // One at a time: kernels of two groups that wait for their peers on the same GPUs can wait for each other.
     static GPUS: Mutex<()> = Mutex::new(());
     let _alone = GPUS.lock().unwrap_or_else(|e| e.into_inner());
     let (sender, receiver) = channel();
@@ -138,7 +159,8 @@ pub fn end(engine: Engine) {
     drop(engine);
     for (rank, runtime) in runtimes.iter().enumerate() {
         runtime.clear_cache();
-        assert_eq!(runtime.ledger().active().total(), 0, "device {rank} keeps something");
+        let kept = runtime.ledger().active();
+        assert_eq!(kept.total(), 0, "device {rank} keeps something: {kept:?}");
     }
 }
 

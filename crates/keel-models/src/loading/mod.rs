@@ -9,6 +9,7 @@ mod row_parallel;
 mod stacks;
 
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 
 use assembler::RowAssembler;
 use half::f16;
@@ -127,6 +128,8 @@ pub struct Loader<'a> {
     progress: &'a dyn Fn(u64),
     part: Part,
     order: SumOrder,
+    /// Set when loading is to end.
+    stop: Option<&'a AtomicBool>,
 }
 
 impl<'a> Loader<'a> {
@@ -137,8 +140,8 @@ impl<'a> Loader<'a> {
         compute: Compute,
         progress: &'a dyn Fn(u64),
     ) -> Loader<'a> {
-        let (part, order) = Default::default();
-        Loader { runtime, parameters, compute, progress, part, order }
+        let (part, order, stop) = Default::default();
+        Loader { runtime, parameters, compute, progress, part, order, stop }
     }
 
     /// The same loader for a part of the model.
@@ -151,10 +154,15 @@ impl<'a> Loader<'a> {
         Loader { order, ..self }
     }
 
+    /// The same loader, which ends with an error soon after `stop` is set.
+    pub fn until(self, stop: &'a AtomicBool) -> Loader<'a> {
+        Loader { stop: Some(stop), ..self }
+    }
+
     /// The same loader for other parameters.
     pub(crate) fn reading<'b>(&'b self, parameters: &'b dyn Parameters) -> Loader<'b> {
-        let Loader { runtime, compute, progress, ref part, order, .. } = *self;
-        Loader { runtime, parameters, compute, progress, part: part.clone(), order }
+        let Loader { runtime, compute, progress, ref part, order, stop, .. } = *self;
+        Loader { runtime, parameters, compute, progress, part: part.clone(), order, stop }
     }
 
     /// The order in which columns are added.

@@ -1,13 +1,14 @@
 //! Fills weights with the rows of layers: one layer or a stack of experts, whole or in parts of their columns.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use keel_array::{RowData, Weight, WeightFormat, WeightSpec};
 
 use super::assembler::RowAssembler;
 use super::{BLOCK_ROWS, Loader, Piece, RowSink};
-use crate::Result;
 use crate::split::columns::{Columns, pick_columns};
+use crate::{ModelError, Result};
 
 impl Loader<'_> {
     /// A stack of layers of `cols` columns, in `parts` weights of equally many columns.
@@ -72,6 +73,9 @@ impl Loader<'_> {
         let whole = WeightSpec { cols: part.cols * weights.len(), ..part };
         let tiles = self.parameters.column_tiles(&piece.module);
         let sink: &mut RowSink<'_> = &mut |count, data: RowData<'_>| {
+            if self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+                return Err(ModelError::Stopped);
+            }
             if let [only] = parts {
                 return only.push(count, data);
             }

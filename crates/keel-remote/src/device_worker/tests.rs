@@ -216,3 +216,47 @@ fn operands_outside_of_their_memory_are_refused() {
         assert!(found.contains("not within its memory") || found.contains("scratch"), "{shown}: {found}");
     }
 }
+
+/// Kernels index their operands.
+#[test]
+fn kernels_without_all_operands_are_refused() {
+    let (session, _leader) = session(1);
+    let mut worker = worker(session);
+    let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
+    assert!(worker.attempt(allocate, &[]).is_ok());
+    let operand = || Operand {
+        memory: OperandMemory::External(0),
+        layout: Layout::contiguous([1, 1, 4].into()),
+        dtype: DType::F32,
+    };
+    let result = || Operand { memory: OperandMemory::Output(0), ..operand() };
+    let kernel = |op, inputs: usize, outputs: usize| Kernel {
+        op,
+        inputs: (0..inputs).map(|_| operand()).collect(),
+        outputs: (0..outputs).map(|_| result()).collect(),
+        ..copy(operand(), result(), None)
+    };
+    let combine = |shared| Op::CombineExperts { shared, residual: true };
+    let mut refusal_of = |kernel: Kernel| {
+        let at = At { memory: 1, offset: 0 };
+        let (externals, outputs) = (vec![at], vec![at]);
+        let piece = Piece { number: 1, kernels: vec![kernel], externals, outputs, has_arena: false };
+        refusal(&mut worker, Request::Program(piece), &[])
+    };
+    for (op, inputs, outputs) in [
+        (Op::Copy, 0, 1),
+        (Op::Copy, 2, 1),
+        (Op::Copy, 1, 0),
+        (combine(false), 2, 1),
+        (combine(true), 3, 1),
+        (Op::TopK { k: 1 }, 1, 1),
+    ] {
+        let found = refusal_of(kernel(op.clone(), inputs, outputs));
+        assert!(
+            found.contains(&format!("it has {inputs} operands and {outputs} results")),
+            "{op:?}: {found}"
+        );
+        let absorbed = Kernel { absorbed: vec![kernel(op, inputs, outputs)], ..kernel(Op::Copy, 1, 1) };
+        assert!(refusal_of(absorbed).contains(&format!("it has {inputs} operands")));
+    }
+}

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 pub use evenkeel::Device;
-use evenkeel::DeviceOptions;
+use evenkeel::{Determinism, DeviceOptions};
 use keel_array::{Backend, Compute};
 use keel_cpu::isa::Isa;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
@@ -42,10 +42,11 @@ pub struct DeviceArgs {
     #[arg(long)]
     resident: bool,
     /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
-    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds; there the option also gives 1, 2 and 4 of
-    /// --devices the same bits. On GPUs the bits of --split tensor hold for one number of devices.
-    #[arg(long)]
-    deterministic: bool,
+    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4 of
+    /// --devices also give the same bits. On GPUs that costs a tenth to a half of the speed; on the CPU the option always
+    /// gives it.
+    #[arg(long, value_enum, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "steps")]
+    deterministic: Option<SameBits>,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each:
     /// 8Gi,4Gi. A pipeline then gives a device layers in proportion to its limit. With --vision-device it bounds the
     /// model's device, not the tower's. The default on a GPU is its free memory minus 512 MiB for code of kernels and
@@ -65,6 +66,15 @@ enum Wanted {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum VisionDevice {
     Cpu,
+}
+
+/// The value of `--deterministic`: what does not change bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum SameBits {
+    /// How work is cut into steps.
+    Steps,
+    /// Also how many devices share a layer.
+    Devices,
 }
 
 /// The device chosen for `auto`, and the reason in one line.
@@ -125,7 +135,11 @@ impl DeviceArgs {
             threads: self.threads.map(|n| n as usize),
             isa: self.cpu_isa.map(Isa::from),
             resident: self.resident,
-            deterministic: self.deterministic,
+            determinism: match self.deterministic {
+                None => Determinism::Off,
+                Some(SameBits::Steps) => Determinism::Steps,
+                Some(SameBits::Devices) => Determinism::Devices,
+            },
             memory_limit: self.memory_limit.first().copied(),
         }
     }
@@ -204,8 +218,10 @@ impl DeviceArgs {
         if let Some(isa) = self.cpu_isa.and_then(|isa| isa.to_possible_value()) {
             flags += &format!(" --cpu-isa {}", isa.get_name());
         }
-        if self.deterministic {
-            flags += " --deterministic";
+        match self.deterministic {
+            None => {}
+            Some(SameBits::Steps) => flags += " --deterministic",
+            Some(SameBits::Devices) => flags += " --deterministic=devices",
         }
         flags
     }

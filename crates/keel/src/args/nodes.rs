@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use evenkeel::room_on_gpu;
+use evenkeel::{Determinism, room_on_gpu};
 use keel_array::{Backend, Compute, Runtime};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, PeerProcesses, Role, Survey};
 use keel_remote::{Cluster, DeviceFacts, Members, OpenDevices, OpenRequest, RemoteBackend};
@@ -171,7 +171,7 @@ impl PeerProcesses for Leader {
 
 /// The settings that the kernels of all nodes must share.
 fn settings(device: &DeviceArgs, compute: Compute) -> Value {
-    json!({ "f32": compute == Compute::F32, "deterministic": device.options().deterministic })
+    json!({ "f32": compute == Compute::F32, "determinism": device.options().determinism as u8 })
 }
 
 /// The backends of the leader's GPUs and of all others, by rank: the others come first.
@@ -228,6 +228,13 @@ pub fn open(device: &DeviceArgs, opening: OpenRequest) -> Result<OpenDevices, St
     let OpenRequest { size, shares, ranks, settings, abandon } = opening;
     let is = |name: &str| settings.get(name).and_then(Value::as_bool).unwrap_or(false);
     let compute = if is("f32") { Compute::F32 } else { Compute::Auto };
+    let kinds = [Determinism::Off, Determinism::Steps, Determinism::Devices];
+    let of_leader = settings.get("determinism").and_then(Value::as_u64);
+    let Some(determinism) = kinds.into_iter().find(|kind| Some(*kind as u64) == of_leader) else {
+        return Err(format!(
+            "node 0 asks for determinism {of_leader:?}; all nodes need the same version of keel"
+        ));
+    };
     let members: &[Member] = device.split.members();
     let groups = groups(size, shares, ranks, abandon)?;
     let Some(first) = groups.first().cloned() else { return Err("--devices lists no device".into()) };
@@ -235,11 +242,7 @@ pub fn open(device: &DeviceArgs, opening: OpenRequest) -> Result<OpenDevices, St
     for (i, (group, member)) in groups.into_iter().zip(members).enumerate() {
         let Device::Cuda(ordinal) = member.device else { unreachable!("all devices are GPUs") };
         let own = device.options_of(i);
-        let options = CudaOptions {
-            group: Some(group),
-            deterministic: is("deterministic"),
-            ..own.cuda_options(ordinal, compute)
-        };
+        let options = CudaOptions { group: Some(group), determinism, ..own.cuda_options(ordinal, compute) };
         let backend = CudaBackend::new(&options).map_err(|error| format!("{}: {error}", member.name))?;
         runtimes.push(own.runtime_on(Arc::new(backend)));
     }

@@ -29,8 +29,8 @@ use crate::session::{self, Session};
 use crate::signals::Signals;
 use crate::source;
 use crate::vision;
-use evenkeel::ModelFiles;
 use evenkeel::human_bytes;
+use evenkeel::{Determinism, ModelFiles};
 use named::Named;
 
 /// Tokens of a step, unless another number is asked for.
@@ -353,9 +353,11 @@ fn prefix_store(args: &ServeOptions, model: &ModelFiles, own: Option<&str>) -> R
     // Prefixes of another form of keys, values or states are of no use.
     let mut model =
         format!("{} {:?} {}", model.identity(options.compute)?, options.kv_format(), options.state);
-    if args.device.options().deterministic {
+    match args.device.options().determinism {
+        Determinism::Off => {}
         // Sums have an order of their own.
-        model += " deterministic";
+        Determinism::Steps => model += " deterministic",
+        Determinism::Devices => model += " deterministic devices",
     }
     Ok(Some(PrefixStore { folder, model }))
 }

@@ -29,12 +29,12 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             let y = y.shared::<f32>();
             // SAFETY: only this worker writes.
             let y = unsafe { y.range(0..y.len()) };
-            let first = match call.kernel.op {
-                Op::ReduceScatter { .. } => (group.rank() - peers.first) * y.len(),
-                _ => 0,
+            let (kind, first) = match call.kernel.op {
+                Op::ReduceScatter { .. } => ("reduce_scatter", (group.rank() - peers.first) * y.len()),
+                _ => ("all_reduce", 0),
             };
             let own = first..first + y.len();
-            group.exchange(peers, call.inputs[0].values(), |i, x| match (i, &x[own.clone()]) {
+            group.exchange(kind, peers, call.inputs[0].values(), |i, x| match (i, &x[own.clone()]) {
                 (0, x) => y.copy_from_slice(x),
                 (_, x) => y.iter_mut().zip(x).for_each(|(y, x)| *y += x),
             })
@@ -43,7 +43,8 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             let (x, y) = (call.inputs[0].values::<f32>(), y.shared::<f32>());
             // SAFETY: only this worker writes.
             let y = unsafe { y.range(0..y.len()) };
-            group.exchange(peers, x, |i, x| y[i * x.len()..(i + 1) * x.len()].copy_from_slice(x))
+            group
+                .exchange("all_gather", peers, x, |i, x| y[i * x.len()..(i + 1) * x.len()].copy_from_slice(x))
         }
         ref op => unreachable!("{} is no exchange", op.name()),
     };

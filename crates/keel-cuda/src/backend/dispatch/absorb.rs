@@ -28,7 +28,9 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
     }
     match (&reader.op, input) {
         (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader, mode) => {
-            enters(weight, producer) || enters_by_heads(weight, producer)
+            // Gates of heads come before weights whose columns several devices may share. On one device these columns are
+            // parts, which absorb nothing, so no device's do.
+            enters(weight, producer) || !mode.spans_devices() && enters_by_heads(weight, producer)
         }
         (Op::Linear { weight, .. }, 0) if linear::surely_in_half(weight, reader, mode) => {
             enters_as_half(weight, producer) || enters_by_heads(weight, producer)
@@ -40,7 +42,9 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             let x = &producer.inputs[0];
             // Read 8 bytes at a time, which a gap-free intermediate allows.
             let aligned = x.layout.is_contiguous() && x.layout.offset.is_multiple_of(2);
+            // The same reason as for gates of heads.
             matches!(producer.op, Op::SwiGlu)
+                && !mode.spans_devices()
                 && producer.absorbed.is_empty()
                 && aligned
                 && matches!(x.memory, OperandMemory::Temp(_))

@@ -235,12 +235,12 @@ fn unary(op: Unary) -> &'static str {
     }
 }
 
-/// An expression over `a` and `b`.
+/// An expression over `a` and `b`. Each step is rounded, so that a chain has the bits of its steps one by one.
 fn binary(op: Binary) -> &'static str {
     match op {
-        Binary::Add => "a + b",
-        Binary::Sub => "a - b",
-        Binary::Mul => "a * b",
+        Binary::Add => "__fadd_rn(a, b)",
+        Binary::Sub => "__fsub_rn(a, b)",
+        Binary::Mul => "__fmul_rn(a, b)",
         Binary::Div => "a / b",
         Binary::Max => "f_max(a, b)",
         Binary::Min => "f_min(a, b)",

@@ -17,7 +17,7 @@ use keel_array::{ArrayError, Kernel, Op, Peers};
 
 /// Whether the arrays of these devices are added by rank here.
 fn adds_by_rank(peers: Peers, mode: Mode) -> bool {
-    mode.deterministic && peers.count > 2
+    mode.is_deterministic() && peers.count > 2
 }
 
 /// Scratch for the arrays of all devices, where they are added here.

@@ -1,6 +1,7 @@
 //! Norms, rotary embedding and gates.
 
 use super::{Bound, Call, Geometry};
+use crate::backend::Precision;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE, ROTATE_PAIRS};
 use crate::parameters::{AddRmsNorm, GatedRmsNorm, RmsNorm, Rope, RotatePairs, SigmoidGate, SwiGlu, Wide};
 use keel_array::{ArrayError, Op, RopeSpec};
@@ -94,7 +95,9 @@ pub(super) fn swiglu(x: &Bound<'_>, y: &Bound<'_>, call: &Call<'_>) -> Result<()
         rows: Wide(y.rows()),
         width: y.width(),
     };
-    call.launch(&KernelKey::new(ACTIVATION, "swiglu"), Geometry::elements(y.len()), &parameters)
+    let is_quick = call.mode.precision == Precision::Fast;
+    let key = KernelKey::new(ACTIVATION, "swiglu").define("QUICK", u8::from(is_quick));
+    call.launch(&key, Geometry::elements(y.len()), &parameters)
 }
 
 /// A block for each row, with as many threads as the row keeps busy.

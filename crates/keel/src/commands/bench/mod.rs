@@ -26,8 +26,8 @@ use crate::report::Memory;
 use crate::session::{self, Session};
 use cost::Cost;
 use drawing::Drawing;
-use evenkeel::context_for;
 use evenkeel::human_bytes;
+use evenkeel::{Determinism, context_for};
 use machine::Machine;
 use plot::Recorder;
 use profile::Profile;
@@ -135,7 +135,8 @@ fn measure(
     let mut speculative = None;
     if let Some(how) = speculation {
         // Otherwise a near tie may fall differently in a pass of several rows.
-        let is_exact = args.device.device() == Device::Cpu || args.device.options().deterministic;
+        let is_exact =
+            args.device.device() == Device::Cpu || args.device.options().determinism != Determinism::Off;
         let mut runs = SpeculativeRuns::new(how, is_exact);
         session.engine = runs.time(session.engine, args.prompt, args.generated, repeats)?;
         speculative = Some(runs);

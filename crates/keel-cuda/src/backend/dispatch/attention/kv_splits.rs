@@ -36,10 +36,10 @@ pub(super) fn shares(
     mode: Mode,
 ) -> KvSplits {
     let (sequences, pages) = (table[0].max(1), table[1]);
-    let by_position = mode.deterministic && spec.regime == Regime::Decode;
+    let by_position = mode.is_deterministic() && spec.regime == Regime::Decode;
     let worth = |share: usize| (pages * AttentionSpec::PAGE).div_ceil(share).max(1);
     let count = match spec.regime {
-        Regime::Prefill if mode.deterministic || spec.window.is_some() => 1,
+        Regime::Prefill if mode.is_deterministic() || spec.window.is_some() => 1,
         Regime::Prefill => {
             let units = (q[0] * q[1] / kv_heads.max(1)).div_ceil(WIDE_TILE) + sequences - 1;
             let fill = BLOCKS_WANTED / (units * kv_heads).max(1);
@@ -76,7 +76,7 @@ mod tests {
 
     fn count(regime: Regime, [rows, sequences, pages]: [usize; 3], deterministic: bool) -> usize {
         let spec = AttentionSpec { scale: 1.0.into(), window: None, regime };
-        let mode = Mode { precision: Precision::Fast, deterministic };
+        let mode = Mode { precision: Precision::Fast, determinism: deterministic.into() };
         shares(&spec, &Shape::from([rows, 16, 256]), 4, &Shape::from([sequences, pages]), mode).count
     }
 

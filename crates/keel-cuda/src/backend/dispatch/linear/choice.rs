@@ -1,10 +1,10 @@
 //! Which kernel multiplies. In the fast mode the number of rows decides. In the deterministic mode the regime decides,
 //! so that the order of a row's sums does not depend on the other rows.
 
-use super::blas::splits_x;
+use super::half::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
-use crate::backend::Mode;
+use crate::backend::{Determinism, Mode};
 use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 
 /// The most rows for `linear_panels`, which widens the weight in registers again for each 128 rows. With more rows
@@ -21,21 +21,31 @@ pub(in crate::backend::dispatch) enum SelectBy {
     Rows,
     /// The regime alone.
     Regime(Regime),
+    /// The same, and a device that holds some rows of a weight computes the bits of the whole: neither the kernel nor the
+    /// order of sums depends on the number of the weight's rows.
+    RegimeOnDevices(Regime),
 }
 
 impl SelectBy {
     /// The choice for a kernel. A program without a regime is not a step of decoding.
     pub fn of(kernel: &Kernel, mode: Mode) -> SelectBy {
-        match mode.deterministic {
-            false => SelectBy::Rows,
-            true => SelectBy::Regime(kernel.regime.unwrap_or(Regime::Prefill)),
+        let regime = kernel.regime.unwrap_or(Regime::Prefill);
+        match mode.determinism {
+            Determinism::Off => SelectBy::Rows,
+            Determinism::Steps => SelectBy::Regime(regime),
+            Determinism::Devices => SelectBy::RegimeOnDevices(regime),
         }
+    }
+
+    /// Whether several devices may hold the rows of a weight.
+    pub fn spans_devices(self) -> bool {
+        matches!(self, SelectBy::RegimeOnDevices(_))
     }
 
     fn is_few(self, rows: usize) -> bool {
         match self {
             SelectBy::Rows => rows <= FEW_ROWS,
-            SelectBy::Regime(regime) => regime == Regime::Decode,
+            SelectBy::Regime(regime) | SelectBy::RegimeOnDevices(regime) => regime == Regime::Decode,
         }
     }
 }
@@ -51,8 +61,10 @@ pub(super) enum LinearKernel {
     FewRows,
     /// `linear_panels`, with `parts` parts of K.
     Panels { parts: usize },
-    /// cuBLASLt; in blocks of equally many rows, or all rows at once.
-    Blas { in_blocks: bool },
+    /// `half_tiled`.
+    HalfTiled,
+    /// cuBLASLt.
+    Blas,
 }
 
 /// How a product is run on a device with or without Hopper's matrix instructions.
@@ -63,7 +75,7 @@ pub(super) fn linear_kernel(
     has_wgmma: bool,
 ) -> LinearKernel {
     let few = choice.is_few(rows);
-    match (arithmetic(weight), choice) {
+    match (arithmetic(weight, choice), choice) {
         (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => LinearKernel::ExactRows,
         (Arithmetic::Exact, _) => LinearKernel::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => LinearKernel::FewRows,
@@ -72,10 +84,9 @@ pub(super) fn linear_kernel(
         {
             LinearKernel::Panels { parts: parts(weight, rows) }
         }
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Regime(_)) if has_wgmma => {
-            LinearKernel::Panels { parts: 1 }
-        }
-        (_, choice) => LinearKernel::Blas { in_blocks: choice != SelectBy::Rows },
+        (_, SelectBy::Rows) => LinearKernel::Blas,
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, _) if has_wgmma => LinearKernel::Panels { parts: 1 },
+        _ => LinearKernel::HalfTiled,
     }
 }
 
@@ -93,9 +104,12 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let in_half = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
-        LinearKernel::Blas { in_blocks } => !in_blocks,
-        LinearKernel::Panels { .. } => !mode.deterministic,
-        LinearKernel::ExactRows | LinearKernel::ExactTiled | LinearKernel::FewRows => false,
+        LinearKernel::Blas => true,
+        LinearKernel::Panels { .. } => !mode.is_deterministic(),
+        LinearKernel::ExactRows
+        | LinearKernel::ExactTiled
+        | LinearKernel::FewRows
+        | LinearKernel::HalfTiled => false,
     };
     [false, true].into_iter().all(in_half)
         && !splits_x(weight)
@@ -119,9 +133,9 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
     kernel: &Kernel,
     mode: Mode,
 ) -> bool {
-    let rows = kernel.inputs[2].layout.shape.elements();
-    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::WidenedCodes)
-        && takes_groups(weight, rows, SelectBy::of(kernel, mode))
+    let (rows, choice) = (kernel.inputs[2].layout.shape.elements(), SelectBy::of(kernel, mode));
+    matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::WidenedCodes)
+        && takes_groups(weight, rows, choice)
 }
 
 /// The most experts by which rows are sorted. `group_rows` has shared memory for 512 counts.
@@ -132,9 +146,9 @@ const GROUPED_EXPERTS_MAX: usize = 512;
 pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: SelectBy) -> bool {
     let many = match choice {
         SelectBy::Rows => rows > 8 * FEW_ROWS,
-        SelectBy::Regime(regime) => regime == Regime::Prefill,
+        SelectBy::Regime(regime) | SelectBy::RegimeOnDevices(regime) => regime == Regime::Prefill,
     };
-    let many = many || arithmetic(weight) == Arithmetic::WidenedCodes;
+    let many = many || arithmetic(weight, choice) == Arithmetic::WidenedCodes;
     many && weight.experts <= GROUPED_EXPERTS_MAX
 }
 
@@ -172,11 +186,7 @@ mod tests {
                 format: WeightFormat::Dense(dtype),
                 compute: Compute::Auto,
             };
-            assert_eq!(
-                linear_kernel(&spec, 4096, SelectBy::Rows, true),
-                LinearKernel::Blas { in_blocks: false },
-                "{dtype}"
-            );
+            assert_eq!(linear_kernel(&spec, 4096, SelectBy::Rows, true), LinearKernel::Blas, "{dtype}");
             let exact = WeightSpec { compute: Compute::F32, ..spec };
             assert_eq!(
                 linear_kernel(&exact, 4096, SelectBy::Rows, true),
@@ -189,11 +199,12 @@ mod tests {
     #[test]
     fn in_a_regime_every_number_of_rows_goes_the_same_way() {
         for weight in weights() {
-            for (regime, wgmma) in [Regime::Prefill, Regime::Decode].into_iter().zip([false, true]) {
-                let choice = SelectBy::Regime(regime);
+            let regimes = [Regime::Prefill, Regime::Decode].into_iter();
+            let choices = regimes.flat_map(|of| [SelectBy::Regime(of), SelectBy::RegimeOnDevices(of)]);
+            for (choice, wgmma) in choices.flat_map(|choice| [(choice, false), (choice, true)]) {
                 let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice, wgmma));
-                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {regime:?}: {ways:?}");
-                assert!(!ways.contains(&LinearKernel::Blas { in_blocks: false }));
+                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {choice:?}: {ways:?}");
+                assert!(!ways.contains(&LinearKernel::Blas));
                 let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
                 assert!(grouped.iter().all(|takes| *takes == grouped[0]));
             }
@@ -211,7 +222,7 @@ mod tests {
                 LinearKernel::FewRows,
                 LinearKernel::Panels { .. },
                 LinearKernel::Panels { .. },
-                LinearKernel::Blas { in_blocks: false }
+                LinearKernel::Blas
             ]
         ));
         let with_prompts_8 = WeightSpec { compute: Compute::PrefillFp8, ..weight };
@@ -223,7 +234,7 @@ mod tests {
             );
             assert_eq!(
                 linear_kernel(&other, most + 1, SelectBy::Rows, true),
-                LinearKernel::Blas { in_blocks: false },
+                LinearKernel::Blas,
                 "{other:?}"
             );
         }

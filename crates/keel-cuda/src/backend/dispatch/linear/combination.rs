@@ -3,7 +3,9 @@
 
 use super::super::{Call, Geometry};
 use super::mixture::CHOICES_MAX;
-use super::{Arithmetic, arithmetic, codes_and_pairs, col_tiles, row_tiles, takes_few_rows, weight_key};
+use super::{
+    Arithmetic, SelectBy, arithmetic, codes_and_pairs, col_tiles, row_tiles, takes_few_rows, weight_key,
+};
 use crate::backend::Mode;
 use crate::backend::weights::Coding;
 use crate::kernels::{KernelKey, MIXTURE};
@@ -25,7 +27,9 @@ pub(in crate::backend::dispatch) fn takes_down(
 ) -> bool {
     let (x, choices) = (&product.inputs[0], combination.inputs[1].layout.shape.last().copied().unwrap_or(0));
     let own_rows = x.layout.shape.elements() == product.inputs[2].layout.shape.elements() * weight.cols;
-    arithmetic(weight) == Arithmetic::Codes
+    // With this kernel the experts order the sums together. If several devices may hold them, each is summed by itself.
+    !mode.spans_devices()
+        && arithmetic(weight, SelectBy::of(product, mode)) == Arithmetic::Codes
         && takes_few_rows(weight, product, mode)
         && own_rows
         && is_plain(product)

@@ -13,7 +13,7 @@ pub(super) fn exact_rows(
     rows: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let split = exact_split(weight);
+    let split = exact_split(weight, call.choice());
     for first in (0..rows).step_by(FEW_ROWS) {
         let count = FEW_ROWS.min(rows - first);
         let key =

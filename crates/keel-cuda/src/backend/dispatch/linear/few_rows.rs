@@ -234,7 +234,7 @@ impl<'a> FewRows<'a> {
         let (products, rows) = if gathers { (rows.len(), 1) } else { (1, rows.len()) };
         let first_of_x = self.experts.map_or(first, |(_, fanout)| first / fanout);
         let fused = is_fused(self.weight, rows, gathers);
-        let tuning = Tuning::of(self.weight, rows, self.gated, gathers);
+        let tuning = Tuning::of(self.weight, rows, self.gated, gathers, call.choice());
         let tuning = tuning.for_device(&call.gpu.device, |tuning| self.shared_bytes(tuning, rows, fused));
         let key = self.key(&tuning, rows, fused);
         let mut x = at_row(self.x.address, first_of_x, self.weight.cols);

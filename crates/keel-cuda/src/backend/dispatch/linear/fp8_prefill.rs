@@ -4,8 +4,9 @@
 
 use super::super::attention::surely_leaves_half;
 use super::super::{Bound, Call, Geometry};
-use super::blas::{BLAS_ALIGN, is_widened, result_type};
+use super::blas::result_type;
 use super::choice::{LinearKernel, SelectBy, linear_kernel, surely_in_half};
+use super::half::{HALF_ALIGN, is_widened};
 use super::{col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::Mode;
 use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
@@ -32,9 +33,8 @@ const WARPS: usize = 8;
 const WARP_TILES_MAX: usize = 4;
 
 /// Whether a product that goes through cuBLASLt is tried in 8 bits. The library decides when it sees the device.
-pub(super) fn is_tried(weight: &WeightSpec, in_blocks: bool) -> bool {
+pub(super) fn is_tried(weight: &WeightSpec) -> bool {
     weight.compute == Compute::PrefillFp8
-        && !in_blocks
         && is_widened(weight)
         && weight.rows.is_multiple_of(MULTIPLE)
         && weight.cols.is_multiple_of(MULTIPLE)
@@ -71,14 +71,15 @@ pub(in crate::backend) fn narrows(producer: &Kernel, reader: &Kernel, mode: Mode
 fn is_surely_tried(kernel: &Kernel, mode: Mode) -> bool {
     let Op::Linear { weight, .. } = &kernel.op else { return false };
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let whole = LinearKernel::Blas { in_blocks: false };
     let choice = SelectBy::of(kernel, mode);
-    is_tried(weight, false)
+    is_tried(weight)
         && surely_in_half(weight, kernel, mode)
-        && [false, true].into_iter().all(|has_wgmma| linear_kernel(weight, rows, choice, has_wgmma) == whole)
+        && [false, true]
+            .into_iter()
+            .all(|has_wgmma| linear_kernel(weight, rows, choice, has_wgmma) == LinearKernel::Blas)
 }
 
-/// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`BLAS_ALIGN`] on. W takes the place
+/// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`HALF_ALIGN`] on. W takes the place
 /// that it has in 16 bits.
 pub(super) struct Fp8Scratch {
     w: usize,
@@ -91,9 +92,9 @@ pub(super) struct Fp8Scratch {
 impl Fp8Scratch {
     /// What is not at `w` begins at `first`.
     pub fn new(weight: &WeightSpec, rows: usize, w: usize, first: usize) -> Fp8Scratch {
-        let x = first.next_multiple_of(BLAS_ALIGN);
-        let x_scales = (x + rows * weight.cols).next_multiple_of(BLAS_ALIGN);
-        let w_scales = (x_scales + rows * size_of::<f32>()).next_multiple_of(BLAS_ALIGN);
+        let x = first.next_multiple_of(HALF_ALIGN);
+        let x_scales = (x + rows * weight.cols).next_multiple_of(HALF_ALIGN);
+        let w_scales = (x_scales + rows * size_of::<f32>()).next_multiple_of(HALF_ALIGN);
         Fp8Scratch { w, x, x_scales, w_scales, end: w_scales + weight.rows * size_of::<f32>() }
     }
 }

@@ -23,9 +23,9 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
         return grouped(weight, fanout, call);
     }
     let made = made_input(call)?;
-    match arithmetic(weight) {
+    match arithmetic(weight, call.choice()) {
         Arithmetic::Exact | Arithmetic::WidenedCodes | Arithmetic::ManyHalf => {
-            let split = exact_split(weight);
+            let split = exact_split(weight, call.choice());
             let key = weight_key(EXACT_MATMUL, "exact_rows", weight)
                 .define("DIM_T", 1)
                 .define("SPLIT", split)

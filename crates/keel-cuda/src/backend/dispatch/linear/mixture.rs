@@ -7,7 +7,7 @@ use super::super::{BoundKernel, Call, Geometry};
 use super::combination::{combine, is_alike, mixture_key};
 use super::few_rows::{Entry, FewRows};
 use super::tuning::Tuning;
-use super::{Arithmetic, arithmetic, codes_and_pairs, row_tiles, takes_few_rows};
+use super::{Arithmetic, SelectBy, arithmetic, codes_and_pairs, row_tiles, takes_few_rows};
 use crate::backend::Mode;
 use crate::backend::weights::Coding;
 use crate::parameters::ChosenGateUp;
@@ -132,7 +132,7 @@ impl Planned<'_> {
         let (weight, tokens) = (rows.weight, rows.count());
         let width = logits.layout.shape.last().copied().unwrap_or(1);
         matches!(product.op, Op::GatherLinear { .. })
-            && arithmetic(weight) == Arithmetic::Codes
+            && arithmetic(weight, SelectBy::of(product, self.mode)) == Arithmetic::Codes
             && weight.experts == width
             && weight.experts <= EXPERTS_MAX
             && choices <= CHOICES_MAX
@@ -230,7 +230,7 @@ impl<'c, 'a> Mixture<'c, 'a> {
     /// Launches the choice of experts together with gate and up.
     fn gate_up(&self) -> Result<(), ArrayError> {
         self.rows.check_aligned(self.parts.chosen)?;
-        let tuning = Tuning::of(self.weight, 1, true, true);
+        let tuning = Tuning::of(self.weight, 1, true, true, self.parts.chosen.choice());
         let products = self.choices + usize::from(self.shared.is_some());
         // Blocks that a multiprocessor has room for: all blocks of the grid should run at once, as far as registers
         // allow.

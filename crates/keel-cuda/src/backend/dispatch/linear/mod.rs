@@ -15,12 +15,12 @@
 //!
 //! In the deterministic mode:
 //! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
-//! - Other rows take the second line with all of K in one block; cuBLASLt (without Hopper also for quantised weights)
-//!   in blocks of 64 rows.
+//! - Other rows take the second line with all of K in one block; `half_tiled` where that line has cuBLASLt, and without
+//!   Hopper also for quantised weights.
 //!
-//! A row's bits then follow from its own values, because the weight's shape orders the sums. One property of the
-//! hardware is assumed: an element of a tensor core's product depends on its row and column alone, not on their place
-//! in a tile.
+//! A row's bits then follow from its own values, because the weight's shape orders the sums. If several devices may hold
+//! rows of a weight, its columns alone order them. One property of the hardware is assumed: an element of a tensor
+//! core's product depends on its row and column alone, not on their place in a tile.
 
 mod biased;
 mod blas;
@@ -31,6 +31,7 @@ mod few_rows;
 mod fp8_prefill;
 mod gather;
 mod half;
+mod half_tiled;
 pub(super) mod mixture;
 mod panels;
 mod tiled;
@@ -52,6 +53,7 @@ use few_rows::{FewRows, few_rows_bytes};
 pub(in crate::backend) use fp8_prefill::narrows;
 pub(super) use gather::gather;
 use gather::grouped_scratch;
+use half_tiled::{half_tiled, half_tiled_bytes};
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
 use panels::{in_panels, panels_bytes};
 
@@ -83,9 +85,11 @@ enum Arithmetic {
     ManyHalf,
 }
 
-fn arithmetic(weight: &WeightSpec) -> Arithmetic {
+fn arithmetic(weight: &WeightSpec, choice: SelectBy) -> Arithmetic {
+    // Few rows may be a share of many. A single row is not shared.
+    let is_narrow = weight.rows < if choice.spans_devices() { 2 } else { TENSOR_ROWS_MIN };
     match weight.format {
-        _ if weight.compute == Compute::F32 || weight.rows < TENSOR_ROWS_MIN => Arithmetic::Exact,
+        _ if weight.compute == Compute::F32 || is_narrow => Arithmetic::Exact,
         WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => match weight.compute {
             Compute::Bf16 => Arithmetic::WidenedCodes,
             _ => Arithmetic::Codes,
@@ -140,7 +144,8 @@ pub(super) fn linear(
         LinearKernel::ExactTiled => exact_tiled(weight, residual, rows, call),
         LinearKernel::FewRows => FewRows::of(weight, call).run(residual, call),
         LinearKernel::Panels { parts } => in_panels(weight, residual, rows, parts, call),
-        LinearKernel::Blas { in_blocks } => through_blas(weight, residual, rows, in_blocks, call),
+        LinearKernel::HalfTiled => half_tiled(weight, residual, rows, call),
+        LinearKernel::Blas => through_blas(weight, residual, rows, call),
     }
 }
 
@@ -164,7 +169,7 @@ fn at_row(address: u64, row: usize, stride: usize) -> u64 {
 pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let (elements, choice) =
         (|i: usize| kernel.inputs[i].layout.shape.elements(), SelectBy::of(kernel, mode));
-    matches!(arithmetic(weight), Arithmetic::Codes | Arithmetic::Half)
+    matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::Half)
         && match kernel.op {
             Op::GatherLinear { .. } => !takes_groups(weight, elements(2), choice),
             _ => linear_kernel(weight, elements(0) / weight.cols, choice, false) == LinearKernel::FewRows,
@@ -191,10 +196,11 @@ pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
 }
 
 /// Warps that share the columns of a row tile in f32, in units of a column tile. This number orders the sums, so it
-/// depends on the weight's shape alone: about eight with equal shares, more if few row tiles meet long columns.
-fn exact_split(weight: &WeightSpec) -> usize {
+/// depends on the weight's shape alone, and on its columns alone if several devices may hold its rows: about eight with
+/// equal shares, more if few row tiles meet long columns.
+fn exact_split(weight: &WeightSpec, choice: SelectBy) -> usize {
     let units = col_tiles(weight);
-    let long = weight.cols > 8192 && weight.rows < 5000;
+    let long = weight.cols > 8192 && weight.rows < 5000 && !choice.spans_devices();
     let best = if long { 12..=18 } else { 5..=10 };
     // The largest number of warps that divides the units leaves none idle.
     best.rev().find(|warps| units.is_multiple_of(*warps)).unwrap_or(8).min(units)
@@ -225,7 +231,8 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
             let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
             panels_bytes(weight, rows).next_multiple_of(256) + sums
         }
-        LinearKernel::Blas { in_blocks } => blas_scratch(weight, rows, in_blocks).end,
+        LinearKernel::HalfTiled => half_tiled_bytes(weight, rows),
+        LinearKernel::Blas => blas_scratch(weight, rows).end,
     };
     bytes(false).max(bytes(true))
 }

@@ -1,8 +1,9 @@
 //! How a product of few rows is cut. `split` and `unit` order the sums, so they follow from the weight's shape and from
-//! what is absorbed, never from the number of rows. A row therefore has the same bits in every batch. The figures are
-//! those that measured best on an H100, and on an H200 for the shapes of 27b and its shares.
+//! what is absorbed, never from the number of rows of x. A row therefore has the same bits in every batch. Where several
+//! devices may hold rows of a weight, they follow from the columns and their coding alone. The figures are those that
+//! measured best on an H100, and on an H200 for the shapes of 27b and its shares.
 
-use super::{BLOCKS_WANTED, col_tiles, row_tiles};
+use super::{BLOCKS_WANTED, SelectBy, col_tiles, row_tiles};
 use crate::backend::weights::Coding;
 use crate::driver::Device;
 use keel_array::WeightSpec;
@@ -31,7 +32,19 @@ pub(super) const LARGE: usize = 4 * BLOCKS_WANTED;
 const FETCH_BOUND_ROWS: usize = 4;
 
 impl Tuning {
-    pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool) -> Tuning {
+    /// The cut of a product of `rows` rows; with SwiGLU if `gated`, with experts if it `gathers`.
+    pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool, choice: SelectBy) -> Tuning {
+        let fastest = Tuning::fastest(weight, rows, gated, gathers);
+        let (split, unit) = order_by_columns(weight);
+        if !choice.spans_devices() || (split, unit) == (fastest.split, fastest.unit) {
+            return fastest;
+        }
+        // A block of 16 warps, and registers for two of 10.
+        let (row_warps, blocks_min) = (fastest.row_warps.min(16 / split).max(1), fastest.blocks_min.min(2));
+        Tuning { split, unit, row_warps, blocks_min, ..fastest }
+    }
+
+    fn fastest(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool) -> Tuning {
         let tiles = col_tiles(weight);
         let plain = Tuning { split: 1, unit: 4, passes: 1, row_warps: 1, stages: 0, blocks_min: 1 };
         let Some(coding) = Coding::of(weight.format) else {
@@ -113,6 +126,15 @@ impl Tuning {
     }
 }
 
+/// `split` and `unit` where several devices may hold rows of a weight: those of the gated product, whose registers allow the smallest units.
+fn order_by_columns(weight: &WeightSpec) -> (usize, usize) {
+    let tiles = col_tiles(weight);
+    match Coding::of(weight.format) {
+        None => (divisor(tiles, 5, 8), 1),
+        Some(_) => (divisor(tiles.div_ceil(2), 5, if tiles < 64 { 10 } else { 8 }), 2),
+    }
+}
+
 /// Row tiles of a block. If there are many, a block takes several, so that its start is paid once.
 fn passes(weight: &WeightSpec, rows: usize) -> usize {
     match row_tiles(weight) / BLOCKS_WANTED {
@@ -131,8 +153,9 @@ fn divisor(units: usize, least: usize, most: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use super::super::exact_split;
     use super::*;
-    use keel_array::{BlockFormat, Compute, DType, WeightFormat};
+    use keel_array::{BlockFormat, Compute, DType, Regime, WeightFormat};
 
     #[test]
     fn rows_do_not_change_the_order_of_sums() {
@@ -151,8 +174,35 @@ mod tests {
             ] {
                 let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
                 for gated in [false, true] {
-                    let of = |rows| Tuning::of(&spec, rows, gated, false);
+                    let of = |rows| Tuning::of(&spec, rows, gated, false, SelectBy::Rows);
                     assert!((2..=16).all(|t| (of(t).split, of(t).unit) == (of(1).split, of(1).unit)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn on_several_devices_columns_alone_order_the_sums() {
+        let affine = |(bits, group_size)| WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
+        let formats = [(4, 64), (3, 32), (8, 128)].map(affine).into_iter();
+        let dense = [WeightFormat::Dense(DType::BF16), WeightFormat::Dense(DType::F32)];
+        let choice = SelectBy::RegimeOnDevices(Regime::Decode);
+        for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)).chain(dense) {
+            for cols in [128, 768, 2304, 4352, 9216, 17_408] {
+                let spec = |experts, rows| WeightSpec { experts, rows, cols, format, compute: Compute::Auto };
+                let of = |rows, gated, gathers| {
+                    let tuning =
+                        Tuning::of(&spec(if gathers { 8 } else { 1 }, rows), 1, gated, gathers, choice);
+                    assert!(tuning.warps() <= 32, "{format:?}: {tuning:?}");
+                    (tuning.split, tuning.unit)
+                };
+                let whole = of(18_432, false, false);
+                for rows in [32, 96, 2560, 4608, 9216, 248_320] {
+                    for (gated, gathers) in [(false, false), (true, false), (false, true), (true, true)] {
+                        assert_eq!(of(rows, gated, gathers), whole, "{format:?}, {rows} x {cols}");
+                    }
+                    let exact = [rows, 18_432].map(|rows| exact_split(&spec(1, rows), choice));
+                    assert_eq!(exact[0], exact[1]);
                 }
             }
         }
@@ -163,7 +213,8 @@ mod tests {
         for (bits, cols) in [(4, 2048), (4, 3072), (8, 4096), (3, 320)] {
             let format = WeightFormat::Affine { bits, group_size: 64, scale_dtype: DType::BF16 };
             let spec = WeightSpec { experts: 256, rows: 1024, cols, format, compute: Compute::Auto };
-            let [alone, chosen] = [false, true].map(|gathers| Tuning::of(&spec, 1, true, gathers));
+            let [alone, chosen] =
+                [false, true].map(|gathers| Tuning::of(&spec, 1, true, gathers, SelectBy::Rows));
             assert_eq!((alone.split, alone.unit), (chosen.split, chosen.unit));
         }
     }

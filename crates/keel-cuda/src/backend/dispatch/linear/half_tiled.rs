@@ -1,0 +1,52 @@
+//! Products of 16-bit factors by a kernel of our own. Each element is summed over the columns in one order, which no
+//! shape changes, so that a share of a weight's rows has the bits of the whole. cuBLASLt does not promise that.
+
+use super::super::{Bound, Call, Geometry};
+use super::half::{
+    HALF_ALIGN, alpha, factors, splits_x, to_half, weight_in_half, widened_bytes, x_bytes, x_parts,
+};
+use super::{BLOCKS_WANTED, address};
+use crate::driver::FactorType;
+use crate::kernels::{HALF_TILED, HalfForm, KernelKey};
+use crate::parameters::HalfTiled;
+use keel_array::{ArrayError, WeightSpec};
+
+/// Bytes of a row of a tile in a stage: 64 columns.
+const LINE_BYTES: usize = 128;
+
+/// Stages of copies at most.
+const STAGES_MAX: usize = 4;
+
+/// Bytes of scratch: x in 16 bits, and W if it is widened.
+pub(super) fn half_tiled_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    x_parts(weight) * x_bytes(weight, rows) + widened_bytes(weight) + HALF_ALIGN
+}
+
+/// Rows of x, and of W, of a block's tile: large tiles read less, small ones fill the device with fewer rows. The tile
+/// does not change the bits of the result.
+fn tile_of(weight: &WeightSpec, rows: usize) -> usize {
+    if rows.div_ceil(128) * weight.rows.div_ceil(128) >= BLOCKS_WANTED { 128 } else { 64 }
+}
+
+/// `y = x W^T`, plus a residual if there is one.
+pub(super) fn half_tiled(
+    weight: &WeightSpec,
+    residual: Option<&Bound<'_>>,
+    rows: usize,
+    call: &Call<'_>,
+) -> Result<(), ArrayError> {
+    let x = call.scratch.next_multiple_of(HALF_ALIGN as u64);
+    to_half(weight, rows, x, call)?;
+    let w = weight_in_half(weight, x + (x_parts(weight) * x_bytes(weight, rows)) as u64, call)?;
+    let tile = tile_of(weight, rows);
+    let stage_bytes = 2 * tile * LINE_BYTES;
+    let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);
+    let form = HalfForm::Rows { is_bf16: factors(weight) == FactorType::Bf16 };
+    let key = form.define(KernelKey::new(HALF_TILED, "half_tiled"));
+    let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols).define("ALPHA", alpha(weight));
+    let key = key.define("X_PARTS", x_parts(weight)).define("TILE", tile).define("STAGES", stages);
+    let lo = splits_x(weight).then_some(x + x_bytes(weight, rows) as u64);
+    let parameters = HalfTiled { x, lo, w, residual: address(residual), y: call.outputs[0].address, rows };
+    let grid = (rows.div_ceil(tile), weight.rows.div_ceil(tile), 1);
+    call.launch(&key, Geometry { grid, block: (256, 1, 1), shared_bytes: stages * stage_bytes }, &parameters)
+}
