@@ -32,6 +32,10 @@ fn deterministic_logits_on_two_and_four_devices_are_those_of_one_to_the_bit() {
         let of = |flags: &[&str]| logits(name, "3,1,4,1,5,9,2,6", flags);
         let (exact, fixed) = (["--compute", "f32"], ["--compute", "f32", "--deterministic"]);
         let whole = of(&fixed);
+        assert!(
+            whole == of(&["--compute", "f32", "--deterministic=devices"]),
+            "{name}: the CPU has one order"
+        );
         for count in counts {
             let parts = ["--devices", &devices[..count * 6 - 1], "--split", "tensor"];
             assert!(whole == of(&[&fixed[..], &parts].concat()), "{name} on {count} devices");
