@@ -67,7 +67,7 @@ impl Cluster {
     /// there.
     ///
     /// # Errors
-    /// A node cannot be reached, is another build, or has a leader.
+    /// A node cannot be reached, is another version, or has a leader.
     pub fn connect(addresses: &[String], patience: Duration) -> Result<Arc<Cluster>> {
         let until = Instant::now() + patience;
         let (mut nodes, mut readers) = (Vec::new(), Vec::new());

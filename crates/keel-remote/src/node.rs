@@ -185,7 +185,7 @@ impl Node {
     /// Answers a leader. `None` if it is refused.
     fn welcome(&self, mut stream: TcpStream, version: &str) -> Option<Arc<Session>> {
         if version != VERSION {
-            let reason = format!("it is build {VERSION}, and the leader {version}: run the same build");
+            let reason = format!("it is version {VERSION}, and the leader {version}: run the same version");
             refuse(&mut stream, reason, false);
             return None;
         }

@@ -57,21 +57,6 @@ fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
     drop(silent);
 }
 
-/// Builds of one version may have different messages and kernels.
-#[test]
-fn a_leader_of_another_build_is_refused() {
-    let address = node(1).to_string();
-    let version = env!("CARGO_PKG_VERSION");
-    for other in [version.to_string(), format!("{version}+{:016x}", 7)] {
-        let hello = Hello::Lead { version: other.clone() };
-        let (_stream, reply) = crate::connection::send_hello(&address, &hello).expect("it answers");
-        let HelloReply::Refused { reason, may_pass: false } = reply else { panic!("{other}: {reply:?}") };
-        assert_eq!(reason, format!("it is build {VERSION}, and the leader {other}: run the same build"));
-    }
-    let sources = VERSION.strip_prefix(version).and_then(|rest| rest.strip_prefix('+')).expect("a hash");
-    assert!(u64::from_str_radix(sources, 16).is_ok_and(|hash| hash != 0), "{sources}");
-}
-
 #[test]
 fn no_more_connections_wait_than_there_are_threads_for() {
     let address = node(1);
