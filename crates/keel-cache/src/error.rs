@@ -66,10 +66,10 @@ pub enum CacheError {
         /// Layers that had moved on; 0 if it is not known how many.
         layers: usize,
     },
-    /// A step was submitted that is no longer wanted, and the sequence's state cannot go back.
+    /// A step has run that does not count, and the sequence's state cannot go back.
     #[error(
-        "the state of the sequence is ahead of its {len} tokens, because a submitted step was given up; release the \
-         sequence, or rewind it to a checkpoint"
+        "the state of the sequence is ahead of its {len} tokens, because a step was given up or its results were \
+         lost; release the sequence, or rewind it to a checkpoint"
     )]
     AheadState {
         /// Tokens of the sequence.

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use common::launch_faults::{Faults, disturbed_engine, disturbed_options};
 use common::rounds::{Member, round};
 use common::{decoded, demo, engine, expect_same_state, fixture};
+use keel_array::sampling::Draw;
 use keel_array::{ArrayError, RESULT_BYTES_MAX, Runtime, RuntimeOptions};
-use keel_cache::CacheError;
+use keel_cache::{CacheError, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{
     DRAFTS_MAX, Depth, Engine, EngineError, EngineOptions, GenerateOptions, SamplerOptions,
@@ -119,7 +120,7 @@ fn a_round_whose_results_cannot_be_read_is_repeated() {
     expect_same_state(&mut engine, last.cache, straight);
 }
 
-/// Fails one read of so many bytes.
+/// Fails one read of this size.
 struct FailingRead(usize, AtomicBool);
 
 impl Interceptor for FailingRead {
@@ -166,6 +167,29 @@ fn a_round_of_many_rows_whose_tokens_cannot_be_read_is_repeated() {
     disturbed.into_iter().for_each(|m| engine.release(m.cache));
     let straight = decoded(&mut engine, &last.prompt, &last.tokens[..last.tokens.len() - 1]);
     expect_same_state(&mut engine, last.cache, straight);
+}
+
+/// Without a log the states hold a token whose successor is lost: they must not run it again.
+#[test]
+fn a_step_of_many_rows_whose_tokens_cannot_be_read_tears_states_without_a_log() {
+    const SEQUENCES: usize = RESULT_BYTES_MAX / size_of::<u32>() + 1;
+    let fails = Arc::new(FailingRead(SEQUENCES * size_of::<u32>(), AtomicBool::new(false)));
+    let inner = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let backend = InterceptedBackend::new(Arc::new(inner), Arc::clone(&fails));
+    let options = EngineOptions { context: 64, sequences: SEQUENCES, ..EngineOptions::default() };
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    let mut engine = engine(&fixture("qwen3_5"), &runtime, options);
+    let mut all: Vec<_> = (0..SEQUENCES).map(|_| engine.open().expect("a slot is free")).collect();
+    let (tokens, draws) = (vec![7; SEQUENCES], vec![Some(Draw::GREATEST); SEQUENCES]);
+    let step = |engine: &mut Engine, all: &mut Vec<SequenceCache>| {
+        engine.decode_and_draw(&mut all.iter_mut().collect::<Vec<_>>(), &tokens, &draws)
+    };
+    step(&mut engine, &mut all).expect("the step runs");
+    fails.1.store(true, Ordering::Relaxed);
+    let error = step(&mut engine, &mut all).expect_err("its tokens cannot be read");
+    assert!(error.to_string().contains("injected"), "{error}");
+    let torn = step(&mut engine, &mut all).expect_err("the states are ahead");
+    assert!(matches!(torn, EngineError::Cache(CacheError::AheadState { .. })), "{torn}");
 }
 
 #[test]

@@ -14,14 +14,12 @@ impl Op {
         if wanted.contains(&inputs) && results == outputs || matches!(self, Op::Custom(_)) {
             return Ok(());
         }
-        let most = match *wanted.end() {
-            usize::MAX => String::new(),
-            most => format!(" and at most {most}"),
+        let takes = match (*wanted.start(), *wanted.end()) {
+            (least, usize::MAX) => format!("at least {least}"),
+            (least, most) if least == most => format!("{least}"),
+            (least, most) => format!("{least} to {most}"),
         };
-        Err(format!(
-            "it has {inputs} operands and {outputs} results; it takes at least {}{most}, and gives {results}",
-            wanted.start()
-        ))
+        Err(format!("it has {inputs} operands and {outputs} results; it takes {takes}, and gives {results}"))
     }
 
     fn outputs(&self) -> usize {

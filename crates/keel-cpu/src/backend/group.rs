@@ -181,12 +181,18 @@ impl CpuGroup {
                 // SAFETY: the peer stays in this exchange until this member has finished it, which it tells below,
                 // under the same lock.
                 Some(offer) if other == kind && offer.len == x.len() => read(i, unsafe { offer.values() }),
-                share => {
-                    let brought = share.map_or(0, |offer| offer.len);
+                Some(Offer { len: brought, .. }) => {
                     let (own, rank) = (x.len(), self.rank);
                     state.seats[rank].share = None;
                     return Err(format!(
                         "device {peer} brings {brought} values to {other}, and device {rank} brings {own} to {kind}"
+                    ));
+                }
+                // It has noticed the difference, and left.
+                None => {
+                    state.seats[self.rank].share = None;
+                    return Err(format!(
+                        "device {peer} has refused this {kind}: the devices came to different exchanges"
                     ));
                 }
             }

@@ -1,7 +1,7 @@
 //! What steps that failed did to their sequences.
 
 use keel_array::RowLog;
-use keel_cache::CommitProgress;
+use keel_cache::{CommitProgress, SequenceCache};
 
 use crate::engine::in_flight::EndedRun;
 use crate::split::step::first_cause;
@@ -34,6 +34,16 @@ impl Engine {
             }
         }
         refusal.unwrap_or_else(|| first_cause_of(ended.into_iter().chain(later)))
+    }
+
+    /// The results of a step that has run are lost. Its rows are taken back. Without a log they cannot be where there are
+    /// gated-delta states: these sequences answer [`keel_cache::CacheError::AheadState`].
+    pub(crate) fn note_lost<'s>(&mut self, sequences: impl Iterator<Item = &'s mut SequenceCache>) {
+        if self.leaves_open() {
+            sequences.for_each(|sequence| sequence.accept(0));
+        } else if !self.can_take_back() {
+            self.cache.note_ahead(sequences.map(|sequence| sequence.slot()));
+        }
     }
 }
 

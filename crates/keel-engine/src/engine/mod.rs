@@ -365,7 +365,7 @@ impl Engine {
     /// # Errors
     /// Ids out of range, a full context, an error of the runtime. In an engine that drafts, each sequence is then as
     /// before, as after a failed round. Without a log, a sequence whose recurrent state has changed answers
-    /// [`keel_cache::CacheError::TornState`] from then on.
+    /// [`keel_cache::CacheError::TornState`] or [`keel_cache::CacheError::AheadState`] from then on.
     pub fn decode(&mut self, sequences: &mut [&mut SequenceCache], tokens: &[u32]) -> Result<()> {
         self.decode_and_draw(sequences, tokens, &vec![None; tokens.len()]).map(drop)
     }
@@ -407,9 +407,17 @@ impl Engine {
             true => self.run(kind.regime, kind.outcome, &rows).map(|()| Ok(vec![0; count]))?,
             false => self.run_then_read(kind, &rows, count)?,
         };
-        let (is_open, kept) = (self.leaves_open(), usize::from(drawn.is_ok()));
-        sequences.iter_mut().for_each(|s| if is_open { s.accept(kept) } else { s.advance(kept) });
-        Ok(drawn?.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
+        let all = sequences.iter_mut().map(|sequence| &mut **sequence);
+        let drawn = match drawn {
+            Ok(drawn) => drawn,
+            Err(error) => {
+                self.note_lost(all);
+                return Err(error);
+            }
+        };
+        let is_open = self.leaves_open();
+        all.for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
+        Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 
     /// Copies the logits of sequence `row` of the last step, even if the step is still under way.

@@ -227,12 +227,9 @@ impl Engine {
         };
         let start = Instant::now();
         let judged = verified.and_then(|drawn| self.judge(batch, proposals, &drawn, hidden));
-        let judged = judged.inspect_err(|_| {
-            // The verify pass has committed the rows of the round before. Its own rows are taken back.
-            if self.leaves_open() {
-                batch.iter_mut().for_each(|sequence| sequence.cache.accept(0));
-            }
-        })?;
+        // The verify pass has committed the rows of the round before.
+        let judged =
+            judged.inspect_err(|_| self.note_lost(batch.iter_mut().map(|sequence| &mut *sequence.cache)))?;
         times.choosing = start.elapsed();
         Ok((judged, times))
     }
