@@ -190,9 +190,10 @@ impl CpuGroup {
                 }
                 // It has noticed the difference, and left.
                 None => {
-                    state.seats[self.rank].share = None;
+                    let rank = self.rank;
+                    state.seats[rank].share = None;
                     return Err(format!(
-                        "device {peer} has refused this {kind}: the devices came to different exchanges"
+                        "device {peer}, which came to {other}, has refused device {rank}, which came to {kind}"
                     ));
                 }
             }
