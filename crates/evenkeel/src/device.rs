@@ -43,8 +43,8 @@ pub struct DeviceOptions {
     pub isa: Option<Isa>,
     /// Take all planned memory from the system at the start, not when it is first used (CPU).
     pub resident: bool,
-    /// What does not change bits: how work is cut into steps, and how many devices share a layer. The first always holds
-    /// on the CPU, where either value also gives the second.
+    /// Across what a row keeps its bits: how work is cut into steps, and how many devices share a layer. On the CPU the
+    /// first always holds, and `Steps` also gives the second.
     pub determinism: Determinism,
     /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none.
     pub memory_limit: Option<u64>,

@@ -42,7 +42,7 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic.
     pub precision: Precision,
-    /// What may change bits.
+    /// Across what a row keeps its bits.
     pub determinism: Determinism,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
@@ -51,7 +51,7 @@ pub struct CudaOptions {
     pub group: Option<CudaGroup>,
 }
 
-/// What does not change the bits of a row.
+/// Across what a row keeps its bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Determinism {
     /// The fastest kernels: the other rows of a step may change bits.

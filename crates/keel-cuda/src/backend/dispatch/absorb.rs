@@ -28,8 +28,8 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
     }
     match (&reader.op, input) {
         (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader, mode) => {
-            // Gates of heads come before weights whose columns several devices may share. On one device these columns are
-            // parts, which absorb nothing, so no device's do.
+            // Gates of heads come before weights whose columns several devices may share. One device reads slices of
+            // these columns and cannot absorb. To keep the bits, no device does.
             enters(weight, producer) || !mode.spans_devices() && enters_by_heads(weight, producer)
         }
         (Op::Linear { weight, .. }, 0) if linear::surely_in_half(weight, reader, mode) => {
@@ -42,7 +42,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             let x = &producer.inputs[0];
             // Read 8 bytes at a time, which a gap-free intermediate allows.
             let aligned = x.layout.is_contiguous() && x.layout.offset.is_multiple_of(2);
-            // The same reason as for gates of heads.
+            // One device may read slices of these columns, too.
             matches!(producer.op, Op::SwiGlu)
                 && !mode.spans_devices()
                 && producer.absorbed.is_empty()

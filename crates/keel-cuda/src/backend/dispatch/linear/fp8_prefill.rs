@@ -46,7 +46,7 @@ pub(super) fn is_tried(weight: &WeightSpec) -> bool {
 /// - attention of prompts.
 ///
 /// So it is on every device: if the library does not multiply 8 bits, it multiplies 16. f16 holds an eighth of each
-/// value, off by up to 2^-12 of it, and saturates at 524,000.
+/// value, off by up to 2^-11 of it, and saturates at 524,000.
 pub(in crate::backend) fn narrows(producer: &Kernel, reader: &Kernel, mode: Mode) -> bool {
     let wide = &producer.outputs[0];
     let is_seen_whole = |seen: &Operand| {

@@ -39,7 +39,7 @@ impl Tuning {
         if !choice.spans_devices() || (split, unit) == (fastest.split, fastest.unit) {
             return fastest;
         }
-        // A block of 16 warps, and registers for two of 10.
+        // At most 16 warps a block. Registers suffice for two blocks of 10 warps.
         let (row_warps, blocks_min) = (fastest.row_warps.min(16 / split).max(1), fastest.blocks_min.min(2));
         Tuning { split, unit, row_warps, blocks_min, ..fastest }
     }
@@ -126,7 +126,8 @@ impl Tuning {
     }
 }
 
-/// `split` and `unit` where several devices may hold rows of a weight: those of the gated product, whose registers allow the smallest units.
+/// `split` and `unit` where several devices may hold rows of a weight. They are those of the product with SwiGLU, which
+/// has registers for the smallest units.
 fn order_by_columns(weight: &WeightSpec) -> (usize, usize) {
     let tiles = col_tiles(weight);
     match Coding::of(weight.format) {
