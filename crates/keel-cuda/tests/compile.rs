@@ -149,6 +149,13 @@ fn rows(keys: &mut Keys) {
 
 /// Products with dense and affine weights.
 fn products(keys: &mut Keys) {
+    for [half, parts] in [["0", "1"], ["1", "1"], ["1", "2"]] {
+        let form =
+            [("HALF_BF16", half), ("X_PARTS", parts), ("ALPHA", "8"), ("DIM_N", "96"), ("DIM_K", "384")];
+        for tile in [("TILE", "64"), ("TILE", "128")] {
+            keys.add(kernels::HALF_TILED, &["half_tiled"], &[&form[..], &[tile, ("STAGES", "3")]].concat());
+        }
+    }
     for weight in [
         [("WEIGHT_T", "bf16"), ("DENSE", "1")].as_slice(),
         &[("BITS", "4"), ("GROUP", "64"), ("PAIR_T", "bf16"), ("DENSE", "0")],
@@ -182,16 +189,6 @@ fn products(keys: &mut Keys) {
             if entry.iter().all(|(name, _)| *name != "CONV") {
                 let prepared = [&[("DIM_T", "5"), ("FUSED", "0"), ("GATHER", "0")], entry, &gate].concat();
                 keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
-            }
-        }
-        for (half, parts) in [("0", "1"), ("1", "1"), ("1", "2")] {
-            for tile in ["64", "128"] {
-                let form = [("HALF_BF16", half), ("X_PARTS", parts), ("ALPHA", "8"), ("TILE", tile)];
-                keys.add(
-                    kernels::HALF_TILED,
-                    &["half_tiled"],
-                    &with(&[&form[..], &[("STAGES", "3")]].concat()),
-                );
             }
         }
         if affine {

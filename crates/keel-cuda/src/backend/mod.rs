@@ -5,6 +5,7 @@ mod dispatch;
 mod fault;
 mod group;
 mod launch;
+mod mode;
 mod operand;
 mod queue;
 mod read_ahead;
@@ -22,18 +23,10 @@ use keel_array::{
     MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
+use mode::Mode;
+pub use mode::{Determinism, Precision};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-
-/// Arithmetic where the operations themselves leave it open.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Precision {
-    /// Tensor cores with 8-bit or 16-bit operands where that is faster. Sums are exact integers or f32.
-    #[default]
-    Fast,
-    /// f32 throughout.
-    F32,
-}
 
 /// How a [`CudaBackend`] works.
 #[derive(Clone, Debug, Default)]
@@ -49,44 +42,6 @@ pub struct CudaOptions {
     /// The group of GPUs that this one exchanges arrays with. The backends of all of them must be opened, and those of
     /// several processes connected, before the first exchange.
     pub group: Option<CudaGroup>,
-}
-
-/// Across what a row keeps its bits.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Determinism {
-    /// The fastest kernels: the other rows of a step may change bits.
-    #[default]
-    Off,
-    /// Within a regime: the size of a prefill step (a multiple of 64), the other sequences and drafts of a step, saving
-    /// and loading.
-    Steps,
-    /// Also whether 1, 2 or 4 devices share a layer, if the model adds its columns in the fixed order.
-    Devices,
-}
-
-impl From<bool> for Determinism {
-    fn from(across_steps: bool) -> Determinism {
-        if across_steps { Determinism::Steps } else { Determinism::Off }
-    }
-}
-
-/// The options that decide which kernels run.
-#[derive(Clone, Copy, Debug)]
-struct Mode {
-    precision: Precision,
-    determinism: Determinism,
-}
-
-impl Mode {
-    /// Whether bits do not depend on how work is cut into steps.
-    fn is_deterministic(self) -> bool {
-        self.determinism >= Determinism::Steps
-    }
-
-    /// Whether they do not depend on how many devices share a layer, either.
-    fn spans_devices(self) -> bool {
-        self.determinism >= Determinism::Devices
-    }
 }
 
 impl CudaOptions {

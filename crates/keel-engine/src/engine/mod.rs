@@ -407,16 +407,10 @@ impl Engine {
             true => self.run(kind.regime, kind.outcome, &rows).map(|()| Ok(vec![0; count]))?,
             false => self.run_then_read(kind, &rows, count)?,
         };
-        let all = sequences.iter_mut().map(|sequence| &mut **sequence);
-        let drawn = match drawn {
-            Ok(drawn) => drawn,
-            Err(error) => {
-                self.note_lost(all);
-                return Err(error);
-            }
-        };
+        let drawn =
+            drawn.inspect_err(|_| self.note_lost(sequences.iter_mut().map(|sequence| &mut **sequence)))?;
         let is_open = self.leaves_open();
-        all.for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
+        sequences.iter_mut().for_each(|s| if is_open { s.accept(1) } else { s.advance(1) });
         Ok(drawn.into_iter().zip(draws).map(|(token, draw)| draw.map(|_| token)).collect())
     }
 

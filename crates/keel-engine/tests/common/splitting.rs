@@ -127,7 +127,7 @@ pub fn load_on_gpus(
     Engine::load_on(&devices, parameters, config, options, &|_| ())
 }
 
-/// Runs a test that needs this many GPUs, if there are so many, or if NCCL may connect a GPU with itself
+/// Runs a test that needs this many GPUs, if they are there, or if NCCL may connect a GPU with itself
 /// (NCCL_MULTI_RANK_GPU_ENABLE=1).
 pub fn on_gpus(count: usize, test: impl FnOnce() + Send + 'static) {
     if !keel_testkit::has_gpu!() {

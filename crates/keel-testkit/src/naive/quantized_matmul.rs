@@ -27,7 +27,7 @@ impl Affine {
         (0..self.quants.len()).map(weight).collect()
     }
 
-    /// The greatest magnitude that each row's scales and biases can express with codes of so many bits.
+    /// The greatest magnitude that each row's scales and biases can express with codes of this number of bits.
     fn magnitudes(&self, bits: usize) -> Vec<f32> {
         let last = ((1 << bits) - 1) as f32;
         let pairs = self.scales.iter().zip(&self.biases);
@@ -61,7 +61,7 @@ pub fn e4m3_rows(x: &[f32], width: usize) -> Vec<f32> {
     e4m3_below(x, width, &tops)
 }
 
-/// Weights of so many bits after the same rounding. A row's `max |x|` is the greatest magnitude that its scales and
+/// Weights of `bits` bits after the same rounding. A row's `max |x|` is the greatest magnitude that its scales and
 /// biases can express, whether or not a code does so.
 pub fn e4m3_weights(w: &Affine, bits: usize) -> Vec<f32> {
     e4m3_below(&w.weights(), w.k, &w.magnitudes(bits))

@@ -1,0 +1,49 @@
+//! What decides which kernels run: the arithmetic, and what must not change bits.
+
+/// Arithmetic where the operations themselves leave it open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// Tensor cores with 8-bit or 16-bit operands where that is faster. Sums are exact integers or f32.
+    #[default]
+    Fast,
+    /// f32 throughout.
+    F32,
+}
+
+/// Across what a row keeps its bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Determinism {
+    /// The fastest kernels: the other rows of a step may change bits.
+    #[default]
+    Off,
+    /// Within a regime: the size of a prefill step (a multiple of 64), the other sequences and drafts of a step, saving
+    /// and loading.
+    Steps,
+    /// Also whether 1, 2 or 4 devices share a layer, if the model adds its columns in the fixed order.
+    Devices,
+}
+
+impl From<bool> for Determinism {
+    fn from(across_steps: bool) -> Determinism {
+        if across_steps { Determinism::Steps } else { Determinism::Off }
+    }
+}
+
+/// The options that decide which kernels run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mode {
+    pub precision: Precision,
+    pub determinism: Determinism,
+}
+
+impl Mode {
+    /// Whether bits do not depend on how work is cut into steps.
+    pub fn is_deterministic(self) -> bool {
+        self.determinism >= Determinism::Steps
+    }
+
+    /// Whether they do not depend on how many devices share a layer, either.
+    pub fn spans_devices(self) -> bool {
+        self.determinism >= Determinism::Devices
+    }
+}
