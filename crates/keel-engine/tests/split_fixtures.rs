@@ -6,19 +6,22 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use common::batching::{assert_all_is_back, run};
 use common::splitting::{self, backends, end, load_on};
 use common::{
     all_logits, decoded, engine, exact, expect_same_state, expected, fixture, models, relative_error, runtime,
 };
-use keel_array::Compute;
+use keel_array::{ArrayError, Backend, Compute, Launch};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_models::{MixtureCut, Part, SumOrder, read_config_of};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 
 /// Sums in another order differ by less than this.
@@ -133,6 +136,40 @@ fn mixtures_shared_by_experts_give_the_logits_of_the_whole_model_to_rounding() {
         counts.push(count);
     }
     assert!(counts[0] > 1 && counts[2] > 0 && counts[3] > 1, "mixtures in 2, 3, 4 and 2 x 2: {counts:?}");
+}
+
+/// The rows of the weights in a device's products.
+#[derive(Default)]
+struct ProductRows(Mutex<BTreeSet<usize>>);
+
+impl Interceptor for ProductRows {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        let products = launch.kernels().iter().filter(|kernel| kernel.op.name() == "linear");
+        let rows = products.filter_map(|product| product.outputs[0].layout.shape.last().copied());
+        self.0.lock().expect("a set cannot panic").extend(rows);
+        backend.launch(launch)
+    }
+}
+
+/// A product of other rows may be cut differently on a GPU, and round differently.
+#[test]
+fn devices_that_share_experts_have_the_same_router() {
+    let folder = fixture("qwen3_5_moe");
+    let checkpoint = Checkpoint::open(&folder).expect("the checkpoint opens");
+    let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
+    let parts = Part::by(MixtureCut::Experts, splitting::parts(source, exact(), (1, 2)).expect("it divides"));
+    let seen: [Arc<ProductRows>; 2] = Default::default();
+    let watched = backends(2, false).into_iter().zip(&seen);
+    let watched = watched.map(|(backend, rows)| InterceptedBackend::new(backend, Arc::clone(rows) as _) as _);
+    let mut engine = load_on(source, exact(), watched.collect(), &parts).expect("the model loads");
+    all_logits(&mut engine, &expected(&folder).ids, false, false);
+    end(engine);
+    let config = read_config_of(checkpoint.config(), source.0).expect("a config");
+    let router = config.moe.expect("a mixture").experts + 1;
+    let of_router = seen.map(|rows| {
+        rows.0.lock().expect("no test has failed").range(router - 1..=router).copied().collect::<Vec<_>>()
+    });
+    assert_eq!(of_router, [[router], [router]]);
 }
 
 #[test]

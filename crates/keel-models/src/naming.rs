@@ -194,13 +194,15 @@ impl<'a> FamilyReader<'a> {
         // How the columns of an expert are added.
         let of_columns = if sums.shard.mixture == MixtureCut::Experts { sums.whole() } else { sums };
         let mut router = vec![Piece::whole(format!("{prefix}gate"), moe.experts)];
-        let shared = match moe.shared_intermediate {
-            None => None,
-            Some(width) => {
-                router.push(Piece::whole(format!("{prefix}shared_expert_gate"), 1));
-                Some(self.swiglu(&format!("{prefix}shared_expert."), width, of_columns)?)
-            }
-        };
+        // On devices that do not hold the shared expert, too: a product of other rows may add in another order, and at
+        // a near tie two devices would choose different experts.
+        if moe.shared_intermediate.is_some() || moe.shared_elsewhere {
+            router.push(Piece::whole(format!("{prefix}shared_expert_gate"), 1));
+        }
+        let shared = moe
+            .shared_intermediate
+            .map(|width| self.swiglu(&format!("{prefix}shared_expert."), width, of_columns));
+        let shared = shared.transpose()?;
         let layout = ExpertLayout::find(self.loader, prefix);
         let gate_up: Vec<_> = moe.own.clone().map(|e| layout.gate_up(prefix, moe, e)).collect();
         let down: Vec<_> = moe.own.clone().map(|e| layout.down(prefix, moe, hidden, e)).collect();
