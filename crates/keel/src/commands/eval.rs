@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_cache::SequenceCache;
 use keel_engine::{EngineOptions, PREFILL_GRID};
 use serde_json::json;
 
@@ -117,47 +116,35 @@ fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Ses
     Session::load(&args.device, &other, options)
 }
 
-/// Scores the second half of a window, one step of the prefill grid at a time.
+/// Scores the second half of a window. It runs in the steps of a prompt, so that an arithmetic of many rows shows.
 fn score_window(
     session: &mut Session,
-    mut other: Option<&mut Session>,
+    other: Option<&mut Session>,
     ids: &[u32],
     score: &mut Score,
 ) -> Result<()> {
-    let mut sequence = session.engine.open()?;
-    let mut other_sequence = other.as_mut().map(|other| other.engine.open()).transpose()?;
-    for start in (0..ids.len()).step_by(PREFILL_GRID) {
-        let step = &ids[start..start + PREFILL_GRID];
-        let ours = logits(session, &mut sequence, step)?;
-        let theirs = match (&mut other, &mut other_sequence) {
-            (Some(other), Some(sequence)) => Some(logits(other, sequence, step)?),
-            _ => None,
-        };
-        let width = ours.len() / step.len();
-        for (i, row) in ours.chunks_exact(width).enumerate() {
-            let position = start + i;
-            if position >= ids.len() / 2 && position + 1 < ids.len() {
-                let theirs = theirs.as_ref().map(|theirs| &theirs[i * width..(i + 1) * width]);
-                score.add(row, theirs, ids[position + 1]);
-            }
-        }
+    let mut theirs = Vec::new();
+    if let Some(other) = other {
+        each_scored_row(other, ids, |_, row| theirs.push(row.to_vec()))?;
     }
-    session.engine.release(sequence);
-    if let (Some(other), Some(sequence)) = (other, other_sequence) {
-        other.engine.release(sequence);
-    }
-    Ok(())
+    let first = ids.len() / 2;
+    each_scored_row(session, ids, |position, row| {
+        score.add(row, theirs.get(position - first).map(Vec::as_slice), ids[position + 1]);
+    })
 }
 
-/// The logits of every token of a step, row by row.
-fn logits(session: &mut Session, sequence: &mut SequenceCache, step: &[u32]) -> Result<Vec<f32>> {
-    let mut rows = Vec::new();
+/// Calls `visit` with each position of the second half of a window but the last, and its logits.
+fn each_scored_row(session: &mut Session, ids: &[u32], mut visit: impl FnMut(usize, &[f32])) -> Result<()> {
+    let mut sequence = session.engine.open()?;
+    let mut positions = 0..ids.len();
     let mut sink = |row: &[f32]| {
-        rows.extend_from_slice(row);
+        let scored = positions.next().filter(|position| (ids.len() / 2..ids.len() - 1).contains(position));
+        scored.into_iter().for_each(|position| visit(position, row));
         Ok(())
     };
-    session.engine.all_logits(sequence, step, false, &mut sink, None)?;
-    Ok(rows)
+    let outcome = session.engine.all_logits(&mut sequence, ids, false, &mut sink, None);
+    session.engine.release(sequence);
+    Ok(outcome?)
 }
 
 impl Score {
