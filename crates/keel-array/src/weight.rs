@@ -1,6 +1,6 @@
 //! Weights of linear layers. They are packed once into the device's own layout, and opaque afterwards.
 //!
-//! Quantised weights keep their bits in memory; there is no wider copy. A weight may be filled in blocks of rows, so
+//! Quantised weights keep their bits in memory; there is no wider copy, except for [`Compute::Fp8`]. A weight may be filled in blocks of rows, so
 //! loading needs staging for one block only, for a tensor of any size.
 
 use std::ops::Range;
@@ -41,6 +41,17 @@ pub enum Compute {
     /// As `Auto`. Products of many rows, as those of prompts, may round activations and quantised weights to 8-bit
     /// floats (e4m3) with a scale for each row, if the device has matrix instructions for them.
     PrefillFp8,
+    /// As `PrefillFp8`, for the steps of many sequences as well. A device that multiplies 8-bit floats keeps quantised
+    /// weights in them, too: one byte more for each element.
+    Fp8,
+}
+
+impl Compute {
+    /// The arithmetic of a token embedding and an output head. Steps of many sequences do not round their logits to 8
+    /// bits, so these weights are not kept in 8 bits.
+    pub fn of_vocabulary(self) -> Compute {
+        if self == Compute::Fp8 { Compute::Auto } else { self }
+    }
 }
 
 /// Shape and coding of a weight `[experts, rows, cols]`; a plain linear layer has one expert.

@@ -70,7 +70,7 @@ sources! {
     MIXTURE = "mixture.cu",
     EXACT_MATMUL = "exact_matmul.cu",
     DEQUANTIZE = "dequantize.cu",
-    FP8_PREFILL = "fp8_prefill.cu",
+    FP8 = "fp8.cu",
     HALF_TILED = "half_tiled.cu",
     LINEAR_PANELS = "linear_panels.cu",
     LINEAR_TILED = "linear_tiled.cu",

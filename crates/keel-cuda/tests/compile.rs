@@ -206,7 +206,7 @@ fn products(keys: &mut Keys) {
         if affine {
             keys.add(kernels::DEQUANTIZE, &["dequantize"], &exact.concat());
             let cut = [("PIECES", "2"), ("WARP_TILES", "1")];
-            keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &[&exact.concat()[..], &cut].concat());
+            keys.add(kernels::FP8, &["dequantize_to_fp8"], &[&exact.concat()[..], &cut].concat());
             let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
             keys.add(
                 kernels::LINEAR_TILED,
@@ -222,10 +222,10 @@ fn products(keys: &mut Keys) {
             }
         }
     }
-    keys.add(kernels::FP8_PREFILL, &["swiglu_of_half"], &[]);
+    keys.add(kernels::FP8, &["swiglu_of_half"], &[]);
     for from in ["FROM_F32", "FROM_F16", "FROM_NORM", "FROM_SWIGLU", "FROM_SWIGLU_F16"] {
         let defines = [("DIM_K", "4160"), ("THREADS", "192"), ("FROM", from)];
-        keys.add(kernels::FP8_PREFILL, &["quantize_fp8"], &defines);
+        keys.add(kernels::FP8, &["quantize_fp8"], &defines);
     }
     let of_f16 = [("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("WEIGHT_T", "f16")];
     keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &of_f16);
@@ -266,7 +266,7 @@ fn block_products(keys: &mut Keys) {
         keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
         keys.add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
         let cut = [("PIECES", "1"), ("WARP_TILES", "2")];
-        keys.add(kernels::FP8_PREFILL, &["dequantize_to_fp8"], &with(&cut));
+        keys.add(kernels::FP8, &["dequantize_to_fp8"], &with(&cut));
         // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
             keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));

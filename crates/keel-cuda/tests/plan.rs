@@ -54,30 +54,37 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
     assert_eq!(feed_forward(planning(), 300).0, ["rms_norm", "linear", "linear"]);
 }
 
-/// With prompts in 8-bit floats the kernel that rounds an intermediate computes it, too.
+/// In 8-bit floats the kernel that rounds an intermediate computes it, too: that of more than 256 rows of prompts, and of
+/// more than 128 rows of a weight that is kept in such floats.
 #[test]
 fn norms_and_gates_disappear_into_products_in_8_bits() {
+    for (compute, rows) in [(Compute::PrefillFp8, 300), (Compute::Fp8, 300), (Compute::Fp8, 129)] {
+        assert_eq!(feed_forward_in(compute, rows), ["add", "linear", "linear"], "{compute:?}, {rows} rows");
+    }
+}
+
+/// A feed-forward half of intermediates that a norm of 4,096 columns begins.
+fn feed_forward_in(compute: Compute, rows: usize) -> Vec<String> {
     const K: usize = 4096;
     let runtime = Runtime::new(planning(), RuntimeOptions::default());
     let weight = |rows, cols| {
         let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
-        let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::PrefillFp8 };
+        let spec = WeightSpec { experts: 1, rows, cols, format, compute };
         Weight::allocate(&runtime, spec).expect("a weight")
     };
     let array = |shape: &[usize]| {
         Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
     };
     let (gate_up, down) = (weight(2 * 4160, K), weight(K, 4160));
-    let (x, scale, place) = (array(&[300, K]), array(&[K]), array(&[300, K]));
-    let names: Vec<String> = runtime.trace(|| {
+    let (x, scale, place) = (array(&[rows, K]), array(&[K]), array(&[rows, K]));
+    runtime.trace(|| {
         let sum = x.add(&x).expect("shapes fit");
         let inner =
             sum.rms_norm(&scale, 1e-6).and_then(|normed| normed.linear(&gate_up)).expect("shapes fit");
         let y = inner.swiglu().and_then(|inner| inner.linear_add(&down, &sum)).expect("shapes fit");
         let prepared = runtime.prepare(&[(&y, &place)]).expect("a program");
         prepared.program().kernels().iter().map(|kernel| kernel.op.name().to_owned()).collect()
-    });
-    assert_eq!(names, ["add", "linear", "linear"]);
+    })
 }
 
 /// Other tests compare bits with such a backend, so it must run the same kernels.

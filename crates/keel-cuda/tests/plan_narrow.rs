@@ -79,6 +79,9 @@ fn gates_of_products_in_8_bits_take_16_bits() {
     let f32 = Setting { precision: Precision::F32, ..EIGHT_BITS };
     assert_eq!(gates(f32, false).0, NARROW, "a weight's own arithmetic decides");
     assert_eq!(gates(Setting { rows: 256, ..EIGHT_BITS }, false).0, WIDE, "not rounded to 8 bits");
+    let kept = |rows| Setting { compute: Compute::Fp8, rows, ..EIGHT_BITS };
+    assert_eq!(gates(kept(129), false).0, NARROW, "steps of many sequences");
+    assert_eq!(gates(kept(128), false).0, WIDE, "too few of them");
     for (compute, rows) in [(Compute::Auto, 300), (Compute::Auto, 3000), (Compute::Bf16, 3000)] {
         assert_eq!(gates(Setting { compute, rows, ..EIGHT_BITS }, false).0, WIDE, "{compute:?}");
     }

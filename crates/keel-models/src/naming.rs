@@ -87,7 +87,7 @@ impl<'a> FamilyReader<'a> {
                 self.config.vocab,
                 vec![self.tokens().tokens],
             );
-            self.loader.linear(piece, self.config.hidden)
+            self.loader.vocabulary(piece, self.config.hidden)
         };
         (part.is_first() || drafts).then(load).transpose()
     }
@@ -107,7 +107,7 @@ impl<'a> FamilyReader<'a> {
         let VocabularyShare { peers, tokens: rows } = self.tokens();
         let load = |module: String| {
             let piece = Piece::rows(module, self.config.vocab, vec![rows.clone()]);
-            self.loader.linear(piece, self.config.hidden)
+            self.loader.vocabulary(piece, self.config.hidden)
         };
         let head = match embedding {
             Some(embedding) if self.config.tied => embedding.clone(),

@@ -16,7 +16,7 @@ pub(super) fn raw_blocks(spec: &WeightSpec) -> Option<BlockFormat> {
     match (spec.format, spec.compute) {
         (
             keel_array::WeightFormat::Blocks(_),
-            keel_array::Compute::Auto | keel_array::Compute::PrefillFp8,
+            keel_array::Compute::Auto | keel_array::Compute::PrefillFp8 | keel_array::Compute::Fp8,
         ) => None,
         (keel_array::WeightFormat::Blocks(format), _) => Some(format),
         _ => None,
@@ -80,7 +80,9 @@ pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
         }
         keel_array::Compute::Bf16 => Compute::F32,
         // No CPU multiplies 8-bit floats.
-        keel_array::Compute::Auto | keel_array::Compute::PrefillFp8 => Compute::fastest(layout.format(), isa),
+        keel_array::Compute::Auto | keel_array::Compute::PrefillFp8 | keel_array::Compute::Fp8 => {
+            Compute::fastest(layout.format(), isa)
+        }
     };
     Linear::new(layout, compute, isa)
 }

@@ -300,11 +300,21 @@ impl Memory for CudaBackend {
         offset: usize,
         block: &RowBlock<'_>,
     ) -> Result<(), ArrayError> {
-        let parts = weights::pack(spec, block)?;
-        for part in parts {
+        let gpu = self.gpu();
+        if weights::keeps_fp8(spec) && !gpu.has_wgmma() {
+            let (major, minor) = gpu.device.capability;
+            let reason = format!(
+                "steps of many sequences in 8-bit floats need a GPU of compute capability 9.0, and this one has {major}.{minor}: \
+                 choose another arithmetic"
+            );
+            return Err(ArrayError::Argument { op: "pack_weight", reason });
+        }
+        for part in weights::pack(spec, block)? {
             self.write(memory, offset + part.offset, &part.bytes);
         }
-        Ok(())
+        let rows = block.first_row..block.first_row + block.rows;
+        let rounded = gpu.session().round_rows(gpu, spec, CudaMemory::of(memory), offset, rows);
+        rounded.map_err(|error| error.in_op("pack_weight"))
     }
 }
 

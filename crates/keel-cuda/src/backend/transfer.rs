@@ -4,11 +4,14 @@
 
 use super::Gpu;
 use super::call::Geometry;
+use super::dispatch::rounds_weight;
 use super::launch::Session;
+use super::weights::Layout;
 use crate::driver::{CudaMemory, Delivery, driver};
 use crate::error::Result;
 use crate::kernels::{DELIVER, KernelKey};
-use crate::parameters::{Deliver, Parameters};
+use crate::parameters::{Deliver, DequantizeToFp8, Parameters};
+use keel_array::WeightSpec;
 use std::ops::Range;
 
 /// Bytes of pinned memory for host data on its way to the device, and as many for the way back.
@@ -165,6 +168,36 @@ impl Session {
             false => unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) },
         });
         self.note(outcome);
+    }
+
+    /// Makes the copy in 8-bit floats of some rows of a weight, if it has one. Their codes have been written.
+    pub fn round_rows(
+        &mut self,
+        gpu: &Gpu,
+        spec: &WeightSpec,
+        memory: &CudaMemory,
+        offset: usize,
+        rows: Range<usize>,
+    ) -> Result<()> {
+        let layout = Layout::of(spec);
+        let Some(copy) = layout.fp8 else { return Ok(()) };
+        gpu.device.bind()?;
+        self.deliver(gpu)?;
+        let start = memory.range(offset, layout.bytes());
+        let at = |offset: usize| start + offset as u64;
+        let [codes, pairs] = layout.tiles_before(rows.start);
+        let parameters = DequantizeToFp8 {
+            weight: at(codes),
+            pairs: Some(at(layout.pairs + pairs)),
+            out: at(copy.codes + rows.start * spec.cols),
+            scales: at(copy.scales + rows.start * size_of::<f32>()),
+        };
+        let (key, geometry) = rounds_weight(spec, rows.len());
+        // The kernel reads codes before it waits for what is on the stream.
+        gpu.hold_next();
+        gpu.launch(&key, geometry, parameters.arguments(key.entry))?;
+        gpu.hold_next();
+        Ok(())
     }
 
     /// Zeroes bytes of the device.

@@ -1,7 +1,7 @@
 //! Matrix products, with weights and without, and the embedding.
 
 use super::share::is_mine;
-use super::{Check, FLOATS, download, expect, expect_within, fp8_prefill, layouts, rounded, upload};
+use super::{Check, FLOATS, download, expect, expect_within, fp8, layouts, rounded, upload};
 use crate::cases::quantized_matmul::weights;
 use crate::naive::elementwise;
 use crate::naive::matmul::{matmul, matmul_transposed};
@@ -28,9 +28,9 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "linear", run: affine::<1> },
     Check { op: "linear", run: affine::<2> },
     Check { op: "linear", run: wide },
-    Check { op: "linear", run: fp8_prefill::in_fp8 },
-    Check { op: "linear", run: fp8_prefill::feed_forward },
-    Check { op: "linear", run: fp8_prefill::after_attention },
+    Check { op: "linear", run: fp8::in_fp8 },
+    Check { op: "linear", run: fp8::feed_forward },
+    Check { op: "linear", run: fp8::after_attention },
     Check { op: "linear", run: in_blocks::<0> },
     Check { op: "linear", run: in_blocks::<1> },
     Check { op: "linear", run: in_blocks::<2> },

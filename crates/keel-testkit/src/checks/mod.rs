@@ -8,7 +8,7 @@ mod delta_cuts;
 mod elementwise;
 mod exchange;
 mod fast;
-mod fp8_prefill;
+mod fp8;
 mod indexing;
 mod layout;
 mod linear;
@@ -98,7 +98,7 @@ pub fn all() -> Vec<Listed> {
 /// rotations, compared with the same operations one by one, which is valid in any precision, and prompts in 8-bit floats.
 /// `mode` distinguishes these checks from those of other modes.
 pub fn fast(mode: &'static str) -> Vec<Listed> {
-    let by_case = sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).chain(fp8_prefill::FAST);
+    let by_case = sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).chain(fp8::FAST);
     let by_case = by_case.map(|&check| (check, true));
     listed(mode, by_case.chain(not_finite::FAST.iter().map(|&check| (check, false))))
 }

@@ -112,6 +112,7 @@ fn products(runtime: &Runtime, kinds: fn(&Runtime, &mut Random, Compute) -> Kind
         (Compute::F32, &[1, 17]),
         (Compute::Bf16, &[1, 17]),
         (Compute::PrefillFp8, &[300]),
+        (Compute::Fp8, &[140]),
     ] {
         for (i, (kind, weight)) in kinds(runtime, &mut random, compute).iter().enumerate() {
             for &t in rows {

@@ -190,6 +190,36 @@ impl DeviceArgs {
         Ok(())
     }
 
+    /// Refuses an arithmetic that the devices do not have.
+    ///
+    /// # Errors
+    /// 8-bit floats in steps of many sequences with --deterministic, or on a GPU of this machine that does not multiply
+    /// them with a scale for each row.
+    pub fn check_compute(&self, compute: Compute) -> Result<()> {
+        let options = self.options();
+        if compute != Compute::Fp8 || !options.is_gpu() {
+            return Ok(());
+        }
+        if options.determinism != Determinism::Off {
+            return Err(usage(
+                "--compute 8bit: the rounding of a step depends on its other rows; leave out --deterministic",
+            ));
+        }
+        let members = self.split.members().iter().map(|member| member.device);
+        let devices: Vec<Device> =
+            if self.split.is_split() { members.collect() } else { vec![options.device()] };
+        let gpus = &evenkeel::machine().gpus;
+        match gpus.iter().find(|gpu| gpu.capability != (9, 0) && devices.contains(&Device::Cuda(gpu.ordinal)))
+        {
+            None => Ok(()),
+            Some(gpu) => Err(usage(format!(
+                "--compute 8bit needs GPUs of compute capability 9.0, and cuda:{} has {}.{}; leave it out, or take \
+                 --prefill-compute 8bit",
+                gpu.ordinal, gpu.capability.0, gpu.capability.1
+            ))),
+        }
+    }
+
     /// The vision tower's device and its bounds, if it is not the model's.
     ///
     /// # Errors

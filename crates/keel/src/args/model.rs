@@ -58,7 +58,10 @@ pub struct EngineArgs {
     /// same.
     #[arg(long, value_name = "N", default_value_t = PREFILL_STEP_DEFAULT, value_parser = parse_prefill_step)]
     pub prefill_step: usize,
-    /// Arithmetic of the linear layers. auto takes the fastest one that keeps the accuracy of the weights' format.
+    /// Arithmetic of the linear layers. auto takes the fastest one that keeps the accuracy of the weights' format. 8bit
+    /// is for many clients of a GPU with compute capability 9.0: steps of more than 128 rows, of prompts and of answers,
+    /// round activations to 8-bit floats with one scale for each row. Quantised weights are kept in such floats, too,
+    /// which takes a byte more for each. It changes the result.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
     /// Arithmetic of prompts' products: 8bit rounds activations and quantised weights to 8-bit floats with one scale
@@ -112,6 +115,7 @@ impl EngineArgs {
             ComputeArg::Auto => "",
             ComputeArg::F32 => " --compute f32",
             ComputeArg::Bf16 => " --compute bf16",
+            ComputeArg::EightBits => " --compute 8bit",
         };
         if self.prefill_compute == PrefillComputeArg::EightBits {
             flags += " --prefill-compute 8bit";
@@ -156,6 +160,9 @@ pub enum ComputeArg {
     F32,
     /// Activations in 16 bits, never fewer; f32 sums.
     Bf16,
+    /// 8-bit floats in steps of many rows; f32 sums.
+    #[value(name = "8bit")]
+    EightBits,
 }
 
 impl From<ComputeArg> for Compute {
@@ -164,6 +171,7 @@ impl From<ComputeArg> for Compute {
             ComputeArg::Auto => Compute::Auto,
             ComputeArg::F32 => Compute::F32,
             ComputeArg::Bf16 => Compute::Bf16,
+            ComputeArg::EightBits => Compute::Fp8,
         }
     }
 }

@@ -22,7 +22,7 @@ use super::call::{COUNTERS, Call, Geometry};
 use super::operand::{Bound, BoundKernel};
 pub(super) use absorb::absorbs;
 use keel_array::{ArrayError, Kernel, KernelGroup, Op};
-pub(super) use linear::narrows;
+pub(super) use linear::{narrows, rounds_weight};
 pub(super) use support::supports;
 
 /// Puts a kernel's launches on the stream.

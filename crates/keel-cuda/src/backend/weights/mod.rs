@@ -2,7 +2,8 @@
 //!
 //! Dense weights are stored row-major, as in the file; a single one of 16 bits has room for [`padded_rows`]. Quantised
 //! weights are stored in tiles of 16 rows and 64 columns (`weight_tiles.cuh`): first the codes of all tiles, then, from
-//! a multiple of 256 bytes, the scales of each row and group.
+//! a multiple of 256 bytes, the scales of each row and group. With `Compute::Fp8` a copy in 8-bit floats follows, which
+//! the device makes of the others: from a multiple of 256 bytes, e4m3 `[rows, cols]`, then f32 scales `[rows]`.
 
 mod blocks;
 mod coding;
@@ -10,9 +11,10 @@ mod coding;
 use blocks::{BlockParts, taken_apart};
 pub(super) use coding::Coding;
 use half::{bf16, f16};
-use keel_array::{ArrayError, DType, RowBlock, RowData, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, Compute, DType, RowBlock, RowData, WeightFormat, WeightSpec};
 
-const PAIRS_ALIGN: usize = 256;
+/// Alignment of the parts of a weight, in bytes.
+const PART_ALIGN: usize = 256;
 const TILE_ROWS: usize = 16;
 const TILE_COLS: usize = 64;
 
@@ -30,6 +32,28 @@ pub(super) struct Layout {
     /// Bytes of a unit of rows: 16 rows of a quantised weight, one row of any other.
     code_bytes: usize,
     pair_bytes: usize,
+    /// The copy in 8-bit floats.
+    pub fp8: Option<Fp8Copy>,
+}
+
+/// Where a weight's copy in 8-bit floats lies, in bytes from the weight's start.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fp8Copy {
+    /// e4m3 `[rows, cols]`.
+    pub codes: usize,
+    /// f32 `[rows]`.
+    pub scales: usize,
+}
+
+/// Whether the product of a quantised weight can be in 8-bit floats: cuBLASLt multiplies whole 16 rows and columns.
+pub(super) fn suits_fp8(spec: &WeightSpec) -> bool {
+    let is_whole = |extent: usize| extent.is_multiple_of(16);
+    !matches!(spec.format, WeightFormat::Dense(_)) && is_whole(spec.rows) && is_whole(spec.cols)
+}
+
+/// Whether a weight has a copy in 8-bit floats. Products of a stack of experts do not go through cuBLASLt.
+pub(super) fn keeps_fp8(spec: &WeightSpec) -> bool {
+    spec.compute == Compute::Fp8 && spec.experts == 1 && suits_fp8(spec)
 }
 
 impl Layout {
@@ -50,8 +74,17 @@ impl Layout {
         };
         let units = spec.experts.saturating_mul(units);
         let codes = units.saturating_mul(code_bytes);
-        let pairs = codes.checked_next_multiple_of(PAIRS_ALIGN).unwrap_or(usize::MAX);
-        Layout { pairs, end: pairs.saturating_add(units.saturating_mul(pair_bytes)), code_bytes, pair_bytes }
+        let aligned = |end: usize| end.checked_next_multiple_of(PART_ALIGN).unwrap_or(usize::MAX);
+        let pairs = aligned(codes);
+        let end = pairs.saturating_add(units.saturating_mul(pair_bytes));
+        let whole = Layout { pairs, end, code_bytes, pair_bytes, fp8: None };
+        if !keeps_fp8(spec) {
+            return whole;
+        }
+        let codes = aligned(end);
+        let scales = aligned(codes.saturating_add(spec.rows.saturating_mul(spec.cols)));
+        let end = scales.saturating_add(spec.rows.saturating_mul(size_of::<f32>()));
+        Layout { end, fp8: Some(Fp8Copy { codes, scales }), ..whole }
     }
 
     /// Bytes of the weight.
@@ -59,14 +92,21 @@ impl Layout {
         self.end
     }
 
-    /// Codes, then scales and biases if there are any. The first bytes of each belong to the weight's first `rows`
-    /// rows, which end with a tile or with the weight.
+    /// Codes, then scales and biases if there are any, then the copy in 8-bit floats and its scales. The first bytes of
+    /// each belong to the weight's first `rows` rows, which end with a tile or with the weight.
     pub fn sections(&self, spec: &WeightSpec, rows: usize) -> Vec<Section> {
         let unit_rows = if self.pair_bytes == 0 { 1 } else { TILE_ROWS };
         let (first, units) = (rows.div_ceil(unit_rows), spec.experts * spec.rows.div_ceil(unit_rows));
         let section = |offset, unit: usize| Section { offset, first: first * unit, bytes: units * unit };
         let pairs = (self.pair_bytes > 0).then(|| section(self.pairs, self.pair_bytes));
-        std::iter::once(section(0, self.code_bytes)).chain(pairs).collect()
+        let of_rows = |offset, row: usize| Section { offset, first: rows * row, bytes: spec.rows * row };
+        let fp8 = self.fp8.map(|at| [of_rows(at.codes, spec.cols), of_rows(at.scales, size_of::<f32>())]);
+        std::iter::once(section(0, self.code_bytes)).chain(pairs).chain(fp8.into_iter().flatten()).collect()
+    }
+
+    /// Bytes from the start of the codes and of the pairs to those of a row, which begins a tile.
+    pub fn tiles_before(&self, row: usize) -> [usize; 2] {
+        [self.code_bytes, self.pair_bytes].map(|unit| row / TILE_ROWS * unit)
     }
 }
 
@@ -271,6 +311,28 @@ mod tests {
         }
         assert_eq!(bytes(3, 257, DType::BF16), 3 * 257 * 256, "experts lie one behind the other");
         assert_eq!(bytes(1, 257, DType::F32), 257 * 512, "f32 never goes through the library");
+    }
+
+    #[test]
+    fn a_copy_in_8_bits_follows_the_scales() {
+        let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
+        let spec = WeightSpec { experts: 1, rows: 48, cols: 192, format, compute: Compute::Fp8 };
+        let layout = Layout::of(&spec);
+        let copy = layout.fp8.expect("a copy");
+        // Three row tiles of three column tiles: 512 bytes of codes and 64 of scales each.
+        assert_eq!((layout.pairs, copy.codes), (9 * 512, (9 * 512 + 9 * 64usize).next_multiple_of(256)));
+        assert_eq!(copy.scales, (copy.codes + 48 * 192).next_multiple_of(256));
+        assert_eq!(layout.bytes(), copy.scales + 48 * 4);
+        let sections = layout.sections(&spec, 16);
+        let of_copy = sections[2..].iter().map(|section| (section.offset, section.first, section.bytes));
+        assert!(of_copy.eq([(copy.codes, 16 * 192, 48 * 192), (copy.scales, 16 * 4, 48 * 4)]));
+        assert_eq!(layout.tiles_before(32), [2 * 3 * 512, 2 * layout.pair_bytes]);
+
+        let without = |spec: WeightSpec| Layout::of(&spec).fp8.is_none();
+        assert!(without(WeightSpec { compute: Compute::PrefillFp8, ..spec }));
+        assert!(without(WeightSpec { experts: 2, ..spec }), "cuBLASLt does not multiply experts");
+        assert!(without(WeightSpec { rows: 40, ..spec }), "not whole 16 rows");
+        assert!(without(WeightSpec { format: WeightFormat::Dense(DType::BF16), ..spec }));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Lower bounds on the cost of a step: bytes to read and operations to execute.
 
 use anyhow::Result;
-use keel_array::{Category, Runtime, RuntimeOptions, Weight};
+use keel_array::{Category, Compute, Runtime, RuntimeOptions, Weight};
 use keel_cache::LayerSpec;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::blocks::FeedForward;
@@ -44,8 +44,19 @@ impl Cost {
         };
         let engine = whole.as_ref().unwrap_or(engine);
         let ledger = engine.runtime().ledger().active();
-        let least =
-            EngineOptions { context: 1, prefill_step: 64, sequences: 1, drafts: 0, ..*engine.options() };
+        // A step reads a weight once: as coded, or its copy in 8 bits. The first are fewer bytes.
+        let compute = match engine.options().compute {
+            Compute::Fp8 => Compute::Auto,
+            compute => compute,
+        };
+        let least = EngineOptions {
+            context: 1,
+            prefill_step: 64,
+            sequences: 1,
+            drafts: 0,
+            compute,
+            ..*engine.options()
+        };
         let (device, config) = (&model.device.on(model.device.device()), &without_draft_head(model.config));
         let without_head = PlacedModel { device, config, ..model }.plan(least)?;
         let model = engine.model();

@@ -104,9 +104,9 @@ impl Machine {
     pub fn peak_of(&self, compute: Compute, quantised: bool) -> Option<f64> {
         match compute {
             Compute::F32 => self.f32_fma,
-            Compute::Auto | Compute::PrefillFp8 if quantised => {
-                self.int8_dot.or(self.bf16_dot).or(self.f32_fma)
-            }
+            Compute::Auto if quantised => self.int8_dot.or(self.bf16_dot).or(self.f32_fma),
+            // A GPU's peak in 8-bit floats is not measured. No CPU multiplies them.
+            Compute::PrefillFp8 | Compute::Fp8 if quantised => self.int8_dot.or(self.f32_fma),
             _ => self.bf16_dot.or(self.f32_fma),
         }
     }

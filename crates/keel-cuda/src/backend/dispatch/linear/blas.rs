@@ -1,9 +1,9 @@
 //! Products of many rows through cuBLASLt. A quantised weight is widened to f16 in scratch, or to 8 bits
-//! (`fp8_prefill.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
+//! (`fp8.rs`). A dense one of bf16 or f16 is multiplied as stored; one of bf16 twice if x has to keep 16 bits.
 
 use super::super::{Bound, Call, Geometry, elementwise};
 use super::exact::exact_tiled;
-use super::fp8_prefill::{self, Fp8Product, Fp8Scratch};
+use super::fp8::{self, Fp8Product, Fp8Scratch};
 use super::half::{
     HALF_ALIGN, alpha, factors, splits_x, to_half, weight_in_half, widened_bytes, x_bytes, x_parts,
 };
@@ -40,7 +40,7 @@ pub(super) fn blas_scratch(weight: &WeightSpec, rows: usize) -> BlasScratch {
     let padded = (w + widened_bytes(weight)).next_multiple_of(HALF_ALIGN);
     let end = padded + if is_padded { rows * cols * size_of::<f32>() } else { 0 };
     let eight = Fp8Scratch::new(weight, rows, w, end);
-    let end = if fp8_prefill::is_tried(weight) { eight.end } else { end };
+    let end = if fp8::is_tried(weight) { eight.end } else { end };
     BlasScratch { x, w, padded, eight, end: end + HALF_ALIGN }
 }
 
@@ -52,12 +52,12 @@ pub(super) fn through_blas(
 ) -> Result<(), ArrayError> {
     let scratch = blas_scratch(weight, rows);
     let own = call.scratch.next_multiple_of(HALF_ALIGN as u64);
-    // What comes before the product may have written x in 16 bits (see `fp8_prefill::narrows`).
+    // What comes before the product may have written x in 16 bits (see `fp8::narrows`).
     let is_half = call.inputs[0].dtype == DType::F16;
     let x = if is_half { call.inputs[0].address } else { own + scratch.x as u64 };
     let (y, accumulate) = (&call.outputs[0], residual.is_some());
     let halve = || if is_half { Ok(()) } else { to_half(weight, rows, x, call) };
-    let in_fp8 = match fp8_prefill::is_tried(weight) {
+    let in_fp8 = match fp8::is_tried(weight) {
         true => Fp8Product::of(weight, rows, accumulate, &scratch.eight, own, call),
         false => None,
     };
@@ -141,7 +141,7 @@ fn product_of(weight: &WeightSpec, rows: usize, accumulate: bool) -> Product {
     Product { rows, cols, inner, alpha, accumulate, bias: false, factors, result }
 }
 
-/// A result of type f16 holds an eighth of each value (see `fp8_prefill::narrows`).
+/// A result of type f16 holds an eighth of each value (see `fp8::narrows`).
 pub(super) fn result_type(y: &Bound<'_>) -> ResultType {
     if y.dtype == DType::F16 { ResultType::EighthF16 } else { ResultType::F32 }
 }

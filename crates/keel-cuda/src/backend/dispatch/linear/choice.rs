@@ -4,6 +4,7 @@
 use super::half::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
+use crate::backend::weights::keeps_fp8;
 use crate::backend::{Determinism, Mode};
 use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 
@@ -13,6 +14,9 @@ use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 const PANEL_ROWS_MAX_OF_4_BITS: usize = 1024;
 const PANEL_ROWS_MAX: usize = 512;
 const PANEL_ROWS_MAX_WITH_PROMPTS_8: usize = 256;
+
+/// The same for a weight that is kept in 8-bit floats, too, where cuBLASLt need not wait for it to be widened.
+const PANEL_ROWS_MAX_BEFORE_8: usize = 128;
 
 /// The quantity that selects the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,7 +96,8 @@ pub(super) fn linear_kernel(
 
 fn panel_rows_max(weight: &WeightSpec) -> usize {
     match (weight.compute, weight.format) {
-        (Compute::PrefillFp8, _) => PANEL_ROWS_MAX_WITH_PROMPTS_8,
+        _ if keeps_fp8(weight) => PANEL_ROWS_MAX_BEFORE_8,
+        (Compute::PrefillFp8 | Compute::Fp8, _) => PANEL_ROWS_MAX_WITH_PROMPTS_8,
         (_, WeightFormat::Affine { bits: 4, .. }) => PANEL_ROWS_MAX_OF_4_BITS,
         _ => PANEL_ROWS_MAX,
     }
@@ -227,7 +232,8 @@ mod tests {
         ));
         let with_prompts_8 = WeightSpec { compute: Compute::PrefillFp8, ..weight };
         let in_blocks = WeightSpec { format: WeightFormat::Blocks(BlockFormat::Q4K), ..weight };
-        for (other, most) in [(with_prompts_8, 256), (in_blocks, 512)] {
+        let kept_in_8 = WeightSpec { compute: Compute::Fp8, ..weight };
+        for (other, most) in [(with_prompts_8, 256), (kept_in_8, 128), (in_blocks, 512)] {
             assert!(
                 matches!(linear_kernel(&other, most, SelectBy::Rows, true), LinearKernel::Panels { .. }),
                 "{other:?}"

@@ -5,7 +5,7 @@ use super::super::{Bound, BoundKernel, Call, Geometry, elementwise};
 use super::{col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::weights::padded_rows;
 use crate::driver::FactorType;
-use crate::kernels::{ACTIVATION, DEQUANTIZE, FP8_PREFILL, HalfForm, KernelKey, RMS_NORM, Source};
+use crate::kernels::{ACTIVATION, DEQUANTIZE, FP8, HalfForm, KernelKey, RMS_NORM, Source};
 use crate::parameters::{
     Dequantize, GatedHeadsHalf, LayerNormHalf, RmsNorm, SwiGlu, SwiGluOfHalf, ToHalf, ToTwoBf16, Wide,
 };
@@ -132,7 +132,7 @@ pub(super) fn absorbed_to_half(
         Op::SwiGlu if x.dtype == DType::F16 => {
             let parameters = SwiGluOfHalf { x: x.address, y, rows: Wide(rows), width };
             let blocks = (rows * width / 8).div_ceil(256);
-            call.launch(&key(FP8_PREFILL, "swiglu_of_half"), Geometry::rows(blocks, 256), &parameters)
+            call.launch(&key(FP8, "swiglu_of_half"), Geometry::rows(blocks, 256), &parameters)
         }
         Op::SwiGlu => {
             let parameters = SwiGlu { x: x.address, stride: stride(), y, rows: Wide(rows), width };

@@ -1,21 +1,19 @@
-//! Products of many rows in 8-bit floats (e4m3) through cuBLASLt, for `Compute::PrefillFp8`. x and the widened W are
-//! rounded with a scale for each row. Twice the rate of 16 bits and half the bytes of W; each factor is off by up to
-//! 2^-4 of itself.
+//! Products of many rows in 8-bit floats (e4m3) through cuBLASLt, for `Compute::PrefillFp8` and `Compute::Fp8`. x and W
+//! are rounded with a scale for each row: W for each product, or once, when it is loaded. Twice the rate of 16 bits and
+//! half the bytes of W; each factor is off by up to 2^-4 of itself.
 
 use super::super::attention::surely_leaves_half;
 use super::super::{Bound, Call, Geometry};
 use super::blas::result_type;
 use super::choice::{LinearKernel, SelectBy, linear_kernel, surely_in_half};
-use super::half::{HALF_ALIGN, is_widened};
-use super::{col_tiles, pairs, row_tiles, weight_key};
+use super::half::HALF_ALIGN;
+use super::{TILE_ROWS, col_tiles, pairs, weight_key};
 use crate::backend::Mode;
+use crate::backend::weights::{Layout as WeightLayout, suits_fp8};
 use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
-use crate::kernels::{FP8_PREFILL, KernelKey};
+use crate::kernels::{FP8, KernelKey};
 use crate::parameters::{DequantizeToFp8, QuantizeFp8, Wide};
 use keel_array::{ArrayError, Compute, DType, Kernel, Layout, Op, Operand, WeightSpec};
-
-/// The library's rule for 8-bit factors.
-const MULTIPLE: usize = 16;
 
 /// Threads that round a row of x, at most.
 const THREADS_MAX: usize = 1024;
@@ -34,10 +32,7 @@ const WARP_TILES_MAX: usize = 4;
 
 /// Whether a product that goes through cuBLASLt is tried in 8 bits. The library decides when it sees the device.
 pub(super) fn is_tried(weight: &WeightSpec) -> bool {
-    weight.compute == Compute::PrefillFp8
-        && is_widened(weight)
-        && weight.rows.is_multiple_of(MULTIPLE)
-        && weight.cols.is_multiple_of(MULTIPLE)
+    matches!(weight.compute, Compute::PrefillFp8 | Compute::Fp8) && suits_fp8(weight)
 }
 
 /// See `Programs::narrows`: what leaves f16 for a product that rounds x to 8 bits.
@@ -80,7 +75,7 @@ fn is_surely_tried(kernel: &Kernel, mode: Mode) -> bool {
 }
 
 /// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`HALF_ALIGN`] on. W takes the place
-/// that it has in 16 bits.
+/// that it has in 16 bits, unless it is kept in 8.
 pub(super) struct Fp8Scratch {
     w: usize,
     x: usize,
@@ -104,6 +99,8 @@ pub(super) struct Fp8Product<'a> {
     weight: &'a WeightSpec,
     product: Product,
     operands: ProductOperands,
+    /// Whether W has been kept in 8 bits since it was loaded.
+    is_kept: bool,
     /// The address of the workspace.
     own: u64,
 }
@@ -141,14 +138,20 @@ impl<'a> Fp8Product<'a> {
             result,
         };
         let at = |offset: usize| own + offset as u64;
-        let scales = ScaleAddresses { x: at(scratch.x_scales), w: at(scratch.w_scales) };
-        let (x, w, y) = (at(scratch.x), at(scratch.w), call.outputs[0].address);
+        let kept = WeightLayout::of(weight).fp8;
+        let of_weight = |offset: usize| call.inputs[1].address + offset as u64;
+        let (w, w_scales) = match kept {
+            Some(copy) => (of_weight(copy.codes), of_weight(copy.scales)),
+            None => (at(scratch.w), at(scratch.w_scales)),
+        };
+        let scales = ScaleAddresses { x: at(scratch.x_scales), w: w_scales };
+        let (x, y) = (at(scratch.x), call.outputs[0].address);
         let operands = ProductOperands { x, w, y, bias: 0, scales };
         let refusal = call.gpu.blas.takes(product, &operands).err();
         if let Some(refusal) = &refusal {
             tracing::debug!("{refusal}; multiplied in 16 bits");
         }
-        refusal.is_none().then_some(Fp8Product { weight, product, operands, own })
+        refusal.is_none().then_some(Fp8Product { weight, product, operands, is_kept: kept.is_some(), own })
     }
 
     /// Writes x in 8 bits, in one launch from what comes before the product. If that cannot be, `halve` first writes x in
@@ -169,30 +172,38 @@ impl<'a> Fp8Product<'a> {
         };
         let Source { from, x, stride, norm, eps } = source;
         let threads = threads(cols);
-        let key = KernelKey::new(FP8_PREFILL, "quantize_fp8").define("DIM_K", cols);
+        let key = KernelKey::new(FP8, "quantize_fp8").define("DIM_K", cols);
         let key = key.define("THREADS", threads).define("FROM", from);
         let ProductOperands { x: y, scales, .. } = self.operands;
         let parameters = QuantizeFp8 { x, stride: Wide(stride), w: norm, eps, y, scales: scales.x };
         call.launch(&key, Geometry::rows(self.product.rows, threads), &parameters)
     }
 
-    /// Multiplies x with W, which it rounds first.
+    /// Multiplies x with W, which it rounds first, unless it is kept in 8 bits.
     pub fn multiply(&self, call: &Call<'_>) -> Result<(), ArrayError> {
-        let parameters = DequantizeToFp8 {
-            weight: call.inputs[1].address,
-            pairs: pairs(self.weight, &call.inputs[1]),
-            out: self.operands.w,
-            scales: self.operands.scales.w,
-        };
-        // Blocks of a row tile take equally many column tiles, up to rounding.
-        let tiles = col_tiles(self.weight);
-        let pieces = tiles.div_ceil(WARPS * WARP_TILES_MAX);
-        let key = weight_key(FP8_PREFILL, "dequantize_to_fp8", self.weight);
-        let key = key.define("PIECES", pieces).define("WARP_TILES", tiles.div_ceil(WARPS * pieces));
-        call.launch(&key, Geometry::rows(row_tiles(self.weight) * pieces, WARPS * 32), &parameters)?;
+        if !self.is_kept {
+            let parameters = DequantizeToFp8 {
+                weight: call.inputs[1].address,
+                pairs: pairs(self.weight, &call.inputs[1]),
+                out: self.operands.w,
+                scales: self.operands.scales.w,
+            };
+            let (key, geometry) = rounds_weight(self.weight, self.weight.rows);
+            call.launch(&key, geometry, &parameters)?;
+        }
         let multiplied = call.multiply(self.product, self.operands, self.own);
         multiplied.map_err(|error| error.in_op(call.kernel.op.name()))
     }
+}
+
+/// The kernel that rounds the first `rows` rows of a weight, and its launch.
+pub(in crate::backend) fn rounds_weight(weight: &WeightSpec, rows: usize) -> (KernelKey, Geometry) {
+    // Blocks of a row tile take equally many column tiles, up to rounding.
+    let tiles = col_tiles(weight);
+    let pieces = tiles.div_ceil(WARPS * WARP_TILES_MAX);
+    let key = weight_key(FP8, "dequantize_to_fp8", weight);
+    let key = key.define("PIECES", pieces).define("WARP_TILES", tiles.div_ceil(WARPS * pieces));
+    (key, Geometry::rows(rows.div_ceil(TILE_ROWS) * pieces, WARPS * 32))
 }
 
 /// Threads that round a row of x. All of them have equally many groups of four values, if that is possible.

@@ -15,6 +15,14 @@ use crate::random::Random;
 use crate::tolerance;
 use keel_array::{Array, AttentionSpec, Category, Compute, DType, KvFormat, KvPool, Regime, Runtime};
 
+/// The kinds of arithmetic that may round to 8 bits.
+const COMPUTES: [Compute; 2] = [Compute::PrefillFp8, Compute::Fp8];
+
+/// Rows that are not rounded to 8-bit floats.
+fn few_rows_max(compute: Compute) -> usize {
+    if compute == Compute::Fp8 { 128 } else { 256 }
+}
+
 /// For fast modes.
 pub(super) const FAST: &[Check] = &[Check { op: "linear", run: after_attention }];
 
@@ -32,13 +40,18 @@ pub(super) fn in_fp8(runtime: &Runtime) {
         (300, 260, 128),
         (258, 256, 4096),
         (259, 256, 4160),
-        (40, 128, 256),
+        (140, 256, 512),
+        (129, 272, 192),
+        (128, 128, 256),
         (1, 128, 256),
     ];
-    for ((bits, group), (t, n, k)) in kinds.flat_map(|kind| shapes.map(|shape| (kind, shape))) {
+    let cases = kinds.flat_map(|kind| shapes.map(|shape| (kind, shape)));
+    for (compute, ((bits, group), (t, n, k))) in
+        cases.flat_map(|case| COMPUTES.map(|compute| (compute, case)))
+    {
         // The oracle takes long for large shapes, so one coding has to do.
         let is_too_much = k > 512 && (bits, group) != (4, 64);
-        if !is_mine(&("eight bits", bits, group, t, n, k)) || k % group != 0 || is_too_much {
+        if !is_mine(&("eight bits", compute, bits, group, t, n, k)) || k % group != 0 || is_too_much {
             continue;
         }
         let w = weights(&mut random, n, k, bits, group);
@@ -52,7 +65,7 @@ pub(super) fn in_fp8(runtime: &Runtime) {
         gates.values.chunks_exact_mut(2 * k).for_each(open);
         let gates = rounded(&gates, DType::F32);
         let r = rounded(&Tensor::random(&mut random, &[t, n], -1.0, 1.0), DType::F32);
-        let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::PrefillFp8);
+        let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, compute);
         let up = |tensor: &Tensor| up(runtime, tensor);
         let (array, residual) = (up(&x), up(&r));
         // A product absorbs what reads an intermediate: the sum of two halves, which is exact.
@@ -87,10 +100,10 @@ pub(super) fn in_fp8(runtime: &Runtime) {
             let (from_exact, from_coded) = (far(&exact), far(&coded));
             let wide: Vec<f64> = input.iter().copied().map(f64::from).collect();
             let step = tolerance::ONE_OF_TWO_ROUNDINGS * typical_sum(&wide, &w);
-            let what = format!("{form} [{t}, {n}, {k}] of {bits} bits in groups of {group}, 8-bit prompts");
+            let what = format!("{form} [{t}, {n}, {k}] of {bits} bits in groups of {group}, {compute:?}");
             let near = from_exact.min(from_coded);
             assert!(near <= step, "{what}: {from_exact} and {from_coded} from the oracles, {step} allowed");
-            if t <= 256 {
+            if t <= few_rows_max(compute) {
                 assert!(from_exact <= step, "{what}: few rows are not rounded to 8-bit floats");
             }
         }
@@ -101,11 +114,14 @@ pub(super) fn in_fp8(runtime: &Runtime) {
 /// keep f16 between gate and SwiGLU: what that loses is a small part.
 pub(super) fn feed_forward(runtime: &Runtime) {
     let mut random = Random::new(61);
-    // 300 rows are many, 100 are not. Both products have whole tiles, so that a backend may absorb SwiGLU.
-    let shapes = [(300, 256, 320, 256), (100, 256, 320, 256)];
-    for ((bits, group), (t, k, inner, n)) in [(4, 64), (8, 32)].map(|kind| shapes.map(|s| (kind, s))).concat()
+    // 300 rows are many, 140 for one arithmetic alone, 100 are not. Both products have whole tiles, so that a backend
+    // may absorb SwiGLU.
+    let shapes = [(300, 256, 320, 256), (140, 256, 320, 256), (100, 256, 320, 256)];
+    let cases = [(4, 64), (8, 32)].map(|kind| shapes.map(|s| (kind, s))).concat().into_iter();
+    for (compute, ((bits, group), (t, k, inner, n))) in
+        cases.flat_map(|case| COMPUTES.map(|compute| (compute, case)))
     {
-        if !is_mine(&("feed forward in eight bits", bits, group, t, k, inner, n)) {
+        if !is_mine(&("feed forward in eight bits", compute, bits, group, t, k, inner, n)) {
             continue;
         }
         let wide = weights(&mut random, 2 * inner, k, bits, group);
@@ -113,7 +129,7 @@ pub(super) fn feed_forward(runtime: &Runtime) {
         // Gates of about 1.
         let size = 2.0 / typical_sum(&[1.0], &wide) as f32;
         let x = rounded(&Tensor::random(&mut random, &[t, k], -size, size), DType::F16);
-        let weight = |w: &Affine| affine_weight(runtime, std::slice::from_ref(w), bits, Compute::PrefillFp8);
+        let weight = |w: &Affine| affine_weight(runtime, std::slice::from_ref(w), bits, compute);
         let y = up(runtime, &x).linear(&weight(&wide)).and_then(|wide| wide.swiglu()?.linear(&weight(&down)));
         let y = download(&y.expect("extents fit"));
         let input = floats(&x);
@@ -121,8 +137,9 @@ pub(super) fn feed_forward(runtime: &Runtime) {
         let coded = matmul_transposed(&e4m3_rows(&input, k), &e4m3_weights(&wide, bits), k);
         let coded = e4m3_rows(&swiglu(&coded, inner), inner);
         let what =
-            format!("[{t}, {k}] to {inner} gates to {n}, {bits} bits in groups of {group}, 8-bit prompts");
-        let coded = (t > 256).then(|| matmul_transposed(&coded, &e4m3_weights(&down, bits), inner));
+            format!("[{t}, {k}] to {inner} gates to {n}, {bits} bits in groups of {group}, {compute:?}");
+        let coded =
+            (t > few_rows_max(compute)).then(|| matmul_transposed(&coded, &e4m3_weights(&down, bits), inner));
         expect_near(&what, &y, &exact, &down, coded.as_deref());
     }
 }
@@ -132,8 +149,9 @@ pub(super) fn after_attention(runtime: &Runtime) {
     const HEADS: usize = 4;
     const KV: usize = 2;
     let mut random = Random::new(62);
-    for (d, format, n) in [(64, KvFormat::F16, 256), (128, KvFormat::Bits8, 320), (80, KvFormat::F16, 256)] {
-        if !is_mine(&("eight bits after attention", d, format, n)) {
+    let cases = [(64, KvFormat::F16, 256), (128, KvFormat::Bits8, 320), (80, KvFormat::F16, 256)].into_iter();
+    for (compute, (d, format, n)) in cases.flat_map(|case| COMPUTES.map(|compute| (compute, case))) {
+        if !is_mine(&("eight bits after attention", compute, d, format, n)) {
             continue;
         }
         let (rows, t, k) = ([(0, 190), (0, 110)], 300, HEADS * d);
@@ -147,10 +165,10 @@ pub(super) fn after_attention(runtime: &Runtime) {
         let attended = || q.paged_attention(&keys, &values, &pool, &batch, spec.clone())?.reshape([t, k]);
         let x = attended().and_then(|seen| seen.to_vec::<f32>()).expect("a case runs");
         let w = weights(&mut random, n, k, 4, 32);
-        let weight = affine_weight(runtime, std::slice::from_ref(&w), 4, Compute::PrefillFp8);
+        let weight = affine_weight(runtime, std::slice::from_ref(&w), 4, compute);
         let y = download(&attended().and_then(|seen| seen.linear(&weight)).expect("extents fit"));
         let coded = matmul_transposed(&e4m3_rows(&x, k), &e4m3_weights(&w, 4), k);
-        let what = format!("heads of {d}, {format:?}, to {n}, 8-bit prompts after attention");
+        let what = format!("heads of {d}, {format:?}, to {n}, {compute:?} after attention");
         expect_near(&what, &y, &x, &w, Some(&coded));
     }
 }
