@@ -1,6 +1,5 @@
 //! Products in 8-bit floats.
 
-use super::Check;
 use super::linear::{affine_weight, floats, typical_sum};
 use super::sequence::{batch, draw, up};
 use super::share::is_mine;
@@ -22,9 +21,6 @@ const COMPUTES: [Compute; 2] = [Compute::PrefillFp8, Compute::Fp8];
 fn few_rows_max(compute: Compute) -> usize {
     if compute == Compute::Fp8 { 128 } else { 256 }
 }
-
-/// For fast modes.
-pub(super) const FAST: &[Check] = &[Check { op: "linear", run: after_attention }];
 
 /// Products of many rows whose factors a backend may round to 8-bit floats. It rounds all or none: the result is near
 /// the product of rounded factors, or near that of the factors as they are.

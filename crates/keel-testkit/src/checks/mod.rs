@@ -95,10 +95,10 @@ pub fn all() -> Vec<Listed> {
 }
 
 /// Checks of a fast mode: attention and the gated delta rule, whose products may take f16. Also attention after
-/// rotations, compared with the same operations one by one, which is valid in any precision, and prompts in 8-bit floats.
+/// rotations, compared with the same operations one by one, which is valid in any precision, and products.
 /// `mode` distinguishes these checks from those of other modes.
 pub fn fast(mode: &'static str) -> Vec<Listed> {
-    let by_case = sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).chain(fp8::FAST);
+    let by_case = sequence::FAST.iter().chain(chains::IN_ANY_PRECISION).chain(linear::FAST);
     let by_case = by_case.map(|&check| (check, true));
     listed(mode, by_case.chain(not_finite::FAST.iter().map(|&check| (check, false))))
 }
