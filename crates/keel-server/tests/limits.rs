@@ -70,6 +70,27 @@ fn a_full_queue_is_429() {
     assert!(metrics.contains("keel_requests_refused_total{reason=\"queue_full\"} 1"), "{metrics}");
 }
 
+/// A list of texts is one request, so it does not fill the queue itself. Its later texts wait for room there.
+#[test]
+fn a_list_of_texts_fits_into_a_short_queue() {
+    let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
+    let waiting = || server.app.engine.status().waiting;
+    let embed = |texts: usize| {
+        let body = json!({"input": vec!["Once upon a time"; texts]}).to_string();
+        send(server.address, "POST", "/v1/embeddings", &[], body.as_bytes())
+    };
+    let other = post(&server, &json!({"prompt": "Once", "max_tokens": 5}));
+    wait_for("it waits", || waiting() == 1);
+    let texts = embed(12);
+    wait_for("its first text waits, too", || waiting() == 2);
+    assert_eq!(read(embed(2)).status, 429, "the first text finds the queue full");
+    drop(first);
+    assert_eq!(read(other).status, 200);
+    let answer = read(texts);
+    assert_eq!((answer.status, answer.json()["data"].as_array().map(Vec::len)), (200, Some(12)));
+    server.assert_all_is_back();
+}
+
 /// A request is refused if not all of its answers fit into the queue, unless nothing else waits there.
 #[test]
 fn the_answers_of_a_request_enter_the_queue_together() {

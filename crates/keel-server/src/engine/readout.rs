@@ -1,12 +1,14 @@
 //! Requests that read values from the model instead of an answer: embeddings and scores.
 //!
 //! Each text is a request of the batch. The batch admits it as memory allows, and runs it in steps with all other
-//! requests. Only a few texts of a list are submitted at a time, so that a long list does not fill the queue.
+//! requests. Only a few texts of a list are submitted at a time, so that a long list does not fill the queue. Once the
+//! first text is in the queue, the others wait for room there.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
+use keel_engine::EngineError;
 use keel_engine::batch::{BatchEvent, BatchRequest, Readout};
 use tracing::field::Empty;
 
@@ -14,12 +16,15 @@ use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
 use crate::app::App;
 use crate::error::{Result, ServerError, wrong};
+use crate::events::Events;
 use crate::metrics::RequestTimer;
 
 /// Largest number of texts per request.
 pub(crate) const TEXTS_MAX: usize = 2048;
-/// Largest number of texts of one request that are queued or running.
+/// Largest number of texts of one request that are queued or running, where the queue has room for them.
 const AT_ONCE: usize = 32;
+/// Time between two tries to put a text into a full queue.
+const RETRY: Duration = Duration::from_millis(5);
 /// Heap bytes per value: the value, and its digits in a text that grows by doubling.
 const BYTES_PER_VALUE: u64 = 32;
 
@@ -91,16 +96,16 @@ impl App {
         let deadline = Instant::now().checked_add(self.options.deadline);
         let marks = if shared_len > 0 { vec![shared_len] } else { Vec::new() };
         let one = |(index, prompt): (usize, Vec<u32>)| {
-            let request = BatchRequest {
+            let (marks, readout) = (&marks, &readout);
+            let request = move || BatchRequest {
                 deadline,
                 marks: marks.clone(),
-                ..BatchRequest::to_read(0, prompt, readout.clone())
+                ..BatchRequest::to_read(0, prompt.clone(), readout.clone())
             };
-            // The later texts wait for the first ones.
-            let wait_max = (index == 0).then_some(self.options.batch.queue_timeout);
-            self.read_one(caller, request, wait_max)
+            self.read_one(caller, request, index == 0)
         };
-        let all = stream::iter(prompts.into_iter().enumerate().map(one)).buffered(AT_ONCE);
+        let at_once = AT_ONCE.min(self.options.batch.queue_limit).max(1);
+        let all = stream::iter(prompts.into_iter().enumerate().map(one)).buffered(at_once);
         let all: Vec<One> = match all.try_collect().await {
             Ok(all) => all,
             Err(error) => {
@@ -115,15 +120,14 @@ impl App {
         Ok(ReadValues { values: all.into_iter().map(|one| one.values).collect(), prompt_tokens })
     }
 
-    /// Waits for one prompt. Dropping this future ends the request.
+    /// Waits for the values of one prompt. Dropping this future ends the request.
     async fn read_one(
         &self,
         caller: &Caller,
-        request: BatchRequest,
-        wait_max: Option<Duration>,
+        request: impl Fn() -> BatchRequest,
+        is_first: bool,
     ) -> Result<One> {
-        let mut submitted = self.engine.submit(vec![request], wait_max, || caller.meter.part()).await?;
-        let Some((_, mut events)) = submitted.pop() else { return Err(ServerError::EngineStopped) };
+        let mut events = self.submit_one(caller, request, is_first).await?;
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Duration::ZERO } };
         loop {
             match events.recv().await? {
@@ -133,6 +137,34 @@ impl App {
                 BatchEvent::Read(values) => one.values = values,
                 BatchEvent::Finished(_) => return Ok(one),
                 BatchEvent::Prefilled(_) | BatchEvent::Token { .. } | BatchEvent::Failed(_) => {}
+            }
+        }
+    }
+
+    /// Puts one prompt into the queue. The first one of a list fails if the queue is full, or if it waits there too
+    /// long. The others wait until their deadline.
+    async fn submit_one(
+        &self,
+        caller: &Caller,
+        request: impl Fn() -> BatchRequest,
+        is_first: bool,
+    ) -> Result<Events> {
+        let wait_max = is_first.then_some(self.options.batch.queue_timeout);
+        loop {
+            let request = request();
+            let deadline = request.deadline;
+            match self.engine.submit(vec![request], wait_max, || caller.meter.part()).await {
+                Ok(mut submitted) => {
+                    let (_, events) = submitted.pop().ok_or(ServerError::EngineStopped)?;
+                    return Ok(events);
+                }
+                Err(ServerError::Engine(EngineError::QueueFull { .. })) if !is_first => {
+                    if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                        return Err(EngineError::Deadline.into());
+                    }
+                    tokio::time::sleep(RETRY).await;
+                }
+                Err(error) => return Err(error),
             }
         }
     }
