@@ -60,11 +60,18 @@ fn sites_that_are_named_may_call() {
     let allowed = get(&server, &named);
     assert_eq!(allowed.header("access-control-allow-origin"), Some("https://example.org"));
     assert_eq!(allowed.header("cross-origin-resource-policy"), None);
-    let preflight = [named[0], ("access-control-request-method", "POST")];
+    let headers = "authorization,content-type";
+    let preflight =
+        [named[0], ("access-control-request-method", "POST"), ("access-control-request-headers", headers)];
     let asked = request(server.address, "OPTIONS", "/v1/completions", &preflight, b"");
     assert_eq!(
         (asked.status, asked.header("access-control-allow-origin")),
         (200, Some("https://example.org"))
+    );
+    assert_eq!(
+        asked.header("access-control-allow-headers"),
+        Some(headers),
+        "`*` does not cover authorization"
     );
     assert_eq!(get(&server, &[("origin", "https://example.com")]).status, 403);
 }

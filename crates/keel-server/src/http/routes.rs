@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::json;
-use tower_http::cors::{AllowOrigin, Any, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, Any, CorsLayer};
 
 use crate::access::caller::{KeyName, RequestMeter, name_request};
 use crate::access::host_check::{HostCheck, plain_origin};
@@ -106,7 +106,10 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     if origins.is_empty() {
         return None;
     }
-    let layer = CorsLayer::new().allow_methods([Method::GET, Method::POST]).allow_headers(Any);
+    // The headers are named, because `*` does not stand for `authorization`.
+    let layer = CorsLayer::new()
+        .allow_methods([Method::GET, Method::POST])
+        .allow_headers(AllowHeaders::mirror_request());
     if origins.iter().any(|origin| origin == "*") {
         return Some(layer.allow_origin(Any));
     }
