@@ -59,7 +59,8 @@ const BODIES: [(Endpoint, &str); 15] = [
     (
         Endpoint::Responses,
         r#"{"input":[{"role":"user","content":[{"type":"input_text","text":"Hi"}]},{"type":"function_call","call_id":"c",
-        "name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":[1]},{"type":"reasoning"}],
+        "name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":
+        [{"type":"input_text","text":"1"}]},{"type":"reasoning"}],
         "instructions":"Be kind.","max_output_tokens":4,"text":{"format":{"type":"text"}},"reasoning":{"effort":"low"},
         "tools":[{"type":"function","name":"f","parameters":{"type":"object"}}],"tool_choice":"auto","temperature":1}"#,
     ),

@@ -142,7 +142,7 @@ fn part(name: &'static str, field: Option<Value>, key: &str) -> Result<Value> {
 }
 
 /// Appends an item to a chat. Calls belong to the assistant's turn before them, as templates expect.
-fn append(item: Value, messages: &mut Vec<Value>) -> Result<()> {
+fn append(mut item: Value, messages: &mut Vec<Value>) -> Result<()> {
     messages.push(match item["type"].as_str() {
         None | Some("message") => json!({"role": item["role"], "content": item["content"]}),
         Some("function_call") => {
@@ -158,11 +158,14 @@ fn append(item: Value, messages: &mut Vec<Value>) -> Result<()> {
             return Ok(());
         }
         Some("function_call_output") => {
-            let output = match &item["output"] {
-                Value::String(text) => text.clone(),
-                other => other.to_string(),
-            };
-            json!({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+            let output = item["output"].take();
+            if !matches!(output, Value::String(_) | Value::Array(_) | Value::Null) {
+                let problem = "the output of a function call is neither a text nor a list of parts";
+                return Err(wrong("input", problem));
+            }
+            let mut one = json!({"role": "tool", "tool_call_id": item["call_id"]});
+            one["content"] = output;
+            one
         }
         // Earlier reasoning is not shown to the model again.
         Some("reasoning") => return Ok(()),
@@ -302,6 +305,23 @@ mod tests {
         ];
         assert_eq!(turns, expected);
         assert_eq!(chat["messages"][1]["content"], "I look.");
+    }
+
+    #[test]
+    fn the_output_of_a_call_is_a_text_or_parts() {
+        let of = |output: Value| {
+            let item = json!({"type": "function_call_output", "call_id": "1", "output": output});
+            translated(json!({"input": [item]})).map(|mut chat| chat["messages"][0].take())
+        };
+        let parts =
+            json!([{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:x"}]);
+        for output in [json!("a"), parts, Value::Null] {
+            let message = json!({"role": "tool", "tool_call_id": "1", "content": output});
+            assert_eq!(of(output).expect("right"), message);
+        }
+        for wrong in [json!({"a": 1}), json!(5), json!(true)] {
+            assert_eq!(of(wrong).expect_err("neither").field(), Some("input"));
+        }
     }
 
     #[test]
