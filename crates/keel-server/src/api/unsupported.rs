@@ -9,6 +9,9 @@ use crate::error::{Result, wrong};
 const SCHEMA: &str =
     "is not understood; response_format takes a JSON schema, a grammar or a regular expression";
 const TOOLS: &str = "is the old form; use tools and tool_choice";
+const LENGTH: &str = "is not a field of this API; use max_tokens, in /v1/responses max_output_tokens";
+const KWARGS: &str = "is not a field of this API; use chat_template_kwargs: {\"enable_thinking\": false}";
+const THINKING: &str = "is not a field of this API; use thinking: {\"type\": \"disabled\"}";
 const NONE: &str = "is not supported here; leave it out";
 
 /// A field, its values that change nothing, and the advice.
@@ -31,7 +34,7 @@ const fn instead(field: &'static str, advice: &'static str) -> Unsupported {
 }
 
 /// `neutral` lists the values without effect. Null and empty strings, lists and objects never have an effect.
-const FIELDS: [Unsupported; 46] = [
+const FIELDS: [Unsupported; 49] = [
     never("lora"),
     never("lora_request"),
     never("lora_path"),
@@ -55,6 +58,12 @@ const FIELDS: [Unsupported; 46] = [
     instead("structured_outputs", SCHEMA),
     instead("json_schema", SCHEMA),
     instead("grammar", SCHEMA),
+    instead("n_predict", LENGTH),
+    instead("max_new_tokens", LENGTH),
+    Unsupported {
+        neutral: || json!([1, 1.0]),
+        ..instead("repeat_penalty", "is not a field of this API; use repetition_penalty")
+    },
     unless("min_tokens", || json!([0])),
     never("bad_words"),
     never("stop_token_ids"),
@@ -80,24 +89,32 @@ const FIELDS: [Unsupported; 46] = [
     unless("background", || json!([false])),
 ];
 
-/// Fields of a chat that `/v1/responses` does not take.
-const RESPONSES: [Unsupported; 9] = [
+/// Fields that `/v1/chat/completions` does not take.
+const CHAT: [Unsupported; 2] = [instead("enable_thinking", KWARGS), instead("thinking", KWARGS)];
+
+/// Fields that `/v1/responses` does not take. Most are those of a chat.
+const RESPONSES: [Unsupported; 11] = [
     instead("response_format", "is a field of a chat; use text.format"),
     instead("max_tokens", "is a field of a chat; use max_output_tokens"),
     instead("max_completion_tokens", "is a field of a chat; use max_output_tokens"),
     instead("reasoning_effort", "is a field of a chat; use reasoning.effort"),
     instead("messages", "is a field of a chat; use input"),
+    instead("enable_thinking", KWARGS),
+    instead("thinking", KWARGS),
     unless("n", || json!([1])),
     unless("logprobs", || json!([false])),
     unless("top_logprobs", || json!([0])),
     never("prompt"),
 ];
 
-/// Fields of a chat that `/v1/messages` does not take.
-const MESSAGES: [Unsupported; 6] = [
+/// Fields that `/v1/messages` does not take. Most are those of a chat.
+const MESSAGES: [Unsupported; 9] = [
     instead("stop", "is a field of a chat; use stop_sequences"),
     instead("response_format", "is a field of a chat; use output_config.format"),
     instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
+    instead("enable_thinking", THINKING),
+    instead("chat_template_kwargs", THINKING),
+    instead("reasoning_effort", THINKING),
     unless("n", || json!([1])),
     unless("logprobs", || json!([false])),
     unless("top_logprobs", || json!([0])),
@@ -109,6 +126,15 @@ const MESSAGES: [Unsupported; 6] = [
 /// The field, and the advice.
 pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
     refuse(&FIELDS, rest)
+}
+
+/// The same for `/v1/chat/completions`.
+///
+/// # Errors
+/// The field, and the advice.
+pub(crate) fn check_chat(rest: &Map<String, Value>) -> Result<()> {
+    check(rest)?;
+    refuse(&CHAT, rest)
 }
 
 /// The same for `/v1/responses`.
@@ -165,12 +191,36 @@ mod tests {
         assert_eq!(refused(json!({"modalities": ["text", "audio"]})), Some("modalities"));
         assert_eq!(refused(json!({"best_of": 4, "user": "me"})), Some("best_of"));
         assert_eq!(refused(json!({"prompt_logprobs": 0})), Some("prompt_logprobs"));
+        for field in ["repeat_penalty", "n_predict", "max_new_tokens"] {
+            assert_eq!(refused(json!({field: 2})), Some(field));
+        }
         for fine in [
             json!({}),
             json!({"user": "me", "metadata": {"a": 1}, "store": false, "service_tier": "auto"}),
-            json!({"suffix": null, "lora": "", "modalities": ["text"], "functions": [], "best_of": 1, "typical_p": 1.0}),
+            json!({"suffix": null, "lora": "", "modalities": ["text"], "functions": [], "best_of": 1, "typical_p": 1.0,
+                "repeat_penalty": 1.0}),
         ] {
             assert_eq!(refused(fine.clone()), None, "{fine}");
         }
+    }
+
+    #[test]
+    fn each_api_says_how_it_is_asked_for_reasoning() {
+        let apis = [
+            (check_chat as fn(&Map<String, Value>) -> Result<()>, "chat_template_kwargs: "),
+            (check_response, "chat_template_kwargs: "),
+            (check_messages, "thinking: {"),
+        ];
+        for (check, advice) in apis {
+            let body = json!({"enable_thinking": false});
+            let error = check(body.as_object().expect("an object")).expect_err("it is not understood");
+            assert!(
+                error.field() == Some("enable_thinking") && error.to_string().contains(advice),
+                "{error}"
+            );
+        }
+        let body = json!({"thinking": {"type": "disabled"}});
+        assert!(check_chat(body.as_object().expect("an object")).is_err());
+        assert!(check_messages(body.as_object().expect("an object")).is_ok());
     }
 }

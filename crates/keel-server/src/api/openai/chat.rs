@@ -95,7 +95,7 @@ pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBo
 
 /// Converts the request to the engine's terms.
 pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<EngineRequest> {
-    unsupported::check(&body.rest)?;
+    unsupported::check_chat(&body.rest)?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let parallel = body.parallel_tool_calls.unwrap_or(true);
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), parallel, asked)?;
@@ -106,10 +106,7 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
         (true, n) => Some(n.unwrap_or(0)),
         (false, _) => None,
     };
-    let mut variables = body.chat_template_kwargs.unwrap_or_default();
-    if body.reasoning_effort.as_deref() == Some("none") {
-        variables.entry("enable_thinking").or_insert(json!(false));
-    }
+    let variables = variables(body.chat_template_kwargs, body.reasoning_effort);
     let Conversation { messages, pictures } = to_template(body.messages)?;
     let shown = show(text, &pictures, bounds)?;
     drop(pictures);
@@ -143,6 +140,17 @@ pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Resu
     let copy = bytes_of_copy(&ask.stop, &ask.sampler, ask.grammar.as_ref(), &ask.form);
     bounds.keep(copy * (choices + 1) as u64)?;
     Ok(ask)
+}
+
+/// The variables of the template. What `chat_template_kwargs` says holds before `reasoning_effort`.
+fn variables(kwargs: Option<Map<String, Value>>, effort: Option<String>) -> Map<String, Value> {
+    let mut variables = kwargs.unwrap_or_default();
+    match effort.as_deref() {
+        None | Some("") => {}
+        Some("none") => drop(variables.entry("enable_thinking").or_insert(json!(false))),
+        Some(effort) => drop(variables.entry("reasoning_effort").or_insert(json!(effort))),
+    }
+    variables
 }
 
 /// Prepares pictures, where the model can be shown any.
@@ -251,4 +259,21 @@ async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_us
         outbox.json(&object).await?;
     }
     outbox.text(Event::default(), "[DONE]".into()).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn templates_read_the_effort_of_reasoning() {
+        let of = |kwargs: Value, effort: &str| {
+            Value::Object(variables(kwargs.as_object().cloned(), Some(effort.to_string())))
+        };
+        assert_eq!(of(Value::Null, "high"), json!({"reasoning_effort": "high"}));
+        assert_eq!(of(Value::Null, "none"), json!({"enable_thinking": false}));
+        assert_eq!(of(json!({"reasoning_effort": "low"}), "high"), json!({"reasoning_effort": "low"}));
+        assert_eq!(of(json!({"enable_thinking": true}), "none"), json!({"enable_thinking": true}));
+        assert_eq!(variables(None, None), Map::new());
+    }
 }
