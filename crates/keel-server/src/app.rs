@@ -182,7 +182,7 @@ impl App {
         let Some(grammar) = grammar else { return Ok(Vec::new()) };
         let app = Arc::clone(self);
         let compile = move || app.text.grammars.compile(&grammar, answers);
-        self.works.grammar(self.options.grammar_time, compile).await
+        self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
     /// Starts the answers to all prompts of a request and waits until they run. `endpoint` is the path of the request. An

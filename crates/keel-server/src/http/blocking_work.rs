@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use keel_text::Cancel;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::{Result, ServerError};
 
@@ -60,13 +60,15 @@ impl BlockingWork {
         run(&self.pictures, wait, work).await
     }
 
-    /// Compiles a grammar. Compilation stops with an error after `limit`.
+    /// Compiles a grammar. Compilation stops with an error after `limit`, without the wait for a seat.
     pub async fn grammar<T: Send + 'static>(
         &self,
+        wait: Duration,
         limit: Duration,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let compiled = tokio::time::timeout(limit, run(&self.grammars, limit, work)).await;
+        let seat = seat(&self.grammars, wait).await?;
+        let compiled = tokio::time::timeout(limit, run_on(seat, work)).await;
         compiled.unwrap_or(Err(ServerError::GrammarTime { seconds: limit.as_secs_f64() }))
     }
 }
@@ -85,8 +87,20 @@ async fn run<T: Send + 'static>(
     wait: Duration,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    let seat = tokio::time::timeout(wait, Arc::clone(seats).acquire_owned()).await;
-    let Ok(Ok(seat)) = seat else { return Err(ServerError::Busy) };
+    run_on(seat(seats, wait).await?, work).await
+}
+
+async fn seat(seats: &Arc<Semaphore>, wait: Duration) -> Result<OwnedSemaphorePermit> {
+    match tokio::time::timeout(wait, Arc::clone(seats).acquire_owned()).await {
+        Ok(Ok(seat)) => Ok(seat),
+        _ => Err(ServerError::Busy),
+    }
+}
+
+async fn run_on<T: Send + 'static>(
+    seat: OwnedSemaphorePermit,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
     let guard = CancelOnDrop(Cancel::default());
     let cancel = guard.0.clone();
     let done = tokio::task::spawn_blocking(move || {
@@ -94,4 +108,48 @@ async fn run<T: Send + 'static>(
         cancel.scope(work)
     });
     done.await.unwrap_or_else(|error| Err(ServerError::Io(std::io::Error::other(error))))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(600);
+
+    #[tokio::test]
+    async fn the_time_of_a_grammar_does_not_include_the_wait_for_a_seat() {
+        let works = Arc::new(BlockingWork::new());
+        let (end, ended) = mpsc::channel::<()>();
+        let ended = Arc::new(std::sync::Mutex::new(ended));
+        let occupy = |_| {
+            let (works, ended) = (Arc::clone(&works), Arc::clone(&ended));
+            let work = move || Ok(ended.lock().map(|ended| ended.recv()).is_ok());
+            tokio::spawn(async move { works.grammar(LONG, LONG, work).await })
+        };
+        let others: Vec<_> = (0..GRAMMAR_SEATS).map(occupy).collect();
+        while works.grammars.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        let busy = works.grammar(Duration::from_millis(1), LONG, || Ok(())).await;
+        assert!(matches!(busy, Err(ServerError::Busy)), "{busy:?}");
+        let waiting = {
+            let works = Arc::clone(&works);
+            tokio::spawn(async move { works.grammar(LONG, Duration::from_millis(50), || Ok(7)).await })
+        };
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert!(!waiting.is_finished(), "it waits for a seat");
+        drop(end);
+        assert_eq!(waiting.await.expect("it ends").expect("its own time is short"), 7);
+        for other in others {
+            other.await.expect("it ends").expect("it had time");
+        }
+        let slow = || {
+            std::thread::sleep(Duration::from_millis(200));
+            Ok(())
+        };
+        let slow = works.grammar(LONG, Duration::from_millis(20), slow).await;
+        assert!(matches!(slow, Err(ServerError::GrammarTime { .. })), "{slow:?}");
+    }
 }
