@@ -71,6 +71,14 @@ pub enum ServerError {
         /// Why.
         reason: String,
     },
+    /// A model is not loaded yet. Loading goes on.
+    #[error("the model {id:?} is still being loaded after {seconds} s; try again")]
+    ModelLoading {
+        /// The model.
+        id: String,
+        /// How long the request has waited.
+        seconds: f64,
+    },
     /// No such endpoint.
     #[error("there is no {method} {path} here")]
     UnknownEndpoint {
@@ -269,6 +277,7 @@ impl ServerError {
             ServerError::Field { .. } => reply(S::BAD_REQUEST, INVALID, "invalid_value"),
             ServerError::UnknownModel { .. } => reply(S::NOT_FOUND, INVALID, "model_not_found"),
             ServerError::ModelLoad { .. } => reply(S::INTERNAL_SERVER_ERROR, OURS, "model_load_failure"),
+            ServerError::ModelLoading { .. } => later(S::SERVICE_UNAVAILABLE, OURS, "model_loading", 5),
             ServerError::UnknownEndpoint { .. } => reply(S::NOT_FOUND, INVALID, "unknown_url"),
             ServerError::Unauthorized => reply(S::UNAUTHORIZED, INVALID, "invalid_api_key"),
             ServerError::ForeignHost { .. } => reply(S::FORBIDDEN, INVALID, "host_not_allowed"),

@@ -13,7 +13,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use keel_engine::EngineError;
 use keel_engine::batch::BatchStatus;
 use tokio::sync::oneshot;
 
@@ -150,7 +149,8 @@ impl ModelManager {
     /// Returns the model that a request names, or the first model if it names none. Loads it if necessary.
     ///
     /// # Errors
-    /// [`ServerError::UnknownModel`]; [`ServerError::ModelLoad`]; or memory is not freed in time.
+    /// [`ServerError::UnknownModel`]; [`ServerError::ModelLoad`]; [`ServerError::ModelLoading`] if it is not loaded
+    /// within the time of the queue.
     pub(crate) async fn app(self: &Arc<Self>, asked: Option<&str>) -> Result<Arc<App>> {
         let at = self.find(asked)?;
         if let Some(app) = self.entries[at].use_now() {
@@ -166,7 +166,10 @@ impl ModelManager {
         match tokio::time::timeout(wait, loading).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(error)) => Err(self.entries[at].failed(error.to_string())),
-            Err(_) => Err(EngineError::QueueTimeout { seconds: wait.as_secs_f64() }.into()),
+            Err(_) => {
+                let id = self.entries[at].id.clone();
+                Err(ServerError::ModelLoading { id, seconds: wait.as_secs_f64() })
+            }
         }
     }
 

@@ -1,8 +1,9 @@
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
+use keel_engine::batch::BatchOptions;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::fixtures::demo;
@@ -10,7 +11,7 @@ use keel_text::TextFiles;
 use keel_weights::Checkpoint;
 use tokio::sync::oneshot;
 
-use super::{Loaded, Modalities, ModelManager, ModelManagerOptions, ServedModel};
+use super::{Load, Loaded, Modalities, ModelManager, ModelManagerOptions, ServedModel};
 use crate::app::Shared;
 use crate::options::ServerOptions;
 use crate::text::ModelText;
@@ -25,24 +26,42 @@ fn load() -> Result<Loaded, Box<dyn std::error::Error + Send + Sync>> {
     Ok(Loaded { engine, text: ModelText::new(&TextFiles::read(&demo())?)?, prefix_store: None })
 }
 
-#[tokio::test]
-async fn a_sweep_that_is_stopped_ends_after_the_model_that_it_unloads() {
+fn front(options: ServerOptions, keep_alive: Option<Duration>, load: Load) -> Arc<ModelManager> {
     let offer = ServedModel {
         id: "demo".into(),
         bytes: 1,
         tower_bytes: 0,
         context: 256,
         takes: Modalities::default(),
-        load: Box::new(load),
+        load,
     };
-    let options = ModelManagerOptions {
-        memory_limit: 1,
-        tower_limit: 0,
-        keep_alive: Some(Duration::from_millis(1)),
-        trim_allocator: || (),
+    let bounds = ModelManagerOptions { memory_limit: 1, tower_limit: 0, keep_alive, trim_allocator: || () };
+    ModelManager::of_several(Shared::new(options), vec![offer], bounds).expect("it fits")
+}
+
+#[tokio::test]
+async fn a_model_that_loads_for_longer_than_requests_wait_says_that_it_is_loading() {
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let may_go_on = Mutex::new(may_go_on);
+    let slow = move || {
+        let _ = may_go_on.lock().expect("the test goes on").recv();
+        load()
     };
-    let front = ModelManager::of_several(Shared::new(ServerOptions::default()), vec![offer], options);
-    let front = front.expect("it fits");
+    let batch = BatchOptions { queue_timeout: Duration::from_millis(1), ..BatchOptions::default() };
+    let front = front(ServerOptions { batch, ..ServerOptions::default() }, None, Box::new(slow));
+    let Err(error) = front.app(None).await else { panic!("it is not loaded yet") };
+    let reply = error.reply();
+    assert_eq!((reply.status.as_u16(), reply.code, reply.retry_after), (503, "model_loading", Some(5)));
+    assert!(error.to_string().contains("\"demo\" is still being loaded"), "{error}");
+    drop(go_on);
+    while front.app(None).await.is_err() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_sweep_that_is_stopped_ends_after_the_model_that_it_unloads() {
+    let front = front(ServerOptions::default(), Some(Duration::from_millis(1)), Box::new(load));
     let app = front.app(None).await.expect("it loads");
     // The engine's thread goes on while there is a handle, as it does while it saves prefixes.
     let handle = app.engine.clone();
