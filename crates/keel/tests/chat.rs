@@ -60,3 +60,23 @@ fn chat_refuses_a_turn_that_does_not_fit_and_goes_on() {
     let (refusal, answer) = text.split_once('\n').expect("two lines");
     assert!(refusal.contains("its context is 256") && !answer.trim().is_empty(), "{text}");
 }
+
+#[test]
+fn chat_goes_on_after_a_turn_that_the_template_refuses() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for entry in std::fs::read_dir(demo()).expect("there") {
+        let path = entry.expect("readable").path();
+        std::fs::copy(&path, folder.path().join(path.file_name().expect("a file"))).expect("copied");
+    }
+    let refusing = "{%- for message in messages %}{% if message.content == 'No!' %}{{ raise_exception('not this') }}\
+        {% endif %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}\
+        {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
+    std::fs::write(folder.path().join("chat_template.jinja"), refusing).expect("writable");
+    let flags = ["--model", common::arg(folder.path()), "--temperature", "0", "--max-tokens", "8"];
+    let plain = chat(&flags, "Hello!\nAnd then?\n");
+    let refused = chat(&flags, "Hello!\nNo!\nAnd then?\n");
+    let message = "the chat template refuses this conversation: not this";
+    assert!(refused.contains(message), "{refused}");
+    let rest: String = refused.split_inclusive('\n').filter(|line| !line.contains(message)).collect();
+    assert_eq!(rest, plain, "the refused turn is taken back");
+}

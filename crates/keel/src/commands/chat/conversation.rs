@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use keel_cache::SequenceCache;
 use keel_engine::{GenerateOptions, PREFILL_GRID, SpeculationOptions};
-use keel_text::{ChatTemplate, Message};
+use keel_text::{ChatTemplate, Message, TextError};
 use serde_json::{Value, json};
 
 use super::interrupt::Interrupt;
@@ -183,7 +183,8 @@ impl Conversation {
         Ok(self.messages.len())
     }
 
-    /// Adds a user's turn and answers it. A turn that does not fit is refused, and the conversation stays unchanged.
+    /// Adds a user's turn and answers it. A turn that does not fit, or that the template refuses, is taken back: the
+    /// conversation stays unchanged.
     ///
     /// # Errors
     /// Errors of the template, of the engine or of standard output.
@@ -201,20 +202,28 @@ impl Conversation {
 
     /// Answers the last message.
     fn turn(&mut self) -> Result<()> {
-        let prompt = self.encode()?;
-        let context = self.session.engine.options().context;
-        if prompt.tokens.len() >= context {
-            self.messages.pop();
-            self.glances.truncate(self.pictures());
-            return output::line(&format!(
-                "this turn makes the conversation {} tokens long, but its context is {context}: /undo removes the turn \
-                 before, /reset begins a new conversation",
-                prompt.tokens.len()
+        let prompt = match self.encode() {
+            Ok(prompt) => prompt,
+            Err(error) if is_refusal(&error) => return self.take_back(&format!("{error:#}")),
+            Err(error) => return Err(error),
+        };
+        let (tokens, context) = (prompt.tokens.len(), self.session.engine.options().context);
+        if tokens >= context {
+            return self.take_back(&format!(
+                "this turn makes the conversation {tokens} tokens long, but its context is {context}: /undo removes the \
+                 turn before, /reset begins a new conversation"
             ));
         }
         let answer = self.answer(prompt)?;
         self.messages.push(Message::new("assistant", answer));
         output::line("")
+    }
+
+    /// Removes the last turn, which is not answered, and says why.
+    fn take_back(&mut self, reason: &str) -> Result<()> {
+        self.messages.pop();
+        self.glances.truncate(self.pictures());
+        output::line(reason)
     }
 
     fn encode(&self) -> Result<PromptWithImages> {
@@ -285,6 +294,15 @@ impl Conversation {
         assert_eq!(self.cached_ids.len(), sequence.len(), "the cache holds what was run");
         self.cached = Some(sequence);
         Ok(stream.text().to_string())
+    }
+}
+
+/// Whether the template refuses the conversation. Other errors are those of a broken template.
+fn is_refusal(error: &anyhow::Error) -> bool {
+    let refuses = |text: &TextError| matches!(text, TextError::Refused { .. });
+    match error.downcast_ref::<evenkeel::Error>() {
+        Some(error) => matches!(error, evenkeel::Error::Text(text) if refuses(text)),
+        None => error.downcast_ref().is_some_and(refuses),
     }
 }
 
