@@ -158,10 +158,7 @@ impl ModelText {
         prompt: &[u32],
     ) -> Result<GrammarConstraint> {
         let state = GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?;
-        let end = &prompt[prompt.len().saturating_sub(TAIL_TOKENS)..];
-        let reasons = self.tokenizer.decode(end, false)?.trim_end().ends_with("<think>");
-        let begins_after = self.tokenizer.token_to_id("</think>").filter(|_| reasons);
-        Ok(GrammarConstraint { state, begins_after })
+        Ok(GrammarConstraint { state, begins_after: end_of_reasoning(&self.tokenizer, prompt)? })
     }
 
     /// Ids that end a text.
@@ -174,6 +171,12 @@ impl ModelText {
     pub fn end_tokens(&self) -> Vec<u32> {
         self.tokenizer.eos_ids().to_vec()
     }
+}
+
+/// The token that ends the reasoning, if the prompt ends inside it.
+fn end_of_reasoning(tokenizer: &Tokenizer, prompt: &[u32]) -> Result<Option<u32>> {
+    let tail = tokenizer.decode(&prompt[prompt.len().saturating_sub(TAIL_TOKENS)..], false)?;
+    Ok(AnswerForm::reasoning_end(tokenizer).filter(|_| AnswerForm::is_in_reasoning(&tail)))
 }
 
 /// The checkpoint's recommended sampling. The penalty holds with and without sampling.
@@ -311,13 +314,26 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn special_tokens_around_the_parts_of_an_answer_reach_its_parser() {
-        let mut tokens: Vec<_> = ["[THINK]", "[/THINK]"].map(|text| (text, TokenKind::Control)).into();
+    fn tokenizer(control: [&str; 2]) -> Tokenizer {
+        let mut tokens: Vec<_> = control.map(|text| (text, TokenKind::Control)).into();
         tokens.extend(["a", "b"].map(|text| (text, TokenKind::Normal)));
         let vocabulary = Vocabulary { model: "gpt2", pre: "tekken", tokens, ..Vocabulary::default() };
         let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
-        let tokenizer = Tokenizer::new(&files).expect("sound");
+        Tokenizer::new(&files).expect("sound")
+    }
+
+    #[test]
+    fn a_grammar_begins_after_the_reasoning_in_either_notation() {
+        for markers in [["<think>", "</think>"], ["[THINK]", "[/THINK]"]] {
+            let tokenizer = tokenizer(markers);
+            let end = |prompt: &[u32]| end_of_reasoning(&tokenizer, prompt).expect("it decodes");
+            assert_eq!((end(&[2, 3, 0]), end(&[0, 2, 1]), end(&[])), (Some(1), None, None), "{markers:?}");
+        }
+    }
+
+    #[test]
+    fn special_tokens_around_the_parts_of_an_answer_reach_its_parser() {
+        let tokenizer = tokenizer(["[THINK]", "[/THINK]"]);
         let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
         let mut stream = TextStream::of_answer(&tokenizer, &form, &[]).expect("no stop strings");
         let mut parser = AnswerParser::new(form);
