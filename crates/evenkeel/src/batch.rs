@@ -213,7 +213,7 @@ impl Batch {
     fn run(&mut self, ids: &[RequestId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
         let mut left = ids.len();
         while left > 0 {
-            let events = self.step().inspect_err(|_| ids.iter().for_each(|id| self.batcher.cancel(*id)))?;
+            let events = self.step().inspect_err(|_| ids.iter().for_each(|id| self.cancel(*id)))?;
             for (id, event) in events {
                 match (ids.iter().position(|one| *one == id), event) {
                     (Some(_), BatchEvent::Failed(error)) => {
