@@ -115,21 +115,25 @@ impl Batch {
     /// A token that the tokenizer does not know.
     pub fn step(&mut self) -> Result<Vec<(RequestId, BatchEvent)>> {
         let mut events = Vec::new();
-        // Texts that a stop string ended within this step. Nothing follows their end.
-        let mut stopped = Vec::new();
+        // Requests that ended within this step before the batch ended them. Nothing follows their end.
+        let mut ended = Vec::new();
         for (id, event) in self.batcher.step(Instant::now()) {
-            if stopped.contains(&id) {
+            if ended.contains(&id) {
                 continue;
             }
             match event {
                 batch::BatchEvent::Token { id: token, .. } => {
                     if self.push(id, token, &mut events)? {
-                        stopped.push(id);
+                        ended.push(id);
                     }
                 }
-                batch::BatchEvent::Read(values) => {
-                    events.push((id, BatchEvent::Embedding(normalised(values))));
-                }
+                batch::BatchEvent::Read(values) => match batch::direction(values, usize::MAX) {
+                    Ok(values) => events.push((id, BatchEvent::Embedding(values))),
+                    Err(error) => {
+                        events.push((id, BatchEvent::Failed(error.into())));
+                        ended.push(id);
+                    }
+                },
                 batch::BatchEvent::Finished(reason) => {
                     if let Some(mut stream) = self.streams.remove(&id) {
                         push_text(&mut events, id, stream.finish()?);
@@ -236,13 +240,4 @@ fn push_text(events: &mut Vec<(RequestId, BatchEvent)>, id: RequestId, piece: &s
     if !piece.is_empty() {
         events.push((id, BatchEvent::Text(piece.into())));
     }
-}
-
-/// Scales a vector to length 1.
-fn normalised(mut values: Vec<f32>) -> Vec<f32> {
-    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
-    if length > 0.0 {
-        values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
-    }
-    values
 }

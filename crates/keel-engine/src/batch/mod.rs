@@ -34,7 +34,7 @@ pub use features::PictureKey;
 pub use logprobs::TokenLogprobs;
 pub use persist::Restored;
 pub use pictures::{PictureInput, RequestVision};
-pub use readout::Readout;
+pub use readout::{Readout, direction};
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
     SequenceStatus,

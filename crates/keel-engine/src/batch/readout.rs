@@ -28,6 +28,20 @@ impl Readout {
     }
 }
 
+/// The first `dimensions` values of a hidden state, scaled to length 1.
+///
+/// # Errors
+/// [`EngineError::Step`]: they are all zero, or not finite.
+pub fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
+    values.truncate(dimensions);
+    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+    if !length.is_finite() || length == 0.0 {
+        return Err(EngineError::Step(format!("a hidden state of length {length} has no direction")));
+    }
+    values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    Ok(values)
+}
+
 /// A readout in progress.
 pub(super) struct Reading {
     wanted: Readout,
@@ -101,5 +115,16 @@ impl Batcher {
             self.emit(id, BatchEvent::Read(values));
             Drawn { tokens: Vec::new(), finish: Some(FinishReason::Stop) }
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::direction;
+
+    #[test]
+    fn a_direction_has_length_one_however_many_dimensions_it_keeps() {
+        assert_eq!(direction(vec![3.0, 4.0, 12.0], 2).expect("it has one"), [0.6, 0.8]);
+        assert!(direction(vec![0.0; 3], 3).is_err() && direction(vec![f32::NAN, 1.0], 2).is_err());
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use evenkeel::{ModelText, context_for};
 use keel_engine::EngineOptions;
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Readout};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Readout, direction};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, Pooling};
@@ -170,17 +170,6 @@ fn embed(
     }
     bar.finish_and_clear();
     Ok(())
-}
-
-/// The first `dimensions` values, scaled to length one.
-fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
-    values.truncate(dimensions);
-    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
-    if !length.is_finite() || length == 0.0 {
-        bail!("a hidden state of length {length} has no direction");
-    }
-    values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
-    Ok(values)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use keel_engine::EngineError;
+use keel_engine::batch::direction;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -115,27 +115,4 @@ pub(crate) fn prompts(model: &ModelText, bounds: &Bounds<'_>, body: &EmbeddingBo
     let prompts = body.input.encode(model, &bounds)?;
     bounds.settle(prompts.iter().map(Vec::len).sum(), 1);
     Ok(prompts)
-}
-
-/// The first `dimensions` values, scaled to length 1.
-fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
-    values.truncate(dimensions);
-    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
-    if !length.is_finite() || length == 0.0 {
-        let reason = format!("a hidden state of length {length} has no direction");
-        return Err(EngineError::Step(reason).into());
-    }
-    values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
-    Ok(values)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::direction;
-
-    #[test]
-    fn a_direction_has_length_one_however_many_dimensions_it_keeps() {
-        assert_eq!(direction(vec![3.0, 4.0, 12.0], 2).expect("it has one"), [0.6, 0.8]);
-        assert!(direction(vec![0.0; 3], 3).is_err() && direction(vec![f32::NAN, 1.0], 2).is_err());
-    }
 }
