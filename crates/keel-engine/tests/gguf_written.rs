@@ -180,6 +180,31 @@ fn the_usual_pattern_of_smollm3_survives_the_way_there_and_back() {
     there_and_back_to("smollm3", &usual, scratch.path(), &ids, &logits);
 }
 
+/// The tensors are right, and the config is that of another model.
+#[test]
+fn tensors_with_other_rows_than_the_config_says_are_refused_either_way() {
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    for (name, part) in [("llama", ".self_attn."), ("qwen3_5", ".linear_attn.")] {
+        let source = Checkpoint::open(&fixture(name)).expect("the checkpoint opens");
+        let config = keel_models::read_config(source.config()).expect("the config is complete");
+        let tensors = CheckpointAsGguf::new(&source, &config).expect("all tensors have names");
+        let metadata = keel_models::gguf::metadata(source.config(), &config, tensors.has_mtp_head());
+        let path = scratch.path().join(format!("{name}.gguf"));
+        let recipe = GgufRecipe::from_name("F32").expect("a recipe");
+        write_gguf(&tensors, &path, metadata.expect("known"), &recipe, &mut |_| ()).expect("written");
+        let file = GgufFile::open(&path).expect("it was just written");
+
+        let mut other = config.clone();
+        other.head_dim *= 64;
+        let recurrent = other.recurrent.iter_mut();
+        recurrent.for_each(|recurrent| recurrent.value_heads += recurrent.key_heads);
+        let there = CheckpointAsGguf::new(&source, &other).err().expect("the rows do not fit").to_string();
+        assert!(there.contains(part) && there.contains("the config implies"), "{there}");
+        let back = GgufAsCheckpoint::new(&file, &other).err().expect("the rows do not fit").to_string();
+        assert!(back.contains("the config implies"), "{back}");
+    }
+}
+
 #[test]
 fn what_a_file_cannot_say_is_refused() {
     let folder = fixture("qwen3_5_paro");

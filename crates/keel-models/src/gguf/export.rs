@@ -54,13 +54,10 @@ impl<'a> CheckpointAsGguf<'a> {
     /// The tensors of a checkpoint whose config has these numbers.
     ///
     /// # Errors
-    /// [`ModelError::UnknownModelType`], [`ModelError::Config`] for a tensor without a name in GGUF files, and errors
-    /// of [`Dequantised::new`].
+    /// [`ModelError::UnknownModelType`], [`ModelError::Config`] for a tensor without a name in GGUF files,
+    /// [`ModelError::Shape`] for one whose rows are not those of the config, and errors of [`Dequantised::new`].
     pub fn new(checkpoint: &'a Checkpoint, config: &HybridConfig) -> Result<CheckpointAsGguf<'a>> {
-        let arch = architecture_of(&config.model_type).ok_or_else(|| ModelError::UnknownModelType {
-            found: config.model_type.clone(),
-            supported: crate::MODEL_TYPES.join(", "),
-        })?;
+        let arch = architecture_of(config)?;
         let source = Dequantised::new(checkpoint)?;
         let specs = source.tensors()?;
         // As when a checkpoint is read: MLX's converter transposes the convolution and shifts the norms.
@@ -233,6 +230,15 @@ impl Builder<'_> {
             Change::None
         };
         let (rows, columns) = (self.orders.rows(name), self.orders.cols(name));
+        let (count, width) = match shape[..] {
+            [count] => (count, 1),
+            _ => (rows_of(&shape), shape.last().copied().unwrap_or(1)),
+        };
+        // Tensors that join two layers are not taken apart here.
+        if !matches!(rows, RowOrder::EveryOther { .. }) {
+            rows.check(name, count, &shape)?;
+        }
+        columns.check(name, width, &shape)?;
         Ok(Tensor { spec: TensorSpec { name: stored, dtype, shape }, parts, rows, columns, change })
     }
 }

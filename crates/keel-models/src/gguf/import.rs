@@ -45,7 +45,8 @@ impl<'a> GgufAsCheckpoint<'a> {
     /// The tensors of a file whose config has these numbers.
     ///
     /// # Errors
-    /// [`ModelError::Config`] for a tensor without a name in checkpoints.
+    /// [`ModelError::Config`] for a tensor without a name in checkpoints, [`ModelError::Shape`] for one whose rows are
+    /// not those of the config.
     pub fn new(file: &'a GgufFile, config: &HybridConfig) -> Result<GgufAsCheckpoint<'a>> {
         let arch = architecture(file);
         let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
@@ -64,7 +65,7 @@ impl<'a> GgufAsCheckpoint<'a> {
             }
             for parameter in parameters {
                 let suffix = if parameter.contains(".experts.") { "" } else { suffix };
-                let parameter = parameter_of(&stored, &orders, arch, file, format!("{parameter}{suffix}"));
+                let parameter = parameter_of(&stored, &orders, arch, file, format!("{parameter}{suffix}"))?;
                 tensors.insert(parameter.spec.name.clone(), parameter);
             }
         }
@@ -84,8 +85,10 @@ fn parameter_of(
     arch: &str,
     file: &GgufFile,
     name: String,
-) -> Parameter {
-    let rows = orders.rows(&name);
+) -> Result<Parameter> {
+    let (rows, columns) = (orders.rows(&name), orders.cols(&name));
+    rows.check(&stored.name, stored.shape.first().copied().unwrap_or(1), &stored.shape)?;
+    columns.check(&stored.name, stored.shape.last().copied().unwrap_or(1), &stored.shape)?;
     let mut shape = stored.shape.clone();
     if let Some(first) = shape.first_mut() {
         *first /= rows.share();
@@ -103,15 +106,15 @@ fn parameter_of(
     let in_blocks = file.info(&stored.name).is_err();
     let dtype = if in_blocks { DType::F16 } else { stored.dtype };
     let is_vector = stored.shape.len() < 2;
-    Parameter {
+    Ok(Parameter {
         tensor: stored.name.clone(),
         // If a vector has a row order, each of its elements is a row.
         cols: if is_vector && rows != RowOrder::Same { 1 } else { stored.shape.last().copied().unwrap_or(1) },
         rows,
-        columns: orders.cols(&name),
+        columns,
         change,
         spec: TensorSpec { name, dtype, shape },
-    }
+    })
 }
 
 impl RowSource for GgufAsCheckpoint<'_> {

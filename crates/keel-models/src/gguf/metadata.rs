@@ -13,10 +13,7 @@ use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 /// # Errors
 /// [`ModelError::UnknownModelType`]; [`ModelError::Config`] for numbers that files of the architecture cannot express.
 pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Result<GgufMetadata> {
-    let arch = architecture_of(&config.model_type).ok_or_else(|| ModelError::UnknownModelType {
-        found: config.model_type.clone(),
-        supported: crate::MODEL_TYPES.join(", "),
-    })?;
+    let arch = architecture_of(config)?;
     let mut keys = Keys { arch, metadata: GgufMetadata::default(), config };
     keys.metadata.string("general.architecture", arch);
     keys.common(if has_mtp_head { config.mtp_layers } else { 0 })?;

@@ -15,6 +15,8 @@ mod tower_tensors;
 
 use keel_weights::gguf::{GgufFile, GgufValue};
 
+use crate::{HybridConfig, ModelError, Result};
+
 pub use config::config;
 pub use export::CheckpointAsGguf;
 pub use import::GgufAsCheckpoint;
@@ -54,9 +56,10 @@ fn architecture(file: &GgufFile) -> &str {
     file.metadata().get("general.architecture").and_then(GgufValue::as_str).unwrap_or_default()
 }
 
-/// The architecture of GGUF files for a `model_type`.
-fn architecture_of(model_type: &str) -> Option<&'static str> {
-    Some(match model_type.strip_suffix("_text").unwrap_or(model_type) {
+/// The architecture of GGUF files for a model.
+fn architecture_of(config: &HybridConfig) -> Result<&'static str> {
+    let model_type = config.model_type.as_str();
+    Ok(match model_type.strip_suffix("_text").unwrap_or(model_type) {
         "llama" | "mistral" | "ministral" => "llama",
         "ministral3" | "mistral3" => "mistral3",
         "smollm3" => "smollm3",
@@ -72,7 +75,10 @@ fn architecture_of(model_type: &str) -> Option<&'static str> {
         "qwen3_5" => "qwen35",
         "qwen3_5_moe" => "qwen35moe",
         "qwen3_next" => "qwen3next",
-        _ => return None,
+        _ => {
+            let supported = crate::MODEL_TYPES.join(", ");
+            return Err(ModelError::UnknownModelType { found: model_type.into(), supported });
+        }
     })
 }
 

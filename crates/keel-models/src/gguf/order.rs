@@ -1,6 +1,6 @@
 //! Rows whose order in GGUF files differs from Hugging Face checkpoints.
 
-use crate::HybridConfig;
+use crate::{HybridConfig, ModelError, Result};
 
 /// The order of rows in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +67,26 @@ impl RowOrder {
                 first + (head % key_heads * ratio + head / key_heads) * size + within
             }
         }
+    }
+
+    /// Refuses a tensor of the file whose number of rows is not one that the order is defined for.
+    pub fn check(self, name: &str, rows: usize, shape: &[usize]) -> Result<()> {
+        let expected = match self {
+            RowOrder::Same => return Ok(()),
+            RowOrder::PairedHalves { size } if size.is_multiple_of(2) && rows.is_multiple_of(size) => {
+                return Ok(());
+            }
+            RowOrder::PairedHalves { size } => format!("heads of {size} rows"),
+            RowOrder::TiledHeads { first, key_heads, ratio, size } => {
+                match first + key_heads * ratio * size {
+                    expected if expected == rows => return Ok(()),
+                    expected => format!("{expected} rows"),
+                }
+            }
+            RowOrder::EveryOther { ratio, .. } if rows.is_multiple_of(2 * ratio) => return Ok(()),
+            RowOrder::EveryOther { ratio, .. } => format!("pairs of {ratio} rows"),
+        };
+        Err(ModelError::Shape { name: name.into(), expected, got: format!("{shape:?}") })
     }
 
     /// Rows of the tensor for each row of the layer.
