@@ -274,6 +274,11 @@ fn models_are_pulled_listed_and_removed() {
     assert!(run(&["pull", "owner/name"]).starts_with("owner/name: nothing new"));
     assert_eq!(files_asked(&hub.take_asked()), [""; 0]);
     assert!(run(&["list"]).contains("owner/name"));
+    let partial = std::fs::File::create(blobs(home.path()).join("abc.incomplete")).expect("writable");
+    partial.lock().expect("no other process has it");
+    refused(&hub.keel(home.path(), &["rm", "owner/name"], &[]), "files of owner/name are being downloaded");
+    assert_eq!(parsed(&["list", "--json"])[0]["complete"], true);
+    drop(partial);
     assert!(run(&["rm", "owner/name"]).contains("owner/name is removed"));
     assert_eq!(parsed(&["list", "--json"]), Value::Array(Vec::new()));
     assert!(!blobs(home.path()).exists());

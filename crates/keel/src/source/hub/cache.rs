@@ -159,11 +159,17 @@ impl Cache {
     /// removed, too. Returns the number of bytes freed.
     ///
     /// # Errors
-    /// There is no such model, or it cannot be removed.
+    /// There is no such model, files of its repository are being downloaded, or it cannot be removed.
     pub fn remove(&self, name: &HubName) -> Result<u64> {
         let folder = self.repository(name);
         if !folder.is_dir() {
             bail!("{} is not in {}; keel list shows what is", name.repository(), self.root.display());
+        }
+        if is_downloaded_now(&folder.join("blobs")) {
+            bail!(
+                "files of {} are being downloaded: wait until that has ended, or end it, and try again",
+                name.repository()
+            );
         }
         let before = bytes_below(&folder);
         let cannot_remove = || format!("cannot remove {name} from {}", self.root.display());
@@ -198,6 +204,15 @@ impl Cache {
         sweep(&folder).with_context(cannot_remove)?;
         Ok(before.saturating_sub(bytes_below(&folder)))
     }
+}
+
+/// Whether a process downloads a file. It holds a lock meanwhile; an interrupted download leaves a file without one.
+fn is_downloaded_now(blobs: &Path) -> bool {
+    let is_locked = |name: &String| {
+        let file = fs::File::open(blobs.join(name));
+        file.is_ok_and(|file| matches!(file.try_lock(), Err(fs::TryLockError::WouldBlock)))
+    };
+    names_in(blobs).iter().filter(|name| name.ends_with(".incomplete")).any(is_locked)
 }
 
 /// Removes the vision towers next to a model that was removed, if no other model is in their folder or below it.
