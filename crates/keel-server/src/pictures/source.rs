@@ -11,12 +11,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
+use base64::alphabet::STANDARD;
+use base64::engine::DecodePaddingMode;
+use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
 use keel_vision::WorkLimit;
 
 use super::MediaError;
 use crate::text::Bounds;
 
+/// Base64 with and without padding at its end.
+const BASE64: GeneralPurpose = GeneralPurpose::new(
+    &STANDARD,
+    GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
+);
 /// Bytes of a picture's file at most.
 pub(super) const FILE_BYTES_MAX: usize = 32 << 20;
 /// Pixels of a picture's file at most.
@@ -85,9 +92,7 @@ pub(super) fn read(url: &str, bounds: &Bounds<'_>) -> Result<Vec<u8>, MediaError
         let problem = format!("its file has more than {FILE_BYTES_MAX} bytes");
         return Err(MediaError::Picture(problem));
     }
-    STANDARD
-        .decode(&*coded)
-        .map_err(|error| MediaError::Picture(format!("its data URI is no base64: {error}")))
+    BASE64.decode(&*coded).map_err(|error| MediaError::Picture(format!("its data URI is no base64: {error}")))
 }
 
 fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
@@ -101,7 +106,13 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
         let time = WorkLimit::current().left_of(sources.fetch_time);
         return fetch.fetch(url, FetchLimits { bytes: FILE_BYTES_MAX, time });
     }
-    let path = url.strip_prefix("file://").unwrap_or(url);
+    let path = match url.strip_prefix("file://") {
+        Some(rest) => {
+            let local = rest.strip_prefix("localhost").filter(|path| path.starts_with('/'));
+            Cow::Owned(percent_decoded(local.unwrap_or(rest)))
+        }
+        None => Cow::Borrowed(url),
+    };
     if path.contains("://") {
         return Err("its URL is none of data:, http:, https: and file:".into());
     }
@@ -110,10 +121,26 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
                     --allow-image-files FOLDER"
             .into());
     }
-    sources.folders.iter().find_map(|folder| file(folder, Path::new(path))).unwrap_or_else(|| {
+    sources.folders.iter().find_map(|folder| file(folder, Path::new(&*path))).unwrap_or_else(|| {
         // The answer does not tell whether there is such a file elsewhere.
         Err("there is no such file in the folders of --allow-image-files".into())
     })
+}
+
+/// A text with the bytes that it writes as `%20`. Bytes that are no UTF-8 become U+FFFD.
+fn percent_decoded(text: &str) -> String {
+    let digit = |digit: u8| char::from(digit).to_digit(16).map(|digit| digit as u8);
+    let mut rest = text.as_bytes();
+    let mut bytes = Vec::with_capacity(rest.len());
+    while let [first, after @ ..] = rest {
+        let escaped = match after {
+            [high, low, ..] if *first == b'%' => digit(*high).zip(digit(*low)),
+            _ => None,
+        };
+        bytes.push(escaped.map_or(*first, |(high, low)| 16 * high + low));
+        rest = if escaped.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A file within a folder, wherever links lead; `None` if it is not there.
@@ -149,6 +176,14 @@ mod tests {
         for url in ["a.png".to_string(), shown.display().to_string(), format!("file://{}", shown.display())] {
             assert_eq!(elsewhere(&url, &sources).as_deref(), Ok(&b"picture"[..]), "{url}");
         }
+        std::fs::write(inner.join("b c%.png"), b"spaced").expect("written");
+        for escaped in ["b%20c%25.png", "%62%20c%.png"] {
+            let url = format!("file://localhost{}", inner.join(escaped).display());
+            assert_eq!(elsewhere(&url, &sources).as_deref(), Ok(&b"spaced"[..]), "{url}");
+        }
+        assert!(elsewhere("b%20c%25.png", &sources).is_err(), "a path is no URL");
+        let outside = format!("file://{}/%2e%2e/secret.png", inner.display());
+        assert!(elsewhere(&outside, &sources).expect_err("outside").contains("no such file"));
         #[cfg(unix)]
         std::os::unix::fs::symlink(&secret, inner.join("link.png")).expect("linked");
         let secret = secret.display().to_string();
@@ -159,5 +194,24 @@ mod tests {
         assert!(elsewhere("a.png", &PictureSources::default()).expect_err("none").contains("reads no files"));
         assert!(elsewhere("http://x/a.png", &sources).expect_err("none").contains("--allow-image-urls"));
         assert!(elsewhere("ftp://x/a.png", &sources).expect_err("unknown").contains("none of"));
+    }
+
+    #[test]
+    fn a_data_uri_may_leave_out_the_padding() {
+        let (context, context_max) = (1, 1);
+        let bounds = Bounds {
+            vocab: 1,
+            context,
+            context_max,
+            answer_min: 0,
+            choices_max: 1,
+            sources: None,
+            meter: None,
+        };
+        for coded in ["YWI=", "YWI", "YW\nI"] {
+            let bytes = read(&format!("data:image/png;base64,{coded}"), &bounds);
+            assert_eq!(bytes.ok().as_deref(), Some(&b"ab"[..]), "{coded}");
+        }
+        assert!(read("data:image/png;base64,YWI*", &bounds).is_err());
     }
 }
