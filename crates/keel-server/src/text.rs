@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::engine::grammar::GrammarFactory;
 use crate::error::{Result, ServerError, wrong};
+use crate::memory::charge::Hold;
 use crate::memory::requests::{Meter, bytes_of_encoding};
 use crate::model_manager::Modalities;
 use crate::pictures::{ImagePreprocessor, PictureSources, Spans};
@@ -64,8 +65,13 @@ impl Bounds<'_> {
             let bytes = text.len();
             return Err(ServerError::TextTooLong { bytes, bytes_most, tokens, context, context_max });
         }
-        let _held = self.meter.map(|meter| meter.hold(bytes_of_encoding(text))).transpose()?;
+        let _held = self.hold(bytes_of_encoding(text))?;
         Ok(tokenizer.encode(text, add_special)?)
+    }
+
+    /// Charges bytes to the request until the result is dropped.
+    pub fn hold(&self, bytes: u64) -> Result<Option<Hold<'_>>> {
+        self.meter.map(|meter| meter.hold(bytes)).transpose()
     }
 
     /// Charges bytes to the request until it ends.

@@ -151,13 +151,12 @@ impl ImagePreprocessor {
         bounds: &Bounds<'_>,
         inputs: &mut Vec<PictureInput>,
     ) -> Result<usize, MediaError> {
-        let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
         let bytes = source::read(url, bounds)?;
-        let _file = hold(bytes.len() as u64)?;
+        let _file = bounds.hold(bytes.len() as u64)?;
         let limits = DecodeLimits { file_bytes: source::FILE_BYTES_MAX, pixels: source::PIXELS_MAX };
         let Measured { width, height, decode_bytes } = measure(&bytes, limits)?;
         let preparing = 3 * width as u64 * height as u64 + self.processor.work_bytes(width, height)?;
-        let work = hold(decode_bytes.max(preparing))?;
+        let work = bounds.hold(decode_bytes.max(preparing))?;
         let prepared = self.processor.process(&decode(&bytes, limits)?)?;
         let crops = prepared.len() - 1;
         if let Some(work) = work {

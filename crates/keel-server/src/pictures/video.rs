@@ -108,13 +108,12 @@ impl ImagePreprocessor {
         bounds: &Bounds<'_>,
     ) -> Result<(PictureInput, VideoSpan), MediaError> {
         let processor = view.processor(fps)?;
-        let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
         let bytes = source::read(url, bounds)?;
-        let _file = hold(bytes.len() as u64)?;
+        let _file = bounds.hold(bytes.len() as u64)?;
         let video = VideoFile::open(&bytes, LIMITS)?;
         let chosen = processor.sample(video.frames(), video.fps())?;
         let (width, height) = video.size();
-        let work = hold(video.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
+        let work = bounds.hold(video.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
         let mut builder = VideoBuilder::new(&processor, chosen.len());
         video.take(&chosen, &mut |frame| builder.add(&frame))?;
         self.finish(builder.finish()?, &processor, &chosen, video.fps(), work)
@@ -136,16 +135,15 @@ impl ImagePreprocessor {
         let chosen = processor.sample(urls.len(), fps)?;
         let mut builder = VideoBuilder::new(&processor, chosen.len());
         let limits = DecodeLimits { file_bytes: FILE_BYTES_MAX, pixels: PIXELS_MAX };
-        let hold = |bytes: u64| bounds.meter.map(|meter| meter.hold(bytes)).transpose();
         let mut of_all = None;
         for &i in &chosen {
             let bytes = source::read(&urls[i], bounds)?;
-            let _file = hold(bytes.len() as u64)?;
+            let _file = bounds.hold(bytes.len() as u64)?;
             let Measured { width, height, decode_bytes } = measure(&bytes, limits)?;
             if of_all.is_none() {
-                of_all = hold(processor.work_bytes(chosen.len(), width, height)?)?;
+                of_all = bounds.hold(processor.work_bytes(chosen.len(), width, height)?)?;
             }
-            let _frame = hold(decode_bytes)?;
+            let _frame = bounds.hold(decode_bytes)?;
             builder.add(&decode(&bytes, limits)?)?;
         }
         self.finish(builder.finish()?, &processor, &chosen, fps, of_all)
