@@ -152,7 +152,7 @@ fn tool_choice() -> Value {
 }
 
 fn schemas() -> Value {
-    let tools = json!({"type": ["array", "null"], "maxItems": 128, "items": tool()});
+    let tools = json!({"type": ["array", "null"], "maxItems": 1024, "items": tool()});
     let message = object(
         &["role", "content"],
         json!({
@@ -240,7 +240,7 @@ fn messages() -> Value {
             "temperature": number(0.0, 2.0),
             "top_p": number(0.0, 1.0),
             "top_k": {"type": ["integer", "null"]},
-            "tools": {"type": ["array", "null"], "maxItems": 128, "items": object(&["name"], json!({
+            "tools": {"type": ["array", "null"], "maxItems": 1024, "items": object(&["name"], json!({
                 "name": {"type": "string", "minLength": 1},
                 "description": {"type": ["string", "null"]},
                 "input_schema": {"type": ["object", "null"]},

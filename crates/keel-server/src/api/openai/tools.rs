@@ -17,7 +17,8 @@ pub(crate) struct Tools {
     pub one_call: bool,
 }
 
-const TOOLS_MAX: usize = 128;
+/// Most tools of a request. OpenAI takes 128, and clients of Anthropic's API send more.
+const TOOLS_MAX: usize = 1024;
 const FORMAT: &str = "response_format";
 
 impl Tools {
@@ -148,6 +149,10 @@ mod tests {
             assert_eq!(new(wrong).expect_err("wrong").field(), Some("tool_choice"));
         }
         assert!(Tools::new(None, Some(&json!("required")), true, None).is_err());
+        let many = |count: usize| vec![json!({"function": {"name": "f"}}); count];
+        assert!(Tools::new(Some(many(TOOLS_MAX)), None, true, None).is_ok());
+        let refused = Tools::new(Some(many(TOOLS_MAX + 1)), None, true, None).expect_err("too many");
+        assert!(refused.to_string().contains("1025 tools, at most 1024"), "{refused}");
         assert!(Tools::new(Some(vec![json!({})]), None, true, None).is_err());
         let described = json!({"function": {"name": "f", "description": {}}});
         assert!(Tools::new(Some(vec![described]), None, true, None).is_err());
