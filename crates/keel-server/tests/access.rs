@@ -111,6 +111,12 @@ fn a_key_is_asked_for_everywhere_but_at_health() {
     assert_eq!(status(&[("authorization", "bearer secret")]), 200);
     assert_eq!(status(&[("x-api-key", "secret")]), 200);
     assert_eq!(server.get("/metrics").status, 401);
+    // Anthropic's API has a form of its own.
+    let message = request(server.address, "POST", "/v1/messages", &[], b"{}");
+    let error = json!({"type": "error", "error": {"type": "authentication_error",
+        "message": message.json()["error"]["message"]}});
+    assert_eq!((message.status, message.header("www-authenticate")), (401, Some("Bearer")));
+    assert_eq!(message.json(), error);
 }
 
 #[test]

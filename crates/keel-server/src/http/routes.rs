@@ -16,6 +16,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, Any, CorsLayer};
 
 use crate::access::caller::{KeyName, RequestMeter, name_request};
 use crate::access::host_check::{HostCheck, plain_origin};
+use crate::api::anthropic::AnthropicError;
 use crate::api::{anthropic, openai, openapi, rerank, tokenize};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Refusal;
@@ -64,9 +65,19 @@ pub fn router(app: Arc<ModelManager>, listens: SocketAddr) -> Router {
         .with_state(app)
 }
 
-async fn check_site(State(gate): State<Arc<HostCheck>>, request: Request, next: Next) -> Result<Response> {
-    gate.check(request.version(), request.uri(), request.headers())?;
-    Ok(next.run(request).await)
+async fn check_site(State(gate): State<Arc<HostCheck>>, request: Request, next: Next) -> Response {
+    match gate.check(request.version(), request.uri(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(error) => refusal(request.uri(), error),
+    }
+}
+
+/// An error in the form of the API that the path belongs to.
+fn refusal(uri: &Uri, error: ServerError) -> Response {
+    match uri.path().starts_with("/v1/messages") {
+        true => AnthropicError::from(error).into_response(),
+        false => error.into_response(),
+    }
 }
 
 /// Charges answers to requests. The page and an operator's requests are few and bounded, and are answered however full
@@ -118,19 +129,18 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     Some(layer.allow_origin(AllowOrigin::list(origins)))
 }
 
-async fn check_key(
-    State(app): State<Arc<ModelManager>>,
-    mut request: Request,
-    next: Next,
-) -> Result<Response> {
+async fn check_key(State(app): State<Arc<ModelManager>>, mut request: Request, next: Next) -> Response {
     let is_work = request.method() == Method::POST;
-    let pass = app.keys.enter(request.headers(), is_work, Instant::now())?;
+    let pass = match app.keys.enter(request.headers(), is_work, Instant::now()) {
+        Ok(pass) => pass,
+        Err(error) => return refusal(request.uri(), error),
+    };
     if let Some(pass) = &pass {
         request.extensions_mut().insert(KeyName(Arc::clone(&pass.name)));
     }
     let response = next.run(request).await;
     // A stream is in progress until its last byte.
-    Ok(with_guard(pass, response))
+    with_guard(pass, response)
 }
 
 async fn count_refusals(State(app): State<Arc<ModelManager>>, request: Request, next: Next) -> Response {
@@ -141,12 +151,14 @@ async fn count_refusals(State(app): State<Arc<ModelManager>>, request: Request, 
     response
 }
 
-async fn unknown(method: Method, uri: Uri) -> ServerError {
-    ServerError::UnknownEndpoint { method: method.to_string(), path: uri.path().to_string() }
+async fn unknown(method: Method, uri: Uri) -> Response {
+    let (method, path) = (method.to_string(), uri.path().to_string());
+    refusal(&uri, ServerError::UnknownEndpoint { method, path })
 }
 
-async fn other_method(method: Method, uri: Uri) -> ServerError {
-    ServerError::Method { method: method.to_string(), path: uri.path().to_string() }
+async fn other_method(method: Method, uri: Uri) -> Response {
+    let (method, path) = (method.to_string(), uri.path().to_string());
+    refusal(&uri, ServerError::Method { method, path })
 }
 
 async fn health(State(app): State<Arc<ModelManager>>) -> Result<Response> {
