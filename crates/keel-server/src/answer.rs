@@ -19,17 +19,18 @@ use crate::metrics::RequestTimer;
 pub struct TokenInfo {
     /// The token's id.
     pub id: u32,
-    /// The token's own text.
-    pub text: String,
-    /// Log probabilities at the token's position. [`TokenInfo::top_texts`] has the texts of the most probable tokens.
+    /// The token's own bytes. Those of a part of a character are no text.
+    pub bytes: Vec<u8>,
+    /// Log probabilities at the token's position. [`TokenInfo::top_bytes`] has the bytes of the most probable tokens.
     pub logprobs: TokenLogprobs,
-    /// Texts of `logprobs.top`.
-    pub top_texts: Vec<String>,
+    /// Bytes of the tokens of `logprobs.top`.
+    pub top_bytes: Vec<Vec<u8>>,
 }
 
 impl TokenInfo {
-    fn texts(&self) -> impl Iterator<Item = &str> {
-        self.top_texts.iter().chain([&self.text]).map(String::as_str)
+    /// The bytes of all listed tokens.
+    fn listed(&self) -> impl Iterator<Item = &[u8]> {
+        self.top_bytes.iter().chain([&self.bytes]).map(Vec::as_slice)
     }
 }
 
@@ -119,7 +120,7 @@ impl Answer {
                 bytes_of_part(name) + bytes_of_part(arguments) + bytes_of_body(arguments.as_bytes())
             }
             Piece::Tokens(tokens) => {
-                let of = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.texts()));
+                let of = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.listed()));
                 tokens.iter().map(of).sum()
             }
             Piece::End(..) => 0,
@@ -232,9 +233,9 @@ impl Answer {
     }
 
     fn token_info(&self, id: u32, logprobs: TokenLogprobs) -> Result<TokenInfo> {
-        let text = |id: u32| self.tokenizer.decode(&[id], false);
-        let top_texts = logprobs.top.iter().map(|&(id, _)| text(id)).collect::<Result<_, _>>()?;
-        Ok(TokenInfo { id, text: text(id)?, logprobs, top_texts })
+        let bytes = |id: u32| self.tokenizer.token_bytes(id);
+        let top_bytes = logprobs.top.iter().map(|&(id, _)| bytes(id)).collect::<Result<_, _>>()?;
+        Ok(TokenInfo { id, bytes: bytes(id)?, logprobs, top_bytes })
     }
 
     fn finish(&mut self, reason: FinishReason) -> Result<()> {

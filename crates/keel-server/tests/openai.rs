@@ -94,6 +94,12 @@ fn stop_strings_biases_and_log_probabilities() {
     let answer = server.ask("/v1/chat/completions", &body);
     let tokens = answer["choices"][0]["logprobs"]["content"].as_array().expect("tokens").clone();
     assert_eq!((tokens.len(), tokens[0]["top_logprobs"].as_array().map(Vec::len)), (3, Some(2)));
+    // The first byte of a character is a token.
+    let ids = server.ask("/tokenize", &json!({"text": "\u{20ac}"}))["tokens"].clone();
+    assert!(ids.as_array().is_some_and(|ids| ids.len() > 1), "{ids}");
+    let bias = json!({"logprobs": true, "max_tokens": 1, "logit_bias": {ids[0].to_string(): 100}});
+    let part = server.ask("/v1/chat/completions", &with(chat("Hello!"), bias));
+    assert_eq!(part["choices"][0]["logprobs"]["content"][0]["bytes"][0], 0xe2, "{part}");
 }
 
 #[test]

@@ -186,7 +186,7 @@ pub(crate) enum Listing {
 }
 
 impl Listing {
-    /// Heap bytes per listed token, and per byte of its text.
+    /// Heap bytes per listed token, and per byte of it.
     fn bytes_per_token_and_byte(self) -> (u64, u64) {
         match self {
             Listing::Objects => (2000, 110),
@@ -194,10 +194,10 @@ impl Listing {
         }
     }
 
-    /// The most heap bytes for tokens with these texts.
-    pub fn bytes<'a>(self, texts: impl Iterator<Item = &'a str>) -> u64 {
+    /// The most heap bytes for tokens with these bytes.
+    pub fn bytes<'a>(self, tokens: impl Iterator<Item = &'a [u8]>) -> u64 {
         let (per_token, per_byte) = self.bytes_per_token_and_byte();
-        texts.map(|text| per_token + text.len() as u64 * per_byte).sum()
+        tokens.map(|token| per_token + token.len() as u64 * per_byte).sum()
     }
 }
 

@@ -14,6 +14,7 @@ use crate::answer::SHOWN;
 use crate::cancel;
 use crate::panics::catch_panics;
 use crate::special::eos_ids;
+use crate::vocabulary::bytes::spelled_bytes;
 use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
 
 pub(crate) use read::TOKENS_MAX;
@@ -133,6 +134,22 @@ impl Tokenizer {
                 .decode(ids, skip_special)
                 .map_err(|err| TextError::Tokenize { op: "decode", reason: err.to_string() })
         })
+    }
+
+    /// The bytes of a token alone: those of its text, special or not. A token that is a part of a character has bytes
+    /// that are no UTF-8; [`Tokenizer::decode`] gives U+FFFD for them.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn token_bytes(&self, id: u32) -> Result<Vec<u8>, TextError> {
+        if let Some(byte) = self.byte_of(id) {
+            return Ok(vec![byte]);
+        }
+        let text = self.decode(&[id], false)?;
+        let is_partial = text.contains(char::REPLACEMENT_CHARACTER);
+        let spelled =
+            if is_partial { self.id_to_token(id).and_then(|token| spelled_bytes(&token)) } else { None };
+        Ok(spelled.unwrap_or_else(|| text.into_bytes()))
     }
 
     /// Starts decoding a stream of ids, one by one.

@@ -40,6 +40,12 @@ fn alphabet() -> impl Iterator<Item = char> {
     })
 }
 
+/// The bytes of a token of a byte-level vocabulary, from its spelling. `None` if it has another spelling.
+pub(crate) fn spelled_bytes(token: &str) -> Option<Vec<u8>> {
+    let byte = |wanted: char| alphabet().position(|spelling| spelling == wanted).map(|byte| byte as u8);
+    token.chars().map(byte).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use crate::{TextFiles, Tokenizer};
@@ -55,6 +61,15 @@ mod tests {
         assert_eq!(tokenizer.decode(&[72, 105, 256, 999], true).expect("decodes"), "Hi<256><999>");
         let written = tokenizer.encode("<300>", true).expect("every byte has a token");
         assert_eq!(written, b"<300>".map(u32::from), "text never becomes a higher id");
+        for id in 0..256 {
+            assert_eq!(
+                tokenizer.token_bytes(id).expect("decodes"),
+                [id as u8],
+                "also of a part of a character"
+            );
+        }
+        assert_eq!(tokenizer.token_bytes(256).expect("decodes"), b"<256>");
+        assert!(tokenizer.token_bytes(5000).expect("decodes").is_empty());
         assert!(tokenizer.eos_ids().is_empty());
         let small = TextFiles::of_bytes(255).expect_err("too small").to_string();
         assert!(small.contains("255 does not hold the 256 bytes"), "{small}");

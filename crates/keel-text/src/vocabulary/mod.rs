@@ -4,7 +4,7 @@
 //! both forms.
 
 mod byte_level;
-mod bytes;
+pub(crate) mod bytes;
 mod export;
 mod sentencepiece;
 

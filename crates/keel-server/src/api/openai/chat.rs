@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
-use super::{chat_logprobs, finish_reason, total, usage_json};
+use super::{ChunkHeader, TOP_LOGPROBS_MAX, chat_logprobs, finish_reason, total, usage_json};
 use crate::access::caller::Caller;
 use crate::answer::{Answer, Piece, Usage};
 use crate::api::sampling::{OneOrMany, SamplingFields};
@@ -26,8 +26,6 @@ use crate::memory::requests::Listing;
 use crate::model_manager::ModelManager;
 use crate::pictures::{MediaSource, PromptMedia};
 use crate::text::{Bounds, ModelText};
-
-const TOP_LOGPROBS_MAX: usize = 20;
 
 /// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
@@ -162,24 +160,7 @@ fn show(text: &ModelText, pictures: &[MediaSource], bounds: &Bounds<'_>) -> Resu
     }
 }
 
-/// Fields that every object of one response repeats.
-struct ChunkHeader {
-    id: String,
-    created: u64,
-    model: String,
-}
-
 impl ChunkHeader {
-    fn object(&self, kind: &str, choices: Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        })
-    }
-
     fn chunk(&self, index: usize, delta: Value, finish: Option<&str>) -> Value {
         let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": finish});
         self.object("chat.completion.chunk", json!([choice]))

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::chat::StreamOptions;
 use super::tools::response_grammar;
-use super::{finish_reason, total, usage_json};
+use super::{ChunkHeader, TOP_LOGPROBS_MAX, finish_reason, finite, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -25,7 +25,6 @@ use crate::memory::requests::{Listing, bytes_of_part};
 use crate::model_manager::ModelManager;
 use crate::text::{Bounds, ModelText};
 
-const TOP_LOGPROBS_MAX: usize = 20;
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: usize = 16;
 const PROMPTS_MAX: usize = 64;
@@ -94,7 +93,8 @@ pub(crate) async fn create(
     let (asks, echoes) =
         app.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
     let answers = app.start("/v1/completions", &caller, asks).await?;
-    let head = ChunkHeader { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone(), choices };
+    let shared = ChunkHeader { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone() };
+    let head = CompletionHeader { shared, choices };
     if let Some(room) = room {
         let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
         return Ok(respond(&app, room, error_event, produce));
@@ -162,22 +162,14 @@ pub(crate) fn asks(
 }
 
 /// Fields that every object of one response repeats, and the number of choices per prompt.
-struct ChunkHeader {
-    id: String,
-    created: u64,
-    model: String,
+struct CompletionHeader {
+    shared: ChunkHeader,
     choices: usize,
 }
 
-impl ChunkHeader {
+impl CompletionHeader {
     fn object(&self, choices: Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        })
+        self.shared.object("text_completion", choices)
     }
 
     fn chunk(&self, index: usize, text: &str, finish: Option<&str>) -> Value {
@@ -186,23 +178,31 @@ impl ChunkHeader {
     }
 }
 
+/// A token's text. If its bytes are no text, they are written out as in OpenAI's API, so that such tokens differ.
+fn spelling(token: &[u8]) -> String {
+    match std::str::from_utf8(token) {
+        Ok(text) => text.to_string(),
+        Err(_) => token.iter().fold("bytes:".into(), |spelling, byte| format!("{spelling}\\x{byte:02x}")),
+    }
+}
+
 fn logprobs(tokens: &[TokenInfo]) -> Value {
-    let finite = |logprob: f32| if logprob.is_finite() { logprob } else { -9999.0 };
-    let top = |info: &TokenInfo| -> Value {
-        info.top_texts
-            .iter()
-            .zip(&info.logprobs.top)
-            .map(|(t, &(_, l))| (t.clone(), json!(finite(l))))
-            .collect()
+    let top = |info: &TokenInfo| {
+        let mut top = Map::new();
+        for (token, &(_, logprob)) in info.top_bytes.iter().zip(&info.logprobs.top) {
+            // Of two tokens with one text the more probable one comes first.
+            top.entry(spelling(token)).or_insert(json!(finite(logprob)));
+        }
+        Value::Object(top)
     };
     json!({
-        "tokens": tokens.iter().map(|t| &t.text).collect::<Vec<_>>(),
-        "token_logprobs": tokens.iter().map(|t| finite(t.logprobs.drawn)).collect::<Vec<_>>(),
+        "tokens": tokens.iter().map(|token| spelling(&token.bytes)).collect::<Vec<_>>(),
+        "token_logprobs": tokens.iter().map(|token| finite(token.logprobs.drawn)).collect::<Vec<_>>(),
         "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
     })
 }
 
-fn whole(head: &ChunkHeader, answers: &[Collected], echoes: &[String]) -> Value {
+fn whole(head: &CompletionHeader, answers: &[Collected], echoes: &[String]) -> Value {
     let choice = |(index, answer): (usize, &Collected)| {
         let logprobs = if answer.tokens.is_empty() { Value::Null } else { logprobs(&answer.tokens) };
         json!({
@@ -218,7 +218,7 @@ fn whole(head: &ChunkHeader, answers: &[Collected], echoes: &[String]) -> Value 
 }
 
 async fn stream(
-    head: ChunkHeader,
+    head: CompletionHeader,
     answers: Vec<Answer>,
     echoes: Vec<String>,
     outbox: Outbox,
@@ -250,4 +250,32 @@ async fn stream(
         outbox.json(&object).await?;
     }
     outbox.text(Event::default(), "[DONE]".into()).await
+}
+
+#[cfg(test)]
+mod tests {
+    use keel_engine::batch::TokenLogprobs;
+
+    use super::*;
+    use crate::api::openai::chat_logprobs;
+
+    #[test]
+    fn parts_of_characters_are_listed_by_their_bytes() {
+        let top = vec![(1, -0.5), (2, -1.0), (3, -2.0), (4, f32::NEG_INFINITY)];
+        let token = TokenInfo {
+            id: 1,
+            bytes: vec![0xe2, 0x82],
+            logprobs: TokenLogprobs { drawn: -0.5, top },
+            top_bytes: vec![vec![0xe2, 0x82], vec![0xe3], b"a".to_vec(), b"a".to_vec()],
+        };
+        let legacy = logprobs(std::slice::from_ref(&token));
+        assert_eq!(legacy["tokens"], json!(["bytes:\\xe2\\x82"]));
+        let expected = json!({"bytes:\\xe2\\x82": -0.5, "bytes:\\xe3": -1.0, "a": -2.0});
+        assert_eq!(legacy["top_logprobs"], json!([expected]));
+        let chat = chat_logprobs(&[token]);
+        assert_eq!(chat["content"][0]["bytes"], json!([0xe2, 0x82]));
+        assert_eq!(chat["content"][0]["token"], "\u{fffd}");
+        assert_eq!(chat["content"][0]["top_logprobs"][1]["bytes"], json!([0xe3]));
+        assert_eq!(chat["content"][0]["top_logprobs"][3]["logprob"], -9999.0);
+    }
 }

@@ -41,17 +41,42 @@ fn finish_reason(ending: Ending) -> &'static str {
     }
 }
 
-fn logprob_json(text: &str, logprob: f32) -> Value {
-    // JSON has no infinity. OpenAI writes this value for it.
-    let logprob = if logprob.is_finite() { logprob } else { -9999.0 };
-    json!({"token": text, "logprob": logprob, "bytes": text.as_bytes()})
+/// Fields that every object of one response repeats.
+struct ChunkHeader {
+    id: String,
+    created: u64,
+    model: String,
+}
+
+impl ChunkHeader {
+    fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        })
+    }
+}
+
+/// Most alternatives for each token whose log probabilities may be asked for.
+const TOP_LOGPROBS_MAX: usize = 20;
+
+/// JSON has no infinity. OpenAI writes this value for it.
+fn finite(logprob: f32) -> f32 {
+    if logprob.is_finite() { logprob } else { -9999.0 }
+}
+
+fn logprob_json(token: &[u8], logprob: f32) -> Value {
+    json!({"token": String::from_utf8_lossy(token), "logprob": finite(logprob), "bytes": token})
 }
 
 fn chat_logprobs(tokens: &[TokenInfo]) -> Value {
     let token = |info: &TokenInfo| {
-        let mut entry = logprob_json(&info.text, info.logprobs.drawn);
-        let top = info.top_texts.iter().zip(&info.logprobs.top);
-        entry["top_logprobs"] = top.map(|(text, &(_, logprob))| logprob_json(text, logprob)).collect();
+        let mut entry = logprob_json(&info.bytes, info.logprobs.drawn);
+        let top = info.top_bytes.iter().zip(&info.logprobs.top);
+        entry["top_logprobs"] = top.map(|(token, &(_, logprob))| logprob_json(token, logprob)).collect();
         entry
     };
     json!({"content": tokens.iter().map(token).collect::<Vec<_>>()})
