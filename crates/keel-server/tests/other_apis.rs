@@ -219,6 +219,12 @@ fn ids_may_be_written_as_whole_floats_and_no_others() {
     for wrong in [json!([72.5]), json!([-1.0]), json!([4_294_967_296.0]), json!(["72"]), json!([null])] {
         assert_eq!(of(wrong.clone()).status, 400, "{wrong}");
     }
+    let whole = json!({"prompt": [[72.0, 105.0]], "max_tokens": 3.0, "n": 1.0, "logprobs": 2.0, "seed": 7.0,
+        "top_k": 5.0, "ignore_eos": true});
+    assert_eq!(server.ask("/v1/completions", &whole)["usage"]["completion_tokens"], 3);
+    assert_eq!(server.ask("/v1/embeddings", &json!({"input": [72.0]}))["usage"]["prompt_tokens"], 1);
+    let part = json!({"prompt": "a", "max_tokens": 2.5});
+    assert_eq!(server.post("/v1/completions", &part).status, 400);
 }
 
 #[test]

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
 use crate::answer::{Answer, Ending, Piece, Usage};
+use crate::api::numbers::whole_number;
 use crate::api::openai::chat::{ChatBody, ask_apart};
 use crate::api::unsupported;
 use crate::app::{App, EngineRequest, fresh_id};
@@ -57,6 +58,7 @@ impl IntoResponse for AnthropicError {
 #[derive(Debug, Deserialize)]
 pub(crate) struct MessagesBody {
     model: Option<String>,
+    #[serde(default, deserialize_with = "whole_number")]
     max_tokens: Option<usize>,
     system: Option<Value>,
     messages: Vec<InputMessage>,
@@ -67,6 +69,7 @@ pub(crate) struct MessagesBody {
     thinking: Option<Value>,
     temperature: Option<f32>,
     top_p: Option<f32>,
+    #[serde(default, deserialize_with = "whole_number")]
     top_k: Option<i64>,
     output_config: Option<Value>,
     /// The form of the answer under its earlier name.

@@ -12,6 +12,7 @@ use keel_engine::batch::Readout;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::app::fresh_id;
 use crate::engine::readout::{ReadoutRequest, check_count};
@@ -26,6 +27,7 @@ pub(crate) struct RerankBody {
     model: Option<String>,
     query: String,
     documents: Vec<Document>,
+    #[serde(default, deserialize_with = "whole_number")]
     top_n: Option<usize>,
     return_documents: Option<bool>,
     instruction: Option<String>,

@@ -6,6 +6,7 @@ use keel_engine::{Sampler, SamplerOptions};
 use keel_text::GenerationDefaults;
 use serde::Deserialize;
 
+use crate::api::numbers::whole_number;
 use crate::error::{Result, wrong};
 
 /// The sampling fields of a request.
@@ -13,8 +14,10 @@ use crate::error::{Result, wrong};
 pub(crate) struct SamplingFields {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
+    #[serde(default, deserialize_with = "whole_number")]
     pub top_k: Option<i64>,
     pub min_p: Option<f32>,
+    #[serde(default, deserialize_with = "whole_number")]
     pub seed: Option<i64>,
     pub presence_penalty: Option<f32>,
     pub frequency_penalty: Option<f32>,

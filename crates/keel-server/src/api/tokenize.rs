@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::{Number, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use crate::access::caller::Caller;
+use crate::api::numbers::ids;
 use crate::error::Result;
 use crate::http::body::Body;
 use crate::model_manager::ModelManager;
@@ -41,23 +41,6 @@ pub(crate) struct DetokenizeBody {
     #[serde(deserialize_with = "ids")]
     pub tokens: Vec<u32>,
     model: Option<String>,
-}
-
-fn ids<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u32>, D::Error> {
-    Ok(Vec::<Id>::deserialize(deserializer)?.into_iter().map(|Id(id)| id).collect())
-}
-
-/// An id. As in JSON Schema, `5.0` is also an id, because some clients have only such numbers.
-struct Id(u32);
-
-impl<'de> Deserialize<'de> for Id {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Id, D::Error> {
-        let number = Number::deserialize(deserializer)?;
-        let whole =
-            number.as_f64().filter(|id| id.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(id));
-        let id = whole.ok_or_else(|| D::Error::custom(format!("{number} is no id")))?;
-        Ok(Id(id as u32))
-    }
 }
 
 /// Encodes a text.

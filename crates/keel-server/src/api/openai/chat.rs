@@ -16,6 +16,7 @@ use super::tools::{Tools, response_grammar};
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, chat_logprobs, finish_reason, total, usage_json};
 use crate::access::caller::Caller;
 use crate::answer::{Answer, Piece, Usage};
+use crate::api::numbers::whole_number;
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
 use crate::app::{App, EngineRequest, bytes_of_copy, fresh_id};
@@ -32,13 +33,17 @@ use crate::text::{Bounds, ModelText};
 pub(crate) struct ChatBody {
     model: Option<String>,
     messages: Vec<ChatMessage>,
+    #[serde(default, deserialize_with = "whole_number")]
     max_tokens: Option<usize>,
+    #[serde(default, deserialize_with = "whole_number")]
     max_completion_tokens: Option<usize>,
+    #[serde(default, deserialize_with = "whole_number")]
     n: Option<usize>,
     stop: Option<OneOrMany>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     logprobs: Option<bool>,
+    #[serde(default, deserialize_with = "whole_number")]
     top_logprobs: Option<usize>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,

@@ -15,6 +15,7 @@ use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, finish_reason, finite, total, usage_json};
 use crate::answer::{Answer, Piece, TokenInfo, Usage};
+use crate::api::numbers::{Whole, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
 use crate::app::{EngineRequest, bytes_of_copy, fresh_id};
@@ -34,11 +35,14 @@ const PROMPTS_MAX: usize = 64;
 pub(crate) struct CompletionBody {
     model: Option<String>,
     prompt: Prompt,
+    #[serde(default, deserialize_with = "whole_number")]
     max_tokens: Option<usize>,
+    #[serde(default, deserialize_with = "whole_number")]
     n: Option<usize>,
     stop: Option<OneOrMany>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
+    #[serde(default, deserialize_with = "whole_number")]
     logprobs: Option<usize>,
     echo: Option<bool>,
     response_format: Option<Value>,
@@ -53,9 +57,9 @@ pub(crate) struct CompletionBody {
 #[serde(untagged)]
 pub(crate) enum Prompt {
     Text(String),
-    Ids(Vec<u32>),
+    Ids(Vec<Whole<u32>>),
     Texts(Vec<String>),
-    IdLists(Vec<Vec<u32>>),
+    IdLists(Vec<Vec<Whole<u32>>>),
 }
 
 impl Prompt {
@@ -71,11 +75,12 @@ impl Prompt {
     /// The ids of each text.
     pub fn encode(&self, model: &ModelText, bounds: &Bounds<'_>) -> Result<Vec<Vec<u32>>> {
         let encode = |text: &String| bounds.encode(&model.tokenizer, text, true);
+        let ids = |ids: &Vec<Whole<u32>>| ids.iter().map(|Whole(id)| *id).collect();
         match self {
             Prompt::Text(text) => Ok(vec![encode(text)?]),
             Prompt::Texts(texts) => texts.iter().map(encode).collect(),
-            Prompt::Ids(ids) => Ok(vec![ids.clone()]),
-            Prompt::IdLists(lists) => Ok(lists.clone()),
+            Prompt::Ids(one) => Ok(vec![ids(one)]),
+            Prompt::IdLists(lists) => Ok(lists.iter().map(ids).collect()),
         }
     }
 }

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::completions::Prompt;
+use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::engine::readout::{ReadoutRequest, check_count};
 use crate::error::{Result, wrong};
@@ -25,6 +26,7 @@ pub(crate) struct EmbeddingBody {
     model: Option<String>,
     input: Prompt,
     encoding_format: Option<Encoding>,
+    #[serde(default, deserialize_with = "whole_number")]
     dimensions: Option<usize>,
     /// All other fields.
     #[serde(flatten)]

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Ending, Usage};
+use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::app::fresh_id;
 use crate::collect::{Collected, StreamRoom, collect, error_event, respond};
@@ -25,6 +26,7 @@ use crate::model_manager::ModelManager;
 pub(crate) struct ResponseBody {
     input: Input,
     instructions: Option<String>,
+    #[serde(default, deserialize_with = "whole_number")]
     max_output_tokens: Option<usize>,
     text: Option<Value>,
     reasoning: Option<Value>,
