@@ -98,6 +98,10 @@ fn messages_follow_a_schema_and_a_seed() {
     let ended =
         json!({"messages": [{"role": "user", "content": "A dog."}, {"role": "assistant", "content": "A"}]});
     assert!(server.ask("/v1/messages/count_tokens", &ended)["input_tokens"].is_u64());
+    let long = json!({"max_tokens": 1, "messages": [{"role": "user", "content": "word ".repeat(20_000)}]});
+    assert_eq!(server.post("/v1/messages", &long).status, 400, "it exceeds the context");
+    let count = server.ask("/v1/messages/count_tokens", &long)["input_tokens"].as_u64();
+    assert!(count > Some(20_000), "{count:?}");
     server.assert_all_is_back();
 }
 

@@ -97,14 +97,18 @@ impl FromRequest<Arc<ModelManager>> for Message {
     }
 }
 
+/// The model, and the request in the engine's terms. With `bounds_prompt` a prompt that is longer than the context is
+/// refused.
 async fn ask(
     front: &Arc<ModelManager>,
     caller: &Arc<Caller>,
     body: MessagesBody,
+    bounds_prompt: bool,
 ) -> Result<(Arc<App>, EngineRequest)> {
     let app = front.app(body.model.as_deref()).await?;
     let chat = app.work(caller, move |_| chat(body)).await?;
-    let ask = ask_apart(&app, caller, chat).await?;
+    let context = if bounds_prompt { app.engine.context() } else { usize::MAX };
+    let ask = ask_apart(&app, caller, chat, context).await?;
     Ok((app, ask))
 }
 
@@ -122,7 +126,7 @@ pub(crate) async fn create(
         return Err(wrong("messages", problem).into());
     }
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let (app, ask) = ask(&front, &caller, body).await?;
+    let (app, ask) = ask(&front, &caller, body, true).await?;
     let mut answers = app.start("/v1/messages", &caller, vec![ask]).await?;
     let model = app.id.clone();
     if let Some(room) = room {
@@ -134,12 +138,12 @@ pub(crate) async fn create(
     Ok(Json(whole(&model, &answer)).into_response())
 }
 
-/// Counts the tokens of a conversation.
+/// Counts the tokens of a conversation of any length.
 pub(crate) async fn count_tokens(
     State(front): State<Arc<ModelManager>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
-    let (_, ask) = ask(&front, &caller, body).await?;
+    let (_, ask) = ask(&front, &caller, body, false).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 

@@ -78,7 +78,7 @@ pub(crate) async fn create(
     let app = front.app(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let ask = ask_apart(&app, &caller, body).await?;
+    let ask = ask_apart(&app, &caller, body, app.engine.context()).await?;
     let answers = app.start("/v1/chat/completions", &caller, vec![ask]).await?;
     let head = ChunkHeader { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
     if let Some(room) = room {
@@ -88,11 +88,20 @@ pub(crate) async fn create(
     Ok(Json(whole(&head, &answers)).into_response())
 }
 
-/// Converts the request on a worker thread, because templates and tokenizers take long for long conversations.
-pub(crate) async fn ask_apart(app: &Arc<App>, caller: &Arc<Caller>, body: ChatBody) -> Result<EngineRequest> {
+/// Converts the request on a worker thread, because templates and tokenizers take long for long conversations. A prompt
+/// of more than `context` tokens is refused.
+pub(crate) async fn ask_apart(
+    app: &Arc<App>,
+    caller: &Arc<Caller>,
+    body: ChatBody,
+    context: usize,
+) -> Result<EngineRequest> {
     let worker = Arc::clone(app);
     let shows = body.messages.iter().any(ChatMessage::shows_pictures);
-    let work = move |caller: &Caller| ask(&worker.text, &worker.bounds(caller), body);
+    let work = move |caller: &Caller| {
+        let bounds = Bounds { context, ..worker.bounds(caller) };
+        ask(&worker.text, &bounds, body)
+    };
     if shows { app.work_on_pictures(caller, work).await } else { app.work(caller, work).await }
 }
 

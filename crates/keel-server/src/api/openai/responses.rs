@@ -93,7 +93,7 @@ pub(crate) async fn create(
     let chat = front.work(&caller, move |_| chat(body)).await?;
     let app = front.app(chat.model()).await?;
     head.model.clone_from(&app.id);
-    let ask = ask_apart(&app, &caller, chat).await?;
+    let ask = ask_apart(&app, &caller, chat, app.engine.context()).await?;
     let mut answers = app.start("/v1/responses", &caller, vec![ask]).await?;
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
