@@ -5,7 +5,7 @@ mod common;
 use std::io::Read;
 use std::process::{Command, Stdio};
 
-use common::{arg, demo, fail, fixture, json, keel_with_input, stderr, succeed};
+use common::{arg, demo, fail, fixture, json, keel_with_input, misuse, stderr, succeed};
 use serde_json::Value;
 
 /// Standard output and standard error of a run that must succeed.
@@ -174,6 +174,22 @@ fn the_cpu_is_deterministic_without_being_told() {
     let arena = |flags: &[&str]| json(&[&plan[..], flags].concat())["activations"].as_u64();
     assert!(arena(&["--deterministic"]) < arena(&[]));
     assert!(arena(&["--deterministic=devices"]) < arena(&[]));
+}
+
+#[test]
+fn a_plan_counts_the_copy_of_weights_in_8_bits() {
+    let plan = ["plan", "--device", "cuda:0", "--shape", "qwen3.5-0.8b", "--bits", "4"];
+    let weights = |flags: &[&str]| {
+        json(&[&plan[..], &["--json"], flags].concat())["weights"].as_u64().expect("a number")
+    };
+    let (auto, prompts, both) =
+        (weights(&[]), weights(&["--prefill-compute", "8bit"]), weights(&["--compute", "8bit"]));
+    assert_eq!(auto, prompts);
+    // 4.5 bits a weight, and 8 for all but the embedding, which is a third of this model.
+    assert!(both > 2 * auto && both < 3 * auto, "{auto} and {both}");
+    let deterministic = [&plan[..], &["--compute", "8bit", "--deterministic"]].concat();
+    misuse(&deterministic, "leave out --deterministic");
+    assert_eq!(json(&["plan", "--json"]), json(&["plan", "--json", "--compute", "8bit"]), "on the CPU");
 }
 
 /// `generate` drafts by default on any device, and so does its plan. On a GPU `auto` is four drafts at most. Random

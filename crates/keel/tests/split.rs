@@ -25,6 +25,16 @@ fn logits_on_two_devices_are_those_of_one_to_the_bit() {
     }
 }
 
+/// Shares that do not divide the parts of a sum have bits of their own.
+#[test]
+fn the_bits_of_other_numbers_of_devices_are_not_promised() {
+    let three = ["plan", "--shape", "qwen3.5-0.8b", "--devices", "cpu:0,cpu:1,cpu:2"];
+    let with = |flags: &[&'static str]| [&three[..], flags].concat();
+    let reason = "3 devices share each layer, and 1, 2 and 4 have the same bits";
+    misuse(&with(&["--split", "tensor", "--deterministic=devices"]), reason);
+    succeed(&with(&["--split", "pipeline", "--deterministic=devices"]));
+}
+
 #[test]
 fn deterministic_logits_on_two_and_four_devices_are_those_of_one_to_the_bit() {
     let devices = "cpu:0,cpu:1,cpu:2,cpu:3";

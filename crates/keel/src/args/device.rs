@@ -43,7 +43,7 @@ pub struct DeviceArgs {
     resident: bool,
     /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
     /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4 of
-    /// --devices also give the same bits. On GPUs that costs a tenth to a half of the speed; on the CPU plain
+    /// --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU plain
     /// --deterministic does it.
     #[arg(long, value_enum, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "steps")]
     deterministic: Option<SameBits>,
@@ -167,12 +167,21 @@ impl DeviceArgs {
         if self.memory_limit.len() > 1 { &self.memory_limit } else { &[] }
     }
 
-    /// Refuses devices that cannot share a model, and limits of other devices.
+    /// Refuses devices that cannot share a model, or not with the bits that were asked for, and limits of other devices.
     ///
     /// # Errors
     /// As [`SplitArgs::check`]; there are several limits, and not one for each device.
     pub fn check(&self) -> Result<()> {
         self.split.check()?;
+        if matches!(self.deterministic, Some(SameBits::Devices)) && self.split.is_split() {
+            let shares = self.split.grid()?.shares;
+            if !matches!(shares, 1 | 2 | 4) {
+                return Err(usage(format!(
+                    "--deterministic=devices: {shares} devices share each layer, and 1, 2 and 4 have the same bits; choose one \
+                     of these numbers, or --deterministic"
+                )));
+            }
+        }
         self.check_limits()
     }
 
