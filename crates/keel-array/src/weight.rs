@@ -1,7 +1,7 @@
 //! Weights of linear layers. They are packed once into the device's own layout, and opaque afterwards.
 //!
-//! Quantised weights keep their bits in memory; there is no wider copy, except for [`Compute::Fp8`]. A weight may be filled in blocks of rows, so
-//! loading needs staging for one block only, for a tensor of any size.
+//! Quantised weights keep their bits in memory; there is no wider copy, except for [`Compute::Fp8`]. A weight may be
+//! filled in blocks of rows, so loading needs staging for one block only, for a tensor of any size.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub enum WeightFormat {
         scale_dtype: DType,
     },
     /// Blocks along the columns; each row is whole blocks. Backends keep exactly the values of [`BlockFormat::decode`],
-    /// in at most 1.05 times the bytes of the blocks.
+    /// in at most 1.05 times the bytes of the blocks, apart from the copy of [`Compute::Fp8`].
     Blocks(BlockFormat),
 }
 
@@ -41,8 +41,8 @@ pub enum Compute {
     /// As `Auto`. Products of many rows, as those of prompts, may round activations and quantised weights to 8-bit
     /// floats (e4m3) with a scale for each row, if the device has matrix instructions for them.
     PrefillFp8,
-    /// As `PrefillFp8`, for the steps of many sequences as well. A device that multiplies 8-bit floats keeps quantised
-    /// weights in them, too: one byte more for each element.
+    /// As `PrefillFp8`, for the steps of many sequences as well. A device that multiplies 8-bit floats may keep a
+    /// quantised weight in them, too: one byte more for each element. A mode that promises bits does not use them.
     Fp8,
 }
 

@@ -1,4 +1,4 @@
-// Operands of prompts' products in e4m3 (4 bits of exponent, 3 of mantissa, at most 448), each row with an f32 scale:
+// Operands of products of many rows in e4m3 (4 bits of exponent, 3 of mantissa, at most 448), each row with an f32 scale:
 // value = code * scale. The scale makes the row's greatest magnitude 448; of a row of W, the greatest one that its
 // scales and biases can express. A row of zeros, or of values so small that 448 divided by them is no float, has the
 // scale 1. Devices of compute capability 8.9 and above, but for swiglu_of_half.

@@ -72,7 +72,7 @@ pub enum ServerError {
         reason: String,
     },
     /// A model is not loaded yet. Loading goes on.
-    #[error("the model {id:?} is still being loaded after {seconds} s; try again")]
+    #[error("the model {id:?} is not loaded yet after {seconds} s; loading goes on, try again")]
     ModelLoading {
         /// The model.
         id: String,

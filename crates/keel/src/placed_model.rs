@@ -65,7 +65,7 @@ impl<'a> PlacedModel<'a> {
     /// Plans the bytes of each device.
     ///
     /// # Errors
-    /// Devices or a model that cannot be split, or an arithmetic that a device does not have; as [`plan_seeing_on`].
+    /// Devices or a model that cannot be split, 8-bit floats with --deterministic; as [`plan_seeing_on`].
     pub fn plans(&self, options: EngineOptions) -> Result<Plans> {
         self.device.check_compute(options.compute)?;
         let options = self.device.options().engine_options(options);

@@ -192,6 +192,18 @@ fn a_plan_counts_the_copy_of_weights_in_8_bits() {
     assert_eq!(json(&["plan", "--json"]), json(&["plan", "--json", "--compute", "8bit"]), "on the CPU");
 }
 
+/// The plan for a GPU was once compared with the host's memory.
+#[test]
+fn a_plan_is_compared_with_the_memory_of_its_device() {
+    let plan = |flags: &[&str]| succeed(&[&["plan", "--shape", "qwen3.5-0.8b"], flags].concat());
+    let on_gpu = plan(&["--device", "cuda:77"]);
+    assert!(on_gpu.contains("this machine has no such GPU") && !on_gpu.contains("fits"), "{on_gpu}");
+    if cfg!(target_os = "linux") {
+        let on_cpu = plan(&["--device", "cpu"]);
+        assert!(on_cpu.contains("the plan fits") || on_cpu.contains("the plan does not fit"), "{on_cpu}");
+    }
+}
+
 /// `generate` drafts by default on any device, and so does its plan. On a GPU `auto` is four drafts at most. Random
 /// weights draft only if that is asked for.
 #[test]

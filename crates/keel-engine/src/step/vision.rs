@@ -18,7 +18,7 @@ pub(super) struct VisionStaging {
     positions: Array,
     /// u32 `[rows]`, where the rows of a picture see each other.
     until: Option<Array>,
-    /// `sees` and the first level of `features` for the tokens after the rows, where sequences draft.
+    /// `is_picture` and the first level of `features` for the tokens after the rows, where sequences draft.
     next: Option<NextVisionRows>,
 }
 

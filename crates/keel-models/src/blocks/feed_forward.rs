@@ -47,7 +47,7 @@ impl GatedLayer {
 /// A router and its experts.
 #[derive(Debug)]
 pub struct MixtureOfExperts {
-    /// Router rows `[E]`, then, with a shared expert, its gate row.
+    /// Router rows `[E]`, then the gate row of a shared expert, also where another device has that expert.
     pub router: Projection,
     /// Rotation of the input of `gate_up`, computed once for all experts.
     pub gate_up_rotation: Option<PairRotation>,

@@ -61,7 +61,7 @@ const FIELDS: [Unsupported; 49] = [
     instead("n_predict", LENGTH),
     instead("max_new_tokens", LENGTH),
     Unsupported {
-        neutral: || json!([1, 1.0]),
+        neutral: || json!([1]),
         ..instead("repeat_penalty", "is not a field of this API; use repetition_penalty")
     },
     unless("min_tokens", || json!([0])),
@@ -71,13 +71,13 @@ const FIELDS: [Unsupported; 49] = [
     never("logits_processors"),
     unless("mirostat", || json!([0])),
     unless("mirostat_mode", || json!([0])),
-    unless("typical_p", || json!([0, 1, 1.0])),
-    unless("tfs_z", || json!([0, 1, 1.0])),
+    unless("typical_p", || json!([0, 1])),
+    unless("tfs_z", || json!([0, 1])),
     unless("top_a", || json!([0, 0.0])),
     unless("epsilon_cutoff", || json!([0, 0.0])),
     unless("dry_multiplier", || json!([0, 0.0])),
     unless("xtc_probability", || json!([0, 0.0])),
-    unless("length_penalty", || json!([1, 1.0])),
+    unless("length_penalty", || json!([1])),
     unless("no_repeat_ngram_size", || json!([0])),
     unless("use_beam_search", || json!([false])),
     unless("num_beams", || json!([1])),
@@ -173,7 +173,12 @@ fn changes(value: &Value, unsupported: &Unsupported) -> bool {
         Value::Object(fields) => fields.is_empty(),
         Value::Bool(_) | Value::Number(_) => false,
     };
-    !is_empty && (unsupported.neutral)().as_array().is_none_or(|neutral| !neutral.contains(value))
+    // 1 and 1.0 are the same number.
+    let is_same = |neutral: &Value| match (neutral.as_f64(), value.as_f64()) {
+        (Some(neutral), Some(value)) => neutral == value,
+        _ => neutral == value,
+    };
+    !is_empty && !(unsupported.neutral)().as_array().is_some_and(|neutral| neutral.iter().any(is_same))
 }
 
 #[cfg(test)]
@@ -197,7 +202,7 @@ mod tests {
         for fine in [
             json!({}),
             json!({"user": "me", "metadata": {"a": 1}, "store": false, "service_tier": "auto"}),
-            json!({"suffix": null, "lora": "", "modalities": ["text"], "functions": [], "best_of": 1, "typical_p": 1.0,
+            json!({"suffix": null, "lora": "", "modalities": ["text"], "functions": [], "best_of": 1.0, "typical_p": 1.0,
                 "repeat_penalty": 1.0}),
         ] {
             assert_eq!(refused(fine.clone()), None, "{fine}");

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use keel_engine::EngineError;
 use keel_engine::batch::{BatchEvent, BatchRequest, Readout};
+use tokio::sync::Mutex;
 use tracing::field::Empty;
 
 use crate::access::caller::Caller;
@@ -95,14 +96,15 @@ impl App {
         let mut timer = RequestTimer::new(self.metrics.clone(), span, prompt_tokens);
         let deadline = Instant::now().checked_add(self.options.deadline);
         let marks = if shared_len > 0 { vec![shared_len] } else { Vec::new() };
+        let turn = Mutex::new(());
         let one = |(index, prompt): (usize, Vec<u32>)| {
-            let (marks, readout) = (&marks, &readout);
+            let (marks, readout, turn) = (&marks, &readout, &turn);
             let request = move || BatchRequest {
                 deadline,
                 marks: marks.clone(),
                 ..BatchRequest::to_read(0, prompt.clone(), readout.clone())
             };
-            self.read_one(caller, request, index == 0)
+            self.read_one(caller, request, (index > 0).then_some(turn))
         };
         let at_once = AT_ONCE.min(self.options.batch.queue_limit).max(1);
         let all = stream::iter(prompts.into_iter().enumerate().map(one)).buffered(at_once);
@@ -125,9 +127,9 @@ impl App {
         &self,
         caller: &Caller,
         request: impl Fn() -> BatchRequest,
-        is_first: bool,
+        turn: Option<&Mutex<()>>,
     ) -> Result<One> {
-        let mut events = self.submit_one(caller, request, is_first).await?;
+        let mut events = self.submit_one(caller, request, turn).await?;
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Duration::ZERO } };
         loop {
             match events.recv().await? {
@@ -142,14 +144,18 @@ impl App {
     }
 
     /// Puts one prompt into the queue. The first one of a list fails if the queue is full, or if it waits there too
-    /// long. The others wait until their deadline.
+    /// long. The others wait until their deadline, and ask for room one at a time, in `turn`.
     async fn submit_one(
         &self,
         caller: &Caller,
         request: impl Fn() -> BatchRequest,
-        is_first: bool,
+        turn: Option<&Mutex<()>>,
     ) -> Result<Events> {
-        let wait_max = is_first.then_some(self.options.batch.queue_timeout);
+        let wait_max = turn.is_none().then_some(self.options.batch.queue_timeout);
+        let _turn = match turn {
+            Some(turn) => Some(turn.lock().await),
+            None => None,
+        };
         loop {
             let request = request();
             let deadline = request.deadline;
@@ -158,7 +164,9 @@ impl App {
                     let (_, events) = submitted.pop().ok_or(ServerError::EngineStopped)?;
                     return Ok(events);
                 }
-                Err(ServerError::Engine(EngineError::QueueFull { .. })) if !is_first => {
+                Err(ServerError::Engine(EngineError::QueueFull { .. }) | ServerError::Busy)
+                    if turn.is_some() =>
+                {
                     if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                         return Err(EngineError::Deadline.into());
                     }

@@ -136,9 +136,9 @@ mod tests {
         assert!(matches!(busy, Err(ServerError::Busy)), "{busy:?}");
         let waiting = {
             let works = Arc::clone(&works);
-            tokio::spawn(async move { works.grammar(LONG, Duration::from_millis(50), || Ok(7)).await })
+            tokio::spawn(async move { works.grammar(LONG, Duration::from_secs(1), || Ok(7)).await })
         };
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        tokio::time::sleep(Duration::from_millis(1200)).await;
         assert!(!waiting.is_finished(), "it waits for a seat");
         drop(end);
         assert_eq!(waiting.await.expect("it ends").expect("its own time is short"), 7);

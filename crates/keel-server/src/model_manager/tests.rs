@@ -52,9 +52,10 @@ async fn a_model_that_loads_for_longer_than_requests_wait_says_that_it_is_loadin
     let Err(error) = front.app(None).await else { panic!("it is not loaded yet") };
     let reply = error.reply();
     assert_eq!((reply.status.as_u16(), reply.code, reply.retry_after), (503, "model_loading", Some(5)));
-    assert!(error.to_string().contains("\"demo\" is still being loaded"), "{error}");
+    assert!(error.to_string().contains("\"demo\" is not loaded yet"), "{error}");
     drop(go_on);
-    while front.app(None).await.is_err() {
+    while let Err(error) = front.app(None).await {
+        assert!(matches!(error, crate::error::ServerError::ModelLoading { .. }), "{error}");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }

@@ -103,6 +103,7 @@ pub(super) fn dense_weight(
     weight
 }
 
+/// A quantised stack, filled in two blocks of rows.
 pub(super) fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, compute: Compute) -> Weight {
     let Affine { k, group, .. } = stack[0];
     let rows = stack[0].quants.len() / k;
@@ -110,9 +111,19 @@ pub(super) fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, co
         WeightFormat::Affine { bits: bits as u8, group_size: group as u16, scale_dtype: DType::BF16 };
     let spec = WeightSpec { experts: stack.len(), rows, cols: k, format, compute };
     let weight = Weight::allocate(runtime, spec).expect("there is memory for a case");
-    for (expert, w) in stack.iter().enumerate() {
-        let data = RowData::Affine { codes: &w.quants, scales: &w.scales, biases: &w.biases };
-        weight.fill(&RowBlock { expert, first_row: 0, rows, data }).expect("whole rows");
+    let split = if rows > 32 { 32 } else { rows };
+    let ranges = [split..rows, 0..split].into_iter().filter(|range| !range.is_empty());
+    for ((expert, w), range) in
+        stack.iter().enumerate().flat_map(|of| ranges.clone().map(move |range| (of, range)))
+    {
+        let groups = range.start * k / group..range.end * k / group;
+        let data = RowData::Affine {
+            codes: &w.quants[range.start * k..range.end * k],
+            scales: &w.scales[groups.clone()],
+            biases: &w.biases[groups],
+        };
+        let block = RowBlock { expert, first_row: range.start, rows: range.len(), data };
+        weight.fill(&block).expect("whole tiles of rows");
     }
     weight
 }

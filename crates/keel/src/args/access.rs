@@ -29,8 +29,9 @@ pub struct AccessArgs {
     /// Origin (scheme and host) whose pages may call the server. May be repeated. * allows every origin.
     #[arg(long, value_name = "ORIGIN")]
     pub cors: Vec<String>,
-    /// Host name under which clients may reach the server, in addition to localhost and IP addresses. May be repeated.
-    /// * allows every name. A server that listens beyond loopback and requires a key accepts every name.
+    /// Host name under which clients may reach the server, in addition to localhost and IP addresses (of a server on
+    /// loopback, loopback addresses alone). May be repeated. * allows every name. A server that listens beyond loopback
+    /// and requires a key accepts every name.
     #[arg(long, value_name = "NAME")]
     allow_host: Vec<String>,
     /// Folder with pictures that requests may name by path. May be repeated. Links that lead out of the folder are not

@@ -170,7 +170,8 @@ impl DeviceArgs {
     /// Refuses devices that cannot share a model, or not with the bits that were asked for, and limits of other devices.
     ///
     /// # Errors
-    /// As [`SplitArgs::check`]; there are several limits, and not one for each device.
+    /// As [`SplitArgs::check`]; --deterministic=devices with shares for other than 1, 2 or 4 devices; there are several
+    /// limits, and not one for each device.
     pub fn check(&self) -> Result<()> {
         self.split.check()?;
         if matches!(self.deterministic, Some(SameBits::Devices)) && self.split.is_split() {
@@ -199,34 +200,17 @@ impl DeviceArgs {
         Ok(())
     }
 
-    /// Refuses an arithmetic that the devices do not have.
+    /// Refuses an arithmetic of which no bits can be promised.
     ///
     /// # Errors
-    /// 8-bit floats in steps of many sequences with --deterministic, or on a GPU of this machine that does not multiply
-    /// them with a scale for each row.
+    /// 8-bit floats in steps of many rows, with --deterministic.
     pub fn check_compute(&self, compute: Compute) -> Result<()> {
-        let options = self.options();
-        if compute != Compute::Fp8 || !options.is_gpu() {
-            return Ok(());
-        }
-        if options.determinism != Determinism::Off {
+        if compute == Compute::Fp8 && self.deterministic.is_some() {
             return Err(usage(
-                "--compute 8bit: the rounding of a step depends on its other rows; leave out --deterministic",
+                "--compute 8bit: whether a row is rounded depends on the number of rows; leave out --deterministic",
             ));
         }
-        let members = self.split.members().iter().map(|member| member.device);
-        let devices: Vec<Device> =
-            if self.split.is_split() { members.collect() } else { vec![options.device()] };
-        let gpus = &evenkeel::machine().gpus;
-        match gpus.iter().find(|gpu| gpu.capability != (9, 0) && devices.contains(&Device::Cuda(gpu.ordinal)))
-        {
-            None => Ok(()),
-            Some(gpu) => Err(usage(format!(
-                "--compute 8bit needs GPUs of compute capability 9.0, and cuda:{} has {}.{}; leave it out, or take \
-                 --prefill-compute 8bit",
-                gpu.ordinal, gpu.capability.0, gpu.capability.1
-            ))),
-        }
+        Ok(())
     }
 
     /// The vision tower's device and its bounds, if it is not the model's.

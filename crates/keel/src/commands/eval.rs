@@ -1,9 +1,11 @@
 //! `keel eval`: how well a model predicts a text, and how much it differs from another model.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use keel_cache::SequenceCache;
 use keel_engine::{EngineOptions, PREFILL_GRID};
 use serde_json::json;
 
@@ -116,35 +118,59 @@ fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Ses
     Session::load(&args.device, &other, options)
 }
 
-/// Scores the second half of a window. It runs in the steps of a prompt, so that an arithmetic of many rows shows.
+/// Scores the second half of a window. It runs in the steps of a prompt, so that an arithmetic of many rows shows. With
+/// another model, the host holds its logits of one step.
 fn score_window(
     session: &mut Session,
-    other: Option<&mut Session>,
+    mut other: Option<&mut Session>,
     ids: &[u32],
     score: &mut Score,
 ) -> Result<()> {
-    let mut theirs = Vec::new();
-    if let Some(other) = other {
-        each_scored_row(other, ids, |_, row| theirs.push(row.to_vec()))?;
+    let mut sequence = session.engine.open()?;
+    let mut other_sequence = other.as_mut().map(|other| other.engine.open()).transpose()?;
+    let rows_max = session.engine.options().prefill_step;
+    for first in (0..ids.len()).step_by(rows_max) {
+        let step = Step { ids, positions: first..ids.len().min(first + rows_max) };
+        let mut theirs = Vec::new();
+        if let (Some(other), Some(sequence)) = (&mut other, &mut other_sequence) {
+            step.each_scored_row(other, sequence, |_, row| theirs.push(row.to_vec()))?;
+        }
+        let mut theirs = theirs.iter();
+        step.each_scored_row(session, &mut sequence, |position, row| {
+            score.add(row, theirs.next().map(Vec::as_slice), ids[position + 1]);
+        })?;
     }
-    let first = ids.len() / 2;
-    each_scored_row(session, ids, |position, row| {
-        score.add(row, theirs.get(position - first).map(Vec::as_slice), ids[position + 1]);
-    })
+    session.engine.release(sequence);
+    if let (Some(other), Some(sequence)) = (other, other_sequence) {
+        other.engine.release(sequence);
+    }
+    Ok(())
 }
 
-/// Calls `visit` with each position of the second half of a window but the last, and its logits.
-fn each_scored_row(session: &mut Session, ids: &[u32], mut visit: impl FnMut(usize, &[f32])) -> Result<()> {
-    let mut sequence = session.engine.open()?;
-    let mut positions = 0..ids.len();
-    let mut sink = |row: &[f32]| {
-        let scored = positions.next().filter(|position| (ids.len() / 2..ids.len() - 1).contains(position));
-        scored.into_iter().for_each(|position| visit(position, row));
-        Ok(())
-    };
-    let outcome = session.engine.all_logits(&mut sequence, ids, false, &mut sink, None);
-    session.engine.release(sequence);
-    Ok(outcome?)
+/// Positions of a window that run together.
+struct Step<'i> {
+    ids: &'i [u32],
+    positions: Range<usize>,
+}
+
+impl Step<'_> {
+    /// Calls `visit` with each position in the second half of the window but the last, and its logits.
+    fn each_scored_row(
+        &self,
+        session: &mut Session,
+        sequence: &mut SequenceCache,
+        mut visit: impl FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        let scored = self.ids.len() / 2..self.ids.len() - 1;
+        let mut positions = self.positions.clone();
+        let mut sink = |row: &[f32]| {
+            let position = positions.next().filter(|position| scored.contains(position));
+            position.into_iter().for_each(|position| visit(position, row));
+            Ok(())
+        };
+        let tokens = &self.ids[self.positions.clone()];
+        Ok(session.engine.all_logits(sequence, tokens, false, &mut sink, None)?)
+    }
 }
 
 impl Score {

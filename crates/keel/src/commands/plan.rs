@@ -19,7 +19,7 @@ use crate::server_plan::{self, ServerPlan};
 use crate::session;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
-use evenkeel::{DRIVER_ROOM_BYTES, DriverMemory, FreeMemory, on_host};
+use evenkeel::{DriverMemory, FreeMemory, on_device, on_host};
 
 /// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
@@ -190,24 +190,22 @@ impl Printed<'_> {
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))
     }
 
-    /// Prints the free memory of the host, and the memory of the GPU's driver.
+    /// Compares the plan with the free memory of its device, and what the host holds for a GPU with that of the host.
     fn print_room(&self, driver: Option<DriverMemory>) -> Result<()> {
-        if let Some(host) = FreeMemory::of_host() {
-            let tower = self.plans.tower.map_or(0, |tower| tower.total());
-            let needed = on_host(&self.plans.model(), self.plans.is_gpu) + tower;
-            let fits = if needed <= host.bytes { "fits" } else { "does not fit" };
-            output::line(&format!(
-                "free        {} ({}): the plan {fits}",
-                human_bytes(host.bytes),
-                host.why
-            ))?;
+        let (model, is_gpu) = (self.plans.model(), self.plans.is_gpu);
+        let of_host = on_host(&model, is_gpu) + self.plans.tower.map_or(0, |tower| tower.total());
+        if let Some(host) = FreeMemory::of_host().filter(|_| of_host > 0) {
+            compare(if is_gpu { "what the host holds" } else { "the plan" }, of_host, &host)?;
         }
-        let Some(driver) = driver else { return Ok(()) };
-        output::line(&format!("driver      {}; code is added as it is first used", driver.to_line()))?;
-        let (limit, room) = (human_bytes(driver.limit()), human_bytes(DRIVER_ROOM_BYTES));
-        output::line(&format!(
-            "limit       {limit} (default: the free memory minus {room} for code and other programs)"
-        ))
+        match driver {
+            Some(driver) => {
+                let line = driver.to_line();
+                output::line(&format!("driver      {line}; code is added as it is first used"))?;
+                compare("the plan", on_device(&model, is_gpu), &FreeMemory::of_gpu(&driver))
+            }
+            None if is_gpu => output::line("free        unknown: this machine has no such GPU"),
+            None => Ok(()),
+        }
     }
 
     /// Prints the shapes of steps; of a model on one device also the launches of a step.
@@ -225,6 +223,12 @@ impl Printed<'_> {
         output::line("")?;
         launches(leader, parameters, config, options)?.iter().try_for_each(|line| output::line(line))
     }
+}
+
+/// Prints whether this many bytes fit into free memory.
+fn compare(what: &str, needed: u64, free: &FreeMemory) -> Result<()> {
+    let fits = if needed <= free.bytes { "fits" } else { "does not fit" };
+    output::line(&format!("free        {} ({}): {what} {fits}", human_bytes(free.bytes), free.why))
 }
 
 /// The part of the model that a device holds, in words.

@@ -89,7 +89,7 @@ pub(crate) async fn create(
 }
 
 /// Converts the request on a worker thread, because templates and tokenizers take long for long conversations. A prompt
-/// of more than `context` tokens is refused.
+/// that surely has more than `context` tokens, by its bytes, is refused.
 pub(crate) async fn ask_apart(
     app: &Arc<App>,
     caller: &Arc<Caller>,

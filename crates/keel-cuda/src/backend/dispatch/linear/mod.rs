@@ -11,7 +11,8 @@
 //! f32.
 //!
 //! With `Compute::PrefillFp8` more than 256 rows take the third line, which rounds x and a quantised weight to 8-bit
-//! floats instead, on devices that multiply them.
+//! floats instead, on devices that multiply them. With `Compute::Fp8` more than 128 rows do, and the weight has been
+//! rounded when it was loaded.
 //!
 //! In the deterministic mode:
 //! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
