@@ -47,9 +47,8 @@ pub enum Compute {
 }
 
 impl Compute {
-    /// The arithmetic of a token embedding and an output head. Steps of many sequences do not round their logits to 8
-    /// bits, so these weights are not kept in 8 bits.
-    pub fn of_vocabulary(self) -> Compute {
+    /// The same arithmetic without a copy of the weight in 8-bit floats.
+    pub fn without_copy(self) -> Compute {
         if self == Compute::Fp8 { Compute::Auto } else { self }
     }
 }

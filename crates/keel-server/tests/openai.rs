@@ -288,8 +288,7 @@ fn what_follows_a_grammar_drafts_and_is_the_same() {
     let (drafted, some) = ask(4);
     assert_eq!((plain.as_str().map(str::is_empty), none), (Some(false), 0));
     assert_eq!(drafted, plain);
-    // How many depends on how fast this machine computes masks.
-    assert!(some > 0, "no drafts");
+    assert!(some > 20, "{some} drafts");
 }
 
 #[test]

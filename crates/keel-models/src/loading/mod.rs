@@ -208,16 +208,6 @@ impl<'a> Loader<'a> {
         self.stack(&[vec![piece]], cols, format)
     }
 
-    /// A token embedding, an output head, or both in one.
-    ///
-    /// # Errors
-    /// As [`Loader::linear`].
-    pub(crate) fn vocabulary(&self, piece: Piece, cols: usize) -> Result<Weight> {
-        let mut loader = self.reading(self.parameters);
-        loader.compute = self.compute.of_vocabulary();
-        loader.linear(piece, cols)
-    }
-
     /// Several layers that read the same input, as the fewest products that their formats allow.
     ///
     /// # Errors

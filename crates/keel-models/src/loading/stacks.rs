@@ -11,6 +11,16 @@ use crate::split::columns::{Columns, pick_columns};
 use crate::{ModelError, Result};
 
 impl Loader<'_> {
+    /// A token embedding, an output head, or both in one. Steps of many sequences do not round their logits to 8 bits.
+    ///
+    /// # Errors
+    /// As [`Loader::linear`].
+    pub(crate) fn vocabulary(&self, piece: Piece, cols: usize) -> Result<Weight> {
+        let mut loader = self.reading(self.parameters);
+        loader.compute = self.compute.without_copy();
+        loader.linear(piece, cols)
+    }
+
     /// A stack of layers of `cols` columns, in `parts` weights of equally many columns.
     pub(super) fn stack_in_parts(
         &self,

@@ -15,6 +15,7 @@ use base64::alphabet::STANDARD;
 use base64::engine::DecodePaddingMode;
 use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
 use keel_vision::WorkLimit;
+use percent_encoding::percent_decode_str;
 
 use super::MediaError;
 use crate::text::Bounds;
@@ -109,7 +110,7 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
     let path = match url.strip_prefix("file://") {
         Some(rest) => {
             let local = rest.strip_prefix("localhost").filter(|path| path.starts_with('/'));
-            Cow::Owned(percent_decoded(local.unwrap_or(rest)))
+            percent_decode_str(local.unwrap_or(rest)).decode_utf8_lossy()
         }
         None => Cow::Borrowed(url),
     };
@@ -125,22 +126,6 @@ fn elsewhere(url: &str, sources: &PictureSources) -> Result<Vec<u8>, String> {
         // The answer does not tell whether there is such a file elsewhere.
         Err("there is no such file in the folders of --allow-image-files".into())
     })
-}
-
-/// A text with the bytes that it writes as `%20`. Bytes that are no UTF-8 become U+FFFD.
-fn percent_decoded(text: &str) -> String {
-    let digit = |digit: u8| char::from(digit).to_digit(16).map(|digit| digit as u8);
-    let mut rest = text.as_bytes();
-    let mut bytes = Vec::with_capacity(rest.len());
-    while let [first, after @ ..] = rest {
-        let escaped = match after {
-            [high, low, ..] if *first == b'%' => digit(*high).zip(digit(*low)),
-            _ => None,
-        };
-        bytes.push(escaped.map_or(*first, |(high, low)| 16 * high + low));
-        rest = if escaped.is_some() { &after[2..] } else { after };
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A file within a folder, wherever links lead; `None` if it is not there.

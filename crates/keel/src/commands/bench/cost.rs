@@ -1,7 +1,7 @@
 //! Lower bounds on the cost of a step: bytes to read and operations to execute.
 
 use anyhow::Result;
-use keel_array::{Category, Compute, Runtime, RuntimeOptions, Weight};
+use keel_array::{Category, Runtime, RuntimeOptions, Weight};
 use keel_cache::LayerSpec;
 use keel_engine::{Engine, EngineOptions};
 use keel_models::blocks::FeedForward;
@@ -46,10 +46,7 @@ impl Cost {
         let ledger = engine.runtime().ledger().active();
         // A step reads a weight once: as coded, or its copy in 8 bits. The copy of a weight in 8 bits has 6% fewer bytes,
         // any other one more.
-        let compute = match engine.options().compute {
-            Compute::Fp8 => Compute::Auto,
-            compute => compute,
-        };
+        let compute = engine.options().compute.without_copy();
         let least = EngineOptions {
             context: 1,
             prefill_step: 64,

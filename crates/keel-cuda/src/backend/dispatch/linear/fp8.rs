@@ -9,7 +9,7 @@ use super::choice::{LinearKernel, SelectBy, linear_kernel, surely_in_half};
 use super::half::HALF_ALIGN;
 use super::{TILE_ROWS, col_tiles, pairs, weight_key};
 use crate::backend::Mode;
-use crate::backend::weights::{Layout as WeightLayout, suits_fp8};
+use crate::backend::weights::{Layout as WeightLayout, keeps_fp8, suits_fp8};
 use crate::driver::{FactorType, Product, ProductOperands, ScaleAddresses};
 use crate::kernels::{FP8, KernelKey};
 use crate::parameters::{DequantizeToFp8, QuantizeFp8, Wide};
@@ -99,8 +99,6 @@ pub(super) struct Fp8Product<'a> {
     weight: &'a WeightSpec,
     product: Product,
     operands: ProductOperands,
-    /// Whether W has been kept in 8 bits since it was loaded.
-    is_kept: bool,
     /// The address of the workspace.
     own: u64,
 }
@@ -138,9 +136,8 @@ impl<'a> Fp8Product<'a> {
             result,
         };
         let at = |offset: usize| own + offset as u64;
-        let kept = WeightLayout::of(weight).fp8;
         let of_weight = |offset: usize| call.inputs[1].address + offset as u64;
-        let (w, w_scales) = match kept {
+        let (w, w_scales) = match WeightLayout::of(weight).fp8 {
             Some(copy) => (of_weight(copy.codes), of_weight(copy.scales)),
             None => (at(scratch.w), at(scratch.w_scales)),
         };
@@ -151,7 +148,7 @@ impl<'a> Fp8Product<'a> {
         if let Some(refusal) = &refusal {
             tracing::debug!("{refusal}; multiplied in 16 bits");
         }
-        refusal.is_none().then_some(Fp8Product { weight, product, operands, is_kept: kept.is_some(), own })
+        refusal.is_none().then_some(Fp8Product { weight, product, operands, own })
     }
 
     /// Writes x in 8 bits, in one launch from what comes before the product. If that cannot be, `halve` first writes x in
@@ -181,7 +178,7 @@ impl<'a> Fp8Product<'a> {
 
     /// Multiplies x with W, which it rounds first, unless it is kept in 8 bits.
     pub fn multiply(&self, call: &Call<'_>) -> Result<(), ArrayError> {
-        if !self.is_kept {
+        if !keeps_fp8(self.weight) {
             let parameters = DequantizeToFp8 {
                 weight: call.inputs[1].address,
                 pairs: pairs(self.weight, &call.inputs[1]),
