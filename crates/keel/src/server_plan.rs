@@ -19,8 +19,12 @@ const CONTEXT_DEFAULT: usize = 8192;
 const POOL_TOKENS_DEFAULT: usize = 65536;
 /// Default bytes for remembered recurrent states.
 const PREFIX_STATES_DEFAULT: u64 = 128 << 20;
-/// Largest default number of sequences.
+/// Largest default number of sequences, unless a GPU's memory suits more.
 const SEQUENCES_DEFAULT: usize = 16;
+/// Largest default number of sequences on a GPU whose memory suits them.
+const SEQUENCES_MOST: usize = 128;
+/// Tokens of keys and values for each of them.
+const TOKENS_EACH: usize = 2048;
 /// Smallest default number of sequences.
 const SEQUENCES_LEAST: usize = 4;
 /// Most drafts by default where more do not fit, and where several devices share a model.
@@ -30,26 +34,40 @@ const POOL_PAGES_MAX: usize = 1 << 24;
 /// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
 const CONTEXT_LEAST: usize = 1024;
 
+/// The models of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Models {
+    /// One, loaded all the time.
+    One,
+    /// Several, which take turns or share the memory.
+    Several,
+}
+
 /// A server's bounds, and the bytes that follow from them.
 pub struct ServerPlan {
     pub options: EngineOptions,
     pub plans: Plans,
 }
 
-/// Plans a server with these options. Bounds that are not given are reduced until the plan fits into the free memory. A
-/// plan that still does not fit is refused when the model is loaded.
+/// Plans a server with these options. Bounds that are not given suit the machine: a GPU with much memory takes more
+/// sequences, if the server has one model, and all bounds are reduced until the plan fits into the free memory. A plan
+/// that still does not fit is refused when the model is loaded.
 ///
 /// # Errors
 /// Errors of the plan, or drafts without an MTP head.
-pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>) -> Result<ServerPlan> {
+pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>, models: Models) -> Result<ServerPlan> {
     args.device.check()?;
     let (engine, step_tokens) = (args.engine.options(), args.step_tokens());
     choose_device(&args.device, |device| {
         let planner = Planner::new(&args.holding, subject, device, engine, step_tokens)?;
         planner.model.plan(planner.wanted)
     });
-    let planner = Planner::new(&args.holding, subject, &args.device, engine, step_tokens)?;
+    let mut planner = Planner::new(&args.holding, subject, &args.device, engine, step_tokens)?;
     let room = room(&args.device, planner.wanted.compute);
+    if let Some(room) = room.as_ref().filter(|_| models == Models::One && args.device.device() != Device::Cpu)
+    {
+        planner.take_more_sequences(room.bytes)?;
+    }
     let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
     if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
         let all = human_bytes(holding.options.swap_bytes as u64);
@@ -203,6 +221,33 @@ impl<'a> Planner<'a> {
         Ok(self.complete(base, pages, remembered))
     }
 
+    /// Takes more sequences than the default, if their number is not given: as many as fit into half of `room`, so that
+    /// other programs keep theirs, or into all of it if the memory has a limit.
+    ///
+    /// # Errors
+    /// Errors of the plan.
+    pub fn take_more_sequences(&mut self, room: u64) -> Result<()> {
+        if self.args.sequences.is_some() {
+            return Ok(());
+        }
+        let room = if self.model.device.is_limited() { room } else { room / 2 };
+        let remembered = self.wanted.checkpoints.saturating_sub(self.wanted.sequences);
+        let mut sequences = SEQUENCES_MOST;
+        while sequences > self.wanted.sequences {
+            let pages = self.wanted.pool_pages.unwrap_or(0);
+            let suitable = pages.max(sequences * TOKENS_EACH / AttentionSpec::PAGE);
+            let pages = if self.args.kv_cache.is_some() { pages } else { suitable };
+            let more = self.complete(EngineOptions { sequences, ..self.wanted }, pages, remembered);
+            let quick = self.model.plans(EngineOptions { largest_steps: true, ..more })?;
+            if quick.beyond_limit(self.model.device).is_none() && quick.needed() <= room {
+                self.wanted = more;
+                return Ok(());
+            }
+            sequences /= 2;
+        }
+        Ok(())
+    }
+
     /// Sets the numbers of pages and of remembered states, and all bounds that depend on them. Requested pages are all
     /// taken: those that no sequence needs keep remembered prefixes. Otherwise there are no more than sequences need.
     fn complete(&self, base: EngineOptions, pages: usize, remembered: usize) -> EngineOptions {
@@ -285,7 +330,8 @@ fn all_pages(options: &EngineOptions) -> usize {
     options.sequences * options.context.div_ceil(AttentionSpec::PAGE)
 }
 
-/// The default number of sequences: [`SEQUENCES_DEFAULT`] on a GPU, one per core on a CPU, within bounds.
+/// The default number of sequences before memory is looked at: [`SEQUENCES_DEFAULT`] on a GPU, one per core on a CPU,
+/// within bounds.
 fn default_sequences(is_gpu: bool) -> usize {
     let cores = std::thread::available_parallelism().map_or(SEQUENCES_LEAST, usize::from);
     if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_LEAST, SEQUENCES_DEFAULT) }

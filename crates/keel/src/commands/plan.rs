@@ -15,7 +15,7 @@ use crate::failure::usage;
 use crate::output;
 use crate::placed_model::{DevicePlan, PlacedModel, Plans};
 use crate::report::{categories, devices_table, driver_json, plan_table};
-use crate::server_plan::{self, ServerPlan};
+use crate::server_plan::{self, Models, ServerPlan};
 use crate::session;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
@@ -71,7 +71,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let subject = args.subject.subject(model.as_ref(), drafts)?;
     let placed = subject.on(device);
     if is_server {
-        let ServerPlan { options, plans } = server_plan::plan_server(&args.server, &subject)?;
+        let ServerPlan { options, plans } = server_plan::plan_server(&args.server, &subject, Models::One)?;
         let requests = Some(args.server.request_memory());
         return Printed { placed, options, plans, requests }.print(args.json, verbose);
     }

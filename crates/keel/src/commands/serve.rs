@@ -245,7 +245,7 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) 
         None => named::of(&model),
     };
     server_options.prefix_store = prefix_store(args, &model, None)?;
-    let options = server_plan::plan_server(args, &Subject::of(&model))?.options;
+    let options = server_plan::plan_server(args, &Subject::of(&model), server_plan::Models::One)?.options;
     let text = with_image_preprocessor(text, args, &model, &options)?;
     listen(args, text, server_options, options, |device| {
         let session = Session::load(device, &model, options)?;
@@ -264,7 +264,7 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         let model = format!("{:?} {}{}", args.engine.options().compute, subject.json, shape.flags());
         server_options.prefix_store = Some(PrefixStore { folder: folder.clone(), model });
     }
-    let options = server_plan::plan_server(args, &subject)?.options;
+    let options = server_plan::plan_server(args, &subject, server_plan::Models::One)?.options;
     tracing::warn!(
         "the weights of {} are random: answers mean nothing, and texts are read and written in bytes",
         subject.name

@@ -11,7 +11,7 @@ use super::named::{self, Named};
 use super::{ServeOptions, device, prefix_store, second_signal, server_options, tasks, warn_if_open};
 use crate::args::Subject;
 use crate::failure::usage;
-use crate::server_plan::{self, ServerPlan};
+use crate::server_plan::{self, Models, ServerPlan};
 use crate::session::{self, Session};
 use crate::source;
 use crate::vision;
@@ -59,7 +59,8 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
     let model = source::open(Some(&named.model), mmproj)?;
     let text = ModelText::new(&model.text_files()?)?;
     let id = named.name.clone().unwrap_or_else(|| named::of(&model));
-    let ServerPlan { options, plans } = server_plan::plan_server(args, &Subject::of(&model))?;
+    let ServerPlan { options, plans } =
+        server_plan::plan_server(args, &Subject::of(&model), Models::Several)?;
     let (bytes, tower_bytes) = (plans.model().total(), plans.tower.map_or(0, |tower| tower.total()));
     let tower = if tower_bytes > 0 {
         format!(", and {} on the CPU", human_bytes(tower_bytes))
