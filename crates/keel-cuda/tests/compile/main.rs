@@ -1,0 +1,101 @@
+//! Every kernel compiles for every supported generation of GPUs. This needs the compiler, but no GPU.
+
+mod attention;
+mod elementary;
+mod keys;
+mod products;
+mod rows;
+mod sequences;
+
+use keel_cuda::kernels::{KernelKey, SOURCES, Source};
+use keel_cuda::{Architecture, CudaError, compile};
+use keys::Keys;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const ARCHITECTURES: [(u32, u32); 3] = [(8, 0), (9, 0), (12, 0)];
+
+/// At least one compilation for each entry point, together with its variants.
+fn keys() -> Vec<KernelKey> {
+    let mut keys = Keys::default();
+    let families: [fn(&mut Keys); 6] = [
+        elementary::keys,
+        rows::keys,
+        products::keys,
+        products::block_keys,
+        sequences::keys,
+        attention::keys,
+    ];
+    families.into_iter().for_each(|family| family(&mut keys));
+    keys.0
+}
+
+/// Names of the entry points of a source: the word before the first parenthesis that opens parameters.
+fn entries(source: &Source) -> Vec<&str> {
+    let kernels = source.text.split("extern \"C\" __global__").skip(1);
+    let name = |text: &'static str| {
+        let text = match text.trim_start().strip_prefix("void __launch_bounds__(") {
+            Some(bounds) => bounds.split_once(')').map_or(bounds, |(_, rest)| rest),
+            None => text,
+        };
+        let head = text.split('(').next().unwrap_or("").trim_end();
+        head.rsplit(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("")
+    };
+    kernels.map(name).collect()
+}
+
+#[test]
+fn every_entry_point_is_in_the_list() {
+    let keys = keys();
+    for source in SOURCES {
+        for entry in entries(source) {
+            let listed = keys.iter().any(|key| key.file == source.file && key.entry == entry);
+            assert!(listed, "{}: {entry} is compiled by no test", source.file);
+        }
+    }
+}
+
+/// A launch lets all kernels overlap except a user's. A kernel that does not wait would run before its input is there.
+#[test]
+fn every_kernel_waits_for_its_inputs() {
+    for source in SOURCES {
+        for body in source.text.split("extern \"C\" __global__").skip(1) {
+            let waits = body.contains("take_turn();") || body.contains("wait_for_inputs();");
+            let name = body.split('(').next().unwrap_or_default();
+            assert!(waits, "{}: {name} does not wait", source.file);
+        }
+    }
+}
+
+#[test]
+fn every_kernel_compiles_for_every_architecture() {
+    let keys = keys();
+    let hoppers = |key: &KernelKey| {
+        ["linear_panels", "linear_tiled", "attention_prefill_wide"].contains(&key.entry)
+            || key.defines.contains(&("BULK", "1".into()))
+    };
+    let tasks: Vec<_> = ARCHITECTURES
+        .into_iter()
+        .flat_map(|capability| keys.iter().map(move |key| (capability, key)))
+        .filter(|(capability, key)| *capability == (9, 0) || !hoppers(key))
+        .collect();
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let compile_all = || {
+        while let Some((capability, key)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match compile(key, Architecture { capability: *capability }) {
+                Ok(code) => assert!(!code.is_empty(), "{}", key.name()),
+                Err(error @ CudaError::Missing { .. })
+                    if std::env::var_os("KEEL_REQUIRE_NVRTC").is_none() =>
+                {
+                    keel_testkit::skipped!("needs the compiler of kernels: {error}");
+                    return;
+                }
+                Err(error) => failures.lock().expect("nobody panics").push(error.to_string()),
+            }
+        }
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| (0..workers).for_each(|_| _ = scope.spawn(compile_all)));
+    let failures = failures.into_inner().expect("nobody panics");
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
