@@ -11,7 +11,7 @@ use keel_array::{
     Array, ArrayError, Category, Compute, DType, Peers, RowBlock, RowData, Runtime, RuntimeOptions, Weight,
     WeightFormat, WeightSpec,
 };
-use keel_cuda::{CudaBackend, CudaOptions, Survey};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Survey};
 use keel_testkit::checks;
 
 fn planner(options: &CudaOptions) -> Runtime {
@@ -50,17 +50,21 @@ fn planned(
 fn exchanges_and_their_scratch_are_planned() {
     const LEN: usize = 3 * 4096;
     let sum_bytes = 4 * LEN;
-    for (count, deterministic, scratch) in
-        [(2, false, 0), (2, true, 0), (3, false, 0), (3, true, 3 * sum_bytes), (4, true, 4 * sum_bytes)]
-    {
+    for (count, determinism, scratch) in [
+        (2, Determinism::Off, 0),
+        (2, Determinism::Steps, 0),
+        (3, Determinism::Off, 0),
+        (3, Determinism::Steps, 3 * sum_bytes),
+        (4, Determinism::Steps, 4 * sum_bytes),
+    ] {
         let peers = Peers { first: 0, count };
-        for options in options(count, count, deterministic) {
+        for options in options(count, count, determinism) {
             for (sum, name, bytes) in
                 [(SUMS[0], "all_reduce", sum_bytes), (SUMS[1], "reduce_scatter", sum_bytes / count)]
             {
                 let (names, arena_bytes) = planned(&options, sum, peers, LEN).expect("a program");
                 assert_eq!(names, [name, "all_gather"]);
-                assert_eq!(arena_bytes, bytes + scratch, "{count} devices, deterministic: {deterministic}");
+                assert_eq!(arena_bytes, bytes + scratch, "{count} devices, {determinism:?}");
             }
         }
     }
@@ -76,7 +80,7 @@ fn exchanges_that_cannot_happen_are_refused_by_the_plan() {
     for alone in refusals(&CudaOptions::default(), Peers { first: 0, count: 2 }) {
         assert!(alone.contains("this device is alone; make a group of devices first"), "{alone}");
     }
-    let four = options(4, 2, false);
+    let four = options(4, 2, Determinism::Off);
     for (peers, reason) in [
         (Peers { first: 0, count: 3 }, "GPUs do that with their stage, 0..2, or with all"),
         (Peers { first: 2, count: 2 }, "device 0 is not one of the devices 2..4"),
@@ -97,7 +101,7 @@ fn exchanges_that_cannot_happen_are_refused_by_the_plan() {
 fn residual_and_norm_around_a_sum_are_parts_of_products() {
     const K: usize = 256;
     for rows in [1, 12] {
-        let options = &options(2, 2, false)[1];
+        let options = &options(2, 2, Determinism::Off)[1];
         let runtime = planner(options);
         let weight = |rows, cols| {
             let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
@@ -122,16 +126,16 @@ fn residual_and_norm_around_a_sum_are_parts_of_products() {
 }
 
 /// All GPUs, in two stages or as one. One GPU may stand for several.
-fn ranks(deterministic: bool) -> Option<Vec<Rank>> {
+fn ranks(determinism: Determinism) -> Option<Vec<Rank>> {
     let found = common::gpus()?;
     let count = if found == 1 || found >= 4 { 4 } else { 2 };
-    Some(common::open(found, count, 2, deterministic))
+    Some(common::open(found, count, 2, determinism))
 }
 
 #[test]
 fn gpus_agree_with_the_oracle_and_keep_nothing() {
-    for deterministic in [false, true] {
-        let Some(ranks) = separate_gpus(deterministic) else { return };
+    for determinism in [Determinism::Off, Determinism::Steps] {
+        let Some(ranks) = separate_gpus(determinism) else { return };
         let runtimes: Vec<Runtime> = ranks.into_iter().map(|rank| rank.runtime).collect();
         let own: Vec<u64> = runtimes.iter().map(|runtime| runtime.ledger().active().total()).collect();
         checks::exchange(&runtimes);
@@ -144,8 +148,8 @@ fn gpus_agree_with_the_oracle_and_keep_nothing() {
 
 /// As [`ranks`], for tests that do not end on a GPU that ranks share: the ranks share a context of the driver, which
 /// loads no kernels and captures no graph while a kernel of NCCL waits for a rank that waits for the driver.
-fn separate_gpus(deterministic: bool) -> Option<Vec<Rank>> {
-    let ranks = ranks(deterministic)?;
+fn separate_gpus(determinism: Determinism) -> Option<Vec<Rank>> {
+    let ranks = ranks(determinism)?;
     if Survey::take().gpus.len() == 1 {
         keel_testkit::skipped!("does not end on a GPU that ranks share");
         return None;
@@ -157,8 +161,8 @@ fn separate_gpus(deterministic: bool) -> Option<Vec<Rank>> {
 /// stages. All values are whole numbers, so any order of a sum has the same bits.
 #[test]
 fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
-    for deterministic in [false, true] {
-        let Some(ranks) = separate_gpus(deterministic) else { return };
+    for determinism in [Determinism::Off, Determinism::Steps] {
+        let Some(ranks) = separate_gpus(determinism) else { return };
         let (count, shares) = (ranks.len(), 2);
         let value = |rank: usize, i: usize| (1000 * rank + i % 977) as f32;
         for len in [65_537, 300_001] {
@@ -220,7 +224,7 @@ fn stages_multiply_long_messages() {
         return;
     };
     for rows in [100, 1024, 2048, 3000] {
-        let ranks = common::open(found, 2, 1, false);
+        let ranks = common::open(found, 2, 1, Determinism::Off);
         let spec = WeightSpec {
             experts: 1,
             rows: 1024,
@@ -264,7 +268,7 @@ fn stages_multiply_long_messages() {
 /// Short arrays are added by mailboxes, where GPUs have them, and long ones by NCCL.
 #[test]
 fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
-    let Some(ranks) = separate_gpus(false) else { return };
+    let Some(ranks) = separate_gpus(Determinism::Off) else { return };
     let want = (1..=ranks.len()).sum::<usize>() as f32;
     let sums_of =
         |len, sums| -> Vec<Prepared> { ranks.iter().map(|rank| Prepared::sums(rank, len, sums)).collect() };
@@ -301,7 +305,7 @@ fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
 /// all the same, whatever is written after.
 #[test]
 fn writes_that_wait_while_exchanges_end_arrive() {
-    let Some(ranks) = ranks(false) else { return };
+    let Some(ranks) = ranks(Determinism::Off) else { return };
     let rank = &ranks[0];
     let [first, second] = [(); 2].map(|()| rank.array(1000, DType::F32));
     for round in 0..3u16 {
@@ -322,7 +326,7 @@ fn writes_that_wait_while_exchanges_end_arrive() {
 #[test]
 fn gpus_close_after_a_failure() {
     for len in [1000, 70_000] {
-        let Some(ranks) = ranks(false) else { return };
+        let Some(ranks) = ranks(Determinism::Off) else { return };
         let prepared: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, len, 1)).collect();
         let start = Instant::now();
         on_each(&ranks, &prepared, |rank, prepared| {

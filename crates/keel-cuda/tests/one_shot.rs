@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{Prepared, Rank, on_each};
 use keel_array::{Array, DType};
+use keel_cuda::Determinism;
 
 /// Floats of the longest array that is added in one shot.
 const LEN_MAX: usize = 65_536;
@@ -21,10 +22,10 @@ fn took_one_shot(rank: &Rank) -> bool {
 }
 
 /// Up to four GPUs as one stage, or several ranks of one GPU.
-fn ranks(deterministic: bool) -> Option<Vec<Rank>> {
+fn ranks(determinism: Determinism) -> Option<Vec<Rank>> {
     let found = common::gpus()?;
     let count = if found == 1 { 3 } else { found.min(4) };
-    let ranks = common::open(found, count, count, deterministic);
+    let ranks = common::open(found, count, count, determinism);
     for rank in &ranks {
         // Loads the kernels that deliver what the host writes.
         let x = rank.array(1, DType::F32);
@@ -62,12 +63,12 @@ fn sum_from(rank: &Rank, len: usize, offset: usize) -> Prepared {
 #[test]
 fn sums_have_the_bits_of_the_order_of_ranks_at_any_length_and_offset() {
     let lens = [1, 2, 3, 4, 5, 1023, 1024, 1025, 5120, 16_385, LEN_MAX - 1, LEN_MAX, LEN_MAX + 1];
-    for deterministic in [false, true] {
-        let Some(ranks) = ranks(deterministic) else { return };
+    for determinism in [Determinism::Off, Determinism::Steps] {
+        let Some(ranks) = ranks(determinism) else { return };
         let count = ranks.len();
         for (len, offset) in lens.into_iter().flat_map(|len| (0..4).map(move |offset| (len, offset))) {
             // NCCL adds more than two arrays in its own order.
-            if len > LEN_MAX && count > 2 && !deterministic {
+            if len > LEN_MAX && count > 2 && determinism == Determinism::Off {
                 continue;
             }
             let prepared: Vec<Prepared> = ranks.iter().map(|rank| sum_from(rank, len, offset)).collect();
@@ -94,7 +95,7 @@ fn sums_have_the_bits_of_the_order_of_ranks_at_any_length_and_offset() {
 #[test]
 fn sums_of_any_bits_end() {
     const LEN: usize = 5000;
-    let Some(ranks) = ranks(false) else { return };
+    let Some(ranks) = ranks(Determinism::Off) else { return };
     let all_ones = f32::from_bits(u32::MAX);
     let values = [all_ones, -0.0, 0.0, f32::INFINITY, f32::MIN_POSITIVE / 4.0, 3.5, f32::NAN];
     let value = |rank: usize, i: usize| values[(i / values.len().pow(rank as u32)) % values.len()];
@@ -121,7 +122,7 @@ fn sums_of_any_bits_end() {
 #[test]
 fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {
     const ROUNDS: usize = 100;
-    let Some(ranks) = ranks(false) else { return };
+    let Some(ranks) = ranks(Determinism::Off) else { return };
     let mean = 1.0 / ranks.len() as f32;
     let chains = |rank: &Rank| {
         Prepared::new(rank, [1000, 20_000].map(|len| rank.array(len, DType::F32)).to_vec(), |start| {
@@ -156,7 +157,7 @@ fn sums_that_follow_each_other_in_graphs_read_no_other_sum() {
 /// The first rank comes to some sums, and then fails. The others have begun a sum in either parity.
 #[test]
 fn ranks_that_wait_for_one_that_failed_between_two_sums_get_an_error_and_all_meet_again() {
-    let Some(ranks) = ranks(false) else { return };
+    let Some(ranks) = ranks(Determinism::Off) else { return };
     let want = (1..=ranks.len()).sum::<usize>() as f32;
     let again: Vec<Prepared> = ranks.iter().map(|rank| Prepared::sums(rank, 5000, 1)).collect();
     for come in 1..=4 {

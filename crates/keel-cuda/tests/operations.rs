@@ -7,7 +7,7 @@
 //!   under which all cases take too long.
 
 use keel_array::{Backend, Runtime, RuntimeOptions};
-use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision};
 use keel_testkit::checks::{self, Listed, watch_cases};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,13 +45,8 @@ impl Way {
 
     fn backend(self) -> Arc<CudaBackend> {
         let precision = if self == Way::Exact { Precision::F32 } else { Precision::Fast };
-        let deterministic = self == Way::FastDeterministic;
-        let options = CudaOptions {
-            precision,
-            determinism: deterministic.into(),
-            poison_freed: true,
-            ..CudaOptions::default()
-        };
+        let determinism = if self == Way::FastDeterministic { Determinism::Steps } else { Determinism::Off };
+        let options = CudaOptions { precision, determinism, poison_freed: true, ..CudaOptions::default() };
         Arc::new(CudaBackend::new(&options).expect("a GPU"))
     }
 }

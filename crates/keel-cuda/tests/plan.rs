@@ -4,7 +4,7 @@ use keel_array::{
     Array, AttentionSpec, Backend, Batch, Category, Compute, ConvWindow, DType, KvPool, Program, Regime,
     RopeSpec, Routing, RowLog, Runtime, RuntimeOptions, SharedExpert, Weight, WeightFormat, WeightSpec,
 };
-use keel_cuda::{CudaBackend, CudaOptions};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use std::sync::Arc;
 
@@ -119,8 +119,8 @@ fn batch_of_one(runtime: &Runtime) -> Batch {
 }
 
 /// Names of the kernels of a layer with attention, each with those that it has absorbed.
-fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
-    let options = CudaOptions { determinism: deterministic.into(), ..CudaOptions::default() };
+fn layer(rows: usize, regime: Regime, determinism: Determinism) -> Vec<String> {
+    let options = CudaOptions { determinism, ..CudaOptions::default() };
     let runtime = Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default());
     let (queries, gate_up, down) =
         (weight(&runtime, 512, K), weight(&runtime, 2 * 512, 512), weight(&runtime, K, 512));
@@ -149,22 +149,22 @@ fn layer(rows: usize, regime: Regime, deterministic: bool) -> Vec<String> {
 #[test]
 fn in_the_deterministic_mode_the_kernels_of_a_regime_are_always_the_same() {
     for regime in [Regime::Prefill, Regime::Decode] {
-        let one = layer(1, regime, true);
+        let one = layer(1, regime, Determinism::Steps);
         for rows in [7, 16, 17, 64, 300] {
-            assert_eq!(layer(rows, regime, true), one, "{regime:?}, {rows} rows");
+            assert_eq!(layer(rows, regime, Determinism::Steps), one, "{regime:?}, {rows} rows");
         }
     }
-    assert_eq!(layer(300, Regime::Decode, true), layer(1, Regime::Decode, false));
+    assert_eq!(layer(300, Regime::Decode, Determinism::Steps), layer(1, Regime::Decode, Determinism::Off));
     assert_ne!(
-        layer(17, Regime::Decode, false),
-        layer(16, Regime::Decode, false),
+        layer(17, Regime::Decode, Determinism::Off),
+        layer(16, Regime::Decode, Determinism::Off),
         "the fast mode counts rows"
     );
 }
 
 /// Kernels of a product with a bias, and of one that is added to a residual. The weight is dense.
-fn biased(rows: usize, deterministic: bool) -> Vec<String> {
-    let options = CudaOptions { determinism: deterministic.into(), ..CudaOptions::default() };
+fn biased(rows: usize, determinism: Determinism) -> Vec<String> {
+    let options = CudaOptions { determinism, ..CudaOptions::default() };
     let runtime = Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default());
     let format = WeightFormat::Dense(DType::BF16);
     let weight = |rows, cols| {
@@ -184,11 +184,11 @@ fn biased(rows: usize, deterministic: bool) -> Vec<String> {
 
 #[test]
 fn a_bias_is_added_within_the_product_that_the_library_runs() {
-    assert_eq!(biased(17, false), ["add [\"linear\"]", "fused [\"linear\"]"]);
-    assert_eq!(biased(300, false), biased(17, false));
+    assert_eq!(biased(17, Determinism::Off), ["add [\"linear\"]", "fused [\"linear\"]"]);
+    assert_eq!(biased(300, Determinism::Off), biased(17, Determinism::Off));
     let apart = ["linear []", "add []", "linear []", "fused []"];
-    assert_eq!(biased(16, false), apart, "few rows have a kernel of their own");
-    assert_eq!(biased(300, true), apart, "in blocks of rows");
+    assert_eq!(biased(16, Determinism::Off), apart, "few rows have a kernel of their own");
+    assert_eq!(biased(300, Determinism::Steps), apart, "in blocks of rows");
 }
 
 /// Kernels of a prompt's attention with rotations of heads of 64, up to the one that attends.

@@ -4,7 +4,7 @@ use keel_array::{
     Array, AttentionSpec, Batch, Category, Compute, DType, KvPool, Program, Regime, Runtime, RuntimeOptions,
     Weight, WeightFormat, WeightSpec,
 };
-use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision};
 use std::sync::Arc;
 
 const K: usize = 256;
@@ -14,18 +14,22 @@ const K: usize = 256;
 struct Setting {
     compute: Compute,
     rows: usize,
-    deterministic: bool,
+    determinism: Determinism,
     precision: Precision,
 }
 
 /// Prompts in 8-bit floats.
-const EIGHT_BITS: Setting =
-    Setting { compute: Compute::PrefillFp8, rows: 300, deterministic: false, precision: Precision::Fast };
+const EIGHT_BITS: Setting = Setting {
+    compute: Compute::PrefillFp8,
+    rows: 300,
+    determinism: Determinism::Off,
+    precision: Precision::Fast,
+};
 
 impl Setting {
     fn runtime(self) -> Runtime {
-        let Setting { deterministic, precision, .. } = self;
-        let options = CudaOptions { determinism: deterministic.into(), precision, ..CudaOptions::default() };
+        let Setting { determinism, precision, .. } = self;
+        let options = CudaOptions { determinism, precision, ..CudaOptions::default() };
         Runtime::new(Arc::new(CudaBackend::planning(&options)), RuntimeOptions::default())
     }
 
@@ -85,7 +89,7 @@ fn gates_of_products_in_8_bits_take_16_bits() {
     for (compute, rows) in [(Compute::Auto, 300), (Compute::Auto, 3000), (Compute::Bf16, 3000)] {
         assert_eq!(gates(Setting { compute, rows, ..EIGHT_BITS }, false).0, WIDE, "{compute:?}");
     }
-    let deterministic = Setting { deterministic: true, ..EIGHT_BITS };
+    let deterministic = Setting { determinism: Determinism::Steps, ..EIGHT_BITS };
     assert_eq!(gates(deterministic, false).0[0], DType::F32, "deterministic");
 }
 
@@ -124,7 +128,7 @@ fn attention_before_a_product_in_8_bits_takes_16_bits() {
     assert_eq!(attended(EIGHT_BITS, Some(100), DType::F16, false), WIDE, "in several launches");
     assert_eq!(attended(EIGHT_BITS, None, DType::F32, false), WIDE, "not on tensor cores");
     let f32 = Setting { precision: Precision::F32, ..EIGHT_BITS };
-    let deterministic = Setting { deterministic: true, ..EIGHT_BITS };
+    let deterministic = Setting { determinism: Determinism::Steps, ..EIGHT_BITS };
     let auto = Setting { compute: Compute::Auto, rows: 3000, ..EIGHT_BITS };
     let few = Setting { rows: 200, ..EIGHT_BITS };
     for (setting, why) in

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::{Expected, all_logits, argmax, engine, exact, expected, fixture, models};
 use keel_array::{Compute, Runtime, RuntimeOptions};
-use keel_cuda::{CudaBackend, CudaOptions, Precision};
+use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision};
 use keel_engine::{Engine, EngineOptions};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 
@@ -15,12 +15,13 @@ use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 struct Setting {
     name: &'static str,
     compute: Compute,
-    deterministic: bool,
+    determinism: Determinism,
     error_max: f32,
 }
 
 /// The default, whose activations may have 8 bits. [`fast_bound`] gives its bounds.
-const FAST: Setting = Setting { name: "fast", compute: Compute::Auto, deterministic: false, error_max: 0.0 };
+const FAST: Setting =
+    Setting { name: "fast", compute: Compute::Auto, determinism: Determinism::Off, error_max: 0.0 };
 
 /// The bound of the fast mode, about twice the measured distance (`docs/notebook/numerics.md`).
 struct FastBound {
@@ -54,19 +55,28 @@ fn middle_row(got: &[f32], want: &[f32], width: usize) -> f32 {
 }
 
 const SETTINGS: [Setting; 4] = [
-    Setting { name: "f32", compute: Compute::F32, deterministic: false, error_max: 1e-4 },
-    Setting { name: "f32, deterministic", compute: Compute::F32, deterministic: true, error_max: 1e-4 },
-    Setting { name: "bf16", compute: Compute::Bf16, deterministic: false, error_max: 2e-2 },
-    Setting { name: "bf16, deterministic", compute: Compute::Bf16, deterministic: true, error_max: 2e-2 },
+    Setting { name: "f32", compute: Compute::F32, determinism: Determinism::Off, error_max: 1e-4 },
+    Setting {
+        name: "f32, deterministic",
+        compute: Compute::F32,
+        determinism: Determinism::Steps,
+        error_max: 1e-4,
+    },
+    Setting { name: "bf16", compute: Compute::Bf16, determinism: Determinism::Off, error_max: 2e-2 },
+    Setting {
+        name: "bf16, deterministic",
+        compute: Compute::Bf16,
+        determinism: Determinism::Steps,
+        error_max: 2e-2,
+    },
 ];
 
 impl Setting {
     fn engine(&self, folder: &std::path::Path) -> Engine {
         let precision = if self.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
-        let deterministic = self.deterministic;
         let options = CudaOptions {
             precision,
-            determinism: deterministic.into(),
+            determinism: self.determinism,
             poison_freed: true,
             ..CudaOptions::default()
         };

@@ -23,12 +23,6 @@ pub enum Determinism {
     Devices,
 }
 
-impl From<bool> for Determinism {
-    fn from(across_steps: bool) -> Determinism {
-        if across_steps { Determinism::Steps } else { Determinism::Off }
-    }
-}
-
 /// The options that decide which kernels run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mode {

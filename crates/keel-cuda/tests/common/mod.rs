@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use keel_array::{Array, ArrayError, Category, DType, Executable, Group, Peers, Runtime, RuntimeOptions};
-use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Survey};
+use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Survey};
 
 pub struct Rank {
     pub backend: Arc<CudaBackend>,
@@ -41,10 +41,10 @@ pub fn gpus() -> Option<usize> {
 }
 
 /// Options of the devices of a group.
-pub fn options(count: usize, shares: usize, deterministic: bool) -> Vec<CudaOptions> {
+pub fn options(count: usize, shares: usize, determinism: Determinism) -> Vec<CudaOptions> {
     let of = |(ordinal, group)| CudaOptions {
         ordinal,
-        determinism: deterministic.into(),
+        determinism,
         poison_freed: true,
         group: Some(group),
         ..CudaOptions::default()
@@ -53,13 +53,13 @@ pub fn options(count: usize, shares: usize, deterministic: bool) -> Vec<CudaOpti
 }
 
 /// The ranks of a group on `gpus` GPUs.
-pub fn open(gpus: usize, count: usize, shares: usize, deterministic: bool) -> Vec<Rank> {
+pub fn open(gpus: usize, count: usize, shares: usize, determinism: Determinism) -> Vec<Rank> {
     let open = |mut options: CudaOptions| {
         options.ordinal %= gpus;
         let backend = Arc::new(CudaBackend::new(&options).expect("a GPU, and NCCL"));
         Rank { runtime: Runtime::new(Arc::clone(&backend) as _, RuntimeOptions::default()), backend }
     };
-    options(count, shares, deterministic).into_iter().map(open).collect()
+    options(count, shares, determinism).into_iter().map(open).collect()
 }
 
 /// A rank's prepared program, which is a graph from its second run on. Its kernels are loaded: on a GPU that ranks

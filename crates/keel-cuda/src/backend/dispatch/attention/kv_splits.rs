@@ -66,7 +66,7 @@ fn shares_by_position(keys: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Precision;
+    use crate::backend::{Determinism, Precision};
 
     #[test]
     fn shares_by_position_hold_every_key() {
@@ -74,25 +74,27 @@ mod tests {
         assert_eq!([12_289, 131_072].map(shares_by_position), [33, 81]);
     }
 
-    fn count(regime: Regime, [rows, sequences, pages]: [usize; 3], deterministic: bool) -> usize {
+    fn count(regime: Regime, [rows, sequences, pages]: [usize; 3], determinism: Determinism) -> usize {
         let spec = AttentionSpec { scale: 1.0.into(), window: None, regime };
-        let mode = Mode { precision: Precision::Fast, determinism: deterministic.into() };
+        let mode = Mode { precision: Precision::Fast, determinism };
         shares(&spec, &Shape::from([rows, 16, 256]), 4, &Shape::from([sequences, pages]), mode).count
     }
 
     #[test]
     fn in_the_deterministic_mode_shares_do_not_depend_on_the_batch() {
-        let decode = |sequences: usize, deterministic| {
-            count(Regime::Decode, [sequences, sequences, 32], deterministic)
-        };
-        assert!([2, 20, 200].iter().all(|&sequences| decode(sequences, true) == decode(1, true)));
-        assert_ne!(decode(1, false), decode(20, false), "the fast mode shares for the device");
-        assert!([64, 100, 2048].iter().all(|&rows| count(Regime::Prefill, [rows, 1, 512], true) == 1));
+        let decode =
+            |sequences: usize, determinism| count(Regime::Decode, [sequences, sequences, 32], determinism);
+        let steps = |sequences| decode(sequences, Determinism::Steps);
+        assert!([2, 20, 200].into_iter().all(|sequences| steps(sequences) == steps(1)));
+        let [one, many] = [1, 20].map(|sequences| decode(sequences, Determinism::Off));
+        assert_ne!(one, many, "the fast mode shares for the device");
+        let prefill = |rows| count(Regime::Prefill, [rows, 1, 512], Determinism::Steps);
+        assert!([64, 100, 2048].into_iter().all(|rows| prefill(rows) == 1));
     }
 
     #[test]
     fn few_rows_of_a_prompt_share_keys_as_far_as_these_are_worth_it() {
-        let prefill = |rows, pages| count(Regime::Prefill, [rows, 1, pages], false);
+        let prefill = |rows, pages| count(Regime::Prefill, [rows, 1, pages], Determinism::Off);
         assert_eq!([64, 100, 300, 1024, 2048].map(|rows| prefill(rows, 512)), [16, 8, 3, 1, 1]);
         assert_eq!([1, 2, 7].map(|pages| prefill(64, pages)), [1, 2, 7]);
     }
