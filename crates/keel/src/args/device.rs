@@ -3,6 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use anyhow::Result;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 pub use evenkeel::Device;
 use evenkeel::{Determinism, DeviceOptions};
@@ -45,8 +46,11 @@ pub struct DeviceArgs {
     /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4 of
     /// --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU plain
     /// --deterministic does it.
-    #[arg(long, value_enum, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "steps")]
-    deterministic: Option<SameBits>,
+    #[arg(
+        long, value_name = "WHAT", value_parser = determinism_parser(),
+        num_args = 0..=1, require_equals = true, default_missing_value = "steps",
+    )]
+    deterministic: Option<Determinism>,
     /// Hard limit on tensor memory, for example 800M or 1.5Gi; with --devices, of each device, or one for each:
     /// 8Gi,4Gi. A pipeline then gives a device layers in proportion to its limit. With --vision-device it bounds the
     /// model's device, not the tower's. The default on a GPU is its free memory minus 512 MiB for code of kernels and
@@ -68,15 +72,6 @@ enum VisionDevice {
     Cpu,
 }
 
-/// The value of `--deterministic`: what does not change bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum SameBits {
-    /// How work is cut into steps.
-    Steps,
-    /// Also how many devices share a layer.
-    Devices,
-}
-
 /// The device chosen for `auto`, and the reason in one line.
 #[derive(Clone, Debug)]
 struct Chosen {
@@ -93,6 +88,16 @@ fn parse_device(text: &str) -> Result<Wanted, String> {
         Some(("cuda", n)) => number(n).map(Wanted::Only),
         _ => Err("there is no such device; use auto, cpu, or cuda:0".into()),
     }
+}
+
+/// The value of `--deterministic`: what does not change bits.
+fn determinism_parser() -> impl TypedValueParser<Value = Determinism> {
+    let steps = PossibleValue::new("steps").help("How work is cut into steps");
+    let devices = PossibleValue::new("devices").help("Also how many devices share a layer");
+    PossibleValuesParser::new([steps, devices]).map(|name| match &*name {
+        "devices" => Determinism::Devices,
+        _ => Determinism::Steps,
+    })
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -135,11 +140,7 @@ impl DeviceArgs {
             threads: self.threads.map(|n| n as usize),
             isa: self.cpu_isa.map(Isa::from),
             resident: self.resident,
-            determinism: match self.deterministic {
-                None => Determinism::Off,
-                Some(SameBits::Steps) => Determinism::Steps,
-                Some(SameBits::Devices) => Determinism::Devices,
-            },
+            determinism: self.deterministic.unwrap_or_default(),
             memory_limit: self.memory_limit.first().copied(),
         }
     }
@@ -174,7 +175,7 @@ impl DeviceArgs {
     /// limits, and not one for each device.
     pub fn check(&self) -> Result<()> {
         self.split.check()?;
-        if matches!(self.deterministic, Some(SameBits::Devices)) && self.split.is_split() {
+        if self.deterministic == Some(Determinism::Devices) && self.split.is_split() {
             let shares = self.split.grid()?.shares;
             if !matches!(shares, 1 | 2 | 4) {
                 return Err(usage(format!(
@@ -241,10 +242,10 @@ impl DeviceArgs {
         if let Some(isa) = self.cpu_isa.and_then(|isa| isa.to_possible_value()) {
             flags += &format!(" --cpu-isa {}", isa.get_name());
         }
-        match self.deterministic {
-            None => {}
-            Some(SameBits::Steps) => flags += " --deterministic",
-            Some(SameBits::Devices) => flags += " --deterministic=devices",
+        match self.deterministic.unwrap_or_default() {
+            Determinism::Off => {}
+            Determinism::Steps => flags += " --deterministic",
+            Determinism::Devices => flags += " --deterministic=devices",
         }
         flags
     }
