@@ -49,6 +49,28 @@ pub enum CudaError {
         /// Its name for the error, and its explanation.
         reason: String,
     },
+    /// There is no memory for a call.
+    #[error("{call}: out of memory")]
+    OutOfMemory {
+        /// The function of the driver or of a library.
+        call: &'static str,
+    },
+    /// A device has too little free memory for what is taken outside of plans.
+    #[error(
+        "cuda:{ordinal} has too little free memory for {purpose}{}; nvidia-smi shows which programs hold its memory: \
+         end one of them, or choose another device ({call}: out of memory)",
+        free_of_total(*free_and_total)
+    )]
+    DeviceFull {
+        /// The device's number.
+        ordinal: usize,
+        /// What the memory is for.
+        purpose: &'static str,
+        /// Bytes that are free, and all bytes of the device; `None` if nothing tells.
+        free_and_total: Option<(u64, u64)>,
+        /// The function of the driver or of a library.
+        call: &'static str,
+    },
     /// Another device of the group has failed, or the connection to it.
     #[error("{reason}")]
     Peer {
@@ -69,6 +91,12 @@ pub enum CudaError {
 
 /// Result of this crate.
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
+
+/// In MiB, as nvidia-smi has them.
+fn free_of_total(bytes: Option<(u64, u64)>) -> String {
+    bytes
+        .map_or_else(String::new, |(free, total)| format!(": {} of {} MiB are free", free >> 20, total >> 20))
+}
 
 impl CudaError {
     /// The error as the array runtime reports it for an operation. One that follows from the failure of a peer names no

@@ -2,7 +2,7 @@
 
 use crate::driver::{
     BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, ResultType,
-    ScaleAddresses, driver,
+    ScaleAddresses, driver, explained,
 };
 use crate::error::Result;
 use std::sync::Arc;
@@ -10,6 +10,10 @@ use std::time::Instant;
 
 /// Bytes of a copy: far more than the caches hold.
 const COPY_BYTES: usize = 2 << 30;
+
+/// What the memory is for, in an error.
+const PURPOSE: &str = "the measurement of its rates, which takes 4 GiB";
+const _: () = assert!(2 * COPY_BYTES == 4 << 30);
 
 /// Extent of a square product: large enough to fill the chip.
 const PRODUCT: usize = 8192;
@@ -39,9 +43,11 @@ impl GpuPeaks {
     /// If the device or its libraries are not available, or less than 6 GiB of its memory are free.
     pub fn measure(ordinal: usize) -> Result<GpuPeaks> {
         let device = Arc::new(Device::open(ordinal)?);
+        let rates = copy_rate(&device).and_then(|copy| Ok((copy, product_rate(&device)?)));
+        let (copy_bytes_per_s, bf16_ops_per_s) = rates.map_err(explained(device.ordinal(), PURPOSE))?;
         Ok(GpuPeaks {
-            copy_bytes_per_s: copy_rate(&device)?,
-            bf16_ops_per_s: product_rate(&device)?,
+            copy_bytes_per_s,
+            bf16_ops_per_s,
             name: device.name.clone(),
             capability: device.capability,
             multiprocessors: device.multiprocessors,

@@ -13,7 +13,7 @@ mod staging;
 mod transfer;
 mod weights;
 
-use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules};
+use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules, OPENING, explained};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use group::Membership;
@@ -81,26 +81,12 @@ impl CudaBackend {
     ///
     /// # Errors
     /// - The driver, the compiler or cuBLASLt is missing or too old.
-    /// - There is no such device, or it is too old.
+    /// - There is no such device, it is too old, or its memory is full.
     /// - The device is in a group, and NCCL is missing.
     /// - The group is of this process alone, this is its last device, and connecting fails.
     pub fn new(options: &CudaOptions) -> Result<CudaBackend> {
         let device = Arc::new(Device::open(options.ordinal)?);
-        let gpu = Gpu {
-            session: Mutex::new(Session::new(&device)?),
-            membership: options.group.as_ref().map(|group| Membership::new(group, &device)).transpose()?,
-            modules: Modules::new(&device),
-            blas: Blas::new(&device)?,
-            listed: Mutex::default(),
-            is_held: AtomicBool::new(false),
-            captured: AtomicU64::new(0),
-            device,
-        };
-        if let Some(kernel) = options.group.as_ref().and_then(CudaGroup::one_shot_kernel) {
-            // On a GPU that several ranks share, a kernel might not be loaded while a peer's kernel waits for it.
-            gpu.device.bind()?;
-            gpu.modules.function(&kernel, 0)?;
-        }
+        let gpu = Gpu::open(&device, options.group.as_ref()).map_err(explained(device.ordinal(), OPENING))?;
         Ok(CudaBackend {
             name: format!("cuda:{} ({})", options.ordinal, gpu.device.name),
             mode: options.mode(),
@@ -144,6 +130,25 @@ impl CudaBackend {
 }
 
 impl Gpu {
+    fn open(device: &Arc<Device>, group: Option<&CudaGroup>) -> Result<Gpu> {
+        let gpu = Gpu {
+            session: Mutex::new(Session::new(device)?),
+            membership: group.map(|group| Membership::new(group, device)).transpose()?,
+            modules: Modules::new(device),
+            blas: Blas::new(device)?,
+            listed: Mutex::default(),
+            is_held: AtomicBool::new(false),
+            captured: AtomicU64::new(0),
+            device: Arc::clone(device),
+        };
+        if let Some(kernel) = group.and_then(CudaGroup::one_shot_kernel) {
+            // On a GPU that several ranks share, a kernel might not be loaded while a peer's kernel waits for it.
+            gpu.device.bind()?;
+            gpu.modules.function(&kernel, 0)?;
+        }
+        Ok(gpu)
+    }
+
     /// Whether the device has Hopper's matrix instructions, which no other generation has.
     fn has_wgmma(&self) -> bool {
         self.device.capability == (9, 0)

@@ -95,7 +95,10 @@ unsafe impl Send for Blas {}
 unsafe impl Sync for Blas {}
 
 fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
-    move |error| CudaError::Driver { call, reason: format!("{error:?}") }
+    move |error| match error.0 {
+        sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => CudaError::OutOfMemory { call },
+        _ => CudaError::Driver { call, reason: format!("{error:?}") },
+    }
 }
 
 /// Sets an attribute of a product.

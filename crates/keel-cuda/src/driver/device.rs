@@ -1,7 +1,7 @@
 //! A device: its context, its stream, and its properties.
 
 use super::nvml::Nvml;
-use super::{Event, check, driver};
+use super::{Event, OPENING, check, driver, explained};
 use crate::{CudaError, error::Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUresult, CUstream};
 use keel_array::DeviceUsage;
@@ -83,13 +83,13 @@ impl Device {
     /// Opens a device.
     ///
     /// # Errors
-    /// If there is no driver, it is too old, there is no such device, or it is too old.
+    /// If there is no driver, it is too old, there is no such device, it is too old, or its memory is full.
     pub fn open(ordinal: usize) -> Result<Device> {
         // SAFETY: asks the loader whether the library can be opened.
         if !unsafe { sys::is_culib_present() } {
             return Err(no_driver());
         }
-        let (mut found, mut count, mut device, mut context) = (0, 0, 0, std::ptr::null_mut());
+        let (mut found, mut count, mut device) = (0, 0, 0);
         // SAFETY: the pointers are to locals of the right types, and cuInit is called first.
         unsafe {
             driver!(cuInit(0))?;
@@ -104,7 +104,13 @@ impl Device {
         }
         // SAFETY: a device that exists.
         unsafe { driver!(cuDeviceGet(&mut device, ordinal as i32))? };
+        Device::start(device).map_err(explained(device, OPENING))
+    }
+
+    /// Makes the context and the streams of a device that exists.
+    fn start(device: CUdevice) -> Result<Device> {
         let before = Before::of(device);
+        let mut context = std::ptr::null_mut();
         // SAFETY: a device that exists; its primary context is released when this value is dropped.
         unsafe {
             driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
@@ -345,7 +351,7 @@ pub(crate) struct MemoryInfo {
 }
 
 /// Bytes of the device whose context is current.
-fn memory_info() -> Result<MemoryInfo> {
+pub(super) fn memory_info() -> Result<MemoryInfo> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: the pointers are to locals.
     unsafe { driver!(cuMemGetInfo_v2(&mut free, &mut total))? };

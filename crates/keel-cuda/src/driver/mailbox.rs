@@ -7,7 +7,7 @@ mod protocol;
 
 use super::device::DRAIN;
 use super::nccl::allows_peer_access;
-use super::{Device, GRANULE, PinnedBuffer, Reservation, driver};
+use super::{Device, GRANULE, OPENING, PinnedBuffer, Reservation, driver, explained};
 use crate::error::Result;
 use cudarc::driver::sys::CUdevice;
 use std::sync::Arc;
@@ -89,7 +89,7 @@ impl Mailboxes {
         for device in devices {
             device.bind()?;
             let Some(mut memory) = Reservation::shared(device, bytes, &ordinals)? else { return Ok(None) };
-            memory.grow(device, bytes)?;
+            memory.grow(device, bytes).map_err(explained(device.ordinal(), OPENING))?;
             let stop = PinnedBuffer::new(device, size_of::<u32>())?;
             mailboxes.by_rank.push(Mailbox { device: Arc::clone(device), memory, stop });
         }

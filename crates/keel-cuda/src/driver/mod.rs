@@ -15,6 +15,7 @@ mod modules;
 mod nccl;
 mod nvml;
 mod reservation;
+mod shortage;
 mod survey;
 
 pub(crate) use arguments::Arguments;
@@ -38,6 +39,7 @@ pub(crate) use nccl::{
 };
 pub(crate) use reservation::GRANULE;
 use reservation::Reservation;
+pub(crate) use shortage::{OPENING, explained};
 pub use survey::{GpuFacts, Survey, Version};
 
 use crate::CudaError;
@@ -48,6 +50,9 @@ use std::ffi::CStr;
 pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
     if code == CUresult::CUDA_SUCCESS {
         return Ok(());
+    }
+    if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        return Err(CudaError::OutOfMemory { call });
     }
     let text = |f: unsafe fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
         let mut text = std::ptr::null();

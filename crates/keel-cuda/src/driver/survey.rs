@@ -96,7 +96,7 @@ fn gpus() -> Result<Vec<GpuFacts>> {
     (0..count).map(facts).collect()
 }
 
-fn facts(ordinal: i32) -> Result<GpuFacts> {
+pub(super) fn facts(ordinal: i32) -> Result<GpuFacts> {
     let mut device: CUdevice = 0;
     let mut total = 0;
     // SAFETY: the pointers are to locals, the device exists.

@@ -9,7 +9,7 @@
 //! absent, the caller stops waiting, and that thread goes on by itself.
 
 use super::{CudaGroup, GroupIds, Links, Role};
-use crate::driver::{CudaMemory, Device, Nccl, Place};
+use crate::driver::{CudaMemory, Device, Nccl, OPENING, Place, explained};
 use crate::error::{CudaError, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -165,7 +165,10 @@ struct Wiring {
 
 impl Wiring {
     fn connect(self, ids: &GroupIds) -> Result<Vec<Links>> {
-        let words = |device| CudaMemory::zeroed(device, 2 * size_of::<f32>(), false);
+        let words = |device: &Arc<Device>| {
+            let words = CudaMemory::zeroed(device, 2 * size_of::<f32>(), false);
+            words.map_err(explained(device.ordinal(), OPENING))
+        };
         // Freed after the communicators, if these fail: their kernels may wait with it.
         let memory: Vec<CudaMemory> = self.devices.iter().map(words).collect::<Result<_>>()?;
         let links = self.links(ids)?;
