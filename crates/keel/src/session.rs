@@ -1,12 +1,11 @@
 //! Checks the plan of a model, and loads the model.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use evenkeel::{DriverMemory, FreeMemory, ModelFiles, bound, is_vision, on_host};
 use indicatif::ProgressBar;
-use keel_array::{Backend, Category, Compute, MemoryReport, Runtime};
+use keel_array::{Category, Compute, MemoryReport, Runtime};
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineError, EngineOptions};
 use keel_models::HybridConfig;
@@ -156,8 +155,7 @@ pub fn forget() {
 /// code. It is taken again for the next prompt.
 pub fn release_idle_memory(runtimes: &[Runtime]) {
     runtimes.iter().for_each(Runtime::release_idle_memory);
-    keel_cpu::process::heap::give_back_free();
-    keel_cpu::process::code::give_back();
+    forget();
 }
 
 /// A runtime on the device, with its memory limit.
@@ -168,11 +166,6 @@ pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
     device.check()?;
     device.split.refuse()?;
     Ok(device.options().runtime(compute)?)
-}
-
-/// A runtime on a backend of the device, with the device's memory limit.
-pub fn runtime_on(backend: Arc<dyn Backend>, device: &DeviceArgs) -> Runtime {
-    device.options().runtime_on(backend)
 }
 
 /// Compares the bytes of a vision tower on the CPU, and the model's bytes on the host, with the host's free memory.

@@ -248,9 +248,8 @@ impl Form<'_> {
             // A split that the model does not allow is an error if there is no other.
             let is_better = match (&best, &line) {
                 (Some(Ok(best)), Ok(line)) => line.rank(limit) < best.rank(limit),
-                (Some(Ok(_)), Err(_)) => false,
-                (None | Some(Err(_)), Ok(_)) | (None, Err(_)) => true,
-                (Some(Err(_)), Err(_)) => false,
+                (Some(_), Err(_)) => false,
+                (None, _) | (Some(Err(_)), Ok(_)) => true,
             };
             if is_better {
                 best = Some(line);

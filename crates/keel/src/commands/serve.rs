@@ -380,11 +380,11 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
         hosts: args.access.hosts(&args.server.host),
         cors_origins: args.access.cors.clone(),
         pictures: args.access.pictures()?,
+        request_memory: args.requests.request_memory,
+        give_back: session::forget,
+        grammar_time: Duration::from_secs(args.requests.grammar_timeout),
         ..ServerOptions::default()
     };
-    options.request_memory = args.requests.request_memory;
-    options.give_back = session::forget;
-    options.grammar_time = Duration::from_secs(args.requests.grammar_timeout);
     args.patience.apply(&mut options);
     Ok(options)
 }

@@ -188,7 +188,7 @@ fn open(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Resu
     }
     let (runtime, profiled) = if args.profile {
         let backend = Arc::new(device.profiled_backend()?);
-        (session::runtime_on(Arc::clone(&backend) as _, device), Some(backend))
+        (device.options().runtime_on(Arc::clone(&backend) as _), Some(backend))
     } else {
         (session::runtime(device, options.compute)?, None)
     };

@@ -121,9 +121,14 @@ impl Conversation {
         parts.flatten().filter(|part| part["type"] == "image").count()
     }
 
+    /// The index of the last turn among the messages.
+    fn last_turn(&self) -> Option<usize> {
+        self.messages.iter().rposition(|message| message.role == "user")
+    }
+
     /// Removes the last turn and its answer. Returns whether there was one.
     pub fn undo(&mut self) -> bool {
-        let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else { return false };
+        let Some(at) = self.last_turn() else { return false };
         self.messages.truncate(at);
         self.glances.truncate(self.pictures());
         true
@@ -134,9 +139,7 @@ impl Conversation {
     /// # Errors
     /// As [`Conversation::say`].
     pub fn retry(&mut self) -> Result<()> {
-        let Some(at) = self.messages.iter().rposition(|message| message.role == "user") else {
-            return output::line("there is no turn to answer again");
-        };
+        let Some(at) = self.last_turn() else { return output::line("there is no turn to answer again") };
         self.messages.truncate(at + 1);
         self.retries += 1;
         self.turn()

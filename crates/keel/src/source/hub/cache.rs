@@ -173,15 +173,14 @@ impl Cache {
         }
         let before = bytes_below(&folder);
         let cannot_remove = || format!("cannot remove {name} from {}", self.root.display());
+        let not_there = || format!("{name} is not in {}; keel list shows what is", self.root.display());
         match (&name.revision, &name.pick) {
             (None, None) => {
                 fs::remove_dir_all(&folder).with_context(cannot_remove)?;
                 return Ok(before);
             }
             (_, Some(_)) => {
-                let Some(path) = self.find(name) else {
-                    bail!("{name} is not in {}; keel list shows what is", self.root.display());
-                };
+                let path = self.find(name).with_context(not_there)?;
                 let snapshots = folder.join("snapshots");
                 let commit = path.strip_prefix(&snapshots).ok().and_then(|below| below.iter().next());
                 let snapshot = snapshots.join(commit.unwrap_or_default());
@@ -194,10 +193,7 @@ impl Cache {
                 let in_refs = folder.join("refs").join(revision);
                 let commit = name.commit().map(str::to_string).or_else(|| read_ref(&in_refs));
                 let snapshot = commit.map(|commit| self.snapshot(name, &commit)).filter(|path| path.is_dir());
-                let Some(snapshot) = snapshot else {
-                    bail!("{name} is not in {}; keel list shows what is", self.root.display());
-                };
-                fs::remove_dir_all(snapshot).with_context(cannot_remove)?;
+                fs::remove_dir_all(snapshot.with_context(not_there)?).with_context(cannot_remove)?;
                 let _ = fs::remove_file(in_refs);
             }
         }
