@@ -17,6 +17,21 @@ use keel_array::{Array, AttentionSpec, Category, Compute, DType, KvFormat, KvPoo
 /// The kinds of arithmetic that may round to 8 bits.
 const COMPUTES: [Compute; 2] = [Compute::PrefillFp8, Compute::Fp8];
 
+/// Rows of x, rows of W and columns. 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles; 260
+/// columns are no whole 16. With 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to 4,096
+/// columns. From 4,096 columns on, a thread rounds several groups of four.
+const SHAPES: [(usize, usize, usize); 9] = [
+    (300, 256, 512),
+    (257, 80, 192),
+    (300, 260, 128),
+    (258, 256, 4096),
+    (259, 256, 4160),
+    (140, 256, 512),
+    (129, 272, 192),
+    (128, 128, 256),
+    (1, 128, 256),
+];
+
 /// Rows that are not rounded to 8-bit floats.
 fn few_rows_max(compute: Compute) -> usize {
     if compute == Compute::Fp8 { 128 } else { 256 }
@@ -27,21 +42,7 @@ fn few_rows_max(compute: Compute) -> usize {
 pub(super) fn in_fp8(runtime: &Runtime) {
     let mut random = Random::new(60);
     let kinds = [(4, 64), (8, 32), (4, 128), (6, 64)].into_iter();
-    // 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles; 260 columns are no whole 16. With
-    // 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to 4,096 columns. From 4,096 columns
-    // on, a thread rounds several groups of four.
-    let shapes = [
-        (300, 256, 512),
-        (257, 80, 192),
-        (300, 260, 128),
-        (258, 256, 4096),
-        (259, 256, 4160),
-        (140, 256, 512),
-        (129, 272, 192),
-        (128, 128, 256),
-        (1, 128, 256),
-    ];
-    let cases = kinds.flat_map(|kind| shapes.map(|shape| (kind, shape)));
+    let cases = kinds.flat_map(|kind| SHAPES.map(|shape| (kind, shape)));
     for (compute, ((bits, group), (t, n, k))) in
         cases.flat_map(|case| COMPUTES.map(|compute| (compute, case)))
     {

@@ -6,7 +6,7 @@
 use super::sequence::chunked;
 use super::{COUNTERS, custom};
 use crate::backend::Mode;
-use keel_array::{Kernel, Op, Regime, Shape};
+use keel_array::{GatedDeltaSpec, Kernel, Op, Regime, Shape};
 
 /// Blocks that a grid has along y and z, at most.
 pub(super) const GRID_MAX: usize = 65_535;
@@ -38,17 +38,7 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             // The last operands are the starts, slots and positions of the sequences, and with a log the accepted
             // counts.
             let sequences = shape(if kernel.inputs.len() == 9 { 7 } else { 8 }).elements();
-            at_most("sequences in a step", sequences, GRID_MAX)?;
-            if spec.regime == Regime::Prefill && chunked(spec, mode.precision) {
-                let prepared = 256 * (spec.key_dim + 8);
-                let shared = prepared.max(44_032) + 512 * spec.value_heads / spec.key_heads.max(1);
-                let advice = "use --compute f32";
-                return fits(shared, &format!("value heads that share a key head; {advice}"));
-            }
-            if !spec.value_dim.is_multiple_of(4) {
-                return Ok(());
-            }
-            at_most("sequences times key heads", sequences.saturating_mul(spec.key_heads), COUNTERS)
+            gated_delta(spec, sequences, mode)
         }
         Op::CausalConv(_) => at_most("rows in a step", shape(0)[0], GRID_MAX * 32),
         Op::Matmul => {
@@ -103,6 +93,20 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
         | Op::AllGather { .. }
         | Op::ReduceScatter { .. } => Ok(()),
     }
+}
+
+fn gated_delta(spec: &GatedDeltaSpec, sequences: usize, mode: Mode) -> Result<(), String> {
+    at_most("sequences in a step", sequences, GRID_MAX)?;
+    if spec.regime == Regime::Prefill && chunked(spec, mode.precision) {
+        let prepared = 256 * (spec.key_dim + 8);
+        let shared = prepared.max(44_032) + 512 * spec.value_heads / spec.key_heads.max(1);
+        let advice = "use --compute f32";
+        return fits(shared, &format!("value heads that share a key head; {advice}"));
+    }
+    if !spec.value_dim.is_multiple_of(4) {
+        return Ok(());
+    }
+    at_most("sequences times key heads", sequences.saturating_mul(spec.key_heads), COUNTERS)
 }
 
 fn attention(q: &Shape, k: &Shape, table: &Shape) -> Result<(), String> {
