@@ -1,8 +1,8 @@
 //! The peak rates of a GPU, measured now.
 
 use crate::driver::{
-    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, ResultType,
-    ScaleAddresses, driver, explained,
+    BLAS_WORKSPACE_BYTES, Blas, CudaMemory, Device, FactorType, Product, ProductOperands, Purpose,
+    ResultType, ScaleAddresses, driver, explained,
 };
 use crate::error::Result;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::time::Instant;
 const COPY_BYTES: usize = 2 << 30;
 
 /// What the memory is for, in an error.
-const PURPOSE: &str = "the measurement of its rates, which takes 4 GiB";
+const PURPOSE: Purpose = Purpose { what: "the measurement of its rates, which takes 4 GiB", bytes: 6 << 30 };
 const _: () = assert!(2 * COPY_BYTES == 4 << 30);
 
 /// Extent of a square product: large enough to fill the chip.
@@ -40,7 +40,7 @@ impl GpuPeaks {
     /// Measures for about a second. The device memory that it takes is given back.
     ///
     /// # Errors
-    /// If the device or its libraries are not available, or less than 6 GiB of its memory are free.
+    /// If the device or its libraries are not available, or its free memory has no room for 4 GiB and the driver's context.
     pub fn measure(ordinal: usize) -> Result<GpuPeaks> {
         let device = Arc::new(Device::open(ordinal)?);
         let rates = copy_rate(&device).and_then(|copy| Ok((copy, product_rate(&device)?)));

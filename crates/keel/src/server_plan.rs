@@ -11,7 +11,7 @@ use crate::placed_model::{PlacedModel, Plans, choose_device};
 use crate::session;
 use evenkeel::context_for;
 use evenkeel::human_bytes;
-use evenkeel::{Error, FreeMemory};
+use evenkeel::{Error, FreeMemory, on_host};
 
 /// Default context of a sequence, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 8192;
@@ -19,10 +19,10 @@ const CONTEXT_DEFAULT: usize = 8192;
 const POOL_TOKENS_DEFAULT: usize = 65536;
 /// Default bytes for remembered recurrent states.
 const PREFIX_STATES_DEFAULT: u64 = 128 << 20;
-/// Largest default number of sequences, unless a GPU's memory suits more.
+/// Largest default number of sequences, unless a GPU has room for more.
 const SEQUENCES_DEFAULT: usize = 16;
-/// Largest default number of sequences on a GPU whose memory suits them.
-const SEQUENCES_MOST: usize = 128;
+/// Default numbers of sequences on a GPU that has room for them, the first that fits.
+const SEQUENCES_OF_A_GPU: [usize; 3] = [128, 64, 32];
 /// Tokens of keys and values for each of them.
 const TOKENS_EACH: usize = 2048;
 /// Smallest default number of sequences.
@@ -49,9 +49,9 @@ pub struct ServerPlan {
     pub plans: Plans,
 }
 
-/// Plans a server with these options. Bounds that are not given suit the machine: a GPU with much memory takes more
-/// sequences, if the server has one model, and all bounds are reduced until the plan fits into the free memory. A plan
-/// that still does not fit is refused when the model is loaded.
+/// Plans a server with these options. A GPU with much free memory takes more sequences by default. Then bounds that are not
+/// given are reduced until the plan fits into the free memory. A plan that still does not fit is refused when the model
+/// is loaded.
 ///
 /// # Errors
 /// Errors of the plan, or drafts without an MTP head.
@@ -64,9 +64,9 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>, models: Models) -
     });
     let mut planner = Planner::new(&args.holding, subject, &args.device, engine, step_tokens)?;
     let room = room(&args.device, planner.wanted.compute);
-    if let Some(room) = room.as_ref().filter(|_| models == Models::One && args.device.device() != Device::Cpu)
-    {
-        planner.take_more_sequences(room.bytes)?;
+    let known = room.as_ref().map(|room| room.bytes).or(args.device.least_limit());
+    if let Some(bytes) = known.filter(|_| models == Models::One && args.device.device() != Device::Cpu) {
+        planner.take_more_sequences(bytes)?;
     }
     let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
     if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
@@ -99,13 +99,14 @@ pub fn room(device: &DeviceArgs, compute: Compute) -> Option<FreeMemory> {
     let mut room = match device.device() {
         Device::Cpu => FreeMemory::of_host(),
         _ if device.split.is_split() => {
-            let room_of = |member: &Member| match member.remote {
+            let room_of = |(rank, member): (usize, &Member)| match member.remote {
                 Some(bytes) => {
                     Some(FreeMemory { bytes: bytes?, why: format!("free memory of {}", member.name) })
                 }
-                None => of_gpu(&device.on(member.device)),
+                None => of_gpu(&device.on_member(rank, member.device)),
             };
-            let rooms: Option<Vec<FreeMemory>> = device.split.members().iter().map(room_of).collect();
+            let members = device.split.members().iter().enumerate();
+            let rooms: Option<Vec<FreeMemory>> = members.map(room_of).collect();
             rooms?.into_iter().min_by_key(|room| room.bytes)
         }
         _ => of_gpu(device),
@@ -127,6 +128,8 @@ pub struct Planner<'a> {
     state_bytes: u64,
     /// Bytes of one sequence's recurrent state.
     slot_bytes: u64,
+    /// Whether the model is for embeddings. Texts then end with their prompts.
+    embeds: bool,
     /// The bounds if memory were unlimited.
     pub wanted: EngineOptions,
 }
@@ -154,8 +157,8 @@ impl<'a> Planner<'a> {
         };
         let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
-        let pooling = args.pooling.or(subject.pooling).unwrap_or_default();
-        let row_hidden = pooling == Pooling::Mean;
+        let pooling = args.pooling.or(subject.pooling);
+        let row_hidden = pooling.unwrap_or_default() == Pooling::Mean;
         let vision = args.vision(subject, step_tokens)?;
         let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
         let mut planner = Planner {
@@ -164,6 +167,7 @@ impl<'a> Planner<'a> {
             page_bytes: 1,
             state_bytes: 0,
             slot_bytes: 0,
+            embeds: pooling.is_some(),
             wanted: base,
         };
         let one = match planner.probe() {
@@ -221,31 +225,43 @@ impl<'a> Planner<'a> {
         Ok(self.complete(base, pages, remembered))
     }
 
-    /// Takes more sequences than the default, if their number is not given: as many as fit into half of `room`, so that
-    /// other programs keep theirs, or into all of it if the memory has a limit.
+    /// Takes more sequences than the default where they fit, each with [`TOKENS_EACH`]; for a number that is given, their
+    /// keys and values. They may take half of `room`, so that other programs keep theirs, or all of it if the memory has
+    /// a limit.
     ///
     /// # Errors
     /// Errors of the plan.
     pub fn take_more_sequences(&mut self, room: u64) -> Result<()> {
-        if self.args.sequences.is_some() {
+        if self.embeds {
             return Ok(());
         }
         let room = if self.model.device.is_limited() { room } else { room / 2 };
+        let pages = self.wanted.pool_pages.unwrap_or(0);
         let remembered = self.wanted.checkpoints.saturating_sub(self.wanted.sequences);
-        let mut sequences = SEQUENCES_MOST;
-        while sequences > self.wanted.sequences {
-            let pages = self.wanted.pool_pages.unwrap_or(0);
-            let suitable = pages.max(sequences * TOKENS_EACH / AttentionSpec::PAGE);
-            let pages = if self.args.kv_cache.is_some() { pages } else { suitable };
-            let more = self.complete(EngineOptions { sequences, ..self.wanted }, pages, remembered);
-            let quick = self.model.plans(EngineOptions { largest_steps: true, ..more })?;
-            if quick.beyond_limit(self.model.device).is_none() && quick.needed() <= room {
-                self.wanted = more;
-                return Ok(());
+        let pages_each = TOKENS_EACH.min(self.wanted.context).div_ceil(AttentionSpec::PAGE);
+        let given = self.args.sequences;
+        let numbers = given.as_ref().map_or(&SEQUENCES_OF_A_GPU[..], std::slice::from_ref);
+        for &sequences in numbers {
+            let suitable = pages.max(sequences.saturating_mul(pages_each));
+            if suitable > pages && self.args.kv_cache.is_some() {
+                continue;
             }
-            sequences /= 2;
+            let more = self.complete(EngineOptions { sequences, ..self.wanted }, suitable, remembered);
+            if self.is_within(more, room)? {
+                self.wanted = more;
+                break;
+            }
         }
         Ok(())
+    }
+
+    /// Whether a plan takes no more than `room` on a device, and no more than the host has.
+    fn is_within(&self, options: EngineOptions, room: u64) -> Result<bool> {
+        let plans = self.model.plans(EngineOptions { largest_steps: true, ..options })?;
+        let of_host = on_host(&plans.model(), plans.is_gpu);
+        let host_has_room = || FreeMemory::of_host().is_none_or(|host| of_host <= host.bytes);
+        let is_beyond_limit = plans.beyond_limit(self.model.device).is_some();
+        Ok(!is_beyond_limit && plans.needed() <= room && host_has_room())
     }
 
     /// Sets the numbers of pages and of remembered states, and all bounds that depend on them. Requested pages are all
@@ -335,4 +351,51 @@ fn all_pages(options: &EngineOptions) -> usize {
 fn default_sequences(is_gpu: bool) -> usize {
     let cores = std::thread::available_parallelism().map_or(SEQUENCES_LEAST, usize::from);
     if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_LEAST, SEQUENCES_DEFAULT) }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::ShapeArgs;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        device: DeviceArgs,
+        #[command(flatten)]
+        memory: MemoryArgs,
+        #[command(flatten)]
+        shape: ShapeArgs,
+    }
+
+    /// Sequences and tokens of keys and values of a server on a GPU with `room` GiB of free memory.
+    fn taken(room: u64, options: &[&str]) -> (usize, usize) {
+        let shape = ["keel", "--device", "cuda:0", "--shape", "qwen3.5-4b", "--bits", "4"];
+        let Arguments { device, memory, shape } = Arguments::parse_from(shape.iter().chain(options));
+        let subject = shape.subject(false).expect("a shape");
+        let mut planner =
+            Planner::new(&memory, &subject, &device, EngineOptions::default(), 512).expect("planned");
+        planner.take_more_sequences(room << 30).expect("planned");
+        (planner.wanted.sequences, planner.wanted.pool_pages.unwrap_or(0) * AttentionSpec::PAGE)
+    }
+
+    #[test]
+    fn a_gpu_takes_the_sequences_that_fit_into_half_of_its_memory() {
+        assert_eq!(taken(60, &[]), (128, 262_144));
+        assert_eq!(taken(40, &[]), (64, 131_072));
+        assert_eq!(taken(40, &["--memory-limit", "40Gi"]), (128, 262_144), "all of a limit");
+        assert_eq!(taken(20, &[]), (32, 65_536));
+        assert_eq!(taken(16, &[]), (16, 65_536));
+        // Keys and values that are given have room for 2,048 tokens of each sequence.
+        assert_eq!(taken(60, &["--kv-cache", "2Gi"]), (32, 65_536));
+        assert_eq!(taken(60, &["--kv-cache", "64Mi"]), (16, 2048));
+        // Of a number that is given, keys and values follow.
+        assert_eq!(taken(60, &["--sequences", "128"]), (128, 262_144));
+        assert_eq!(taken(30, &["--sequences", "128"]), (128, 65_536));
+        assert_eq!(taken(60, &["--sequences", "8"]), (8, 65_536));
+        assert_eq!(taken(60, &["--context", "1024"]), (128, 131_072));
+        assert_eq!(taken(60, &["--pooling", "last"]), (16, 65_536), "no answers");
+    }
 }

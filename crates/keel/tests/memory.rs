@@ -201,21 +201,21 @@ fn a_small_model_gets_a_small_pool_on_the_cpu() {
 }
 
 #[test]
-fn a_server_takes_as_many_sequences_as_suit_the_memory_of_a_gpu() {
-    let head = |options: &[&str]| {
-        let shape = ["plan", "--serve", "--device", "cuda:0", "--shape", "qwen3.5-4b", "--bits", "4"];
-        let plan = succeed(&[&shape[..], options].concat());
-        plan.lines().next().expect("a line").to_owned()
+fn a_plan_for_a_gpu_that_is_not_here_follows_its_limit() {
+    // No machine has so many GPUs.
+    let of = |device: &[&str], options: &[&str]| {
+        let shape = ["plan", "--serve", "--shape", "qwen3.5-4b", "--bits", "4"];
+        succeed(&[&shape[..], device, options].concat())
     };
-    for (limit, sequences, tokens) in [("8Gi", 16, 65_536), ("12Gi", 32, 65_536), ("40Gi", 128, 262_144)] {
-        let expected =
-            format!("context 8192, batch {sequences}, {tokens} tokens of keys and values together");
-        assert_eq!(head(&["--memory-limit", limit]), expected, "{limit}");
+    let (one, two) = (["--device", "cuda:99"], ["--devices", "cuda:98,cuda:99", "--split", "tensor"]);
+    let unknown = of(&one, &[]);
+    assert!(unknown.starts_with("context 8192, batch 16,"), "{unknown}");
+    assert!(unknown.contains("--memory-limit says how much it has"), "{unknown}");
+    for device in [&one[..], &two] {
+        let plan = of(device, &["--memory-limit", "40Gi"]);
+        assert!(plan.starts_with("context 8192, batch 128"), "{plan}");
     }
-    let limited = ["--memory-limit", "40Gi"];
-    assert!(head(&[&limited[..], &["--sequences", "8"]].concat()).starts_with("context 8192, batch 8,"));
-    let given = head(&[&limited[..], &["--kv-cache", "4Gi"]].concat());
-    assert_eq!(given, "context 8192, batch 128, 131072 tokens of keys and values together");
+    assert!(of(&two, &["--memory-limit", "40Gi,40Gi"]).starts_with("context 8192, batch 128"));
 }
 
 #[test]

@@ -39,7 +39,7 @@ pub(crate) use nccl::{
 };
 pub(crate) use reservation::GRANULE;
 use reservation::Reservation;
-pub(crate) use shortage::{OPENING, explained};
+pub(crate) use shortage::{OPENING, Purpose, explained};
 pub use survey::{GpuFacts, Survey, Version};
 
 use crate::CudaError;

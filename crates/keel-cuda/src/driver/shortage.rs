@@ -1,5 +1,6 @@
 //! Devices with too little free memory for what is taken outside of plans: the context, the buffers of a backend, and
-//! those of a measurement. A plan compares itself with the free memory before; here the driver's refusal comes first.
+//! those of a measurement. A plan is compared with the free memory before it is allocated. These are not, so the driver
+//! refuses them.
 
 use super::device::{MemoryInfo, memory_info};
 use super::driver;
@@ -7,30 +8,43 @@ use super::survey::facts;
 use crate::CudaError;
 use cudarc::driver::sys::CUdevice;
 
+/// What memory is for.
+#[derive(Clone, Copy)]
+pub(crate) struct Purpose {
+    pub what: &'static str,
+    /// More than it takes. If a device has as much, its memory is not what lacks.
+    pub bytes: u64,
+}
+
 /// What a backend takes of its device before any plan.
-pub(crate) const OPENING: &str = "the driver's context and small buffers";
+pub(crate) const OPENING: Purpose =
+    Purpose { what: "the driver's context and small buffers", bytes: 2 << 30 };
 
 /// The call that takes memory of the host.
 const OF_HOST: &str = "cuMemHostAlloc";
 
-/// Gives an error for a lack of the device's memory the device's name, its free memory, and what to do. `purpose` is
-/// what the memory is for. Other errors stay as they are.
-pub(crate) fn explained(device: CUdevice, purpose: &'static str) -> impl FnOnce(CudaError) -> CudaError {
+/// Gives an error for a lack of the device's memory the device's name, its free memory, and what to do. Other errors stay
+/// as they are.
+pub(crate) fn explained(device: CUdevice, purpose: Purpose) -> impl FnOnce(CudaError) -> CudaError {
     move |error| with_numbers(error, device, purpose, || free_and_total(device))
 }
 
 fn with_numbers(
     error: CudaError,
     device: CUdevice,
-    purpose: &'static str,
+    purpose: Purpose,
     numbers: impl FnOnce() -> Option<(u64, u64)>,
 ) -> CudaError {
-    match error {
-        CudaError::OutOfMemory { call } if call != OF_HOST => {
-            CudaError::DeviceFull { ordinal: device as usize, purpose, free_and_total: numbers(), call }
-        }
-        error => error,
+    let CudaError::OutOfMemory { call } = error else { return error };
+    if call == OF_HOST {
+        return error;
     }
+    let free_and_total = numbers();
+    // The driver says the same if the host's memory lacks.
+    if free_and_total.is_some_and(|(free, _)| free > purpose.bytes) {
+        return error;
+    }
+    CudaError::DeviceFull { ordinal: device as usize, purpose: purpose.what, free_and_total, call }
 }
 
 /// Bytes of a device that are free, and all of them; `None` if nothing tells. The driver tells if the device's context
@@ -78,6 +92,8 @@ mod tests {
         let numbers = || unreachable!("the device is not asked");
         let error = with_numbers(refused(OF_HOST), 1, OPENING, numbers).to_string();
         assert_eq!(error, "cuMemHostAlloc: out of memory");
+        let free = with_numbers(refused("cuStreamCreate"), 1, OPENING, || Some((70 << 30, 80 << 30)));
+        assert_eq!(free.to_string(), "cuStreamCreate: out of memory", "the device has enough");
         let other = CudaError::Peer { reason: "device 1 has failed".into() };
         assert_eq!(with_numbers(other, 0, OPENING, numbers).to_string(), "device 1 has failed");
     }

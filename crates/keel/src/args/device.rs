@@ -163,6 +163,11 @@ impl DeviceArgs {
         }
     }
 
+    /// The least limit of a device.
+    pub fn least_limit(&self) -> Option<u64> {
+        self.memory_limit.iter().copied().min()
+    }
+
     /// The limits of several devices by rank, if there is one for each.
     pub fn limits(&self) -> &[u64] {
         if self.memory_limit.len() > 1 { &self.memory_limit } else { &[] }
@@ -275,6 +280,11 @@ impl DeviceArgs {
     /// A copy of these arguments with another device.
     pub fn on(&self, device: Device) -> DeviceArgs {
         DeviceArgs { device: Wanted::Only(device), split: SplitArgs::default(), ..self.clone() }
+    }
+
+    /// A copy of these arguments for one of several devices alone.
+    pub fn on_member(&self, rank: usize, device: Device) -> DeviceArgs {
+        DeviceArgs { memory_limit: self.limit_of(rank).into_iter().collect(), ..self.on(device) }
     }
 
     /// A copy of these arguments with another split of the same devices.

@@ -34,16 +34,16 @@ fn some_or_none(text: &str) -> Result<usize, String> {
 /// Bounds from which the memory of a server follows. What is not given follows the model and the machine.
 #[derive(Clone, Debug, Default, Args)]
 pub struct MemoryArgs {
-    /// Sequences that run at once. By default one for each core, at least 4 and at most 16. On a GPU 128, 64, 32 or 16: the
-    /// most that take no more than half of its free memory, or all of --memory-limit; 16 for each of several models.
+    /// Sequences that run at once. By default one for each core, at least 4 and at most 16. On a GPU 128, 64 or 32, if
+    /// they fit into half of its free memory, or into --memory-limit; else 16, and 16 for each of several models.
     #[arg(long, aliases = ["parallel", "max-num-seqs"], value_name = "N", value_parser = count)]
     pub sequences: Option<usize>,
     /// Tokens of one sequence, prompt and answer together. By default 8192, or the model's context if that is shorter.
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx", "max-model-len"], value_name = "N")]
     pub context: Option<usize>,
     /// Memory for keys and values of all sequences and remembered prefixes together. By default enough for 65536
-    /// tokens, or 2048 for each sequence if that is more, or for all sequences at full length if that is less. On the CPU the default is at most the size of the
-    /// weights, but always enough for one sequence at full length.
+    /// tokens, on a GPU with room for them for 2048 of each sequence, and for no more than all sequences at full length.
+    /// On the CPU the default is at most the size of the weights, but always enough for one sequence at full length.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub kv_cache: Option<u64>,
     /// Whether there are keys and values for all sequences at full length (`keel fit`).

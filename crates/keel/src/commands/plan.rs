@@ -203,6 +203,9 @@ impl Printed<'_> {
                 output::line(&format!("driver      {line}; code is added as it is first used"))?;
                 compare("the plan", on_device(&model, is_gpu), &FreeMemory::of_gpu(&driver))
             }
+            None if is_gpu && self.requests.is_some() => output::line(
+                "free        unknown: this machine has no such GPU; --memory-limit says how much it has, on which the default of --sequences depends",
+            ),
             None if is_gpu => output::line("free        unknown: this machine has no such GPU"),
             None => Ok(()),
         }
