@@ -43,7 +43,7 @@ impl DType {
 
     /// The type that holds both operands of a mixed expression: floats win over integers,
     /// f16 with bf16 gives f32, and among equals the wider wins.
-    pub fn promote(self, other: DType) -> DType {
+    pub(crate) fn promote(self, other: DType) -> DType {
         use DType::*;
         match (self, other) {
             (a, b) if a == b => a,

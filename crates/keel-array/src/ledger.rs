@@ -58,7 +58,7 @@ impl Category {
     ];
 
     /// Whether the memory is the host's, whatever the device is.
-    pub const fn is_on_host(self) -> bool {
+    const fn is_on_host(self) -> bool {
         matches!(self, Category::Swap | Category::Features)
     }
 

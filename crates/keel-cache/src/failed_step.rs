@@ -84,10 +84,10 @@ impl ModelCache {
     pub fn forget_rows(&mut self, sequence: &mut SequenceCache, rows: usize) {
         let at = sequence.cached_len;
         let is_kept = !self.spec().is_recurrent();
-        let has_window = self.window_is_whole(sequence, at + rows, at);
+        let has_window = self.sliding_pages_are_whole(sequence, at + rows, at);
         self.shorten(sequence, at);
         if !has_window {
-            self.drop_window(sequence);
+            self.drop_sliding_pages(sequence);
         }
         if !is_kept || !has_window {
             self.note_ahead([sequence.slot()]);

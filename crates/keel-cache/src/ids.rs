@@ -28,5 +28,5 @@ ids! {
     /// A checkpoint: a saved copy of a slot.
     CheckpointId
     /// A block of host memory for parked sequences.
-    BlockId
+    HostBlockId
 }

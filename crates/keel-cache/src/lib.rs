@@ -39,10 +39,11 @@ mod vision_inputs;
 
 pub use error::{CacheError, Result};
 pub use failed_step::{CommitProgress, FailedStepState};
-pub use ids::{BlockId, CheckpointId, PageId, SlotId};
+pub(crate) use ids::HostBlockId;
+pub use ids::{CheckpointId, PageId, SlotId};
 pub use model_cache::ModelCache;
-pub use pages::PageAllocator;
-pub use prefix::{BLOCK, Evicted, Inserted, PrefixHit, PrefixTree, RememberedText};
+pub(crate) use pages::PageAllocator;
+pub use prefix::{Evicted, Inserted, PREFIX_BLOCK, PrefixHit, PrefixTree, RememberedText};
 pub use prefix_folder::{IndexEntries, PictureHash, PrefixFolder, SavedPrefix, Unwritten};
 pub use sequence::SequenceCache;
 pub use spec::{CacheFormat, CacheSize, CacheSpec, LayerSpec};

@@ -7,7 +7,7 @@ use crate::sequence::SavedPosition;
 use crate::storage::{DeviceLayers, SavedSlots};
 use crate::swap::SwapSpace;
 use crate::{
-    BlockId, CacheError, CacheSize, CacheSpec, CheckpointId, LayerStorage, PageAllocator, Result,
+    CacheError, CacheSize, CacheSpec, CheckpointId, HostBlockId, LayerStorage, PageAllocator, Result,
     SequenceCache, SlotId, SwapSize,
 };
 
@@ -61,10 +61,10 @@ impl ModelCache {
         let swap = SwapSpace::allocate(host, SwapSize::new(&spec, &size))?;
         let pools = SharedPools::new(Pools {
             pages: PageAllocator::new(size.pages()),
-            window_pages: PageAllocator::new(size.sequences * spec.window_pages(&size)),
+            sliding_pages: PageAllocator::new(size.sequences * spec.sliding_pages(&size)),
             slots: SlotId::all(size.sequences),
             checkpoints: CheckpointId::all(size.checkpoints),
-            blocks: BlockId::all(swap.blocks()),
+            blocks: HostBlockId::all(swap.blocks()),
             failed_steps: vec![None; size.sequences],
         });
         Ok(ModelCache { swap, layers, saved, pools, spec, size })
@@ -88,7 +88,7 @@ impl ModelCache {
     /// True if no sequence is open and every page, slot, checkpoint and host block is free.
     pub fn is_idle(&self) -> bool {
         let pools = self.pools.lock();
-        [&pools.pages, &pools.window_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
+        [&pools.pages, &pools.sliding_pages].iter().all(|p| p.is_conserved() && p.free() == p.total())
             && pools.slots.len() == self.size.sequences
             && pools.checkpoints.len() == self.size.checkpoints
             && pools.blocks.len() == self.swap.blocks()
@@ -123,9 +123,9 @@ impl ModelCache {
         let mut pools = self.pools.lock();
         sequence.pages.extend(pools.pages.take(missing)?);
         // The pool has as many window pages as all sequences can hold, so there are always enough.
-        let window_needed = needed.min(self.spec.window_pages(&self.size));
-        let missing = window_needed.saturating_sub(sequence.window_pages.len());
-        sequence.window_pages.extend(pools.window_pages.take(missing)?);
+        let window_needed = needed.min(self.spec.sliding_pages(&self.size));
+        let missing = window_needed.saturating_sub(sequence.sliding_pages.len());
+        sequence.sliding_pages.extend(pools.sliding_pages.take(missing)?);
         Ok(())
     }
 
@@ -141,7 +141,7 @@ impl ModelCache {
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.drop_checkpoints_after(sequence, None);
         self.shorten(sequence, 0);
-        self.drop_window(sequence);
+        self.drop_sliding_pages(sequence);
         self.clear_slot(sequence.slot())?;
         self.pools.lock().failed_steps[sequence.slot().index()] = None;
         Ok(())
@@ -162,7 +162,7 @@ impl ModelCache {
         let Some(entry) = free.or_else(oldest) else { return Ok(()) };
         let copied = self.copy_slot(sequence.slot(), entry, true);
         if copied.is_err() {
-            self.free_state(entry);
+            self.release_checkpoint(entry);
         }
         copied?;
         sequence.checkpoints.push(SavedPosition { position: sequence.cached_len, entry });
@@ -189,7 +189,8 @@ impl ModelCache {
         } else {
             Some((position, None))
         };
-        let Some((at, entry)) = at.filter(|&(at, _)| self.window_is_whole(sequence, sequence.cached_len, at))
+        let Some((at, entry)) =
+            at.filter(|&(at, _)| self.sliding_pages_are_whole(sequence, sequence.cached_len, at))
         else {
             self.reset(sequence)?;
             return Ok(0);
@@ -213,17 +214,22 @@ impl ModelCache {
     }
 
     /// Gives back the pages of sliding layers, whose contents no longer fit the sequence.
-    pub(crate) fn drop_window(&mut self, sequence: &mut SequenceCache) {
+    pub(crate) fn drop_sliding_pages(&mut self, sequence: &mut SequenceCache) {
         let mut pools = self.pools.lock();
-        sequence.window_pages.drain(..).for_each(|page| pools.window_pages.release(page));
+        sequence.sliding_pages.drain(..).for_each(|page| pools.sliding_pages.release(page));
     }
 
     /// Whether the pages of the sliding layers still hold everything that a row at `position` sees, after `written`
     /// tokens were written to them.
-    pub(crate) fn window_is_whole(&self, sequence: &SequenceCache, written: usize, position: usize) -> bool {
-        let Some(window) = self.spec.window() else { return true };
+    pub(crate) fn sliding_pages_are_whole(
+        &self,
+        sequence: &SequenceCache,
+        written: usize,
+        position: usize,
+    ) -> bool {
+        let Some(window) = self.spec.sliding_window() else { return true };
         let last = written.saturating_sub(1) / AttentionSpec::PAGE;
-        let oldest = (last + 1).saturating_sub(sequence.window_pages.len());
+        let oldest = (last + 1).saturating_sub(sequence.sliding_pages.len());
         (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
     }
 
@@ -273,10 +279,10 @@ impl ModelCache {
             }
         }
         // Rotating pages are overwritten, so none can be shared.
-        let rotating = sequence.window_pages.len();
-        twin.window_pages.extend(self.pools.lock().window_pages.take(rotating)?);
-        for array in self.layers.iter().flat_map(LayerStorage::window_page_arrays) {
-            for (&from, &to) in sequence.window_pages.iter().zip(&twin.window_pages) {
+        let rotating = sequence.sliding_pages.len();
+        twin.sliding_pages.extend(self.pools.lock().sliding_pages.take(rotating)?);
+        for array in self.layers.iter().flat_map(LayerStorage::sliding_page_arrays) {
+            for (&from, &to) in sequence.sliding_pages.iter().zip(&twin.sliding_pages) {
                 array.copy_entry(from.index(), array, to.index())?;
             }
         }

@@ -35,10 +35,10 @@ impl Part<'_> {
 /// Everything that a sequence holds of its first `len` tokens. These are all its tokens, now or after loading.
 pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, len: usize) -> Vec<Part<'a>> {
     let used = len.div_ceil(AttentionSpec::PAGE);
-    let window_used = used.min(sequence.window_pages().len());
+    let window_used = used.min(sequence.sliding_pages().len());
     let indices = |pages: &[PageId]| pages.iter().map(|page| page.index()).collect::<Vec<_>>();
     let pages = &indices(&sequence.pages()[..used]);
-    let window_pages = &indices(&sequence.window_pages()[..window_used]);
+    let sliding_pages = &indices(&sequence.sliding_pages()[..window_used]);
     let mut parts = Vec::new();
     for (i, layer) in layers.iter().enumerate() {
         let mut part = |name: &str, pool, entries: &[usize], stacked| {
@@ -50,8 +50,8 @@ pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, le
                 part("values", &pool.values, pages, true);
             }
             LayerStorage::Sliding(pool) => {
-                part("keys", &pool.keys, window_pages, true);
-                part("values", &pool.values, window_pages, true);
+                part("keys", &pool.keys, sliding_pages, true);
+                part("values", &pool.values, sliding_pages, true);
             }
             LayerStorage::Recurrent { window, state } => {
                 part("window", &window.rows, &[sequence.slot().index()], false);

@@ -5,16 +5,16 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::{BlockId, CheckpointId, FailedStepState, PageAllocator, SequenceCache, SlotId};
+use crate::{CheckpointId, FailedStepState, HostBlockId, PageAllocator, SequenceCache, SlotId};
 
 /// Free pages, slots, checkpoints and blocks of host memory.
 #[derive(Debug)]
 pub(crate) struct Pools {
     pub pages: PageAllocator,
-    pub window_pages: PageAllocator,
+    pub sliding_pages: PageAllocator,
     pub slots: Vec<SlotId>,
     pub checkpoints: Vec<CheckpointId>,
-    pub blocks: Vec<BlockId>,
+    pub blocks: Vec<HostBlockId>,
     /// By slot: how a failed step left it. It is cleared when the slot is taken: when a sequence gives its slot back, a
     /// step of it may still be under way.
     pub failed_steps: Vec<Option<FailedStepState>>,
@@ -25,7 +25,7 @@ impl Pools {
     pub fn take_from(&mut self, sequence: &mut SequenceCache) {
         self.checkpoints.extend(sequence.checkpoints.drain(..).map(|saved| saved.entry));
         sequence.pages.drain(..).for_each(|page| self.pages.release(page));
-        sequence.window_pages.drain(..).for_each(|page| self.window_pages.release(page));
+        sequence.sliding_pages.drain(..).for_each(|page| self.sliding_pages.release(page));
         self.slots.extend(sequence.slot.take());
     }
 }

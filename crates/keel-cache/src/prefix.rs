@@ -21,14 +21,14 @@ use keel_array::AttentionSpec;
 use crate::{CheckpointId, PageId};
 
 /// Tokens of a block: the grid on which a sequence can be resumed.
-pub const BLOCK: usize = 64;
+pub const PREFIX_BLOCK: usize = 64;
 
-const BLOCKS_PER_PAGE: usize = AttentionSpec::PAGE / BLOCK;
+const BLOCKS_PER_PAGE: usize = AttentionSpec::PAGE / PREFIX_BLOCK;
 
 /// A remembered prefix from which a sequence can continue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PrefixHit {
-    /// Tokens remembered, a multiple of [`BLOCK`]; 0 if there is nothing to continue from.
+    /// Tokens remembered, a multiple of [`PREFIX_BLOCK`]; 0 if there is nothing to continue from.
     pub len: usize,
     /// The pages that hold them.
     pub pages: Vec<PageId>,
@@ -156,7 +156,7 @@ impl PrefixTree {
     /// The nodes of the longest known prefix, in order.
     fn walk(&self, tokens: &[u32]) -> Vec<NodeId> {
         let mut path = Vec::new();
-        for block in tokens.chunks_exact(BLOCK) {
+        for block in tokens.chunks_exact(PREFIX_BLOCK) {
             let Some(id) = self.child(path.last().copied(), block) else { break };
             path.push(id);
         }
@@ -166,13 +166,13 @@ impl PrefixTree {
     /// The deepest point of `prompt` from which a sequence can continue. At least the last token is left to run.
     pub fn find(&mut self, prompt: &[u32]) -> PrefixHit {
         let mut path = self.walk(&prompt[..prompt.len().saturating_sub(1)]);
-        let known_len = path.len() * BLOCK;
+        let known_len = path.len() * PREFIX_BLOCK;
         let resumable = |id: &NodeId| !self.needs_state || self.node(*id).state.is_some();
         path.truncate(path.iter().rposition(resumable).map_or(0, |last| last + 1));
         self.touch(&path);
         let deepest_of_each_page = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last);
         PrefixHit {
-            len: path.len() * BLOCK,
+            len: path.len() * PREFIX_BLOCK,
             pages: deepest_of_each_page.map(|&id| self.node(id).page).collect(),
             state: path.last().and_then(|&id| self.node(id).state),
             known_len,
@@ -205,14 +205,14 @@ impl PrefixTree {
     /// # Panics
     /// If the tokens are not whole blocks, or lie in more pages than given.
     pub fn insert(&mut self, tokens: &[u32], pages: &[PageId], state: Option<CheckpointId>) -> Inserted {
-        assert!(tokens.len().is_multiple_of(BLOCK), "{} tokens are no whole blocks", tokens.len());
+        assert!(tokens.len().is_multiple_of(PREFIX_BLOCK), "{} tokens are no whole blocks", tokens.len());
         assert!(tokens.len() <= pages.len() * AttentionSpec::PAGE, "a page is missing");
         let mut inserted = Inserted::default();
         if self.needs_state && state.is_none() {
             return inserted;
         }
         let mut path: Vec<NodeId> = Vec::new();
-        for (i, block) in tokens.chunks_exact(BLOCK).enumerate() {
+        for (i, block) in tokens.chunks_exact(PREFIX_BLOCK).enumerate() {
             let parent = path.last().copied();
             let id = self.child(parent, block).unwrap_or_else(|| {
                 let page = pages[i / BLOCKS_PER_PAGE];

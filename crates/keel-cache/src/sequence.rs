@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::pools::SharedPools;
-use crate::{BlockId, CacheError, CheckpointId, PageId, Result, SlotId, VisionInputs};
+use crate::{CacheError, CheckpointId, HostBlockId, PageId, Result, SlotId, VisionInputs};
 
 /// A position whose slot is saved.
 #[derive(Clone, Copy, Debug)]
@@ -19,8 +19,8 @@ pub struct SequenceCache {
     /// Where everything goes back to.
     pub(crate) home: SharedPools,
     pub(crate) pages: Vec<PageId>,
-    /// Pages of sliding layers: page `i` of the sequence is entry `i % window_pages_max`.
-    pub(crate) window_pages: Vec<PageId>,
+    /// Pages of sliding layers: page `i` of the sequence is entry `i % CacheSpec::sliding_pages`.
+    pub(crate) sliding_pages: Vec<PageId>,
     /// `None` if the sequence is parked.
     pub(crate) slot: Option<SlotId>,
     pub(crate) cached_len: usize,
@@ -31,7 +31,7 @@ pub struct SequenceCache {
     /// Keys are rotated by the frequencies of long sequences, if the model has a separate list for these.
     pub(crate) is_long: bool,
     /// Blocks of host memory, if the sequence is parked. It then holds nothing else.
-    pub(crate) parked: Option<Vec<BlockId>>,
+    pub(crate) parked: Option<Vec<HostBlockId>>,
     /// Its pictures.
     pub(crate) vision: Option<Arc<VisionInputs>>,
 }
@@ -42,7 +42,7 @@ impl SequenceCache {
         SequenceCache {
             home,
             pages: Vec::new(),
-            window_pages: Vec::new(),
+            sliding_pages: Vec::new(),
             slot: Some(slot),
             cached_len,
             accepted,
@@ -81,8 +81,8 @@ impl SequenceCache {
 
     /// Pages of sliding layers. They rotate: once there are as many as the window needs, page `i` in order of position
     /// is entry `i` modulo their number.
-    pub fn window_pages(&self) -> &[PageId] {
-        &self.window_pages
+    pub fn sliding_pages(&self) -> &[PageId] {
+        &self.sliding_pages
     }
 
     /// The slot of the recurrent state.

@@ -11,7 +11,7 @@ impl ModelCache {
     }
 
     /// Checkpoints without a holder.
-    pub fn free_states(&self) -> usize {
+    pub fn free_checkpoints(&self) -> usize {
         self.pools.lock().checkpoints.len()
     }
 
@@ -30,19 +30,19 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn save_state(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
+    pub fn save_checkpoint(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
         if self.spec.is_recurrent() {
             self.expect_settled(sequence)?;
         }
-        self.save_state_ahead(sequence)
+        self.save_checkpoint_ahead(sequence)
     }
 
-    /// As [`ModelCache::save_state`], while steps that commit their rows are under way: saves the state after the last
-    /// of them. The caller knows how many tokens that state has seen.
+    /// As [`ModelCache::save_checkpoint`], while steps that commit their rows are under way: saves the state after the
+    /// last of them. The caller knows how many tokens that state has seen.
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn save_state_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
+    pub fn save_checkpoint_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
@@ -50,7 +50,7 @@ impl ModelCache {
         match self.copy_slot(sequence.slot(), entry, true) {
             Ok(()) => Ok(Some(entry)),
             Err(error) => {
-                self.free_state(entry);
+                self.release_checkpoint(entry);
                 Err(error)
             }
         }
@@ -60,13 +60,13 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn overwrite_state(&mut self, sequence: &SequenceCache, entry: CheckpointId) -> Result<()> {
+    pub fn overwrite_checkpoint(&mut self, sequence: &SequenceCache, entry: CheckpointId) -> Result<()> {
         self.expect_settled(sequence)?;
         self.copy_slot(sequence.slot(), entry, true)
     }
 
     /// Frees a saved state.
-    pub fn free_state(&mut self, entry: CheckpointId) {
+    pub fn release_checkpoint(&mut self, entry: CheckpointId) {
         let free = &mut self.pools.lock().checkpoints;
         assert!(!free.contains(&entry), "checkpoint {} is freed twice", entry.0);
         free.push(entry);
@@ -80,7 +80,7 @@ impl ModelCache {
     /// Takes back the pages and states that the tree no longer holds.
     pub fn take_back(&mut self, evicted: &Evicted) {
         evicted.pages.iter().for_each(|&page| self.pools.lock().pages.forget(page));
-        evicted.states.iter().for_each(|&entry| self.free_state(entry));
+        evicted.states.iter().for_each(|&entry| self.release_checkpoint(entry));
     }
 
     /// A sequence that continues after the first `len` tokens of `pages`, with the saved `state` at that point. The

@@ -110,13 +110,13 @@ impl CacheSpec {
     }
 
     /// KV bytes of one token in the sliding layers. They keep only the pages that their windows need.
-    pub fn window_token_bytes(&self) -> usize {
+    pub fn sliding_token_bytes(&self) -> usize {
         let sliding = self.layers.iter().filter(|layer| matches!(layer, LayerSpec::Sliding { .. }));
         sliding.map(|layer| layer.token_bytes(self.format.kv)).sum()
     }
 
     /// The largest window of the sliding layers.
-    pub fn window(&self) -> Option<usize> {
+    pub fn sliding_window(&self) -> Option<usize> {
         let windows = self.layers.iter().filter_map(|layer| match layer {
             LayerSpec::Sliding { window, .. } => Some(*window),
             _ => None,
@@ -126,8 +126,8 @@ impl CacheSpec {
 
     /// Pages of one sequence in a sliding layer: the window before the first token of a page, and that page. Rows are
     /// written and attended 64 at a time, so a sequence never needs more.
-    pub fn window_pages(&self, size: &CacheSize) -> usize {
-        self.window().map_or(0, |window| {
+    pub fn sliding_pages(&self, size: &CacheSize) -> usize {
+        self.sliding_window().map_or(0, |window| {
             (window.saturating_sub(1).div_ceil(AttentionSpec::PAGE) + 1).min(size.pages_per_sequence())
         })
     }

@@ -43,7 +43,7 @@ impl LayerStorage {
                 LayerStorage::Attention(pool(size.pages(), kv_heads, head_dim)?)
             }
             LayerSpec::Sliding { kv_heads, head_dim, .. } => {
-                let pages = size.sequences * cache.window_pages(size);
+                let pages = size.sequences * cache.sliding_pages(size);
                 LayerStorage::Sliding(pool(pages, kv_heads, head_dim)?)
             }
             LayerSpec::Recurrent { .. } => recurrent(runtime, spec, cache, size)?,
@@ -75,7 +75,7 @@ impl LayerStorage {
     }
 
     /// The arrays with one entry for each page that rotates.
-    pub(crate) fn window_page_arrays(&self) -> Vec<&Array> {
+    pub(crate) fn sliding_page_arrays(&self) -> Vec<&Array> {
         match self {
             LayerStorage::Sliding(pool) => vec![&pool.keys, &pool.values],
             LayerStorage::Attention(_) | LayerStorage::Recurrent { .. } => vec![],

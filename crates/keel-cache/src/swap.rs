@@ -13,7 +13,7 @@ use std::ops::Range;
 use keel_array::{AttentionSpec, Category, HostBuffer, Runtime};
 
 use crate::parts::{Part, parts};
-use crate::{BlockId, CacheError, CacheSize, CacheSpec, ModelCache, Result, SequenceCache};
+use crate::{CacheError, CacheSize, CacheSpec, HostBlockId, ModelCache, Result, SequenceCache};
 
 /// Bytes of a block of host memory.
 const BLOCK_BYTES: usize = 64 << 10;
@@ -32,11 +32,11 @@ pub struct SwapSize {
 impl SwapSize {
     /// The blocks that `size.swap_bytes` has room for.
     pub(crate) fn new(spec: &CacheSpec, size: &CacheSize) -> SwapSize {
-        let window_page = spec.window_token_bytes() * AttentionSpec::PAGE;
+        let window_page = spec.sliding_token_bytes() * AttentionSpec::PAGE;
         SwapSize {
             blocks: size.swap_bytes / BLOCK_BYTES,
-            page_bytes: (spec.token_bytes() - spec.window_token_bytes()) * AttentionSpec::PAGE,
-            fixed_bytes: spec.slot_bytes() + spec.window_pages(size) * window_page,
+            page_bytes: (spec.token_bytes() - spec.sliding_token_bytes()) * AttentionSpec::PAGE,
+            fixed_bytes: spec.slot_bytes() + spec.sliding_pages(size) * window_page,
         }
     }
 
@@ -70,7 +70,7 @@ impl SwapSpace {
 
 /// The places of an image in host memory, in order.
 struct Places<'a> {
-    blocks: &'a [BlockId],
+    blocks: &'a [HostBlockId],
     at: usize,
 }
 
@@ -89,7 +89,7 @@ impl Places<'_> {
 /// bytes.
 fn each_piece(
     parts: &[Part<'_>],
-    blocks: &[BlockId],
+    blocks: &[HostBlockId],
     mut copy: impl FnMut(&Part<'_>, usize, usize, usize) -> Result<()>,
 ) -> Result<()> {
     let mut places = Places { blocks, at: 0 };
@@ -118,7 +118,7 @@ impl ModelCache {
         self.pools.lock().blocks.len()
     }
 
-    fn take_blocks(&self, count: usize) -> Result<Vec<BlockId>> {
+    fn take_blocks(&self, count: usize) -> Result<Vec<HostBlockId>> {
         let free = &mut self.pools.lock().blocks;
         let left = free.len().checked_sub(count).ok_or_else(|| {
             let [needed_bytes, free_bytes, total_bytes] =
@@ -169,7 +169,7 @@ impl ModelCache {
         }
     }
 
-    fn fill_from_host(&mut self, sequence: &mut SequenceCache, blocks: &[BlockId]) -> Result<()> {
+    fn fill_from_host(&mut self, sequence: &mut SequenceCache, blocks: &[HostBlockId]) -> Result<()> {
         sequence.slot = Some(self.take_slot()?);
         let filled = self.reserve(sequence, 0).and_then(|()| {
             let memory = self.swap.memory.bytes();

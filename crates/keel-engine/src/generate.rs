@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
-use crate::options::HEAD_LAG_MAX;
+use crate::options::MTP_LAG_MAX;
 use crate::speculation::{Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation};
 use crate::{
     Engine, EngineError, Result, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, Ticket,
@@ -249,7 +249,7 @@ impl<'e> TokenIterator<'e> {
     fn catch_up(&mut self, sequence: &SequenceCache) -> Result<()> {
         let ahead = self.in_flight.len();
         let lagging =
-            self.speculation.as_mut().filter(|speculation| speculation.lag_after(ahead) >= HEAD_LAG_MAX);
+            self.speculation.as_mut().filter(|speculation| speculation.lag_after(ahead) >= MTP_LAG_MAX);
         match lagging.filter(|_| self.engine.can_catch_up_ahead()) {
             Some(speculation) => self.engine.catch_up_ahead(&mut [(sequence, speculation)]),
             None => Ok(()),

@@ -10,7 +10,7 @@ use crate::{EngineError, Result, VisionOptions};
 pub const PREFILL_GRID: usize = 64;
 
 /// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
-pub(crate) const HEAD_LAG_MAX: usize = 64;
+pub(crate) const MTP_LAG_MAX: usize = 64;
 
 /// The most rows of a regime that the host may draw for while a later step runs. Their logits have a place of their
 /// own.
@@ -134,8 +134,8 @@ impl EngineOptions {
     }
 
     /// Rows of the largest pass of the MTP head alone; 0 without drafts.
-    pub(crate) fn head_rows(&self) -> usize {
-        if self.drafts == 0 { 0 } else { self.decode_rows().max(HEAD_LAG_MAX) }
+    pub(crate) fn mtp_rows(&self) -> usize {
+        if self.drafts == 0 { 0 } else { self.decode_rows().max(MTP_LAG_MAX) }
     }
 
     pub(crate) fn cache_format(&self) -> CacheFormat {

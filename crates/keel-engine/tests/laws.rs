@@ -194,17 +194,17 @@ fn sliding_layers_hold_their_window_and_one_page() {
     let options = |prefill_step| EngineOptions { context: 2048, prefill_step, ..exact() };
     let mut engine = engine(&folder, &runtime(2), options(1024));
     let spec = engine.cache().spec().clone();
-    assert_eq!((spec.window(), spec.window_pages(&engine.cache().size())), (Some(16), 2));
+    assert_eq!((spec.sliding_window(), spec.sliding_pages(&engine.cache().size())), (Some(16), 2));
     let mut sequence = engine.open().expect("a slot is free");
     let (mut prefilled, mut decoded) = (Vec::new(), Vec::new());
     engine.prefill(&mut sequence, &ids, &mut prefilled, &mut |_| ()).expect("runs");
-    assert_eq!((sequence.pages().len(), sequence.window_pages().len()), (6, 2));
+    assert_eq!((sequence.pages().len(), sequence.sliding_pages().len()), (6, 2));
     // The pages of the window have rotated, so only the start can be reached by a rewind.
     assert_eq!(engine.cache_mut().rewind(&mut sequence, 700).expect("rewinds"), 0);
     for &id in &ids {
         engine.decode(&mut [&mut sequence], &[id]).expect("runs");
     }
-    assert_eq!(sequence.window_pages().len(), 2);
+    assert_eq!(sequence.sliding_pages().len(), 2);
     engine.logits(0, &mut decoded).expect("there");
     let difference: f64 = prefilled.iter().zip(&decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum();
     let size: f64 = decoded.iter().map(|x| f64::from(*x).powi(2)).sum();

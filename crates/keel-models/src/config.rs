@@ -35,7 +35,7 @@ pub enum MixerKind {
 
 /// Mixture of experts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MoeConfig {
+pub struct MixtureConfig {
     /// `E`.
     pub experts: usize,
     /// Those that this device holds: all of them, unless several devices share the experts.
@@ -142,7 +142,7 @@ pub struct HybridConfig {
     /// Width of the dense feed-forward layers; `None` if all layers have experts.
     pub intermediate: Option<usize>,
     /// Experts, if there are any.
-    pub moe: Option<MoeConfig>,
+    pub moe: Option<MixtureConfig>,
 }
 
 impl HybridConfig {
@@ -360,7 +360,7 @@ impl Fields<'_> {
         Ok((0..count).map(kind).collect())
     }
 
-    pub fn moe(&self) -> Result<Option<MoeConfig>> {
+    pub fn moe(&self) -> Result<Option<MixtureConfig>> {
         let experts = self.size_or("num_experts", self.size_or("num_local_experts", 0)?)?;
         if experts == 0 {
             return Ok(None);
@@ -383,7 +383,7 @@ impl Fields<'_> {
             );
             return Err(ModelError::Config(reason));
         }
-        Ok(Some(MoeConfig {
+        Ok(Some(MixtureConfig {
             experts,
             own: 0..experts,
             chosen,

@@ -257,7 +257,7 @@ impl HybridModel {
     /// theirs.
     fn look_up(&self, tokens: &Array) -> Result<Array> {
         let weight = self.embedding()?;
-        let VocabularyShare { peers, tokens: own } = self.part.shard.vocabulary(self.config.vocab);
+        let VocabularyShare { peers, tokens: own } = self.part.share.vocabulary(self.config.vocab);
         let Some(peers) = peers else { return Ok(tokens.embedding(weight)?) };
         let number = |n: usize| Array::full(tokens.runtime(), [1], DType::I32, n as f32);
         let at = tokens.cast(DType::I32)?.sub(&number(own.start)?)?;

@@ -19,14 +19,14 @@ pub mod vision;
 
 pub use config::rope::RopeScaling;
 pub use config::rope_config::QueryGrowth;
-pub use config::shapes::{NAMES as SHAPE_NAMES, shape, shape_with_head};
-pub use config::{HybridConfig, MixerKind, MoeConfig, RecurrentConfig, RopeSections};
+pub use config::shapes::{NAMES as SHAPE_NAMES, shape, shape_with_mtp_head};
+pub use config::{HybridConfig, MixerKind, MixtureConfig, RecurrentConfig, RopeSections};
 pub use error::{ModelError, Result};
 pub use hybrid::{Block, GrowingQueries, HybridModel, Mixer, MtpHead, Output};
 pub use model_types::MODEL_TYPES;
 pub use split::part::Part;
-pub use split::shard::{MixtureCut, Shard, VocabularyShare};
-use split::sharded_parameters::ShardedParameters;
+pub use split::share::{MixtureCut, Share, VocabularyShare};
+use split::share_parameters::ShareParameters;
 pub use split::sums::{SumOrder, Sums};
 
 use loading::Loader;
@@ -55,7 +55,7 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
     })?;
     let has =
         |head: &str| ["weight", "qweight"].iter().any(|kind| parameters.contains(&format!("{head}.{kind}")));
-    parsed.tied |= !naming::HEADS.iter().any(|head| has(head));
+    parsed.tied |= !naming::OUTPUT_HEADS.iter().any(|head| has(head));
     Ok(parsed)
 }
 
@@ -66,12 +66,12 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
 /// limit that is too small.
 pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
     let parsed = read_config_of(config, loader.parameters())?;
-    let (family, shard) = (model_types::family_of(config)?, loader.part().shard);
-    if shard.count == 1 {
+    let (family, share) = (model_types::family_of(config)?, loader.part().share);
+    if share.count == 1 {
         return (family.load)(loader, config, parsed);
     }
-    let own = shard.config(&parsed)?;
-    let parameters = ShardedParameters::new(loader.parameters(), &parsed, shard, loader.order());
+    let own = share.config(&parsed)?;
+    let parameters = ShareParameters::new(loader.parameters(), &parsed, share, loader.order());
     (family.load)(&loader.reading(&parameters), config, own)
 }
 

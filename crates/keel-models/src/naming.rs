@@ -10,11 +10,11 @@ use crate::blocks::{
 use crate::hybrid::Output;
 use crate::loading::{Loader, Piece};
 use crate::{
-    HybridConfig, MixerKind, MixtureCut, ModelError, MoeConfig, Part, Result, Sums, VocabularyShare,
+    HybridConfig, MixerKind, MixtureConfig, MixtureCut, ModelError, Part, Result, Sums, VocabularyShare,
 };
 
 /// The names of the output head, alone and next to a vision tower in MLX's form.
-pub(crate) const HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"];
+pub(crate) const OUTPUT_HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"];
 
 /// Reads the blocks that the family's model types share.
 pub(crate) struct FamilyReader<'a> {
@@ -66,8 +66,8 @@ impl<'a> FamilyReader<'a> {
     }
 
     /// The output head's name.
-    pub fn head_module(&self) -> &'static str {
-        let [alone, nested] = HEADS;
+    pub fn output_head_module(&self) -> &'static str {
+        let [alone, nested] = OUTPUT_HEADS;
         if self.root == "language_model.model." { nested } else { alone }
     }
 
@@ -95,7 +95,7 @@ impl<'a> FamilyReader<'a> {
     /// The tokens whose rows of the embedding and of the output head this device has, and the devices that have the
     /// others.
     fn tokens(&self) -> VocabularyShare {
-        self.part().shard.vocabulary(self.config.vocab)
+        self.part().share.vocabulary(self.config.vocab)
     }
 
     /// The final norm and the output head, in the last part of the model. If the head is tied to the embedding and this
@@ -112,7 +112,7 @@ impl<'a> FamilyReader<'a> {
         let head = match embedding {
             Some(embedding) if self.config.tied => embedding.clone(),
             None if self.config.tied => load(format!("{}embed_tokens", self.root))?,
-            _ => load(self.head_module().into())?,
+            _ => load(self.output_head_module().into())?,
         };
         Ok(Some(Output { norm: self.norm(&format!("{}norm", self.root), self.config.hidden)?, head, peers }))
     }
@@ -189,10 +189,10 @@ impl<'a> FamilyReader<'a> {
         })
     }
 
-    fn experts(&self, prefix: &str, moe: &MoeConfig) -> Result<MixtureOfExperts> {
+    fn experts(&self, prefix: &str, moe: &MixtureConfig) -> Result<MixtureOfExperts> {
         let (hidden, sums) = (self.config.hidden, self.loader.sums());
         // How the columns of an expert are added.
-        let of_columns = if sums.shard.mixture == MixtureCut::Experts { sums.whole() } else { sums };
+        let of_columns = if sums.share.mixture == MixtureCut::Experts { sums.whole() } else { sums };
         let mut router = vec![Piece::whole(format!("{prefix}gate"), moe.experts)];
         // On devices that do not hold the shared expert, too: a product of other rows may add in another order, and at
         // a near tie two devices would choose different experts.
@@ -259,7 +259,7 @@ impl ExpertLayout {
         }
     }
 
-    fn gate_up(self, prefix: &str, moe: &MoeConfig, e: usize) -> Vec<Piece> {
+    fn gate_up(self, prefix: &str, moe: &MixtureConfig, e: usize) -> Vec<Piece> {
         let f = moe.intermediate;
         let both = ["gate_proj", "up_proj"];
         match self {
@@ -275,7 +275,7 @@ impl ExpertLayout {
         }
     }
 
-    fn down(self, prefix: &str, moe: &MoeConfig, hidden: usize, e: usize) -> Vec<Piece> {
+    fn down(self, prefix: &str, moe: &MixtureConfig, hidden: usize, e: usize) -> Vec<Piece> {
         let stacked = |name| Piece::expert(format!("{prefix}{name}"), e, moe.experts, hidden);
         vec![match self {
             ExpertLayout::Separate => Piece::whole(format!("{prefix}experts.{e}.down_proj"), hidden),

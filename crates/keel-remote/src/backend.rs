@@ -14,7 +14,7 @@ use keel_array::{
 use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
-use crate::message::{Answer, At, Coding, Failure, PIECES_MAX, Piece, Request};
+use crate::message::{At, Coding, DeviceReply, Failure, PIECES_MAX, Piece, Request};
 use crate::{Cluster, RemoteError};
 
 /// The arena's number among the memories.
@@ -90,9 +90,9 @@ impl RemoteBackend {
     }
 
     /// Waits for an answer without bytes.
-    fn ask(&self, request: &Request) -> Result<Answer, Failure> {
+    fn ask(&self, request: &Request) -> Result<DeviceReply, Failure> {
         match self.link.ask(request) {
-            Ok((Answer::Failed(failure), _)) => Err(failure),
+            Ok((DeviceReply::Failed(failure), _)) => Err(failure),
             Ok((answer, _)) => Ok(answer),
             Err(error) => Err(lost(&error)),
         }
@@ -109,7 +109,7 @@ impl RemoteBackend {
         for (i, piece) in bytes.chunks_mut(BYTES_MAX).enumerate() {
             let at = At { offset: from.offset + i * BYTES_MAX, ..from };
             match self.link.ask(&Request::Read { at, bytes: piece.len(), settled }) {
-                Ok((Answer::Failed(failure), _)) => return Err(failure),
+                Ok((DeviceReply::Failed(failure), _)) => return Err(failure),
                 Ok((_, read)) if read.len() == piece.len() => piece.copy_from_slice(&read),
                 Ok((_, read)) => {
                     let reason =
@@ -147,8 +147,8 @@ impl RemoteBackend {
         number
     }
 
-    fn note_prepared(&self, answer: &Answer) {
-        if let Answer::Ran(done) = answer {
+    fn note_prepared(&self, answer: &DeviceReply) {
+        if let DeviceReply::Ran(done) = answer {
             *locked(&self.prepared) = *done;
         }
     }
@@ -207,7 +207,7 @@ impl Memory for RemoteBackend {
 
     fn device_usage(&self) -> Option<DeviceUsage> {
         match self.ask(&Request::Usage) {
-            Ok(Answer::Usage(usage)) => usage,
+            Ok(DeviceReply::Usage(usage)) => usage,
             _ => None,
         }
     }
@@ -254,7 +254,7 @@ impl Memory for RemoteBackend {
 
     fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
         let request = Request::Repeat { spec: *spec, at: at(memory, offset), rows };
-        matches!(self.ask(&request), Ok(Answer::Done))
+        matches!(self.ask(&request), Ok(DeviceReply::Done))
     }
 
     /// A failure is the error of the next request that is waited for, such as a launch or an allocation.

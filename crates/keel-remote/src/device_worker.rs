@@ -10,7 +10,7 @@ use keel_array::{ArrayError, Backend, Buffer, Category, MemoryAt, RemoteLaunch, 
 
 use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
-use crate::message::{Answer, At, Coding, Failure, PIECES_MAX, Piece, Request};
+use crate::message::{At, Coding, DeviceReply, Failure, PIECES_MAX, Piece, Request};
 use crate::node::Session;
 
 /// Most allocations of a device.
@@ -20,7 +20,7 @@ const MEMORIES_MAX: usize = 1 << 20;
 const KERNELS_MAX: usize = 4 << 20;
 
 /// What a request gives: an answer, and bytes for it.
-type Outcome = Result<(Answer, Vec<u8>), Failure>;
+type Outcome = Result<(DeviceReply, Vec<u8>), Failure>;
 
 /// A device with what the leader has on it. Dropping it frees all of that.
 struct Worker {
@@ -41,7 +41,7 @@ struct Worker {
 pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut from = BufReader::with_capacity(1 << 20, stream.try_clone()?);
-    let to = MessageSender::new(stream, Answer::Here).map_err(io::Error::other)?;
+    let to = MessageSender::new(stream, DeviceReply::Here).map_err(io::Error::other)?;
     let mut worker = Worker::new(runtime, session);
     let mut bytes = Vec::new();
     loop {
@@ -49,15 +49,15 @@ pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) 
             Err(error) if is_departure(&error) => return Ok(()),
             read => read?,
         };
-        let is_answered = request.is_answered();
+        let has_reply = request.has_reply();
         let outcome = worker.attempt(request, &bytes);
-        if !is_answered {
+        if !has_reply {
             if let Err(failure) = outcome {
                 worker.failure.get_or_insert(failure);
             }
             continue;
         }
-        let (answer, bytes) = outcome.unwrap_or_else(|failure| (Answer::Failed(failure), Vec::new()));
+        let (answer, bytes) = outcome.unwrap_or_else(|failure| (DeviceReply::Failed(failure), Vec::new()));
         match to.send(&answer, &bytes) {
             Err(error) if is_departure(&error) => return Ok(()),
             sent => sent?,
@@ -73,7 +73,7 @@ fn is_departure(error: &io::Error) -> bool {
 
 /// An answer without bytes.
 fn done() -> Outcome {
-    Ok((Answer::Done, Vec::new()))
+    Ok((DeviceReply::Done, Vec::new()))
 }
 
 fn too_many(what: &str, most: usize) -> Failure {
@@ -108,7 +108,7 @@ impl Worker {
         let ends_program =
             matches!(request, Request::Launch { is_last: true, .. } | Request::MakeReady { .. });
         let depends =
-            is_launch || request.is_answered() && !matches!(request, Request::Rejoin | Request::Usage);
+            is_launch || request.has_reply() && !matches!(request, Request::Rejoin | Request::Usage);
         let before =
             if ends_program { self.failure.take() } else { self.failure.clone().filter(|_| depends) };
         let outcome = match before {
@@ -196,7 +196,7 @@ impl Worker {
                 }
                 let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
                 if !self.backend().repeat_rows(&spec, memory, offset, rows) {
-                    return Ok((Answer::Cannot, Vec::new()));
+                    return Ok((DeviceReply::Cannot, Vec::new()));
                 }
             }
             Request::Program(piece) => self.bind(piece)?,
@@ -207,7 +207,7 @@ impl Worker {
             }
             Request::MakeReady { numbers } => return self.make_ready(&numbers),
             Request::Usage => {
-                return Ok((Answer::Usage(self.backend().device_usage()), Vec::new()));
+                return Ok((DeviceReply::Usage(self.backend().device_usage()), Vec::new()));
             }
             Request::Rejoin => {
                 self.failure = None;
@@ -230,7 +230,7 @@ impl Worker {
         } else {
             self.backend().read(memory, offset, &mut bytes).map_err(failed)?;
         }
-        Ok((Answer::Done, bytes))
+        Ok((DeviceReply::Done, bytes))
     }
 
     fn piece(&self, number: u64) -> Result<&RemoteLaunch, Failure> {
@@ -283,8 +283,8 @@ impl Worker {
         Ok((self.prepared(), Vec::new()))
     }
 
-    fn prepared(&self) -> Answer {
-        Answer::Ran(self.backend().preparations())
+    fn prepared(&self) -> DeviceReply {
+        DeviceReply::Ran(self.backend().preparations())
     }
 }
 

@@ -11,20 +11,20 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::connection::{SILENCE_MAX, locked, silence_or};
 use crate::frame;
-use crate::message::{Answer, Request};
+use crate::message::{DeviceReply, Request};
 use crate::{RemoteError, Result};
 
 /// Bytes of requests that are collected before they leave.
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// An answer and the bytes that follow it.
-type Answered = Result<(Answer, Vec<u8>)>;
+type Replied = Result<(DeviceReply, Vec<u8>)>;
 
 /// What requests need to leave.
 struct Out {
     stream: BufWriter<TcpStream>,
     /// Takes those who wait, in the order of their requests. Or why the connection has ended.
-    waiters: std::result::Result<Sender<Sender<Answered>>, String>,
+    waiters: std::result::Result<Sender<Sender<Replied>>, String>,
 }
 
 /// A connection with a device of another process.
@@ -90,7 +90,7 @@ impl Link {
 
     /// Sends a request that is not waited for. If the connection has ended, the next one that is waited for says so.
     pub fn send(&self, request: &Request, bytes: &[&[u8]]) {
-        debug_assert!(!request.is_answered(), "{request:?} is waited for");
+        debug_assert!(!request.has_reply(), "{request:?} is waited for");
         let mut out = self.out();
         if out.waiters.is_err() {
             return;
@@ -125,8 +125,8 @@ impl Link {
     ///
     /// # Errors
     /// The connection has ended.
-    pub fn ask(&self, request: &Request) -> Answered {
-        debug_assert!(request.is_answered(), "{request:?} has no answer");
+    pub fn ask(&self, request: &Request) -> Replied {
+        debug_assert!(request.has_reply(), "{request:?} has no answer");
         let (answer, answered) = channel();
         {
             let mut out = self.out();
@@ -157,12 +157,12 @@ impl Drop for Link {
 }
 
 /// Hands each answer to its waiter. Returns why it cannot go on.
-fn answer_all(stream: TcpStream, waiting: &Receiver<Sender<Answered>>) -> String {
+fn answer_all(stream: TcpStream, waiting: &Receiver<Sender<Replied>>) -> String {
     let mut stream = BufReader::new(stream);
     loop {
         let mut bytes = Vec::new();
         match frame::read(&mut stream, &mut bytes) {
-            Ok(Answer::Here) => {}
+            Ok(DeviceReply::Here) => {}
             // A waiter is there before its request leaves.
             Ok(answer) => match waiting.try_recv() {
                 Ok(waiter) => drop(waiter.send(Ok((answer, bytes)))),

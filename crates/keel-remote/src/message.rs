@@ -167,7 +167,7 @@ pub(crate) enum Request {
 impl Request {
     /// Whether the leader waits for an answer. A failed request without an answer makes later requests with an answer
     /// fail, except `Rejoin` and `Usage`.
-    pub fn is_answered(&self) -> bool {
+    pub fn has_reply(&self) -> bool {
         match self {
             Request::Allocate { .. }
             | Request::Arena { .. }
@@ -194,7 +194,7 @@ pub(crate) struct Piece {
 
 /// The answer of a device.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Answer {
+pub(crate) enum DeviceReply {
     /// Bytes follow if they were asked for.
     Done,
     /// It cannot do this; the leader takes another way.

@@ -47,7 +47,7 @@ pub enum Ending {
 
 /// A piece of an answer.
 #[derive(Clone, Debug)]
-pub enum Piece {
+pub enum AnswerPiece {
     /// Text, reasoning or a tool call.
     Part(AnswerPart),
     /// Tokens, if log probabilities were requested.
@@ -92,7 +92,7 @@ pub struct Answer {
     parser: AnswerParser,
     one_call: bool,
     listing: Option<Listing>,
-    pieces: VecDeque<Piece>,
+    pieces: VecDeque<AnswerPiece>,
     called_tools: bool,
     reasoned: bool,
     /// Set when the last pieces are in `pieces`.
@@ -113,17 +113,17 @@ impl Answer {
     ///
     /// # Errors
     /// There is no memory left for it.
-    pub(crate) fn charge(&self, piece: &Piece) -> Result<()> {
+    pub(crate) fn charge(&self, piece: &AnswerPiece) -> Result<()> {
         let bytes = match piece {
-            Piece::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)) => bytes_of_part(text),
-            Piece::Part(AnswerPart::ToolCall { name, arguments }) => {
+            AnswerPiece::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)) => bytes_of_part(text),
+            AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => {
                 bytes_of_part(name) + bytes_of_part(arguments) + bytes_of_body(arguments.as_bytes())
             }
-            Piece::Tokens(tokens) => {
+            AnswerPiece::Tokens(tokens) => {
                 let of = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.listed()));
                 tokens.iter().map(of).sum()
             }
-            Piece::End(..) => 0,
+            AnswerPiece::End(..) => 0,
         };
         let Some(caller) = &self.caller else { return Ok(()) };
         caller.meter.take(bytes).map_err(|error| caller.failed(error))
@@ -184,7 +184,7 @@ impl Answer {
     ///
     /// # Errors
     /// The engine fails at the request, or the deadline passes.
-    pub async fn next(&mut self) -> Result<Option<Piece>> {
+    pub async fn next(&mut self) -> Result<Option<AnswerPiece>> {
         loop {
             if let Some(piece) = self.pieces.pop_front() {
                 return Ok(Some(piece));
@@ -218,7 +218,7 @@ impl Answer {
             && let Some(logprobs) = logprobs
         {
             let info = self.token_info(id, logprobs)?;
-            self.pieces.push_back(Piece::Tokens(vec![info]));
+            self.pieces.push_back(AnswerPiece::Tokens(vec![info]));
         }
         let step = self.stops.push(self.detokenizer.push(id)?);
         let mut parts = Vec::new();
@@ -262,7 +262,7 @@ impl Answer {
                 AnswerPart::Reasoning(_) => self.reasoned = true,
                 AnswerPart::Text(_) => {}
             }
-            self.pieces.push_back(Piece::Part(part));
+            self.pieces.push_back(AnswerPiece::Part(part));
         }
         if self.reasoned && self.parser.is_reasoning() {
             self.usage.reasoning = self.usage.completion;
@@ -280,7 +280,7 @@ impl Answer {
         self.put(rest);
         let ending = if self.called_tools && ending == Ending::Stop { Ending::ToolCalls } else { ending };
         let stop = self.stops.matched().map(str::to_string);
-        self.pieces.push_back(Piece::End(ending, stop));
+        self.pieces.push_back(AnswerPiece::End(ending, stop));
         self.ending = Some(ending);
     }
 }

@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::access::caller::Caller;
-use crate::answer::{Answer, Ending, Piece, TokenInfo, Usage};
+use crate::answer::{Answer, AnswerPiece, Ending, TokenInfo, Usage};
 use crate::app::App;
 use crate::error::{Result, ServerError};
 use crate::http::body::{error_json, sse};
@@ -45,11 +45,11 @@ async fn collect_one(mut answer: Answer) -> Result<Collected> {
     while let Some(piece) = answer.next().await? {
         answer.charge(&piece)?;
         match piece {
-            Piece::Part(AnswerPart::Text(part)) => text.push_str(&part),
-            Piece::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
-            Piece::Part(AnswerPart::ToolCall { name, arguments }) => calls.push((name, arguments)),
-            Piece::Tokens(infos) => tokens.extend(infos),
-            Piece::End(how, by) => (ending, stop) = (how, by),
+            AnswerPiece::Part(AnswerPart::Text(part)) => text.push_str(&part),
+            AnswerPiece::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
+            AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => calls.push((name, arguments)),
+            AnswerPiece::Tokens(infos) => tokens.extend(infos),
+            AnswerPiece::End(how, by) => (ending, stop) = (how, by),
         }
     }
     Ok(Collected { text, reasoning, calls, tokens, ending, stop, usage: answer.usage() })
@@ -58,7 +58,7 @@ async fn collect_one(mut answer: Answer) -> Result<Collected> {
 /// A piece of one of several answers.
 pub(crate) struct Merged {
     pub index: usize,
-    pub piece: Result<Piece>,
+    pub piece: Result<AnswerPiece>,
     /// Token counts of this answer so far.
     pub usage: Usage,
 }
@@ -327,7 +327,7 @@ mod tests {
     async fn an_answer_whose_end_is_not_taken_is_cancelled() {
         let (memory, metrics) = (RequestMemory::new(1 << 20, 0), Metrics::new());
         let mut answer = answer_of_one_token(&memory, &metrics);
-        assert!(matches!(answer.next().await, Ok(Some(Piece::Tokens(_)))));
+        assert!(matches!(answer.next().await, Ok(Some(AnswerPiece::Tokens(_)))));
         drop(answer);
         assert_eq!((metrics.finished("stop"), metrics.finished("cancelled")), (0, 1));
     }

@@ -33,7 +33,7 @@ impl Default for DecodeLimits {
 const PIXEL_BYTES_MAX: u64 = 8;
 
 /// Memory of every decoder: tables and windows.
-const DECODER_BYTES_LEAST: u64 = 512 << 10;
+const DECODER_BYTES_MIN: u64 = 512 << 10;
 
 /// Memory that decoders may use in addition to the picture itself.
 const DECODER_BYTES: u64 = 64 << 20;
@@ -106,11 +106,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
     };
     let turned = if is_turned { 2 * own } else { 0 };
     let (width, height) = (width as usize, height as usize);
-    Ok(Measured {
-        width,
-        height,
-        decode_bytes: decoded.max(turned).max(2 * file_bytes) + DECODER_BYTES_LEAST,
-    })
+    Ok(Measured { width, height, decode_bytes: decoded.max(turned).max(2 * file_bytes) + DECODER_BYTES_MIN })
 }
 
 /// The most bytes of heap while a WebP file is decoded.

@@ -26,13 +26,13 @@ const SEQUENCES_OF_A_GPU: [usize; 3] = [128, 64, 32];
 /// Tokens of keys and values for each of them.
 const TOKENS_EACH: usize = 2048;
 /// Smallest default number of sequences.
-const SEQUENCES_LEAST: usize = 4;
+const SEQUENCES_MIN: usize = 4;
 /// Most drafts by default where more do not fit, and where several devices share a model.
 const DRAFTS_FEW: usize = 2;
 /// Largest number of pages that an engine takes.
 const POOL_PAGES_MAX: usize = 1 << 24;
 /// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
-const CONTEXT_LEAST: usize = 1024;
+const CONTEXT_MIN: usize = 1024;
 
 /// The models of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -332,7 +332,7 @@ impl<'a> Planner<'a> {
             let fewer = EngineOptions { sequences: options.sequences / 2, ..options };
             return Some(self.complete(fewer, pages, remembered));
         }
-        if args.context.is_none() && options.context / 2 >= CONTEXT_LEAST {
+        if args.context.is_none() && options.context / 2 >= CONTEXT_MIN {
             let shorter = (options.context / 2).next_multiple_of(AttentionSpec::PAGE);
             let pages = if args.kv_cache.is_none() { shorter.div_ceil(AttentionSpec::PAGE) } else { pages };
             return Some(self.complete(EngineOptions { context: shorter, ..options }, pages, remembered));
@@ -349,8 +349,8 @@ fn all_pages(options: &EngineOptions) -> usize {
 /// The default number of sequences before memory is looked at: [`SEQUENCES_DEFAULT`] on a GPU, one per core on a CPU,
 /// within bounds.
 fn default_sequences(is_gpu: bool) -> usize {
-    let cores = std::thread::available_parallelism().map_or(SEQUENCES_LEAST, usize::from);
-    if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_LEAST, SEQUENCES_DEFAULT) }
+    let cores = std::thread::available_parallelism().map_or(SEQUENCES_MIN, usize::from);
+    if is_gpu { SEQUENCES_DEFAULT } else { cores.clamp(SEQUENCES_MIN, SEQUENCES_DEFAULT) }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{arg, copy_of, fail, fixture, joined, json, misuse, succeed};
-use keel_models::shape_with_head;
+use keel_models::shape_with_mtp_head;
 use serde_json::Value;
 
 fn total(categories: &Value) -> u64 {
@@ -115,7 +115,7 @@ fn the_widths_of_the_largest_shapes_run() {
     let path = folder.path().join("config.json");
     let devices = if keel_testkit::has_gpu!() { &["cpu", "cuda:0"][..] } else { &["cpu"] };
     for name in ["qwen3.5-122b-a10b", "qwen3.5-397b-a17b"] {
-        let mut whole = shape_with_head(name).expect("it has a head");
+        let mut whole = shape_with_mtp_head(name).expect("it has a head");
         whole["num_hidden_layers"] = 2.into();
         whole["full_attention_interval"] = 2.into();
         whole["vocab_size"] = 1024.into();

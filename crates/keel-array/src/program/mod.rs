@@ -257,7 +257,7 @@ impl Kernel {
     }
 
     /// Bytes of all operands, an upper bound on the memory traffic of most kernels.
-    pub fn touched_bytes(&self) -> usize {
+    fn touched_bytes(&self) -> usize {
         let operands = self.reads().into_iter().chain(&self.outputs);
         operands.map(|o| bytes_of(o.dtype, o.layout.shape.elements())).fold(0, usize::saturating_add)
     }

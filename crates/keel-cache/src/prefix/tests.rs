@@ -2,7 +2,7 @@ use super::*;
 
 /// A text of blocks; each block repeats one number.
 fn text(blocks: &[u32]) -> Vec<u32> {
-    blocks.iter().flat_map(|&b| [b; BLOCK]).collect()
+    blocks.iter().flat_map(|&b| [b; PREFIX_BLOCK]).collect()
 }
 
 fn pages(numbers: &[u32]) -> Vec<PageId> {

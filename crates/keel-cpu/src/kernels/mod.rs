@@ -5,16 +5,16 @@
 
 pub mod activation;
 pub mod attention;
-pub mod blocks;
+pub(crate) mod blocks;
 pub mod causal_conv;
 pub mod gated_delta;
 pub mod gated_delta_chunked;
-pub mod generic;
+pub(crate) mod generic;
 pub mod linear;
 pub mod rms_norm;
 pub mod rope;
 pub mod rows;
-pub mod sample;
+pub(crate) mod sample;
 mod small_gemm;
 
 #[cfg(test)]

@@ -23,13 +23,13 @@
 use super::request::{BatchEvent, RequestId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
-use crate::options::HEAD_LAG_MAX;
+use crate::options::MTP_LAG_MAX;
 use crate::speculation::{Depth, Speculation};
 use crate::{EngineError, PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::CheckpointId;
 
 /// How many steps of a batch run ahead before its answers may draft again.
-const PLAIN_STEPS: usize = HEAD_LAG_MAX;
+const PLAIN_STEPS: usize = MTP_LAG_MAX;
 
 /// How many rows the MTP head may lag behind an answer before it catches up.
 const LAG_MAX: usize = 5;
@@ -37,7 +37,7 @@ const LAG_MAX: usize = 5;
 /// A step under way.
 pub(super) struct Pending {
     ticket: Ticket,
-    parts: Vec<Part>,
+    parts: Vec<StepRows>,
 }
 
 impl Pending {
@@ -53,7 +53,7 @@ impl Pending {
 }
 
 /// The rows of one sequence in a step.
-pub(super) struct Part {
+pub(super) struct StepRows {
     id: RequestId,
     rows: usize,
     is_prompt: bool,
@@ -65,18 +65,18 @@ pub(super) struct Part {
     saved: Option<(usize, CheckpointId)>,
 }
 
-impl Part {
+impl StepRows {
     /// The next row of an answer.
-    pub fn of_answer(running: &Running) -> Part {
+    pub fn of_answer(running: &Running) -> StepRows {
         let by_host = !running.draws_ahead();
-        Part { id: running.id, rows: 1, is_prompt: false, draws: true, by_host, saved: None }
+        StepRows { id: running.id, rows: 1, is_prompt: false, draws: true, by_host, saved: None }
     }
 
     /// The next `rows` rows of a prompt.
-    pub fn of_prompt(running: &Running, rows: usize) -> Part {
+    pub fn of_prompt(running: &Running, rows: usize) -> StepRows {
         let draws = running.awaits_first_at(running.virtual_len() + rows);
         let by_host = draws && !running.draws_ahead();
-        Part { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
+        StepRows { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
     }
 }
 
@@ -108,7 +108,7 @@ impl Batcher {
     }
 
     /// Lets the MTP head catch up with all answers in a pass after the step under way. So they may draft at any time.
-    /// If each step has prompts, there is no room for that pass. Once the head lags 64 rows (`HEAD_LAG_MAX`), the steps
+    /// If each step has prompts, there is no room for that pass. Once the head lags 64 rows (`MTP_LAG_MAX`), the steps
     /// under way are taken first, which may end answers.
     pub(super) fn catch_up(&mut self) {
         if !self.running.iter().any(Running::is_answering) {
@@ -118,7 +118,7 @@ impl Batcher {
             return;
         }
         let lag = self.running.iter().map(Running::lag).max().unwrap_or(0);
-        if lag >= HEAD_LAG_MAX {
+        if lag >= MTP_LAG_MAX {
             self.settle();
             self.catch_up_plainly();
         } else if lag > LAG_MAX && self.engine.can_catch_up_ahead() {
@@ -200,14 +200,14 @@ impl Batcher {
     }
 
     /// Submits a step with these parts of these running sequences, whose numbers ascend; false if there are none.
-    pub(super) fn submit_parts(&mut self, indices: Vec<usize>, mut parts: Vec<Part>) -> Result<bool> {
+    pub(super) fn submit_parts(&mut self, indices: Vec<usize>, mut parts: Vec<StepRows>) -> Result<bool> {
         if parts.is_empty() {
             return Ok(false);
         }
         let pages =
             indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_needed(part.rows)).sum();
         self.prefixes.make_room(&mut self.engine.cache, pages);
-        let before: &[Part] = self.pending.back().map_or(&[], |pending| &pending.parts);
+        let before: &[StepRows] = self.pending.back().map_or(&[], |pending| &pending.parts);
         let mut work = Vec::with_capacity(parts.len());
         for (running, part) in members(&mut self.running, &indices).zip(&parts) {
             let draw = if part.draws { running.draw_next() } else { None };
@@ -256,7 +256,7 @@ impl Batcher {
 
     /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
     /// drawn. Each with the number of its running sequence, ascending.
-    fn next_parts(&mut self) -> Vec<(usize, Part)> {
+    fn next_parts(&mut self) -> Vec<(usize, StepRows)> {
         let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
         let chunks = self.shares(keeps_logits);
         self.ask_masks(Running::is_answering);
@@ -264,9 +264,9 @@ impl Batcher {
             running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
         };
         let answers = self.running.iter().enumerate().filter(goes_on);
-        let mut parts: Vec<(usize, Part)> =
-            answers.map(|(i, running)| (i, Part::of_answer(running))).collect();
-        parts.extend(chunks.into_iter().map(|(i, rows)| (i, Part::of_prompt(&self.running[i], rows))));
+        let mut parts: Vec<(usize, StepRows)> =
+            answers.map(|(i, running)| (i, StepRows::of_answer(running))).collect();
+        parts.extend(chunks.into_iter().map(|(i, rows)| (i, StepRows::of_prompt(&self.running[i], rows))));
         // A chunk whose picture is kept whole may be longer than its share, and end its prompt.
         parts.retain(|(_, part)| !(part.by_host && keeps_logits));
         parts.sort_unstable_by_key(|(i, _)| *i);
@@ -284,7 +284,7 @@ impl Batcher {
         if !is_kept || self.engine.runs_microbatches() {
             return None;
         }
-        let saved = self.prefixes.save_state(self.engine.cache_mut(), &running.cache, true);
+        let saved = self.prefixes.save_checkpoint(self.engine.cache_mut(), &running.cache, true);
         // A state that cannot be kept is computed again when it is needed.
         saved.ok().flatten().map(|entry| (at, entry))
     }
@@ -298,13 +298,13 @@ impl Batcher {
         }
     }
 
-    fn take_parts(&mut self, parts: Vec<Part>, tokens: Vec<Option<u32>>) {
+    fn take_parts(&mut self, parts: Vec<StepRows>, tokens: Vec<Option<u32>>) {
         let mut ended = Vec::new();
         for (item, (part, token)) in parts.into_iter().zip(tokens).enumerate() {
             let Some(i) = self.running.iter().position(|running| running.id == part.id) else {
                 // The sequence has left the batch.
                 if let Some((_, entry)) = part.saved {
-                    self.engine.cache_mut().free_state(entry);
+                    self.engine.cache_mut().release_checkpoint(entry);
                 }
                 continue;
             };
@@ -329,7 +329,7 @@ impl Batcher {
                 kept = self.keep_state(i);
             } else if let Some(saved) = part.saved {
                 self.running[i].rolling.replace(saved).into_iter().for_each(|(_, entry)| {
-                    self.engine.cache_mut().free_state(entry);
+                    self.engine.cache_mut().release_checkpoint(entry);
                 });
             }
             if part.draws {
@@ -354,7 +354,7 @@ impl Batcher {
     }
 
     /// The hidden state after work item `item` of the step taken last, if the MTP head needs it.
-    fn hidden_after(&mut self, item: usize, part: &Part) -> Result<Option<Vec<f32>>> {
+    fn hidden_after(&mut self, item: usize, part: &StepRows) -> Result<Option<Vec<f32>>> {
         let is_needed = part.draws && self.engine.options().drafts > 0;
         if is_needed { self.engine.hidden_of(item).map(|hidden| Some(hidden.to_vec())) } else { Ok(None) }
     }
@@ -389,10 +389,10 @@ impl Batcher {
     }
 
     /// Handles a failed step: the steps after it are given up. Sequences whose states it has torn end.
-    fn give_up_all(&mut self, first: Vec<Part>, cause: &EngineError) {
+    fn give_up_all(&mut self, first: Vec<StepRows>, cause: &EngineError) {
         self.failed_steps += 1;
         self.is_careful = true;
-        let later: Vec<Part> =
+        let later: Vec<StepRows> =
             std::mem::take(&mut self.pending).into_iter().flat_map(|pending| pending.parts).collect();
         let mut ids = Vec::new();
         for running in self.running.iter_mut().filter(|running| running.ahead.steps > 0) {
@@ -407,7 +407,7 @@ impl Batcher {
             }
         }
         for (_, entry) in first.into_iter().chain(later).filter_map(|part| part.saved) {
-            self.engine.cache_mut().free_state(entry);
+            self.engine.cache_mut().release_checkpoint(entry);
         }
         for id in ids {
             let torn =

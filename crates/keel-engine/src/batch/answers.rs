@@ -58,7 +58,7 @@ impl Batcher {
                 continue;
             }
             if let Some((_, entry)) = running.rolling.take() {
-                self.engine.cache_mut().free_state(entry);
+                self.engine.cache_mut().release_checkpoint(entry);
             }
             match self.engine.cache_mut().reset(&mut running.cache) {
                 Ok(()) => {
@@ -112,10 +112,10 @@ impl Batcher {
         let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
         running.rolling = match running.rolling {
             Some((_, entry)) => {
-                cache.overwrite_state(&running.cache, entry)?;
+                cache.overwrite_checkpoint(&running.cache, entry)?;
                 Some((at, entry))
             }
-            None => self.prefixes.save_state(cache, &running.cache, false)?.map(|entry| (at, entry)),
+            None => self.prefixes.save_checkpoint(cache, &running.cache, false)?.map(|entry| (at, entry)),
         };
         Ok(())
     }

@@ -35,7 +35,7 @@ impl Batcher {
         if let Some((at, state)) = running.rolling.take() {
             self.prefixes.remember(cache, &running.key(at), &running.cache, Some(state));
         } else if self.options.reuse_generated && !cache.spec().is_recurrent() && running.shares_prefixes() {
-            let whole = running.cache.len() / keel_cache::BLOCK * keel_cache::BLOCK;
+            let whole = running.cache.len() / keel_cache::PREFIX_BLOCK * keel_cache::PREFIX_BLOCK;
             self.prefixes.remember(cache, &running.key(whole), &running.cache, None);
         }
     }

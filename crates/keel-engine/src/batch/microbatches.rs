@@ -6,7 +6,7 @@
 //! waited longest come first. One step of prompts is under way with them. Drafts, pictures and other uses of the engine
 //! end this mode: the steps under way are taken, and the next step is waited for.
 
-use super::ahead::Part;
+use super::ahead::StepRows;
 use super::sequence::Running;
 use super::{Batcher, members};
 use crate::Result;
@@ -54,7 +54,7 @@ impl Batcher {
             let (rows, parts) = self
                 .shares(false)
                 .into_iter()
-                .map(|(i, rows)| (i, Part::of_prompt(&self.running[i], rows)))
+                .map(|(i, rows)| (i, StepRows::of_prompt(&self.running[i], rows)))
                 .unzip();
             self.submit_parts(rows, parts)?;
         }
@@ -70,7 +70,7 @@ impl Batcher {
         free.sort_by_key(|&i| self.running[i].last_turn);
         free.truncate(self.answers().div_ceil(self.microbatches()).min(MICROBATCH_MAX));
         free.sort_unstable();
-        let parts = free.iter().map(|&i| Part::of_answer(&self.running[i])).collect();
+        let parts = free.iter().map(|&i| StepRows::of_answer(&self.running[i])).collect();
         let turn = self.turn;
         members(&mut self.running, &free).for_each(|running| running.last_turn = turn);
         self.submit_parts(free, parts)

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use keel_cache::{BLOCK, CacheError, PrefixFolder, RememberedText, SavedPrefix, Unwritten};
+use keel_cache::{CacheError, PREFIX_BLOCK, PrefixFolder, RememberedText, SavedPrefix, Unwritten};
 
 use super::Batcher;
 use super::prefixes::text_of;
@@ -113,7 +113,7 @@ impl Batcher {
         text: &SavedPrefix,
     ) -> Result<Option<(Vec<u32>, bool)>, String> {
         let cache = self.engine.cache_mut();
-        if cache.free_pages() == 0 || cache.spec().is_recurrent() && cache.free_states() == 0 {
+        if cache.free_pages() == 0 || cache.spec().is_recurrent() && cache.free_checkpoints() == 0 {
             return Ok(None);
         }
         let (path, name) = (folder.intact(text, cache.saved_bytes_max())?, text.name());
@@ -125,10 +125,10 @@ impl Batcher {
         if self.prefixes.rename(&mut tokens, &text.pictures).is_none() {
             return Err(format!("{name}: it shows pictures that the index does not name"));
         }
-        if !tokens.len().is_multiple_of(BLOCK) {
+        if !tokens.len().is_multiple_of(PREFIX_BLOCK) {
             return Err(format!("{name}: it ends within a block"));
         }
-        let state = cache.save_state(&sequence).map_err(|e| e.to_string())?;
+        let state = cache.save_checkpoint(&sequence).map_err(|e| e.to_string())?;
         self.prefixes.remember(cache, &tokens, &sequence, state);
         Ok(Some((tokens, sequence.is_long())))
     }

@@ -20,7 +20,7 @@ pub(super) struct Prefixes {
 impl Prefixes {
     pub fn new(cache: &ModelCache, enabled: bool) -> Prefixes {
         // The pages of sliding layers are overwritten again and again, so they cannot be shared.
-        let enabled = enabled && cache.spec().window().is_none();
+        let enabled = enabled && cache.spec().sliding_window().is_none();
         let tree = PrefixTree::new(cache.spec().is_recurrent());
         Prefixes { tree, enabled, names: PictureNames::default() }
     }
@@ -99,7 +99,7 @@ impl Prefixes {
 
     /// Saves the state of a sequence in a checkpoint, if one is free or can be freed. `is_ahead` says that steps of the
     /// sequence are under way: the state is then the one that the last of them will leave.
-    pub fn save_state(
+    pub fn save_checkpoint(
         &mut self,
         cache: &mut ModelCache,
         sequence: &SequenceCache,
@@ -108,12 +108,13 @@ impl Prefixes {
         if !self.enabled {
             return Ok(None);
         }
-        if cache.free_states() == 0
+        if cache.free_checkpoints() == 0
             && let Some(evicted) = self.tree.evict_state()
         {
             cache.take_back(&evicted);
         }
-        let saved = if is_ahead { cache.save_state_ahead(sequence) } else { cache.save_state(sequence) };
+        let saved =
+            if is_ahead { cache.save_checkpoint_ahead(sequence) } else { cache.save_checkpoint(sequence) };
         Ok(saved?)
     }
 
@@ -134,7 +135,7 @@ impl Prefixes {
             }
         }
         if let Some(state) = state {
-            cache.free_state(state);
+            cache.release_checkpoint(state);
         }
     }
 

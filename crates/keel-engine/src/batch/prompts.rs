@@ -16,7 +16,7 @@ const LONE_STEP_SECONDS: f64 = 1.0;
 
 /// The next `rows` tokens of the prompt of running sequence `i`.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct PromptRows {
     i: usize,
     rows: usize,
 }
@@ -76,7 +76,7 @@ impl Batcher {
     }
 
     /// The chunks of the next step that find their pages. Sequences may be parked for them.
-    fn parts(&mut self) -> Vec<Part> {
+    fn parts(&mut self) -> Vec<PromptRows> {
         let mut parts = Vec::new();
         for (i, rows) in self.shares(false) {
             if !self.make_way_for(i, rows) {
@@ -87,7 +87,7 @@ impl Batcher {
             // Reserved now, so that the next part does not count on these pages. If pages are missing, the step says
             // so.
             let _ = self.engine.cache_mut().reserve(&mut self.running[i].cache, rows);
-            parts.push(Part { i, rows });
+            parts.push(PromptRows { i, rows });
         }
         parts.retain(|part| part.i < self.running.len());
         parts
@@ -101,7 +101,7 @@ impl Batcher {
     }
 
     /// Runs the parts. Retries once if that failed and left all sequences whole.
-    fn run_twice(&mut self, parts: &[Part]) -> Result<Vec<Option<u32>>> {
+    fn run_twice(&mut self, parts: &[PromptRows]) -> Result<Vec<Option<u32>>> {
         self.run_parts(parts).or_else(|error| {
             self.failed_steps += 1;
             let is_whole = parts.iter().all(|part| self.is_whole(part.i));
@@ -110,7 +110,7 @@ impl Batcher {
     }
 
     /// Runs one part of a failed step alone. `cause` is the error of that step.
-    fn run_alone(&mut self, part: Part, cause: &EngineError) -> Vec<(usize, BatchEvent)> {
+    fn run_alone(&mut self, part: PromptRows, cause: &EngineError) -> Vec<(usize, BatchEvent)> {
         let outcome = match self.is_whole(part.i) {
             true => self.run_parts(&[part]).inspect_err(|_| self.failed_steps += 1),
             false => Err(EngineError::Step(cause.to_string())),
@@ -121,7 +121,7 @@ impl Batcher {
         }
     }
 
-    fn run_parts(&mut self, parts: &[Part]) -> Result<Vec<Option<u32>>> {
+    fn run_parts(&mut self, parts: &[PromptRows]) -> Result<Vec<Option<u32>>> {
         let rows: Vec<usize> = parts.iter().map(|part| part.i).collect();
         let mut chunks = Vec::with_capacity(parts.len());
         for (running, part) in members(&mut self.running, &rows).zip(parts) {
@@ -145,7 +145,7 @@ impl Batcher {
     }
 
     /// Takes the results of a step of prompts. Returns which answers ended, and how.
-    fn finish_parts(&mut self, parts: &[Part], drawn: Vec<Option<u32>>) -> Vec<(usize, BatchEvent)> {
+    fn finish_parts(&mut self, parts: &[PromptRows], drawn: Vec<Option<u32>>) -> Vec<(usize, BatchEvent)> {
         let (mut outcomes, mut first) = (Vec::new(), 0);
         for (row, (part, token)) in parts.iter().zip(drawn).enumerate() {
             let running = &self.running[part.i];
@@ -173,7 +173,7 @@ impl Batcher {
         let running = &self.running[i];
         if running.is_at_save_point() {
             let cache = self.engine.cache_mut();
-            let state = self.prefixes.save_state(cache, &running.cache, false)?;
+            let state = self.prefixes.save_checkpoint(cache, &running.cache, false)?;
             self.prefixes.remember(cache, &running.key(running.cache.len()), &running.cache, state);
         }
         Ok(())

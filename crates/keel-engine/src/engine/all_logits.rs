@@ -6,7 +6,7 @@ use keel_array::Regime;
 use keel_cache::{SequenceCache, VisionInputs};
 
 use super::Engine;
-use crate::step::{HEAD_ROWS, Outcome, Rows};
+use crate::step::{LOGITS_ROWS, Outcome, Rows};
 use crate::{EngineError, Result};
 
 /// Takes one row of logits at a time.
@@ -73,8 +73,8 @@ impl Engine {
     /// Logits of hidden states `[rows, hidden]`, row by row.
     fn head(&mut self, hidden: &[f32], sink: &mut LogitSink<'_>) -> Result<()> {
         let (width, mut row_logits) = (self.model().config.hidden, Vec::new());
-        for block in hidden.chunks(HEAD_ROWS * width) {
-            self.run_head(block)?;
+        for block in hidden.chunks(LOGITS_ROWS * width) {
+            self.run_output_head(block)?;
             for row in 0..block.len() / width {
                 self.stepper.read_logits(row, &mut row_logits)?;
                 sink(&row_logits)?;

@@ -8,7 +8,7 @@ use keel_array::{Executable, Regime, Runtime};
 use super::Engine;
 use crate::Result;
 use crate::speculation::Costs;
-use crate::step::{HEAD_ROWS, Outcome, StepKind, StepShape, Stepper};
+use crate::step::{LOGITS_ROWS, Outcome, StepKind, StepShape, Stepper};
 use crate::vision::VisionRunner;
 
 /// Work besides running steps, for which a request may have to wait.
@@ -77,7 +77,7 @@ impl Engine {
             }
             self.prepare_step(shape, false)?;
         }
-        self.prepare_step(StepKind::prefill(Outcome::Head).of(HEAD_ROWS, 1), false)
+        self.prepare_step(StepKind::prefill(Outcome::Logits).of(LOGITS_ROWS, 1), false)
     }
 
     /// Traces a step on all devices that take part in it.

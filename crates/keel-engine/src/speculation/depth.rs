@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
+use crate::options::{DRAFTS_MAX, MTP_LAG_MAX};
 use crate::step::{Buckets, Outcome, StepKind, StepShape};
 
 /// Positions of drafts.
@@ -34,9 +34,9 @@ const RETRY_ACCEPTANCE: f64 = 0.6;
 /// Plain rounds before drafting is tried again. The MTP head's next pass can still hold the rows that it lags behind.
 const RETRY_AFTER: u64 = POSITIONS as u64;
 /// The same after a failed trial, at least. The head has just caught up then.
-const SECOND_RETRY_AFTER: u64 = HEAD_LAG_MAX as u64;
+const SECOND_RETRY_AFTER: u64 = MTP_LAG_MAX as u64;
 /// The same, at most.
-const RETRY_AFTER_MAX: u64 = 32 * HEAD_LAG_MAX as u64;
+const RETRY_AFTER_MAX: u64 = 32 * MTP_LAG_MAX as u64;
 /// Each failed trial multiplies the number by this.
 const RETRY_GROWTH: u64 = 4;
 /// After this many plain rounds in a row, depths are compared only once in this many rounds.

@@ -10,12 +10,12 @@ use keel_cache::SequenceCache;
 use super::Speculation;
 use super::passes::Passes;
 use super::round::{Proposal, RoundSequence};
-use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
+use crate::options::{DRAFTS_MAX, MTP_LAG_MAX};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, Result};
 
 impl Engine {
-    /// Runs rows that the head lags behind, if they reach `HEAD_LAG_MAX` or are more than a drafting pass holds.
+    /// Runs rows that the head lags behind, if they reach `MTP_LAG_MAX` or are more than a drafting pass holds.
     /// Returns how many.
     pub(super) fn catch_up(
         &mut self,
@@ -24,11 +24,11 @@ impl Engine {
         depth: usize,
     ) -> Result<usize> {
         let lag = speculation.lag_after(0);
-        if lag < HEAD_LAG_MAX && (depth == 0 || lag <= self.options.open_rows()) {
+        if lag < MTP_LAG_MAX && (depth == 0 || lag <= self.options.open_rows()) {
             return Ok(0);
         }
         // The last row stays for the next draft.
-        let rows = if depth == 0 { lag.min(HEAD_LAG_MAX) } else { lag - 1 };
+        let rows = if depth == 0 { lag.min(MTP_LAG_MAX) } else { lag - 1 };
         self.run_lag(cache, speculation, rows)?;
         Ok(rows)
     }
@@ -40,7 +40,7 @@ impl Engine {
         self.write_draft_input(&lag.hidden()[..rows * self.model().config.hidden])?;
         let (first, tokens) = (cache.len() - lag.tokens().len(), &lag.tokens()[..rows]);
         let rows_of = Rows { first, ..Rows::after(cache, tokens) };
-        self.run(Regime::Decode, Outcome::HeadState, &[rows_of])
+        self.run(Regime::Decode, Outcome::MtpState, &[rows_of])
     }
 
     /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. Each of two steps may have
@@ -54,7 +54,7 @@ impl Engine {
     /// split, the step after it is lost, too.
     pub(crate) fn catch_up_ahead(&mut self, all: &mut [(&SequenceCache, &mut Speculation)]) -> Result<()> {
         self.fetch_lags(all.iter_mut().map(|(_, speculation)| &mut **speculation))?;
-        let rows_max = if all.len() == 1 { HEAD_LAG_MAX } else { self.options.open_rows() };
+        let rows_max = if all.len() == 1 { MTP_LAG_MAX } else { self.options.open_rows() };
         // The last row stays for the next draft.
         let count = |speculation: &Speculation| speculation.lag_after(0).saturating_sub(1).min(rows_max);
         let (width, mut input, mut rows) =
@@ -66,7 +66,7 @@ impl Engine {
             rows.push(Rows { first, ..Rows::after(cache, &lag.tokens()[..count]) });
         }
         self.write_draft_input(&input)?;
-        let run = self.submit_on_all(StepKind::decode(Outcome::HeadState), &rows)?;
+        let run = self.submit_on_all(StepKind::decode(Outcome::MtpState), &rows)?;
         let Some(step) = self.in_flight.back_mut() else { unreachable!("a step is under way") };
         step.catch_up = Some(run);
         all.iter_mut().for_each(|(_, speculation)| speculation.lag.forget(count(speculation)));
@@ -85,7 +85,7 @@ impl Engine {
             return Ok(());
         }
         // The last row stays for the next draft.
-        let rows = (lag - 1).min(HEAD_LAG_MAX);
+        let rows = (lag - 1).min(MTP_LAG_MAX);
         self.run_lag(cache, speculation, rows)?;
         speculation.lag.forget(rows);
         Ok(())
@@ -114,7 +114,7 @@ impl Engine {
         for pass in 0..deepest {
             let start = Instant::now();
             let active = &order[..order.partition_point(|&i| proposals[i].depth > pass)];
-            let at = if pass > 0 && passes.is_some() { TokensAt::Head } else { TokensAt::Host };
+            let at = if pass > 0 && passes.is_some() { TokensAt::MtpHead } else { TokensAt::Host };
             let (mut input, mut rows) = (Vec::new(), Vec::with_capacity(active.len()));
             for &i in active {
                 let (RoundSequence { cache, speculation, .. }, proposal) = (&batch[i], &proposals[i]);

@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::Speculation;
 use super::round::{Proposal, Round, RoundSequence};
-use crate::options::{DRAFTS_MAX, HEAD_LAG_MAX};
+use crate::options::{DRAFTS_MAX, MTP_LAG_MAX};
 use crate::{Engine, EngineError, Result};
 
 /// With more sequences, one read of all rows of a round is faster than a read for each sequence.
@@ -69,7 +69,7 @@ impl Lag {
     pub fn after_prompt(mut hidden: Vec<f32>) -> Lag {
         let width = hidden.len();
         // Memory for as many rows as may ever wait, reserved once.
-        hidden.reserve_exact((HEAD_LAG_MAX + DRAFTS_MAX) * width);
+        hidden.reserve_exact((MTP_LAG_MAX + DRAFTS_MAX) * width);
         Lag { tokens: Vec::new(), hidden, width, of_round: None }
     }
 

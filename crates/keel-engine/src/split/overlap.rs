@@ -51,7 +51,7 @@ fn chunks_of(
 impl Engine {
     /// The stages of the pipeline, each of one device or several.
     pub(crate) fn stages(&self) -> usize {
-        (self.peers.len() + 1) / self.model().part.shard.count
+        (self.peers.len() + 1) / self.model().part.share.count
     }
 
     /// Whether a prompt without pictures is cut into chunks that overlap. It is not if a chunk may leave the grid, or if

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cache::{CacheSize, ModelCache};
 use keel_models::loading::{Loader, Parameters};
-use keel_models::{HybridConfig, MixtureCut, ModelError, Part, Shard};
+use keel_models::{HybridConfig, MixtureCut, ModelError, Part, Share};
 use serde_json::Value;
 
 use crate::vision::{self, VisionRunner};
@@ -86,11 +86,11 @@ impl SplitPlanner<'_> {
         let layers = model.layers.len();
         let stages = match stages {
             1 => std::iter::once(0..layers).collect(),
-            _ => self.stages(layers, &rooms, Shard { count: shares, mixture, ..Shard::default() })?,
+            _ => self.stages(layers, &rooms, Share { count: shares, mixture, ..Share::default() })?,
         };
         let parts = Part::by(mixture, Part::grid(&stages, shares));
-        for part in parts.iter().filter(|part| part.shard.count > 1) {
-            part.shard.config(&model)?;
+        for part in parts.iter().filter(|part| part.share.count > 1) {
+            part.share.config(&model)?;
         }
         Ok(parts)
     }
@@ -113,9 +113,9 @@ impl SplitPlanner<'_> {
         let part = Part { layers: first..layers, previous: Some(0), next: None, ..Part::default() };
         let without_tower = SplitPlanner { options: EngineOptions { vision: None, ..self.options }, ..*self };
         let loads = |mixture| {
-            let shard = Shard { count: shares, mixture, ..Shard::default() };
-            shard.config(model)?;
-            without_tower.part_bytes(Part { shard, ..part.clone() }).map(drop)
+            let share = Share { count: shares, mixture, ..Share::default() };
+            share.config(model)?;
+            without_tower.part_bytes(Part { share, ..part.clone() }).map(drop)
         };
         let choice = |cut, reason: String| Ok(Some(MixtureChoice { cut, reason }));
         match loads(MixtureCut::Columns) {
@@ -139,7 +139,7 @@ impl SplitPlanner<'_> {
 
     /// Cuts `layers` layers into stages whose first devices fill their rooms evenly. The devices of a stage have these
     /// shares.
-    fn stages(&self, layers: usize, rooms: &[u64], shard: Shard) -> Result<Vec<Range<usize>>> {
+    fn stages(&self, layers: usize, rooms: &[u64], share: Share) -> Result<Vec<Range<usize>>> {
         let stages = rooms.len();
         assert!(self.backend.is_planning(), "a split is planned on a planning backend");
         if stages == 0 || stages > layers {
@@ -150,7 +150,7 @@ impl SplitPlanner<'_> {
         }
         // A neighbour that keeps the ends of the model away from a part.
         let neighbour = Some(0);
-        let bytes = |layers, previous, next| self.part_bytes(Part { layers, previous, next, shard });
+        let bytes = |layers, previous, next| self.part_bytes(Part { layers, previous, next, share });
         let mut shares = Vec::with_capacity(layers);
         for i in 0..layers {
             shares.push(bytes(i..i + 1, neighbour, neighbour)?);

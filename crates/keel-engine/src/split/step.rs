@@ -37,7 +37,7 @@ impl Peer {
         match outcome {
             // They copy results of the lead.
             Outcome::KeptLogits | Outcome::KeptHidden(_) => false,
-            Outcome::MtpHidden | Outcome::Head | Outcome::Draft | Outcome::HeadState => {
+            Outcome::MtpHidden | Outcome::Logits | Outcome::Draft | Outcome::MtpState => {
                 self.stepper.model().part.is_last()
             }
             Outcome::State
@@ -198,15 +198,15 @@ impl Engine {
         self.note_finished(run_on_all(shares), &[], CommitProgress::default(), false)
     }
 
-    /// Computes the logits of rows of hidden states, at most [`crate::step::HEAD_ROWS`] of them.
-    pub(crate) fn run_head(&mut self, hidden: &[f32]) -> Result<()> {
+    /// Computes the logits of rows of hidden states, at most [`crate::step::LOGITS_ROWS`] of them.
+    pub(crate) fn run_output_head(&mut self, hidden: &[f32]) -> Result<()> {
         self.finish_in_flight()?;
         let mut shares = Vec::with_capacity(self.peers.len() + 1);
         for peer in sharers(&mut self.peers) {
-            let step = peer.stepper.head_step(hidden)?.clone();
+            let step = peer.stepper.logits_step(hidden)?.clone();
             shares.push(peer.will_run(step));
         }
-        shares.push(DeviceStep::of_lead(self.stepper.head_step(hidden)?.clone(), None));
+        shares.push(DeviceStep::of_lead(self.stepper.logits_step(hidden)?.clone(), None));
         let ended = run_on_all(shares);
         self.note_finished(ended, &[], CommitProgress::default(), false)
     }

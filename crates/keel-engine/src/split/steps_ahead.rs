@@ -34,7 +34,7 @@ impl Engine {
         let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
         // No token depends on rows that the head catches up with. Devices that wait for each other fail together, though.
-        let is_apart = kind.outcome == Outcome::HeadState && self.peers.is_empty();
+        let is_apart = kind.outcome == Outcome::MtpState && self.peers.is_empty();
         let mark = || if is_apart { Arc::default() } else { self.in_flight.failure_mark() };
         let begin = |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, mark());
         let peers: Vec<Beginning> = threads.zip(ready).map(begin).collect();

@@ -11,7 +11,7 @@ use keel_array::{Backend, RESULT_BYTES_MAX, Regime};
 use keel_models::Part;
 
 use super::{HiddenPlace, Outcome, StepKind, StepShape};
-use crate::options::{EngineOptions, HEAD_LAG_MAX, PREFILL_GRID};
+use crate::options::{EngineOptions, MTP_LAG_MAX, PREFILL_GRID};
 
 /// The most prompts in a step.
 const PROMPTS_MAX: usize = 32;
@@ -47,13 +47,13 @@ impl Buckets {
     pub fn new(options: &EngineOptions, is_coarse: bool, runs_ahead: bool) -> Buckets {
         let prompts = prompts_max(options, is_coarse);
         let open_most = options.open_rows();
-        let lags = [8, 16, 32, HEAD_LAG_MAX];
+        let lags = [8, 16, 32, MTP_LAG_MAX];
         Buckets {
             sequences: up_to(options.sequences, |n| next_sequences(n, is_coarse)),
             open_rows: (1..=open_most).collect(),
             prefill_rows: up_to(prefill_rows_max(options, is_coarse), |n| next_rows(n, is_coarse)),
             prompts,
-            lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == HEAD_LAG_MAX).collect(),
+            lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == MTP_LAG_MAX).collect(),
             is_coarse,
             runs_ahead,
             host_rows: if runs_ahead { options.host_rows() } else { 0 },
@@ -139,10 +139,10 @@ impl Buckets {
                 let each = self.open_rows_of(padded).find(|each| each * padded >= rows);
                 kind.of(each.map_or(rows, |each| each * padded), padded)
             }
-            (Regime::Decode, Outcome::HeadState) if sequences > 1 => {
+            (Regime::Decode, Outcome::MtpState) if sequences > 1 => {
                 kind.of(padded * self.open_rows.len(), padded)
             }
-            (Regime::Decode, Outcome::HeadState) => kind.of(at_least(&self.lag_rows, rows), 1),
+            (Regime::Decode, Outcome::MtpState) => kind.of(at_least(&self.lag_rows, rows), 1),
             // Steps without a sequence, or steps for which no request waits.
             _ => kind.of(rows, sequences),
         }
@@ -194,14 +194,14 @@ impl Buckets {
             let of = |&n: &usize| [decode(Outcome::Ahead).of(n, n), decode(Outcome::COMMIT).of(1, n)];
             shapes.extend(sequences.clone().flat_map(of));
             let many = sequences.clone().filter(|&&n| n > 1);
-            shapes.extend(many.map(|&n| decode(Outcome::HeadState).of(n * self.open_rows.len(), n)));
+            shapes.extend(many.map(|&n| decode(Outcome::MtpState).of(n * self.open_rows.len(), n)));
             shapes.extend([HiddenPlace::First, HiddenPlace::Second].map(Buckets::keeping_hidden));
         }
         for &n in sequences {
             let both = |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|of| decode(of).of(each * n, n));
             shapes.extend(self.open_rows_of(n).flat_map(both));
         }
-        shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::HeadState).of(rows, 1)));
+        shapes.extend(self.lag_rows.iter().rev().map(|&rows| decode(Outcome::MtpState).of(rows, 1)));
         shapes.push(decode(Outcome::LastLogits).of(1, 1));
         if !self.drafts_ahead() {
             shapes.push(decode(Outcome::COMMIT).of(1, 1));
@@ -336,7 +336,7 @@ mod tests {
                     if buckets.drafts_ahead() {
                         expect(StepKind::decode(Outcome::Ahead), n, n);
                         expect(StepKind::decode(Outcome::COMMIT), 1, n);
-                        expect(StepKind::decode(Outcome::HeadState), n * (drafts + 1), n);
+                        expect(StepKind::decode(Outcome::MtpState), n * (drafts + 1), n);
                     }
                     for rows in (n..=n * (drafts + 1)).filter(|_| drafts > 0) {
                         expect(StepKind::decode(Outcome::OpenRows), rows, n);

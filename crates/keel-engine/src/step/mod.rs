@@ -25,7 +25,7 @@ use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, ids_of};
 pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
-use staging::{HeadStaging, Staging};
+use staging::{MtpStaging, Staging};
 pub(crate) use staging::{Rows, TokensAt};
 pub(crate) use trace::{Pairs, trace};
 use vision::VisionStaging;
@@ -34,7 +34,7 @@ use vision::VisionStaging;
 const OTHERS_MAX: usize = 32;
 
 /// How many rows of logits are computed at a time when every row is wanted.
-pub(crate) const HEAD_ROWS: usize = 64;
+pub(crate) const LOGITS_ROWS: usize = 64;
 
 /// What the steps of all devices have in common.
 pub(crate) struct StepSizes<'a> {
@@ -351,13 +351,13 @@ impl Stepper {
         self.staging.keep_drafts(pass, rows)
     }
 
-    /// Sets the hidden states for rows of a step with [`Outcome::Draft`] or [`Outcome::HeadState`], in their order.
+    /// Sets the hidden states for rows of a step with [`Outcome::Draft`] or [`Outcome::MtpState`], in their order.
     /// Those [of the last round](Rows::of_round) are left out.
     pub fn write_draft_input(&self, hidden: &[f32]) -> Result<()> {
         Ok(self.head_staging()?.hidden.write(hidden)?)
     }
 
-    fn head_staging(&self) -> Result<&HeadStaging> {
+    fn head_staging(&self) -> Result<&MtpStaging> {
         self.staging.head.as_ref().ok_or(EngineError::NoMtpHead)
     }
 
@@ -366,10 +366,10 @@ impl Stepper {
         Ok(self.results.hidden()?.write(hidden)?)
     }
 
-    /// The step that computes the logits of hidden states `[rows, hidden]`, at most [`HEAD_ROWS`] rows.
-    pub fn head_step(&mut self, hidden: &[f32]) -> Result<&Executable> {
+    /// The step that computes the logits of hidden states `[rows, hidden]`, at most [`LOGITS_ROWS`] rows.
+    pub fn logits_step(&mut self, hidden: &[f32]) -> Result<&Executable> {
         let rows = hidden.len() / self.model.config.hidden;
-        self.results.head_input()?.write(hidden)?;
-        self.step(StepKind::prefill(Outcome::Head).of(rows, 1))
+        self.results.logits_input()?.write(hidden)?;
+        self.step(StepKind::prefill(Outcome::Logits).of(rows, 1))
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use keel_array::{Array, Category, DType, Runtime};
 use keel_models::{HybridModel, Mixer};
 
-use super::HEAD_ROWS;
+use super::LOGITS_ROWS;
 use super::buckets::Buckets;
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
@@ -19,8 +19,8 @@ pub(super) struct Results {
     hidden: Option<Array>,
     /// Whether steps of prompts leave the hidden states of their rows there.
     pub keeps_rows: bool,
-    /// Rows whose logits are computed, f32 `[HEAD_ROWS, hidden]`, where every row can be read.
-    head_input: Option<Array>,
+    /// Rows whose logits are computed, f32 `[LOGITS_ROWS, hidden]`, where every row can be read.
+    logits_input: Option<Array>,
     draft: Option<DraftResults>,
     /// Number of values that were handed to the next device, u32 `[1]`, where there is one. Not read.
     sent: Option<Array>,
@@ -59,7 +59,7 @@ impl Results {
         let ids = |count| persistent(&[if is_last { count } else { 0 }], DType::U32);
         let (hidden, vocab) = (model.config.hidden, model.config.vocab);
         let all = |rows: usize| if options.all_logits { output(&[rows, hidden]).map(Some) } else { Ok(None) };
-        let logit_rows = options.decode_rows().max(if options.all_logits { HEAD_ROWS } else { 0 });
+        let logit_rows = options.decode_rows().max(if options.all_logits { LOGITS_ROWS } else { 0 });
         let recurrent = model.blocks.iter().find_map(|block| match &block.mixer {
             Mixer::GatedDelta(mixer) => Some([1, mixer.value_heads, mixer.value_dim]),
             Mixer::Attention(_) => None,
@@ -83,7 +83,7 @@ impl Results {
                 false => all(rows)?,
             },
             keeps_rows: options.row_hidden,
-            head_input: all(HEAD_ROWS)?,
+            logits_input: all(LOGITS_ROWS)?,
             draft,
             sent: (!is_last).then(|| persistent(&[1], DType::U32)).transpose()?,
         })
@@ -95,8 +95,8 @@ impl Results {
     }
 
     /// The buffer for rows whose logits are computed.
-    pub fn head_input(&self) -> Result<&Array> {
-        self.head_input.as_ref().ok_or_else(not_planned)
+    pub fn logits_input(&self) -> Result<&Array> {
+        self.logits_input.as_ref().ok_or_else(not_planned)
     }
 
     /// The buffer for the number of values that were handed on.

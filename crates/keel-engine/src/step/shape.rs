@@ -34,13 +34,13 @@ pub(crate) enum Outcome {
     /// Hidden states of the MTP head for every row.
     MtpHidden,
     /// Logits of rows of the hidden buffer.
-    Head,
+    Logits,
     /// Logits and hidden states of every row, and tokens drawn from these logits. The rows are left open.
     OpenRows,
     /// The MTP head's hidden state in the last row of each sequence, its logits, and tokens drawn from them.
     Draft,
     /// Keys and values of the MTP head.
-    HeadState,
+    MtpState,
     /// Rows of the logits of the step before, for the host.
     KeptLogits,
     /// Hidden states of the step before, for the host.
@@ -104,7 +104,7 @@ impl StepShape {
 
     /// Whether it is a pass of the MTP head over hidden states in staging.
     pub fn reads_hidden(self) -> bool {
-        matches!(self.outcome, Outcome::Draft | Outcome::HeadState)
+        matches!(self.outcome, Outcome::Draft | Outcome::MtpState)
     }
 
     /// Whether its rows find their tokens in the pool.

@@ -27,7 +27,7 @@ pub(crate) struct Rows<'a> {
     pub accepted: usize,
     pub at: TokensAt,
     /// For a pass of the MTP head: where the hidden states of the last rows are among those that rounds leave on the
-    /// device ([`HeadStaging::place_of_round`]). The host writes those of the rows before them.
+    /// device ([`MtpStaging::place_of_round`]). The host writes those of the rows before them.
     pub of_round: Range<usize>,
 }
 
@@ -39,7 +39,7 @@ pub(crate) enum TokensAt {
     /// The only token is in the pool, at this place ([`Staging::place`]): a step under way draws it.
     Pool(usize),
     /// The last pass of the MTP head has drawn the only token, in the same row. So it is for all rows of the step.
-    Head,
+    MtpHead,
     /// The host writes the first token. The others are in the pool: passes of the MTP head drew them, in this row.
     Drafts(usize),
 }
@@ -82,11 +82,11 @@ pub(super) struct Staging {
     pub last_rows: Array,
     /// How tokens are drawn, f32 `[decode rows, 5]`: one row for each sequence, or for each open row.
     pub draws: Array,
-    pub head: Option<HeadStaging>,
+    pub head: Option<MtpStaging>,
 }
 
 /// Input of the MTP head, where sequences draft.
-pub(super) struct HeadStaging {
+pub(super) struct MtpStaging {
     /// The token after each row of a prompt, u32 `[prefill rows]`.
     pub next_tokens: Array,
     /// Hidden states for the rows of the head's own passes, f32 `[head rows + 2 decode rows, hidden]`. The first part
@@ -97,7 +97,7 @@ pub(super) struct HeadStaging {
     source: Array,
 }
 
-impl HeadStaging {
+impl MtpStaging {
     /// Hidden states for the rows of a pass.
     pub fn input(&self, rows: usize) -> Result<Array> {
         Ok(self.hidden.take(&self.source.prefix(rows)?)?)
@@ -129,7 +129,7 @@ impl Staging {
         let pages_per_sequence = options.cache_size().pages_per_sequence();
         let prefill_rows = buckets.prefill_rows_max();
         let sequences = options.sequences;
-        let rows = prefill_rows.max(options.decode_rows()).max(options.head_rows());
+        let rows = prefill_rows.max(options.decode_rows()).max(options.mtp_rows());
         let input = |shape: &[usize], dtype| Array::persistent(runtime, Category::Staging, shape, dtype);
         let table = input(&[sequences, pages_per_sequence], DType::U32)?;
         let window_table = match model.config.window {
@@ -144,13 +144,13 @@ impl Staging {
         };
         let head = match model.part.is_last() && options.drafts > 0 {
             false => None,
-            true => Some(HeadStaging {
+            true => Some(MtpStaging {
                 next_tokens: input(&[prefill_rows], DType::U32)?,
                 hidden: input(
-                    &[options.head_rows() + 2 * options.decode_rows(), model.config.hidden],
+                    &[options.mtp_rows() + 2 * options.decode_rows(), model.config.hidden],
                     DType::F32,
                 )?,
-                source: input(&[options.head_rows()], DType::U32)?,
+                source: input(&[options.mtp_rows()], DType::U32)?,
             }),
         };
         Ok(Staging {
@@ -314,12 +314,12 @@ impl Staging {
     /// The page tables of sliding layers, whose pages rotate.
     fn for_windows(&self, rows: &[Rows<'_>], filling: &mut Filling) {
         let entries = self.table.shape()[1];
-        if rows.iter().all(|r| r.sequence.window_pages().is_empty()) {
+        if rows.iter().all(|r| r.sequence.sliding_pages().is_empty()) {
             return;
         }
         let table: Vec<u32> = rows
             .iter()
-            .flat_map(|r| r.sequence.window_pages().iter().map(|page| page.0).cycle().take(entries))
+            .flat_map(|r| r.sequence.sliding_pages().iter().map(|page| page.0).cycle().take(entries))
             .collect();
         filling.add(&self.window_table, table);
     }

@@ -38,11 +38,11 @@ impl Tracing<'_> {
     /// The MTP head over hidden states and the tokens after them.
     fn mtp(&self, hidden: &Array, next: &Array) -> Result<Array> {
         let head = self.model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
-        Ok(self.model.mtp_hidden(head, hidden, next, self.head_layers(), &self.context)?)
+        Ok(self.model.mtp_hidden(head, hidden, next, self.mtp_layers(), &self.context)?)
     }
 
     /// The layers of the MTP head.
-    fn head_layers(&self) -> &[LayerStorage] {
+    fn mtp_layers(&self) -> &[LayerStorage] {
         &self.layers[self.model.blocks.len()..]
     }
 }
@@ -78,8 +78,8 @@ impl Stepper {
                 let input = self.results.hidden()?.prefix(shape.rows)?;
                 vec![(step.mtp(&input, &step.tokens)?, input)]
             }
-            Outcome::Head => {
-                let input = self.results.head_input()?.prefix(shape.rows)?;
+            Outcome::Logits => {
+                let input = self.results.logits_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
             Outcome::KeptHidden(place) => {
@@ -101,11 +101,11 @@ impl Stepper {
                 ]
             }
             Outcome::Draft => self.trace_draft(&step)?,
-            Outcome::HeadState => {
+            Outcome::MtpState => {
                 let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
                 let input = self.head_staging()?.input(shape.rows)?;
                 let rows =
-                    model.mtp_remember(head, &input, &step.tokens, step.head_layers(), &step.context)?;
+                    model.mtp_remember(head, &input, &step.tokens, step.mtp_layers(), &step.context)?;
                 let last = rows.take(&self.staging.last_rows.prefix(1)?)?;
                 vec![(last, self.results.draft()?.remembered.clone())]
             }

@@ -18,7 +18,7 @@ use super::VisionOptions;
 const PER_OCTAVE: usize = 8;
 const PER_OCTAVE_COARSE: usize = 4;
 /// The least distance of two entries.
-const STEP_LEAST: usize = 16;
+const STEP_MIN: usize = 16;
 
 /// The numbers of patches that passes are prepared for, and where each is cut.
 #[derive(Clone, Debug)]
@@ -106,7 +106,7 @@ fn list(most: usize, block: usize, is_coarse: bool) -> Vec<usize> {
     let per_octave = if is_coarse { PER_OCTAVE_COARSE } else { PER_OCTAVE };
     let next = |n: &usize| {
         let octave = 1usize << n.max(&1).ilog2();
-        let step = (octave / per_octave).max(STEP_LEAST).next_multiple_of(block);
+        let step = (octave / per_octave).max(STEP_MIN).next_multiple_of(block);
         Some(n + step)
     };
     let mut list: Vec<usize> = std::iter::successors(next(&0), next).take_while(|&n| n < most).collect();
@@ -173,7 +173,7 @@ mod tests {
             for patches in (4..=4096).step_by(4) {
                 let padded = list[list.partition_point(|&n| n < patches)];
                 assert!(
-                    padded >= patches && padded - patches < STEP_LEAST.max(patches.div_ceil(waste)),
+                    padded >= patches && padded - patches < STEP_MIN.max(patches.div_ceil(waste)),
                     "{patches}: {padded}"
                 );
             }

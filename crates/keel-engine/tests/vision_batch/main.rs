@@ -142,7 +142,7 @@ fn two_pictures_behind_one_text_are_two_prefixes() {
         let fresh = [&case.pictures, &other]
             .map(|pictures| answer(&mut model.fresh(), model.request(0, &case.tokens, pictures)).tokens);
         let mut batcher = model.batcher(options(), exactly());
-        let reuses = batcher.engine().cache().spec().window().is_none();
+        let reuses = batcher.engine().cache().spec().sliding_window().is_none();
         for (turn, which) in [0, 1, 0, 1, 0].into_iter().enumerate() {
             let pictures = [&case.pictures, &other][which];
             let outcome = answer(&mut batcher, model.request(0, &case.tokens, pictures));
@@ -171,7 +171,7 @@ fn a_second_turn_from_a_remembered_prefix_has_the_bits_of_a_fresh_run() {
             let second = answer(&mut batcher, model.request(0, &longer, &case.pictures));
             let fresh = answer(&mut model.fresh(), model.request(0, &longer, &case.pictures));
             assert!(second.tokens == fresh.tokens, "{} {name}", model.name);
-            let reuses = batcher.engine().cache().spec().window().is_none();
+            let reuses = batcher.engine().cache().spec().sliding_window().is_none();
             assert_eq!(second.cached > 0, reuses, "{} {name}", model.name);
             assert_all_is_back(&mut batcher);
         }
@@ -205,7 +205,7 @@ fn drafts_and_remembered_answers_keep_the_offset() {
             second.tokens,
             fresh.tokens
         );
-        let reuses = batcher.engine().cache().spec().window().is_none();
+        let reuses = batcher.engine().cache().spec().sliding_window().is_none();
         assert_eq!(
             second.cached > case.tokens.len(),
             reuses,
@@ -359,7 +359,7 @@ fn prefixes_with_pictures_outlive_a_restart() {
         let case = model.case("b_large");
         let folder = tempfile::tempdir().expect("a folder");
         let mut batcher = model.batcher(options(), exactly());
-        if batcher.engine().cache().spec().window().is_some() {
+        if batcher.engine().cache().spec().sliding_window().is_some() {
             continue;
         }
         let expected = answer(&mut batcher, model.request(0, &case.tokens, &case.pictures));

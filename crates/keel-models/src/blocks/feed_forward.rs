@@ -121,7 +121,7 @@ impl MixtureOfExperts {
         let routed = self.router.apply(x)?;
         let Routing { weights, experts } = routed[0].route_top_k(self.chosen, self.normalise)?;
         let own = self.own.as_ref().map(|own| own_choices(&experts, own)).transpose()?;
-        let elsewhere = own.as_ref().zip(self.sums.shard.peers());
+        let elsewhere = own.as_ref().zip(self.sums.share.peers());
         let held = own.as_ref().map_or(&experts, |own| &own.held);
         let mut parts = Vec::with_capacity(self.down.len());
         let inner = self.inner(x, held)?;

@@ -75,7 +75,7 @@ pub fn shape(name: &str) -> Option<Value> {
 }
 
 /// The same with its multi-token-prediction head of one layer, as published; `None` if the model has no such head.
-pub fn shape_with_head(name: &str) -> Option<Value> {
+pub fn shape_with_mtp_head(name: &str) -> Option<Value> {
     let mut config = shape(name)?;
     config["model_type"].as_str()?.starts_with("qwen3_5").then(|| {
         config["mtp_num_hidden_layers"] = 1.into();
@@ -161,7 +161,7 @@ mod tests {
         }
         assert!(super::shape("qwen9").is_none());
         let layers =
-            |name| Some(crate::read_config(&super::shape_with_head(name)?).expect("sound").mtp_layers);
+            |name| Some(crate::read_config(&super::shape_with_mtp_head(name)?).expect("sound").mtp_layers);
         assert_eq!(["qwen3.5-4b", "qwen3.5-35b-a3b", "qwen3-8b"].map(layers), [Some(1), Some(1), None]);
     }
 }

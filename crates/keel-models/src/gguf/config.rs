@@ -108,7 +108,7 @@ impl Keys<'_> {
     }
 
     /// Number of layers of the multi-token-prediction head.
-    fn head_layers(&self) -> Result<u64> {
+    fn mtp_layers(&self) -> Result<u64> {
         Ok(self.size_or_none("nextn_predict_layers")?.unwrap_or(0))
     }
 
@@ -119,7 +119,7 @@ impl Keys<'_> {
             let reason = format!("{}.block_count is {blocks}, at most {LAYERS_MAX} are read", self.arch);
             return Err(ModelError::Config(reason));
         }
-        Ok(blocks.saturating_sub(self.head_layers()?))
+        Ok(blocks.saturating_sub(self.mtp_layers()?))
     }
 
     fn common(&self) -> Result<Value> {
@@ -240,7 +240,7 @@ impl Keys<'_> {
 
     fn recurrent(&self) -> Result<Value> {
         let (heads, width) = (self.size("ssm.time_step_rank")?, self.size("ssm.inner_size")?);
-        let (layers, head_layers) = (self.layers()?, self.head_layers()?);
+        let (layers, mtp_layers) = (self.layers()?, self.mtp_layers()?);
         let mut config = json!({
             "linear_num_key_heads": self.size("ssm.group_count")?,
             "linear_num_value_heads": heads,
@@ -248,7 +248,7 @@ impl Keys<'_> {
             "linear_value_head_dim": width / heads.max(1),
             "linear_conv_kernel_dim": self.size("ssm.conv_kernel")?,
             "full_attention_interval": self.size_or_none("full_attention_interval")?.unwrap_or(4),
-            "mtp_num_hidden_layers": head_layers,
+            "mtp_num_hidden_layers": mtp_layers,
         });
         if let Some(recurrent) = self.get("attention.recurrent_layers").and_then(GgufValue::as_array) {
             config["layer_types"] = kinds(recurrent, layers, "linear_attention");

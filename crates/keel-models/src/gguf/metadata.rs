@@ -46,11 +46,11 @@ impl Keys<'_> {
         self.metadata.f32(&format!("{}.{key}", self.arch), value as f32);
     }
 
-    fn common(&mut self, head_layers: usize) -> Result<()> {
+    fn common(&mut self, mtp_layers: usize) -> Result<()> {
         let c = self.config;
-        self.size("block_count", c.layers.len() + head_layers)?;
-        if head_layers > 0 {
-            self.size("nextn_predict_layers", head_layers)?;
+        self.size("block_count", c.layers.len() + mtp_layers)?;
+        if mtp_layers > 0 {
+            self.size("nextn_predict_layers", mtp_layers)?;
         }
         for (key, value) in [
             ("context_length", c.context_max),

@@ -172,7 +172,7 @@ impl<'a> Loader<'a> {
 
     /// How the device adds the columns of a layer that it shares.
     pub fn sums(&self) -> Sums {
-        Sums { order: self.order, shard: self.part.shard }
+        Sums { order: self.order, share: self.part.share }
     }
 
     /// The part of the model to load.

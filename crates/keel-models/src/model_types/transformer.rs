@@ -293,7 +293,7 @@ fn halves(first: usize, size: usize, rotary: usize) -> impl Iterator<Item = Rang
 fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<Attention> {
     let c = reader.config;
     let (d, loader) = (c.head_dim, reader.loader);
-    if traits.head_norms == HeadNorms::Together && reader.part().shard.count > 1 {
+    if traits.head_norms == HeadNorms::Together && reader.part().share.count > 1 {
         let reason = format!(
             "{} norms all heads together, so its heads are not split: use --split pipeline",
             c.model_type

@@ -2,6 +2,6 @@
 
 pub(crate) mod columns;
 pub(crate) mod part;
-pub(crate) mod shard;
-pub(crate) mod sharded_parameters;
+pub(crate) mod share;
+pub(crate) mod share_parameters;
 pub(crate) mod sums;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::{MixtureCut, ModelError, Result, Shard};
+use crate::{MixtureCut, ModelError, Result, Share};
 
 /// Consecutive layers, with what comes before the first and after the last layer of the model.
 ///
@@ -19,13 +19,13 @@ pub struct Part {
     /// Rank of the device with the layers after.
     pub next: Option<usize>,
     /// The share of each of these layers.
-    pub shard: Shard,
+    pub share: Share,
 }
 
 impl Default for Part {
     /// The whole model.
     fn default() -> Part {
-        Part { layers: 0..usize::MAX, previous: None, next: None, shard: Shard::default() }
+        Part { layers: 0..usize::MAX, previous: None, next: None, share: Share::default() }
     }
 }
 
@@ -50,7 +50,7 @@ impl Part {
                 layers: stages[rank / count].clone(),
                 previous: rank.checked_sub(count),
                 next: Some(rank + count).filter(|next| *next < devices),
-                shard: Shard { index: rank - first, count, first, mixture: MixtureCut::default() },
+                share: Share { index: rank - first, count, first, mixture: MixtureCut::default() },
             }
         };
         (0..devices).map(part).collect()
@@ -58,7 +58,7 @@ impl Part {
 
     /// The same parts, whose shares divide mixtures of experts like this.
     pub fn by(mixture: MixtureCut, mut parts: Vec<Part>) -> Vec<Part> {
-        parts.iter_mut().for_each(|part| part.shard.mixture = mixture);
+        parts.iter_mut().for_each(|part| part.share.mixture = mixture);
         parts
     }
 
@@ -70,12 +70,12 @@ impl Part {
     pub fn check_all(parts: &[Part], layers: usize) -> Result<()> {
         let devices = parts.len();
         let wrong = |reason: String| Err(ModelError::Part(reason));
-        let count = parts.first().map_or(1, |part| part.shard.count);
+        let count = parts.first().map_or(1, |part| part.share.count);
         if count == 0 || !devices.is_multiple_of(count) {
             return wrong(format!("{devices} devices cannot be stages of {count} devices each"));
         }
         let stages: Vec<Range<usize>> = parts.iter().step_by(count).map(|part| part.layers.clone()).collect();
-        let mixture = parts.first().map(|part| part.shard.mixture).unwrap_or_default();
+        let mixture = parts.first().map(|part| part.share.mixture).unwrap_or_default();
         let fitting = Part::by(mixture, Part::grid(&stages, count));
         for (rank, (part, fitting)) in parts.iter().zip(fitting).enumerate() {
             if *part != fitting {
@@ -141,7 +141,7 @@ mod tests {
         let none = [(None, Some(3)), (None, Some(4)), (None, Some(5))];
         assert_eq!(neighbours[..3], none);
         assert_eq!(neighbours[3..], [(Some(0), None), (Some(1), None), (Some(2), None)]);
-        assert_eq!(parts[4].shard, Shard { index: 1, count: 3, first: 3, mixture: MixtureCut::Columns });
+        assert_eq!(parts[4].share, Share { index: 1, count: 3, first: 3, mixture: MixtureCut::Columns });
     }
 
     #[test]

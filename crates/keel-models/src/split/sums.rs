@@ -15,7 +15,7 @@
 
 use keel_array::{Array, DType, Peers, Result};
 
-use crate::Shard;
+use crate::Share;
 
 /// The order in which the columns of a sum are added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,13 +36,13 @@ pub struct Sums {
     /// The order.
     pub order: SumOrder,
     /// This device's share of the columns.
-    pub shard: Shard,
+    pub share: Share,
 }
 
 impl Sums {
     /// The same sums of columns that this device has whole.
     pub(crate) fn whole(self) -> Sums {
-        Sums { shard: Shard::default(), ..self }
+        Sums { share: Share::default(), ..self }
     }
 
     /// Into how many parts this device's `cols` columns are cut. `together` columns are coded together and stay in one
@@ -51,7 +51,7 @@ impl Sums {
         if self.order == SumOrder::ByDevice {
             return 1;
         }
-        let (count, whole) = (self.shard.count, cols * self.shard.count);
+        let (count, whole) = (self.share.count, cols * self.share.count);
         let divides = |parts: &usize| whole.is_multiple_of(parts * together);
         let parts = [PARTS, PARTS / 2].into_iter().find(divides).unwrap_or(1);
         if parts.is_multiple_of(count) { parts / count } else { 1 }
@@ -60,17 +60,17 @@ impl Sums {
     /// What this device adds its share to: the residual on the first device that shares the layer, nothing on the
     /// others.
     pub(crate) fn start(self, residual: &Array) -> Option<&Array> {
-        (self.shard.index == 0).then_some(residual)
+        (self.share.index == 0).then_some(residual)
     }
 
     /// The sum of the shares of all devices, in the order of the devices.
     pub(crate) fn by_device(self, share: Array) -> Result<Array> {
-        self.shard.peers().map_or(Ok(share.clone()), |peers| share.all_reduce(peers))
+        self.share.peers().map_or(Ok(share.clone()), |peers| share.all_reduce(peers))
     }
 
     /// The sum of the parts of all devices, in the order of the columns. `own` are this device's.
     pub(crate) fn in_order(self, own: &[Array]) -> Result<Array> {
-        match self.shard.peers() {
+        match self.share.peers() {
             Some(peers) => add_up(&gathered(own, peers)?),
             None => add_up(own),
         }
@@ -113,8 +113,8 @@ mod tests {
     use super::*;
 
     fn parts(count: usize, whole: usize, together: usize) -> usize {
-        let shard = Shard { count, ..Shard::default() };
-        Sums { order: SumOrder::Fixed, shard }.parts(whole / count, together) * count
+        let share = Share { count, ..Share::default() };
+        Sums { order: SumOrder::Fixed, share }.parts(whole / count, together) * count
     }
 
     #[test]
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn other_numbers_of_devices_have_a_part_each() {
         assert_eq!([3, 6, 8].map(|count| parts(count, 768, 32)), [3, 6, 8]);
-        let any = Sums { order: SumOrder::ByDevice, shard: Shard::default() };
+        let any = Sums { order: SumOrder::ByDevice, share: Share::default() };
         assert_eq!(any.parts(512, 64), 1);
     }
 }

@@ -6,7 +6,7 @@ use super::config::{TowerKind, VisionConfig};
 use super::layers::{LayerNorm, TowerAttention, TowerBlock, TwoLayers};
 use super::qwen::{self, Merger};
 use super::siglip::Projector;
-use super::tower::{Tower, TowerHead};
+use super::tower::{Tower, TowerEnd};
 use crate::blocks::RmsNorm;
 use crate::loading::{Loader, Parameters, Piece, Projection};
 use crate::{ModelError, Result};
@@ -58,7 +58,7 @@ impl Tower {
                 let merged = |name: &str, after| reader.merger(name, merge * merge, after);
                 let further =
                     (0..deepstack.len()).map(|i| merged(&format!("deepstack_merger_list.{i}."), true));
-                let head = TowerHead::Merged {
+                let head = TowerEnd::Merged {
                     deepstack: further.collect::<Result<_>>()?,
                     merger: merged("merger.", false)?,
                     frequencies: loader.constant(&qwen::frequencies(config.head_dim(), theta))?,
@@ -68,7 +68,7 @@ impl Tower {
             TowerKind::Siglip { .. } => {
                 let table = reader.table("embeddings.position_embedding", config.grid_side().pow(2))?;
                 let blocks = (0..config.depth).map(|i| reader.siglip_block(i)).collect::<Result<_>>()?;
-                let head = TowerHead::Averaged(reader.projector()?);
+                let head = TowerEnd::Averaged(reader.projector()?);
                 (reader.patch("embeddings.patch_embedding", 1)?, table, blocks, head)
             }
         };

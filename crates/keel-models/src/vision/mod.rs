@@ -13,7 +13,7 @@ mod tower;
 
 pub use config::{TowerActivation, TowerKind, VisionConfig, VisionTokens};
 pub use positions::{ImageRun, VisionPlan, run_ends, sight_of};
-pub use tower::{LevelFeatures, PassPiece, PieceResult, Tower, TowerHead, TowerInput, TowerRows};
+pub use tower::{LevelFeatures, PassPiece, PieceResult, Tower, TowerEnd, TowerInput, TowerRows};
 
 use serde_json::Value;
 

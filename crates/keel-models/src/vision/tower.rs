@@ -13,7 +13,7 @@ use crate::loading::Projection;
 
 /// The layers after the blocks.
 #[derive(Debug)]
-pub enum TowerHead {
+pub enum TowerEnd {
     /// Qwen: joins the patches of a block, then two layers. The same for each further level.
     Merged {
         /// For the last block.
@@ -39,7 +39,7 @@ pub struct Tower {
     /// The blocks.
     pub blocks: Vec<TowerBlock>,
     /// The layers after them.
-    pub head: TowerHead,
+    pub head: TowerEnd,
 }
 
 /// Host data for a run: the position of each patch.
@@ -125,10 +125,10 @@ impl Tower {
             None => self.patch.apply_wide(input.patches)?.add(&self.position(input)?)?,
         };
         let turn = match &self.head {
-            TowerHead::Merged { frequencies, .. } => {
+            TowerEnd::Merged { frequencies, .. } => {
                 Some(TowerRope { positions: input.positions, frequencies })
             }
-            TowerHead::Averaged(_) => None,
+            TowerEnd::Averaged(_) => None,
         };
         let step = TowerStep { pool: input.pool, batch: input.batch, until: input.until, turn };
         let taken: &[usize] = match &self.config.kind {
@@ -138,7 +138,7 @@ impl Tower {
         let mut features = Vec::new();
         for i in blocks.clone() {
             x = self.blocks[i].apply(&x, &step)?;
-            if let (TowerHead::Merged { deepstack, .. }, Some(k)) =
+            if let (TowerEnd::Merged { deepstack, .. }, Some(k)) =
                 (&self.head, taken.iter().position(|&taken| taken == i))
             {
                 let level = level_of(taken, i).unwrap_or(0);
@@ -149,8 +149,8 @@ impl Tower {
             return Ok(PieceResult { state: Some(x), features });
         }
         let last = match &self.head {
-            TowerHead::Merged { merger, .. } => merger.apply(&x)?,
-            TowerHead::Averaged(projector) => projector.apply(&x)?,
+            TowerEnd::Merged { merger, .. } => merger.apply(&x)?,
+            TowerEnd::Averaged(projector) => projector.apply(&x)?,
         };
         features.push(LevelFeatures { level: 0, features: last });
         Ok(PieceResult { state: None, features })

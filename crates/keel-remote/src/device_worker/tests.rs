@@ -24,7 +24,7 @@ fn requests_beyond_memory_and_weights_are_refused() {
     let spec = WeightSpec { experts: 1, rows: 300, cols: 32, format, compute: Compute::F32 };
     let bytes = worker.backend().packed_bytes(&spec);
     let allocated = worker.attempt(Request::Allocate { memory: 1, bytes, lasting: true }, &[]);
-    assert!(matches!(allocated, Ok((Answer::Done, _))));
+    assert!(matches!(allocated, Ok((DeviceReply::Done, _))));
     let at = |offset| At { memory: 1, offset };
     for (first_row, rows, offset, sent, reason) in [
         (256, 256, 0, 256 * 128, "256 rows from row 256 of expert 0 are not within (1, 300, 32)"),

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
-use crate::answer::{Answer, Ending, Piece, Usage};
+use crate::answer::{Answer, AnswerPiece, Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::openai::chat::{ChatBody, ask_apart};
 use crate::api::unsupported;
@@ -430,9 +430,9 @@ async fn stream(model: String, mut answer: Answer, outbox: Outbox) -> Result<()>
     stream.send(json!({"type": "message_start", "message": begun})).await?;
     while let Some(piece) = answer.next().await? {
         match piece {
-            Piece::Part(part) => stream.part(part).await?,
-            Piece::Tokens(_) => {}
-            Piece::End(ending, stop) => {
+            AnswerPiece::Part(part) => stream.part(part).await?,
+            AnswerPiece::Tokens(_) => {}
+            AnswerPiece::End(ending, stop) => {
                 stream.close().await?;
                 let delta =
                     json!({"stop_reason": stop_reason(ending, stop.as_deref()), "stop_sequence": stop});

@@ -106,7 +106,7 @@ fn config(name: &str, drafts: bool) -> Result<Value> {
     if path.extension().is_some_and(|extension| extension == "json") {
         return config_of_file(path, drafts).with_context(|| format!("--shape {name}"));
     }
-    let with_head = if drafts { keel_models::shape_with_head(name) } else { None };
+    let with_head = if drafts { keel_models::shape_with_mtp_head(name) } else { None };
     with_head.or_else(|| keel_models::shape(name)).ok_or_else(|| {
         let names = SHAPE_NAMES.join(", ");
         usage(format!("--shape {name} is not known; there are {names}, and paths of a config.json"))

@@ -22,7 +22,7 @@ use variants::Variant;
 /// Numbers of sequences to try if none is given.
 const SEQUENCES: [usize; 3] = [1, 4, 16];
 /// Shortest context to report, unless the model's own is shorter.
-const CONTEXT_LEAST: usize = 1024;
+const CONTEXT_MIN: usize = 1024;
 
 /// Print the ways in which a model fits into this machine, best first: bits of the weights, bits of keys and values,
 /// sequences and context. Each line has the command that serves the model this way.
@@ -159,7 +159,7 @@ fn fit_variant(
         variant,
         kv: *kv_formats.last().unwrap_or(&KvFormat::Bits4),
         sequences: sequences.iter().copied().min().unwrap_or(1),
-        context: contexts(args, &variant.subject, 0).last().copied().unwrap_or(CONTEXT_LEAST),
+        context: contexts(args, &variant.subject, 0).last().copied().unwrap_or(CONTEXT_MIN),
     };
     if smallest.may_fit(args, limit)? {
         for &kv in &kv_formats {
@@ -218,7 +218,7 @@ fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize>
         return if longest == 0 { vec![context] } else { Vec::new() };
     }
     let halves = std::iter::successors(Some(context_max), |context| Some(context / 2));
-    let least = CONTEXT_LEAST.min(context_max);
+    let least = CONTEXT_MIN.min(context_max);
     halves.take_while(|&context| context >= least).filter(|&context| context > longest).collect()
 }
 

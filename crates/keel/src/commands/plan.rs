@@ -6,7 +6,7 @@ use keel_array::AttentionSpec;
 use keel_engine::EngineOptions;
 use keel_engine::plan::{fit, launches, steps};
 use keel_engine::split::MixtureChoice;
-use keel_models::{MixtureCut, Shard};
+use keel_models::{MixtureCut, Share};
 use serde_json::{Value, json};
 
 use crate::args::{SpeculateArgs, SubjectArgs, parse_bytes};
@@ -236,7 +236,7 @@ fn compare(what: &str, needed: u64, free: &FreeMemory) -> Result<()> {
 
 /// The part of the model that a device holds, in words.
 fn holds(plan: &DevicePlan) -> String {
-    let (part, Shard { index, count, .. }) = (&plan.part, plan.part.shard);
+    let (part, Share { index, count, .. }) = (&plan.part, plan.part.share);
     let share = if count > 1 { format!("share {} of {count} of ", index + 1) } else { String::new() };
     if part.is_first() && part.is_last() {
         return format!("{share}every layer");

@@ -46,11 +46,6 @@ impl<'a, T: Plain> Strided<'a, T> {
         self.elements
     }
 
-    /// Whether there is no element.
-    pub fn is_empty(&self) -> bool {
-        self.elements == 0
-    }
-
     /// Copies elements `start..start + to.len()`, counted row-major.
     ///
     /// # Panics

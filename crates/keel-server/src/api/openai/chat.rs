@@ -15,7 +15,7 @@ use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, chat_logprobs, finish_reason, total, usage_json};
 use crate::access::caller::Caller;
-use crate::answer::{Answer, Piece, Usage};
+use crate::answer::{Answer, AnswerPiece, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -230,21 +230,21 @@ async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_us
         let index = merged.index;
         usages[index] = merged.usage;
         let chunk = match merged.piece? {
-            Piece::Part(AnswerPart::Text(text)) => head.chunk(index, json!({"content": text}), None),
-            Piece::Part(AnswerPart::Reasoning(text)) => {
+            AnswerPiece::Part(AnswerPart::Text(text)) => head.chunk(index, json!({"content": text}), None),
+            AnswerPiece::Part(AnswerPart::Reasoning(text)) => {
                 head.chunk(index, json!({"reasoning_content": text}), None)
             }
-            Piece::Part(AnswerPart::ToolCall { name, arguments }) => {
+            AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => {
                 let call = tool_call(Some(calls[index]), &name, &arguments);
                 calls[index] += 1;
                 head.chunk(index, json!({"tool_calls": [call]}), None)
             }
-            Piece::Tokens(tokens) => {
+            AnswerPiece::Tokens(tokens) => {
                 let mut chunk = head.chunk(index, json!({}), None);
                 chunk["choices"][0]["logprobs"] = chat_logprobs(&tokens);
                 chunk
             }
-            Piece::End(ending, _) => head.chunk(index, json!({}), Some(finish_reason(ending))),
+            AnswerPiece::End(ending, _) => head.chunk(index, json!({}), Some(finish_reason(ending))),
         };
         outbox.json(&chunk).await?;
     }

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, finish_reason, finite, total, usage_json};
-use crate::answer::{Answer, Piece, TokenInfo, Usage};
+use crate::answer::{Answer, AnswerPiece, TokenInfo, Usage};
 use crate::api::numbers::{Whole, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -237,15 +237,15 @@ async fn stream(
     while let Some(merged) = pieces.next().await {
         usages[merged.index] = merged.usage;
         let chunk = match merged.piece? {
-            Piece::Part(AnswerPart::Text(text)) => head.chunk(merged.index, &text, None),
+            AnswerPiece::Part(AnswerPart::Text(text)) => head.chunk(merged.index, &text, None),
             // Other parts cannot come, because the form has neither reasoning nor tools.
-            Piece::Part(_) => continue,
-            Piece::Tokens(tokens) => {
+            AnswerPiece::Part(_) => continue,
+            AnswerPiece::Tokens(tokens) => {
                 let mut chunk = head.chunk(merged.index, "", None);
                 chunk["choices"][0]["logprobs"] = logprobs(&tokens);
                 chunk
             }
-            Piece::End(ending, _) => head.chunk(merged.index, "", Some(finish_reason(ending))),
+            AnswerPiece::End(ending, _) => head.chunk(merged.index, "", Some(finish_reason(ending))),
         };
         outbox.json(&chunk).await?;
     }

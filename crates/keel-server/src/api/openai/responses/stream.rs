@@ -5,7 +5,7 @@ use keel_text::AnswerPart;
 use serde_json::{Value, json};
 
 use super::{ChunkHeader, Kind, call_item, status};
-use crate::answer::{Answer, Piece};
+use crate::answer::{Answer, AnswerPiece};
 use crate::app::fresh_id;
 use crate::collect::Outbox;
 use crate::error::{Result, ServerError};
@@ -114,11 +114,13 @@ impl Stream {
         while let Some(piece) = answer.next().await? {
             answer.charge(&piece)?;
             match piece {
-                Piece::Part(AnswerPart::Text(text)) => self.text(Kind::Message, &text).await?,
-                Piece::Part(AnswerPart::Reasoning(text)) => self.text(Kind::Reasoning, &text).await?,
-                Piece::Part(AnswerPart::ToolCall { name, arguments }) => self.call(&name, &arguments).await?,
-                Piece::Tokens(_) => {}
-                Piece::End(ending, _) => {
+                AnswerPiece::Part(AnswerPart::Text(text)) => self.text(Kind::Message, &text).await?,
+                AnswerPiece::Part(AnswerPart::Reasoning(text)) => self.text(Kind::Reasoning, &text).await?,
+                AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => {
+                    self.call(&name, &arguments).await?
+                }
+                AnswerPiece::Tokens(_) => {}
+                AnswerPiece::End(ending, _) => {
                     let state = status(ending);
                     self.close(state).await?;
                     let response = self.head.response(state, &self.output, Some(answer.usage()));

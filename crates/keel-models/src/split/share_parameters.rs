@@ -9,7 +9,7 @@ use keel_weights::RotationValues;
 
 use crate::loading::{Parameters, RowSink};
 use crate::split::columns::{Columns, columns_together, pick_columns};
-use crate::{HybridConfig, MixtureCut, ModelError, Result, Shard, SumOrder};
+use crate::{HybridConfig, MixtureCut, ModelError, Result, Share, SumOrder};
 
 /// How a layer is divided.
 enum Cut {
@@ -29,49 +29,49 @@ struct Section {
 }
 
 /// A checkpoint, as the device of a share sees it.
-pub(crate) struct ShardedParameters<'a> {
+pub(crate) struct ShareParameters<'a> {
     whole: &'a dyn Parameters,
     config: &'a HybridConfig,
-    shard: Shard,
+    share: Share,
     order: SumOrder,
     /// Rows of the layers of the whole checkpoint that were asked about.
     rows: Mutex<HashMap<String, usize>>,
 }
 
-impl<'a> ShardedParameters<'a> {
+impl<'a> ShareParameters<'a> {
     /// The share of a checkpoint of the model with this config.
     pub fn new(
         whole: &'a dyn Parameters,
         config: &'a HybridConfig,
-        shard: Shard,
+        share: Share,
         order: SumOrder,
-    ) -> ShardedParameters<'a> {
-        ShardedParameters { whole, config, shard, order, rows: Mutex::default() }
+    ) -> ShareParameters<'a> {
+        ShareParameters { whole, config, share, order, rows: Mutex::default() }
     }
 
     /// Whether a layer belongs to experts that are not cut.
     fn is_of_whole_expert(&self, module: &str) -> bool {
         let of_experts =
             [".experts.", "switch_mlp.", ".shared_expert."].iter().any(|name| module.contains(name));
-        self.shard.mixture == MixtureCut::Experts && of_experts
+        self.share.mixture == MixtureCut::Experts && of_experts
     }
 
     /// Rows of a layer of the whole checkpoint, or entries of a parameter with one for each row. The share has `own`.
     fn whole_rows(&self, module: &str, own: usize) -> usize {
-        let (c, shard) = (self.config, self.shard);
+        let (c, share) = (self.config, self.share);
         match last(module) {
             _ if self.is_of_whole_expert(module) => own,
-            "k_proj" | "v_proj" => own / shard.kv_heads(c.kv_heads).len().max(1) * c.kv_heads,
+            "k_proj" | "v_proj" => own / share.kv_heads(c.kv_heads).len().max(1) * c.kv_heads,
             "qkv_proj" => (c.heads + 2 * c.kv_heads) * c.head_dim,
             "in_proj_qkv" | "conv1d" => c.recurrent_layers().conv_channels(),
-            name if EVEN.contains(&name) || name == "gate_up_proj" => own * shard.count,
+            name if EVEN.contains(&name) || name == "gate_up_proj" => own * share.count,
             _ => own,
         }
     }
 
     /// How a layer of `rows` rows, or a parameter with one entry for each of them, is divided.
     fn cut(&self, module: &str, rows: usize) -> Cut {
-        let (c, shard) = (self.config, self.shard);
+        let (c, share) = (self.config, self.share);
         // The share's ranges of parts that follow each other.
         let ranges = |parts: &[Section]| {
             let mut start = 0;
@@ -82,9 +82,9 @@ impl<'a> ShardedParameters<'a> {
             };
             Cut::Rows(parts.iter().map(range).collect())
         };
-        let even = |len: usize| Section { len, own: shard.of(len) };
+        let even = |len: usize| Section { len, own: share.of(len) };
         let key_values = |len: usize| {
-            let (heads, size) = (shard.kv_heads(c.kv_heads), len / c.kv_heads.max(1));
+            let (heads, size) = (share.kv_heads(c.kv_heads), len / c.kv_heads.max(1));
             Section { len, own: heads.start * size..heads.end * size }
         };
         match last(module) {
@@ -112,8 +112,8 @@ impl<'a> ShardedParameters<'a> {
         if !matches!(self.cut(module, 0), Cut::Columns) {
             return Ok(whole);
         }
-        let (cols, count) = (whole.scales.len(), self.shard.count);
-        let own = self.shard.of(cols);
+        let (cols, count) = (whole.scales.len(), self.share.count);
+        let own = self.share.of(cols);
         let of_rounds = |row: &[u32]| row[own.clone()].to_vec();
         let mut pairs: Vec<u32> = whole.pairs.chunks_exact(cols.max(1)).flat_map(of_rounds).collect();
         for column in &mut pairs {
@@ -172,7 +172,7 @@ fn within(ranges: &[Range<usize>], range: Range<usize>) -> Vec<Range<usize>> {
     parts
 }
 
-impl Parameters for ShardedParameters<'_> {
+impl Parameters for ShareParameters<'_> {
     fn contains(&self, name: &str) -> bool {
         self.whole.contains(name)
     }
@@ -196,7 +196,7 @@ impl Parameters for ShardedParameters<'_> {
     ) -> Result<WeightFormat> {
         let rows = self.whole_rows(module, rows);
         let whole_cols = match self.cut(module, rows) {
-            Cut::Columns => cols * self.shard.count,
+            Cut::Columns => cols * self.share.count,
             _ => cols,
         };
         let format = self.whole.linear_format(module, experts, rows, whole_cols)?;
@@ -208,7 +208,7 @@ impl Parameters for ShardedParameters<'_> {
                 "{module}: {of_tiles}{} columns in groups of {together} cannot be split over {} devices, which would have {} each: \
                  take fewer devices, or --split pipeline",
                 whole_cols / tiles,
-                self.shard.count,
+                self.share.count,
                 cols / tiles,
             )));
         }
@@ -237,8 +237,8 @@ impl Parameters for ShardedParameters<'_> {
                     .try_for_each(|part| self.whole.linear_rows(module, expert, part, spec, sink))
             }
             Cut::Columns => {
-                let whole = WeightSpec { cols: spec.cols * self.shard.count, ..*spec };
-                let Shard { index, count, .. } = self.shard;
+                let whole = WeightSpec { cols: spec.cols * self.share.count, ..*spec };
+                let Share { index, count, .. } = self.share;
                 let columns = Columns { tiles: self.column_tiles(module), index, count };
                 self.whole.linear_rows(module, expert, rows, &whole, &mut |count, data| {
                     pick_columns(count, data, &columns, sink)
@@ -266,7 +266,7 @@ impl Parameters for ShardedParameters<'_> {
         match self.cut(layer, rows) {
             // Every device adds its product to the sum; the first one adds the bias. In the fixed order each device
             // adds it to the whole sum.
-            Cut::Columns if self.shard.index > 0 && self.order == SumOrder::ByDevice => {
+            Cut::Columns if self.share.index > 0 && self.order == SumOrder::ByDevice => {
                 Ok(vec![0.0; elements])
             }
             Cut::Rows(ranges) => {

@@ -1,7 +1,7 @@
 //! A device's share of every layer, where several devices split the layers of a model.
 //!
 //! A device loads its share from a checkpoint that looks smaller than it is:
-//! [`ShardedParameters`](crate::split::sharded_parameters::ShardedParameters) shows the rows and columns of the share, under a
+//! [`ShareParameters`](crate::split::share_parameters::ShareParameters) shows the rows and columns of the share, under a
 //! config with the share's numbers of heads and widths. The code that reads a model type does not know of it.
 //!
 //! ```text
@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use keel_array::Peers;
 
-use crate::{HybridConfig, MixerKind, ModelError, MoeConfig, RecurrentConfig, Result};
+use crate::{HybridConfig, MixerKind, MixtureConfig, ModelError, RecurrentConfig, Result};
 
 /// How devices share a mixture of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub enum MixtureCut {
 
 /// Which share of each layer a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shard {
+pub struct Share {
     /// The share's number.
     pub index: usize,
     /// How many shares there are.
@@ -53,14 +53,14 @@ pub struct VocabularyShare {
     pub tokens: Range<usize>,
 }
 
-impl Default for Shard {
+impl Default for Share {
     /// All of every layer.
-    fn default() -> Shard {
-        Shard { index: 0, count: 1, first: 0, mixture: MixtureCut::Columns }
+    fn default() -> Share {
+        Share { index: 0, count: 1, first: 0, mixture: MixtureCut::Columns }
     }
 }
 
-impl Shard {
+impl Share {
     /// The devices that hold the shares, if there are several.
     pub fn peers(self) -> Option<Peers> {
         (self.count > 1).then_some(Peers { first: self.first, count: self.count })
@@ -118,7 +118,7 @@ impl Shard {
         let moe = match (&whole.moe, self.mixture) {
             (None, _) => None,
             (Some(moe), MixtureCut::Experts) => Some(self.some_experts(moe)?),
-            (Some(moe), MixtureCut::Columns) => Some(MoeConfig {
+            (Some(moe), MixtureCut::Columns) => Some(MixtureConfig {
                 intermediate: share("columns of an expert", moe.intermediate)?,
                 shared_intermediate: moe
                     .shared_intermediate
@@ -144,7 +144,7 @@ impl Shard {
     }
 
     /// The experts of this share, and on the first one the shared expert.
-    fn some_experts(self, whole: &MoeConfig) -> Result<MoeConfig> {
+    fn some_experts(self, whole: &MixtureConfig) -> Result<MixtureConfig> {
         let (experts, count) = (whole.experts, self.count);
         let own = self.index * experts / count..(self.index + 1) * experts / count;
         if experts < count {
@@ -154,6 +154,6 @@ impl Shard {
         }
         let shared_intermediate = whole.shared_intermediate.filter(|_| self.index == 0);
         let shared_elsewhere = whole.shared_intermediate.is_some() && shared_intermediate.is_none();
-        Ok(MoeConfig { own, shared_intermediate, shared_elsewhere, ..whole.clone() })
+        Ok(MixtureConfig { own, shared_intermediate, shared_elsewhere, ..whole.clone() })
     }
 }
