@@ -49,9 +49,9 @@ pub struct ServerPlan {
     pub plans: Plans,
 }
 
-/// Plans a server with these options. A GPU with much free memory takes more sequences by default. Then bounds that are not
-/// given are reduced until the plan fits into the free memory. A plan that still does not fit is refused when the model
-/// is loaded.
+/// Plans a server with these options. A GPU with much free memory takes more sequences by default. Then bounds that are
+/// not given are reduced until the plan fits into the free memory. A plan that still does not fit is refused when the
+/// model is loaded.
 ///
 /// # Errors
 /// Errors of the plan, or drafts without an MTP head.
@@ -225,9 +225,9 @@ impl<'a> Planner<'a> {
         Ok(self.complete(base, pages, remembered))
     }
 
-    /// Takes more sequences than the default where they fit, each with [`TOKENS_EACH`]; for a number that is given, their
-    /// keys and values. They may take half of `room`, so that other programs keep theirs, or all of it if the memory has
-    /// a limit.
+    /// Takes more sequences than the default, with [`TOKENS_EACH`] for each, if such a plan fits. A number that is
+    /// given stays, and gets as many tokens for each. The plan may take half of `room`, which leaves the rest to other
+    /// programs, or all of it if the memory has a limit.
     ///
     /// # Errors
     /// Errors of the plan.
@@ -247,7 +247,7 @@ impl<'a> Planner<'a> {
                 continue;
             }
             let more = self.complete(EngineOptions { sequences, ..self.wanted }, suitable, remembered);
-            if self.is_within(more, room)? {
+            if more == self.wanted || self.fits(more, room)? {
                 self.wanted = more;
                 break;
             }
@@ -256,7 +256,7 @@ impl<'a> Planner<'a> {
     }
 
     /// Whether a plan takes no more than `room` on a device, and no more than the host has.
-    fn is_within(&self, options: EngineOptions, room: u64) -> Result<bool> {
+    fn fits(&self, options: EngineOptions, room: u64) -> Result<bool> {
         let plans = self.model.plans(EngineOptions { largest_steps: true, ..options })?;
         let of_host = on_host(&plans.model(), plans.is_gpu);
         let host_has_room = || FreeMemory::of_host().is_none_or(|host| of_host <= host.bytes);

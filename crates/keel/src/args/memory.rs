@@ -42,8 +42,9 @@ pub struct MemoryArgs {
     #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx", "max-model-len"], value_name = "N")]
     pub context: Option<usize>,
     /// Memory for keys and values of all sequences and remembered prefixes together. By default enough for 65536
-    /// tokens, on a GPU with room for them for 2048 of each sequence, and for no more than all sequences at full length.
-    /// On the CPU the default is at most the size of the weights, but always enough for one sequence at full length.
+    /// tokens, or on a GPU with room for 2048 of each sequence if that is more, and for no more than all sequences at
+    /// full length. On the CPU the default is at most the size of the weights, but always enough for one sequence at
+    /// full length.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub kv_cache: Option<u64>,
     /// Whether there are keys and values for all sequences at full length (`keel fit`).
