@@ -36,7 +36,7 @@ const DELTA: GatedDeltaShape =
     GatedDeltaShape { key_heads: 16, value_heads: 16, key_size: 128, value_size: 128 };
 
 const ATTENTION: naive::attention::Shape =
-    naive::attention::Shape { heads: 8, kv_heads: 2, head_size: 256, scale: 0.0625, window: None };
+    naive::attention::Shape { heads: 8, kv_heads: 2, head_dim: 256, scale: 0.0625, window: None };
 
 struct Machine {
     pool: ThreadPool,
@@ -249,16 +249,16 @@ struct Kv {
 impl Kv {
     fn random(pool: &ThreadPool, layers: usize, tokens: usize, k: &[f32], v: &[f32]) -> Kv {
         let stride = tokens.div_ceil(PAGE);
-        let (kv_heads, head_size) = (ATTENTION.kv_heads, ATTENTION.head_size);
-        let len = layers * stride * PAGE * kv_heads * head_size;
+        let (kv_heads, head_dim) = (ATTENTION.kv_heads, ATTENTION.head_dim);
+        let len = layers * stride * PAGE * kv_heads * head_dim;
         let (mut keys, mut values) = (vec![f16::ZERO; len], vec![f16::ZERO; len]);
         let table: Vec<u32> = (0..(layers * stride) as u32).collect();
-        let width = kv_heads * head_size;
+        let width = kv_heads * head_dim;
         let pages = KvPagesMut {
             keys: SharedMut::new(&mut keys),
             values: SharedMut::new(&mut values),
             kv_heads,
-            head_size,
+            head_dim,
         };
         for layer in 0..layers {
             let batch = Batch { row_start: &[0, tokens as u32], position: &[0] };
@@ -276,7 +276,7 @@ impl Kv {
         y: &mut [f32],
         kernel: impl FnOnce(&Attention<'_, KvPages<'_, f16>>),
     ) {
-        let width = ATTENTION.heads * ATTENTION.head_size;
+        let width = ATTENTION.heads * ATTENTION.head_dim;
         let attention = Attention {
             q: Rows::whole(q, width),
             batch: Batch { row_start: &[0, (q.len() / width) as u32], position: &[first as u32] },
@@ -285,7 +285,7 @@ impl Kv {
                 keys: &self.keys,
                 values: &self.values,
                 kv_heads: ATTENTION.kv_heads,
-                head_size: ATTENTION.head_size,
+                head_dim: ATTENTION.head_dim,
             },
             scale: ATTENTION.scale,
             window: None,
@@ -302,7 +302,7 @@ fn halves(random: &mut Random, len: usize) -> Vec<f32> {
 }
 
 fn attention(machine: &Machine) {
-    let (kv_width, width) = (ATTENTION.kv_heads * ATTENTION.head_size, ATTENTION.heads * ATTENTION.head_size);
+    let (kv_width, width) = (ATTENTION.kv_heads * ATTENTION.head_dim, ATTENTION.heads * ATTENTION.head_dim);
     let mut random = Random::new(2);
     for tokens in [1024, 8192] {
         let (k, v) = (halves(&mut random, tokens * kv_width), halves(&mut random, tokens * kv_width));
@@ -312,7 +312,7 @@ fn attention(machine: &Machine) {
         for rows in [1, 4] {
             let q = random.uniforms(rows * width, -1.0, 1.0);
             let mut y = vec![0.0; q.len()];
-            let len = decode_workspace_len(rows, ATTENTION.heads, ATTENTION.head_size, kv.stride);
+            let len = decode_workspace_len(rows, ATTENTION.heads, ATTENTION.head_dim, kv.stride);
             let mut workspace = vec![0.0; len];
             let shared = SharedMut::new(&mut workspace);
             let seconds = time(|n| {
@@ -331,7 +331,7 @@ fn attention(machine: &Machine) {
         let (rows, first) = (512, tokens - 512);
         let q = random.uniforms(rows * width, -1.0, 1.0);
         let mut y = vec![0.0; q.len()];
-        let mut workspace = vec![0.0; prefill_workspace_len(machine.pool.workers(), ATTENTION.head_size)];
+        let mut workspace = vec![0.0; prefill_workspace_len(machine.pool.workers(), ATTENTION.head_dim)];
         let shared = SharedMut::new(&mut workspace);
         let seconds = time(|_| {
             kv.attend((0, first), &q, &mut y, |attention| {

@@ -37,23 +37,23 @@ impl KvFormat {
         }
     }
 
-    /// Elements of the arrays for one token and head of `head_size` values. `None` if a coded form cannot cut the head
+    /// Elements of the arrays for one token and head of `head_dim` values. `None` if a coded form cannot cut the head
     /// into groups.
-    pub fn row_elements(self, head_size: usize) -> Option<usize> {
-        let step_bytes = head_size / Self::GROUP * 2;
+    pub fn row_elements(self, head_dim: usize) -> Option<usize> {
+        let step_bytes = head_dim / Self::GROUP * 2;
         match self {
-            KvFormat::F32 | KvFormat::F16 => Some(head_size),
-            _ if !head_size.is_multiple_of(Self::GROUP) => None,
-            KvFormat::Bits8 => Some(head_size + step_bytes),
-            KvFormat::Bits4 => Some(head_size / 2 + step_bytes),
+            KvFormat::F32 | KvFormat::F16 => Some(head_dim),
+            _ if !head_dim.is_multiple_of(Self::GROUP) => None,
+            KvFormat::Bits8 => Some(head_dim + step_bytes),
+            KvFormat::Bits4 => Some(head_dim / 2 + step_bytes),
         }
     }
 
     /// The format of arrays of this type with this many elements for one token and head.
-    pub fn of(dtype: DType, elements: usize, head_size: usize) -> Option<KvFormat> {
+    pub fn of(dtype: DType, elements: usize, head_dim: usize) -> Option<KvFormat> {
         [KvFormat::F32, KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4]
             .into_iter()
-            .find(|format| format.dtype() == dtype && format.row_elements(head_size) == Some(elements))
+            .find(|format| format.dtype() == dtype && format.row_elements(head_dim) == Some(elements))
     }
 }
 
@@ -63,11 +63,11 @@ mod tests {
 
     #[test]
     fn arrays_tell_their_form() {
-        for head_size in [32, 64, 96, 256] {
+        for head_dim in [32, 64, 96, 256] {
             for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bits8, KvFormat::Bits4] {
-                let elements = format.row_elements(head_size).expect("whole groups");
-                assert_eq!(KvFormat::of(format.dtype(), elements, head_size), Some(format));
-                assert_eq!(KvFormat::of(format.dtype(), elements + 1, head_size), None);
+                let elements = format.row_elements(head_dim).expect("whole groups");
+                assert_eq!(KvFormat::of(format.dtype(), elements, head_dim), Some(format));
+                assert_eq!(KvFormat::of(format.dtype(), elements + 1, head_dim), None);
             }
         }
         assert_eq!(KvFormat::Bits8.row_elements(80), None);

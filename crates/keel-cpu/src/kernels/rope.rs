@@ -56,7 +56,7 @@ pub struct Rope<'a> {
     /// `[T, H * D]`
     pub x: Rows<'a>,
     /// D
-    pub head_size: usize,
+    pub head_dim: usize,
     /// `[axes, T]`
     pub positions: &'a [i32],
     /// `[rotary / 2]`
@@ -76,9 +76,9 @@ pub struct Rope<'a> {
 pub fn rope(task: &Rope<'_>, worker: &Worker<'_>) {
     let frequencies = task.inverse_frequencies.len();
     assert!(task.x.width() == task.y.width() && task.x.len() == task.y.len());
-    assert!(frequencies <= FREQUENCIES_MAX && 2 * frequencies <= task.head_size);
-    assert!(task.x.width().is_multiple_of(task.head_size));
-    assert!(task.norm.is_none_or(|norm| norm.weight.len() == task.head_size));
+    assert!(frequencies <= FREQUENCIES_MAX && 2 * frequencies <= task.head_dim);
+    assert!(task.x.width().is_multiple_of(task.head_dim));
+    assert!(task.norm.is_none_or(|norm| norm.weight.len() == task.head_dim));
     assert!(task.axes.is_empty() || task.axes.len() == frequencies);
     simd::run_at(worker.isa, Task { task, worker });
 }
@@ -102,8 +102,8 @@ impl VectorKernel for Task<'_, '_> {
             }
             // SAFETY: each token is claimed once.
             let y = unsafe { task.y.row(t) };
-            let heads = task.x.row(t).chunks_exact(task.head_size);
-            for (x, y) in heads.zip(y.chunks_exact_mut(task.head_size)) {
+            let heads = task.x.row(t).chunks_exact(task.head_dim);
+            for (x, y) in heads.zip(y.chunks_exact_mut(task.head_dim)) {
                 match task.norm {
                     Some(HeadNorm { weight, eps }) => {
                         scale_by_weight(s, x, inverse_rms(s, x, eps), weight, y)

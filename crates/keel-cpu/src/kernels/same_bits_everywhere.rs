@@ -157,11 +157,11 @@ impl Delta<'_> {
 
 #[test]
 fn rope_and_attention_in_both_regimes() {
-    let (heads, kv_heads, head_size) = (5, 1, 80);
+    let (heads, kv_heads, head_dim) = (5, 1, 80);
     let mut random = Random::new(3);
-    let (q_len, kv_len) = (heads * head_size, kv_heads * head_size);
+    let (q_len, kv_len) = (heads * head_dim, kv_heads * head_dim);
     let qkv = random.uniforms(ROWS * (q_len + 2 * kv_len), -2.0, 2.0);
-    let norm = random.uniforms(head_size, 0.5, 1.5);
+    let norm = random.uniforms(head_dim, 0.5, 1.5);
     let x = Rows::whole(&qkv, q_len + 2 * kv_len);
     let positions: Vec<i32> = (0..ROWS as i32).collect();
     let frequencies: Vec<f32> = (0..20).map(|i| 0.7f32.powi(i)).collect();
@@ -171,7 +171,7 @@ fn rope_and_attention_in_both_regimes() {
             let (turned, y) = y.split_at_mut(ROWS * q_len);
             let rotation = Rope {
                 x: x.columns(0..q_len),
-                head_size,
+                head_dim,
                 positions: &positions,
                 inverse_frequencies: &frequencies,
                 axes: &[],
@@ -184,20 +184,20 @@ fn rope_and_attention_in_both_regimes() {
                 keys: SharedMut::new(&mut keys),
                 values: SharedMut::new(&mut values),
                 kv_heads,
-                head_size,
+                head_dim,
             };
             let (k, v) = (x.columns(q_len..q_len + kv_len), x.columns(q_len + kv_len..q_len + 2 * kv_len));
             pool.run(|w| kv_write(k, v, BATCH, table, pages, w));
             let workspace = match prefill {
-                false => decode_workspace_len(ROWS, heads, head_size, 1),
-                true => prefill_workspace_len(2, head_size),
+                false => decode_workspace_len(ROWS, heads, head_dim, 1),
+                true => prefill_workspace_len(2, head_dim),
             };
             let mut workspace = vec![0.0; workspace];
             let attention = Attention {
                 q: Rows::whole(turned, q_len),
                 batch: BATCH,
                 table,
-                pages: KvPages { keys: &keys, values: &values, kv_heads, head_size },
+                pages: KvPages { keys: &keys, values: &values, kv_heads, head_dim },
                 scale: 0.11,
                 window: Some(33),
                 until: None,

@@ -32,7 +32,7 @@ impl<E: KvElement + From<f16>> Pool<E> {
     /// Pages of sequences with room for `capacity` tokens each.
     fn new(shape: Shape, sequences: usize, capacity: usize) -> Pool<E> {
         let stride = capacity.div_ceil(PAGE);
-        let len = sequences * stride * shape.kv_heads * PAGE * shape.head_size;
+        let len = sequences * stride * shape.kv_heads * PAGE * shape.head_dim;
         // Pages in a shuffled order: 7 has no common factor with any number of pages used here.
         let pages = sequences * stride;
         let table = (0..pages).map(|i| (i * 7 % pages) as u32).collect::<Vec<_>>();
@@ -48,12 +48,12 @@ impl<E: KvElement + From<f16>> Pool<E> {
 
     /// Writes rows `[T, KV, D]` of sequence `b` from position `first` on.
     fn write(&mut self, b: usize, first: usize, k: &[f32], v: &[f32], workers: usize) {
-        let width = self.shape.kv_heads * self.shape.head_size;
+        let width = self.shape.kv_heads * self.shape.head_dim;
         let pages = KvPagesMut {
             keys: SharedMut::new(&mut self.keys),
             values: SharedMut::new(&mut self.values),
             kv_heads: self.shape.kv_heads,
-            head_size: self.shape.head_size,
+            head_dim: self.shape.head_dim,
         };
         let table = PageTable { pages: &self.table[b * self.stride..], stride: self.stride };
         let (row_start, position) = ([0, (k.len() / width) as u32], [first as u32]);
@@ -72,24 +72,24 @@ impl<E: KvElement + From<f16>> Pool<E> {
         regime: Regime,
         workers: usize,
     ) -> Vec<f32> {
-        let Shape { heads, kv_heads, head_size, scale, window } = self.shape;
+        let Shape { heads, kv_heads, head_dim, scale, window } = self.shape;
         let row_start = row_starts(batch.iter().map(|&(_, rows)| rows));
         let position: Vec<u32> = batch.iter().map(|&(first, _)| first as u32).collect();
         let mut y = vec![f32::NAN; q.len()];
-        let rows = q.len() / (heads * head_size);
+        let rows = q.len() / (heads * head_dim);
         let mut workspace = match regime {
-            Regime::Decode => vec![f32::NAN; decode_workspace_len(rows, heads, head_size, self.stride)],
-            Regime::Prefill => vec![f32::NAN; prefill_workspace_len(workers, head_size)],
+            Regime::Decode => vec![f32::NAN; decode_workspace_len(rows, heads, head_dim, self.stride)],
+            Regime::Prefill => vec![f32::NAN; prefill_workspace_len(workers, head_dim)],
         };
         let attention = Attention {
-            q: Rows::whole(q, heads * head_size),
+            q: Rows::whole(q, heads * head_dim),
             batch: Batch { row_start: &row_start, position: &position },
             table: PageTable { pages: &self.table[from * self.stride..], stride: self.stride },
-            pages: KvPages { keys: &self.keys, values: &self.values, kv_heads, head_size },
+            pages: KvPages { keys: &self.keys, values: &self.values, kv_heads, head_dim },
             scale,
             window,
             until: None,
-            y: RowsMut::whole(SharedMut::new(&mut y), heads * head_size),
+            y: RowsMut::whole(SharedMut::new(&mut y), heads * head_dim),
         };
         let workspace = SharedMut::new(&mut workspace);
         ThreadPool::new(workers).run(|worker| match regime {
@@ -112,9 +112,9 @@ fn filled<E: KvElement + From<f16>>(shape: Shape, batch: &[(usize, usize)]) -> (
     let mut pool = Pool::new(shape, batch.len(), capacity);
     let (mut queries, mut want) = (Vec::new(), Vec::new());
     for (b, &(first, rows)) in batch.iter().enumerate() {
-        let len = (first + rows) * shape.kv_heads * shape.head_size;
+        let len = (first + rows) * shape.kv_heads * shape.head_dim;
         let (k, v) = (halves(&mut random, len), halves(&mut random, len));
-        let q = random.uniforms(rows * shape.heads * shape.head_size, -1.0, 1.0);
+        let q = random.uniforms(rows * shape.heads * shape.head_dim, -1.0, 1.0);
         pool.write(b, 0, &k, &v, 2);
         want.extend(naive::attention::attention(shape, &q, first, &k, &v));
         queries.extend(q);
@@ -156,7 +156,7 @@ fn workers_and_neighbours_do_not_change_a_bit() {
             }
             let (mut alone, mut done) = (Vec::new(), 0);
             for (b, &(first, rows)) in batch.iter().enumerate() {
-                let len = rows * shape.heads * shape.head_size;
+                let len = rows * shape.heads * shape.head_dim;
                 alone.extend(pool.attend(&q[done..done + len], b, &[(first, rows)], regime, 2));
                 done += len;
             }
@@ -171,7 +171,7 @@ fn a_row_does_not_depend_on_the_rows_of_its_call() {
         // Around the end of a page, where a row sees one page and the next row two.
         let (first, rows) = (193, 130);
         let (pool, q, _) = filled::<f16>(shape, &[(first, rows)]);
-        let width = shape.heads * shape.head_size;
+        let width = shape.heads * shape.head_dim;
         for regime in [Regime::Decode, Regime::Prefill] {
             let whole = pool.attend(&q, 0, &[(first, rows)], regime, 2);
             for cut in [1, 2, 5, 64] {
@@ -195,7 +195,7 @@ fn what_lies_past_a_row_never_reaches_it() {
         let (mut pool, q, _) = filled::<f32>(shape, &batch);
         let before = [Regime::Decode, Regime::Prefill].map(|regime| pool.attend(&q, 0, &batch, regime, 2));
         // Tokens 130.. were never written and are NaN; now they are written.
-        let next = vec![3.5; 100 * shape.kv_heads * shape.head_size];
+        let next = vec![3.5; 100 * shape.kv_heads * shape.head_dim];
         pool.write(0, 130, &next, &next, 1);
         let after = [Regime::Decode, Regime::Prefill].map(|regime| pool.attend(&q, 0, &batch, regime, 2));
         for (before, after) in before.iter().zip(&after) {
@@ -231,7 +231,7 @@ fn rows_far_apart_share_a_call_under_a_narrow_window() {
 #[test]
 fn writing_token_by_token_leaves_the_same_pages_as_all_at_once() {
     let shape = SHAPES[2];
-    let width = shape.kv_heads * shape.head_size;
+    let width = shape.kv_heads * shape.head_dim;
     let mut random = Random::new(5);
     let (k, v) = (random.uniforms(300 * width, -1.0, 1.0), random.uniforms(300 * width, -1.0, 1.0));
     let (mut whole, mut single) = (Pool::<f16>::new(shape, 1, 300), Pool::<f16>::new(shape, 1, 300));

@@ -133,7 +133,7 @@ fn each_frequency_is_turned_by_its_axis() {
 /// `rope` over `[T, H * D]`.
 fn turned(
     x: &[f32],
-    head_size: usize,
+    head_dim: usize,
     positions: &[i32],
     inverse_frequencies: &[f32],
     axes: &[u8],
@@ -145,7 +145,7 @@ fn turned(
     let mut y = vec![f32::NAN; x.len()];
     let task = Rope {
         x: Rows::whole(x, width),
-        head_size,
+        head_dim,
         positions,
         inverse_frequencies,
         axes,

@@ -4,14 +4,14 @@ use crate::naive::attention::Shape;
 
 /// Head shapes.
 pub const SHAPES: &[Shape] = &[
-    Shape { heads: 1, kv_heads: 1, head_size: 32, scale: 0.177, window: None },
-    Shape { heads: 6, kv_heads: 2, head_size: 64, scale: 0.125, window: Some(16) },
-    Shape { heads: 9, kv_heads: 3, head_size: 64, scale: 0.13, window: None },
-    Shape { heads: 8, kv_heads: 2, head_size: 80, scale: 0.11, window: None },
-    Shape { heads: 5, kv_heads: 1, head_size: 96, scale: 0.1, window: Some(65) },
-    Shape { heads: 4, kv_heads: 4, head_size: 128, scale: 0.3, window: None },
-    Shape { heads: 2, kv_heads: 1, head_size: 256, scale: 0.0625, window: Some(257) },
-    Shape { heads: 8, kv_heads: 2, head_size: 256, scale: 0.0625, window: None },
+    Shape { heads: 1, kv_heads: 1, head_dim: 32, scale: 0.177, window: None },
+    Shape { heads: 6, kv_heads: 2, head_dim: 64, scale: 0.125, window: Some(16) },
+    Shape { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.13, window: None },
+    Shape { heads: 8, kv_heads: 2, head_dim: 80, scale: 0.11, window: None },
+    Shape { heads: 5, kv_heads: 1, head_dim: 96, scale: 0.1, window: Some(65) },
+    Shape { heads: 4, kv_heads: 4, head_dim: 128, scale: 0.3, window: None },
+    Shape { heads: 2, kv_heads: 1, head_dim: 256, scale: 0.0625, window: Some(257) },
+    Shape { heads: 8, kv_heads: 2, head_dim: 256, scale: 0.0625, window: None },
 ];
 
 /// (first position, rows) of each sequence of a batch. Sizes lie around tiles of 64, pages of 256 and the first long
@@ -29,11 +29,11 @@ pub const BATCHES: &[&[(usize, usize)]] = &[
 
 /// Head shapes for [`many_sequences`]. The last one has more pairs in two rows than a tile of 16, and a window.
 pub const SHAPES_OF_MANY: &[Shape] = &[
-    Shape { heads: 8, kv_heads: 2, head_size: 128, scale: 0.09, window: None },
-    Shape { heads: 6, kv_heads: 2, head_size: 256, scale: 0.0625, window: None },
-    Shape { heads: 16, kv_heads: 4, head_size: 64, scale: 0.125, window: None },
-    Shape { heads: 12, kv_heads: 4, head_size: 96, scale: 0.1, window: None },
-    Shape { heads: 40, kv_heads: 4, head_size: 32, scale: 0.177, window: Some(65) },
+    Shape { heads: 8, kv_heads: 2, head_dim: 128, scale: 0.09, window: None },
+    Shape { heads: 6, kv_heads: 2, head_dim: 256, scale: 0.0625, window: None },
+    Shape { heads: 16, kv_heads: 4, head_dim: 64, scale: 0.125, window: None },
+    Shape { heads: 12, kv_heads: 4, head_dim: 96, scale: 0.1, window: None },
+    Shape { heads: 40, kv_heads: 4, head_dim: 32, scale: 0.177, window: Some(65) },
 ];
 
 /// (first position, rows) of each of 150 sequences: mostly short ones with one row, some with none or with drafts, some

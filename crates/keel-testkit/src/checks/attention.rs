@@ -11,7 +11,7 @@ use keel_array::{Array, AttentionSpec, DType, KvFormat, KvPool, Regime, Runtime}
 pub(super) fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within: f64) {
     let mut random = Random::new(72);
     for shape in cases::attention::SHAPES {
-        if format.row_elements(shape.head_size).is_none() {
+        if format.row_elements(shape.head_dim).is_none() {
             continue;
         }
         let batches = cases::attention::BATCHES.iter();
@@ -29,7 +29,7 @@ fn attend_batch(
     sequences: &[(usize, usize)],
     (regime, format, within): (Regime, KvFormat, f64),
 ) {
-    let Some(elements) = format.row_elements(shape.head_size) else { unreachable!("a size that pools keep") };
+    let Some(elements) = format.row_elements(shape.head_dim) else { unreachable!("a size that pools keep") };
     let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
     let pool_shape = [pages * sequences.len() + 1, shape.kv_heads, 256, elements];
     // NaN everywhere. In coded formats bytes of ones are NaN steps, too.
@@ -42,7 +42,7 @@ fn attend_batch(
         array.cast(format.dtype()).and_then(|a| a.detach()).expect("memory")
     };
     let pool = KvPool { keys: pool(), values: pool() };
-    let width = shape.kv_heads * shape.head_size;
+    let width = shape.kv_heads * shape.head_dim;
     let spec = |regime, window| AttentionSpec { scale: shape.scale.into(), window, regime };
     // A separate prefill step first writes the tokens before the step's rows. It attends to nothing, so this
     // test does not spend the time that a long context costs the slowest kernels.
@@ -54,8 +54,8 @@ fn attend_batch(
         if tokens == 0 {
             continue;
         }
-        let kv = |random: &mut Random| draw(random, &[tokens, shape.kv_heads, shape.head_size]);
-        let q = draw(random, &[tokens, shape.heads, shape.head_size]);
+        let kv = |random: &mut Random| draw(random, &[tokens, shape.kv_heads, shape.head_dim]);
+        let q = draw(random, &[tokens, shape.heads, shape.head_dim]);
         let (k, v) = (kv(random), kv(random));
         let y = up(runtime, &q)
             .paged_attention(
@@ -72,7 +72,7 @@ fn attend_batch(
             values.extend_from_slice(rows_of(&v, &rows, b, width));
         }
         let one = |b: usize| {
-            let q = rows_of(&q, &rows, b, shape.heads * shape.head_size);
+            let q = rows_of(&q, &rows, b, shape.heads * shape.head_dim);
             attention(*shape, q, rows[b].0, &kept[b].0, &kept[b].1)
         };
         if check {

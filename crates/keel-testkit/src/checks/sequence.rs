@@ -228,16 +228,16 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
     const PAGES: usize = 3;
     let mut random = Random::new(75);
     for shape in cases::attention::SHAPES.iter().filter(|shape| is_mine(&("until", format, shape))) {
-        let Some(elements) = format.row_elements(shape.head_size) else { continue };
+        let Some(elements) = format.row_elements(shape.head_dim) else { continue };
         let pool_shape = [2 * PAGES + 1, shape.kv_heads, 256, elements];
         let array = || Array::persistent(runtime, Category::Kv, pool_shape, format.dtype()).expect("memory");
         let pool = KvPool { keys: array(), values: array() };
-        let width = shape.kv_heads * shape.head_size;
+        let width = shape.kv_heads * shape.head_dim;
         let mut kept: [(Vec<f32>, Vec<f32>); 2] = Default::default();
         for is_step in [false, true] {
             let rows = PROMPTS.map(|(first, rows, _)| if is_step { (first, rows) } else { (0, first) });
             let draw = |random: &mut Random, heads| {
-                draw(random, &[rows.iter().map(|r| r.1).sum(), heads, shape.head_size])
+                draw(random, &[rows.iter().map(|r| r.1).sum(), heads, shape.head_dim])
             };
             let (q, k) = (draw(&mut random, shape.heads), draw(&mut random, shape.kv_heads));
             let v = draw(&mut random, shape.kv_heads);
@@ -276,7 +276,7 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
                 .flat_map(|b| {
                     kept[b].0.extend_from_slice(rows_of(&k, &rows, b, width));
                     kept[b].1.extend_from_slice(rows_of(&v, &rows, b, width));
-                    let q = rows_of(&q, &rows, b, shape.heads * shape.head_size);
+                    let q = rows_of(&q, &rows, b, shape.heads * shape.head_dim);
                     attention_until(*shape, q, rows[b].0, &kept[b].0, &kept[b].1, &until[b])
                 })
                 .collect();
@@ -292,7 +292,7 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
     const PAGES: usize = 4;
     let mut random = Random::new(73);
     for shape in cases::attention::SHAPES.iter().filter(|shape| is_mine(&("rings", format, shape))) {
-        let (Some(window), Some(elements)) = (shape.window, format.row_elements(shape.head_size)) else {
+        let (Some(window), Some(elements)) = (shape.window, format.row_elements(shape.head_dim)) else {
             continue;
         };
         let ring = (window - 1).div_ceil(256) + 1;
@@ -306,8 +306,7 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
         let mut first = [0, 0];
         for rows in STEPS {
             let sequences = [(first[0], rows[0]), (first[1], rows[1])];
-            let draw =
-                |random: &mut Random, heads| draw(random, &[rows.iter().sum(), heads, shape.head_size]);
+            let draw = |random: &mut Random, heads| draw(random, &[rows.iter().sum(), heads, shape.head_dim]);
             let (q, k) = (draw(&mut random, shape.heads), draw(&mut random, shape.kv_heads));
             let v = draw(&mut random, shape.kv_heads);
             let spec =
@@ -317,12 +316,12 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
                 .paged_attention(&up(runtime, &k), &up(runtime, &v), &pool, &batch, spec)
                 .expect("shapes fit");
             let (q, k, v) = (floats(&q), kept_values(&floats(&k), format), kept_values(&floats(&v), format));
-            let width = shape.kv_heads * shape.head_size;
+            let width = shape.kv_heads * shape.head_dim;
             let want: Vec<f64> = (0..2)
                 .flat_map(|b| {
                     kept[b].0.extend_from_slice(rows_of(&k, &sequences, b, width));
                     kept[b].1.extend_from_slice(rows_of(&v, &sequences, b, width));
-                    let q = rows_of(&q, &sequences, b, shape.heads * shape.head_size);
+                    let q = rows_of(&q, &sequences, b, shape.heads * shape.head_dim);
                     attention(*shape, q, first[b], &kept[b].0, &kept[b].1)
                 })
                 .collect();
@@ -335,15 +334,15 @@ fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
 
 /// A key and a value beyond f16's range. The queries are 0 where the key is too large, but infinity times 0 is NaN.
 fn attend_beyond_the_range(runtime: &Runtime, within: f64) {
-    const SHAPE: Shape = Shape { heads: 4, kv_heads: 2, head_size: 64, scale: 0.125, window: None };
+    const SHAPE: Shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, scale: 0.125, window: None };
     const ROWS: usize = 3;
     let mut random = Random::new(74);
-    let mut q = draw(&mut random, &[ROWS, SHAPE.heads, SHAPE.head_size]);
-    let mut k = draw(&mut random, &[ROWS, SHAPE.kv_heads, SHAPE.head_size]);
+    let mut q = draw(&mut random, &[ROWS, SHAPE.heads, SHAPE.head_dim]);
+    let mut k = draw(&mut random, &[ROWS, SHAPE.kv_heads, SHAPE.head_dim]);
     let mut v = draw(&mut random, &k.shape);
-    q.values.chunks_mut(SHAPE.head_size).for_each(|head| head[40] = 0.0);
+    q.values.chunks_mut(SHAPE.head_dim).for_each(|head| head[40] = 0.0);
     k.values[40] = 1e6;
-    v.values[SHAPE.head_size + 7] = -1e6;
+    v.values[SHAPE.head_dim + 7] = -1e6;
     let (keys, values) = (kept_values(&floats(&k), KvFormat::F16), kept_values(&floats(&v), KvFormat::F16));
     let want = attention(SHAPE, &floats(&q), 0, &keys, &values);
     let cases = [Regime::Decode, Regime::Prefill].map(|regime| [(regime, false), (regime, true)]).concat();

@@ -8,7 +8,7 @@ pub struct Shape {
     /// KV
     pub kv_heads: usize,
     /// D
-    pub head_size: usize,
+    pub head_dim: usize,
     /// Factor on the scores.
     pub scale: f32,
     /// Positions that a row sees, its own included; `None` for all before it.
@@ -17,7 +17,7 @@ pub struct Shape {
 
 /// `y` `[T, H, D]` of the queries `q` `[T, H, D]` at positions `first..`, over `k` and `v` `[L, KV, D]`.
 pub fn attention(shape: Shape, q: &[f32], first: usize, k: &[f32], v: &[f32]) -> Vec<f64> {
-    let rows = q.len() / (shape.heads * shape.head_size);
+    let rows = q.len() / (shape.heads * shape.head_dim);
     attention_until(shape, q, first, k, v, &(first..first + rows).collect::<Vec<_>>())
 }
 
@@ -30,26 +30,26 @@ pub fn attention_until(
     v: &[f32],
     until: &[usize],
 ) -> Vec<f64> {
-    let Shape { heads, kv_heads, head_size, scale, window } = shape;
-    let rows = q.len() / (heads * head_size);
+    let Shape { heads, kv_heads, head_dim, scale, window } = shape;
+    let rows = q.len() / (heads * head_dim);
     let mut y = vec![0.0; q.len()];
     for t in 0..rows {
         for h in 0..heads {
             let kv = h / (heads / kv_heads);
             let position = first + t;
             let from = window.map_or(0, |window| (position + 1).saturating_sub(window));
-            let query = &q[(t * heads + h) * head_size..][..head_size];
+            let query = &q[(t * heads + h) * head_dim..][..head_dim];
             let last = position.max(until[t]);
             let scores: Vec<f64> = (from..=last)
-                .map(|j| f64::from(scale) * dot(query, &k[(j * kv_heads + kv) * head_size..][..head_size]))
+                .map(|j| f64::from(scale) * dot(query, &k[(j * kv_heads + kv) * head_dim..][..head_dim]))
                 .collect();
             let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
             for (j, score) in (from..=last).zip(&scores) {
                 let weight = (score - largest).exp() / sum;
-                for d in 0..head_size {
-                    y[(t * heads + h) * head_size + d] +=
-                        weight * f64::from(v[(j * kv_heads + kv) * head_size + d]);
+                for d in 0..head_dim {
+                    y[(t * heads + h) * head_dim + d] +=
+                        weight * f64::from(v[(j * kv_heads + kv) * head_dim + d]);
                 }
             }
         }

@@ -62,7 +62,7 @@ fn rotate(
     let x = &call.inputs[0];
     let task = Rope {
         x: x.rows(2),
-        head_size: x.width(),
+        head_dim: x.width(),
         positions: call.inputs[1].values(),
         inverse_frequencies: call.inputs[2].values(),
         axes: &axes,

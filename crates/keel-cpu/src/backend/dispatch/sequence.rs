@@ -208,9 +208,9 @@ fn plain_attention<E: KvElement + Plain>(
     worker: &Worker<'_>,
 ) -> Result<(), String> {
     let [q, k, _, keys, values, ..] = call.inputs else { unreachable!("eight operands") };
-    let (kv_heads, head_size) = (k.layout.shape[1], q.width());
-    let read = KvPages { keys: keys.values::<E>(), values: values.values::<E>(), kv_heads, head_size };
-    let write = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_size };
+    let (kv_heads, head_dim) = (k.layout.shape[1], q.width());
+    let read = KvPages { keys: keys.values::<E>(), values: values.values::<E>(), kv_heads, head_dim };
+    let write = KvPagesMut { keys: keys.shared::<E>(), values: values.shared::<E>(), kv_heads, head_dim };
     attention(spec, read, write, call, worker)
 }
 
@@ -220,9 +220,9 @@ fn coded_attention<const BITS: usize>(
     worker: &Worker<'_>,
 ) -> Result<(), String> {
     let [q, k, _, keys, values, ..] = call.inputs else { unreachable!("eight operands") };
-    let (kv_heads, head_size) = (k.layout.shape[1], q.width());
-    let read = CodedPages::<BITS> { keys: keys.values(), values: values.values(), kv_heads, head_size };
-    let write = CodedPagesMut::<BITS> { keys: keys.shared(), values: values.shared(), kv_heads, head_size };
+    let (kv_heads, head_dim) = (k.layout.shape[1], q.width());
+    let read = CodedPages::<BITS> { keys: keys.values(), values: values.values(), kv_heads, head_dim };
+    let write = CodedPagesMut::<BITS> { keys: keys.shared(), values: values.shared(), kv_heads, head_dim };
     attention(spec, read, write, call, worker)
 }
 

@@ -28,13 +28,13 @@ pub struct CodedPages<'a, const BITS: usize> {
     /// KV
     pub kv_heads: usize,
     /// D, a multiple of 32.
-    pub head_size: usize,
+    pub head_dim: usize,
 }
 
 /// Bytes of the codes of a head's page, and of the whole page.
-const fn page_bytes(bits: usize, head_size: usize) -> (usize, usize) {
-    let codes = PAGE * head_size * bits / 8;
-    (codes, codes + PAGE * head_size / GROUP * STEP)
+const fn page_bytes(bits: usize, head_dim: usize) -> (usize, usize) {
+    let codes = PAGE * head_dim * bits / 8;
+    (codes, codes + PAGE * head_dim / GROUP * STEP)
 }
 
 /// Codes and steps of one head of a page.
@@ -56,12 +56,12 @@ impl<const BITS: usize> KvRead for CodedPages<'_, BITS> {
         self.kv_heads
     }
 
-    fn head_size(&self) -> usize {
-        self.head_size
+    fn head_dim(&self) -> usize {
+        self.head_dim
     }
 
-    fn scratch_len(head_size: usize) -> usize {
-        PAGE * head_size
+    fn scratch_len(head_dim: usize) -> usize {
+        PAGE * head_dim
     }
 
     #[inline(always)]
@@ -72,7 +72,7 @@ impl<const BITS: usize> KvRead for CodedPages<'_, BITS> {
         tiles: Range<usize>,
         scratch: &'s mut [f32],
     ) -> &'s [f32] {
-        let size = self.head_size;
+        let size = self.head_dim;
         let (codes, steps) = parts(self.keys, page, self.kv_heads, head, BITS, size);
         let tile_codes = TILE * BITS / 8;
         for tile in tiles {
@@ -107,8 +107,8 @@ impl<const BITS: usize> KvRead for CodedPages<'_, BITS> {
         tokens: Range<usize>,
         scratch: &'s mut [f32],
     ) -> &'s [f32] {
-        let groups = self.head_size / GROUP;
-        let (codes, steps) = parts(self.values, page, self.kv_heads, head, BITS, self.head_size);
+        let groups = self.head_dim / GROUP;
+        let (codes, steps) = parts(self.values, page, self.kv_heads, head, BITS, self.head_dim);
         let group_codes = GROUP * BITS / 8;
         for group in tokens.start * groups..tokens.end * groups {
             let step = step_at(steps, group);
@@ -140,7 +140,7 @@ pub struct CodedPagesMut<'a, const BITS: usize> {
     /// KV
     pub kv_heads: usize,
     /// D, a multiple of 32.
-    pub head_size: usize,
+    pub head_dim: usize,
 }
 
 /// The step of a group, and its codes: signed bytes for 8 bits; 0 to 15, with 8 for zero, for 4 bits.
@@ -162,12 +162,12 @@ impl<const BITS: usize> KvWrite for CodedPagesMut<'_, BITS> {
         self.kv_heads
     }
 
-    fn head_size(&self) -> usize {
-        self.head_size
+    fn head_dim(&self) -> usize {
+        self.head_dim
     }
 
     unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]) {
-        let size = self.head_size;
+        let size = self.head_dim;
         let (code_bytes, all) = page_bytes(BITS, size);
         let start = (page * self.kv_heads + head) * all;
         let (tile, tile_bytes) = (slot / TILE, TILE * size * BITS / 8);

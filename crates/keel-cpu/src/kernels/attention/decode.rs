@@ -21,8 +21,8 @@ use std::ops::Range;
 const GROUP: usize = 4;
 
 /// `f32` values of workspace for `rows` rows of all sequences with page tables of `pages` entries.
-pub fn decode_workspace_len(rows: usize, heads: usize, head_size: usize, pages: usize) -> usize {
-    rows * heads * segments(pages) * (head_size + 2)
+pub fn decode_workspace_len(rows: usize, heads: usize, head_dim: usize, pages: usize) -> usize {
+    rows * heads * segments(pages) * (head_dim + 2)
 }
 
 /// Number of segments of the first `pages` pages.
@@ -41,7 +41,7 @@ pub fn attention_decode<P: KvRead>(
     worker: &Worker<'_>,
 ) {
     attention.check();
-    let size = attention.pages.head_size();
+    let size = attention.pages.head_dim();
     assert!(size.is_multiple_of(LANES) && size <= HEAD_SIZE_MAX, "attention_decode: heads of {size} values");
     let pages = attention.table.stride;
     let partials = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
@@ -193,7 +193,7 @@ impl<P: KvRead> PageSweep<'_, '_, P> {
     #[inline(always)]
     fn group<S: Simd, const Q: usize>(&self, s: S) {
         let attention = self.attention;
-        let size = attention.pages.head_size();
+        let size = attention.pages.head_dim();
         let first_row = attention.batch.row_start[self.b] as usize;
         let row = |i: usize| first_row + (self.start + i) / self.ratio;
         let head = |i: usize| self.kv * self.ratio + (self.start + i) % self.ratio;

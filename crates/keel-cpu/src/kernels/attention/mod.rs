@@ -57,7 +57,7 @@ pub struct Attention<'a, P> {
 impl<P: KvRead> Attention<'_, P> {
     /// Query heads.
     fn heads(&self) -> usize {
-        self.q.width() / self.pages.head_size()
+        self.q.width() / self.pages.head_dim()
     }
 
     /// First position that the row at `position` sees.
@@ -75,11 +75,11 @@ impl<P: KvRead> Attention<'_, P> {
 
     /// `f32` values of scratch that each worker needs to read pages: half for keys, half for values.
     fn page_scratch(&self) -> usize {
-        2 * P::scratch_len(self.pages.head_size())
+        2 * P::scratch_len(self.pages.head_dim())
     }
 
     fn check(&self) {
-        let (size, kv_heads) = (self.pages.head_size(), self.pages.kv_heads());
+        let (size, kv_heads) = (self.pages.head_dim(), self.pages.kv_heads());
         assert!(
             self.q.width().is_multiple_of(size) && self.heads().is_multiple_of(kv_heads) && self.heads() > 0
         );

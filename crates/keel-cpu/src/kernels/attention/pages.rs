@@ -77,7 +77,7 @@ pub struct KvPages<'a, E> {
     /// KV
     pub kv_heads: usize,
     /// D
-    pub head_size: usize,
+    pub head_dim: usize,
 }
 
 /// Pools of pages that attention reads.
@@ -89,10 +89,10 @@ pub trait KvRead: Copy + Send + Sync {
     fn kv_heads(&self) -> usize;
 
     /// D
-    fn head_size(&self) -> usize;
+    fn head_dim(&self) -> usize;
 
     /// `f32` values of scratch that a worker needs for the keys of a page; its values need the same number.
-    fn scratch_len(head_size: usize) -> usize;
+    fn scratch_len(head_dim: usize) -> usize;
 
     /// The keys `[4, D, 64]` of one head of a page; only those of `tiles` are valid.
     fn keys<'s>(
@@ -120,24 +120,24 @@ impl<E: KvElement> KvRead for KvPages<'_, E> {
         self.kv_heads
     }
 
-    fn head_size(&self) -> usize {
-        self.head_size
+    fn head_dim(&self) -> usize {
+        self.head_dim
     }
 
-    fn scratch_len(_head_size: usize) -> usize {
+    fn scratch_len(_head_dim: usize) -> usize {
         0
     }
 
     #[inline(always)]
     fn keys<'s>(&'s self, page: usize, head: usize, _: Range<usize>, _: &'s mut [f32]) -> &'s [E] {
-        let start = (page * self.kv_heads + head) * PAGE * self.head_size;
-        &self.keys[start..start + PAGE * self.head_size]
+        let start = (page * self.kv_heads + head) * PAGE * self.head_dim;
+        &self.keys[start..start + PAGE * self.head_dim]
     }
 
     #[inline(always)]
     fn values<'s>(&'s self, page: usize, head: usize, _: Range<usize>, _: &'s mut [f32]) -> &'s [E] {
-        let start = (page * self.kv_heads + head) * PAGE * self.head_size;
-        &self.values[start..start + PAGE * self.head_size]
+        let start = (page * self.kv_heads + head) * PAGE * self.head_dim;
+        &self.values[start..start + PAGE * self.head_dim]
     }
 }
 
@@ -151,7 +151,7 @@ pub struct KvPagesMut<'a, E> {
     /// KV
     pub kv_heads: usize,
     /// D
-    pub head_size: usize,
+    pub head_dim: usize,
 }
 
 /// Pools of pages that tokens are written to.
@@ -160,7 +160,7 @@ pub trait KvWrite: Copy + Send + Sync {
     fn kv_heads(&self) -> usize;
 
     /// D
-    fn head_size(&self) -> usize;
+    fn head_dim(&self) -> usize;
 
     /// Writes one token of one head.
     ///
@@ -177,13 +177,13 @@ impl<E: KvElement> KvWrite for KvPagesMut<'_, E> {
         self.kv_heads
     }
 
-    fn head_size(&self) -> usize {
-        self.head_size
+    fn head_dim(&self) -> usize {
+        self.head_dim
     }
 
     #[inline(always)]
     unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]) {
-        let size = self.head_size;
+        let size = self.head_dim;
         let start = (page * self.kv_heads + head) * PAGE * size;
         let (tile, row) = (start + slot / TILE * TILE * size, start + slot * size);
         // SAFETY: the caller's promise; the values of a token belong to its tile.
@@ -231,7 +231,7 @@ pub fn kv_write<P: KvWrite>(
     pages: P,
     worker: &Worker<'_>,
 ) {
-    let (size, heads) = (pages.head_size(), pages.kv_heads());
+    let (size, heads) = (pages.head_dim(), pages.kv_heads());
     assert!(k.width() == heads * size && v.width() == heads * size);
     assert!(k.len() >= batch.rows() && v.len() >= batch.rows());
     // Tokens of one tile of keys share cache lines, so one worker writes all of them.

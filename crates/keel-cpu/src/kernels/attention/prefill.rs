@@ -17,13 +17,13 @@ use std::ops::Range;
 const BLOCK: usize = TILE;
 
 /// `f32` values of workspace for `workers` workers.
-pub fn prefill_workspace_len(workers: usize, head_size: usize) -> usize {
-    workers * worker_len(head_size)
+pub fn prefill_workspace_len(workers: usize, head_dim: usize) -> usize {
+    workers * worker_len(head_dim)
 }
 
 /// Queries, scores, outputs; the largest score, sum and factor of each row.
-fn worker_len(head_size: usize) -> usize {
-    BLOCK * (2 * head_size + PAGE + 3)
+fn worker_len(head_dim: usize) -> usize {
+    BLOCK * (2 * head_dim + PAGE + 3)
 }
 
 /// Attention in the prefill regime. `workspace` holds [`prefill_workspace_len`] values, then each worker's scratch for
@@ -37,7 +37,7 @@ pub fn attention_prefill<P: KvRead>(
     worker: &Worker<'_>,
 ) {
     attention.check();
-    let size = attention.pages.head_size();
+    let size = attention.pages.head_dim();
     assert!(size.is_multiple_of(LANES), "heads of {size} values, not a multiple of {LANES}");
     let (blocks, page_scratch) = (prefill_workspace_len(worker.count, size), attention.page_scratch());
     let needed = blocks + worker.count * page_scratch;
@@ -102,7 +102,7 @@ struct Block<'a, 'b, P> {
 impl<P: KvRead> Block<'_, '_, P> {
     #[inline(always)]
     fn run<S: Simd>(&self, s: S, scratch: &mut [f32], pages: &mut [f32]) {
-        let size = self.attention.pages.head_size();
+        let size = self.attention.pages.head_dim();
         let (queries, scratch) = scratch.split_at_mut(BLOCK * size);
         let (outputs, scratch) = scratch.split_at_mut(BLOCK * size);
         let (scores, scratch) = scratch.split_at_mut(BLOCK * PAGE);
@@ -158,7 +158,7 @@ impl<P: KvRead> Block<'_, '_, P> {
         scores: &mut [f32],
         scratch: &mut [f32],
     ) {
-        let (attention, size) = (self.attention, self.attention.pages.head_size());
+        let (attention, size) = (self.attention, self.attention.pages.head_dim());
         let stored = attention.table.page(self.b, page);
         let keys =
             attention.pages.keys(stored, self.kv_head(), tiles.start / TILE..tiles.end / TILE, scratch);
@@ -187,7 +187,7 @@ impl<P: KvRead> Block<'_, '_, P> {
         Rescaled { factors, outputs }: Rescaled<'_>,
         scratch: &mut [f32],
     ) {
-        let (attention, size) = (self.attention, self.attention.pages.head_size());
+        let (attention, size) = (self.attention, self.attention.pages.head_dim());
         let stored = attention.table.page(self.b, page);
         let values = attention.pages.values(stored, self.kv_head(), seen.clone(), scratch);
         let gemm = SmallGemm {
@@ -204,7 +204,7 @@ impl<P: KvRead> Block<'_, '_, P> {
     /// `y = outputs / sums`
     #[inline(always)]
     fn finish<S: Simd>(&self, s: S, outputs: &[f32], sums: &[f32]) {
-        let size = self.attention.pages.head_size();
+        let size = self.attention.pages.head_dim();
         for i in 0..self.positions.len() {
             // SAFETY: only this unit has this head of these rows.
             let y = unsafe { self.attention.y.part(self.t + i, self.head * size..(self.head + 1) * size) };
