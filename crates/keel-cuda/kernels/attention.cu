@@ -21,7 +21,7 @@
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
 //   attention_merge  grid (T, H), block 128, shared memory 4 splits bytes; not needed with one split
 // A block computes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 keys at a time.
-// by_position=1: splits are cut at fixed positions (share_start of paged.cuh); 256 P keys need `splits` of them. A
+// by_position=1: splits are cut at fixed positions (split_start of paged.cuh); 256 P keys need `splits` of them. A
 // row's bits then depend on its own keys alone. by_position=0: the existing keys are cut evenly.
 // partial: splits T H (D + 2) floats, see paged.cuh. Splits without keys write nothing.
 // EARLY=1 (attention_merge only): no kernel that may still run writes row_start and position, so they are read while
@@ -260,8 +260,8 @@ attention_merge(
 ) {
     let_next_start();
     if (!EARLY) wait_for_inputs();
-    // Each set of D / 4 threads takes a share of the splits.
-    constexpr int SHARES = 128 / QUADS;
+    // Each set of D / 4 threads takes some of the splits.
+    constexpr int SETS = 128 / QUADS;
     DYNAMIC_SHARED(float, weights);
     __shared__ __align__(16) float4 parts[128];
     u32 t = blockIdx.x, head = blockIdx.y, b = 0, row = 0;
@@ -284,18 +284,18 @@ attention_merge(
     if (EARLY) wait_for_inputs();
     if (!located) return;
     // Loads of several splits are under way together. The first ones overlap with the computation of their weights.
-    const u32 share = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
+    const u32 set = threadIdx.x / QUADS, column = threadIdx.x % QUADS * 4;
     const float* in = split_sums(partial, total_rows, 0, t, head) + column;
     const u64 stride = (u64)total_rows * (H * D);
     float4 part[16];
     auto load = [&](u32 first) {
 #pragma unroll
         for (u32 j = 0; j < 16; j++) {
-            const bool there = share < SHARES && first + j * SHARES < end;
-            part[j] = there ? load4(in + (first + j * SHARES) * stride) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const bool there = set < SETS && first + j * SETS < end;
+            part[j] = there ? load4(in + (first + j * SETS) * stride) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
     };
-    load(begin + share);
+    load(begin + set);
     float largest = -INF, total = 0.0f;
     for (u32 s = begin + lane; s < end; s += 32) {
         // Every warp computes the total itself, in the same order; the first warp stores the weights.
@@ -311,11 +311,11 @@ attention_merge(
     for (u32 s = begin + threadIdx.x; s < end && threadIdx.x < 32; s += 32) weights[s] = expf(weights[s] - now);
     __syncthreads();
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (u32 s = begin + share; share < SHARES && s < end; s += 16 * SHARES) {
-        if (s != begin + share) load(s);
+    for (u32 s = begin + set; set < SETS && s < end; s += 16 * SETS) {
+        if (s != begin + set) load(s);
 #pragma unroll
         for (int j = 0; j < 16; j++) {
-            float weight = s + j * SHARES < end ? weights[s + j * SHARES] : 0.0f;
+            float weight = s + j * SETS < end ? weights[s + j * SETS] : 0.0f;
             sum = make_float4(fmaf(weight, part[j].x, sum.x), fmaf(weight, part[j].y, sum.y),
                               fmaf(weight, part[j].z, sum.z), fmaf(weight, part[j].w, sum.w));
         }
@@ -324,7 +324,7 @@ attention_merge(
     __syncthreads();
     if (threadIdx.x >= QUADS) return;
 #pragma unroll
-    for (int i = 1; i < SHARES; i++) {
+    for (int i = 1; i < SETS; i++) {
         float4 other = parts[i * QUADS + threadIdx.x];
         sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
     }

@@ -54,7 +54,7 @@ static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequence
 
 /// Where a split begins if its place must not depend on the batch: 16 splits of one page, 16 of two, 16 of four and so
 /// on.
-static __device__ __forceinline__ u32 share_start(u32 split) {
+static __device__ __forceinline__ u32 split_start(u32 split) {
     const u32 run = split / 16;
     return PAGE * (16 * ((1u << run) - 1) + (split % 16 << run));
 }
@@ -65,8 +65,8 @@ static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 wind
                                                    u32& from, u32& to) {
     u32 low = window > 0 && first + 1 > window ? (first + 1 - window) / 64 * 64 : 0;
     if (by_position) {
-        from = max(share_start(split), low);
-        to = min(high, share_start(split + 1));
+        from = max(split_start(split), low);
+        to = min(high, split_start(split + 1));
     } else {
         const u32 split_keys = ((high - low + splits - 1) / splits + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP;
         from = low + split * split_keys;

@@ -1,5 +1,5 @@
 //! Attention over pages. New rows first go to their pages; then a block computes a tile of rows and heads against a
-//! share of the keys.
+//! split of the keys.
 
 mod decode_persistent;
 mod kv_splits;
@@ -15,22 +15,22 @@ use crate::kernels::{
 use crate::parameters::{Attend, AttentionMerge, AttentionPrepare, KvWrite};
 use decode_persistent::{Capacity, Chunk, Walk, is_worthwhile};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
-use kv_splits::{BLOCKS_WANTED, KvSplits, WIDE_TILE, shares};
+use kv_splits::{BLOCKS_WANTED, KvSplits, WIDE_TILE, splits};
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
 
-/// Scratch: queries that the operation rotates itself, then the partial results. These are for each share, row and
+/// Scratch: queries that the operation rotates itself, then the partial results. These are for each split, row and
 /// head: a sum for each column, the largest score, and the total of the weights.
 pub(super) fn workspace_bytes(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> usize {
     let shape = |i: usize| &kernel.inputs[i].layout.shape;
     let (q, kv_heads, table) = (shape(0), shape(1)[1], shape(5));
     let rotated = kernel.producer(0).map_or(0, |_| rotated_bytes(q));
-    let count = if sees_later_keys(kernel) { 1 } else { shares(spec, q, kv_heads, table, mode).count };
+    let count = if sees_later_keys(kernel) { 1 } else { splits(spec, q, kv_heads, table, mode).count };
     rotated
         + match count {
             1 => 0,
-            shares => shares * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
+            splits => splits * q[0] * q[1] * (q[2] + 2) * size_of::<f32>(),
         }
 }
 
@@ -92,12 +92,12 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     if spec.window == Some(0) {
         return Ok(());
     }
-    let shares = match task.until() {
+    let splits = match task.until() {
         Some(_) => KvSplits { count: 1, by_position: false },
-        None => shares(spec, &q.layout.shape, task.kv_heads, &table.layout.shape, call.mode),
+        None => splits(spec, &q.layout.shape, task.kv_heads, &table.layout.shape, call.mode),
     };
-    task.attend(queries, 0, shares, partial)?;
-    if shares.count == 1 {
+    task.attend(queries, 0, splits, partial)?;
+    if splits.count == 1 {
         return Ok(());
     }
     let parameters = AttentionMerge {
@@ -106,11 +106,11 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         position: position.address,
         sequences: task.sequences,
         total_rows: task.rows,
-        splits: shares.count,
-        by_position: usize::from(shares.by_position),
+        splits: splits.count,
+        by_position: usize::from(splits.by_position),
         y: call.outputs[0].address,
     };
-    let shared_bytes = shares.count * size_of::<f32>();
+    let shared_bytes = splits.count * size_of::<f32>();
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     let early = [row_start, position].iter().all(|operand| call.is_untouched(operand));
     let key = task.key(ATTENTION, "attention_merge").define("EARLY", u8::from(early));
@@ -307,8 +307,8 @@ impl<'a> Task<'a> {
         self.call.launch(&self.key(ATTENTION, "kv_write"), Geometry::rows(rows, 128), &parameters)
     }
 
-    /// Attends the rows of a run: to y, or to `partial` if there are several shares.
-    fn attend(&self, queries: u64, run: usize, shares: KvSplits, partial: u64) -> Result<(), ArrayError> {
+    /// Attends the rows of a run: to y, or to `partial` if there are several splits.
+    fn attend(&self, queries: u64, run: usize, splits: KvSplits, partial: u64) -> Result<(), ArrayError> {
         let [_, _, _, keys, values, table, row_start, position, ..] = &self.call.inputs[..] else {
             unreachable!("eight operands")
         };
@@ -323,13 +323,13 @@ impl<'a> Task<'a> {
             pages: self.pages,
             total_rows: self.rows,
             scale: self.spec.scale.get(),
-            by_position: usize::from(shares.by_position),
+            by_position: usize::from(splits.by_position),
             run,
             partial,
             y: self.call.outputs[0].address,
             until: self.until().map(|until| until.address),
         };
-        let (key, geometry) = self.kernel(shares.count);
+        let (key, geometry) = self.kernel(splits.count);
         self.call.launch(&key, geometry, &parameters)
     }
 
@@ -351,11 +351,11 @@ impl<'a> Task<'a> {
         self.spec.window.is_none() && self.call.inputs[3..].iter().all(|x| self.call.is_untouched(x))
     }
 
-    /// The walk through the sequences and key heads of a decode step, if there are many and their keys are not shared.
-    fn walk(&self, shares: usize) -> Option<Walk> {
+    /// The walk through the sequences and key heads of a decode step, if there are many and their keys are not split.
+    fn walk(&self, splits: usize) -> Option<Walk> {
         let device = &self.call.gpu.device;
         if self.spec.regime != Regime::Decode
-            || shares > 1
+            || splits > 1
             || !is_worthwhile(self.sequences, self.kv_heads, device.multiprocessors)
         {
             return None;
@@ -372,7 +372,7 @@ impl<'a> Task<'a> {
     }
 
     /// The kernel that attends.
-    fn kernel(&self, shares: usize) -> (KernelKey, Geometry) {
+    fn kernel(&self, splits: usize) -> (KernelKey, Geometry) {
         let group = self.heads / self.kv_heads;
         let tiles = |tile: usize| {
             let most = self.sequences * (self.run_rows() * group).div_ceil(tile);
@@ -385,7 +385,7 @@ impl<'a> Task<'a> {
         let shared_max = self.call.gpu.device.shared_bytes_max;
         if let Some(keys) = self.wide_keys() {
             let geometry = Geometry {
-                grid: (self.kv_heads, tiles(WIDE_TILE), shares),
+                grid: (self.kv_heads, tiles(WIDE_TILE), splits),
                 block: (256, 1, 1),
                 shared_bytes: 1024
                     + 2 * (WIDE_TILE + 4 * keys) * self.size
@@ -396,14 +396,14 @@ impl<'a> Task<'a> {
         }
         if tensor && self.spec.regime == Regime::Prefill && 2 * 192 * line <= shared_max {
             let geometry = Geometry {
-                grid: (self.kv_heads, tiles(4 * TILE), shares),
+                grid: (self.kv_heads, tiles(4 * TILE), splits),
                 block: (128, 1, 1),
                 shared_bytes: 2 * 192 * line,
             };
             return (self.key(ATTENTION_TENSOR, "attention_prefill"), geometry);
         }
         let decodes = tensor && self.until().is_none();
-        if let Some(walk) = self.walk(shares).filter(|_| decodes) {
+        if let Some(walk) = self.walk(splits).filter(|_| decodes) {
             let geometry = Geometry {
                 grid: (walk.blocks * self.call.gpu.device.multiprocessors, 1, 1),
                 block: (32 * walk.warps, 1, 1),
@@ -417,8 +417,8 @@ impl<'a> Task<'a> {
             (2 * TILE * line + 2 * warps * stages * chunk.bytes()).max(64 * warps * (self.size + 2))
         };
         // A block that is alone on its multiprocessor keeps more keys under way.
-        let few = self.sequences * self.kv_heads * shares <= BLOCKS_WANTED;
-        let several = few && self.pages * AttentionSpec::PAGE > shares * 8 * TILE;
+        let few = self.sequences * self.kv_heads * splits <= BLOCKS_WANTED;
+        let several = few && self.pages * AttentionSpec::PAGE > splits * 8 * TILE;
         let cuts = [(8, 2), (8, 1), (4, 1)].into_iter().filter(|&(_, stages)| several || stages == 1);
         let cut = cuts.into_iter().find(|&(warps, stages)| decode_bytes(warps, stages) <= shared_max);
         if let (true, Regime::Decode, Some((warps, stages))) = (decodes, self.spec.regime, cut) {
@@ -426,7 +426,7 @@ impl<'a> Task<'a> {
             let single = self.rows * group <= TILE;
             let units = if single { self.sequences } else { tiles(TILE) };
             let geometry = Geometry {
-                grid: (units, self.kv_heads, shares),
+                grid: (units, self.kv_heads, splits),
                 block: (32 * warps, 1, 1),
                 shared_bytes: decode_bytes(warps, stages),
             };
@@ -435,7 +435,7 @@ impl<'a> Task<'a> {
             return (if single && self.keeps_keys() { key.define("EARLY", 1) } else { key }, geometry);
         }
         let geometry = Geometry {
-            grid: (tiles(TILE), self.kv_heads, shares),
+            grid: (tiles(TILE), self.kv_heads, splits),
             block: (128, 1, 1),
             shared_bytes: size_of::<f32>() * (48 * self.size + 688),
         };

@@ -1,11 +1,11 @@
-//! How the keys of a sequence are shared among blocks.
+//! How the keys of a sequence are split among blocks.
 
 use crate::backend::Mode;
 use keel_array::{AttentionSpec, Regime, Shape};
 
-/// Keys that make a share worthwhile, in decode and in prefill.
-const SHARE_KEYS: usize = 64;
-const PREFILL_SHARE_KEYS: usize = 256;
+/// Keys that make a split worthwhile, in decode and in prefill.
+const SPLIT_KEYS: usize = 64;
+const PREFILL_SPLIT_KEYS: usize = 256;
 
 /// Pairs of row and head of a block of the fastest prefill kernel.
 pub(super) const WIDE_TILE: usize = 128;
@@ -13,22 +13,22 @@ pub(super) const WIDE_TILE: usize = 128;
 /// Blocks that keep a device's memory busy.
 pub(super) const BLOCKS_WANTED: usize = 132;
 
-/// Shares at most: each writes partial results to scratch.
-const SHARES_MAX: usize = 64;
-const PREFILL_SHARES_MAX: usize = 16;
+/// Splits at most: each writes partial results to scratch.
+const SPLITS_MAX: usize = 64;
+const PREFILL_SPLITS_MAX: usize = 16;
 
-/// How the keys of a sequence are shared among blocks; see `split_range` of `paged.cuh`.
+/// How the keys of a sequence are split among blocks; see `split_range` of `paged.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KvSplits {
     pub count: usize,
-    /// Shares are cut at the same positions for every sequence, not evenly.
+    /// Splits are cut at the same positions for every sequence, not evenly.
     pub by_position: bool,
 }
 
-/// Depends on shapes alone, since a graph fixes the grid. In the deterministic mode a key's share depends on its
-/// position alone, and the number of shares on the longest context that the table can name. In the fast mode few rows
+/// Depends on shapes alone, since a graph fixes the grid. In the deterministic mode a key's split depends on its
+/// position alone, and the number of splits on the longest context that the table can name. In the fast mode few rows
 /// of a prompt share keys, too: after a long context, their blocks alone would leave most of a device idle.
-pub(super) fn shares(
+pub(super) fn splits(
     spec: &AttentionSpec,
     q: &Shape,
     kv_heads: usize,
@@ -37,30 +37,30 @@ pub(super) fn shares(
 ) -> KvSplits {
     let (sequences, pages) = (table[0].max(1), table[1]);
     let by_position = mode.is_deterministic() && spec.regime == Regime::Decode;
-    let worth = |share: usize| (pages * AttentionSpec::PAGE).div_ceil(share).max(1);
+    let worth = |keys: usize| (pages * AttentionSpec::PAGE).div_ceil(keys).max(1);
     let count = match spec.regime {
         Regime::Prefill if mode.is_deterministic() || spec.window.is_some() => 1,
         Regime::Prefill => {
             let units = (q[0] * q[1] / kv_heads.max(1)).div_ceil(WIDE_TILE) + sequences - 1;
             let fill = BLOCKS_WANTED / (units * kv_heads).max(1);
-            fill.clamp(1, PREFILL_SHARES_MAX).min(worth(PREFILL_SHARE_KEYS))
+            fill.clamp(1, PREFILL_SPLITS_MAX).min(worth(PREFILL_SPLIT_KEYS))
         }
-        Regime::Decode if by_position => shares_by_position(pages * AttentionSpec::PAGE),
+        Regime::Decode if by_position => splits_by_position(pages * AttentionSpec::PAGE),
         Regime::Decode => {
-            (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SHARES_MAX).min(worth(SHARE_KEYS))
+            (BLOCKS_WANTED / (sequences * kv_heads)).clamp(1, SPLITS_MAX).min(worth(SPLIT_KEYS))
         }
     };
     KvSplits { count, by_position }
 }
 
-/// Shares that hold `keys` keys: 16 of one page, 16 of two, 16 of four and so on. This keeps blocks busy from short
-/// contexts on, and partial results few in long ones. See `share_start` of `paged.cuh`.
-fn shares_by_position(keys: usize) -> usize {
-    let start = |share: usize| {
-        let run = share / 16;
-        AttentionSpec::PAGE * (16 * ((1 << run) - 1) + share % 16 * (1 << run))
+/// Splits that hold `keys` keys: 16 of one page, 16 of two, 16 of four and so on. This keeps blocks busy from short
+/// contexts on, and partial results few in long ones. See `split_start` of `paged.cuh`.
+fn splits_by_position(keys: usize) -> usize {
+    let start = |split: usize| {
+        let run = split / 16;
+        AttentionSpec::PAGE * (16 * ((1 << run) - 1) + split % 16 * (1 << run))
     };
-    (1..).find(|&share| start(share) >= keys).unwrap_or(1)
+    (1..).find(|&split| start(split) >= keys).unwrap_or(1)
 }
 
 #[cfg(test)]
@@ -69,25 +69,25 @@ mod tests {
     use crate::backend::{Determinism, Precision};
 
     #[test]
-    fn shares_by_position_hold_every_key() {
-        assert_eq!([1, 256, 257, 4096, 4097, 12_288].map(shares_by_position), [1, 1, 2, 16, 17, 32]);
-        assert_eq!([12_289, 131_072].map(shares_by_position), [33, 81]);
+    fn splits_by_position_hold_every_key() {
+        assert_eq!([1, 256, 257, 4096, 4097, 12_288].map(splits_by_position), [1, 1, 2, 16, 17, 32]);
+        assert_eq!([12_289, 131_072].map(splits_by_position), [33, 81]);
     }
 
     fn count(regime: Regime, [rows, sequences, pages]: [usize; 3], determinism: Determinism) -> usize {
         let spec = AttentionSpec { scale: 1.0.into(), window: None, regime };
         let mode = Mode { precision: Precision::Fast, determinism };
-        shares(&spec, &Shape::from([rows, 16, 256]), 4, &Shape::from([sequences, pages]), mode).count
+        splits(&spec, &Shape::from([rows, 16, 256]), 4, &Shape::from([sequences, pages]), mode).count
     }
 
     #[test]
-    fn in_the_deterministic_mode_shares_do_not_depend_on_the_batch() {
+    fn in_the_deterministic_mode_splits_do_not_depend_on_the_batch() {
         let decode =
             |sequences: usize, determinism| count(Regime::Decode, [sequences, sequences, 32], determinism);
         let steps = |sequences| decode(sequences, Determinism::Steps);
         assert!([2, 20, 200].into_iter().all(|sequences| steps(sequences) == steps(1)));
         let [one, many] = [1, 20].map(|sequences| decode(sequences, Determinism::Off));
-        assert_ne!(one, many, "the fast mode shares for the device");
+        assert_ne!(one, many, "the fast mode splits for the device");
         let prefill = |rows| count(Regime::Prefill, [rows, 1, 512], Determinism::Steps);
         assert!([64, 100, 2048].into_iter().all(|rows| prefill(rows) == 1));
     }
