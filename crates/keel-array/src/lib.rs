@@ -8,8 +8,9 @@
 //! All memory goes through the [`Ledger`] under a [`Category`]. The limit is hard: an allocation beyond it is an error.
 //!
 //! # Regimes
-//! Rows of a sequence are computed in one of two ways: in *prefill* on a 64-token grid anchored at position 0, and in
-//! *decode* token by token. Within a regime a row's bits do not depend on how the rows were split into runs.
+//! Rows of a sequence are computed in one of two ways: in *prefill* on a 64-token grid anchored at position 0
+//! ([`PREFILL_GRID`]), and in *decode* token by token. Within a regime a row's bits do not depend on how the rows were
+//! split into runs.
 
 #![forbid(unsafe_code)]
 
@@ -43,8 +44,8 @@ pub use error::{ArrayError, Result};
 pub use ledger::{Category, Charge, Ledger, MemoryReport};
 pub use ops::{
     AddedNorm, AttentionSpec, Batch, Binary, ConvSpec, ConvWindow, DeltaState, Fused, FusedStep,
-    GatedDeltaSpec, Group, KvFormat, KvPool, KvRows, Op, PairRotation, Peers, RandomKind, Real, Reduction,
-    Regime, RopeSpec, Routing, RowLog, SharedExpert, Sorted, Source, Unary, View,
+    GatedDeltaSpec, Group, KvFormat, KvPool, KvRows, Op, PREFILL_GRID, PairRotation, Peers, RandomKind, Real,
+    Reduction, Regime, RopeSpec, Routing, RowLog, SharedExpert, Sorted, Source, Unary, View,
 };
 pub use program::{
     ALIGNMENT, Kernel, KernelGroup, Launch, Operand, OperandMemory, Place, PreparedPiece, Program,

@@ -16,12 +16,12 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use keel_array::AttentionSpec;
+use keel_array::{AttentionSpec, PREFILL_GRID};
 
 use crate::{CheckpointId, PageId};
 
 /// Tokens of a block: the grid on which a sequence can be resumed.
-pub const PREFIX_BLOCK: usize = 64;
+pub const PREFIX_BLOCK: usize = PREFILL_GRID;
 
 const BLOCKS_PER_PAGE: usize = AttentionSpec::PAGE / PREFIX_BLOCK;
 

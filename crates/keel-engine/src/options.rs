@@ -1,13 +1,10 @@
 //! The options that an engine is made with.
 
-use keel_array::{Compute, DType, KvFormat};
+use keel_array::{Compute, DType, KvFormat, PREFILL_GRID};
 use keel_cache::{CacheFormat, CacheSize};
 use keel_models::SumOrder;
 
 use crate::{EngineError, Result, VisionOptions};
-
-/// The grid of prefill, in rows: chunks begin at multiples of this.
-pub const PREFILL_GRID: usize = 64;
 
 /// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
 pub(crate) const MTP_LAG_MAX: usize = 64;

@@ -29,6 +29,11 @@ pub use sequence::{
     AttentionSpec, Batch, ConvSpec, ConvWindow, DeltaState, GatedDeltaSpec, KvPool, KvRows, Regime, RowLog,
 };
 
+/// The distance of the positions of the prefill grid, in tokens. `keel-engine` begins chunks of prompts at these
+/// positions, `keel-cache` keeps states there (its `PREFIX_BLOCK`), and the backends compute gated delta layers in
+/// chunks of this length (their `CHUNK`).
+pub const PREFILL_GRID: usize = 64;
+
 /// An f32 attribute of an operation. It is part of a program's key, so it is compared and hashed by its bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Real(u32);

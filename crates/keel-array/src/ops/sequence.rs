@@ -25,7 +25,7 @@ use crate::{Array, ArrayError, DType, Result, Shape};
 /// The two ways in which rows are computed; see the crate documentation on regimes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Regime {
-    /// Rows on the 64-token grid anchored at position 0.
+    /// Rows on the [`PREFILL_GRID`](crate::PREFILL_GRID), anchored at position 0.
     Prefill,
     /// Rows of running sequences and their drafts.
     Decode,

@@ -2,7 +2,8 @@
 
 use super::{Bench, Floor};
 use keel_array::{
-    Array, AttentionSpec, Batch, DType, DeltaState, GatedDeltaSpec, KvFormat, KvPool, Regime, Result, RowLog,
+    Array, AttentionSpec, Batch, DType, DeltaState, GatedDeltaSpec, KvFormat, KvPool, PREFILL_GRID, Regime,
+    Result, RowLog,
 };
 
 /// Positions of a page.
@@ -91,7 +92,7 @@ fn recurrent_step(bench: &Bench, sequences: usize) -> Result<()> {
 }
 
 fn chunked(bench: &Bench, rows: usize) -> Result<()> {
-    const CHUNK: usize = 64;
+    const CHUNK: usize = PREFILL_GRID;
     let inputs = DeltaInputs::random(bench, 1, rows)?;
     // In each chunk and value head: keys by keys and queries by keys, keys and queries by the state, both triangles by
     // rows of values, and the state's update.

@@ -5,7 +5,7 @@ use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::Engine;
-use crate::options::PREFILL_GRID;
+use crate::PREFILL_GRID;
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{EngineError, Result};
 

@@ -15,8 +15,8 @@ use std::sync::atomic::AtomicBool;
 use keel_array::Regime;
 use keel_cache::{CommitProgress, SequenceCache};
 
+use crate::PREFILL_GRID;
 use crate::device_thread::{FinishedJob, Job, Queued};
-use crate::options::PREFILL_GRID;
 use crate::split::step::{DeviceStep, Drawn, all_steppers, run_on_all};
 use crate::step::{Outcome, Rows, StepKind, Stepper};
 use crate::{Engine, Result};

@@ -7,11 +7,11 @@
 //!
 //! On a CPU a new program is cheap and a row is expensive. There the list is longer and finer.
 
-use keel_array::{Backend, RESULT_BYTES_MAX, Regime};
+use keel_array::{Backend, PREFILL_GRID, RESULT_BYTES_MAX, Regime};
 use keel_models::Part;
 
 use super::{HiddenPlace, Outcome, StepKind, StepShape};
-use crate::options::{EngineOptions, MTP_LAG_MAX, PREFILL_GRID};
+use crate::options::{EngineOptions, MTP_LAG_MAX};
 
 /// The most prompts in a step.
 const PROMPTS_MAX: usize = 32;

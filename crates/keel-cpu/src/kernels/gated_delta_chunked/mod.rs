@@ -31,11 +31,12 @@ use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
 use algebra::{
     decays_between, difference, outputs, right_hand_sides, solve, transpose_keys, triangles, update_state,
 };
+use keel_array::PREFILL_GRID;
 use scratch::Scratch;
 use std::ops::Range;
 
 /// Tokens of a chunk.
-pub const CHUNK: usize = 64;
+pub const CHUNK: usize = PREFILL_GRID;
 /// Rows of the triangular system that are solved together.
 const STRIP: usize = 8;
 /// Distance of prefetching, in rows of the input.

@@ -6,10 +6,11 @@ use super::{Bound, Call, Geometry, attention};
 use crate::backend::{Mode, Precision};
 use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
 use crate::parameters::{CausalConv, CausalConvPrefill, GatedDelta, GatedDeltaChunks, GatedDeltaPrepare};
-use keel_array::{ArrayError, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, Regime, RowLog};
+use keel_array::{ArrayError, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, PREFILL_GRID, Regime, RowLog};
 
-/// Rows that prefill starts at multiples of.
-const GRID: usize = 64;
+/// Rows of a chunk: `ROWS` of `gated_delta_tiles.cuh`.
+const CHUNK: usize = 64;
+const _: () = assert!(CHUNK == PREFILL_GRID);
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     refuse_shared_state(call)?;
@@ -162,7 +163,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
         rows: qkv.layout.shape[0],
         slot: Some((slot, state.layout.shape[0])),
         position: Some(position),
-        grid: if spec.regime == Regime::Prefill { GRID } else { 0 },
+        grid: if spec.regime == Regime::Prefill { PREFILL_GRID } else { 0 },
         log,
         ..BatchCheck::default()
     };
@@ -220,12 +221,13 @@ pub(super) fn chunked(spec: &GatedDeltaSpec, precision: Precision) -> bool {
 
 /// Chunks of a step at most: whole ones of all rows, and a ragged one for each sequence.
 fn chunks(rows: usize, sequences: usize) -> usize {
-    rows.div_ceil(GRID) + sequences
+    rows.div_ceil(CHUNK) + sequences
 }
 
 /// Scratch of a chunk: k and q of each key head, two matrices and the gates of each value head.
 fn chunk_bytes(spec: &GatedDeltaSpec) -> usize {
-    spec.key_heads * 2 * GRID * (spec.key_dim + 8) * 2 + spec.value_heads * (2 * GRID * 72 * 2 + 2 * GRID * 4)
+    spec.key_heads * 2 * CHUNK * (spec.key_dim + 8) * 2
+        + spec.value_heads * (2 * CHUNK * 72 * 2 + 2 * CHUNK * 4)
 }
 
 /// Whether rows can be read 16 bytes at a time.
