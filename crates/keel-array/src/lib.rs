@@ -23,6 +23,7 @@ mod dtype;
 mod error;
 mod ledger;
 mod ops;
+mod panics;
 mod program;
 mod runtime;
 pub mod sampling;
@@ -47,6 +48,7 @@ pub use ops::{
     GatedDeltaSpec, Group, KvFormat, KvPool, KvRows, Op, PREFILL_GRID, PairRotation, Peers, RandomKind, Real,
     Reduction, Regime, RopeSpec, Routing, RowLog, SharedExpert, Sorted, Source, Unary, View,
 };
+pub use panics::panic_message;
 pub use program::{
     ALIGNMENT, Kernel, KernelGroup, Launch, Operand, OperandMemory, Place, PreparedPiece, Program,
     ProgramCacheUse, ProgramGroup, RemoteLaunch,

@@ -1,6 +1,7 @@
 //! The threads of a split model's devices, and of a vision tower with a device of its own. Each lives as long as the
 //! engine, and runs the programs of its device in order.
 
+use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime};
+use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime, panic_message};
 use work_channel::{Disconnected, ResultReceiver, WorkSender, line};
 
 use crate::{EngineError, Result};
@@ -49,6 +50,10 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
+    fn of_panic(panic: &(dyn Any + Send)) -> Failure {
+        Failure::Panicked(panic_message(panic).to_owned())
+    }
+
     /// Whether it follows from the failure of another device.
     pub fn is_consequence(&self) -> bool {
         let exchanges = ["send", "receive", "all_reduce", "all_gather", "reduce_scatter", "exchange"];
@@ -163,8 +168,8 @@ impl Job {
             }
         };
         // A panic of the host must end the step of all devices, and leave the engine usable.
-        let outcome = catch_unwind(AssertUnwindSafe(run))
-            .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))));
+        let outcome =
+            catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| Err(Failure::of_panic(&*panic)));
         membership.has_succeeded = outcome.is_ok();
         if let Some(failed) = has_failed.filter(|_| outcome.is_err()) {
             failed.store(true, Ordering::Release);
@@ -197,12 +202,6 @@ impl Work {
             Work::Wait(begun) => End::Finished(begun.wait_as(membership)),
         }
     }
-}
-
-/// The message of a panic.
-fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
 }
 
 /// A job that was handed to a thread.

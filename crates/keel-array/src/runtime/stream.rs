@@ -11,7 +11,7 @@ use super::fence;
 use crate::Buffer;
 use crate::backend::Backend;
 use crate::program::{Bindings, Launch, Program};
-use crate::{ArrayError, Result};
+use crate::{ArrayError, Result, panic_message};
 
 /// Most submissions in the queue. A further one waits for a place.
 const QUEUE_MAX: usize = 8;
@@ -29,9 +29,7 @@ type Outcome = Result<(), Failure>;
 impl Failure {
     /// A panic is a bug of ours. How far the work came is not known.
     fn of_panic(panic: &(dyn Any + Send)) -> Failure {
-        let text = panic.downcast_ref::<String>().map(String::as_str);
-        let message = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
-        let reason = format!("the device panicked, which is a bug: {message}");
+        let reason = format!("the device panicked, which is a bug: {}", panic_message(panic));
         Failure { error: ArrayError::Kernel { op: "stream".into(), reason }, done: None }
     }
 }

@@ -8,7 +8,7 @@ use super::profile::{Profile, name_of};
 use crate::isa::Isa;
 use crate::pool::{ThreadPool, Worker};
 use crate::shared_slice::SharedMut;
-use keel_array::{ArrayError, Kernel, Launch};
+use keel_array::{ArrayError, Kernel, Launch, panic_message};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -53,9 +53,7 @@ pub(super) fn run<'a>(pool: &ThreadPool, launch: &Launch<'a>, watch: Watch<'a>) 
     let outcome = catch_unwind(AssertUnwindSafe(|| pool.run(|worker| walk(&calls, &failure, watch, worker))));
     if let Err(panic) = outcome {
         // A bug of ours. As an error it reaches the caller that waits for the result; a dead stream would not.
-        let message = panic.downcast_ref::<String>().map(String::as_str);
-        let message = message.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
-        let reason = format!("a kernel panicked, which is a bug of the backend: {message}");
+        let reason = format!("a kernel panicked, which is a bug of the backend: {}", panic_message(&*panic));
         return Err(ArrayError::Kernel { op: "launch".into(), reason });
     }
     match failure.error.into_inner().unwrap_or_else(|e| e.into_inner()) {

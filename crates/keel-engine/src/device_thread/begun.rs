@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use keel_array::{Array, Executable, PendingRun};
 
 use super::work_channel::{Disconnected, ResultReceiver};
-use super::{DeviceThread, End, Failure, FinishedJob, JobHandle, Membership, Work, message_of};
+use super::{DeviceThread, End, Failure, FinishedJob, JobHandle, Membership, Work};
 
 /// A step that a device has begun. Dropping it waits for its end.
 pub(crate) struct BegunStep {
@@ -39,7 +39,7 @@ impl BegunStep {
         let run = match has_failed.load(Ordering::Acquire) {
             true => Err(Failure::Skipped),
             false => catch_unwind(AssertUnwindSafe(|| step.submit(drawn)))
-                .map_err(|panic| Failure::Panicked(message_of(&*panic))),
+                .map_err(|panic| Failure::of_panic(&*panic)),
         };
         let is_refused = run.as_ref().is_ok_and(PendingRun::has_failed);
         membership.has_succeeded = matches!(run, Err(Failure::Skipped)) || run.is_ok() && !is_refused;
@@ -59,7 +59,7 @@ impl BegunStep {
         let mut drawn = vec![0; bytes];
         let wait = |run: PendingRun| {
             catch_unwind(AssertUnwindSafe(|| run.wait(&mut drawn).map_err(Failure::Failed)))
-                .unwrap_or_else(|panic| Err(Failure::Panicked(message_of(&*panic))))
+                .unwrap_or_else(|panic| Err(Failure::of_panic(&*panic)))
         };
         let outcome = run.and_then(wait).map(|()| drawn);
         membership.has_succeeded = is_told || matches!(outcome, Ok(_) | Err(Failure::Skipped));
