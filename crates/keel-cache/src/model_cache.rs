@@ -23,6 +23,13 @@ pub struct ModelCache {
     pub(crate) swap: SwapSpace,
 }
 
+/// What a copy between a slot and a checkpoint is for.
+#[derive(Clone, Copy)]
+pub(crate) enum SlotCopy {
+    Save,
+    Restore,
+}
+
 impl ModelCache {
     /// Allocates everything.
     ///
@@ -160,7 +167,7 @@ impl ModelCache {
         let free = self.pools.lock().checkpoints.pop();
         let oldest = || (!sequence.checkpoints.is_empty()).then(|| sequence.checkpoints.remove(0).entry);
         let Some(entry) = free.or_else(oldest) else { return Ok(()) };
-        let copied = self.copy_slot(sequence.slot(), entry, true);
+        let copied = self.copy_slot(sequence.slot(), entry, SlotCopy::Save);
         if copied.is_err() {
             self.release_checkpoint(entry);
         }
@@ -197,7 +204,7 @@ impl ModelCache {
         };
         self.drop_checkpoints_after(sequence, Some(at));
         if let Some(entry) = entry {
-            self.copy_slot(sequence.slot(), entry, false)?;
+            self.copy_slot(sequence.slot(), entry, SlotCopy::Restore)?;
         }
         self.shorten(sequence, at);
         self.pools.lock().failed_steps[sequence.slot().index()] = None;
@@ -301,8 +308,8 @@ impl ModelCache {
         Ok(())
     }
 
-    /// Copies a slot to a checkpoint (`save`) or back.
-    pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, save: bool) -> Result<()> {
+    /// Copies a slot to a checkpoint or back.
+    pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, way: SlotCopy) -> Result<()> {
         for SavedSlots { layers, windows, states } in &self.saved {
             // In the order of `slot_arrays`, each with the element that comes next.
             let mut kept = [windows, states].map(|saved| (saved, entry.index() * saved.shape()[1]));
@@ -310,10 +317,9 @@ impl ModelCache {
                 for (live, (saved, at)) in layer.slot_arrays().into_iter().zip(&mut kept) {
                     let len = live.shape()[1..].iter().product();
                     let slot_at = slot.index() * len;
-                    if save {
-                        live.copy_elements(slot_at, saved, *at, len)?;
-                    } else {
-                        saved.copy_elements(*at, live, slot_at, len)?;
+                    match way {
+                        SlotCopy::Save => live.copy_elements(slot_at, saved, *at, len)?,
+                        SlotCopy::Restore => saved.copy_elements(*at, live, slot_at, len)?,
                     }
                     *at += len;
                 }

@@ -2,6 +2,7 @@
 
 use keel_array::AttentionSpec;
 
+use crate::model_cache::SlotCopy;
 use crate::{CheckpointId, Evicted, Inserted, ModelCache, PageId, Result, SequenceCache};
 
 impl ModelCache {
@@ -47,7 +48,7 @@ impl ModelCache {
             return Ok(None);
         }
         let Some(entry) = self.pools.lock().checkpoints.pop() else { return Ok(None) };
-        match self.copy_slot(sequence.slot(), entry, true) {
+        match self.copy_slot(sequence.slot(), entry, SlotCopy::Save) {
             Ok(()) => Ok(Some(entry)),
             Err(error) => {
                 self.release_checkpoint(entry);
@@ -62,7 +63,7 @@ impl ModelCache {
     /// An error of the runtime.
     pub fn overwrite_checkpoint(&mut self, sequence: &SequenceCache, entry: CheckpointId) -> Result<()> {
         self.expect_settled(sequence)?;
-        self.copy_slot(sequence.slot(), entry, true)
+        self.copy_slot(sequence.slot(), entry, SlotCopy::Save)
     }
 
     /// Frees a saved state.
@@ -101,7 +102,7 @@ impl ModelCache {
         sequence.pages.extend_from_slice(pages);
         sequence.cached_len = len;
         if let Some(entry) = state {
-            self.copy_slot(sequence.slot(), entry, false)?;
+            self.copy_slot(sequence.slot(), entry, SlotCopy::Restore)?;
         }
         Ok(sequence)
     }

@@ -35,7 +35,7 @@ pub fn read_bandwidth(pool: &ThreadPool, buffer: &[u64], budget: Duration) -> f6
 /// # Panics
 /// If the system has no such memory.
 pub fn weights_bandwidth(pool: &ThreadPool, bytes: usize, budget: Duration) -> f64 {
-    let memory = HostMemory::zeroed(bytes, false).unwrap_or_else(|e| panic!("{bytes} bytes to read: {e}"));
+    let memory = HostMemory::zeroed(bytes).unwrap_or_else(|e| panic!("{bytes} bytes to read: {e}"));
     // SAFETY: the memory is zeroed, aligned for words, and used by nothing else.
     let words =
         unsafe { std::slice::from_raw_parts_mut(memory.start().cast::<u64>(), bytes / size_of::<u64>()) };

@@ -68,8 +68,7 @@ fn time(device: &Device, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
 }
 
 fn copy_rate(device: &Arc<Device>) -> Result<f64> {
-    let (from, to) =
-        (CudaMemory::zeroed(device, COPY_BYTES, false)?, CudaMemory::zeroed(device, COPY_BYTES, false)?);
+    let (from, to) = (CudaMemory::zeroed(device, COPY_BYTES)?, CudaMemory::zeroed(device, COPY_BYTES)?);
     let seconds = time(device, || {
         // SAFETY: both are COPY_BYTES long and live past the last synchronisation.
         unsafe { driver!(cuMemcpyDtoDAsync_v2(to.at(0), from.at(0), COPY_BYTES, device.stream())) }
@@ -81,8 +80,8 @@ fn product_rate(device: &Arc<Device>) -> Result<f64> {
     let blas = Blas::new(device)?;
     let half = |seed: u32| filled(device, 2 * PRODUCT * PRODUCT, seed);
     let (x, w) = (half(1)?, half(2)?);
-    let y = CudaMemory::zeroed(device, 4 * PRODUCT * PRODUCT, false)?;
-    let workspace = CudaMemory::zeroed(device, BLAS_WORKSPACE_BYTES, false)?;
+    let y = CudaMemory::zeroed(device, 4 * PRODUCT * PRODUCT)?;
+    let workspace = CudaMemory::zeroed(device, BLAS_WORKSPACE_BYTES)?;
     let product = Product {
         rows: PRODUCT,
         cols: PRODUCT,
@@ -111,7 +110,7 @@ fn filled(device: &Arc<Device>, bytes: usize, seed: u32) -> Result<CudaMemory> {
         0x3f00 | (state >> 16) as u16 & 0x80ff
     };
     let values: Vec<u8> = (0..1 << 20).flat_map(|_| next().to_ne_bytes()).collect();
-    let memory = CudaMemory::zeroed(device, bytes, false)?;
+    let memory = CudaMemory::zeroed(device, bytes)?;
     for at in (0..bytes).step_by(values.len()) {
         let len = values.len().min(bytes - at);
         // SAFETY: within both; the copy is synchronous.

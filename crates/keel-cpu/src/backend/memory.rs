@@ -63,9 +63,9 @@ impl HostMemory {
     }
 
     /// Zeroed memory.
-    pub fn zeroed(bytes: usize, poison: bool) -> Result<HostMemory, String> {
+    pub fn zeroed(bytes: usize) -> Result<HostMemory, String> {
         if bytes >= MAPPED_BYTES_MIN {
-            return HostMemory::mapped(bytes, poison);
+            return HostMemory::mapped(bytes);
         }
         // Aligned by hand: an aligned allocation would be zeroed by touching all of it.
         let layout = Layout::from_size_align(bytes + ALIGNMENT, 1).map_err(|e| e.to_string())?;
@@ -76,15 +76,15 @@ impl HostMemory {
         }
         // SAFETY: the offset is below ALIGNMENT, so the pointer stays within the allocation.
         let start = unsafe { allocation.add(allocation.align_offset(ALIGNMENT)) };
-        Ok(HostMemory { start, region: Region::Heap { allocation, layout }, bytes, poison })
+        Ok(HostMemory { start, region: Region::Heap { allocation, layout }, bytes, poison: false })
     }
 
     /// Zeroed memory in its own pages. It starts at a large page if it has room for one.
-    fn mapped(bytes: usize, poison: bool) -> Result<HostMemory, String> {
+    fn mapped(bytes: usize) -> Result<HostMemory, String> {
         if bytes < LARGE_PAGE {
             let map: MmapRaw = MmapMut::map_anon(bytes).map_err(|e| e.to_string())?.into();
             let start = map.as_mut_ptr();
-            return Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison });
+            return Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison: false });
         }
         let waste = bytes.checked_next_multiple_of(LARGE_PAGE).map_or(0, |padded| padded - bytes);
         let whole = waste <= bytes / WASTE_PARTS_MIN;
@@ -92,12 +92,18 @@ impl HostMemory {
         let (map, first) = map_large_pages(bytes, large)?;
         // SAFETY: the offset is less than a large page, so the pointer stays within the mapping.
         let start = unsafe { map.as_mut_ptr().add(first) };
-        Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison })
+        Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison: false })
     }
 
     /// A part of a slab, which is zeroed.
-    pub(super) fn part(part: Part, poison: bool) -> HostMemory {
-        HostMemory { start: part.start(), bytes: part.bytes(), region: Region::Part(part), poison }
+    pub(super) fn part(part: Part) -> HostMemory {
+        HostMemory { start: part.start(), bytes: part.bytes(), region: Region::Part(part), poison: false }
+    }
+
+    /// The memory, overwritten with [`POISON`] when it is freed if `poison`.
+    pub fn poisoned_when_freed(mut self, poison: bool) -> HostMemory {
+        self.poison = poison;
+        self
     }
 
     /// Makes the system back all of it now, instead of each page at its first write.
@@ -249,7 +255,7 @@ mod tests {
     fn memory_is_zeroed_and_aligned_whatever_its_size() {
         let edges = [MAPPED_BYTES_MIN, LARGE_PAGE].map(|edge| [edge - 1, edge, edge + 5]);
         for bytes in edges.into_iter().flatten().chain([0, 1, 63, 64, 65]) {
-            let memory = HostMemory::zeroed(bytes, true).expect("there is memory");
+            let memory = HostMemory::zeroed(bytes).expect("there is memory").poisoned_when_freed(true);
             assert!(memory.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
             let mut read = vec![1; bytes];
             memory.read(0, &mut read);
@@ -260,18 +266,18 @@ mod tests {
     #[test]
     fn mapped_memory_starts_at_a_large_page() {
         for bytes in [LARGE_PAGE, LARGE_PAGE + 1, 5 * LARGE_PAGE - 1] {
-            let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
+            let memory = HostMemory::zeroed(bytes).expect("there is memory");
             assert!(memory.start().addr().is_multiple_of(LARGE_PAGE), "{bytes}");
             memory.write(bytes - 1, &[7]);
         }
-        assert!(HostMemory::zeroed(usize::MAX - LARGE_PAGE, false).is_err());
+        assert!(HostMemory::zeroed(usize::MAX - LARGE_PAGE).is_err());
     }
 
     #[cfg(target_os = "linux")]
     #[test]
     fn touched_memory_is_backed_by_pages() {
         for bytes in [5 * PAGE, 3 * LARGE_PAGE + 1] {
-            let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
+            let memory = HostMemory::zeroed(bytes).expect("there is memory");
             memory.touch();
             assert_ne!(memory.is_backed(), Some(false), "{bytes} bytes");
         }
@@ -280,7 +286,7 @@ mod tests {
     #[test]
     fn populated_memory_keeps_its_contents() {
         for bytes in [100, MAPPED_BYTES_MIN, 3 * LARGE_PAGE + 5] {
-            let memory = HostMemory::zeroed(bytes, false).expect("there is memory");
+            let memory = HostMemory::zeroed(bytes).expect("there is memory");
             memory.write(bytes - 1, &[7]);
             memory.populate(1..bytes);
             let mut read = vec![0; bytes];
@@ -295,7 +301,7 @@ mod tests {
     fn discarded_memory_can_be_written_again() {
         for bytes in [100, MAPPED_BYTES_MIN, LARGE_PAGE, 2 * LARGE_PAGE + 5] {
             for poison in [false, true] {
-                let memory = HostMemory::zeroed(bytes, poison).expect("there is memory");
+                let memory = HostMemory::zeroed(bytes).expect("there is memory").poisoned_when_freed(poison);
                 memory.write(0, &vec![7; bytes]);
                 memory.discard();
                 let mut read = vec![0; bytes];
@@ -316,7 +322,7 @@ mod tests {
 
     #[test]
     fn bytes_come_back_as_they_were_written() {
-        let memory = HostMemory::zeroed(100, false).expect("there is memory");
+        let memory = HostMemory::zeroed(100).expect("there is memory");
         memory.write(90, &[1, 2, 3]);
         let mut read = [9; 5];
         memory.read(89, &mut read);
@@ -326,6 +332,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "11 bytes at 90 of memory of 100")]
     fn a_write_past_the_end_is_stopped() {
-        HostMemory::zeroed(100, false).expect("there is memory").write(90, &[0; 11]);
+        HostMemory::zeroed(100).expect("there is memory").write(90, &[0; 11]);
     }
 }

@@ -92,12 +92,12 @@ impl CpuBackend {
     fn memory(
         &self,
         bytes: usize,
-        make: impl FnOnce(usize, bool) -> Result<HostMemory, String>,
+        make: impl FnOnce(usize) -> Result<HostMemory, String>,
     ) -> Result<Box<dyn DeviceMemory>, String> {
         if self.options.planning {
             return Ok(Box::new(HostMemory::counted(bytes)));
         }
-        let memory = make(bytes, self.options.poison_freed)?;
+        let memory = make(bytes)?.poisoned_when_freed(self.options.poison_freed);
         if self.options.resident {
             memory.touch();
         }
@@ -121,7 +121,7 @@ impl Memory for CpuBackend {
     }
 
     fn allocate_lasting(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        self.memory(bytes, |bytes, poison| self.slabs.allocate(bytes, poison))
+        self.memory(bytes, |bytes| self.slabs.allocate(bytes))
     }
 
     fn release_idle_memory(&self, arena: Option<&dyn DeviceMemory>) {

@@ -48,9 +48,9 @@ pub(super) struct Part {
 
 impl Slabs {
     /// Zeroed memory.
-    pub fn allocate(&self, bytes: usize, poison: bool) -> Result<HostMemory, String> {
+    pub fn allocate(&self, bytes: usize) -> Result<HostMemory, String> {
         if bytes > PART_BYTES_MAX {
-            return HostMemory::zeroed(bytes, poison);
+            return HostMemory::zeroed(bytes);
         }
         let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
         let slab = match open.take() {
@@ -60,7 +60,7 @@ impl Slabs {
         let range = slab.used..slab.used + bytes;
         let used = range.end.next_multiple_of(ALIGNMENT);
         *open = Some(Open { slab: Arc::clone(&slab.slab), used });
-        Ok(HostMemory::part(Part { slab: slab.slab, range }, poison))
+        Ok(HostMemory::part(Part { slab: slab.slab, range }))
     }
 
     /// Returns the unused rest of the open slab to the system, until it is handed out.
@@ -129,7 +129,7 @@ mod tests {
         let sizes =
             [1, 63, 64, 65, 300_000, PART_BYTES_MAX, PART_BYTES_MAX, PART_BYTES_MAX, PART_BYTES_MAX + 1, 7];
         let parts: Vec<HostMemory> =
-            sizes.iter().map(|bytes| slabs.allocate(*bytes, false).expect("there is memory")).collect();
+            sizes.iter().map(|bytes| slabs.allocate(*bytes).expect("there is memory")).collect();
         for (i, (part, bytes)) in parts.iter().zip(sizes).enumerate() {
             assert!(part.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
             let mut ends = [1; 2];
@@ -150,7 +150,7 @@ mod tests {
     fn what_is_gone_leaves_its_neighbours_alone() {
         let slabs = Slabs::default();
         let [before, gone, after] = [3 * PAGE + 5; 3].map(|bytes| {
-            let part = slabs.allocate(bytes, false).expect("there is memory");
+            let part = slabs.allocate(bytes).expect("there is memory");
             part.write(0, &vec![7; bytes]);
             part
         });
@@ -165,7 +165,7 @@ mod tests {
         let mut last = [0];
         after.read(after.bytes() - 1, &mut last);
         assert_eq!(last, [7]);
-        let next = slabs.allocate(9, false).expect("there is memory");
+        let next = slabs.allocate(9).expect("there is memory");
         assert!(next.start() > slab, "nothing is handed out twice");
     }
 }

@@ -240,7 +240,7 @@ mod tests {
         let (rows, cols, format) = (8192, 1024, keel_array::WeightFormat::Blocks(BlockFormat::Q8_0));
         let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
         let (pool, offset) = (ThreadPool::new(2), 192);
-        let memory = HostMemory::zeroed(offset + packed_bytes(&spec), false).unwrap();
+        let memory = HostMemory::zeroed(offset + packed_bytes(&spec)).unwrap();
         let pack_rows = |first_row: usize, byte: u8| {
             let bytes = vec![byte; PAIR_ROWS * cols / 32 * BlockFormat::Q8_0.bytes()];
             let data = RowData::Blocks(&bytes);

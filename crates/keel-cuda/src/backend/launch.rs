@@ -110,10 +110,10 @@ impl Session {
     pub fn new(device: &Arc<Device>) -> Result<Session> {
         Ok(Session {
             seen: Vec::new(),
-            fault: CudaMemory::zeroed(device, FAULT_BYTES, false)?,
+            fault: CudaMemory::zeroed(device, FAULT_BYTES)?,
             header: Header::default(),
             queue: Queue::new(device)?,
-            counters: CudaMemory::zeroed(device, COUNTERS * size_of::<u32>(), false)?,
+            counters: CudaMemory::zeroed(device, COUNTERS * size_of::<u32>())?,
             outgoing: PinnedBuffer::new(device, STAGING_BYTES)?,
             outgoing_ring: Ring::default(),
             incoming: PinnedBuffer::new(device, STAGING_BYTES)?,

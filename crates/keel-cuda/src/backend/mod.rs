@@ -204,7 +204,8 @@ impl Memory for CudaBackend {
             Some(gpu) => {
                 let mut session = gpu.session();
                 session.note_allocation();
-                CudaMemory::zeroed(&gpu.device, bytes, self.poison_freed).map_err(|e| e.to_string())?
+                let memory = CudaMemory::zeroed(&gpu.device, bytes).map_err(|e| e.to_string())?;
+                memory.poisoned_when_freed(self.poison_freed)
             }
         };
         Ok(Box::new(memory))
@@ -218,10 +219,10 @@ impl Memory for CudaBackend {
     fn allocate_arena(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         let Some(gpu) = &self.gpu else { return self.allocate(bytes) };
         let session = gpu.session();
-        let growing = CudaMemory::growing(&gpu.device, bytes, self.poison_freed);
+        let growing = CudaMemory::growing(&gpu.device, bytes);
         drop(session);
         match growing {
-            Ok(Some(memory)) => return Ok(Box::new(memory)),
+            Ok(Some(memory)) => return Ok(Box::new(memory.poisoned_when_freed(self.poison_freed))),
             Ok(None) => {}
             Err(error) => tracing::debug!("no memory that grows: {error}"),
         }

@@ -29,25 +29,31 @@ impl CudaMemory {
     }
 
     /// Zeroed memory.
-    pub fn zeroed(device: &Arc<Device>, bytes: usize, poison: bool) -> Result<CudaMemory> {
+    pub fn zeroed(device: &Arc<Device>, bytes: usize) -> Result<CudaMemory> {
         device.bind()?;
         let mut start = 0;
         // SAFETY: the pointer is to a local; a size of zero is refused by the driver, hence one byte at least.
         unsafe { driver!(cuMemAlloc_v2(&mut start, bytes.max(1)))? };
         let device = Some(Arc::clone(device));
-        let memory = CudaMemory { reservation: None, device, start, bytes: bytes.into(), poison };
+        let memory = CudaMemory { reservation: None, device, start, bytes: bytes.into(), poison: false };
         memory.zero(0, bytes.max(1))?;
         Ok(memory)
     }
 
     /// Zeroed memory that grows in place; `None` if the device has no such memory.
-    pub fn growing(device: &Arc<Device>, bytes: usize, poison: bool) -> Result<Option<CudaMemory>> {
+    pub fn growing(device: &Arc<Device>, bytes: usize) -> Result<Option<CudaMemory>> {
         device.bind()?;
         let Some(reservation) = Reservation::new(device)? else { return Ok(None) };
         let start = reservation.start();
         let (device, reservation) = (Some(Arc::clone(device)), Some(Mutex::new(reservation)));
-        let memory = CudaMemory { reservation, device, start, bytes: 0.into(), poison };
+        let memory = CudaMemory { reservation, device, start, bytes: 0.into(), poison: false };
         Ok(memory.grow(bytes)?.then_some(memory))
+    }
+
+    /// The memory, overwritten when it is freed if `poison`.
+    pub fn poisoned_when_freed(mut self, poison: bool) -> CudaMemory {
+        self.poison = poison;
+        self
     }
 
     /// Adds zeroed memory at the end until there are `bytes` bytes; false if the memory cannot grow in place.

@@ -284,7 +284,7 @@ impl Batcher {
         if !is_kept || self.engine.runs_microbatches() {
             return None;
         }
-        let saved = self.prefixes.save_checkpoint(self.engine.cache_mut(), &running.cache, true);
+        let saved = self.prefixes.save_checkpoint_ahead(self.engine.cache_mut(), &running.cache);
         // A state that cannot be kept is computed again when it is needed.
         saved.ok().flatten().map(|entry| (at, entry))
     }

@@ -115,7 +115,7 @@ impl Batcher {
                 cache.overwrite_checkpoint(&running.cache, entry)?;
                 Some((at, entry))
             }
-            None => self.prefixes.save_checkpoint(cache, &running.cache, false)?.map(|entry| (at, entry)),
+            None => self.prefixes.save_checkpoint(cache, &running.cache)?.map(|entry| (at, entry)),
         };
         Ok(())
     }

@@ -97,25 +97,35 @@ impl Prefixes {
         }
     }
 
-    /// Saves the state of a sequence in a checkpoint, if one is free or can be freed. `is_ahead` says that steps of the
-    /// sequence are under way: the state is then the one that the last of them will leave.
+    /// Saves the state of a sequence in a checkpoint, if one is free or can be freed.
     pub fn save_checkpoint(
         &mut self,
         cache: &mut ModelCache,
         sequence: &SequenceCache,
-        is_ahead: bool,
     ) -> Result<Option<CheckpointId>> {
-        if !self.enabled {
-            return Ok(None);
-        }
-        if cache.free_checkpoints() == 0
+        self.free_checkpoint(cache);
+        Ok(if self.enabled { cache.save_checkpoint(sequence)? } else { None })
+    }
+
+    /// As [`Prefixes::save_checkpoint`], while steps of the sequence are under way: saves the state that the last of
+    /// them will leave.
+    pub fn save_checkpoint_ahead(
+        &mut self,
+        cache: &mut ModelCache,
+        sequence: &SequenceCache,
+    ) -> Result<Option<CheckpointId>> {
+        self.free_checkpoint(cache);
+        Ok(if self.enabled { cache.save_checkpoint_ahead(sequence)? } else { None })
+    }
+
+    /// Forgets a saved state if no checkpoint is free.
+    fn free_checkpoint(&mut self, cache: &mut ModelCache) {
+        if self.enabled
+            && cache.free_checkpoints() == 0
             && let Some(evicted) = self.tree.evict_state()
         {
             cache.take_back(&evicted);
         }
-        let saved =
-            if is_ahead { cache.save_checkpoint_ahead(sequence) } else { cache.save_checkpoint(sequence) };
-        Ok(saved?)
     }
 
     /// Remembers the first tokens of a sequence, with the state after them. A state that is known already is freed.

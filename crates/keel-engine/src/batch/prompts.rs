@@ -173,7 +173,7 @@ impl Batcher {
         let running = &self.running[i];
         if running.is_at_save_point() {
             let cache = self.engine.cache_mut();
-            let state = self.prefixes.save_checkpoint(cache, &running.cache, false)?;
+            let state = self.prefixes.save_checkpoint(cache, &running.cache)?;
             self.prefixes.remember(cache, &running.key(running.cache.len()), &running.cache, state);
         }
         Ok(())

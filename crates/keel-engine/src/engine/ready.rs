@@ -8,7 +8,7 @@ use keel_array::{Executable, Regime, Runtime};
 use super::Engine;
 use crate::Result;
 use crate::speculation::Costs;
-use crate::step::{LOGITS_ROWS, Outcome, StepKind, StepShape, Stepper};
+use crate::step::{LOGITS_ROWS, Outcome, StepKind, StepList, StepShape, Stepper};
 use crate::vision::VisionRunner;
 
 /// Work besides running steps, for which a request may have to wait.
@@ -58,11 +58,11 @@ impl Engine {
     /// Traces every step that serving needs, and the largest of the others, so that the arena has its final size.
     pub(super) fn prepare_steps(&mut self) -> Result<()> {
         for shape in self.stepper.buckets().list() {
-            self.prepare_step(shape, true)?;
+            self.prepare_step(shape, StepList::Listed)?;
             // Any step of a prompt may hold pictures.
             let is_of_prompts = shape.regime == Regime::Prefill && shape.outcome != Outcome::KeptLogits;
             if self.vision_runner.is_some() && is_of_prompts {
-                self.prepare_step(StepShape { has_pictures: true, ..shape }, true)?;
+                self.prepare_step(StepShape { has_pictures: true, ..shape }, StepList::Listed)?;
             }
         }
         if !self.options.all_logits {
@@ -73,19 +73,19 @@ impl Engine {
         for outcome in [Outcome::Hidden].into_iter().chain(head) {
             let shape = StepKind::prefill(outcome).of(rows, 1);
             if self.vision_runner.is_some() {
-                self.prepare_step(StepShape { has_pictures: true, ..shape }, false)?;
+                self.prepare_step(StepShape { has_pictures: true, ..shape }, StepList::Others)?;
             }
-            self.prepare_step(shape, false)?;
+            self.prepare_step(shape, StepList::Others)?;
         }
-        self.prepare_step(StepKind::prefill(Outcome::Logits).of(LOGITS_ROWS, 1), false)
+        self.prepare_step(StepKind::prefill(Outcome::Logits).of(LOGITS_ROWS, 1), StepList::Others)
     }
 
     /// Traces a step on all devices that take part in it.
-    fn prepare_step(&mut self, shape: StepShape, stays: bool) -> Result<()> {
+    fn prepare_step(&mut self, shape: StepShape, list: StepList) -> Result<()> {
         for peer in self.peers.iter_mut().filter(|peer| peer.takes_part(shape.outcome)) {
-            peer.stepper.prepare(shape, stays)?;
+            peer.stepper.prepare(shape, list)?;
         }
-        self.stepper.prepare(shape, stays)
+        self.stepper.prepare(shape, list)
     }
 
     /// Does everything that the first requests would wait for: compiles and loads kernels, and runs each step of the

@@ -71,6 +71,15 @@ pub(crate) struct Stepper {
     traced: u64,
 }
 
+/// Which list a prepared step belongs to.
+#[derive(Clone, Copy)]
+pub(crate) enum StepList {
+    /// The steps that serving needs. They stay.
+    Listed,
+    /// Other steps.
+    Others,
+}
+
 impl Stepper {
     /// Allocates the buffers. `layers` are those of the model's part among all of the cache.
     pub fn allocate(
@@ -154,18 +163,17 @@ impl Stepper {
         trace(&self.runtime, || self.pairs_of(shape))
     }
 
-    /// Prepares a step before its first run, so that its memory is part of the plan. `stays` says that it is in the
-    /// list.
-    pub fn prepare(&mut self, shape: StepShape, stays: bool) -> Result<()> {
+    /// Prepares a step before its first run, so that its memory is part of the plan.
+    pub fn prepare(&mut self, shape: StepShape, list: StepList) -> Result<()> {
         let mut all = self.listed.iter().chain(&self.others);
         if all.any(|(prepared, _)| *prepared == shape) {
             return Ok(());
         }
         let step = self.trace_step(shape)?;
-        if stays {
-            self.listed.push((shape, step));
-        } else if !self.runtime.backend().is_planning() {
-            self.others.push((shape, step));
+        match list {
+            StepList::Listed => self.listed.push((shape, step)),
+            StepList::Others if self.runtime.backend().is_planning() => {}
+            StepList::Others => self.others.push((shape, step)),
         }
         Ok(())
     }

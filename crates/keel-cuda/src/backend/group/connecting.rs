@@ -166,7 +166,7 @@ struct Wiring {
 impl Wiring {
     fn connect(self, ids: &GroupIds) -> Result<Vec<Links>> {
         let words = |device: &Arc<Device>| {
-            let words = CudaMemory::zeroed(device, 2 * size_of::<f32>(), false);
+            let words = CudaMemory::zeroed(device, 2 * size_of::<f32>());
             words.map_err(explained(device.ordinal(), OPENING))
         };
         // Freed after the communicators, if these fail: their kernels may wait with it.
