@@ -16,6 +16,7 @@ use super::elementwise::runs_by_four;
 use super::linear::{self, Biased, combination};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
+use crate::backend::weights::TILE_ROWS;
 use keel_array::{DType, Kernel, Layout, Op, Operand, OperandMemory, Regime, WeightSpec};
 
 /// Widest head that a product absorbs: one warp must have all tiles of a head.
@@ -51,8 +52,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         }
         (Op::SwiGlu, 0) => match &producer.op {
             Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
-                linear::takes_few_rows(weight, producer, mode)
-                    && weight.rows.is_multiple_of(2 * linear::TILE_ROWS)
+                linear::takes_few_rows(weight, producer, mode) && weight.rows.is_multiple_of(2 * TILE_ROWS)
             }
             _ => false,
         },

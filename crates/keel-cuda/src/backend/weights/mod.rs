@@ -15,8 +15,10 @@ use keel_array::{ArrayError, Compute, DType, RowBlock, RowData, WeightFormat, We
 
 /// Alignment of the parts of a weight, in bytes.
 const PART_ALIGN: usize = 256;
-const TILE_ROWS: usize = 16;
-const TILE_COLS: usize = 64;
+
+/// Rows and columns of a tile of a packed weight.
+pub(super) const TILE_ROWS: usize = 16;
+pub(super) const TILE_COLS: usize = 64;
 
 /// Rows of a matrix rounded up to a multiple of 8, for which cuBLASLt has fast kernels.
 pub(super) fn padded_rows(rows: usize) -> usize {

@@ -41,7 +41,7 @@ mod tuning;
 use super::{Bound, Call, Geometry};
 use crate::backend::Mode;
 use crate::backend::operand::c_type;
-use crate::backend::weights::Layout;
+use crate::backend::weights::{Layout, TILE_COLS, TILE_ROWS};
 use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 use crate::parameters::EmbeddingRows;
 pub(super) use biased::{Biased, biased_linear};
@@ -60,10 +60,6 @@ use panels::{in_panels, panels_bytes};
 
 /// Rows that are multiplied in one pass over the weight. A row's bits do not depend on their number.
 const FEW_ROWS: usize = 16;
-
-/// Columns of a tile of a packed weight, and rows.
-const TILE_COLS: usize = 64;
-pub(super) const TILE_ROWS: usize = 16;
 
 /// Rows of a weight from which on tensor cores are worth the preparation of x.
 const TENSOR_ROWS_MIN: usize = 64;
