@@ -184,10 +184,10 @@ impl ModelFiles {
     /// Whether any linear layer is quantised.
     ///
     /// ```
-    /// println!("quantised: {}", evenkeel::ModelFiles::built_in()?.is_quantised());
+    /// println!("quantised: {}", evenkeel::ModelFiles::built_in()?.is_quantized());
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
-    pub fn is_quantised(&self) -> bool {
+    pub fn is_quantized(&self) -> bool {
         match &self.weights {
             WeightFiles::Checkpoint(checkpoint) => checkpoint.quantization().is_some(),
             WeightFiles::Gguf(file) => file

@@ -13,7 +13,7 @@ use keel_testkit::cases::{matmul as dense_cases, quantized_matmul as affine_case
 use keel_testkit::compare::{assert_close, assert_same_bits};
 use keel_testkit::naive::matmul::matmul_transposed;
 use keel_testkit::naive::quantized_matmul::{
-    Affine, gather_quantized_matmul, quantised_activations, quantized_matmul,
+    Affine, gather_quantized_matmul, quantized_activations, quantized_matmul,
 };
 use keel_testkit::random::Random;
 use keel_testkit::tolerance;
@@ -66,7 +66,7 @@ fn affine_weights_of_every_format_match_the_oracle() {
             let (layout, bytes) = packed(affine_format(&w, bits, params), std::slice::from_ref(&w));
             let x = random.uniforms(t * k, -1.0, 1.0);
             let exact = quantized_matmul(&x, &w);
-            let rounded = quantized_matmul(&quantised_activations(&x, group), &w);
+            let rounded = quantized_matmul(&quantized_activations(&x, group), &w);
             for isa in Isa::available() {
                 let what = format!("{isa}, [{t}, {n}, {k}], {bits} bits, group {group}, {params:?}");
                 let y = run(&pool, &Linear::new(layout, Compute::F32, isa), &bytes, &x);
@@ -161,7 +161,7 @@ fn blocks_of_every_coding_match_the_oracle() {
             let mut bytes = vec![0xff; layout.bytes()];
             pack(&layout, Rows::Blocks(&file), &mut bytes);
             let x = random.uniforms(t * k, -1.0, 1.0);
-            let want = matmul_transposed(&quantised_activations(&x, group), &decoded, k);
+            let want = matmul_transposed(&quantized_activations(&x, group), &decoded, k);
             for isa in Isa::available() {
                 let y = run(&pool, &Linear::new(layout, Compute::Int8, isa), &bytes, &x);
                 assert_close(&format!("{isa}, [{t}, {n}, {k}] in {format}"), &y, &want, tolerance::INT8);

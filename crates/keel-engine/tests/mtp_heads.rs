@@ -159,7 +159,7 @@ const HEAD: [&str; 14] = [
 ];
 
 #[test]
-fn a_head_may_be_quantised_or_stay_in_bf16() {
+fn a_head_may_be_quantized_or_stay_in_bf16() {
     for name in ["qwen3_5", "qwen3_5_moe"] {
         let folder = fixture(name);
         let want = expected(&folder);
@@ -178,12 +178,12 @@ fn a_head_may_be_quantised_or_stay_in_bf16() {
                     HEAD.iter().filter(is_there).map(|module| (module.to_string(), None)).collect();
             }
             quantize_checkpoint(&folder, &target, &recipe, &mut |_| ()).expect("quantises");
-            let quantised = Checkpoint::open(&target).expect("opens");
-            assert_eq!(quantised.contains("mtp.fc.scales"), !keep_head);
-            assert_eq!(quantised.contains("mtp.layers.0.self_attn.q_proj.scales"), !keep_head);
-            assert!(quantised.contains("lm_head.scales"));
+            let quantized = Checkpoint::open(&target).expect("opens");
+            assert_eq!(quantized.contains("mtp.fc.scales"), !keep_head);
+            assert_eq!(quantized.contains("mtp.layers.0.self_attn.q_proj.scales"), !keep_head);
+            assert!(quantized.contains("lm_head.scales"));
             let dense = dir.path().join("dense");
-            write_dense(&quantised, &dense);
+            write_dense(&quantized, &dense);
             let logits_of = |folder: &Path| {
                 let mut engine = engine(folder, &runtime(2), exact());
                 all_logits(&mut engine, &want.ids, false, true).1

@@ -13,7 +13,7 @@ use keel_models::loading::{CheckpointParameters, Parameters};
 use keel_models::vision::sight_of;
 use keel_testkit::fixtures::qwen3_vl_moe;
 use keel_weights::quantize::{
-    Dequantised, QuantizeRecipe, SafetensorsForm, quantize_checkpoint, write_config, write_safetensors,
+    Dequantized, QuantizeRecipe, SafetensorsForm, quantize_checkpoint, write_config, write_safetensors,
 };
 use keel_weights::{AffineFormat, Checkpoint, SafetensorsFile, TensorSource};
 
@@ -130,7 +130,7 @@ fn converted_copies_have_the_same_experts() {
     let source = Checkpoint::open(&qwen3_vl_moe()).expect("opens");
     let folders = [(); 2].map(|()| tempfile::tempdir().expect("a temporary folder"));
     let [by_rows, stacked] = folders.each_ref().map(tempfile::TempDir::path);
-    let dense = Dequantised::new(&source).expect("sound");
+    let dense = Dequantized::new(&source).expect("sound");
     let form = SafetensorsForm::Dense(Some(DType::BF16));
     let (_, section) =
         write_safetensors(&dense, by_rows, source.metadata(), &form, &mut |_| ()).expect("written");

@@ -93,7 +93,7 @@ proptest! {
     }
 
     #[test]
-    fn dequantising_any_scales_is_the_formula((format, packed, scales, biases) in packed_row()) {
+    fn dequantizing_any_scales_is_the_formula((format, packed, scales, biases) in packed_row()) {
         let mut values = vec![0.0; packed.len() * 8 / format.bits()];
         dequantize_row(format, &packed, &scales, &biases, &mut values);
         for (i, &value) in values.iter().enumerate() {
@@ -105,7 +105,7 @@ proptest! {
     }
 
     #[test]
-    fn quantising_is_the_rule_bit_for_bit((format, cols, values) in values()) {
+    fn quantizing_is_the_rule_bit_for_bit((format, cols, values) in values()) {
         let quantized = quantize(format, cols, &values);
         for (group, values) in values.chunks(format.group_size()).enumerate() {
             let (scale, bias, codes) = naive::quantize_group(values, format.bits());

@@ -47,7 +47,7 @@ fn expected_outputs_read_without_a_config() {
 }
 
 #[test]
-fn types_of_another_quantisation_stay_out_of_the_way() {
+fn types_of_another_quantization_stay_out_of_the_way() {
     let checkpoint = Checkpoint::open(&fixture("qwen3_5_paro")).unwrap();
     let name = "model.language_model.layers.0.linear_attn.in_proj_z";
     assert!(checkpoint.tensor(&format!("{name}.theta")).is_ok());
@@ -67,7 +67,7 @@ fn types_of_another_quantisation_stay_out_of_the_way() {
 /// MLX made the quantised fixtures from the weights of the dense ones. So quantising these here must give the same
 /// bytes.
 #[test]
-fn quantising_gives_the_bytes_that_mlx_wrote() {
+fn quantizing_gives_the_bytes_that_mlx_wrote() {
     let Some(dense) = foreign_fixture("qwen3_5") else { return };
     let Some(theirs) = foreign_fixture("qwen3_5_mlx_4bit") else { return };
     let dense = Checkpoint::open(&dense).unwrap();
@@ -99,7 +99,7 @@ fn quantising_gives_the_bytes_that_mlx_wrote() {
 }
 
 #[test]
-fn quantised_modules_open_in_the_formats_of_the_config() {
+fn quantized_modules_open_in_the_formats_of_the_config() {
     let checkpoint = Checkpoint::open(&fixture("qwen3_5_moe_mlx_4bit")).unwrap();
     let layer = "language_model.model.layers.2.mlp";
     let info = |module: &str| checkpoint.linear(&format!("{layer}.{module}")).unwrap().info();

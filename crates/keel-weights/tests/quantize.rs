@@ -238,7 +238,7 @@ fn damaged_weights_are_found_and_leave_no_checkpoint() {
 
 /// If the fixtures are present: tensors that MLX quantised by the same recipe have the same bytes.
 #[test]
-fn a_moe_fixture_quantises_as_mlx_does() {
+fn a_moe_fixture_quantizes_as_mlx_does() {
     let Some(dense) = foreign_fixture("qwen3_5_moe") else { return };
     let Some(theirs) = foreign_fixture("qwen3_5_moe_mlx_4bit") else { return };
     let folders = folders();

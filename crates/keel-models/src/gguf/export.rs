@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use keel_array::DType;
-use keel_weights::quantize::{Dequantised, RowSource};
+use keel_weights::quantize::{Dequantized, RowSource};
 use keel_weights::{Checkpoint, TensorSpec, WeightsError};
 
 use super::names::Names;
@@ -14,7 +14,7 @@ use crate::{HybridConfig, ModelError, Result, RopeScaling};
 
 /// The tensors of a checkpoint with the names, shapes and row order of a GGUF file. Quantised tensors are decoded.
 pub struct CheckpointAsGguf<'a> {
-    source: Dequantised<'a>,
+    source: Dequantized<'a>,
     tensors: BTreeMap<String, Tensor>,
     /// Divisors of the rotary frequencies, if tables scale them.
     divisors: BTreeMap<&'static str, Vec<f32>>,
@@ -55,10 +55,10 @@ impl<'a> CheckpointAsGguf<'a> {
     ///
     /// # Errors
     /// [`ModelError::UnknownModelType`], [`ModelError::Config`] for a tensor without a name in GGUF files,
-    /// [`ModelError::Shape`] for one whose rows are not those of the config, and errors of [`Dequantised::new`].
+    /// [`ModelError::Shape`] for one whose rows are not those of the config, and errors of [`Dequantized::new`].
     pub fn new(checkpoint: &'a Checkpoint, config: &HybridConfig) -> Result<CheckpointAsGguf<'a>> {
         let arch = architecture_of(config)?;
-        let source = Dequantised::new(checkpoint)?;
+        let source = Dequantized::new(checkpoint)?;
         let specs = source.tensors()?;
         // As when a checkpoint is read: MLX's converter transposes the convolution and shifts the norms.
         let is_mlx = specs.iter().any(|spec| {

@@ -5,7 +5,7 @@ use super::{Check, FLOATS, download, expect, expect_within, fp8, layouts, rounde
 use crate::cases::quantized_matmul::weights;
 use crate::naive::elementwise;
 use crate::naive::matmul::{matmul, matmul_transposed};
-use crate::naive::quantized_matmul::{Affine, quantised_activations, quantized_matmul};
+use crate::naive::quantized_matmul::{Affine, quantized_activations, quantized_matmul};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
@@ -192,7 +192,7 @@ fn wide(runtime: &Runtime) {
 /// the step is relative to the size of a sum with random signs.
 fn expect_fast(runtime: &Runtime, what: &str, x: &Tensor, array: &Array, w: &Affine, bits: usize) {
     let weight = affine_weight(runtime, std::slice::from_ref(w), bits, Compute::Auto);
-    let want = quantized_matmul(&quantised_activations(&floats(x), w.group), w);
+    let want = quantized_matmul(&quantized_activations(&floats(x), w.group), w);
     let largest = want.iter().fold(0.0f64, |a, b| a.max(b.abs()));
     let size = typical_sum(&x.values, w);
     let limit = tolerance::INT8_ACTIVATIONS * (size / largest).max(1.0);

@@ -85,7 +85,7 @@ fn e4m3_below(x: &[f32], width: usize, tops: &[f32]) -> Vec<f32> {
 
 /// Activations after quantisation to 8 bits in groups. For each group of `group` consecutive values: `c * p` with
 /// `c = max |x| / 127` and `p = x * (127 / max |x|)`, rounded to the nearest, ties to even.
-pub fn quantised_activations(x: &[f32], group: usize) -> Vec<f32> {
+pub fn quantized_activations(x: &[f32], group: usize) -> Vec<f32> {
     let round = |group: &[f32]| {
         let top = group.iter().fold(0.0f32, |top, x| top.max(x.abs()));
         let (scale, reciprocal) = (top / 127.0, if top > 0.0 { 127.0 / top } else { 0.0 });

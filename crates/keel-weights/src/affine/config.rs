@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn either_key_is_read_and_none_is_no_quantisation() {
+    fn either_key_is_read_and_none_is_no_quantization() {
         let section = json!({"group_size": 128, "bits": 3});
         let second = Quantization::from_config(&json!({"quantization_config": section})).unwrap();
         assert_eq!(*second.of_module("x"), affine(3, 128));

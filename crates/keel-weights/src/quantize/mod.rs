@@ -13,4 +13,4 @@ pub use run::{
     QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, quantize_checkpoint, write_config,
     write_safetensors,
 };
-pub use source::{Dequantised, RowSource};
+pub use source::{Dequantized, RowSource};

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn matrices_and_experts_can_be_quantised() {
+    fn matrices_and_experts_can_be_quantized() {
         let matrix = &[8, 64];
         let stack = &[3, 8, 64];
         let of = |name, shape| module(name, DType::BF16, shape);

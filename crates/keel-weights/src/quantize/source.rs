@@ -117,17 +117,17 @@ fn spec_of(checkpoint: &Checkpoint, name: &str) -> Result<TensorSpec> {
 }
 
 /// A quantised checkpoint, presented dense.
-pub struct Dequantised<'a> {
+pub struct Dequantized<'a> {
     checkpoint: &'a Checkpoint,
     tensors: BTreeMap<String, TensorSpec>,
 }
 
-impl<'a> Dequantised<'a> {
+impl<'a> Dequantized<'a> {
     /// The tensors of `checkpoint`. Each quantised module becomes one weight.
     ///
     /// # Errors
     /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is rotated first (ParoQuant).
-    pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantised<'a>> {
+    pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantized<'a>> {
         const PARTS: [&str; 5] = ["scales", "biases", "qzeros", "g_idx", "weight_scale_inv"];
         let turned =
             |name: &'a str| name.strip_suffix(".theta").or_else(|| name.strip_suffix("_weight_theta"));
@@ -138,8 +138,8 @@ impl<'a> Dequantised<'a> {
         let mut tensors = BTreeMap::new();
         for name in checkpoint.names() {
             let (module, part) = name.rsplit_once('.').unwrap_or((name, ""));
-            let is_quantised = part == "qweight" || part == "weight" && is_packed(checkpoint, module);
-            let spec = if is_quantised {
+            let is_quantized = part == "qweight" || part == "weight" && is_packed(checkpoint, module);
+            let spec = if is_quantized {
                 let info = checkpoint.linear_info(module)?;
                 let dtype = match info.format {
                     LinearFormat::Dense(dtype) => dtype,
@@ -156,7 +156,7 @@ impl<'a> Dequantised<'a> {
             };
             tensors.insert(spec.name.clone(), spec);
         }
-        Ok(Dequantised { checkpoint, tensors })
+        Ok(Dequantized { checkpoint, tensors })
     }
 }
 
@@ -165,7 +165,7 @@ fn is_packed(checkpoint: &Checkpoint, module: &str) -> bool {
     ["scales", "weight_scale_inv"].iter().any(|part| checkpoint.contains(&format!("{module}.{part}")))
 }
 
-impl RowSource for Dequantised<'_> {
+impl RowSource for Dequantized<'_> {
     fn tensors(&self) -> Result<Vec<TensorSpec>> {
         Ok(self.tensors.values().cloned().collect())
     }
@@ -187,7 +187,7 @@ impl RowSource for Dequantised<'_> {
     }
 }
 
-impl Dequantised<'_> {
+impl Dequantized<'_> {
     /// The last dimension of a tensor.
     pub fn cols_of(&self, name: &str) -> Option<usize> {
         self.tensors.get(name).map(|spec| cols(&spec.shape))

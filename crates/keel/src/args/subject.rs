@@ -55,7 +55,7 @@ impl<'a> Subject<'a> {
             config: model.config.clone(),
             json: model.json.clone(),
             parameters: model.parameters(),
-            quantised: model.is_quantised(),
+            quantised: model.is_quantized(),
             with_tower: crate::vision::can_see(model),
             pooling: crate::pooling::of_model(model).unwrap_or_else(|error| {
                 tracing::warn!("embeddings will be those of the last token (see --pooling): {error:#}");

@@ -62,7 +62,7 @@ pub(super) fn prepare(
                 let in_row = |item: usize| item.saturating_sub(position * groups).min(groups);
                 for g in in_row(share.start)..in_row(share.end) {
                     let out = out.part(g * group_bytes..(g + 1) * group_bytes);
-                    quantise_into(isa, &x[g * group..(g + 1) * group], layout.zero(), out, block);
+                    quantize_into(isa, &x[g * group..(g + 1) * group], layout.zero(), out, block);
                 }
             }
         }
@@ -78,14 +78,14 @@ pub(super) fn prepare(
 }
 
 /// Quantises one group of one row into its place in the block.
-fn quantise_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: RowBlock) {
+fn quantize_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: RowBlock) {
     let (row, rows) = (block.row, block.rows);
-    let mut quantised = [0u8; MAX_GROUP];
-    let quantised = &mut quantised[..x.len()];
-    let Quantised { scale, sum } = quantise(isa, x, quantised);
+    let mut quantized = [0u8; MAX_GROUP];
+    let quantized = &mut quantized[..x.len()];
+    let Quantized { scale, sum } = quantize(isa, x, quantized);
     let pair = [scale, if zero == 0 { scale * sum as f32 } else { f32::from_bits((-zero * sum) as u32) }];
     let part = x.len().min(if rows == amx::TILE { amx::PART } else { BLOCK });
-    for (i, values) in quantised.as_chunks::<LANES>().0.iter().enumerate() {
+    for (i, values) in quantized.as_chunks::<LANES>().0.iter().enumerate() {
         let k = i * LANES;
         let at = (k / part * rows + row) * part + k % part;
         // SAFETY: each row's group has its own bytes and one worker; an array of bytes needs no alignment.
@@ -97,39 +97,39 @@ fn quantise_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: 
 }
 
 /// Scale and sum of a quantised group.
-struct Quantised {
+struct Quantized {
     scale: f32,
     /// Sum of the quantised values.
     sum: i32,
 }
 
 /// Quantises one group, to `out` as i8.
-fn quantise(isa: Isa, x: &[f32], out: &mut [u8]) -> Quantised {
+fn quantize(isa: Isa, x: &[f32], out: &mut [u8]) -> Quantized {
     assert!(x.len().is_multiple_of(LANES) && x.len() == out.len());
     // SAFETY: a kernel is only run at a level that the CPU has; the lengths are as asserted.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => quantise_avx512(x, out),
+            Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx => quantize_avx512(x, out),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => quantise_avx2(x, out),
-            _ => quantise_in::<Portable>(x, out),
+            Isa::Avx2 => quantize_avx2(x, out),
+            _ => quantize_in::<Portable>(x, out),
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
-fn quantise_avx512(x: &[f32], out: &mut [u8]) -> Quantised {
-    // SAFETY: compiled for the instructions; `quantise` has checked the lengths.
-    unsafe { quantise_in::<Avx512<false>>(x, out) }
+fn quantize_avx512(x: &[f32], out: &mut [u8]) -> Quantized {
+    // SAFETY: compiled for the instructions; `quantize` has checked the lengths.
+    unsafe { quantize_in::<Avx512<false>>(x, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn quantise_avx2(x: &[f32], out: &mut [u8]) -> Quantised {
-    // SAFETY: compiled for the instructions; `quantise` has checked the lengths.
-    unsafe { quantise_in::<Avx2>(x, out) }
+fn quantize_avx2(x: &[f32], out: &mut [u8]) -> Quantized {
+    // SAFETY: compiled for the instructions; `quantize` has checked the lengths.
+    unsafe { quantize_in::<Avx2>(x, out) }
 }
 
 /// Gives the same bits at every level: each operation is exact, or rounds the same way at all levels.
@@ -137,7 +137,7 @@ fn quantise_avx2(x: &[f32], out: &mut [u8]) -> Quantised {
 /// # Safety
 /// As [`Lanes`]; `x` and `out` are equally long, a multiple of 16.
 #[inline(always)]
-unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantised {
+unsafe fn quantize_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantized {
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
     // SAFETY: as the caller promises; each vector lies within the slices.
@@ -153,7 +153,7 @@ unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantised {
         // Far below this the reciprocal overflows. Such a group is negligible and becomes zero.
         if top < 1e-36 {
             out.fill(0);
-            return Quantised { scale: 0.0, sum: 0 };
+            return Quantized { scale: 0.0, sum: 0 };
         }
         let reciprocal = S::splat(127.0 / top);
         let (round, unround) = (S::splat(ROUND), S::splat_i((ROUND.to_bits() as i32).wrapping_neg()));
@@ -164,7 +164,7 @@ unsafe fn quantise_in<S: Lanes>(x: &[f32], out: &mut [u8]) -> Quantised {
             sums = S::add_i(sums, p);
             S::store_i8(p, out.as_mut_ptr().add(i));
         }
-        Quantised { scale: top / 127.0, sum: S::reduce_add_i(sums) }
+        Quantized { scale: top / 127.0, sum: S::reduce_add_i(sums) }
     }
 }
 
@@ -186,11 +186,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantised_groups_are_within_half_a_step_and_carry_their_sum() {
+    fn quantized_groups_are_within_half_a_step_and_carry_their_sum() {
         let x: Vec<f32> = (0..64).map(|i| (i as f32 * 0.71).sin() * 3.0).collect();
         for isa in Isa::available() {
             let mut out = [0u8; 64];
-            let Quantised { scale, sum } = quantise(isa, &x, &mut out);
+            let Quantized { scale, sum } = quantize(isa, &x, &mut out);
             let mut total = 0.0;
             for (x, p) in x.iter().zip(out) {
                 let back = f32::from(p as i8) * scale;
@@ -207,10 +207,10 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0f32; 32];
             x[17] = bad;
-            assert!(!quantise(Isa::best(), &x, &mut [0; 32]).scale.is_finite());
+            assert!(!quantize(Isa::best(), &x, &mut [0; 32]).scale.is_finite());
         }
         let mut out = [1u8; 32];
-        let Quantised { scale, sum } = quantise(Isa::best(), &[-0.0; 32], &mut out);
+        let Quantized { scale, sum } = quantize(Isa::best(), &[-0.0; 32], &mut out);
         assert_eq!((scale, sum), (0.0, 0));
         assert_eq!(out, [0; 32]);
     }

@@ -10,7 +10,7 @@ use keel_text::TextFiles;
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::{
-    Dequantised, QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, metadata_of,
+    Dequantized, QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, metadata_of,
     quantize_checkpoint, write_config, write_gguf, write_safetensors,
 };
 use serde_json::Value;
@@ -55,7 +55,7 @@ fn from_checkpoint(
     let Output::Gguf(recipe) = output else {
         let Output::Safetensors(dtype) = output else { unreachable!("MLX's form is made elsewhere") };
         let form = SafetensorsForm::Dense(*dtype);
-        let dense = Dequantised::new(checkpoint)?;
+        let dense = Dequantized::new(checkpoint)?;
         let (report, section) = write_safetensors(&dense, target, checkpoint.metadata(), &form, progress)?;
         copy_side_files(folder, target)?;
         write_config(target, checkpoint.config(), section)?;
