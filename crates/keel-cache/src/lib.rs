@@ -14,7 +14,7 @@
 //! checkpoints               copies of the slot at multiples of 64
 //! ```
 //!
-//! A sequence can be parked in host memory ([`ModelCache::swap_out`]) while others need its pages.
+//! A sequence can be parked in host memory ([`ModelCache::park`]) while others need its pages.
 //!
 //! A [`PrefixTree`] keeps pages and states of ended sequences, for later sequences with the same beginning.
 

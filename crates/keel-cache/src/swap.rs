@@ -133,7 +133,7 @@ impl ModelCache {
     /// # Errors
     /// [`CacheError::NoSwap`]; [`CacheError::OpenRows`], [`CacheError::TornState`]; an error of the runtime. The
     /// sequence is then unchanged.
-    pub fn swap_out(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+    pub fn park(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.expect_settled(sequence)?;
         let parts = parts(&self.layers, sequence, sequence.len());
         let image_bytes = parts.iter().map(Part::bytes).sum::<usize>();
@@ -155,7 +155,7 @@ impl ModelCache {
     ///
     /// # Errors
     /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; an error of the runtime. The sequence then stays parked.
-    pub fn swap_in(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+    pub fn unpark(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         let Some(blocks) = sequence.parked.take() else { return Ok(()) };
         match self.fill_from_host(sequence, &blocks) {
             Ok(()) => {

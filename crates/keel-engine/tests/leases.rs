@@ -46,7 +46,7 @@ fn a_parked_sequence_gives_its_host_memory_back() {
     let mut engine = engine(&demo(), &runtime(2), options);
     let blocks = engine.cache().free_swap_blocks();
     let mut parked = decoded(&mut engine, &PROMPT, &[7, 8]);
-    engine.cache_mut().swap_out(&mut parked).expect("there is room");
+    engine.cache_mut().park(&mut parked).expect("there is room");
     assert!(engine.cache().free_swap_blocks() < blocks);
     drop(parked);
     assert_eq!(engine.cache().free_swap_blocks(), blocks);

@@ -251,12 +251,12 @@ fn a_sequence_comes_back_bit_for_bit_into_other_pages() {
         let mut parked = decoded(&mut engine, &text[..590], &text[590..]);
         let (pages, slot) = (parked.pages().to_vec(), parked.slot());
         assert_eq!(pages.len(), 3);
-        engine.cache_mut().swap_out(&mut parked).expect("there is room");
+        engine.cache_mut().park(&mut parked).expect("there is room");
         assert!(parked.is_parked() && parked.pages().is_empty());
         // Another sequence takes the slot and the pages and overwrites them.
         let other = decoded(&mut engine, &text[5..300], &text[300..310]);
         assert!(other.slot() == slot && pages.contains(&other.pages()[0]), "{name}");
-        engine.cache_mut().swap_in(&mut parked).expect("there is room");
+        engine.cache_mut().unpark(&mut parked).expect("there is room");
         assert!(parked.slot() != slot && parked.pages() != pages, "{name}");
         engine.release(other);
         let alike = decoded(&mut engine, &text[..590], &text[590..]);
@@ -276,7 +276,7 @@ fn host_memory_is_planned_and_bounded() {
     let refused = loop {
         let mut sequence = decoded(&mut engine, &[1, 2, 3], &[4]);
         engine.commit(&mut sequence).expect("runs");
-        match engine.cache_mut().swap_out(&mut sequence) {
+        match engine.cache_mut().park(&mut sequence) {
             Ok(()) => parked.push(sequence),
             Err(error) => break (sequence, error),
         }
@@ -371,7 +371,7 @@ fn a_failed_step_says_nothing_about_the_next_owner_of_a_slot() {
         let mut engine = engine(&fixture("qwen3_5"), &runtime, EngineOptions { sequences: 2, ..options() });
         let mut leaving = decoded(&mut engine, &[1, 2, 3], &[4]);
         let mut other = decoded(&mut engine, &[5, 6, 7], &[8]);
-        engine.cache_mut().swap_out(&mut other).expect("there is room");
+        engine.cache_mut().park(&mut other).expect("there is room");
         let slot = leaving.slot();
         failing.until.store(2, Ordering::Relaxed);
         let work = Work {
@@ -385,9 +385,9 @@ fn a_failed_step_says_nothing_about_the_next_owner_of_a_slot() {
         engine.release(leaving);
         if is_taken_first {
             engine.take(ticket).expect_err("injected");
-            engine.cache_mut().swap_in(&mut other).expect("there is room");
+            engine.cache_mut().unpark(&mut other).expect("there is room");
         } else {
-            engine.cache_mut().swap_in(&mut other).expect("there is room");
+            engine.cache_mut().unpark(&mut other).expect("there is room");
             engine.take(ticket).expect_err("injected");
         }
         assert_eq!(other.slot(), slot);

@@ -266,8 +266,8 @@ fn saved_parked_forked_and_rewound_sequences_go_on_alike() {
     expect_same_state(&mut whole, loaded, wanted);
     // Parked and back, forked, rewound to a checkpoint and run again.
     let fork = parts.cache_mut().fork(&sequence).expect("fits");
-    parts.cache_mut().swap_out(&mut sequence).expect("there is room");
-    parts.cache_mut().swap_in(&mut sequence).expect("it comes back");
+    parts.cache_mut().park(&mut sequence).expect("there is room");
+    parts.cache_mut().unpark(&mut sequence).expect("it comes back");
     expect_same_state(&mut parts, sequence, fork);
     let mut rewound = decoded(&mut parts, &prompt(130), &tokens);
     parts.commit(&mut rewound).expect("runs");

@@ -283,10 +283,10 @@ fn expect_kept(name: &str, parts: &mut Engine) {
     let all: Vec<u32> = prompt(130).into_iter().chain(tokens).collect();
     parts.commit(&mut sequence).expect("runs");
     parts.cache().save(&sequence, &all, name, &path).expect("written");
-    parts.cache_mut().swap_out(&mut sequence).expect("there is room");
+    parts.cache_mut().park(&mut sequence).expect("there is room");
     let (loaded, ids) = parts.cache_mut().load(name, &path).expect("read");
     assert_eq!(ids, all, "{name}");
-    parts.cache_mut().swap_in(&mut sequence).expect("it comes back");
+    parts.cache_mut().unpark(&mut sequence).expect("it comes back");
     expect_same_state(parts, loaded, sequence);
 }
 

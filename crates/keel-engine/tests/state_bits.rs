@@ -50,12 +50,12 @@ fn a_checkpoint_a_fork_and_a_parked_sequence_bring_back_every_bit() {
     let twin = engine.cache_mut().fork(&sequence).expect("a slot is free");
     assert!(recurrent_bytes(&engine, &twin) == saved, "the fork differs");
     drop(twin);
-    engine.cache_mut().swap_out(&mut sequence).expect("there is room");
+    engine.cache_mut().park(&mut sequence).expect("there is room");
     // Another sequence uses the slot meanwhile.
     let mut other = engine.open().expect("a slot is free");
     run(&mut engine, &mut other, &prompt()[64..128]);
     drop(other);
-    engine.cache_mut().swap_in(&mut sequence).expect("a slot is free");
+    engine.cache_mut().unpark(&mut sequence).expect("a slot is free");
     assert!(recurrent_bytes(&engine, &sequence) == saved, "the parked sequence differs");
     engine.cache_mut().checkpoint(&mut sequence).expect("there is room");
     run(&mut engine, &mut sequence, &prompt()[128..200]);

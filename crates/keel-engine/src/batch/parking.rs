@@ -44,7 +44,7 @@ impl Batcher {
             let Some(mut running) = self.parked.pop_front() else { return };
             self.prefixes.make_room(self.engine.cache_mut(), next.held);
             let before = self.engine.cache().free_swap_blocks();
-            let outcome = self.engine.cache_mut().swap_in(&mut running.cache);
+            let outcome = self.engine.cache_mut().unpark(&mut running.cache);
             let blocks = self.engine.cache().free_swap_blocks() - before;
             self.parking.bytes_in += SwapSize::bytes(blocks) as u64;
             match outcome {
@@ -110,7 +110,7 @@ impl Batcher {
         // Its pages go next, so its prefix is remembered now for a next turn.
         self.remember_answer(running);
         let before = self.engine.cache().free_swap_blocks();
-        self.engine.cache_mut().swap_out(&mut running.cache)?;
+        self.engine.cache_mut().park(&mut running.cache)?;
         let blocks = before - self.engine.cache().free_swap_blocks();
         self.parking.times += 1;
         self.parking.bytes_out += SwapSize::bytes(blocks) as u64;
