@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use keel_engine::batch::{self, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
+use keel_engine::batch::{self, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceId};
 use keel_engine::{Engine, FinishReason};
 
 use crate::{Error, ModelText, Request, Result, TextStream};
@@ -51,8 +51,8 @@ pub enum BatchEvent {
 pub struct Batch {
     batcher: Batcher,
     text: ModelText,
-    streams: HashMap<RequestId, TextStream>,
-    next: RequestId,
+    streams: HashMap<SequenceId, TextStream>,
+    next: SequenceId,
 }
 
 impl Batch {
@@ -64,7 +64,7 @@ impl Batch {
     ///
     /// # Errors
     /// The request can never run, or the queue is full.
-    pub fn submit(&mut self, prompt: &str, request: Request) -> Result<RequestId> {
+    pub fn submit(&mut self, prompt: &str, request: Request) -> Result<SequenceId> {
         let ids = self.text.encode_text(prompt)?;
         let context = self.batcher.engine().options().context;
         let most = request.max_tokens.unwrap_or(context.saturating_sub(ids.len()));
@@ -82,19 +82,19 @@ impl Batch {
     ///
     /// # Errors
     /// As [`Batch::submit`].
-    pub fn submit_embedding(&mut self, text: &str) -> Result<RequestId> {
+    pub fn submit_embedding(&mut self, text: &str) -> Result<SequenceId> {
         let ids = self.text.encode_text(text)?;
         self.add(BatchRequest::to_read(self.next, ids, Readout::LastHidden))
     }
 
-    fn add(&mut self, request: BatchRequest) -> Result<RequestId> {
+    fn add(&mut self, request: BatchRequest) -> Result<SequenceId> {
         self.batcher.submit(request, Instant::now())?;
         self.next += 1;
         Ok(self.next - 1)
     }
 
     /// Ends a request in any state and takes its memory back.
-    pub fn cancel(&mut self, id: RequestId) {
+    pub fn cancel(&mut self, id: SequenceId) {
         self.streams.remove(&id);
         self.batcher.cancel(id);
     }
@@ -113,7 +113,7 @@ impl Batch {
     ///
     /// # Errors
     /// A token that the tokenizer does not know.
-    pub fn step(&mut self) -> Result<Vec<(RequestId, BatchEvent)>> {
+    pub fn step(&mut self) -> Result<Vec<(SequenceId, BatchEvent)>> {
         let mut events = Vec::new();
         // Requests that ended within this step before the batch ended them. Nothing follows their end.
         let mut ended = Vec::new();
@@ -151,7 +151,12 @@ impl Batch {
     }
 
     /// Adds a token to a text. A stop string ends the request; true if it did.
-    fn push(&mut self, id: RequestId, token: u32, events: &mut Vec<(RequestId, BatchEvent)>) -> Result<bool> {
+    fn push(
+        &mut self,
+        id: SequenceId,
+        token: u32,
+        events: &mut Vec<(SequenceId, BatchEvent)>,
+    ) -> Result<bool> {
         let Some(stream) = self.streams.get_mut(&id) else { return Ok(false) };
         push_text(events, id, stream.push(token)?);
         let is_stopped = stream.is_stopped();
@@ -166,8 +171,8 @@ impl Batch {
     fn submit_all<'a>(
         &mut self,
         texts: &[&'a str],
-        mut submit: impl FnMut(&mut Batch, &'a str) -> Result<RequestId>,
-    ) -> Result<Vec<RequestId>> {
+        mut submit: impl FnMut(&mut Batch, &'a str) -> Result<SequenceId>,
+    ) -> Result<Vec<SequenceId>> {
         let mut ids = Vec::new();
         for text in texts {
             match submit(self, text) {
@@ -214,7 +219,7 @@ impl Batch {
     }
 
     /// Steps until these requests have ended. `take` gets each event with the request's place in the list.
-    fn run(&mut self, ids: &[RequestId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
+    fn run(&mut self, ids: &[SequenceId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
         let mut left = ids.len();
         while left > 0 {
             let events = self.step().inspect_err(|_| ids.iter().for_each(|id| self.cancel(*id)))?;
@@ -236,7 +241,7 @@ impl Batch {
     }
 }
 
-fn push_text(events: &mut Vec<(RequestId, BatchEvent)>, id: RequestId, piece: &str) {
+fn push_text(events: &mut Vec<(SequenceId, BatchEvent)>, id: SequenceId, piece: &str) {
     if !piece.is_empty() {
         events.push((id, BatchEvent::Text(piece.into())));
     }

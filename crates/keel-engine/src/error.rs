@@ -19,9 +19,9 @@ pub enum EngineError {
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// Two requests of a batch have the same number.
+    /// Two sequences of a batch have the same number.
     #[error("request {id} is already in the batch: each request needs a number of its own")]
-    RequestId {
+    SequenceId {
         /// The number.
         id: u64,
     },

@@ -29,7 +29,7 @@ fn two_requests_never_have_the_same_number() {
     // The first runs, the second waits.
     for id in [7, 8] {
         let refused = submit(&mut batcher, id).expect_err("it is in use");
-        assert!(matches!(refused, EngineError::RequestId { id: of } if of == id), "{refused}");
+        assert!(matches!(refused, EngineError::SequenceId { id: of } if of == id), "{refused}");
     }
     batcher.cancel(7);
     submit(&mut batcher, 7).expect("it is free again");

@@ -20,7 +20,7 @@
 //! If a step fails, the step after it is given up, and sequences with torn states end. The others run in a step that is
 //! waited for, and one by one if it fails, too (`attempts.rs`).
 
-use super::request::{BatchEvent, RequestId};
+use super::request::{BatchEvent, SequenceId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::options::MTP_LAG_MAX;
@@ -42,7 +42,7 @@ pub(super) struct Pending {
 
 impl Pending {
     /// Whether a request has rows in the step. Its sequence may have left the batch.
-    pub fn has(&self, id: RequestId) -> bool {
+    pub fn has(&self, id: SequenceId) -> bool {
         self.parts.iter().any(|part| part.id == id)
     }
 
@@ -54,7 +54,7 @@ impl Pending {
 
 /// The rows of one sequence in a step.
 pub(super) struct StepRows {
-    id: RequestId,
+    id: SequenceId,
     rows: usize,
     is_prompt: bool,
     /// Whether a token is drawn after its rows.

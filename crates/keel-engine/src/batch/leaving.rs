@@ -4,7 +4,7 @@
 //! on each device.
 
 use super::Batcher;
-use super::request::{BatchEvent, RequestId};
+use super::request::{BatchEvent, SequenceId};
 use super::sequence::Running;
 use crate::EngineError;
 
@@ -20,7 +20,7 @@ impl Batcher {
 
     /// Removes a sequence from the batch and takes its memory back. Its tokens up to its last kept state are
     /// remembered.
-    pub(super) fn leave(&mut self, i: usize) -> RequestId {
+    pub(super) fn leave(&mut self, i: usize) -> SequenceId {
         let mut running = self.running.remove(i);
         self.remember_answer(&mut running);
         let id = running.id;

@@ -36,8 +36,8 @@ pub use persist::Restored;
 pub use pictures::{PictureInput, RequestVision};
 pub use readout::{Readout, direction};
 pub use request::{
-    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus, RequestId,
-    SequenceStatus,
+    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus,
+    SequenceId, SequenceStatus,
 };
 
 use crate::vision::EncodeJob;
@@ -92,7 +92,7 @@ pub struct Batcher {
     encoded: u64,
     encoded_pieces: u64,
     /// Requests that no step can take.
-    refused: Vec<(RequestId, EngineError)>,
+    refused: Vec<(SequenceId, EngineError)>,
     /// Counts of sequences that have ended.
     speculation: SpeculationCounters,
     /// Counts steps, so that prompts take turns.
@@ -106,7 +106,7 @@ pub struct Batcher {
     logits: Vec<f32>,
     /// Hidden states of the rows that are being added up.
     row_hidden: Vec<f32>,
-    events: Vec<(RequestId, BatchEvent)>,
+    events: Vec<(SequenceId, BatchEvent)>,
 }
 
 impl Batcher {
@@ -161,7 +161,7 @@ impl Batcher {
     /// Puts a request into the queue.
     ///
     /// # Errors
-    /// - Its number is in use: [`EngineError::RequestId`].
+    /// - Its number is in use: [`EngineError::SequenceId`].
     /// - It can never run: token ids or options out of range, [`EngineError::Context`], [`EngineError::NeverFits`].
     /// - It cannot wait now: [`EngineError::QueueFull`].
     pub fn submit(&mut self, request: BatchRequest, now: Instant) -> Result<()> {
@@ -177,7 +177,7 @@ impl Batcher {
         let samplers = requests.iter().map(|request| self.check(request)).collect::<Result<Vec<_>>>()?;
         let mut ids = HashSet::new();
         if let Some(twin) = requests.iter().find(|request| !ids.insert(request.id)) {
-            return Err(EngineError::RequestId { id: twin.id });
+            return Err(EngineError::SequenceId { id: twin.id });
         }
         let (waiting, arriving, limit) = (self.waiting.len(), requests.len(), self.options.queue_limit);
         if waiting + arriving > limit && (waiting > 0 || limit == 0) {
@@ -192,7 +192,7 @@ impl Batcher {
     }
 
     /// Whether a request with this number waits, runs or is parked, or has rows in a step under way.
-    fn has(&self, id: RequestId) -> bool {
+    fn has(&self, id: SequenceId) -> bool {
         self.waiting.iter().any(|waiting| waiting.request.id == id)
             || self.running.iter().chain(&self.parked).any(|running| running.id == id)
             || self.pending.iter().any(|step| step.has(id))
@@ -200,7 +200,7 @@ impl Batcher {
 
     fn check(&self, request: &BatchRequest) -> Result<Sampler> {
         if self.has(request.id) {
-            return Err(EngineError::RequestId { id: request.id });
+            return Err(EngineError::SequenceId { id: request.id });
         }
         let vocab = self.engine.model().config.vocab;
         if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= vocab) {
@@ -236,7 +236,7 @@ impl Batcher {
     }
 
     /// Ends a request in any state and takes its memory back. Does nothing if it has ended already.
-    pub fn cancel(&mut self, id: RequestId) {
+    pub fn cancel(&mut self, id: SequenceId) {
         self.waiting.retain(|w| w.request.id != id);
         if let Some(at) = self.running.iter().position(|r| r.id == id) {
             self.leave(at);
@@ -290,7 +290,7 @@ impl Batcher {
 
     /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers
     /// advance, or those of one group, or prompts alone (`groups.rs`).
-    pub fn step(&mut self, now: Instant) -> Vec<(RequestId, BatchEvent)> {
+    pub fn step(&mut self, now: Instant) -> Vec<(SequenceId, BatchEvent)> {
         self.expire(now);
         self.bring_back();
         self.let_in(now);
@@ -316,7 +316,7 @@ impl Batcher {
         std::mem::take(&mut self.events)
     }
 
-    fn emit(&mut self, id: RequestId, event: BatchEvent) {
+    fn emit(&mut self, id: SequenceId, event: BatchEvent) {
         self.events.push((id, event));
     }
 

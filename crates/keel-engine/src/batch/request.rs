@@ -7,8 +7,8 @@ use super::pictures::RequestVision;
 use super::readout::Readout;
 use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
-/// Names a request within its batch.
-pub type RequestId = u64;
+/// Names a sequence within its batch. A request of the server has one for each of its answers.
+pub type SequenceId = u64;
 
 /// Limits what a sequence may say next; for example a grammar.
 pub trait Constraint: Send {
@@ -52,7 +52,7 @@ pub trait Constraint: Send {
 /// One sequence to run.
 pub struct BatchRequest {
     /// Chosen by the caller. A number that is in use is refused.
-    pub id: RequestId,
+    pub id: SequenceId,
     /// Token ids.
     pub prompt: Vec<u32>,
     /// The pictures that the prompt shows.
@@ -82,7 +82,7 @@ pub struct BatchRequest {
 
 impl BatchRequest {
     /// A greedy request.
-    pub fn new(id: RequestId, prompt: Vec<u32>, max_tokens: usize) -> BatchRequest {
+    pub fn new(id: SequenceId, prompt: Vec<u32>, max_tokens: usize) -> BatchRequest {
         BatchRequest {
             id,
             prompt,
@@ -100,7 +100,7 @@ impl BatchRequest {
     }
 
     /// A request for a readout instead of an answer.
-    pub fn to_read(id: RequestId, prompt: Vec<u32>, readout: Readout) -> BatchRequest {
+    pub fn to_read(id: SequenceId, prompt: Vec<u32>, readout: Readout) -> BatchRequest {
         BatchRequest { readout: Some(readout), ..BatchRequest::new(id, prompt, 0) }
     }
 
@@ -173,7 +173,7 @@ impl Default for BatchOptions {
 #[derive(Clone, Debug)]
 pub struct SequenceStatus {
     /// The request.
-    pub id: RequestId,
+    pub id: SequenceId,
     /// Prompt tokens.
     pub prompt_tokens: usize,
     /// Prompt tokens that came from an earlier sequence.

@@ -11,13 +11,13 @@ use super::logprobs::TokenLogprobs;
 use super::pictures::Pictures;
 use super::policy::PromptRest;
 use super::readout::Reading;
-use super::request::{BatchRequest, RequestId, SequenceStatus};
+use super::request::{BatchRequest, SequenceId, SequenceStatus};
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use crate::{Engine, FinishReason, PREFILL_GRID, Result, Sampler};
 
 /// A request that has memory.
 pub(super) struct Running {
-    pub id: RequestId,
+    pub id: SequenceId,
     pub cache: SequenceCache,
     /// Prompt and generated tokens. The cache holds all of them but those that have not been run.
     pub tokens: Vec<u32>,

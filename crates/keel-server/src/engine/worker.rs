@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use keel_array::{DeviceUsage, Ledger, MemoryReport};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, RequestId};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceId};
 use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
@@ -158,7 +158,7 @@ impl EngineHandle {
         requests: Vec<BatchRequest>,
         wait_max: Option<Duration>,
         meter: impl Fn() -> Meter,
-    ) -> Result<Vec<(RequestId, Events)>> {
+    ) -> Result<Vec<(SequenceId, Events)>> {
         let mut listed = Vec::with_capacity(requests.len());
         let mut all = Vec::with_capacity(requests.len());
         let mut patience = wait_max.map(|limit| Patience { since: Instant::now(), limit });
@@ -205,7 +205,7 @@ impl EngineHandle {
 struct Worker {
     batcher: Batcher,
     commands: Receiver<Command>,
-    live: HashMap<RequestId, Listener>,
+    live: HashMap<SequenceId, Listener>,
     shared: Arc<EngineView>,
     store: Option<PrefixStore>,
     /// Number of steps so far.
@@ -333,7 +333,7 @@ impl Worker {
     /// Adds all requests to the queue, or none.
     fn submit(&mut self, requests: Vec<(BatchRequest, Listener)>) -> Result<(), EngineError> {
         let (requests, listeners): (Vec<_>, Vec<_>) = requests.into_iter().unzip();
-        let ids: Vec<RequestId> = requests.iter().map(|request| request.id).collect();
+        let ids: Vec<SequenceId> = requests.iter().map(|request| request.id).collect();
         self.batcher.submit_together(requests, Instant::now())?;
         self.live.extend(ids.into_iter().zip(listeners));
         Ok(())
@@ -363,7 +363,7 @@ impl Worker {
         });
     }
 
-    fn deliver(&mut self, id: RequestId, event: BatchEvent) {
+    fn deliver(&mut self, id: SequenceId, event: BatchEvent) {
         let Some(events) = self.live.get_mut(&id) else { return };
         // What has started waits no longer.
         events.patience = None;
