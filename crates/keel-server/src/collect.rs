@@ -15,9 +15,9 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerPiece, Ending, TokenInfo, Usage};
-use crate::app::App;
 use crate::error::{Result, ServerError};
 use crate::http::body::{error_json, sse};
+use crate::loaded_model::LoadedModel;
 use crate::memory::requests::Meter;
 
 /// A whole answer.
@@ -217,18 +217,18 @@ pub(crate) fn error_event(error: &ServerError) -> (Event, Value) {
 /// A response with the events that `produce` sends. An error of it becomes the last event. When the client disconnects,
 /// `produce` is dropped at its current await point, together with its answers.
 pub(crate) fn respond<F: Future<Output = Result<()>> + Send + 'static>(
-    app: &App,
+    model: &LoadedModel,
     room: StreamRoom,
     form: ErrorEvent,
     produce: impl FnOnce(Outbox) -> F + Send + 'static,
 ) -> Response {
-    let limit = app.options.deadline.saturating_mul(READING_TIME);
+    let limit = model.options.deadline.saturating_mul(READING_TIME);
     let (events, own) = spawn_within(limit, room, form, produce);
     let events = ReceiverStream::new(events).map(move |waiting| {
         let _own = &own;
         Ok(waiting.event)
     });
-    sse(app, events)
+    sse(model, events)
 }
 
 /// Runs `produce` and returns its events, and the charge of the stream's own bytes. After `limit` the stream is cut

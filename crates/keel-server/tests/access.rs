@@ -127,7 +127,7 @@ fn a_key_has_limits_of_its_own() {
     let with = |key: &'static str| [("x-api-key", key)];
     let long = json!({"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "stream": true}).to_string();
     let running = send(server.address, "POST", "/v1/completions", &with("k-1"), long.as_bytes());
-    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
     let second = post(&server, &with("k-1"));
     assert_eq!(code(&second), (429, "key_busy".into()));
     assert!(second.header("retry-after").is_some());

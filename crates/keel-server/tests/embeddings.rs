@@ -88,7 +88,7 @@ fn many_texts_among_answers_are_embedded_as_each_alone() {
     }
     assert_ne!(crowd[0], crowd[9], "other texts have other directions");
     server.assert_all_is_back();
-    assert_eq!(server.app.memory.used(), 0);
+    assert_eq!(server.model.memory.used(), 0);
 }
 
 #[test]

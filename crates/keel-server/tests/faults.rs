@@ -47,7 +47,7 @@ fn three_answers(server: &Running) -> Vec<TcpStream> {
     let clients: Vec<TcpStream> =
         (0..3).map(|_| send(server.address, "POST", "/v1/completions", &[], body.as_bytes())).collect();
     wait_for("they run", || {
-        let running = server.app.engine.status().running;
+        let running = server.model.engine.status().running;
         running.len() == 3 && running.iter().all(|r| r.generated_tokens > 0)
     });
     clients
@@ -110,7 +110,7 @@ fn a_client_that_reads_nothing_delays_nobody() {
     let deaf: Vec<TcpStream> = (0..4)
         .map(|_| send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes()))
         .collect();
-    wait_for("they run", || server.app.engine.status().running.len() == 4);
+    wait_for("they run", || server.model.engine.status().running.len() == 4);
     for _ in 0..5 {
         server.ask("/v1/completions", &completion(10));
     }
@@ -201,10 +201,10 @@ fn bytes_that_are_missing_when_nothing_runs_are_counted() {
     let server = Running::made(&demo(), make, ServerOptions::default());
     server.ask("/v1/completions", &completion(3));
     server.wait_until_idle();
-    assert_eq!(server.app.engine.leaks(), 0);
+    assert_eq!(server.model.engine.leaks(), 0);
     drop(other);
     server.ask("/v1/completions", &completion(3));
-    wait_for("the bytes are missed", || server.app.engine.leaks() == 1);
+    wait_for("the bytes are missed", || server.model.engine.leaks() == 1);
     assert!(server.get("/metrics").body.contains("keel_idle_losses_total 1\n"));
 }
 

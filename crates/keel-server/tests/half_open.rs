@@ -83,7 +83,7 @@ fn a_client_that_reads_nothing_is_let_go() {
     let server = Running::with(engine_options(), impatient());
     let body = json!({"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8});
     let stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    wait_for("they run", || !server.app.engine.status().running.is_empty());
+    wait_for("they run", || !server.model.engine.status().running.is_empty());
     server.wait_until_idle();
     // The answer is larger than the system's buffers, so it cannot have been sent completely.
     wait_for("its task has ended", || server.tasks() <= OWN_TASKS);
@@ -106,10 +106,10 @@ fn half_open_connections_make_room_for_others() {
     let long = json!({"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "stream": true}).to_string();
     let running: Vec<TcpStream> =
         (0..8).map(|_| send(server.address, "POST", "/v1/completions", &[], long.as_bytes())).collect();
-    wait_for("they run", || server.app.engine.status().running.len() == 8);
+    wait_for("they run", || server.model.engine.status().running.len() == 8);
     let reply = server.get("/health");
     assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "none can make room");
-    assert_eq!(server.app.engine.status().running.len(), 8, "those that run are left alone");
+    assert_eq!(server.model.engine.status().running.len(), 8, "those that run are left alone");
     drop(running);
     server.assert_all_is_back();
 }
@@ -137,7 +137,7 @@ fn a_drain_ends_by_itself() {
     let long =
         json!({"prompt": "Once", "max_tokens": 2000, "ignore_eos": true, "stream": true, "n": 8}).to_string();
     let running = send(server.address, "POST", "/v1/completions", &[], long.as_bytes());
-    wait_for("it runs", || server.app.engine.status().running.len() == 8);
+    wait_for("it runs", || server.model.engine.status().running.len() == 8);
     let start = Instant::now();
     server.drain();
     server.join();

@@ -49,7 +49,7 @@ fn occupied(batch: BatchOptions) -> (Running, TcpStream) {
     let engine = EngineOptions { sequences: 1, ..engine_options() };
     let server = Running::with(engine, ServerOptions { batch, ..ServerOptions::default() });
     let first = post(&server, &long(true));
-    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
     (server, first)
 }
 
@@ -61,7 +61,7 @@ fn post(server: &Running, body: &Value) -> TcpStream {
 fn a_full_queue_is_429() {
     let (server, first) = occupied(BatchOptions { queue_limit: 1, ..BatchOptions::default() });
     let second = post(&server, &long(true));
-    wait_for("it waits", || server.app.engine.status().waiting == 1);
+    wait_for("it waits", || server.model.engine.status().waiting == 1);
     let third = read(post(&server, &long(true)));
     assert_eq!((third.status, third.header("retry-after")), (429, Some("1")), "{}", third.body);
     drop((first, second));
@@ -74,7 +74,7 @@ fn a_full_queue_is_429() {
 #[test]
 fn a_list_of_texts_fits_into_a_short_queue() {
     let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
-    let waiting = || server.app.engine.status().waiting;
+    let waiting = || server.model.engine.status().waiting;
     let embed = |texts: usize| {
         let body = json!({"input": vec!["Once upon a time"; texts]}).to_string();
         send(server.address, "POST", "/v1/embeddings", &[], body.as_bytes())
@@ -96,7 +96,7 @@ fn a_list_of_texts_fits_into_a_short_queue() {
 fn the_answers_of_a_request_enter_the_queue_together() {
     let (server, first) = occupied(BatchOptions { queue_limit: 2, ..BatchOptions::default() });
     let body = |n: usize| json!({"prompt": "Once", "max_tokens": 5, "n": n, "stream": true});
-    let waiting = || server.app.engine.status().waiting;
+    let waiting = || server.model.engine.status().waiting;
     let refused = |body: &Value, already: usize| {
         let reply = read(post(&server, body));
         assert_eq!(reply.status, 429, "{}", reply.body);
@@ -186,7 +186,7 @@ fn draining_lets_running_requests_end_and_an_abort_does_not() {
     let mut server = Running::with(engine_options(), patient);
     let body = json!({"prompt": "Once", "max_tokens": 300, "ignore_eos": true, "stream": true});
     let running = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
     server.drain();
     let events = read(running).events();
     assert_eq!(events.last().expect("some")["choices"][0]["finish_reason"], "length");
@@ -194,7 +194,7 @@ fn draining_lets_running_requests_end_and_an_abort_does_not() {
 
     let mut server = Running::start();
     let running = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
-    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
     server.drain();
     server.abort();
     server.join();
@@ -208,7 +208,7 @@ fn silent_streams_are_kept_open_by_comments() {
     let options = ServerOptions { ping: Duration::from_millis(1), batch, ..ServerOptions::default() };
     let server = Running::with(engine, options);
     let other = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
-    wait_for("it runs", || server.app.engine.status().running.len() == 1);
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
     let prompt = "The little dog ran over the hill and far away. ".repeat(120);
     let reply = server.post("/v1/completions", &json!({"prompt": prompt, "max_tokens": 2, "stream": true}));
     assert!(reply.body.contains(": ping"), "{}", reply.body);

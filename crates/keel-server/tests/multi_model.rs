@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::{Reply, cpu, demo, engine, engine_options, read, request, send, wait_for};
 use keel_server::{
-    Loaded, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, ServerOptions, bind,
+    LoadOutput, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, ServerOptions, bind,
 };
 use keel_text::TextFiles;
 use serde_json::{Value, json};
@@ -44,7 +44,7 @@ fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> ServedModel {
             return Err("its file has a hole".into());
         }
         let text = ModelText::new(&TextFiles::read(&demo())?)?;
-        Ok(Loaded { engine: engine(cpu(), engine_options()), text, prefix_store: None })
+        Ok(LoadOutput { engine: engine(cpu(), engine_options()), text, prefix_store: None })
     };
     ServedModel {
         id: id.into(),
@@ -81,7 +81,7 @@ impl Several {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 sender.send(listener.local_addr().expect("it is bound")).expect("the test waits");
                 let server = Server::of_several(offers, fleet, ServerOptions::default()).expect("starts");
-                assert!(server.app().is_none(), "nothing is loaded before it is asked for");
+                assert!(server.last_used().is_none(), "nothing is loaded before it is asked for");
                 let drained = async { drop(drained.await) };
                 server.run(listener, drained, std::future::pending()).await.expect("serves");
             });

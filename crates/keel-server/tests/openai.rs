@@ -281,7 +281,7 @@ fn what_follows_a_grammar_drafts_and_is_the_same() {
         let server = Running::with(EngineOptions { drafts, ..engine_options() }, options);
         let answer = server.ask("/v1/chat/completions", &body);
         server.assert_all_is_back();
-        let drafted = server.app.engine.status().speculation.drafted_total();
+        let drafted = server.model.engine.status().speculation.drafted_total();
         (answer["choices"][0]["message"]["content"].clone(), drafted)
     };
     let (plain, none) = ask(0);
@@ -302,7 +302,7 @@ fn a_client_that_leaves_gives_its_bytes_back() {
             );
             let connection =
                 send(server.address, "POST", "/v1/chat/completions", &[], body.to_string().as_bytes());
-            wait_for("it runs", || !server.app.engine.status().running.is_empty());
+            wait_for("it runs", || !server.model.engine.status().running.is_empty());
             drop(connection);
             server.wait_until_idle();
         }

@@ -71,10 +71,10 @@ fn assert_bounded(what: &str, server: &Running, watch: Watch) {
     println!(
         "{what}: {} MB on the heap, {} MB charged at most",
         most / MB,
-        server.app.memory.peak() as usize / MB
+        server.model.memory.peak() as usize / MB
     );
     assert!(most <= BUDGET + SLACK, "{what}: {most} bytes on the heap");
-    wait_for("all is given back", || server.app.memory.used() == 0);
+    wait_for("all is given back", || server.model.memory.used() == 0);
 }
 
 /// This is one test, because the heap of concurrent tests would be counted, too.
@@ -107,7 +107,7 @@ fn what_is_charged_is_what_is_taken() {
         let reply = read(post(&server, path, &body));
         // The client also holds the answer, in a buffer that grows by doubling.
         let most = watch.end().saturating_sub(3 * reply.body.len());
-        let charged = server.app.memory.peak() as usize;
+        let charged = server.model.memory.peak() as usize;
         println!(
             "{what}: {} KB on the heap, {} KB charged, status {}",
             most / 1000,
@@ -222,11 +222,11 @@ fn what_a_response_repeats_is_charged() {
         let server = Arc::clone(&server);
         std::thread::spawn(move || server.post("/v1/responses", &body).status)
     };
-    wait_for("it runs", || !server.app.engine.status().running.is_empty());
-    let used = server.app.memory.used() as usize;
+    wait_for("it runs", || !server.model.engine.status().running.is_empty());
+    let used = server.model.memory.used() as usize;
     assert_eq!(asking.join().expect("it is answered"), 200);
     assert!(used > 3 * MB, "{used} bytes are charged for three times {MB}");
-    wait_for("all is given back", || server.app.memory.used() == 0);
+    wait_for("all is given back", || server.model.memory.used() == 0);
 }
 
 /// The parts of a stream that are kept until its end are charged.
@@ -237,14 +237,14 @@ fn a_streamed_response_is_charged() {
             "temperature": 2, "top_k": 0, "top_p": 1, "seed": seed});
         let reply = server.post("/v1/responses", &body);
         assert_eq!(reply.status, 200, "{}", reply.body);
-        wait_for("all is given back", || server.app.memory.used() == 0);
+        wait_for("all is given back", || server.model.memory.used() == 0);
         let done = reply
             .body
             .lines()
             .find(|line| line.starts_with("data: ") && line.contains("output_text.done"))
             .expect("a text");
         let done: serde_json::Value = serde_json::from_str(&done["data: ".len()..]).expect("JSON");
-        (done["text"].as_str().expect("a text").len() as u64, server.app.memory.peak())
+        (done["text"].as_str().expect("a text").len() as u64, server.model.memory.peak())
     };
     let (few, before) = ask(1, 0);
     // Some texts end early.
@@ -264,7 +264,7 @@ fn answers_without_room_are_refused() {
         let reply = server.post("/v1/completions", &body);
         assert_eq!(reply.status, 413, "{answers} answers: {}", reply.body);
         assert!(reply.body.contains("--request-memory"), "{}", reply.body);
-        wait_for("all is given back", || server.app.memory.used() == 0);
+        wait_for("all is given back", || server.model.memory.used() == 0);
     }
     let small = json!({"prompt": "Once", "max_tokens": 1});
     assert_eq!(server.post("/v1/completions", &small).status, 200);
@@ -292,7 +292,7 @@ fn a_stream_that_is_refused_has_run_no_prompt() {
             json!({"prompt": "Once", "max_tokens": 1, "n": 16, "stream": true, "stop": "x".repeat(length)});
         let before = counter(&server, "prompt_tokens_total");
         let reply = server.post("/v1/completions", &body);
-        wait_for("all is given back", || server.app.memory.used() == 0);
+        wait_for("all is given back", || server.model.memory.used() == 0);
         let has_run = counter(&server, "prompt_tokens_total") > before;
         match reply.status {
             200 => fits = length,
@@ -330,7 +330,7 @@ fn half_heads_and_unfinished_bodies() {
         let _ = stream.write_all(if i < 300 { line.as_bytes() } else { &begun });
         open.push(stream);
     }
-    wait_for("the heads have come", || server.app.memory.used() > 0);
+    wait_for("the heads have come", || server.model.memory.used() > 0);
     std::thread::sleep(Duration::from_millis(500));
     drop(open);
     assert_bounded("300 half heads and 100 unfinished bodies", &server, watch);
@@ -340,9 +340,9 @@ fn half_heads_and_unfinished_bodies() {
 fn buffers_of_the_network_are_charged() {
     let server = server(BUDGET);
     let announced: Vec<TcpStream> = (0..10).map(|_| announce(&server)).collect();
-    wait_for("the buffers are charged", || server.app.memory.used() == 10 * (32 << 10));
+    wait_for("the buffers are charged", || server.model.memory.used() == 10 * (32 << 10));
     drop(announced);
-    wait_for("all is given back", || server.app.memory.used() == 0);
+    wait_for("all is given back", || server.model.memory.used() == 0);
 }
 
 /// Announces a body of 8 MB.
@@ -405,7 +405,7 @@ fn abandoned_prompts() {
     assert!(waited < Duration::from_secs(4), "{waited:?}");
     let refused = read(post(&server, "/v1/completions", &prompt));
     assert_eq!(refused.json()["error"]["code"], "context_length_exceeded", "{}", refused.body);
-    wait_for("all is given back", || server.app.memory.used() == 0);
+    wait_for("all is given back", || server.model.memory.used() == 0);
 }
 
 fn large_bodies_of_many_values() {

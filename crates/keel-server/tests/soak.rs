@@ -134,13 +134,13 @@ fn main() {
 fn after_many_requests_nothing_is_left() {
     let count = std::env::var("KEEL_SOAK").ok().and_then(|n| n.parse().ok()).unwrap_or(300);
     let server = start();
-    let before = server.app.engine.ledger().active();
+    let before = server.model.engine.ledger().active();
     run(&server, 0, FIRST);
     #[cfg(target_os = "linux")]
     let (files, resident) = (open_files(), resident_bytes());
     run(&server, FIRST, count);
-    assert_eq!(server.app.engine.ledger().active(), before, "live bytes per category");
-    assert_eq!(server.app.engine.ledger().peak(), before, "nothing was allocated meanwhile");
+    assert_eq!(server.model.engine.ledger().active(), before, "live bytes per category");
+    assert_eq!(server.model.engine.ledger().peak(), before, "nothing was allocated meanwhile");
     common::wait_for("tasks have ended", || server.tasks() <= common::OWN_TASKS);
     #[cfg(target_os = "linux")]
     {

@@ -66,9 +66,9 @@ fn a_pipeline_serves_the_answers_of_the_whole_model_and_leaves_nothing() {
     assert!(metrics.contains(
         "keel_split_memory_bytes{model=\"demo\",device=\"cpu:1\",category=\"weights\",kind=\"planned\"}"
     ));
-    let batch = server.app.engine.status();
+    let batch = server.model.engine.status();
     assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{batch:?}");
-    assert_eq!((batch.failed_steps, server.app.engine.leaks()), (0, 0));
+    assert_eq!((batch.failed_steps, server.model.engine.leaks()), (0, 0));
     assert!(batch.late_work.named().iter().all(|(_, count)| *count == 0), "{:?}", batch.late_work);
     server.assert_all_is_back();
 }

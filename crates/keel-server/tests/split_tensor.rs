@@ -156,9 +156,9 @@ fn shared_layers_serve_the_answers_of_the_whole_model_and_leave_nothing() {
         assert_eq!(text(&again["choices"][0]), text(&drafted[2]), "{grid:?}");
         server.wait_until_idle();
         assert_planned(&server, grid.0 * grid.1);
-        let batch = server.app.engine.status();
+        let batch = server.model.engine.status();
         assert!(batch.parking.times > 0 && batch.speculation.drafted_total() > 0, "{grid:?}: {batch:?}");
-        assert_eq!((batch.failed_steps, server.app.engine.leaks()), (0, 0));
+        assert_eq!((batch.failed_steps, server.model.engine.leaks()), (0, 0));
         server.assert_all_is_back();
     }
 }
@@ -207,7 +207,7 @@ fn a_client_that_leaves_and_a_device_that_fails_leave_nothing() {
         let clients: Vec<_> =
             (0..3).map(|_| send(server.address, "POST", CHAT, &[], body.as_bytes())).collect();
         wait_for("they run", || {
-            let running = server.app.engine.status().running;
+            let running = server.model.engine.status().running;
             running.len() == 3 && running.iter().all(|r| r.generated_tokens > 0)
         });
         failing.0.store(usize::MAX, Ordering::SeqCst);

@@ -80,8 +80,8 @@ fn answers_about_videos_are_those_of_the_reference() {
         // The same video again is known by its frames.
         let again = ask();
         assert_eq!(said(&again), said(&reply), "{name}");
-        assert_eq!(server.app.engine.status().pictures.encoded, 1, "{name}");
-        assert_eq!(server.app.memory.used(), 0);
+        assert_eq!(server.model.engine.status().pictures.encoded, 1, "{name}");
+        assert_eq!(server.model.memory.used(), 0);
         server.assert_all_is_back();
     }
 }
@@ -122,7 +122,7 @@ fn a_gif_is_shown_like_the_list_of_its_frames() {
     let of_file = server.ask(CHAT, &file(&uri("image/gif", &gif())));
     assert_eq!(said(&of_file), said(&of_list));
     assert_eq!(of_file["usage"]["prompt_tokens"], of_list["usage"]["prompt_tokens"]);
-    assert_eq!(server.app.engine.status().pictures.encoded, 1, "frames and sizes are the same");
+    assert_eq!(server.model.engine.status().pictures.encoded, 1, "frames and sizes are the same");
     // More of its frames are read.
     let mut more = file(&uri("image/gif", &gif()));
     more["messages"][0]["content"][0]["fps"] = json!(4);
@@ -165,7 +165,7 @@ fn videos_that_cannot_be_shown_are_refused_in_a_sentence() {
         assert_eq!(reply.status, 400, "{expected}: {message}");
         assert!(message.contains(expected), "{expected}: {message}");
     }
-    assert_eq!(server.app.memory.used(), 0, "what was refused holds nothing");
+    assert_eq!(server.model.memory.used(), 0, "what was refused holds nothing");
     server.assert_all_is_back();
     let Some(folder) = vlm_fixture("vlm_gemma3") else { return };
     let reply = start(&folder).post(CHAT, &file(&uri("image/gif", &sound)));

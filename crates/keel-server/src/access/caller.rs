@@ -7,9 +7,9 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::Response;
 
-use crate::app::fresh_id;
 use crate::error::ServerError;
 use crate::memory::requests::{Meter, RequestMemory};
+use crate::shared::fresh_id;
 
 /// The header with a request's name.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

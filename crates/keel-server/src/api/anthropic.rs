@@ -15,11 +15,12 @@ use crate::answer::{Answer, AnswerPiece, Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::openai::chat::{ChatBody, ask_apart};
 use crate::api::unsupported;
-use crate::app::{App, EngineRequest, fresh_id};
 use crate::collect::{Collected, Outbox, StreamRoom, collect, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Body;
+use crate::loaded_model::{EngineRequest, LoadedModel};
 use crate::model_manager::ModelManager;
+use crate::shared::fresh_id;
 
 /// An error in Anthropic's form.
 pub(crate) struct AnthropicError(ServerError);
@@ -91,8 +92,8 @@ pub(crate) struct Message(MessagesBody, Arc<Caller>);
 impl FromRequest<Arc<ModelManager>> for Message {
     type Rejection = AnthropicError;
 
-    async fn from_request(request: Request, front: &Arc<ModelManager>) -> Result<Message, AnthropicError> {
-        let Body(body, caller) = Body::from_request(request, front).await?;
+    async fn from_request(request: Request, manager: &Arc<ModelManager>) -> Result<Message, AnthropicError> {
+        let Body(body, caller) = Body::from_request(request, manager).await?;
         Ok(Message(body, caller))
     }
 }
@@ -100,21 +101,21 @@ impl FromRequest<Arc<ModelManager>> for Message {
 /// The model, and the request in the engine's terms. With `bounds_prompt` a prompt that is longer than the context is
 /// refused.
 async fn ask(
-    front: &Arc<ModelManager>,
+    manager: &Arc<ModelManager>,
     caller: &Arc<Caller>,
     body: MessagesBody,
     bounds_prompt: bool,
-) -> Result<(Arc<App>, EngineRequest)> {
-    let app = front.app(body.model.as_deref()).await?;
-    let chat = app.work(caller, move |_| chat(body)).await?;
-    let context = if bounds_prompt { app.engine.context() } else { usize::MAX };
-    let ask = ask_apart(&app, caller, chat, context).await?;
-    Ok((app, ask))
+) -> Result<(Arc<LoadedModel>, EngineRequest)> {
+    let model = manager.model_for(body.model.as_deref()).await?;
+    let chat = model.work(caller, move |_| chat(body)).await?;
+    let context = if bounds_prompt { model.engine.context() } else { usize::MAX };
+    let ask = ask_apart(&model, caller, chat, context).await?;
+    Ok((model, ask))
 }
 
 /// Answers a conversation.
 pub(crate) async fn create(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
     if body.max_tokens.is_none() {
@@ -126,24 +127,24 @@ pub(crate) async fn create(
         return Err(wrong("messages", problem).into());
     }
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let (app, ask) = ask(&front, &caller, body, true).await?;
-    let mut answers = app.start("/v1/messages", &caller, vec![ask]).await?;
-    let model = app.id.clone();
+    let (model, ask) = ask(&manager, &caller, body, true).await?;
+    let mut answers = model.start("/v1/messages", &caller, vec![ask]).await?;
+    let id = model.id.clone();
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return Ok(respond(&app, room, error_event, move |outbox| stream(model, answer, outbox)));
+        return Ok(respond(&model, room, error_event, move |outbox| stream(id, answer, outbox)));
     }
     let answer = collect(answers).await?.swap_remove(0);
-    Ok(Json(whole(&model, &answer)).into_response())
+    Ok(Json(whole(&id, &answer)).into_response())
 }
 
 /// Counts the tokens of a conversation of any length.
 pub(crate) async fn count_tokens(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
-    let (_, ask) = ask(&front, &caller, body, false).await?;
+    let (_, ask) = ask(&manager, &caller, body, false).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 

@@ -8,9 +8,9 @@ use crate::api::anthropic;
 use crate::api::openai::{chat, completions, embeddings, responses};
 use crate::api::rerank;
 use crate::api::tokenize::{DetokenizeBody, TokenizeBody};
-use crate::app::EngineRequest;
 use crate::error::Result;
 use crate::http::body::parse;
+use crate::loaded_model::EngineRequest;
 use crate::options::ServerOptions;
 use crate::text::{Bounds, ModelText};
 

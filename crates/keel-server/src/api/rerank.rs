@@ -14,11 +14,11 @@ use serde_json::{Map, Value, json};
 
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
-use crate::app::fresh_id;
 use crate::engine::readout::{ReadoutRequest, check_count};
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::model_manager::ModelManager;
+use crate::shared::fresh_id;
 use crate::text::{Bounds, ModelText};
 
 /// A query and documents.
@@ -73,20 +73,20 @@ const TAIL: &str = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
 
 /// Ranks documents, the best first.
 pub(crate) async fn create(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<RerankBody>,
 ) -> Result<Json<Value>> {
-    let app = front.app(body.model.as_deref()).await?;
-    let worker = Arc::clone(&app);
+    let model = manager.model_for(body.model.as_deref()).await?;
+    let worker = Arc::clone(&model);
     // Each prompt repeats the query, so the prompts may be far larger than the body. They are charged before they are
     // made, and take a seat of their size.
     let most = body.prompt_bytes() * BYTES_PER_PROMPT_BYTE;
     caller.meter.take(most)?;
     let work = move |caller: &_| Ok((asks(&worker.text, &worker.bounds(caller), &body)?, body));
-    let (ask, body) = app.work(&caller, work).await?;
+    let (ask, body) = model.work(&caller, work).await?;
     let ids: usize = ask.prompts.iter().map(Vec::capacity).sum();
     caller.meter.give_back(most.saturating_sub((ids * size_of::<u32>()) as u64));
-    let read = app.read("/v1/rerank", &caller, ask).await?;
+    let read = model.read("/v1/rerank", &caller, ask).await?;
     let mut scores: Vec<(usize, f64)> =
         read.values.iter().enumerate().map(|(i, logits)| (i, score(logits))).collect();
     scores.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
@@ -101,7 +101,7 @@ pub(crate) async fn create(
     Ok(Json(json!({
         "id": fresh_id("rerank-"),
         "object": "list",
-        "model": app.id,
+        "model": model.id,
         "results": scores.iter().map(result).collect::<Vec<_>>(),
         "usage": {"prompt_tokens": read.prompt_tokens, "total_tokens": read.prompt_tokens},
     })))

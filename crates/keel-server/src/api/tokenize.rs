@@ -45,30 +45,30 @@ pub(crate) struct DetokenizeBody {
 
 /// Encodes a text.
 pub(crate) async fn tokenize(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<TokenizeBody>,
 ) -> Result<Json<Tokenized>> {
-    let app = front.app(body.model.as_deref()).await?;
-    let context = app.engine.context();
-    let worker = Arc::clone(&app);
+    let model = manager.model_for(body.model.as_deref()).await?;
+    let context = model.engine.context();
+    let worker = Arc::clone(&model);
     let encode = move |caller: &Caller| {
         // A text of any length may be counted.
         let bounds = Bounds { context: usize::MAX, ..worker.bounds(caller) };
         bounds.encode(&worker.text.tokenizer, &body.text, body.add_special_tokens)
     };
-    let tokens = app.work(&caller, encode).await?;
+    let tokens = model.work(&caller, encode).await?;
     caller.meter.take(tokens.len() as u64 * ANSWER_BYTES_PER_ID)?;
     Ok(Json(Tokenized { count: tokens.len(), tokens, max_model_len: context }))
 }
 
 /// Decodes ids.
 pub(crate) async fn detokenize(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<DetokenizeBody>,
 ) -> Result<Json<Value>> {
-    let app = front.app(body.model.as_deref()).await?;
-    let worker = Arc::clone(&app);
+    let model = manager.model_for(body.model.as_deref()).await?;
+    let worker = Arc::clone(&model);
     let decode = move |_: &Caller| Ok(worker.text.tokenizer.decode(&body.tokens, false)?);
-    let text = app.work(&caller, decode).await?;
+    let text = model.work(&caller, decode).await?;
     Ok(Json(json!({"text": text, "content": text})))
 }

@@ -15,9 +15,9 @@ use tracing::field::Empty;
 
 use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
-use crate::app::App;
 use crate::error::{Result, ServerError, wrong};
 use crate::events::Events;
+use crate::loaded_model::LoadedModel;
 use crate::metrics::RequestTimer;
 
 /// Largest number of texts per request.
@@ -63,7 +63,7 @@ pub(crate) fn check_count(field: &'static str, count: usize) -> Result<()> {
     }
 }
 
-impl App {
+impl LoadedModel {
     /// Runs the prompts and waits for their values.
     pub(crate) async fn read(
         self: &Arc<Self>,

@@ -14,9 +14,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::access::caller::Caller;
-use crate::app::App;
 use crate::error::{Result, ServerError};
 use crate::http::connections::BODY_BUFFER_BYTES;
+use crate::loaded_model::LoadedModel;
 use crate::memory::requests::{Meter, bytes_of_body};
 use crate::model_manager::ModelManager;
 
@@ -26,10 +26,10 @@ pub(crate) struct Body<T>(pub T, pub Arc<Caller>);
 impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<ModelManager>> for Body<T> {
     type Rejection = ServerError;
 
-    async fn from_request(request: Request, app: &Arc<ModelManager>) -> Result<Body<T>> {
+    async fn from_request(request: Request, manager: &Arc<ModelManager>) -> Result<Body<T>> {
         check_media_type(request.headers())?;
-        let caller = Arc::new(Caller::new(&request, &app.memory));
-        let bytes = collect(request, app.options.body_bytes_max, &caller.meter).await?;
+        let caller = Arc::new(Caller::new(&request, &manager.memory));
+        let bytes = collect(request, manager.options.body_bytes_max, &caller.meter).await?;
         let taken = caller.meter.held();
         caller.meter.take(bytes_of_body(&bytes))?;
         if bytes.len() <= PARSED_AT_ONCE {
@@ -37,7 +37,7 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<ModelManager>> for Bo
             caller.meter.give_back(taken);
             return Ok(Body(value, caller));
         }
-        let value = app
+        let value = manager
             .work(&caller, move |caller| {
                 let value = parse(&bytes)?;
                 drop(bytes);
@@ -135,10 +135,10 @@ pub(crate) struct Refusal(pub &'static str);
 
 /// A stream of server-sent events. Comments keep it open while there are no events.
 pub(crate) fn sse(
-    app: &App,
+    model: &LoadedModel,
     events: impl Stream<Item = Result<Event, Infallible>> + Send + 'static,
 ) -> Response {
-    let ping: Duration = app.options.ping;
+    let ping: Duration = model.options.ping;
     let mut response =
         Sse::new(events).keep_alive(KeepAlive::new().interval(ping).text("ping")).into_response();
     response.headers_mut().insert("x-accel-buffering", HeaderValue::from_static("no"));

@@ -27,7 +27,7 @@ use crate::model_manager::{Modalities, ModelFacts, ModelManager};
 /// All endpoints.
 ///
 /// `listens` is the address that the server listens on. It determines which host names are accepted.
-pub fn router(app: Arc<ModelManager>, listens: SocketAddr) -> Router {
+pub fn router(manager: Arc<ModelManager>, listens: SocketAddr) -> Router {
     let open = Router::new()
         .route("/", get(page::page))
         .route("/page/{file}", get(page::asset))
@@ -49,20 +49,20 @@ pub fn router(app: Arc<ModelManager>, listens: SocketAddr) -> Router {
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/metrics", get(metrics))
-        .layer(middleware::from_fn_with_state(Arc::clone(&app), check_key));
+        .layer(middleware::from_fn_with_state(Arc::clone(&manager), check_key));
     let router = open.merge(keyed).fallback(unknown).method_not_allowed_fallback(other_method);
-    let router = match cors(&app.options.cors_origins) {
+    let router = match cors(&manager.options.cors_origins) {
         Some(cors) => router.layer(cors),
         None => router,
     };
-    let gate = Arc::new(HostCheck::new(listens, &app.options));
+    let gate = Arc::new(HostCheck::new(listens, &manager.options));
     router
-        .layer(middleware::from_fn_with_state(Arc::clone(&app), pace))
+        .layer(middleware::from_fn_with_state(Arc::clone(&manager), pace))
         .layer(middleware::from_fn_with_state(gate, check_site))
-        .layer(middleware::from_fn_with_state(Arc::clone(&app), count_refusals))
+        .layer(middleware::from_fn_with_state(Arc::clone(&manager), count_refusals))
         .layer(middleware::from_fn(name_request))
         .layer(middleware::map_response(harden))
-        .with_state(app)
+        .with_state(manager)
 }
 
 async fn check_site(State(gate): State<Arc<HostCheck>>, request: Request, next: Next) -> Response {
@@ -82,11 +82,11 @@ fn refusal(uri: &Uri, error: ServerError) -> Response {
 
 /// Charges answers to requests. The page and an operator's requests are few and bounded, and are answered however full
 /// the memory of requests is.
-async fn pace(State(app): State<Arc<ModelManager>>, mut request: Request, next: Next) -> Response {
+async fn pace(State(manager): State<Arc<ModelManager>>, mut request: Request, next: Next) -> Response {
     if request.method() != Method::POST {
         return next.run(request).await;
     }
-    let meter = Arc::new(app.memory.meter());
+    let meter = Arc::new(manager.memory.meter());
     request.extensions_mut().insert(RequestMeter(Arc::clone(&meter)));
     paced(meter, next.run(request).await)
 }
@@ -129,9 +129,9 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     Some(layer.allow_origin(AllowOrigin::list(origins)))
 }
 
-async fn check_key(State(app): State<Arc<ModelManager>>, mut request: Request, next: Next) -> Response {
+async fn check_key(State(manager): State<Arc<ModelManager>>, mut request: Request, next: Next) -> Response {
     let is_work = request.method() == Method::POST;
-    let pass = match app.keys.enter(request.headers(), is_work, Instant::now()) {
+    let pass = match manager.keys.enter(request.headers(), is_work, Instant::now()) {
         Ok(pass) => pass,
         Err(error) => return refusal(request.uri(), error),
     };
@@ -143,10 +143,10 @@ async fn check_key(State(app): State<Arc<ModelManager>>, mut request: Request, n
     with_guard(pass, response)
 }
 
-async fn count_refusals(State(app): State<Arc<ModelManager>>, request: Request, next: Next) -> Response {
+async fn count_refusals(State(manager): State<Arc<ModelManager>>, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     if let Some(Refusal(code)) = response.extensions().get() {
-        app.metrics.refused(code);
+        manager.metrics.refused(code);
     }
     response
 }
@@ -161,12 +161,12 @@ async fn other_method(method: Method, uri: Uri) -> Response {
     refusal(&uri, ServerError::Method { method, path })
 }
 
-async fn health(State(app): State<Arc<ModelManager>>) -> Result<Response> {
+async fn health(State(manager): State<Arc<ModelManager>>) -> Result<Response> {
     // An engine that is loaded when it is asked for is loaded again.
-    if app.has_failed() {
+    if manager.has_failed() {
         return Err(ServerError::EngineStopped);
     }
-    if app.is_draining() {
+    if manager.is_draining() {
         return Err(ServerError::Draining);
     }
     Ok(Json(json!({"status": "ok"})).into_response())
@@ -191,22 +191,23 @@ fn modalities(takes: Modalities) -> Vec<&'static str> {
     ["text"].into_iter().chain(more.into_iter().filter_map(|(takes, name)| takes.then_some(name))).collect()
 }
 
-async fn models(State(app): State<Arc<ModelManager>>) -> Response {
-    let models = app.all_facts();
-    let data: Vec<_> = models.iter().map(|facts| model_json(app.created, facts)).collect();
+async fn models(State(manager): State<Arc<ModelManager>>) -> Response {
+    let facts = manager.all_facts();
+    let data: Vec<_> = facts.iter().map(|facts| model_json(manager.created, facts)).collect();
     Json(json!({"object": "list", "data": data})).into_response()
 }
 
 async fn model(
-    State(app): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response> {
     let Path(id) = id.map_err(|_| wrong("model", "the name in the path is not UTF-8"))?;
-    let facts = app.facts(app.find(Some(&id))?);
-    Ok(Json(model_json(app.created, &facts)).into_response())
+    let facts = manager.facts(manager.find(Some(&id))?);
+    Ok(Json(model_json(manager.created, &facts)).into_response())
 }
 
-async fn metrics(State(app): State<Arc<ModelManager>>) -> Response {
+async fn metrics(State(manager): State<Arc<ModelManager>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], app.metrics.expose(app.totals(), &app.memory)).into_response()
+    ([(header::CONTENT_TYPE, kind)], manager.metrics.expose(manager.totals(), &manager.memory))
+        .into_response()
 }

@@ -10,19 +10,20 @@ use keel_engine::Engine;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::oneshot;
 
-use crate::app::{App, Shared};
 use crate::engine::worker::{EngineHandle, batcher};
 use crate::error::{Result, ServerError};
 use crate::http::connections::Connections;
 use crate::http::routes::router;
+use crate::loaded_model::LoadedModel;
 use crate::memory::requests::check_limit;
 use crate::model_manager::{ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
+use crate::shared::Shared;
 use crate::text::ModelText;
 
 /// A server that is ready to listen.
 pub struct Server {
-    front: Arc<ModelManager>,
+    manager: Arc<ModelManager>,
 }
 
 /// Time for connections to close after an abort.
@@ -69,7 +70,7 @@ impl Server {
         }
         let batch = batcher(engine, options.batch);
         let (handle, thread) = EngineHandle::start(batch, options.prefix_store.clone())?;
-        Ok(Server { front: ModelManager::of_one(Shared::new(options), handle, text, thread) })
+        Ok(Server { manager: ModelManager::of_one(Shared::new(options), handle, text, thread) })
     }
 
     /// Of several models, each loaded when it is asked for.
@@ -78,16 +79,16 @@ impl Server {
     /// If there is none, two have one name, one does not fit by itself, or the memory of requests is below its minimum.
     pub fn of_several(
         offers: Vec<ServedModel>,
-        fleet: ModelManagerOptions,
+        manager_options: ModelManagerOptions,
         options: ServerOptions,
     ) -> Result<Server> {
         check_limit(options.request_memory)?;
-        Ok(Server { front: ModelManager::of_several(Shared::new(options), offers, fleet)? })
+        Ok(Server { manager: ModelManager::of_several(Shared::new(options), offers, manager_options)? })
     }
 
     /// The model that was used last, if one is loaded. The server does not end while it is held.
-    pub fn app(&self) -> Option<Arc<App>> {
-        self.front.loaded().into_iter().next()
+    pub fn last_used(&self) -> Option<Arc<LoadedModel>> {
+        self.manager.loaded().into_iter().next()
     }
 
     /// Answers requests until `drain` completes. Then remembered prefixes are saved, and running requests may end
@@ -102,33 +103,33 @@ impl Server {
         drain: impl Future<Output = ()> + Send + 'static,
         abort: impl Future<Output = ()> + Send + 'static,
     ) -> Result<()> {
-        let Server { front } = self;
-        let routes = router(Arc::clone(&front), listener.local_addr()?);
-        let connections = Arc::new(Connections::new(&front.options));
-        let resting = tokio::spawn(front.memory.clone().give_back_at_rest(front.options.give_back));
+        let Server { manager } = self;
+        let routes = router(Arc::clone(&manager), listener.local_addr()?);
+        let connections = Arc::new(Connections::new(&manager.options));
+        let resting = tokio::spawn(manager.memory.clone().give_back_at_rest(manager.options.give_back));
         let (stop_sweep, sweep_stops) = oneshot::channel();
-        let sweeping = tokio::spawn(Arc::clone(&front).sweep(sweep_stops));
+        let sweeping = tokio::spawn(Arc::clone(&manager).sweep(sweep_stops));
         let mut abort = pin!(abort);
         let drained = async {
             drain.await;
-            front.drain();
+            manager.drain();
         };
         let is_aborted = tokio::select! {
             () = connections.accept(listener, routes, drained) => false,
             () = &mut abort => true,
         };
         if is_aborted {
-            front.abort();
+            manager.abort();
         } else {
-            let_end(&front, &connections, abort).await;
+            let_end(&manager, &connections, abort).await;
         }
         connections.close_all();
         connections.all_closed().await;
         resting.abort();
         drop(stop_sweep);
         let _ = sweeping.await;
-        let threads = front.close();
-        drop(front);
+        let threads = manager.close();
+        drop(manager);
         // A thread ends when the last handle is gone; a stream that is still being dropped may hold one.
         for thread in threads {
             let _ = tokio::task::spawn_blocking(move || thread.join()).await;
@@ -138,8 +139,12 @@ impl Server {
 }
 
 /// Waits until running requests have ended, at most for the grace of the options.
-async fn let_end(front: &ModelManager, connections: &Connections, abort: Pin<&mut impl Future<Output = ()>>) {
-    let grace = front.options.grace;
+async fn let_end(
+    manager: &ModelManager,
+    connections: &Connections,
+    abort: Pin<&mut impl Future<Output = ()>>,
+) {
+    let grace = manager.options.grace;
     tokio::select! {
         () = connections.all_closed() => return,
         () = abort => {}
@@ -148,7 +153,7 @@ async fn let_end(front: &ModelManager, connections: &Connections, abort: Pin<&mu
             tracing::warn!("{left} requests have not ended {} s after the signal and are cut off", grace.as_secs_f64());
         }
     }
-    front.abort();
+    manager.abort();
     // Streams report their failure to clients that still read.
     let _ = tokio::time::timeout(ABORT_TIME, connections.all_closed()).await;
 }

@@ -8,26 +8,27 @@ use keel_array::{Category, MemoryReport};
 use keel_engine::batch::SequenceStatus;
 use serde_json::{Map, Value, json};
 
-use crate::app::{App, Shared};
 use crate::engine::view::DeviceMemory;
+use crate::loaded_model::LoadedModel;
 use crate::model_manager::{ModelFacts, ModelManager};
+use crate::shared::Shared;
 
 /// Memory and the running sequences.
 ///
 /// Of several models it shows the one used last; `models` lists all.
-pub(crate) async fn status(State(front): State<Arc<ModelManager>>) -> Json<Value> {
-    let mut status = front.loaded().first().map_or_else(|| nothing(&front), |app| of_model(app));
-    let model =
+pub(crate) async fn status(State(manager): State<Arc<ModelManager>>) -> Json<Value> {
+    let mut status = manager.loaded().first().map_or_else(|| nothing(&manager), |model| of_model(model));
+    let listed =
         |facts: &ModelFacts| json!({"id": facts.id, "loaded": facts.is_loaded, "memory_bytes": facts.bytes});
-    status["models"] = front.all_facts().iter().map(model).collect();
+    status["models"] = manager.all_facts().iter().map(listed).collect();
     Json(status)
 }
 
 /// Where no model is loaded.
-fn nothing(front: &ModelManager) -> Value {
+fn nothing(manager: &ModelManager) -> Value {
     json!({
         "model": null, "now": {}, "planned": {}, "allocated": {}, "peak": {},
-        "requests": requests(front), "waiting": 0, "parked": {"sequences": 0, "bytes": 0}, "running": [],
+        "requests": requests(manager), "waiting": 0, "parked": {"sequences": 0, "bytes": 0}, "running": [],
         "pages": {"total": 0, "free": 0, "remembered": 0}, "remembered_states": 0,
     })
 }
@@ -37,9 +38,9 @@ fn requests(shared: &Shared) -> Value {
     json!({"planned": memory.limit(), "allocated": memory.used(), "peak": memory.peak()})
 }
 
-fn of_model(app: &App) -> Value {
-    let batch = app.engine.status();
-    let devices = app.engine.devices();
+fn of_model(model: &LoadedModel) -> Value {
+    let batch = model.engine.status();
+    let devices = model.engine.devices();
     let allocated: MemoryReport = devices.iter().map(|device| device.allocated).sum();
     let peak: MemoryReport = devices.iter().map(|device| device.peak).sum();
     let kv_bytes = allocated.get(Category::Kv);
@@ -56,12 +57,12 @@ fn of_model(app: &App) -> Value {
         }
     }
     let mut status = json!({
-        "model": app.id,
+        "model": model.id,
         "now": now,
-        "planned": bytes(&app.engine.planned()),
+        "planned": bytes(&model.engine.planned()),
         "allocated": bytes(&allocated),
         "peak": bytes(&peak),
-        "requests": requests(app),
+        "requests": requests(model),
         "waiting": batch.waiting,
         "parked": {"sequences": batch.parking.parked, "bytes": batch.parking.bytes},
         "running": batch.running.iter().map(sequence).collect::<Vec<_>>(),

@@ -5,8 +5,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::served_model::{Load, Modalities, Needs};
-use crate::app::App;
 use crate::error::ServerError;
+use crate::loaded_model::LoadedModel;
 
 /// A model of the server.
 pub(crate) struct Entry {
@@ -21,7 +21,7 @@ pub(crate) struct Entry {
 
 /// A loaded model.
 pub(crate) struct Resident {
-    pub app: Arc<App>,
+    pub model: Arc<LoadedModel>,
     pub thread: JoinHandle<()>,
     pub used: Instant,
 }
@@ -33,11 +33,11 @@ impl Entry {
 
     /// The model, if it is loaded and its engine runs. A model that is always loaded counts even after a failure, and
     /// then reports it.
-    pub fn use_now(&self) -> Option<Arc<App>> {
+    pub fn use_now(&self) -> Option<Arc<LoadedModel>> {
         let mut resident = self.resident();
-        let resident = resident.as_mut().filter(|r| self.load.is_none() || !r.app.engine.is_stopped())?;
+        let resident = resident.as_mut().filter(|r| self.load.is_none() || !r.model.engine.is_stopped())?;
         resident.used = Instant::now();
-        Some(Arc::clone(&resident.app))
+        Some(Arc::clone(&resident.model))
     }
 
     /// Whether the model was unused for `keep_alive`.
@@ -57,8 +57,8 @@ impl Entry {
 
 impl Resident {
     pub fn is_busy(&self) -> bool {
-        let status = self.app.engine.status();
+        let status = self.model.engine.status();
         // Apart from this reference, only requests hold the model.
-        Arc::strong_count(&self.app) > 1 || !status.running.is_empty() || status.waiting > 0
+        Arc::strong_count(&self.model) > 1 || !status.running.is_empty() || status.waiting > 0
     }
 }

@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 use keel_engine::batch::BatchStatus;
 use tokio::sync::oneshot;
 
-use crate::app::{App, Shared};
 use crate::engine::view::{DeviceMemory, EngineView};
 use crate::engine::worker::{EngineHandle, batcher};
 use crate::error::{Result, ServerError, setting};
+use crate::loaded_model::LoadedModel;
+use crate::shared::Shared;
 use crate::text::ModelText;
 use entry::{Entry, Resident};
-pub use served_model::{Load, Loaded, Modalities, ModelManagerOptions, ServedModel};
+pub use served_model::{Load, LoadOutput, Modalities, ModelManagerOptions, ServedModel};
 use served_model::{Needs, Shortage};
 
 /// Facts about a model.
@@ -93,8 +94,8 @@ impl ModelManager {
         let id = shared.options.model_id.clone();
         let needs = Needs { bytes: engine.planned().total(), tower_bytes: 0 };
         let (context, takes) = (engine.context(), text.takes());
-        let app = Arc::new(App { shared: Arc::clone(&shared), id: id.clone(), engine, text });
-        let resident = Mutex::new(Some(Resident { app, thread, used: Instant::now() }));
+        let model = Arc::new(LoadedModel { shared: Arc::clone(&shared), id: id.clone(), engine, text });
+        let resident = Mutex::new(Some(Resident { model, thread, used: Instant::now() }));
         let entries = vec![Entry { id, needs, context, takes, load: None, resident }];
         let options = ModelManagerOptions {
             memory_limit: u64::MAX,
@@ -151,17 +152,17 @@ impl ModelManager {
     /// # Errors
     /// [`ServerError::UnknownModel`]; [`ServerError::ModelLoad`]; [`ServerError::ModelLoading`] if it is not loaded
     /// within the time of the queue.
-    pub(crate) async fn app(self: &Arc<Self>, asked: Option<&str>) -> Result<Arc<App>> {
+    pub(crate) async fn model_for(self: &Arc<Self>, asked: Option<&str>) -> Result<Arc<LoadedModel>> {
         let at = self.find(asked)?;
-        if let Some(app) = self.entries[at].use_now() {
-            return Ok(app);
+        if let Some(model) = self.entries[at].use_now() {
+            return Ok(model);
         }
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
         // Loading continues when the client disconnects, because others may wait for the model, too.
-        let front = Arc::clone(self);
-        let loading = tokio::spawn(async move { front.bring(at).await });
+        let manager = Arc::clone(self);
+        let loading = tokio::spawn(async move { manager.bring(at).await });
         let wait = self.shared.options.batch.queue_timeout;
         match tokio::time::timeout(wait, loading).await {
             Ok(Ok(outcome)) => outcome,
@@ -200,13 +201,15 @@ impl ModelManager {
     }
 
     /// The loaded models, most recently used first.
-    pub(crate) fn loaded(&self) -> Vec<Arc<App>> {
-        let mut all: Vec<(Instant, Arc<App>)> = Vec::new();
+    pub(crate) fn loaded(&self) -> Vec<Arc<LoadedModel>> {
+        let mut all: Vec<(Instant, Arc<LoadedModel>)> = Vec::new();
         for entry in &self.entries {
-            all.extend(entry.resident().as_ref().map(|resident| (resident.used, Arc::clone(&resident.app))));
+            all.extend(
+                entry.resident().as_ref().map(|resident| (resident.used, Arc::clone(&resident.model))),
+            );
         }
         all.sort_by_key(|(used, _)| std::cmp::Reverse(*used));
-        all.into_iter().map(|(_, app)| app).collect()
+        all.into_iter().map(|(_, model)| model).collect()
     }
 
     /// Counters over loaded and unloaded models.
@@ -215,7 +218,7 @@ impl ModelManager {
         let mut engines = departed.leaving.clone();
         let mut split = Vec::new();
         for entry in &self.entries {
-            let Some(engine) = entry.resident().as_ref().map(|resident| resident.app.engine.view()) else {
+            let Some(engine) = entry.resident().as_ref().map(|resident| resident.model.engine.view()) else {
                 continue;
             };
             let devices = engine.devices();
@@ -238,11 +241,11 @@ impl ModelManager {
     }
 
     /// Loads a model, after unloading others if necessary.
-    async fn bring(self: Arc<Self>, at: usize) -> Result<Arc<App>> {
+    async fn bring(self: Arc<Self>, at: usize) -> Result<Arc<LoadedModel>> {
         let _turn = self.turn.lock().await;
         let entry = &self.entries[at];
-        if let Some(app) = entry.use_now() {
-            return Ok(app);
+        if let Some(model) = entry.use_now() {
+            return Ok(model);
         }
         // A model whose engine has failed is unloaded like any other.
         self.give_back(at).await;
@@ -251,17 +254,17 @@ impl ModelManager {
             self.give_back(oldest).await;
         }
         let (done, loaded) = oneshot::channel();
-        let front = Arc::clone(&self);
-        let load = move || drop(done.send(front.load(at)));
+        let manager = Arc::clone(&self);
+        let load = move || drop(done.send(manager.load(at)));
         std::thread::Builder::new().name("keel-load".into()).stack_size(STACK_BYTES).spawn(load)?;
         loaded.await.map_err(|_| entry.failed("its thread ended".into()))?
     }
 
-    fn load(&self, at: usize) -> Result<Arc<App>> {
+    fn load(&self, at: usize) -> Result<Arc<LoadedModel>> {
         let entry = &self.entries[at];
         let Some(load) = &entry.load else { return Err(ServerError::EngineStopped) };
         let start = Instant::now();
-        let Loaded { mut engine, text, prefix_store } =
+        let LoadOutput { mut engine, text, prefix_store } =
             load().map_err(|error| entry.failed(error.to_string()))?;
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;
@@ -270,10 +273,11 @@ impl ModelManager {
         let (engine, thread) = EngineHandle::start(batch, prefix_store)?;
         let seconds = start.elapsed().as_secs_f64();
         tracing::info!(model = entry.id, bytes = engine.planned().total(), seconds, "loaded");
-        let app = Arc::new(App { shared: Arc::clone(&self.shared), id: entry.id.clone(), engine, text });
-        let resident = Resident { app: Arc::clone(&app), thread, used: Instant::now() };
+        let model =
+            Arc::new(LoadedModel { shared: Arc::clone(&self.shared), id: entry.id.clone(), engine, text });
+        let resident = Resident { model: Arc::clone(&model), thread, used: Instant::now() };
         *entry.resident() = Some(resident);
-        Ok(app)
+        Ok(model)
     }
 
     /// Bytes of the loaded models.
@@ -295,16 +299,16 @@ impl ModelManager {
     /// Unloads a model: waits until its requests have ended and its memory is freed.
     async fn give_back(&self, at: usize) {
         let entry = &self.entries[at];
-        let (app, thread, view) = {
+        let (model, thread, view) = {
             let mut departed = self.departed();
-            let Some(Resident { app, thread, .. }) = entry.resident().take() else { return };
-            let view = app.engine.view();
+            let Some(Resident { model, thread, .. }) = entry.resident().take() else { return };
+            let view = model.engine.view();
             departed.leaving.push(view.clone());
-            (app, thread, view)
+            (model, thread, view)
         };
-        app.engine.save_prefixes();
+        model.engine.save_prefixes();
         // The thread ends when no request holds the model any more.
-        drop(app);
+        drop(model);
         let (done, ended) = oneshot::channel();
         let join = move || drop(done.send(thread.join()));
         if std::thread::Builder::new().name("keel-unload".into()).spawn(join).is_ok() {
@@ -353,20 +357,20 @@ impl ModelManager {
 
     /// Whether an engine has failed whose model cannot be loaded again.
     pub(crate) fn has_failed(&self) -> bool {
-        let failed = |entry: &Entry| entry.resident().as_ref().is_some_and(|r| r.app.engine.is_stopped());
+        let failed = |entry: &Entry| entry.resident().as_ref().is_some_and(|r| r.model.engine.is_stopped());
         self.entries.iter().any(|entry| entry.load.is_none() && failed(entry))
     }
 
     /// Ends all running and waiting requests of all models.
     pub(crate) fn abort(&self) {
-        self.loaded().iter().for_each(|app| app.engine.abort());
+        self.loaded().iter().for_each(|model| model.engine.abort());
     }
 
     /// Refuses new requests from now on; running requests continue. Remembered prefixes are saved as soon as nothing
     /// runs, because the process may be killed before it ends.
     pub(crate) fn drain(&self) {
         self.shared.start_draining();
-        self.loaded().iter().for_each(|app| app.engine.save_prefixes());
+        self.loaded().iter().for_each(|model| model.engine.save_prefixes());
     }
 
     /// The threads of the engines. They end when no other code holds the engines.

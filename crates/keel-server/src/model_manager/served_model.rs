@@ -9,7 +9,7 @@ use crate::options::PrefixStore;
 use crate::text::ModelText;
 
 /// The result of loading a model.
-pub struct Loaded {
+pub struct LoadOutput {
     /// The engine.
     pub engine: Engine,
     /// The text side.
@@ -19,7 +19,7 @@ pub struct Loaded {
 }
 
 /// Loads a model, on a separate thread.
-pub type Load = Box<dyn Fn() -> Result<Loaded, Box<dyn Error + Send + Sync>> + Send + Sync>;
+pub type Load = Box<dyn Fn() -> Result<LoadOutput, Box<dyn Error + Send + Sync>> + Send + Sync>;
 
 /// A model that requests may name.
 pub struct ServedModel {

@@ -11,22 +11,22 @@ use keel_text::TextFiles;
 use keel_weights::Checkpoint;
 use tokio::sync::oneshot;
 
-use super::{Load, Loaded, Modalities, ModelManager, ModelManagerOptions, ServedModel};
-use crate::app::Shared;
+use super::{Load, LoadOutput, Modalities, ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
+use crate::shared::Shared;
 use crate::text::ModelText;
 
-fn load() -> Result<Loaded, Box<dyn std::error::Error + Send + Sync>> {
+fn load() -> Result<LoadOutput, Box<dyn std::error::Error + Send + Sync>> {
     let checkpoint = Checkpoint::open(&demo())?;
     let runtime = Runtime::new(Arc::new(CpuBackend::new(CpuOptions::default())), RuntimeOptions::default());
     let options =
         EngineOptions { context: 256, sequences: 1, pool_pages: Some(8), ..EngineOptions::default() };
     let parameters = CheckpointParameters(&checkpoint);
     let engine = Engine::load(&runtime, &parameters, checkpoint.config(), options, &|_| ())?;
-    Ok(Loaded { engine, text: ModelText::new(&TextFiles::read(&demo())?)?, prefix_store: None })
+    Ok(LoadOutput { engine, text: ModelText::new(&TextFiles::read(&demo())?)?, prefix_store: None })
 }
 
-fn front(options: ServerOptions, keep_alive: Option<Duration>, load: Load) -> Arc<ModelManager> {
+fn manager(options: ServerOptions, keep_alive: Option<Duration>, load: Load) -> Arc<ModelManager> {
     let offer = ServedModel {
         id: "demo".into(),
         bytes: 1,
@@ -48,13 +48,13 @@ async fn a_model_that_loads_for_longer_than_requests_wait_says_that_it_is_loadin
         load()
     };
     let batch = BatchOptions { queue_timeout: Duration::from_millis(1), ..BatchOptions::default() };
-    let front = front(ServerOptions { batch, ..ServerOptions::default() }, None, Box::new(slow));
-    let Err(error) = front.app(None).await else { panic!("it is not loaded yet") };
+    let manager = manager(ServerOptions { batch, ..ServerOptions::default() }, None, Box::new(slow));
+    let Err(error) = manager.model_for(None).await else { panic!("it is not loaded yet") };
     let reply = error.reply();
     assert_eq!((reply.status.as_u16(), reply.code, reply.retry_after), (503, "model_loading", Some(5)));
     assert!(error.to_string().contains("\"demo\" is not loaded yet"), "{error}");
     drop(go_on);
-    while let Err(error) = front.app(None).await {
+    while let Err(error) = manager.model_for(None).await {
         assert!(matches!(error, crate::error::ServerError::ModelLoading { .. }), "{error}");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -62,14 +62,14 @@ async fn a_model_that_loads_for_longer_than_requests_wait_says_that_it_is_loadin
 
 #[tokio::test]
 async fn a_sweep_that_is_stopped_ends_after_the_model_that_it_unloads() {
-    let front = front(ServerOptions::default(), Some(Duration::from_millis(1)), Box::new(load));
-    let app = front.app(None).await.expect("it loads");
+    let manager = manager(ServerOptions::default(), Some(Duration::from_millis(1)), Box::new(load));
+    let model = manager.model_for(None).await.expect("it loads");
     // The engine's thread goes on while there is a handle, as it does while it saves prefixes.
-    let handle = app.engine.clone();
-    drop(app);
+    let handle = model.engine.clone();
+    drop(model);
     let (stop, stops) = oneshot::channel();
-    let sweeping = tokio::spawn(Arc::clone(&front).sweep(stops));
-    while !front.loaded().is_empty() {
+    let sweeping = tokio::spawn(Arc::clone(&manager).sweep(stops));
+    while !manager.loaded().is_empty() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(stop);
@@ -77,5 +77,5 @@ async fn a_sweep_that_is_stopped_ends_after_the_model_that_it_unloads() {
     assert!(!sweeping.is_finished(), "the model is not unloaded yet");
     drop(handle);
     sweeping.await.expect("it ends");
-    assert!(front.totals().engines.is_empty(), "nothing is being unloaded");
+    assert!(manager.totals().engines.is_empty(), "nothing is being unloaded");
 }

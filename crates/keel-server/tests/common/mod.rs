@@ -15,7 +15,7 @@ use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_server::{App, ImagePreprocessor, ModelText, Server, ServerOptions, bind};
+use keel_server::{ImagePreprocessor, LoadedModel, ModelText, Server, ServerOptions, bind};
 pub use keel_testkit::fixtures::demo;
 use keel_text::TextFiles;
 use keel_vision::ProcessorFiles;
@@ -56,7 +56,7 @@ fn engine_of(folder: &Path, backend: Arc<dyn Backend>, options: EngineOptions) -
 /// A server on a separate thread.
 pub struct Running {
     pub address: SocketAddr,
-    pub app: Arc<App>,
+    pub model: Arc<LoadedModel>,
     tasks: tokio::runtime::Handle,
     drain: Option<oneshot::Sender<()>>,
     abort: Option<oneshot::Sender<()>>,
@@ -121,7 +121,9 @@ impl Running {
                 };
                 let server = Server::new(engine, text, options).expect("starts");
                 let tasks = tokio::runtime::Handle::current();
-                sender.send((address, server.app().expect("it is loaded"), tasks)).expect("the test waits");
+                sender
+                    .send((address, server.last_used().expect("it is loaded"), tasks))
+                    .expect("the test waits");
                 let either = |signal: oneshot::Receiver<()>| async move {
                     if signal.await.is_err() {
                         std::future::pending::<()>().await;
@@ -130,8 +132,8 @@ impl Running {
                 server.run(listener, either(drained), either(aborted)).await.expect("serves");
             });
         });
-        let (address, app, tasks) = receiver.recv().expect("the server starts");
-        Running { address, app, tasks, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
+        let (address, model, tasks) = receiver.recv().expect("the server starts");
+        Running { address, model, tasks, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
     }
 
     /// Number of the server's tasks that have not ended.
@@ -174,7 +176,7 @@ impl Running {
     /// Waits until nothing runs or waits.
     pub fn wait_until_idle(&self) {
         wait_for("nothing runs", || {
-            let status = self.app.engine.status();
+            let status = self.model.engine.status();
             status.running.is_empty() && status.waiting == 0 && status.parking.parked == 0
         });
     }
@@ -183,12 +185,12 @@ impl Running {
     pub fn assert_all_is_back(&self) {
         self.wait_until_idle();
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        runtime.block_on(self.app.engine.forget_prefixes()).expect("it runs");
+        runtime.block_on(self.model.engine.forget_prefixes()).expect("it runs");
         wait_for("all pages are free", || {
-            let status = self.app.engine.status();
+            let status = self.model.engine.status();
             status.free_pages == status.pages && status.prefix_states == 0
         });
-        for device in self.app.engine.devices() {
+        for device in self.model.engine.devices() {
             assert_eq!(device.allocated, device.planned, "{}", device.name);
         }
     }

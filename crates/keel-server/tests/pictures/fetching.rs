@@ -49,7 +49,7 @@ fn nobody_reads_the_pictures_of_a_client_that_left() {
     // The server sees that the client left, which cancels the work.
     std::thread::sleep(Duration::from_millis(500));
     slow.goes_on.store(true, Ordering::Release);
-    wait_for("the request's memory is back", || server.app.memory.used() == 0);
+    wait_for("the request's memory is back", || server.model.memory.used() == 0);
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!(slow.asked.load(Ordering::Acquire), 1, "19 pictures were not wanted any more");
     server.assert_all_is_back();

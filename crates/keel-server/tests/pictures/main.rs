@@ -311,7 +311,7 @@ fn what_cannot_be_shown_is_refused_in_a_sentence() {
     let messages = json!([{"role": "user", "content": [{"type": "image", "source": {"type": "base64"}}]}]);
     let reply = server.post("/v1/messages", &json!({"max_tokens": 5, "messages": messages}));
     assert!(reply.status == 400 && reply.body.contains("no source of the form"), "{}", reply.body);
-    assert_eq!(server.app.memory.used(), 0, "what was refused holds nothing");
+    assert_eq!(server.model.memory.used(), 0, "what was refused holds nothing");
     server.assert_all_is_back();
 }
 
@@ -362,7 +362,7 @@ fn after_many_pictures_nothing_is_left() {
             .iter()
             .map(|file| std::fs::read(folder.join("images").join(file)).expect("there"))
             .collect();
-    let before = server.app.engine.ledger().active();
+    let before = server.model.engine.ledger().active();
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..6 {
@@ -398,12 +398,12 @@ fn after_many_pictures_nothing_is_left() {
         }
     });
     server.wait_until_idle();
-    assert_eq!(server.app.engine.ledger().active(), before, "live bytes by category");
-    assert_eq!(server.app.engine.ledger().peak(), before, "nothing was allocated meanwhile");
-    let pictures = server.app.engine.status().pictures;
+    assert_eq!(server.model.engine.ledger().active(), before, "live bytes by category");
+    assert_eq!(server.model.engine.ledger().peak(), before, "nothing was allocated meanwhile");
+    let pictures = server.model.engine.status().pictures;
     assert!(pictures.held_bytes == 0 && pictures.bytes <= pictures.bytes_max, "{pictures:?}");
-    wait_for("requests give their memory back", || server.app.memory.used() == 0);
-    assert_eq!(server.app.engine.leaks(), 0);
+    wait_for("requests give their memory back", || server.model.memory.used() == 0);
+    assert_eq!(server.model.engine.leaks(), 0);
     server.assert_all_is_back();
     server.drain();
     server.join();

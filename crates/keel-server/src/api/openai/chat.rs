@@ -19,13 +19,14 @@ use crate::answer::{Answer, AnswerPiece, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
-use crate::app::{App, EngineRequest, bytes_of_copy, fresh_id};
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
+use crate::loaded_model::{EngineRequest, LoadedModel, bytes_of_copy};
 use crate::memory::requests::Listing;
 use crate::model_manager::ModelManager;
 use crate::pictures::{MediaSource, PromptMedia};
+use crate::shared::fresh_id;
 use crate::text::{Bounds, ModelText};
 
 /// The supported fields. An unsupported field is refused if it would change the answer.
@@ -72,17 +73,19 @@ pub(super) struct StreamOptions {
 
 /// Answers a conversation.
 pub(crate) async fn create(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<ChatBody>,
 ) -> Result<Response> {
-    let app = front.app(body.model.as_deref()).await?;
+    let model = manager.model_for(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let ask = ask_apart(&app, &caller, body, app.engine.context()).await?;
-    let answers = app.start("/v1/chat/completions", &caller, vec![ask]).await?;
-    let head = ChunkHeader { id: fresh_id("chatcmpl-"), created: app.now(), model: app.id.clone() };
+    let ask = ask_apart(&model, &caller, body, model.engine.context()).await?;
+    let answers = model.start("/v1/chat/completions", &caller, vec![ask]).await?;
+    let head = ChunkHeader { id: fresh_id("chatcmpl-"), created: model.now(), model: model.id.clone() };
     if let Some(room) = room {
-        return Ok(respond(&app, room, error_event, move |outbox| stream(head, answers, outbox, with_usage)));
+        return Ok(respond(&model, room, error_event, move |outbox| {
+            stream(head, answers, outbox, with_usage)
+        }));
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers)).into_response())
@@ -91,18 +94,18 @@ pub(crate) async fn create(
 /// Converts the request on a worker thread, because templates and tokenizers take long for long conversations. A prompt
 /// that surely has more than `context` tokens, by its bytes, is refused.
 pub(crate) async fn ask_apart(
-    app: &Arc<App>,
+    model: &Arc<LoadedModel>,
     caller: &Arc<Caller>,
     body: ChatBody,
     context: usize,
 ) -> Result<EngineRequest> {
-    let worker = Arc::clone(app);
+    let worker = Arc::clone(model);
     let shows = body.messages.iter().any(ChatMessage::shows_pictures);
     let work = move |caller: &Caller| {
         let bounds = Bounds { context, ..worker.bounds(caller) };
         ask(&worker.text, &bounds, body)
     };
-    if shows { app.work_on_pictures(caller, work).await } else { app.work(caller, work).await }
+    if shows { model.work_on_pictures(caller, work).await } else { model.work(caller, work).await }
 }
 
 /// Converts the request to the engine's terms.

@@ -18,12 +18,13 @@ use crate::answer::{Answer, AnswerPiece, TokenInfo, Usage};
 use crate::api::numbers::{Whole, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
-use crate::app::{EngineRequest, bytes_of_copy, fresh_id};
 use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
+use crate::loaded_model::{EngineRequest, bytes_of_copy};
 use crate::memory::requests::{Listing, bytes_of_part};
 use crate::model_manager::ModelManager;
+use crate::shared::fresh_id;
 use crate::text::{Bounds, ModelText};
 
 /// OpenAI's default.
@@ -87,22 +88,22 @@ impl Prompt {
 
 /// Continues texts.
 pub(crate) async fn create(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<CompletionBody>,
 ) -> Result<Response> {
-    let app = front.app(body.model.as_deref()).await?;
+    let model = manager.model_for(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let choices = body.n.unwrap_or(1);
-    let worker = Arc::clone(&app);
+    let worker = Arc::clone(&model);
     let (asks, echoes) =
-        app.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
-    let answers = app.start("/v1/completions", &caller, asks).await?;
-    let shared = ChunkHeader { id: fresh_id("cmpl-"), created: app.now(), model: app.id.clone() };
+        model.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
+    let answers = model.start("/v1/completions", &caller, asks).await?;
+    let shared = ChunkHeader { id: fresh_id("cmpl-"), created: model.now(), model: model.id.clone() };
     let head = CompletionHeader { shared, choices };
     if let Some(room) = room {
         let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
-        return Ok(respond(&app, room, error_event, produce));
+        return Ok(respond(&model, room, error_event, produce));
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers, &echoes)).into_response())

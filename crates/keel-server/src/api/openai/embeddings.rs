@@ -73,21 +73,21 @@ struct EmbeddingUsage {
 
 /// Embeds texts.
 pub(crate) async fn create(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<EmbeddingBody>,
 ) -> Result<Response> {
-    let app = front.app(body.model.as_deref()).await?;
-    let width = app.engine.hidden();
+    let model = manager.model_for(body.model.as_deref()).await?;
+    let width = model.engine.hidden();
     let dimensions = body.dimensions.unwrap_or(width);
     if dimensions == 0 || dimensions > width {
         return Err(wrong("dimensions", format!("{dimensions}, and this model has 1 to {width}")));
     }
     let encoding = body.encoding_format.unwrap_or_default();
-    let worker = Arc::clone(&app);
+    let worker = Arc::clone(&model);
     let prompts = move |caller: &_| prompts(&worker.text, &worker.bounds(caller), &body);
-    let prompts = app.work(&caller, prompts).await?;
-    let ask = ReadoutRequest { prompts, shared_len: 0, readout: app.engine.pooling() };
-    let read = app.read("/v1/embeddings", &caller, ask).await?;
+    let prompts = model.work(&caller, prompts).await?;
+    let ask = ReadoutRequest { prompts, shared_len: 0, readout: model.engine.pooling() };
+    let read = model.read("/v1/embeddings", &caller, ask).await?;
     let embedding = |(index, values): (usize, Vec<f32>)| {
         let values = direction(values, dimensions)?;
         let embedding = match encoding {
@@ -102,7 +102,7 @@ pub(crate) async fn create(
     let answer = Embeddings {
         object: "list",
         data: read.values.into_iter().enumerate().map(embedding).collect::<Result<_>>()?,
-        model: app.id.clone(),
+        model: model.id.clone(),
         usage: EmbeddingUsage { prompt_tokens: read.prompt_tokens, total_tokens: read.prompt_tokens },
     };
     Ok(Json(answer).into_response())

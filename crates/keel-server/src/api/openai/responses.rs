@@ -14,12 +14,12 @@ use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
-use crate::app::fresh_id;
 use crate::collect::{Collected, StreamRoom, collect, error_event, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Body;
 use crate::memory::requests::{Meter, bytes_of_value};
 use crate::model_manager::ModelManager;
+use crate::shared::fresh_id;
 
 /// The fields that differ from those of a chat. The others are passed on.
 #[derive(Debug, Deserialize)]
@@ -65,7 +65,7 @@ const SHARED: [&str; 16] = [
 
 /// Answers an input.
 pub(crate) async fn create(
-    State(front): State<Arc<ModelManager>>,
+    State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<ResponseBody>,
 ) -> Result<Response> {
     if body.previous_response_id.is_some() {
@@ -75,7 +75,7 @@ pub(crate) async fn create(
     let charged = caller.meter.part();
     let mut head = ChunkHeader {
         id: fresh_id("resp_"),
-        created: front.now(),
+        created: manager.now(),
         model: String::new(),
         echoed: json!({
             "tools": body.rest.get("tools").cloned().unwrap_or(json!([])),
@@ -90,15 +90,15 @@ pub(crate) async fn create(
     };
     // Kept until the answer ends; copied to an event, and written as text.
     head.charged.take(3 * bytes_of_value(&head.echoed))?;
-    let chat = front.work(&caller, move |_| chat(body)).await?;
-    let app = front.app(chat.model()).await?;
-    head.model.clone_from(&app.id);
-    let ask = ask_apart(&app, &caller, chat, app.engine.context()).await?;
-    let mut answers = app.start("/v1/responses", &caller, vec![ask]).await?;
+    let chat = manager.work(&caller, move |_| chat(body)).await?;
+    let model = manager.model_for(chat.model()).await?;
+    head.model.clone_from(&model.id);
+    let ask = ask_apart(&model, &caller, chat, model.engine.context()).await?;
+    let mut answers = model.start("/v1/responses", &caller, vec![ask]).await?;
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
-        return Ok(respond(&app, room, error_event, move |outbox| stream::stream(head, answer, outbox)));
+        return Ok(respond(&model, room, error_event, move |outbox| stream::stream(head, answer, outbox)));
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&head, &answer)).into_response())

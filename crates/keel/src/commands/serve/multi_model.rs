@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use keel_server::{
-    Loaded, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, bind, wait_for_signal,
+    LoadOutput, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, bind, wait_for_signal,
 };
 
 use super::named::{self, Named};
@@ -85,7 +85,7 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
     session::close(model);
     let (device, path) = (device(args), named.model.clone());
     let mmproj = mmproj.map(Path::to_path_buf);
-    let load = move || -> Result<Loaded> {
+    let load = move || -> Result<LoadOutput> {
         let model = source::open(Some(&path), mmproj.as_deref())?;
         let mut text = ModelText::new(&model.text_files()?)?;
         if let Some(vision) = options.vision {
@@ -95,7 +95,7 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
         let mut session = Session::load(&device, &model, options)?;
         session::close(model);
         session.make_ready()?;
-        Ok(Loaded { engine: session.engine, text, prefix_store: prefix_store.clone() })
+        Ok(LoadOutput { engine: session.engine, text, prefix_store: prefix_store.clone() })
     };
     let load = Box::new(move || load().map_err(|error| format!("{error:#}").into()));
     Ok(ServedModel { id, bytes, tower_bytes, context: options.context, takes, load })

@@ -6,10 +6,10 @@ use serde_json::{Value, json};
 
 use super::{ChunkHeader, Kind, call_item, status};
 use crate::answer::{Answer, AnswerPiece};
-use crate::app::fresh_id;
 use crate::collect::Outbox;
 use crate::error::{Result, ServerError};
 use crate::http::body::error_json;
+use crate::shared::fresh_id;
 
 /// The item that is being streamed.
 struct Open {

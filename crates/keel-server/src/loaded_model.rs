@@ -1,9 +1,8 @@
-//! The state that all handlers share, a loaded model, and the path from a request to running answers.
+//! A loaded model, and the path from a request to running answers.
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use keel_engine::SamplerOptions;
 use keel_engine::batch::{BatchRequest, RequestVision};
@@ -11,34 +10,17 @@ use keel_text::{AnswerForm, GrammarSource, StopMatcher};
 use tracing::field::Empty;
 
 use crate::access::caller::Caller;
-use crate::access::keys::Keys;
 use crate::answer::{Answer, AnswerStyle};
 use crate::engine::grammar::{Compiled, Grammar};
 use crate::engine::worker::EngineHandle;
 use crate::error::{Result, ServerError, wrong};
-use crate::http::blocking_work::BlockingWork;
-use crate::memory::requests::{Listing, RequestMemory, bytes_of_value};
-use crate::metrics::{Metrics, RequestTimer};
-use crate::options::ServerOptions;
+use crate::memory::requests::{Listing, bytes_of_value};
+use crate::metrics::RequestTimer;
+use crate::shared::{Shared, fresh_seed};
 use crate::text::{Bounds, ModelText};
 
-/// The state that all models of a server share.
-pub struct Shared {
-    /// The server's options.
-    pub options: ServerOptions,
-    /// Counters.
-    pub metrics: Metrics,
-    /// Start of the server, in seconds since 1970.
-    pub created: u64,
-    /// The memory budget of requests.
-    pub memory: RequestMemory,
-    pub(crate) keys: Keys,
-    works: BlockingWork,
-    draining: AtomicBool,
-}
-
 /// A loaded model.
-pub struct App {
+pub struct LoadedModel {
     pub(crate) shared: Arc<Shared>,
     /// Its name in the API.
     pub id: String,
@@ -48,7 +30,7 @@ pub struct App {
     pub text: ModelText,
 }
 
-impl Deref for App {
+impl Deref for LoadedModel {
     type Target = Shared;
 
     fn deref(&self) -> &Shared {
@@ -99,60 +81,7 @@ pub(crate) fn bytes_of_copy(
     (stops + biases) as u64 + grammar + form.tools.iter().map(bytes_of_value).sum::<u64>()
 }
 
-impl Shared {
-    /// Creates the state.
-    pub(crate) fn new(options: ServerOptions) -> Shared {
-        let created = seconds_since_1970((options.wall_clock)());
-        Shared {
-            memory: RequestMemory::new(options.request_memory, options.connection_memory()),
-            keys: Keys::new(&options.keys),
-            works: BlockingWork::new(),
-            options,
-            metrics: Metrics::new(),
-            created,
-            draining: AtomicBool::new(false),
-        }
-    }
-
-    /// Refuses new requests from now on; running requests continue.
-    pub(crate) fn start_draining(&self) {
-        self.draining.store(true, Ordering::Release);
-    }
-
-    /// Whether requests are refused because the server is shutting down.
-    pub fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Acquire)
-    }
-
-    /// Seconds since 1970, by the wall clock.
-    pub(crate) fn now(&self) -> u64 {
-        seconds_since_1970((self.options.wall_clock)())
-    }
-
-    /// Runs work for a request on a worker thread. The work is cancelled when the request is dropped.
-    pub(crate) async fn work<T: Send + 'static>(
-        &self,
-        caller: &Arc<Caller>,
-        work: impl FnOnce(&Caller) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
-        let (bytes, wait) = (caller.meter.held(), self.options.batch.queue_timeout);
-        let caller = Arc::clone(caller);
-        self.works.text(bytes, wait, move || work(&caller)).await
-    }
-
-    /// Runs work for a request with pictures. It has seats of its own, because pictures take longer and some are
-    /// fetched.
-    pub(crate) async fn work_on_pictures<T: Send + 'static>(
-        &self,
-        caller: &Arc<Caller>,
-        work: impl FnOnce(&Caller) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
-        let (wait, caller) = (self.options.batch.queue_timeout, Arc::clone(caller));
-        self.works.pictures(wait, move || work(&caller)).await
-    }
-}
-
-impl App {
+impl LoadedModel {
     /// The largest number of tokens of an answer: the requested number or the room in the context, whichever is less.
     /// An answer that reaches it ends with `length`.
     fn max_tokens(&self, ask: &EngineRequest) -> Result<usize> {
@@ -180,8 +109,8 @@ impl App {
     /// Compiles the grammar of a request once, for all of its answers.
     async fn compile(self: &Arc<Self>, grammar: Option<Grammar>, answers: usize) -> Result<Vec<Compiled>> {
         let Some(grammar) = grammar else { return Ok(Vec::new()) };
-        let app = Arc::clone(self);
-        let compile = move || app.text.grammars.compile(&grammar, answers);
+        let model = Arc::clone(self);
+        let compile = move || model.text.grammars.compile(&grammar, answers);
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
@@ -278,20 +207,4 @@ impl App {
         }
         Ok(())
     }
-}
-
-/// Seconds since 1970; 0 for earlier times.
-fn seconds_since_1970(now: SystemTime) -> u64 {
-    now.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
-}
-
-/// A seed that differs for each call.
-fn fresh_seed() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    RandomState::new().hash_one(SystemTime::now())
-}
-
-/// A name that is unique among the objects of this server.
-pub(crate) fn fresh_id(prefix: &str) -> String {
-    format!("{prefix}{:016x}", fresh_seed())
 }
