@@ -274,7 +274,7 @@ mod tests {
     use crate::events::{Events, waiting_bytes};
     use crate::memory::requests::{Listing, RequestMemory};
     use crate::metrics::{Metrics, RequestTimer};
-    use crate::text::ModelText;
+    use crate::text::ServedText;
 
     const EVENT: &str = "an event of a stream that another stream keeps from memory";
 
@@ -289,7 +289,7 @@ mod tests {
     /// An answer of one token, which is also its stop string. So its end is known with its first piece.
     fn answer_of_one_token(memory: &RequestMemory, metrics: &Metrics) -> Answer {
         let folder = keel_testkit::fixtures::demo();
-        let text = ModelText::new(&TextFiles::read(&folder).expect("there")).expect("sound");
+        let text = ServedText::new(&TextFiles::read(&folder).expect("there")).expect("sound");
         let (id, caller) = (300, caller(memory));
         let stop = text.tokenizer.decode(&[id], false).expect("it is a token");
         let (sender, receiver) = mpsc::unbounded_channel();

@@ -4,7 +4,7 @@
 //! The life of a request:
 //!
 //! 1. A handler checks its JSON and makes an `EngineRequest` (`api`).
-//! 2. The prompt is rendered and encoded ([`ModelText`]).
+//! 2. The prompt is rendered and encoded ([`ServedText`]).
 //! 3. The engine's thread runs the request or lets it wait ([`EngineHandle`], `engine`).
 //! 4. The events of that thread become text, reasoning and tool calls ([`answer::Answer`]).
 //!
@@ -48,4 +48,4 @@ pub use model_manager::{Load, LoadOutput, Modalities, ModelManager, ModelManager
 pub use options::{CONNECTION_BYTES, PrefixStore, ServerOptions};
 pub use pictures::{Fetch, FetchLimits, ImagePreprocessor, PictureSources, placeholders};
 pub use shared::Shared;
-pub use text::ModelText;
+pub use text::ServedText;

@@ -17,7 +17,7 @@ use crate::error::{Result, ServerError, wrong};
 use crate::memory::requests::{Listing, bytes_of_value};
 use crate::metrics::RequestTimer;
 use crate::shared::{Shared, fresh_seed};
-use crate::text::{Bounds, ModelText};
+use crate::text::{Bounds, ServedText};
 
 /// A loaded model.
 pub struct LoadedModel {
@@ -27,7 +27,7 @@ pub struct LoadedModel {
     /// The engine's thread.
     pub engine: EngineHandle,
     /// The text side.
-    pub text: ModelText,
+    pub text: ServedText,
 }
 
 impl Deref for LoadedModel {
@@ -114,8 +114,8 @@ impl LoadedModel {
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
-    /// Starts the answers to all prompts of a request and waits until they run. `endpoint` is the path of the request. An
-    /// error ends all answers of the request.
+    /// Starts the answers to all prompts of a request and waits until they run. `endpoint` is the path of the request.
+    /// An error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,

@@ -14,7 +14,7 @@ use crate::model_manager::Modalities;
 use crate::pictures::{ImagePreprocessor, PictureSources, Spans};
 
 /// Tokenizer, chat template and recommended sampling settings of a model.
-pub struct ModelText {
+pub struct ServedText {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// Recommended sampling settings.
@@ -100,14 +100,14 @@ const PLACE_BYTES: usize = 3 * size_of::<i32>() + size_of::<Option<u32>>() + siz
 /// Number of characters at the prompt's end that are kept, to determine how the answer begins.
 const TAIL_CHARS: usize = 64;
 
-impl ModelText {
+impl ServedText {
     /// Reads the text side from a checkpoint's files.
     ///
     /// # Errors
     /// A file is missing or broken.
-    pub fn new(files: &TextFiles<'_>) -> Result<ModelText, TextError> {
+    pub fn new(files: &TextFiles<'_>) -> Result<ServedText, TextError> {
         let tokenizer = Tokenizer::new(files)?;
-        Ok(ModelText {
+        Ok(ServedText {
             grammars: GrammarFactory::new(files, &tokenizer),
             tokenizer,
             defaults: GenerationDefaults::new(files)?,
@@ -117,8 +117,8 @@ impl ModelText {
     }
 
     /// The same for a model that is shown pictures.
-    pub fn with_viewer(self, viewer: ImagePreprocessor) -> ModelText {
-        ModelText { viewer: Some(viewer), ..self }
+    pub fn with_viewer(self, viewer: ImagePreprocessor) -> ServedText {
+        ServedText { viewer: Some(viewer), ..self }
     }
 
     /// What the model takes besides text.

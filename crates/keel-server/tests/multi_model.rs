@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::{Reply, cpu, demo, engine, engine_options, read, request, send, wait_for};
 use keel_server::{
-    LoadOutput, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, ServerOptions, bind,
+    LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, ServerOptions, bind,
 };
 use keel_text::TextFiles;
 use serde_json::{Value, json};
@@ -43,7 +43,7 @@ fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> ServedModel {
         if fails {
             return Err("its file has a hole".into());
         }
-        let text = ModelText::new(&TextFiles::read(&demo())?)?;
+        let text = ServedText::new(&TextFiles::read(&demo())?)?;
         Ok(LoadOutput { engine: engine(cpu(), engine_options()), text, prefix_store: None })
     };
     ServedModel {

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::http::body::parse;
 use crate::loaded_model::EngineRequest;
 use crate::options::ServerOptions;
-use crate::text::{Bounds, ModelText};
+use crate::text::{Bounds, ServedText};
 
 /// An endpoint that reads a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub enum Endpoint {
 ///
 /// # Errors
 /// The body's defect. It is always an error of the client, never of the server.
-pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> Result<usize> {
+pub fn read(endpoint: Endpoint, body: &[u8], text: &ServedText, vocab: usize) -> Result<usize> {
     let choices_max = ServerOptions::default().choices_max;
     let (context, context_max) = (usize::MAX, usize::MAX);
     let bounds =
@@ -76,7 +76,7 @@ pub fn read(endpoint: Endpoint, body: &[u8], text: &ModelText, vocab: usize) -> 
 /// Number of tokens to draw from a grammar.
 const DRAWN: usize = 4;
 
-fn prepare(ask: &EngineRequest, text: &ModelText, vocab: usize) -> Result<()> {
+fn prepare(ask: &EngineRequest, text: &ServedText, vocab: usize) -> Result<()> {
     StopMatcher::new(&ask.stop)?;
     // The batch refuses ids out of range before it creates a sampler.
     let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();

@@ -19,7 +19,7 @@ use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::model_manager::ModelManager;
 use crate::shared::fresh_id;
-use crate::text::{Bounds, ModelText};
+use crate::text::{Bounds, ServedText};
 
 /// A query and documents.
 #[derive(Debug, Deserialize)]
@@ -108,15 +108,15 @@ pub(crate) async fn create(
 }
 
 /// Makes one prompt per document.
-pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadoutRequest> {
+pub(crate) fn asks(text: &ServedText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadoutRequest> {
     unsupported::check(&body.rest)?;
     check_count("documents", body.documents.len())?;
     if body.top_n == Some(0) {
         return Err(wrong("top_n", "0, expected at least 1"));
     }
-    let readout = Readout::Logits(vec![token_of(model, "yes")?, token_of(model, "no")?]);
+    let readout = Readout::Logits(vec![token_of(text, "yes")?, token_of(text, "no")?]);
     let bounds = Bounds { answer_min: 0, ..*bounds };
-    let encode = |text: &str| bounds.encode(&model.tokenizer, text, false);
+    let encode = |prompt: &str| bounds.encode(&text.tokenizer, prompt, false);
     let instruction = body.instruction.as_deref().unwrap_or(INSTRUCTION);
     let shared = format!("{HEAD}<Instruct>: {instruction}\n<Query>: {}\n<Document>: ", body.query);
     let prompt = |document: &Document| encode(&format!("{shared}{}{TAIL}", document.text()));
@@ -127,9 +127,9 @@ pub(crate) fn asks(model: &ModelText, bounds: &Bounds<'_>, body: &RerankBody) ->
 }
 
 /// The token for a word, either at the start of a text or after a space.
-fn token_of(model: &ModelText, word: &str) -> Result<u32> {
-    for text in [word, &format!(" {word}")] {
-        if let [id] = model.tokenizer.encode(text, false)?[..] {
+fn token_of(text: &ServedText, word: &str) -> Result<u32> {
+    for form in [word, &format!(" {word}")] {
+        if let [id] = text.tokenizer.encode(form, false)?[..] {
             return Ok(id);
         }
     }

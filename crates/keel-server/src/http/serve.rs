@@ -19,7 +19,7 @@ use crate::memory::requests::check_limit;
 use crate::model_manager::{ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
 use crate::shared::Shared;
-use crate::text::ModelText;
+use crate::text::ServedText;
 
 /// A server that is ready to listen.
 pub struct Server {
@@ -63,7 +63,7 @@ impl Server {
     ///
     /// # Errors
     /// Errors of the engine, the memory of requests is below its minimum, or the system refuses a thread.
-    pub fn new(mut engine: Engine, text: ModelText, options: ServerOptions) -> Result<Server> {
+    pub fn new(mut engine: Engine, text: ServedText, options: ServerOptions) -> Result<Server> {
         check_limit(options.request_memory)?;
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;

@@ -21,7 +21,7 @@ use crate::engine::worker::{EngineHandle, batcher};
 use crate::error::{Result, ServerError, setting};
 use crate::loaded_model::LoadedModel;
 use crate::shared::Shared;
-use crate::text::ModelText;
+use crate::text::ServedText;
 use entry::{Entry, Resident};
 pub use served_model::{Load, LoadOutput, Modalities, ModelManagerOptions, ServedModel};
 use served_model::{Needs, Shortage};
@@ -87,7 +87,7 @@ impl ModelManager {
     pub(crate) fn of_one(
         shared: Shared,
         engine: EngineHandle,
-        text: ModelText,
+        text: ServedText,
         thread: JoinHandle<()>,
     ) -> Arc<ModelManager> {
         let shared = Arc::new(shared);

@@ -6,14 +6,14 @@ use std::time::Duration;
 use keel_engine::Engine;
 
 use crate::options::PrefixStore;
-use crate::text::ModelText;
+use crate::text::ServedText;
 
 /// The result of loading a model.
 pub struct LoadOutput {
     /// The engine.
     pub engine: Engine,
     /// The text side.
-    pub text: ModelText,
+    pub text: ServedText,
     /// The place to restore its prefixes from and save them to.
     pub prefix_store: Option<PrefixStore>,
 }

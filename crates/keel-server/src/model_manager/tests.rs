@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use super::{Load, LoadOutput, Modalities, ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
 use crate::shared::Shared;
-use crate::text::ModelText;
+use crate::text::ServedText;
 
 fn load() -> Result<LoadOutput, Box<dyn std::error::Error + Send + Sync>> {
     let checkpoint = Checkpoint::open(&demo())?;
@@ -23,7 +23,7 @@ fn load() -> Result<LoadOutput, Box<dyn std::error::Error + Send + Sync>> {
         EngineOptions { context: 256, sequences: 1, pool_pages: Some(8), ..EngineOptions::default() };
     let parameters = CheckpointParameters(&checkpoint);
     let engine = Engine::load(&runtime, &parameters, checkpoint.config(), options, &|_| ())?;
-    Ok(LoadOutput { engine, text: ModelText::new(&TextFiles::read(&demo())?)?, prefix_store: None })
+    Ok(LoadOutput { engine, text: ServedText::new(&TextFiles::read(&demo())?)?, prefix_store: None })
 }
 
 fn manager(options: ServerOptions, keep_alive: Option<Duration>, load: Load) -> Arc<ModelManager> {

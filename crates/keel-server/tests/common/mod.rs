@@ -15,7 +15,7 @@ use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_server::{ImagePreprocessor, LoadedModel, ModelText, Server, ServerOptions, bind};
+use keel_server::{ImagePreprocessor, LoadedModel, ServedText, Server, ServerOptions, bind};
 pub use keel_testkit::fixtures::demo;
 use keel_text::TextFiles;
 use keel_vision::ProcessorFiles;
@@ -108,7 +108,7 @@ impl Running {
             runtime.expect("a runtime").block_on(async {
                 let listener = bind("127.0.0.1:0").await.expect("a free port");
                 let address = listener.local_addr().expect("it is bound");
-                let text = ModelText::new(&TextFiles::read(&folder).expect("there")).expect("right");
+                let text = ServedText::new(&TextFiles::read(&folder).expect("there")).expect("right");
                 let engine = make();
                 let text = match engine.vision() {
                     Some(vision) => {

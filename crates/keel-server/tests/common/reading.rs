@@ -3,15 +3,15 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
-use keel_server::ModelText;
+use keel_server::ServedText;
 use keel_server::requests::{Endpoint, read};
 use keel_text::TextFiles;
 
 /// The text side of the built-in model.
-static TEXT: LazyLock<ModelText> = LazyLock::new(|| {
+static TEXT: LazyLock<ServedText> = LazyLock::new(|| {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().find(|f| f.join("models/demo").is_dir());
     let folder = folder.expect("the model lies in the repository").join("models/demo");
-    ModelText::new(&TextFiles::read(&folder).expect("its files are there")).expect("they are right")
+    ServedText::new(&TextFiles::read(&folder).expect("its files are there")).expect("they are right")
 });
 
 /// At least the number of ids of the built-in model.

@@ -14,7 +14,7 @@ use keel_array::Category;
 use keel_engine::EngineOptions;
 use keel_engine::batch::BatchOptions;
 use keel_server::{
-    ModelText, PrefixStore, REQUEST_MEMORY_MIN, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal,
+    PrefixStore, REQUEST_MEMORY_MIN, ServedText, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal,
 };
 use keel_text::TextFiles;
 
@@ -238,7 +238,7 @@ fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
 
 fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) -> Result<()> {
     let model = source::open(named.map(|named| named.model.as_str()), mmproj)?;
-    let text = ModelText::new(&model.text_files()?)?;
+    let text = ServedText::new(&model.text_files()?)?;
     let mut server_options = server_options(args)?;
     server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
         Some(name) => name,
@@ -257,7 +257,7 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) 
 /// Serves a shape with random weights, and with a stand-in for the tokenizer.
 fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
     let subject = shape.subject(args.holding.drafts.is_some_and(|drafts| drafts > 0))?;
-    let text = ModelText::new(&TextFiles::of_bytes(subject.config.vocab)?)?;
+    let text = ServedText::new(&TextFiles::of_bytes(subject.config.vocab)?)?;
     let mut server_options = server_options(args)?;
     server_options.model_id = args.server.name.clone().unwrap_or_else(|| subject.name.clone());
     if let Some(folder) = &args.requests.prefix_cache_dir {
@@ -279,7 +279,7 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
 /// Loads the one model and serves it.
 fn listen(
     args: &ServeOptions,
-    text: ModelText,
+    text: ServedText,
     server_options: ServerOptions,
     options: EngineOptions,
     load: impl FnOnce(&DeviceArgs) -> Result<Session>,
@@ -335,11 +335,11 @@ async fn second_signal() {
 
 /// The text side of a model that is shown pictures, if any are planned for.
 fn with_image_preprocessor(
-    text: ModelText,
+    text: ServedText,
     args: &ServeOptions,
     model: &ModelFiles,
     options: &EngineOptions,
-) -> Result<ModelText> {
+) -> Result<ServedText> {
     let Some(vision) = options.vision else { return Ok(text) };
     let viewer = vision::viewer(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
     Ok(text.with_viewer(viewer))

@@ -27,7 +27,7 @@ use crate::memory::requests::Listing;
 use crate::model_manager::ModelManager;
 use crate::pictures::{MediaSource, PromptMedia};
 use crate::shared::fresh_id;
-use crate::text::{Bounds, ModelText};
+use crate::text::{Bounds, ServedText};
 
 /// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
@@ -109,7 +109,7 @@ pub(crate) async fn ask_apart(
 }
 
 /// Converts the request to the engine's terms.
-pub(crate) fn ask(text: &ModelText, bounds: &Bounds<'_>, body: ChatBody) -> Result<EngineRequest> {
+pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Result<EngineRequest> {
     unsupported::check_chat(&body.rest)?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let parallel = body.parallel_tool_calls.unwrap_or(true);
@@ -169,7 +169,7 @@ fn variables(kwargs: Option<Map<String, Value>>, effort: Option<String>) -> Map<
 }
 
 /// Prepares pictures, where the model can be shown any.
-fn show(text: &ModelText, pictures: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
+fn show(text: &ServedText, pictures: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
     match &text.viewer {
         _ if pictures.is_empty() => Ok(PromptMedia::default()),
         Some(viewer) => viewer.show(pictures, bounds),

@@ -25,7 +25,7 @@ use crate::loaded_model::{EngineRequest, bytes_of_copy};
 use crate::memory::requests::{Listing, bytes_of_part};
 use crate::model_manager::ModelManager;
 use crate::shared::fresh_id;
-use crate::text::{Bounds, ModelText};
+use crate::text::{Bounds, ServedText};
 
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: usize = 16;
@@ -74,8 +74,8 @@ impl Prompt {
     }
 
     /// The ids of each text.
-    pub fn encode(&self, model: &ModelText, bounds: &Bounds<'_>) -> Result<Vec<Vec<u32>>> {
-        let encode = |text: &String| bounds.encode(&model.tokenizer, text, true);
+    pub fn encode(&self, text: &ServedText, bounds: &Bounds<'_>) -> Result<Vec<Vec<u32>>> {
+        let encode = |prompt: &String| bounds.encode(&text.tokenizer, prompt, true);
         let ids = |ids: &Vec<Whole<u32>>| ids.iter().map(|Whole(id)| *id).collect();
         match self {
             Prompt::Text(text) => Ok(vec![encode(text)?]),
@@ -111,7 +111,7 @@ pub(crate) async fn create(
 
 /// Returns one ask per prompt, and the text to echo at the start of each choice.
 pub(crate) fn asks(
-    model: &ModelText,
+    text: &ServedText,
     bounds: &Bounds<'_>,
     body: CompletionBody,
 ) -> Result<(Vec<EngineRequest>, Vec<String>)> {
@@ -120,7 +120,7 @@ pub(crate) fn asks(
     if count == 0 || count > PROMPTS_MAX {
         return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));
     }
-    let prompts = body.prompt.encode(model, bounds)?;
+    let prompts = body.prompt.encode(text, bounds)?;
     if body.logprobs.is_some() && body.echo == Some(true) {
         return Err(wrong(
             "echo",
@@ -130,7 +130,7 @@ pub(crate) fn asks(
     if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
         return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
     }
-    let sampler = body.sampling.options(&model.defaults, bounds.vocab)?;
+    let sampler = body.sampling.options(&text.defaults, bounds.vocab)?;
     let grammar = response_grammar(body.response_format.as_ref())?;
     let stop = body.stop.map_or(Vec::new(), OneOrMany::into_vec);
     let choices = body.n.unwrap_or(1);
@@ -144,7 +144,7 @@ pub(crate) fn asks(
     let mut echoes = Vec::new();
     for prompt in &prompts {
         let echo =
-            if body.echo.unwrap_or(false) { model.tokenizer.decode(prompt, true)? } else { String::new() };
+            if body.echo.unwrap_or(false) { text.tokenizer.decode(prompt, true)? } else { String::new() };
         bounds.keep(bytes_of_part(&echo) * choices as u64)?;
         echoes.extend(std::iter::repeat_n(echo, choices));
     }

@@ -18,7 +18,7 @@ use crate::engine::readout::{ReadoutRequest, check_count};
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::model_manager::ModelManager;
-use crate::text::{Bounds, ModelText};
+use crate::text::{Bounds, ServedText};
 
 /// The supported fields. An unsupported field is refused if it would change the result.
 #[derive(Debug, Deserialize)]
@@ -109,12 +109,12 @@ pub(crate) async fn create(
 }
 
 /// Encodes each text.
-pub(crate) fn prompts(model: &ModelText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
+pub(crate) fn prompts(text: &ServedText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
     unsupported::check(&body.rest)?;
     // An embedding needs no room for an answer after the prompt.
     let bounds = Bounds { answer_min: 0, ..*bounds };
     check_count("input", body.input.count())?;
-    let prompts = body.input.encode(model, &bounds)?;
+    let prompts = body.input.encode(text, &bounds)?;
     bounds.settle(prompts.iter().map(Vec::len).sum(), 1);
     Ok(prompts)
 }

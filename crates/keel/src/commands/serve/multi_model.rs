@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use keel_server::{
-    LoadOutput, Modalities, ModelManagerOptions, ModelText, ServedModel, Server, bind, wait_for_signal,
+    LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, bind, wait_for_signal,
 };
 
 use super::named::{self, Named};
@@ -57,7 +57,7 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
 /// starts.
 fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<ServedModel> {
     let model = source::open(Some(&named.model), mmproj)?;
-    let text = ModelText::new(&model.text_files()?)?;
+    let text = ServedText::new(&model.text_files()?)?;
     let id = named.name.clone().unwrap_or_else(|| named::of(&model));
     let ServerPlan { options, plans } =
         server_plan::plan_server(args, &Subject::of(&model), Models::Several)?;
@@ -87,7 +87,7 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
     let mmproj = mmproj.map(Path::to_path_buf);
     let load = move || -> Result<LoadOutput> {
         let model = source::open(Some(&path), mmproj.as_deref())?;
-        let mut text = ModelText::new(&model.text_files()?)?;
+        let mut text = ServedText::new(&model.text_files()?)?;
         if let Some(vision) = options.vision {
             let viewer = vision::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
             text = text.with_viewer(viewer);
