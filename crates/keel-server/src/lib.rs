@@ -34,7 +34,7 @@ mod text;
 
 pub use access::keys::{ApiKey, KeyLimits};
 pub use api::requests;
-pub use engine::view::DeviceMemory;
+pub use engine::view::DeviceReport;
 pub use engine::worker::EngineHandle;
 pub use error::{Reply, Result, ServerError};
 pub use events::Events;

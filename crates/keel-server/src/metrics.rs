@@ -17,7 +17,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tracing::Span;
 
 use crate::answer::{Ending, Usage};
-use crate::engine::view::DeviceMemory;
+use crate::engine::view::DeviceReport;
 use crate::memory::requests::RequestMemory;
 use crate::model_manager::{SplitModel, Totals};
 
@@ -216,10 +216,10 @@ impl Metrics {
     }
 
     /// Sets the memory of these engines, the sums of all devices.
-    fn set_all_memory(&self, engines: &[Vec<DeviceMemory>]) {
+    fn set_all_memory(&self, engines: &[Vec<DeviceReport>]) {
         let all = || engines.iter().flatten();
         for category in Category::ALL {
-            let sum = |of: &dyn Fn(&DeviceMemory) -> MemoryReport| {
+            let sum = |of: &dyn Fn(&DeviceReport) -> MemoryReport| {
                 all().map(|device| of(device).get(category)).sum()
             };
             self.set_memory(category, "planned", sum(&|device| device.planned));

@@ -5,16 +5,8 @@ use std::time::Duration;
 
 use evenkeel::{DriverMemory, human_bytes};
 use keel_array::{DeviceUsage, MemoryReport, Runtime};
+use keel_server::DeviceReport;
 use serde_json::{Map, Value, json};
-
-/// Planned and measured memory of one of several devices.
-#[derive(Clone, Debug)]
-pub struct DeviceMemory {
-    name: String,
-    planned: MemoryReport,
-    allocated: MemoryReport,
-    peak: MemoryReport,
-}
 
 /// Planned and measured memory; of several devices, the sums.
 #[derive(Clone, Debug)]
@@ -30,7 +22,7 @@ pub struct Memory {
     /// Bytes of the device's driver, in addition to all the others. `None` on the CPU.
     pub driver: Option<DriverMemory>,
     /// The devices, if there are several.
-    pub devices: Vec<DeviceMemory>,
+    pub devices: Vec<DeviceReport>,
 }
 
 impl Memory {
@@ -42,7 +34,7 @@ impl Memory {
         devices: impl Iterator<Item = (&'a str, MemoryReport)>,
     ) -> Memory {
         let runtimes: Vec<&Runtime> = runtimes.collect();
-        let device = |((name, planned), runtime): ((&str, MemoryReport), &&Runtime)| DeviceMemory {
+        let device = |((name, planned), runtime): ((&str, MemoryReport), &&Runtime)| DeviceReport {
             name: name.into(),
             planned,
             allocated: runtime.ledger().active(),
@@ -73,7 +65,7 @@ impl Memory {
             object["driver"] = driver_json(&driver);
         }
         if !self.devices.is_empty() {
-            let device = |DeviceMemory { name, planned, allocated, peak }: &DeviceMemory| {
+            let device = |DeviceReport { name, planned, allocated, peak }: &DeviceReport| {
                 json!({
                     "device": name,
                     "planned": categories(planned),
@@ -90,7 +82,7 @@ impl Memory {
     /// table each, before that of the sums.
     pub fn to_table(&self) -> String {
         let mut table = String::new();
-        for DeviceMemory { name, planned, allocated, peak } in &self.devices {
+        for DeviceReport { name, planned, allocated, peak } in &self.devices {
             memory_table(&mut table, name, [planned, allocated, peak]);
         }
         memory_table(&mut table, "memory", [&self.planned, &self.allocated, &self.peak]);

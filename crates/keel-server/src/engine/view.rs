@@ -33,12 +33,12 @@ struct DeviceBooks {
     planned: MemoryReport,
 }
 
-/// The memory of a device of an engine.
+/// Planned and measured memory of a device of an engine.
 #[derive(Clone, Debug)]
-pub struct DeviceMemory {
+pub struct DeviceReport {
     /// Its name.
     pub name: String,
-    /// Bytes when the engine was ready. It never needs more.
+    /// Bytes when the engine is ready, as planned. It never needs more.
     pub planned: MemoryReport,
     /// Bytes now.
     pub allocated: MemoryReport,
@@ -86,8 +86,8 @@ impl EngineView {
     }
 
     /// The memory of each device, by rank.
-    pub fn devices(&self) -> Vec<DeviceMemory> {
-        let device = |books: &DeviceBooks| DeviceMemory {
+    pub fn devices(&self) -> Vec<DeviceReport> {
+        let device = |books: &DeviceBooks| DeviceReport {
             name: books.name.clone(),
             planned: books.planned,
             allocated: books.gauge.ledger().active(),

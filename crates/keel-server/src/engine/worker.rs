@@ -16,7 +16,7 @@ use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
-use crate::engine::view::{DeviceMemory, EngineView};
+use crate::engine::view::{DeviceReport, EngineView};
 use crate::error::{Result, ServerError};
 use crate::events::{Events, Listener, Patience, waiting_bytes};
 use crate::memory::requests::Meter;
@@ -114,7 +114,7 @@ impl EngineHandle {
     }
 
     /// The memory of each device, by rank.
-    pub fn devices(&self) -> Vec<DeviceMemory> {
+    pub fn devices(&self) -> Vec<DeviceReport> {
         self.shared.devices()
     }
 

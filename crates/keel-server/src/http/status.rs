@@ -8,7 +8,7 @@ use keel_array::{Category, MemoryReport};
 use keel_engine::batch::SequenceStatus;
 use serde_json::{Map, Value, json};
 
-use crate::engine::view::DeviceMemory;
+use crate::engine::view::DeviceReport;
 use crate::loaded_model::LoadedModel;
 use crate::model_manager::{ModelFacts, ModelManager};
 use crate::shared::Shared;
@@ -75,7 +75,7 @@ fn of_model(model: &LoadedModel) -> Value {
     status
 }
 
-fn device(memory: &DeviceMemory) -> Value {
+fn device(memory: &DeviceReport) -> Value {
     json!({
         "device": memory.name,
         "planned": bytes(&memory.planned),

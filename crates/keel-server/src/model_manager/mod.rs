@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use keel_engine::batch::BatchStatus;
 use tokio::sync::oneshot;
 
-use crate::engine::view::{DeviceMemory, EngineView};
+use crate::engine::view::{DeviceReport, EngineView};
 use crate::engine::worker::{EngineHandle, batcher};
 use crate::error::{Result, ServerError, setting};
 use crate::loaded_model::LoadedModel;
@@ -66,7 +66,7 @@ pub(crate) struct Totals {
 /// The memory of a model that several devices share.
 pub(crate) struct SplitModel {
     pub model: String,
-    pub devices: Vec<DeviceMemory>,
+    pub devices: Vec<DeviceReport>,
 }
 
 impl Deref for ModelManager {
