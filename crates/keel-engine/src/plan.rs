@@ -42,14 +42,14 @@ pub fn plan_on(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<MemoryReport>> {
-    plan_seeing_on(devices, None, parameters, config, options)
+    plan_with_tower_on(devices, None, parameters, config, options)
 }
 
 /// As [`plan_on`], with the vision tower on a device of its own: its bytes are the last.
 ///
 /// # Errors
 /// As [`Engine::load_on`].
-pub fn plan_seeing_on(
+pub fn plan_with_tower_on(
     devices: &[PlacedPart<Arc<dyn Backend>>],
     tower: Option<&Arc<dyn Backend>>,
     parameters: &dyn Parameters,
@@ -86,7 +86,7 @@ pub fn at_least(
 }
 
 /// The shapes of steps of an engine with these options on these devices, and of the passes of its tower, as text. All of
-/// them are part of [`plan_seeing_on`].
+/// them are part of [`plan_with_tower_on`].
 ///
 /// # Errors
 /// Errors of the config.

@@ -44,8 +44,8 @@ fn a_tower_on_another_device_sees_the_same() {
                 .expect("it loads");
         apart.make_ready(&mut |_, _, _| ()).expect("it is made ready");
         let planned = [PlacedPart::whole(cpu_plan())];
-        let planned =
-            plan::plan_seeing_on(&planned, Some(&cpu_plan()), &parameters, json, seeing()).expect("plans");
+        let planned = plan::plan_with_tower_on(&planned, Some(&cpu_plan()), &parameters, json, seeing())
+            .expect("plans");
         let held = || vec![model.ledger().active(), tower.ledger().active()];
         assert_eq!(planned, held(), "{name}");
         for _ in 0..2 {

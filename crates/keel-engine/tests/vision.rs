@@ -10,7 +10,7 @@ use common::{device, exact, relative_error};
 use keel_cache::{Features, SeenPicture, SequenceCache, VisionInputs};
 use keel_engine::{Engine, EngineOptions, GenerateOptions, PatchGrid, TokenIterator, VisionOptions};
 use keel_models::loading::{CheckpointParameters, Parameters};
-use keel_models::vision::{TowerKind, read_vision, run_ends, sight_of};
+use keel_models::vision::{TowerKind, prompt_layout, read_vision, run_ends};
 use keel_testkit::fixtures::{VLM, vlm_fixture};
 use keel_vision::{Picture, ProcessorFiles};
 use keel_weights::{Checkpoint, SafetensorsFile, TensorSource};
@@ -115,7 +115,7 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
         compare(of_videos, &video);
     }
     let tokens = case.ints("input_ids");
-    let plan = sight_of(&config, &tokens, &images, &videos).expect("the tokens fit");
+    let plan = prompt_layout(&config, &tokens, &images, &videos).expect("the tokens fit");
     if !is_whole {
         let want = case.ints("position_ids");
         let got: Vec<u32> =

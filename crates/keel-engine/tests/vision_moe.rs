@@ -10,7 +10,7 @@ use keel_array::DType;
 use keel_cache::{Features, SeenPicture, VisionInputs};
 use keel_engine::{Engine, EngineOptions, PatchGrid, VisionOptions};
 use keel_models::loading::{CheckpointParameters, Parameters};
-use keel_models::vision::sight_of;
+use keel_models::vision::prompt_layout;
 use keel_testkit::fixtures::qwen3_vl_moe;
 use keel_weights::quantize::{
     Dequantized, QuantizeRecipe, SafetensorsForm, quantize_checkpoint, write_config, write_safetensors,
@@ -71,7 +71,7 @@ fn logits(engine: &mut Engine, reference: &Reference, one_by_one: bool) -> Vec<f
         assert!(error <= FEATURES_MAX, "{tensor}: {error:.1e}");
     }
     let tokens = reference.ints("input_ids");
-    let plan = sight_of(&config, &tokens, &runs, &[]).expect("the tokens fit");
+    let plan = prompt_layout(&config, &tokens, &runs, &[]).expect("the tokens fit");
     let positions: Vec<u32> =
         (0..3).flat_map(|axis| plan.positions.iter().map(move |place| place[axis] as u32)).collect();
     assert_eq!(positions, reference.ints("position_ids"));

@@ -1,6 +1,6 @@
 //! Checks that must hold for any bytes. The fuzz target and `tests/fuzz_smoke.rs` share them.
 
-use keel_models::vision::{read_vision, run_ends, sight_of};
+use keel_models::vision::{prompt_layout, read_vision, run_ends};
 use serde_json::Value;
 
 /// Rows of a picture whose prompt is made.
@@ -53,9 +53,9 @@ pub fn tower(file: &[u8]) -> bool {
     if rows <= PROMPT_ROWS_MAX {
         let tokens =
             [vec![tower.tokens.start], vec![tower.tokens.image; rows], vec![tower.tokens.end]].concat();
-        let Ok(plan) = sight_of(&tower, &tokens, &runs, &[]) else { return true };
-        assert_eq!((plan.positions.len(), plan.features.len()), (tokens.len(), tokens.len()));
-        assert_eq!(run_ends(&tower, &plan).len(), tokens.len());
+        let Ok(layout) = prompt_layout(&tower, &tokens, &runs, &[]) else { return true };
+        assert_eq!((layout.positions.len(), layout.features.len()), (tokens.len(), tokens.len()));
+        assert_eq!(run_ends(&tower, &layout).len(), tokens.len());
     }
     true
 }

@@ -20,8 +20,8 @@ pub struct ServedText {
     /// Recommended sampling settings.
     pub defaults: GenerationDefaults,
     template: Option<ChatTemplate>,
-    /// How the model is shown pictures, where it is.
-    pub(crate) viewer: Option<ImagePreprocessor>,
+    /// Prepares pictures, if the model takes any.
+    pub(crate) preprocessor: Option<ImagePreprocessor>,
     pub(crate) grammars: GrammarFactory,
 }
 
@@ -112,19 +112,19 @@ impl ServedText {
             tokenizer,
             defaults: GenerationDefaults::new(files)?,
             template: ChatTemplate::new(files)?,
-            viewer: None,
+            preprocessor: None,
         })
     }
 
-    /// The same for a model that is shown pictures.
-    pub fn with_viewer(self, viewer: ImagePreprocessor) -> ServedText {
-        ServedText { viewer: Some(viewer), ..self }
+    /// The same for a model that takes pictures.
+    pub fn with_preprocessor(self, preprocessor: ImagePreprocessor) -> ServedText {
+        ServedText { preprocessor: Some(preprocessor), ..self }
     }
 
     /// What the model takes besides text.
     pub fn takes(&self) -> Modalities {
-        let videos = self.viewer.as_ref().is_some_and(ImagePreprocessor::shows_videos);
-        Modalities { pictures: self.viewer.is_some(), videos }
+        let videos = self.preprocessor.as_ref().is_some_and(ImagePreprocessor::takes_videos);
+        Modalities { pictures: self.preprocessor.is_some(), videos }
     }
 
     /// Whether the model marks the end of its reasoning.
@@ -152,8 +152,8 @@ impl ServedText {
         }
         let request = ChatRequest { tools, variables, ..ChatRequest::new(messages) };
         let mut text = template.render(&request)?;
-        if let Some(viewer) = self.viewer.as_ref().filter(|_| !spans.are_none()) {
-            text = viewer.expand(&text, spans)?;
+        if let Some(preprocessor) = self.preprocessor.as_ref().filter(|_| !spans.are_none()) {
+            text = preprocessor.expand(&text, spans)?;
         }
         let ids = bounds.encode(&self.tokenizer, &text, false)?;
         let mut shared_len = 0;

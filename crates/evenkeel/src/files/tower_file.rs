@@ -78,7 +78,7 @@ pub(super) fn open(
             for candidate in candidates(path) {
                 let opened = GgufFile::open(&candidate).map_err(ModelError::from);
                 match opened.and_then(|file| Ok((with_tower(config, text, &file)?, file))) {
-                    Ok((seeing, file)) => fitting.push((seeing, OpenTower { path: candidate, file })),
+                    Ok((merged, file)) => fitting.push((merged, OpenTower { path: candidate, file })),
                     Err(reason) => left_out.push(format!("{}: {reason}", name_of(&candidate))),
                 }
             }
@@ -86,8 +86,8 @@ pub(super) fn open(
                 let found = fitting.into_iter().map(|(_, tower)| tower.path).collect();
                 return Err(Error::SeveralTowers { model: path.into(), found });
             }
-            if let Some((seeing, tower)) = fitting.pop() {
-                *config = seeing;
+            if let Some((merged, tower)) = fitting.pop() {
+                *config = merged;
                 let name = name_of(&tower.path);
                 let notice = format!("the vision tower is {name}, which lies next to the model");
                 return Ok(FoundTower { tower: Some(tower), notice: Some(notice) });

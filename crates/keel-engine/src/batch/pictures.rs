@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use keel_cache::{SeenPicture, VisionInputs};
-use keel_models::vision::{ImageRun, VisionConfig, run_ends, sight_of};
+use keel_models::vision::{ImageRun, VisionConfig, prompt_layout, run_ends};
 
 use super::features::{PictureKey, Wanted};
 use super::request::BatchEvent;
@@ -76,9 +76,9 @@ impl RequestVision {
                 placed.push(Placed { input, rows: before..first, tokens: 0..0 });
             }
         }
-        let plan = sight_of(config, prompt, &runs[0], &runs[1])?;
-        let ends = if config.is_bidirectional() { run_ends(config, &plan) } else { Vec::new() };
-        for (token, row) in plan.features.iter().enumerate() {
+        let layout = prompt_layout(config, prompt, &runs[0], &runs[1])?;
+        let ends = if config.is_bidirectional() { run_ends(config, &layout) } else { Vec::new() };
+        for (token, row) in layout.features.iter().enumerate() {
             let Some(row) = row.map(|row| row as usize) else { continue };
             let of = placed.partition_point(|one| one.rows.end <= row);
             if let Some(one) = placed.get_mut(of) {
@@ -87,9 +87,9 @@ impl RequestVision {
             }
         }
         let vision = VisionInputs {
-            positions: plan.positions,
-            delta: plan.delta,
-            rows: plan.features,
+            positions: layout.positions,
+            delta: layout.delta,
+            rows: layout.features,
             ends,
             pictures: Vec::new(),
             width: config.text_hidden,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use keel_cache::{SeenPicture, VisionInputs};
 use keel_engine::{Engine, EngineOptions, Features, PatchGrid, VisionOptions};
-use keel_models::vision::{ImageRun, TowerKind, VisionConfig, run_ends, sight_of};
+use keel_models::vision::{ImageRun, TowerKind, VisionConfig, prompt_layout, run_ends};
 use keel_testkit::random::Random;
 
 use super::exact;
@@ -46,7 +46,7 @@ pub fn outcome(engine: &mut Engine) -> (Features, Vec<f32>) {
     let config = engine.vision().expect("it sees").clone();
     let MadeUp { values, grid, tokens, runs } = MadeUp::new(&config, 3);
     let features = engine.encode_picture(&values, grid).expect("it encodes");
-    let plan = sight_of(&config, &tokens, &runs, &[]).expect("the tokens fit");
+    let plan = prompt_layout(&config, &tokens, &runs, &[]).expect("the tokens fit");
     let ends = if config.is_bidirectional() { run_ends(&config, &plan) } else { Vec::new() };
     let picture = SeenPicture { first: 0, features: Arc::new(features.clone()) };
     let mut sequence = engine.open().expect("a slot is free");

@@ -12,7 +12,7 @@ pub mod siglip;
 mod tower;
 
 pub use config::{TowerActivation, TowerKind, VisionConfig, VisionTokens};
-pub use positions::{ImageRun, VisionPlan, run_ends, sight_of};
+pub use positions::{ImageRun, PromptLayout, prompt_layout, run_ends};
 pub use tower::{LevelFeatures, PassPiece, PieceResult, Tower, TowerEnd, TowerInput, TowerRows};
 
 use serde_json::Value;

@@ -19,9 +19,9 @@ pub struct ImageRun {
     pub first: usize,
 }
 
-/// The positions and features of a prompt's tokens.
+/// The layout of a prompt with pictures: the positions and features of its tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct VisionPlan {
+pub struct PromptLayout {
     /// Time, row and column of each token.
     pub positions: Vec<[i32; 3]>,
     /// Position of a later token minus its number.
@@ -30,18 +30,19 @@ pub struct VisionPlan {
     pub features: Vec<Option<u32>>,
 }
 
-/// Finds the pictures' tokens in a prompt. `images` and `videos` are their runs, in order.
+/// Finds the pictures' tokens in a prompt, and the positions of all tokens. `images` and `videos` are the runs of
+/// pictures, in order.
 ///
 /// # Errors
 /// If the numbers of picture or video tokens in the prompt differ from these runs.
-pub fn sight_of(
+pub fn prompt_layout(
     config: &VisionConfig,
     tokens: &[u32],
     images: &[ImageRun],
     videos: &[ImageRun],
-) -> Result<VisionPlan> {
+) -> Result<PromptLayout> {
     let (mut images, mut videos) = (images.iter(), videos.iter());
-    let mut plan = VisionPlan::default();
+    let mut layout = PromptLayout::default();
     let (mut at, mut next) = (0, 0i32);
     while let Some(&token) = tokens.get(at) {
         let run = if token == config.tokens.image {
@@ -49,8 +50,8 @@ pub fn sight_of(
         } else if Some(token) == config.tokens.video {
             videos.next()
         } else {
-            plan.positions.push([next; 3]);
-            plan.features.push(None);
+            layout.positions.push([next; 3]);
+            layout.features.push(None);
             (at, next) = (at + 1, next + 1);
             continue;
         };
@@ -62,8 +63,8 @@ pub fn sight_of(
         for i in 0..count {
             let place = [0, i / run.width, i % run.width].map(|offset| next + offset as i32);
             // If positions have one axis, each token of the picture counts.
-            plan.positions.push(if config.is_bidirectional() { [next + i as i32; 3] } else { place });
-            plan.features.push(Some((run.first + i) as u32));
+            layout.positions.push(if config.is_bidirectional() { [next + i as i32; 3] } else { place });
+            layout.features.push(Some((run.first + i) as u32));
         }
         next += if config.is_bidirectional() { count } else { run.height.max(run.width) } as i32;
         at += count;
@@ -71,8 +72,8 @@ pub fn sight_of(
     if images.next().is_some() || videos.next().is_some() {
         return Err(miscounted("fewer"));
     }
-    plan.delta = next - tokens.len() as i32;
-    Ok(plan)
+    layout.delta = next - tokens.len() as i32;
+    Ok(layout)
 }
 
 fn miscounted(what: &str) -> ModelError {
@@ -82,12 +83,12 @@ fn miscounted(what: &str) -> ModelError {
 }
 
 /// The last token that each token sees: the end of its run if the rows of a picture see each other, otherwise itself.
-pub fn run_ends(config: &VisionConfig, plan: &VisionPlan) -> Vec<u32> {
-    let count = plan.features.len();
+pub fn run_ends(config: &VisionConfig, layout: &PromptLayout) -> Vec<u32> {
+    let count = layout.features.len();
     let mut ends: Vec<u32> = (0..count as u32).collect();
     if config.is_bidirectional() {
         for i in (0..count.saturating_sub(1)).rev() {
-            if plan.features[i].is_some() && plan.features[i + 1].is_some() {
+            if layout.features[i].is_some() && layout.features[i + 1].is_some() {
                 ends[i] = ends[i + 1];
             }
         }

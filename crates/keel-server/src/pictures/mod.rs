@@ -34,12 +34,12 @@ pub(crate) use video::{VideoInput, VideoSource};
 /// Pictures of one request at most.
 const PICTURES_MAX: usize = 256;
 
-/// How the model that is served is shown pictures.
+/// Prepares the pictures of requests for the model that is served.
 pub struct ImagePreprocessor {
     config: VisionConfig,
     processor: ImageProcessor,
     placeholders: Placeholders,
-    /// How it is shown videos, if it can be.
+    /// Prepares videos, if the model takes any.
     videos: Option<VideoPreprocessor>,
 }
 
@@ -94,46 +94,46 @@ impl ImagePreprocessor {
         Ok(ImagePreprocessor { config, processor, placeholders, videos })
     }
 
-    /// Whether the model is shown videos, too.
-    pub fn shows_videos(&self) -> bool {
+    /// Whether the model takes videos, too.
+    pub fn takes_videos(&self) -> bool {
         self.videos.is_some()
     }
 
     /// Reads, decodes and prepares pictures and videos.
     ///
     /// # Errors
-    /// One that cannot be had, decoded or shown; memory that others use.
-    pub(crate) fn show(&self, shots: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
+    /// One that cannot be had, decoded or prepared; memory that others use.
+    pub(crate) fn prepare(&self, sources: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
         let (time, cancel) = (bounds.sources.map(|sources| sources.request_time), Cancel::current());
         let time = time.unwrap_or(PictureSources::default().request_time);
-        WorkLimit::new(time, move || !cancel.is_cancelled()).scope(|| self.show_all(shots, bounds))
+        WorkLimit::new(time, move || !cancel.is_cancelled()).scope(|| self.prepare_all(sources, bounds))
     }
 
-    fn show_all(&self, shots: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
-        if shots.len() > PICTURES_MAX {
+    fn prepare_all(&self, sources: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
+        if sources.len() > PICTURES_MAX {
             return Err(wrong(
                 "messages",
-                format!("{} pictures, at most {PICTURES_MAX} are shown", shots.len()),
+                format!("{} pictures, at most {PICTURES_MAX} are shown", sources.len()),
             ));
         }
-        let mut shown = PromptMedia::default();
+        let mut media = PromptMedia::default();
         let mut rows = 0;
-        for (i, shot) in shots.iter().enumerate() {
-            rows += match shot {
+        for (i, source) in sources.iter().enumerate() {
+            rows += match source {
                 MediaSource::Picture(url) => {
-                    let crops = self.show_one(url, bounds, &mut shown.inputs);
+                    let crops = self.prepare_picture(url, bounds, &mut media.inputs);
                     let crops = crops.map_err(|error| error.of("picture", i))?;
-                    let PatchGrid { h, w, .. } = shown.inputs[shown.inputs.len() - 1 - crops].grid;
+                    let PatchGrid { h, w, .. } = media.inputs[media.inputs.len() - 1 - crops].grid;
                     let tokens = self.config.rows_of(h, w);
-                    shown.spans.images.push(ImageSpan { tokens, crops });
+                    media.spans.images.push(ImageSpan { tokens, crops });
                     tokens * (1 + crops)
                 }
                 MediaSource::Video(video) => {
                     let (input, span) =
-                        self.show_video(video, bounds).map_err(|error| error.of("video", i))?;
+                        self.prepare_video(video, bounds).map_err(|error| error.of("video", i))?;
                     let tokens = span.tokens * span.seconds.len();
-                    shown.inputs.push(input);
-                    shown.spans.videos.push(span);
+                    media.inputs.push(input);
+                    media.spans.videos.push(span);
                     tokens
                 }
             };
@@ -141,11 +141,11 @@ impl ImagePreprocessor {
                 return Err(EngineError::Context { needed: rows + 1, context: bounds.context }.into());
             }
         }
-        Ok(shown)
+        Ok(media)
     }
 
     /// Returns how many crops follow the picture.
-    fn show_one(
+    fn prepare_picture(
         &self,
         url: &str,
         bounds: &Bounds<'_>,
@@ -178,11 +178,11 @@ impl ImagePreprocessor {
     }
 
     /// The pictures with the prompt that shows them.
-    pub(crate) fn vision(&self, prompt: &[u32], shown: PromptMedia) -> Result<Option<RequestVision>> {
-        if shown.inputs.is_empty() {
+    pub(crate) fn vision(&self, prompt: &[u32], media: PromptMedia) -> Result<Option<RequestVision>> {
+        if media.inputs.is_empty() {
             return Ok(None);
         }
-        let vision = RequestVision::new(&self.config, prompt, shown.inputs);
+        let vision = RequestVision::new(&self.config, prompt, media.inputs);
         vision.map(Some).map_err(|error| wrong("messages", error.to_string()))
     }
 }

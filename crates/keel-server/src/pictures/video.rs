@@ -48,7 +48,7 @@ pub(crate) enum VideoSource {
     Frames(Vec<String>),
 }
 
-/// How the model is shown videos.
+/// Prepares the videos of requests.
 pub(super) struct VideoPreprocessor {
     files: ProcessorFiles,
     bounds: VideoBounds,
@@ -73,41 +73,41 @@ impl VideoPreprocessor {
 
 impl ImagePreprocessor {
     /// Reads, decodes and prepares a video.
-    pub(super) fn show_video(
+    pub(super) fn prepare_video(
         &self,
-        shot: &VideoInput,
+        video: &VideoInput,
         bounds: &Bounds<'_>,
     ) -> Result<(PictureInput, VideoSpan), MediaError> {
-        let Some(view) = &self.videos else {
+        let Some(videos) = &self.videos else {
             return Err(MediaError::Picture("this model is not shown videos".into()));
         };
-        if shot.fps.is_some_and(|fps| !(fps.is_finite() && fps > 0.0 && fps <= 1000.0)) {
+        if video.fps.is_some_and(|fps| !(fps.is_finite() && fps > 0.0 && fps <= 1000.0)) {
             let problem =
-                format!("its fps is {}, expected a number above 0, at most 1000", shot.fps.unwrap_or(0.0));
+                format!("its fps is {}, expected a number above 0, at most 1000", video.fps.unwrap_or(0.0));
             return Err(MediaError::Picture(problem));
         }
-        match &shot.source {
+        match &video.source {
             VideoSource::File(url) => match url.strip_prefix(JPEG_FRAMES) {
                 Some(frames) => {
                     // One more than is allowed is refused there; the rest is not copied.
                     let urls = frames.split(',').take(LISTED_MAX + 1);
                     let urls = urls.map(|frame| format!("data:image/jpeg;base64,{frame}")).collect();
-                    self.show_frames(view, urls, shot.fps, bounds)
+                    self.prepare_frames(videos, urls, video.fps, bounds)
                 }
-                None => self.show_film(view, url, shot.fps, bounds),
+                None => self.prepare_file(videos, url, video.fps, bounds),
             },
-            VideoSource::Frames(urls) => self.show_frames(view, urls.clone(), shot.fps, bounds),
+            VideoSource::Frames(urls) => self.prepare_frames(videos, urls.clone(), video.fps, bounds),
         }
     }
 
-    fn show_film(
+    fn prepare_file(
         &self,
-        view: &VideoPreprocessor,
+        videos: &VideoPreprocessor,
         url: &str,
         fps: Option<f64>,
         bounds: &Bounds<'_>,
     ) -> Result<(PictureInput, VideoSpan), MediaError> {
-        let processor = view.processor(fps)?;
+        let processor = videos.processor(fps)?;
         let bytes = source::read(url, bounds)?;
         let _file = bounds.hold(bytes.len() as u64)?;
         let video = VideoFile::open(&bytes, LIMITS)?;
@@ -119,9 +119,9 @@ impl ImagePreprocessor {
         self.finish(builder.finish()?, &processor, &chosen, video.fps(), work)
     }
 
-    fn show_frames(
+    fn prepare_frames(
         &self,
-        view: &VideoPreprocessor,
+        videos: &VideoPreprocessor,
         urls: Vec<String>,
         fps: Option<f64>,
         bounds: &Bounds<'_>,
@@ -131,7 +131,7 @@ impl ImagePreprocessor {
                 format!("a video of {} or more frames, at most {LISTED_MAX} are listed", urls.len());
             return Err(MediaError::Picture(problem));
         }
-        let (processor, fps) = (view.processor(None)?, fps.unwrap_or(FPS_DEFAULT));
+        let (processor, fps) = (videos.processor(None)?, fps.unwrap_or(FPS_DEFAULT));
         let chosen = processor.sample(urls.len(), fps)?;
         let mut builder = VideoBuilder::new(&processor, chosen.len());
         let limits = DecodeLimits { file_bytes: FILE_BYTES_MAX, pixels: PIXELS_MAX };

@@ -113,9 +113,9 @@ impl Running {
                 let text = match engine.vision() {
                     Some(vision) => {
                         let files = ProcessorFiles::read(&folder).expect("there");
-                        let viewer =
+                        let preprocessor =
                             ImagePreprocessor::new(vision.clone(), &files, &text.tokenizer, PIXELS_MAX, 3);
-                        text.with_viewer(viewer.expect("right"))
+                        text.with_preprocessor(preprocessor.expect("right"))
                     }
                     None => text,
                 };

@@ -56,7 +56,7 @@ impl<'a> Subject<'a> {
             json: model.json.clone(),
             parameters: model.parameters(),
             quantised: model.is_quantized(),
-            with_tower: crate::vision::can_see(model),
+            with_tower: crate::vision::takes_pictures(model),
             pooling: crate::pooling::of_model(model).unwrap_or_else(|error| {
                 tracing::warn!("embeddings will be those of the last token (see --pooling): {error:#}");
                 None

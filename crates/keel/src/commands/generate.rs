@@ -290,7 +290,7 @@ fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course:
 /// Runs the prompt, with a progress bar.
 fn start<'e>(engine: &'e mut Engine, prompt: &Prompt, how: TokenOptions) -> Result<TokenIterator<'e>> {
     let vision_inputs = match &prompt.pictures {
-        Some(pictures) => pictures.vision_inputs(&pictures.look(engine)?)?,
+        Some(pictures) => pictures.vision_inputs(&pictures.encode(engine)?)?,
         None => None,
     };
     let bar = progress::tokens("prompt", prompt.ids.len());

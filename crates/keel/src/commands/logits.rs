@@ -84,8 +84,8 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
         ..args.engine.options()
     };
     let mut session = Session::load(&args.device, &model, options)?;
-    let seen = prepared.as_ref().map(|prepared| prepared.look(&mut session.engine)).transpose()?;
-    let shapes = write_logits(&mut session, &ids, prepared.as_ref().zip(seen.as_ref()), args)?;
+    let encoded = prepared.as_ref().map(|prepared| prepared.encode(&mut session.engine)).transpose()?;
+    let shapes = write_logits(&mut session, &ids, prepared.as_ref().zip(encoded.as_ref()), args)?;
     output::line(&format!("{}: {}", args.out.display(), shapes.join(", ")))
 }
 
@@ -93,22 +93,22 @@ pub fn run(args: &LogitsArgs) -> Result<()> {
 fn write_logits(
     session: &mut Session,
     ids: &[u32],
-    seen: Option<(&Prepared, &EncodedMedia)>,
+    pictures: Option<(&Prepared, &EncodedMedia)>,
     args: &LogitsArgs,
 ) -> Result<Vec<String>> {
     let vocab = session.engine.model().config.vocab;
     let with_head = session.engine.model().mtp.is_some() && ids.len() > 1;
     let spec =
         |name: &str, rows| TensorSpec { name: name.into(), dtype: DType::F32, shape: vec![rows, vocab] };
-    let known = seen.map_or(Ok(Vec::new()), |(prepared, seen)| known_tensors(prepared, seen))?;
+    let known = pictures.map_or(Ok(Vec::new()), |(prepared, encoded)| known_tensors(prepared, encoded))?;
     let mut tensors: Vec<_> = known.iter().map(|tensor| tensor.spec.clone()).collect();
     tensors.push(spec("logits", ids.len()));
     if with_head {
         tensors.push(spec("mtp_logits", ids.len() - 1));
     }
     let mut sequence = session.engine.open()?;
-    if let Some((prepared, seen)) = seen {
-        sequence.set_vision_inputs(prepared.vision_inputs(seen)?);
+    if let Some((prepared, encoded)) = pictures {
+        sequence.set_vision_inputs(prepared.vision_inputs(encoded)?);
     }
     let mut writer = SafetensorsWriter::create(&args.out, &tensors, &BTreeMap::new())?;
     for Known { spec, bytes } in &known {
@@ -131,11 +131,11 @@ fn write_logits(
 }
 
 /// All tensors of the conversation except the logits.
-fn known_tensors(prepared: &Prepared, seen: &EncodedMedia) -> Result<Vec<Known>> {
+fn known_tensors(prepared: &Prepared, encoded: &EncodedMedia) -> Result<Vec<Known>> {
     let mut known =
         vec![words("input_ids", vec![prepared.tokens.len()], prepared.tokens.iter().map(|&id| id as i32))];
     let Some(config) = &prepared.vision else { return Ok(known) };
-    let vision_inputs = prepared.vision_inputs(seen)?;
+    let vision_inputs = prepared.vision_inputs(encoded)?;
     if let (Some(vision_inputs), TowerKind::Qwen { .. }) = (&vision_inputs, &config.kind) {
         let axes = (0..3).flat_map(|axis| vision_inputs.positions.iter().map(move |place| place[axis]));
         known.push(words("position_ids", vec![3, prepared.tokens.len()], axes));
@@ -158,7 +158,7 @@ fn known_tensors(prepared: &Prepared, seen: &EncodedMedia) -> Result<Vec<Known>>
             "deepstack_features",
             config,
             prepared.images.len(),
-            &seen.images.levels,
+            &encoded.images.levels,
         ));
     }
     for (i, video) in prepared.videos.iter().enumerate() {
@@ -183,7 +183,7 @@ fn known_tensors(prepared: &Prepared, seen: &EncodedMedia) -> Result<Vec<Known>>
             "deepstack_video_features",
             config,
             prepared.videos.len(),
-            &seen.videos.levels,
+            &encoded.videos.levels,
         ));
     }
     Ok(known)

@@ -341,8 +341,9 @@ fn with_image_preprocessor(
     options: &EngineOptions,
 ) -> Result<ServedText> {
     let Some(vision) = options.vision else { return Ok(text) };
-    let viewer = vision::viewer(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
-    Ok(text.with_viewer(viewer))
+    let preprocessor =
+        vision::image_preprocessor(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
+    Ok(text.with_preprocessor(preprocessor))
 }
 
 /// Where a model's prefixes outlive the server: in a folder of its own where there are several.

@@ -1,4 +1,4 @@
-//! Pictures of a conversation in the terminal, shown one after the other.
+//! Pictures of a conversation in the terminal, encoded one after the other.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,13 +6,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use keel_cache::{Features, SeenPicture, VisionInputs};
 use keel_engine::{Engine, VisionOptions};
-use keel_models::vision::{self, VisionConfig, run_ends, sight_of};
+use keel_models::vision::{self, VisionConfig, prompt_layout, run_ends};
 use keel_server::placeholders;
 use keel_text::{ChatRequest, ChatTemplate, Message};
 use keel_vision::{Grid, ImageProcessor, ImageSpan, Placeholders, expand};
 use serde_json::Map;
 
-use super::{Origin, append, can_see, grid_of, load, processor_files};
+use super::{Origin, append, grid_of, load, processor_files, takes_pictures};
 use evenkeel::ModelFiles;
 use evenkeel::ModelText;
 
@@ -21,13 +21,13 @@ const PIXELS_MAX: usize = 1 << 20;
 /// Pictures of a conversation.
 const PICTURES_MAX: usize = 8;
 
-/// How the model of a conversation is shown pictures.
+/// Prepares the pictures of a conversation, and has the tower encode them.
 pub struct ChatImages {
     config: VisionConfig,
     processor: ImageProcessor,
     placeholders: Placeholders,
-    /// Pictures seen so far, also those of turns that were taken back.
-    seen: u32,
+    /// Pictures encoded so far, also those of turns that were taken back.
+    count: u32,
 }
 
 /// A picture that the tower has encoded.
@@ -53,12 +53,12 @@ impl ChatImages {
     /// # Errors
     /// A model without a vision tower; processor files that cannot be followed.
     pub fn open(model: &ModelFiles, text: &ModelText) -> Result<ChatImages> {
-        if !can_see(model) {
+        if !takes_pictures(model) {
             bail!("this model reads only text: it has no vision tower, or no processor files");
         }
         let config = vision::read_vision(&model.json)?.context("this model reads only text")?;
         let processor = processor_files(model)?.image(&Map::new())?.limited_to(PIXELS_MAX)?;
-        Ok(ChatImages { placeholders: placeholders(&config, &text.tokenizer)?, config, processor, seen: 0 })
+        Ok(ChatImages { placeholders: placeholders(&config, &text.tokenizer)?, config, processor, count: 0 })
     }
 
     /// For what pictures an engine must plan.
@@ -70,12 +70,12 @@ impl ChatImages {
         }
     }
 
-    /// Has the tower encode a file, as one more than `shown` pictures.
+    /// Has the tower encode the picture of a file. The conversation has `before` pictures already.
     ///
     /// # Errors
-    /// More pictures than planned for; a file that cannot be read or shown.
-    pub fn look_at(&mut self, engine: &mut Engine, file: &str, shown: usize) -> Result<EncodedImage> {
-        if shown == PICTURES_MAX {
+    /// More pictures than planned for; a file that cannot be read or encoded.
+    pub fn encode_picture(&mut self, engine: &mut Engine, file: &str, before: usize) -> Result<EncodedImage> {
+        if before == PICTURES_MAX {
             bail!("the conversation already has {PICTURES_MAX} pictures; /reset begins a new one");
         }
         let picture = load::picture(&Origin::File(Path::new(file).to_path_buf()))?;
@@ -86,12 +86,12 @@ impl ChatImages {
         }
         let grids: Vec<Grid> = processed.iter().map(|one| one.grid).collect();
         let tokens = grids.first().map_or(0, |grid| self.config.rows_of(grid.h, grid.w));
-        self.seen += 1;
+        self.count += 1;
         let span = ImageSpan { tokens, crops: grids.len().saturating_sub(1) };
-        Ok(EncodedImage { number: self.seen, span, grids, features: Arc::new(features) })
+        Ok(EncodedImage { number: self.count, span, grids, features: Arc::new(features) })
     }
 
-    /// Renders and encodes a conversation, whose pictures are `glances` in order.
+    /// Renders and encodes a conversation, whose pictures are `images` in order.
     ///
     /// # Errors
     /// Errors of the template, the tokenizer or the placeholders.
@@ -100,31 +100,31 @@ impl ChatImages {
         text: &ModelText,
         template: &ChatTemplate,
         messages: &[Message],
-        glances: &[EncodedImage],
+        images: &[EncodedImage],
     ) -> Result<PromptWithImages> {
-        if glances.is_empty() {
+        if images.is_empty() {
             let tokens = text.encode_chat(template, messages)?;
             return Ok(PromptWithImages { key: tokens.clone(), tokens, vision_inputs: None });
         }
-        let spans: Vec<ImageSpan> = glances.iter().map(|glance| glance.span).collect();
+        let spans: Vec<ImageSpan> = images.iter().map(|image| image.span).collect();
         let prompt = expand(&template.render(&ChatRequest::new(messages))?, &self.placeholders, &spans, &[])?;
         let tokens = text.tokenizer.encode(&prompt, false)?;
         let (mut rows, mut runs, mut pictures, mut numbers) = (0, Vec::new(), Vec::new(), Vec::new());
-        for glance in glances {
-            pictures.push(SeenPicture { first: rows, features: Arc::clone(&glance.features) });
-            for grid in &glance.grids {
+        for image in images {
+            pictures.push(SeenPicture { first: rows, features: Arc::clone(&image.features) });
+            for grid in &image.grids {
                 runs.extend(self.config.runs_of(grid.t, grid.h, grid.w, &mut rows));
             }
-            numbers.resize(rows, glance.number);
+            numbers.resize(rows, image.number);
         }
-        let plan = sight_of(&self.config, &tokens, &runs, &[])?;
-        let ends = if self.config.is_bidirectional() { run_ends(&self.config, &plan) } else { Vec::new() };
+        let layout = prompt_layout(&self.config, &tokens, &runs, &[])?;
+        let ends = if self.config.is_bidirectional() { run_ends(&self.config, &layout) } else { Vec::new() };
         let number = |(token, row): (&u32, &Option<u32>)| row.map_or(*token, |row| !numbers[row as usize]);
-        let key = tokens.iter().zip(&plan.features).map(number).collect();
+        let key = tokens.iter().zip(&layout.features).map(number).collect();
         let vision_inputs = VisionInputs {
-            positions: plan.positions,
-            delta: plan.delta,
-            rows: plan.features,
+            positions: layout.positions,
+            delta: layout.delta,
+            rows: layout.features,
             ends,
             pictures,
             width: self.config.text_hidden,

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use keel_cache::{SeenPicture, VisionInputs};
 use keel_engine::{Engine, Features, PatchGrid, VisionOptions};
-use keel_models::vision::{self, VisionConfig, run_ends, sight_of};
+use keel_models::vision::{self, VisionConfig, prompt_layout, run_ends};
 use keel_server::{ImagePreprocessor, placeholders};
 use keel_text::{ChatRequest, Tokenizer};
 use keel_vision::{
@@ -100,18 +100,18 @@ pub fn prepare(model: &ModelFiles, text: &ModelText, conversation: &Conversation
 }
 
 /// Whether a model has all that pictures need: a tower, and files that say how they are prepared.
-pub fn can_see(model: &ModelFiles) -> bool {
+pub fn takes_pictures(model: &ModelFiles) -> bool {
     let config = vision::read_vision(&model.json).ok().flatten();
     config.is_some_and(|config| vision::has_tower(&config, &*model.parameters()))
         && processor_files(model).is_ok_and(|files| files.image(&Map::new()).is_ok())
 }
 
-/// How a server shows pictures of at most `pixels_max` pixels to the model. It keeps the features of `pictures` of
-/// them.
+/// Prepares pictures of at most `pixels_max` pixels for the model of a server. The server keeps the features of
+/// `pictures` of them.
 ///
 /// # Errors
 /// A model without a vision tower; processor files that cannot be followed.
-pub fn viewer(
+pub fn image_preprocessor(
     model: &ModelFiles,
     tokenizer: &Tokenizer,
     pixels_max: usize,
@@ -186,7 +186,7 @@ impl Prepared {
     ///
     /// # Errors
     /// Errors of the engine.
-    pub fn look(&self, engine: &mut Engine) -> Result<EncodedMedia> {
+    pub fn encode(&self, engine: &mut Engine) -> Result<EncodedMedia> {
         let (mut images, mut videos) = (Features::default(), Features::default());
         for image in &self.images {
             append(&mut images, engine.encode_picture(&image.values, grid_of(image.grid))?);
@@ -201,7 +201,7 @@ impl Prepared {
     ///
     /// # Errors
     /// The prompt's tokens do not match the pictures.
-    pub fn vision_inputs(&self, seen: &EncodedMedia) -> Result<Option<Arc<VisionInputs>>> {
+    pub fn vision_inputs(&self, encoded: &EncodedMedia) -> Result<Option<Arc<VisionInputs>>> {
         let Some(config) = &self.vision else { return Ok(None) };
         let width = config.text_hidden;
         let (mut first, mut images, mut videos) = (0, Vec::new(), Vec::new());
@@ -211,17 +211,17 @@ impl Prepared {
         for video in &self.videos {
             videos.extend(config.runs_of(video.grid.t, video.grid.h, video.grid.w, &mut first));
         }
-        let plan = sight_of(config, &self.tokens, &images, &videos)?;
-        let ends = if config.is_bidirectional() { run_ends(config, &plan) } else { Vec::new() };
+        let layout = prompt_layout(config, &self.tokens, &images, &videos)?;
+        let ends = if config.is_bidirectional() { run_ends(config, &layout) } else { Vec::new() };
         let rows_of_images: usize = images.iter().map(|run| run.height * run.width).sum();
-        let kinds = [(0, &seen.images), (rows_of_images, &seen.videos)];
+        let kinds = [(0, &encoded.images), (rows_of_images, &encoded.videos)];
         let there = kinds.into_iter().filter(|(_, features)| !features.levels.is_empty());
         let pictures =
             there.map(|(first, features)| SeenPicture { first, features: Arc::clone(features) }).collect();
         Ok(Some(Arc::new(VisionInputs {
-            positions: plan.positions,
-            delta: plan.delta,
-            rows: plan.features,
+            positions: layout.positions,
+            delta: layout.delta,
+            rows: layout.features,
             ends,
             pictures,
             width,

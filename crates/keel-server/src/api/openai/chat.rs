@@ -123,13 +123,13 @@ pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Res
     };
     let variables = variables(body.chat_template_kwargs, body.reasoning_effort);
     let Conversation { messages, pictures } = to_template(body.messages)?;
-    let shown = show(text, &pictures, bounds)?;
+    let media = prepare(text, &pictures, bounds)?;
     drop(pictures);
     let offered = (!tools.offered.is_empty()).then_some(&tools.offered[..]);
-    let prompt = text.encode_chat(&messages, offered, Some(&variables), &shown.spans, bounds)?;
+    let prompt = text.encode_chat(&messages, offered, Some(&variables), &media.spans, bounds)?;
     drop(messages);
     let reasons = text.reasons();
-    let vision = text.viewer.as_ref().map_or(Ok(None), |viewer| viewer.vision(&prompt.ids, shown))?;
+    let vision = text.preprocessor.as_ref().map_or(Ok(None), |images| images.vision(&prompt.ids, media))?;
     let choices = body.n.unwrap_or(1).min(bounds.choices_max);
     bounds.settle_with(prompt.ids.len(), choices, vision.as_ref());
     let ask = EngineRequest {
@@ -168,11 +168,11 @@ fn variables(kwargs: Option<Map<String, Value>>, effort: Option<String>) -> Map<
     variables
 }
 
-/// Prepares pictures, where the model can be shown any.
-fn show(text: &ServedText, pictures: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
-    match &text.viewer {
+/// Prepares pictures, if the model takes any.
+fn prepare(text: &ServedText, pictures: &[MediaSource], bounds: &Bounds<'_>) -> Result<PromptMedia> {
+    match &text.preprocessor {
         _ if pictures.is_empty() => Ok(PromptMedia::default()),
-        Some(viewer) => viewer.show(pictures, bounds),
+        Some(preprocessor) => preprocessor.prepare(pictures, bounds),
         None => Err(wrong("messages", "it shows a picture, and this model reads only text")),
     }
 }

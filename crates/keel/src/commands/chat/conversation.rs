@@ -32,11 +32,11 @@ pub struct Conversation {
     pub session: Session,
     manner: Manner,
     text: ModelText,
-    lens: Option<ChatImages>,
+    chat_images: Option<ChatImages>,
     template: ChatTemplate,
     interrupt: Interrupt,
     /// The pictures of the messages in order, then those of the next turn.
-    glances: Vec<EncodedImage>,
+    pictures: Vec<EncodedImage>,
     messages: Vec<Message>,
     /// Number of earlier answers to the last turn. Each answer has a different seed.
     retries: u64,
@@ -50,7 +50,7 @@ impl Conversation {
     pub fn new(
         session: Session,
         text: ModelText,
-        lens: Option<ChatImages>,
+        chat_images: Option<ChatImages>,
         template: ChatTemplate,
         manner: Manner,
         settings: Settings,
@@ -63,8 +63,8 @@ impl Conversation {
             session,
             manner,
             text,
-            lens,
-            glances: Vec::new(),
+            chat_images,
+            pictures: Vec::new(),
             template,
             interrupt,
             messages: Vec::new(),
@@ -92,7 +92,7 @@ impl Conversation {
     /// Removes all turns, and their tokens from the cache.
     pub fn reset(&mut self) {
         self.messages.retain(|message| message.role == "system");
-        self.glances.clear();
+        self.pictures.clear();
         self.cached_ids.clear();
         if let Some(sequence) = self.cached.take() {
             self.session.engine.release(sequence);
@@ -107,16 +107,16 @@ impl Conversation {
         if file.is_empty() {
             bail!("/image needs the name of a file");
         }
-        let Some(lens) = &mut self.lens else {
+        let Some(chat_images) = &mut self.chat_images else {
             bail!("pictures need the vision tower: start keel chat with --images")
         };
-        let glance = lens.look_at(&mut self.session.engine, file, self.glances.len())?;
-        self.glances.push(glance);
+        let picture = chat_images.encode_picture(&mut self.session.engine, file, self.pictures.len())?;
+        self.pictures.push(picture);
         Ok(format!("{file} goes with the next turn\n"))
     }
 
-    /// Pictures of the messages.
-    fn pictures(&self) -> usize {
+    /// Number of pictures of the messages.
+    fn shown_pictures(&self) -> usize {
         let parts = self.messages.iter().filter_map(|message| message.content.as_array());
         parts.flatten().filter(|part| part["type"] == "image").count()
     }
@@ -130,7 +130,7 @@ impl Conversation {
     pub fn undo(&mut self) -> bool {
         let Some(at) = self.last_turn() else { return false };
         self.messages.truncate(at);
-        self.glances.truncate(self.pictures());
+        self.pictures.truncate(self.shown_pictures());
         true
     }
 
@@ -153,7 +153,7 @@ impl Conversation {
         if file.is_empty() {
             bail!("/save needs the name of a file");
         }
-        if self.pictures() > 0 {
+        if self.shown_pictures() > 0 {
             bail!("a conversation with pictures is not saved: the file would not have them");
         }
         let text = serde_json::to_string_pretty(&json!({"messages": self.messages}))?;
@@ -182,7 +182,7 @@ impl Conversation {
         // Rendering checks the messages: the template refuses those that it does not support.
         self.text.encode_chat(&self.template, &messages)?;
         self.messages = messages;
-        self.glances.clear();
+        self.pictures.clear();
         Ok(self.messages.len())
     }
 
@@ -193,9 +193,9 @@ impl Conversation {
     /// Errors of the template, of the engine or of standard output.
     pub fn say(&mut self, said: &str) -> Result<()> {
         let mut message = Message::new("user", said);
-        let shown = self.glances.len() - self.pictures();
-        if shown > 0 {
-            let pictures = (0..shown).map(|_| json!({"type": "image"}));
+        let new = self.pictures.len() - self.shown_pictures();
+        if new > 0 {
+            let pictures = (0..new).map(|_| json!({"type": "image"}));
             message.content = pictures.chain([json!({"type": "text", "text": said})]).collect();
         }
         self.messages.push(message);
@@ -225,13 +225,15 @@ impl Conversation {
     /// Removes the last turn, which is not answered, and says why.
     fn take_back(&mut self, reason: &str) -> Result<()> {
         self.messages.pop();
-        self.glances.truncate(self.pictures());
+        self.pictures.truncate(self.shown_pictures());
         output::line(reason)
     }
 
     fn encode(&self) -> Result<PromptWithImages> {
-        match &self.lens {
-            Some(lens) => lens.encode(&self.text, &self.template, &self.messages, &self.glances),
+        match &self.chat_images {
+            Some(chat_images) => {
+                chat_images.encode(&self.text, &self.template, &self.messages, &self.pictures)
+            }
             None => {
                 let tokens = self.text.encode_chat(&self.template, &self.messages)?;
                 Ok(PromptWithImages { key: tokens.clone(), tokens, vision_inputs: None })
@@ -240,13 +242,13 @@ impl Conversation {
     }
 
     /// Runs the part of the prompt that the cache lacks, then draws the answer. Ctrl-C ends the answer.
-    fn answer(&mut self, shown: PromptWithImages) -> Result<String> {
+    fn answer(&mut self, prompt: PromptWithImages) -> Result<String> {
         self.interrupt.take();
         let mut sequence = match self.cached.take() {
             Some(sequence) => sequence,
             None => self.session.engine.open()?,
         };
-        let PromptWithImages { tokens: prompt, key, vision_inputs } = shown;
+        let PromptWithImages { tokens: prompt, key, vision_inputs } = prompt;
         let common = common_len(&self.cached_ids, &key) / PREFILL_GRID * PREFILL_GRID;
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
         sequence.set_vision_inputs(vision_inputs);

@@ -68,8 +68,9 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let model = args.model.open()?;
     let text = ModelText::open(&model)?;
     let template = text.template().context("use keel generate --raw")?;
-    let lens = if args.images { Some(ChatImages::open(&model, &text).context("--images")?) } else { None };
-    let vision = lens.as_ref().map(ChatImages::options);
+    let chat_images =
+        if args.images { Some(ChatImages::open(&model, &text).context("--images")?) } else { None };
+    let vision = chat_images.as_ref().map(ChatImages::options);
     let wanted = args.context.unwrap_or(model.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&model.config, wanted).context("--context")?;
     let speculation = args.speculate.for_model(&model, &args.device, &args.sampling)?;
@@ -87,7 +88,8 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation };
     let lines = Lines::open()?;
     let interrupt = if lines.is_terminal() { Interrupt::listen()? } else { Interrupt::default() };
-    let mut conversation = Conversation::new(session, text, lens, template, manner, settings, interrupt);
+    let mut conversation =
+        Conversation::new(session, text, chat_images, template, manner, settings, interrupt);
     conversation.set_system(args.system.as_deref().unwrap_or_default());
     talk(&mut conversation, lines)
 }

@@ -76,8 +76,8 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
     let pixels = args.holding.image_pixels();
     let takes = match options.vision {
         Some(vision) => {
-            let viewer = vision::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
-            text.with_viewer(viewer).takes()
+            let preprocessor = vision::image_preprocessor(&model, &text.tokenizer, pixels, vision.pictures)?;
+            text.with_preprocessor(preprocessor).takes()
         }
         None => Modalities::default(),
     };
@@ -89,8 +89,8 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
         let model = source::open(Some(&path), mmproj.as_deref())?;
         let mut text = ServedText::new(&model.text_files()?)?;
         if let Some(vision) = options.vision {
-            let viewer = vision::viewer(&model, &text.tokenizer, pixels, vision.pictures)?;
-            text = text.with_viewer(viewer);
+            let preprocessor = vision::image_preprocessor(&model, &text.tokenizer, pixels, vision.pictures)?;
+            text = text.with_preprocessor(preprocessor);
         }
         let mut session = Session::load(&device, &model, options)?;
         session::close(model);
