@@ -8,7 +8,7 @@ use crate::blocks::{
     Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
 };
 use crate::hybrid::Output;
-use crate::loading::{Loader, Piece};
+use crate::loading::{Loader, SourceRows};
 use crate::{
     HybridConfig, MixerKind, MixtureConfig, MixtureCut, ModelError, Part, Result, Sums, VocabularyShare,
 };
@@ -82,12 +82,12 @@ impl<'a> FamilyReader<'a> {
         let part = self.part();
         let drafts = part.is_last() && crate::has_mtp_head(self.config, self.loader.parameters());
         let load = || {
-            let piece = Piece::rows(
+            let source = SourceRows::rows(
                 format!("{}embed_tokens", self.root),
                 self.config.vocab,
                 vec![self.tokens().tokens],
             );
-            self.loader.vocabulary(piece, self.config.hidden)
+            self.loader.vocabulary(source, self.config.hidden)
         };
         (part.is_first() || drafts).then(load).transpose()
     }
@@ -106,8 +106,8 @@ impl<'a> FamilyReader<'a> {
         }
         let VocabularyShare { peers, tokens: rows } = self.tokens();
         let load = |module: String| {
-            let piece = Piece::rows(module, self.config.vocab, vec![rows.clone()]);
-            self.loader.vocabulary(piece, self.config.hidden)
+            let source = SourceRows::rows(module, self.config.vocab, vec![rows.clone()]);
+            self.loader.vocabulary(source, self.config.hidden)
         };
         let head = match embedding {
             Some(embedding) if self.config.tied => embedding.clone(),
@@ -140,18 +140,18 @@ impl<'a> FamilyReader<'a> {
     pub fn attention(&self, prefix: &str) -> Result<Attention> {
         let c = self.config;
         let (d, kv_rows) = (c.head_dim, c.kv_heads * c.head_dim);
-        let pieces = vec![
-            Piece::whole(format!("{prefix}q_proj"), 2 * c.heads * d),
-            Piece::whole(format!("{prefix}k_proj"), kv_rows),
-            Piece::whole(format!("{prefix}v_proj"), kv_rows),
+        let sources = vec![
+            SourceRows::whole(format!("{prefix}q_proj"), 2 * c.heads * d),
+            SourceRows::whole(format!("{prefix}k_proj"), kv_rows),
+            SourceRows::whole(format!("{prefix}v_proj"), kv_rows),
         ];
         Ok(Attention {
-            projection: self.loader.projection(pieces, c.hidden)?,
+            projection: self.loader.projection(sources, c.hidden)?,
             gated: c.gated,
             q_norm: Some(HeadNorm::Each(self.norm(&format!("{prefix}q_norm"), d)?)),
             k_norm: Some(HeadNorm::Each(self.norm(&format!("{prefix}k_norm"), d)?)),
             output: self.loader.row_parallel(
-                Piece::whole(format!("{prefix}o_proj"), c.hidden),
+                SourceRows::whole(format!("{prefix}o_proj"), c.hidden),
                 c.heads * d,
                 self.loader.sums(),
             )?,
@@ -177,11 +177,12 @@ impl<'a> FamilyReader<'a> {
     /// A gated layer with SiLU.
     pub fn swiglu(&self, prefix: &str, width: usize, sums: Sums) -> Result<GatedLayer> {
         let hidden = self.config.hidden;
-        let pieces = ["gate_proj", "up_proj"].map(|name| Piece::whole(format!("{prefix}{name}"), width));
+        let sources =
+            ["gate_proj", "up_proj"].map(|name| SourceRows::whole(format!("{prefix}{name}"), width));
         Ok(GatedLayer {
-            gate_up: self.loader.projection(pieces.into(), hidden)?,
+            gate_up: self.loader.projection(sources.into(), hidden)?,
             down: self.loader.row_parallel(
-                Piece::whole(format!("{prefix}down_proj"), hidden),
+                SourceRows::whole(format!("{prefix}down_proj"), hidden),
                 width,
                 sums,
             )?,
@@ -193,11 +194,11 @@ impl<'a> FamilyReader<'a> {
         let (hidden, sums) = (self.config.hidden, self.loader.sums());
         // How the columns of an expert are added.
         let of_columns = if sums.share.mixture == MixtureCut::Experts { sums.whole() } else { sums };
-        let mut router = vec![Piece::whole(format!("{prefix}gate"), moe.experts)];
+        let mut router = vec![SourceRows::whole(format!("{prefix}gate"), moe.experts)];
         // On devices that do not hold the shared expert, too: a product of other rows may add in another order, and at
         // a near tie two devices would choose different experts.
         if moe.shared_intermediate.is_some() || moe.shared_elsewhere {
-            router.push(Piece::whole(format!("{prefix}shared_expert_gate"), 1));
+            router.push(SourceRows::whole(format!("{prefix}shared_expert_gate"), 1));
         }
         let shared = moe
             .shared_intermediate
@@ -259,26 +260,26 @@ impl ExpertLayout {
         }
     }
 
-    fn gate_up(self, prefix: &str, moe: &MixtureConfig, e: usize) -> Vec<Piece> {
+    fn gate_up(self, prefix: &str, moe: &MixtureConfig, e: usize) -> Vec<SourceRows> {
         let f = moe.intermediate;
         let both = ["gate_proj", "up_proj"];
         match self {
             ExpertLayout::Separate => {
-                both.map(|n| Piece::whole(format!("{prefix}experts.{e}.{n}"), f)).into()
+                both.map(|n| SourceRows::whole(format!("{prefix}experts.{e}.{n}"), f)).into()
             }
             ExpertLayout::Switch => {
-                both.map(|n| Piece::expert(format!("{prefix}switch_mlp.{n}"), e, moe.experts, f)).into()
+                both.map(|n| SourceRows::expert(format!("{prefix}switch_mlp.{n}"), e, moe.experts, f)).into()
             }
             ExpertLayout::Fused => {
-                vec![Piece::expert(format!("{prefix}experts.gate_up_proj"), e, moe.experts, 2 * f)]
+                vec![SourceRows::expert(format!("{prefix}experts.gate_up_proj"), e, moe.experts, 2 * f)]
             }
         }
     }
 
-    fn down(self, prefix: &str, moe: &MixtureConfig, hidden: usize, e: usize) -> Vec<Piece> {
-        let stacked = |name| Piece::expert(format!("{prefix}{name}"), e, moe.experts, hidden);
+    fn down(self, prefix: &str, moe: &MixtureConfig, hidden: usize, e: usize) -> Vec<SourceRows> {
+        let stacked = |name| SourceRows::expert(format!("{prefix}{name}"), e, moe.experts, hidden);
         vec![match self {
-            ExpertLayout::Separate => Piece::whole(format!("{prefix}experts.{e}.down_proj"), hidden),
+            ExpertLayout::Separate => SourceRows::whole(format!("{prefix}experts.{e}.down_proj"), hidden),
             ExpertLayout::Switch => stacked("switch_mlp.down_proj"),
             ExpertLayout::Fused => stacked("experts.down_proj"),
         }]

@@ -2,10 +2,10 @@
 
 mod assembler;
 mod checkpoint;
-mod piece;
 mod projection;
 mod random;
 mod row_parallel;
+mod source_rows;
 mod stacks;
 
 use std::ops::Range;
@@ -24,11 +24,11 @@ use crate::{Part, Result, SumOrder};
 
 pub use checkpoint::CheckpointParameters;
 pub(crate) use checkpoint::expect_linear;
-pub use piece::{Piece, Stored};
 pub use projection::{Projection, input};
 pub use random::RandomParameters;
 pub use row_parallel::RowParallel;
 pub(crate) use row_parallel::columns_of;
+pub use source_rows::{SourceRows, Stored};
 
 /// Rows decoded at a time: the only host memory that loading needs. A multiple of every device's row tile.
 pub(crate) const BLOCK_ROWS: usize = 256;
@@ -185,12 +185,12 @@ impl<'a> Loader<'a> {
         self.parameters
     }
 
-    /// The format of all pieces, if they have the same.
-    fn common_format(&self, pieces: &[Piece], cols: usize) -> Result<Option<WeightFormat>> {
+    /// The format of all sources, if they have the same.
+    fn common_format(&self, sources: &[SourceRows], cols: usize) -> Result<Option<WeightFormat>> {
         let mut common = None;
-        for piece in pieces {
-            let Stored { experts, rows } = piece.stored;
-            let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
+        for source in sources {
+            let Stored { experts, rows } = source.stored;
+            let format = self.parameters.linear_format(&source.module, experts, rows, cols)?;
             if *common.get_or_insert(format) != format {
                 return Ok(None);
             }
@@ -198,31 +198,29 @@ impl<'a> Loader<'a> {
         Ok(common)
     }
 
-    /// A plain layer of the piece's rows.
+    /// A plain layer of the source's rows.
     ///
     /// # Errors
-    /// If a piece is missing or misshapen, or memory runs out.
-    pub fn linear(&self, piece: Piece, cols: usize) -> Result<Weight> {
-        let Stored { experts, rows } = piece.stored;
-        let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
-        self.stack(&[vec![piece]], cols, format)
+    /// If a layer of the checkpoint is missing or misshapen, or memory runs out.
+    pub fn linear(&self, source: SourceRows, cols: usize) -> Result<Weight> {
+        let Stored { experts, rows } = source.stored;
+        let format = self.parameters.linear_format(&source.module, experts, rows, cols)?;
+        self.stack(&[vec![source]], cols, format)
     }
 
     /// Several layers that read the same input, as the fewest products that their formats allow.
     ///
     /// # Errors
-    /// If a piece is missing or misshapen, or memory runs out.
-    pub fn projection(&self, pieces: Vec<Piece>, cols: usize) -> Result<Projection> {
-        let widths: Vec<usize> = pieces.iter().map(Piece::len).collect();
-        let mut rotations = Vec::new();
-        for piece in &pieces {
-            rotations.push(self.parameters.rotation(&piece.module)?);
-        }
+    /// If a layer of the checkpoint is missing or misshapen, or memory runs out.
+    pub fn projection(&self, sources: Vec<SourceRows>, cols: usize) -> Result<Projection> {
+        let widths: Vec<usize> = sources.iter().map(SourceRows::len).collect();
+        let rotation = |source: &SourceRows| self.parameters.rotation(&source.module);
+        let rotations = sources.iter().map(rotation).collect::<Result<Vec<_>>>()?;
         let rotates = rotations.iter().any(Option::is_some);
-        let (weights, rotations) = match self.common_format(&pieces, cols)? {
-            Some(format) if !rotates => (vec![self.stack(&[pieces], cols, format)?], vec![None]),
+        let (weights, rotations) = match self.common_format(&sources, cols)? {
+            Some(format) if !rotates => (vec![self.stack(&[sources], cols, format)?], vec![None]),
             _ => {
-                let weights = pieces.into_iter().map(|p| self.linear(p, cols)).collect::<Result<_>>()?;
+                let weights = sources.into_iter().map(|one| self.linear(one, cols)).collect::<Result<_>>()?;
                 let load = |rotation: &Option<_>| rotation.as_ref().map(|r| self.rotation(r)).transpose();
                 (weights, rotations.iter().map(load).collect::<Result<_>>()?)
             }
@@ -234,22 +232,22 @@ impl<'a> Loader<'a> {
     ///
     /// # Errors
     /// As [`Loader::projection`].
-    pub fn single(&self, piece: Piece, cols: usize) -> Result<Projection> {
-        self.projection(vec![piece], cols)
+    pub fn single(&self, source: SourceRows, cols: usize) -> Result<Projection> {
+        self.projection(vec![source], cols)
     }
 
     /// A layer that is summed over the devices that share its columns. This device has `cols` of them.
     ///
     /// # Errors
     /// As [`Loader::projection`].
-    pub fn row_parallel(&self, piece: Piece, cols: usize, sums: Sums) -> Result<RowParallel> {
-        let Stored { experts, rows } = piece.stored;
-        let format = self.parameters.linear_format(&piece.module, experts, rows, cols)?;
-        let rotation = self.parameters.rotation(&piece.module)?;
+    pub fn row_parallel(&self, source: SourceRows, cols: usize, sums: Sums) -> Result<RowParallel> {
+        let Stored { experts, rows } = source.stored;
+        let format = self.parameters.linear_format(&source.module, experts, rows, cols)?;
+        let rotation = self.parameters.rotation(&source.module)?;
         let rotation = rotation.map(|values| self.rotation(&values)).transpose()?;
-        let tiles = self.parameters.column_tiles(&piece.module);
+        let tiles = self.parameters.column_tiles(&source.module);
         let parts = sums.parts(cols / tiles, columns_together(format));
-        let parts = self.stack_in_parts(&[vec![piece]], cols, parts, format)?;
+        let parts = self.stack_in_parts(&[vec![source]], cols, parts, format)?;
         Ok(RowParallel { parts, tiles, rotation, sums, bias: None })
     }
 
@@ -257,11 +255,15 @@ impl<'a> Loader<'a> {
     ///
     /// # Errors
     /// If it is misshapen, an expert has a separate rotation, or memory runs out.
-    pub fn experts_rotation(&self, prefix: &str, experts: &[Vec<Piece>]) -> Result<Option<PairRotation>> {
-        let Some(first) = experts.first().and_then(|pieces| pieces.first()) else { return Ok(None) };
-        for piece in experts.iter().flatten() {
-            if self.parameters.rotation(&piece.module)?.is_some() {
-                let reason = format!("{}: an expert with a rotation of its own is not read", piece.module);
+    pub fn experts_rotation(
+        &self,
+        prefix: &str,
+        experts: &[Vec<SourceRows>],
+    ) -> Result<Option<PairRotation>> {
+        let Some(first) = experts.first().and_then(|sources| sources.first()) else { return Ok(None) };
+        for source in experts.iter().flatten() {
+            if self.parameters.rotation(&source.module)?.is_some() {
+                let reason = format!("{}: an expert with a rotation of its own is not read", source.module);
                 return Err(crate::ModelError::Config(reason));
             }
         }
@@ -286,11 +288,11 @@ impl<'a> Loader<'a> {
         Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, cos_sin })
     }
 
-    /// A stack of experts, each made of its list of pieces. All pieces must have the same format.
+    /// A stack of experts, each made of its list of sources. All sources must have the same format.
     ///
     /// # Errors
-    /// If a piece is missing or misshapen, the formats differ, or memory runs out.
-    pub fn experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<Weight> {
+    /// If a layer of the checkpoint is missing or misshapen, the formats differ, or memory runs out.
+    pub fn experts(&self, experts: &[Vec<SourceRows>], cols: usize) -> Result<Weight> {
         self.stack(experts, cols, self.format_of_experts(experts, cols)?)
     }
 
@@ -300,7 +302,7 @@ impl<'a> Loader<'a> {
     /// As [`Loader::experts`].
     pub fn row_parallel_experts(
         &self,
-        experts: &[Vec<Piece>],
+        experts: &[Vec<SourceRows>],
         cols: usize,
         sums: Sums,
     ) -> Result<Vec<Weight>> {
@@ -308,12 +310,12 @@ impl<'a> Loader<'a> {
         self.stack_in_parts(experts, cols, sums.parts(cols, columns_together(format)), format)
     }
 
-    fn format_of_experts(&self, experts: &[Vec<Piece>], cols: usize) -> Result<WeightFormat> {
+    fn format_of_experts(&self, experts: &[Vec<SourceRows>], cols: usize) -> Result<WeightFormat> {
         let mut common = None;
-        for pieces in experts {
-            let format = self.common_format(pieces, cols)?;
+        for sources in experts {
+            let format = self.common_format(sources, cols)?;
             if format.is_none() || format != *common.get_or_insert(format) {
-                let first = pieces.first().map_or("experts", |p| &p.module);
+                let first = sources.first().map_or("experts", |source| &source.module);
                 let reason = format!("{first}: the experts of a layer are quantised in different formats");
                 return Err(crate::ModelError::Config(reason));
             }
@@ -321,7 +323,7 @@ impl<'a> Loader<'a> {
         common.flatten().ok_or_else(|| crate::ModelError::Config("a layer has no experts".into()))
     }
 
-    fn stack(&self, experts: &[Vec<Piece>], cols: usize, format: WeightFormat) -> Result<Weight> {
+    fn stack(&self, experts: &[Vec<SourceRows>], cols: usize, format: WeightFormat) -> Result<Weight> {
         let mut whole = self.stack_in_parts(experts, cols, 1, format)?;
         Ok(whole.pop().unwrap_or_else(|| unreachable!("there is one part")))
     }
@@ -382,16 +384,16 @@ impl<'a> Loader<'a> {
     ///
     /// # Errors
     /// As [`Loader::vector`].
-    pub fn biases(&self, pieces: &[Piece]) -> Result<Array> {
-        let elements = pieces.iter().map(Piece::len).sum::<usize>();
+    pub fn biases(&self, sources: &[SourceRows]) -> Result<Array> {
+        let elements = sources.iter().map(SourceRows::len).sum::<usize>();
         let array = Array::persistent(self.runtime, Category::Weights, [elements], DType::F32)?;
         let mut all = Vec::with_capacity(elements);
-        for piece in pieces {
-            let (name, rows) = (format!("{}.bias", piece.module), piece.stored.rows);
+        for source in sources {
+            let (name, rows) = (format!("{}.bias", source.module), source.stored.rows);
             self.check_elements(&name, &[rows])?;
             if !self.runtime.backend().is_planning() {
                 let values = self.parameters.values(&name, rows)?;
-                piece.rows.iter().for_each(|range| all.extend_from_slice(&values[range.clone()]));
+                source.rows.iter().for_each(|range| all.extend_from_slice(&values[range.clone()]));
             }
         }
         if !self.runtime.backend().is_planning() {

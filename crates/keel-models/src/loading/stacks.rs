@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use keel_array::{RowData, Weight, WeightFormat, WeightSpec};
 
 use super::assembler::RowAssembler;
-use super::{BLOCK_ROWS, Loader, Piece, RowSink};
+use super::{BLOCK_ROWS, Loader, RowSink, SourceRows};
 use crate::split::columns::{Columns, pick_columns};
 use crate::{ModelError, Result};
 
@@ -15,28 +15,28 @@ impl Loader<'_> {
     ///
     /// # Errors
     /// As [`Loader::linear`].
-    pub(crate) fn vocabulary(&self, piece: Piece, cols: usize) -> Result<Weight> {
+    pub(crate) fn vocabulary(&self, source: SourceRows, cols: usize) -> Result<Weight> {
         let mut loader = self.reading(self.parameters);
         loader.compute = self.compute.without_copy();
-        loader.linear(piece, cols)
+        loader.linear(source, cols)
     }
 
     /// A stack of layers of `cols` columns, in `parts` weights of equally many columns.
     pub(super) fn stack_in_parts(
         &self,
-        experts: &[Vec<Piece>],
+        experts: &[Vec<SourceRows>],
         cols: usize,
         parts: usize,
         format: WeightFormat,
     ) -> Result<Vec<Weight>> {
-        let rows = experts.first().map_or(0, |pieces| pieces.iter().map(Piece::len).sum());
+        let rows = experts.first().map_or(0, |sources| sources.iter().map(SourceRows::len).sum());
         let (count, cols) = (experts.len(), cols / parts);
         let spec = WeightSpec { experts: count, rows, cols, format, compute: self.compute };
         let allocate = |_| Weight::allocate(self.runtime, spec);
         let weights: Vec<Weight> = (0..parts).map(allocate).collect::<keel_array::Result<_>>()?;
         if !self.runtime.backend().is_planning() && !self.repeated(&weights, experts)? {
-            for (expert, pieces) in experts.iter().enumerate() {
-                self.fill(&weights, expert, pieces)?;
+            for (expert, sources) in experts.iter().enumerate() {
+                self.fill(&weights, expert, sources)?;
             }
         }
         weights.iter().for_each(|weight| (self.progress)(weight.bytes() as u64));
@@ -44,28 +44,28 @@ impl Loader<'_> {
     }
 
     /// Fills weights by repeating their first block. False if rows are not alike or the device cannot repeat them.
-    fn repeated(&self, weights: &[Weight], experts: &[Vec<Piece>]) -> Result<bool> {
-        let first = experts.first().and_then(|pieces| pieces.first());
-        let Some(piece) = first.filter(|_| self.parameters.rows_are_alike()) else { return Ok(false) };
+    fn repeated(&self, weights: &[Weight], experts: &[Vec<SourceRows>]) -> Result<bool> {
+        let first = experts.first().and_then(|sources| sources.first());
+        let Some(source) = first.filter(|_| self.parameters.rows_are_alike()) else { return Ok(false) };
         let Some(rows) = weights.first().map(|weight| weight.spec().rows.min(BLOCK_ROWS)) else {
             return Ok(false);
         };
         let mut parts: Vec<_> = weights.iter().map(|weight| RowAssembler::new(weight, 0)).collect();
-        self.read_rows(piece, 0..rows, weights, &mut parts)?;
+        self.read_rows(source, 0..rows, weights, &mut parts)?;
         parts.iter_mut().try_for_each(RowAssembler::flush)?;
         Ok(weights.iter().all(|weight| weight.repeat(rows)))
     }
 
     /// Fills one expert of weights that have equally many columns of the same rows. Each row is read once.
-    fn fill(&self, weights: &[Weight], expert: usize, pieces: &[Piece]) -> Result<()> {
+    fn fill(&self, weights: &[Weight], expert: usize, sources: &[SourceRows]) -> Result<()> {
         let mut parts: Vec<_> = weights.iter().map(|weight| RowAssembler::new(weight, expert)).collect();
-        for piece in pieces {
-            for range in &piece.rows {
-                self.read_rows(piece, range.clone(), weights, &mut parts)?;
+        for source in sources {
+            for range in &source.rows {
+                self.read_rows(source, range.clone(), weights, &mut parts)?;
             }
-            let last_of_stack = piece.stored.experts.is_none_or(|stack| piece.expert == Some(stack - 1));
+            let last_of_stack = source.stored.experts.is_none_or(|stack| source.expert == Some(stack - 1));
             if last_of_stack {
-                self.parameters.release(&piece.module);
+                self.parameters.release(&source.module);
             }
         }
         parts.iter_mut().try_for_each(RowAssembler::flush)
@@ -74,14 +74,14 @@ impl Loader<'_> {
     /// Passes rows to the weights that have their columns.
     fn read_rows(
         &self,
-        piece: &Piece,
+        source: &SourceRows,
         rows: Range<usize>,
         weights: &[Weight],
         parts: &mut [RowAssembler<'_>],
     ) -> Result<()> {
         let Some(part) = weights.first().map(|weight| *weight.spec()) else { return Ok(()) };
         let whole = WeightSpec { cols: part.cols * weights.len(), ..part };
-        let tiles = self.parameters.column_tiles(&piece.module);
+        let tiles = self.parameters.column_tiles(&source.module);
         let sink: &mut RowSink<'_> = &mut |count, data: RowData<'_>| {
             if self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed)) {
                 return Err(ModelError::Stopped);
@@ -95,6 +95,6 @@ impl Loader<'_> {
             }
             Ok(())
         };
-        self.parameters.linear_rows(&piece.module, piece.expert, rows, &whole, sink)
+        self.parameters.linear_rows(&source.module, source.expert, rows, &whole, sink)
     }
 }

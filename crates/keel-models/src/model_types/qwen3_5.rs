@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::blocks::GatedDeltaNet;
 use crate::hybrid::{Block, HybridModel, Mixer, MtpHead};
-use crate::loading::{Loader, Piece};
+use crate::loading::{Loader, SourceRows};
 use crate::naming::FamilyReader;
 use crate::{HybridConfig, MixerKind, Result};
 
@@ -68,31 +68,31 @@ fn block(reader: &FamilyReader<'_>, prefix: &str, mixer: Mixer) -> Result<Block>
 
 fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDeltaNet> {
     let c = reader.config.recurrent_layers();
-    let pieces = vec![
-        Piece::whole(format!("{prefix}in_proj_qkv"), c.conv_channels()),
-        Piece::whole(format!("{prefix}in_proj_z"), c.values()),
-        Piece::whole(format!("{prefix}in_proj_a"), c.value_heads),
-        Piece::whole(format!("{prefix}in_proj_b"), c.value_heads),
+    let sources = vec![
+        SourceRows::whole(format!("{prefix}in_proj_qkv"), c.conv_channels()),
+        SourceRows::whole(format!("{prefix}in_proj_z"), c.values()),
+        SourceRows::whole(format!("{prefix}in_proj_a"), c.value_heads),
+        SourceRows::whole(format!("{prefix}in_proj_b"), c.value_heads),
     ];
-    recurrent_layer(reader, prefix, pieces)
+    recurrent_layer(reader, prefix, sources)
 }
 
-/// A recurrent layer. `pieces` are the rows of qkv, z, a and b.
+/// A recurrent layer. `sources` are the rows of qkv, z, a and b.
 pub(crate) fn recurrent_layer(
     reader: &FamilyReader<'_>,
     prefix: &str,
-    pieces: Vec<Piece>,
+    sources: Vec<SourceRows>,
 ) -> Result<GatedDeltaNet> {
     let (hidden, c) = (reader.config.hidden, reader.config.recurrent_layers());
     let loader = reader.loader;
     Ok(GatedDeltaNet {
-        projection: loader.projection(pieces, hidden)?,
+        projection: loader.projection(sources, hidden)?,
         conv: reader.conv(&format!("{prefix}conv1d.weight"))?,
         a_log: loader.vector(&format!("{prefix}A_log"), &[c.value_heads], |w| w)?,
         dt_bias: loader.vector(&format!("{prefix}dt_bias"), &[c.value_heads], |w| w)?,
         norm: reader.plain_norm(&format!("{prefix}norm"), c.value_dim)?,
         output: loader.row_parallel(
-            Piece::whole(format!("{prefix}out_proj"), hidden),
+            SourceRows::whole(format!("{prefix}out_proj"), hidden),
             c.values(),
             loader.sums(),
         )?,
@@ -130,7 +130,7 @@ fn mtp_head(reader: &FamilyReader<'_>) -> Result<Option<MtpHead>> {
     Ok(Some(MtpHead {
         embedding_norm: reader.norm("mtp.pre_fc_norm_embedding", c.hidden)?,
         hidden_norm: reader.norm("mtp.pre_fc_norm_hidden", c.hidden)?,
-        fc: reader.loader.linear(Piece::whole("mtp.fc", c.hidden), 2 * c.hidden)?,
+        fc: reader.loader.linear(SourceRows::whole("mtp.fc", c.hidden), 2 * c.hidden)?,
         blocks,
         norm: reader.norm("mtp.norm", c.hidden)?,
     }))

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::blocks::GatedDeltaNet;
 use crate::hybrid::HybridModel;
-use crate::loading::{Loader, Piece};
+use crate::loading::{Loader, SourceRows};
 use crate::naming::FamilyReader;
 use crate::{HybridConfig, Result};
 
@@ -27,13 +27,13 @@ fn gated_delta_net(reader: &FamilyReader<'_>, prefix: &str) -> Result<GatedDelta
     let qkv = [qkvz(0, dk), qkvz(dk, dk), qkvz(2 * dk, values)].concat();
     let narrow = format!("{prefix}in_proj_ba");
     let narrow_total = 2 * c.value_heads;
-    let pieces = vec![
-        Piece::rows(&wide, wide_total, qkv),
-        Piece::rows(&wide, wide_total, qkvz(2 * dk + values, values)),
-        Piece::rows(&narrow, narrow_total, per_head(c.key_heads, 2 * ratio, ratio, ratio)),
-        Piece::rows(&narrow, narrow_total, per_head(c.key_heads, 2 * ratio, 0, ratio)),
+    let sources = vec![
+        SourceRows::rows(&wide, wide_total, qkv),
+        SourceRows::rows(&wide, wide_total, qkvz(2 * dk + values, values)),
+        SourceRows::rows(&narrow, narrow_total, per_head(c.key_heads, 2 * ratio, ratio, ratio)),
+        SourceRows::rows(&narrow, narrow_total, per_head(c.key_heads, 2 * ratio, 0, ratio)),
     ];
-    crate::model_types::qwen3_5::recurrent_layer(reader, prefix, pieces)
+    crate::model_types::qwen3_5::recurrent_layer(reader, prefix, sources)
 }
 
 /// Rows `from..from + len` of each of `heads` runs of `stride` rows.

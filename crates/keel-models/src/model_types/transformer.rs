@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::blocks::{Activation, Attention, FeedForward, GatedLayer, HeadNorm};
 use crate::config::fields::Fields;
 use crate::hybrid::{Block, GrowingQueries, HybridModel, Mixer};
-use crate::loading::{Loader, Piece};
+use crate::loading::{Loader, SourceRows};
 use crate::naming::{self, FamilyReader};
 use crate::{HybridConfig, MixerKind, ModelError, Result};
 
@@ -260,12 +260,12 @@ fn growing_queries(loader: &Loader<'_>, config: &HybridConfig) -> Result<Option<
 }
 
 /// The rows of queries, keys and values.
-fn qkv_pieces(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<Piece> {
+fn qkv_sources(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<SourceRows> {
     let d = config.head_dim;
     let parts = [("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads)];
     let total = (config.heads + 2 * config.kv_heads) * d;
     let mut start = 0;
-    let piece = |(name, heads): (&str, usize)| {
+    let source = |(name, heads): (&str, usize)| {
         let first = if traits.fused_qkv { start } else { 0 };
         start += heads * d;
         let rows = match name {
@@ -275,11 +275,11 @@ fn qkv_pieces(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<Piece>
             _ => std::iter::once(first..first + heads * d).collect(),
         };
         match traits.fused_qkv {
-            true => Piece::rows(format!("{prefix}qkv_proj"), total, rows),
-            false => Piece::rows(format!("{prefix}{name}"), heads * d, rows),
+            true => SourceRows::rows(format!("{prefix}qkv_proj"), total, rows),
+            false => SourceRows::rows(format!("{prefix}{name}"), heads * d, rows),
         }
     };
-    parts.map(piece).into()
+    parts.map(source).into()
 }
 
 /// Brings the rows of a head with rotating neighbours into the order of a head with rotating halves. Scores do not
@@ -300,9 +300,9 @@ fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<
         );
         return Err(ModelError::Part(reason));
     }
-    let pieces = qkv_pieces(c, prefix, traits);
-    let bias = traits.qkv_bias.then(|| loader.biases(&pieces)).transpose()?;
-    let mut projection = loader.projection(pieces, c.hidden)?;
+    let sources = qkv_sources(c, prefix, traits);
+    let bias = traits.qkv_bias.then(|| loader.biases(&sources)).transpose()?;
+    let mut projection = loader.projection(sources, c.hidden)?;
     projection.bias = bias;
     let head_norm = |name: &str, heads: usize| -> Result<Option<HeadNorm>> {
         let name = format!("{prefix}{name}");
@@ -312,10 +312,10 @@ fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<
             HeadNorms::Together => Some(HeadNorm::Together(reader.norm(&name, heads * d)?)),
         })
     };
-    let output = Piece::whole(format!("{prefix}o_proj"), c.hidden);
+    let output = SourceRows::whole(format!("{prefix}o_proj"), c.hidden);
     let mut output = loader.row_parallel(output, c.heads * d, loader.sums())?;
     if traits.output_bias {
-        output.bias = Some(loader.biases(&[Piece::whole(format!("{prefix}o_proj"), c.hidden)])?);
+        output.bias = Some(loader.biases(&[SourceRows::whole(format!("{prefix}o_proj"), c.hidden)])?);
     }
     Ok(Attention {
         projection,
@@ -363,16 +363,16 @@ fn feed_forward(
         return reader.feed_forward(prefix);
     }
     let (loader, hidden, width) = (reader.loader, reader.config.hidden, reader.config.dense_width()?);
-    let part = |name: &str| Piece::whole(format!("{prefix}{name}"), width);
+    let part = |name: &str| SourceRows::whole(format!("{prefix}{name}"), width);
     let gate_up = match traits.fused_gate_up {
         true => {
-            let half = |rows| Piece::rows(format!("{prefix}gate_up_proj"), 2 * width, vec![rows]);
+            let half = |rows| SourceRows::rows(format!("{prefix}gate_up_proj"), 2 * width, vec![rows]);
             vec![half(0..width), half(width..2 * width)]
         }
         false => vec![part("gate_proj"), part("up_proj")],
     };
-    let down = Piece::whole(format!("{prefix}down_proj"), hidden);
-    let bias = |pieces: &[Piece]| traits.mlp_bias.then(|| loader.biases(pieces)).transpose();
+    let down = SourceRows::whole(format!("{prefix}down_proj"), hidden);
+    let bias = |sources: &[SourceRows]| traits.mlp_bias.then(|| loader.biases(sources)).transpose();
     let (gate_up_bias, down_bias) = (bias(&gate_up)?, bias(std::slice::from_ref(&down))?);
     let mut layer = GatedLayer {
         gate_up: loader.projection(gate_up, hidden)?,

@@ -8,7 +8,7 @@ use super::qwen::{self, Merger};
 use super::siglip::Projector;
 use super::tower::{Tower, TowerEnd};
 use crate::blocks::RmsNorm;
-use crate::loading::{Loader, Parameters, Piece, Projection};
+use crate::loading::{Loader, Parameters, Projection, SourceRows};
 use crate::{ModelError, Result};
 
 /// Epsilon of the layer norms of Qwen's towers.
@@ -85,9 +85,9 @@ struct Reader<'a> {
 impl Reader<'_> {
     /// Layers that read the same input, with their biases.
     fn projection(&self, names: &[String], rows: usize, cols: usize) -> Result<Projection> {
-        let pieces: Vec<_> = names.iter().map(|name| Piece::whole(name.clone(), rows)).collect();
-        let bias = self.loader.biases(&pieces)?;
-        let mut projection = self.loader.projection(pieces, cols)?;
+        let sources: Vec<_> = names.iter().map(|name| SourceRows::whole(name.clone(), rows)).collect();
+        let bias = self.loader.biases(&sources)?;
+        let mut projection = self.loader.projection(sources, cols)?;
         projection.bias = Some(bias);
         Ok(projection)
     }

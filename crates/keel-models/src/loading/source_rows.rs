@@ -13,7 +13,7 @@ pub struct Stored {
 
 /// Rows of a linear layer of the checkpoint.
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub struct SourceRows {
     /// The layer.
     pub module: String,
     /// The number of the expert, if the layer is a stack.
@@ -24,22 +24,22 @@ pub struct Piece {
     pub rows: Vec<Range<usize>>,
 }
 
-impl Piece {
+impl SourceRows {
     /// All rows of a plain layer.
-    pub fn whole(module: impl Into<String>, rows: usize) -> Piece {
-        Piece::rows(module, rows, vec![Range { start: 0, end: rows }])
+    pub fn whole(module: impl Into<String>, rows: usize) -> SourceRows {
+        SourceRows::rows(module, rows, vec![Range { start: 0, end: rows }])
     }
 
     /// Some rows of a plain layer of `total` rows, in the order given.
-    pub fn rows(module: impl Into<String>, total: usize, rows: Vec<Range<usize>>) -> Piece {
+    pub fn rows(module: impl Into<String>, total: usize, rows: Vec<Range<usize>>) -> SourceRows {
         let stored = Stored { experts: None, rows: total };
-        Piece { module: module.into(), expert: None, stored, rows }
+        SourceRows { module: module.into(), expert: None, stored, rows }
     }
 
     /// All rows of one of `experts` experts, each of `rows` rows.
-    pub fn expert(module: impl Into<String>, expert: usize, experts: usize, rows: usize) -> Piece {
+    pub fn expert(module: impl Into<String>, expert: usize, experts: usize, rows: usize) -> SourceRows {
         let stored = Stored { experts: Some(experts), rows };
-        Piece {
+        SourceRows {
             module: module.into(),
             expert: Some(expert),
             stored,
