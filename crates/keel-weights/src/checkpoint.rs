@@ -15,7 +15,8 @@ use crate::{
 };
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
-const INDEX_BYTES_MAX: u64 = 256 << 20;
+/// Most bytes of the index of a checkpoint's weights files.
+pub const INDEX_BYTES_MAX: u64 = 256 << 20;
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 

@@ -50,7 +50,7 @@ mod view;
 
 pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
 pub use awq::{AwqTensor, RotationValues};
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, INDEX_BYTES_MAX};
 pub use columns::ColumnsTensor;
 pub use error::{HeaderProblem, WeightsError};
 pub use fp4::{Fp4Mode, Fp4Tensor};

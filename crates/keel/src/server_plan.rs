@@ -32,7 +32,7 @@ const DRAFTS_FEW: usize = 2;
 /// Largest number of pages that an engine takes.
 const POOL_PAGES_MAX: usize = 1 << 24;
 /// The context is not shortened below this to fit a machine. If the plan still does not fit, it is refused.
-const CONTEXT_MIN: usize = 1024;
+pub const CONTEXT_MIN: usize = 1024;
 
 /// The models of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use crate::args::{
 };
 use crate::commands::serve::STEP_TOKENS_DEFAULT;
 use crate::failure::usage;
-use crate::server_plan::{self, Planner};
+use crate::server_plan::{self, CONTEXT_MIN, Planner};
 use crate::{output, source};
 use evenkeel::ModelFiles;
 use evenkeel::human_bytes;
@@ -21,8 +21,6 @@ use variants::Variant;
 
 /// Numbers of sequences to try if none is given.
 const SEQUENCES: [usize; 3] = [1, 4, 16];
-/// Shortest context to report, unless the model's own is shorter.
-const CONTEXT_MIN: usize = 1024;
 
 /// Print the ways in which a model fits into this machine, best first: bits of the weights, bits of keys and values,
 /// sequences and context. Each line has the command that serves the model this way.
@@ -211,7 +209,8 @@ fn longest_that_fits<'a>(
     Ok(None)
 }
 
-/// The contexts to try that are longer than `longest`, in descending order.
+/// The contexts to try that are longer than `longest`, in descending order. None is shorter than [`CONTEXT_MIN`] or, if
+/// that is less, the model's own.
 fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize> {
     let context_max = subject.config.context_max;
     if let Some(context) = args.context {

@@ -12,16 +12,13 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
-use keel_weights::read_regular;
+use keel_weights::{INDEX_BYTES_MAX, read_regular};
 use serde_json::Value;
 
 use crate::input;
 
 use super::choice::{folder_of, is_gguf_model, is_gguf_tower, is_picked};
 use crate::source::hub_name::{HubName, is_commit};
-
-/// Most bytes of an index of weights files, as where weights are read.
-const INDEX_BYTES_MAX: u64 = 256 << 20;
 
 /// The folder of models.
 pub struct Cache {
