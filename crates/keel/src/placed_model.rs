@@ -99,7 +99,7 @@ impl<'a> PlacedModel<'a> {
         }
         device.check()?;
         let parts = self.split_planner(&alone, options).parts(device.split.grid()?, device.limits())?;
-        Ok(PlacedPart::each(device.group(options.compute, true)?, parts))
+        Ok(PlacedPart::each(device.planning_group(options.compute)?, parts))
     }
 
     /// How several devices divide mixtures of experts, and why; see [`SplitPlanner::mixture`].

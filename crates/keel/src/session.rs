@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{DriverMemory, FreeMemory, ModelFiles, bound, is_vision, on_host};
+use evenkeel::{DriverMemory, FreeMemory, ModelFiles, bound, is_vision};
 use indicatif::ProgressBar;
 use keel_array::{Category, Compute, MemoryReport, Runtime};
 use keel_engine::split::PlacedPart;
@@ -171,7 +171,7 @@ pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
 /// Compares the bytes of a vision tower on the CPU, and the model's bytes on the host, with the host's free memory.
 fn check_host(model: &MemoryReport, tower: &MemoryReport, options: &EngineOptions) -> Result<()> {
     match FreeMemory::of_host() {
-        Some(host) if on_host(model, true) + tower.total() > host.bytes => {
+        Some(host) if model.on_host() + tower.total() > host.bytes => {
             Err(split_model::too_little(tower, host.bytes, host.why, options))
         }
         _ => Ok(()),

@@ -31,7 +31,7 @@ pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
         Some(none) if none.as_os_str() == "none" => TowerFile::None,
         Some(file) => TowerFile::At(file.into()),
     };
-    let path = locate(model, tower == TowerFile::NextToModel)?;
+    let path = locate(model, &tower)?;
     let model = ModelFiles::open_with(path, &tower)?;
     if let Some(notice) = &model.tower_notice {
         tracing::info!("{notice}");
@@ -39,16 +39,17 @@ pub fn open(model: Option<&str>, mmproj: Option<&Path>) -> Result<ModelFiles> {
     Ok(model)
 }
 
-/// Resolves the value of `--model` to a path. With `with_tower` the vision tower of a GGUF model is downloaded, too.
+/// Resolves the value of `--model` to a path. With [`TowerFile::NextToModel`] the vision tower of a GGUF model is
+/// downloaded, too.
 ///
 /// # Errors
 /// There is no such model, or it cannot be downloaded.
-pub fn locate(model: &str, with_tower: bool) -> Result<PathBuf> {
+pub fn locate(model: &str, tower: &TowerFile) -> Result<PathBuf> {
     if Path::new(model).exists() {
         return Ok(model.into());
     }
     if HubName::looks_like(model) {
-        return download(model, with_tower);
+        return download(model, *tower == TowerFile::NextToModel);
     }
     bail!("--model {model}: there is no such file or folder")
 }

@@ -1,7 +1,7 @@
 //! Loads a model on several devices.
 
 use anyhow::Result;
-use evenkeel::{FreeMemory, OutOfMemory, bound, on_device, on_host};
+use evenkeel::{FreeMemory, OutOfMemory, bound, on_host};
 use keel_array::{MemoryReport, Runtime};
 use keel_engine::EngineOptions;
 use keel_engine::split::PlacedPart;
@@ -19,7 +19,7 @@ pub fn open(model: PlacedModel<'_>, options: EngineOptions) -> Result<Session> {
     let options = device.options().engine_options(options);
     let plans = model.plans(options)?;
     check(device, &plans, &options)?;
-    let backends = device.group(options.compute, false)?.into_iter().enumerate();
+    let backends = device.group(options.compute)?.into_iter().enumerate();
     let runtimes = backends.map(|(rank, backend)| device.options_of(rank).runtime_on(backend));
     let devices = PlacedPart::each(runtimes, plans.devices.iter().map(|plan| plan.part.clone()));
     if plans.is_gpu {
@@ -36,7 +36,7 @@ fn check(device: &DeviceArgs, plans: &Plans, options: &EngineOptions) -> Result<
             return Err(too_little(planned, limit, whose, options));
         }
         let room = device.split.members().get(rank).and_then(|member| member.remote.flatten());
-        if let Some(room) = room.filter(|&room| on_device(planned, true) > room) {
+        if let Some(room) = room.filter(|&room| planned.total() - planned.on_host() > room) {
             return Err(too_little(planned, room, format!("{name}, as its process says"), options));
         }
     }

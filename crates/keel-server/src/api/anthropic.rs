@@ -18,7 +18,7 @@ use crate::api::unsupported;
 use crate::collect::{Collected, Outbox, StreamRoom, collect, respond};
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Body;
-use crate::loaded_model::{EngineRequest, LoadedModel};
+use crate::loaded_model::LoadedModel;
 use crate::model_manager::ModelManager;
 use crate::shared::fresh_id;
 
@@ -98,19 +98,15 @@ impl FromRequest<Arc<ModelManager>> for Message {
     }
 }
 
-/// The model, and the request in the engine's terms. With `bounds_prompt` a prompt that is longer than the context is
-/// refused.
-async fn ask(
+/// The model, and the request as a chat.
+async fn chat_apart(
     manager: &Arc<ModelManager>,
     caller: &Arc<Caller>,
     body: MessagesBody,
-    bounds_prompt: bool,
-) -> Result<(Arc<LoadedModel>, EngineRequest)> {
+) -> Result<(Arc<LoadedModel>, ChatBody)> {
     let model = manager.model_for(body.model.as_deref()).await?;
     let chat = model.work(caller, move |_| chat(body)).await?;
-    let context = if bounds_prompt { model.engine.context() } else { usize::MAX };
-    let ask = ask_apart(&model, caller, chat, context).await?;
-    Ok((model, ask))
+    Ok((model, chat))
 }
 
 /// Answers a conversation.
@@ -127,7 +123,8 @@ pub(crate) async fn create(
         return Err(wrong("messages", problem).into());
     }
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let (model, ask) = ask(&manager, &caller, body, true).await?;
+    let (model, chat) = chat_apart(&manager, &caller, body).await?;
+    let ask = ask_apart(&model, &caller, chat, model.engine.context()).await?;
     let mut answers = model.start("/v1/messages", &caller, vec![ask]).await?;
     let id = model.id.clone();
     if let Some(room) = room {
@@ -144,7 +141,8 @@ pub(crate) async fn count_tokens(
     State(manager): State<Arc<ModelManager>>,
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
-    let (_, ask) = ask(&manager, &caller, body, false).await?;
+    let (model, chat) = chat_apart(&manager, &caller, body).await?;
+    let ask = ask_apart(&model, &caller, chat, usize::MAX).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 

@@ -314,7 +314,19 @@ impl DeviceArgs {
     ///
     /// # Errors
     /// A split for another number of devices; a GPU, its driver or its libraries are missing.
-    pub fn group(&self, compute: Compute, planning: bool) -> Result<Vec<Arc<dyn Backend>>> {
+    pub fn group(&self, compute: Compute) -> Result<Vec<Arc<dyn Backend>>> {
+        self.group_for(compute, false)
+    }
+
+    /// The same as backends that count memory without allocating it. They need no GPU.
+    ///
+    /// # Errors
+    /// A split for another number of devices.
+    pub fn planning_group(&self, compute: Compute) -> Result<Vec<Arc<dyn Backend>>> {
+        self.group_for(compute, true)
+    }
+
+    fn group_for(&self, compute: Compute, planning: bool) -> Result<Vec<Arc<dyn Backend>>> {
         let members = self.split.members();
         let shares = self.split.grid()?.shares;
         if members.iter().any(|member| member.device == Device::Cpu) {

@@ -176,7 +176,7 @@ fn fit_variant(
     }
     // The least is told where nothing fits.
     if lines.is_empty() {
-        let line = smallest.line(args, limit, false)?;
+        let line = smallest.line(args, limit, Steps::All)?;
         if least.as_ref().is_none_or(|least| line.needed < least.needed) {
             *least = Some(Least { needed: line.needed, what: line.what() });
         }
@@ -201,7 +201,7 @@ fn longest_that_fits<'a>(
         }
     }
     for &context in &contexts[first..] {
-        let line = form(context).line(args, limit, false)?;
+        let line = form(context).line(args, limit, Steps::All)?;
         if line.needed <= limit {
             return Ok(Some(line));
         }
@@ -221,6 +221,13 @@ fn contexts(args: &FitArgs, subject: &Subject<'_>, longest: usize) -> Vec<usize>
     halves.take_while(|&context| context >= least).filter(|&context| context > longest).collect()
 }
 
+/// The steps that a plan counts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Steps {
+    All,
+    Largest,
+}
+
 /// The form of the model on a line.
 struct Form<'a> {
     variant: &'a Variant<'a>,
@@ -232,18 +239,18 @@ struct Form<'a> {
 impl Form<'_> {
     /// Whether a plan of the largest steps alone fits. It is quick, and never larger than the whole plan.
     fn may_fit(&self, args: &FitArgs, limit: u64) -> Result<bool> {
-        Ok(self.line(args, limit, true)?.needed <= limit)
+        Ok(self.line(args, limit, Steps::Largest)?.needed <= limit)
     }
 
-    /// The line. With `is_quick` its plan counts only the largest steps. Of several splits, the one whose largest
-    /// device is smallest is taken: among those that fit, or among all if none fits.
-    fn line(&self, args: &FitArgs, limit: u64, is_quick: bool) -> Result<Line> {
+    /// The line, of a plan of these steps. Of several splits, the one whose largest device is smallest is taken: among
+    /// those that fit, or among all if none fits.
+    fn line(&self, args: &FitArgs, limit: u64, steps: Steps) -> Result<Line> {
         if !args.device.split.is_split() {
-            return self.line_on(args, &args.device, is_quick);
+            return self.line_on(args, &args.device, steps);
         }
         let choices = args.device.split.choices().into_iter();
         let mut best: Option<Result<Line>> = None;
-        for line in choices.map(|split| self.line_on(args, &args.device.split_as(split), is_quick)) {
+        for line in choices.map(|split| self.line_on(args, &args.device.split_as(split), steps)) {
             // A split that the model does not allow is an error if there is no other.
             let is_better = match (&best, &line) {
                 (Some(Ok(best)), Ok(line)) => line.rank(limit) < best.rank(limit),
@@ -262,13 +269,13 @@ impl Form<'_> {
         let Some((chosen, _)) = best.split else { return Vec::new() };
         let others = args.device.split.choices().into_iter().filter(|&split| split != chosen);
         // A split that the model does not allow has no line.
-        let line = |split| self.line_on(args, &args.device.split_as(split), false).ok();
+        let line = |split| self.line_on(args, &args.device.split_as(split), Steps::All).ok();
         let mut lines: Vec<Line> = others.filter_map(line).filter(|line| line.needed <= limit).collect();
         lines.sort_by_key(|line| line.rank(limit));
         lines
     }
 
-    fn line_on(&self, args: &FitArgs, on: &DeviceArgs, is_quick: bool) -> Result<Line> {
+    fn line_on(&self, args: &FitArgs, on: &DeviceArgs, steps: Steps) -> Result<Line> {
         let Form { variant, kv, sequences, context } = *self;
         let holding = MemoryArgs {
             sequences: Some(sequences),
@@ -278,7 +285,7 @@ impl Form<'_> {
         };
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
         let planner = Planner::new(&holding, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;
-        let options = EngineOptions { largest_steps: is_quick, ..planner.wanted };
+        let options = EngineOptions { largest_steps: steps == Steps::Largest, ..planner.wanted };
         let plans = variant.subject.on(on).plans(options)?;
         let planned = plans.model();
         // A limit counts what --memory-limit counts. Free memory is a GPU's own; devices of the CPU share the host's.

@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::args::{affine_format, parse_bytes};
 use crate::failure::usage;
 use crate::{output, progress, source};
-use evenkeel::human_bytes;
+use evenkeel::{TowerFile, human_bytes};
 
 /// Write a copy of a checkpoint in another form: quantised in MLX's format, as a GGUF file, or dense.
 ///
@@ -114,7 +114,7 @@ enum Output {
 /// Runs the command.
 pub fn run(args: &QuantizeArgs) -> Result<()> {
     let output_form = output_form(args)?;
-    let source = source::locate(&args.source, false)?;
+    let source = source::locate(&args.source, &TowerFile::None)?;
     let bar = progress::bytes("converting", 0);
     let report = convert::convert(&source, &args.target, &output_form, &mut |progress| {
         bar.set_length(progress.total_bytes);
