@@ -17,7 +17,7 @@
 // qkv [T, 2 HK DK + HV DV] (QKV_STRIDE; 16-byte rows), a and b [T, HV] (A_STRIDE, B_STRIDE), state [slots, HV, DK, DV]
 // f32 or f16 (STATE_F16; rounded after each chunk), y [T, HV, DV].
 // Macros: HK, HV, DK, DV (DK and DV multiples of 16, DK at most 256), QKV_STRIDE, A_STRIDE, B_STRIDE,
-// STAGES (chunks in shared memory, 3).
+// STAGES (chunks in shared memory, 1 to 3: with 1, blocks that share a multiprocessor hide each other's waits).
 // Launch, with chunks = ceil(T / 64) + B:
 //   gated_delta_prepare  grid (HK, chunks), block 256, shared memory
 //                        max(256 (DK + 8), 44032) + 512 HV / HK
@@ -217,7 +217,7 @@ static __device__ __forceinline__ void as_operand(u32 (&a)[4][4], const float (&
     for (int k = 0; k < 4; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 1)
+extern "C" __global__ void __launch_bounds__(128, STAGES == 1 ? 2 : 1)
 gated_delta_chunks(
 #include "gated_delta_chunks.params"
 ) {
@@ -259,11 +259,19 @@ gated_delta_chunks(
             copy_commit();
         }
         for (u32 c = 0; c < count; c++) {
+#if STAGES == 1
+            if (c > 0) __syncthreads(); // the other half is done with chunk c - 1
+            load(c);
+            copy_commit();
+            copy_wait<0>();
+            __syncthreads();
+#else
             copy_wait<STAGES - 2>();
             // Chunk c has arrived completely, and the other half is done with chunk c - 1.
             __syncthreads();
             if (c + STAGES - 1 < count) load(c + STAGES - 1);
             copy_commit();
+#endif
         }
         return;
     }
@@ -282,6 +290,7 @@ gated_delta_chunks(
     }
 
     for (u32 c = 0; c < count; c++) {
+        if (STAGES == 1 && c > 0) __syncthreads();
         __syncthreads();
         if (!active) continue;
         const Stage& stage = stages[c % STAGES];

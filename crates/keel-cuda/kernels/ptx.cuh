@@ -44,6 +44,7 @@ static __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.co
 
 /// Waits until at most `PENDING` of this thread's groups are under way.
 template <int PENDING> static __device__ __forceinline__ void copy_wait() {
+    static_assert(PENDING >= 0, "the assembler takes a negative number and waits for nothing");
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 

@@ -41,6 +41,14 @@ pub enum CudaError {
         /// Major and minor.
         capability: (u32, u32),
     },
+    /// An environment variable names no GPU to stand in for.
+    #[error("{variable}={name} is no compute capability; use one of 8.0 or newer, such as 8.6, or unset it")]
+    StandIn {
+        /// The variable.
+        variable: &'static str,
+        /// Its value.
+        name: String,
+    },
     /// The driver refused a call.
     #[error("{call}: {reason}")]
     Driver {

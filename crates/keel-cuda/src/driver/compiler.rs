@@ -16,6 +16,8 @@ use super::kernel_cache::{cache_folder, read, store};
 pub struct Architecture {
     /// Compute capability: major, minor.
     pub capability: (u32, u32),
+    /// Whether the code has no instruction of one generation alone.
+    pub is_portable: bool,
 }
 
 impl Architecture {
@@ -23,7 +25,7 @@ impl Architecture {
     /// is never carried to another machine.
     pub fn name(&self) -> String {
         let (major, minor) = self.capability;
-        format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
+        format!("sm_{major}{minor}{}", if major >= 9 && !self.is_portable { "a" } else { "" })
     }
 }
 

@@ -1,6 +1,8 @@
 //! A device: its context, its stream, and its properties.
 
+use super::compiler::Architecture;
 use super::nvml::Nvml;
+use super::stand_in::StandIn;
 use super::{Event, OPENING, check, driver, explained};
 use crate::{CudaError, error::Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUresult, CUstream};
@@ -57,8 +59,10 @@ pub(crate) struct Device {
     /// For reads that do not wait for the work on `stream`.
     side: CUstream,
     pub name: String,
-    /// Compute capability: major, minor.
+    /// Compute capability by which kernels are chosen: major, minor.
     pub capability: (u32, u32),
+    /// What kernels are compiled for.
+    pub architecture: Architecture,
     pub multiprocessors: usize,
     /// Bytes of shared memory that a block may have.
     pub shared_bytes_max: usize,
@@ -127,6 +131,9 @@ impl Device {
         let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let maps = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)?;
+        let own = StandIn { capability: (major, minor), shared_bytes_max: shared as usize };
+        let stand_in = StandIn::named()?;
+        let StandIn { capability, shared_bytes_max } = stand_in.unwrap_or(own);
         let (stream, side) = (new_stream()?, new_stream()?);
         Ok(Device {
             device,
@@ -134,9 +141,10 @@ impl Device {
             stream,
             side,
             name,
-            capability: (major, minor),
+            capability,
+            architecture: Architecture { capability: own.capability, is_portable: stand_in.is_some() },
             multiprocessors: multiprocessors as usize,
-            shared_bytes_max: shared as usize,
+            shared_bytes_max: shared_bytes_max.min(own.shared_bytes_max),
             maps_memory: maps != 0,
             free_before,
             deliveries: Mutex::default(),

@@ -16,6 +16,7 @@ mod nccl;
 mod nvml;
 mod reservation;
 mod shortage;
+mod stand_in;
 mod survey;
 
 pub(crate) use arguments::Arguments;

@@ -1,6 +1,6 @@
 //! Compiled kernels that are loaded on a device.
 
-use super::{Architecture, Device, cached, compile, driver};
+use super::{Device, cached, compile, driver};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
@@ -54,7 +54,7 @@ impl Modules {
 
     /// Machine code of a kernel, from the disk or from the compiler.
     fn code(&self, key: &KernelKey) -> Result<Vec<u8>> {
-        let architecture = Architecture { capability: self.device.capability };
+        let architecture = self.device.architecture;
         match cached(key, architecture) {
             Some(code) => Ok(code),
             None => {

@@ -82,7 +82,7 @@ fn every_kernel_compiles_for_every_architecture() {
     let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let compile_all = || {
         while let Some((capability, key)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match compile(key, Architecture { capability: *capability }) {
+            match compile(key, Architecture { capability: *capability, is_portable: false }) {
                 Ok(code) => assert!(!code.is_empty(), "{}", key.name()),
                 Err(error @ CudaError::Missing { .. })
                     if std::env::var_os("KEEL_REQUIRE_NVRTC").is_none() =>

@@ -16,10 +16,12 @@ pub fn keys(keys: &mut Keys) {
     keys.add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &half].concat());
     let early = [("EARLY", "1")];
     keys.add(kernels::GATED_DELTA, &["gated_delta"], &[&heads[..], &strides, &early].concat());
-    let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", "2")];
     let entries = ["gated_delta_prepare", "gated_delta_chunks"];
-    keys.add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
-    keys.add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides, &half].concat());
+    for stages in ["1", "2", "3"] {
+        let wide = [("HK", "16"), ("HV", "32"), ("DK", "128"), ("DV", "128"), ("STAGES", stages)];
+        keys.add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides].concat());
+        keys.add(kernels::GATED_DELTA_CHUNKED, &entries, &[&wide[..], &strides, &half].concat());
+    }
     keys.add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides].concat());
     keys.add(kernels::GATED_DELTA_ANY, &["gated_delta_any"], &[&heads[..], &strides, &half].concat());
     keys.add(kernels::CUSTOM, &["initial"], &[("ELEM", "i32")]);

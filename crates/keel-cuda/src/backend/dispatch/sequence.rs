@@ -240,16 +240,16 @@ fn delta_chunked(
     constants: impl Fn(KernelKey) -> KernelKey,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    /// Columns of a head's state that a block works on, and chunks that it keeps in shared memory.
+    /// Columns of a head's state that a block works on.
     const COLUMNS: usize = 32;
-    const STAGES_MAX: usize = 3;
     let [qkv, a, b, a_log, dt_bias, state, row_start, slot, ..] = &call.inputs[..] else {
         unreachable!("nine operands")
     };
     let (sequences, dk) = (slot.len(), spec.key_dim);
     let chunks = chunks(qkv.layout.shape[0], sequences);
     let stage_bytes = 256 * (dk + 8) + 28_160;
-    let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);
+    // Chunks that a block keeps in shared memory. One sequence gives each multiprocessor one block at most.
+    let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(if sequences == 1 { 3 } else { 1 });
     if stages == 0 {
         return Err(call.error(format!("key heads of {dk} do not fit this GPU; use --compute f32")));
     }
