@@ -72,6 +72,17 @@ pub struct MemoryPart<'a> {
     pub bytes: Range<usize>,
 }
 
+/// A copy between two places of device memory.
+#[derive(Clone, Copy)]
+pub struct MemoryCopy<'a> {
+    /// Where the bytes are.
+    pub from: MemoryAt<'a>,
+    /// Where they go.
+    pub to: MemoryAt<'a>,
+    /// How many.
+    pub bytes: usize,
+}
+
 /// A device: [its memory](Memory), [the kernels it has](Programs) and [their runs](Submission). Implemented by
 /// `keel-cpu`, `keel-cuda` and `keel-remote`; `docs/design/backend.md` is the contract.
 ///
@@ -161,23 +172,27 @@ pub trait Memory: Send + Sync {
         self.read(memory, offset, bytes)
     }
 
-    /// Copies bytes from one place of device memory to another. The two must not overlap. A backend whose reads can
-    /// fail has a copy of its own.
-    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
-        let mut piece = vec![0; bytes.min(PIECE_BYTES)];
-        for at in (0..bytes).step_by(PIECE_BYTES) {
-            let piece = &mut piece[..PIECE_BYTES.min(bytes - at)];
-            let read = self.read(from.memory, from.offset + at, piece);
-            assert!(read.is_ok(), "a backend whose reads can fail has a copy of its own: {read:?}");
-            self.write(to.memory, to.offset + at, piece);
+    /// Makes copies between places of device memory, in any order or all at once: no byte that a copy writes belongs to
+    /// another one. A backend whose reads can fail has a function of its own.
+    fn copy(&self, copies: &[MemoryCopy<'_>]) {
+        for MemoryCopy { from, to, bytes } in copies {
+            let mut piece = vec![0; PIECE_BYTES.min(*bytes)];
+            for at in (0..*bytes).step_by(PIECE_BYTES) {
+                let piece = &mut piece[..PIECE_BYTES.min(bytes - at)];
+                let read = self.read(from.memory, from.offset + at, piece);
+                assert!(read.is_ok(), "a backend whose reads can fail has a copy of its own: {read:?}");
+                self.write(to.memory, to.offset + at, piece);
+            }
         }
     }
 
-    /// Zeroes bytes of device memory.
-    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
-        let zeros = vec![0; bytes.min(PIECE_BYTES)];
-        for at in (0..bytes).step_by(PIECE_BYTES) {
-            self.write(memory, offset + at, &zeros[..PIECE_BYTES.min(bytes - at)]);
+    /// Zeroes parts of device memory.
+    fn clear(&self, parts: &[MemoryPart<'_>]) {
+        let zeros = [0; PIECE_BYTES];
+        for MemoryPart { memory, bytes } in parts {
+            for at in bytes.clone().step_by(PIECE_BYTES) {
+                self.write(*memory, at, &zeros[..PIECE_BYTES.min(bytes.end - at)]);
+            }
         }
     }
 

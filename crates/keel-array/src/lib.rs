@@ -34,8 +34,8 @@ mod weight;
 
 pub use array::{Array, ArraySpec};
 pub use backend::{
-    Backend, DeviceMemory, LAUNCHES_MAX, Memory, MemoryAt, MemoryPart, OwnMemory, Preparations, Programs,
-    RESULT_BYTES_MAX, Submission, Ticket,
+    Backend, DeviceMemory, LAUNCHES_MAX, Memory, MemoryAt, MemoryCopy, MemoryPart, OwnMemory, Preparations,
+    Programs, RESULT_BYTES_MAX, Submission, Ticket,
 };
 pub use blocks::BlockFormat;
 pub use buffer::{Buffer, HostBuffer};
@@ -53,7 +53,10 @@ pub use program::{
     ALIGNMENT, Kernel, KernelGroup, Launch, Operand, OperandMemory, Place, PreparedPiece, Program,
     ProgramCacheUse, ProgramGroup, RemoteLaunch,
 };
-pub use runtime::{Element, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions};
+pub use runtime::{
+    Element, ElementCopy, Executable, FailedRun, Gauge, PendingRun, RUNS_MAX, Runtime, RuntimeOptions,
+    clear_entries, copy_all,
+};
 pub use shape::{Layout, Shape};
 pub use usage::DeviceUsage;
 pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

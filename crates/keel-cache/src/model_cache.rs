@@ -1,6 +1,6 @@
 //! The storage of all layers, and the sequences that share it.
 
-use keel_array::{AttentionSpec, Runtime};
+use keel_array::{Array, AttentionSpec, ElementCopy, Runtime, clear_entries, copy_all};
 
 use crate::pools::{Pools, SharedPools};
 use crate::sequence::SavedPosition;
@@ -254,8 +254,8 @@ impl ModelCache {
         let shared = sequence.pages[last];
         let own = self.pools.lock().pages.take_one()?;
         let arrays = self.layers.iter().flat_map(LayerStorage::page_arrays);
-        let copied = arrays.map(|array| array.copy_entry(shared.index(), array, own.index()));
-        let copied = copied.collect::<Result<(), _>>();
+        let copies = arrays.map(|array| array.entry_copy(shared.index(), array, own.index()));
+        let copied = copies.collect::<Result<Vec<_>, _>>().and_then(|copies| copy_all(&copies));
         // The page that is not used goes back.
         let (kept, free) = if copied.is_ok() { (own, shared) } else { (shared, own) };
         self.pools.lock().pages.release(free);
@@ -279,10 +279,11 @@ impl ModelCache {
     fn fork_into(&mut self, sequence: &SequenceCache, twin: &mut SequenceCache) -> Result<()> {
         let interruption = self.failed_step(sequence);
         self.pools.lock().failed_steps[twin.slot().index()] = interruption;
+        let mut copies = Vec::new();
         for layer in &self.layers {
             let log = if sequence.accepted > 0 { layer.log_arrays() } else { vec![] };
             for array in layer.slot_arrays().into_iter().chain(log) {
-                array.copy_entry(sequence.slot().index(), array, twin.slot().index())?;
+                copies.push(array.entry_copy(sequence.slot().index(), array, twin.slot().index())?);
             }
         }
         // Rotating pages are overwritten, so none can be shared.
@@ -290,9 +291,10 @@ impl ModelCache {
         twin.sliding_pages.extend(self.pools.lock().sliding_pages.take(rotating)?);
         for array in self.layers.iter().flat_map(LayerStorage::sliding_page_arrays) {
             for (&from, &to) in sequence.sliding_pages.iter().zip(&twin.sliding_pages) {
-                array.copy_entry(from.index(), array, to.index())?;
+                copies.push(array.entry_copy(from.index(), array, to.index())?);
             }
         }
+        copy_all(&copies)?;
         let used = sequence.cached_len.div_ceil(AttentionSpec::PAGE);
         for &page in &sequence.pages[..used] {
             self.pools.lock().pages.share(page);
@@ -302,30 +304,41 @@ impl ModelCache {
     }
 
     fn clear_slot(&mut self, slot: SlotId) -> Result<()> {
-        for array in self.layers.iter().flat_map(LayerStorage::slot_arrays) {
-            array.clear_entry(slot.index())?;
-        }
-        Ok(())
+        let arrays: Vec<&Array> = self.layers.iter().flat_map(LayerStorage::slot_arrays).collect();
+        Ok(clear_entries(&arrays, slot.index())?)
     }
 
     /// Copies a slot to a checkpoint or back.
     pub(crate) fn copy_slot(&self, slot: SlotId, entry: CheckpointId, way: SlotCopy) -> Result<()> {
+        let mut copies = Vec::new();
         for SavedSlots { layers, windows, states } in &self.saved {
             // In the order of `slot_arrays`, each with the element that comes next.
             let mut kept = [windows, states].map(|saved| (saved, entry.index() * saved.shape()[1]));
             for layer in &self.layers[layers.clone()] {
                 for (live, (saved, at)) in layer.slot_arrays().into_iter().zip(&mut kept) {
                     let len = live.shape()[1..].iter().product();
-                    let slot_at = slot.index() * len;
-                    match way {
-                        SlotCopy::Save => live.copy_elements(slot_at, saved, *at, len)?,
-                        SlotCopy::Restore => saved.copy_elements(*at, live, slot_at, len)?,
-                    }
+                    let (in_slot, in_saved) = (slot.index() * len, *at);
+                    copies.push(match way {
+                        SlotCopy::Save => ElementCopy {
+                            source: live,
+                            from: in_slot,
+                            target: saved,
+                            to: in_saved,
+                            count: len,
+                        },
+                        SlotCopy::Restore => ElementCopy {
+                            source: saved,
+                            from: in_saved,
+                            target: live,
+                            to: in_slot,
+                            count: len,
+                        },
+                    });
                     *at += len;
                 }
             }
         }
-        Ok(())
+        Ok(copy_all(&copies)?)
     }
 
     /// Frees the checkpoints after `position`, or all.

@@ -188,6 +188,7 @@ mod tests {
             ("const __grid_constant__ Mailboxes", "") => "[u64; 8]".into(),
             ("Strides", "") => "[u64; 17]".into(),
             ("Deliveries", "") => "[u64; 48]".into(),
+            ("Moves", "") => "[u64; 144]".into(),
             (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
         }
     }

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
-    OwnMemory, Place, Preparations, PreparedPiece, Programs, RowBlock, RowData, Submission, WeightSpec,
+    MemoryCopy, MemoryPart, OwnMemory, Place, Preparations, PreparedPiece, Programs, RowBlock, RowData,
+    Submission, WeightSpec,
 };
 
 use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
-use crate::message::{At, Coding, DeviceReply, Failure, PIECES_MAX, Piece, Request};
+use crate::message::{At, Coding, CopyAt, DeviceReply, Failure, PIECES_MAX, PartAt, Piece, Request};
 use crate::{Cluster, RemoteError};
 
 /// The arena's number among the memories.
@@ -235,13 +236,22 @@ impl Memory for RemoteBackend {
         self.read_in_pieces(at(memory, offset), bytes, true).map_err(|failure| error_of("read", failure))
     }
 
-    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
-        let [from, to] = [from, to].map(|place| at(place.memory, place.offset));
-        self.link.send(&Request::Copy { from, to, bytes }, &[]);
+    fn copy(&self, copies: &[MemoryCopy<'_>]) {
+        let place = |MemoryAt { memory, offset }: MemoryAt<'_>| at(memory, offset);
+        let copies = copies.iter().map(|copy| CopyAt {
+            from: place(copy.from),
+            to: place(copy.to),
+            bytes: copy.bytes,
+        });
+        self.link.send(&Request::Copy { copies: copies.collect() }, &[]);
     }
 
-    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
-        self.link.send(&Request::Clear { at: at(memory, offset), bytes }, &[]);
+    fn clear(&self, parts: &[MemoryPart<'_>]) {
+        let part = |MemoryPart { memory, bytes }: &MemoryPart<'_>| PartAt {
+            at: at(*memory, bytes.start),
+            bytes: bytes.len(),
+        };
+        self.link.send(&Request::Clear { parts: parts.iter().map(part).collect() }, &[]);
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

@@ -6,11 +6,14 @@ use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use keel_array::{ArrayError, Backend, Buffer, Category, MemoryAt, RemoteLaunch, RowBlock, RowData, Runtime};
+use keel_array::{
+    ArrayError, Backend, Buffer, Category, MemoryAt, MemoryCopy, MemoryPart, RemoteLaunch, RowBlock, RowData,
+    Runtime,
+};
 
 use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
-use crate::message::{At, Coding, DeviceReply, Failure, PIECES_MAX, Piece, Request};
+use crate::message::{At, Coding, CopyAt, DeviceReply, Failure, PIECES_MAX, PartAt, Piece, Request};
 use crate::node::Session;
 
 /// Most allocations of a device.
@@ -174,12 +177,18 @@ impl Worker {
                 self.backend().write(memory, offset, bytes);
             }
             Request::Read { at, bytes, settled } => return self.read(at, bytes, settled),
-            Request::Copy { from, to, bytes } => {
-                self.backend().copy(self.place(from, bytes)?, self.place(to, bytes)?, bytes);
+            Request::Copy { copies } => {
+                let copy = |CopyAt { from, to, bytes }: CopyAt| {
+                    Ok(MemoryCopy { from: self.place(from, bytes)?, to: self.place(to, bytes)?, bytes })
+                };
+                self.backend().copy(&copies.into_iter().map(copy).collect::<Result<Vec<_>, Failure>>()?);
             }
-            Request::Clear { at, bytes } => {
-                let MemoryAt { memory, offset } = self.place(at, bytes)?;
-                self.backend().clear(memory, offset, bytes);
+            Request::Clear { parts } => {
+                let part = |PartAt { at, bytes }: PartAt| {
+                    let MemoryAt { memory, offset } = self.place(at, bytes)?;
+                    Ok(MemoryPart { memory, bytes: offset..offset + bytes })
+                };
+                self.backend().clear(&parts.into_iter().map(part).collect::<Result<Vec<_>, Failure>>()?);
             }
             Request::Pack { spec, at, expert, first_row, rows, coding } => {
                 let floats = Floats::of(coding, bytes)?;

@@ -81,6 +81,21 @@ pub(crate) struct At {
     pub offset: usize,
 }
 
+/// A copy from one place to another.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct CopyAt {
+    pub from: At,
+    pub to: At,
+    pub bytes: usize,
+}
+
+/// Some bytes from a place on.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct PartAt {
+    pub at: At,
+    pub bytes: usize,
+}
+
 /// Which elements follow as bytes.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Coding {
@@ -124,13 +139,10 @@ pub(crate) enum Request {
         settled: bool,
     },
     Copy {
-        from: At,
-        to: At,
-        bytes: usize,
+        copies: Vec<CopyAt>,
     },
     Clear {
-        at: At,
-        bytes: usize,
+        parts: Vec<PartAt>,
     },
     /// Elements follow.
     Pack {

@@ -1,7 +1,7 @@
 //! A backend whose launches and allocations a test can disturb: faults, gates, counters.
 
 use keel_array::{
-    ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
+    ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryCopy,
     MemoryPart, OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
@@ -159,11 +159,11 @@ impl<D: Interceptor> Memory for InterceptedBackend<D> {
         self.disturbance.before_read(bytes.len(), true)?;
         self.backend.read_settled(memory, offset, bytes)
     }
-    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
-        self.backend.copy(from, to, bytes);
+    fn copy(&self, copies: &[MemoryCopy<'_>]) {
+        self.backend.copy(copies);
     }
-    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
-        self.backend.clear(memory, offset, bytes);
+    fn clear(&self, parts: &[MemoryPart<'_>]) {
+        self.backend.clear(parts);
     }
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         self.backend.packed_bytes(spec)

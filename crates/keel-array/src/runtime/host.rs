@@ -3,7 +3,6 @@
 use bytemuck::NoUninit;
 
 use crate::array::{Array, Storage};
-use crate::backend::MemoryAt;
 use crate::error::expect_shape;
 use crate::ledger::Category;
 use crate::program::Binding;
@@ -196,84 +195,7 @@ impl Array {
         Ok(bytes.chunks_exact(T::DTYPE.size()).map(T::get).collect())
     }
 
-    /// Overwrites entry `to` of `target` along its first axis with entry `from` of this array. Both are persistent
-    /// storage, and their entries have the same shape. They may be the same array.
-    ///
-    /// # Errors
-    /// If the entries differ in shape or type, there is no such entry, or an array is not contiguous in memory.
-    pub fn copy_entry(&self, from: usize, target: &Array, to: usize) -> Result<()> {
-        const OP: &str = "copy_entry";
-        let count = |a: &Array| a.shape().first().copied().unwrap_or(0);
-        let alike = self.dtype() == target.dtype() && self.shape().get(1..) == target.shape().get(1..);
-        if !alike || from >= count(self) || to >= count(target) {
-            let reason = format!(
-                "entry {from} of {} {} to entry {to} of {} {}",
-                self.dtype(),
-                self.shape(),
-                target.dtype(),
-                target.shape()
-            );
-            return Err(ArrayError::Argument { op: OP, reason });
-        }
-        let entry = self.shape().elements() / count(self);
-        self.copy_elements(from * entry, target, to * entry, entry)
-    }
-
-    /// Overwrites `count` elements of `target` from its element `to` on with elements of this array from its element
-    /// `from` on, counted row-major. Both are persistent storage of one type. In the same array, the two ranges must
-    /// not overlap.
-    ///
-    /// # Errors
-    /// If the types differ, a range is not within its array, or an array is not contiguous in memory.
-    pub fn copy_elements(&self, from: usize, target: &Array, to: usize, count: usize) -> Result<()> {
-        const OP: &str = "copy_elements";
-        let has = |a: &Array, at: usize| at.checked_add(count).is_some_and(|end| end <= a.shape().elements());
-        if self.dtype() != target.dtype() || !has(self, from) || !has(target, to) {
-            let reason = format!(
-                "{count} elements at {from} of {} {} to those at {to} of {} {}",
-                self.dtype(),
-                self.shape(),
-                target.dtype(),
-                target.shape()
-            );
-            return Err(ArrayError::Argument { op: OP, reason });
-        }
-        let (source, goal) = (self.contiguous_storage(OP)?, target.contiguous_storage(OP)?);
-        if self.runtime().backend().is_planning() {
-            return Ok(());
-        }
-        let size = self.dtype().size();
-        self.runtime().exclusive(|backend| {
-            let from = MemoryAt { memory: source.buffer.memory(), offset: source.offset + from * size };
-            let to = MemoryAt { memory: goal.buffer.memory(), offset: goal.offset + to * size };
-            backend.copy(from, to, count * size);
-        });
-        Ok(())
-    }
-
-    /// Zeroes entry `index` along the first axis of persistent storage.
-    ///
-    /// # Errors
-    /// If there is no such entry or the array is not contiguous in memory.
-    pub fn clear_entry(&self, index: usize) -> Result<()> {
-        const OP: &str = "clear_entry";
-        let Binding { buffer, offset: start } = self.contiguous_storage(OP)?;
-        let count = self.shape().first().copied().unwrap_or(0);
-        if index >= count {
-            return Err(ArrayError::Argument {
-                op: OP,
-                reason: format!("no entry {index} in {}", self.shape()),
-            });
-        }
-        if self.runtime().backend().is_planning() {
-            return Ok(());
-        }
-        let entry = self.bytes() / count;
-        self.runtime().exclusive(|backend| backend.clear(buffer.memory(), start + index * entry, entry));
-        Ok(())
-    }
-
-    fn contiguous_storage(&self, op: &'static str) -> Result<Binding> {
+    pub(super) fn contiguous_storage(&self, op: &'static str) -> Result<Binding> {
         let storage = self.0.storage().filter(|s| s.layout.is_contiguous()).ok_or(ArrayError::Argument {
             op,
             reason: format!("{self:?} is not contiguous in memory; evaluate it first"),

@@ -1,6 +1,7 @@
 //! The runtime: one backend with its ledger, programs, arena and stream.
 
 mod arena;
+mod copies;
 mod device_lock;
 mod executable;
 mod fence;
@@ -24,6 +25,7 @@ use crate::program::{
 use crate::{DeviceUsage, Layout, Result};
 
 use arena::Arena;
+pub use copies::{ElementCopy, clear_entries, copy_all};
 pub(crate) use executable::next_prepared;
 pub use executable::{Executable, FailedRun};
 pub use gauge::Gauge;

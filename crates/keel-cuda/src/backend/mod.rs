@@ -20,13 +20,14 @@ use group::Membership;
 pub use group::{CudaGroup, GroupIds, PeerProcesses, Role};
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
-    MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
+    MemoryCopy, MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
 use mode::Mode;
 pub use mode::{Determinism, Precision};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use transfer::Move;
 
 /// How a [`CudaBackend`] works.
 #[derive(Clone, Debug, Default)]
@@ -270,15 +271,22 @@ impl Memory for CudaBackend {
         outcome.map_err(|e| e.in_op("read"))
     }
 
-    fn copy(&self, from: MemoryAt<'_>, to: MemoryAt<'_>, bytes: usize) {
+    fn copy(&self, copies: &[MemoryCopy<'_>]) {
         let gpu = self.gpu();
-        let address = |at: MemoryAt<'_>| CudaMemory::of(at.memory).range(at.offset, bytes);
-        gpu.session().copy(gpu, address(from), address(to), bytes);
+        let moves = copies.iter().map(|&MemoryCopy { from, to, bytes }| {
+            let address = |at: MemoryAt<'_>| CudaMemory::of(at.memory).range(at.offset, bytes);
+            Move { to: address(to), from: Some(address(from)), bytes }
+        });
+        gpu.session().move_all(gpu, &moves.collect::<Vec<_>>());
     }
 
-    fn clear(&self, memory: &dyn DeviceMemory, offset: usize, bytes: usize) {
+    fn clear(&self, parts: &[MemoryPart<'_>]) {
         let gpu = self.gpu();
-        gpu.session().clear(gpu, CudaMemory::of(memory), offset, bytes);
+        let moves = parts.iter().map(|MemoryPart { memory, bytes }| {
+            let to = CudaMemory::of(*memory).range(bytes.start, bytes.len());
+            Move { to, from: None, bytes: bytes.len() }
+        });
+        gpu.session().move_all(gpu, &moves.collect::<Vec<_>>());
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
@@ -292,7 +300,7 @@ impl Memory for CudaBackend {
                 let bytes = filled.min(section.bytes - filled);
                 let from = MemoryAt { memory, offset: offset + section.offset };
                 let to = MemoryAt { memory, offset: from.offset + filled };
-                self.copy(from, to, bytes);
+                self.copy(&[MemoryCopy { from, to, bytes }]);
                 filled += bytes;
             }
         }
@@ -361,7 +369,8 @@ impl Programs for CudaBackend {
         let Some(gpu) = &self.gpu else { return Ok(()) };
         let in_op = |error: crate::CudaError| error.in_op("compile");
         gpu.device.bind().map_err(in_op)?;
-        let keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
+        let mut keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
+        keys.extend(transfer::kernels().map(|key| (key, 0)));
         gpu.modules.load_all(&keys, progress).map_err(in_op)
     }
 

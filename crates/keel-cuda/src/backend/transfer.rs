@@ -10,7 +10,7 @@ use super::weights::Layout;
 use crate::driver::{CudaMemory, Delivery, driver};
 use crate::error::Result;
 use crate::kernels::{DELIVER, KernelKey};
-use crate::parameters::{Deliver, DequantizeToFp8, Parameters};
+use crate::parameters::{Deliver, DequantizeToFp8, MoveParts, Parameters};
 use keel_array::WeightSpec;
 use std::ops::Range;
 
@@ -21,8 +21,18 @@ pub(super) const STAGING_BYTES: usize = 4 << 20;
 const DELIVERIES: usize = 16;
 const DELIVERY_BYTES_MAX: usize = 64 << 10;
 
-/// The most bytes that a kernel copies from one place on the device to another.
-const CARRIED_BYTES_MAX: usize = 4 << 10;
+/// Number of moves that one kernel makes, and the most bytes of such a move.
+const MOVES: usize = 48;
+const MOVE_BYTES_MAX: usize = 16 << 20;
+
+/// A copy on the device, or bytes that are zeroed.
+#[derive(Clone, Copy)]
+pub(super) struct Move {
+    pub to: u64,
+    /// Where the bytes are; `None` for zeros.
+    pub from: Option<u64>,
+    pub bytes: usize,
+}
 
 impl Session {
     pub(super) fn note<T>(&mut self, outcome: Result<T>) {
@@ -154,20 +164,31 @@ impl Session {
         Ok(())
     }
 
-    /// Copies device bytes to another place on the device. Both addresses come from [`CudaMemory::range`].
-    pub fn copy(&mut self, gpu: &Gpu, from: u64, to: u64, bytes: usize) {
+    /// Copies bytes on the device, or zeroes them. The moves do not depend on each other.
+    pub fn move_all(&mut self, gpu: &Gpu, moves: &[Move]) {
         self.ahead.forget();
-        let stream = gpu.device.stream();
-        let is_small =
-            bytes <= CARRIED_BYTES_MAX && [from, to, bytes as u64].iter().all(|at| at.is_multiple_of(4));
-        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
-        let outcome = outcome.and_then(|()| match is_small {
-            // The next kernel would have to wait for the copy engine.
-            true => launch_delivery(gpu, &[[to, from, bytes as u64 / 4]]),
-            // SAFETY: within both memories.
-            false => unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream)) },
-        });
+        let outcome = self.try_move(gpu, moves);
         self.note(outcome);
+    }
+
+    fn try_move(&mut self, gpu: &Gpu, moves: &[Move]) -> Result<()> {
+        gpu.device.bind()?;
+        self.deliver(gpu)?;
+        let (together, alone): (Vec<Move>, Vec<Move>) = moves.iter().partition(|of| of.is_for_kernel());
+        for moves in together.chunks(MOVES) {
+            launch_moves(gpu, moves)?;
+        }
+        let stream = gpu.device.stream();
+        for Move { to, from, bytes } in alone {
+            // SAFETY: within the memory of both, which gave the addresses.
+            unsafe {
+                match from {
+                    Some(from) => driver!(cuMemcpyDtoDAsync_v2(to, from, bytes, stream))?,
+                    None => driver!(cuMemsetD8Async(to, 0, bytes, stream))?,
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Makes the copy in 8-bit floats of some rows of a weight, if it has one. Their codes have been written.
@@ -199,17 +220,42 @@ impl Session {
         gpu.hold_next();
         Ok(())
     }
+}
 
-    /// Zeroes bytes of the device.
-    pub fn clear(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: usize) {
-        self.ahead.forget();
-        let at = memory.range(offset, bytes);
-        let outcome = gpu.device.bind().and_then(|()| self.deliver(gpu));
-        // SAFETY: within the memory.
-        let outcome =
-            outcome.and_then(|()| unsafe { driver!(cuMemsetD8Async(at, 0, bytes, gpu.device.stream())) });
-        self.note(outcome);
+impl Move {
+    /// Whether a kernel makes it together with others. The driver is faster with very large ones.
+    fn is_for_kernel(&self) -> bool {
+        let words = [self.to, self.from.unwrap_or(0), self.bytes as u64];
+        self.bytes <= MOVE_BYTES_MAX && words.iter().all(|at| at.is_multiple_of(4))
     }
+}
+
+/// The kernels of transfers. They are loaded before the first launch.
+pub(super) fn kernels() -> impl Iterator<Item = KernelKey> {
+    ["deliver", "move_parts"].into_iter().map(key_of)
+}
+
+fn key_of(entry: &'static str) -> KernelKey {
+    KernelKey::new(DELIVER, entry).define("DELIVERIES", DELIVERIES).define("MOVES", MOVES)
+}
+
+/// Puts a kernel on the stream that makes moves. The next kernel starts only after it, as after a delivery.
+fn launch_moves(gpu: &Gpu, moves: &[Move]) -> Result<()> {
+    const BLOCK_BYTES: usize = 16 << 10;
+    let mut words = [0; 3 * MOVES];
+    for (words, Move { to, from, bytes }) in words.as_chunks_mut().0.iter_mut().zip(moves) {
+        *words = [*to, from.unwrap_or(0), *bytes as u64 / 4];
+    }
+    let largest = moves.iter().map(|of| of.bytes).max().unwrap_or(0);
+    let geometry = Geometry {
+        grid: (largest.div_ceil(BLOCK_BYTES).max(1), moves.len(), 1),
+        block: (256, 1, 1),
+        shared_bytes: 0,
+    };
+    let arguments = MoveParts { moves: words }.arguments("move_parts");
+    gpu.launch(&key_of("move_parts"), geometry, arguments)?;
+    gpu.hold_next();
+    Ok(())
 }
 
 /// Puts a kernel on the stream that copies words, or several kernels for more than `DELIVERIES` deliveries. Each
@@ -217,9 +263,8 @@ impl Session {
 /// before they wait for their inputs.
 pub(super) fn launch_delivery(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
     for (blocks, words) in lists(deliveries) {
-        let key = KernelKey::new(DELIVER, "deliver").define("DELIVERIES", DELIVERIES);
-        let arguments = Deliver { deliveries: words }.arguments(key.entry);
-        gpu.launch(&key, Geometry::rows(blocks, 128), arguments)?;
+        let arguments = Deliver { deliveries: words }.arguments("deliver");
+        gpu.launch(&key_of("deliver"), Geometry::rows(blocks, 128), arguments)?;
         gpu.hold_next();
     }
     Ok(())

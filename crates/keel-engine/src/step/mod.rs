@@ -11,7 +11,7 @@ mod vision;
 
 use std::ops::Range;
 
-use keel_array::{Array, Executable, Regime, RowLog, Runtime};
+use keel_array::{Array, ElementCopy, Executable, Regime, RowLog, Runtime, copy_all};
 use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::vision::VisionConfig;
@@ -342,9 +342,10 @@ impl Stepper {
     /// Keeps the hidden states of the first `rows` rows of the step with [`Outcome::OpenRows`] that was submitted last,
     /// for [`Rows::of_round`]. The first one becomes row `first` there.
     pub fn keep_round_hidden(&self, first: usize, rows: usize) -> Result<()> {
-        let (from, head, width) =
+        let (source, head, width) =
             (&self.results.draft()?.rows, self.head_staging()?, self.model.config.hidden);
-        Ok(from.copy_elements(0, &head.hidden, head.place_of_round(first) * width, rows * width)?)
+        let (to, count) = (head.place_of_round(first) * width, rows * width);
+        Ok(copy_all(&[ElementCopy { source, from: 0, target: &head.hidden, to, count }])?)
     }
 
     /// Appends these of the hidden states that were kept.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use keel_array::sampling::Draw;
-use keel_array::{Array, Batch, Category, DType, Regime, Runtime};
+use keel_array::{Array, Batch, Category, DType, ElementCopy, Regime, Runtime, copy_all};
 use keel_cache::SequenceCache;
 use keel_models::HybridModel;
 use keel_models::blocks::RopePositions;
@@ -219,7 +219,8 @@ impl Staging {
 
     /// Copies the drafts of the first `rows` rows of the last pass of the MTP head, number `pass`, to the pool.
     pub fn keep_drafts(&self, pass: usize, rows: usize) -> Result<()> {
-        Ok(self.tokens.copy_elements(0, &self.pool, self.place_of_draft(pass, 0), rows)?)
+        let to = self.place_of_draft(pass, 0);
+        Ok(copy_all(&[ElementCopy { source: &self.tokens, from: 0, target: &self.pool, to, count: rows }])?)
     }
 
     /// The pool entries in which the first `rows` rows of a step put their tokens.

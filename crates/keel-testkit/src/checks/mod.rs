@@ -4,6 +4,7 @@
 
 mod attention;
 mod chains;
+mod copies;
 mod delta_cuts;
 mod elementwise;
 mod exchange;
@@ -83,6 +84,7 @@ const WHOLE: &[&[Check]] = &[
     sequence::CHECKS,
     open_rows::CHECKS,
     submitted::CHECKS,
+    copies::CHECKS,
     not_finite::CHECKS,
     page_tables::CHECKS,
 ];
