@@ -3,12 +3,11 @@
 use keel_array::{Array, AttentionSpec, ElementCopy, Runtime, clear_entries, copy_all};
 
 use crate::pools::{Pools, SharedPools};
-use crate::sequence::SavedPosition;
 use crate::storage::{DeviceLayers, SavedSlots};
 use crate::swap::SwapSpace;
 use crate::{
     CacheError, CacheSize, CacheSpec, CheckpointId, HostBlockId, LayerStorage, PageAllocator, Result,
-    SequenceCache, SlotId, SwapSize,
+    SavedState, SequenceCache, SlotId, SwapSize,
 };
 
 /// The cache of a model: storage of all layers, and the bookkeeping of its pages and slots.
@@ -146,7 +145,7 @@ impl ModelCache {
     /// # Errors
     /// An error of the runtime.
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
-        self.drop_checkpoints_after(sequence, None);
+        sequence.checkpoints.clear();
         self.shorten(sequence, 0);
         self.drop_sliding_pages(sequence);
         self.clear_slot(sequence.slot())?;
@@ -164,15 +163,10 @@ impl ModelCache {
         if sequence.checkpoints().last() == Some(sequence.cached_len) {
             return Ok(());
         }
-        let free = self.pools.lock().checkpoints.pop();
-        let oldest = || (!sequence.checkpoints.is_empty()).then(|| sequence.checkpoints.remove(0).entry);
-        let Some(entry) = free.or_else(oldest) else { return Ok(()) };
-        let copied = self.copy_slot(sequence.slot(), entry, SlotCopy::Save);
-        if copied.is_err() {
-            self.release_checkpoint(entry);
-        }
-        copied?;
-        sequence.checkpoints.push(SavedPosition { position: sequence.cached_len, entry });
+        let oldest = || (!sequence.checkpoints.is_empty()).then(|| sequence.checkpoints.remove(0).checkpoint);
+        let Some(checkpoint) = self.pools.take_checkpoint().or_else(oldest) else { return Ok(()) };
+        self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)?;
+        sequence.checkpoints.push(SavedState { position: sequence.cached_len, checkpoint });
         Ok(())
     }
 
@@ -192,7 +186,7 @@ impl ModelCache {
         }
         let at = if self.spec.is_recurrent() {
             let saved = sequence.checkpoints.iter().rev().find(|saved| saved.position <= position);
-            saved.map(|saved| (saved.position, Some(saved.entry)))
+            saved.map(|saved| (saved.position, Some(saved.checkpoint.id())))
         } else {
             Some((position, None))
         };
@@ -202,7 +196,7 @@ impl ModelCache {
             self.reset(sequence)?;
             return Ok(0);
         };
-        self.drop_checkpoints_after(sequence, Some(at));
+        sequence.checkpoints.retain(|saved| saved.position <= at);
         if let Some(entry) = entry {
             self.copy_slot(sequence.slot(), entry, SlotCopy::Restore)?;
         }
@@ -339,17 +333,5 @@ impl ModelCache {
             }
         }
         Ok(copy_all(&copies)?)
-    }
-
-    /// Frees the checkpoints after `position`, or all.
-    fn drop_checkpoints_after(&mut self, sequence: &mut SequenceCache, position: Option<usize>) {
-        let free = &mut self.pools.lock().checkpoints;
-        sequence.checkpoints.retain(|saved| {
-            let keep = position.is_some_and(|position| saved.position <= position);
-            if !keep {
-                free.push(saved.entry);
-            }
-            keep
-        });
     }
 }

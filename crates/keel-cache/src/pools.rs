@@ -1,7 +1,7 @@
 //! Free pages, slots and checkpoints, and their way back.
 //!
-//! The cache and its sequences share the pools. A sequence gives back what it holds when it is dropped, wherever that
-//! happens: after an error, in the middle of an iteration, in a panic.
+//! The cache, its sequences and leases of checkpoints share the pools. A sequence or a lease gives back what it holds
+//! when it is dropped, wherever that happens: after an error, in the middle of an iteration, in a panic.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,17 +20,7 @@ pub(crate) struct Pools {
     pub failed_steps: Vec<Option<FailedStepState>>,
 }
 
-impl Pools {
-    /// Takes back everything that a sequence holds on the device.
-    pub fn take_from(&mut self, sequence: &mut SequenceCache) {
-        self.checkpoints.extend(sequence.checkpoints.drain(..).map(|saved| saved.entry));
-        sequence.pages.drain(..).for_each(|page| self.pages.release(page));
-        sequence.sliding_pages.drain(..).for_each(|page| self.sliding_pages.release(page));
-        self.slots.extend(sequence.slot.take());
-    }
-}
-
-/// The pools, shared by the cache and its sequences.
+/// The pools, shared by the cache, its sequences and leases of checkpoints.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedPools(Arc<Mutex<Pools>>);
 
@@ -48,13 +38,48 @@ impl SharedPools {
     pub fn lock(&self) -> MutexGuard<'_, Pools> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// A free checkpoint; `None` if there is none.
+    pub fn take_checkpoint(&self) -> Option<CheckpointLease> {
+        let id = self.lock().checkpoints.pop()?;
+        Some(CheckpointLease { id, home: self.clone() })
+    }
+
+    /// Takes back everything that a sequence holds on the device.
+    pub fn take_from(&self, sequence: &mut SequenceCache) {
+        // Each lease locks the pools.
+        sequence.checkpoints.clear();
+        let mut pools = self.lock();
+        sequence.pages.drain(..).for_each(|page| pools.pages.release(page));
+        sequence.sliding_pages.drain(..).for_each(|page| pools.sliding_pages.release(page));
+        pools.slots.extend(sequence.slot.take());
+    }
+}
+
+/// Holds a checkpoint, which is free again when the lease is dropped.
+#[derive(Debug)]
+pub struct CheckpointLease {
+    id: CheckpointId,
+    home: SharedPools,
+}
+
+impl CheckpointLease {
+    /// The checkpoint.
+    pub fn id(&self) -> CheckpointId {
+        self.id
+    }
+}
+
+impl Drop for CheckpointLease {
+    fn drop(&mut self) {
+        self.home.lock().checkpoints.push(self.id);
+    }
 }
 
 impl Drop for SequenceCache {
     fn drop(&mut self) {
         let home = self.home.clone();
-        let mut pools = home.lock();
-        pools.blocks.extend(self.parked.take().into_iter().flatten());
-        pools.take_from(self);
+        home.take_from(self);
+        home.lock().blocks.extend(self.parked.take().into_iter().flatten());
     }
 }

@@ -1,7 +1,7 @@
 //! The prefixes kept after their sequences have ended: a tree over blocks of 64 tokens.
 //!
-//! The tree owns no memory. It knows numbers of pages and saved states, and reports which of them it begins or ceases
-//! to hold. [`crate::ModelCache`] counts the holders. So the tree can be tested without a device.
+//! The tree owns no memory, so it can be tested without a device. It knows numbers of pages, and reports which of them
+//! it begins or ceases to hold: [`crate::ModelCache`] counts the holders. It holds the leases of its saved states.
 //!
 //! ```text
 //! root ── block 0 ── block 1 ── block 2 ── block 3      a page holds four blocks
@@ -18,7 +18,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use keel_array::{AttentionSpec, PREFILL_GRID};
 
-use crate::{CheckpointId, PageId};
+use crate::{CheckpointId, CheckpointLease, PageId};
 
 /// Tokens of a block: the grid on which a sequence can be resumed.
 pub const PREFIX_BLOCK: usize = PREFILL_GRID;
@@ -39,22 +39,18 @@ pub struct PrefixHit {
     pub known_len: usize,
 }
 
-/// The pages and the state that an insertion adds to the tree.
+/// The pages that an insertion adds to the tree.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
     /// Pages to add a holder to.
     pub pages: Vec<PageId>,
-    /// True if the tree now owns the state; false if it had one at this place, and the caller keeps its own.
-    pub took_state: bool,
 }
 
-/// The pages and states that the tree has given up.
+/// The pages that the tree has given up.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Evicted {
     /// Pages to remove a holder from.
     pub pages: Vec<PageId>,
-    /// States to free.
-    pub states: Vec<CheckpointId>,
 }
 
 /// A text that is remembered to its end.
@@ -75,7 +71,7 @@ struct Node {
     parent: Option<NodeId>,
     block: Box<[u32]>,
     page: PageId,
-    state: Option<CheckpointId>,
+    state: Option<CheckpointLease>,
     children: HashMap<Box<[u32]>, NodeId>,
     last_used: u64,
 }
@@ -148,6 +144,10 @@ impl PrefixTree {
         self.nodes[id].as_mut().expect("ids name live nodes")
     }
 
+    fn state_after(&self, id: NodeId) -> Option<CheckpointId> {
+        self.node(id).state.as_ref().map(CheckpointLease::id)
+    }
+
     fn child(&self, parent: Option<NodeId>, block: &[u32]) -> Option<NodeId> {
         let children = parent.map_or(&self.roots, |id| &self.node(id).children);
         children.get(block).copied()
@@ -174,7 +174,7 @@ impl PrefixTree {
         PrefixHit {
             len: path.len() * PREFIX_BLOCK,
             pages: deepest_of_each_page.map(|&id| self.node(id).page).collect(),
-            state: path.last().and_then(|&id| self.node(id).state),
+            state: path.last().and_then(|&id| self.state_after(id)),
             known_len,
         }
     }
@@ -199,12 +199,12 @@ impl PrefixTree {
         }
     }
 
-    /// Remembers whole blocks of `tokens`, which lie in `pages`, with the `state` after the last block. If a state is
-    /// needed and none is given, nothing is remembered.
+    /// Remembers whole blocks of `tokens`, which lie in `pages`, with the `state` after the last block. If the tree has
+    /// a state there, it drops the given one. If a state is needed and none is given, nothing is remembered.
     ///
     /// # Panics
     /// If the tokens are not whole blocks, or lie in more pages than given.
-    pub fn insert(&mut self, tokens: &[u32], pages: &[PageId], state: Option<CheckpointId>) -> Inserted {
+    pub fn insert(&mut self, tokens: &[u32], pages: &[PageId], state: Option<CheckpointLease>) -> Inserted {
         assert!(tokens.len().is_multiple_of(PREFIX_BLOCK), "{} tokens are no whole blocks", tokens.len());
         assert!(tokens.len() <= pages.len() * AttentionSpec::PAGE, "a page is missing");
         let mut inserted = Inserted::default();
@@ -232,7 +232,6 @@ impl PrefixTree {
                 node.state = Some(state);
                 let used = LastUse { at: node.last_used, node: last };
                 self.with_state.insert(used);
-                inserted.took_state = true;
             }
         }
         inserted
@@ -291,7 +290,7 @@ impl PrefixTree {
     pub fn evict_state(&mut self) -> Option<Evicted> {
         let LastUse { node: id, .. } = self.with_state.pop_first()?;
         let mut evicted = Evicted::default();
-        evicted.states.extend(self.node_mut(id).state.take());
+        self.node_mut(id).state = None;
         if self.node(id).children.is_empty() && self.needs_state {
             self.remove_leaf(id, &mut evicted);
         }
@@ -303,7 +302,6 @@ impl PrefixTree {
         let mut evicted = Evicted::default();
         while let Some(more) = self.evict(|_| false) {
             evicted.pages.extend(more.pages);
-            evicted.states.extend(more.states);
         }
         evicted
     }
@@ -325,7 +323,7 @@ impl PrefixTree {
         path.reverse();
         let tokens = path.iter().flat_map(|&id| self.node(id).block.iter().copied()).collect();
         let pages = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last).map(|&id| self.node(id).page);
-        RememberedText { tokens, pages: pages.collect(), state: self.node(end).state }
+        RememberedText { tokens, pages: pages.collect(), state: self.state_after(end) }
     }
 
     /// Removes a leaf, then each ancestor from which and through which nothing can continue.
@@ -337,7 +335,6 @@ impl PrefixTree {
             let used = LastUse { at: node.last_used, node: id };
             self.leaves.remove(&used);
             self.with_state.remove(&used);
-            evicted.states.extend(node.state);
             if let Some(nodes) = self.page_nodes.get_mut(&node.page) {
                 *nodes -= 1;
                 if *nodes == 0 {

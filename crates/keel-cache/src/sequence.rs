@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use crate::pools::SharedPools;
-use crate::{CacheError, CheckpointId, HostBlockId, PageId, Result, SlotId, VisionInputs};
+use crate::{CacheError, CheckpointLease, HostBlockId, PageId, Result, SlotId, VisionInputs};
 
-/// A position whose slot is saved.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SavedPosition {
+/// The saved state of a sequence at a position.
+#[derive(Debug)]
+pub struct SavedState {
+    /// The tokens that the state has seen.
     pub position: usize,
-    pub entry: CheckpointId,
+    /// Holds the copy of the slot.
+    pub checkpoint: CheckpointLease,
 }
 
 /// Page and slot numbers of a sequence. [`crate::ModelCache`] owns the memory, and has the numbers back when the
@@ -26,8 +28,8 @@ pub struct SequenceCache {
     pub(crate) cached_len: usize,
     /// How many tokens at the end are open rows that the next step commits.
     pub(crate) accepted: usize,
-    /// Positions with a saved slot, oldest first.
-    pub(crate) checkpoints: Vec<SavedPosition>,
+    /// Saved states, oldest first.
+    pub(crate) checkpoints: Vec<SavedState>,
     /// Keys are rotated by the frequencies of long sequences, if the model has a separate list for these.
     pub(crate) is_long: bool,
     /// Blocks of host memory, if the sequence is parked. It then holds nothing else.

@@ -3,7 +3,7 @@
 use keel_array::AttentionSpec;
 
 use crate::model_cache::SlotCopy;
-use crate::{CheckpointId, Evicted, Inserted, ModelCache, PageId, Result, SequenceCache};
+use crate::{CheckpointId, CheckpointLease, Evicted, Inserted, ModelCache, PageId, Result, SequenceCache};
 
 impl ModelCache {
     /// Pages without a holder.
@@ -31,7 +31,7 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn save_checkpoint(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
+    pub fn save_checkpoint(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointLease>> {
         if self.spec.is_recurrent() {
             self.expect_settled(sequence)?;
         }
@@ -43,45 +43,36 @@ impl ModelCache {
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn save_checkpoint_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointId>> {
+    pub fn save_checkpoint_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointLease>> {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
-        let Some(entry) = self.pools.lock().checkpoints.pop() else { return Ok(None) };
-        match self.copy_slot(sequence.slot(), entry, SlotCopy::Save) {
-            Ok(()) => Ok(Some(entry)),
-            Err(error) => {
-                self.release_checkpoint(entry);
-                Err(error)
-            }
-        }
+        let Some(checkpoint) = self.pools.take_checkpoint() else { return Ok(None) };
+        self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)?;
+        Ok(Some(checkpoint))
     }
 
     /// Saves the state of a sequence over a saved state that the caller keeps.
     ///
     /// # Errors
     /// An error of the runtime.
-    pub fn overwrite_checkpoint(&mut self, sequence: &SequenceCache, entry: CheckpointId) -> Result<()> {
+    pub fn overwrite_checkpoint(
+        &mut self,
+        sequence: &SequenceCache,
+        checkpoint: &CheckpointLease,
+    ) -> Result<()> {
         self.expect_settled(sequence)?;
-        self.copy_slot(sequence.slot(), entry, SlotCopy::Save)
-    }
-
-    /// Frees a saved state.
-    pub fn release_checkpoint(&mut self, entry: CheckpointId) {
-        let free = &mut self.pools.lock().checkpoints;
-        assert!(!free.contains(&entry), "checkpoint {} is freed twice", entry.0);
-        free.push(entry);
+        self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)
     }
 
     /// Counts the tree as a holder of the inserted pages.
-    pub fn hold(&mut self, inserted: &Inserted) {
-        inserted.pages.iter().for_each(|&page| self.pools.lock().pages.remember(page));
+    pub fn hold(&mut self, inserted: Inserted) {
+        inserted.pages.into_iter().for_each(|page| self.pools.lock().pages.remember(page));
     }
 
-    /// Takes back the pages and states that the tree no longer holds.
-    pub fn take_back(&mut self, evicted: &Evicted) {
-        evicted.pages.iter().for_each(|&page| self.pools.lock().pages.forget(page));
-        evicted.states.iter().for_each(|&entry| self.release_checkpoint(entry));
+    /// Takes back the pages that the tree no longer holds.
+    pub fn take_back(&mut self, evicted: Evicted) {
+        evicted.pages.into_iter().for_each(|page| self.pools.lock().pages.forget(page));
     }
 
     /// A sequence that continues after the first `len` tokens of `pages`, with the saved `state` at that point. The

@@ -146,7 +146,7 @@ impl ModelCache {
             self.pools.lock().blocks.extend(blocks);
             return Err(error);
         }
-        self.pools.lock().take_from(sequence);
+        self.pools.take_from(sequence);
         sequence.parked = Some(blocks);
         Ok(())
     }
@@ -178,7 +178,7 @@ impl ModelCache {
             })
         });
         if filled.is_err() {
-            self.pools.lock().take_from(sequence);
+            self.pools.take_from(sequence);
         }
         filled
     }

@@ -91,3 +91,13 @@ fn a_panic_of_the_caller_gives_the_sequence_back() {
     }));
     assert!(panics.is_err() && engine.cache().is_idle());
 }
+
+#[test]
+fn a_dropped_checkpoint_is_free_again() {
+    let mut engine = engine(&demo(), &runtime(2), options(0));
+    let sequence = decoded(&mut engine, &PROMPT, &[7]);
+    let saved = engine.cache_mut().save_checkpoint(&sequence).expect("runs");
+    assert!(saved.is_some() && engine.cache().free_checkpoints() == 1);
+    drop(saved);
+    assert_eq!(engine.cache().free_checkpoints(), 2);
+}

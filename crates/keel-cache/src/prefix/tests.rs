@@ -1,4 +1,6 @@
 use super::*;
+use crate::PageAllocator;
+use crate::pools::{Pools, SharedPools};
 
 /// A text of blocks; each block repeats one number.
 fn text(blocks: &[u32]) -> Vec<u32> {
@@ -13,6 +15,23 @@ fn state(number: u32) -> Option<CheckpointId> {
     Some(CheckpointId(number))
 }
 
+/// Pools of checkpoints alone. They are taken in ascending order.
+fn checkpoints(total: usize) -> SharedPools {
+    SharedPools::new(Pools {
+        pages: PageAllocator::new(0),
+        sliding_pages: PageAllocator::new(0),
+        slots: Vec::new(),
+        checkpoints: CheckpointId::all(total),
+        blocks: Vec::new(),
+        failed_steps: Vec::new(),
+    })
+}
+
+/// The free checkpoints. The last of them is taken next.
+fn free(pools: &SharedPools) -> Vec<u32> {
+    pools.lock().checkpoints.iter().map(|checkpoint| checkpoint.0).collect()
+}
+
 /// A text followed by one more token, as a prompt would have.
 fn prompt(blocks: &[u32]) -> Vec<u32> {
     [text(blocks), vec![0]].concat()
@@ -20,12 +39,11 @@ fn prompt(blocks: &[u32]) -> Vec<u32> {
 
 #[test]
 fn a_prompt_continues_at_the_deepest_state() {
-    let mut tree = PrefixTree::new(true);
-    assert_eq!(
-        tree.insert(&text(&[1, 2]), &pages(&[7]), state(0)),
-        Inserted { pages: pages(&[7]), took_state: true }
-    );
-    tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), state(1));
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    let inserted = tree.insert(&text(&[1, 2]), &pages(&[7]), pools.take_checkpoint());
+    assert_eq!(inserted, Inserted { pages: pages(&[7]) });
+    let inserted = tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), pools.take_checkpoint());
+    assert_eq!(inserted, Inserted { pages: pages(&[8]) });
     let hit = tree.find(&prompt(&[1, 2, 3, 4, 5, 6]));
     assert_eq!(hit, PrefixHit { len: 320, pages: pages(&[7, 8]), state: state(1), known_len: 320 });
     let hit = tree.find(&prompt(&[1, 2, 3, 9]));
@@ -38,58 +56,56 @@ fn a_prompt_continues_at_the_deepest_state() {
 #[test]
 fn without_recurrent_layers_every_block_will_do() {
     let mut tree = PrefixTree::new(false);
-    tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), None);
+    assert_eq!(tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), None).pages, pages(&[7, 8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, pages(&[7]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3, 4, 5])).pages, pages(&[7, 8]));
 }
 
 #[test]
 fn the_deepest_block_names_the_page_of_a_branch() {
-    let mut tree = PrefixTree::new(true);
-    tree.insert(&text(&[1, 2, 3]), &pages(&[7]), state(0));
-    let inserted = tree.insert(&text(&[1, 2, 9]), &pages(&[8]), state(1));
-    assert_eq!(inserted.pages, pages(&[8]));
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    assert_eq!(tree.insert(&text(&[1, 2, 3]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
+    assert_eq!(tree.insert(&text(&[1, 2, 9]), &pages(&[8]), pools.take_checkpoint()).pages, pages(&[8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 9])).pages, pages(&[8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, pages(&[7]));
 }
 
 #[test]
 fn what_was_used_longest_ago_goes_first_and_all_comes_back() {
-    let mut tree = PrefixTree::new(true);
-    tree.insert(&text(&[1, 2]), &pages(&[7]), state(0));
-    tree.insert(&text(&[1, 3]), &pages(&[8]), state(1));
-    tree.insert(&text(&[5]), &pages(&[9]), state(2));
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    for (blocks, page) in [(&[1, 2][..], 7), (&[1, 3], 8), (&[5], 9)] {
+        let inserted = tree.insert(&text(blocks), &pages(&[page]), pools.take_checkpoint());
+        assert_eq!(inserted.pages, pages(&[page]));
+    }
     tree.find(&prompt(&[1, 2]));
     let evicted = tree.evict(|_| false).expect("something is remembered");
-    assert_eq!(evicted, Evicted { pages: pages(&[8]), states: vec![CheckpointId(1)] });
+    assert_eq!((evicted.pages, free(&pools)), (pages(&[8]), vec![1]));
     assert_eq!(tree.find(&prompt(&[1, 3])).known_len, 64);
     let evicted = tree.evict(|page| page == PageId(9)).expect("something is remembered");
-    assert_eq!(
-        evicted,
-        Evicted { pages: pages(&[7]), states: vec![CheckpointId(0)] },
-        "the pinned page goes last"
-    );
-    assert_eq!(tree.clear(), Evicted { pages: pages(&[9]), states: vec![CheckpointId(2)] });
+    assert_eq!((evicted.pages, free(&pools)), (pages(&[7]), vec![1, 0]), "the pinned page goes last");
+    assert_eq!((tree.clear().pages, free(&pools)), (pages(&[9]), vec![1, 0, 2]));
     assert!(tree.is_empty() && tree.evict(|_| false).is_none());
 }
 
 #[test]
 fn blocks_without_a_state_after_them_are_dropped_with_it() {
-    let mut tree = PrefixTree::new(true);
-    tree.insert(&text(&[1]), &pages(&[7]), state(0));
-    tree.insert(&text(&[1, 2, 3]), &pages(&[7]), state(1));
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    assert_eq!(tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
+    let inserted = tree.insert(&text(&[1, 2, 3]), &pages(&[7]), pools.take_checkpoint());
+    assert_eq!(inserted, Inserted::default());
     tree.find(&prompt(&[1]));
-    assert_eq!(tree.evict_state(), Some(Evicted { pages: pages(&[]), states: vec![CheckpointId(1)] }));
+    assert_eq!((tree.evict_state(), free(&pools)), (Some(Evicted::default()), vec![2, 1]));
     assert_eq!((tree.len(), tree.states()), (1, 1));
-    assert_eq!(tree.evict_state(), Some(Evicted { pages: pages(&[7]), states: vec![CheckpointId(0)] }));
+    assert_eq!((tree.evict_state(), free(&pools)), (Some(Evicted { pages: pages(&[7]) }), vec![2, 1, 0]));
     assert!(tree.is_empty());
 }
 
 #[test]
-fn a_state_that_is_known_stays_with_the_caller() {
-    let mut tree = PrefixTree::new(true);
-    assert!(tree.insert(&text(&[1]), &pages(&[7]), state(0)).took_state);
-    assert_eq!(tree.insert(&text(&[1]), &pages(&[8]), state(1)), Inserted::default());
+fn a_second_state_at_a_place_is_freed() {
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    assert_eq!(tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
+    assert_eq!(tree.insert(&text(&[1]), &pages(&[8]), pools.take_checkpoint()), Inserted::default());
+    assert_eq!(free(&pools), [2, 1]);
     assert_eq!(tree.texts(), [RememberedText { tokens: text(&[1]), pages: pages(&[7]), state: state(0) }]);
 }
 
@@ -108,7 +124,8 @@ fn assert_orders_are_right(tree: &PrefixTree) {
     assert!(tree.with_state.iter().copied().eq(scan(|node| node.state.is_some())));
 }
 
-/// Random insertions, look-ups and evictions, compared with a separate count of holders.
+/// Random insertions, look-ups and evictions, compared with a separate count of holders of pages and with the free
+/// checkpoints.
 #[test]
 fn pages_and_states_are_conserved() {
     let mut seed = 1u64;
@@ -116,36 +133,33 @@ fn pages_and_states_are_conserved() {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((seed >> 33) as u32) % below
     };
-    let mut tree = PrefixTree::new(true);
-    let (mut held_pages, mut states) = (Vec::new(), Vec::new());
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(2000));
+    let mut held_pages = Vec::new();
     for round in 0..2000 {
         let blocks: Vec<u32> = (0..1 + random(6)).map(|_| random(3)).collect();
         match random(4) {
             0 => {
                 let hit = tree.find(&prompt(&blocks));
                 assert!(hit.pages.iter().all(|page| held_pages.contains(page)), "{hit:?}");
-                assert!(hit.len == 0 || states.contains(&hit.state.expect("a state")), "{hit:?}");
+                assert!(hit.len == 0 || !free(&pools).contains(&hit.state.expect("a state").0), "{hit:?}");
             }
             1 => {
                 let gone = if random(2) == 0 { tree.evict(|p| p.0 % 3 == 0) } else { tree.evict_state() };
                 let gone = gone.unwrap_or_default();
                 held_pages.retain(|page| !gone.pages.contains(page));
-                states.retain(|state| !gone.states.contains(state));
             }
             _ => {
                 let own = [round * 2, round * 2 + 1].map(PageId);
-                let inserted = tree.insert(&text(&blocks), &own, state(round));
+                let inserted = tree.insert(&text(&blocks), &own, pools.take_checkpoint());
                 held_pages.extend(&inserted.pages);
-                states.extend(inserted.took_state.then_some(CheckpointId(round)));
             }
         }
         let mut held: Vec<PageId> = tree.page_nodes.keys().copied().collect();
         held.sort_unstable();
         held_pages.sort_unstable();
         assert_eq!((tree.pages(), held), (held_pages.len(), held_pages.clone()));
-        assert_eq!(tree.states(), states.len());
+        assert_eq!(tree.states() + free(&pools).len(), 2000);
         assert_orders_are_right(&tree);
     }
-    let all = tree.clear();
-    assert_eq!((all.pages.len(), all.states.len()), (held_pages.len(), states.len()));
+    assert_eq!((tree.clear().pages.len(), free(&pools).len()), (held_pages.len(), 2000));
 }

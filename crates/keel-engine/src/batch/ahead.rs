@@ -26,7 +26,7 @@ use super::{Batcher, members};
 use crate::options::MTP_LAG_MAX;
 use crate::speculation::{Depth, Speculation};
 use crate::{EngineError, PREFILL_GRID, Result, Ticket, Work, WorkRows};
-use keel_cache::CheckpointId;
+use keel_cache::SavedState;
 
 /// How many steps of a batch run ahead before its answers may draft again.
 const PLAIN_STEPS: usize = MTP_LAG_MAX;
@@ -61,8 +61,8 @@ pub(super) struct StepRows {
     draws: bool,
     /// Whether the host draws it.
     by_host: bool,
-    /// The position after its rows, and the checkpoint with its state there, if that state is kept.
-    saved: Option<(usize, CheckpointId)>,
+    /// Its state after its rows, if that state is kept.
+    saved: Option<SavedState>,
 }
 
 impl StepRows {
@@ -275,7 +275,7 @@ impl Batcher {
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
     /// last grid point. With micro-batches it is saved when the step is taken.
-    fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<(usize, CheckpointId)> {
+    fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<SavedState> {
         let running = &self.running[i];
         let at = running.virtual_len();
         let at_grid =
@@ -286,7 +286,7 @@ impl Batcher {
         }
         let saved = self.prefixes.save_checkpoint_ahead(self.engine.cache_mut(), &running.cache);
         // A state that cannot be kept is computed again when it is needed.
-        saved.ok().flatten().map(|entry| (at, entry))
+        saved.ok().flatten().map(|checkpoint| SavedState { position: at, checkpoint })
     }
 
     /// Takes the first step under way.
@@ -294,7 +294,7 @@ impl Batcher {
         let Some(Pending { ticket, parts }) = self.pending.pop_front() else { return };
         match self.engine.take(ticket) {
             Ok(tokens) => self.take_parts(parts, tokens),
-            Err(error) => self.give_up_all(parts, &error),
+            Err(error) => self.give_up_all(&error),
         }
     }
 
@@ -303,9 +303,6 @@ impl Batcher {
         for (item, (part, token)) in parts.into_iter().zip(tokens).enumerate() {
             let Some(i) = self.running.iter().position(|running| running.id == part.id) else {
                 // The sequence has left the batch.
-                if let Some((_, entry)) = part.saved {
-                    self.engine.cache_mut().release_checkpoint(entry);
-                }
                 continue;
             };
             let hidden = self.hidden_after(item, &part);
@@ -327,10 +324,8 @@ impl Batcher {
                 }
             } else if self.engine.runs_microbatches() {
                 kept = self.keep_state(i);
-            } else if let Some(saved) = part.saved {
-                self.running[i].rolling.replace(saved).into_iter().for_each(|(_, entry)| {
-                    self.engine.cache_mut().release_checkpoint(entry);
-                });
+            } else if part.saved.is_some() {
+                self.running[i].rolling = part.saved;
             }
             if part.draws {
                 let drawn = match token {
@@ -379,17 +374,17 @@ impl Batcher {
     }
 
     /// Remembers a prompt that has come to one of its stops, with its saved state if there is one.
-    fn remember_stop(&mut self, i: usize, saved: Option<(usize, CheckpointId)>) {
+    fn remember_stop(&mut self, i: usize, saved: Option<SavedState>) {
         let running = &self.running[i];
         let at = running.cache.len();
         if running.save_points.contains(&at) {
-            let state = saved.map(|(_, entry)| entry);
+            let state = saved.map(|saved| saved.checkpoint);
             self.prefixes.remember(self.engine.cache_mut(), &running.key(at), &running.cache, state);
         }
     }
 
     /// Handles a failed step: the steps after it are given up. Sequences whose states it has torn end.
-    fn give_up_all(&mut self, first: Vec<StepRows>, cause: &EngineError) {
+    fn give_up_all(&mut self, cause: &EngineError) {
         self.failed_steps += 1;
         self.is_careful = true;
         let later: Vec<StepRows> =
@@ -405,9 +400,6 @@ impl Batcher {
             if ahead.draws > 0 {
                 running.abandon_draws();
             }
-        }
-        for (_, entry) in first.into_iter().chain(later).filter_map(|part| part.saved) {
-            self.engine.cache_mut().release_checkpoint(entry);
         }
         for id in ids {
             let torn =

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use keel_cache::SavedState;
+
 use super::sequence::{Drawn, Running};
 use super::{Batcher, MASK_PATIENCE, members};
 use crate::speculation::{Round, RoundSequence};
@@ -57,9 +59,7 @@ impl Batcher {
             if !running.is_decoding() || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
                 continue;
             }
-            if let Some((_, entry)) = running.rolling.take() {
-                self.engine.cache_mut().release_checkpoint(entry);
-            }
+            running.rolling = None;
             match self.engine.cache_mut().reset(&mut running.cache) {
                 Ok(()) => {
                     running.cache.set_long(true);
@@ -110,13 +110,13 @@ impl Batcher {
             return Ok(());
         }
         let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
-        running.rolling = match running.rolling {
-            Some((_, entry)) => {
-                cache.overwrite_checkpoint(&running.cache, entry)?;
-                Some((at, entry))
-            }
-            None => self.prefixes.save_checkpoint(cache, &running.cache)?.map(|entry| (at, entry)),
-        };
+        if let Some(saved) = &mut running.rolling {
+            cache.overwrite_checkpoint(&running.cache, &saved.checkpoint)?;
+            saved.position = at;
+        } else {
+            let saved = self.prefixes.save_checkpoint(cache, &running.cache)?;
+            running.rolling = saved.map(|checkpoint| SavedState { position: at, checkpoint });
+        }
         Ok(())
     }
 

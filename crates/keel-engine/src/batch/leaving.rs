@@ -3,6 +3,8 @@
 //! It leaves at once, whether a step under way has rows of it or not. A later owner of its memory runs after that step,
 //! on each device.
 
+use keel_cache::SavedState;
+
 use super::Batcher;
 use super::request::{BatchEvent, SequenceId};
 use super::sequence::Running;
@@ -32,8 +34,8 @@ impl Batcher {
     /// Remembers the tokens of a sequence up to its last kept state.
     pub(super) fn remember_answer(&mut self, running: &mut Running) {
         let cache = &mut self.engine.cache;
-        if let Some((at, state)) = running.rolling.take() {
-            self.prefixes.remember(cache, &running.key(at), &running.cache, Some(state));
+        if let Some(SavedState { position, checkpoint }) = running.rolling.take() {
+            self.prefixes.remember(cache, &running.key(position), &running.cache, Some(checkpoint));
         } else if self.options.reuse_generated && !cache.spec().is_recurrent() && running.shares_prefixes() {
             let whole = running.cache.len() / keel_cache::PREFIX_BLOCK * keel_cache::PREFIX_BLOCK;
             self.prefixes.remember(cache, &running.key(whole), &running.cache, None);

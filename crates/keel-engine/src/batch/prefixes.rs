@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use keel_array::AttentionSpec;
-use keel_cache::{CheckpointId, ModelCache, PageId, PrefixHit, PrefixTree, SequenceCache};
+use keel_cache::{CheckpointLease, ModelCache, PageId, PrefixHit, PrefixTree, SequenceCache};
 
 use super::features::PictureKey;
 use super::pictures::RequestVision;
@@ -93,7 +93,7 @@ impl Prefixes {
     pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize) {
         while cache.free_pages() < pages {
             let Some(evicted) = self.tree.evict(|page| cache.page_holders(page) > 1) else { return };
-            cache.take_back(&evicted);
+            cache.take_back(evicted);
         }
     }
 
@@ -102,7 +102,7 @@ impl Prefixes {
         &mut self,
         cache: &mut ModelCache,
         sequence: &SequenceCache,
-    ) -> Result<Option<CheckpointId>> {
+    ) -> Result<Option<CheckpointLease>> {
         self.free_checkpoint(cache);
         Ok(if self.enabled { cache.save_checkpoint(sequence)? } else { None })
     }
@@ -113,7 +113,7 @@ impl Prefixes {
         &mut self,
         cache: &mut ModelCache,
         sequence: &SequenceCache,
-    ) -> Result<Option<CheckpointId>> {
+    ) -> Result<Option<CheckpointLease>> {
         self.free_checkpoint(cache);
         Ok(if self.enabled { cache.save_checkpoint_ahead(sequence)? } else { None })
     }
@@ -124,7 +124,7 @@ impl Prefixes {
             && cache.free_checkpoints() == 0
             && let Some(evicted) = self.tree.evict_state()
         {
-            cache.take_back(&evicted);
+            cache.take_back(evicted);
         }
     }
 
@@ -134,18 +134,11 @@ impl Prefixes {
         cache: &mut ModelCache,
         tokens: &[u32],
         sequence: &SequenceCache,
-        state: Option<CheckpointId>,
+        state: Option<CheckpointLease>,
     ) {
         if self.enabled {
             let pages = &sequence.pages()[..tokens.len().div_ceil(AttentionSpec::PAGE)];
-            let inserted = self.tree.insert(&key(tokens, sequence.is_long()), pages, state);
-            cache.hold(&inserted);
-            if inserted.took_state {
-                return;
-            }
-        }
-        if let Some(state) = state {
-            cache.release_checkpoint(state);
+            cache.hold(self.tree.insert(&key(tokens, sequence.is_long()), pages, state));
         }
     }
 
@@ -156,7 +149,7 @@ impl Prefixes {
 
     /// Forgets everything.
     pub fn clear(&mut self, cache: &mut ModelCache) {
-        cache.take_back(&self.tree.clear());
+        cache.take_back(self.tree.clear());
     }
 }
 

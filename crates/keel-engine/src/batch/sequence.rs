@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use keel_array::AttentionSpec;
 use keel_array::sampling::Draw;
-use keel_cache::{CheckpointId, SequenceCache};
+use keel_cache::{SavedState, SequenceCache};
 
 use super::logprobs::TokenLogprobs;
 use super::pictures::Pictures;
@@ -27,8 +27,8 @@ pub(super) struct Running {
     pub cached_tokens: usize,
     /// Grid positions where the prompt's state is saved, ascending.
     pub save_points: Vec<usize>,
-    /// The state at the last grid point of the answer: position and checkpoint.
-    pub rolling: Option<(usize, CheckpointId)>,
+    /// The state at the last grid point of the answer.
+    pub rolling: Option<SavedState>,
     pub deadline: Option<Instant>,
     /// Whether it takes no part in this step.
     pub holds: bool,
