@@ -41,6 +41,7 @@ pub struct PrefixHit {
 
 /// The pages that an insertion adds to the tree.
 #[derive(Debug, Default, PartialEq, Eq)]
+#[must_use = "`ModelCache::hold` counts the tree as a holder of the pages"]
 pub struct Inserted {
     /// Pages to add a holder to.
     pub pages: Vec<PageId>,
@@ -48,6 +49,7 @@ pub struct Inserted {
 
 /// The pages that the tree has given up.
 #[derive(Debug, Default, PartialEq, Eq)]
+#[must_use = "`ModelCache::take_back` frees the pages"]
 pub struct Evicted {
     /// Pages to remove a holder from.
     pub pages: Vec<PageId>,
@@ -278,6 +280,7 @@ impl PrefixTree {
     /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in `pinned` pages go
     /// last: a running sequence shares these pages, so forgetting them frees nothing. O(log n) for each block
     /// forgotten and each pinned leaf passed over.
+    #[must_use = "`ModelCache::take_back` frees the pages"]
     pub fn evict(&mut self, pinned: impl Fn(PageId) -> bool) -> Option<Evicted> {
         let is_free = |used: &&LastUse| !pinned(self.node(used.node).page);
         let &LastUse { node: leaf, .. } = self.leaves.iter().find(is_free).or_else(|| self.leaves.first())?;
@@ -287,6 +290,7 @@ impl PrefixTree {
     }
 
     /// Forgets the least recently used state, and blocks that are useless without it.
+    #[must_use = "`ModelCache::take_back` frees the pages"]
     pub fn evict_state(&mut self) -> Option<Evicted> {
         let LastUse { node: id, .. } = self.with_state.pop_first()?;
         let mut evicted = Evicted::default();
