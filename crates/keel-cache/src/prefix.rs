@@ -66,7 +66,9 @@ pub struct RememberedText {
     pub state: Option<CheckpointId>,
 }
 
-type NodeId = usize;
+/// An entry of [`PrefixTree::nodes`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct NodeId(usize);
 
 #[derive(Debug)]
 struct Node {
@@ -139,11 +141,11 @@ impl PrefixTree {
     }
 
     fn node(&self, id: NodeId) -> &Node {
-        self.nodes[id].as_ref().expect("ids name live nodes")
+        self.nodes[id.0].as_ref().expect("ids name live nodes")
     }
 
     fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        self.nodes[id].as_mut().expect("ids name live nodes")
+        self.nodes[id.0].as_mut().expect("ids name live nodes")
     }
 
     fn state_after(&self, id: NodeId) -> Option<CheckpointId> {
@@ -191,7 +193,7 @@ impl PrefixTree {
         self.clock += 1;
         let now = self.clock;
         for &id in path {
-            let node = self.nodes[id].as_mut().expect("ids name live nodes");
+            let node = self.nodes[id.0].as_mut().expect("ids name live nodes");
             let before = std::mem::replace(&mut node.last_used, now);
             for order in [&mut self.leaves, &mut self.with_state] {
                 if order.remove(&LastUse { at: before, node: id }) {
@@ -250,12 +252,12 @@ impl PrefixTree {
         };
         let id = match self.free.pop() {
             Some(id) => {
-                self.nodes[id] = Some(node);
+                self.nodes[id.0] = Some(node);
                 id
             }
             None => {
                 self.nodes.push(Some(node));
-                self.nodes.len() - 1
+                NodeId(self.nodes.len() - 1)
             }
         };
         if let Some(parent) = parent {
@@ -316,8 +318,10 @@ impl PrefixTree {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
         };
-        let mut ends: Vec<NodeId> =
-            (0..self.nodes.len()).filter(|&id| self.nodes[id].as_ref().is_some_and(is_end)).collect();
+        let mut ends: Vec<NodeId> = (0..self.nodes.len())
+            .map(NodeId)
+            .filter(|&id| self.nodes[id.0].as_ref().is_some_and(is_end))
+            .collect();
         ends.sort_by_key(|&id| self.node(id).last_used);
         ends.into_iter().map(|id| self.text_of(id)).collect()
     }
@@ -334,7 +338,7 @@ impl PrefixTree {
     fn remove_leaf(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         let mut next = Some(leaf);
         while let Some(id) = next {
-            let Some(node) = self.nodes[id].take() else { break };
+            let Some(node) = self.nodes[id.0].take() else { break };
             self.free.push(id);
             let used = LastUse { at: node.last_used, node: id };
             self.leaves.remove(&used);

@@ -112,7 +112,7 @@ fn a_second_state_at_a_place_is_freed() {
 /// The ordered sets hold what a scan of all nodes finds.
 fn assert_orders_are_right(tree: &PrefixTree) {
     let scan = |is_in: fn(&Node) -> bool| -> Vec<LastUse> {
-        let live = tree.nodes.iter().enumerate().filter_map(|(id, node)| Some((id, node.as_ref()?)));
+        let live = tree.nodes.iter().enumerate().filter_map(|(id, node)| Some((NodeId(id), node.as_ref()?)));
         let mut found: Vec<_> = live
             .filter(|(_, node)| is_in(node))
             .map(|(id, node)| LastUse { at: node.last_used, node: id })
