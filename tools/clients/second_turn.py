@@ -1,4 +1,4 @@
-"""Time to the first token of the second turn of a long chat, beside that of the first turn.
+"""Time to the first token of the second turn of a long chat, compared with that of the first turn.
 
 Every round is a chat of its own. `python second_turn.py [ROUNDS] [WORDS]`; needs httpx and a server that runs.
 """

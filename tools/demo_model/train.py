@@ -28,7 +28,7 @@ from export import load_weights, save_parts
 from model import Config, LanguageModel
 from optim import make_optimizers
 
-DRAFTS = 3  # drafts that the second stage trains; a row holds so many tokens more than the model reads
+DRAFTS = 3  # drafts that the second stage trains; a row holds this many tokens more than the model reads
 WARMUP = 0.015  # of the whole time
 MTP_WEIGHT = 0.3
 DEPTH_WEIGHTS = (1.0, 0.7, 0.5)

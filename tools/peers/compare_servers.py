@@ -68,7 +68,7 @@ async def complete(client: httpx.AsyncClient, model: str, text: str, tokens: int
 
 
 async def touch(client: httpx.AsyncClient, connections: int):
-    """A small request on each of so many connections, which are kept."""
+    """A small request on each of the connections, which are kept."""
     for reply in await asyncio.gather(*(client.get("/v1/models") for _ in range(connections))):
         reply.raise_for_status()
 

@@ -109,7 +109,7 @@ impl Batch {
         self.batcher.status()
     }
 
-    /// Advances texts by a token, all of them or in a pipeline those of one group, and returns what happened.
+    /// Advances texts by one token each: all of them, or in a pipeline those of one micro-batch. Returns what happened.
     ///
     /// # Errors
     /// A token that the tokenizer does not know.

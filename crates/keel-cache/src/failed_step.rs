@@ -78,8 +78,8 @@ impl ModelCache {
         }
     }
 
-    /// Records that `rows` rows after the last token of the sequence ran, or may have run, and are dropped. Their keys and
-    /// values will be overwritten. If windows or states have moved, the sequence returns [`CacheError::AheadState`]
+    /// Records that `rows` rows after the last token of the sequence ran, or may have run, and are dropped. Their keys
+    /// and values will be overwritten. If windows or states have moved, the sequence returns [`CacheError::AheadState`]
     /// until it is rewound.
     pub fn forget_rows(&mut self, sequence: &mut SequenceCache, rows: usize) {
         let at = sequence.cached_len;

@@ -76,7 +76,7 @@ impl ModelCache {
         Ok(ModelCache { swap, layers, saved, pools, spec, size })
     }
 
-    /// The storage of each layer.
+    /// What each layer stores, and the forms in which it is kept.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }

@@ -5,8 +5,8 @@
 #define QUICK 0
 #endif
 
-// y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart. QUICK=1: with the bits of the products of
-// few rows that end with SwiGLU (quantized_matmul.cu, mixture.cu).
+// y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart. QUICK=1: with the bits of the products
+// of few rows that end with SwiGLU (quantized_matmul.cu, mixture.cu).
 extern "C" __global__ void swiglu(
 #include "swiglu.params"
 ) {

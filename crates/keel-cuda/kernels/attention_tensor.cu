@@ -5,7 +5,7 @@
 // Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, of the prefill
 // kernel UNTIL. Of the decode kernel:
 //   WARPS      8; 4 if shared memory is short
-//   KV_STAGES  chunks of keys and of values that a warp has under way, 1
+//   KV_STAGES  chunks of keys and of values that a warp has under way, 1 or 2
 //   EARLY=1    no kernel that may still run writes earlier steps' keys and values, row_start, position or table.
 //              They are fetched while earlier kernels finish. Each sequence is then one unit.
 // Launch:

@@ -5,7 +5,8 @@
 // cores multiply one tile's weights by its values, the scores of the next tile are turned into weights. Copies run one
 // tile further ahead. Shared memory holds two tiles of keys and two of values, in the panels of wgmma.cuh.
 //
-// Macros: H, KV, D (64, 128, 256), Q_STRIDE, KV_F16, KV_BITS, WINDOW=0, UNTIL, BN (64 where D = 256, else 128), SPLIT_STEP=BN.
+// Macros: H, KV, D (64, 128, 256), Q_STRIDE, KV_F16, KV_BITS, WINDOW=0, UNTIL, BN (64 where D = 256, else 128),
+// SPLIT_STEP=BN.
 // Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes and
 // 2 BN D KV_BITS / 8. Long blocks start first.
 //

@@ -1,7 +1,7 @@
-// Operands of products of many rows in e4m3 (4 bits of exponent, 3 of mantissa, at most 448), each row with an f32 scale:
-// value = code * scale. The scale makes the row's greatest magnitude 448; of a row of W, the greatest one that its
-// scales and biases can express. A row of zeros, or of values so small that 448 divided by them is no float, has the
-// scale 1. Devices of compute capability 8.9 and above, but for swiglu_of_half.
+// Operands of products of many rows in e4m3 (4 bits of exponent, 3 of mantissa, at most 448), each row with an f32
+// scale: value = code * scale. The scale makes the row's greatest magnitude 448; of a row of W, the greatest one that
+// its scales and biases can express. A row of zeros, or of values so small that 448 divided by them is no float, has
+// the scale 1. Devices of compute capability 8.9 and above, but for swiglu_of_half.
 //
 // Macros: DIM_K. For quantize_fp8 THREADS and FROM; for dequantize_to_fp8 DIM_N, PIECES, WARP_TILES, and BITS, GROUP,
 // PAIR_T or BLOCK.
@@ -236,7 +236,8 @@ extern "C" __global__ void __launch_bounds__(256) dequantize_to_fp8(
             const u32 low = __shfl_xor_sync(0xffffffffu, is_odd ? q[0] : q[2], 1);
             const u32 high = __shfl_xor_sync(0xffffffffu, is_odd ? q[1] : q[3], 1);
             const int n = 16 * rt + 8 * h + lane / 4;
-            if ((DIM_N % 16 != 0 && n >= DIM_N) || (DIM_K % 64 != 0 && k >= DIM_K)) continue; // DIM_K is a multiple of 16
+            // DIM_K is a multiple of 16.
+            if ((DIM_N % 16 != 0 && n >= DIM_N) || (DIM_K % 64 != 0 && k >= DIM_K)) continue;
             u8 *to = out + (size_t)n * DIM_K + k;
             store16(to, is_odd ? low : q[0], is_odd ? high : q[1], is_odd ? q[2] : low, is_odd ? q[3] : high);
         }

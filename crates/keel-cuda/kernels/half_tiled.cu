@@ -4,8 +4,8 @@
 // of an element follow from its own row of x and of W, and depend neither on N nor on T nor on TILE.
 //
 // A block of 8 warps computes TILE x TILE elements, a warp half of the rows of x and a quarter of those of W. It takes
-// 64 columns at a time, which arrive in the background with STAGES - 1 fetches under way. In shared memory a row has 128
-// bytes; its 16-byte chunk c lies at c ^ (row % 8), so that eight rows of a column lie in different banks.
+// 64 columns at a time, which arrive in the background with STAGES - 1 fetches under way. In shared memory a row has
+// 128 bytes; its 16-byte chunk c lies at c ^ (row % 8), so that eight rows of a column lie in different banks.
 //
 // Macros: DIM_N = N; DIM_K = K, a multiple of 8; HALF_BF16, see half.cuh; ALPHA; TILE = 64 or 128; STAGES from 2 on;
 //   X_PARTS=2  x is the sum of two parts, both multiplied, the smaller one first

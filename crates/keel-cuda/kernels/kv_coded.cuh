@@ -35,14 +35,14 @@ static __device__ __forceinline__ uint4 coded8(const u8* page, u32 token, u32 d)
     return make_uint4(pack_f16(x.x, x.y), pack_f16(x.z, x.w), pack_f16(y.x, y.y), pack_f16(y.z, y.w));
 }
 
-// In pairs: a value is code step, rounded once to f16, as coded8 computes it. With P = 128 (8 bits) or 8 (4 bits), a code
-// over P and a step times P are exact in f16 wherever the group's peak is a normal f16; their product rounds once.
+// In pairs: a value is code step, rounded once to f16, as coded8 computes it. With P = 128 (8 bits) or 8 (4 bits), a
+// code over P and a step times P are exact in f16 wherever the group's peak is a normal f16; their product rounds once.
 
 /// A stored step times P.
 static __device__ __forceinline__ float wide_step(u32 step) { return __uint_as_float(step << 16) * (KV_BITS == 8 ? 128.0f : 8.0f); }
 
-/// Two codes of a register times their steps (times P), as f16. 8 bits: codes plus 128, `pair` selects bytes; 4 bits: it
-/// is a shift.
+/// Two codes of a register times their steps (times P), as f16. 8 bits: codes plus 128, `pair` selects bytes; 4 bits:
+/// it is a shift.
 static __device__ __forceinline__ u32 widen(u32 codes, u32 pair, u32 steps) {
     // The codes become the low bits of 8 (steps of 1 / 128) or 128 (steps of 1 / 8).
     u32 x = KV_BITS == 8 ? __byte_perm(codes, 0x48484848u, pair) : (codes >> pair & 0x000f000fu) | 0x58005800u;

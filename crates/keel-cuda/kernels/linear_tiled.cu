@@ -202,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(1024) group_rows(
     __shared__ u32 next[EXPERTS]; // where the next row of an expert goes
     // The sums over the shares come first, in the memory of `at`. Separate arrays would take 48 KB for 480 experts, all
     // the static shared memory.
-    __shared__ __align__(16) u16 at[32][EXPERTS]; // a warp's rows of each expert, later how many rows of the round come before them
+    // A warp's rows of each expert; later the number of the round's rows before them.
+    __shared__ __align__(16) u16 at[32][EXPERTS];
     u32(*const of_all)[EXPERTS] = (u32(*)[EXPERTS])at;
     u32(*const of_those_before)[EXPERTS] = of_all + PARTS_OF_SHARES;
     static_assert(2 * PARTS_OF_SHARES * 4 <= 32 * 2, "the sums fit into the place of `at`");

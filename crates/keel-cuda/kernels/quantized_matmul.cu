@@ -14,7 +14,8 @@
 //
 // Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1;
 // SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
-//   FUSED=1    each block quantises x in shared memory (T K <= ~100,000); 0: `prepare_rows` has done it
+//   FUSED=1    each block quantises x in shared memory: a single row of at most 32,768 columns, or rows with chosen
+//              experts (`is_fused` of dispatch/linear/few_rows.rs). 0: `prepare_rows` has done it
 //   NORM=1     x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)
 //   GATE=1     x is first multiplied by sigmoid(gate). GATE=2: x is normed by heads of HEAD_DIM as with NORM, then
 //              multiplied by silu(gate). gate [T, heads, HEAD_DIM], GATE_ROW values from row to row, GATE_HEAD from

@@ -55,9 +55,11 @@
 // Looks up four 4-bit levels, a byte each, in a table of sixteen bytes. Table entries are stored plus 128.
 __device__ __forceinline__ u32 four_of_table(u32 levels) {
 #if BLOCK == MXFP4
-    const u32 table[4] = {0x83828180u, 0x8c888684u, 0x7d7e7f80u, 0x74787a7cu}; // 0 1 2 3 4 6 8 12, and the same below zero: twice the value
+    // 0 1 2 3 4 6 8 12, and the same below zero: twice the value
+    const u32 table[4] = {0x83828180u, 0x8c888684u, 0x7d7e7f80u, 0x74787a7cu};
 #else
-    const u32 table[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u}; // -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113
+    // -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113
+    const u32 table[4] = {0x3f2d1801u, 0x766a5d4fu, 0xa6998d81u, 0xf1d9c5b5u};
 #endif
     const u32 close = levels | levels >> 4, index = (close & 0xff) | (close >> 8 & 0xff00); // a nibble each
     const u32 low = __byte_perm(table[0], table[1], index & 0x7777), high = __byte_perm(table[2], table[3], index & 0x7777);

@@ -38,7 +38,8 @@
 #define SHARE (GROUP == 128 ? 2 : 1)         // tiles that share a scale group
 #define SUB_TILE (16 * PARTS * SUB_BYTES)    // bytes of the scale groups of one tile, or of SHARE tiles
 #define SUPER_TILE (16 * SUPER_BYTES)        // and of what four tiles share
-#define PAIR_ROW ((size_t)((K_TILES + SHARE - 1) / SHARE * SUB_TILE + (SUPER_BYTES ? K_TILES / 4 * SUPER_TILE : 0))) // of a row tile
+// Of a row tile:
+#define PAIR_ROW ((size_t)((K_TILES + SHARE - 1) / SHARE * SUB_TILE + (SUPER_BYTES ? K_TILES / 4 * SUPER_TILE : 0)))
 
 // One 16-byte store; the compiler may split an ordinary one.
 __device__ __forceinline__ void store16(void *p, u32 a, u32 b, u32 c, u32 d) {
@@ -167,7 +168,8 @@ __device__ __forceinline__ Scaling scaling(const SlotPairs &p, int part, int hal
     const PAIR_T *pair = (const PAIR_T *)p.subs + 2 * (2 * part + half);
     return {to_f32(pair[0]), to_f32(pair[1])};
 }
-__device__ __forceinline__ float value_of(float level, Scaling s) { return __fmaf_rn(s.scale, level, s.offset); } // rounded once
+// Rounded once.
+__device__ __forceinline__ float value_of(float level, Scaling s) { return __fmaf_rn(s.scale, level, s.offset); }
 __device__ __forceinline__ float bias_of(Scaling s) { return s.offset; }
 #endif
 #endif

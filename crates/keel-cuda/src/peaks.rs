@@ -40,7 +40,8 @@ impl GpuPeaks {
     /// Measures for about a second. The device memory that it takes is given back.
     ///
     /// # Errors
-    /// If the device or its libraries are not available, or its free memory has no room for 4 GiB and the driver's context.
+    /// If the device or its libraries are not available, or its free memory has no room for 4 GiB and the driver's
+    /// context.
     pub fn measure(ordinal: usize) -> Result<GpuPeaks> {
         let device = Arc::new(Device::open(ordinal)?);
         let rates = copy_rate(&device).and_then(|copy| Ok((copy, product_rate(&device)?)));

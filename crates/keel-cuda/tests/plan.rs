@@ -54,8 +54,8 @@ fn norms_and_gates_disappear_into_products_of_few_rows() {
     assert_eq!(feed_forward(planning(), 300).0, ["rms_norm", "linear", "linear"]);
 }
 
-/// In 8-bit floats the kernel that rounds an intermediate computes it, too: that of more than 256 rows of prompts, and of
-/// more than 128 rows of a weight that is kept in such floats.
+/// In 8-bit floats the kernel that rounds an intermediate computes it, too: that of more than 256 rows of prompts, and
+/// of more than 128 rows of a weight that is kept in such floats.
 #[test]
 fn norms_and_gates_disappear_into_products_in_8_bits() {
     for (compute, rows) in [(Compute::PrefillFp8, 300), (Compute::Fp8, 300), (Compute::Fp8, 129)] {

@@ -23,8 +23,8 @@ pub struct EngineOptions {
     pub context: usize,
     /// How many sequences run at once.
     pub sequences: usize,
-    /// The most prompt tokens in one step; a multiple of 64. A prompt that is alone in a pipeline runs several such steps
-    /// at once ([`Engine::lone_prompt_rows_max`](crate::Engine::lone_prompt_rows_max)).
+    /// The most prompt tokens in one step; a multiple of 64. A prompt that is alone in a pipeline runs several such
+    /// steps at once ([`Engine::lone_prompt_rows_max`](crate::Engine::lone_prompt_rows_max)).
     pub prefill_step: usize,
     /// How many recurrent states can be saved as checkpoints.
     pub checkpoints: usize,

@@ -85,8 +85,8 @@ pub fn at_least(
     plan(backend, parameters, config, EngineOptions { largest_steps: true, ..options })
 }
 
-/// The shapes of steps of an engine with these options on these devices, and of the passes of its tower, as text. All of
-/// them are part of [`plan_with_tower_on`].
+/// The shapes of steps of an engine with these options on these devices, and of the passes of its tower, as text. All
+/// of them are part of [`plan_with_tower_on`].
 ///
 /// # Errors
 /// Errors of the config.

@@ -95,8 +95,8 @@ fn fixtures_survive_the_way_there_and_back() {
     }
 }
 
-/// Logits of a file in two shares: to rounding those of the whole file, and in the fixed order of sums its bits. False if
-/// the model does not divide.
+/// Logits of a file in two shares: to rounding those of the whole file, and in the fixed order of sums its bits. False
+/// if the model does not divide.
 fn check_shares(name: &str, ids: &[u32], parameters: &dyn Parameters, json: &Value) -> bool {
     for sums in [SumOrder::ByDevice, SumOrder::Fixed] {
         let options = EngineOptions { sums, ..exact() };

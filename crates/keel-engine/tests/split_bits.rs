@@ -1,7 +1,7 @@
 //! In the deterministic mode 1, 2 and 4 devices give the same bits. Models whose shares have other shapes than the
 //! whole in every way that has changed kernels: fewer than 64 rows, rows that are no whole tiles, key heads for each
-//! device, experts by columns and whole. With `KEEL_TEST_CUDA=1` this is tested on as many GPUs as there are, else on the
-//! CPU. `split_fixtures.rs` has the same for all fixtures on the CPU.
+//! device, experts by columns and whole. With `KEEL_TEST_CUDA=1` this is tested on as many GPUs as there are, else on
+//! the CPU. `split_fixtures.rs` has the same for all fixtures on the CPU.
 
 mod common;
 

@@ -53,7 +53,7 @@ pub struct ServerOptions {
     pub request_memory: u64,
     /// Where pictures may come from besides the request itself.
     pub pictures: PictureSources,
-    /// Has the allocator give back what it keeps, when requests have come and gone.
+    /// Makes the allocator return free memory to the system. Called after requests have ended.
     pub give_back: fn(),
     /// Time limit for compiling a schema or grammar.
     pub grammar_time: Duration,

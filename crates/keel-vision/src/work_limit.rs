@@ -1,6 +1,6 @@
 //! Ends work on pictures and videos early: when no client waits for the result, or when its time is over.
 //!
-//! A thread carries its patience, as in `keel_text::Cancel`. It is checked between pictures, between frames, between
+//! A thread carries its limit, as in `keel_text::Cancel`. It is checked between pictures, between frames, between
 //! the scans of a JPEG, and while `ffmpeg` runs. What happens between two checks is bounded by the limits on pixels.
 
 use std::cell::RefCell;
@@ -30,13 +30,13 @@ impl WorkLimit {
         WorkLimit(Some(Arc::new(Bounds { start: Instant::now(), time, is_wanted: Box::new(is_wanted) })))
     }
 
-    /// Runs `work` so that the functions of this crate that it calls on this thread have this patience.
+    /// Runs `work` so that the functions of this crate that it calls on this thread have this limit.
     pub fn scope<T>(&self, work: impl FnOnce() -> T) -> T {
         let _before = Before(CURRENT.with(|current| current.replace(self.clone())));
         work()
     }
 
-    /// The patience of the caller's scope.
+    /// The limit of the caller's scope.
     pub fn current() -> WorkLimit {
         CURRENT.with(|current| current.borrow().clone())
     }
@@ -65,7 +65,7 @@ impl WorkLimit {
 impl Debug for WorkLimit {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         let time = self.0.as_ref().map(|bounds| bounds.time);
-        f.debug_struct("Patience").field("time", &time).finish_non_exhaustive()
+        f.debug_struct("WorkLimit").field("time", &time).finish_non_exhaustive()
     }
 }
 
@@ -74,7 +74,7 @@ pub(crate) fn check() -> Result<()> {
     CURRENT.with(|current| current.borrow().check())
 }
 
-/// Restores the patience of the scope around, also after a panic.
+/// Restores the limit of the surrounding scope, also after a panic.
 struct Before(WorkLimit);
 
 impl Drop for Before {

@@ -22,8 +22,8 @@ impl Alone {
     fn new() -> Alone {
         let folder = tempfile::tempdir().expect("a temporary folder");
         std::fs::create_dir(folder.path().join("home")).expect("writable");
-        // A process of its own copies it. If this one did, a child that another test starts meanwhile would hold the copy
-        // open for writing for a moment, and the system would refuse to run it.
+        // A process of its own copies it. If this one did, a child that another test starts meanwhile would hold the
+        // copy open for writing for a moment, and the system would refuse to run it.
         let program = folder.path().join("keel");
         let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_keel")).arg(program).status();
         assert!(copied.expect("there is cp").success());

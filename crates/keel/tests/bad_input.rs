@@ -254,7 +254,7 @@ fn a_model_folder_of_pipes_and_devices_is_refused() {
     }
 }
 
-/// A device has no end, so an option that names one is refused. A pipe that nobody writes is waited for a moment.
+/// A device has no end, so an option that names one is refused. A pipe without a writer is waited for a moment.
 #[cfg(target_os = "linux")]
 #[test]
 fn an_option_that_names_a_device_or_a_pipe_without_writer_is_refused() {

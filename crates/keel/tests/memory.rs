@@ -202,7 +202,7 @@ fn a_small_model_gets_a_small_pool_on_the_cpu() {
 
 #[test]
 fn a_plan_for_a_gpu_that_is_not_here_follows_its_limit() {
-    // No machine has so many GPUs.
+    // No machine has a GPU with this number.
     let of = |device: &[&str], options: &[&str]| {
         let shape = ["plan", "--serve", "--shape", "qwen3.5-4b", "--bits", "4"];
         succeed(&[&shape[..], device, options].concat())

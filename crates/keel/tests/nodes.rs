@@ -23,7 +23,7 @@ impl Drop for Running {
     }
 }
 
-/// Two addresses that nobody listens on.
+/// Two addresses on which no process listens.
 fn addresses() -> [String; 2] {
     [(); 2].map(|()| {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");

@@ -248,8 +248,9 @@ impl Array {
         }
     }
 
-    /// Sum of the experts' outputs: `sum_j weights[t, j] self[t, j]`, with a residual `+ residual[t]`, and with a shared
-    /// expert `+ sigmoid(gate[t]) output[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`, residual `[T, N]`.
+    /// Sum of the experts' outputs: `sum_j weights[t, j] self[t, j]`, with a residual `+ residual[t]`, and with a
+    /// shared expert `+ sigmoid(gate[t]) output[t]`. This array is f32 `[T, J, N]`, weights `[T, J]`,
+    /// residual `[T, N]`.
     ///
     /// # Errors
     /// If shapes or types differ from this.

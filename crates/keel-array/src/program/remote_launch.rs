@@ -27,7 +27,8 @@ impl RemoteLaunch {
     ///
     /// # Errors
     /// An operand that is missing or not within its memory, or a kernel that the backend does not have: the other
-    /// process has planned for another device. That shapes fit their operation is its word.
+    /// process has planned for another device. Shapes are not compared with the operation; the other process vouches
+    /// for them.
     pub fn new(
         runtime: &Runtime,
         kernels: Vec<Kernel>,
@@ -97,7 +98,7 @@ struct Places<'a> {
     outputs: &'a [(Buffer, usize)],
     /// Bytes of the arena; `None` if there is none.
     arena: Option<usize>,
-    /// The end of what the kernels checked so far use of it.
+    /// The end of the arena bytes that the kernels checked so far use; `None` if they use none.
     arena_end: &'a Cell<Option<usize>>,
 }
 
@@ -146,7 +147,7 @@ impl Places<'_> {
         Ok(())
     }
 
-    /// Whether an operand, of at least so many bytes, is within its memory.
+    /// Whether an operand of at least `bytes_min` bytes is within its memory.
     fn holds(&self, operand: &Operand, bytes_min: usize) -> bool {
         let Some(end) = end_of(&operand.layout) else { return false };
         let Some(bytes) = end.checked_mul(operand.dtype.size()).map(|bytes| bytes.max(bytes_min)) else {

@@ -45,14 +45,15 @@ impl Offer {
 /// A member's side of its exchanges.
 #[derive(Clone, Copy, Default)]
 struct Seat {
-    /// The receiver's rank and the array that it is sent.
+    /// An array that it sends to one other member, with the receiver's rank.
     letter: Option<(usize, Offer)>,
-    /// Its array in the present exchange of several.
+    /// Its operand in the current exchange among several members.
     share: Option<Offer>,
-    /// The name of that operation.
+    /// The name of the operation of that exchange.
     kind: &'static str,
-    /// Exchanges of several that it has come to, and of which it has read everything.
+    /// How many exchanges among several members it has begun.
     arrived: u64,
+    /// In how many of these it has read the operands of all members.
     finished: u64,
 }
 

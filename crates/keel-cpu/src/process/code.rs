@@ -15,8 +15,8 @@ mod linux {
     use std::sync::OnceLock;
 
     /// When a page is used, the system also maps pages around it: 16, or as many as its cache holds together. It maps
-    /// no pages of another mapping. So mappings are cut into pieces of this many bytes. With twice as many, a small model's
-    /// process holds 1.2 MB more.
+    /// no pages of another mapping. So mappings are cut into pieces of this many bytes. With twice as many, a small
+    /// model's process holds 1.2 MB more.
     const PIECE: usize = 8 << 10;
 
     pub fn give_back() {

@@ -12,7 +12,7 @@ use keel_testkit::naive;
 use keel_testkit::random::Random;
 
 /// Runs `kernel` over rows of `width` on pools of several sizes, whole and row by row; all must give the same bits.
-/// `kernel` gets the inputs (of `widths` values a row) and the output.
+/// `kernel` gets the inputs and the output. Each input comes with its number of values a row.
 fn all_cuts(
     rows: usize,
     inputs: &[(&[f32], usize)],

@@ -156,7 +156,7 @@ impl Bench {
     }
 }
 
-/// The median of so many runs, after those that load and capture.
+/// The median of `runs` runs, after those that load and capture.
 fn median_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut seconds = Vec::with_capacity(runs);
     for number in 0..WARM_UP + runs {

@@ -239,8 +239,8 @@ impl CudaGroup {
         self.shared.seats[rank].lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The error of a device that waits: a device of the group has failed, or a connection. It may be the device itself:
-    /// its peers no longer come to the exchanges that it has still to make.
+    /// The error of a device that waits: a device of the group has failed, or a connection. It may be the device
+    /// itself: its peers no longer come to the exchanges that it has still to make.
     fn check(&self) -> Result<()> {
         if let Some(absent) = self.absent() {
             return Err(self.absence(absent));

@@ -168,7 +168,7 @@ impl Gpu {
         self.is_held.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the next kernel was held; it is not any more.
+    /// Clears the hold, and returns whether there was one.
     fn take_hold(&self) -> bool {
         self.is_held.swap(false, Ordering::Relaxed)
     }

@@ -164,7 +164,8 @@ impl Device {
         self.deliveries.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Held, it keeps captures of the stream away: what is put there is in no graph, and the driver does not refuse it.
+    /// While this guard lives, no thread captures the stream. So work put on the stream enters no graph, and the driver
+    /// does not refuse it.
     ///
     /// The thread that captures has the session. Memory is zeroed and freed by any thread, also without the session.
     /// So these calls hold this lock, but do not wait for the device with it: its stream may wait for a peer until the

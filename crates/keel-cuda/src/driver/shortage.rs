@@ -23,8 +23,8 @@ pub(crate) const OPENING: Purpose =
 /// The call that takes memory of the host.
 const OF_HOST: &str = "cuMemHostAlloc";
 
-/// Gives an error for a lack of the device's memory the device's name, its free memory, and what to do. Other errors stay
-/// as they are.
+/// Gives an error for a lack of the device's memory the device's name, its free memory, and what to do. Other errors
+/// stay as they are.
 pub(crate) fn explained(device: CUdevice, purpose: Purpose) -> impl FnOnce(CudaError) -> CudaError {
     move |error| with_numbers(error, device, purpose, || free_and_total(device))
 }

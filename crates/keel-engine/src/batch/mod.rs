@@ -289,7 +289,7 @@ impl Batcher {
     }
 
     /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers
-    /// advance, or those of one group, or prompts alone (`groups.rs`).
+    /// advance, or those of one micro-batch, or prompts alone (`microbatches.rs`).
     pub fn step(&mut self, now: Instant) -> Vec<(SequenceId, BatchEvent)> {
         self.expire(now);
         self.bring_back();

@@ -3,7 +3,8 @@
 //! ```text
 //! submit     pictures known by their keys; what never fits is refused
 //! start      room for the features of those pictures that the prompt's remembered part does not cover
-//! each step  the tower does a piece of its work at most, so that it delays requests by no more; known pictures cost nothing.
+//! each step  the tower does a piece of its work at most, so that it delays requests by no more; known pictures cost
+//!            nothing.
 //!            A tower with a device of its own is handed a piece, and steps run until it has ended
 //! prompt     runs once all are seen; then the features are let go, and stay for others as long as there is room
 //! ```

@@ -38,7 +38,7 @@ pub(super) struct Running {
     pub speculation: Option<Speculation>,
     /// Its part in steps under way.
     pub ahead: Ahead,
-    /// The turn of the batch in which it was in a group's step last.
+    /// The turn of the batch in which it was last in the step of a micro-batch.
     pub last_turn: usize,
     pub pictures: Pictures,
     /// The values to read of the prompt instead of an answer.

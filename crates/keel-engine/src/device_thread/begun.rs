@@ -23,8 +23,8 @@ pub(crate) struct BegunStep {
 }
 
 impl BegunStep {
-    /// Begins a step on this thread, as a member of its device's group. The bytes of `drawn` come to the host. A backend
-    /// that does not queue also ends it.
+    /// Begins a step on this thread, as a member of its device's group. The bytes of `drawn` come to the host. A
+    /// backend that does not queue also ends it.
     pub fn begin(step: Executable, drawn: &Array, has_failed: Arc<AtomicBool>) -> BegunStep {
         let membership = Membership::of(&step);
         BegunStep::begin_as(membership, step, drawn, has_failed)

@@ -353,8 +353,8 @@ impl Engine {
     /// `later_ran` says that some belong to later steps, which did run. Where that [cannot be taken
     /// back](Engine::can_take_back), or where the rows may have overwritten keys of a sliding layer that are needed,
     /// the sequence answers [`keel_cache::CacheError::AheadState`] until it is rewound. That is so even if the step was
-    /// refused before it ran. If the state is kept, the sequence is rewound here. If this fails, too, it stays as the step
-    /// has left it.
+    /// refused before it ran. If the state is kept, the sequence is rewound here. If this fails, too, it stays as the
+    /// step has left it.
     pub(crate) fn give_up(&mut self, sequence: &mut SequenceCache, rows: usize, later_ran: bool) {
         // No model has both recurrent and sliding layers.
         let is_recurrent = self.cache.spec().is_recurrent();

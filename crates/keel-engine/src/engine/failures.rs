@@ -16,8 +16,8 @@ impl Engine {
         self.note_devices(&ended.devices, slots, CommitProgress::default(), commits_rows);
     }
 
-    /// Records how the programs of a failed step left its sequences. Returns the error that was the first cause. A device
-    /// that failed in a `later` program may be why its peers report a failure of this step.
+    /// Records how the programs of a failed step left its sequences. Returns the error that was the first cause. A
+    /// device that failed in a `later` program may be why its peers report a failure of this step.
     pub(super) fn note_failed_runs(
         &mut self,
         ended: Vec<EndedRun>,
@@ -36,8 +36,8 @@ impl Engine {
         refusal.unwrap_or_else(|| first_cause_of(ended.into_iter().chain(later)))
     }
 
-    /// The results of a step that has run are lost. Its rows are taken back. Without a log they cannot be where there are
-    /// gated-delta states: these sequences answer [`keel_cache::CacheError::AheadState`].
+    /// The results of a step that has run are lost. Its rows are taken back. Without a log they cannot be where there
+    /// are gated-delta states: these sequences answer [`keel_cache::CacheError::AheadState`].
     pub(crate) fn note_lost<'s>(&mut self, sequences: impl Iterator<Item = &'s mut SequenceCache>) {
         if self.leaves_open() {
             sequences.for_each(|sequence| sequence.accept(0));

@@ -132,8 +132,8 @@ impl EndedRun {
         self.devices.iter().any(|ended| ended.outcome.is_err())
     }
 
-    /// Makes the devices of these programs ready for a next one if one has failed. Later programs that are under way end
-    /// in this call, and their results are undefined.
+    /// Makes the devices of these programs ready for a next one if one has failed. Later programs that are under way
+    /// end in this call, and their results are undefined.
     pub fn rejoin<'a>(runs: impl Iterator<Item = &'a EndedRun> + Clone) {
         // A program of the lead alone may be the one that has failed.
         if runs.clone().any(EndedRun::has_failed) {

@@ -49,9 +49,9 @@ impl Engine {
     ///
     /// # Errors
     /// Ids out of range, a prompt that does not fit, an error of the runtime. The sequence then holds the steps done.
-    /// Exception: the failed step changed recurrent state, or may have overwritten keys that sliding layers need, and did
-    /// not begin at the start or at a checkpoint. The sequence then answers [`keel_cache::CacheError::TornState`] or
-    /// [`keel_cache::CacheError::AheadState`] until it is rewound.
+    /// Exception: the failed step changed recurrent state, or may have overwritten keys that sliding layers need, and
+    /// did not begin at the start or at a checkpoint. The sequence then answers [`keel_cache::CacheError::TornState`]
+    /// or [`keel_cache::CacheError::AheadState`] until it is rewound.
     pub fn prefill(
         &mut self,
         sequence: &mut SequenceCache,

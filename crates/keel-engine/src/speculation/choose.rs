@@ -100,7 +100,7 @@ pub struct SamplerChooser {
     pub(crate) drafts: bool,
     /// How many of the most probable tokens to report with each token's log probability.
     pub(crate) top_logprobs: Option<usize>,
-    /// Those of the tokens chosen in this round.
+    /// Log probabilities of the tokens chosen in this round.
     logprobs: Vec<TokenLogprobs>,
     /// Drafts that were not retracted yet.
     drafted: Vec<Noted>,

@@ -188,8 +188,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Readies the rows that the head lags behind the sequences of a round for its passes: rows that are not of the last
-    /// round go to the host.
+    /// Prepares the hidden states that the MTP head needs for a round: those of rounds before the last one go to the
+    /// host.
     pub(super) fn ready_lags(&self, batch: &mut [RoundSequence<'_>]) -> Result<()> {
         let all = batch.iter_mut().filter_map(|sequence| sequence.speculation.as_deref_mut());
         self.fetch_lags(all.filter(|speculation| !self.is_on_device(&speculation.lag)))

@@ -156,8 +156,8 @@ impl Engine {
     }
 
     /// Whether a sequence would make drafts in a round of `sequences` sequences after `ahead` steps under way, each
-    /// with one row of it. It has [`room`](Engine::room_of) for `room` tokens and may still be given `tokens_max`, these
-    /// steps not counted. Until it makes drafts, steps may run ahead.
+    /// with one row of it. It has [`room`](Engine::room_of) for `room` tokens and may still be given `tokens_max`,
+    /// these steps not counted. Until it makes drafts, steps may run ahead.
     pub(crate) fn wants_drafts(
         &self,
         speculation: &Speculation,

@@ -28,13 +28,13 @@ const CHUNKS_PER_STAGE: usize = 4;
 /// The fewest rows of a chunk but the last: fewer use a device less well.
 const CHUNK_ROWS_MIN: usize = 256;
 
-/// The fewest rows of a chunk for each expert of a mixture, on average. A chunk reads and widens the weights of all experts that its rows
-/// choose, which takes as long as multiplying about 30 rows by them.
+/// The fewest rows of a chunk for each expert of a mixture, on average. A chunk reads and widens the weights of all
+/// experts that its rows choose, which takes as long as multiplying about 30 rows by them.
 const EXPERT_ROWS_MIN: usize = 32;
 
-/// Cuts `rows` rows into chunks of `fewest` to `most` rows, of which the last may be shorter, for a pipeline of `stages`
-/// stages. `None` if one step is as good, which more than `most` rows never are. `padded` gives the rows of the step
-/// that runs a chunk.
+/// Cuts `rows` rows into chunks for a pipeline of `stages` stages. `limits` are the fewest and the most rows of a
+/// chunk; the last one may be shorter. `padded` gives the rows of the step that runs a chunk. Returns `None` for a
+/// single stage, or if one chunk holds all rows.
 fn chunks_of(
     rows: usize,
     stages: usize,
@@ -54,8 +54,8 @@ impl Engine {
         (self.peers.len() + 1) / self.model().part.share.count
     }
 
-    /// Whether a prompt without pictures is cut into chunks that overlap. It is not if a chunk may leave the grid, or if
-    /// the hidden states of all rows are kept.
+    /// Whether a prompt without pictures is cut into chunks that overlap. It is not if a chunk may leave the grid, or
+    /// if the hidden states of all rows are kept.
     fn overlaps_prompts(&self) -> bool {
         self.stages() > 1 && !self.leaves_grid() && !self.stepper.keeps_rows()
     }

@@ -8,10 +8,10 @@
 //!
 //! Every device has all logits and draws the same tokens, so each finds the tokens of the step before in its own pool.
 //! A step is begun on all devices before [`Engine::submit`] returns, each on its own thread and the lead's on the
-//! caller's: the first run of a program may wait for the other devices before it is begun as a whole. What the host puts
-//! on the devices after that, such as copies of states, follows the step. Each thread also waits for its device's end,
-//! so a device that fails is seen while the caller waits for the lead. Once a step has failed on one, later ones are begun
-//! on none, until all devices have met again.
+//! caller's: the first run of a program may wait for the other devices before it is begun as a whole. What the host
+//! puts on the devices after that, such as copies of states, follows the step. Each thread also waits for its device's
+//! end, so a device that fails is seen while the caller waits for the lead. Once a step has failed on one, later ones
+//! are begun on none, until all devices have met again.
 
 use std::sync::Arc;
 
@@ -33,7 +33,8 @@ impl Engine {
         }
         let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
-        // No token depends on rows that the head catches up with. Devices that wait for each other fail together, though.
+        // No token depends on rows that the head catches up with. Devices that wait for each other fail together,
+        // though.
         let is_apart = kind.outcome == Outcome::MtpState && self.peers.is_empty();
         let mark = || if is_apart { Arc::default() } else { self.in_flight.failure_mark() };
         let begin = |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, mark());

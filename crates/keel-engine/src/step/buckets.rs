@@ -226,8 +226,8 @@ impl Buckets {
     }
 }
 
-/// Whether steps on these devices run ahead of the host. Several devices must have a share of every layer and be in this
-/// process, and the tokens of all sequences must come to the host with a step.
+/// Whether steps on these devices run ahead of the host. Several devices must have a share of every layer and be in
+/// this process, and the tokens of all sequences must come to the host with a step.
 fn runs_ahead<'a>(
     options: &EngineOptions,
     mut devices: impl Iterator<Item = (&'a dyn Backend, &'a Part)> + Clone,

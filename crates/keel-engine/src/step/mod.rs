@@ -259,8 +259,8 @@ impl Stepper {
         Ok((self.step_for(kind, rows)?.clone(), drawn))
     }
 
-    /// The program that keeps these rows of the logits of the step of this regime that was submitted last, ready to run.
-    /// A token comes to the host with it, which says nothing.
+    /// The program that keeps these rows of the logits of the step of this regime that was submitted last, ready to
+    /// run. A token comes to the host with it, which says nothing.
     pub fn keeping_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<(Executable, Array)> {
         self.kept()?.fill(regime, rows)?;
         self.keeping(self.buckets.keeping(regime))
@@ -281,8 +281,8 @@ impl Stepper {
         self.kept_hidden.is_some()
     }
 
-    /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to run.
-    /// A token comes to the host with it, which says nothing.
+    /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to
+    /// run. A token comes to the host with it, which says nothing.
     pub fn keeping_hidden(&mut self, step: u64) -> Result<(Executable, Array)> {
         self.keeping(Buckets::keeping_hidden(HiddenPlace::of(step)))
     }

@@ -19,10 +19,10 @@ impl HiddenPlace {
     }
 }
 
-/// The output of a step besides the state.
+/// What a step computes in addition to states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// None: more of the prompt follows.
+    /// Nothing: the prompt goes on.
     State,
     /// Logits of the last row of each sequence, and tokens drawn from them.
     LastLogits,

@@ -111,9 +111,9 @@ pub trait Parameters: Sync {
         false
     }
 
-    /// How many tiles a layer's columns have. All tiles are equally long, and each has columns of every key head. It is 1
-    /// except for the output projection of recurrent layers in GGUF files: its columns are those of the first value head
-    /// of every key head, then those of the second, and so on.
+    /// How many tiles a layer's columns have. All tiles are equally long, and each has columns of every key head. It is
+    /// 1 except for the output projection of recurrent layers in GGUF files: its columns are those of the first value
+    /// head of every key head, then those of the second, and so on.
     fn column_tiles(&self, module: &str) -> usize {
         let _ = module;
         1

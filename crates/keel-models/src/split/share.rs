@@ -1,8 +1,8 @@
 //! A device's share of every layer, where several devices split the layers of a model.
 //!
 //! A device loads its share from a checkpoint that looks smaller than it is:
-//! [`ShareParameters`](crate::split::share_parameters::ShareParameters) shows the rows and columns of the share, under a
-//! config with the share's numbers of heads and widths. The code that reads a model type does not know of it.
+//! [`ShareParameters`](crate::split::share_parameters::ShareParameters) shows the rows and columns of the share, under
+//! a config with the share's numbers of heads and widths. The code that reads a model type does not know of it.
 //!
 //! ```text
 //! q, k, v, z, a, b, convolution    rows of the device's heads         y_r = W[rows_r] x

@@ -20,7 +20,7 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (1030, 70, 384),
 ];
 
-/// `(N, K)` of large products. The first three have so many rows of W that a device with 100 to 200 multiprocessors
+/// `(N, K)` of large products. In the first three, W has enough rows that a device with 100 to 200 multiprocessors
 /// needs several passes. The others have long rows, and the last two as many row tiles as two to four blocks of each
 /// multiprocessor. Kernels cut these in special ways.
 pub const WIDE: &[(usize, usize)] =

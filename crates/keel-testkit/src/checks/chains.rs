@@ -130,7 +130,7 @@ fn heads_then_product(runtime: &Runtime) {
     }
 }
 
-/// So many rows that a backend may round the input of a product to 16 bits.
+/// Enough rows that a backend may round the input of a product to 16 bits.
 fn rows_rounded_for_products(runtime: &Runtime) {
     const N: usize = 320;
     let mut random = Random::new(98);
@@ -241,7 +241,7 @@ fn product_then_gate(runtime: &Runtime) {
     }
 }
 
-/// The same for a weight with so many rows that kernels cut it in a special way, with short and with long rows.
+/// The same for a weight with enough rows that kernels cut it in a special way, with short and with long rows.
 fn wide_product_then_gate(runtime: &Runtime) {
     let mut random = Random::new(95);
     for (n, k) in [(8512, 384), (8544, 4160)] {

@@ -17,9 +17,9 @@ use keel_array::{Array, AttentionSpec, Category, Compute, DType, KvFormat, KvPoo
 /// The kinds of arithmetic that may round to 8 bits.
 const COMPUTES: [Compute; 2] = [Compute::PrefillFp8, Compute::Fp8];
 
-/// Rows of x, rows of W and columns. 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles; 260
-/// columns are no whole 16. With 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to 4,096
-/// columns. From 4,096 columns on, a thread rounds several groups of four.
+/// Rows of x, rows of W and columns. 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles;
+/// 260 columns are no whole 16. With 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to
+/// 4,096 columns. From 4,096 columns on, a thread rounds several groups of four.
 const SHAPES: [(usize, usize, usize); 9] = [
     (300, 256, 512),
     (257, 80, 192),

@@ -1,7 +1,8 @@
 //! Videos that the program `ffmpeg` reads.
 //!
 //! ```text
-//! open    the kind is read from the file's first bytes; ffmpeg lists the packets (`-c copy -f framecrc`), decoding none
+//! open    the kind is read from the file's first bytes; ffmpeg lists the packets (`-c copy -f framecrc`), decoding
+//!         none
 //! take    ffmpeg decodes and writes the chosen frames as PPM pictures, one after the other
 //! ```
 //!

@@ -1,7 +1,7 @@
 //! Videos as files: how many frames they have, and the frames that are asked for.
 //!
 //! A GIF is read here. MP4, WebM, Matroska and AVI are read by the program `ffmpeg`, where it is installed
-//! (`coded.rs`). Files are untrusted: size, number of frames and work are known and compared with the limits before a
+//! (`ffmpeg.rs`). Files are untrusted: size, number of frames and work are known and compared with the limits before a
 //! frame is decoded.
 
 mod ffmpeg;

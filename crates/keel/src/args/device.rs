@@ -43,8 +43,8 @@ pub struct DeviceArgs {
     #[arg(long)]
     resident: bool,
     /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
-    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4 of
-    /// --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU plain
+    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4
+    /// of --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU plain
     /// --deterministic does it.
     #[arg(
         long, value_name = "WHAT", value_parser = determinism_parser(),
@@ -173,7 +173,8 @@ impl DeviceArgs {
         if self.memory_limit.len() > 1 { &self.memory_limit } else { &[] }
     }
 
-    /// Refuses devices that cannot share a model, or not with the bits that were asked for, and limits of other devices.
+    /// Refuses devices that cannot share a model, or not with the bits that were asked for, and limits of other
+    /// devices.
     ///
     /// # Errors
     /// As [`SplitArgs::check`]; --deterministic=devices with shares for other than 1, 2 or 4 devices; there are several

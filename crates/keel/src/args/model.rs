@@ -59,10 +59,10 @@ pub struct EngineArgs {
     #[arg(long, value_name = "N", default_value_t = PREFILL_STEP_DEFAULT, value_parser = parse_prefill_step)]
     pub prefill_step: usize,
     /// Arithmetic of the linear layers. auto takes the fastest one that keeps the accuracy of the weights' format. 8bit
-    /// is for many clients of a GPU with compute capability 9.0, and changes the result. Steps of more than 128 rows, of
-    /// prompts and of answers, multiply quantised weights by activations in 8-bit floats with one scale for each row.
-    /// Those weights are kept in such floats, too: one byte more for each. Experts, embedding and output head are not.
-    /// On the CPU it changes nothing.
+    /// is for many clients of a GPU with compute capability 9.0, and changes the result. Steps of more than 128 rows,
+    /// of prompts and of answers, multiply quantised weights by activations in 8-bit floats with one scale for each
+    /// row. Those weights are kept in such floats, too: one byte more for each. Experts, embedding and output head are
+    /// not. On the CPU it changes nothing.
     #[arg(long, value_enum, default_value = "auto")]
     pub compute: ComputeArg,
     /// Arithmetic of prompts' products: 8bit rounds activations and quantised weights to 8-bit floats with one scale

@@ -208,8 +208,8 @@ impl SplitArgs {
         self.devices.len() > 1 || is_for_several || self.nodes.are_several()
     }
 
-    /// Whether GPUs with this split wait for the host after each step where an engine drafts. Those of a tensor split in
-    /// one process do not.
+    /// Whether GPUs with this split wait for the host after each step where an engine drafts. Those of a tensor split
+    /// in one process do not.
     pub fn waits_for_steps(&self) -> bool {
         let is_one_stage = self.grid().is_ok_and(|grid| grid.stages == 1);
         self.is_split() && (!is_one_stage || self.nodes.are_several())

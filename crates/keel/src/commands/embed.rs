@@ -99,7 +99,7 @@ pub fn run(args: &EmbedArgs) -> Result<()> {
     })
 }
 
-/// The lines that are not empty. Takes what it reads from `left`, the bytes that may come.
+/// Returns the non-empty lines. Subtracts the bytes read from `left`, the number still allowed.
 fn lines_of(lines: &mut dyn BufRead, left: &mut u64) -> Result<Vec<String>> {
     // A line may have no end.
     let mut limited = lines.take(*left + 1);

@@ -44,9 +44,9 @@ pub(super) fn slots<'a>(
     Ok(slots)
 }
 
-/// The page tables of the sequences, after a check that every page that is read or written exists, that no two sequences
-/// write the same one, and that rows which are written together overwrite no keys that they see. Those of a sequence are
-/// cut at multiples of `run`.
+/// The page tables of the sequences, after a check that every page that is read or written exists, that no two
+/// sequences write the same one, and that rows which are written together overwrite no keys that they see. Those of a
+/// sequence are cut at multiples of `run`.
 pub(super) fn page_table<'a>(
     table: &Bound<'a>,
     batch: &Batch<'_>,

@@ -2,7 +2,7 @@
 //! but in prefill a row may also see later keys.
 //!
 //! ```text
-//! score[h, t, j] = scale * q[t, h] . k[j, h / (H / KV)]      for position[t] - window < j <= max(position[t], until[t])
+//! score[h, t, j] = scale * q[t, h] . k[j, h / (H / KV)]    for position[t] - window < j <= max(position[t], until[t])
 //! y[t, h]        = sum_j softmax_j(score[h, t, j]) * v[j, h / (H / KV)]
 //! ```
 //!

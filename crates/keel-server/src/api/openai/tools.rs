@@ -63,7 +63,8 @@ impl Tools {
     }
 }
 
-/// A function in the form of a chat, which templates read. The form of `/v1/responses` has the same fields one level up.
+/// A function in the form of a chat, which templates read. The form of `/v1/responses` has the same fields one level
+/// up.
 fn nested(tool: Value) -> Value {
     match tool {
         Value::Object(mut function) if !function.contains_key("function") => {

@@ -44,8 +44,8 @@ impl Cost {
         };
         let engine = whole.as_ref().unwrap_or(engine);
         let ledger = engine.runtime().ledger().active();
-        // A step reads a weight once: as coded, or its copy in 8 bits. The copy of a weight in 8 bits has 6% fewer bytes,
-        // any other one more.
+        // A step reads each weight once: as coded, or its 8-bit copy. The copy is 6% smaller than 8-bit codes and
+        // larger than all other codings.
         let compute = engine.options().compute.without_copy();
         let least = EngineOptions {
             context: 1,

@@ -48,8 +48,8 @@ pub fn follow(device: &DeviceArgs) -> Result<()> {
     Ok(())
 }
 
-/// Starts this program anew, as the same process. The driver and NCCL keep a context and memory of a GPU until then, and
-/// threads that wait for machines that are gone.
+/// Starts this program anew, as the same process. The driver and NCCL keep a context and memory of a GPU until then,
+/// and threads that wait for machines that are gone.
 fn start_again() {
     #[cfg(unix)]
     {

@@ -199,8 +199,8 @@ impl Cache {
     }
 }
 
-/// Whether a process of keel downloads a file just now: it holds a lock meanwhile. An interrupted download leaves a file
-/// without one. The moment between two files is not seen, and neither are clients that take no such lock.
+/// Whether a process of keel downloads a file just now: it holds a lock meanwhile. An interrupted download leaves a
+/// file without one. The moment between two files is not seen, and neither are clients that take no such lock.
 fn is_downloaded_now(blobs: &Path) -> bool {
     let is_locked = |name: &String| {
         let file = fs::File::open(blobs.join(name));

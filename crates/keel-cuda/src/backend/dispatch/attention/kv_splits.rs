@@ -26,8 +26,9 @@ pub(super) struct KvSplits {
 }
 
 /// Depends on shapes alone, since a graph fixes the grid. In the deterministic mode a key's split depends on its
-/// position alone, and the number of splits on the longest context that the table can name. In the fast mode few rows
-/// of a prompt share keys, too: after a long context, their blocks alone would leave most of a device idle.
+/// position alone, and the number of splits on the longest context that the table can name. In the fast mode the keys
+/// of a prompt step with few rows are split as well. Otherwise a short chunk after a long context has too few blocks to
+/// fill the device.
 pub(super) fn splits(
     spec: &AttentionSpec,
     q: &Shape,

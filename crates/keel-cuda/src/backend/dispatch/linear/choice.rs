@@ -25,8 +25,8 @@ pub(in crate::backend::dispatch) enum SelectBy {
     Rows,
     /// The regime alone.
     Regime(Regime),
-    /// The same, and a device that holds some rows of a weight computes the bits of the whole: neither the kernel nor the
-    /// order of sums depends on the number of the weight's rows.
+    /// The same, and a device that holds some rows of a weight computes the bits of the whole: neither the kernel nor
+    /// the order of sums depends on the number of the weight's rows.
     RegimeOnDevices(Regime),
 }
 

@@ -114,8 +114,8 @@ struct Source {
 }
 
 impl<'a> Fp8Product<'a> {
-    /// The product of `rows` rows, with its scratch from address `own` on. `None` if the library has no kernel for it on
-    /// this device.
+    /// The product of `rows` rows, with its scratch from address `own` on. `None` if the library has no kernel for it
+    /// on this device.
     pub fn of(
         weight: &'a WeightSpec,
         rows: usize,
@@ -151,8 +151,8 @@ impl<'a> Fp8Product<'a> {
         refusal.is_none().then_some(Fp8Product { weight, product, operands, own })
     }
 
-    /// Writes x in 8 bits, in one launch from what comes before the product. If that cannot be, `halve` first writes x in
-    /// 16 bits to address `half`.
+    /// Writes x in 8 bits, in one launch from what comes before the product. If that cannot be, `halve` first writes x
+    /// in 16 bits to address `half`.
     pub fn round(
         &self,
         half: u64,

@@ -55,9 +55,9 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     }
 }
 
-/// The rows of y that each launch computes: at most as many as a grid has blocks along y. A launch begins with the first
-/// choice of a row of x, or has choices of one row of x alone. So choice i of a launch multiplies row i / `fanout` of
-/// its rows of x.
+/// The rows of y that each launch computes: at most as many as a grid has blocks along y. A launch begins with the
+/// first choice of a row of x, or has choices of one row of x alone. So choice i of a launch multiplies row i /
+/// `fanout` of its rows of x.
 pub(super) fn launches(rows: usize, fanout: usize) -> impl Iterator<Item = Range<usize>> {
     let from = move |first: usize| {
         let count = match GRID_MAX / fanout {

@@ -81,8 +81,8 @@ pub(super) fn weight_in_half(weight: &WeightSpec, scratch: u64, call: &Call<'_>)
     Ok(scratch)
 }
 
-/// What a product of x and W in 16 bits is multiplied by. In f16, x is an eighth (`half.cuh`). A widened weight makes up
-/// for it, and one as stored does not.
+/// What a product of x and W in 16 bits is multiplied by. In f16, x is an eighth (`half.cuh`). A widened weight makes
+/// up for it, and one as stored does not.
 pub(super) fn alpha(weight: &WeightSpec) -> u8 {
     if factors(weight) == FactorType::F16 && !is_widened(weight) { 8 } else { 1 }
 }

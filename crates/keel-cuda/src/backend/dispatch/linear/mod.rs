@@ -19,8 +19,8 @@
 //! - Other rows take the second line with all of K in one block; `half_tiled` where that line has cuBLASLt, and without
 //!   Hopper also for quantised weights.
 //!
-//! A row's bits then follow from its own values, because the weight's shape orders the sums. If several devices may hold
-//! rows of a weight, its columns alone order them. One property of the hardware is assumed: an element of a tensor
+//! A row's bits then follow from its own values, because the weight's shape orders the sums. If several devices may
+//! hold rows of a weight, its columns alone order them. One property of the hardware is assumed: an element of a tensor
 //! core's product depends on its row and column alone, not on their place in a tile.
 
 mod biased;

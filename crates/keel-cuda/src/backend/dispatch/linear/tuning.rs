@@ -1,7 +1,7 @@
 //! How a product of few rows is cut. `split` and `unit` order the sums, so they follow from the weight's shape and from
-//! what is absorbed, never from the number of rows of x. A row therefore has the same bits in every batch. Where several
-//! devices may hold rows of a weight, they follow from the columns and their coding alone. The figures are those that
-//! measured best on an H100, and on an H200 for the shapes of 27b and its shares.
+//! what is absorbed, never from the number of rows of x. A row therefore has the same bits in every batch. Where
+//! several devices may hold rows of a weight, they follow from the columns and their coding alone. The figures are
+//! those that measured best on an H100, and on an H200 for the shapes of 27b and its shares.
 
 use super::{BLOCKS_WANTED, SelectBy, col_tiles, row_tiles};
 use crate::backend::weights::Coding;
