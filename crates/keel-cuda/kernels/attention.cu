@@ -32,17 +32,8 @@
 #include "kept.cuh"
 #include "paged.cuh"
 
-#ifndef WINDOW
-#define WINDOW 0
-#endif
 #ifndef EARLY
 #define EARLY 0
-#endif
-#ifndef UNTIL
-#define UNTIL 0
-#endif
-#ifndef Y_HALF
-#define Y_HALF 0
 #endif
 #define G (H / KV)
 #define BM 16

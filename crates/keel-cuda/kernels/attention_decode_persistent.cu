@@ -17,18 +17,6 @@
 
 #include "decode_chunk.cuh"
 
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef KV_STAGES
-#define KV_STAGES 1
-#endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
-#ifndef EARLY
-#define EARLY 0
-#endif
 // Keys between two chunks of a warp. Which warp takes a key depends on the key's position alone.
 #define STEP (WARPS * CHUNK)
 #define THREADS (32 * WARPS)

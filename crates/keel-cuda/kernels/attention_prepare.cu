@@ -10,13 +10,11 @@
 //   attention_prepare        one warp a head of q, k or v; block 128, grid ceil(T HEADS / 4)
 //   attention_prepare_rows   for many rows, if heads are rotated as a whole (R = D) and not normed: grid T, block 128
 // Bytes: q, k and v once in, once out.
+#define RUNS 0 // all rows of a sequence at once
 #include "kept.cuh"
 #include "paged.cuh"
 #include "rope.cuh"
 
-#ifndef EARLY
-#define EARLY 0
-#endif
 #if KV_F16
 /// A value as pages store it; values beyond the range of f16 saturate.
 static __device__ __forceinline__ kv_t kept(float x) { return two_f16(x, 0.0f).x; }

@@ -23,15 +23,6 @@
 
 #include "decode_chunk.cuh"
 
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef KV_STAGES
-#define KV_STAGES 1
-#endif
-#ifndef EARLY
-#define EARLY 0
-#endif
 #define BM 64
 #define BN 64
 

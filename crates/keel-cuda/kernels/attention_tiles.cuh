@@ -4,12 +4,6 @@
 #pragma once
 #include "paged.cuh"
 
-#ifndef WINDOW
-#define WINDOW 0
-#endif
-#ifndef KV_BITS
-#define KV_BITS 0
-#endif
 #if KV_BITS
 #include "kv_coded.cuh"
 typedef u8 kv_t;

@@ -17,6 +17,7 @@
 
 #define G (H / KV)
 #define BM 128
+static_assert(SPLIT_STEP == BN, "a split begins with a tile");
 #include "softmax.cuh"
 
 #define PANELS (D / 64)
@@ -24,7 +25,7 @@
 #define KV_PANEL (BN * 128)
 #define KV_TILE (PANELS * KV_PANEL)
 
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // ---- keys and values: from pages to tiles ----
 
 // Each thread copies the same 16 bytes of every ROW_STEP-th row of a tile. ROW_STEP is a multiple of 8, so these rows

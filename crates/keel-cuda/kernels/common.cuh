@@ -1,6 +1,9 @@
 // What all kernels share: element types without the toolkit's headers, strided operands, reports of wrong data.
 #pragma once
 
+// A condition of the preprocessor on a constant that is not given is an error. Without this it would take 0 for it.
+#pragma nv_diag_error 193
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;

@@ -14,9 +14,6 @@
 #ifndef GATHER
 #define GATHER 0
 #endif
-#ifndef SPLIT
-#define SPLIT 4
-#endif
 
 #if defined(DIM_T)
 extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(

@@ -3,62 +3,26 @@
 #pragma once
 #include "weight_tiles.cuh"
 
-#ifndef DENSE
-#define DENSE 0
-#endif
-#ifndef FUSED
-#define FUSED 1
-#endif
 #ifndef NORM
 #define NORM 0
 #endif
 #ifndef GATE
 #define GATE 0
 #endif
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-#ifndef SWIGLU
-#define SWIGLU 0
-#endif
-#ifndef GATHER
-#define GATHER 0
-#endif
 #ifndef CONV
 #define CONV 0
-#endif
-#ifndef ROW_WARPS
-#define ROW_WARPS 1
-#endif
-#ifndef PASSES
-#define PASSES 1
 #endif
 #ifndef FACTORS_EARLY
 #define FACTORS_EARLY 0
 #endif
-#ifndef EPS
-#define EPS 1e-6f
+// Without a norm and without a gate, nothing depends on these.
+#if !NORM && GATE != 2
+#define EPS 0.0f
+#endif
+#if !GATE
+#define HEAD_DIM 64
 #endif
 #define HALVES (SWIGLU ? 2 : 1) // row tiles of a warp: the gate's and the up projection's
-#ifndef UNIT
-#if DENSE
-#define UNIT (2 / HALVES)
-#else
-#define UNIT (HALVES == 2 || BITS == 8 || GROUP == 16 ? 2 : 4)
-#endif
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
-#endif
-#ifndef BULK
-#define BULK 0
-#endif
-#ifndef LATE
-#define LATE 0
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
 #define WARPS (SPLIT * ROW_WARPS)
 #define THREADS (32 * WARPS)
 #define OUT (SWIGLU ? DIM_N / 2 : DIM_N)

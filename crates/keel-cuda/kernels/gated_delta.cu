@@ -29,9 +29,6 @@
 
 #include "gated_delta.cuh"
 
-#ifndef EARLY
-#define EARLY 0
-#endif
 // Blocks that a multiprocessor has room for. A block with an f16 state asks for half as many bytes, so more of them
 // are needed.
 #define BLOCKS_AT_ONCE (STATE_F16 ? 6 : 4)

@@ -3,9 +3,6 @@
 #pragma once
 #include "ptx.cuh"
 
-#ifndef LOG
-#define LOG 0
-#endif
 #define COLUMNS 32
 #define BLOCKS ((DV + COLUMNS - 1) / COLUMNS)
 #define SHARE (HV / HK)

@@ -3,10 +3,6 @@
 #pragma once
 #include "ptx.cuh"
 
-#ifndef STATE_F16
-#define STATE_F16 0
-#endif
-
 #if STATE_F16
 typedef f16 State;
 #else

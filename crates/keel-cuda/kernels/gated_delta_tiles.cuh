@@ -2,11 +2,9 @@
 // formula is in gated_delta_chunked.cu.
 #pragma once
 #include "gated_delta_state.cuh"
+#define RUNS 0 // all rows of a sequence at once
 #include "paged.cuh"
 
-#ifndef STAGES
-#define STAGES 3
-#endif
 #define ROWS 64
 #define COLUMNS 32
 #define BLOCKS ((DV + COLUMNS - 1) / COLUMNS)

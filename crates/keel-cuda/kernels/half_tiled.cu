@@ -15,9 +15,6 @@
 #include "half.cuh"
 #include "ptx.cuh"
 
-#ifndef X_PARTS
-#define X_PARTS 1
-#endif
 #define K_TILES ((DIM_K + 63) / 64)
 #define STAGE_BYTES (2 * TILE * 128)
 #define X_TILES (TILE / 32) // of 16 rows of x that a warp multiplies

@@ -2,9 +2,6 @@
 #pragma once
 #include "paged.cuh"
 
-#ifndef KV_BITS
-#define KV_BITS 0
-#endif
 #if KV_BITS
 #include "kv_coded.cuh"
 typedef u8 kv_t;

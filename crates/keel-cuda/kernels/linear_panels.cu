@@ -29,7 +29,7 @@
 #define PANELS_SHARED (1024 + STAGES * (X_SLOT + WARPS * W_SLOT))
 
 #ifdef BT
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // A warp says that it is done with a slot in the ring of x.
 __device__ __forceinline__ void arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");

@@ -37,7 +37,7 @@
 #define TILED_SHARED (1024 + STAGES * (X_SLOT + 8 * W_SLOT))
 
 #ifdef BT
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int N> struct Extent {
     static constexpr int VALUE = N;
 };

@@ -17,6 +17,10 @@
 //   EARLY=1    chosen_gate_up: x is settled (see Call::is_settled), so it is normed and rounded before the wait.
 //              chosen_down: logits are settled, so experts are found and their weights fetched while inner is computed.
 #define DIM_T 1
+// This source has its own entries, so it does not use the other variants of the parts.
+#define DENSE 0
+#define BULK 0
+#define ROW_WARPS 1
 #include "few_rows.cuh"
 #include "routing.cuh"
 

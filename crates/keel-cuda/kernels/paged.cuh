@@ -6,13 +6,6 @@
 #define PAGE 256
 // Rows of a sequence that are written and attended together if pages are reused (RUNS); see attention.cu.
 #define RUN 64
-#ifndef RUNS
-#define RUNS 0
-#endif
-// Evenly cut splits are multiples of this number of keys.
-#ifndef SPLIT_STEP
-#define SPLIT_STEP 64
-#endif
 
 /// The rows of a sequence that a launch works on: all, or those of one run.
 struct SequenceRows {
@@ -59,8 +52,10 @@ static __device__ __forceinline__ u32 split_start(u32 split) {
     return PAGE * (16 * ((1u << run) - 1) + (split % 16 << run));
 }
 
+#ifdef SPLIT_STEP
 /// Keys from..to of a split of a sequence whose rows are at positions first..high; empty if from >= to. by_position
-/// cuts at positions that are the same for every sequence; otherwise the existing keys are cut evenly.
+/// cuts at positions that are the same for every sequence; otherwise the existing keys are cut evenly, in multiples of
+/// SPLIT_STEP.
 static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 window, u32 split, u32 splits, u32 by_position,
                                                    u32& from, u32& to) {
     u32 low = window > 0 && first + 1 > window ? (first + 1 - window) / 64 * 64 : 0;
@@ -73,6 +68,7 @@ static __device__ __forceinline__ void split_range(u32 first, u32 high, u32 wind
         to = min(high, from + split_keys);
     }
 }
+#endif
 
 /// Narrows keys from..to to those that a row at one of the positions first..last sees; from stays a multiple of 64.
 static __device__ __forceinline__ void visible_range(u32 first, u32 last, u32 window, u32& from, u32& to) {

@@ -4,14 +4,6 @@
 #pragma once
 #include "paged.cuh"
 
-#ifndef UNTIL
-#define UNTIL 0
-#endif
-
-#ifndef Y_HALF
-#define Y_HALF 0
-#endif
-
 /// The last position that each row of a sequence sees, if it may be after the row's own (UNTIL=1, see attention.cu).
 struct Until {
     const u32* rows;

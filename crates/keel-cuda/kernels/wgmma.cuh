@@ -7,7 +7,7 @@
 #pragma once
 #include "ptx.cuh"
 
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /// Where a 16-byte chunk of a row of a panel lies.
 static __device__ __forceinline__ u32 panel_offset(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }

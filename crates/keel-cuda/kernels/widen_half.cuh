@@ -5,7 +5,7 @@
 #include "weight_tiles.cuh"
 #include "wgmma.cuh"
 
-#if __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define W_UNIT 2 // tiles of a fetch, of W or x
 #define W_SLOT COPY_BYTES(W_UNIT)
 

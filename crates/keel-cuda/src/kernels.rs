@@ -152,3 +152,31 @@ impl KernelKey {
         format!("{}:{} [{}]", self.file, self.entry, constants.join(" "))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A constant that a launch always gives has no default, so the compiler refuses a source without it. These may be
+    /// left out. But for the last two they are flags, and 0 is off.
+    const DEFAULTS: [(&str, &[&str]); 8] = [
+        ("activation.cu", &["QUICK"]),
+        ("attention.cu", &["EARLY"]),
+        ("exact_matmul.cu", &["GATHER"]),
+        ("few_rows.cuh", &["NORM", "GATE", "CONV", "FACTORS_EARLY"]),
+        ("half.cuh", &["HALF_BF16", "HALF_PANEL"]),
+        ("linear_tiled.cu", &["SWIGLU"]),
+        ("common.cuh", &["INFINITY"]),
+        ("weight_tiles.cuh", &["WEIGHT_T"]),
+    ];
+
+    #[test]
+    fn no_other_constants_have_defaults() {
+        let sources = SOURCES.iter().map(|source| (source.file, source.text));
+        for (file, text) in sources.chain(HEADERS.iter().copied()) {
+            let found: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("#ifndef ")).collect();
+            let known = DEFAULTS.iter().find(|(of, _)| *of == file).map_or(&[][..], |(_, names)| names);
+            assert_eq!(found, known, "{file}");
+        }
+    }
+}

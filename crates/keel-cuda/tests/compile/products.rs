@@ -4,6 +4,21 @@ use crate::keys::Keys;
 use keel_array::BlockFormat;
 use keel_cuda::kernels;
 
+/// Constants of every product of few rows that is quantised.
+const FEW_ROWS: [(&str, &str); 11] = [
+    ("SPLIT", "2"),
+    ("UNIT", "2"),
+    ("PASSES", "1"),
+    ("ROW_WARPS", "1"),
+    ("MIN_BLOCKS", "1"),
+    ("BULK", "0"),
+    ("STAGES", "1"),
+    ("FUSED", "1"),
+    ("SWIGLU", "0"),
+    ("LATE", "0"),
+    ("GATHER", "0"),
+];
+
 /// Products with dense and affine weights.
 pub fn keys(keys: &mut Keys) {
     for [half, parts] in [["0", "1"], ["1", "1"], ["1", "2"]] {
@@ -20,31 +35,29 @@ pub fn keys(keys: &mut Keys) {
         &[("BITS", "8"), ("GROUP", "128"), ("PAIR_T", "float"), ("DENSE", "0")],
     ] {
         let with = |rest: &[(&'static str, &'static str)]| {
-            [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "i32"), ("SPLIT", "2")], weight, rest].concat()
+            [&[("DIM_N", "96"), ("DIM_K", "384")], &FEW_ROWS[..], weight, rest].concat()
         };
         let affine = weight[0].0 == "BITS";
-        keys.add(
-            kernels::QUANTIZED_MATMUL,
-            &["linear_rows"],
-            &with(&[("DIM_T", "3"), ("FUSED", "1"), ("GATHER", "0")]),
-        );
+        // Fewer scale groups leave room for larger units; a dense unit is as large as its registers allow.
+        let unit = ("UNIT", if affine && weight[0].1 != "8" { "4" } else { "2" });
+        keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&[("DIM_T", "3"), unit]));
         keys.add(
             kernels::QUANTIZED_MATMUL,
             &["prepare_rows"],
-            &with(&[("DIM_T", "16"), ("FUSED", "0"), ("GATHER", "0")]),
+            &with(&[("DIM_T", "16"), ("FUSED", "0"), unit]),
         );
-        let single = [("DIM_T", "1"), ("FUSED", "1"), ("GATHER", "0"), ("UNIT", "2")];
-        let gate = [("HEAD_DIM", "128"), ("GATE_ROW", "800"), ("GATE_HEAD", "160")];
+        let eps = ("EPS", "1e-6f");
+        let [row, head] = [("GATE_ROW", "800"), ("GATE_HEAD", "160")];
         for entry in [
-            &[("NORM", "1"), ("SWIGLU", "1"), ("FACTORS_EARLY", "1")][..],
-            &[("GATE", "1"), ("SWIGLU", "0")],
-            &[("GATE", "2"), ("SWIGLU", "0"), ("FACTORS_EARLY", "1")],
-            &[("NORM", "1"), ("CONV", "4"), ("CONV_C", "48"), ("CONV_FROM", "16")],
+            &[("NORM", "1"), eps, ("SWIGLU", "1"), ("FACTORS_EARLY", "1")][..],
+            &[("GATE", "1"), ("HEAD_DIM", "128"), row, head],
+            &[("GATE", "2"), eps, ("HEAD_DIM", "128"), row, head, ("FACTORS_EARLY", "1")],
+            &[("NORM", "1"), eps, ("CONV", "4"), ("CONV_C", "48"), ("CONV_FROM", "16")],
         ] {
-            let single = [&single[..], entry, &gate].concat();
+            let single = [&[("DIM_T", "1")], entry].concat();
             keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
             if entry.iter().all(|(name, _)| *name != "CONV") {
-                let prepared = [&[("DIM_T", "5"), ("FUSED", "0"), ("GATHER", "0")], entry, &gate].concat();
+                let prepared = [&[("DIM_T", "5"), ("FUSED", "0")], entry].concat();
                 keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
             }
         }
@@ -52,8 +65,17 @@ pub fn keys(keys: &mut Keys) {
             mixtures(keys, weight);
         }
         let exact = &weight[..weight.len() - 1];
-        let exact =
-            [&[("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("GATHER", "2")], exact];
+        let exact = [
+            &[
+                ("DIM_N", "96"),
+                ("DIM_K", "384"),
+                ("INDEX", "u32"),
+                ("DIM_T", "1"),
+                ("GATHER", "2"),
+                ("SPLIT", "4"),
+            ],
+            exact,
+        ];
         keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
         keys.add(
             kernels::DEQUANTIZE,
@@ -69,7 +91,14 @@ pub fn keys(keys: &mut Keys) {
         let defines = [("DIM_K", "4160"), ("THREADS", "192"), ("FROM", from)];
         keys.add(kernels::FP8, &["quantize_fp8"], &defines);
     }
-    let of_f16 = [("DIM_N", "96"), ("DIM_K", "384"), ("INDEX", "u32"), ("DIM_T", "1"), ("WEIGHT_T", "f16")];
+    let of_f16 = [
+        ("DIM_N", "96"),
+        ("DIM_K", "384"),
+        ("INDEX", "u32"),
+        ("DIM_T", "1"),
+        ("SPLIT", "4"),
+        ("WEIGHT_T", "f16"),
+    ];
     keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &of_f16);
     let padded = [&of_f16[..], &[("ROW", "104")]].concat();
     keys.add(kernels::DEQUANTIZE, &["embedding_rows", "to_half", "leave_padding"], &padded);
@@ -111,7 +140,9 @@ fn mixtures(keys: &mut Keys, weight: &[(&'static str, &'static str)]) {
             ("SHARE_ROW", "71"),
         ];
         let with = |rest: &[(&'static str, &'static str)]| [&choice[..], &how, weight, rest].concat();
+        let eps = if normalise == "1" { &[("EPS", "1e-6f")][..] } else { &[] };
         let gate_up = [("SWIGLU", "1"), ("SPLIT", "8"), ("UNIT", "2"), ("NORM", normalise)];
+        let gate_up = [&gate_up[..], eps].concat();
         keys.add(kernels::MIXTURE, &["chosen_gate_up"], &with(&gate_up));
         let down = [("SWIGLU", "0"), ("SPLIT", "6"), ("UNIT", "2")];
         keys.add(kernels::MIXTURE, &["chosen_down"], &with(&down));
@@ -122,8 +153,8 @@ fn mixtures(keys: &mut Keys, weight: &[(&'static str, &'static str)]) {
 pub fn block_keys(keys: &mut Keys) {
     for format in BlockFormat::ALL {
         let name = format.to_string();
-        let weight = [("DIM_N", "96"), ("DIM_K", "768"), ("BLOCK", &*name), ("SPLIT", "2"), ("UNIT", "2")];
-        let with = |rest: &[(&'static str, &'static str)]| [&weight[..], rest].concat();
+        let weight = [("DIM_N", "96"), ("DIM_K", "768"), ("BLOCK", &*name), ("DENSE", "0")];
+        let with = |rest: &[(&'static str, &'static str)]| [&weight[..], &FEW_ROWS, rest].concat();
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
         keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
         keys.add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));

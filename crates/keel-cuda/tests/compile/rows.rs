@@ -36,7 +36,8 @@ pub fn keys(keys: &mut Keys) {
     }
     let turned = [("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}"), ("H", "6"), ("KV", "2")];
     for [kv_f16, queries, taken] in [["0", "1", "1"], ["1", "1", "0"], ["1", "0", "1"]] {
-        let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken), ("EARLY", kv_f16)];
+        let which =
+            [("KV_F16", kv_f16), ("KV_BITS", "0"), ("QUERIES", queries), ("KEYS", taken), ("EARLY", kv_f16)];
         keys.add(kernels::ATTENTION_PREPARE, &["attention_prepare"], &[&turned[..], &which].concat());
     }
     for bits in ["8", "4"] {
@@ -49,7 +50,8 @@ pub fn keys(keys: &mut Keys) {
     {
         let axes = format!("{{{}}}", "1,".repeat(d.parse::<usize>().expect("a number") / 2));
         let whole = [("D", d), ("R", d), ("NORM", "0"), ("AXES", &*axes), ("H", "6"), ("KV", "2")];
-        let which = [("KV_F16", kv_f16), ("QUERIES", queries), ("KEYS", taken)];
+        let which =
+            [("KV_F16", kv_f16), ("KV_BITS", "0"), ("QUERIES", queries), ("KEYS", taken), ("EARLY", "0")];
         keys.add(kernels::ATTENTION_PREPARE, &["attention_prepare_rows"], &[&whole[..], &which].concat());
     }
     keys.add(kernels::ROPE, &["rope"], &[("D", "64"), ("R", "8"), ("NORM", "1"), ("AXES", "{0,1,2,0}")]);

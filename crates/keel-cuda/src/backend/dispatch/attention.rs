@@ -15,7 +15,7 @@ use crate::kernels::{
 use crate::parameters::{Attend, AttentionMerge, AttentionPrepare, KvWrite};
 use decode_persistent::{Capacity, Chunk, Walk, is_worthwhile};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
-use kv_splits::{BLOCKS_WANTED, KvSplits, WIDE_TILE, splits};
+use kv_splits::{BLOCKS_WANTED, KvSplits, SPLIT_STEP, WIDE_TILE, splits};
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
@@ -114,10 +114,6 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
     let geometry = Geometry { grid: (task.rows, task.heads, 1), block: (128, 1, 1), shared_bytes };
     let early = [row_start, position].iter().all(|operand| call.is_untouched(operand));
     let key = task.key(ATTENTION, "attention_merge").define("EARLY", u8::from(early));
-    let key = match task.wide_keys() {
-        Some(keys) => key.define("SPLIT_STEP", keys),
-        None => key,
-    };
     call.launch(&key, geometry, &parameters)
 }
 
@@ -188,10 +184,8 @@ impl<'a> Task<'a> {
 
     fn key(&self, source: Source, entry: &'static str) -> KernelKey {
         let stride = |i: usize| self.call.inputs[i].row_stride(2);
-        let key = KernelKey::new(source, entry);
-        let is_half = self.call.outputs[0].dtype == DType::F16;
-        let key = if is_half { key.define("Y_HALF", 1) } else { key };
-        key.define("H", self.heads)
+        KernelKey::new(source, entry)
+            .define("H", self.heads)
             .define("KV", self.kv_heads)
             .define("D", self.size)
             .define("Q_STRIDE", stride(0))
@@ -202,6 +196,14 @@ impl<'a> Task<'a> {
             .define("WINDOW", self.spec.window.unwrap_or(0))
             .define("RUNS", u8::from(self.runs() > 1))
             .define("UNTIL", u8::from(self.until().is_some()))
+            .define("Y_HALF", u8::from(self.call.outputs[0].dtype == DType::F16))
+            .define("SPLIT_STEP", self.wide_keys().unwrap_or(SPLIT_STEP))
+    }
+
+    /// The key of an entry of `attention_tensor.cu`. Only the decode kernel depends on warps, stages and `early`.
+    fn tensor_key(&self, entry: &'static str, (warps, stages): (usize, usize), early: bool) -> KernelKey {
+        let key = self.key(ATTENTION_TENSOR, entry).define("WARPS", warps);
+        key.define("KV_STAGES", stages).define("EARLY", u8::from(early))
     }
 
     /// The last position that each row sees, if it may be after the row's own.
@@ -392,7 +394,7 @@ impl<'a> Task<'a> {
                     + 2 * keys * self.size * self.coded_bits() / 8,
             };
             let key = self.key(ATTENTION_WGMMA, "attention_prefill_wide");
-            return (key.define("BN", keys).define("SPLIT_STEP", keys), geometry);
+            return (key.define("BN", keys), geometry);
         }
         if tensor && self.spec.regime == Regime::Prefill && 2 * 192 * line <= shared_max {
             let geometry = Geometry {
@@ -400,7 +402,7 @@ impl<'a> Task<'a> {
                 block: (128, 1, 1),
                 shared_bytes: 2 * 192 * line,
             };
-            return (self.key(ATTENTION_TENSOR, "attention_prefill"), geometry);
+            return (self.tensor_key("attention_prefill", (8, 1), false), geometry);
         }
         let decodes = tensor && self.until().is_none();
         if let Some(walk) = self.walk(splits).filter(|_| decodes) {
@@ -430,9 +432,8 @@ impl<'a> Task<'a> {
                 block: (32 * warps, 1, 1),
                 shared_bytes: decode_bytes(warps, stages),
             };
-            let key = self.key(ATTENTION_TENSOR, "attention_decode");
-            let key = key.define("WARPS", warps).define("KV_STAGES", stages);
-            return (if single && self.keeps_keys() { key.define("EARLY", 1) } else { key }, geometry);
+            let early = single && self.keeps_keys();
+            return (self.tensor_key("attention_decode", (warps, stages), early), geometry);
         }
         let geometry = Geometry {
             grid: (tiles(TILE), self.kv_heads, splits),

@@ -38,7 +38,8 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayErr
 
 /// The whole source.
 fn text(source: &CudaSource, call: &Call<'_>) -> String {
-    let mut text = String::from("#include \"common.cuh\"\n");
+    // The user's conditions may name constants that are not given.
+    let mut text = String::from("#include \"common.cuh\"\n#pragma nv_diag_default 193\n");
     // Writing to a String cannot fail.
     for (name, value) in &source.constants {
         let _ = writeln!(text, "#define {name} {value}");

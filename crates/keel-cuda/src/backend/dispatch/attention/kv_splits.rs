@@ -7,6 +7,9 @@ use keel_array::{AttentionSpec, Regime, Shape};
 const SPLIT_KEYS: usize = 64;
 const PREFILL_SPLIT_KEYS: usize = 256;
 
+/// Evenly cut splits are multiples of this number of keys, and of a tile's keys in the fastest prefill kernel.
+pub(super) const SPLIT_STEP: usize = 64;
+
 /// Pairs of row and head of a block of the fastest prefill kernel.
 pub(super) const WIDE_TILE: usize = 128;
 
