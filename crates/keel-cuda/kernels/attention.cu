@@ -18,7 +18,7 @@
 // prompts on tensor cores and attention_merge after them).
 // Launch:
 //   kv_write         grid T, block 128
-//   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory 4 (48 D + 688) bytes
+//   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory sizeof(Tiles)
 //   attention_merge  grid (T, H), block 128, shared memory 4 splits bytes; not needed with one split
 // A block computes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 keys at a time.
 // by_position=1: splits are cut at fixed positions (split_start of paged.cuh); 256 P keys need `splits` of them. A

@@ -9,12 +9,11 @@
 //   EARLY=1    no kernel that may still run writes earlier steps' keys and values, row_start, position or table.
 //              They are fetched while earlier kernels finish. Each sequence is then one unit.
 // Launch:
-//   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory 2 * 192 (D + 8) bytes.
+//   attention_prefill  grid (KV, ceil(T G / 64) + B, splits), block 128, shared memory PREFILL_SHARED.
 //                      A block computes 64 pairs (row, head of the group) against 64 keys at a time, a warp 16 of the
 //                      pairs. Keys arrive while the last tile's values are multiplied, and vice versa. Long blocks
 //                      start first.
-//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory
-//                      max(32 (D + 8) + 2 WARPS KV_STAGES CHUNK_BYTES, 64 WARPS (D + 2)) bytes.
+//   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory DECODE_SHARED.
 //                      A block computes 16 pairs, each of its warps against 16 keys at a time.
 //                      units = B if no sequence has more than 16 pairs, else ceil(T G / 16) + B.
 //
@@ -25,6 +24,11 @@
 
 #define BM 64
 #define BN 64
+#define PREFILL_SHARED ((BM + 2 * BN) * LINE * 2)
+// Queries and chunks; then each warp's sums, greatest scores and totals in their place.
+#define DECODE_TILES (2 * 16 * LINE + WARPS * KV_STAGES * 2 * CHUNK_BYTES)
+#define DECODE_SUMS (WARPS * 16 * (D + 2) * 4)
+#define DECODE_SHARED (DECODE_TILES > DECODE_SUMS ? DECODE_TILES : DECODE_SUMS)
 
 extern "C" __global__ void __launch_bounds__(128)
 attention_prefill(

@@ -7,8 +7,7 @@
 //
 // Macros: H, KV, D (64, 128, 256), Q_STRIDE, KV_F16, KV_BITS, WINDOW=0, UNTIL, BN (64 where D = 256, else 128),
 // SPLIT_STEP=BN.
-// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory 1024 + 2 (128 + 4 BN) D bytes and
-// 2 BN D KV_BITS / 8. Long blocks start first.
+// Launch: grid (KV, ceil(T G / 128) + B, splits), block 256, shared memory WIDE_SHARED. Long blocks start first.
 //
 // Floor: 4 D H T^2 / 2 operations at the tensor cores' rate.
 
@@ -24,15 +23,18 @@ static_assert(SPLIT_STEP == BN, "a split begins with a tile");
 #define Q_PANEL (BM * 128)
 #define KV_PANEL (BN * 128)
 #define KV_TILE (PANELS * KV_PANEL)
+// Each thread copies the same 16 bytes of every ROW_STEP-th row of a tile. ROW_STEP is a multiple of 8, so these rows
+// are swizzled alike.
+#define ROW_STEP (256 / (D / 8))
+#define PIECES (BN / ROW_STEP)
+// Room to begin at a multiple of 1,024 bytes; queries; two tiles of keys and two of values; codes of one of each.
+#define WIDE_SHARED (1024 + PANELS * Q_PANEL + 4 * KV_TILE + 2 * PIECES * 256 * KV_BITS)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // ---- keys and values: from pages to tiles ----
 
-// Each thread copies the same 16 bytes of every ROW_STEP-th row of a tile. ROW_STEP is a multiple of 8, so these rows
-// are swizzled alike. Splits begin at multiples of BN, so a tile never straddles a page. Absent rows become zeros,
-// because memory may hold NaN.
-#define ROW_STEP (256 / (D / 8))
-#define PIECES (BN / ROW_STEP)
+// Splits begin at multiples of BN, so a tile never straddles a page. Absent rows become zeros, because memory may hold
+// NaN.
 
 /// A thread's share of the tiles of head `kv`, whose keys end before `to`.
 struct Copies {

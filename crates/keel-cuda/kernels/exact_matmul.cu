@@ -8,7 +8,7 @@
 //                Grid ceil(DIM_N / 16) (x rows of y if GATHER), block 32 SPLIT, no dynamic shared memory.
 //                Floor: the weight's bytes / (3.0 TB/s).
 //   exact_tiled  any number of rows: 128 x 64 tiles of y, 8 x 4 of it per thread. Grid (ceil(DIM_N / 128),
-//                ceil(DIM_T / 64)), block 256, dynamic shared memory 53,248 bytes. Floor: 2 N K T / (60 TFLOP/s).
+//                ceil(DIM_T / 64)), block 256, dynamic shared memory TILED_SHARED. Floor: 2 N K T / (60 TFLOP/s).
 #include "weight_tiles.cuh"
 
 #ifndef GATHER
@@ -73,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(
 
 #define W_STRIDE 136
 #define X_STRIDE 72
+#define TILED_SHARED (64 * (W_STRIDE + X_STRIDE) * 4)
 extern "C" __global__ void __launch_bounds__(256) exact_tiled(
 #include "exact_tiled.params"
 ) {

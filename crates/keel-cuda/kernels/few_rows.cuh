@@ -43,7 +43,11 @@ static_assert(SLOTS <= 4, "a lane for each slot");
 #define X_BYTES (K_TILES * DIM_T * ROW_BYTES)
 #define X_SCALE_BYTES (K_TILES * DIM_T * X_PARTS * 8)
 #define PARTIAL_FLOATS (WARPS * HALVES * DIM_T * 17)
-#define RING_BYTES (BULK ? WARPS * STAGES * SLOT_BYTES + (WARPS * STAGES * 8 + 15) / 16 * 16 : 0)
+#if BULK
+#define RING_BYTES (WARPS * STAGES * SLOT_BYTES + (WARPS * STAGES * 8 + 15) / 16 * 16)
+#else
+#define RING_BYTES 0
+#endif
 #define SHARED_BYTES (RING_BYTES + (FUSED ? X_BYTES + X_SCALE_BYTES : 0) + PARTIAL_FLOATS * (PASSES > 1 ? 2 : 1) * 4 + (NORM && FUSED ? DIM_T * (K_TILES + 1) * 4 : 0))
 
 // ---- x: from f32 to the operands of the tensor cores ----

@@ -149,18 +149,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_fp8(
 #endif
 
 #ifdef BITS
+#define WARPS 8 // of a block
 // Tiles of a row tile that have scale groups of their own.
 #define PAIR_TILES ((K_TILES + SHARE - 1) / SHARE)
-#define IS_TILE(kt) (K_TILES == PIECES * 8 * WARP_TILES || (kt) < K_TILES)
+#define IS_TILE(kt) (K_TILES == PIECES * WARPS * WARP_TILES || (kt) < K_TILES)
 
 // The greatest magnitude that the scale groups of rows g and g + 8 of a row tile can express. Values are monotonous in
 // the level, so the least and the greatest level give it. The block's threads share the groups out.
 __device__ __forceinline__ void greatest_magnitudes(float (&largest)[2], const Weights &from, int rt, int g) {
     largest[0] = largest[1] = 0.0f;
 #pragma unroll 4
-    for (int first = 0; first < PAIR_TILES; first += 32) {
+    for (int first = 0; first < PAIR_TILES; first += 4 * WARPS) {
         const int i = first + threadIdx.x / 8;
-        if (PAIR_TILES % 32 != 0 && i >= PAIR_TILES) break;
+        if (PAIR_TILES % (4 * WARPS) != 0 && i >= PAIR_TILES) break;
         SlotPairs p[TILE_SLOTS];
         const TilesAt at = tiles_at(from, rt, SHARE * i);
 #pragma unroll
@@ -177,13 +178,13 @@ __device__ __forceinline__ void greatest_magnitudes(float (&largest)[2], const W
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) dequantize_to_fp8(
+extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize_to_fp8(
 #include "dequantize_to_fp8.params"
 ) {
     let_next_start();
-    __shared__ float of_warps[8][16];
+    __shared__ float of_warps[WARPS][16];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rt = blockIdx.x / PIECES;
-    const int first = (blockIdx.x % PIECES * 8 + warp) * WARP_TILES;
+    const int first = (blockIdx.x % PIECES * WARPS + warp) * WARP_TILES;
     const Weights from = WEIGHT;
     TileCodes codes[WARP_TILES];
     SlotPairs p[WARP_TILES][TILE_SLOTS];
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(256) dequantize_to_fp8(
         const int row = 8 * h + lane / 4, n = 16 * rt + row;
         float largest = of_warps[0][row];
 #pragma unroll
-        for (int i = 1; i < 8; i++) largest = fmaxf(largest, of_warps[i][row]);
+        for (int i = 1; i < WARPS; i++) largest = fmaxf(largest, of_warps[i][row]);
         if (blockIdx.x % PIECES == 0 && warp == 0 && lane % 4 == 0 && (DIM_N % 16 == 0 || n < DIM_N)) scales[n] = scale_of(largest);
         by[h] = codes_of_one(largest);
     }

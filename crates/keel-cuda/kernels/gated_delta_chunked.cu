@@ -19,10 +19,9 @@
 // Macros: HK, HV, DK, DV (DK and DV multiples of 16, DK at most 256), QKV_STRIDE, A_STRIDE, B_STRIDE,
 // STAGES (chunks in shared memory, 1 to 3: with 1, blocks that share a multiprocessor hide each other's waits).
 // Launch, with chunks = ceil(T / 64) + B:
-//   gated_delta_prepare  grid (HK, chunks), block 256, shared memory
-//                        max(256 (DK + 8), 44032) + 512 HV / HK
+//   gated_delta_prepare  grid (HK, chunks), block 256, shared memory PREPARE_SHARED
 //   gated_delta_chunks   grid (HV * ceil(DV / 32), B), block 128 (two warps multiply, two copy),
-//                        shared memory STAGES (256 (DK + 8) + 28160)
+//                        shared memory STAGES sizeof(Stage)
 // workspace: for each chunk normalised k and q [HK, 2, 64, DK + 8] f16, then T and P [HV, 2, 64, 72] f16,
 // then e^G and e^(G_63 - G) [HV, 2, 64] f32.
 //

@@ -5,9 +5,10 @@
 #include "weight_tiles.cuh"
 #include "wgmma.cuh"
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define W_UNIT 2 // tiles of a fetch, of W or x
 #define W_SLOT COPY_BYTES(W_UNIT)
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Factors that widen a level: affine weights with 16-bit scales in f16 arithmetic, two at a time; others in f32, then
 // rounded.

@@ -8,6 +8,8 @@
 //! A prepared program is captured once as a CUDA graph and then submitted with one call. What varies from step to step
 //! (ids, positions, page tables, counts) is read from device memory.
 
+#[cfg(test)]
+mod agreement;
 mod backend;
 mod driver;
 mod error;

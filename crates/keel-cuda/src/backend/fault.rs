@@ -77,9 +77,15 @@ impl Wrong {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::agreement::assert_values;
+    use crate::kernels::{BATCH, KernelKey};
 
-    const _: () = assert!(5 * size_of::<u32>() <= WRONG_BYTES && WRONG_BYTES.is_multiple_of(16));
-    const _: () = assert!(FAULT_BYTES == 2 * size_of::<u32>() + size_of::<u64>());
+    #[test]
+    fn the_device_has_the_same_reports() {
+        let key = KernelKey::new(BATCH, "check_batch");
+        let padded = ("(sizeof(Wrong) + 15) / 16 * 16", WRONG_BYTES);
+        assert_values(key, &[padded, ("sizeof(Fault)", FAULT_BYTES)]);
+    }
 
     /// A device with three slots, whose launches run in order.
     #[derive(Default)]

@@ -3,6 +3,7 @@
 
 mod decode_persistent;
 mod kv_splits;
+mod shared_memory;
 
 use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
@@ -13,9 +14,10 @@ use crate::kernels::{
     Source,
 };
 use crate::parameters::{Attend, AttentionMerge, AttentionPrepare, KvWrite};
-use decode_persistent::{Capacity, Chunk, Walk, is_worthwhile};
+use decode_persistent::{Capacity, Walk, is_worthwhile};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
 use kv_splits::{BLOCKS_WANTED, KvSplits, SPLIT_STEP, WIDE_TILE, splits};
+use shared_memory::KvHead;
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
 const TILE: usize = 16;
@@ -227,6 +229,10 @@ impl<'a> Task<'a> {
         if self.runs() > 1 { AttentionSpec::RUN } else { self.rows }
     }
 
+    fn kv_head(&self) -> KvHead {
+        KvHead { size: self.size, bits: self.coded_bits() }
+    }
+
     /// Bits of a value in coded pools, 0 in others.
     fn coded_bits(&self) -> usize {
         let keys = &self.call.inputs[3];
@@ -369,8 +375,7 @@ impl<'a> Task<'a> {
         }
         let capacity =
             Capacity { multiprocessors: device.multiprocessors, shared_bytes_max: device.shared_bytes_max };
-        let chunk = Chunk { size: self.size, bits: self.coded_bits() };
-        Walk::of(&chunk, units * self.kv_heads, &capacity)
+        Walk::of(&self.kv_head(), units * self.kv_heads, &capacity)
     }
 
     /// The kernel that attends.
@@ -380,7 +385,7 @@ impl<'a> Task<'a> {
             let most = self.sequences * (self.run_rows() * group).div_ceil(tile);
             most.min((self.rows * group).div_ceil(tile) + self.sequences)
         };
-        let line = self.size + 8;
+        let head = self.kv_head();
         let tensor = self.call.mode.precision == Precision::Fast
             && self.call.inputs[3].dtype != DType::F32
             && self.size.is_multiple_of(16);
@@ -389,18 +394,16 @@ impl<'a> Task<'a> {
             let geometry = Geometry {
                 grid: (self.kv_heads, tiles(WIDE_TILE), splits),
                 block: (256, 1, 1),
-                shared_bytes: 1024
-                    + 2 * (WIDE_TILE + 4 * keys) * self.size
-                    + 2 * keys * self.size * self.coded_bits() / 8,
+                shared_bytes: head.wide_bytes(keys),
             };
             let key = self.key(ATTENTION_WGMMA, "attention_prefill_wide");
             return (key.define("BN", keys), geometry);
         }
-        if tensor && self.spec.regime == Regime::Prefill && 2 * 192 * line <= shared_max {
+        if tensor && self.spec.regime == Regime::Prefill && head.prefill_bytes() <= shared_max {
             let geometry = Geometry {
                 grid: (self.kv_heads, tiles(4 * TILE), splits),
                 block: (128, 1, 1),
-                shared_bytes: 2 * 192 * line,
+                shared_bytes: head.prefill_bytes(),
             };
             return (self.tensor_key("attention_prefill", (8, 1), false), geometry);
         }
@@ -414,15 +417,11 @@ impl<'a> Task<'a> {
             let key = walk.constants(self.key(ATTENTION_DECODE_PERSISTENT, "attention_decode_persistent"));
             return (key.define("EARLY", u8::from(self.keeps_keys())), geometry);
         }
-        let chunk = Chunk { size: self.size, bits: self.coded_bits() };
-        let decode_bytes = |warps: usize, stages: usize| {
-            (2 * TILE * line + 2 * warps * stages * chunk.bytes()).max(64 * warps * (self.size + 2))
-        };
         // A block that is alone on its multiprocessor keeps more keys under way.
         let few = self.sequences * self.kv_heads * splits <= BLOCKS_WANTED;
         let several = few && self.pages * AttentionSpec::PAGE > splits * 8 * TILE;
         let cuts = [(8, 2), (8, 1), (4, 1)].into_iter().filter(|&(_, stages)| several || stages == 1);
-        let cut = cuts.into_iter().find(|&(warps, stages)| decode_bytes(warps, stages) <= shared_max);
+        let cut = cuts.into_iter().find(|&(warps, stages)| head.decode_bytes(warps, stages) <= shared_max);
         if let (true, Regime::Decode, Some((warps, stages))) = (decodes, self.spec.regime, cut) {
             // One tile holds the pairs of any sequence if it holds those of all.
             let single = self.rows * group <= TILE;
@@ -430,7 +429,7 @@ impl<'a> Task<'a> {
             let geometry = Geometry {
                 grid: (units, self.kv_heads, splits),
                 block: (32 * warps, 1, 1),
-                shared_bytes: decode_bytes(warps, stages),
+                shared_bytes: head.decode_bytes(warps, stages),
             };
             let early = single && self.keeps_keys();
             return (self.tensor_key("attention_decode", (warps, stages), early), geometry);
@@ -438,7 +437,7 @@ impl<'a> Task<'a> {
         let geometry = Geometry {
             grid: (tiles(TILE), self.kv_heads, splits),
             block: (128, 1, 1),
-            shared_bytes: size_of::<f32>() * (48 * self.size + 688),
+            shared_bytes: head.exact_bytes(),
         };
         (self.key(ATTENTION, "attention"), geometry)
     }

@@ -39,3 +39,17 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     call.launch(&key("weigh"), spread, &parameters)?;
     call.launch(&key("draw"), spread, &parameters)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::assert_values;
+    use keel_array::sampling::Draw;
+
+    #[test]
+    fn the_source_has_the_same_numbers() {
+        let numbers = [("THREADS", THREADS), ("CHUNK", CHUNK), ("DRAW_WORDS", Draw::WORDS)];
+        let sizes = [("sizeof(Ends)", ENDS_BYTES), ("sizeof(Board)", BOARD_BYTES)];
+        assert_values(KernelKey::new(SAMPLE, "draw"), &[&numbers[..], &sizes].concat());
+    }
+}

@@ -8,9 +8,16 @@ use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUN
 use crate::parameters::{CausalConv, CausalConvPrefill, GatedDelta, GatedDeltaChunks, GatedDeltaPrepare};
 use keel_array::{ArrayError, ConvSpec, DType, GatedDeltaSpec, Kernel, Op, PREFILL_GRID, Regime, RowLog};
 
-/// Rows of a chunk: `ROWS` of `gated_delta_tiles.cuh`.
+/// Threads of a block of a convolution, and rows that one of them works on.
+const CONV_BLOCK: usize = 128;
+pub(super) const CONV_TILE: usize = 32;
+
+/// Rows of a chunk of the gated delta rule: `ROWS` of `gated_delta_tiles.cuh`.
 const CHUNK: usize = 64;
 const _: () = assert!(CHUNK == PREFILL_GRID);
+
+/// Columns of a head's state that a block works on.
+const COLUMNS: usize = 32;
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     refuse_shared_state(call)?;
@@ -65,9 +72,6 @@ impl LogArguments {
 }
 
 fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
-    /// Threads of a block, and rows that one of them works on.
-    const BLOCK: usize = 128;
-    const TILE: usize = 32;
     let (x, weight, window, row_start, slot, log) = match &call.inputs[..] {
         [x, weight, window, row_start, slot] => (x, weight, window, row_start, slot, None),
         [x, weight, window, rows, row_start, slot, accepted] => {
@@ -88,10 +92,13 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     };
     let (sequences, y) = (slot.len(), call.outputs[0].address);
     let [x, w, window, row_start, slot] = [x, weight, window, row_start, slot].map(|operand| operand.address);
-    let geometry =
-        |y: usize| Geometry { grid: (channels.div_ceil(BLOCK), y, 1), block: (BLOCK, 1, 1), shared_bytes: 0 };
-    if log.is_none() && rows > TILE * sequences {
-        let tiles = rows.div_ceil(TILE) + sequences;
+    let geometry = |y: usize| Geometry {
+        grid: (channels.div_ceil(CONV_BLOCK), y, 1),
+        block: (CONV_BLOCK, 1, 1),
+        shared_bytes: 0,
+    };
+    if log.is_none() && rows > CONV_TILE * sequences {
+        let tiles = rows.div_ceil(CONV_TILE) + sequences;
         let parameters = CausalConvPrefill { x, w, window, row_start, slot, sequences, y };
         return call.launch(&key("causal_conv_prefill"), geometry(tiles), &parameters);
     }
@@ -147,7 +154,6 @@ pub(super) fn run_convolved(product: &Call<'_>, conv: &Call<'_>) -> Result<(), A
 }
 
 fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
-    const COLUMNS: usize = 32;
     let [qkv, a, b, a_log, dt_bias, state, rest @ ..] = &call.inputs[..] else {
         unreachable!("six operands come first")
     };
@@ -224,10 +230,28 @@ fn chunks(rows: usize, sequences: usize) -> usize {
     rows.div_ceil(CHUNK) + sequences
 }
 
-/// Scratch of a chunk: k and q of each key head, two matrices and the gates of each value head.
+/// Bytes of a chunk's k and q of a key head, of a value head's two matrices, and of its gates.
+fn key_tiles(key_dim: usize) -> usize {
+    2 * CHUNK * (key_dim + 8) * size_of::<u16>()
+}
+const PAIR_TILES: usize = 2 * CHUNK * (CHUNK + 8) * size_of::<u16>();
+const GATES: usize = 2 * CHUNK * size_of::<f32>();
+
+/// `WORKSPACE_BYTES` of the source: scratch of a chunk.
 fn chunk_bytes(spec: &GatedDeltaSpec) -> usize {
-    spec.key_heads * 2 * CHUNK * (spec.key_dim + 8) * 2
-        + spec.value_heads * (2 * CHUNK * 72 * 2 + 2 * CHUNK * 4)
+    spec.key_heads * key_tiles(spec.key_dim) + spec.value_heads * (PAIR_TILES + GATES)
+}
+
+/// `sizeof(Stage)` of the source: a chunk of a value head in shared memory.
+fn stage_bytes(key_dim: usize) -> usize {
+    key_tiles(key_dim) + PAIR_TILES + CHUNK * (COLUMNS + 4) * size_of::<f32>() + GATES
+}
+
+/// `PREPARE_SHARED` of the source: k and q of a key head, then two matrices in their place, and the gates of its value
+/// heads.
+pub(super) fn prepare_shared_bytes(spec: &GatedDeltaSpec) -> usize {
+    const MATRICES: usize = 2 * (CHUNK * (CHUNK + 4) + 32 * 36) * size_of::<f32>();
+    key_tiles(spec.key_dim).max(MATRICES) + GATES * spec.value_heads / spec.key_heads.max(1)
 }
 
 /// Whether rows can be read 16 bytes at a time.
@@ -240,14 +264,12 @@ fn delta_chunked(
     constants: impl Fn(KernelKey) -> KernelKey,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    /// Columns of a head's state that a block works on.
-    const COLUMNS: usize = 32;
     let [qkv, a, b, a_log, dt_bias, state, row_start, slot, ..] = &call.inputs[..] else {
         unreachable!("nine operands")
     };
     let (sequences, dk) = (slot.len(), spec.key_dim);
     let chunks = chunks(qkv.layout.shape[0], sequences);
-    let stage_bytes = 256 * (dk + 8) + 28_160;
+    let stage_bytes = stage_bytes(dk);
     // Chunks that a block keeps in shared memory. One sequence gives each multiprocessor one block at most.
     let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(if sequences == 1 { 3 } else { 1 });
     if stages == 0 {
@@ -266,7 +288,7 @@ fn delta_chunked(
         chunks,
         workspace,
     };
-    let shared_bytes = (256 * (dk + 8)).max(44_032) + 512 * spec.value_heads / spec.key_heads;
+    let shared_bytes = prepare_shared_bytes(spec);
     let geometry = Geometry { grid: (spec.key_heads, chunks, 1), block: (256, 1, 1), shared_bytes };
     call.launch(&key("gated_delta_prepare"), geometry, &parameters)?;
     let parameters = GatedDeltaChunks {
@@ -281,4 +303,48 @@ fn delta_chunked(
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), sequences, 1);
     let geometry = Geometry { grid, block: (128, 1, 1), shared_bytes: stages * stage_bytes };
     call.launch(&key("gated_delta_chunks"), geometry, &parameters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::{assert_values, key_of};
+
+    #[test]
+    fn the_sources_have_the_same_numbers() {
+        let conv = [("C", 96), ("K", 4), ("X_STRIDE", 100), ("OPEN", 3)];
+        assert_values(key_of(CAUSAL_CONV, "causal_conv", &conv), &[("TILE", CONV_TILE)]);
+        for (key_heads, value_heads, key_dim) in [(2, 6, 32), (16, 32, 128), (1, 2, 256)] {
+            let spec = GatedDeltaSpec {
+                key_heads,
+                value_heads,
+                key_dim,
+                value_dim: 48,
+                regime: Regime::Prefill,
+                log: RowLog::None,
+            };
+            let constants = [
+                ("HK", key_heads),
+                ("HV", value_heads),
+                ("DK", key_dim),
+                ("DV", spec.value_dim),
+                ("QKV_STRIDE", 400),
+                ("A_STRIDE", 400),
+                ("B_STRIDE", 400),
+                ("LOG", 0),
+                ("STATE_F16", 0),
+                ("EARLY", 0),
+                ("STAGES", 2),
+            ];
+            let values = [
+                ("ROWS", CHUNK),
+                ("COLUMNS", COLUMNS),
+                ("WORKSPACE_BYTES", chunk_bytes(&spec)),
+                ("sizeof(Stage)", stage_bytes(key_dim)),
+                ("PREPARE_SHARED", prepare_shared_bytes(&spec)),
+            ];
+            assert_values(key_of(GATED_DELTA_CHUNKED, "gated_delta_chunks", &constants), &values);
+            assert_values(key_of(GATED_DELTA, "gated_delta", &constants), &[("COLUMNS", COLUMNS)]);
+        }
+    }
 }

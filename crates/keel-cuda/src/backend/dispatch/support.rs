@@ -3,7 +3,7 @@
 //!
 //! A launched kernel relies on this. The match names every operation, so a new one cannot be forgotten.
 
-use super::sequence::chunked;
+use super::sequence::{CONV_TILE, chunked, prepare_shared_bytes};
 use super::{COUNTERS, custom};
 use crate::backend::Mode;
 use keel_array::{GatedDeltaSpec, Kernel, Op, Regime, Shape};
@@ -40,7 +40,7 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             let sequences = shape(if kernel.inputs.len() == 9 { 7 } else { 8 }).elements();
             gated_delta(spec, sequences, mode)
         }
-        Op::CausalConv(_) => at_most("rows in a step", shape(0)[0], GRID_MAX * 32),
+        Op::CausalConv(_) => at_most("rows in a step", shape(0)[0], GRID_MAX * CONV_TILE),
         Op::Matmul => {
             let (a, y) = (shape(0), &kernel.outputs[0].layout.shape);
             let (rows, cols) = (a[a.rank() - 2], y[y.rank() - 1]);
@@ -98,10 +98,8 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
 fn gated_delta(spec: &GatedDeltaSpec, sequences: usize, mode: Mode) -> Result<(), String> {
     at_most("sequences in a step", sequences, GRID_MAX)?;
     if spec.regime == Regime::Prefill && chunked(spec, mode.precision) {
-        let prepared = 256 * (spec.key_dim + 8);
-        let shared = prepared.max(44_032) + 512 * spec.value_heads / spec.key_heads.max(1);
         let advice = "use --compute f32";
-        return fits(shared, &format!("value heads that share a key head; {advice}"));
+        return fits(prepare_shared_bytes(spec), &format!("value heads that share a key head; {advice}"));
     }
     if !spec.value_dim.is_multiple_of(4) {
         return Ok(());

@@ -169,7 +169,27 @@ pub(super) fn mixture_key(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::agreement::assert_values;
     use keel_array::{Compute, DType, WeightFormat};
+
+    #[test]
+    fn the_source_has_the_same_units() {
+        for (bits, group_size, cols, choices) in [(4, 64, 512, 8), (8, 32, 1024, 4), (3, 128, 640, 2)] {
+            let format = WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
+            let spec = WeightSpec { experts: 64, rows: 2048, cols, format, compute: Compute::Auto };
+            let cut = Down::of(&spec, choices);
+            let key = mixture_key("chosen_down", &spec, choices, false)
+                .define("SWIGLU", 0)
+                .define("SPLIT", cut.warps)
+                .define("UNIT", cut.unit)
+                .define("ALWAYS", 0)
+                .define("ADDED", 0)
+                .define("EARLY", 0);
+            let bytes = "PRODUCTS * PREPARED_BYTES + sizeof(float[ALL_UNITS][17])";
+            let bytes = (bytes, cut.shared_bytes(&spec) - CHOICES_MAX * 8);
+            assert_values(key, &[("THREADS", 32 * cut.warps), ("ALL_UNITS", cut.units), bytes]);
+        }
+    }
 
     #[test]
     fn warps_share_the_units_of_all_products() {

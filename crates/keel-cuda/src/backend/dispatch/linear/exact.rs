@@ -6,6 +6,9 @@ use crate::kernels::EXACT_MATMUL;
 use crate::parameters::{ExactRows, ExactTiled};
 use keel_array::{ArrayError, WeightSpec};
 
+/// `TILED_SHARED` of the source: 64 columns of 128 rows of W and of 64 rows of x, with 8 more to each column.
+const TILED_SHARED: usize = 64 * (128 + 8 + 64 + 8) * size_of::<f32>();
+
 /// [`FEW_ROWS`] at a time: a row's bits do not depend on the other rows.
 pub(super) fn exact_rows(
     weight: &WeightSpec,
@@ -49,6 +52,21 @@ pub(super) fn exact_tiled(
         rows,
     };
     let grid = (weight.rows.div_ceil(128), rows.div_ceil(64), 1);
-    let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: 53_248 };
+    let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: TILED_SHARED };
     call.launch(&weight_key(EXACT_MATMUL, "exact_tiled", weight), geometry, &parameters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::assert_values;
+    use keel_array::{Compute, DType, WeightFormat};
+
+    #[test]
+    fn the_source_has_the_same_tiles() {
+        let format = WeightFormat::Dense(DType::BF16);
+        let weight = WeightSpec { experts: 1, rows: 96, cols: 384, format, compute: Compute::F32 };
+        let key = weight_key(EXACT_MATMUL, "exact_tiled", &weight);
+        assert_values(key, &[("TILED_SHARED", TILED_SHARED)]);
+    }
 }

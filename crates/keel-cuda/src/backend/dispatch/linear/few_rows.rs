@@ -24,6 +24,12 @@ fn prepared_bytes(weight: &WeightSpec, rows: usize) -> usize {
     col_tiles(weight) * rows * row_bytes
 }
 
+/// `PREPARE_THREADS` of the source.
+fn prepare_threads(weight: &WeightSpec) -> usize {
+    let tiles = col_tiles(weight);
+    if tiles >= 256 { 1024 } else { (4 * tiles).next_multiple_of(32) }
+}
+
 /// Scratch of a product of few rows.
 pub(super) fn few_rows_bytes(weight: &WeightSpec, rows: usize) -> usize {
     if is_fused(weight, rows, false) { 0 } else { prepared_bytes(weight, rows) }
@@ -241,11 +247,9 @@ impl<'a> FewRows<'a> {
         let norm = self.norm().map(|norm| norm.address);
         let gate = self.gate().map(|gate| at_row(gate.address, first_of_x, gate.head_strides().0));
         if !fused {
-            let tiles = 4 * col_tiles(self.weight);
-            let block = if col_tiles(self.weight) >= 256 { 1024 } else { tiles.next_multiple_of(32) };
             let key = KernelKey { entry: "prepare_rows", ..key.clone() };
             let parameters = PrepareRows { x, norm, gate, prepared: call.scratch };
-            call.launch(&key, Geometry::rows(rows, block), &parameters)?;
+            call.launch(&key, Geometry::rows(rows, prepare_threads(self.weight)), &parameters)?;
             x = call.scratch;
         }
         let width = self.weight.rows / if self.gated { 2 } else { 1 };
@@ -312,4 +316,48 @@ fn entry_of<'a>(producer: &BoundKernel<'a>) -> Entry<'a> {
 fn gate_constants(key: KernelKey, gate: Bound<'_>) -> KernelKey {
     let (row, head) = gate.head_strides();
     key.define("HEAD_DIM", gate.width()).define("GATE_ROW", row).define("GATE_HEAD", head)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::SelectBy;
+    use super::*;
+    use crate::agreement::assert_values;
+    use keel_array::{BlockFormat, Compute, DType, Layout, Shape};
+
+    /// The constants are those of a launch, so this also finds one that is missing.
+    #[test]
+    fn the_source_has_the_same_shared_memory() {
+        let affine = |bits, group_size| WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
+        for (format, rows, gated) in [
+            (affine(4, 64), 1, true),
+            (affine(3, 32), 5, false),
+            (affine(8, 128), 1, false),
+            (WeightFormat::Blocks(BlockFormat::Q6K), 2, true),
+            (WeightFormat::Dense(DType::BF16), 1, true),
+        ] {
+            let weight = WeightSpec { experts: 1, rows: 18_432, cols: 2560, format, compute: Compute::Auto };
+            let layout = Layout::contiguous(Shape::from([rows, weight.cols]));
+            let x = Bound { address: 0, layout: &layout, dtype: DType::F32, lasting: false };
+            let product = FewRows {
+                weight: &weight,
+                packed: x,
+                x,
+                entry: if gated { Entry::Norm(x, 1e-6) } else { Entry::Plain },
+                experts: None,
+                gated,
+                convolution: None,
+                late: false,
+            };
+            let tuning = Tuning::of(&weight, rows, gated, false, SelectBy::Rows);
+            let fused = is_fused(&weight, rows, false);
+            let values = [
+                ("SHARED_BYTES", product.shared_bytes(&tuning, rows, fused)),
+                ("X_BYTES + X_SCALE_BYTES", prepared_bytes(&weight, rows)),
+                ("THREADS", 32 * tuning.warps()),
+                ("PREPARE_THREADS", prepare_threads(&weight)),
+            ];
+            assert_values(product.key(&tuning, rows, fused), &values);
+        }
+    }
 }

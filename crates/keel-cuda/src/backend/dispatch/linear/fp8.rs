@@ -238,3 +238,18 @@ impl Source {
         (is_aligned && cols <= COLS_MAX).then_some(source)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::assert_values;
+    use keel_array::WeightFormat;
+
+    #[test]
+    fn the_source_has_as_many_warps() {
+        let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
+        let weight = WeightSpec { experts: 1, rows: 96, cols: 4096, format, compute: Compute::PrefillFp8 };
+        let (key, geometry) = rounds_weight(&weight, weight.rows);
+        assert_values(key, &[("WARPS", WARPS), ("32 * WARPS", geometry.block.0)]);
+    }
+}

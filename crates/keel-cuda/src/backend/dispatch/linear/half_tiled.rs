@@ -28,6 +28,11 @@ fn tile_of(weight: &WeightSpec, rows: usize) -> usize {
     if rows.div_ceil(128) * weight.rows.div_ceil(128) >= BLOCKS_WANTED { 128 } else { 64 }
 }
 
+/// `STAGE_BYTES` of the source: 64 columns of the rows of x and of W.
+fn stage_bytes(tile: usize) -> usize {
+    2 * tile * LINE_BYTES
+}
+
 /// `y = x W^T`, plus a residual if there is one.
 pub(super) fn half_tiled(
     weight: &WeightSpec,
@@ -39,7 +44,7 @@ pub(super) fn half_tiled(
     to_half(weight, rows, x, call)?;
     let w = weight_in_half(weight, x + (x_parts(weight) * x_bytes(weight, rows)) as u64, call)?;
     let tile = tile_of(weight, rows);
-    let stage_bytes = 2 * tile * LINE_BYTES;
+    let stage_bytes = stage_bytes(tile);
     let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);
     let form = HalfForm::Rows { is_bf16: factors(weight) == FactorType::Bf16 };
     let key = form.define(KernelKey::new(HALF_TILED, "half_tiled"));
@@ -49,4 +54,20 @@ pub(super) fn half_tiled(
     let parameters = HalfTiled { x, lo, w, residual: address(residual), y: call.outputs[0].address, rows };
     let grid = (rows.div_ceil(tile), weight.rows.div_ceil(tile), 1);
     call.launch(&key, Geometry { grid, block: (256, 1, 1), shared_bytes: stages * stage_bytes }, &parameters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::{assert_values, key_of};
+
+    #[test]
+    fn the_source_has_the_same_stages() {
+        for tile in [64, 128] {
+            let shape = [("DIM_N", 96), ("DIM_K", 384), ("ALPHA", 1), ("X_PARTS", 1)];
+            let cut = [("TILE", tile), ("STAGES", 3), ("HALF_BF16", 0)];
+            let key = key_of(HALF_TILED, "half_tiled", &[&shape[..], &cut].concat());
+            assert_values(key, &[("STAGE_BYTES", stage_bytes(tile))]);
+        }
+    }
 }

@@ -245,3 +245,32 @@ pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
     let made = if kernel.producer(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
     grouped_scratch(weight, elements(0) / weight.cols, rows).end.max(made)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::assert_values;
+    use crate::backend::weights::Coding;
+    use keel_array::BlockFormat;
+
+    #[test]
+    fn the_sources_have_the_same_tiles() {
+        let affine = |(bits, group_size, scale_dtype)| WeightFormat::Affine { bits, group_size, scale_dtype };
+        let affine = [(2, 128, DType::F16), (3, 32, DType::BF16), (6, 64, DType::F32)].map(affine);
+        for format in affine.into_iter().chain(BlockFormat::ALL.map(WeightFormat::Blocks)) {
+            let weight = WeightSpec { experts: 1, rows: 90, cols: 1280, format, compute: Compute::Auto };
+            let Some(coding) = Coding::of(format) else { unreachable!("no dense weights") };
+            let header = "#include \"weight_tiles.cuh\"\n".into();
+            let key = KernelKey { source: header, ..weight_key(DEQUANTIZE, "dequantize", &weight) };
+            let tiles = [("K_TILES", col_tiles(&weight)), ("N_TILES", row_tiles(&weight))];
+            let sizes = [
+                ("4 * TILE_WORDS", coding.code_bytes()),
+                ("PAIR_ROW", coding.pair_bytes(col_tiles(&weight))),
+                ("PARTS", coding.parts()),
+                ("SHARE", coding.share()),
+                ("COPY_BYTES(3)", coding.copy_bytes(3)),
+            ];
+            assert_values(key, &[&tiles[..], &sizes].concat());
+        }
+    }
+}

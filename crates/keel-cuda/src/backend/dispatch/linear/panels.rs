@@ -99,6 +99,11 @@ fn stages(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
     (RING_BYTES_MAX / stage_bytes(weight, panel, groups)).min(STAGES_MAX)
 }
 
+/// `PANELS_SHARED` of the source.
+fn shared_bytes(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
+    1024 + stages(weight, panel, groups) * stage_bytes(weight, panel, groups)
+}
+
 /// Bytes of rows of x as f16, in whole panels.
 pub(super) fn panels_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows.next_multiple_of(panel_of(rows)) * col_tiles(weight) * TILE_COLS * size_of::<u16>()
@@ -138,7 +143,7 @@ pub(super) fn in_panels(
     let geometry = Geometry {
         grid: (rows.div_ceil(panel), cut.row_blocks(weight), cut.parts),
         block: (128 * cut.groups, 1, 1),
-        shared_bytes: 1024 + stages(weight, panel, cut.groups) * stage_bytes(weight, panel, cut.groups),
+        shared_bytes: shared_bytes(weight, panel, cut.groups),
     };
     call.launch(&key, geometry, &parameters)?;
     if is_whole {
@@ -156,6 +161,7 @@ pub(super) fn in_panels(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::agreement::assert_values;
     use keel_array::{BlockFormat, Compute, DType, WeightFormat};
 
     fn weight(rows: usize, cols: usize, format: WeightFormat) -> WeightSpec {
@@ -183,6 +189,21 @@ mod tests {
     }
 
     #[test]
+    fn the_source_has_the_same_rings() {
+        for (format, rows, groups) in [
+            (affine(4, 64), 128, 3),
+            (affine(3, 128), 64, 2),
+            (WeightFormat::Blocks(BlockFormat::Q6K), 32, 3),
+            (WeightFormat::Blocks(BlockFormat::IQ4XS), 128, 2),
+        ] {
+            let weight = weight(4096, 4096, format);
+            let key = panels_key("linear_panels", &weight, rows, Cut { groups, parts: 1 });
+            let expected = shared_bytes(&weight, panel_of(rows), groups);
+            assert_values(key, &[("WARPS", ROW_TILES * groups), ("PANELS_SHARED", expected)]);
+        }
+    }
+
+    #[test]
     fn rings_fit_a_block_and_have_a_slot_to_spare() {
         let formats =
             [2, 3, 4, 5, 6, 8].into_iter().flat_map(|bits| [32, 64, 128].map(|group| affine(bits, group)));
@@ -193,7 +214,7 @@ mod tests {
             {
                 let stages = stages(&weight, panel, groups);
                 assert!(stages >= 3, "{format:?}: {stages} fetches of {panel} rows");
-                assert!(1024 + stages * stage_bytes(&weight, panel, groups) + 256 <= 227 << 10);
+                assert!(shared_bytes(&weight, panel, groups) + 256 <= 227 << 10);
             }
         }
     }

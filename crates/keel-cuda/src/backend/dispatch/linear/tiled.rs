@@ -24,7 +24,7 @@ fn stages(tile: usize) -> usize {
     }
 }
 
-/// Dynamic shared memory of `linear_tiled`: rings of fetches of two column tiles each, one ring of x for the block and
+/// `TILED_SHARED` of the source: rings of fetches of two column tiles each, one ring of x for the block and
 /// one of W for each warp.
 pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
     let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
@@ -56,4 +56,21 @@ pub(super) fn to_half_tiles(
     let parameters = ToHalfTiles { x, out, rows, chosen, choices, share, counts, fault, kernel };
     let blocks = choices.div_ceil(share) + (rows * col_tiles(weight) * 8).div_ceil(256);
     call.launch(&key, Geometry::rows(blocks, 256), &parameters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::assert_values;
+    use keel_array::{BlockFormat, Compute, DType, WeightFormat};
+
+    #[test]
+    fn the_source_has_the_same_rings() {
+        let affine = WeightFormat::Affine { bits: 4, group_size: 128, scale_dtype: DType::BF16 };
+        for (format, rows) in [(affine, 20), (affine, 200), (WeightFormat::Blocks(BlockFormat::Q2K), 64)] {
+            let weight = WeightSpec { experts: 8, rows: 1024, cols: 768, format, compute: Compute::Auto };
+            let key = tiled_key("linear_tiled", &weight, rows).define("FANOUT", 2).define("EXPERTS", 8);
+            assert_values(key, &[("TILED_SHARED", tiled_shared_bytes(&weight, panel_of(rows)))]);
+        }
+    }
 }
