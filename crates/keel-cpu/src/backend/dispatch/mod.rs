@@ -108,7 +108,20 @@ pub(super) fn supports(kernel: &Kernel, group: Option<&CpuGroup>) -> Result<(), 
         Op::Custom(custom) if !custom.has_cpu_body() => {
             Err("has a body for CUDA alone; give it one for the CPU with CustomKernel::new".into())
         }
-        _ => Ok(()),
+        Op::Fill(_) | Op::Arange { .. } | Op::Random { .. } => Ok(()),
+        Op::View(_) | Op::Copy | Op::Concatenate { .. } | Op::SliceUpdate { .. } => Ok(()),
+        Op::Cast | Op::Unary(_) | Op::Binary(_) | Op::Where | Op::Fused(_) => Ok(()),
+        Op::Reduce(_) | Op::ArgReduce { .. } | Op::Softmax | Op::CumSum { .. } => Ok(()),
+        Op::Sort { .. } | Op::TopK { .. } | Op::Sample => Ok(()),
+        Op::Take | Op::TakeAlong | Op::Embedding { .. } => Ok(()),
+        Op::RmsNorm { .. } | Op::AddRmsNorm { .. } | Op::GatedRmsNorm { .. } | Op::LayerNorm { .. } => Ok(()),
+        Op::Rope(_) | Op::NormRope { .. } | Op::RotatePairs | Op::SwiGlu | Op::SigmoidGate => Ok(()),
+        Op::Matmul | Op::Linear { .. } | Op::GatherLinear { .. } => Ok(()),
+        Op::RouteTopK { .. } | Op::CombineExperts { .. } => Ok(()),
+        Op::CausalConv(_) | Op::GatedDelta(_) | Op::Custom(_) => Ok(()),
+        // `check_exchange` has compared their peers with the group.
+        Op::Send { .. } | Op::Receive { .. } => Ok(()),
+        Op::AllReduce { .. } | Op::AllGather { .. } | Op::ReduceScatter { .. } => Ok(()),
     }
 }
 
