@@ -56,7 +56,7 @@ fn a_steady_step_waits_once_and_allocates_nothing() {
     // One run kernel by kernel, one captured, two replayed.
     run(&mut engine, 0..4);
     let counts = |engine: &Engine| {
-        let (captured, replayed) = backend.graph_counts();
+        let (captured, replayed) = (backend.capture_count(), backend.replay_count());
         let ledger = engine.runtime().ledger();
         ([captured, ledger.charges(), ledger.active().total()], [replayed, backend.wait_count()])
     };
@@ -75,9 +75,9 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
     answers.submit(&mut engine, &mut sequences, Some(&[7; SEQUENCES]), &draws(0)).expect("runs");
     let mut run = |engine: &mut Engine, steps: std::ops::Range<usize>| {
         for step in steps {
-            let before = (backend.graph_counts().1, backend.wait_count());
+            let before = (backend.replay_count(), backend.wait_count());
             answers.submit(engine, &mut sequences, None, &draws(step)).expect("runs");
-            let submitted = (backend.graph_counts().1, backend.wait_count());
+            let submitted = (backend.replay_count(), backend.wait_count());
             answers.take(engine, &mut sequences);
             if step >= 4 {
                 assert_eq!(
@@ -93,11 +93,11 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
     run(&mut engine, 1..4);
     let steady = |engine: &Engine| {
         let ledger = engine.runtime().ledger();
-        (backend.graph_counts().0, ledger.charges(), ledger.active().total())
+        (backend.capture_count(), ledger.charges(), ledger.active().total())
     };
-    let before = (steady(&engine), backend.graph_counts().1, backend.wait_count());
+    let before = (steady(&engine), backend.replay_count(), backend.wait_count());
     run(&mut engine, 4..4 + STEPS);
-    let after = (steady(&engine), backend.graph_counts().1, backend.wait_count());
+    let after = (steady(&engine), backend.replay_count(), backend.wait_count());
     let steps = STEPS as u64;
     assert_eq!(after, (before.0, before.1 + steps, before.2 + steps), "nothing but submissions and waits");
     answers.take(&mut engine, &mut sequences);

@@ -105,11 +105,14 @@ impl CudaBackend {
         CudaBackend { name, mode: options.mode(), poison_freed: false, gpu: None, group }
     }
 
-    /// Graphs captured, and submissions that re-used one.
-    pub fn graph_counts(&self) -> (u64, u64) {
-        self.gpu
-            .as_ref()
-            .map_or((0, 0), |gpu| (gpu.captured.load(Ordering::Relaxed), gpu.session().replayed()))
+    /// Graphs captured.
+    pub fn capture_count(&self) -> u64 {
+        self.gpu.as_ref().map_or(0, |gpu| gpu.captured.load(Ordering::Relaxed))
+    }
+
+    /// Submissions that re-used a captured graph.
+    pub fn replay_count(&self) -> u64 {
+        self.gpu.as_ref().map_or(0, |gpu| gpu.session().replayed())
     }
 
     /// File, entry point and constants of every kernel launched since the last call, except in graphs that were
@@ -376,7 +379,7 @@ impl Programs for CudaBackend {
 
     fn preparations(&self) -> Preparations {
         let Some(gpu) = &self.gpu else { return Preparations::default() };
-        let (compiled, loaded) = gpu.modules.counts();
+        let (compiled, loaded) = (gpu.modules.compiled_count(), gpu.modules.loaded_count());
         // Without the session's lock: a launch holds it until its stream is empty, and may wait for a peer whose launch
         // the caller is to make.
         Preparations { compiled, loaded, captured: gpu.captured.load(Ordering::Relaxed) }

@@ -47,9 +47,14 @@ impl Modules {
         self.loaded.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Kernels that were compiled because they were not on disk, and kernels that are loaded.
-    pub fn counts(&self) -> (u64, u64) {
-        (self.compiled.load(Ordering::Relaxed), self.loaded().len() as u64)
+    /// Kernels that were compiled because they were not on disk.
+    pub fn compiled_count(&self) -> u64 {
+        self.compiled.load(Ordering::Relaxed)
+    }
+
+    /// Kernels that are loaded.
+    pub fn loaded_count(&self) -> u64 {
+        self.loaded().len() as u64
     }
 
     /// Machine code of a kernel, from the disk or from the compiler.
