@@ -1,6 +1,6 @@
 //! The memory that a GPU's driver uses in addition to tensor memory, and a limit that leaves room for it.
 
-use keel_array::{DeviceUsage, Runtime};
+use keel_array::{DeviceReading, DeviceUsage, Runtime};
 
 use crate::human_bytes;
 
@@ -39,7 +39,8 @@ impl DriverMemory {
     pub fn measure(runtime: &Runtime) -> Option<DriverMemory> {
         let own = runtime.backend().own_memory();
         let (pinned, held) = (own.host_bytes, own.device_bytes);
-        runtime.device_usage().map(|(usage, bytes)| DriverMemory { usage, bytes, pinned, held })
+        let DeviceReading { usage, driver_bytes } = runtime.device_usage()?;
+        Some(DriverMemory { usage, bytes: driver_bytes, pinned, held })
     }
 
     /// The default limit on tensor bytes. It must be taken before tensors exist.

@@ -58,5 +58,5 @@ pub use runtime::{
     clear_entries, copy_all,
 };
 pub use shape::{Layout, Shape};
-pub use usage::DeviceUsage;
+pub use usage::{DeviceReading, DeviceUsage};
 pub use weight::{Compute, RowBlock, RowData, Weight, WeightFormat, WeightSpec};

@@ -39,6 +39,15 @@ impl DeviceUsage {
     }
 }
 
+/// A device's memory as [`Gauge::device_usage`](crate::Gauge::device_usage) reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceReading {
+    /// The device's memory.
+    pub usage: DeviceUsage,
+    /// The value of [`DeviceUsage::driver_bytes`].
+    pub driver_bytes: u64,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

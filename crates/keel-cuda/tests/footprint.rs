@@ -1,6 +1,6 @@
 //! The memory that a GPU's driver takes in addition to tensors. Needs a GPU: `KEEL_TEST_CUDA=1`.
 
-use keel_array::{Array, Backend, Category, DType, Memory, Runtime, RuntimeOptions};
+use keel_array::{Array, Backend, Category, DType, DeviceReading, Memory, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ fn tensors_are_no_part_of_the_drivers_footprint() {
     }
     let backend = Arc::new(CudaBackend::new(&CudaOptions::default()).expect("a GPU"));
     let runtime = Runtime::new(Arc::clone(&backend) as Arc<dyn Backend>, RuntimeOptions::default());
-    let driver_bytes = || runtime.device_usage().expect("the driver answers").1;
+    let driver_bytes = || runtime.device_usage().expect("the driver answers").driver_bytes;
     let x = Array::from_slice(&runtime, &[0.5f32; 3 * 77], [3, 77]).expect("memory");
     let sums = || x.exp().and_then(|y| y.sum(1)).and_then(|y| y.to_vec::<f32>()).expect("it runs");
     let expected = sums();
 
-    let (usage, before) = runtime.device_usage().expect("the driver answers");
+    let DeviceReading { usage, driver_bytes: before } = runtime.device_usage().expect("the driver answers");
     eprintln!("{usage:?}, of which the driver has {before}");
     assert!(before > 0 && before < usage.in_use(), "a context takes something, and so does the array");
     let sizes = [1, (3 << 20) + 5, (300 << 20) + 17, 1 << 30];

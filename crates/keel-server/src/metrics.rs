@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use keel_array::{Category, MemoryReport};
+use keel_array::{Category, DeviceReading, MemoryReport};
 use keel_engine::SpeculationCounters;
 use keel_engine::batch::ParkingStatus;
 use prometheus_client::encoding::text::encode;
@@ -176,8 +176,10 @@ impl Metrics {
             inner.request_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
         }
         inner.lost.inner().fetch_max(leaks, Ordering::Relaxed);
-        if let Some((usage, driver)) = engines.first().and_then(|engine| engine.device_usage()) {
-            for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver)] {
+        if let Some(DeviceReading { usage, driver_bytes }) =
+            engines.first().and_then(|engine| engine.device_usage())
+        {
+            for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver_bytes)] {
                 inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
             }
         }

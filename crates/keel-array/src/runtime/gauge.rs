@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use crate::backend::Backend;
 use crate::ledger::Ledger;
-use crate::usage::DeviceUsage;
+use crate::usage::DeviceReading;
 
 /// Reads the memory of a [`Runtime`](crate::Runtime) as long as there is one. It keeps neither the runtime nor its
 /// arrays, so the ledger reads 0 as soon as their last handles are gone. Clones read the same.
@@ -24,11 +24,12 @@ impl Gauge {
         &self.ledger
     }
 
-    /// Memory of the device as its driver counts it, and the driver's own part of it ([`DeviceUsage::driver_bytes`]).
-    /// `None` if tensors lie in the host's memory, for a plan, and after the end of the runtime.
-    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+    /// Memory of the device as its driver counts it, and the driver's own part of it. `None` if tensors lie in the
+    /// host's memory, for a plan, and after the end of the runtime.
+    pub fn device_usage(&self) -> Option<DeviceReading> {
         let backend = self.backend.upgrade()?;
         let usage = backend.device_usage()?;
-        Some((usage, usage.driver_bytes(&self.ledger.active(), backend.own_memory().host_bytes)))
+        let driver_bytes = usage.driver_bytes(&self.ledger.active(), backend.own_memory().host_bytes);
+        Some(DeviceReading { usage, driver_bytes })
     }
 }

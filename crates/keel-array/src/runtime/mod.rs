@@ -22,7 +22,7 @@ use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{
     Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache, ProgramCacheUse,
 };
-use crate::{DeviceUsage, Layout, Result};
+use crate::{DeviceReading, Layout, Result};
 
 use arena::Arena;
 pub use copies::{ElementCopy, clear_entries, copy_all};
@@ -135,7 +135,7 @@ impl Runtime {
     }
 
     /// As [`Gauge::device_usage`].
-    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+    pub fn device_usage(&self) -> Option<DeviceReading> {
         self.gauge().device_usage()
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use keel_array::{DeviceUsage, Gauge, Ledger, MemoryReport, Runtime};
+use keel_array::{DeviceReading, Gauge, Ledger, MemoryReport, Runtime};
 use keel_engine::batch::{BatchStatus, Batcher};
 
 /// The state that an engine's thread and the handles to it share. Holding it does not keep the thread alive.
@@ -97,7 +97,7 @@ impl EngineView {
     }
 
     /// Memory of the device with the output head according to its driver, and the driver's own part of it.
-    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+    pub fn device_usage(&self) -> Option<DeviceReading> {
         self.devices[self.lead].gauge.device_usage()
     }
 

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_cha
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use keel_array::{DeviceUsage, Ledger, MemoryReport};
+use keel_array::{DeviceReading, Ledger, MemoryReport};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceId};
 use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
@@ -119,7 +119,7 @@ impl EngineHandle {
     }
 
     /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
-    pub fn device_usage(&self) -> Option<(DeviceUsage, u64)> {
+    pub fn device_usage(&self) -> Option<DeviceReading> {
         self.shared.device_usage()
     }
 
