@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::speculation::{Choice, Chooser, RoundSequence, SamplerChooser, Speculation};
+use keel_engine::speculation::{Choice, Chooser, Draft, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{
     DRAFTS_MAX, Depth, Engine, EngineOptions, GenerateOptions, Result, Sampler, SamplerOptions,
     SpeculationCounters, SpeculationOptions, TokenIterator,
@@ -56,7 +56,7 @@ impl Chooser for AlwaysWrong {
         self.chooser.retract();
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
+    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<Choice> {
         self.given += 1;
         self.chooser.choose(logits, draft)
     }

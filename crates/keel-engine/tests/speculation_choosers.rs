@@ -7,7 +7,7 @@ use common::{decoded, demo, engine, greedy, runtime, state_of};
 use keel_array::Compute;
 use keel_cache::SequenceCache;
 use keel_engine::batch::Constraint;
-use keel_engine::speculation::{Choice, Chooser, RoundSequence, SamplerChooser, Speculation};
+use keel_engine::speculation::{Choice, Chooser, Draft, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{EngineError, GenerateOptions, Sampler, SamplerOptions, SpeculationOptions, TokenIterator};
 
 /// Allows odd and even tokens in turn, `end` tokens in all.
@@ -106,7 +106,7 @@ impl Chooser for Failing {
         self.chooser.retract();
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> keel_engine::Result<Choice> {
+    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> keel_engine::Result<Choice> {
         self.choices_left =
             self.choices_left.checked_sub(1).ok_or_else(|| EngineError::Constraint("it fails".into()))?;
         self.chooser.choose(logits, draft)

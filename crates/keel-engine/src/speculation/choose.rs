@@ -22,6 +22,15 @@ pub struct Choice {
     pub is_last: bool,
 }
 
+/// A draft that the token after a row is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Draft {
+    /// Its number in the round, from 0.
+    pub index: usize,
+    /// The drafted token.
+    pub token: u32,
+}
+
 /// How a sequence chooses its drafts and tokens.
 pub trait Chooser {
     /// Whether it can draft now.
@@ -73,12 +82,11 @@ pub trait Chooser {
     /// Ends drafting. The state is that before the first draft of the round, as after [`Chooser::abandon`].
     fn retract(&mut self);
 
-    /// Chooses the token after a row with these logits, which are overwritten. `draft` is the draft for its place, with
-    /// its number in the round.
+    /// Chooses the token after a row with these logits, which are overwritten. `draft` is the draft for its place.
     ///
     /// # Errors
     /// An error of the constraint.
-    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice>;
+    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<Choice>;
 
     /// Takes a token that was found without this chooser, such as one that the device drew.
     ///
@@ -161,15 +169,15 @@ impl SamplerChooser {
     }
 
     /// The token after a row, as [`Chooser::choose`] chooses it.
-    fn pick(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<u32> {
+    fn pick(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<u32> {
         self.process(logits)?;
-        let Some((at, draft)) = draft else { return Ok(self.sampler.pick(logits)) };
+        let Some(Draft { index, token: draft }) = draft else { return Ok(self.sampler.pick(logits)) };
         self.sampler.penalise(logits);
         self.sampler.distribution(logits, &mut self.target);
         let uniforms = [self.sampler.uniform(), self.sampler.uniform()];
         // A draft that was not drawn here counts as proposed with probability 1.
         let certain = [(draft, 1.0)];
-        let drawn = self.proposals.get(at).filter(|(proposed, _)| *proposed == draft);
+        let drawn = self.proposals.get(index).filter(|(proposed, _)| *proposed == draft);
         let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
         Ok(self.residual.judge(&self.target, q, draft, uniforms))
     }
@@ -290,7 +298,7 @@ impl Chooser for SamplerChooser {
         forget(&mut self.drafted, &mut self.sampler);
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> Result<Choice> {
+    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<Choice> {
         let raw = self.top_logprobs.map(|count| (logits.to_vec(), count));
         let token = self.pick(logits, draft)?;
         self.logprobs.extend(raw.map(|(raw, count)| TokenLogprobs::of(&raw, token, count)));

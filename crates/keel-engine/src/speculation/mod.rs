@@ -27,7 +27,7 @@ mod lag;
 mod passes;
 mod round;
 
-pub use choose::{Choice, Chooser, SamplerChooser};
+pub use choose::{Choice, Chooser, Draft, SamplerChooser};
 pub use counters::SpeculationCounters;
 pub(crate) use depth::Costs;
 pub use depth::Depth;

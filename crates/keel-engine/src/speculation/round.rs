@@ -16,7 +16,7 @@ use keel_array::Regime;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
-use super::choose::Chooser;
+use super::choose::{Chooser, Draft};
 use super::lag::RoundHidden;
 use super::passes::Passes;
 use super::{Costs, Speculation};
@@ -332,7 +332,7 @@ impl Engine {
                 _ if proposal.draws.is_some() => sequence.chooser.take(drawn[row + i]),
                 _ => {
                     self.stepper.read_row_logits(row + i, logits)?;
-                    sequence.chooser.choose(logits, draft.map(|draft| (i, draft)))
+                    sequence.chooser.choose(logits, draft.map(|token| Draft { index: i, token }))
                 }
             };
             let choice = match choice {

@@ -1,7 +1,7 @@
 //! A chooser whose drafts are right, wrong or either.
 
 use keel_array::sampling::Draw;
-use keel_engine::speculation::{Choice, Chooser, SamplerChooser};
+use keel_engine::speculation::{Choice, Chooser, Draft, SamplerChooser};
 use keel_engine::{Sampler, SamplerOptions};
 
 /// Which drafts are proposed.
@@ -84,7 +84,7 @@ impl Chooser for Adversary {
         self.chooser.retract();
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<(usize, u32)>) -> keel_engine::Result<Choice> {
+    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> keel_engine::Result<Choice> {
         self.given += 1;
         self.chooser.choose(logits, draft)
     }

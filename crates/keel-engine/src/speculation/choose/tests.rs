@@ -57,7 +57,8 @@ fn counts(broken: bool) -> Vec<usize> {
         let mut chooser = chooser(options(seed));
         let draft = chooser.draft(&mut HEAD.clone()).expect("nothing constrains it");
         chooser.retract();
-        let choice = chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("nothing constrains it");
+        let first = Draft { index: 0, token: draft };
+        let choice = chooser.choose(&mut TARGET.clone(), Some(first)).expect("nothing constrains it");
         let allowed = chooser.target.iter().any(|&(id, _)| id == draft);
         counts[if broken && allowed { draft } else { choice.token } as usize] += 1;
     }
@@ -91,7 +92,8 @@ fn plain_draws_pass_the_same_test() {
 #[test]
 fn a_greedy_draft_stays_if_it_is_the_models() {
     let mut chooser = chooser(SamplerOptions::default());
-    let mut choose = |draft| chooser.choose(&mut TARGET.clone(), Some((0, draft))).expect("free").token;
+    let first = |token| Some(Draft { index: 0, token });
+    let mut choose = |token| chooser.choose(&mut TARGET.clone(), first(token)).expect("free").token;
     assert_eq!((choose(1), choose(4), choose(7)), (1, 1, 1));
 }
 
@@ -103,7 +105,8 @@ fn drafts_leave_no_trace() {
     let second = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
     assert_eq!((first, second), (2, 3), "a draft is penalised for those before it");
     chooser.retract();
-    let choice = chooser.choose(&mut [0.0, 0.0, 3.0, 2.9, 0.0], Some((0, 2))).expect("free");
+    let choice =
+        chooser.choose(&mut [0.0, 0.0, 3.0, 2.9, 0.0], Some(Draft { index: 0, token: 2 })).expect("free");
     assert_eq!(choice, Choice { token: 2, is_last: false });
 }
 
@@ -115,7 +118,8 @@ fn an_abandoned_round_chooses_the_same_again() {
         let drafts = [(); 3].map(|()| chooser.draft(&mut HEAD.clone()).expect("allowed"));
         chooser.retract();
         let mut choose = |draft| chooser.choose(&mut TARGET.clone(), draft).expect("allowed").token;
-        let tokens = [choose(Some((0, drafts[0]))), choose(Some((1, drafts[1]))), choose(None)];
+        let [first, second] = [0, 1].map(|index| Some(Draft { index, token: drafts[index] }));
+        let tokens = [choose(first), choose(second), choose(None)];
         (drafts, tokens)
     };
     let seen = |chooser: &SamplerChooser| {
@@ -193,11 +197,12 @@ fn masks_apply_to_the_first_draft_and_to_every_token() {
             assert_eq!(drafts[1..], [3, 3], "what the head finds most probable");
         }
         chooser.retract();
-        for (i, &draft) in drafts.iter().enumerate() {
-            let choice = chooser.choose(&mut logits.clone(), Some((i, draft))).expect("allowed");
-            assert_eq!(choice, Choice { token: i as u32, is_last: false });
+        for (index, &token) in drafts.iter().enumerate() {
+            let choice = chooser.choose(&mut logits.clone(), Some(Draft { index, token })).expect("allowed");
+            assert_eq!(choice, Choice { token: index as u32, is_last: false });
         }
-        assert_eq!(chooser.choose(&mut logits.clone(), Some((0, 3))).expect("allowed").token, 0);
+        let forbidden = Draft { index: 0, token: 3 };
+        assert_eq!(chooser.choose(&mut logits.clone(), Some(forbidden)).expect("allowed").token, 0);
         let last = chooser.choose(&mut logits.clone(), None).expect("allowed");
         assert_eq!(last, Choice { token: 1, is_last: true });
     }
