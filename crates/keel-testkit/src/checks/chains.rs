@@ -285,8 +285,16 @@ fn norm_then_experts(runtime: &Runtime) {
     }
 }
 
-/// Sizes of a mixture: experts, experts per token, columns of x, width of an expert, width of the shared one (0: none).
-type MixtureSizes = (usize, usize, usize, usize, usize);
+/// Sizes of a mixture: `choices` experts per token, `k` columns of x, width `f` of an expert, width of the shared one.
+#[derive(Clone, Copy, Debug)]
+struct MixtureSizes {
+    experts: usize,
+    choices: usize,
+    k: usize,
+    f: usize,
+    /// 0 for none.
+    shared: usize,
+}
 
 /// Weights of a mixture in one coding: router, gate and up, down, and the shared expert's gate and up, and down.
 struct MixtureWeights {
@@ -299,7 +307,7 @@ struct MixtureWeights {
 impl MixtureWeights {
     fn new(
         runtime: &Runtime,
-        (experts, _, k, f, shared): MixtureSizes,
+        MixtureSizes { experts, k, f, shared, .. }: MixtureSizes,
         mut stack: impl FnMut(usize, usize, usize) -> Weight,
         random: &mut Random,
     ) -> MixtureWeights {
@@ -312,12 +320,15 @@ impl MixtureWeights {
 
 fn whole_mixture(runtime: &Runtime) {
     let mut random = Random::new(95);
-    let sizes: [MixtureSizes; 5] = [
-        (129, 3, 320, 96, 96),   // the last unit of columns is not full
-        (70, 8, 64, 1792, 1792), // more units of all products than warps hold
-        (40, 4, 256, 128, 256),  // shared expert of another width
-        (300, 5, 192, 64, 0),
-        (66, 2, 512, 256, 256),
+    let sizes = [
+        // The last unit of columns is not full.
+        MixtureSizes { experts: 129, choices: 3, k: 320, f: 96, shared: 96 },
+        // More units of all products than warps hold.
+        MixtureSizes { experts: 70, choices: 8, k: 64, f: 1792, shared: 1792 },
+        // The shared expert has another width.
+        MixtureSizes { experts: 40, choices: 4, k: 256, f: 128, shared: 256 },
+        MixtureSizes { experts: 300, choices: 5, k: 192, f: 64, shared: 0 },
+        MixtureSizes { experts: 66, choices: 2, k: 512, f: 256, shared: 256 },
     ];
     for (sizes, coding) in
         sizes.into_iter().zip([Some((4, 32)), Some((4, 64)), Some((8, 128)), Some((3, 64)), None])
@@ -335,7 +346,7 @@ fn whole_mixture(runtime: &Runtime) {
             }
         };
         let w = MixtureWeights::new(runtime, sizes, stack, &mut random);
-        let (experts, choices, k, ..) = sizes;
+        let MixtureSizes { experts, choices, k, .. } = sizes;
         let norm = draw(runtime, &mut random, &[k]);
         for rows in ROWS.into_iter().filter(|rows| is_mine(&("mixture", sizes, rows))) {
             let (x, other) = (draw(runtime, &mut random, &[rows, k]), draw(runtime, &mut random, &[rows, k]));

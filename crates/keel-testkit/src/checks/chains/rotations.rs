@@ -7,8 +7,15 @@ use crate::random::Random;
 use crate::tolerance;
 use keel_array::{Array, AttentionSpec, DType, KvFormat, KvPool, KvRows, Regime, RopeSpec, Runtime};
 
-/// Query heads, key-value heads, head size, rotary part, window.
-type AttentionSizes = (usize, usize, usize, usize, Option<usize>);
+/// Numbers of query and key-value heads, and elements of a head: all, and those that are rotated.
+#[derive(Clone, Copy, Debug)]
+struct AttentionSizes {
+    heads: usize,
+    kv_heads: usize,
+    size: usize,
+    rotary: usize,
+    window: Option<usize>,
+}
 
 /// Bytes of coded pages `[pages, KV, 256, W]` for heads of `size`: random codes, and steps from 1/128 to 1/64.
 fn coded_pages(random: &mut Random, heads: usize, size: usize, row: usize) -> Vec<u8> {
@@ -28,8 +35,12 @@ fn coded_pages(random: &mut Random, heads: usize, size: usize, row: usize) -> Ve
 pub(super) fn rotation_then_attention(runtime: &Runtime) {
     let mut random = Random::new(94);
     let rope = |rotary| RopeSpec { rotary, sections: None, interleaved: false };
-    let sizes: [AttentionSizes; 4] =
-        [(6, 2, 64, 32, None), (4, 1, 128, 128, Some(130)), (4, 4, 80, 16, Some(33)), (16, 2, 256, 64, None)];
+    let sizes = [
+        AttentionSizes { heads: 6, kv_heads: 2, size: 64, rotary: 32, window: None },
+        AttentionSizes { heads: 4, kv_heads: 1, size: 128, rotary: 128, window: Some(130) },
+        AttentionSizes { heads: 4, kv_heads: 4, size: 80, rotary: 16, window: Some(33) },
+        AttentionSizes { heads: 16, kv_heads: 2, size: 256, rotary: 64, window: None },
+    ];
     let batches: [&[(usize, usize)]; 6] = [
         &[(300, 1)],
         &[(5, 3), (0, 1), (511, 2)],
@@ -41,7 +52,7 @@ pub(super) fn rotation_then_attention(runtime: &Runtime) {
         &[(62, 9), (513, 8)],
     ];
     for (sizes, rows) in sizes.into_iter().flat_map(|sizes| batches.map(|rows| (sizes, rows))) {
-        let (heads, kv_heads, size, rotary, window) = sizes;
+        let AttentionSizes { heads, kv_heads, size, rotary, window } = sizes;
         let tokens: usize = rows.iter().map(|r| r.1).sum();
         let pages = rows.iter().map(|(first, n)| (first + 2 * n).div_ceil(256)).max().unwrap_or(0);
         let (q_norm, k_norm) = (draw(runtime, &mut random, &[size]), draw(runtime, &mut random, &[size]));
@@ -103,18 +114,18 @@ pub(super) fn rotation_then_attention(runtime: &Runtime) {
 /// earlier keys alone, or all of their sequence. A second step reads the pages that the first has written.
 pub(super) fn rotation_then_prompt(runtime: &Runtime) {
     let mut random = Random::new(100);
-    let sizes: [AttentionSizes; 6] = [
-        (6, 2, 64, 64, None),
-        (3, 3, 80, 80, None),
-        (5, 1, 128, 128, None),
-        (4, 2, 256, 256, None),
-        (6, 3, 64, 32, None),
-        (4, 2, 64, 64, Some(70)),
+    let sizes = [
+        AttentionSizes { heads: 6, kv_heads: 2, size: 64, rotary: 64, window: None },
+        AttentionSizes { heads: 3, kv_heads: 3, size: 80, rotary: 80, window: None },
+        AttentionSizes { heads: 5, kv_heads: 1, size: 128, rotary: 128, window: None },
+        AttentionSizes { heads: 4, kv_heads: 2, size: 256, rotary: 256, window: None },
+        AttentionSizes { heads: 6, kv_heads: 3, size: 64, rotary: 32, window: None },
+        AttentionSizes { heads: 4, kv_heads: 2, size: 64, rotary: 64, window: Some(70) },
     ];
     let batches: [&[(usize, usize)]; 3] =
         [&[(0, 17)], &[(250, 70), (0, 1), (31, 0), (60, 129)], &[(5, 3), (511, 2)]];
     for (sizes, rows) in sizes.into_iter().flat_map(|sizes| batches.map(|rows| (sizes, rows))) {
-        let (heads, kv_heads, size, rotary, window) = sizes;
+        let AttentionSizes { heads, kv_heads, size, rotary, window } = sizes;
         let tokens: usize = rows.iter().map(|r| r.1).sum();
         // The last rows belong to no sequence, and write no page.
         let padded = tokens + 3;
