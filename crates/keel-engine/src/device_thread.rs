@@ -12,6 +12,7 @@ use std::time::Duration;
 use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime, panic_message};
 use work_channel::{Disconnected, ResultReceiver, WorkSender, line};
 
+use crate::step::PreparedStep;
 use crate::{EngineError, Result};
 
 mod begun;
@@ -182,7 +183,7 @@ impl Job {
 /// Work for a thread.
 enum Work {
     Run(Job),
-    Begin(Executable, Array, Arc<AtomicBool>),
+    Begin(PreparedStep, Arc<AtomicBool>),
     Wait(BegunStep),
 }
 
@@ -196,9 +197,7 @@ impl Work {
     fn run_as(self, membership: Membership) -> End {
         match self {
             Work::Run(job) => End::Finished(job.run_as(membership)),
-            Work::Begin(step, drawn, has_failed) => {
-                End::Begun(BegunStep::begin_as(membership, step, &drawn, has_failed))
-            }
+            Work::Begin(step, has_failed) => End::Begun(BegunStep::begin_as(membership, step, has_failed)),
             Work::Wait(begun) => End::Finished(begun.wait_as(membership)),
         }
     }

@@ -4,10 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use keel_array::{Array, Executable, PendingRun};
+use keel_array::{Executable, PendingRun};
 
 use super::work_channel::{Disconnected, ResultReceiver};
 use super::{DeviceThread, End, Failure, FinishedJob, JobHandle, Membership, Work};
+use crate::step::PreparedStep;
 
 /// A step that a device has begun. Dropping it waits for its end.
 pub(crate) struct BegunStep {
@@ -23,22 +24,20 @@ pub(crate) struct BegunStep {
 }
 
 impl BegunStep {
-    /// Begins a step on this thread, as a member of its device's group. The bytes of `drawn` come to the host. A
-    /// backend that does not queue also ends it.
-    pub fn begin(step: Executable, drawn: &Array, has_failed: Arc<AtomicBool>) -> BegunStep {
-        let membership = Membership::of(&step);
-        BegunStep::begin_as(membership, step, drawn, has_failed)
+    /// Begins a step on this thread, as a member of its device's group. A backend that does not queue also ends it.
+    pub fn begin(prepared: PreparedStep, has_failed: Arc<AtomicBool>) -> BegunStep {
+        let membership = Membership::of(&prepared.step);
+        BegunStep::begin_as(membership, prepared, has_failed)
     }
 
     pub(super) fn begin_as(
         mut membership: Membership,
-        step: Executable,
-        drawn: &Array,
+        PreparedStep { step, drawn }: PreparedStep,
         has_failed: Arc<AtomicBool>,
     ) -> BegunStep {
         let run = match has_failed.load(Ordering::Acquire) {
             true => Err(Failure::Skipped),
-            false => catch_unwind(AssertUnwindSafe(|| step.submit(drawn)))
+            false => catch_unwind(AssertUnwindSafe(|| step.submit(&drawn)))
                 .map_err(|panic| Failure::of_panic(&*panic)),
         };
         let is_refused = run.as_ref().is_ok_and(PendingRun::has_failed);
@@ -108,14 +107,10 @@ impl StepOnThread {
 }
 
 impl DeviceThread {
-    /// Lets the thread begin a step after the work that it has. The bytes of `drawn` come to the host.
-    pub fn begin(
-        self: &Arc<DeviceThread>,
-        step: Executable,
-        drawn: Array,
-        has_failed: Arc<AtomicBool>,
-    ) -> Beginning {
-        let work = Work::Begin(step.clone(), drawn, Arc::clone(&has_failed));
+    /// Lets the thread begin a step after the work that it has.
+    pub fn begin(self: &Arc<DeviceThread>, prepared: PreparedStep, has_failed: Arc<AtomicBool>) -> Beginning {
+        let step = prepared.step.clone();
+        let work = Work::Begin(prepared, Arc::clone(&has_failed));
         let JobHandle { step, ended } = self.give(step, work);
         Beginning { thread: Arc::clone(self), step, has_failed, begun: ended }
     }

@@ -15,11 +15,11 @@
 
 use std::sync::Arc;
 
-use keel_array::{Array, Executable, Regime};
+use keel_array::Regime;
 
 use crate::device_thread::{Beginning, BegunStep, DeviceThread};
 use crate::engine::in_flight::InFlightRun;
-use crate::step::{Outcome, Rows, StepKind};
+use crate::step::{Outcome, PreparedStep, Rows, StepKind};
 use crate::{Engine, Result};
 
 impl Engine {
@@ -28,26 +28,25 @@ impl Engine {
         // What may be refused comes first: a device that has begun waits for all others.
         let mut ready = Vec::with_capacity(self.peers.len());
         for peer in &mut self.peers {
-            let (step, drawn) = peer.stepper.drawing_step(kind, rows)?;
-            ready.push((step, drawn));
+            ready.push(peer.stepper.drawing_step(kind, rows)?);
         }
-        let (lead, drawn) = self.stepper.drawing_step(kind, rows)?;
+        let lead = self.stepper.drawing_step(kind, rows)?;
         let threads = self.peers.iter().filter_map(|peer| peer.thread.as_ref());
         // No token depends on rows that the head catches up with. Devices that wait for each other fail together,
         // though.
         let is_apart = kind.outcome == Outcome::MtpState && self.peers.is_empty();
         let mark = || if is_apart { Arc::default() } else { self.in_flight.failure_mark() };
-        let begin = |(thread, (step, drawn)): (&Arc<DeviceThread>, _)| thread.begin(step, drawn, mark());
+        let begin = |(thread, step): (&Arc<DeviceThread>, _)| thread.begin(step, mark());
         let peers: Vec<Beginning> = threads.zip(ready).map(begin).collect();
-        let run = BegunStep::begin(lead, &drawn, mark());
+        let run = BegunStep::begin(lead, mark());
         let slots = rows.iter().map(|row| row.sequence.slot()).collect();
         let peers = peers.into_iter().map(Beginning::wait).collect();
         Ok(InFlightRun { run, peers, regime: kind.regime, slots })
     }
 
     /// Begins a program of the lead that keeps results of its last one.
-    pub(crate) fn submit_on_lead(&self, regime: Regime, (step, drawn): (Executable, Array)) -> InFlightRun {
-        let run = BegunStep::begin(step, &drawn, self.in_flight.failure_mark());
+    pub(crate) fn submit_on_lead(&self, regime: Regime, step: PreparedStep) -> InFlightRun {
+        let run = BegunStep::begin(step, self.in_flight.failure_mark());
         InFlightRun { run, peers: Vec::new(), regime, slots: Vec::new() }
     }
 }

@@ -36,6 +36,12 @@ const OTHERS_MAX: usize = 32;
 /// How many rows of logits are computed at a time when every row is wanted.
 pub(crate) const LOGITS_ROWS: usize = 64;
 
+/// A step that is ready to run, and where it writes the tokens that come to the host.
+pub(crate) struct PreparedStep {
+    pub step: Executable,
+    pub drawn: Array,
+}
+
 /// What the steps of all devices have in common.
 pub(crate) struct StepSizes<'a> {
     pub options: &'a EngineOptions,
@@ -253,21 +259,21 @@ impl Stepper {
         self.results.keeps_rows
     }
 
-    /// The step over these rows, ready to run, and where it writes the tokens that it draws.
-    pub fn drawing_step(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<(Executable, Array)> {
+    /// The step over these rows.
+    pub fn drawing_step(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<PreparedStep> {
         let drawn = self.drawn(kind, kind.outcome.tokens_drawn(rows))?;
-        Ok((self.step_for(kind, rows)?.clone(), drawn))
+        Ok(PreparedStep { step: self.step_for(kind, rows)?.clone(), drawn })
     }
 
     /// The program that keeps these rows of the logits of the step of this regime that was submitted last, ready to
     /// run. A token comes to the host with it, which says nothing.
-    pub fn keeping_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<(Executable, Array)> {
+    pub fn keeping_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<PreparedStep> {
         self.kept()?.fill(regime, rows)?;
         self.keeping(self.buckets.keeping(regime))
     }
 
-    fn keeping(&mut self, shape: StepShape) -> Result<(Executable, Array)> {
-        Ok((self.step(shape)?.clone(), self.drawn(shape.kind(), 1)?))
+    fn keeping(&mut self, shape: StepShape) -> Result<PreparedStep> {
+        Ok(PreparedStep { step: self.step(shape)?.clone(), drawn: self.drawn(shape.kind(), 1)? })
     }
 
     fn kept(&self) -> Result<&KeptLogits> {
@@ -283,7 +289,7 @@ impl Stepper {
 
     /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to
     /// run. A token comes to the host with it, which says nothing.
-    pub fn keeping_hidden(&mut self, step: u64) -> Result<(Executable, Array)> {
+    pub fn keeping_hidden(&mut self, step: u64) -> Result<PreparedStep> {
         self.keeping(Buckets::keeping_hidden(HiddenPlace::of(step)))
     }
 
