@@ -15,7 +15,9 @@ use keel_array::{
 use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
-use crate::message::{At, Coding, CopyAt, DeviceReply, Failure, PIECES_MAX, PartAt, Piece, Request};
+use crate::message::{
+    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, PartAt, Piece, Request,
+};
 use crate::{Cluster, RemoteError};
 
 /// The arena's number among the memories.
@@ -243,7 +245,10 @@ impl Memory for RemoteBackend {
             to: place(copy.to),
             bytes: copy.bytes,
         });
-        self.link.send(&Request::Copy { copies: copies.collect() }, &[]);
+        let copies: Vec<CopyAt> = copies.collect();
+        for copies in copies.chunks(MOVES_MAX) {
+            self.link.send(&Request::Copy { copies: copies.to_vec() }, &[]);
+        }
     }
 
     fn clear(&self, parts: &[MemoryPart<'_>]) {
@@ -251,7 +256,9 @@ impl Memory for RemoteBackend {
             at: at(*memory, bytes.start),
             bytes: bytes.len(),
         };
-        self.link.send(&Request::Clear { parts: parts.iter().map(part).collect() }, &[]);
+        for parts in parts.chunks(MOVES_MAX) {
+            self.link.send(&Request::Clear { parts: parts.iter().map(part).collect() }, &[]);
+        }
     }
 
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {

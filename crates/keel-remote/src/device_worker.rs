@@ -13,7 +13,9 @@ use keel_array::{
 
 use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
-use crate::message::{At, Coding, CopyAt, DeviceReply, Failure, PIECES_MAX, PartAt, Piece, Request};
+use crate::message::{
+    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, PartAt, Piece, Request,
+};
 use crate::node::Session;
 
 /// Most allocations of a device.
@@ -177,6 +179,10 @@ impl Worker {
                 self.backend().write(memory, offset, bytes);
             }
             Request::Read { at, bytes, settled } => return self.read(at, bytes, settled),
+            Request::Copy { copies } if copies.len() > MOVES_MAX => {
+                return Err(too_many("copies", MOVES_MAX));
+            }
+            Request::Clear { parts } if parts.len() > MOVES_MAX => return Err(too_many("parts", MOVES_MAX)),
             Request::Copy { copies } => {
                 let copy = |CopyAt { from, to, bytes }: CopyAt| {
                     Ok(MemoryCopy { from: self.place(from, bytes)?, to: self.place(to, bytes)?, bytes })

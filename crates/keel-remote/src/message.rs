@@ -111,6 +111,9 @@ pub(crate) enum Coding {
 /// Most pieces of programs that a device keeps.
 pub(crate) const PIECES_MAX: usize = 4096;
 
+/// Most copies, or parts to zero, of one request.
+pub(crate) const MOVES_MAX: usize = 1 << 16;
+
 /// What the leader asks of a device.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {

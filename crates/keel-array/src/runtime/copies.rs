@@ -26,6 +26,10 @@ impl ElementCopy<'_> {
     fn check(&self) -> Result<()> {
         let ElementCopy { source, from, target, to, count } = *self;
         let has = |a: &Array, at: usize| at.checked_add(count).is_some_and(|end| end <= a.shape().elements());
+        if !source.runtime().is_same(target.runtime()) {
+            let reason = "the arrays are of two runtimes; copy through the host".into();
+            return Err(ArrayError::Argument { op: Self::OP, reason });
+        }
         if source.dtype() == target.dtype() && has(source, from) && has(target, to) {
             return Ok(());
         }
@@ -42,7 +46,8 @@ impl ElementCopy<'_> {
 /// Makes copies, in any order or all at once: no element that a copy writes may belong to another one.
 ///
 /// # Errors
-/// If the types of a copy differ, its elements are not within its arrays, or an array is not contiguous in memory.
+/// If the runtimes or types of a copy differ, its elements are not within its arrays, or an array is not contiguous in
+/// memory.
 pub fn copy_all(copies: &[ElementCopy<'_>]) -> Result<()> {
     copies.iter().try_for_each(ElementCopy::check)?;
     for copies in copies.chunk_by(|a, b| a.source.runtime().is_same(b.source.runtime())) {

@@ -153,9 +153,9 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Whether the device has Hopper's matrix instructions, which no other generation has.
+    /// Whether kernels may use Hopper's matrix instructions, which no other generation has.
     fn has_wgmma(&self) -> bool {
-        self.device.capability == (9, 0)
+        self.device.capability == (9, 0) && !self.device.architecture.is_portable
     }
 
     fn session(&self) -> MutexGuard<'_, Session> {

@@ -132,7 +132,7 @@ impl Device {
         let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let maps = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)?;
         let own = StandIn { capability: (major, minor), shared_bytes_max: shared as usize };
-        let stand_in = StandIn::named()?;
+        let stand_in = StandIn::named()?.filter(|other| other.capability != own.capability);
         let StandIn { capability, shared_bytes_max } = stand_in.unwrap_or(own);
         let (stream, side) = (new_stream()?, new_stream()?);
         Ok(Device {

@@ -21,13 +21,7 @@ const FEW_ROWS: [(&str, &str); 11] = [
 
 /// Products with dense and affine weights.
 pub fn keys(keys: &mut Keys) {
-    for [half, parts] in [["0", "1"], ["1", "1"], ["1", "2"]] {
-        let form =
-            [("HALF_BF16", half), ("X_PARTS", parts), ("ALPHA", "8"), ("DIM_N", "96"), ("DIM_K", "384")];
-        for tile in [("TILE", "64"), ("TILE", "128")] {
-            keys.add(kernels::HALF_TILED, &["half_tiled"], &[&form[..], &[tile, ("STAGES", "3")]].concat());
-        }
-    }
+    half_tiled(keys);
     for weight in [
         [("WEIGHT_T", "bf16"), ("DENSE", "1")].as_slice(),
         &[("BITS", "4"), ("GROUP", "64"), ("PAIR_T", "bf16"), ("DENSE", "0")],
@@ -102,6 +96,17 @@ pub fn keys(keys: &mut Keys) {
     keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &of_f16);
     let padded = [&of_f16[..], &[("ROW", "104")]].concat();
     keys.add(kernels::DEQUANTIZE, &["embedding_rows", "to_half", "leave_padding"], &padded);
+}
+
+/// Products of factors of 16 bits.
+fn half_tiled(keys: &mut Keys) {
+    for [half, parts] in [["0", "1"], ["1", "1"], ["1", "2"]] {
+        let form =
+            [("HALF_BF16", half), ("X_PARTS", parts), ("ALPHA", "8"), ("DIM_N", "96"), ("DIM_K", "384")];
+        for tile in [("TILE", "64"), ("TILE", "128")] {
+            keys.add(kernels::HALF_TILED, &["half_tiled"], &[&form[..], &[tile, ("STAGES", "3")]].concat());
+        }
+    }
 }
 
 /// Affine weights that are decoded before a product, or in the tiles of one.

@@ -12,8 +12,8 @@ pub(super) const CHECKS: &[Check] = &[
 const WIDTHS: [usize; 6] = [1, 3, 16, 100, 4_099, 40_004];
 const ENTRIES: usize = 4;
 
-/// More arrays than one kernel moves.
-const ROUNDS: usize = 9;
+/// More entries of whole words than one kernel moves: three for each round.
+const ROUNDS: usize = 18;
 
 fn bytes_of(array: &Array) -> Vec<u8> {
     let mut bytes = vec![0; array.bytes()];

@@ -44,8 +44,8 @@ pub struct DeviceArgs {
     resident: bool,
     /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
     /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4
-    /// of --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU plain
-    /// --deterministic does it.
+    /// of --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU
+    /// plain --deterministic does it.
     #[arg(
         long, value_name = "WHAT", value_parser = determinism_parser(),
         num_args = 0..=1, require_equals = true, default_missing_value = "steps",

@@ -11,7 +11,7 @@
 
 use super::page::{score_tile, softmax_page, weigh_values};
 use super::segments::{pages_of, segment_of};
-use super::{Attention, HEAD_SIZE_MAX, KvRead, MASKED, PAGE, TILE};
+use super::{Attention, HEAD_DIM_MAX, KvRead, MASKED, PAGE, TILE};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp};
@@ -42,7 +42,7 @@ pub fn attention_decode<P: KvRead>(
 ) {
     attention.check();
     let size = attention.pages.head_dim();
-    assert!(size.is_multiple_of(LANES) && size <= HEAD_SIZE_MAX, "attention_decode: heads of {size} values");
+    assert!(size.is_multiple_of(LANES) && size <= HEAD_DIM_MAX, "attention_decode: heads of {size} values");
     let pages = attention.table.stride;
     let partials = decode_workspace_len(attention.batch.rows(), attention.heads(), size, pages);
     let (page_scratch, needed) =
@@ -211,7 +211,7 @@ impl<P: KvRead> PageSweep<'_, '_, P> {
         if from >= to {
             return;
         }
-        let mut queries = [[0.0; Q]; HEAD_SIZE_MAX];
+        let mut queries = [[0.0; Q]; HEAD_DIM_MAX];
         for i in 0..Q {
             let query = &attention.q.row(row(i))[head(i) * size..][..size];
             for (queries, &x) in queries.iter_mut().zip(query) {

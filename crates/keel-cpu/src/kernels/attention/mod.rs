@@ -27,7 +27,7 @@ use crate::simd::LANES;
 use keel_array::AttentionSpec;
 
 /// Largest head.
-pub const HEAD_SIZE_MAX: usize = AttentionSpec::HEAD_MAX;
+pub const HEAD_DIM_MAX: usize = AttentionSpec::HEAD_MAX;
 const _: () = assert!(AttentionSpec::HEAD_UNIT.is_multiple_of(LANES));
 
 /// Score of a key that a row must not see; finite, so that a row of such scores has no NaN.

@@ -34,8 +34,8 @@ pub(super) fn is_worthwhile(sequences: usize, kv_heads: usize, multiprocessors: 
 }
 
 impl Walk {
-    /// The walk through at most `items`: tiles of up to 16 pairs of row and head, of a sequence and a key head. `None` if
-    /// a block's list and chunks do not fit shared memory.
+    /// The walk through at most `items`: tiles of up to 16 pairs of row and head, of a sequence and a key head. `None`
+    /// if a block's list and chunks do not fit shared memory.
     pub fn of(head: &KvHead, items: usize, device: &Capacity) -> Option<Walk> {
         let cut = |(blocks, stages)| {
             let list = COST_RATIO * items.div_ceil(blocks * device.multiprocessors) + 1;
