@@ -311,22 +311,11 @@ impl ModelCache {
             for layer in &self.layers[layers.clone()] {
                 for (live, (saved, at)) in layer.slot_arrays().into_iter().zip(&mut kept) {
                     let len = live.shape()[1..].iter().product();
-                    let (in_slot, in_saved) = (slot.index() * len, *at);
+                    let from = slot.index() * len;
+                    let saving = ElementCopy { source: live, from, target: saved, to: *at, count: len };
                     copies.push(match way {
-                        SlotCopy::Save => ElementCopy {
-                            source: live,
-                            from: in_slot,
-                            target: saved,
-                            to: in_saved,
-                            count: len,
-                        },
-                        SlotCopy::Restore => ElementCopy {
-                            source: saved,
-                            from: in_saved,
-                            target: live,
-                            to: in_slot,
-                            count: len,
-                        },
+                        SlotCopy::Save => saving,
+                        SlotCopy::Restore => saving.reversed(),
                     });
                     *at += len;
                 }

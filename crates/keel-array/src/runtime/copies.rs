@@ -20,8 +20,14 @@ pub struct ElementCopy<'a> {
     pub count: usize,
 }
 
-impl ElementCopy<'_> {
+impl<'a> ElementCopy<'a> {
     const OP: &'static str = "copy";
+
+    /// The copy in the other direction.
+    #[must_use]
+    pub fn reversed(self) -> ElementCopy<'a> {
+        ElementCopy { source: self.target, from: self.to, target: self.source, to: self.from, ..self }
+    }
 
     fn check(&self) -> Result<()> {
         let ElementCopy { source, from, target, to, count } = *self;
