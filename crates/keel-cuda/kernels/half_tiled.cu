@@ -5,7 +5,7 @@
 //
 // A block of 8 warps computes TILE x TILE elements, a warp half of the rows of x and a quarter of those of W. It takes
 // 64 columns at a time, which arrive in the background with STAGES - 1 fetches under way. In shared memory a row has
-// 128 bytes; its 16-byte chunk c lies at c ^ (row % 8), so that eight rows of a column lie in different banks.
+// 128 bytes, whose chunks lie at panel_offset.
 //
 // Macros: DIM_N = N; DIM_K = K, a multiple of 8; HALF_BF16, see half.cuh; ALPHA; TILE = 64 or 128; STAGES from 2 on;
 //   X_PARTS=2  x is the sum of two parts, both multiplied, the smaller one first
@@ -19,9 +19,6 @@
 #define STAGE_BYTES (2 * TILE * 128)
 #define X_TILES (TILE / 32) // of 16 rows of x that a warp multiplies
 #define W_TILES (TILE / 32) // of 8 rows of W
-
-// Where a 16-byte chunk of a row lies in its tile.
-static __device__ __forceinline__ u32 place(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
 static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if HALF_BF16
@@ -55,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256) half_tiled(
             const bool is_x = line < TILE;
             const u32 row = is_x ? t0 + line : n0 + line - TILE;
             const bool exists = column < DIM_K && row < (is_x ? rows : DIM_N);
-            copy_async_to(to + place(line, chunk), (is_x ? part : w) + (exists ? (u64)row * DIM_K + column : 0), exists);
+            copy_async_to(to + panel_offset(line, chunk), (is_x ? part : w) + (exists ? (u64)row * DIM_K + column : 0), exists);
         }
     };
 
@@ -78,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(256) half_tiled(
         for (u32 step = 0; step < 4; step++) {
             u32 a[X_TILES][4], b[W_TILES / 2][4];
 #pragma unroll
-            for (u32 j = 0; j < X_TILES; j++) load_matrices(a[j], x_tile + place(x_row + 16 * j, 2 * step + x_chunk));
+            for (u32 j = 0; j < X_TILES; j++) load_matrices(a[j], x_tile + panel_offset(x_row + 16 * j, 2 * step + x_chunk));
 #pragma unroll
-            for (u32 j = 0; j < W_TILES / 2; j++) load_matrices(b[j], w_tile + place(w_row + 16 * j, 2 * step + w_chunk));
+            for (u32 j = 0; j < W_TILES / 2; j++) load_matrices(b[j], w_tile + panel_offset(w_row + 16 * j, 2 * step + w_chunk));
 #pragma unroll
             for (u32 m = 0; m < X_TILES; m++)
 #pragma unroll

@@ -1,14 +1,13 @@
 // y[t, n] = sum_k x[t, k] W[n, k] with an expert W for each row: rows of a mixture, grouped by expert. W is dequantised
-// on its way into Hopper's tensor cores (sm_90a). x and W are f16 (see half.cuh), sums f32. One weight: see
-// linear_panels.cu.
+// on its way into the tensor cores. x and W are f16 (see half.cuh), sums f32. One weight: see linear_panels.cu.
 //
-// A block has two warpgroups, each with 64 rows of W (a warp has one row tile) by BT rows of x.
-// - W is wgmma's A operand and is made in registers: a lane's slots of a tile are its fragments for four steps of 16
-//   columns. The columns of x must be permuted in the same way, which `to_half_tiles` does.
+// A block has eight warps, each with one row tile of W, by BT rows of x.
+// - W is the products' A operand and is made in registers: a lane's slots of a tile are its fragments for four steps of
+//   16 columns. The columns of x must be permuted in the same way, which `to_half_tiles` does.
 // - Tiles of W pass, two at a time, through a ring of each warp in shared memory.
-// - Tiles of x [BT][64] f16 are gathered into a ring of the block, swizzled as wgmma reads them.
+// - Tiles of x [BT][64] f16 are gathered into a ring of the block, swizzled as products read them.
 // - cp.async fills both rings: bulk copies of 1 KB for each warp would keep the copy engine busier than the memory.
-// - While one tile is multiplied, the next is widened.
+// - While one tile is multiplied, the next is widened: on Hopper by the same warp, elsewhere by others.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; EXPERTS; BT (32, 64, 128); STAGES (fetches in the rings);
 //   FANOUT (row r of y is from row r / FANOUT of x)
@@ -37,7 +36,6 @@
 #define TILED_SHARED (1024 + STAGES * (X_SLOT + 8 * W_SLOT))
 
 #ifdef BT
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int N> struct Extent {
     static constexpr int VALUE = N;
 };
@@ -105,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
             copy_wait<STAGES - 2>();
             __syncwarp(); // the warp's tiles of W have arrived
             widen_fragments(even, slot, 0, lane);
-            wgmma_wait<0>();
+            wait_products<0>();
             publish_to_products();
             __syncthreads(); // the tiles of x have arrived, and all warps are done with the tiles before
             fetch_weights(f + STAGES - 1);
@@ -114,11 +112,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
             const bool both = K_TILES % W_UNIT == 0 || f * W_UNIT + 1 < K_TILES;
             if (both) widen_fragments(odd, slot, 1, lane);
             if (both) start_product<N>(acc, odd, x_slot + X_TILE);
-            wgmma_wait<1>(); // `even` may be written again
+            wait_products<1>(); // `even` may be written again
             if (++stage == STAGES) stage = 0;
         }
-        wgmma_wait<0>();
-        settle(acc);
+        finish_products(acc);
 
         if (rt >= N_TILES) return;
 #pragma unroll
@@ -143,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
 #endif
     multiply_tile(Extent<BT>());
 }
-#endif
 #endif
 
 // silu(a) b

@@ -49,12 +49,19 @@ template <int PENDING> static __device__ __forceinline__ void copy_wait() {
 }
 
 /// Four 8x8 matrices of 16 bits; lane l gives the address of row l % 8 of matrix l / 8.
-static __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+static __device__ __forceinline__ void load_matrices_at(u32 (&r)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
+static __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+    load_matrices_at(r, shared_address(row));
+}
+
+/// Where a 16-byte chunk of a row of 128 bytes lies in a tile of such rows: eight rows of a column are in different
+/// banks.
+static __device__ __forceinline__ u32 panel_offset(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
 /// The same, each matrix transposed.
 static __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {

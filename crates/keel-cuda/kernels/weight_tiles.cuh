@@ -262,7 +262,32 @@ __device__ __forceinline__ void load_slots(float (&v)[16], const float *row, int
     }
 }
 
-// ---- tiles through shared memory: one lane starts the copies, a barrier signals their arrival (sm_90 and later) ----
+// ---- tiles in shared memory ----
+
+#ifdef BITS
+// A copy of up to COUNT tiles in shared memory: codes, subs, supers.
+#define COPY_BYTES(COUNT) ((COUNT) * TILE_WORDS * 4 + (COUNT + SHARE - 1) / SHARE * SUB_TILE + SUPER_TILE)
+__device__ __forceinline__ u32 tile_bytes(int tiles) { return tiles * TILE_WORDS * 4 + (tiles + SHARE - 1) / SHARE * SUB_TILE + SUPER_TILE; }
+template <int COUNT> __device__ __forceinline__ TilesAt copy_at(const u8 *copy) {
+    const u8 *subs = copy + COUNT * TILE_WORDS * 4;
+    return {(const u32 *)copy, subs, subs + (COUNT + SHARE - 1) / SHARE * SUB_TILE};
+}
+// Copies `tiles` (at most COUNT) column tiles from kt, a multiple of SHARE, of one row tile. All lanes of a warp copy;
+// the copies belong to the group that they commit next.
+template <int COUNT> __device__ __forceinline__ void copy_tiles_async(u8 *copy, const Weights &w, int rt, int kt, int tiles, int lane) {
+    const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
+    auto part = [&](const void *to, const void *from, int bytes, int most) {
+#pragma unroll
+        for (int at = 16 * lane; at < most; at += 512)
+            if (at < bytes) copy_async_to(shared_address(to) + at, (const u8 *)from + at);
+    };
+    part(to.codes, from.codes, tiles * TILE_WORDS * 4, COUNT * TILE_WORDS * 4);
+    part(to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, (COUNT + SHARE - 1) / SHARE * SUB_TILE);
+    if (SUPER_BYTES) part(to.supers, from.supers, SUPER_TILE, SUPER_TILE);
+}
+#endif
+
+// One lane starts copies, and a barrier signals their arrival (sm_90 and later).
 
 #if __CUDA_ARCH__ >= 900
 // Makes `count` barriers, each of whose phases ends with the last of `arrivals`.
@@ -284,31 +309,12 @@ __device__ __forceinline__ void fetch_bytes(void *to, const void *from, u32 byte
                  "r"(bytes), "r"(shared_address(full)) : "memory");
 }
 #ifdef BITS
-// A copy of up to COUNT tiles in shared memory: codes, subs, supers.
-#define COPY_BYTES(COUNT) ((COUNT) * TILE_WORDS * 4 + (COUNT + SHARE - 1) / SHARE * SUB_TILE + SUPER_TILE)
-__device__ __forceinline__ u32 tile_bytes(int tiles) { return tiles * TILE_WORDS * 4 + (tiles + SHARE - 1) / SHARE * SUB_TILE + SUPER_TILE; }
-template <int COUNT> __device__ __forceinline__ TilesAt copy_at(const u8 *copy) {
-    const u8 *subs = copy + COUNT * TILE_WORDS * 4;
-    return {(const u32 *)copy, subs, subs + (COUNT + SHARE - 1) / SHARE * SUB_TILE};
-}
-// `tiles` (at most COUNT) column tiles from kt, a multiple of SHARE, of one row tile.
+// The same tiles, by one lane.
 template <int COUNT> __device__ __forceinline__ void fetch_tiles(u8 *copy, u64 *full, const Weights &w, int rt, int kt, int tiles) {
     const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
     fetch_bytes((void *)to.codes, from.codes, tiles * TILE_WORDS * 4, full);
     fetch_bytes((void *)to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, full);
     if (SUPER_BYTES) fetch_bytes((void *)to.supers, from.supers, SUPER_TILE, full);
-}
-// The same by all lanes of a warp; the copies belong to the group that they commit next.
-template <int COUNT> __device__ __forceinline__ void copy_tiles_async(u8 *copy, const Weights &w, int rt, int kt, int tiles, int lane) {
-    const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
-    auto part = [&](const void *to, const void *from, int bytes, int most) {
-#pragma unroll
-        for (int at = 16 * lane; at < most; at += 512)
-            if (at < bytes) copy_async_to(shared_address(to) + at, (const u8 *)from + at);
-    };
-    part(to.codes, from.codes, tiles * TILE_WORDS * 4, COUNT * TILE_WORDS * 4);
-    part(to.subs, from.subs, (tiles + SHARE - 1) / SHARE * SUB_TILE, (COUNT + SHARE - 1) / SHARE * SUB_TILE);
-    if (SUPER_BYTES) part(to.supers, from.supers, SUPER_TILE, SUPER_TILE);
 }
 #endif
 #endif

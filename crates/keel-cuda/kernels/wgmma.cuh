@@ -1,16 +1,13 @@
 // Hopper's matrix instructions (sm_90a): a warpgroup multiplies 64 rows of A (f16) by a tile of B in shared memory, and
 // continues while the product runs.
 //
-// Tiles are stored in panels of 64 columns: rows of 128 bytes, with 16-byte chunk c at c ^ (row % 8). A panel begins at
-// a multiple of 1024 bytes. Sums are fragments as in mma.sync: warp w of the warpgroup has rows from 16 w on, d[j] has
+// Tiles are stored in panels of 64 columns: rows of 128 bytes, whose chunks lie at panel_offset. A panel begins at a
+// multiple of 1024 bytes. Sums are fragments as in mma.sync: warp w of the warpgroup has rows from 16 w on, d[j] has
 // columns from 8 j on.
 #pragma once
 #include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-/// Where a 16-byte chunk of a row of a panel lies.
-static __device__ __forceinline__ u32 panel_offset(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
 /// Descriptor of a tile that is summed over its columns: step s of 16 columns begins 2 s further in the same panel.
 static __device__ __forceinline__ u64 panel_of_rows(u32 address) {

@@ -1,5 +1,6 @@
-// Codes of weights in shared memory as fragments of Hopper's tensor cores (A operand, f16). Included by
-// linear_panels.cu and linear_tiled.cu.
+// Codes of weights in shared memory as fragments of tensor cores (A operand, f16), and their products with tiles of x.
+// Hopper's matrix instructions run in the background (wgmma.cuh). Other generations multiply by mma.sync, whose sums
+// are in place at once. Sums have the same order. Included by linear_panels.cu and linear_tiled.cu.
 #pragma once
 #include "half.cuh"
 #include "weight_tiles.cuh"
@@ -7,8 +8,6 @@
 
 #define W_UNIT 2 // tiles of a fetch, of W or x
 #define W_SLOT COPY_BYTES(W_UNIT)
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Factors that widen a level: affine weights with 16-bit scales in f16 arithmetic, two at a time; others in f32, then
 // rounded.
@@ -59,6 +58,8 @@ __device__ __forceinline__ void widen_fragments(u32 (&a)[4][4], const u8 *slot, 
             a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
         }
 }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Starts the product of such a tile with N rows of a tile of x.
 template <int N> __device__ __forceinline__ void start_product(float (&acc)[N / 8][4], const u32 (&a)[4][4], u32 x_tile) {
     const u64 b = panel_of_rows(x_tile);
@@ -67,4 +68,27 @@ template <int N> __device__ __forceinline__ void start_product(float (&acc)[N / 
     for (int s = 0; s < 4; s++) wgmma<N, 0, false>(acc, a[s], b + s * 2);
     wgmma_commit();
 }
+// Waits until at most `PENDING` products are under way.
+template <int PENDING> __device__ __forceinline__ void wait_products() { wgmma_wait<PENDING>(); }
+// The sums are in place after this.
+template <int TILES> __device__ __forceinline__ void finish_products(float (&acc)[TILES][4]) {
+    wgmma_wait<0>();
+    settle(acc);
+}
+#else
+template <int N> __device__ __forceinline__ void start_product(float (&acc)[N / 8][4], const u32 (&a)[4][4], u32 x_tile) {
+    const u32 lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+        for (int j = 0; j < N / 8; j += 2) {
+            u32 b[4];
+            load_matrices_at(b, x_tile + panel_offset(8 * j + row, 2 * s + chunk));
+            mma_f16(acc[j], a[s], b[0], b[1]);
+            mma_f16(acc[j + 1], a[s], b[2], b[3]);
+        }
+}
+template <int PENDING> __device__ __forceinline__ void wait_products() {}
+template <int TILES> __device__ __forceinline__ void finish_products(float (&)[TILES][4]) {}
+__device__ __forceinline__ void publish_to_products() {}
 #endif

@@ -120,9 +120,9 @@ fn decoded(keys: &mut Keys, weight: &[(&'static str, &'static str)], exact: &[(&
         &["group_rows", "to_half_tiles", "linear_tiled"],
         &[&exact[..2], weight, &grouped].concat(),
     );
-    for (parts, groups) in [("1", "3"), ("4", "2")] {
-        let cut = [("SPLITS", parts), ("GROUPS", groups), ("STAGES", "3")];
-        let panels = [("BT", "128"), ("HALF_PANEL", "128")];
+    for (parts, groups, panel, stages) in [("1", "3", "128", "3"), ("4", "2", "64", "2")] {
+        let cut = [("SPLITS", parts), ("GROUPS", groups), ("STAGES", stages)];
+        let panels = [("BT", panel), ("HALF_PANEL", panel)];
         let entries = ["linear_panels", "to_half_panels", "add_parts"];
         let defines = [&exact[..2], weight, &panels, &cut].concat();
         keys.add(kernels::LINEAR_PANELS, &entries, &defines);

@@ -1,6 +1,6 @@
 //! Products in 8-bit floats.
 
-use super::linear::{affine_weight, floats, typical_sum};
+use super::linear::{affine_weight, floats, takes, typical_sum};
 use super::sequence::{batch, draw, up};
 use super::share::is_mine;
 use super::{download, rounded};
@@ -14,8 +14,10 @@ use crate::random::Random;
 use crate::tolerance;
 use keel_array::{Array, AttentionSpec, Category, Compute, DType, KvFormat, KvPool, Regime, Runtime};
 
-/// The kinds of arithmetic that may round to 8 bits.
-const COMPUTES: [Compute; 2] = [Compute::PrefillFp8, Compute::Fp8];
+/// The kinds of arithmetic that may round to 8 bits, as far as a backend has them.
+fn computes(runtime: &Runtime) -> Vec<Compute> {
+    [Compute::PrefillFp8, Compute::Fp8].into_iter().filter(|&compute| takes(runtime, compute)).collect()
+}
 
 /// Rows of x, rows of W and columns. 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles;
 /// 260 columns are no whole 16. With 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to
@@ -40,11 +42,11 @@ fn few_rows_max(compute: Compute) -> usize {
 /// Products of many rows whose factors a backend may round to 8-bit floats. It rounds all or none: the result is near
 /// the product of rounded factors, or near that of the factors as they are.
 pub(super) fn in_fp8(runtime: &Runtime) {
-    let mut random = Random::new(60);
+    let (mut random, computes) = (Random::new(60), computes(runtime));
     let kinds = [(4, 64), (8, 32), (4, 128), (6, 64)].into_iter();
     let cases = kinds.flat_map(|kind| SHAPES.map(|shape| (kind, shape)));
     for (compute, ((bits, group), (t, n, k))) in
-        cases.flat_map(|case| COMPUTES.map(|compute| (compute, case)))
+        cases.flat_map(|case| computes.iter().map(move |&compute| (compute, case)))
     {
         // The oracle takes long for large shapes, so one coding has to do.
         let is_too_much = k > 512 && (bits, group) != (4, 64);
@@ -110,13 +112,13 @@ pub(super) fn in_fp8(runtime: &Runtime) {
 /// A product of gate and up, SwiGLU, and a product. If a backend rounds what enters the last product to 8 bits, it may
 /// keep f16 between gate and SwiGLU: what that loses is a small part.
 pub(super) fn feed_forward(runtime: &Runtime) {
-    let mut random = Random::new(61);
+    let (mut random, computes) = (Random::new(61), computes(runtime));
     // 300 rows are many, 140 for one arithmetic alone, 100 are not. Both products have whole tiles, so that a backend
     // may absorb SwiGLU.
     let shapes = [(300, 256, 320, 256), (140, 256, 320, 256), (100, 256, 320, 256)];
     let cases = [(4, 64), (8, 32)].map(|kind| shapes.map(|s| (kind, s))).concat().into_iter();
     for (compute, ((bits, group), (t, k, inner, n))) in
-        cases.flat_map(|case| COMPUTES.map(|compute| (compute, case)))
+        cases.flat_map(|case| computes.iter().map(move |&compute| (compute, case)))
     {
         if !is_mine(&("feed forward in eight bits", compute, bits, group, t, k, inner, n)) {
             continue;
@@ -145,9 +147,11 @@ pub(super) fn feed_forward(runtime: &Runtime) {
 pub(super) fn after_attention(runtime: &Runtime) {
     const HEADS: usize = 4;
     const KV: usize = 2;
-    let mut random = Random::new(62);
+    let (mut random, computes) = (Random::new(62), computes(runtime));
     let cases = [(64, KvFormat::F16, 256), (128, KvFormat::Bits8, 320), (80, KvFormat::F16, 256)].into_iter();
-    for (compute, (d, format, n)) in cases.flat_map(|case| COMPUTES.map(|compute| (compute, case))) {
+    for (compute, (d, format, n)) in
+        cases.flat_map(|case| computes.iter().map(move |&compute| (compute, case)))
+    {
         if !is_mine(&("eight bits after attention", compute, d, format, n)) {
             continue;
         }

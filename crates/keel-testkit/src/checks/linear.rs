@@ -11,7 +11,8 @@ use crate::random::Random;
 use crate::{cases, tolerance};
 use half::{bf16, f16};
 use keel_array::{
-    Array, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec,
+    Array, ArrayError, BlockFormat, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat,
+    WeightSpec,
 };
 
 pub(super) const CHECKS: &[Check] = &[
@@ -105,6 +106,28 @@ pub(super) fn dense_weight(
 
 /// A quantised stack, filled in two blocks of rows.
 pub(super) fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, compute: Compute) -> Weight {
+    try_affine_weight(runtime, stack, bits, compute).expect("whole tiles of rows")
+}
+
+/// Whether a backend takes weights for this arithmetic. It may refuse weights that are kept in 8-bit floats, if its
+/// device does not multiply them.
+pub(super) fn takes(runtime: &Runtime, compute: Compute) -> bool {
+    let w = weights(&mut Random::new(0), 64, 64, 4, 64);
+    match try_affine_weight(runtime, &[w], 4, compute) {
+        Err(ArrayError::Argument { reason, .. }) if compute == Compute::Fp8 => {
+            crate::skipped!("{compute:?}: {reason}");
+            false
+        }
+        taken => taken.map(|_| true).expect("a weight of whole tiles"),
+    }
+}
+
+fn try_affine_weight(
+    runtime: &Runtime,
+    stack: &[Affine],
+    bits: usize,
+    compute: Compute,
+) -> Result<Weight, ArrayError> {
     let Affine { k, group, .. } = stack[0];
     let rows = stack[0].quants.len() / k;
     let format =
@@ -123,9 +146,9 @@ pub(super) fn affine_weight(runtime: &Runtime, stack: &[Affine], bits: usize, co
             biases: &w.biases[groups],
         };
         let block = RowBlock { expert, first_row: range.start, rows: range.len(), data };
-        weight.fill(&block).expect("whole tiles of rows");
+        weight.fill(&block)?;
     }
-    weight
+    Ok(weight)
 }
 
 fn dense(runtime: &Runtime) {

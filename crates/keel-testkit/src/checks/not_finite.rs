@@ -2,7 +2,7 @@
 //! keep it: 16-bit operands of prompts saturate instead.
 
 use super::Check;
-use super::linear::{affine_weight, block_weight, dense_weight, floats};
+use super::linear::{affine_weight, block_weight, dense_weight, floats, takes};
 use super::sequence::{batch, draw, up};
 use crate::cases::quantized_matmul::weights;
 use crate::compare::assert_same_bits;
@@ -114,6 +114,9 @@ fn products(runtime: &Runtime, kinds: fn(&Runtime, &mut Random, Compute) -> Kind
         (Compute::PrefillFp8, &[300]),
         (Compute::Fp8, &[140]),
     ] {
+        if !takes(runtime, compute) {
+            continue;
+        }
         for (i, (kind, weight)) in kinds(runtime, &mut random, compute).iter().enumerate() {
             for &t in rows {
                 // Backends compile a kernel for each form, so one weight and few rows have to do.

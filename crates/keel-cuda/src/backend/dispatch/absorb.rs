@@ -39,7 +39,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             enters(weight, producer)
         }
-        (Op::GatherLinear { weight }, 0) if linear::surely_in_groups(weight, reader, mode) => {
+        (Op::GatherLinear { weight }, 0) if linear::is_grouped(weight, reader, mode) => {
             let x = &producer.inputs[0];
             // Read 8 bytes at a time, which a gap-free intermediate allows.
             let aligned = x.layout.is_contiguous() && x.layout.offset.is_multiple_of(2);

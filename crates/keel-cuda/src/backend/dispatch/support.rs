@@ -18,7 +18,7 @@ const HEAD_MAX: usize = 256;
 const EXPERTS_MAX: usize = 12_288;
 
 /// Bytes of shared memory that a block can have on every generation from Ampere on.
-const SHARED_BYTES: usize = 99 << 10;
+pub(super) const SHARED_BYTES: usize = 99 << 10;
 
 /// Refuses what no kernel of this backend runs.
 pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), String> {

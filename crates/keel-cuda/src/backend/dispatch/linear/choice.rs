@@ -71,25 +71,18 @@ pub(super) enum LinearKernel {
     Blas,
 }
 
-/// How a product is run on a device with or without Hopper's matrix instructions.
-pub(super) fn linear_kernel(
-    weight: &WeightSpec,
-    rows: usize,
-    choice: SelectBy,
-    has_wgmma: bool,
-) -> LinearKernel {
+/// How a product is run.
+pub(super) fn linear_kernel(weight: &WeightSpec, rows: usize, choice: SelectBy) -> LinearKernel {
     let few = choice.is_few(rows);
     match (arithmetic(weight, choice), choice) {
         (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => LinearKernel::ExactRows,
         (Arithmetic::Exact, _) => LinearKernel::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => LinearKernel::FewRows,
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Rows)
-            if has_wgmma && rows <= panel_rows_max(weight) =>
-        {
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Rows) if rows <= panel_rows_max(weight) => {
             LinearKernel::Panels { parts: parts(weight, rows) }
         }
         (_, SelectBy::Rows) => LinearKernel::Blas,
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, _) if has_wgmma => LinearKernel::Panels { parts: 1 },
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, _) => LinearKernel::Panels { parts: 1 },
         _ => LinearKernel::HalfTiled,
     }
 }
@@ -103,12 +96,12 @@ fn panel_rows_max(weight: &WeightSpec) -> usize {
     }
 }
 
-/// Whether x is needed in 16 bits alone: every device multiplies it in 16 bits, and cuBLASLt, if it does so, surely
-/// takes the shape.
+/// Whether x is needed in 16 bits alone: it is multiplied in 16 bits, and cuBLASLt, if it does so, surely takes the
+/// shape.
 pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let in_half = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
+    let in_half = match linear_kernel(weight, rows, SelectBy::of(kernel, mode)) {
         LinearKernel::Blas => true,
         LinearKernel::Panels { .. } => !mode.is_deterministic(),
         LinearKernel::ExactRows
@@ -116,11 +109,7 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
         | LinearKernel::FewRows
         | LinearKernel::HalfTiled => false,
     };
-    [false, true].into_iter().all(in_half)
-        && !splits_x(weight)
-        && rows > FEW_ROWS
-        && even(weight.rows)
-        && even(weight.cols)
+    in_half && !splits_x(weight) && rows > FEW_ROWS && even(weight.rows) && even(weight.cols)
 }
 
 /// Whether cuBLASLt surely multiplies all rows at once, by a weight as it is stored. It can then add a bias.
@@ -132,12 +121,8 @@ pub(in crate::backend::dispatch) fn surely_as_stored(
     matches!(weight.format, WeightFormat::Dense(_)) && surely_in_half(weight, kernel, mode)
 }
 
-/// Whether rows of a quantised weight are sorted by expert on every device that can sort them.
-pub(in crate::backend::dispatch) fn surely_in_groups(
-    weight: &WeightSpec,
-    kernel: &Kernel,
-    mode: Mode,
-) -> bool {
+/// Whether rows of a quantised weight are sorted by expert.
+pub(in crate::backend::dispatch) fn is_grouped(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let (rows, choice) = (kernel.inputs[2].layout.shape.elements(), SelectBy::of(kernel, mode));
     matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::WidenedCodes)
         && takes_groups(weight, rows, choice)
@@ -146,8 +131,8 @@ pub(in crate::backend::dispatch) fn surely_in_groups(
 /// The most experts by which rows are sorted. `group_rows` has shared memory for 512 counts.
 const GROUPED_EXPERTS_MAX: usize = 512;
 
-/// Whether rows with an expert each are sorted by expert and multiplied together, if the device can do so. That takes
-/// many rows, and no more experts than the sort handles.
+/// Whether rows with an expert each are sorted by expert and multiplied together. That takes many rows, and no more
+/// experts than the sort handles.
 pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: SelectBy) -> bool {
     let many = match choice {
         SelectBy::Rows => rows > 8 * FEW_ROWS,
@@ -191,13 +176,9 @@ mod tests {
                 format: WeightFormat::Dense(dtype),
                 compute: Compute::Auto,
             };
-            assert_eq!(linear_kernel(&spec, 4096, SelectBy::Rows, true), LinearKernel::Blas, "{dtype}");
+            assert_eq!(linear_kernel(&spec, 4096, SelectBy::Rows), LinearKernel::Blas, "{dtype}");
             let exact = WeightSpec { compute: Compute::F32, ..spec };
-            assert_eq!(
-                linear_kernel(&exact, 4096, SelectBy::Rows, true),
-                LinearKernel::ExactTiled,
-                "{dtype}"
-            );
+            assert_eq!(linear_kernel(&exact, 4096, SelectBy::Rows), LinearKernel::ExactTiled, "{dtype}");
         }
     }
 
@@ -206,8 +187,8 @@ mod tests {
         for weight in weights() {
             let regimes = [Regime::Prefill, Regime::Decode].into_iter();
             let choices = regimes.flat_map(|of| [SelectBy::Regime(of), SelectBy::RegimeOnDevices(of)]);
-            for (choice, wgmma) in choices.flat_map(|choice| [(choice, false), (choice, true)]) {
-                let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice, wgmma));
+            for choice in choices {
+                let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice));
                 assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {choice:?}: {ways:?}");
                 assert!(!ways.contains(&LinearKernel::Blas));
                 let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
@@ -220,7 +201,7 @@ mod tests {
     fn in_the_fast_mode_rows_decide() {
         let large = |weight: &WeightSpec| weight.compute == Compute::Auto && weight.rows == 2560;
         let weight = weights().into_iter().find(large).expect("a quantised weight");
-        let ways = [16, 17, 1024, 1025].map(|rows| linear_kernel(&weight, rows, SelectBy::Rows, true));
+        let ways = [16, 17, 1024, 1025].map(|rows| linear_kernel(&weight, rows, SelectBy::Rows));
         assert!(matches!(
             ways,
             [
@@ -235,18 +216,14 @@ mod tests {
         let kept_in_8 = WeightSpec { compute: Compute::Fp8, ..weight };
         for (other, most) in [(with_prompts_8, 256), (kept_in_8, 128), (in_blocks, 512)] {
             assert!(
-                matches!(linear_kernel(&other, most, SelectBy::Rows, true), LinearKernel::Panels { .. }),
+                matches!(linear_kernel(&other, most, SelectBy::Rows), LinearKernel::Panels { .. }),
                 "{other:?}"
             );
-            assert_eq!(
-                linear_kernel(&other, most + 1, SelectBy::Rows, true),
-                LinearKernel::Blas,
-                "{other:?}"
-            );
+            assert_eq!(linear_kernel(&other, most + 1, SelectBy::Rows), LinearKernel::Blas, "{other:?}");
         }
         let wide = WeightSpec { compute: Compute::Bf16, ..weight };
         assert!(
-            matches!(linear_kernel(&wide, 1, SelectBy::Rows, true), LinearKernel::Panels { .. }),
+            matches!(linear_kernel(&wide, 1, SelectBy::Rows), LinearKernel::Panels { .. }),
             "x never in 8 bits"
         );
     }

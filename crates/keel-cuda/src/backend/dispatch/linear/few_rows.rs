@@ -82,11 +82,6 @@ impl<'a> FewRows<'a> {
             None => (product.inputs[0], Entry::Plain),
             Some(producer) => (producer.inputs[0], entry_of(producer)),
         };
-        FewRows { entry, ..FewRows::over(weight, product, x) }
-    }
-
-    /// The same with rows `x` from elsewhere.
-    pub fn over(weight: &'a WeightSpec, product: &BoundKernel<'a>, x: Bound<'a>) -> FewRows<'a> {
         let experts = match product.kernel.op {
             Op::GatherLinear { .. } => {
                 let fanout = product.inputs[2].len() / (product.inputs[0].len() / weight.cols);
@@ -95,16 +90,7 @@ impl<'a> FewRows<'a> {
             _ => None,
         };
         let packed = product.inputs[1];
-        FewRows {
-            weight,
-            packed,
-            x,
-            entry: Entry::Plain,
-            experts,
-            gated: false,
-            convolution: None,
-            late: false,
-        }
+        FewRows { weight, packed, x, entry, experts, gated: false, convolution: None, late: false }
     }
 
     /// The same, followed by SwiGLU.

@@ -69,9 +69,7 @@ fn is_surely_tried(kernel: &Kernel, mode: Mode) -> bool {
     let choice = SelectBy::of(kernel, mode);
     is_tried(weight)
         && surely_in_half(weight, kernel, mode)
-        && [false, true]
-            .into_iter()
-            .all(|has_wgmma| linear_kernel(weight, rows, choice, has_wgmma) == LinearKernel::Blas)
+        && linear_kernel(weight, rows, choice) == LinearKernel::Blas
 }
 
 /// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`HALF_ALIGN`] on. W takes the place

@@ -1,28 +1,24 @@
 //! Products with an expert for each row: row by row, or sorted by expert if there are many rows.
 
-use super::super::fast::swiglu;
-use super::super::support::GRID_MAX;
-use super::super::{Bound, Call, Geometry};
+use super::super::support::{GRID_MAX, SHARED_BYTES};
+use super::super::{Call, Geometry};
 use super::few_rows::FewRows;
-use super::panels::panel_of;
-use super::tiled::{half_rows_bytes, tiled_key, tiled_shared_bytes, to_half_tiles};
+use super::tiled::{Tile, half_rows_bytes, to_half_tiles};
 use super::{
-    Arithmetic, arithmetic, at_row, codes_and_pairs, exact_split, pairs, row_tiles, surely_in_groups,
-    weight_key,
+    Arithmetic, arithmetic, at_row, codes_and_pairs, exact_split, is_grouped, pairs, row_tiles, weight_key,
 };
 use crate::kernels::{EXACT_MATMUL, KernelKey};
 use crate::parameters::{ExactRows, GroupRows, LinearTiled};
-use keel_array::{ArrayError, Op, WeightSpec};
+use keel_array::{ArrayError, WeightSpec};
 use std::ops::Range;
 
 /// `y[t, j] = x[t or t, j] W[e[t, j]]^T`.
 pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let experts = &call.inputs[2];
     let fanout = experts.len() / (call.inputs[0].len() / weight.cols);
-    if surely_in_groups(weight, call.kernel, call.mode) && call.gpu.has_wgmma() {
+    if is_grouped(weight, call.kernel, call.mode) {
         return grouped(weight, fanout, call);
     }
-    let made = made_input(call)?;
     match arithmetic(weight, call.choice()) {
         Arithmetic::Exact | Arithmetic::WidenedCodes | Arithmetic::ManyHalf => {
             let split = exact_split(weight, call.choice());
@@ -30,13 +26,12 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
                 .define("DIM_T", 1)
                 .define("SPLIT", split)
                 .define("GATHER", fanout);
-            let x = made.unwrap_or(call.inputs[0]);
             launches(experts.len(), fanout).try_for_each(|rows| {
                 let first = (rows.start * size_of::<u32>()) as u64;
                 let parameters = ExactRows {
                     weight: call.inputs[1].address,
                     pairs: pairs(weight, &call.inputs[1]),
-                    x: at_row(x.address, rows.start / fanout, weight.cols),
+                    x: at_row(call.inputs[0].address, rows.start / fanout, weight.cols),
                     experts: Some(experts.address + first),
                     stack: Some(weight.experts),
                     fault: Some(call.fault),
@@ -48,10 +43,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
                 call.launch(&key, Geometry { grid, block: (32 * split, 1, 1), shared_bytes: 0 }, &parameters)
             })
         }
-        _ => match made {
-            Some(x) => FewRows::over(weight, call, x).run(None, call),
-            None => FewRows::of(weight, call).run(None, call),
-        },
+        _ => FewRows::of(weight, call).run(None, call),
     }
 }
 
@@ -69,21 +61,14 @@ pub(super) fn launches(rows: usize, fanout: usize) -> impl Iterator<Item = Range
     std::iter::successors(from(0), move |before| from(before.end))
 }
 
-/// The rows to multiply, in scratch, if SwiGLU was absorbed: only the kernels of grouped rows compute it themselves.
-fn made_input<'a>(call: &Call<'a>) -> Result<Option<Bound<'a>>, ArrayError> {
-    match call.producer(0) {
-        Some(producer) if matches!(producer.kernel.op, Op::SwiGlu) => {
-            let made = Bound { address: call.scratch, ..call.inputs[0] };
-            swiglu(&producer.inputs[0], &made, call)?;
-            Ok(Some(made))
-        }
-        _ => Ok(None),
-    }
+/// Rows of an expert, if all have as many.
+fn rows_per_expert(weight: &WeightSpec, rows: usize) -> usize {
+    rows.div_ceil(weight.experts)
 }
 
 /// Tiles of rows that the sort may produce, at most.
-fn tiles_max(weight: &WeightSpec, rows: usize) -> usize {
-    rows.min(rows.div_ceil(panel_of(rows.div_ceil(weight.experts))) + weight.experts)
+fn tiles_max(weight: &WeightSpec, rows: usize, tile: Tile) -> usize {
+    rows.min(rows.div_ceil(tile.rows) + weight.experts)
 }
 
 /// Rows that a block counts and then places, at least: one for each of its threads. There are at most [`SHARES_MAX`]
@@ -108,7 +93,9 @@ pub(super) fn grouped_scratch(weight: &WeightSpec, inputs: usize, rows: usize) -
     let words = |count: usize| count * size_of::<u32>();
     let row_of = half_rows_bytes(weight, inputs).next_multiple_of(256);
     let tiles = row_of + words(rows).next_multiple_of(256);
-    let counts = tiles + 16 * (1 + tiles_max(weight, rows));
+    // The tile is smallest, and there are most, where blocks have the least shared memory.
+    let tile = Tile::of(weight, rows_per_expert(weight, rows), SHARED_BYTES);
+    let counts = tiles + 16 * (1 + tiles_max(weight, rows, tile));
     let end = counts + words(rows.div_ceil(share_of(rows)) * weight.experts);
     GroupedScratch { row_of, tiles, counts, end }
 }
@@ -118,11 +105,8 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let scratch = grouped_scratch(weight, rows / fanout, rows);
     let [row_of, tiles, counts] =
         [scratch.row_of, scratch.tiles, scratch.counts].map(|at| call.scratch + at as u64);
-    // A tile holds rows of one expert: about `per_expert` of them.
-    let per_expert = rows.div_ceil(weight.experts);
-    let key = tiled_key("linear_tiled", weight, per_expert)
-        .define("FANOUT", fanout)
-        .define("EXPERTS", weight.experts);
+    let tile = Tile::of(weight, rows_per_expert(weight, rows), call.gpu.device.shared_bytes_max);
+    let key = tile.key("linear_tiled", weight).define("FANOUT", fanout).define("EXPERTS", weight.experts);
     let (chosen, share) = (call.inputs[2].address, share_of(rows));
     let groups = GroupRows { chosen, choices: rows, share, counts, row_of, tiles };
     to_half_tiles(&key, weight, rows / fanout, &groups, call)?;
@@ -131,9 +115,9 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
     let parameters = LinearTiled { codes, pairs, x: call.scratch, row_of, tiles, y: call.outputs[0].address };
     let geometry = Geometry {
-        grid: (tiles_max(weight, rows), row_tiles(weight).div_ceil(8), 1),
+        grid: (tiles_max(weight, rows, tile), row_tiles(weight).div_ceil(8), 1),
         block: (256, 1, 1),
-        shared_bytes: tiled_shared_bytes(weight, panel_of(per_expert)),
+        shared_bytes: tile.shared_bytes(weight),
     };
     call.launch(&key, geometry, &parameters)
 }

@@ -3,7 +3,7 @@
 //! | rows | quantised weight | dense bf16 weight | dense f16 weight | f32 arithmetic, other dense weights |
 //! |---|---|---|---|---|
 //! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` | `exact_rows` |
-//! | up to 512, in affine 4 bits 1,024 | widened to f16 on the way into the tensor cores (Hopper) | cuBLASLt | cuBLASLt | `exact_tiled` |
+//! | up to 512, in affine 4 bits 1,024 | widened to f16 on the way into the tensor cores | cuBLASLt | cuBLASLt | `exact_tiled` |
 //! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | cuBLASLt | `exact_tiled` |
 //!
 //! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense bf16
@@ -16,8 +16,7 @@
 //!
 //! In the deterministic mode:
 //! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
-//! - Other rows take the second line with all of K in one block; `half_tiled` where that line has cuBLASLt, and without
-//!   Hopper also for quantised weights.
+//! - Other rows take the second line with all of K in one block, and `half_tiled` where that line has cuBLASLt.
 //!
 //! A row's bits then follow from its own values, because the weight's shape orders the sums. If several devices may
 //! hold rows of a weight, its columns alone order them. One property of the hardware is assumed: an element of a tensor
@@ -47,7 +46,7 @@ use crate::parameters::EmbeddingRows;
 pub(super) use biased::{Biased, biased_linear};
 use blas::{blas_scratch, through_blas};
 use choice::{LinearKernel, SelectBy, linear_kernel, takes_groups};
-pub(super) use choice::{surely_as_stored, surely_in_groups, surely_in_half};
+pub(super) use choice::{is_grouped, surely_as_stored, surely_in_half};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
 use few_rows::{FewRows, few_rows_bytes};
@@ -136,7 +135,7 @@ pub(super) fn linear(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let rows = call.inputs[0].len() / weight.cols;
-    match linear_kernel(weight, rows, call.choice(), call.gpu.has_wgmma()) {
+    match linear_kernel(weight, rows, call.choice()) {
         LinearKernel::ExactRows => exact_rows(weight, residual, rows, call),
         LinearKernel::ExactTiled => exact_tiled(weight, residual, rows, call),
         LinearKernel::FewRows => FewRows::of(weight, call).run(residual, call),
@@ -169,7 +168,7 @@ pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -
     matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::Half)
         && match kernel.op {
             Op::GatherLinear { .. } => !takes_groups(weight, elements(2), choice),
-            _ => linear_kernel(weight, elements(0) / weight.cols, choice, false) == LinearKernel::FewRows,
+            _ => linear_kernel(weight, elements(0) / weight.cols, choice) == LinearKernel::FewRows,
         }
 }
 
@@ -218,10 +217,10 @@ pub(super) fn embedding(weight: &WeightSpec, call: &Call<'_>) -> Result<(), Arra
     call.launch(&key, Geometry::rows(ids.len(), 128), &parameters)
 }
 
-/// Scratch of `Linear`: the largest that any device takes. It is the same on every device, so a plan needs no device.
+/// Scratch of `Linear`. It is the same on every device, so a plan needs no device.
 pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let bytes = |has_wgmma| match linear_kernel(weight, rows, SelectBy::of(kernel, mode), has_wgmma) {
+    match linear_kernel(weight, rows, SelectBy::of(kernel, mode)) {
         LinearKernel::ExactRows | LinearKernel::ExactTiled => 0,
         LinearKernel::FewRows => few_rows_bytes(weight, rows.min(FEW_ROWS)),
         LinearKernel::Panels { parts } => {
@@ -230,20 +229,17 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
         }
         LinearKernel::HalfTiled => half_tiled_bytes(weight, rows),
         LinearKernel::Blas => blas_scratch(weight, rows).end,
-    };
-    bytes(false).max(bytes(true))
+    }
 }
 
 /// Scratch of `GatherLinear`.
 pub(super) fn gather_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> usize {
     let elements = |i: usize| kernel.inputs[i].layout.shape.elements();
     let rows = elements(2);
-    if !surely_in_groups(weight, kernel, mode) {
-        return 0;
+    match is_grouped(weight, kernel, mode) {
+        true => grouped_scratch(weight, elements(0) / weight.cols, rows).end,
+        false => 0,
     }
-    // If the device cannot group rows, the absorbed value is written to scratch.
-    let made = if kernel.producer(0).is_some() { elements(0) * size_of::<f32>() } else { 0 };
-    grouped_scratch(weight, elements(0) / weight.cols, rows).end.max(made)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Products whose weight is widened on its way into Hopper's tensor cores, with x in panels.
+//! Products whose weight is widened on its way into the tensor cores, with x in panels.
 
 use super::super::{Bound, Call, Geometry};
 use super::half::absorbed_to_half;
@@ -15,7 +15,10 @@ const ROW_TILES: usize = 4;
 const RING_BYTES_MAX: usize = 212 << 10;
 const STAGES_MAX: usize = 8;
 
-/// Rows of x of a panel, and of a block.
+/// Bytes before the rings, so that they can begin at a multiple of as many.
+pub(super) const RING_ALIGN: usize = 1024;
+
+/// Rows of x of a panel, and of a block, where they fit.
 pub(super) fn panel_of(rows: usize) -> usize {
     match rows {
         0..=32 => 32,
@@ -24,7 +27,13 @@ pub(super) fn panel_of(rows: usize) -> usize {
     }
 }
 
-/// How a product is cut into blocks.
+/// Blocks of rows of W.
+fn row_blocks(weight: &WeightSpec, groups: usize) -> usize {
+    row_tiles(weight).div_ceil(ROW_TILES * groups)
+}
+
+/// How a product is cut into blocks on Hopper. Other devices take the parts of K from it, so that a row's bits and the
+/// scratch do not depend on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
     /// Warpgroups of a block.
@@ -50,15 +59,10 @@ impl Cut {
         if wide.nanoseconds(weight, rows) <= narrow.nanoseconds(weight, rows) { wide } else { narrow }
     }
 
-    /// Blocks of rows of W.
-    fn row_blocks(self, weight: &WeightSpec) -> usize {
-        row_tiles(weight).div_ceil(ROW_TILES * self.groups)
-    }
-
     /// Time on an H100, as fitted to products in 4 bits: blocks run in waves of one for each multiprocessor.
     fn nanoseconds(self, weight: &WeightSpec, rows: usize) -> usize {
         let panel = panel_of(rows);
-        let blocks = rows.div_ceil(panel) * self.row_blocks(weight) * self.parts;
+        let blocks = rows.div_ceil(panel) * row_blocks(weight, self.groups) * self.parts;
         // For a column tile.
         let tile = match (panel, self.groups) {
             (128, 3) => 640,
@@ -78,15 +82,49 @@ impl Cut {
     }
 }
 
-/// The key of an entry of `linear_panels.cu`, whose constants all entries share.
-fn panels_key(entry: &'static str, weight: &WeightSpec, rows: usize, cut: Cut) -> KernelKey {
-    let panel = panel_of(rows);
-    weight_key(LINEAR_PANELS, entry, weight)
-        .define("BT", panel)
-        .define("HALF_PANEL", panel)
-        .define("GROUPS", cut.groups)
-        .define("SPLITS", cut.parts)
-        .define("STAGES", stages(weight, panel, cut.groups))
+/// The sizes of a block. They do not change the bits of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Block {
+    /// Rows of x.
+    panel: usize,
+    /// Warpgroups.
+    groups: usize,
+    /// Fetches in the rings.
+    stages: usize,
+}
+
+impl Block {
+    /// The block of a cut on Hopper.
+    fn of_hopper(weight: &WeightSpec, rows: usize, cut: Cut) -> Block {
+        let panel = panel_of(rows);
+        let stages = (RING_BYTES_MAX / stage_bytes(weight, panel, cut.groups)).min(STAGES_MAX);
+        Block { panel, groups: cut.groups, stages }
+    }
+
+    /// The block on a device without Hopper's matrix instructions: half as many rows if two fetches of the whole panel
+    /// do not fit its shared memory.
+    fn within(weight: &WeightSpec, rows: usize, shared_bytes_max: usize) -> Block {
+        let (rings, groups) = (shared_bytes_max.min(RING_BYTES_MAX + RING_ALIGN) - RING_ALIGN, 2);
+        let stages = |panel| (rings / stage_bytes(weight, panel, groups)).min(STAGES_MAX);
+        let whole = panel_of(rows);
+        let panel = if stages(whole) < 2 { whole / 2 } else { whole };
+        Block { panel, groups, stages: stages(panel) }
+    }
+
+    /// The key of an entry of `linear_panels.cu`, whose constants all entries share.
+    fn key(self, entry: &'static str, weight: &WeightSpec, parts: usize) -> KernelKey {
+        weight_key(LINEAR_PANELS, entry, weight)
+            .define("BT", self.panel)
+            .define("HALF_PANEL", self.panel)
+            .define("GROUPS", self.groups)
+            .define("SPLITS", parts)
+            .define("STAGES", self.stages)
+    }
+
+    /// `PANELS_SHARED` of the source.
+    fn shared_bytes(self, weight: &WeightSpec) -> usize {
+        RING_ALIGN + self.stages * stage_bytes(weight, self.panel, self.groups)
+    }
 }
 
 /// Bytes of a fetch of two column tiles: of x for the block and of W for each of its warps.
@@ -95,16 +133,7 @@ fn stage_bytes(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
     2 * panel * 128 + ROW_TILES * groups * coding.copy_bytes(2)
 }
 
-fn stages(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
-    (RING_BYTES_MAX / stage_bytes(weight, panel, groups)).min(STAGES_MAX)
-}
-
-/// `PANELS_SHARED` of the source.
-fn shared_bytes(weight: &WeightSpec, panel: usize, groups: usize) -> usize {
-    1024 + stages(weight, panel, groups) * stage_bytes(weight, panel, groups)
-}
-
-/// Bytes of rows of x as f16, in whole panels.
+/// Bytes of rows of x as f16, in whole panels of the largest size.
 pub(super) fn panels_bytes(weight: &WeightSpec, rows: usize) -> usize {
     rows.next_multiple_of(panel_of(rows)) * col_tiles(weight) * TILE_COLS * size_of::<u16>()
 }
@@ -117,11 +146,16 @@ pub(super) fn in_panels(
     parts: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let (panel, cut) = (panel_of(rows), Cut::of(weight, rows, parts));
-    let key = panels_key("linear_panels", weight, rows, cut);
+    let block = if call.gpu.has_wgmma() {
+        Block::of_hopper(weight, rows, Cut::of(weight, rows, parts))
+    } else {
+        Block::within(weight, rows, call.gpu.device.shared_bytes_max)
+    };
+    let key = block.key("linear_panels", weight, parts);
     match call.producer(0) {
         Some(producer) => {
-            absorbed_to_half(producer, weight, rows, call.scratch, HalfForm::Panels { rows: panel }, call)?
+            let form = HalfForm::Panels { rows: block.panel };
+            absorbed_to_half(producer, weight, rows, call.scratch, form, call)?
         }
         None => call.launch(
             &KernelKey { entry: "to_half_panels", ..key.clone() },
@@ -131,7 +165,7 @@ pub(super) fn in_panels(
     }
     let sums = call.scratch + panels_bytes(weight, rows).next_multiple_of(256) as u64;
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
-    let is_whole = cut.parts == 1;
+    let is_whole = parts == 1;
     let parameters = LinearPanels {
         codes,
         pairs,
@@ -141,9 +175,9 @@ pub(super) fn in_panels(
         y: if is_whole { call.outputs[0].address } else { sums },
     };
     let geometry = Geometry {
-        grid: (rows.div_ceil(panel), cut.row_blocks(weight), cut.parts),
-        block: (128 * cut.groups, 1, 1),
-        shared_bytes: shared_bytes(weight, panel, cut.groups),
+        grid: (rows.div_ceil(block.panel), row_blocks(weight, block.groups), parts),
+        block: (128 * block.groups, 1, 1),
+        shared_bytes: block.shared_bytes(weight),
     };
     call.launch(&key, geometry, &parameters)?;
     if is_whole {
@@ -197,9 +231,14 @@ mod tests {
             (WeightFormat::Blocks(BlockFormat::IQ4XS), 128, 2),
         ] {
             let weight = weight(4096, 4096, format);
-            let key = panels_key("linear_panels", &weight, rows, Cut { groups, parts: 1 });
-            let expected = shared_bytes(&weight, panel_of(rows), groups);
-            assert_values(key, &[("WARPS", ROW_TILES * groups), ("PANELS_SHARED", expected)]);
+            for block in [
+                Block::of_hopper(&weight, rows, Cut { groups, parts: 1 }),
+                Block::within(&weight, rows, 99 << 10),
+            ] {
+                let warps = ROW_TILES * block.groups;
+                let expected = [("WARPS", warps), ("PANELS_SHARED", block.shared_bytes(&weight))];
+                assert_values(block.key("linear_panels", &weight, 1), &expected);
+            }
         }
     }
 
@@ -207,14 +246,21 @@ mod tests {
     fn rings_fit_a_block_and_have_a_slot_to_spare() {
         let formats =
             [2, 3, 4, 5, 6, 8].into_iter().flat_map(|bits| [32, 64, 128].map(|group| affine(bits, group)));
-        for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)) {
+        let in_f32 = WeightFormat::Affine { bits: 8, group_size: 32, scale_dtype: DType::F32 };
+        for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)).chain([in_f32]) {
             let weight = weight(4096, 4096, format);
-            for (panel, groups) in
-                [32, 64, 128].into_iter().flat_map(|panel| [2, 3].map(|groups| (panel, groups)))
-            {
-                let stages = stages(&weight, panel, groups);
-                assert!(stages >= 3, "{format:?}: {stages} fetches of {panel} rows");
-                assert!(shared_bytes(&weight, panel, groups) + 256 <= 227 << 10);
+            for rows in [32, 64, 128] {
+                for groups in [2, 3] {
+                    let block = Block::of_hopper(&weight, rows, Cut { groups, parts: 1 });
+                    assert!(block.stages >= 3, "{format:?}: {block:?}");
+                    assert!(block.shared_bytes(&weight) + 256 <= 227 << 10);
+                }
+                // The smallest and the largest shared memory of the generations that are supported.
+                for most in [99 << 10, 163 << 10, 227 << 10] {
+                    let block = Block::within(&weight, rows, most);
+                    assert!(block.stages >= 2, "{format:?}: {block:?}");
+                    assert!(block.shared_bytes(&weight) <= most);
+                }
             }
         }
     }

@@ -1,34 +1,60 @@
-//! Rows of a mixture grouped by expert, whose weights are widened on their way into Hopper's tensor cores.
+//! Rows of a mixture grouped by expert, whose weights are widened on their way into the tensor cores.
 
 use super::super::{Call, Geometry};
-use super::panels::panel_of;
+use super::panels::{RING_ALIGN, panel_of};
 use super::{TILE_COLS, col_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::kernels::{KernelKey, LINEAR_TILED};
 use crate::parameters::{GroupRows, ToHalfTiles};
 use keel_array::{ArrayError, WeightSpec};
 
-/// The key of an entry of `linear_tiled.cu`, whose constants all entries share. `rows` is the number of rows of an
-/// expert.
-pub(super) fn tiled_key(entry: &'static str, weight: &WeightSpec, rows: usize) -> KernelKey {
-    let tile = panel_of(rows);
-    weight_key(LINEAR_TILED, entry, weight).define("BT", tile).define("STAGES", stages(tile))
+/// The sizes of a block. They do not change the bits of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tile {
+    /// Rows of x.
+    pub rows: usize,
+    /// Fetches in the rings of x and of W.
+    stages: usize,
 }
 
-/// Stages of the rings of x and of W. Two blocks fit a multiprocessor.
-fn stages(tile: usize) -> usize {
-    match tile {
-        32 => 6,
-        64 => 3,
-        _ => 2,
+/// Shared memory that the device reserves in each block.
+const RESERVED_BYTES: usize = 1024;
+
+impl Tile {
+    /// The tile for experts with about `rows` rows each. If two fetches of it do not fit the shared memory, it is half
+    /// as large. A multiprocessor has two blocks where both have two fetches.
+    pub fn of(weight: &WeightSpec, rows: usize, shared_bytes_max: usize) -> Tile {
+        let rows = panel_of(rows);
+        let wanted = match rows {
+            32 => 6,
+            64 => 3,
+            _ => 2,
+        };
+        let half = (shared_bytes_max + RESERVED_BYTES) / 2 - RESERVED_BYTES;
+        let stages = |rows, bytes: usize| (bytes - RING_ALIGN) / stage_bytes(weight, rows);
+        let tries = [(rows, half), (rows, shared_bytes_max), (rows / 2, shared_bytes_max)];
+        let fits = |(rows, bytes)| Tile { rows, stages: stages(rows, bytes).min(wanted) };
+        let fitting = tries.map(fits).into_iter().find(|tile| tile.stages >= 2);
+        fitting
+            .unwrap_or_else(|| unreachable!("{} bytes of shared memory hold two fetches", shared_bytes_max))
+    }
+
+    /// The key of an entry of `linear_tiled.cu`, whose constants all entries share.
+    pub fn key(self, entry: &'static str, weight: &WeightSpec) -> KernelKey {
+        weight_key(LINEAR_TILED, entry, weight).define("BT", self.rows).define("STAGES", self.stages)
+    }
+
+    /// `TILED_SHARED` of the source: rings of fetches of two column tiles each, one ring of x for the block and one of
+    /// W for each warp.
+    pub fn shared_bytes(self, weight: &WeightSpec) -> usize {
+        RING_ALIGN + self.stages * stage_bytes(weight, self.rows)
     }
 }
 
-/// `TILED_SHARED` of the source: rings of fetches of two column tiles each, one ring of x for the block and
-/// one of W for each warp.
-pub(super) fn tiled_shared_bytes(weight: &WeightSpec, tile: usize) -> usize {
+/// Bytes of a fetch of two column tiles: of x for the block and of W for each of its warps.
+fn stage_bytes(weight: &WeightSpec, rows: usize) -> usize {
     let Some(coding) = Coding::of(weight.format) else { unreachable!("tiles of quantised weights") };
-    1024 + stages(tile) * (2 * tile * 128 + 8 * coding.copy_bytes(2))
+    2 * rows * 128 + 8 * coding.copy_bytes(2)
 }
 
 /// Bytes of rows of x as f16, in whole tiles of columns.
@@ -60,17 +86,41 @@ pub(super) fn to_half_tiles(
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::support::SHARED_BYTES;
     use super::*;
     use crate::agreement::assert_values;
     use keel_array::{BlockFormat, Compute, DType, WeightFormat};
+
+    fn weight(format: WeightFormat) -> WeightSpec {
+        WeightSpec { experts: 8, rows: 1024, cols: 768, format, compute: Compute::Auto }
+    }
 
     #[test]
     fn the_source_has_the_same_rings() {
         let affine = WeightFormat::Affine { bits: 4, group_size: 128, scale_dtype: DType::BF16 };
         for (format, rows) in [(affine, 20), (affine, 200), (WeightFormat::Blocks(BlockFormat::Q2K), 64)] {
-            let weight = WeightSpec { experts: 8, rows: 1024, cols: 768, format, compute: Compute::Auto };
-            let key = tiled_key("linear_tiled", &weight, rows).define("FANOUT", 2).define("EXPERTS", 8);
-            assert_values(key, &[("TILED_SHARED", tiled_shared_bytes(&weight, panel_of(rows)))]);
+            let weight = weight(format);
+            let tile = Tile::of(&weight, rows, SHARED_BYTES);
+            let key = tile.key("linear_tiled", &weight).define("FANOUT", 2).define("EXPERTS", 8);
+            assert_values(key, &[("TILED_SHARED", tile.shared_bytes(&weight))]);
         }
+    }
+
+    #[test]
+    fn tiles_fit_a_block_of_every_generation() {
+        let affine = [(2, 32, DType::F16), (4, 64, DType::BF16), (8, 128, DType::BF16), (8, 32, DType::F32)]
+            .map(|(bits, group_size, scale_dtype)| WeightFormat::Affine { bits, group_size, scale_dtype });
+        for weight in affine.into_iter().chain(BlockFormat::ALL.map(WeightFormat::Blocks)).map(weight) {
+            for rows in [1, 40, 200] {
+                let tile = Tile::of(&weight, rows, SHARED_BYTES);
+                assert!(tile.shared_bytes(&weight) <= SHARED_BYTES, "{weight:?}: {tile:?}");
+            }
+        }
+        let wide = weight(affine[3]);
+        assert_eq!(Tile::of(&wide, 200, SHARED_BYTES), Tile { rows: 64, stages: 2 }, "half a tile");
+        assert_eq!(Tile::of(&wide, 200, 227 << 10), Tile { rows: 128, stages: 2 });
+        let narrow = weight(affine[1]);
+        assert_eq!(Tile::of(&narrow, 20, SHARED_BYTES).stages, 2, "two blocks");
+        assert_eq!(Tile::of(&narrow, 20, 227 << 10).stages, 6);
     }
 }
