@@ -52,7 +52,7 @@ macro_rules! sources {
 }
 
 sources! {
-    DELIVER = "deliver.cu",
+    MOVES = "moves.cu",
     CREATE = "create.cu",
     LAYOUT = "layout.cu",
     ELEMENTWISE = "elementwise.cu",

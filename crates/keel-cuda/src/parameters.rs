@@ -187,7 +187,6 @@ mod tests {
             ("RopeArgs", "") => "[u64; 4]".into(),
             ("const __grid_constant__ Mailboxes", "") => "[u64; 8]".into(),
             ("Strides", "") => "[u64; 17]".into(),
-            ("Deliveries", "") => "[u64; 48]".into(),
             ("Moves", "") => "[u64; 144]".into(),
             (other, condition) => panic!("{other} if {condition:?} has no type in Rust"),
         }

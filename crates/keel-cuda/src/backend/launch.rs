@@ -7,7 +7,7 @@ use super::operand::{Bound, BoundKernel};
 use super::queue::{Queue, WAITED};
 use super::read_ahead::ReadAhead;
 use super::staging::Ring;
-use super::transfer::{STAGING_BYTES, launch_delivery};
+use super::transfer::{Move, STAGING_BYTES, launch_moves};
 use super::{Gpu, Mode};
 use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
 use crate::error::{CudaError, Result};
@@ -169,8 +169,9 @@ impl Session {
         self.put(gpu, mode, launch, slot)?;
         if let Some(from) = result {
             // Kernels of the next launch would have to wait for the copy engine. A copying kernel is faster.
-            let words = (from.end - from.start).div_ceil(4);
-            launch_delivery(gpu, &[[self.queue.result_address(slot), from.start, words]])
+            let bytes = (from.end - from.start).next_multiple_of(4) as usize;
+            let to = self.queue.result_address(slot);
+            launch_moves(gpu, &[Move { to, from: Some(from.start), bytes }])
                 .map_err(|e| e.in_op("launch"))?;
         }
         let number = self.queue.push(slot, self.header.number(), self.outgoing_ring.mark())?;

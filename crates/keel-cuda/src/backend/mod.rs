@@ -373,7 +373,7 @@ impl Programs for CudaBackend {
         let in_op = |error: crate::CudaError| error.in_op("compile");
         gpu.device.bind().map_err(in_op)?;
         let mut keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
-        keys.extend(transfer::kernels().map(|key| (key, 0)));
+        keys.push((transfer::kernel(), 0));
         gpu.modules.load_all(&keys, progress).map_err(in_op)
     }
 

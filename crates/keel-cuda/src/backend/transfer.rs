@@ -9,23 +9,22 @@ use super::launch::Session;
 use super::weights::Layout;
 use crate::driver::{CudaMemory, Delivery, driver};
 use crate::error::Result;
-use crate::kernels::{DELIVER, KernelKey};
-use crate::parameters::{Deliver, DequantizeToFp8, MoveParts, Parameters};
+use crate::kernels::{KernelKey, MOVES};
+use crate::parameters::{DequantizeToFp8, MoveWords, Parameters};
 use keel_array::WeightSpec;
 use std::ops::Range;
 
 /// Bytes of pinned memory for host data on its way to the device, and as many for the way back.
 pub(super) const STAGING_BYTES: usize = 4 << 20;
 
-/// Number of writes that one kernel delivers, and the most bytes of such a write. The data of a step is smaller.
-const DELIVERIES: usize = 16;
-const DELIVERY_BYTES_MAX: usize = 64 << 10;
-
 /// Number of moves that one kernel makes, and the most bytes of such a move.
-const MOVES: usize = 48;
+const MOVES_MAX: usize = 48;
 const MOVE_BYTES_MAX: usize = 16 << 20;
 
-/// A copy on the device, or bytes that are zeroed.
+/// The most bytes of a write of the host that waits for such a kernel. The data of a step is smaller.
+const DELIVERY_BYTES_MAX: usize = 64 << 10;
+
+/// Bytes that go to another place of the device, or between it and pinned memory; or bytes that are zeroed.
 #[derive(Clone, Copy)]
 pub(super) struct Move {
     pub to: u64,
@@ -71,7 +70,7 @@ impl Session {
     /// Notes a small write for the next delivery.
     pub(super) fn post(&mut self, gpu: &Gpu, to: Range<u64>, bytes: &[u8]) -> Result<()> {
         let device = &*gpu.device;
-        let full = device.deliveries().len() == DELIVERIES;
+        let full = device.deliveries().len() == MOVES_MAX;
         if full || device.deliveries().iter().any(|delivery| delivery.touches(&to)) {
             self.deliver(gpu)?;
         }
@@ -104,10 +103,8 @@ impl Session {
         if waiting.is_empty() {
             return Ok(());
         }
-        let triple = |Delivery { to, from }: &Delivery| [to.start, *from, (to.end - to.start) / 4];
-        let launched = launch_delivery(gpu, &waiting.iter().map(triple).collect::<Vec<_>>());
-        waiting.clear();
-        launched
+        let moves: Vec<Move> = waiting.drain(..).map(Move::from).collect();
+        launch_moves(gpu, &moves)
     }
 
     /// Copies device bytes to the host, after what is on the stream. Fails if a copy before it has failed.
@@ -175,7 +172,7 @@ impl Session {
         gpu.device.bind()?;
         self.deliver(gpu)?;
         let (together, alone): (Vec<Move>, Vec<Move>) = moves.iter().partition(|of| of.is_for_kernel());
-        for moves in together.chunks(MOVES) {
+        for moves in together.chunks(MOVES_MAX) {
             launch_moves(gpu, moves)?;
         }
         let stream = gpu.device.stream();
@@ -222,6 +219,12 @@ impl Session {
     }
 }
 
+impl From<Delivery> for Move {
+    fn from(Delivery { to, from }: Delivery) -> Move {
+        Move { to: to.start, from: Some(from), bytes: (to.end - to.start) as usize }
+    }
+}
+
 impl Move {
     /// Whether a kernel makes it together with others. The driver is faster with very large ones.
     fn is_for_kernel(&self) -> bool {
@@ -230,19 +233,16 @@ impl Move {
     }
 }
 
-/// The kernels of transfers. They are loaded before the first launch.
-pub(super) fn kernels() -> impl Iterator<Item = KernelKey> {
-    ["deliver", "move_parts"].into_iter().map(key_of)
+/// The kernel of transfers. It is loaded before the first launch.
+pub(super) fn kernel() -> KernelKey {
+    KernelKey::new(MOVES, "move_words").define("MOVES", MOVES_MAX)
 }
 
-fn key_of(entry: &'static str) -> KernelKey {
-    KernelKey::new(DELIVER, entry).define("DELIVERIES", DELIVERIES).define("MOVES", MOVES)
-}
-
-/// Puts a kernel on the stream that makes moves. The next kernel starts only after it, as after a delivery.
-fn launch_moves(gpu: &Gpu, moves: &[Move]) -> Result<()> {
+/// Puts a kernel on the stream that makes up to [`MOVES_MAX`] moves of whole words. The next kernel starts only after
+/// it, because kernels read such data before they wait for their inputs.
+pub(super) fn launch_moves(gpu: &Gpu, moves: &[Move]) -> Result<()> {
     const BLOCK_BYTES: usize = 16 << 10;
-    let mut words = [0; 3 * MOVES];
+    let mut words = [0; 3 * MOVES_MAX];
     for (words, Move { to, from, bytes }) in words.as_chunks_mut().0.iter_mut().zip(moves) {
         *words = [*to, from.unwrap_or(0), *bytes as u64 / 4];
     }
@@ -252,45 +252,9 @@ fn launch_moves(gpu: &Gpu, moves: &[Move]) -> Result<()> {
         block: (256, 1, 1),
         shared_bytes: 0,
     };
-    let arguments = MoveParts { moves: words }.arguments("move_parts");
-    gpu.launch(&key_of("move_parts"), geometry, arguments)?;
+    let key = kernel();
+    let arguments = MoveWords { moves: words }.arguments(key.entry);
+    gpu.launch(&key, geometry, arguments)?;
     gpu.hold_next();
     Ok(())
-}
-
-/// Puts a kernel on the stream that copies words, or several kernels for more than `DELIVERIES` deliveries. Each
-/// delivery is target, source and number of words. The next kernel starts only after it, because kernels read such data
-/// before they wait for their inputs.
-pub(super) fn launch_delivery(gpu: &Gpu, deliveries: &[[u64; 3]]) -> Result<()> {
-    for (blocks, words) in lists(deliveries) {
-        let arguments = Deliver { deliveries: words }.arguments("deliver");
-        gpu.launch(&key_of("deliver"), Geometry::rows(blocks, 128), arguments)?;
-        gpu.hold_next();
-    }
-    Ok(())
-}
-
-/// The lists that kernels deliver: how many deliveries each has, and their words, padded with zeros.
-fn lists(deliveries: &[[u64; 3]]) -> impl Iterator<Item = (usize, [u64; 3 * DELIVERIES])> {
-    deliveries.chunks(DELIVERIES).map(|some| {
-        let mut words = [0; 3 * DELIVERIES];
-        words[..3 * some.len()].copy_from_slice(some.as_flattened());
-        (some.len(), words)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn more_deliveries_than_a_kernel_takes_go_to_several() {
-        for count in [0, 1, DELIVERIES, DELIVERIES + 1, 3 * DELIVERIES] {
-            let all: Vec<[u64; 3]> = (0..count as u64).map(|i| [i, i + 1, i + 2]).collect();
-            let found: Vec<u64> =
-                lists(&all).flat_map(|(blocks, words)| words.into_iter().take(3 * blocks)).collect();
-            assert_eq!(found, all.as_flattened(), "{count}");
-            assert_eq!(lists(&all).count(), count.div_ceil(DELIVERIES));
-        }
-    }
 }

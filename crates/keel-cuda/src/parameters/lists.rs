@@ -4,11 +4,8 @@ use super::{Described, Parameter, ParameterList, Parameters, Wide};
 use crate::driver::Arguments;
 
 parameters! {
-    /// The host's small writes: target, source and number of words of each.
-    Deliver = "deliver.params" of ["deliver"] { deliveries: [u64; 48] = "Deliveries" }
-
-    /// Copies on the device, and parts that are zeroed: target, source (or 0) and number of words of each.
-    MoveParts = "move_parts.params" of ["move_parts"] { moves: [u64; 144] = "Moves" }
+    /// Target, source (0: zeros) and number of words of each move.
+    MoveWords = "move_words.params" of ["move_words"] { moves: [u64; 144] = "Moves" }
 
     /// One value everywhere.
     Fill = "fill.params" of ["fill", "initial"] { y: u64 = "ELEM*", n: Wide = "u64", value: f32 = "float" }

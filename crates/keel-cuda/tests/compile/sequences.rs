@@ -5,7 +5,7 @@ use keel_cuda::kernels;
 
 pub fn keys(keys: &mut Keys) {
     keys.add(kernels::SAMPLE, &["greatest", "weigh", "draw"], &[]);
-    keys.add(kernels::DELIVER, &["deliver", "move_parts"], &[("DELIVERIES", "16"), ("MOVES", "48")]);
+    keys.add(kernels::MOVES, &["move_words"], &[("MOVES", "48")]);
     keys.add(kernels::BATCH, &["check_batch"], &[]);
     let conv = [("C", "96"), ("K", "4"), ("X_STRIDE", "100"), ("OPEN", "3")];
     keys.add(kernels::CAUSAL_CONV, &["causal_conv", "causal_conv_prefill"], &conv);
