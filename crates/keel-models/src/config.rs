@@ -238,6 +238,8 @@ impl HybridConfig {
             Some("neither intermediate_size nor num_experts is given")
         } else if self.intermediate > Some(EXTENT_MAX) {
             Some("intermediate_size is above 2^24")
+        } else if !self.eps.is_finite() || self.eps < 0.0 {
+            Some("rms_norm_eps is not a number from 0 on")
         } else if !self.rope_theta.is_finite() || self.rope_theta <= 1.0 {
             Some("rope_theta is not a number above one")
         } else if !window.is_empty()

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use keel_engine::FinishReason;
 use keel_engine::batch::{BatchEvent, TokenLogprobs};
@@ -165,14 +165,15 @@ impl Answer {
     /// The request fails before it runs.
     pub async fn started(&mut self) -> Result<()> {
         match self.events.recv().await {
-            Ok(BatchEvent::Started { cached_tokens, queued }) => {
-                self.usage.cached = cached_tokens;
-                self.timer.started(cached_tokens, queued);
-                Ok(())
-            }
+            Ok(BatchEvent::Started { cached_tokens, queued }) => Ok(self.note_start(cached_tokens, queued)),
             Ok(_) => unreachable!("a request starts first"),
             Err(error) => Err(self.failed(error)),
         }
+    }
+
+    fn note_start(&mut self, cached_tokens: usize, queued: Duration) {
+        self.usage.cached = cached_tokens;
+        self.timer.started(cached_tokens, queued);
     }
 
     /// Token counts so far.
@@ -197,6 +198,7 @@ impl Answer {
             match self.events.recv().await {
                 Ok(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
                 Ok(BatchEvent::Finished(reason)) => self.finish(reason)?,
+                Ok(BatchEvent::Started { cached_tokens, queued }) => self.note_start(cached_tokens, queued),
                 Ok(_) => {}
                 Err(error) => return Err(self.failed(error)),
             }

@@ -114,7 +114,7 @@ impl LoadedModel {
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
-    /// Starts the answers to all prompts of a request and waits until they run. `endpoint` is the path of the request.
+    /// Starts the answers to all prompts of a request and waits until the first answer to each runs. `endpoint` is the path of the request.
     /// An error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
@@ -123,8 +123,9 @@ impl LoadedModel {
         asks: Vec<EngineRequest>,
     ) -> Result<Vec<Answer>> {
         let mut answers = Vec::new();
+        let deadline = Instant::now().checked_add(self.options.deadline);
         for ask in asks {
-            let started = self.start_into(&mut answers, endpoint, caller, ask).await;
+            let started = self.start_into(&mut answers, endpoint, caller, ask, deadline).await;
             // The reason is known before the answers are dropped.
             started.map_err(|error| caller.failed(error))?;
         }
@@ -138,6 +139,7 @@ impl LoadedModel {
         endpoint: &'static str,
         caller: &Arc<Caller>,
         mut ask: EngineRequest,
+        deadline: Option<Instant>,
     ) -> Result<()> {
         if self.is_draining() {
             return Err(ServerError::Draining);
@@ -151,7 +153,6 @@ impl LoadedModel {
         // This check is first, so that a request that can never run is neither compiled nor copied.
         let max_tokens = self.max_tokens(&ask)?;
         let mut grammars = self.compile(ask.grammar.take(), ask.choices).await?.into_iter();
-        let deadline = Instant::now().checked_add(self.options.deadline);
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         let mut requests = Vec::with_capacity(ask.choices);
         for choice in 0..ask.choices {
@@ -202,9 +203,7 @@ impl LoadedModel {
             answer.keep(Arc::clone(caller));
             answers.push(answer);
         }
-        for answer in &mut answers[earlier..] {
-            answer.started().await?;
-        }
-        Ok(())
+        // The others may start when the first has ended, so its tokens must be on their way before.
+        answers[earlier].started().await
     }
 }

@@ -322,7 +322,8 @@ pub struct RequestTimer {
     metrics: Metrics,
     span: Span,
     arrived: Instant,
-    queued: Duration,
+    /// The time in the queue, once the request has started.
+    queued: Option<Duration>,
     first: Option<Instant>,
     last: Option<Instant>,
     usage: Usage,
@@ -338,7 +339,7 @@ impl RequestTimer {
             metrics,
             span,
             arrived: Instant::now(),
-            queued: Duration::ZERO,
+            queued: None,
             first: None,
             last: None,
             usage: Usage { prompt: prompt_tokens, ..Usage::default() },
@@ -350,7 +351,7 @@ impl RequestTimer {
     /// The request starts to run.
     pub fn started(&mut self, cached_tokens: usize, queued: Duration) {
         let m = &self.metrics.0;
-        self.queued = queued;
+        self.queued = Some(queued);
         self.usage.cached = cached_tokens;
         self.span.record("cached", cached_tokens);
         m.queue_time.observe(queued.as_secs_f64());
@@ -401,8 +402,8 @@ impl Drop for RequestTimer {
         self.span.record("reason", reason);
         self.span.in_scope(|| {
             tracing::info!(
-                queued_ms = ms(self.queued),
-                first_token_ms = self.first.map_or(f64::NAN, |at| ms(at - self.arrived)),
+                queued_ms = ms(self.queued.unwrap_or_else(|| self.arrived.elapsed())),
+                first_token_ms = self.first.map(|at| ms(at - self.arrived)),
                 total_ms = ms(self.arrived.elapsed()),
                 "ended"
             );

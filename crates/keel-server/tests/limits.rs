@@ -2,13 +2,14 @@
 
 mod common;
 
+use std::io::Read;
 use std::net::TcpStream;
 use std::time::Duration;
 
 use common::{Running, engine_options, read, request, send, wait_for};
 use keel_engine::EngineOptions;
 use keel_engine::batch::BatchOptions;
-use keel_server::ServerOptions;
+use keel_server::{PrefixStore, ServerOptions};
 use serde_json::{Value, json};
 
 fn long(stream: bool) -> Value {
@@ -179,6 +180,34 @@ fn a_deadline_ends_a_request() {
     server.assert_all_is_back();
 }
 
+/// Where prompts run one after the other, those that follow the deadline do not begin.
+#[test]
+fn a_deadline_is_that_of_all_prompts_together() {
+    let options = ServerOptions { deadline: Duration::from_millis(30), ..ServerOptions::default() };
+    let server = Running::with(EngineOptions { sequences: 1, ..engine_options() }, options);
+    let mut body = long(false);
+    body["prompt"] = json!(vec!["Once"; 20]);
+    let reply = server.post("/v1/completions", &body);
+    assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (504, Some("deadline_exceeded")));
+    server.assert_all_is_back();
+    let metrics = server.get("/metrics").body;
+    let ended = metrics.lines().filter_map(|line| line.strip_prefix("keel_requests_finished_total{"));
+    let ended: u64 = ended.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok()).sum();
+    assert!(ended <= 3, "{ended} of 20 sequences");
+}
+
+#[test]
+fn a_stream_begins_with_its_first_answer() {
+    let server = Running::with(EngineOptions { sequences: 1, ..engine_options() }, ServerOptions::default());
+    let mut body = long(true);
+    body["n"] = json!(2);
+    let mut stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
+    stream.read_exact(&mut [0; 12]).expect("a status line");
+    assert_eq!(server.model.engine.status().waiting, 1, "the second answer");
+    drop(stream);
+    server.assert_all_is_back();
+}
+
 #[test]
 fn draining_lets_running_requests_end_and_an_abort_does_not() {
     // Nothing is cut off, however slow the machine is.
@@ -193,12 +222,41 @@ fn draining_lets_running_requests_end_and_an_abort_does_not() {
     server.join();
 
     let mut server = Running::start();
-    let running = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
-    wait_for("it runs", || server.model.engine.status().running.len() == 1);
+    let [running, collected] = [true, false].map(|stream| {
+        send(server.address, "POST", "/v1/completions", &[], long(stream).to_string().as_bytes())
+    });
+    wait_for("they run", || server.model.engine.status().running.len() == 2);
     server.drain();
     server.abort();
     server.join();
     assert!(!read(running).body.contains("[DONE]"), "it was cut off");
+    let reply = read(collected);
+    assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (503, Some("shutting_down")));
+    assert!(reply.header("retry-after").is_some(), "{reply:?}");
+}
+
+#[test]
+fn prefixes_are_saved_when_nothing_runs() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let index = folder.path().join("index.json");
+    let store = PrefixStore { folder: folder.path().into(), model: "m".into() };
+    let grace = Duration::from_secs(600);
+    let mut server = Running::with(
+        engine_options(),
+        ServerOptions { prefix_store: Some(store), grace, ..ServerOptions::default() },
+    );
+    server.ask("/v1/completions", &json!({"prompt": "The little dog ran. ".repeat(30), "max_tokens": 4}));
+    let running = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
+    let runs = |server: &Running| server.model.engine.status().running.len() == 1;
+    wait_for("it runs", || runs(&server));
+    server.drain();
+    while runs(&server) {
+        assert!(!index.exists() || !runs(&server), "an answer would wait for the disk");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(read(running).events().last().expect("some")["choices"][0]["finish_reason"], "length");
+    server.join();
+    assert!(index.exists());
 }
 
 #[test]

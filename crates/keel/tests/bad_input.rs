@@ -7,7 +7,7 @@ use std::path::Path;
 
 #[cfg(target_os = "linux")]
 use common::hostile::ends_soon;
-use common::{arg, copy_of, fail, fixture, keel, stderr};
+use common::{arg, copy_of, fail, fixture, keel, stderr, succeed};
 use serde_json::{Value, json};
 
 /// Runs a copy of a fixture after `damage` changed its folder. The run must fail with `reason`.
@@ -60,6 +60,24 @@ fn truncated_weights() {
         });
     };
     fails_after("qwen3_5", cut, "is not a valid weights file");
+}
+
+/// NaN as bf16 and f32 has all bits set.
+#[test]
+fn a_score_needs_numbers_and_text() {
+    let folder = copy_of("qwen3");
+    add_tokenizer(folder.path());
+    let text = folder.path().join("text");
+    fs::write(&text, "a b ".repeat(200)).expect("writable");
+    let eval = ["eval", "--window", "128", "--model", arg(folder.path()), "--perplexity", arg(&text)];
+    succeed(&eval);
+    edit_weights(folder.path(), |bytes| {
+        let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+        bytes[header..].fill(0xff);
+    });
+    fail(&eval, "logits are no numbers");
+    fs::write(&text, b"a b \xff\xfe ".repeat(200)).expect("writable");
+    fail(&eval, "not text in UTF-8");
 }
 
 #[test]

@@ -311,12 +311,12 @@ impl Batcher {
         }
     }
 
-    /// Lets go of features that no step will read: those of prompts that have been run.
+    /// Lets go of features that no step will read: those of prompts that have been run. A step under way has what it
+    /// needs in its staging arrays.
     fn let_go_of_seen(&mut self) {
         for running in &mut self.running {
             let is_done = running.pictures.are_held()
                 && running.is_decoding()
-                && running.ahead.steps == 0
                 && !self.engine.may_outgrow(&running.cache);
             if is_done {
                 running.pictures.held.drain(..).for_each(|key| self.features.let_go(&key));

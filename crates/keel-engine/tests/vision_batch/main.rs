@@ -10,8 +10,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::batching::{Outcome, assert_all_is_back, finish, run, step};
+use common::queueing::queueing;
 use common::{device, exact};
-use keel_array::{Backend, Category};
+use keel_array::{Backend, Category, Runtime};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestVision};
 use keel_engine::{Engine, EngineError, EngineOptions, LateWork, PatchGrid, VisionOptions};
@@ -50,9 +51,13 @@ impl Model {
     }
 
     fn engine(&self, options: EngineOptions) -> Engine {
+        self.engine_on(&device(), options)
+    }
+
+    fn engine_on(&self, runtime: &Runtime, options: EngineOptions) -> Engine {
         let checkpoint = Checkpoint::open(&self.folder).expect("opens");
         let parameters = CheckpointParameters(&checkpoint);
-        Engine::load(&device(), &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
+        Engine::load(runtime, &parameters, checkpoint.config(), options, &|_| ()).expect("the model loads")
     }
 
     fn batcher(&self, options: EngineOptions, batch: BatchOptions) -> Batcher {
@@ -317,6 +322,24 @@ fn requests_wait_for_the_room_of_features_and_what_never_fits_is_refused() {
                 matches!(refused, EngineError::PicturesNeverFit { total_bytes, .. } if total_bytes == bytes_max)
             );
         }
+        assert_all_is_back(&mut batcher);
+    }
+}
+
+/// A step is always under way while answers run ahead of the host.
+#[test]
+fn features_are_let_go_once_a_prompt_has_been_run_also_ahead() {
+    for model in Model::all() {
+        let case = model.case("b_large");
+        let mut batcher = Batcher::new(model.engine_on(&queueing(512).0, options()), exactly());
+        batcher.submit(model.request(0, &case.tokens, &case.pictures), Instant::now()).expect("accepted");
+        let mut outcomes = [Outcome::default()];
+        while outcomes[0].tokens.len() < 4 {
+            step(&mut batcher, Instant::now(), &mut outcomes);
+        }
+        let pictures = batcher.status().pictures;
+        assert!(pictures.encoded > 0 && pictures.held_bytes == 0, "{}: {pictures:?}", model.name);
+        batcher.cancel(0);
         assert_all_is_back(&mut batcher);
     }
 }

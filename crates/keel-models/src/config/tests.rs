@@ -35,6 +35,7 @@ fn errors_name_the_key() {
         ("num_key_value_heads", json!(3)),
         ("layer_types", json!(["full_attention"])),
         ("vocab_size", json!(0)),
+        ("rms_norm_eps", json!(-1)),
     ] {
         let mut config = minimal();
         config[key] = value;

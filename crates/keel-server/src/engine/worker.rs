@@ -33,7 +33,7 @@ enum Command {
         accepted: Accepted,
     },
     ForgetPrefixes(oneshot::Sender<()>),
-    /// The server is shutting down.
+    /// The server is shutting down: prefixes are saved as soon as nothing runs.
     SavePrefixes,
 }
 
@@ -71,6 +71,7 @@ impl EngineHandle {
             store,
             steps: 0,
             saved_at: None,
+            saves_when_idle: false,
             checked_at: None,
         };
         let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
@@ -187,10 +188,10 @@ impl EngineHandle {
         answer.await.map_err(|_| ServerError::EngineStopped)
     }
 
-    /// Saves prefixes before the next step, so that they are safe even if the process is killed while requests still
-    /// run. Prefixes of later requests are saved at the end.
+    /// Saves prefixes as soon as nothing runs: saving takes time, which answers under way do not have. Those of later
+    /// requests are saved when the thread ends.
     pub(crate) fn save_prefixes(&self) {
-        // If the inbox is full, prefixes are saved at the end.
+        // If the inbox is full, prefixes are saved when the thread ends.
         let _ = self.send(Command::SavePrefixes);
     }
 
@@ -212,6 +213,7 @@ struct Worker {
     steps: u64,
     /// Value of `steps` at the last save.
     saved_at: Option<u64>,
+    saves_when_idle: bool,
     /// Value of `steps` at the last check at idle.
     checked_at: Option<u64>,
 }
@@ -233,7 +235,9 @@ impl Worker {
             self.end_impatient(Instant::now());
             if self.shared.aborted.load(Ordering::Acquire) {
                 self.batcher.cancel_all();
-                self.live.clear();
+                for (_, events) in self.live.drain() {
+                    let _ = events.sender.send(Err(ServerError::Draining));
+                }
             }
             self.step();
         }
@@ -301,6 +305,9 @@ impl Worker {
     fn take_commands(&mut self) -> bool {
         if self.batcher.is_idle() {
             self.check_idle();
+            if std::mem::take(&mut self.saves_when_idle) {
+                self.save();
+            }
             match self.commands.recv() {
                 Ok(command) => self.obey(command),
                 Err(_) => return false,
@@ -321,7 +328,7 @@ impl Worker {
                 // If the receiver of this result is gone, the receivers of the events are gone, too.
                 let _ = accepted.send(self.submit(requests));
             }
-            Command::SavePrefixes => self.save(),
+            Command::SavePrefixes => self.saves_when_idle = true,
             Command::ForgetPrefixes(done) => {
                 self.batcher.forget_prefixes();
                 self.saved_at = None;

@@ -33,7 +33,7 @@ pub struct PromptArgs {
     #[arg(long, conflicts_with = "chat")]
     raw: bool,
     /// System text, which comes before the user's turn.
-    #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT", conflicts_with_all = ["raw", "ids", "ids_file"])]
+    #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT", conflicts_with_all = ["raw", "ids", "ids_file"], allow_hyphen_values = true)]
     pub system: Option<String>,
 }
 

@@ -13,7 +13,7 @@ pub struct SamplingArgs {
     #[arg(long, short = 'n', aliases = ["n-predict", "num-predict", "max-new-tokens"], value_name = "N", default_value_t = 256)]
     pub max_tokens: usize,
     /// Temperature, which divides the logits. 0 always takes the most probable token.
-    #[arg(long, short = 't', alias = "temp", value_name = "T")]
+    #[arg(long, short = 't', alias = "temp", value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Draw from the smallest set of most probable tokens that together have this probability.
     #[arg(long, value_name = "P")]
@@ -41,7 +41,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias, allow_hyphen_values = true)]
     logit_bias: Vec<(u32, f32)>,
     /// End the text before this string. May be repeated.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub stop: Vec<String>,
     /// Do not end at the model's end tokens.
     #[arg(long)]
@@ -113,6 +113,15 @@ mod tests {
         assert_eq!(options(&["--temperature", "0"], &defaults).temperature, 0.0);
         defaults.do_sample = None;
         assert_eq!(options(&[], &defaults), SamplerOptions::default());
+    }
+
+    #[test]
+    fn a_stop_string_may_begin_with_a_dash() {
+        let cli = Cli::try_parse_from(["keel", "--stop", "---", "--stop", "- "]).expect("two texts");
+        assert_eq!(cli.sampling.stop, ["---", "- "]);
+        let cold = Cli::try_parse_from(["keel", "-t", "-1"]).expect("a number");
+        let error = cold.sampling.options(&GenerationDefaults::default()).expect_err("below 0").to_string();
+        assert!(error.contains("temperature"), "{error}");
     }
 
     #[test]

@@ -63,10 +63,10 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     if args.window == 0 || !args.window.is_multiple_of(2 * PREFILL_GRID) {
         bail!("--window {} is not a positive multiple of {}", args.window, 2 * PREFILL_GRID);
     }
-    let bytes = input::bytes_of(&args.perplexity, input::TEXTS_BYTES_MAX).context("--perplexity")?;
+    let scored = input::text_of(&args.perplexity, input::TEXTS_BYTES_MAX).context("--perplexity")?;
     let model = args.model.open()?;
     let text = ModelText::open(&model)?;
-    let ids = text.tokenizer.encode(&String::from_utf8_lossy(&bytes), false)?;
+    let ids = text.tokenizer.encode(&scored, false)?;
     check_ids(&model.config, &ids)?;
     let windows = windows(args, &ids)?;
     let begin = begin(&text)?;
@@ -214,6 +214,9 @@ fn top(logits: &[f32]) -> Option<usize> {
 
 fn report(args: &EvalArgs, score: &Score, windows: usize) -> Result<()> {
     let perplexity = score.mean_loss().exp();
+    if !perplexity.is_finite() {
+        bail!("the perplexity is {perplexity}: the model's logits are no numbers; check its files");
+    }
     let error = perplexity * score.error();
     let (divergence, same) =
         (score.divergence / score.tokens as f64, score.same_top as f64 / score.tokens as f64);

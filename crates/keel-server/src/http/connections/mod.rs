@@ -27,6 +27,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 use crate::http::response_body::with_guard;
 use crate::options::ServerOptions;
@@ -105,7 +106,9 @@ impl Connections {
         routes: Router,
         drain: impl Future<Output = ()>,
     ) {
-        let watch = tokio::spawn(Arc::clone(self).watch());
+        // Ends with this call, also where its caller gives it up.
+        let mut watch = JoinSet::new();
+        watch.spawn(Arc::clone(self).watch());
         let mut drain = pin!(drain);
         loop {
             let accepted = tokio::select! {
@@ -121,7 +124,6 @@ impl Connections {
                 }
             }
         }
-        watch.abort();
         self.draining.send_replace(true);
     }
 
@@ -278,4 +280,21 @@ fn descriptors_left() -> Option<usize> {
 #[cfg(not(target_os = "linux"))]
 fn descriptors_left() -> Option<usize> {
     Some(256)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn nothing_stays_of_a_server_that_is_given_up() {
+        let connections = Arc::new(Connections::new(&ServerOptions::default()));
+        let weak = Arc::downgrade(&connections);
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let accepting = connections.accept(listener, Router::new(), std::future::pending());
+        tokio::time::timeout(ROUND, accepting).await.expect_err("it accepts");
+        drop(connections);
+        tokio::time::sleep(ROUND).await;
+        assert!(weak.upgrade().is_none());
+    }
 }

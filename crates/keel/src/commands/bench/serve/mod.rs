@@ -90,7 +90,12 @@ pub fn run(args: &BenchServeArgs) -> Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let report = runtime.block_on(measure(args, load))?;
-    if args.json { output::json(&report.to_json()) } else { output::text(&report.to_text()) }
+    if args.json {
+        output::json(&report.to_json())?
+    } else {
+        output::text(&report.to_text())?
+    }
+    report.check()
 }
 
 async fn measure(args: &BenchServeArgs, load: Load) -> Result<Report> {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
 use super::client::Answer;
@@ -78,6 +78,12 @@ impl Report {
         }
     }
 
+    /// Fails if no request was answered: then the times say nothing.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.answered > 0, "none of {} requests was answered", self.failures.len());
+        Ok(())
+    }
+
     /// The report as one JSON object.
     pub fn to_json(&self) -> Value {
         json!({
@@ -134,7 +140,15 @@ impl Report {
 
 #[cfg(test)]
 mod tests {
-    use super::Times;
+    use super::{Report, Times};
+    use anyhow::anyhow;
+    use std::time::Duration;
+
+    #[test]
+    fn a_load_without_an_answer_fails() {
+        let error = Report::new(vec![Err(anyhow!("refused"))], Duration::ZERO, None, None).check();
+        assert!(error.expect_err("no answer").to_string().contains("none of 1 requests"));
+    }
 
     #[test]
     fn quantiles_are_of_the_sorted_times() {
