@@ -155,7 +155,8 @@ fn every_answer_names_its_request() {
     assert!(first.starts_with("req_") && first != second, "{first} {second}");
     assert_eq!(name(&[("x-request-id", "mine-7")]).as_deref(), Some("mine-7"));
     assert_ne!(name(&[("x-request-id", "two words")]).as_deref(), Some("two words"));
-    assert!(server.get("/nothing").header("x-request-id").is_some());
+    let nothing = server.get("/nothing");
+    assert!(nothing.header("x-request-id").is_some_and(|name| nothing.header("request-id") == Some(name)));
 }
 
 #[test]

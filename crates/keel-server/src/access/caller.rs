@@ -11,8 +11,9 @@ use crate::error::ServerError;
 use crate::memory::requests::{Meter, RequestMemory};
 use crate::shared::fresh_id;
 
-/// The header with a request's name.
+/// The headers with a request's name: OpenAI's, which a request may have, too, and Anthropic's.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const ANTHROPICS_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const ID_BYTES_MAX: usize = 128;
 
 /// The name of a request.
@@ -70,6 +71,7 @@ pub(crate) async fn name_request(mut request: Request, next: Next) -> Response {
     request.extensions_mut().insert(RequestId(Arc::clone(&id)));
     let mut response = next.run(request).await;
     if let Ok(value) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(ANTHROPICS_REQUEST_ID, value.clone());
         response.headers_mut().insert(REQUEST_ID, value);
     }
     response

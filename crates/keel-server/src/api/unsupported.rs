@@ -12,6 +12,7 @@ const TOOLS: &str = "is the old form; use tools and tool_choice";
 const LENGTH: &str = "is not a field of this API; use max_tokens, in /v1/responses max_output_tokens";
 const KWARGS: &str = "is not a field of this API; use chat_template_kwargs: {\"enable_thinking\": false}";
 const THINKING: &str = "is not a field of this API; use thinking: {\"type\": \"disabled\"}";
+const SYSTEM: &str = "is not a field of this API; use a message with the role system";
 const NONE: &str = "is not supported here; leave it out";
 
 /// A field, its values that change nothing, and the advice.
@@ -34,7 +35,7 @@ const fn instead(field: &'static str, advice: &'static str) -> Unsupported {
 }
 
 /// `neutral` lists the values without effect. Null and empty strings, lists and objects never have an effect.
-const FIELDS: [Unsupported; 49] = [
+const FIELDS: &[Unsupported] = &[
     never("lora"),
     never("lora_request"),
     never("lora_path"),
@@ -60,6 +61,8 @@ const FIELDS: [Unsupported; 49] = [
     instead("grammar", SCHEMA),
     instead("n_predict", LENGTH),
     instead("max_new_tokens", LENGTH),
+    instead("num_predict", LENGTH),
+    instead("max_length", LENGTH),
     Unsupported {
         neutral: || json!([1]),
         ..instead("repeat_penalty", "is not a field of this API; use repetition_penalty")
@@ -90,10 +93,39 @@ const FIELDS: [Unsupported; 49] = [
 ];
 
 /// Fields that `/v1/chat/completions` does not take.
-const CHAT: [Unsupported; 2] = [instead("enable_thinking", KWARGS), instead("thinking", KWARGS)];
+const CHAT: &[Unsupported] = &[
+    instead("enable_thinking", KWARGS),
+    instead("thinking", KWARGS),
+    instead("reasoning", "is a field of /v1/responses; use reasoning_effort"),
+    instead("stop_sequences", "is a field of /v1/messages; use stop"),
+    instead("max_output_tokens", "is a field of /v1/responses; use max_tokens"),
+    instead("system", SYSTEM),
+    instead("instructions", SYSTEM),
+    instead("text", SCHEMA),
+    instead("format", SCHEMA),
+    instead("output_config", SCHEMA),
+    instead(
+        "options",
+        "is not understood; give its fields next to messages, max_tokens instead of num_predict",
+    ),
+];
+
+/// Fields that `/v1/completions` does not take.
+const COMPLETIONS: &[Unsupported] = &[
+    instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
+    instead("max_output_tokens", "is a field of /v1/responses; use max_tokens"),
+    instead("stop_sequences", "is a field of /v1/messages; use stop"),
+    instead("messages", "is a field of a chat; use /v1/chat/completions"),
+    instead("tools", "is a field of a chat; use /v1/chat/completions"),
+    instead("thinking", "is a field of /v1/messages, for a chat"),
+    Unsupported {
+        neutral: || json!([0]),
+        ..instead("top_logprobs", "is a field of a chat; use logprobs: N")
+    },
+];
 
 /// Fields that `/v1/responses` does not take. Most are those of a chat.
-const RESPONSES: [Unsupported; 11] = [
+const RESPONSES: &[Unsupported] = &[
     instead("response_format", "is a field of a chat; use text.format"),
     instead("max_tokens", "is a field of a chat; use max_output_tokens"),
     instead("max_completion_tokens", "is a field of a chat; use max_output_tokens"),
@@ -108,10 +140,14 @@ const RESPONSES: [Unsupported; 11] = [
 ];
 
 /// Fields that `/v1/messages` does not take. Most are those of a chat.
-const MESSAGES: [Unsupported; 9] = [
+const MESSAGES: &[Unsupported] = &[
     instead("stop", "is a field of a chat; use stop_sequences"),
     instead("response_format", "is a field of a chat; use output_config.format"),
     instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
+    instead("max_output_tokens", "is a field of /v1/responses; use max_tokens"),
+    instead("instructions", "is a field of /v1/responses; use system"),
+    instead("text", "is a field of /v1/responses; use output_config.format"),
+    never("context_management"),
     instead("enable_thinking", THINKING),
     instead("chat_template_kwargs", THINKING),
     instead("reasoning_effort", THINKING),
@@ -125,7 +161,7 @@ const MESSAGES: [Unsupported; 9] = [
 /// # Errors
 /// The field, and the advice.
 pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
-    refuse(&FIELDS, rest)
+    refuse(FIELDS, rest)
 }
 
 /// The same for `/v1/chat/completions`.
@@ -134,7 +170,16 @@ pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
 /// The field, and the advice.
 pub(crate) fn check_chat(rest: &Map<String, Value>) -> Result<()> {
     check(rest)?;
-    refuse(&CHAT, rest)
+    refuse(CHAT, rest)
+}
+
+/// The same for `/v1/completions`.
+///
+/// # Errors
+/// The field, and the advice.
+pub(crate) fn check_completion(rest: &Map<String, Value>) -> Result<()> {
+    check(rest)?;
+    refuse(COMPLETIONS, rest)
 }
 
 /// The same for `/v1/responses`.
@@ -143,7 +188,7 @@ pub(crate) fn check_chat(rest: &Map<String, Value>) -> Result<()> {
 /// The field, and the advice.
 pub(crate) fn check_response(rest: &Map<String, Value>) -> Result<()> {
     check(rest)?;
-    refuse(&RESPONSES, rest)
+    refuse(RESPONSES, rest)
 }
 
 /// The same for `/v1/messages`.
@@ -152,7 +197,7 @@ pub(crate) fn check_response(rest: &Map<String, Value>) -> Result<()> {
 /// The field, and the advice.
 pub(crate) fn check_messages(rest: &Map<String, Value>) -> Result<()> {
     check(rest)?;
-    refuse(&MESSAGES, rest)
+    refuse(MESSAGES, rest)
 }
 
 fn refuse(fields: &[Unsupported], rest: &Map<String, Value>) -> Result<()> {
@@ -207,6 +252,25 @@ mod tests {
         ] {
             assert_eq!(refused(fine.clone()), None, "{fine}");
         }
+    }
+
+    #[test]
+    fn fields_of_another_api_are_refused_with_what_to_use() {
+        type Check = fn(&Map<String, Value>) -> Result<()>;
+        for (check, body, advice) in [
+            (check_chat as Check, json!({"stop_sequences": ["x"]}), "use stop"),
+            (check_chat, json!({"max_output_tokens": 2}), "use max_tokens"),
+            (check_chat, json!({"reasoning": {"effort": "low"}}), "use reasoning_effort"),
+            (check_chat, json!({"num_predict": 2}), "use max_tokens"),
+            (check_completion, json!({"max_completion_tokens": 1}), "use max_tokens"),
+            (check_completion, json!({"top_logprobs": 2}), "use logprobs"),
+            (check_messages, json!({"instructions": "be brief"}), "use system"),
+            (check_messages, json!({"max_output_tokens": 2}), "use max_tokens"),
+        ] {
+            let error = check(body.as_object().expect("an object")).expect_err("it would change the answer");
+            assert!(error.to_string().contains(advice), "{body}: {error}");
+        }
+        assert!(check_completion(json!({"top_logprobs": 0}).as_object().expect("an object")).is_ok());
     }
 
     #[test]

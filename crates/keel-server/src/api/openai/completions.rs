@@ -115,7 +115,7 @@ pub(crate) fn asks(
     bounds: &Bounds<'_>,
     body: CompletionBody,
 ) -> Result<(Vec<EngineRequest>, Vec<String>)> {
-    unsupported::check(&body.rest)?;
+    unsupported::check_completion(&body.rest)?;
     let count = body.prompt.count();
     if count == 0 || count > PROMPTS_MAX {
         return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));
