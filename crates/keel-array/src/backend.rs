@@ -65,7 +65,7 @@ pub struct MemoryAt<'a> {
 
 /// Some bytes of device memory.
 #[derive(Clone)]
-pub struct MemoryPart<'a> {
+pub struct MemoryRange<'a> {
     /// The memory.
     pub memory: &'a dyn DeviceMemory,
     /// Which of its bytes.
@@ -186,10 +186,10 @@ pub trait Memory: Send + Sync {
         }
     }
 
-    /// Zeroes parts of device memory.
-    fn clear(&self, parts: &[MemoryPart<'_>]) {
+    /// Zeroes ranges of device memory.
+    fn clear(&self, ranges: &[MemoryRange<'_>]) {
         let zeros = [0; PIECE_BYTES];
-        for MemoryPart { memory, bytes } in parts {
+        for MemoryRange { memory, bytes } in ranges {
             for at in bytes.clone().step_by(PIECE_BYTES) {
                 self.write(*memory, at, &zeros[..PIECE_BYTES.min(bytes.end - at)]);
             }
@@ -308,10 +308,10 @@ pub trait Submission: Memory {
     ///
     /// # Errors
     /// As [`Submission::launch`], for errors that are known already.
-    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket> {
+    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryRange<'_>>) -> Result<Ticket> {
         self.launch(launch)?;
         let mut ticket = Ticket { number: 0, result: Vec::new() };
-        if let Some(MemoryPart { memory, bytes }) = result {
+        if let Some(MemoryRange { memory, bytes }) = result {
             ticket.result.resize(bytes.len(), 0);
             self.read(memory, bytes.start, &mut ticket.result)?;
         }

@@ -34,7 +34,7 @@ mod weight;
 
 pub use array::{Array, ArraySpec};
 pub use backend::{
-    Backend, DeviceMemory, LAUNCHES_MAX, Memory, MemoryAt, MemoryCopy, MemoryPart, OwnMemory, Preparations,
+    Backend, DeviceMemory, LAUNCHES_MAX, Memory, MemoryAt, MemoryCopy, MemoryRange, OwnMemory, Preparations,
     Programs, RESULT_BYTES_MAX, Submission, Ticket,
 };
 pub use blocks::BlockFormat;

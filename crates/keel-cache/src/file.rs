@@ -15,7 +15,7 @@ use std::path::Path;
 use keel_array::{Array, DType};
 use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec, WeightsError};
 
-use crate::parts::parts;
+use crate::contents::contents;
 use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
 
 /// Name of the file's layout. A change of the layout changes it.
@@ -37,8 +37,8 @@ impl ModelCache {
             let problem = format!("{} tokens were given for a cache of {}", tokens.len(), sequence.len());
             return Err(CacheError::File { path: path.into(), problem });
         }
-        let parts = parts(self.layers(), sequence, tokens.len());
-        let mut specs: Vec<TensorSpec> = parts
+        let contents = contents(self.layers(), sequence, tokens.len());
+        let mut specs: Vec<TensorSpec> = contents
             .iter()
             .map(|p| TensorSpec { name: p.name.clone(), dtype: p.pool.dtype(), shape: p.shape() })
             .collect();
@@ -50,11 +50,11 @@ impl ModelCache {
             metadata.insert(TURNS.into(), LONG.into());
         }
         let mut writer = SafetensorsWriter::create(path, &specs, &metadata)?;
-        for part in &parts {
-            let mut bytes = vec![0; part.entry_bytes()];
-            for &entry in &part.entries {
-                part.pool.read_bytes(entry * bytes.len(), &mut bytes)?;
-                writer.append(&part.name, &bytes)?;
+        for held in &contents {
+            let mut bytes = vec![0; held.entry_bytes()];
+            for &entry in &held.entries {
+                held.pool.read_bytes(entry * bytes.len(), &mut bytes)?;
+                writer.append(&held.name, &bytes)?;
             }
         }
         let ids: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
@@ -86,9 +86,9 @@ impl ModelCache {
         let tokens: Vec<u32> = ids_of.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
         let mut sequence = self.open()?;
         sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
-        // The tokens and a tensor for each part. A tensor split saves each layer once for each device. A file of
+        // The tokens and a tensor for each array. A tensor split saves each layer once for each device. A file of
         // another number of devices may have the same shapes with other heads, so the tensors are counted.
-        let expected = parts(self.layers(), &sequence, 0).len() + 1;
+        let expected = contents(self.layers(), &sequence, 0).len() + 1;
         let found = file.names().count();
         if found != expected {
             let problem = format!("it holds {found} tensors, and this engine's cache has {expected}");
@@ -111,21 +111,21 @@ impl ModelCache {
             }
             LayerStorage::Recurrent { window, state } => entry(&window.rows) + entry(&state.state),
         };
-        let parts: usize = self.layers().iter().map(|of| layer(of) + 2 * HEADER_BYTES).sum();
-        (parts + self.size().context * size_of::<u32>() + HEADER_BYTES) as u64
+        let layers: usize = self.layers().iter().map(|of| layer(of) + 2 * HEADER_BYTES).sum();
+        (layers + self.size().context * size_of::<u32>() + HEADER_BYTES) as u64
     }
 
     fn fill_from(&mut self, file: &SafetensorsFile, sequence: &mut SequenceCache, len: usize) -> Result<()> {
         self.reserve(sequence, len)?;
-        for part in parts(self.layers(), sequence, len) {
-            let tensor = file.tensor(&part.name)?.expect_shape(&part.shape())?;
-            if tensor.dtype() != part.pool.dtype() {
+        for held in contents(self.layers(), sequence, len) {
+            let tensor = file.tensor(&held.name)?.expect_shape(&held.shape())?;
+            if tensor.dtype() != held.pool.dtype() {
                 let (found, needed) = (tensor.dtype().to_string(), "the type of this engine's cache");
-                return Err(WeightsError::UnsupportedDType { name: part.name, found, needed }.into());
+                return Err(WeightsError::UnsupportedDType { name: held.name, found, needed }.into());
             }
-            let entry_bytes = part.entry_bytes();
-            for (&entry, bytes) in part.entries.iter().zip(tensor.bytes().chunks_exact(entry_bytes)) {
-                part.pool.write_bytes(entry * entry_bytes, bytes)?;
+            let entry_bytes = held.entry_bytes();
+            for (&entry, bytes) in held.entries.iter().zip(tensor.bytes().chunks_exact(entry_bytes)) {
+                held.pool.write_bytes(entry * entry_bytes, bytes)?;
             }
         }
         sequence.advance(len);

@@ -20,13 +20,13 @@
 
 #![forbid(unsafe_code)]
 
+mod contents;
 mod error;
 mod failed_step;
 mod file;
 mod ids;
 mod model_cache;
 mod pages;
-mod parts;
 mod pools;
 mod prefix;
 mod prefix_folder;

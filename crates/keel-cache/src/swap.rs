@@ -1,7 +1,7 @@
 //! Sequences parked in host memory, to make room for others.
 //!
 //! A parked sequence holds no page and no slot. Its contents lie in blocks of a buffer that was allocated with the
-//! cache, one part after the other. They come back bit for bit, into other pages and another slot:
+//! cache, one array after the other. They come back bit for bit, into other pages and another slot:
 //!
 //! ```text
 //! device   pages 7, 3 | slot 2        image    layer 0: page 7, page 3 | layer 1: window, state | ...
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use keel_array::{AttentionSpec, Category, HostBuffer, Runtime};
 
-use crate::parts::{Part, parts};
+use crate::contents::{HeldEntries, contents};
 use crate::{CacheError, CacheSize, CacheSpec, HostBlockId, ModelCache, Result, SequenceCache};
 
 /// Bytes of a block of host memory.
@@ -85,21 +85,21 @@ impl Places<'_> {
     }
 }
 
-/// Calls `copy` for each piece of an image: its part, its place in the part's array, its place in host memory, its
-/// bytes.
-fn each_piece(
-    parts: &[Part<'_>],
+/// Calls `copy` for each range of an image that lies in one block: the entries that it belongs to, its place in their
+/// array, its place in host memory, its bytes.
+fn each_range(
+    contents: &[HeldEntries<'_>],
     blocks: &[HostBlockId],
-    mut copy: impl FnMut(&Part<'_>, usize, usize, usize) -> Result<()>,
+    mut copy: impl FnMut(&HeldEntries<'_>, usize, usize, usize) -> Result<()>,
 ) -> Result<()> {
     let mut places = Places { blocks, at: 0 };
-    for part in parts {
-        let entry_bytes = part.entry_bytes();
-        for &entry in &part.entries {
+    for held in contents {
+        let entry_bytes = held.entry_bytes();
+        for &entry in &held.entries {
             let mut done = 0;
             while done < entry_bytes {
                 let host = places.next(entry_bytes - done);
-                copy(part, entry * entry_bytes + done, host.start, host.len())?;
+                copy(held, entry * entry_bytes + done, host.start, host.len())?;
                 done += host.len();
             }
         }
@@ -135,12 +135,12 @@ impl ModelCache {
     /// sequence is then unchanged.
     pub fn park(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.expect_settled(sequence)?;
-        let parts = parts(&self.layers, sequence, sequence.len());
-        let image_bytes = parts.iter().map(Part::bytes).sum::<usize>();
+        let contents = contents(&self.layers, sequence, sequence.len());
+        let image_bytes = contents.iter().map(HeldEntries::bytes).sum::<usize>();
         let blocks = self.take_blocks(image_bytes.div_ceil(BLOCK_BYTES))?;
         let memory = self.swap.memory.bytes_mut();
-        let copied = each_piece(&parts, &blocks, |part, at, host, len| {
-            Ok(part.pool.read_bytes(at, &mut memory[host..host + len])?)
+        let copied = each_range(&contents, &blocks, |held, at, host, len| {
+            Ok(held.pool.read_bytes(at, &mut memory[host..host + len])?)
         });
         if let Err(error) = copied {
             self.pools.lock().blocks.extend(blocks);
@@ -173,8 +173,8 @@ impl ModelCache {
         sequence.slot = Some(self.take_slot()?);
         let filled = self.reserve(sequence, 0).and_then(|()| {
             let memory = self.swap.memory.bytes();
-            each_piece(&parts(&self.layers, sequence, sequence.len()), blocks, |part, at, host, len| {
-                Ok(part.pool.write_bytes(at, &memory[host..host + len])?)
+            each_range(&contents(&self.layers, sequence, sequence.len()), blocks, |held, at, host, len| {
+                Ok(held.pool.write_bytes(at, &memory[host..host + len])?)
             })
         });
         if filled.is_err() {

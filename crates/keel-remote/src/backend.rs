@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
-    MemoryCopy, MemoryPart, OwnMemory, Place, Preparations, PreparedPiece, Programs, RowBlock, RowData,
+    MemoryCopy, MemoryRange, OwnMemory, Place, Preparations, PreparedPiece, Programs, RowBlock, RowData,
     Submission, WeightSpec,
 };
 
@@ -16,7 +16,7 @@ use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
 use crate::message::{
-    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, PartAt, Piece, Request,
+    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
 };
 use crate::{Cluster, RemoteError};
 
@@ -251,13 +251,13 @@ impl Memory for RemoteBackend {
         }
     }
 
-    fn clear(&self, parts: &[MemoryPart<'_>]) {
-        let part = |MemoryPart { memory, bytes }: &MemoryPart<'_>| PartAt {
+    fn clear(&self, ranges: &[MemoryRange<'_>]) {
+        let range = |MemoryRange { memory, bytes }: &MemoryRange<'_>| RangeAt {
             at: at(*memory, bytes.start),
             bytes: bytes.len(),
         };
-        for parts in parts.chunks(MOVES_MAX) {
-            self.link.send(&Request::Clear { parts: parts.iter().map(part).collect() }, &[]);
+        for ranges in ranges.chunks(MOVES_MAX) {
+            self.link.send(&Request::Clear { parts: ranges.iter().map(range).collect() }, &[]);
         }
     }
 

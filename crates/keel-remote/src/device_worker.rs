@@ -7,14 +7,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use keel_array::{
-    ArrayError, Backend, Buffer, Category, MemoryAt, MemoryCopy, MemoryPart, RemoteLaunch, RowBlock, RowData,
-    Runtime,
+    ArrayError, Backend, Buffer, Category, MemoryAt, MemoryCopy, MemoryRange, RemoteLaunch, RowBlock,
+    RowData, Runtime,
 };
 
 use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
 use crate::message::{
-    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, PartAt, Piece, Request,
+    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
 };
 use crate::node::Session;
 
@@ -190,11 +190,11 @@ impl Worker {
                 self.backend().copy(&copies.into_iter().map(copy).collect::<Result<Vec<_>, Failure>>()?);
             }
             Request::Clear { parts } => {
-                let part = |PartAt { at, bytes }: PartAt| {
+                let range = |RangeAt { at, bytes }: RangeAt| {
                     let MemoryAt { memory, offset } = self.place(at, bytes)?;
-                    Ok(MemoryPart { memory, bytes: offset..offset + bytes })
+                    Ok(MemoryRange { memory, bytes: offset..offset + bytes })
                 };
-                self.backend().clear(&parts.into_iter().map(part).collect::<Result<Vec<_>, Failure>>()?);
+                self.backend().clear(&parts.into_iter().map(range).collect::<Result<Vec<_>, Failure>>()?);
             }
             Request::Pack { spec, at, expert, first_row, rows, coding } => {
                 let floats = Floats::of(coding, bytes)?;

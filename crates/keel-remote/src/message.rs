@@ -91,7 +91,7 @@ pub(crate) struct CopyAt {
 
 /// Some bytes from a place on.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct PartAt {
+pub(crate) struct RangeAt {
     pub at: At,
     pub bytes: usize,
 }
@@ -111,7 +111,7 @@ pub(crate) enum Coding {
 /// Most pieces of programs that a device keeps.
 pub(crate) const PIECES_MAX: usize = 4096;
 
-/// Most copies, or parts to zero, of one request.
+/// Most copies, or ranges to zero, of one request.
 pub(crate) const MOVES_MAX: usize = 1 << 16;
 
 /// What the leader asks of a device.
@@ -145,7 +145,7 @@ pub(crate) enum Request {
         copies: Vec<CopyAt>,
     },
     Clear {
-        parts: Vec<PartAt>,
+        parts: Vec<RangeAt>,
     },
     /// Elements follow.
     Pack {

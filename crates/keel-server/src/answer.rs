@@ -45,14 +45,14 @@ pub enum Ending {
     ToolCalls,
 }
 
-/// A piece of an answer.
+/// An event of an answer.
 #[derive(Clone, Debug)]
-pub enum AnswerPiece {
+pub enum AnswerEvent {
     /// Text, reasoning or a tool call.
     Part(AnswerPart),
     /// Tokens, if log probabilities were requested.
     Tokens(Vec<TokenInfo>),
-    /// The end, with the stop string that caused it, if any. No piece follows.
+    /// The end, with the stop string that caused it, if any. No event follows.
     End(Ending, Option<String>),
 }
 
@@ -82,7 +82,7 @@ pub struct AnswerStyle {
 }
 
 /// A running answer. Dropping it ends the sequence. An answer has ended when [`Answer::next`] returns `None`: all of
-/// its pieces were charged and sent. One that is dropped before counts as cancelled, unless its request has failed:
+/// its events were charged and sent. One that is dropped before counts as cancelled, unless its request has failed:
 /// then it ended for that reason.
 pub struct Answer {
     events: Events,
@@ -92,10 +92,10 @@ pub struct Answer {
     parser: AnswerParser,
     one_call: bool,
     listing: Option<Listing>,
-    pieces: VecDeque<AnswerPiece>,
+    ready: VecDeque<AnswerEvent>,
     called_tools: bool,
     reasoned: bool,
-    /// Set when the last pieces are in `pieces`.
+    /// Set when the last events are in `ready`.
     ending: Option<Ending>,
     usage: Usage,
     timer: RequestTimer,
@@ -113,17 +113,17 @@ impl Answer {
     ///
     /// # Errors
     /// There is no memory left for it.
-    pub(crate) fn charge(&self, piece: &AnswerPiece) -> Result<()> {
-        let bytes = match piece {
-            AnswerPiece::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)) => bytes_of_part(text),
-            AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => {
+    pub(crate) fn charge(&self, event: &AnswerEvent) -> Result<()> {
+        let bytes = match event {
+            AnswerEvent::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)) => bytes_of_part(text),
+            AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => {
                 bytes_of_part(name) + bytes_of_part(arguments) + bytes_of_body(arguments.as_bytes())
             }
-            AnswerPiece::Tokens(tokens) => {
+            AnswerEvent::Tokens(tokens) => {
                 let of = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.listed()));
                 tokens.iter().map(of).sum()
             }
-            AnswerPiece::End(..) => 0,
+            AnswerEvent::End(..) => 0,
         };
         let Some(caller) = &self.caller else { return Ok(()) };
         caller.meter.take(bytes).map_err(|error| caller.failed(error))
@@ -149,7 +149,7 @@ impl Answer {
             parser: AnswerParser::new(style.form),
             one_call: style.one_call,
             listing: style.listing,
-            pieces: VecDeque::new(),
+            ready: VecDeque::new(),
             called_tools: false,
             reasoned: false,
             ending: None,
@@ -181,17 +181,17 @@ impl Answer {
         self.usage
     }
 
-    /// Returns the next piece, or `None` after the end.
+    /// Returns the next event, or `None` after the end.
     ///
     /// # Errors
     /// The engine fails at the request, or the deadline passes.
-    pub async fn next(&mut self) -> Result<Option<AnswerPiece>> {
+    pub async fn next(&mut self) -> Result<Option<AnswerEvent>> {
         loop {
-            if let Some(piece) = self.pieces.pop_front() {
-                return Ok(Some(piece));
+            if let Some(event) = self.ready.pop_front() {
+                return Ok(Some(event));
             }
             if let Some(ending) = self.ending {
-                // Only now is it certain that the last piece was charged and sent.
+                // Only now is it certain that the last event was charged and sent.
                 self.timer.ended(ending, self.usage);
                 return Ok(None);
             }
@@ -220,7 +220,7 @@ impl Answer {
             && let Some(logprobs) = logprobs
         {
             let info = self.token_info(id, logprobs)?;
-            self.pieces.push_back(AnswerPiece::Tokens(vec![info]));
+            self.ready.push_back(AnswerEvent::Tokens(vec![info]));
         }
         let step = self.stops.push(self.detokenizer.push(id)?);
         let mut parts = Vec::new();
@@ -264,7 +264,7 @@ impl Answer {
                 AnswerPart::Reasoning(_) => self.reasoned = true,
                 AnswerPart::Text(_) => {}
             }
-            self.pieces.push_back(AnswerPiece::Part(part));
+            self.ready.push_back(AnswerEvent::Part(part));
         }
         if self.reasoned && self.parser.is_reasoning() {
             self.usage.reasoning = self.usage.completion;
@@ -282,7 +282,7 @@ impl Answer {
         self.put(rest);
         let ending = if self.called_tools && ending == Ending::Stop { Ending::ToolCalls } else { ending };
         let stop = self.stops.matched().map(str::to_string);
-        self.pieces.push_back(AnswerPiece::End(ending, stop));
+        self.ready.push_back(AnswerEvent::End(ending, stop));
         self.ending = Some(ending);
     }
 }

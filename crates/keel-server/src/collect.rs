@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::access::caller::Caller;
-use crate::answer::{Answer, AnswerPiece, Ending, TokenInfo, Usage};
+use crate::answer::{Answer, AnswerEvent, Ending, TokenInfo, Usage};
 use crate::error::{Result, ServerError};
 use crate::http::body::{error_json, sse};
 use crate::loaded_model::LoadedModel;
@@ -42,40 +42,40 @@ async fn collect_one(mut answer: Answer) -> Result<Collected> {
     let (mut text, mut reasoning) = (String::new(), String::new());
     let (mut calls, mut tokens) = (Vec::new(), Vec::new());
     let (mut ending, mut stop) = (Ending::Stop, None);
-    while let Some(piece) = answer.next().await? {
-        answer.charge(&piece)?;
-        match piece {
-            AnswerPiece::Part(AnswerPart::Text(part)) => text.push_str(&part),
-            AnswerPiece::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
-            AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => calls.push((name, arguments)),
-            AnswerPiece::Tokens(infos) => tokens.extend(infos),
-            AnswerPiece::End(how, by) => (ending, stop) = (how, by),
+    while let Some(event) = answer.next().await? {
+        answer.charge(&event)?;
+        match event {
+            AnswerEvent::Part(AnswerPart::Text(part)) => text.push_str(&part),
+            AnswerEvent::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
+            AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => calls.push((name, arguments)),
+            AnswerEvent::Tokens(infos) => tokens.extend(infos),
+            AnswerEvent::End(how, by) => (ending, stop) = (how, by),
         }
     }
     Ok(Collected { text, reasoning, calls, tokens, ending, stop, usage: answer.usage() })
 }
 
-/// A piece of one of several answers.
+/// An event of one of several answers.
 pub(crate) struct Merged {
     pub index: usize,
-    pub piece: Result<AnswerPiece>,
+    pub event: Result<AnswerEvent>,
     /// Token counts of this answer so far.
     pub usage: Usage,
 }
 
-/// Merges the pieces of all answers in the order of their arrival.
+/// Merges the events of all answers in the order of their arrival.
 pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged>> {
-    let pieces = |(index, answer): (usize, Answer)| {
+    let events = |(index, answer): (usize, Answer)| {
         stream::unfold(Some(answer), move |answer| async move {
             let mut answer = answer?;
-            let piece = answer.next().await.transpose()?;
+            let event = answer.next().await.transpose()?;
             let usage = answer.usage();
-            let rest = piece.is_ok().then_some(answer);
-            Some((Merged { index, piece, usage }, rest))
+            let rest = event.is_ok().then_some(answer);
+            Some((Merged { index, event, usage }, rest))
         })
         .boxed()
     };
-    stream::select_all(answers.into_iter().enumerate().map(pieces))
+    stream::select_all(answers.into_iter().enumerate().map(events))
 }
 
 /// Bytes that a stream has for events that wait for its client. They are charged before its prompt runs.
@@ -286,7 +286,7 @@ mod tests {
         StreamRoom::take(&caller(memory)).expect("there is room")
     }
 
-    /// An answer of one token, which is also its stop string. So its end is known with its first piece.
+    /// An answer of one token, which is also its stop string. So its end is known with its first event.
     fn answer_of_one_token(memory: &RequestMemory, metrics: &Metrics) -> Answer {
         let folder = keel_testkit::fixtures::demo();
         let text = ServedText::new(&TextFiles::read(&folder).expect("there")).expect("sound");
@@ -327,7 +327,7 @@ mod tests {
     async fn an_answer_whose_end_is_not_taken_is_cancelled() {
         let (memory, metrics) = (RequestMemory::new(1 << 20, 0), Metrics::new());
         let mut answer = answer_of_one_token(&memory, &metrics);
-        assert!(matches!(answer.next().await, Ok(Some(AnswerPiece::Tokens(_)))));
+        assert!(matches!(answer.next().await, Ok(Some(AnswerEvent::Tokens(_)))));
         drop(answer);
         assert_eq!((metrics.finished("stop"), metrics.finished("cancelled")), (0, 1));
     }

@@ -2,7 +2,7 @@
 
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryCopy,
-    MemoryPart, OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
+    MemoryRange, OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -162,8 +162,8 @@ impl<D: Interceptor> Memory for InterceptedBackend<D> {
     fn copy(&self, copies: &[MemoryCopy<'_>]) {
         self.backend.copy(copies);
     }
-    fn clear(&self, parts: &[MemoryPart<'_>]) {
-        self.backend.clear(parts);
+    fn clear(&self, ranges: &[MemoryRange<'_>]) {
+        self.backend.clear(ranges);
     }
     fn packed_bytes(&self, spec: &WeightSpec) -> usize {
         self.backend.packed_bytes(spec)
@@ -219,14 +219,14 @@ impl<D: Interceptor> Submission for InterceptedBackend<D> {
     fn is_queueing(&self) -> bool {
         self.disturbance.is_queueing() || self.disturbance.passes_queue() && self.backend.is_queueing()
     }
-    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket> {
+    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryRange<'_>>) -> Result<Ticket> {
         if self.disturbance.passes_queue() {
             self.disturbance.before_enqueue().inspect_err(|_| launch.note_done(0))?;
             return self.backend.enqueue(launch, result);
         }
         self.launch(launch)?;
         let mut ticket = Ticket { number: 0, result: Vec::new() };
-        if let Some(MemoryPart { memory, bytes }) = result {
+        if let Some(MemoryRange { memory, bytes }) = result {
             ticket.result.resize(bytes.len(), 0);
             self.read(memory, bytes.start, &mut ticket.result)?;
         }

@@ -50,7 +50,7 @@ pub use error::TextError;
 pub use files::{TextFile, TextFiles};
 pub use grammar::{GrammarFactory, GrammarMask, GrammarSource, GrammarState, MaskCanceller};
 pub use special::SpecialTokens;
-pub use stop::{StopMatcher, StopStep};
+pub use stop::{StopMatcher, StopOutcome};
 pub use stream::StreamDetokenizer;
 pub use template::{
     ChatRequest, ChatTemplate, Message, TEMPLATE_MEMORY_BYTES, render_for_parent, render_in_process,

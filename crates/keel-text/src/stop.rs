@@ -36,7 +36,7 @@ pub struct StopMatcher {
 
 /// Result of one piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StopStep<'a> {
+pub struct StopOutcome<'a> {
     /// Text that is now certain to belong to the answer.
     pub emit: &'a str,
     /// Whether a stop string was completed, in this call or earlier. Nothing follows `emit` then.
@@ -68,11 +68,11 @@ impl StopMatcher {
     }
 
     /// Takes the next piece of text. After a stop, further pieces are ignored.
-    pub fn push(&mut self, text: &str) -> StopStep<'_> {
+    pub fn push(&mut self, text: &str) -> StopOutcome<'_> {
         self.held.drain(..self.emitted);
         self.emitted = 0;
         if self.matched.is_some() {
-            return StopStep { emit: "", stopped: true };
+            return StopOutcome { emit: "", stopped: true };
         }
         let unseen = self.held.len();
         self.held.push_str(text);
@@ -81,12 +81,12 @@ impl StopMatcher {
                 self.matched = Some(stop);
                 self.held.truncate(unseen + offset + 1 - self.stops[stop].stop.len());
                 self.emitted = self.held.len();
-                return StopStep { emit: &self.held, stopped: true };
+                return StopOutcome { emit: &self.held, stopped: true };
             }
         }
         let undecided = self.stops.iter().map(|stop| stop.state).max().unwrap_or(0);
         self.emitted = self.held.len() - undecided;
-        StopStep { emit: &self.held[..self.emitted], stopped: false }
+        StopOutcome { emit: &self.held[..self.emitted], stopped: false }
     }
 
     /// Ends the stream and emits the text that was held back.
@@ -159,9 +159,9 @@ mod tests {
     #[test]
     fn text_that_cannot_become_a_stop_is_not_held_back() {
         let mut stops = StopMatcher::new(&["END"]).unwrap();
-        assert_eq!(stops.push("The E"), StopStep { emit: "The ", stopped: false });
-        assert_eq!(stops.push("N"), StopStep { emit: "", stopped: false });
-        assert_eq!(stops.push("E"), StopStep { emit: "EN", stopped: false });
+        assert_eq!(stops.push("The E"), StopOutcome { emit: "The ", stopped: false });
+        assert_eq!(stops.push("N"), StopOutcome { emit: "", stopped: false });
+        assert_eq!(stops.push("E"), StopOutcome { emit: "EN", stopped: false });
         assert_eq!(stops.finish(), "E");
         assert_eq!(stops.matched(), None);
     }
@@ -169,25 +169,25 @@ mod tests {
     #[test]
     fn the_stop_that_ends_first_wins_and_of_equals_the_longest() {
         let mut stops = StopMatcher::new(&["abcd", "bc"]).unwrap();
-        assert_eq!(stops.push("xabcd"), StopStep { emit: "xa", stopped: true });
+        assert_eq!(stops.push("xabcd"), StopOutcome { emit: "xa", stopped: true });
         assert_eq!(stops.matched(), Some("bc"));
         let mut stops = StopMatcher::new(&["c", "abc", "bc"]).unwrap();
-        assert_eq!(stops.push("xabcd"), StopStep { emit: "x", stopped: true });
+        assert_eq!(stops.push("xabcd"), StopOutcome { emit: "x", stopped: true });
         assert_eq!(stops.matched(), Some("abc"));
     }
 
     #[test]
     fn nothing_follows_a_stop() {
         let mut stops = StopMatcher::new(&["."]).unwrap();
-        assert_eq!(stops.push("One. Two."), StopStep { emit: "One", stopped: true });
-        assert_eq!(stops.push(" Three"), StopStep { emit: "", stopped: true });
+        assert_eq!(stops.push("One. Two."), StopOutcome { emit: "One", stopped: true });
+        assert_eq!(stops.push(" Three"), StopOutcome { emit: "", stopped: true });
         assert_eq!(stops.finish(), "");
     }
 
     #[test]
     fn no_stop_strings_pass_everything_through() {
         let mut stops = StopMatcher::new::<&str>(&[]).unwrap();
-        assert_eq!(stops.push("all of it"), StopStep { emit: "all of it", stopped: false });
+        assert_eq!(stops.push("all of it"), StopOutcome { emit: "all of it", stopped: false });
         assert_eq!(stops.finish(), "");
     }
 

@@ -15,14 +15,14 @@ pub(super) struct Temp {
 }
 
 /// A program without a memory plan.
-pub(super) struct Draft {
+pub(super) struct LoweredProgram {
     pub kernels: Vec<Kernel>,
     pub temps: Vec<Temp>,
     pub outputs: Vec<ArraySpec>,
 }
 
-pub(super) fn lower(graph: &Graph) -> Draft {
-    let mut draft = Draft { kernels: Vec::new(), temps: Vec::new(), outputs: Vec::new() };
+pub(super) fn lower(graph: &Graph) -> LoweredProgram {
+    let mut lowered = LoweredProgram { kernels: Vec::new(), temps: Vec::new(), outputs: Vec::new() };
     let mut values: Vec<Vec<Operand>> = Vec::with_capacity(graph.calls.len());
     for call in &graph.calls {
         let inputs: Vec<Operand> = call.inputs.iter().map(|&r| operand(graph, &values, r)).collect();
@@ -32,22 +32,22 @@ pub(super) fn lower(graph: &Graph) -> Draft {
                 let moved = apply_view(view, &inputs[0].layout, shape)
                     .map(|layout| Operand { layout, ..inputs[0].clone() });
                 let result = moved.unwrap_or_else(|| {
-                    let copy = draft.copy(&inputs[0]);
+                    let copy = lowered.copy(&inputs[0]);
                     let layout = apply_view(view, &copy.layout, shape)
                         .unwrap_or_else(|| unreachable!("every view of a contiguous value is a layout"));
                     Operand { layout, ..copy }
                 });
                 vec![result]
             }
-            op => draft.emit(op.clone(), inputs, &call.specs),
+            op => lowered.emit(op.clone(), inputs, &call.specs),
         };
         values.push(results);
     }
     for &CallOutput { call, output } in &graph.outputs {
         let value = values[call][output].clone();
-        draft.bind_output(value);
+        lowered.bind_output(value);
     }
-    draft
+    lowered
 }
 
 fn operand(graph: &Graph, values: &[Vec<Operand>], reference: Ref) -> Operand {
@@ -64,7 +64,7 @@ fn operand(graph: &Graph, values: &[Vec<Operand>], reference: Ref) -> Operand {
     }
 }
 
-impl Draft {
+impl LoweredProgram {
     fn temp(&mut self, layout: Layout, dtype: DType) -> Operand {
         let memory = OperandMemory::Temp(self.temps.len());
         self.temps.push(Temp { bytes: bytes_of(dtype, layout.shape.elements()), output: None });

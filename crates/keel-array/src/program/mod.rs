@@ -154,10 +154,10 @@ impl Program {
     /// # Errors
     /// If the backend does not [support](crate::Programs::supports) a kernel.
     pub(crate) fn compile(graph: &Graph, backend: &dyn Backend, options: &RuntimeOptions) -> Result<Program> {
-        let mut draft = lower::lower(graph);
-        fusion::fuse(&mut draft, graph.regime(), backend);
-        draft.kernels.iter().try_for_each(|kernel| check_support(kernel, backend))?;
-        let mut program = plan::plan(draft, graph, backend);
+        let mut lowered = lower::lower(graph);
+        fusion::fuse(&mut lowered, graph.regime(), backend);
+        lowered.kernels.iter().try_for_each(|kernel| check_support(kernel, backend))?;
+        let mut program = plan::plan(lowered, graph, backend);
         program.pieces = cut(&program.kernels, options);
         program.groups = fusion::group(&program.kernels, &program.pieces, |rest| backend.group_of(rest));
         verify::verify(&program, graph);

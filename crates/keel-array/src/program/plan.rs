@@ -4,14 +4,14 @@
 //! is this kernel, if the kernel allows it. Otherwise it takes the lowest gap of the arena that is large enough.
 
 use super::graph::Graph;
-use super::lower::Draft;
+use super::lower::LoweredProgram;
 use super::{ALIGNMENT, Kernel, Operand, OperandMemory, OutputMemory, Program, ProgramOutput};
 use crate::backend::Backend;
 use crate::ops::bytes_of;
 
-pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Program {
-    let mut planner = Planner::new(&draft, graph);
-    let mut kernels = draft.kernels;
+pub(super) fn plan(lowered: LoweredProgram, graph: &Graph, backend: &dyn Backend) -> Program {
+    let mut planner = MemoryPlanner::new(&lowered, graph);
+    let mut kernels = lowered.kernels;
     for (i, kernel) in kernels.iter_mut().enumerate() {
         planner.place_outputs(i, kernel);
         kernel.for_each_operand(&mut |operand| operand.memory = planner.resolve(operand.memory));
@@ -19,7 +19,7 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
         planner.release_after(i);
     }
     let memory = planner.outputs;
-    let outputs = draft.outputs.into_iter().zip(memory);
+    let outputs = lowered.outputs.into_iter().zip(memory);
     let outputs = outputs.map(|(spec, memory)| ProgramOutput { memory, spec }).collect();
     Program {
         kernels,
@@ -30,7 +30,7 @@ pub(super) fn plan(draft: Draft, graph: &Graph, backend: &dyn Backend) -> Progra
     }
 }
 
-struct Planner<'a> {
+struct MemoryPlanner<'a> {
     graph: &'a Graph,
     temps: Vec<super::lower::Temp>,
     /// Last kernel that reads each intermediate (or writes it, if nothing reads it).
@@ -43,12 +43,12 @@ struct Planner<'a> {
     arena: Arena,
 }
 
-impl<'a> Planner<'a> {
-    fn new(draft: &Draft, graph: &'a Graph) -> Planner<'a> {
-        let mut last_use = vec![0; draft.temps.len()];
+impl<'a> MemoryPlanner<'a> {
+    fn new(lowered: &LoweredProgram, graph: &'a Graph) -> MemoryPlanner<'a> {
+        let mut last_use = vec![0; lowered.temps.len()];
         let mut last_external_use = vec![0; graph.externals.len()];
         let mut mutated = vec![false; graph.externals.len()];
-        for (i, kernel) in draft.kernels.iter().enumerate() {
+        for (i, kernel) in lowered.kernels.iter().enumerate() {
             for operand in kernel.reads().into_iter().chain(&kernel.outputs) {
                 match operand.memory {
                     OperandMemory::Temp(t) => last_use[t] = i,
@@ -62,19 +62,19 @@ impl<'a> Planner<'a> {
                 }
             }
         }
-        let outputs = draft
+        let outputs = lowered
             .outputs
             .iter()
             .map(|spec| OutputMemory::Fresh(bytes_of(spec.dtype, spec.shape.elements())))
             .collect();
-        Planner {
+        MemoryPlanner {
             graph,
-            temps: draft.temps.clone(),
+            temps: lowered.temps.clone(),
             last_use,
             last_external_use,
             mutated,
             donated: vec![false; graph.externals.len()],
-            place: vec![None; draft.temps.len()],
+            place: vec![None; lowered.temps.len()],
             outputs,
             arena: Arena::default(),
         }

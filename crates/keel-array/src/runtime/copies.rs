@@ -1,7 +1,7 @@
 //! Copies between arrays, and entries that are zeroed: several of a device in one call of its backend.
 
 use crate::array::Array;
-use crate::backend::{MemoryAt, MemoryCopy, MemoryPart};
+use crate::backend::{MemoryAt, MemoryCopy, MemoryRange};
 use crate::program::Binding;
 use crate::{ArrayError, Result};
 
@@ -96,12 +96,12 @@ pub fn clear_entries(arrays: &[&Array], index: usize) -> Result<()> {
         if runtime.backend().is_planning() {
             continue;
         }
-        let parts = places.iter().map(|(place, entry)| {
+        let ranges = places.iter().map(|(place, entry)| {
             let start = place.offset + index * entry;
-            MemoryPart { memory: place.buffer.memory(), bytes: start..start + entry }
+            MemoryRange { memory: place.buffer.memory(), bytes: start..start + entry }
         });
-        let parts: Vec<MemoryPart<'_>> = parts.collect();
-        runtime.exclusive(|backend| backend.clear(&parts));
+        let ranges: Vec<MemoryRange<'_>> = ranges.collect();
+        runtime.exclusive(|backend| backend.clear(&ranges));
     }
     Ok(())
 }

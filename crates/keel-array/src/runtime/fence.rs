@@ -5,44 +5,44 @@
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 /// The end of work, for those who wait for it. Clones are of the same work.
-pub(crate) struct Fence<O>(Arc<Slot<O>>);
+pub(crate) struct Fence<O>(Arc<Shared<O>>);
 
-struct Slot<O> {
+struct Shared<O> {
     outcome: Mutex<Option<O>>,
     passed: Condvar,
 }
 
 impl<O: Clone> Fence<O> {
-    fn slot(&self) -> MutexGuard<'_, Option<O>> {
+    fn lock(&self) -> MutexGuard<'_, Option<O>> {
         self.0.outcome.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// The work has ended. The first outcome stays.
     pub fn pass(&self, outcome: O) {
-        self.slot().get_or_insert(outcome);
+        self.lock().get_or_insert(outcome);
         self.0.passed.notify_all();
     }
 
     /// Waits for the work.
     pub fn outcome(&self) -> O {
-        let mut slot = self.slot();
+        let mut outcome = self.lock();
         loop {
-            match &*slot {
+            match &*outcome {
                 Some(outcome) => return outcome.clone(),
-                None => slot = self.0.passed.wait(slot).unwrap_or_else(|e| e.into_inner()),
+                None => outcome = self.0.passed.wait(outcome).unwrap_or_else(|e| e.into_inner()),
             }
         }
     }
 
     /// The outcome, if the work has ended.
     pub fn outcome_so_far(&self) -> Option<O> {
-        self.slot().clone()
+        self.lock().clone()
     }
 }
 
 impl<O> Default for Fence<O> {
     fn default() -> Fence<O> {
-        Fence(Arc::new(Slot { outcome: Mutex::new(None), passed: Condvar::new() }))
+        Fence(Arc::new(Shared { outcome: Mutex::new(None), passed: Condvar::new() }))
     }
 }
 

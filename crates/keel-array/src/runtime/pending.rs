@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::executable::{Executable, FailedRun};
 use super::stream::Failure;
 use crate::Buffer;
-use crate::backend::{LAUNCHES_MAX, MemoryPart, RESULT_BYTES_MAX, Ticket};
+use crate::backend::{LAUNCHES_MAX, MemoryRange, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
@@ -105,7 +105,7 @@ impl PendingRun {
         let Executable { runtime, program, bindings } = &self.executable;
         let launch = Launch::new(program, piece.clone(), bindings, self.arena.as_ref());
         let result = self.result.as_ref().filter(|_| is_last);
-        let result = result.map(|at| MemoryPart {
+        let result = result.map(|at| MemoryRange {
             memory: at.buffer.memory(),
             bytes: at.offset..at.offset + self.result_bytes,
         });

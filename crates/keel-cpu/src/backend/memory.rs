@@ -10,7 +10,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::ops::Range;
 
-use super::slab::Part;
+use super::slab::SlabRange;
 
 /// Smallest allocation that is mapped. Mapped pages come when they are touched and go when they are freed. The heap
 /// zeroes memory that it takes from free blocks, and keeps it when it is freed.
@@ -47,8 +47,8 @@ enum Region {
     Mapped {
         map: MmapRaw,
     },
-    /// A part of a slab, whose other parts stay.
-    Part(Part),
+    /// A range of a slab, whose other ranges stay.
+    Slab(SlabRange),
 }
 
 // SAFETY: the memory belongs only to this value; the module's first comment says who touches the bytes and when.
@@ -95,9 +95,9 @@ impl HostMemory {
         Ok(HostMemory { start, region: Region::Mapped { map }, bytes, poison: false })
     }
 
-    /// A part of a slab, which is zeroed.
-    pub(super) fn part(part: Part) -> HostMemory {
-        HostMemory { start: part.start(), bytes: part.bytes(), region: Region::Part(part), poison: false }
+    /// A range of a slab, which is zeroed.
+    pub(super) fn of_slab(range: SlabRange) -> HostMemory {
+        HostMemory { start: range.start(), bytes: range.bytes(), region: Region::Slab(range), poison: false }
     }
 
     /// The memory, overwritten with [`POISON`] when it is freed if `poison`.
@@ -124,7 +124,7 @@ impl HostMemory {
                 let first = self.start.addr() - map.as_ptr().addr();
                 let _ = map.advise_range(Advice::PopulateWrite, first + range.start, range.len());
             }
-            Region::Part(part) => part.populate(range),
+            Region::Slab(slab) => slab.populate(range),
             Region::Counted | Region::Heap { .. } => {}
         }
         #[cfg(not(target_os = "linux"))]
@@ -222,7 +222,7 @@ impl Drop for HostMemory {
         match &self.region {
             // SAFETY: allocated with this layout, freed once.
             Region::Heap { allocation, layout } => unsafe { dealloc(*allocation, *layout) },
-            Region::Part(part) if !self.poison => part.give_back(),
+            Region::Slab(slab) if !self.poison => slab.give_back(),
             _ => {}
         }
     }

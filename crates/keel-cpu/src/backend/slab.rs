@@ -15,18 +15,18 @@ use super::memory::{HostMemory, map_large_pages};
 const SLAB_BYTES: usize = 256 << 20;
 
 /// Larger allocations have a mapping of their own.
-const PART_BYTES_MAX: usize = SLAB_BYTES / 4;
+const RANGE_MAX: usize = SLAB_BYTES / 4;
 
 /// Unit of memory that is returned to the system: a multiple of every system's page.
 const PAGE: usize = 64 << 10;
 
-/// Hands out parts of slabs. A slab is unmapped when the last of its parts is gone; no part is handed out twice.
+/// Hands out ranges of slabs. A slab is unmapped when the last of its ranges is gone; no range is handed out twice.
 #[derive(Default)]
 pub(super) struct Slabs {
     open: Mutex<Option<Open>>,
 }
 
-/// The slab that new parts come from.
+/// The slab that new ranges come from.
 struct Open {
     slab: Arc<Slab>,
     /// Bytes handed out, a multiple of [`ALIGNMENT`].
@@ -41,7 +41,7 @@ struct Slab {
 }
 
 /// Bytes of a slab that belong to one allocation.
-pub(super) struct Part {
+pub(super) struct SlabRange {
     slab: Arc<Slab>,
     range: Range<usize>,
 }
@@ -49,7 +49,7 @@ pub(super) struct Part {
 impl Slabs {
     /// Zeroed memory.
     pub fn allocate(&self, bytes: usize) -> Result<HostMemory, String> {
-        if bytes > PART_BYTES_MAX {
+        if bytes > RANGE_MAX {
             return HostMemory::zeroed(bytes);
         }
         let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
@@ -60,7 +60,7 @@ impl Slabs {
         let range = slab.used..slab.used + bytes;
         let used = range.end.next_multiple_of(ALIGNMENT);
         *open = Some(Open { slab: Arc::clone(&slab.slab), used });
-        Ok(HostMemory::part(Part { slab: slab.slab, range }))
+        Ok(HostMemory::of_slab(SlabRange { slab: slab.slab, range }))
     }
 
     /// Returns the unused rest of the open slab to the system, until it is handed out.
@@ -95,7 +95,7 @@ impl Slab {
     }
 }
 
-impl Part {
+impl SlabRange {
     /// First byte.
     pub fn start(&self) -> *mut u8 {
         self.slab.map.as_mut_ptr().wrapping_add(self.slab.first + self.range.start)
@@ -106,14 +106,14 @@ impl Part {
         self.range.len()
     }
 
-    /// Asks the system to back some bytes of this part now.
+    /// Asks the system to back some bytes of this range now.
     #[cfg(target_os = "linux")]
     pub fn populate(&self, range: Range<usize>) {
         let first = self.slab.first + self.range.start;
         let _ = self.slab.map.advise_range(memmap2::Advice::PopulateWrite, first + range.start, range.len());
     }
 
-    /// Returns the pages that hold only this part; other parts may stay. This part is no longer used.
+    /// Returns the pages that hold only this range; other ranges may stay. This range is no longer used.
     pub fn give_back(&self) {
         self.slab.give_back(self.range.clone());
     }
@@ -124,24 +124,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_zeroed_aligned_and_apart() {
+    fn ranges_are_zeroed_aligned_and_apart() {
         let slabs = Slabs::default();
-        let sizes =
-            [1, 63, 64, 65, 300_000, PART_BYTES_MAX, PART_BYTES_MAX, PART_BYTES_MAX, PART_BYTES_MAX + 1, 7];
-        let parts: Vec<HostMemory> =
+        let sizes = [1, 63, 64, 65, 300_000, RANGE_MAX, RANGE_MAX, RANGE_MAX, RANGE_MAX + 1, 7];
+        let ranges: Vec<HostMemory> =
             sizes.iter().map(|bytes| slabs.allocate(*bytes).expect("there is memory")).collect();
-        for (i, (part, bytes)) in parts.iter().zip(sizes).enumerate() {
-            assert!(part.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
+        for (i, (range, bytes)) in ranges.iter().zip(sizes).enumerate() {
+            assert!(range.start().addr().is_multiple_of(ALIGNMENT), "{bytes}");
             let mut ends = [1; 2];
-            part.read(0, &mut ends[..1]);
-            part.read(bytes - 1, &mut ends[1..]);
+            range.read(0, &mut ends[..1]);
+            range.read(bytes - 1, &mut ends[1..]);
             assert_eq!(ends, [0, 0], "{bytes} bytes");
-            part.write(0, &[i as u8 + 1]);
-            part.write(bytes - 1, &[i as u8 + 1]);
+            range.write(0, &[i as u8 + 1]);
+            range.write(bytes - 1, &[i as u8 + 1]);
         }
-        for (i, part) in parts.iter().enumerate() {
+        for (i, range) in ranges.iter().enumerate() {
             let mut first = [0];
-            part.read(0, &mut first);
+            range.read(0, &mut first);
             assert_eq!(first, [i as u8 + 1]);
         }
     }
@@ -150,15 +149,15 @@ mod tests {
     fn what_is_gone_leaves_its_neighbours_alone() {
         let slabs = Slabs::default();
         let [before, gone, after] = [3 * PAGE + 5; 3].map(|bytes| {
-            let part = slabs.allocate(bytes).expect("there is memory");
-            part.write(0, &vec![7; bytes]);
-            part
+            let range = slabs.allocate(bytes).expect("there is memory");
+            range.write(0, &vec![7; bytes]);
+            range
         });
         let slab = gone.start();
         drop(gone);
-        for part in [&before, &after] {
-            let mut read = vec![0; part.bytes()];
-            part.read(0, &mut read);
+        for range in [&before, &after] {
+            let mut read = vec![0; range.bytes()];
+            range.read(0, &mut read);
             assert!(read.iter().all(|byte| *byte == 7));
         }
         slabs.give_back_unused();

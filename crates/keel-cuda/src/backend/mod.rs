@@ -20,7 +20,7 @@ use group::Membership;
 pub use group::{CudaGroup, GroupIds, PeerProcesses, Role};
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
-    MemoryCopy, MemoryPart, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
+    MemoryCopy, MemoryRange, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
 use launch::Session;
 use mode::Mode;
@@ -283,9 +283,9 @@ impl Memory for CudaBackend {
         gpu.session().move_all(gpu, &moves.collect::<Vec<_>>());
     }
 
-    fn clear(&self, parts: &[MemoryPart<'_>]) {
+    fn clear(&self, ranges: &[MemoryRange<'_>]) {
         let gpu = self.gpu();
-        let moves = parts.iter().map(|MemoryPart { memory, bytes }| {
+        let moves = ranges.iter().map(|MemoryRange { memory, bytes }| {
             let to = CudaMemory::of(*memory).range(bytes.start, bytes.len());
             Move { to, from: None, bytes: bytes.len() }
         });
@@ -326,8 +326,8 @@ impl Memory for CudaBackend {
             );
             return Err(ArrayError::Argument { op: "pack_weight", reason });
         }
-        for part in weights::pack(spec, block)? {
-            self.write(memory, offset + part.offset, &part.bytes);
+        for packed in weights::pack(spec, block)? {
+            self.write(memory, offset + packed.offset, &packed.bytes);
         }
         let rows = block.first_row..block.first_row + block.rows;
         let rounded = gpu.session().round_rows(gpu, spec, CudaMemory::of(memory), offset, rows);
@@ -396,9 +396,9 @@ impl Submission for CudaBackend {
         true
     }
 
-    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryPart<'_>>) -> Result<Ticket, ArrayError> {
+    fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryRange<'_>>) -> Result<Ticket, ArrayError> {
         let gpu = self.gpu();
-        let result = result.map(|MemoryPart { memory, bytes }| {
+        let result = result.map(|MemoryRange { memory, bytes }| {
             let start = CudaMemory::of(memory).range(bytes.start, bytes.len());
             start..start + bytes.len() as u64
         });

@@ -17,7 +17,7 @@ pub(super) const WAITED: usize = 0;
 
 /// A launch under way.
 #[derive(Clone, Copy)]
-pub(super) struct Entry {
+pub(super) struct InFlightLaunch {
     number: u64,
     pub slot: usize,
     /// Number of the header with which its kernels report.
@@ -26,24 +26,24 @@ pub(super) struct Entry {
     pub staged: u64,
 }
 
-/// The slots of the launches under way.
+/// The launches under way, each with a slot.
 #[derive(Default)]
-struct Slots {
+struct InFlightLaunches {
     /// In the order of their launch.
-    in_flight: Vec<Entry>,
+    in_flight: Vec<InFlightLaunch>,
     next: u64,
 }
 
-impl Slots {
+impl InFlightLaunches {
     /// A slot that no launch under way uses.
-    fn free(&self) -> Option<usize> {
-        (WAITED + 1..=LAUNCHES_MAX).find(|&slot| self.in_flight.iter().all(|entry| entry.slot != slot))
+    fn free_slot(&self) -> Option<usize> {
+        (WAITED + 1..=LAUNCHES_MAX).find(|&slot| self.in_flight.iter().all(|launch| launch.slot != slot))
     }
 
     /// Gives a free slot to a launch. Returns the number of the launch.
     fn take(&mut self, slot: usize, header: u32, staged: u64) -> u64 {
         let number = self.next;
-        self.in_flight.push(Entry { number, slot, header, staged });
+        self.in_flight.push(InFlightLaunch { number, slot, header, staged });
         self.next += 1;
         number
     }
@@ -52,8 +52,8 @@ impl Slots {
     ///
     /// # Panics
     /// If no such launch is under way: each one is waited for once.
-    fn give_back(&mut self, number: u64) -> Entry {
-        let at = self.in_flight.iter().position(|entry| entry.number == number);
+    fn give_back(&mut self, number: u64) -> InFlightLaunch {
+        let at = self.in_flight.iter().position(|launch| launch.number == number);
         let at = at.unwrap_or_else(|| panic!("launch {number} is not under way"));
         self.in_flight.remove(at)
     }
@@ -63,7 +63,7 @@ pub(super) struct Queue {
     memory: PinnedBuffer,
     /// Events of all slots except the first.
     events: Vec<Event>,
-    slots: Slots,
+    launches: InFlightLaunches,
 }
 
 impl Queue {
@@ -71,7 +71,7 @@ impl Queue {
         Ok(Queue {
             memory: PinnedBuffer::new(device, (1 + LAUNCHES_MAX) * SLOT_BYTES)?,
             events: (0..LAUNCHES_MAX).map(|_| Event::new(device)).collect::<Result<_>>()?,
-            slots: Slots::default(),
+            launches: InFlightLaunches::default(),
         })
     }
 
@@ -80,7 +80,7 @@ impl Queue {
     /// # Errors
     /// If the largest allowed number of launches is under way.
     pub fn next_slot(&self) -> Result<usize, ArrayError> {
-        self.slots.free().ok_or_else(|| {
+        self.launches.free_slot().ok_or_else(|| {
             let reason = format!("{LAUNCHES_MAX} launches are under way; wait for one first");
             ArrayError::Argument { op: "launch", reason }
         })
@@ -90,16 +90,16 @@ impl Queue {
     /// there. Returns its number.
     pub fn push(&mut self, slot: usize, header: u32, staged: u64) -> Result<u64, ArrayError> {
         self.events[slot - 1].record().map_err(|e| e.in_op("launch"))?;
-        Ok(self.slots.take(slot, header, staged))
+        Ok(self.launches.take(slot, header, staged))
     }
 
     /// Waits for the launch with this number, and therefore for those before it on the stream. Their slots keep their
     /// contents until they are waited for as well: a run of many pieces waits for its own first pieces while the last
     /// pieces of the run before it are still unread.
-    pub fn wait(&mut self, number: u64) -> (Entry, Result<()>) {
-        let entry = self.slots.give_back(number);
-        let outcome = self.events[entry.slot - 1].wait();
-        (entry, outcome)
+    pub fn wait(&mut self, number: u64) -> (InFlightLaunch, Result<()>) {
+        let launch = self.launches.give_back(number);
+        let outcome = self.events[launch.slot - 1].wait();
+        (launch, outcome)
     }
 
     /// Address of a slot: of its kernels' report, which its result follows.
@@ -135,33 +135,33 @@ mod tests {
 
     #[test]
     fn a_launch_may_be_waited_for_before_earlier_ones() {
-        let mut slots = Slots::default();
-        let take = |slots: &mut Slots| {
-            let slot = slots.free().expect("a free slot");
-            (slots.take(slot, 0, 0), slot)
+        let mut launches = InFlightLaunches::default();
+        let take = |launches: &mut InFlightLaunches| {
+            let slot = launches.free_slot().expect("a free slot");
+            (launches.take(slot, 0, 0), slot)
         };
         // Two runs, each with half of the slots: the second has more pieces and waits for its own.
-        let first: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut slots)).collect();
-        let mut second: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut slots)).collect();
-        assert_eq!(slots.free(), None);
+        let first: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut launches)).collect();
+        let mut second: Vec<_> = (0..LAUNCHES_MAX / 2).map(|_| take(&mut launches)).collect();
+        assert_eq!(launches.free_slot(), None);
         for piece in 0..20 {
             let (number, slot) = second.remove(0);
-            assert_eq!(slots.give_back(number).slot, slot);
-            second.push(take(&mut slots));
+            assert_eq!(launches.give_back(number).slot, slot);
+            second.push(take(&mut launches));
             assert_eq!(second.last().map(|&(_, slot)| slot), Some(slot), "piece {piece}: the one free slot");
         }
         for (number, slot) in first.into_iter().chain(second) {
-            assert_eq!(slots.give_back(number).slot, slot, "no other launch had it in between");
+            assert_eq!(launches.give_back(number).slot, slot, "no other launch had it in between");
         }
-        assert!(slots.in_flight.is_empty());
+        assert!(launches.in_flight.is_empty());
     }
 
     #[test]
     #[should_panic(expected = "launch 0 is not under way")]
     fn a_launch_is_waited_for_once() {
-        let mut slots = Slots::default();
-        let number = slots.take(1, 0, 0);
-        slots.give_back(number);
-        slots.give_back(number);
+        let mut launches = InFlightLaunches::default();
+        let number = launches.take(1, 0, 0);
+        launches.give_back(number);
+        launches.give_back(number);
     }
 }

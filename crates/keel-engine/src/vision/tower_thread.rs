@@ -19,11 +19,11 @@ use crate::device_thread::{DeviceThread, Job, JobHandle, Queued};
 pub(super) struct TowerThread {
     /// Ends after its last piece, and before the tower's buffers are freed.
     thread: DeviceThread,
-    in_flight: Option<Piece>,
+    in_flight: Option<InFlightPiece>,
 }
 
 /// A piece under way.
-struct Piece {
+struct InFlightPiece {
     /// The number of its job.
     number: u64,
     running: JobHandle,
@@ -57,7 +57,7 @@ impl VisionRunner {
         patience: Duration,
     ) -> Result<EncodeStatus> {
         let mut status = EncodeStatus::InFlight;
-        if let Some(Piece { number, running }) = self.in_flight() {
+        if let Some(InFlightPiece { number, running }) = self.in_flight() {
             let (number, ended) = (*number, running.wait_for(patience));
             let Some(ended) = ended else { return Ok(status) };
             self.forget_piece();
@@ -77,7 +77,7 @@ impl VisionRunner {
             let number = job.number;
             if let Some(TowerThread { thread, in_flight }) = &mut self.thread {
                 let running = thread.hand(Job { step, drawn: None, queued });
-                *in_flight = Some(Piece { number, running });
+                *in_flight = Some(InFlightPiece { number, running });
             }
         }
         Ok(status)
@@ -90,7 +90,7 @@ impl VisionRunner {
         }
     }
 
-    fn in_flight(&self) -> Option<&Piece> {
+    fn in_flight(&self) -> Option<&InFlightPiece> {
         self.thread.as_ref()?.in_flight.as_ref()
     }
 

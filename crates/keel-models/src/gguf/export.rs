@@ -24,7 +24,7 @@ pub struct CheckpointAsGguf<'a> {
 struct Tensor {
     spec: TensorSpec,
     /// The sources of its rows, one after the other.
-    parts: Vec<Part>,
+    sources: Vec<RowRuns>,
     rows: RowOrder,
     columns: RowOrder,
     change: Change,
@@ -32,7 +32,7 @@ struct Tensor {
 
 /// Rows of a tensor of the checkpoint: in each run of `stride` rows, the `len` rows from `offset` on.
 #[derive(Clone, Debug)]
-struct Part {
+struct RowRuns {
     name: String,
     rows: usize,
     stride: usize,
@@ -143,18 +143,18 @@ struct Builder<'c> {
 impl Builder<'_> {
     /// The tensors that a tensor of the checkpoint becomes.
     fn tensors(&self, name: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
-        let whole = |rows| Part { name: spec.name.clone(), rows, stride: rows, offset: 0, len: rows };
+        let whole = |rows| RowRuns { name: spec.name.clone(), rows, stride: rows, offset: 0, len: rows };
         if let (Some(layer), &[experts, rows, cols]) =
             (name.strip_suffix(".experts.gate_up_proj"), &spec.shape[..])
         {
             let half = |offset: usize| {
                 let len = rows / 2;
-                let part = Part { rows: experts * len, stride: rows, offset, len, ..whole(rows) };
-                (part, vec![experts, len, cols])
+                let rows = RowRuns { rows: experts * len, stride: rows, offset, len, ..whole(rows) };
+                (rows, vec![experts, len, cols])
             };
             let halves = [("gate_proj", half(0)), ("up_proj", half(rows / 2))];
-            let tensor = |(part, (rows, shape))| {
-                self.tensor(&format!("{layer}.switch_mlp.{part}.weight"), spec.dtype, shape, vec![rows])
+            let tensor = |(name, (rows, shape))| {
+                self.tensor(&format!("{layer}.switch_mlp.{name}.weight"), spec.dtype, shape, vec![rows])
             };
             return halves.into_iter().map(tensor).collect();
         }
@@ -163,9 +163,9 @@ impl Builder<'_> {
         }
         if let Some(layer) = name.strip_suffix(".in_proj_ba.weight") {
             // The file has the same row order.
-            let parts = vec![whole(rows_of(&spec.shape))];
+            let sources = vec![whole(rows_of(&spec.shape))];
             let mut tensor =
-                self.tensor(&format!("{layer}.in_proj_b.weight"), spec.dtype, spec.shape.clone(), parts)?;
+                self.tensor(&format!("{layer}.in_proj_b.weight"), spec.dtype, spec.shape.clone(), sources)?;
             tensor.rows = RowOrder::Same;
             return Ok(vec![tensor]);
         }
@@ -177,8 +177,8 @@ impl Builder<'_> {
         if name.ends_with("conv1d.weight") {
             shape.retain(|&dim| dim != 1);
         }
-        let parts = vec![whole(rows_of(&shape))];
-        Ok(vec![self.tensor(&name, spec.dtype, shape, parts)?])
+        let sources = vec![whole(rows_of(&shape))];
+        Ok(vec![self.tensor(&name, spec.dtype, shape, sources)?])
     }
 
     /// Splits the projection of `qwen3_next` into two. It holds q, k, v and z for one key head after the other.
@@ -186,10 +186,10 @@ impl Builder<'_> {
         let c = self.config.recurrent_layers();
         let values = c.value_heads / c.key_heads * c.value_dim;
         let stride = 2 * c.key_dim + 2 * values;
-        let part =
-            |offset, len| Part { name: spec.name.clone(), rows: c.key_heads * len, stride, offset, len };
-        let qkv = vec![part(0, c.key_dim), part(c.key_dim, c.key_dim), part(2 * c.key_dim, values)];
-        let z = vec![part(2 * c.key_dim + values, values)];
+        let rows =
+            |offset, len| RowRuns { name: spec.name.clone(), rows: c.key_heads * len, stride, offset, len };
+        let qkv = vec![rows(0, c.key_dim), rows(c.key_dim, c.key_dim), rows(2 * c.key_dim, values)];
+        let z = vec![rows(2 * c.key_dim + values, values)];
         if rows_of(&spec.shape) != c.key_heads * stride {
             return Err(ModelError::Shape {
                 name: spec.name.clone(),
@@ -197,9 +197,9 @@ impl Builder<'_> {
                 got: format!("{:?}", spec.shape),
             });
         }
-        let tensor = |name: &str, parts: Vec<Part>| {
-            let rows = parts.iter().map(|part| part.rows).sum();
-            self.tensor(&format!("{layer}.{name}.weight"), spec.dtype, vec![rows, self.config.hidden], parts)
+        let tensor = |name: &str, all: Vec<RowRuns>| {
+            let rows = all.iter().map(|source| source.rows).sum();
+            self.tensor(&format!("{layer}.{name}.weight"), spec.dtype, vec![rows, self.config.hidden], all)
         };
         Ok(vec![tensor("in_proj_qkv", qkv)?, tensor("in_proj_z", z)?])
     }
@@ -213,12 +213,12 @@ impl Builder<'_> {
             return Err(ModelError::Config(reason));
         }
         let rows = rows_of(&first.shape);
-        let part = |spec: TensorSpec| Part { name: spec.name, rows, stride: rows, offset: 0, len: rows };
+        let whole = |spec: TensorSpec| RowRuns { name: spec.name, rows, stride: rows, offset: 0, len: rows };
         let shape = [&[experts.len()], &first.shape[..]].concat();
-        self.tensor(name, first.dtype, shape, experts.into_values().map(part).collect())
+        self.tensor(name, first.dtype, shape, experts.into_values().map(whole).collect())
     }
 
-    fn tensor(&self, name: &str, dtype: DType, shape: Vec<usize>, parts: Vec<Part>) -> Result<Tensor> {
+    fn tensor(&self, name: &str, dtype: DType, shape: Vec<usize>, sources: Vec<RowRuns>) -> Result<Tensor> {
         let stored = self.names.tensor(name).ok_or_else(|| {
             ModelError::Config(format!("GGUF files of {} have no name for {name}", self.arch))
         })?;
@@ -239,7 +239,7 @@ impl Builder<'_> {
             rows.check(name, count, &shape)?;
         }
         columns.check(name, width, &shape)?;
-        Ok(Tensor { spec: TensorSpec { name: stored, dtype, shape }, parts, rows, columns, change })
+        Ok(Tensor { spec: TensorSpec { name: stored, dtype, shape }, sources, rows, columns, change })
     }
 }
 
@@ -264,32 +264,32 @@ fn rows_of(shape: &[usize]) -> usize {
     shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
 }
 
-/// A row of a part's tensor.
-struct RowOfPart<'a> {
-    part: &'a Part,
+/// A row of a tensor of the checkpoint.
+struct FoundRow<'a> {
+    source: &'a RowRuns,
     row: usize,
 }
 
 impl Tensor {
     /// Where row `row` lies, counted in the checkpoint's order.
-    fn find(&self, mut row: usize) -> Option<RowOfPart<'_>> {
-        for part in &self.parts {
-            if row < part.rows {
-                let row = row / part.len * part.stride + part.offset + row % part.len;
-                return Some(RowOfPart { part, row });
+    fn find(&self, mut row: usize) -> Option<FoundRow<'_>> {
+        for source in &self.sources {
+            if row < source.rows {
+                let row = row / source.len * source.stride + source.offset + row % source.len;
+                return Some(FoundRow { source, row });
             }
-            row -= part.rows;
+            row -= source.rows;
         }
         None
     }
 
     /// Number of consecutive rows from `row` to the end of its run.
     fn run(&self, mut row: usize) -> usize {
-        for part in &self.parts {
-            if row < part.rows {
-                return part.len - row % part.len;
+        for source in &self.sources {
+            if row < source.rows {
+                return source.len - row % source.len;
             }
-            row -= part.rows;
+            row -= source.rows;
         }
         1
     }
@@ -318,9 +318,9 @@ impl RowSource for CheckpointAsGguf<'_> {
         };
         let tensor = self.tensors.get(name).ok_or_else(missing)?;
         if tensor.spec.shape.len() < 2 {
-            let part = &tensor.parts[0];
+            let source = &tensor.sources[0];
             let mut values = vec![0.0; out.len()];
-            self.source.rows_f32(&part.name, 0..1, &mut values)?;
+            self.source.rows_f32(&source.name, 0..1, &mut values)?;
             out.iter_mut().enumerate().for_each(|(i, out)| *out = values[tensor.rows.row_of(i)]);
         } else {
             self.matrix_rows(tensor, rows, out)?;
@@ -343,9 +343,9 @@ impl CheckpointAsGguf<'_> {
                 RowOrder::Same => (row, tensor.run(row).min(rows.end - row)),
                 order => (order.row_of(row), 1),
             };
-            let RowOfPart { part, row: at } = tensor.find(from).expect("the parts make up the tensor");
+            let FoundRow { source, row: at } = tensor.find(from).expect("the sources make up the tensor");
             let out = &mut out[(row - rows.start) * cols..][..count * cols];
-            self.source.rows_f32(&part.name, self.stored_rows(part, at..at + count, cols), out)?;
+            self.source.rows_f32(&source.name, self.stored_rows(source, at..at + count, cols), out)?;
             row += count;
         }
         if tensor.columns != RowOrder::Same {
@@ -359,8 +359,8 @@ impl CheckpointAsGguf<'_> {
 
     /// Rows of `cols` values, as rows of the checkpoint's tensor. A convolution in MLX's form has rows of single
     /// values.
-    fn stored_rows(&self, part: &Part, rows: Range<usize>, cols: usize) -> Range<usize> {
-        let width = self.source.cols_of(&part.name).unwrap_or(cols);
+    fn stored_rows(&self, source: &RowRuns, rows: Range<usize>, cols: usize) -> Range<usize> {
+        let width = self.source.cols_of(&source.name).unwrap_or(cols);
         rows.start * cols / width..rows.end * cols / width
     }
 }

@@ -84,10 +84,10 @@ pub struct VisionConfig {
     pub tokens: VisionTokens,
 }
 
-/// Looks up numbers in one part of a config.
-struct Part<'a>(&'a Value);
+/// A section of a config, in which numbers are looked up.
+struct Section<'a>(&'a Value);
 
-impl Part<'_> {
+impl Section<'_> {
     fn size_of(&self, keys: &[&str], default: Option<usize>) -> Result<usize> {
         let found = keys.iter().find_map(|key| self.0.get(*key).filter(|v| !v.is_null()).map(|v| (*key, v)));
         let (key, number) = match found {
@@ -137,8 +137,8 @@ impl VisionConfig {
             return Ok(None);
         }
         let parsed = match config["model_type"].as_str().unwrap_or_default() {
-            "qwen3_5" | "qwen3_5_moe" | "qwen3_vl" | "qwen3_vl_moe" => qwen(config, &Part(vision))?,
-            "gemma3" => gemma(config, &Part(vision))?,
+            "qwen3_5" | "qwen3_5_moe" | "qwen3_vl" | "qwen3_vl_moe" => qwen(config, &Section(vision))?,
+            "gemma3" => gemma(config, &Section(vision))?,
             _ => return Ok(None),
         };
         parsed.check()?;
@@ -309,11 +309,11 @@ fn text_hidden(config: &Value) -> Result<usize> {
     size.map(|n| n as usize).ok_or_else(|| ModelError::Config("hidden_size is missing".into()))
 }
 
-fn qwen(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
-    let table = part.size_of(&["num_position_embeddings"], None)?;
+fn qwen(config: &Value, section: &Section<'_>) -> Result<VisionConfig> {
+    let table = section.size_of(&["num_position_embeddings"], None)?;
     let table_side = table.isqrt();
-    let theta = &part.0["rope_parameters"];
-    let deepstack = match part.0["deepstack_visual_indexes"].as_array() {
+    let theta = &section.0["rope_parameters"];
+    let deepstack = match section.0["deepstack_visual_indexes"].as_array() {
         None => Vec::new(),
         Some(list) => {
             let blocks: Option<Vec<usize>> = list.iter().map(|v| v.as_u64().map(|n| n as usize)).collect();
@@ -324,12 +324,12 @@ fn qwen(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
             })?
         }
     };
-    let channels = part.size_of(&["in_channels", "in_chans"], Some(3))?;
+    let channels = section.size_of(&["in_channels", "in_chans"], Some(3))?;
     if channels != 3 {
         return Err(ModelError::Config(format!("vision_config.in_channels is {channels}, expected 3")));
     }
     let text_hidden = text_hidden(config)?;
-    let out = part.size_of(&["out_hidden_size"], Some(text_hidden))?;
+    let out = section.size_of(&["out_hidden_size"], Some(text_hidden))?;
     if out != text_hidden {
         return Err(ModelError::Config(format!(
             "vision_config.out_hidden_size is {out}, the text model's hidden_size {text_hidden}"
@@ -337,19 +337,19 @@ fn qwen(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
     }
     Ok(VisionConfig {
         kind: TowerKind::Qwen {
-            frames: part.size_of(&["temporal_patch_size"], Some(2))?,
-            merge: part.size_of(&["spatial_merge_size"], Some(2))?,
+            frames: section.size_of(&["temporal_patch_size"], Some(2))?,
+            merge: section.size_of(&["spatial_merge_size"], Some(2))?,
             table_side: if table_side * table_side == table { table_side } else { 0 },
-            theta: Part(theta).number_or("rope_theta", 10000.0)?,
+            theta: Section(theta).number_or("rope_theta", 10000.0)?,
             deepstack,
         },
-        depth: part.size_of(&["depth"], None)?,
-        hidden: part.size_of(&["hidden_size"], None)?,
-        heads: part.size_of(&["num_heads"], None)?,
-        intermediate: part.size_of(&["intermediate_size"], None)?,
+        depth: section.size_of(&["depth"], None)?,
+        hidden: section.size_of(&["hidden_size"], None)?,
+        heads: section.size_of(&["num_heads"], None)?,
+        intermediate: section.size_of(&["intermediate_size"], None)?,
         eps: 1e-6,
-        activation: part.activation("gelu_pytorch_tanh")?,
-        patch: part.size_of(&["patch_size"], Some(16))?,
+        activation: section.activation("gelu_pytorch_tanh")?,
+        patch: section.size_of(&["patch_size"], Some(16))?,
         text_hidden,
         tokens: VisionTokens {
             image: token(config, ["image_token_id", "image_token_index"], None)?,
@@ -361,17 +361,17 @@ fn qwen(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
 }
 
 /// Reads Gemma 3's tower. Published configs leave out keys whose value is the reference's default.
-fn gemma(config: &Value, part: &Part<'_>) -> Result<VisionConfig> {
+fn gemma(config: &Value, section: &Section<'_>) -> Result<VisionConfig> {
     let rows = config["mm_tokens_per_image"].as_u64().unwrap_or(256) as usize;
     Ok(VisionConfig {
-        kind: TowerKind::Siglip { image_size: part.size_of(&["image_size"], Some(224))?, rows },
-        depth: part.size_of(&["num_hidden_layers"], Some(12))?,
-        hidden: part.size_of(&["hidden_size"], Some(768))?,
-        heads: part.size_of(&["num_attention_heads"], Some(12))?,
-        intermediate: part.size_of(&["intermediate_size"], Some(3072))?,
-        eps: part.number_or("layer_norm_eps", 1e-6)? as f32,
-        activation: part.activation("gelu_pytorch_tanh")?,
-        patch: part.size_of(&["patch_size"], Some(16))?,
+        kind: TowerKind::Siglip { image_size: section.size_of(&["image_size"], Some(224))?, rows },
+        depth: section.size_of(&["num_hidden_layers"], Some(12))?,
+        hidden: section.size_of(&["hidden_size"], Some(768))?,
+        heads: section.size_of(&["num_attention_heads"], Some(12))?,
+        intermediate: section.size_of(&["intermediate_size"], Some(3072))?,
+        eps: section.number_or("layer_norm_eps", 1e-6)? as f32,
+        activation: section.activation("gelu_pytorch_tanh")?,
+        patch: section.size_of(&["patch_size"], Some(16))?,
         text_hidden: text_hidden(config).or_else(|error| {
             if config["text_config"]["hidden_size"].is_null() { Ok(2304) } else { Err(error) }
         })?,

@@ -60,8 +60,8 @@ impl TwoLayers {
     }
 }
 
-/// Data that all blocks of a run share.
-pub(super) struct TowerStep<'a> {
+/// Data that all blocks of a pass share.
+pub(super) struct TowerPass<'a> {
     /// Keys and values of one layer. Every layer overwrites them.
     pub pool: &'a KvPool,
     /// The rows of the run as one sequence.
@@ -99,13 +99,13 @@ impl TowerAttention {
         head_dim.next_multiple_of(AttentionSpec::HEAD_UNIT)
     }
 
-    fn apply_onto(&self, x: &Array, residual: &Array, step: &TowerStep<'_>) -> Result<Array> {
+    fn apply_onto(&self, x: &Array, residual: &Array, pass: &TowerPass<'_>) -> Result<Array> {
         let (rows, width) = (x.shape()[0], self.heads * self.head_dim);
         let wide = self.projection.apply_wide(x)?;
         let part = |i: usize| {
             wide.slice_axis(-1, i * width, (i + 1) * width)?.reshape([rows, self.heads, self.head_dim])
         };
-        let turned = |heads: Array| match step.turn {
+        let turned = |heads: Array| match pass.turn {
             None => Ok(heads),
             Some(TowerRope { positions, frequencies }) => {
                 let quarter = self.head_dim / 4;
@@ -122,7 +122,7 @@ impl TowerAttention {
         let scale = (self.head_dim as f64).powf(-0.5) as f32;
         let spec = AttentionSpec { scale: Real::from(scale), window: None, regime: Regime::Prefill };
         let seen =
-            q.attention_until(KvRows { keys: &k, values: &v }, step.pool, step.batch, step.until, spec)?;
+            q.attention_until(KvRows { keys: &k, values: &v }, pass.pool, pass.batch, pass.until, spec)?;
         let seen = seen.slice_axis(-1, 0, self.head_dim)?.reshape([rows, width])?;
         self.output.apply_onto(&seen, residual)
     }
@@ -152,8 +152,8 @@ pub struct TowerBlock {
 }
 
 impl TowerBlock {
-    pub(super) fn apply(&self, x: &Array, step: &TowerStep<'_>) -> Result<Array> {
-        let x = self.attention.apply_onto(&self.norm1.apply(x)?, x, step)?;
+    pub(super) fn apply(&self, x: &Array, pass: &TowerPass<'_>) -> Result<Array> {
+        let x = self.attention.apply_onto(&self.norm1.apply(x)?, x, pass)?;
         self.mlp.apply_onto(&self.norm2.apply(&x)?, &x)
     }
 }

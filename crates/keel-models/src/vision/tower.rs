@@ -5,7 +5,7 @@ use std::ops::Range;
 use keel_array::{Array, Batch, KvPool, Runtime};
 
 use super::config::{TowerKind, VisionConfig, level_of};
-use super::layers::{TowerBlock, TowerRope, TowerStep};
+use super::layers::{TowerBlock, TowerPass, TowerRope};
 use super::qwen::{self, Merger};
 use super::siglip::Projector;
 use crate::Result;
@@ -130,14 +130,14 @@ impl Tower {
             }
             TowerEnd::Averaged(_) => None,
         };
-        let step = TowerStep { pool: input.pool, batch: input.batch, until: input.until, turn };
+        let pass = TowerPass { pool: input.pool, batch: input.batch, until: input.until, turn };
         let taken: &[usize] = match &self.config.kind {
             TowerKind::Qwen { deepstack, .. } => deepstack,
             TowerKind::Siglip { .. } => &[],
         };
         let mut features = Vec::new();
         for i in blocks.clone() {
-            x = self.blocks[i].apply(&x, &step)?;
+            x = self.blocks[i].apply(&x, &pass)?;
             if let (TowerEnd::Merged { deepstack, .. }, Some(k)) =
                 (&self.head, taken.iter().position(|&taken| taken == i))
             {

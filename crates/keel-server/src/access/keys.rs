@@ -171,7 +171,7 @@ struct Allowance {
 
 /// The permission to run a request. Dropping it frees the key's seat.
 #[derive(Debug)]
-pub(crate) struct Pass {
+pub(crate) struct Permit {
     /// Name of the key.
     pub name: Arc<str>,
     _seat: Option<OwnedSemaphorePermit>,
@@ -194,7 +194,7 @@ impl Keys {
     ///
     /// # Errors
     /// [`ServerError::Unauthorized`], [`ServerError::KeyRate`], [`ServerError::KeyBusy`].
-    pub fn enter(&self, headers: &HeaderMap, is_counted: bool, now: Instant) -> Result<Option<Pass>> {
+    pub fn enter(&self, headers: &HeaderMap, is_counted: bool, now: Instant) -> Result<Option<Permit>> {
         if self.0.is_empty() {
             return Ok(None);
         }
@@ -214,10 +214,10 @@ impl Keys {
 }
 
 impl Holder {
-    fn enter(&self, is_counted: bool, now: Instant) -> Result<Pass> {
+    fn enter(&self, is_counted: bool, now: Instant) -> Result<Permit> {
         let name = Arc::clone(&self.key.name);
         if !is_counted {
-            return Ok(Pass { name, _seat: None });
+            return Ok(Permit { name, _seat: None });
         }
         let seat = match &self.seats {
             Some(seats) => Some(
@@ -230,7 +230,7 @@ impl Holder {
         if let Some(per_minute) = self.key.limits.per_minute {
             self.allowance.lock().unwrap_or_else(|e| e.into_inner()).take(per_minute, now)?;
         }
-        Ok(Pass { name, _seat: seat })
+        Ok(Permit { name, _seat: seat })
     }
 }
 

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
-use crate::answer::{Answer, AnswerPiece, Ending, Usage};
+use crate::answer::{Answer, AnswerEvent, Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::openai::chat::{ChatBody, ask_apart};
 use crate::api::unsupported;
@@ -427,11 +427,11 @@ async fn stream(model: String, mut answer: Answer, outbox: Outbox) -> Result<()>
     let begun = json!({"id": fresh_id("msg_"), "type": "message", "role": "assistant", "model": model,
         "content": [], "stop_reason": null, "stop_sequence": null, "usage": usage_json(answer.usage())});
     stream.send(json!({"type": "message_start", "message": begun})).await?;
-    while let Some(piece) = answer.next().await? {
-        match piece {
-            AnswerPiece::Part(part) => stream.part(part).await?,
-            AnswerPiece::Tokens(_) => {}
-            AnswerPiece::End(ending, stop) => {
+    while let Some(event) = answer.next().await? {
+        match event {
+            AnswerEvent::Part(part) => stream.part(part).await?,
+            AnswerEvent::Tokens(_) => {}
+            AnswerEvent::End(ending, stop) => {
                 stream.close().await?;
                 let delta =
                     json!({"stop_reason": stop_reason(ending, stop.as_deref()), "stop_sequence": stop});

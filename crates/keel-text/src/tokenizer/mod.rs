@@ -26,7 +26,7 @@ pub struct Tokenizer {
 }
 
 struct Shared {
-    parts: read::Parts,
+    checked: read::CheckedTokenizer,
     special: SpecialTokens,
     bos_id: Option<u32>,
     eos_ids: Vec<u32>,
@@ -67,20 +67,21 @@ impl Tokenizer {
     pub fn new(files: &TextFiles<'_>) -> Result<Self, TextError> {
         let special = SpecialTokens::new(files)?;
         let mut eos_ids = eos_ids(files)?;
-        let parts = catch_panics("open the tokenizer", || {
+        let checked = catch_panics("open the tokenizer", || {
             read::read(&files.tokenizer.bytes)
                 .map_err(|reason| TextError::Tokenizer { file: files.tokenizer.name.clone(), reason })
         })?;
-        let id_of = |token: &Option<String>| token.as_ref().and_then(|token| parts.inner.token_to_id(token));
+        let id_of =
+            |token: &Option<String>| token.as_ref().and_then(|token| checked.inner.token_to_id(token));
         let bos_id = id_of(&special.bos);
         eos_ids.extend(id_of(&special.eos));
         eos_ids.sort_unstable();
         eos_ids.dedup();
         let bos_fix = match (special.add_bos, bos_id) {
-            (Some(wanted), Some(bos)) => BosFix::new(wanted, bos, &parts)?,
+            (Some(wanted), Some(bos)) => BosFix::new(wanted, bos, &checked)?,
             _ => BosFix::Keep,
         };
-        Ok(Tokenizer { shared: Arc::new(Shared { parts, special, bos_id, eos_ids, bos_fix }) })
+        Ok(Tokenizer { shared: Arc::new(Shared { checked, special, bos_id, eos_ids, bos_fix }) })
     }
 
     /// Encodes a text. Special tokens written out in it become their ids.
@@ -92,7 +93,7 @@ impl Tokenizer {
     /// [`TextError::Tokenize`] if the tokenizer refuses the text. Example: the text needs a token for unknown
     /// characters that the vocabulary lacks.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        let mut ids = encode_as_written(&self.shared.parts, text, add_special)?;
+        let mut ids = encode_as_written(&self.shared.checked, text, add_special)?;
         match self.shared.bos_fix {
             BosFix::Insert(bos) if add_special => ids.insert(0, bos),
             BosFix::Remove(bos) if add_special && ids.first() == Some(&bos) => drop(ids.remove(0)),
@@ -105,7 +106,7 @@ impl Tokenizer {
     /// long before encoding it. It is 0 if a step of the tokenizer drops text, or makes one token of text of any
     /// length.
     pub fn tokens_at_least(&self, text: &str) -> usize {
-        let least = self.shared.parts.longest.map_or(0, |longest| longest.tokens_at_least(text));
+        let least = self.shared.checked.longest.map_or(0, |longest| longest.tokens_at_least(text));
         // `encode` removes a token that was added at the beginning.
         least.saturating_sub(usize::from(matches!(self.shared.bos_fix, BosFix::Remove(_))))
     }
@@ -114,7 +115,7 @@ impl Tokenizer {
     /// ASCII. `None` if there is no bound.
     pub fn bytes_at_most(&self, text: &str, tokens: usize) -> Option<usize> {
         let removed = usize::from(matches!(self.shared.bos_fix, BosFix::Remove(_)));
-        let longest = self.shared.parts.longest?.bytes_of_token(text);
+        let longest = self.shared.checked.longest?.bytes_of_token(text);
         Some(tokens.saturating_add(removed).saturating_mul(longest))
     }
 
@@ -129,7 +130,7 @@ impl Tokenizer {
         }
         catch_panics("decode", || {
             self.shared
-                .parts
+                .checked
                 .inner
                 .decode(ids, skip_special)
                 .map_err(|err| TextError::Tokenize { op: "decode", reason: err.to_string() })
@@ -167,28 +168,28 @@ impl Tokenizer {
 
     /// The id of a token in the vocabulary's spelling.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.shared.parts.inner.token_to_id(token)
+        self.shared.checked.inner.token_to_id(token)
     }
 
     /// A token in the vocabulary's spelling. It may differ from the token's text: byte-level vocabularies write a space
     /// as `Ġ`.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
-        self.shared.parts.inner.id_to_token(id)
+        self.shared.checked.inner.id_to_token(id)
     }
 
     /// The largest id plus 1. A model may have more logits, because of padding.
     pub fn vocab_size(&self) -> usize {
-        self.shared.parts.vocab_size
+        self.shared.checked.vocab_size
     }
 
     /// Ids of all special tokens, ascending.
     pub fn special_ids(&self) -> &[u32] {
-        &self.shared.parts.special_ids
+        &self.shared.checked.special_ids
     }
 
     /// Whether decoding with `skip_special` leaves this id out.
     pub fn is_special(&self, id: u32) -> bool {
-        self.shared.parts.special_ids.binary_search(&id).is_ok()
+        self.shared.checked.special_ids.binary_search(&id).is_ok()
     }
 
     /// The id at the beginning of a sequence.
@@ -214,19 +215,19 @@ impl Tokenizer {
 
     /// The byte that a token such as `<0xE5>` stands for.
     pub(crate) fn byte_of(&self, id: u32) -> Option<u8> {
-        self.shared.parts.byte_of.get(&id).copied()
+        self.shared.checked.byte_of.get(&id).copied()
     }
 
     /// Whether the vocabulary spells unknown characters with byte tokens.
     pub(crate) fn has_byte_tokens(&self) -> bool {
-        !self.shared.parts.byte_of.is_empty()
+        !self.shared.checked.byte_of.is_empty()
     }
 }
 
 impl BosFix {
     /// Compares the tokens that `tokenizer.json` adds to an empty text with the wish of `tokenizer_config.json`.
-    fn new(wanted: bool, bos: u32, parts: &read::Parts) -> Result<Self, TextError> {
-        let added = encode_as_written(parts, "", true)?.first() == Some(&bos);
+    fn new(wanted: bool, bos: u32, checked: &read::CheckedTokenizer) -> Result<Self, TextError> {
+        let added = encode_as_written(checked, "", true)?.first() == Some(&bos);
         Ok(match (wanted, added) {
             (true, false) => BosFix::Insert(bos),
             (false, true) => BosFix::Remove(bos),
@@ -236,9 +237,13 @@ impl BosFix {
 }
 
 /// Encodes as `tokenizer.json` alone specifies.
-fn encode_as_written(parts: &read::Parts, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+fn encode_as_written(
+    checked: &read::CheckedTokenizer,
+    text: &str,
+    add_special: bool,
+) -> Result<Vec<u32>, TextError> {
     catch_panics("encode", || {
-        let encoding = parts.inner.encode_fast(text, add_special);
+        let encoding = checked.inner.encode_fast(text, add_special);
         // A cancelled encoding is incomplete.
         cancel::check()?;
         let encoding =

@@ -18,13 +18,13 @@ use super::{bpe, check};
 /// Most tokens. Tables by id are as long as the largest id, however few tokens there are.
 pub(crate) const TOKENS_MAX: u32 = 1 << 24;
 
-/// The library's steps around a model.
-pub(super) type Steps =
+/// The library's tokenizer around a model of this crate.
+pub(super) type LibraryTokenizer =
     TokenizerImpl<TextModel, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// A tokenizer, with facts about it that the rest of this crate needs.
-pub(super) struct Parts {
-    pub(super) inner: Steps,
+pub(super) struct CheckedTokenizer {
+    pub(super) inner: LibraryTokenizer,
     /// All ids are below this.
     pub(super) vocab_size: usize,
     /// Ids of the special tokens, ascending.
@@ -73,7 +73,7 @@ struct ModelKind {
 
 /// Reads and checks the file. Its padding and truncation are ignored: they belong to batches for training, and a prompt
 /// must be encoded whole.
-pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
+pub(super) fn read(bytes: &[u8]) -> Result<CheckedTokenizer, String> {
     let json: TokenizerJson<'_> = serde_json::from_slice(bytes).map_err(|err| format!("not valid: {err}"))?;
     if let Some(version) = json.version.as_deref().filter(|&version| version != "1.0") {
         return Err(format!("version {version:?} is not known; expected \"1.0\""));
@@ -95,7 +95,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     let (normalizer, splits) = (json.normalizer.as_ref(), json.pre_tokenizer.as_ref());
     let longest = TokenByteBound::new(normalizer, splits, json.post_processor.as_ref(), &model, added_bytes);
     let longest = longest.filter(|_| !is_greedy);
-    let mut inner = Steps::new(model);
+    let mut inner = LibraryTokenizer::new(model);
     let normalizer: Option<NormalizerWrapper> = part("normalizer", json.normalizer)?;
     inner.with_normalizer(normalizer).map_err(|err| format!("normalizer: {err}"))?;
     inner.with_pre_tokenizer(part::<PreTokenizerWrapper>("pre_tokenizer", json.pre_tokenizer)?);
@@ -104,7 +104,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Parts, String> {
     let special_ids = add_tokens(&mut inner, &json.added_tokens)?;
 
     let byte_of = if has_byte_tokens { byte_tokens(&inner) } else { HashMap::new() };
-    Ok(Parts { inner, vocab_size: id_max as usize + 1, special_ids, byte_of, longest })
+    Ok(CheckedTokenizer { inner, vocab_size: id_max as usize + 1, special_ids, byte_of, longest })
 }
 
 /// Reads the model. Also returns its largest id.
@@ -130,7 +130,7 @@ fn part<T: DeserializeOwned>(name: &str, json: Option<Value>) -> Result<Option<T
 ///
 /// The library gives a new token the next free id, whatever the file says. A different id would silently shift every
 /// later token of the model, so it is an error here.
-fn add_tokens(inner: &mut Steps, tokens: &[AddedJson]) -> Result<Vec<u32>, String> {
+fn add_tokens(inner: &mut LibraryTokenizer, tokens: &[AddedJson]) -> Result<Vec<u32>, String> {
     if let Some(token) = tokens.iter().find(|token| token.content.is_empty()) {
         return Err(format!("added token {} is empty", token.id));
     }
@@ -160,6 +160,6 @@ fn add_tokens(inner: &mut Steps, tokens: &[AddedJson]) -> Result<Vec<u32>, Strin
     Ok(special_ids)
 }
 
-fn byte_tokens(inner: &Steps) -> HashMap<u32, u8> {
+fn byte_tokens(inner: &LibraryTokenizer) -> HashMap<u32, u8> {
     (0..=u8::MAX).filter_map(|byte| Some((inner.token_to_id(&format!("<0x{byte:02X}>"))?, byte))).collect()
 }

@@ -23,7 +23,7 @@ pub(super) const NAMES: [&str; 8] =
     ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"];
 
 /// How text is prepared before the merges.
-struct Steps {
+struct PreTokenizer {
     pattern: &'static str,
     /// Each digit becomes a piece of its own before the pattern is applied.
     single_digits: bool,
@@ -33,20 +33,20 @@ struct Steps {
     ignore_merges: bool,
 }
 
-fn steps(pre: &str) -> Option<Steps> {
-    let plain = |pattern| Steps { pattern, single_digits: false, nfc: false, ignore_merges: false };
+fn pre_tokenizer(pre: &str) -> Option<PreTokenizer> {
+    let plain = |pattern| PreTokenizer { pattern, single_digits: false, nfc: false, ignore_merges: false };
     Some(match pre {
         "gpt-2" | "default" | "olmo" | "" => plain(GPT2),
         "smollm" | "starcoder" | "codeshell" | "refact" | "command-r" => {
-            Steps { single_digits: true, ..plain(GPT2) }
+            PreTokenizer { single_digits: true, ..plain(GPT2) }
         }
-        "llama-bpe" | "llama3" | "llama-v3" => Steps { ignore_merges: true, ..plain(LLAMA3) },
+        "llama-bpe" | "llama3" | "llama-v3" => PreTokenizer { ignore_merges: true, ..plain(LLAMA3) },
         // smaug-bpe: SmolLM3. dbrx: Phi-4, OLMo 2 and OLMo 3. glm4: GLM-4.
         "smaug-bpe" | "dbrx" | "glm4" | "chatglm-bpe" => plain(LLAMA3),
-        "tekken" => Steps { ignore_merges: true, ..plain(TEKKEN) },
+        "tekken" => PreTokenizer { ignore_merges: true, ..plain(TEKKEN) },
         "gpt-4o" => plain(GPT4O),
-        "qwen2" | "deepseek-r1-qwen" | "megrez" => Steps { nfc: true, ..plain(QWEN2) },
-        "qwen35" => Steps { nfc: true, ..plain(QWEN35) },
+        "qwen2" | "deepseek-r1-qwen" | "megrez" => PreTokenizer { nfc: true, ..plain(QWEN2) },
+        "qwen35" => PreTokenizer { nfc: true, ..plain(QWEN35) },
         _ => return None,
     })
 }
@@ -60,16 +60,16 @@ pub(super) fn name_of(patterns: &[&str], single_digits: bool, ignores_merges: bo
         _ => return None,
     };
     let cuts = |pre: &&str| {
-        steps(pre).is_some_and(|steps| (steps.pattern, steps.single_digits) == (pattern, single_digits))
+        pre_tokenizer(pre).is_some_and(|of| (of.pattern, of.single_digits) == (pattern, single_digits))
     };
-    let alike = |pre: &&str| steps(pre).is_some_and(|steps| steps.ignore_merges == ignores_merges);
+    let alike = |pre: &&str| pre_tokenizer(pre).is_some_and(|of| of.ignore_merges == ignores_merges);
     let named = || NAMES.into_iter().filter(cuts);
     named().find(alike).or_else(|| named().next())
 }
 
 /// Builds the `tokenizer.json`.
 pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
-    let Some(steps) = steps(vocabulary.pre) else {
+    let Some(pre) = pre_tokenizer(vocabulary.pre) else {
         return Err(format!(
             "pre-tokenizer {:?} is not supported; supported are starcoder, olmo, dbrx, glm4, {}",
             vocabulary.pre,
@@ -78,19 +78,19 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
     };
     let byte_level = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex});
     let mut pieces = Vec::new();
-    if steps.single_digits {
+    if pre.single_digits {
         pieces.push(json!({"type": "Digits", "individual_digits": true}));
     }
-    if steps.pattern != GPT2 {
-        pieces.push(json!({"type": "Split", "pattern": {"Regex": steps.pattern}, "behavior": "Isolated",
+    if pre.pattern != GPT2 {
+        pieces.push(json!({"type": "Split", "pattern": {"Regex": pre.pattern}, "behavior": "Isolated",
             "invert": false}));
     }
-    pieces.push(byte_level(steps.pattern == GPT2));
+    pieces.push(byte_level(pre.pattern == GPT2));
     let ids = vocabulary.ids();
     let json = TokenizerJson {
         version: "1.0",
         added_tokens: vocabulary.added_tokens(&ids),
-        normalizer: if steps.nfc { json!({"type": "NFC"}) } else { Value::Null },
+        normalizer: if pre.nfc { json!({"type": "NFC"}) } else { Value::Null },
         pre_tokenizer: json!({"type": "Sequence", "pretokenizers": pieces}),
         post_processor: vocabulary.post_processor()?.unwrap_or_default(),
         decoder: byte_level(false),
@@ -99,7 +99,7 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<String, String> {
             unk_token: None,
             fuse_unk: false,
             byte_fallback: false,
-            ignore_merges: steps.ignore_merges,
+            ignore_merges: pre.ignore_merges,
             merges: &vocabulary.merges,
             vocab: &ids,
         },
@@ -163,9 +163,9 @@ mod tests {
     #[test]
     fn every_way_has_the_name_that_it_is_found_by() {
         for pre in super::NAMES {
-            let steps = super::steps(pre).expect("listed");
-            let patterns: &[&str] = if steps.pattern.is_empty() { &[] } else { &[steps.pattern] };
-            assert_eq!(super::name_of(patterns, steps.single_digits, steps.ignore_merges), Some(pre));
+            let of = super::pre_tokenizer(pre).expect("listed");
+            let patterns: &[&str] = if of.pattern.is_empty() { &[] } else { &[of.pattern] };
+            assert_eq!(super::name_of(patterns, of.single_digits, of.ignore_merges), Some(pre));
         }
         assert_eq!(super::name_of(&[super::QWEN2], false, true), Some("qwen2"));
         assert_eq!(super::name_of(&["x"], false, false), None);

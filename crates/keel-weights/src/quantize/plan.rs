@@ -11,7 +11,7 @@ use keel_array::DType;
 
 /// The conversion of one tensor of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct TensorConversion {
     /// The source's tensor.
     pub source: TensorSpec,
     /// The outputs of its rows.
@@ -36,32 +36,33 @@ pub(super) enum Target {
 
 /// The whole conversion.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct Conversion {
     /// In the order of the source's names. Matrices of one stack follow each other.
-    pub steps: Vec<Step>,
+    pub tensors: Vec<TensorConversion>,
     /// The tensors of the output.
     pub outputs: Vec<TensorSpec>,
     /// The `quantization` section of config.json.
     pub section: Value,
 }
 
-impl Plan {
+impl Conversion {
     /// Copies every tensor. Floats with more than one dimension are converted to `dtype` if it is given.
-    pub(super) fn dense(tensors: &[TensorSpec], dtype: Option<DType>) -> Plan {
-        let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: Value::Null };
+    pub(super) fn dense(tensors: &[TensorSpec], dtype: Option<DType>) -> Conversion {
+        let mut conversion = Conversion { tensors: Vec::new(), outputs: Vec::new(), section: Value::Null };
         for source in tensors {
             let is_matrix = source.dtype.is_float() && source.shape.len() > 1;
             let dtype = dtype.filter(|_| is_matrix).unwrap_or(source.dtype);
-            plan.outputs.push(TensorSpec { dtype, ..source.clone() });
-            plan.steps.push(Step::copy(source, dtype));
+            conversion.outputs.push(TensorSpec { dtype, ..source.clone() });
+            conversion.tensors.push(TensorConversion::copy(source, dtype));
         }
-        plan
+        conversion
     }
 
     /// Quantises matrices by a recipe.
-    pub(super) fn affine(tensors: &[TensorSpec], recipe: &QuantizeRecipe) -> Result<Plan> {
+    pub(super) fn affine(tensors: &[TensorSpec], recipe: &QuantizeRecipe) -> Result<Conversion> {
         let experts = Experts::find(tensors);
-        let mut plan = Plan { steps: Vec::new(), outputs: Vec::new(), section: describe(recipe.format) };
+        let mut conversion =
+            Conversion { tensors: Vec::new(), outputs: Vec::new(), section: describe(recipe.format) };
         let mut overrides = Map::new();
         let mut unused: BTreeSet<&str> = recipe.overrides.keys().map(String::as_str).collect();
         let by_name: BTreeMap<&str, &TensorSpec> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
@@ -69,8 +70,8 @@ impl Plan {
             let (name, dtype) = (&source.name, source.dtype);
             let info = TensorInfo { dtype, shape: &source.shape };
             let Some(module) = module_of(name, &info) else {
-                plan.outputs.push(source.clone());
-                plan.steps.push(Step::copy(source, dtype));
+                conversion.outputs.push(source.clone());
+                conversion.tensors.push(TensorConversion::copy(source, dtype));
                 continue;
             };
             let Some(stacks) = experts.stacks_of(name, module, &info) else { continue };
@@ -82,13 +83,13 @@ impl Plan {
                 targets.push(match parts {
                     Some((format, specs)) => {
                         let outputs = specs.each_ref().map(|spec| spec.name.clone());
-                        plan.outputs.extend(specs);
+                        conversion.outputs.extend(specs);
                         Target::Quantize { outputs, format }
                     }
                     None => {
                         let name = if stacks.is_moved { format!("{stack}.weight") } else { name.clone() };
                         let shape = stacks.shape.clone();
-                        plan.outputs.push(TensorSpec { name: name.clone(), dtype, shape });
+                        conversion.outputs.push(TensorSpec { name: name.clone(), dtype, shape });
                         Target::Copy(name, dtype)
                     }
                 });
@@ -101,19 +102,19 @@ impl Plan {
                 };
             }
             let turn_rows = stacks.turn_rows;
-            let step = |name: &String| Step {
+            let convert = |name: &String| TensorConversion {
                 source: by_name[name.as_str()].clone(),
                 targets: targets.clone(),
                 turn_rows,
             };
-            plan.steps.extend(stacks.sources.iter().map(step));
+            conversion.tensors.extend(stacks.sources.iter().map(convert));
         }
         if let Some(path) = unused.first() {
             let problem = "an override names it, but no weight that can be quantised is called that".into();
             return Err(WeightsError::Module { module: (*path).into(), problem });
         }
-        plan.section["mode"] = "affine".into();
-        let section = plan.section.as_object_mut().expect("an object");
+        conversion.section["mode"] = "affine".into();
+        let section = conversion.section.as_object_mut().expect("an object");
         let nested = tensors.iter().any(|tensor| tensor.name.starts_with(NESTED));
         for (module, value) in overrides {
             if let Some(alias) = name_in_mlx(&module).filter(|_| nested) {
@@ -121,13 +122,14 @@ impl Plan {
             }
             section.insert(module, value);
         }
-        Ok(plan)
+        Ok(conversion)
     }
 }
 
-impl Step {
-    fn copy(source: &TensorSpec, dtype: DType) -> Step {
-        Step { source: source.clone(), targets: vec![Target::Copy(source.name.clone(), dtype)], turn_rows: 0 }
+impl TensorConversion {
+    fn copy(source: &TensorSpec, dtype: DType) -> TensorConversion {
+        let targets = vec![Target::Copy(source.name.clone(), dtype)];
+        TensorConversion { source: source.clone(), targets, turn_rows: 0 }
     }
 }
 

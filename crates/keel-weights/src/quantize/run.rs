@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use serde_json::Value;
 
 use super::{
-    plan::{Plan, Step, Target},
+    plan::{Conversion, Target, TensorConversion},
     recipe::QuantizeRecipe,
     source::{RowSource, cols, rows},
 };
@@ -104,14 +104,16 @@ pub fn write_safetensors(
     progress: &mut dyn FnMut(QuantizeProgress<'_>),
 ) -> Result<(QuantizeReport, Value)> {
     let tensors = source.tensors()?;
-    let (plan, shard_bytes_max) = match form {
-        SafetensorsForm::Dense(dtype) => (Plan::dense(&tensors, *dtype), super::recipe::SHARD_BYTES_MAX),
-        SafetensorsForm::Affine(recipe) => (Plan::affine(&tensors, recipe)?, recipe.shard_bytes_max),
+    let (conversion, shard_bytes_max) = match form {
+        SafetensorsForm::Dense(dtype) => {
+            (Conversion::dense(&tensors, *dtype), super::recipe::SHARD_BYTES_MAX)
+        }
+        SafetensorsForm::Affine(recipe) => (Conversion::affine(&tensors, recipe)?, recipe.shard_bytes_max),
     };
     prepare_target(target)?;
-    let writer = ShardedWriter::create(target, &plan.outputs, metadata, shard_bytes_max)?;
-    let report = write_weights(source, &plan, writer, progress)?;
-    Ok((report, plan.section))
+    let writer = ShardedWriter::create(target, &conversion.outputs, metadata, shard_bytes_max)?;
+    let report = write_weights(source, &conversion, writer, progress)?;
+    Ok((report, conversion.section))
 }
 
 /// Writes config.json with a `quantization` section; without one if that is null. This completes the checkpoint.
@@ -156,25 +158,25 @@ fn prepare_target(target: &Path) -> Result<()> {
 
 fn write_weights(
     source: &dyn RowSource,
-    plan: &Plan,
+    conversion: &Conversion,
     mut writer: ShardedWriter,
     progress: &mut dyn FnMut(QuantizeProgress<'_>),
 ) -> Result<QuantizeReport> {
     let mut report = QuantizeReport {
-        source_bytes: plan.steps.iter().map(|step| source.stored_bytes(&step.source)).sum(),
-        output_bytes: plan.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum(),
+        source_bytes: conversion.tensors.iter().map(|tensor| source.stored_bytes(&tensor.source)).sum(),
+        output_bytes: conversion.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum(),
         ..Default::default()
     };
     let (mut done_bytes, total_bytes) = (0, report.source_bytes);
-    for step in &plan.steps {
-        let (before, rows_all) = (done_bytes, rows(&step.source.shape).max(1) as u64);
-        let (mut rows_done, step_bytes) = (0, source.stored_bytes(&step.source));
-        write_step(source, step, &mut writer, &mut |rows| {
+    for tensor in &conversion.tensors {
+        let (before, rows_all) = (done_bytes, rows(&tensor.source.shape).max(1) as u64);
+        let (mut rows_done, tensor_bytes) = (0, source.stored_bytes(&tensor.source));
+        write_tensor(source, tensor, &mut writer, &mut |rows| {
             rows_done += rows as u64;
-            done_bytes = before + step_bytes * rows_done / rows_all;
-            progress(QuantizeProgress { tensor: &step.source.name, done_bytes, total_bytes });
+            done_bytes = before + tensor_bytes * rows_done / rows_all;
+            progress(QuantizeProgress { tensor: &tensor.source.name, done_bytes, total_bytes });
         })?;
-        let is_quantized = step.targets.iter().any(|target| matches!(target, Target::Quantize { .. }));
+        let is_quantized = tensor.targets.iter().any(|target| matches!(target, Target::Quantize { .. }));
         *(if is_quantized { &mut report.quantized } else { &mut report.copied }) += 1;
     }
     writer.finish()?;
@@ -182,22 +184,22 @@ fn write_weights(
 }
 
 /// Writes the rows of a tensor to its targets, in turn.
-fn write_step(
+fn write_tensor(
     source: &dyn RowSource,
-    step: &Step,
+    tensor: &TensorConversion,
     writer: &mut ShardedWriter,
     advance: &mut dyn FnMut(usize),
 ) -> Result<()> {
-    let spec = &step.source;
+    let spec = &tensor.source;
     let (all, cols) = (rows(&spec.shape), cols(&spec.shape));
     if all == 0 || cols == 0 {
         return Ok(());
     }
-    let turn_rows = if step.turn_rows == 0 { all } else { step.turn_rows };
+    let turn_rows = if tensor.turn_rows == 0 { all } else { tensor.turn_rows };
     let chunk_rows = (CHUNK_VALUES / cols).clamp(1, turn_rows);
     let mut values = Vec::new();
-    let mut chunk: Option<Chunk> = None;
-    for (turn, target) in (0..all).step_by(turn_rows).zip(step.targets.iter().cycle()) {
+    let mut buffers: Option<QuantizeBuffers> = None;
+    for (turn, target) in (0..all).step_by(turn_rows).zip(tensor.targets.iter().cycle()) {
         for start in (turn..turn + turn_rows).step_by(chunk_rows) {
             let rows = start..(start + chunk_rows).min(turn + turn_rows);
             match target {
@@ -212,11 +214,11 @@ fn write_step(
                 }
                 Target::Quantize { outputs, format } => {
                     decode(source, spec, rows.clone(), &mut values)?;
-                    let chunk = match &mut chunk {
-                        Some(chunk) if chunk.format == *format => chunk,
-                        other => other.insert(Chunk::new(*format, spec, chunk_rows)),
+                    let buffers = match &mut buffers {
+                        Some(buffers) if buffers.format == *format => buffers,
+                        other => other.insert(QuantizeBuffers::new(*format, spec, chunk_rows)),
                     };
-                    for (name, bytes) in outputs.iter().zip(chunk.quantize(spec, rows.start, &values)?) {
+                    for (name, bytes) in outputs.iter().zip(buffers.quantize(spec, rows.start, &values)?) {
                         writer.append(name, bytes)?;
                     }
                 }
@@ -247,8 +249,8 @@ pub(super) fn decode(
     })
 }
 
-/// Buffers for a chunk of rows.
-struct Chunk {
+/// Buffers for the rows that are quantised at a time.
+struct QuantizeBuffers {
     format: AffineFormat,
     packed: Vec<u8>,
     scales: Vec<f32>,
@@ -257,12 +259,12 @@ struct Chunk {
     bias_bytes: Vec<u8>,
 }
 
-impl Chunk {
-    fn new(format: AffineFormat, spec: &TensorSpec, rows: usize) -> Chunk {
+impl QuantizeBuffers {
+    fn new(format: AffineFormat, spec: &TensorSpec, rows: usize) -> QuantizeBuffers {
         let values = rows * cols(&spec.shape);
         let groups = values / format.group_size();
         let group_bytes = groups * spec.dtype.size();
-        Chunk {
+        QuantizeBuffers {
             format,
             packed: vec![0; format.packed_bytes(values)],
             scales: vec![0.0; groups],

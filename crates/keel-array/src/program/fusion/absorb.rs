@@ -5,14 +5,14 @@
 
 use std::collections::HashMap;
 
-use super::super::lower::Draft;
+use super::super::lower::LoweredProgram;
 use super::super::{Kernel, OperandMemory};
 use crate::backend::Backend;
 
-pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
+pub(super) fn absorb(lowered: &mut LoweredProgram, backend: &dyn Backend) {
     let mut readers: HashMap<usize, Vec<(usize, usize)>> = HashMap::new();
     let mut mutated: Vec<usize> = Vec::new();
-    for (reader, kernel) in draft.kernels.iter().enumerate() {
+    for (reader, kernel) in lowered.kernels.iter().enumerate() {
         for (n, input) in kernel.inputs.iter().enumerate() {
             match input.memory {
                 OperandMemory::Temp(t) => readers.entry(t).or_default().push((reader, n)),
@@ -21,13 +21,13 @@ pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
             }
         }
     }
-    let mut kernels: Vec<Option<Kernel>> = draft.kernels.drain(..).map(Some).collect();
+    let mut kernels: Vec<Option<Kernel>> = lowered.kernels.drain(..).map(Some).collect();
     // In order: an absorbed producer can be absorbed again, together with its reader.
     for i in 0..kernels.len() {
         let Some(producer) = kernels[i].take() else { continue };
         let places = match producer.outputs[..] {
             [ref output] => match output.memory {
-                OperandMemory::Temp(t) if draft.temps[t].output.is_none() => readers.get(&t),
+                OperandMemory::Temp(t) if lowered.temps[t].output.is_none() => readers.get(&t),
                 _ => None,
             },
             _ => None,
@@ -55,5 +55,5 @@ pub(super) fn absorb(draft: &mut Draft, backend: &dyn Backend) {
             }
         }
     }
-    draft.kernels = kernels.into_iter().flatten().collect();
+    lowered.kernels = kernels.into_iter().flatten().collect();
 }

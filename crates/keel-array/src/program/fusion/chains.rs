@@ -5,15 +5,15 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::super::lower::{Draft, Temp};
+use super::super::lower::{LoweredProgram, Temp};
 use super::super::{Kernel, Operand, OperandMemory};
 use crate::DType;
 use crate::ops::{Fused, FusedStep, Op, Source};
 
-pub(super) fn chain(draft: &mut Draft) {
+pub(super) fn chain(lowered: &mut LoweredProgram) {
     let mut readers: HashMap<usize, usize> = HashMap::new();
     let mut mutated: Vec<usize> = Vec::new();
-    for kernel in &draft.kernels {
+    for kernel in &lowered.kernels {
         for (i, input) in kernel.inputs.iter().enumerate() {
             match input.memory {
                 OperandMemory::Temp(t) => *readers.entry(t).or_insert(0) += 1,
@@ -24,10 +24,10 @@ pub(super) fn chain(draft: &mut Draft) {
     }
     let mut producer: HashMap<usize, usize> = HashMap::new();
     let mut kept: Vec<Option<Kernel>> = Vec::new();
-    for kernel in draft.kernels.drain(..) {
+    for kernel in lowered.kernels.drain(..) {
         let mut kernel = kernel;
         while let Some(Foldable { input, producer }) =
-            foldable(&kernel, &kept, &producer, &readers, &draft.temps, &mutated)
+            foldable(&kernel, &kept, &producer, &readers, &lowered.temps, &mutated)
         {
             let Some(made) = kept[producer].take() else { break };
             kernel = fold(made, kernel, input);
@@ -39,7 +39,7 @@ pub(super) fn chain(draft: &mut Draft) {
         }
         kept.push(Some(kernel));
     }
-    draft.kernels = kept.into_iter().flatten().collect();
+    lowered.kernels = kept.into_iter().flatten().collect();
 }
 
 /// An input of a kernel, and the number of the kernel that computes it.

@@ -23,14 +23,14 @@ mod narrow;
 pub(super) use groups::group;
 pub use groups::{KernelGroup, ProgramGroup};
 
-use super::lower::Draft;
+use super::lower::LoweredProgram;
 use crate::backend::Backend;
 use crate::ops::Regime;
 
 /// Forms chains, and lets the backend absorb producers and narrow values.
-pub(super) fn fuse(draft: &mut Draft, regime: Option<Regime>, backend: &dyn Backend) {
-    chains::chain(draft);
-    draft.kernels.iter_mut().for_each(|kernel| kernel.regime = regime);
-    absorb::absorb(draft, backend);
-    narrow::narrow(draft, backend);
+pub(super) fn fuse(lowered: &mut LoweredProgram, regime: Option<Regime>, backend: &dyn Backend) {
+    chains::chain(lowered);
+    lowered.kernels.iter_mut().for_each(|kernel| kernel.regime = regime);
+    absorb::absorb(lowered, backend);
+    narrow::narrow(lowered, backend);
 }

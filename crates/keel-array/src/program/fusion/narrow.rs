@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::super::lower::Draft;
+use super::super::lower::LoweredProgram;
 use super::super::{Kernel, OperandMemory};
 use crate::DType;
 use crate::backend::Backend;
@@ -14,27 +14,27 @@ use crate::ops::bytes_of;
 /// The type that stands for 16 bits an element.
 const NARROW: DType = DType::F16;
 
-pub(super) fn narrow(draft: &mut Draft, backend: &dyn Backend) {
+pub(super) fn narrow(lowered: &mut LoweredProgram, backend: &dyn Backend) {
     // The kernels that read each intermediate, one for each operand.
     let mut readers: HashMap<usize, Vec<usize>> = HashMap::new();
-    for (reader, kernel) in draft.kernels.iter().enumerate() {
+    for (reader, kernel) in lowered.kernels.iter().enumerate() {
         for operand in kernel.reads() {
             if let OperandMemory::Temp(t) = operand.memory {
                 readers.entry(t).or_default().push(reader);
             }
         }
     }
-    for i in 0..draft.kernels.len() {
-        let Some(t) = intermediate(&draft.kernels[i]) else { continue };
+    for i in 0..lowered.kernels.len() {
+        let Some(t) = intermediate(&lowered.kernels[i]) else { continue };
         let Some(&[reader]) = readers.get(&t).map(Vec::as_slice) else { continue };
-        let is_inner = draft.temps[t].output.is_none();
-        if !is_inner || !backend.narrows(&draft.kernels[i], &draft.kernels[reader]) {
+        let is_inner = lowered.temps[t].output.is_none();
+        if !is_inner || !backend.narrows(&lowered.kernels[i], &lowered.kernels[reader]) {
             continue;
         }
-        let output = &mut draft.kernels[i].outputs[0];
+        let output = &mut lowered.kernels[i].outputs[0];
         output.dtype = NARROW;
-        draft.temps[t].bytes = bytes_of(NARROW, output.layout.shape.elements());
-        draft.kernels[reader].for_each_input(&mut |input| {
+        lowered.temps[t].bytes = bytes_of(NARROW, output.layout.shape.elements());
+        lowered.kernels[reader].for_each_input(&mut |input| {
             if input.memory == OperandMemory::Temp(t) {
                 input.dtype = NARROW;
             }

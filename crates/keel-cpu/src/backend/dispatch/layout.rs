@@ -1,7 +1,7 @@
 //! Copies, joins, block replacement.
 
 use super::Call;
-use crate::kernels::generic::copy::{Part, concatenate, copy, write_block};
+use crate::kernels::generic::copy::{JoinedOperand, concatenate, copy, write_block};
 use crate::kernels::generic::scalar::with_bits;
 use crate::pool::Worker;
 use keel_array::Op;
@@ -16,11 +16,11 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {
         Op::Concatenate { axis } => {
             let outer = shape[..*axis].iter().product();
             with_bits!(y.dtype, T => {
-                let part = |p: usize| Part {
-                    x: call.inputs[p].strided::<T>(),
-                    run: call.inputs[p].layout.shape[*axis..].iter().product(),
+                let operand = |i: usize| JoinedOperand {
+                    x: call.inputs[i].strided::<T>(),
+                    run: call.inputs[i].layout.shape[*axis..].iter().product(),
                 };
-                concatenate(call.inputs.len(), part, outer, y.shared(), worker);
+                concatenate(call.inputs.len(), operand, outer, y.shared(), worker);
             });
         }
         Op::SliceUpdate { starts } => {

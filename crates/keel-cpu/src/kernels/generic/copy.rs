@@ -39,41 +39,41 @@ pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker
 }
 
 /// One operand of [`concatenate`]: its elements, and the number of them for each index of the leading axes.
-pub struct Part<'a, T> {
+pub struct JoinedOperand<'a, T> {
     /// Elements.
     pub x: Strided<'a, T>,
     /// Elements of one index of the axes before the joined one.
     pub run: usize,
 }
 
-/// Joins `count` parts one after another, for each of the `outer` indices of the axes before the joined one.
+/// Joins `count` operands one after another, for each of the `outer` indices of the axes before the joined one.
 ///
 /// # Panics
 /// If the lengths do not add up.
 pub fn concatenate<'a, T: Plain>(
     count: usize,
-    part: impl Fn(usize) -> Part<'a, T>,
+    operand: impl Fn(usize) -> JoinedOperand<'a, T>,
     outer: usize,
     y: SharedMut<'_, T>,
     worker: &Worker<'_>,
 ) {
-    let width: usize = (0..count).map(|p| part(p).run).sum();
+    let width: usize = (0..count).map(|i| operand(i).run).sum();
     assert_eq!(width * outer, y.len());
-    // A unit is a piece of one run of one part.
-    let pieces = |run: usize| run.div_ceil(GRAIN);
-    let units: usize = (0..count).map(|p| pieces(part(p).run) * outer).sum();
+    // A unit is a range of one run of one operand.
+    let ranges = |run: usize| run.div_ceil(GRAIN);
+    let units: usize = (0..count).map(|i| ranges(operand(i).run) * outer).sum();
     // Short runs are claimed several at a time.
     let grain = (GRAIN * count / width.max(1)).max(1);
     for claimed in worker.claim(units, grain) {
         let (mut unit, mut first, mut at) = (claimed.start, 0, 0);
-        for p in 0..count {
-            let Part { x, run } = part(p);
-            let past_run = first + pieces(run) * outer;
+        for i in 0..count {
+            let JoinedOperand { x, run } = operand(i);
+            let past_run = first + ranges(run) * outer;
             while unit < claimed.end.min(past_run) {
-                let (o, start) = ((unit - first) / pieces(run), (unit - first) % pieces(run) * GRAIN);
+                let (o, start) = ((unit - first) / ranges(run), (unit - first) % ranges(run) * GRAIN);
                 let len = GRAIN.min(run - start);
                 let to = o * width + at + start;
-                // SAFETY: each piece of each run is claimed once.
+                // SAFETY: each range of each run is claimed once.
                 x.read(o * run + start, unsafe { y.range(to..to + len) });
                 unit += 1;
             }

@@ -14,7 +14,7 @@ use super::format::{BLOCK, MAX_GROUP};
 use super::lanes::{LANES, Lanes, portable::Portable};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{avx2::Avx2, avx512::Avx512};
-use super::rows::{RowBlock, RowOrder};
+use super::rows::{BlockAt, RowOrder};
 use super::{Compute, PackedLayout};
 use crate::amx;
 use crate::isa::Isa;
@@ -78,7 +78,7 @@ pub(super) fn prepare(
 }
 
 /// Quantises one group of one row into its place in the block.
-fn quantize_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: RowBlock) {
+fn quantize_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: BlockAt) {
     let (row, rows) = (block.row, block.rows);
     let mut quantized = [0u8; MAX_GROUP];
     let quantized = &mut quantized[..x.len()];

@@ -134,7 +134,7 @@ impl Coding {
 }
 
 /// One block of a file, taken apart.
-pub(super) struct Parts {
+pub(super) struct BlockFields {
     /// One code for each input.
     pub codes: [u8; 256],
     /// The floats or the exponent, as a unit stores them.
@@ -145,13 +145,13 @@ pub(super) struct Parts {
     pub mins: [u8; 16],
 }
 
-impl Parts {
+impl BlockFields {
     /// Takes a block apart. Inlined, because with a constant format the compiler turns the loops into vectors.
     #[inline(always)]
-    pub(super) fn of(format: BlockFormat, block: &[u8]) -> Parts {
+    pub(super) fn of(format: BlockFormat, block: &[u8]) -> BlockFields {
         let block = &block[..format.bytes()];
-        let mut parts = Parts { codes: [0; 256], head: [0; 4], scales: [0; 16], mins: [0; 16] };
-        let codes = &mut parts.codes[..format.values()];
+        let mut fields = BlockFields { codes: [0; 256], head: [0; 4], scales: [0; 16], mins: [0; 16] };
+        let codes = &mut fields.codes[..format.values()];
         match format {
             BlockFormat::Q4_0 | BlockFormat::IQ4NL => nibbles(&block[2..], codes),
             BlockFormat::Q4_1 => nibbles(&block[4..], codes),
@@ -161,25 +161,25 @@ impl Parts {
             BlockFormat::Q8_0 => fill(codes, |i| block[2 + i] ^ 128),
             BlockFormat::Q2K => {
                 two_bits(&block[16..80], codes);
-                parts.scales.copy_from_slice(&block[..16]);
+                fields.scales.copy_from_slice(&block[..16]);
             }
             BlockFormat::Q3K => {
                 two_bits(&block[32..96], codes);
                 add_bit(&block[..32], 2, codes);
                 let packed = &block[96..108];
-                fill(&mut parts.scales, |i| {
+                fill(&mut fields.scales, |i| {
                     let upper = packed[8 + i % 4] >> (i / 4 * 2) & 3;
                     (packed[i % 8] >> (i / 8 * 4) & 15 | upper << 4).wrapping_sub(32)
                 });
             }
             BlockFormat::Q4K => {
                 four_bits(&block[16..], codes);
-                scales_and_mins(&block[4..16], &mut parts);
+                scales_and_mins(&block[4..16], &mut fields);
             }
             BlockFormat::Q5K => {
                 four_bits(&block[48..], codes);
                 add_bit(&block[16..48], 4, codes);
-                scales_and_mins(&block[4..16], &mut parts);
+                scales_and_mins(&block[4..16], &mut fields);
             }
             BlockFormat::Q6K => {
                 let (low, high) = block.split_at(128);
@@ -191,14 +191,14 @@ impl Parts {
                         *second = low >> 4 | *second << 4;
                     }
                 }
-                parts.scales.copy_from_slice(&block[192..208]);
+                fields.scales.copy_from_slice(&block[192..208]);
             }
             BlockFormat::IQ4XS => {
                 for (codes, quants) in codes.chunks_exact_mut(32).zip(block[8..].chunks_exact(16)) {
                     nibbles(quants, codes);
                 }
                 let upper = u16::from_le_bytes([block[2], block[3]]);
-                fill(&mut parts.scales[..8], |i| {
+                fill(&mut fields.scales[..8], |i| {
                     let low = block[4 + i / 2] >> (i % 2 * 4) & 15;
                     (low | ((upper >> (i * 2) & 3) as u8) << 4).wrapping_sub(32)
                 });
@@ -211,8 +211,8 @@ impl Parts {
             _ => 0,
         };
         let head_bytes = Coding::of(format).scales.head_bytes();
-        parts.head[..head_bytes].copy_from_slice(&block[head_at..head_at + head_bytes]);
-        parts
+        fields.head[..head_bytes].copy_from_slice(&block[head_at..head_at + head_bytes]);
+        fields
     }
 }
 
@@ -279,11 +279,11 @@ fn add_bit(bits: &[u8], at: usize, codes: &mut [u8]) {
 
 /// Eight scales and eight mins of 6 bits in 12 bytes.
 #[inline(always)]
-fn scales_and_mins(packed: &[u8], parts: &mut Parts) {
+fn scales_and_mins(packed: &[u8], fields: &mut BlockFields) {
     for i in 0..4 {
-        (parts.scales[i], parts.mins[i]) = (packed[i] & 63, packed[i + 4] & 63);
-        parts.scales[i + 4] = packed[i + 8] & 15 | packed[i] >> 6 << 4;
-        parts.mins[i + 4] = packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4;
+        (fields.scales[i], fields.mins[i]) = (packed[i] & 63, packed[i + 4] & 63);
+        fields.scales[i + 4] = packed[i + 8] & 15 | packed[i] >> 6 << 4;
+        fields.mins[i + 4] = packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4;
     }
 }
 

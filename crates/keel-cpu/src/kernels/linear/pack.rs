@@ -1,6 +1,6 @@
 //! Packs weights into their layout, a few rows at a time, and unpacks single rows.
 
-use super::coding::{Coding, Parts, Scales, scale_and_offset};
+use super::coding::{BlockFields, Coding, Scales, scale_and_offset};
 use super::format::{BLOCK, FloatType, PackedLayout, TILE_ROWS, Units, WeightFormat};
 use crate::isa::Isa;
 use crate::simd::{self, LANES, Simd, VectorKernel};
@@ -109,7 +109,7 @@ fn pack_blocks_of(
         let unit = &mut out[i * stride..][..unit_bytes];
         for (row, blocks) in rows.chunks_exact(row_bytes).enumerate() {
             let block = &blocks[i * format.bytes()..(i + 1) * format.bytes()];
-            pack_parts(&coding, &Parts::of(format, block), row, unit);
+            pack_fields(&coding, &BlockFields::of(format, block), row, unit);
         }
     }
 }
@@ -190,22 +190,22 @@ fn pack_codes(bits: usize, codes: &[u8], row: usize, block: &mut [u8]) {
 
 /// Packs one row's part of a unit.
 #[inline(always)]
-fn pack_parts(coding: &Coding, parts: &Parts, row: usize, unit: &mut [u8]) {
+fn pack_fields(coding: &Coding, fields: &BlockFields, row: usize, unit: &mut [u8]) {
     let (codes, params) = unit.split_at_mut(TILE_ROWS * coding.code_bytes());
-    for (block, codes) in codes.chunks_exact_mut(64 * coding.bits).zip(parts.codes.chunks_exact(BLOCK)) {
+    for (block, codes) in codes.chunks_exact_mut(64 * coding.bits).zip(fields.codes.chunks_exact(BLOCK)) {
         pack_codes(coding.bits, codes, row, block);
     }
     let (head, bytes) = params.split_at_mut(TILE_ROWS * coding.scales.head_bytes());
     if coding.scales == Scales::Exponent {
-        head[row] = parts.head[0];
+        head[row] = fields.head[0];
     } else {
-        let halves = parts.head.chunks_exact(2);
+        let halves = fields.head.chunks_exact(2);
         for (head, half) in head.chunks_exact_mut(2 * TILE_ROWS).zip(halves) {
             head[2 * row..2 * row + 2].copy_from_slice(half);
         }
     }
     let groups = coding.groups();
-    let scales = parts.scales[..groups.min(16)].iter().chain(&parts.mins[..groups.min(16)]);
+    let scales = fields.scales[..groups.min(16)].iter().chain(&fields.mins[..groups.min(16)]);
     for (bytes, scale) in bytes.chunks_exact_mut(TILE_ROWS).zip(scales) {
         bytes[row] = *scale;
     }

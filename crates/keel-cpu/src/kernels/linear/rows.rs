@@ -13,7 +13,7 @@ pub(super) struct Segment {
 
 /// A block of rows that are computed together, and a position within it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RowBlock {
+pub(super) struct BlockAt {
     /// First position of the block.
     pub start: usize,
     /// Number of rows: one of the sizes.
@@ -24,7 +24,7 @@ pub(super) struct RowBlock {
 
 impl Segment {
     /// The blocks of `positions`, a range that starts and ends at edges of blocks.
-    pub(super) fn blocks(&self, positions: Range<usize>, sizes: &[usize]) -> impl Iterator<Item = RowBlock> {
+    pub(super) fn blocks(&self, positions: Range<usize>, sizes: &[usize]) -> impl Iterator<Item = BlockAt> {
         let mut next = positions.start;
         std::iter::from_fn(move || {
             let block = (next < positions.end).then(|| self.block(next, sizes))?;
@@ -35,14 +35,14 @@ impl Segment {
 
     /// The block of a position. A segment begins with as many blocks of the largest size as fit, then has as many of
     /// the next size, and so on. `sizes` fall to 1.
-    pub(super) fn block(&self, position: usize, sizes: &[usize]) -> RowBlock {
+    pub(super) fn block(&self, position: usize, sizes: &[usize]) -> BlockAt {
         let (mut start, end) = (self.start as usize, self.end as usize);
         assert!((start..end).contains(&position), "position {position} of {self:?}");
         for &rows in sizes {
             let blocks_end = start + (end - start) / rows * rows;
             if position < blocks_end {
                 let row = (position - start) % rows;
-                return RowBlock { start: position - row, rows, row };
+                return BlockAt { start: position - row, rows, row };
             }
             start = blocks_end;
         }
@@ -90,7 +90,7 @@ mod tests {
                 for block in segment.blocks(5..segment.end as usize, sizes) {
                     assert_eq!((block.start, block.row), (position, 0));
                     for row in 0..block.rows {
-                        assert_eq!(segment.block(position + row, sizes), RowBlock { row, ..block });
+                        assert_eq!(segment.block(position + row, sizes), BlockAt { row, ..block });
                     }
                     rows.push(block.rows);
                     position += block.rows;

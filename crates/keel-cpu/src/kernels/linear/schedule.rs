@@ -11,7 +11,7 @@
 
 use super::block::{Ahead, Block, BlockFns, MAX_ROWS};
 use super::format::{PAIR, PackedLayout, TILE_ROWS, WeightFormat};
-use super::rows::{RowBlock, RowMap, RowOrder, Segment};
+use super::rows::{BlockAt, RowMap, RowOrder, Segment};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use std::ops::Range;
@@ -169,7 +169,7 @@ fn run_unit(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, map: RowMap<'_>) 
 }
 
 /// Computes all pairs of a unit against its only block of rows. The weights are one stream, on into the next unit.
-fn stream(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, block: RowBlock, map: RowMap<'_>) {
+fn stream(call: &Call<'_>, unit: &Unit, next: Option<&Unit>, block: BlockAt, map: RowMap<'_>) {
     let pair_bytes = PAIR * call.layout.tile_bytes();
     let start = unit.pair(call, unit.pairs.start);
     let end = start.wrapping_add(unit.pairs.len() * pair_bytes);
@@ -189,7 +189,7 @@ fn run_block(
     call: &Call<'_>,
     unit: &Unit,
     pairs: Range<usize>,
-    RowBlock { start: position, rows, .. }: RowBlock,
+    BlockAt { start: position, rows, .. }: BlockAt,
     ahead: impl Fn(usize) -> Option<Ahead>,
     map: RowMap<'_>,
 ) {

@@ -20,11 +20,11 @@ use std::ops::Range;
 const WORDS: usize = 1 + 2 * (BUCKETS + 1);
 
 /// Most pairs of a row and a worker that scratch has words for, unless there are more workers.
-const PARTS_MAX: usize = 64;
+const PAIRS_MAX: usize = 64;
 
 /// Rows that are processed together.
 fn rows_at_a_time(workers: usize) -> usize {
-    (PARTS_MAX / workers).max(1)
+    (PAIRS_MAX / workers).max(1)
 }
 
 /// Words of scratch for `rows` rows.
@@ -53,7 +53,7 @@ pub fn sample(
         let some = first..rows.min(first + rows_at_a_time(worker.count));
         first = some.end;
         if some.clone().any(|i| !row(i).is_skipped()) {
-            sample_some(&row, some, y, Parts { scratch, worker });
+            sample_some(&row, some, y, WorkerWords { scratch, worker });
             // The next rows use the same words of scratch.
             if first < rows {
                 worker.barrier();
@@ -67,21 +67,21 @@ fn sample_some<'a>(
     row: &impl Fn(usize) -> Row<'a>,
     rows: Range<usize>,
     y: SharedMut<'_, u32>,
-    mut parts: Parts<'_>,
+    mut words: WorkerWords<'_>,
 ) {
-    let worker = parts.worker;
+    let worker = words.worker;
     for (at, row) in rows.clone().map(row).enumerate().filter(|(_, row)| !row.is_skipped()) {
         let share = worker.split(row.width(), 64);
-        parts.own(at, 0..1)[0] = row.first_of(share);
+        words.own(at, 0..1)[0] = row.first_of(share);
     }
     worker.barrier();
-    let all = parts;
+    let all = words;
     let first = |at: usize| (0..worker.count).map(|of| all.read(at, of, 0)).max().unwrap_or(0);
     let mut any_draws = false;
     for (at, row) in rows.clone().map(row).enumerate().filter(|(_, row)| row.draws()) {
         any_draws = true;
         let share = worker.split(row.width(), 64);
-        row.with_first(first(at)).fill(share, parts.own(at, 1..WORDS).as_chunks_mut::<2>().0, worker.isa);
+        row.with_first(first(at)).fill(share, words.own(at, 1..WORDS).as_chunks_mut::<2>().0, worker.isa);
     }
     if any_draws {
         worker.barrier();
@@ -106,12 +106,12 @@ fn sample_some<'a>(
 
 /// Words that workers write for each other.
 #[derive(Clone, Copy)]
-struct Parts<'a> {
+struct WorkerWords<'a> {
     scratch: SharedMut<'a, u64>,
     worker: &'a Worker<'a>,
 }
 
-impl Parts<'_> {
+impl WorkerWords<'_> {
     fn start(self, row: usize, worker: usize) -> usize {
         (row * self.worker.count + worker) * WORDS
     }

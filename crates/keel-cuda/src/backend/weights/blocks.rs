@@ -5,14 +5,14 @@ use super::coding::Coding;
 use keel_array::BlockFormat;
 
 /// Whole blocks, taken apart.
-pub(super) struct BlockParts {
+pub(super) struct BlockFields {
     pub codes: Vec<u8>,
     pub subs: Vec<u8>,
     pub supers: Vec<u8>,
 }
 
 /// Takes whole blocks apart.
-pub(super) fn taken_apart(format: BlockFormat, blocks: &[u8]) -> BlockParts {
+pub(super) fn taken_apart(format: BlockFormat, blocks: &[u8]) -> BlockFields {
     let Some(coding) = Coding::of(WeightFormat::Blocks(format)) else { unreachable!("blocks have codes") };
     let count = blocks.len() / format.bytes();
     let subs_each = format.values() / coding.group * coding.sub_bytes;
@@ -28,7 +28,7 @@ pub(super) fn taken_apart(format: BlockFormat, blocks: &[u8]) -> BlockParts {
             long(format, block, codes, subs, supers)
         }
     }
-    BlockParts { codes, subs, supers }
+    BlockFields { codes, subs, supers }
 }
 
 /// A block of 32 values: the scale, perhaps the offset, perhaps fifth bits, then the codes.
@@ -159,7 +159,7 @@ mod tests {
             let mut decoded = vec![0.0; 5 * format.values()];
             format.decode(&blocks, &mut decoded);
             let coding = Coding::of(WeightFormat::Blocks(format)).expect("blocks have codes");
-            let BlockParts { codes, subs, supers } = taken_apart(format, &blocks);
+            let BlockFields { codes, subs, supers } = taken_apart(format, &blocks);
             for (i, (&code, expected)) in codes.iter().zip(decoded).enumerate() {
                 assert!(u32::from(code) >> coding.bits == 0, "{format}: {code}");
                 let sub = &subs[i / coding.group * coding.sub_bytes..];

@@ -8,7 +8,7 @@
 mod blocks;
 mod coding;
 
-use blocks::{BlockParts, taken_apart};
+use blocks::{BlockFields, taken_apart};
 pub(super) use coding::Coding;
 use half::{bf16, f16};
 use keel_array::{ArrayError, Compute, DType, RowBlock, RowData, WeightFormat, WeightSpec};
@@ -112,25 +112,25 @@ impl Layout {
     }
 }
 
-/// A part of a packed weight: its place, its length, and the length of its first rows.
+/// A section of a packed weight: its place, its length, and the length of its first rows.
 pub(super) struct Section {
     pub offset: usize,
     pub first: usize,
     pub bytes: usize,
 }
 
-/// Bytes for a place in a weight.
-pub(super) struct Part {
+/// Packed bytes, and their place in the weight.
+pub(super) struct Packed {
     pub offset: usize,
     pub bytes: Vec<u8>,
 }
 
 /// Packs a block of rows, which the runtime has checked, into the device's layout.
-pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>, ArrayError> {
+pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Packed>, ArrayError> {
     match (block.data, spec.format) {
         (RowData::Dense(bytes), _) => {
             let row = block.expert * spec.rows + block.first_row;
-            Ok(vec![Part { offset: row * Layout::of(spec).code_bytes, bytes: bytes.to_vec() }])
+            Ok(vec![Packed { offset: row * Layout::of(spec).code_bytes, bytes: bytes.to_vec() }])
         }
         (RowData::Affine { codes, scales, biases }, WeightFormat::Affine { scale_dtype, .. }) => {
             let mut subs = vec![0; 2 * scales.len() * scale_dtype.size()];
@@ -142,7 +142,7 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Part>,
             pack_tiles(spec, block, &Rows { codes, subs: &subs, supers: &[] })
         }
         (RowData::Blocks(bytes), WeightFormat::Blocks(format)) => {
-            let BlockParts { codes, subs, supers } = taken_apart(format, bytes);
+            let BlockFields { codes, subs, supers } = taken_apart(format, bytes);
             pack_tiles(spec, block, &Rows { codes: &codes, subs: &subs, supers: &supers })
         }
         (_, format) => unreachable!("rows coded otherwise than the weight, {format:?}"),
@@ -157,7 +157,7 @@ struct Rows<'a> {
     supers: &'a [u8],
 }
 
-fn pack_tiles(spec: &WeightSpec, block: &RowBlock<'_>, rows: &Rows<'_>) -> Result<Vec<Part>, ArrayError> {
+fn pack_tiles(spec: &WeightSpec, block: &RowBlock<'_>, rows: &Rows<'_>) -> Result<Vec<Packed>, ArrayError> {
     let Some(coding) = Coding::of(spec.format) else { unreachable!("dense rows have no tiles") };
     let layout = Layout::of(spec);
     let end = block.first_row + block.rows;
@@ -171,8 +171,8 @@ fn pack_tiles(spec: &WeightSpec, block: &RowBlock<'_>, rows: &Rows<'_>) -> Resul
     let first = block.expert * spec.rows.div_ceil(TILE_ROWS) + block.first_row / TILE_ROWS;
     let tiles = Tiles { codes: rows.codes, rows: block.rows, cols: spec.cols, bits: coding.bits };
     Ok(vec![
-        Part { offset: first * layout.code_bytes, bytes: tiles.pack(layout.code_bytes) },
-        Part {
+        Packed { offset: first * layout.code_bytes, bytes: tiles.pack(layout.code_bytes) },
+        Packed {
             offset: layout.pairs + first * layout.pair_bytes,
             bytes: coding.pack_pairs(rows, block.rows, layout.pair_bytes),
         },
@@ -344,10 +344,10 @@ mod tests {
         let layout = Layout::of(&spec);
         let (codes, pairs) = (vec![1; 19 * 96], vec![0.5; 19 * 3]);
         let data = RowData::Affine { codes: &codes, scales: &pairs, biases: &pairs };
-        let parts = pack(&spec, &RowBlock { expert: 2, first_row: 16, rows: 19, data }).expect("whole tiles");
+        let all = pack(&spec, &RowBlock { expert: 2, first_row: 16, rows: 19, data }).expect("whole tiles");
         // Two column tiles of 5 bits; experts of three row tiles; this is the eighth and ninth of nine.
-        assert_eq!((parts[0].offset, parts[0].bytes.len()), (7 * 2 * 640, 2 * 2 * 640));
-        assert_eq!((parts[1].offset, parts[1].bytes.len()), (layout.pairs + 7 * 256, 2 * 256));
+        assert_eq!((all[0].offset, all[0].bytes.len()), (7 * 2 * 640, 2 * 2 * 640));
+        assert_eq!((all[1].offset, all[1].bytes.len()), (layout.pairs + 7 * 256, 2 * 256));
         assert_eq!(layout.bytes(), layout.pairs + 9 * 256);
         let [codes, pairs] = &layout.sections(&spec, 32)[..] else { panic!("codes and pairs") };
         assert_eq!((codes.offset, codes.first, codes.bytes), (0, 2 * 2 * 640, 9 * 2 * 640));

@@ -15,7 +15,7 @@ use super::messages::{ChatMessage, Conversation, to_template};
 use super::tools::{Tools, response_grammar};
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, chat_logprobs, finish_reason, total, usage_json};
 use crate::access::caller::Caller;
-use crate::answer::{Answer, AnswerPiece, Usage};
+use crate::answer::{Answer, AnswerEvent, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -228,26 +228,26 @@ async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_us
     for index in 0..answers.len() {
         outbox.json(&head.chunk(index, json!({"role": "assistant", "content": ""}), None)).await?;
     }
-    let mut pieces = merge(answers);
-    while let Some(merged) = pieces.next().await {
+    let mut events = merge(answers);
+    while let Some(merged) = events.next().await {
         let index = merged.index;
         usages[index] = merged.usage;
-        let chunk = match merged.piece? {
-            AnswerPiece::Part(AnswerPart::Text(text)) => head.chunk(index, json!({"content": text}), None),
-            AnswerPiece::Part(AnswerPart::Reasoning(text)) => {
+        let chunk = match merged.event? {
+            AnswerEvent::Part(AnswerPart::Text(text)) => head.chunk(index, json!({"content": text}), None),
+            AnswerEvent::Part(AnswerPart::Reasoning(text)) => {
                 head.chunk(index, json!({"reasoning_content": text}), None)
             }
-            AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => {
+            AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => {
                 let call = tool_call(Some(calls[index]), &name, &arguments);
                 calls[index] += 1;
                 head.chunk(index, json!({"tool_calls": [call]}), None)
             }
-            AnswerPiece::Tokens(tokens) => {
+            AnswerEvent::Tokens(tokens) => {
                 let mut chunk = head.chunk(index, json!({}), None);
                 chunk["choices"][0]["logprobs"] = chat_logprobs(&tokens);
                 chunk
             }
-            AnswerPiece::End(ending, _) => head.chunk(index, json!({}), Some(finish_reason(ending))),
+            AnswerEvent::End(ending, _) => head.chunk(index, json!({}), Some(finish_reason(ending))),
         };
         outbox.json(&chunk).await?;
     }

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, finish_reason, finite, total, usage_json};
-use crate::answer::{Answer, AnswerPiece, TokenInfo, Usage};
+use crate::answer::{Answer, AnswerEvent, TokenInfo, Usage};
 use crate::api::numbers::{Whole, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -234,19 +234,19 @@ async fn stream(
     for (index, echo) in echoes.iter().enumerate().filter(|(_, echo)| !echo.is_empty()) {
         outbox.json(&head.chunk(index, echo, None)).await?;
     }
-    let mut pieces = merge(answers);
-    while let Some(merged) = pieces.next().await {
+    let mut events = merge(answers);
+    while let Some(merged) = events.next().await {
         usages[merged.index] = merged.usage;
-        let chunk = match merged.piece? {
-            AnswerPiece::Part(AnswerPart::Text(text)) => head.chunk(merged.index, &text, None),
+        let chunk = match merged.event? {
+            AnswerEvent::Part(AnswerPart::Text(text)) => head.chunk(merged.index, &text, None),
             // Other parts cannot come, because the form has neither reasoning nor tools.
-            AnswerPiece::Part(_) => continue,
-            AnswerPiece::Tokens(tokens) => {
+            AnswerEvent::Part(_) => continue,
+            AnswerEvent::Tokens(tokens) => {
                 let mut chunk = head.chunk(merged.index, "", None);
                 chunk["choices"][0]["logprobs"] = logprobs(&tokens);
                 chunk
             }
-            AnswerPiece::End(ending, _) => head.chunk(merged.index, "", Some(finish_reason(ending))),
+            AnswerEvent::End(ending, _) => head.chunk(merged.index, "", Some(finish_reason(ending))),
         };
         outbox.json(&chunk).await?;
     }

@@ -5,7 +5,7 @@ use keel_text::AnswerPart;
 use serde_json::{Value, json};
 
 use super::{ChunkHeader, Kind, call_item, status};
-use crate::answer::{Answer, AnswerPiece};
+use crate::answer::{Answer, AnswerEvent};
 use crate::collect::Outbox;
 use crate::error::{Result, ServerError};
 use crate::http::body::error_json;
@@ -111,16 +111,16 @@ impl Stream {
         let begun = json!({"response": self.head.response("in_progress", &[], None)});
         self.send("response.created", begun.clone()).await?;
         self.send("response.in_progress", begun).await?;
-        while let Some(piece) = answer.next().await? {
-            answer.charge(&piece)?;
-            match piece {
-                AnswerPiece::Part(AnswerPart::Text(text)) => self.text(Kind::Message, &text).await?,
-                AnswerPiece::Part(AnswerPart::Reasoning(text)) => self.text(Kind::Reasoning, &text).await?,
-                AnswerPiece::Part(AnswerPart::ToolCall { name, arguments }) => {
+        while let Some(event) = answer.next().await? {
+            answer.charge(&event)?;
+            match event {
+                AnswerEvent::Part(AnswerPart::Text(text)) => self.text(Kind::Message, &text).await?,
+                AnswerEvent::Part(AnswerPart::Reasoning(text)) => self.text(Kind::Reasoning, &text).await?,
+                AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => {
                     self.call(&name, &arguments).await?
                 }
-                AnswerPiece::Tokens(_) => {}
-                AnswerPiece::End(ending, _) => {
+                AnswerEvent::Tokens(_) => {}
+                AnswerEvent::End(ending, _) => {
                     let state = status(ending);
                     self.close(state).await?;
                     let response = self.head.response(state, &self.output, Some(answer.usage()));

@@ -4,19 +4,19 @@ use keel_array::{Array, AttentionSpec};
 
 use crate::{LayerStorage, PageId, SequenceCache};
 
-/// A part of a sequence's contents, in the order of the layers.
-pub(crate) struct Part<'a> {
-    /// Its name in files.
+/// A sequence's entries in one array.
+pub(crate) struct HeldEntries<'a> {
+    /// Their name in files.
     pub name: String,
     /// The array with the entries of all sequences.
     pub pool: &'a Array,
     /// The entries of this sequence.
     pub entries: Vec<usize>,
-    /// True if the entries are an axis of the part's shape: pages, but not a slot.
+    /// True if the entries are an axis of the shape: pages, but not a slot.
     stacked: bool,
 }
 
-impl Part<'_> {
+impl HeldEntries<'_> {
     pub fn shape(&self) -> Vec<usize> {
         let entry = self.pool.shape()[1..].iter().copied();
         self.stacked.then_some(self.entries.len()).into_iter().chain(entry).collect()
@@ -32,32 +32,42 @@ impl Part<'_> {
     }
 }
 
-/// Everything that a sequence holds of its first `len` tokens. These are all its tokens, now or after loading.
-pub(crate) fn parts<'a>(layers: &'a [LayerStorage], sequence: &SequenceCache, len: usize) -> Vec<Part<'a>> {
+/// Everything that a sequence holds of its first `len` tokens, in the order of the layers. These are all its tokens,
+/// now or after loading.
+pub(crate) fn contents<'a>(
+    layers: &'a [LayerStorage],
+    sequence: &SequenceCache,
+    len: usize,
+) -> Vec<HeldEntries<'a>> {
     let used = len.div_ceil(AttentionSpec::PAGE);
     let window_used = used.min(sequence.sliding_pages().len());
     let indices = |pages: &[PageId]| pages.iter().map(|page| page.index()).collect::<Vec<_>>();
     let pages = &indices(&sequence.pages()[..used]);
     let sliding_pages = &indices(&sequence.sliding_pages()[..window_used]);
-    let mut parts = Vec::new();
+    let mut contents = Vec::new();
     for (i, layer) in layers.iter().enumerate() {
-        let mut part = |name: &str, pool, entries: &[usize], stacked| {
-            parts.push(Part { name: format!("layers.{i}.{name}"), pool, entries: entries.to_vec(), stacked });
+        let mut add = |name: &str, pool, entries: &[usize], stacked| {
+            contents.push(HeldEntries {
+                name: format!("layers.{i}.{name}"),
+                pool,
+                entries: entries.to_vec(),
+                stacked,
+            });
         };
         match layer {
             LayerStorage::Attention(pool) => {
-                part("keys", &pool.keys, pages, true);
-                part("values", &pool.values, pages, true);
+                add("keys", &pool.keys, pages, true);
+                add("values", &pool.values, pages, true);
             }
             LayerStorage::Sliding(pool) => {
-                part("keys", &pool.keys, sliding_pages, true);
-                part("values", &pool.values, sliding_pages, true);
+                add("keys", &pool.keys, sliding_pages, true);
+                add("values", &pool.values, sliding_pages, true);
             }
             LayerStorage::Recurrent { window, state } => {
-                part("window", &window.rows, &[sequence.slot().index()], false);
-                part("state", &state.state, &[sequence.slot().index()], false);
+                add("window", &window.rows, &[sequence.slot().index()], false);
+                add("state", &state.state, &[sequence.slot().index()], false);
             }
         }
     }
-    parts
+    contents
 }
