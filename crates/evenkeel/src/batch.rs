@@ -11,11 +11,11 @@ use crate::{Error, ModelText, Request, Result, TextStream};
 /// An event of a request of a [`Batch`].
 ///
 /// ```
-/// use evenkeel::{BatchEvent, LoadOptions, Model, Request};
+/// use evenkeel::{BatchEvent, LoadOptions, Model, Request, SequenceEvent};
 /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
 /// batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
 /// while !batch.is_idle() {
-///     for (id, event) in batch.step()? {
+///     for SequenceEvent { id, event } in batch.step()? {
 ///         if let BatchEvent::Text(piece) = event {
 ///             println!("{id}: {piece}");
 ///         }
@@ -34,6 +34,30 @@ pub enum BatchEvent {
     Finished(FinishReason),
     /// It failed, and its memory is free again. No event follows.
     Failed(Error),
+}
+
+/// What happened to a request of a [`Batch`] in a step.
+///
+/// ```
+/// use evenkeel::{LoadOptions, Model, Request, SequenceEvent};
+/// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
+/// let story = batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
+/// let events: Vec<SequenceEvent> = batch.step()?;
+/// assert!(events.iter().all(|event| event.id == story));
+/// # Ok::<(), evenkeel::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct SequenceEvent {
+    /// The request, as [`Batch::submit`] returned it.
+    pub id: SequenceId,
+    /// What happened to it.
+    pub event: BatchEvent,
+}
+
+impl BatchEvent {
+    fn of(self, id: SequenceId) -> SequenceEvent {
+        SequenceEvent { id, event: self }
+    }
 }
 
 /// Requests that run together on one model. They join and leave between steps.
@@ -113,11 +137,11 @@ impl Batch {
     ///
     /// # Errors
     /// A token that the tokenizer does not know.
-    pub fn step(&mut self) -> Result<Vec<(SequenceId, BatchEvent)>> {
+    pub fn step(&mut self) -> Result<Vec<SequenceEvent>> {
         let mut events = Vec::new();
         // Requests that ended within this step before the batch ended them. Nothing follows their end.
         let mut ended = Vec::new();
-        for (id, event) in self.batcher.step(Instant::now()) {
+        for batch::SequenceEvent { id, event } in self.batcher.step(Instant::now()) {
             if ended.contains(&id) {
                 continue;
             }
@@ -128,9 +152,9 @@ impl Batch {
                     }
                 }
                 batch::BatchEvent::Read(values) => match batch::direction(values, usize::MAX) {
-                    Ok(values) => events.push((id, BatchEvent::Embedding(values))),
+                    Ok(values) => events.push(BatchEvent::Embedding(values).of(id)),
                     Err(error) => {
-                        events.push((id, BatchEvent::Failed(error.into())));
+                        events.push(BatchEvent::Failed(error.into()).of(id));
                         ended.push(id);
                     }
                 },
@@ -138,11 +162,11 @@ impl Batch {
                     if let Some(mut stream) = self.streams.remove(&id) {
                         push_text(&mut events, id, stream.finish()?);
                     }
-                    events.push((id, BatchEvent::Finished(reason)));
+                    events.push(BatchEvent::Finished(reason).of(id));
                 }
                 batch::BatchEvent::Failed(error) => {
                     self.streams.remove(&id);
-                    events.push((id, BatchEvent::Failed(error.into())));
+                    events.push(BatchEvent::Failed(error.into()).of(id));
                 }
                 batch::BatchEvent::Started { .. } | batch::BatchEvent::Prefilled(_) => {}
             }
@@ -151,18 +175,13 @@ impl Batch {
     }
 
     /// Adds a token to a text. A stop string ends the request; true if it did.
-    fn push(
-        &mut self,
-        id: SequenceId,
-        token: u32,
-        events: &mut Vec<(SequenceId, BatchEvent)>,
-    ) -> Result<bool> {
+    fn push(&mut self, id: SequenceId, token: u32, events: &mut Vec<SequenceEvent>) -> Result<bool> {
         let Some(stream) = self.streams.get_mut(&id) else { return Ok(false) };
         push_text(events, id, stream.push(token)?);
         let is_stopped = stream.is_stopped();
         if is_stopped {
             self.cancel(id);
-            events.push((id, BatchEvent::Finished(FinishReason::Stop)));
+            events.push(BatchEvent::Finished(FinishReason::Stop).of(id));
         }
         Ok(is_stopped)
     }
@@ -223,7 +242,7 @@ impl Batch {
         let mut left = ids.len();
         while left > 0 {
             let events = self.step().inspect_err(|_| ids.iter().for_each(|id| self.cancel(*id)))?;
-            for (id, event) in events {
+            for SequenceEvent { id, event } in events {
                 match (ids.iter().position(|one| *one == id), event) {
                     (Some(_), BatchEvent::Failed(error)) => {
                         ids.iter().for_each(|id| self.cancel(*id));
@@ -241,8 +260,8 @@ impl Batch {
     }
 }
 
-fn push_text(events: &mut Vec<(SequenceId, BatchEvent)>, id: SequenceId, piece: &str) {
+fn push_text(events: &mut Vec<SequenceEvent>, id: SequenceId, piece: &str) {
     if !piece.is_empty() {
-        events.push((id, BatchEvent::Text(piece.into())));
+        events.push(BatchEvent::Text(piece.into()).of(id));
     }
 }

@@ -56,7 +56,7 @@ pub use keel_text as text;
 pub use keel_weights as weights;
 
 pub use answer::{Answer, Chat};
-pub use batch::{Batch, BatchEvent};
+pub use batch::{Batch, BatchEvent, SequenceEvent};
 pub use bytes::human_bytes;
 pub use constrained::GrammarConstraint;
 pub use device::{Device, DeviceOptions, machine};

@@ -5,7 +5,7 @@ use std::path::Path;
 use evenkeel::array::Category;
 use evenkeel::engine::{EngineOptions, FinishReason, SamplerOptions};
 use evenkeel::text::GrammarSource;
-use evenkeel::{BatchEvent, Error, LoadOptions, Model, Request};
+use evenkeel::{BatchEvent, Error, LoadOptions, Model, Request, SequenceEvent};
 
 fn folder() -> &'static Path {
     concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo").as_ref()
@@ -122,7 +122,7 @@ fn a_batch_gives_the_texts_of_single_runs_and_embeddings_of_length_one() {
     let id = batch.submit("Once upon a time", Request { stop: vec![stop], ..greedy(12) }).expect("it fits");
     let mut end = None;
     while !batch.is_idle() {
-        for (of, event) in batch.step().expect("no step fails") {
+        for SequenceEvent { id: of, event } in batch.step().expect("no step fails") {
             assert_eq!(of, id);
             if let BatchEvent::Finished(reason) = event {
                 end = Some(reason);
@@ -177,7 +177,7 @@ fn a_batch_ends_each_text_once_and_keeps_nothing_of_a_list_that_it_refuses() {
     let id = batch.submit("Once upon a time", stops).expect("it fits");
     let mut ends = Vec::new();
     while !batch.is_idle() {
-        for (of, event) in batch.step().expect("no step fails") {
+        for SequenceEvent { id: of, event } in batch.step().expect("no step fails") {
             assert_eq!(of, id);
             if let BatchEvent::Finished(reason) = event {
                 ends.push(reason);

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use keel_array::{Array, Backend, DType, Runtime, RuntimeOptions, WeightFormat};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestVision};
+use keel_engine::batch::{
+    BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestVision, SequenceEvent,
+};
 use keel_engine::{Engine, EngineOptions, PatchGrid, VisionOptions};
 use keel_models::loading::RandomParameters;
 use keel_models::vision::VisionConfig;
@@ -60,7 +62,7 @@ impl Asking {
         let start = Instant::now();
         self.batcher.submit(request, start).expect("it fits");
         loop {
-            for (_, event) in self.batcher.step(Instant::now()) {
+            for SequenceEvent { event, .. } in self.batcher.step(Instant::now()) {
                 match event {
                     BatchEvent::Token { .. } => {
                         let time = start.elapsed();

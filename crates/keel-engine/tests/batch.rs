@@ -10,7 +10,7 @@ use common::batching::{Outcome, assert_all_is_back, batcher, finish, options, pr
 use common::{engine, fixture, runtime};
 use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint, SequenceEvent};
 use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
@@ -172,8 +172,8 @@ fn waiting_and_running_end_in_time() {
     }
     batcher.step(start);
     assert_eq!((batcher.status().running.len(), batcher.status().waiting), (6, 1));
-    let failed = |events: Vec<(u64, BatchEvent)>| -> Vec<(u64, String)> {
-        let failure = |(id, event)| match event {
+    let failed = |events: Vec<SequenceEvent>| -> Vec<(u64, String)> {
+        let failure = |SequenceEvent { id, event }| match event {
             BatchEvent::Failed(error) => Some((id, error.to_string())),
             _ => None,
         };
@@ -214,10 +214,10 @@ fn a_long_prompt_delays_the_others_by_at_most_a_chunk() {
     batcher.submit(BatchRequest::new(2, vec![2; 10], 10), now).expect("accepted");
     for step in 0..8 {
         let events = batcher.step(now);
-        let token = |id| events.iter().any(|(i, e)| *i == id && matches!(e, BatchEvent::Token { .. }));
+        let token = |id| events.iter().any(|e| e.id == id && matches!(e.event, BatchEvent::Token { .. }));
         assert!(token(0), "step {step}: an answer goes on");
-        let run = |e: &BatchEvent| matches!(e, BatchEvent::Prefilled(_));
-        assert!(events.iter().filter(|(_, e)| run(e)).count() <= 2, "step {step}");
+        let is_run = |e: &&SequenceEvent| matches!(e.event, BatchEvent::Prefilled(_));
+        assert!(events.iter().filter(is_run).count() <= 2, "step {step}");
         if step == 1 {
             let drawn = batcher.status().running.iter().find(|r| r.id == 2).map(|r| r.generated_tokens);
             assert!(drawn > Some(0), "a newcomer does not wait for the long prompt: {:?}", batcher.status());
@@ -273,7 +273,7 @@ fn times_that_jump_back_or_ahead_without_a_deadline_change_nothing() {
             let waits = batcher.status().waiting > 0;
             let time = times.next().expect("it cycles");
             // A waiting request has a time limit, which a jump ahead would exceed.
-            for (id, event) in batcher.step(if waits { time.min(now) } else { time }) {
+            for SequenceEvent { id, event } in batcher.step(if waits { time.min(now) } else { time }) {
                 match event {
                     BatchEvent::Token { id: token, .. } => tokens[id as usize].push(token),
                     BatchEvent::Failed(error) => panic!("{id}: {error}"),

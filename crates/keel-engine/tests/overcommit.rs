@@ -231,8 +231,9 @@ fn a_parked_request_can_be_cancelled_and_be_late() {
     crowd(&mut batcher, 2, now);
     assert_eq!(parked(&batcher), [1]);
     let events = batcher.step(now + DEADLINE);
-    let is_late =
-        |id| events.iter().any(|(of, e)| *of == id && matches!(e, BatchEvent::Failed(EngineError::Deadline)));
+    let is_late = |id| {
+        events.iter().any(|e| e.id == id && matches!(e.event, BatchEvent::Failed(EngineError::Deadline)))
+    };
     assert!(is_late(0) && is_late(1), "{events:?}");
     assert!(batcher.is_idle());
     crowd(&mut batcher, 2, now);
@@ -352,7 +353,7 @@ fn a_failed_step_spares_those_that_are_parked() {
     let failed: Vec<u64> = batcher
         .step(now)
         .into_iter()
-        .filter_map(|(id, event)| matches!(event, BatchEvent::Failed(_)).then_some(id))
+        .filter_map(|e| matches!(e.event, BatchEvent::Failed(_)).then_some(e.id))
         .collect();
     failing.0.store(false, Ordering::Relaxed);
     assert!(running.iter().all(|id| failed.contains(id)), "{running:?} ran, {failed:?} failed");

@@ -29,6 +29,15 @@ const MASK_FUEL: u64 = 200_000;
 /// most.
 const MASK_ITEMS: usize = 50_000;
 
+/// A tool as a grammar of calls knows it.
+#[derive(Clone, Debug)]
+pub struct ToolSignature {
+    /// Its name.
+    pub name: String,
+    /// The JSON schema of its arguments.
+    pub arguments: Value,
+}
+
 /// The form that an output must have.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GrammarSource {
@@ -46,14 +55,13 @@ impl GrammarSource {
         GrammarSource::JsonSchema(json!({"type": "object"}))
     }
 
-    /// Calls of tools, in a notation that [`crate::AnswerParser`] reads. Each tool is a name and the schema of its
-    /// arguments.
-    pub fn tool_calls(tools: &[(String, Value)], several: bool) -> GrammarSource {
+    /// Calls of tools, in a notation that [`crate::AnswerParser`] reads.
+    pub fn tool_calls(tools: &[ToolSignature], several: bool) -> GrammarSource {
         GrammarSource::Lark(format!("start: calls\n{}", call_rules(tools, several)))
     }
 
     /// A JSON value that follows a schema, or calls of tools in its place.
-    pub fn value_or_calls(schema: Value, tools: &[(String, Value)], several: bool) -> GrammarSource {
+    pub fn value_or_calls(schema: Value, tools: &[ToolSignature], several: bool) -> GrammarSource {
         let (schema, calls) = (with_plain_spacing(schema), call_rules(tools, several));
         GrammarSource::Lark(format!("start: calls | value\nvalue: %json {schema}\n{calls}"))
     }
@@ -77,7 +85,7 @@ impl GrammarSource {
 }
 
 /// The rule `calls`, and those that it needs.
-fn call_rules(tools: &[(String, Value)], several: bool) -> String {
+fn call_rules(tools: &[ToolSignature], several: bool) -> String {
     let repeat = if several { "(\"\\n\" call)*" } else { "" };
     let names: Vec<String> = (0..tools.len()).map(|i| format!("tool_{i}")).collect();
     let mut grammar = format!(
@@ -85,7 +93,7 @@ fn call_rules(tools: &[(String, Value)], several: bool) -> String {
         names.join(" | ")
     );
     // Each schema is a document of its own, so that its references begin at its own root.
-    for (i, (name, arguments)) in tools.iter().enumerate() {
+    for (i, ToolSignature { name, arguments }) in tools.iter().enumerate() {
         let begin = format!("{{\"name\": {}, \"arguments\": ", Value::from(name.as_str()));
         let schema = with_plain_spacing(arguments.clone());
         grammar += &format!("tool_{i}: {} arguments_{i}\n", Value::from(begin));

@@ -48,7 +48,7 @@ pub use cancel::Cancel;
 pub use defaults::{GenerationDefaults, Recommended};
 pub use error::TextError;
 pub use files::{TextFile, TextFiles};
-pub use grammar::{GrammarFactory, GrammarMask, GrammarSource, GrammarState, MaskCanceller};
+pub use grammar::{GrammarFactory, GrammarMask, GrammarSource, GrammarState, MaskCanceller, ToolSignature};
 pub use special::SpecialTokens;
 pub use stop::{StopMatcher, StopOutcome};
 pub use stream::StreamDetokenizer;

@@ -1,6 +1,8 @@
 //! Grammars over the vocabulary of the built-in model.
 
-use keel_text::{AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, TextFiles, Tokenizer};
+use keel_text::{
+    AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, TextFiles, Tokenizer, ToolSignature,
+};
 use serde_json::{Value, json};
 
 fn factory() -> (GrammarFactory, Tokenizer) {
@@ -55,8 +57,8 @@ fn random_output_follows_a_schema() {
 }
 
 /// The calls in a text that the grammar of `tools` has drawn.
-fn draw_calls(tools: &[(String, Value)], several: bool, seed: u64) -> Vec<(String, Value)> {
-    let definition = |(name, _): &(String, Value)| json!({"type": "function", "function": {"name": name}});
+fn draw_calls(tools: &[ToolSignature], several: bool, seed: u64) -> Vec<(String, Value)> {
+    let definition = |tool: &ToolSignature| json!({"type": "function", "function": {"name": tool.name}});
     let form = AnswerForm { tools: tools.iter().map(definition).collect(), ..AnswerForm::default() };
     let mut parser = AnswerParser::new(form);
     let mut parts = Vec::new();
@@ -76,7 +78,8 @@ fn draw_calls(tools: &[(String, Value)], several: bool, seed: u64) -> Vec<(Strin
 fn random_output_calls_a_tool() {
     let parameters = json!({"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}},
         "required": ["city"], "additionalProperties": false});
-    let tools = [("weather".into(), parameters.clone()), ("the \"time\"".into(), parameters)];
+    let tools = ["weather", "the \"time\""]
+        .map(|name| ToolSignature { name: name.into(), arguments: parameters.clone() });
     let mut called = std::collections::BTreeSet::new();
     for seed in 1..9 {
         let calls = draw_calls(&tools, seed % 2 == 0, seed);
@@ -95,7 +98,8 @@ fn references_in_a_tool_begin_at_its_own_schema() {
         "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"], "additionalProperties": false});
     let recursive = json!({"type": "object", "properties": {"value": {"type": "boolean"}, "next": {"$ref": "#"}},
         "required": ["value"], "additionalProperties": false});
-    let tools = [("weather".into(), by_definition), ("list".into(), recursive)];
+    let tools = [("weather", by_definition), ("list", recursive)]
+        .map(|(name, arguments)| ToolSignature { name: name.into(), arguments });
     let mut nested = 0;
     for seed in 1..17 {
         let [(name, arguments)] = &draw_calls(&tools, false, seed)[..] else { panic!("one call") };

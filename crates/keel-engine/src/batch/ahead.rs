@@ -20,6 +20,7 @@
 //! If a step fails, the step after it is given up, and sequences with torn states end. The others run in a step that is
 //! waited for, and one by one if it fails, too (`attempts.rs`).
 
+use super::prompts::PromptRows;
 use super::request::{BatchEvent, SequenceId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
@@ -266,7 +267,8 @@ impl Batcher {
         let answers = self.running.iter().enumerate().filter(goes_on);
         let mut parts: Vec<(usize, StepRows)> =
             answers.map(|(i, running)| (i, StepRows::of_answer(running))).collect();
-        parts.extend(chunks.into_iter().map(|(i, rows)| (i, StepRows::of_prompt(&self.running[i], rows))));
+        let of_prompt = |PromptRows { i, rows }| (i, StepRows::of_prompt(&self.running[i], rows));
+        parts.extend(chunks.into_iter().map(of_prompt));
         // A chunk whose picture is kept whole may be longer than its share, and end its prompt.
         parts.retain(|(_, part)| !(part.by_host && keeps_logits));
         parts.sort_unstable_by_key(|(i, _)| *i);

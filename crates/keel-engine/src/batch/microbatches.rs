@@ -7,6 +7,7 @@
 //! end this mode: the steps under way are taken, and the next step is waited for.
 
 use super::ahead::StepRows;
+use super::prompts::PromptRows;
 use super::sequence::Running;
 use super::{Batcher, members};
 use crate::Result;
@@ -54,7 +55,7 @@ impl Batcher {
             let (rows, parts) = self
                 .shares(false)
                 .into_iter()
-                .map(|(i, rows)| (i, StepRows::of_prompt(&self.running[i], rows)))
+                .map(|PromptRows { i, rows }| (i, StepRows::of_prompt(&self.running[i], rows)))
                 .unzip();
             self.submit_parts(rows, parts)?;
         }

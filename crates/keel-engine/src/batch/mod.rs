@@ -37,7 +37,7 @@ pub use pictures::{PictureInput, RequestVision};
 pub use readout::{Readout, direction};
 pub use request::{
     BatchEvent, BatchOptions, BatchRequest, BatchStatus, Constraint, ParkingStatus, PictureStatus,
-    SequenceId, SequenceStatus,
+    SequenceEvent, SequenceId, SequenceStatus,
 };
 
 use crate::vision::EncodeJob;
@@ -106,7 +106,7 @@ pub struct Batcher {
     logits: Vec<f32>,
     /// Hidden states of the rows that are being added up.
     row_hidden: Vec<f32>,
-    events: Vec<(SequenceId, BatchEvent)>,
+    events: Vec<SequenceEvent>,
 }
 
 impl Batcher {
@@ -290,7 +290,7 @@ impl Batcher {
 
     /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers
     /// advance, or those of one micro-batch, or prompts alone (`microbatches.rs`).
-    pub fn step(&mut self, now: Instant) -> Vec<(SequenceId, BatchEvent)> {
+    pub fn step(&mut self, now: Instant) -> Vec<SequenceEvent> {
         self.expire(now);
         self.bring_back();
         self.let_in(now);
@@ -317,7 +317,7 @@ impl Batcher {
     }
 
     fn emit(&mut self, id: SequenceId, event: BatchEvent) {
-        self.events.push((id, event));
+        self.events.push(SequenceEvent { id, event });
     }
 
     fn expire(&mut self, now: Instant) {
@@ -331,7 +331,7 @@ impl Batcher {
             } else {
                 return true;
             };
-            events.push((w.request.id, BatchEvent::Failed(error)));
+            events.push(SequenceEvent { id: w.request.id, event: BatchEvent::Failed(error) });
             false
         });
         let is_late = |r: &Running| r.deadline.is_some_and(|deadline| now >= deadline);

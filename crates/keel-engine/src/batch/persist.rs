@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use keel_cache::{CacheError, PREFIX_BLOCK, PrefixFolder, RememberedText, SavedPrefix, Unwritten};
 
 use super::Batcher;
-use super::prefixes::text_of;
+use super::prefixes::{PrefixText, text_of};
 use crate::{EngineError, Result};
 
 /// The result of restoring a folder.
@@ -56,7 +56,7 @@ impl Batcher {
         texts.drain(..texts.len().saturating_sub(PrefixFolder::TEXTS_MAX));
         let mut entries = Vec::new();
         for (i, RememberedText { tokens: key, pages, state }) in texts.into_iter().enumerate() {
-            let (is_long, mut tokens) = text_of(key);
+            let PrefixText { mut tokens, is_long } = text_of(key);
             let pictures = self.prefixes.unname(&mut tokens);
             let Some(pictures) = pictures.filter(|all| all.len() <= PrefixFolder::PICTURES_MAX) else {
                 continue;
@@ -101,17 +101,17 @@ impl Batcher {
             }
         }
         restored.texts = kept.len();
-        kept.iter().rev().for_each(|(tokens, is_long)| self.prefixes.touch(tokens, *is_long));
+        kept.iter().rev().for_each(|text| self.prefixes.touch(&text.tokens, text.is_long));
         restored
     }
 
-    /// Restores one text. Returns its tokens, and whether it is long; `None` if there is no room for it.
+    /// Restores one text; `None` if there is no room for it.
     fn restore_one(
         &mut self,
         model: &str,
         folder: PrefixFolder<'_>,
         text: &SavedPrefix,
-    ) -> Result<Option<(Vec<u32>, bool)>, String> {
+    ) -> Result<Option<PrefixText>, String> {
         let cache = self.engine.cache_mut();
         if cache.free_pages() == 0 || cache.spec().is_recurrent() && cache.free_checkpoints() == 0 {
             return Ok(None);
@@ -130,7 +130,7 @@ impl Batcher {
         }
         let state = cache.save_checkpoint(&sequence).map_err(|e| e.to_string())?;
         self.prefixes.remember(cache, &tokens, &sequence, state);
-        Ok(Some((tokens, sequence.is_long())))
+        Ok(Some(PrefixText { tokens, is_long: sequence.is_long() }))
     }
 }
 

@@ -18,6 +18,7 @@ use keel_cache::{SeenPicture, VisionInputs};
 use keel_models::vision::{ImageRun, VisionConfig, prompt_layout, run_ends};
 
 use super::features::{PictureKey, Wanted};
+use super::prompts::PromptRows;
 use super::request::BatchEvent;
 use super::sequence::Running;
 use super::{BatchRequest, Batcher};
@@ -335,14 +336,14 @@ impl Batcher {
 
     /// Changes the shares of a step so that pictures whose rows see each other stay whole. Together the shares stay
     /// within the rows of a step.
-    pub(super) fn keep_pictures_whole(&mut self, shares: &mut Vec<(usize, usize)>) {
+    pub(super) fn keep_pictures_whole(&mut self, shares: &mut Vec<PromptRows>) {
         if !self.engine.leaves_grid() {
             return;
         }
         let most = self.engine.prefill_rows_max();
         let mut sum = 0;
         let mut failed = Vec::new();
-        shares.retain_mut(|(i, rows)| {
+        shares.retain_mut(|PromptRows { i, rows }| {
             let running = &self.running[*i];
             match whole_rows(&self.engine, running, *rows) {
                 Ok(whole) => *rows = whole,

@@ -207,11 +207,18 @@ fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
     key
 }
 
-/// Splits a key of the tree: whether it belongs to a long sequence, and its tokens.
-pub(super) fn text_of(mut key: Vec<u32>) -> (bool, Vec<u32>) {
+/// A remembered text, without its pages.
+pub(super) struct PrefixText {
+    pub tokens: Vec<u32>,
+    /// Whether it belongs to a long sequence.
+    pub is_long: bool,
+}
+
+/// The text of a key of the tree.
+pub(super) fn text_of(mut key: Vec<u32>) -> PrefixText {
     let is_long = key.first().is_some_and(|first| first & LONG != 0);
     key.iter_mut().take(1).for_each(|first| *first &= !LONG);
-    (is_long, key)
+    PrefixText { tokens: key, is_long }
 }
 
 /// Where the state of a prompt is saved, after `start`: at the marks, where the known part ends, and as late as

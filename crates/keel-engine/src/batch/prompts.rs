@@ -16,9 +16,9 @@ const LONE_STEP_SECONDS: f64 = 1.0;
 
 /// The next `rows` tokens of the prompt of running sequence `i`.
 #[derive(Clone, Copy, Debug)]
-struct PromptRows {
-    i: usize,
-    rows: usize,
+pub(super) struct PromptRows {
+    pub i: usize,
+    pub rows: usize,
 }
 
 impl Batcher {
@@ -43,7 +43,7 @@ impl Batcher {
     /// After a step that `keeps_logits` for the host, no prompt may end whose first token the host draws. Prompts that
     /// could end wait for one step and leave their share to others. Turns then count pairs of steps, so that each
     /// prompt comes first in a step in which it may end.
-    pub(super) fn shares(&mut self, keeps_logits: bool) -> Vec<(usize, usize)> {
+    pub(super) fn shares(&mut self, keeps_logits: bool) -> Vec<PromptRows> {
         let decoding = self.running.iter().filter(|running| running.is_answering()).count();
         let step_max = self.engine.prefill_rows_max();
         let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
@@ -70,7 +70,8 @@ impl Batcher {
         if let (Some(only), None) = (all.next(), all.next()) {
             *only = self.engine.chunk_rows(*only);
         }
-        let mut shares = rows.into_iter().zip(shares).filter(|(_, share)| *share > 0).collect();
+        let shares = rows.into_iter().zip(shares).filter(|(_, share)| *share > 0);
+        let mut shares = shares.map(|(i, rows)| PromptRows { i, rows }).collect();
         self.keep_pictures_whole(&mut shares);
         shares
     }
@@ -78,7 +79,8 @@ impl Batcher {
     /// The chunks of the next step that find their pages. Sequences may be parked for them.
     fn parts(&mut self) -> Vec<PromptRows> {
         let mut parts = Vec::new();
-        for (i, rows) in self.shares(false) {
+        for part in self.shares(false) {
+            let PromptRows { i, rows } = part;
             if !self.make_way_for(i, rows) {
                 continue;
             }
@@ -87,7 +89,7 @@ impl Batcher {
             // Reserved now, so that the next part does not count on these pages. If pages are missing, the step says
             // so.
             let _ = self.engine.cache_mut().reserve(&mut self.running[i].cache, rows);
-            parts.push(PromptRows { i, rows });
+            parts.push(part);
         }
         parts.retain(|part| part.i < self.running.len());
         parts

@@ -110,7 +110,16 @@ impl BatchRequest {
     }
 }
 
-/// An event of a request.
+/// What happened to a sequence in a step.
+#[derive(Debug)]
+pub struct SequenceEvent {
+    /// The sequence.
+    pub id: SequenceId,
+    /// What happened to it.
+    pub event: BatchEvent,
+}
+
+/// An event of a sequence.
 #[derive(Debug)]
 pub enum BatchEvent {
     /// It runs from now on.

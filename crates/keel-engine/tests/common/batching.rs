@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use keel_array::Compute;
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, SequenceEvent};
 use keel_engine::{EngineError, EngineOptions, FinishReason};
 
 use super::{engine, expected, fixture, runtime};
@@ -49,7 +49,7 @@ pub struct Outcome {
 
 /// Runs one step. Outcomes are indexed by request id.
 pub fn step(batcher: &mut Batcher, now: Instant, outcomes: &mut [Outcome]) {
-    for (id, event) in batcher.step(now) {
+    for SequenceEvent { id, event } in batcher.step(now) {
         let outcome = &mut outcomes[id as usize];
         match event {
             BatchEvent::Started { cached_tokens, .. } => outcome.cached = cached_tokens,

@@ -14,7 +14,9 @@ use common::queueing::queueing;
 use common::{device, exact};
 use keel_array::{Backend, Category, Runtime};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestVision};
+use keel_engine::batch::{
+    BatchEvent, BatchOptions, BatchRequest, Batcher, PictureInput, RequestVision, SequenceEvent,
+};
 use keel_engine::{Engine, EngineError, EngineOptions, LateWork, PatchGrid, VisionOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_models::vision::{VisionConfig, read_vision};

@@ -104,8 +104,7 @@ fn a_large_picture_delays_others_by_a_piece_a_step() {
             let events = batcher.step(Instant::now());
             steps += 1;
             assert_eq!(batcher.status().pictures.pieces, steps, "{}: one piece a step", model.name);
-            let is_token =
-                |(id, event): &(u64, BatchEvent)| *id == 0 && matches!(event, BatchEvent::Token { .. });
+            let is_token = |e: &SequenceEvent| e.id == 0 && matches!(e.event, BatchEvent::Token { .. });
             assert!(events.iter().any(is_token), "{}: the answer goes on", model.name);
         }
         assert!(steps > 1, "{}: the pass is cut", model.name);
@@ -156,8 +155,7 @@ fn answers_go_on_between_pictures() {
             let now = batcher.status().pictures.encoded;
             assert!(now <= encoded + 1, "{}", model.name);
             encoded = now;
-            let is_token =
-                |(id, event): &(u64, BatchEvent)| *id == 0 && matches!(event, BatchEvent::Token { .. });
+            let is_token = |e: &SequenceEvent| e.id == 0 && matches!(e.event, BatchEvent::Token { .. });
             assert!(events.iter().any(is_token), "{}: the answer goes on", model.name);
         }
         finish(&mut batcher, 2);

@@ -11,7 +11,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use keel_array::{DeviceReading, Ledger, MemoryReport};
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceId};
+use keel_engine::batch::{
+    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceEvent, SequenceId,
+};
 use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
@@ -257,11 +259,11 @@ impl Worker {
         let _in_span = span.enter();
         let events = self.batcher.step(Instant::now());
         let status = self.batcher.status();
-        span.record("tokens", events.iter().filter(|(_, e)| matches!(e, BatchEvent::Token { .. })).count());
+        span.record("tokens", events.iter().filter(|e| matches!(e.event, BatchEvent::Token { .. })).count());
         span.record("running", status.running.len());
         span.record("waiting", status.waiting);
         span.record("parked", status.parking.parked);
-        for (id, event) in events {
+        for SequenceEvent { id, event } in events {
             self.deliver(id, event);
         }
         self.shared.set_status(status);

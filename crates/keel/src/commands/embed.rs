@@ -9,7 +9,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use evenkeel::{ModelText, context_for};
 use keel_engine::EngineOptions;
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Readout, direction};
+use keel_engine::batch::{
+    BatchEvent, BatchOptions, BatchRequest, Batcher, Readout, SequenceEvent, direction,
+};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, Pooling};
@@ -156,7 +158,7 @@ fn embed(
     }
     let (mut next, mut waiting) = (0, BTreeMap::new());
     while !batcher.is_idle() {
-        for (id, event) in batcher.step(now) {
+        for SequenceEvent { id, event } in batcher.step(now) {
             match event {
                 BatchEvent::Read(values) => drop(waiting.insert(id as usize, values)),
                 BatchEvent::Failed(error) => return Err(error).with_context(|| format!("text {id}")),

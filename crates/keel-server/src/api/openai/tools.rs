@@ -1,6 +1,6 @@
 //! The tools that may be called, and the form of the answer.
 
-use keel_text::GrammarSource;
+use keel_text::{GrammarSource, ToolSignature};
 use serde_json::{Value, json};
 
 use crate::engine::grammar::Grammar;
@@ -39,7 +39,7 @@ impl Tools {
         let callable: Vec<_> = match (choice.as_str(), named) {
             (Some("none"), _) => return Ok(Tools { grammar: asked, ..Tools::default() }),
             (Some("auto" | "required"), _) => signatures,
-            (None, Some(name)) => signatures.into_iter().filter(|(n, _)| n == name).collect(),
+            (None, Some(name)) => signatures.into_iter().filter(|tool| tool.name == name).collect(),
             (None, None) if choice.is_null() => signatures,
             _ => return Err(wrong("tool_choice", "expected none, auto, required, or a function's name")),
         };
@@ -75,8 +75,7 @@ fn nested(tool: Value) -> Value {
     }
 }
 
-/// The name of a tool, and the schema of its arguments.
-fn signature(tool: &Value) -> Result<(String, Value)> {
+fn signature(tool: &Value) -> Result<ToolSignature> {
     if !matches!(tool["type"].as_str(), None | Some("function")) {
         return Err(wrong("tools", format!("a tool of type {}: functions can be called", tool["type"])));
     }
@@ -91,7 +90,7 @@ fn signature(tool: &Value) -> Result<(String, Value)> {
         Value::Object(_) => function["parameters"].clone(),
         _ => return Err(wrong("tools", format!("the parameters of {name} are no JSON schema"))),
     };
-    Ok((name.to_string(), closed(parameters)))
+    Ok(ToolSignature { name: name.to_string(), arguments: closed(parameters) })
 }
 
 /// Forbids arguments that the tool does not list, unless its schema says otherwise.
@@ -194,7 +193,7 @@ mod tests {
     #[test]
     fn arguments_are_those_that_a_tool_lists() {
         let tool = |parameters: Value| json!({"function": {"name": "f", "parameters": parameters}});
-        let of = |parameters| signature(&tool(parameters)).expect("right").1;
+        let of = |parameters| signature(&tool(parameters)).expect("right").arguments;
         assert_eq!(of(json!({"properties": {}}))["additionalProperties"], false);
         assert_eq!(of(json!({"properties": {}, "additionalProperties": true}))["additionalProperties"], true);
         assert_eq!(of(json!({"type": "object"})), json!({"type": "object"}));

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
-use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, SequenceEvent};
 use keel_engine::{
     Engine, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, TokenIterator,
 };
@@ -170,7 +170,7 @@ fn run_batch(
     let mut tokens = vec![Vec::new(); batch];
     let mut begun: Option<(Instant, usize)> = None;
     while !batcher.is_idle() {
-        for (id, event) in batcher.step(Instant::now()) {
+        for SequenceEvent { id, event } in batcher.step(Instant::now()) {
             match event {
                 BatchEvent::Token { id: token, .. } => tokens[id as usize].push(token),
                 BatchEvent::Failed(error) => return Err(error.into()),
