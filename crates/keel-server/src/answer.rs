@@ -165,7 +165,10 @@ impl Answer {
     /// The request fails before it runs.
     pub async fn started(&mut self) -> Result<()> {
         match self.events.recv().await {
-            Ok(BatchEvent::Started { cached_tokens, queued }) => Ok(self.note_start(cached_tokens, queued)),
+            Ok(BatchEvent::Started { cached_tokens, queued }) => {
+                self.note_start(cached_tokens, queued);
+                Ok(())
+            }
             Ok(_) => unreachable!("a request starts first"),
             Err(error) => Err(self.failed(error)),
         }

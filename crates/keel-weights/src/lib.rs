@@ -56,7 +56,7 @@ pub use error::{HeaderProblem, WeightsError};
 pub use fp4::{Fp4Mode, Fp4Tensor};
 pub use fp8::Fp8Tensor;
 pub use linear::{LinearFormat, LinearInfo, LinearTensor};
-pub use partial::write_whole;
+pub use partial::{remove_unfinished, write_whole};
 pub use regular::{open_regular, read_regular};
 pub use safetensors::{
     SafetensorsFile, SafetensorsHeader, SafetensorsWriter, ShardedWriter, StoredDType, TensorEntry,

@@ -4,10 +4,28 @@ use std::{
     fs::{self, File},
     io::Write,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use crate::{Result, WeightsError};
+
+/// The temporary files of this process.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Removes the files that this process has begun and not finished. For a process that a signal ends, which drops
+/// nothing.
+pub fn remove_unfinished() {
+    for path in unfinished().drain(..) {
+        let _ = fs::remove_file(path);
+    }
+}
 
 /// A file under a temporary name in the folder of its final path. Removed on drop unless committed.
 #[derive(Debug)]
@@ -33,6 +51,7 @@ impl PartialFile {
         // A link, pipe or file that another process left under this name is removed. It is never written through.
         let _ = fs::remove_file(&temporary);
         let file = File::create_new(&temporary).map_err(WeightsError::io("create", path))?;
+        unfinished().push(temporary.clone());
         Ok((PartialFile { temporary, path: path.into(), committed: false }, file))
     }
 
@@ -89,6 +108,7 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
 
 impl Drop for PartialFile {
     fn drop(&mut self) {
+        unfinished().retain(|path| *path != self.temporary);
         if !self.committed {
             // If the file cannot be removed, nothing more can be done.
             let _ = fs::remove_file(&self.temporary);

@@ -10,9 +10,10 @@ use tokio::sync::watch;
 /// The exit code of a process that a signal has ended, as a shell gives it for Ctrl-C.
 const INTERRUPTED: i32 = 130;
 
-/// Ends the process because of a signal, whatever its threads do. Exit handlers of libraries do not run: those of a
+/// Ends the process because of a signal, whatever its threads do. Files that it has not finished are removed. Exit handlers of libraries do not run: those of a
 /// GPU's driver would free what the threads use.
 pub fn end_at_once() -> ! {
+    keel_weights::remove_unfinished();
     signal_hook::low_level::exit(INTERRUPTED)
 }
 

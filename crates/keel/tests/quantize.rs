@@ -3,6 +3,7 @@
 mod common;
 
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use common::{arg, demo, fail, fixture, floats, json, relative_error, succeed};
 use serde_json::Value;
@@ -37,6 +38,26 @@ fn quantisation_error(folder: &Path, bits: &str) -> f64 {
         floats(&out, "logits")
     };
     relative_error(&logits(&copy, "copy.safetensors"), &logits(folder, "dense.safetensors"))
+}
+
+#[test]
+fn an_interrupted_conversion_leaves_no_file() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let target = dir.path().join("out.gguf");
+    let files = || std::fs::read_dir(dir.path()).expect("readable").count();
+    let was_interrupted = (0..50).any(|_| {
+        let mut quantize = Command::new(env!("CARGO_BIN_EXE_keel"));
+        quantize.args(["quantize", arg(&demo()), arg(&target), "--type", "Q6_K"]).stderr(Stdio::null());
+        let mut child = quantize.stdout(Stdio::null()).spawn().expect("keel runs");
+        while files() == 0 && child.try_wait().expect("a child").is_none() {}
+        Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill runs");
+        let status = child.wait().expect("a child");
+        let is_complete = status.success();
+        assert_eq!(files(), usize::from(is_complete), "{status}");
+        let _ = std::fs::remove_file(&target);
+        !is_complete
+    });
+    assert!(was_interrupted, "each was complete before the signal came");
 }
 
 #[test]

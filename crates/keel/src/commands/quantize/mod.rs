@@ -15,6 +15,7 @@ use serde_json::json;
 
 use crate::args::{affine_format, parse_bytes};
 use crate::failure::usage;
+use crate::signals::Signals;
 use crate::{output, progress, source};
 use evenkeel::{TowerFile, human_bytes};
 
@@ -114,6 +115,8 @@ enum Output {
 /// Runs the command.
 pub fn run(args: &QuantizeArgs) -> Result<()> {
     let output_form = output_form(args)?;
+    // A signal removes what is written so far.
+    let _signals = Signals::watch()?;
     let source = source::locate(&args.source, &TowerFile::None)?;
     let bar = progress::bytes("converting", 0);
     let report = convert::convert(&source, &args.target, &output_form, &mut |progress| {
