@@ -13,7 +13,7 @@ use keel_cpu::kernels::linear::{
 };
 use keel_cpu::pool::ThreadPool;
 use keel_cpu::shared_slice::SharedMut;
-use keel_testkit::cases::quantized_matmul::weights;
+use keel_testkit::cases::linear::weights;
 use keel_testkit::compare::assert_close;
 use keel_testkit::naive::matmul::matmul_transposed;
 use keel_testkit::random::Random;

@@ -9,12 +9,10 @@ use keel_cpu::kernels::linear::{
 };
 use keel_cpu::pool::ThreadPool;
 use keel_cpu::shared_slice::SharedMut;
-use keel_testkit::cases::{matmul as dense_cases, quantized_matmul as affine_cases};
+use keel_testkit::cases::{linear as affine_cases, matmul as dense_cases};
 use keel_testkit::compare::{assert_close, assert_same_bits};
+use keel_testkit::naive::linear::{Affine, gather_linear, linear, quantized_activations};
 use keel_testkit::naive::matmul::matmul_transposed;
-use keel_testkit::naive::quantized_matmul::{
-    Affine, gather_quantized_matmul, quantized_activations, quantized_matmul,
-};
 use keel_testkit::random::Random;
 use keel_testkit::tolerance;
 
@@ -65,8 +63,8 @@ fn affine_weights_of_every_format_match_the_oracle() {
             let w = affine_cases::weights(&mut random, n, k, bits, group);
             let (layout, bytes) = packed(affine_format(&w, bits, params), std::slice::from_ref(&w));
             let x = random.uniforms(t * k, -1.0, 1.0);
-            let exact = quantized_matmul(&x, &w);
-            let rounded = quantized_matmul(&quantized_activations(&x, group), &w);
+            let exact = linear(&x, &w);
+            let rounded = linear(&quantized_activations(&x, group), &w);
             for isa in Isa::available() {
                 let what = format!("{isa}, [{t}, {n}, {k}], {bits} bits, group {group}, {params:?}");
                 let y = run(&pool, &Linear::new(layout, Compute::F32, isa), &bytes, &x);
@@ -119,7 +117,7 @@ fn rounding_the_activations_costs_as_little_as_promised() {
     let x = random.uniforms(t * k, -1.0, 1.0);
     let (layout, bytes) = packed(affine_format(&w, 4, FloatType::Bf16), std::slice::from_ref(&w));
     let y = run(&pool, &Linear::new(layout, Compute::Int8, Isa::best()), &bytes, &x);
-    assert_close("int8", &y, &quantized_matmul(&x, &w), tolerance::INT8_ACTIVATIONS);
+    assert_close("int8", &y, &linear(&x, &w), tolerance::INT8_ACTIVATIONS);
 
     let dense: Vec<f32> = w.weights().iter().map(|w| bf16::from_f32(*w).to_f32()).collect();
     let layout = PackedLayout::new(n, k, WeightFormat::Dense(FloatType::Bf16)).unwrap();
@@ -279,7 +277,7 @@ fn gathered_rows_match_the_oracle_and_have_the_bits_of_plain_ones() {
                     &x,
                     &choice,
                 );
-                assert_close(&what, &y, &gather_quantized_matmul(&x, &experts, &choice), tolerance::F32);
+                assert_close(&what, &y, &gather_linear(&x, &experts, &choice), tolerance::F32);
                 for compute in [Compute::F32, Compute::Int8] {
                     let y = run_gathered(&pools[1], &Linear::new(layout, compute, isa), &bytes, &x, &choice);
                     let plain = Linear::new(single, compute, isa);
@@ -305,7 +303,7 @@ fn a_broken_weight_is_caught() {
     bytes[1000] ^= 1;
     let x = random.uniforms(3 * 256, -1.0, 1.0);
     let y = run(&pool, &Linear::new(layout, Compute::F32, Isa::best()), &bytes, &x);
-    assert_close("planted", &y, &quantized_matmul(&x, &w), tolerance::F32);
+    assert_close("planted", &y, &linear(&x, &w), tolerance::F32);
 }
 
 #[test]

@@ -6,7 +6,7 @@
 #endif
 
 // y [rows, width] = silu(x[:, :width]) * x[:, width:], rows of x `stride` apart. QUICK=1: with the bits of the products
-// of few rows that end with SwiGLU (quantized_matmul.cu, mixture.cu).
+// of few rows that end with SwiGLU (linear_few_rows.cu, mixture.cu).
 extern "C" __global__ void swiglu(
 #include "swiglu.params"
 ) {

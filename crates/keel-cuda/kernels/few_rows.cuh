@@ -1,5 +1,5 @@
 // Parts of products of few rows: x converted for the tensor cores, a unit of the weight, its contribution to the sums.
-// The formula and the macros are in quantized_matmul.cu; mixture.cu has its own entries.
+// The formula and the macros are in linear_few_rows.cu; mixture.cu has its own entries.
 #pragma once
 #include "weight_tiles.cuh"
 

@@ -1,6 +1,6 @@
 // y [batch, m, n] = a [batch, m, k] b [batch, k, n] of any strides, summed in f32.
 // A block of 256 threads computes 32 x 32 elements, four a thread. For small products of the user's own; models use the
-// packed weights of quantized_matmul.cu. ELEM: float, f16 or bf16. Bytes moved: a is read n / 32 times, b m / 32 times.
+// packed weights of linear_*.cu. ELEM: float, f16 or bf16. Bytes moved: a is read n / 32 times, b m / 32 times.
 #include "common.cuh"
 
 extern "C" __global__ void matmul(

@@ -1,4 +1,4 @@
-// The experts of a mixture for few tokens, in two launches: products of single rows as in quantized_matmul.cu, with
+// The experts of a mixture for few tokens, in two launches: products of single rows as in linear_few_rows.cu, with
 // quantised weights.
 //
 //   chosen_gate_up   (SWIGLU=1, N = 2 F) finds a token's experts (see routing.cuh), then
@@ -12,7 +12,7 @@
 //                    of this launch; with ADDED=1 it is in memory. Warp w takes the units w, w + SPLIT, ... of all
 //                    products, one after the other. Grid (ceil(N / 16), T), block 32 SPLIT.
 //
-// Macros in addition to those of quantized_matmul.cu: EXPERTS, CHOICES, NORMALISE, ALWAYS, ADDED; LOGITS_ROW and
+// Macros in addition to those of linear_few_rows.cu: EXPERTS, CHOICES, NORMALISE, ALWAYS, ADDED; LOGITS_ROW and
 // SHARE_ROW, the elements from one token's logits, or gate, to the next token's.
 //   EARLY=1    chosen_gate_up: x is settled (see Call::is_settled), so it is normed and rounded before the wait.
 //              chosen_down: logits are settled, so experts are found and their weights fetched while inner is computed.

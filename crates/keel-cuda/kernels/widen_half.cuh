@@ -1,6 +1,6 @@
 // Codes of weights in shared memory as fragments of tensor cores (A operand, f16), and their products with tiles of x.
 // Hopper's matrix instructions run in the background (wgmma.cuh). Other generations multiply by mma.sync, whose sums
-// are in place at once. Sums have the same order. Included by linear_panels.cu and linear_tiled.cu.
+// are in place at once. Sums have the same order. Included by linear_panels.cu and linear_grouped.cu.
 #pragma once
 #include "half.cuh"
 #include "weight_tiles.cuh"

@@ -217,7 +217,7 @@ parameters! {
     }
 
     /// A product of 16-bit factors. `lo` is the second part of x. The residual may be null.
-    HalfTiled = "half_tiled.params" of ["half_tiled"] {
+    LinearHalf = "linear_half.params" of ["linear_half"] {
         x: u64 = "const u16*", lo: Option<u64> = "const u16*" if "X_PARTS == 2", w: u64 = "const u16*",
         residual: u64 = "const float*", y: u64 = "float*", rows: usize = "u32",
     }
@@ -240,12 +240,12 @@ parameters! {
     }
 
     /// A product on Hopper's tensor cores of rows grouped by expert.
-    LinearTiled = "linear_tiled.params" of ["linear_tiled"] {
+    LinearGrouped = "linear_grouped.params" of ["linear_grouped"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*",
         row_of: u64 = "const u32*", tiles: u64 = "const uint4*", y: u64 = "float*",
     }
 
-    /// x for `linear_tiled`, and the number of rows of each expert.
+    /// x for `linear_grouped`, and the number of rows of each expert.
     ToHalfTiles = "to_half_tiles.params" of ["to_half_tiles"] {
         x: u64 = "const float*", out: u64 = "f16*", rows: usize = "u32", chosen: u64 = "const u32*",
         choices: usize = "u32", share: usize = "u32", counts: u64 = "u32*", fault: u64 = "Fault*",

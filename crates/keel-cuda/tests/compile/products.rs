@@ -21,7 +21,7 @@ const FEW_ROWS: [(&str, &str); 11] = [
 
 /// Products with dense and affine weights.
 pub fn keys(keys: &mut Keys) {
-    half_tiled(keys);
+    linear_half(keys);
     for weight in [
         [("WEIGHT_T", "bf16"), ("DENSE", "1")].as_slice(),
         &[("BITS", "4"), ("GROUP", "64"), ("PAIR_T", "bf16"), ("DENSE", "0")],
@@ -34,9 +34,9 @@ pub fn keys(keys: &mut Keys) {
         let affine = weight[0].0 == "BITS";
         // Fewer scale groups leave room for larger units; a dense unit is as large as its registers allow.
         let unit = ("UNIT", if affine && weight[0].1 != "8" { "4" } else { "2" });
-        keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&[("DIM_T", "3"), unit]));
+        keys.add(kernels::LINEAR_FEW_ROWS, &["linear_rows"], &with(&[("DIM_T", "3"), unit]));
         keys.add(
-            kernels::QUANTIZED_MATMUL,
+            kernels::LINEAR_FEW_ROWS,
             &["prepare_rows"],
             &with(&[("DIM_T", "16"), ("FUSED", "0"), unit]),
         );
@@ -49,10 +49,10 @@ pub fn keys(keys: &mut Keys) {
             &[("NORM", "1"), eps, ("CONV", "4"), ("CONV_C", "48"), ("CONV_FROM", "16")],
         ] {
             let single = [&[("DIM_T", "1")], entry].concat();
-            keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
+            keys.add(kernels::LINEAR_FEW_ROWS, &["linear_rows"], &with(&single));
             if entry.iter().all(|(name, _)| *name != "CONV") {
                 let prepared = [&[("DIM_T", "5"), ("FUSED", "0")], entry].concat();
-                keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&prepared));
+                keys.add(kernels::LINEAR_FEW_ROWS, &["linear_rows", "prepare_rows"], &with(&prepared));
             }
         }
         if affine {
@@ -70,7 +70,7 @@ pub fn keys(keys: &mut Keys) {
             ],
             exact,
         ];
-        keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &exact.concat());
+        keys.add(kernels::LINEAR_EXACT, &["exact_rows", "exact_tiled"], &exact.concat());
         keys.add(
             kernels::DEQUANTIZE,
             &["embedding_rows", "to_half", "to_two_bf16", "leave_padding"],
@@ -93,18 +93,18 @@ pub fn keys(keys: &mut Keys) {
         ("SPLIT", "4"),
         ("WEIGHT_T", "f16"),
     ];
-    keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &of_f16);
+    keys.add(kernels::LINEAR_EXACT, &["exact_rows", "exact_tiled"], &of_f16);
     let padded = [&of_f16[..], &[("ROW", "104")]].concat();
     keys.add(kernels::DEQUANTIZE, &["embedding_rows", "to_half", "leave_padding"], &padded);
 }
 
 /// Products of factors of 16 bits.
-fn half_tiled(keys: &mut Keys) {
+fn linear_half(keys: &mut Keys) {
     for [half, parts] in [["0", "1"], ["1", "1"], ["1", "2"]] {
         let form =
             [("HALF_BF16", half), ("X_PARTS", parts), ("ALPHA", "8"), ("DIM_N", "96"), ("DIM_K", "384")];
         for tile in [("TILE", "64"), ("TILE", "128")] {
-            keys.add(kernels::HALF_TILED, &["half_tiled"], &[&form[..], &[tile, ("STAGES", "3")]].concat());
+            keys.add(kernels::LINEAR_HALF, &["linear_half"], &[&form[..], &[tile, ("STAGES", "3")]].concat());
         }
     }
 }
@@ -116,8 +116,8 @@ fn decoded(keys: &mut Keys, weight: &[(&'static str, &'static str)], exact: &[(&
     keys.add(kernels::FP8, &["dequantize_to_fp8"], &[exact, &cut].concat());
     let grouped = [("FANOUT", "2"), ("EXPERTS", "512"), ("BT", "32"), ("STAGES", "6")];
     keys.add(
-        kernels::LINEAR_TILED,
-        &["group_rows", "to_half_tiles", "linear_tiled"],
+        kernels::LINEAR_GROUPED,
+        &["group_rows", "to_half_tiles", "linear_grouped"],
         &[&exact[..2], weight, &grouped].concat(),
     );
     for (parts, groups, panel, stages) in [("1", "3", "128", "3"), ("4", "2", "64", "2")] {
@@ -161,14 +161,14 @@ pub fn block_keys(keys: &mut Keys) {
         let weight = [("DIM_N", "96"), ("DIM_K", "768"), ("BLOCK", &*name), ("DENSE", "0")];
         let with = |rest: &[(&'static str, &'static str)]| [&weight[..], &FEW_ROWS, rest].concat();
         let (single, few) = ([("DIM_T", "1"), ("GATHER", "2")], [("DIM_T", "3")]);
-        keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&single));
+        keys.add(kernels::LINEAR_FEW_ROWS, &["linear_rows"], &with(&single));
         keys.add(kernels::DEQUANTIZE, &["dequantize"], &with(&[]));
         let cut = [("PIECES", "1"), ("WARP_TILES", "2")];
         keys.add(kernels::FP8, &["dequantize_to_fp8"], &with(&cut));
         // The other formats differ only in how values are decoded.
         if matches!(format, BlockFormat::Q4K | BlockFormat::Q6K) {
-            keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows", "prepare_rows"], &with(&few));
-            keys.add(kernels::EXACT_MATMUL, &["exact_rows", "exact_tiled"], &with(&single));
+            keys.add(kernels::LINEAR_FEW_ROWS, &["linear_rows", "prepare_rows"], &with(&few));
+            keys.add(kernels::LINEAR_EXACT, &["exact_rows", "exact_tiled"], &with(&single));
             keys.add(kernels::DEQUANTIZE, &["embedding_rows"], &with(&[("INDEX", "u32")]));
             keys.add(
                 kernels::LINEAR_PANELS,
@@ -182,7 +182,7 @@ pub fn block_keys(keys: &mut Keys) {
                 ]),
             );
             let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];
-            keys.add(kernels::QUANTIZED_MATMUL, &["linear_rows"], &with(&fetched));
+            keys.add(kernels::LINEAR_FEW_ROWS, &["linear_rows"], &with(&fetched));
         }
     }
 }

@@ -4,6 +4,6 @@ pub mod attention;
 pub mod causal_conv;
 pub mod elementwise;
 pub mod gated_delta;
+pub mod linear;
 pub mod matmul;
-pub mod quantized_matmul;
 pub mod rows;

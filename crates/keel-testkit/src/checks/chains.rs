@@ -4,7 +4,7 @@ mod rotations;
 
 use super::share::is_mine;
 use super::{Check, download, expect_within, upload};
-use crate::cases::quantized_matmul::weights;
+use crate::cases::linear::weights;
 use crate::checks::linear::{affine_weight, block_weight, dense_weight};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;

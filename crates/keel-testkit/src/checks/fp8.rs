@@ -4,9 +4,9 @@ use super::linear::{affine_weight, floats, takes, typical_sum};
 use super::sequence::{batch, draw, up};
 use super::share::is_mine;
 use super::{download, rounded};
-use crate::cases::quantized_matmul::weights;
+use crate::cases::linear::weights;
+use crate::naive::linear::{Affine, e4m3_rows, e4m3_weights, linear};
 use crate::naive::matmul::matmul_transposed;
-use crate::naive::quantized_matmul::{Affine, e4m3_rows, e4m3_weights, quantized_matmul};
 use crate::naive::rms_norm::rms_norm;
 use crate::naive::silu;
 use crate::naive::tensor::Tensor;
@@ -92,7 +92,7 @@ pub(super) fn in_fp8(runtime: &Runtime) {
         ] {
             let onto = |sums: &[f64]| sums.iter().zip(residual).map(|(sum, r)| sum + r).collect::<Vec<f64>>();
             let codes = |values: &[f32]| e4m3_rows(values, k);
-            let exact = onto(&quantized_matmul(&input, &w));
+            let exact = onto(&linear(&input, &w));
             let coded = onto(&matmul_transposed(&codes(&input), &e4m3_weights(&w, bits), k));
             let y = download(&y.expect("extents fit"));
             let far = |want: &[f64]| y.iter().zip(want).map(|(y, want)| (y - want).abs()).fold(0.0, f64::max);
@@ -132,7 +132,7 @@ pub(super) fn feed_forward(runtime: &Runtime) {
         let y = up(runtime, &x).linear(&weight(&wide)).and_then(|wide| wide.swiglu()?.linear(&weight(&down)));
         let y = download(&y.expect("extents fit"));
         let input = floats(&x);
-        let exact = swiglu(&quantized_matmul(&input, &wide), inner);
+        let exact = swiglu(&linear(&input, &wide), inner);
         let coded = matmul_transposed(&e4m3_rows(&input, k), &e4m3_weights(&wide, bits), k);
         let coded = e4m3_rows(&swiglu(&coded, inner), inner);
         let what =
@@ -189,7 +189,7 @@ fn expect_near(what: &str, y: &[f64], x: &[f32], w: &Affine, coded: Option<&[f64
         let mean = (apart.iter().map(|d| d * d).sum::<f64>() / apart.len() as f64).sqrt();
         (mean, apart.iter().copied().fold(0.0, f64::max))
     };
-    let from_exact = distance(&quantized_matmul(x, w));
+    let from_exact = distance(&linear(x, w));
     let from_coded = coded.map_or((f64::INFINITY, f64::INFINITY), distance);
     let (mean, most) = if from_coded.0 < from_exact.0 { from_coded } else { from_exact };
     let step = tolerance::ONE_OF_TWO_ROUNDINGS;

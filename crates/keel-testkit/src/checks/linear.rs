@@ -2,10 +2,10 @@
 
 use super::share::is_mine;
 use super::{Check, FLOATS, download, expect, expect_within, fp8, layouts, rounded, upload};
-use crate::cases::quantized_matmul::weights;
+use crate::cases::linear::weights;
 use crate::naive::elementwise;
+use crate::naive::linear::{Affine, linear, quantized_activations};
 use crate::naive::matmul::{matmul, matmul_transposed};
-use crate::naive::quantized_matmul::{Affine, quantized_activations, quantized_matmul};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};
@@ -176,15 +176,15 @@ fn dense(runtime: &Runtime) {
 
 fn affine<const PART: usize>(runtime: &Runtime) {
     let mut random = Random::new(52);
-    let kinds = cases::quantized_matmul::BITS.iter().zip(cases::quantized_matmul::GROUPS.iter().cycle());
+    let kinds = cases::linear::BITS.iter().zip(cases::linear::GROUPS.iter().cycle());
     for (&bits, &group) in kinds.skip(PART).step_by(PARTS) {
-        let shapes = cases::quantized_matmul::SHAPES.iter();
+        let shapes = cases::linear::SHAPES.iter();
         for &(t, n, k) in shapes.filter(|shape| is_mine(&("affine", bits, group, shape))) {
             let w = weights(&mut random, n, k, bits, group);
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
             let what = format!("linear [{t}, {n}, {k}] of {bits} bits in groups of {group}");
             let array = upload(runtime, &x, DType::F32);
-            let want = quantized_matmul(&floats(&x), &w);
+            let want = linear(&floats(&x), &w);
             for (compute, limit) in
                 [(Compute::F32, tolerance::F32), (Compute::Bf16, tolerance::BF16_ACTIVATIONS)]
             {
@@ -200,7 +200,7 @@ fn affine<const PART: usize>(runtime: &Runtime) {
 /// Products of few rows of x with very many rows of W.
 fn wide(runtime: &Runtime) {
     let mut random = Random::new(54);
-    for (&(n, k), bits) in cases::quantized_matmul::WIDE.iter().zip([4, 4, 4, 8, 4, 4]) {
+    for (&(n, k), bits) in cases::linear::WIDE.iter().zip([4, 4, 4, 8, 4, 4]) {
         let w = weights(&mut random, n, k, bits, 64);
         for t in [1, 2, 4, 5].into_iter().filter(|t| is_mine(&("wide", n, k, t))) {
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
@@ -215,7 +215,7 @@ fn wide(runtime: &Runtime) {
 /// the step is relative to the size of a sum with random signs.
 fn expect_fast(runtime: &Runtime, what: &str, x: &Tensor, array: &Array, w: &Affine, bits: usize) {
     let weight = affine_weight(runtime, std::slice::from_ref(w), bits, Compute::Auto);
-    let want = quantized_matmul(&quantized_activations(&floats(x), w.group), w);
+    let want = linear(&quantized_activations(&floats(x), w.group), w);
     let largest = want.iter().fold(0.0f64, |a, b| a.max(b.abs()));
     let size = typical_sum(&x.values, w);
     let limit = tolerance::INT8_ACTIVATIONS * (size / largest).max(1.0);
@@ -379,7 +379,7 @@ fn embedding(runtime: &Runtime) {
         let table = floats(&rounded(&Tensor::random(&mut random, &[37, 45], -1.0, 1.0), dtype));
         check(&dtype.to_string(), &dense_weight(runtime, &table, 37, 45, dtype, Compute::Auto), &table, 45);
     }
-    for &bits in cases::quantized_matmul::BITS {
+    for &bits in cases::linear::BITS {
         let w = weights(&mut random, 37, 128, bits, 64);
         let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, Compute::Auto);
         check(&format!("{bits} bits"), &weight, &w.weights(), 128);

@@ -2,10 +2,10 @@
 
 use super::linear::{affine_weight, floats};
 use super::{Check, expect, expect_within, rounded, upload};
-use crate::cases::quantized_matmul::weights;
+use crate::cases::linear::weights;
 use crate::compare::assert_close;
 use crate::naive::experts;
-use crate::naive::quantized_matmul::{Affine, gather_quantized_matmul};
+use crate::naive::linear::{Affine, gather_linear};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
@@ -40,7 +40,7 @@ fn gathered(runtime: &Runtime) {
             for dtype in [DType::U32, DType::I32] {
                 let y =
                     upload(runtime, &x, DType::F32).gather_linear(&weight, &upload(runtime, &chosen, dtype));
-                let want = gather_quantized_matmul(&floats(&x), &stack, &choice);
+                let want = gather_linear(&floats(&x), &stack, &choice);
                 let what = format!("gather_linear of {shape:?}, {compute:?}");
                 expect_within(&what, &y.expect("extents fit"), &want, limit);
             }
@@ -71,7 +71,7 @@ fn more_rows_than_a_grid_has_blocks(runtime: &Runtime) {
         for tokens in [0..2, 65_535 / CHOICES - 1..65_535 / CHOICES + 2, TOKENS - 2..TOKENS] {
             let rows = tokens.start * CHOICES..tokens.end * CHOICES;
             let (x, chosen) = (&x[tokens.start * K..tokens.end * K], &chosen[rows.clone()]);
-            let want = gather_quantized_matmul(x, &stack, chosen);
+            let want = gather_linear(x, &stack, chosen);
             let what = format!("rows {rows:?} of gather_linear, {compute:?}");
             assert_close(&what, &y[rows.start * n..rows.end * n], &want, limit);
         }

@@ -4,9 +4,9 @@
 use super::Check;
 use super::linear::{affine_weight, block_weight, dense_weight, floats, takes};
 use super::sequence::{batch, draw, up};
-use crate::cases::quantized_matmul::weights;
+use crate::cases::linear::weights;
 use crate::compare::assert_same_bits;
-use crate::naive::quantized_matmul::Affine;
+use crate::naive::linear::Affine;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use keel_array::{

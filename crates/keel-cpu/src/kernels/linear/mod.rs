@@ -1,4 +1,4 @@
-//! Linear layers: `quantized_matmul`, its gathered form for experts, and `matmul` with dense weights.
+//! Linear layers: the operation `linear` and its gathered form for experts, with dense, affine and block-coded weights.
 //!
 //! ```text
 //! y[t, n] = sum over k of x[t, k] * w[n, k]                    plain

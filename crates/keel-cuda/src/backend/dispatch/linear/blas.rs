@@ -4,7 +4,7 @@
 use super::super::{Bound, Call, Geometry, elementwise};
 use super::exact::exact_tiled;
 use super::fp8::{self, Fp8Product, Fp8Scratch};
-use super::half::{
+use super::half_operands::{
     HALF_ALIGN, alpha, factors, splits_x, to_half, weight_in_half, widened_bytes, x_bytes, x_parts,
 };
 use super::weight_key;

@@ -1,7 +1,7 @@
 //! Which kernel multiplies. In the fast mode the number of rows decides. In the deterministic mode the regime decides,
 //! so that the order of a row's sums does not depend on the other rows.
 
-use super::half::splits_x;
+use super::half_operands::splits_x;
 use super::panels::parts;
 use super::{Arithmetic, FEW_ROWS, arithmetic};
 use crate::backend::weights::keeps_fp8;
@@ -65,8 +65,8 @@ pub(super) enum LinearKernel {
     FewRows,
     /// `linear_panels`, with `parts` parts of K.
     Panels { parts: usize },
-    /// `half_tiled`.
-    HalfTiled,
+    /// `linear_half`.
+    Half,
     /// cuBLASLt.
     Blas,
 }
@@ -83,7 +83,7 @@ pub(super) fn linear_kernel(weight: &WeightSpec, rows: usize, choice: SelectBy) 
         }
         (_, SelectBy::Rows) => LinearKernel::Blas,
         (Arithmetic::Codes | Arithmetic::WidenedCodes, _) => LinearKernel::Panels { parts: 1 },
-        _ => LinearKernel::HalfTiled,
+        _ => LinearKernel::Half,
     }
 }
 
@@ -104,10 +104,9 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
     let in_half = match linear_kernel(weight, rows, SelectBy::of(kernel, mode)) {
         LinearKernel::Blas => true,
         LinearKernel::Panels { .. } => !mode.is_deterministic(),
-        LinearKernel::ExactRows
-        | LinearKernel::ExactTiled
-        | LinearKernel::FewRows
-        | LinearKernel::HalfTiled => false,
+        LinearKernel::ExactRows | LinearKernel::ExactTiled | LinearKernel::FewRows | LinearKernel::Half => {
+            false
+        }
     };
     in_half && !splits_x(weight) && rows > FEW_ROWS && even(weight.rows) && even(weight.cols)
 }

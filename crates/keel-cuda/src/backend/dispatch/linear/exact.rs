@@ -2,12 +2,12 @@
 
 use super::super::{Bound, Call, Geometry};
 use super::{FEW_ROWS, address, at_row, exact_split, pairs, row_tiles, weight_key};
-use crate::kernels::EXACT_MATMUL;
+use crate::kernels::LINEAR_EXACT;
 use crate::parameters::{ExactRows, ExactTiled};
 use keel_array::{ArrayError, WeightSpec};
 
-/// `TILED_SHARED` of the source: 64 columns of 128 rows of W and of 64 rows of x, with 8 more to each column.
-const TILED_SHARED: usize = 64 * (128 + 8 + 64 + 8) * size_of::<f32>();
+/// `EXACT_SHARED` of the source: 64 columns of 128 rows of W and of 64 rows of x, with 8 more to each column.
+const EXACT_SHARED: usize = 64 * (128 + 8 + 64 + 8) * size_of::<f32>();
 
 /// [`FEW_ROWS`] at a time: a row's bits do not depend on the other rows.
 pub(super) fn exact_rows(
@@ -20,7 +20,7 @@ pub(super) fn exact_rows(
     for first in (0..rows).step_by(FEW_ROWS) {
         let count = FEW_ROWS.min(rows - first);
         let key =
-            weight_key(EXACT_MATMUL, "exact_rows", weight).define("DIM_T", count).define("SPLIT", split);
+            weight_key(LINEAR_EXACT, "exact_rows", weight).define("DIM_T", count).define("SPLIT", split);
         let parameters = ExactRows {
             weight: call.inputs[1].address,
             pairs: pairs(weight, &call.inputs[1]),
@@ -52,8 +52,8 @@ pub(super) fn exact_tiled(
         rows,
     };
     let grid = (weight.rows.div_ceil(128), rows.div_ceil(64), 1);
-    let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: TILED_SHARED };
-    call.launch(&weight_key(EXACT_MATMUL, "exact_tiled", weight), geometry, &parameters)
+    let geometry = Geometry { grid, block: (256, 1, 1), shared_bytes: EXACT_SHARED };
+    call.launch(&weight_key(LINEAR_EXACT, "exact_tiled", weight), geometry, &parameters)
 }
 
 #[cfg(test)]
@@ -66,7 +66,7 @@ mod tests {
     fn the_source_has_the_same_tiles() {
         let format = WeightFormat::Dense(DType::BF16);
         let weight = WeightSpec { experts: 1, rows: 96, cols: 384, format, compute: Compute::F32 };
-        let key = weight_key(EXACT_MATMUL, "exact_tiled", &weight);
-        assert_values(key, &[("TILED_SHARED", TILED_SHARED)]);
+        let key = weight_key(LINEAR_EXACT, "exact_tiled", &weight);
+        assert_values(key, &[("EXACT_SHARED", EXACT_SHARED)]);
     }
 }

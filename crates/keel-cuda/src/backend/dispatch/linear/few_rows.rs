@@ -5,7 +5,7 @@ use super::gather::launches;
 use super::tuning::{LARGE, Tuning};
 use super::{FEW_ROWS, address, at_row, col_tiles, pairs, row_tiles, weight_key};
 use crate::backend::weights::Coding;
-use crate::kernels::{KernelKey, QUANTIZED_MATMUL};
+use crate::kernels::{KernelKey, LINEAR_FEW_ROWS};
 use crate::parameters::{LinearRows, PrepareRows};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 use std::ops::Range;
@@ -126,7 +126,7 @@ impl<'a> FewRows<'a> {
 
     /// Constants of both entries of the source, which follow from the tuning.
     fn key(&self, tuning: &Tuning, rows: usize, fused: bool) -> KernelKey {
-        let key = weight_key(QUANTIZED_MATMUL, "linear_rows", self.weight)
+        let key = weight_key(LINEAR_FEW_ROWS, "linear_rows", self.weight)
             .define("DENSE", u8::from(matches!(self.weight.format, WeightFormat::Dense(_))))
             .define("DIM_T", rows)
             .define("SPLIT", tuning.split)

@@ -6,7 +6,7 @@ use super::super::attention::surely_leaves_half;
 use super::super::{Bound, Call, Geometry};
 use super::blas::result_type;
 use super::choice::{LinearKernel, SelectBy, linear_kernel, surely_in_half};
-use super::half::HALF_ALIGN;
+use super::half_operands::HALF_ALIGN;
 use super::{col_tiles, pairs, weight_key};
 use crate::backend::Mode;
 use crate::backend::weights::{Layout as WeightLayout, TILE_ROWS, keeps_fp8, suits_fp8};

@@ -3,12 +3,12 @@
 use super::super::support::{GRID_MAX, SHARED_BYTES};
 use super::super::{Call, Geometry};
 use super::few_rows::FewRows;
-use super::tiled::{Tile, half_rows_bytes, to_half_tiles};
+use super::grouped::{Tile, half_rows_bytes, to_half_tiles};
 use super::{
     Arithmetic, arithmetic, at_row, codes_and_pairs, exact_split, is_grouped, pairs, row_tiles, weight_key,
 };
-use crate::kernels::{EXACT_MATMUL, KernelKey};
-use crate::parameters::{ExactRows, GroupRows, LinearTiled};
+use crate::kernels::{KernelKey, LINEAR_EXACT};
+use crate::parameters::{ExactRows, GroupRows, LinearGrouped};
 use keel_array::{ArrayError, WeightSpec};
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     match arithmetic(weight, call.choice()) {
         Arithmetic::Exact | Arithmetic::WidenedCodes | Arithmetic::ManyHalf => {
             let split = exact_split(weight, call.choice());
-            let key = weight_key(EXACT_MATMUL, "exact_rows", weight)
+            let key = weight_key(LINEAR_EXACT, "exact_rows", weight)
                 .define("DIM_T", 1)
                 .define("SPLIT", split)
                 .define("GATHER", fanout);
@@ -106,14 +106,15 @@ fn grouped(weight: &WeightSpec, fanout: usize, call: &Call<'_>) -> Result<(), Ar
     let [row_of, tiles, counts] =
         [scratch.row_of, scratch.tiles, scratch.counts].map(|at| call.scratch + at as u64);
     let tile = Tile::of(weight, rows_per_expert(weight, rows), call.gpu.device.shared_bytes_max);
-    let key = tile.key("linear_tiled", weight).define("FANOUT", fanout).define("EXPERTS", weight.experts);
+    let key = tile.key("linear_grouped", weight).define("FANOUT", fanout).define("EXPERTS", weight.experts);
     let (chosen, share) = (call.inputs[2].address, share_of(rows));
     let groups = GroupRows { chosen, choices: rows, share, counts, row_of, tiles };
     to_half_tiles(&key, weight, rows / fanout, &groups, call)?;
     let grouping = KernelKey { entry: "group_rows", ..key.clone() };
     call.launch(&grouping, Geometry::rows(rows.div_ceil(share), 1024), &groups)?;
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
-    let parameters = LinearTiled { codes, pairs, x: call.scratch, row_of, tiles, y: call.outputs[0].address };
+    let parameters =
+        LinearGrouped { codes, pairs, x: call.scratch, row_of, tiles, y: call.outputs[0].address };
     let geometry = Geometry {
         grid: (tiles_max(weight, rows, tile), row_tiles(weight).div_ceil(8), 1),
         block: (256, 1, 1),

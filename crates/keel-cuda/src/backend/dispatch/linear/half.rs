@@ -1,159 +1,73 @@
-//! x and W in 16 bits for products on tensor cores. The kernel that rounds x also computes what comes before: a norm,
-//! the layer norm, the gated norm of heads, a gate, SwiGLU, or a chain of element-wise operations.
+//! Products of 16-bit factors by a kernel of our own. Each element is summed over the columns in one order, which no
+//! shape changes, so that a share of a weight's rows has the bits of the whole. cuBLASLt does not promise that.
 
-use super::super::{Bound, BoundKernel, Call, Geometry, elementwise};
-use super::{col_tiles, pairs, row_tiles, weight_key};
-use crate::backend::weights::padded_rows;
-use crate::driver::FactorType;
-use crate::kernels::{ACTIVATION, DEQUANTIZE, FP8, HalfForm, KernelKey, RMS_NORM, Source};
-use crate::parameters::{
-    Dequantize, GatedHeadsHalf, LayerNormHalf, RmsNorm, SwiGlu, SwiGluOfHalf, ToHalf, ToTwoBf16, Wide,
+use super::super::{Bound, Call, Geometry};
+use super::half_operands::{
+    HALF_ALIGN, alpha, factors, splits_x, to_half, weight_in_half, widened_bytes, x_bytes, x_parts,
 };
-use keel_array::{ArrayError, Compute, DType, Op, WeightFormat, WeightSpec};
+use super::{BLOCKS_WANTED, address};
+use crate::driver::FactorType;
+use crate::kernels::{HalfForm, KernelKey, LINEAR_HALF};
+use crate::parameters::LinearHalf;
+use keel_array::{ArrayError, WeightSpec};
 
-/// Alignment of what lies in scratch, in bytes; the arena promises less.
-pub(super) const HALF_ALIGN: usize = 256;
+/// Bytes of a row of a tile in a stage: 64 columns.
+const LINE_BYTES: usize = 128;
 
-/// The type of the factors of a product on tensor cores.
-pub(super) fn factors(weight: &WeightSpec) -> FactorType {
-    match weight.format {
-        WeightFormat::Dense(DType::F16) => FactorType::F16,
-        WeightFormat::Dense(_) => FactorType::Bf16,
-        _ => FactorType::F16,
-    }
+/// Stages of copies at most.
+const STAGES_MAX: usize = 4;
+
+/// Bytes of scratch: x in 16 bits, and W if it is widened.
+pub(super) fn half_bytes(weight: &WeightSpec, rows: usize) -> usize {
+    x_parts(weight) * x_bytes(weight, rows) + widened_bytes(weight) + HALF_ALIGN
 }
 
-/// Whether the weight is written to scratch in f16 first.
-pub(super) fn is_widened(weight: &WeightSpec) -> bool {
-    !matches!(weight.format, WeightFormat::Dense(_))
+/// Rows of x, and of W, of a block's tile: large tiles read less, small ones fill the device with fewer rows. The tile
+/// does not change the bits of the result.
+fn tile_of(weight: &WeightSpec, rows: usize) -> usize {
+    if rows.div_ceil(128) * weight.rows.div_ceil(128) >= BLOCKS_WANTED { 128 } else { 64 }
 }
 
-/// Whether x enters as the sum of two bf16, each of which is multiplied.
-pub(super) fn splits_x(weight: &WeightSpec) -> bool {
-    weight.compute == Compute::Bf16 && factors(weight) == FactorType::Bf16
+/// `STAGE_BYTES` of the source: 64 columns of the rows of x and of W.
+fn stage_bytes(tile: usize) -> usize {
+    2 * tile * LINE_BYTES
 }
 
-/// Parts of x, each of which is multiplied.
-pub(super) fn x_parts(weight: &WeightSpec) -> usize {
-    if splits_x(weight) { 2 } else { 1 }
-}
-
-/// Bytes of a part of x in 16 bits.
-pub(super) fn x_bytes(weight: &WeightSpec, rows: usize) -> usize {
-    (rows * weight.cols * size_of::<u16>()).next_multiple_of(HALF_ALIGN)
-}
-
-/// Writes x in 16 bits, after the absorbed operation if there is one. If x is split, its two parts are
-/// [`x_bytes`] apart.
-pub(super) fn to_half(weight: &WeightSpec, rows: usize, to: u64, call: &Call<'_>) -> Result<(), ArrayError> {
-    let form = HalfForm::Rows { is_bf16: factors(weight) == FactorType::Bf16 };
-    if let Some(producer) = call.producer(0) {
-        return absorbed_to_half(producer, weight, rows, to, form, call);
-    }
-    // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
-    let (x, pairs) = (call.inputs[0].address, (rows * weight.cols).div_ceil(2));
-    if splits_x(weight) {
-        let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
-        let parameters = ToTwoBf16 { x, hi: to, lo: to + x_bytes(weight, rows) as u64, pairs: Wide(pairs) };
-        return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), &parameters);
-    }
-    let key = form.define(KernelKey::new(DEQUANTIZE, "to_half"));
-    let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols);
-    let parameters = ToHalf { x, y: to, pairs: Wide(pairs) };
-    call.launch(&key, Geometry::rows(pairs.div_ceil(1024), 256), &parameters)
-}
-
-/// Bytes of a weight that is widened to f16 in scratch; 0 for one that is multiplied as stored.
-pub(super) fn widened_bytes(weight: &WeightSpec) -> usize {
-    if is_widened(weight) { padded_rows(weight.rows) * weight.cols * size_of::<u16>() } else { 0 }
-}
-
-/// The weight in 16 bits: as stored, or widened to f16 at `scratch`.
-pub(super) fn weight_in_half(weight: &WeightSpec, scratch: u64, call: &Call<'_>) -> Result<u64, ArrayError> {
-    let packed = &call.inputs[1];
-    if !is_widened(weight) {
-        return Ok(packed.address);
-    }
-    let key = weight_key(DEQUANTIZE, "dequantize", weight);
-    let (pairs, tiles) = (pairs(weight, packed), row_tiles(weight) * col_tiles(weight));
-    let parameters = Dequantize { weight: packed.address, pairs, out: scratch, experts: 1 };
-    call.launch(&key, Geometry::rows(tiles.div_ceil(8), 256), &parameters)?;
-    Ok(scratch)
-}
-
-/// What a product of x and W in 16 bits is multiplied by. In f16, x is an eighth (`half.cuh`). A widened weight makes
-/// up for it, and one as stored does not.
-pub(super) fn alpha(weight: &WeightSpec) -> u8 {
-    if factors(weight) == FactorType::F16 && !is_widened(weight) { 8 } else { 1 }
-}
-
-/// Writes the result of `producer` to address `y`.
-pub(super) fn absorbed_to_half(
-    producer: &BoundKernel<'_>,
+/// `y = x W^T`, plus a residual if there is one.
+pub(super) fn linear_half(
     weight: &WeightSpec,
+    residual: Option<&Bound<'_>>,
     rows: usize,
-    y: u64,
-    form: HalfForm,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
-    let key = |source: Source, entry| form.define(KernelKey::new(source, entry));
-    let x = &producer.inputs[0];
-    // A row that all rows share may begin anywhere.
-    let shared =
-        |operand: &Bound<'_>| operand.layout.shape.rank() < 2 || operand.layout.row_stride(1).is_none();
-    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16) && !shared(operand);
-    if let Some(odd) = producer.inputs.iter().find(odd) {
-        let shape = &odd.layout.shape;
-        return Err(
-            call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
-        );
-    }
-    let heads = |gate: Bound<'_>, w: u64, eps: f32| {
-        let (gate_row, gate_head) = gate.head_strides();
-        let (d, heads) = (gate.width(), weight.cols / gate.width());
-        let parameters = GatedHeadsHalf {
-            x: x.address,
-            gate: gate.address,
-            gate_row: Wide(gate_row),
-            gate_head: Wide(gate_head),
-            w,
-            y,
-            rows: rows * heads,
-            heads,
-            d,
-            eps,
-        };
-        let blocks = (rows * heads).div_ceil(8);
-        call.launch(&key(RMS_NORM, "gated_heads_half"), Geometry::rows(blocks, 256), &parameters)
-    };
-    let (width, by_row) = (weight.cols, Geometry::rows(rows, (weight.cols / 4).next_multiple_of(32)));
-    let stride = || Wide(x.row_stride(1));
-    match producer.kernel.op {
-        Op::SwiGlu if x.dtype == DType::F16 => {
-            let parameters = SwiGluOfHalf { x: x.address, y, rows: Wide(rows), width };
-            let blocks = (rows * width / 8).div_ceil(256);
-            call.launch(&key(FP8, "swiglu_of_half"), Geometry::rows(blocks, 256), &parameters)
+    let x = call.scratch.next_multiple_of(HALF_ALIGN as u64);
+    to_half(weight, rows, x, call)?;
+    let w = weight_in_half(weight, x + (x_parts(weight) * x_bytes(weight, rows)) as u64, call)?;
+    let tile = tile_of(weight, rows);
+    let stage_bytes = stage_bytes(tile);
+    let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);
+    let form = HalfForm::Rows { is_bf16: factors(weight) == FactorType::Bf16 };
+    let key = form.define(KernelKey::new(LINEAR_HALF, "linear_half"));
+    let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols).define("ALPHA", alpha(weight));
+    let key = key.define("X_PARTS", x_parts(weight)).define("TILE", tile).define("STAGES", stages);
+    let lo = splits_x(weight).then_some(x + x_bytes(weight, rows) as u64);
+    let parameters = LinearHalf { x, lo, w, residual: address(residual), y: call.outputs[0].address, rows };
+    let grid = (rows.div_ceil(tile), weight.rows.div_ceil(tile), 1);
+    call.launch(&key, Geometry { grid, block: (256, 1, 1), shared_bytes: stages * stage_bytes }, &parameters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agreement::{assert_values, key_of};
+
+    #[test]
+    fn the_source_has_the_same_stages() {
+        for tile in [64, 128] {
+            let shape = [("DIM_N", 96), ("DIM_K", 384), ("ALPHA", 1), ("X_PARTS", 1)];
+            let cut = [("TILE", tile), ("STAGES", 3), ("HALF_BF16", 0)];
+            let key = key_of(LINEAR_HALF, "linear_half", &[&shape[..], &cut].concat());
+            assert_values(key, &[("STAGE_BYTES", stage_bytes(tile))]);
         }
-        Op::SwiGlu => {
-            let parameters = SwiGlu { x: x.address, stride: stride(), y, rows: Wide(rows), width };
-            let blocks = (rows * width / 8).div_ceil(256);
-            call.launch(&key(ACTIVATION, "swiglu_half"), Geometry::rows(blocks, 256), &parameters)
-        }
-        Op::RmsNorm { eps } => {
-            let w = producer.inputs[1].address;
-            let parameters = RmsNorm { x: x.address, stride: stride(), w, y, width, eps: eps.get() };
-            call.launch(&key(RMS_NORM, "rms_norm_half"), by_row, &parameters)
-        }
-        Op::LayerNorm { eps } => {
-            let ([w, bias], eps) = ([1, 2].map(|i| producer.inputs[i].address), eps.get());
-            let parameters = LayerNormHalf { x: x.address, stride: stride(), w, bias, y, width, eps };
-            call.launch(&key(RMS_NORM, "layer_norm_half"), by_row, &parameters)
-        }
-        Op::GatedRmsNorm { eps } => heads(producer.strided(2), producer.inputs[1].address, eps.get()),
-        Op::SigmoidGate => heads(producer.strided(1), 0, 0.0),
-        Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
-            elementwise::chain_by_four(producer, y, Some(form), call)
-        }
-        ref op => unreachable!("{} is not absorbed by a product of many rows", op.name()),
     }
 }

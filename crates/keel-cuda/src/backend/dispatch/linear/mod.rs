@@ -16,7 +16,7 @@
 //!
 //! In the deterministic mode:
 //! - Rows of decode take the first line whatever their number, [`FEW_ROWS`] at a time.
-//! - Other rows take the second line with all of K in one block, and `half_tiled` where that line has cuBLASLt.
+//! - Other rows take the second line with all of K in one block, and `linear_half` where that line has cuBLASLt.
 //!
 //! A row's bits then follow from its own values, because the weight's shape orders the sums. If several devices may
 //! hold rows of a weight, its columns alone order them. One property of the hardware is assumed: an element of a tensor
@@ -30,11 +30,11 @@ mod exact;
 mod few_rows;
 mod fp8;
 mod gather;
+mod grouped;
 mod half;
-mod half_tiled;
+mod half_operands;
 pub(super) mod mixture;
 mod panels;
-mod tiled;
 mod tuning;
 
 use super::{Bound, Call, Geometry};
@@ -53,7 +53,7 @@ use few_rows::{FewRows, few_rows_bytes};
 pub(in crate::backend) use fp8::{narrows, rounds_weight};
 pub(super) use gather::gather;
 use gather::grouped_scratch;
-use half_tiled::{half_tiled, half_tiled_bytes};
+use half::{half_bytes, linear_half};
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
 use panels::{in_panels, panels_bytes};
 
@@ -140,7 +140,7 @@ pub(super) fn linear(
         LinearKernel::ExactTiled => exact_tiled(weight, residual, rows, call),
         LinearKernel::FewRows => FewRows::of(weight, call).run(residual, call),
         LinearKernel::Panels { parts } => in_panels(weight, residual, rows, parts, call),
-        LinearKernel::HalfTiled => half_tiled(weight, residual, rows, call),
+        LinearKernel::Half => linear_half(weight, residual, rows, call),
         LinearKernel::Blas => through_blas(weight, residual, rows, call),
     }
 }
@@ -227,7 +227,7 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
             let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
             panels_bytes(weight, rows).next_multiple_of(256) + sums
         }
-        LinearKernel::HalfTiled => half_tiled_bytes(weight, rows),
+        LinearKernel::Half => half_bytes(weight, rows),
         LinearKernel::Blas => blas_scratch(weight, rows).end,
     }
 }

@@ -8,7 +8,7 @@ use crate::backend::weights::Coding;
 use crate::driver::Device;
 use keel_array::WeightSpec;
 
-/// The cut of a product of few rows; see `quantized_matmul.cu`.
+/// The cut of a product of few rows; see `linear_few_rows.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
     /// Warps that share the columns of a row tile.

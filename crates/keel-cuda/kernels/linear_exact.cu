@@ -3,12 +3,12 @@
 // depends on DIM_K alone.
 //
 // Macros: DIM_N, DIM_K, DIM_T (exact_rows); BITS, GROUP, PAIR_T or BLOCK or WEIGHT_T; SPLIT (exact_rows).
-// Optional GATHER=J' as in quantized_matmul.cu (exact_rows, DIM_T = 1).
+// Optional GATHER=J' as in linear_few_rows.cu (exact_rows, DIM_T = 1).
 //   exact_rows   1 to 16 rows. Warp s of a block takes the column tiles s, s + SPLIT, ... of one row tile.
 //                Grid ceil(DIM_N / 16) (x rows of y if GATHER), block 32 SPLIT, no dynamic shared memory.
 //                Floor: the weight's bytes / (3.0 TB/s).
 //   exact_tiled  any number of rows: 128 x 64 tiles of y, 8 x 4 of it per thread. Grid (ceil(DIM_N / 128),
-//                ceil(DIM_T / 64)), block 256, dynamic shared memory TILED_SHARED. Floor: 2 N K T / (60 TFLOP/s).
+//                ceil(DIM_T / 64)), block 256, dynamic shared memory EXACT_SHARED. Floor: 2 N K T / (60 TFLOP/s).
 #include "weight_tiles.cuh"
 
 #ifndef GATHER
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT) exact_rows(
 
 #define W_STRIDE 136
 #define X_STRIDE 72
-#define TILED_SHARED (64 * (W_STRIDE + X_STRIDE) * 4)
+#define EXACT_SHARED (64 * (W_STRIDE + X_STRIDE) * 4)
 extern "C" __global__ void __launch_bounds__(256) exact_tiled(
 #include "exact_tiled.params"
 ) {

@@ -4,7 +4,7 @@ use super::super::{Call, Geometry};
 use super::panels::{RING_ALIGN, panel_of};
 use super::{TILE_COLS, col_tiles, weight_key};
 use crate::backend::weights::Coding;
-use crate::kernels::{KernelKey, LINEAR_TILED};
+use crate::kernels::{KernelKey, LINEAR_GROUPED};
 use crate::parameters::{GroupRows, ToHalfTiles};
 use keel_array::{ArrayError, WeightSpec};
 
@@ -39,13 +39,13 @@ impl Tile {
             .unwrap_or_else(|| unreachable!("{} bytes of shared memory hold two fetches", shared_bytes_max))
     }
 
-    /// The key of an entry of `linear_tiled.cu`, whose constants all entries share.
+    /// The key of an entry of `linear_grouped.cu`, whose constants all entries share.
     pub fn key(self, entry: &'static str, weight: &WeightSpec) -> KernelKey {
-        weight_key(LINEAR_TILED, entry, weight).define("BT", self.rows).define("STAGES", self.stages)
+        weight_key(LINEAR_GROUPED, entry, weight).define("BT", self.rows).define("STAGES", self.stages)
     }
 
-    /// `TILED_SHARED` of the source: rings of fetches of two column tiles each, one ring of x for the block and one of
-    /// W for each warp.
+    /// `GROUPED_SHARED` of the source: rings of fetches of two column tiles each, one ring of x for the block and one
+    /// of W for each warp.
     pub fn shared_bytes(self, weight: &WeightSpec) -> usize {
         RING_ALIGN + self.stages * stage_bytes(weight, self.rows)
     }
@@ -101,8 +101,8 @@ mod tests {
         for (format, rows) in [(affine, 20), (affine, 200), (WeightFormat::Blocks(BlockFormat::Q2K), 64)] {
             let weight = weight(format);
             let tile = Tile::of(&weight, rows, SHARED_BYTES);
-            let key = tile.key("linear_tiled", &weight).define("FANOUT", 2).define("EXPERTS", 8);
-            assert_values(key, &[("TILED_SHARED", tile.shared_bytes(&weight))]);
+            let key = tile.key("linear_grouped", &weight).define("FANOUT", 2).define("EXPERTS", 8);
+            assert_values(key, &[("GROUPED_SHARED", tile.shared_bytes(&weight))]);
         }
     }
 

@@ -11,9 +11,9 @@
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; EXPERTS; BT (32, 64, 128); STAGES (fetches in the rings);
 //   FANOUT (row r of y is from row r / FANOUT of x)
-//   linear_tiled    codes, pairs, x f16 [rows][64 K_TILES] (permuted), row_of u32 [rows of y], tiles (see
+//   linear_grouped  codes, pairs, x f16 [rows][64 K_TILES] (permuted), row_of u32 [rows of y], tiles (see
 //                   group_rows), y f32. Grid (MOST_TILES, ceil(row tiles / 8)), block 256, dynamic shared memory
-//                   TILED_SHARED. Bytes moved: the weight's for each BT rows of an expert.
+//                   GROUPED_SHARED. Bytes moved: the weight's for each BT rows of an expert.
 //                   Floor: the larger of these / (3.0 TB/s) and 2 N K rows / (700 TFLOP/s).
 //   to_half_tiles   x f32 [rows][K] -> f16 [rows][64 K_TILES], permuted. SWIGLU=1: x f32 [rows][2 K],
 //                   silu(first half) * second half. Arguments x, out, u32 rows, chosen, choices, share, counts, fault,
@@ -33,15 +33,15 @@
 #endif
 #define X_TILE (BT * 128)
 #define X_SLOT (W_UNIT * X_TILE)
-#define TILED_SHARED (1024 + STAGES * (X_SLOT + 8 * W_SLOT))
+#define GROUPED_SHARED (1024 + STAGES * (X_SLOT + 8 * W_SLOT))
 
 #ifdef BT
 template <int N> struct Extent {
     static constexpr int VALUE = N;
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2) linear_tiled(
-#include "linear_tiled.params"
+extern "C" __global__ void __launch_bounds__(256, 2) linear_grouped(
+#include "linear_grouped.params"
 ) {
     extern __shared__ u8 memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -40,17 +40,17 @@ impl Affine {
 }
 
 /// `y[t, n] = sum over k of x[t, k] * w[n, k]`, with x `[T, K]`.
-pub fn quantized_matmul(x: &[f32], w: &Affine) -> Vec<f64> {
+pub fn linear(x: &[f32], w: &Affine) -> Vec<f64> {
     matmul_transposed(x, &w.weights(), w.k)
 }
 
 /// `y[r] = x[r / fanout] w[experts[r]]^T`. `fanout` is the number of rows of y for each row of x. All experts have the
 /// shape of the first.
-pub fn gather_quantized_matmul(x: &[f32], experts: &[Affine], choice: &[u32]) -> Vec<f64> {
+pub fn gather_linear(x: &[f32], experts: &[Affine], choice: &[u32]) -> Vec<f64> {
     let k = experts[0].k;
     let fanout = choice.len() / (x.len() / k);
     let row = |r: usize| &x[r / fanout * k..(r / fanout + 1) * k];
-    choice.iter().enumerate().flat_map(|(r, e)| quantized_matmul(row(r), &experts[*e as usize])).collect()
+    choice.iter().enumerate().flat_map(|(r, e)| linear(row(r), &experts[*e as usize])).collect()
 }
 
 /// Values after rounding to 8-bit floats (e4m3: 3 bits of mantissa, exponents from -6, at most 448), ties to even. Each

@@ -31,8 +31,8 @@ static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4]
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256) half_tiled(
-#include "half_tiled.params"
+extern "C" __global__ void __launch_bounds__(256) linear_half(
+#include "linear_half.params"
 ) {
     DYNAMIC_SHARED(u8, stages);
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;

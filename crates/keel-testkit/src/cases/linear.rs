@@ -1,6 +1,6 @@
 //! Sizes of products with affine weights. K is a multiple of every tested group size.
 
-use crate::naive::quantized_matmul::Affine;
+use crate::naive::linear::Affine;
 use crate::random::Random;
 
 /// `(T, N, K)`
