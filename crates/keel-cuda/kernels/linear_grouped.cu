@@ -7,7 +7,7 @@
 // - Tiles of W pass, two at a time, through a ring of each warp in shared memory.
 // - Tiles of x [BT][64] f16 are gathered into a ring of the block, swizzled as products read them.
 // - cp.async fills both rings: bulk copies of 1 KB for each warp would keep the copy engine busier than the memory.
-// - While one tile is multiplied, the next is widened: on Hopper by the same warp, elsewhere by others.
+// - While one tile is multiplied, the next is widened. On Hopper the same warp does both; elsewhere warps overlap.
 //
 // Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; EXPERTS; BT (32, 64, 128); STAGES (fetches in the rings);
 //   FANOUT (row r of y is from row r / FANOUT of x)

@@ -40,8 +40,8 @@ struct Part {
     int begin, end;    // of K, in fetches
     u8 *x_ring, *w_ring;
 };
-// Copies the warp's tiles of W of fetch f; the copies belong to the group that is committed next. Row tiles beyond the last one fetch the last one; their sums are
-// not stored.
+// Copies the warp's tiles of W of fetch f. The copies belong to the group that is committed next. Row tiles beyond the
+// last one fetch the last one; their sums are not stored.
 __device__ __forceinline__ void fetch_weights(const Part &part, int f) {
     const int lane = threadIdx.x % 32, n = min(W_UNIT, K_TILES - f * W_UNIT);
     if (f < part.end)

@@ -309,7 +309,7 @@ __device__ __forceinline__ void fetch_bytes(void *to, const void *from, u32 byte
                  "r"(bytes), "r"(shared_address(full)) : "memory");
 }
 #ifdef BITS
-// The same tiles, by one lane.
+// As copy_tiles_async, but one lane starts the copies, and `full` signals their arrival.
 template <int COUNT> __device__ __forceinline__ void fetch_tiles(u8 *copy, u64 *full, const Weights &w, int rt, int kt, int tiles) {
     const TilesAt from = tiles_at(w, rt, kt), to = copy_at<COUNT>(copy);
     fetch_bytes((void *)to.codes, from.codes, tiles * TILE_WORDS * 4, full);

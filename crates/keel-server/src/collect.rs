@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_answer_whose_last_pieces_have_no_room_ends_for_that_reason() {
+    async fn an_answer_whose_last_events_have_no_room_ends_for_that_reason() {
         for (budget, reason) in [(1 << 20, "stop"), (8 << 10, "request_too_large")] {
             let (memory, metrics) = (RequestMemory::new(budget, 0), Metrics::new());
             let collected = collect(vec![answer_of_one_token(&memory, &metrics)]).await;

@@ -114,8 +114,8 @@ impl LoadedModel {
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
-    /// Starts the answers to all prompts of a request and waits until the first answer to each runs. `endpoint` is the path of the request.
-    /// An error ends all answers of the request.
+    /// Starts the answers to all prompts of a request. Waits until the first answer to each prompt runs. `endpoint` is
+    /// the path of the request. An error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,
@@ -203,7 +203,8 @@ impl LoadedModel {
             answer.keep(Arc::clone(caller));
             answers.push(answer);
         }
-        // The others may start when the first has ended, so its tokens must be on their way before.
+        // Later answers may have to wait until the first has ended. Its tokens must be sent meanwhile, so only it is
+        // awaited.
         answers[earlier].started().await
     }
 }

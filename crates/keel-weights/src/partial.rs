@@ -19,12 +19,14 @@ fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Removes the files that this process has begun and not finished. For a process that a signal ends, which drops
-/// nothing.
+/// Removes the files that this process has begun and not finished, and lets no thread begin or finish another. For a
+/// process that a signal ends, which drops nothing.
 pub fn remove_unfinished() {
-    for path in unfinished().drain(..) {
+    let mut unfinished = unfinished();
+    for path in unfinished.drain(..) {
         let _ = fs::remove_file(path);
     }
+    std::mem::forget(unfinished);
 }
 
 /// A file under a temporary name in the folder of its final path. Removed on drop unless committed.
@@ -50,8 +52,10 @@ impl PartialFile {
         let temporary = path.with_file_name(format!(".{name}.{}-{number}.partial", std::process::id()));
         // A link, pipe or file that another process left under this name is removed. It is never written through.
         let _ = fs::remove_file(&temporary);
+        let mut listed = unfinished();
         let file = File::create_new(&temporary).map_err(WeightsError::io("create", path))?;
-        unfinished().push(temporary.clone());
+        listed.push(temporary.clone());
+        drop(listed);
         Ok((PartialFile { temporary, path: path.into(), committed: false }, file))
     }
 
@@ -108,11 +112,12 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
 
 impl Drop for PartialFile {
     fn drop(&mut self) {
-        unfinished().retain(|path| *path != self.temporary);
+        let mut listed = unfinished();
         if !self.committed {
             // If the file cannot be removed, nothing more can be done.
             let _ = fs::remove_file(&self.temporary);
         }
+        listed.retain(|path| *path != self.temporary);
     }
 }
 

@@ -10,16 +10,16 @@ use tokio::sync::watch;
 /// The exit code of a process that a signal has ended, as a shell gives it for Ctrl-C.
 const INTERRUPTED: i32 = 130;
 
-/// Ends the process because of a signal, whatever its threads do. Files that it has not finished are removed. Exit handlers of libraries do not run: those of a
-/// GPU's driver would free what the threads use.
+/// Ends the process because of a signal, whatever its threads do. Files that it has not finished are removed. Exit
+/// handlers of libraries do not run: those of a GPU's driver would free what the threads use.
 pub fn end_at_once() -> ! {
     keel_weights::remove_unfinished();
     signal_hook::low_level::exit(INTERRUPTED)
 }
 
-/// Watches for signals in a process that leads others. While its server runs, the server ends in order. While it loads
-/// or waits for a node, a signal ends the process at once: nothing is lost, as the nodes free what they have when the
-/// connection ends.
+/// Watches for signals in a process that leads others or converts a model. A conversion ends at once. While a server
+/// runs, it ends in order. While it loads or waits for a node, a signal ends the process at once: nothing is lost, as
+/// the nodes free what they have when the connection ends.
 #[derive(Clone, Debug)]
 pub struct Signals {
     told: watch::Receiver<bool>,

@@ -24,7 +24,7 @@ const MOVE_BYTES_MAX: usize = 16 << 20;
 /// The most bytes of a write of the host that waits for such a kernel. The data of a step is smaller.
 const DELIVERY_BYTES_MAX: usize = 64 << 10;
 
-/// Bytes that go to another place of the device, or between it and pinned memory; or bytes that are zeroed.
+/// A copy between places of the device and pinned memory, or bytes of the device that are zeroed.
 #[derive(Clone, Copy)]
 pub(super) struct Move {
     pub to: u64,
@@ -242,6 +242,7 @@ pub(super) fn kernel() -> KernelKey {
 /// it, because kernels read such data before they wait for their inputs.
 pub(super) fn launch_moves(gpu: &Gpu, moves: &[Move]) -> Result<()> {
     const BLOCK_BYTES: usize = 16 << 10;
+    assert!(moves.len() <= MOVES_MAX, "{} moves in one launch", moves.len());
     let mut words = [0; 3 * MOVES_MAX];
     for (words, Move { to, from, bytes }) in words.as_chunks_mut().0.iter_mut().zip(moves) {
         *words = [*to, from.unwrap_or(0), *bytes as u64 / 4];

@@ -222,7 +222,8 @@ parameters! {
         residual: u64 = "const float*", y: u64 = "float*", rows: usize = "u32",
     }
 
-    /// A product on Hopper's tensor cores. Only a product of whole K adds the residual, which may be null.
+    /// A product of a quantised weight, widened on its way into the tensor cores. Only a product of whole K adds the
+    /// residual, which may be null.
     LinearPanels = "linear_panels.params" of ["linear_panels"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*", rows: usize = "u32",
         residual: Option<u64> = "const float*" if "SPLITS == 1", y: u64 = "float*",
@@ -239,7 +240,7 @@ parameters! {
         elements: usize = "u32",
     }
 
-    /// A product on Hopper's tensor cores of rows grouped by expert.
+    /// A product of rows grouped by expert, with quantised weights that are widened on their way into the tensor cores.
     LinearGrouped = "linear_grouped.params" of ["linear_grouped"] {
         codes: u64 = "const u32*", pairs: u64 = "const u8*", x: u64 = "const f16*",
         row_of: u64 = "const u32*", tiles: u64 = "const uint4*", y: u64 = "float*",

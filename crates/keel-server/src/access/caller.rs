@@ -11,7 +11,7 @@ use crate::error::ServerError;
 use crate::memory::requests::{Meter, RequestMemory};
 use crate::shared::fresh_id;
 
-/// The headers with a request's name: OpenAI's, which a request may have, too, and Anthropic's.
+/// The headers of an answer that name its request: OpenAI's and Anthropic's. A client may choose the name in OpenAI's.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const ANTHROPICS_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const ID_BYTES_MAX: usize = 128;

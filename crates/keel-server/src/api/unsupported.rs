@@ -147,7 +147,6 @@ const MESSAGES: &[Unsupported] = &[
     instead("max_output_tokens", "is a field of /v1/responses; use max_tokens"),
     instead("instructions", "is a field of /v1/responses; use system"),
     instead("text", "is a field of /v1/responses; use output_config.format"),
-    never("context_management"),
     instead("enable_thinking", THINKING),
     instead("chat_template_kwargs", THINKING),
     instead("reasoning_effort", THINKING),

@@ -91,9 +91,9 @@ impl Server {
         self.manager.loaded().into_iter().next()
     }
 
-    /// Answers requests until `drain` completes. Then remembered prefixes are saved, and running requests may end
-    /// within the grace of the options. When `abort` completes, running requests are ended, too. Returns when all
-    /// memory of sequences is free and the engine is dropped.
+    /// Answers requests until `drain` completes. Then running requests may end within the grace of the options, and
+    /// remembered prefixes are saved as soon as nothing runs. When `abort` completes, running requests are ended, too.
+    /// Returns when all memory of sequences is free and the engine is dropped.
     ///
     /// # Errors
     /// The socket fails.

@@ -115,7 +115,7 @@ enum Output {
 /// Runs the command.
 pub fn run(args: &QuantizeArgs) -> Result<()> {
     let output_form = output_form(args)?;
-    // A signal removes what is written so far.
+    // A signal removes the file that is being written. Finished files stay.
     let _signals = Signals::watch()?;
     let source = source::locate(&args.source, &TowerFile::None)?;
     let bar = progress::bytes("converting", 0);

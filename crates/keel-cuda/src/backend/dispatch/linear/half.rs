@@ -2,9 +2,7 @@
 //! shape changes, so that a share of a weight's rows has the bits of the whole. cuBLASLt does not promise that.
 
 use super::super::{Bound, Call, Geometry};
-use super::half_operands::{
-    HALF_ALIGN, alpha, factors, splits_x, to_half, weight_in_half, widened_bytes, x_bytes, x_parts,
-};
+use super::half_operands::{HALF_ALIGN, alpha, factors, splits_x, to_half, x_bytes, x_parts};
 use super::{BLOCKS_WANTED, address};
 use crate::driver::FactorType;
 use crate::kernels::{HalfForm, KernelKey, LINEAR_HALF};
@@ -17,9 +15,9 @@ const LINE_BYTES: usize = 128;
 /// Stages of copies at most.
 const STAGES_MAX: usize = 4;
 
-/// Bytes of scratch: x in 16 bits, and W if it is widened.
+/// Bytes of scratch: x in 16 bits. W is multiplied as it is stored.
 pub(super) fn half_bytes(weight: &WeightSpec, rows: usize) -> usize {
-    x_parts(weight) * x_bytes(weight, rows) + widened_bytes(weight) + HALF_ALIGN
+    x_parts(weight) * x_bytes(weight, rows) + HALF_ALIGN
 }
 
 /// Rows of x, and of W, of a block's tile: large tiles read less, small ones fill the device with fewer rows. The tile
@@ -42,7 +40,7 @@ pub(super) fn linear_half(
 ) -> Result<(), ArrayError> {
     let x = call.scratch.next_multiple_of(HALF_ALIGN as u64);
     to_half(weight, rows, x, call)?;
-    let w = weight_in_half(weight, x + (x_parts(weight) * x_bytes(weight, rows)) as u64, call)?;
+    let w = call.inputs[1].address;
     let tile = tile_of(weight, rows);
     let stage_bytes = stage_bytes(tile);
     let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(STAGES_MAX);

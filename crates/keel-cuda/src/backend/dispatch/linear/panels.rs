@@ -32,8 +32,8 @@ fn row_blocks(weight: &WeightSpec, groups: usize) -> usize {
     row_tiles(weight).div_ceil(ROW_TILES * groups)
 }
 
-/// How a product is cut into blocks on Hopper. Other devices take the parts of K from it, so that a row's bits and the
-/// scratch do not depend on the device.
+/// How a product is cut into blocks on Hopper. Other devices take the parts of K from it, so that the order of a row's
+/// sums and the scratch are the same on every device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
     /// Warpgroups of a block.
