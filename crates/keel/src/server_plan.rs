@@ -386,8 +386,8 @@ mod tests {
         assert_eq!(taken(60, &[]), (128, 262_144));
         assert_eq!(taken(40, &[]), (64, 131_072));
         assert_eq!(taken(40, &["--memory-limit", "40Gi"]), (128, 262_144), "all of a limit");
-        assert_eq!(taken(20, &[]), (32, 65_536));
-        assert_eq!(taken(16, &[]), (16, 65_536));
+        assert_eq!(taken(16, &[]), (32, 65_536));
+        assert_eq!(taken(14, &[]), (16, 65_536));
         // Keys and values that are given have room for 2,048 tokens of each sequence.
         assert_eq!(taken(60, &["--kv-cache", "2Gi"]), (32, 65_536));
         assert_eq!(taken(60, &["--kv-cache", "64Mi"]), (16, 2048));
