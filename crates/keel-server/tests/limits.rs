@@ -223,15 +223,23 @@ fn draining_lets_running_requests_end_and_an_abort_does_not() {
     server.join();
 
     let mut server = Running::start();
-    let [running, collected] = [true, false].map(|stream| {
-        send(server.address, "POST", "/v1/completions", &[], long(stream).to_string().as_bytes())
-    });
-    wait_for("they run", || server.model.engine.status().running.len() == 2);
+    let running = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
     server.drain();
     server.abort();
     server.join();
     assert!(!read(running).body.contains("[DONE]"), "it was cut off");
-    let reply = read(collected);
+}
+
+#[test]
+fn what_outlasts_the_grace_is_told_to_come_again() {
+    let impatient = ServerOptions { grace: Duration::from_millis(1), ..ServerOptions::default() };
+    let mut server = Running::with(engine_options(), impatient);
+    let running = send(server.address, "POST", "/v1/completions", &[], long(false).to_string().as_bytes());
+    wait_for("it runs", || server.model.engine.status().running.len() == 1);
+    server.drain();
+    server.join();
+    let reply = read(running);
     assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (503, Some("shutting_down")));
     assert!(reply.header("retry-after").is_some(), "{reply:?}");
 }
