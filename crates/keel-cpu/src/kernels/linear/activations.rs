@@ -83,7 +83,9 @@ fn quantize_into(isa: Isa, x: &[f32], zero: i32, out: SharedMut<'_, u8>, block: 
     let mut quantized = [0u8; MAX_GROUP];
     let quantized = &mut quantized[..x.len()];
     let Quantized { scale, sum } = quantize(isa, x, quantized);
-    let pair = [scale, if zero == 0 { scale * sum as f32 } else { f32::from_bits((-zero * sum) as u32) }];
+    // The sum of a row with a NaN is any number, and its scale makes the result NaN.
+    let shift = (-zero).wrapping_mul(sum) as u32;
+    let pair = [scale, if zero == 0 { scale * sum as f32 } else { f32::from_bits(shift) }];
     let part = x.len().min(if rows == amx::TILE { amx::PART } else { BLOCK });
     for (i, values) in quantized.as_chunks::<LANES>().0.iter().enumerate() {
         let k = i * LANES;
