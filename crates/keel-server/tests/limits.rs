@@ -255,6 +255,8 @@ fn prefixes_are_saved_when_nothing_runs() {
         ServerOptions { prefix_store: Some(store), grace, ..ServerOptions::default() },
     );
     server.ask("/v1/completions", &json!({"prompt": "The little dog ran. ".repeat(30), "max_tokens": 4}));
+    // The status still lists the request for a moment after its answer has arrived.
+    server.wait_until_idle();
     let running = send(server.address, "POST", "/v1/completions", &[], long(true).to_string().as_bytes());
     let runs = |server: &Running| server.model.engine.status().running.len() == 1;
     wait_for("it runs", || runs(&server));
