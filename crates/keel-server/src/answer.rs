@@ -35,9 +35,10 @@ impl TokenInfo {
 }
 
 /// Why an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ending {
     /// An end token or a stop string came.
+    #[default]
     Stop,
     /// The limit of tokens was reached.
     Length,
@@ -281,7 +282,10 @@ impl Answer {
 
     fn end(&mut self, ending: Ending) {
         let mut rest = Vec::new();
-        self.parser.finish(&mut rest);
+        match ending {
+            Ending::Length => self.parser.cut_off(&mut rest),
+            _ => self.parser.finish(&mut rest),
+        }
         self.put(rest);
         let ending = if self.called_tools && ending == Ending::Stop { Ending::ToolCalls } else { ending };
         let stop = self.stops.matched().map(str::to_string);
@@ -308,32 +312,51 @@ mod tests {
 
     use super::*;
     use crate::collect::collect;
+    use crate::collected::Collected;
     use crate::memory::requests::RequestMemory;
     use crate::metrics::Metrics;
 
-    #[tokio::test]
-    async fn an_answer_that_may_have_one_call_ends_after_it() {
+    const CALL: &str = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+
+    /// The whole answer of a model that writes `text` and ends for `reason`.
+    async fn collected(text: &str, one_call: bool, reason: FinishReason) -> Collected {
         let files = TextFiles::read(&keel_testkit::fixtures::demo()).expect("there");
         let tokenizer = Tokenizer::new(&files).expect("sound");
-        let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
-        let tokens = tokenizer.encode(&format!("{call}\n{call} and more"), false).expect("encodes");
-        for (one_call, calls, text) in [(false, 2, "and more"), (true, 1, "")] {
-            let memory = RequestMemory::new(1 << 20, 0);
-            let meter = Arc::new(Caller::new(&Request::new(Body::empty()), &memory).meter.part());
-            let (sender, receiver) = mpsc::unbounded_channel();
-            for &id in &tokens {
-                sender.send(Ok(BatchEvent::Token { id, logprobs: None })).expect("somebody listens");
-            }
-            sender.send(Ok(BatchEvent::Finished(FinishReason::Stop))).expect("somebody listens");
-            let form =
-                AnswerForm { tools: vec![json!({"function": {"name": "f"}})], ..AnswerForm::default() };
-            let stops = StopMatcher::new::<String>(&[]).expect("none");
-            let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1);
-            let style = AnswerStyle { stops, form, one_call, listing: None };
-            let answer = Answer::new(Events { receiver, meter }, &tokenizer, style, 1, timer);
-            let whole = collect(vec![answer]).await.expect("an answer").swap_remove(0);
-            let got = (whole.calls.len(), whole.text.as_str(), whole.ending);
-            assert_eq!(got, (calls, text, Ending::ToolCalls), "{one_call}");
+        let memory = RequestMemory::new(1 << 20, 0);
+        let meter = Arc::new(Caller::new(&Request::new(Body::empty()), &memory).meter.part());
+        let (sender, receiver) = mpsc::unbounded_channel();
+        for id in tokenizer.encode(text, false).expect("encodes") {
+            sender.send(Ok(BatchEvent::Token { id, logprobs: None })).expect("somebody listens");
         }
+        sender.send(Ok(BatchEvent::Finished(reason))).expect("somebody listens");
+        let form = AnswerForm { tools: vec![json!({"function": {"name": "f"}})], ..AnswerForm::default() };
+        let stops = StopMatcher::new::<String>(&[]).expect("none");
+        let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1);
+        let style = AnswerStyle { stops, form, one_call, listing: None };
+        let answer = Answer::new(Events { receiver, meter }, &tokenizer, style, 1, timer);
+        collect(vec![answer]).await.expect("an answer").swap_remove(0)
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_may_have_one_call_ends_after_it() {
+        for (one_call, calls, text) in [(false, 2, "and more"), (true, 1, "")] {
+            let answer = format!("{CALL}\n{CALL} and more");
+            let whole = collected(&answer, one_call, FinishReason::Stop).await;
+            let got = (whole.calls().count(), whole.text(), whole.ending);
+            assert_eq!(got, (calls, text.to_string(), Ending::ToolCalls), "{one_call}");
+        }
+    }
+
+    #[tokio::test]
+    async fn parts_keep_their_order_and_a_call_that_is_cut_off_is_left_out() {
+        let call = AnswerPart::ToolCall { name: "f".into(), arguments: "{}".into() };
+        let text = |text: &str| AnswerPart::Text(text.into());
+        let answer = format!("First {CALL} then {CALL} at last <tool_call>{{\"name\": \"f\"");
+        let cut = collected(&answer, false, FinishReason::Length).await;
+        assert_eq!(cut.parts, [text("First"), call.clone(), text("then"), call, text("at last")]);
+        assert_eq!(cut.ending, Ending::Length);
+        // A model that ends its answer itself meant it so.
+        let ended = collected("<tool_call>{", false, FinishReason::Stop).await;
+        assert_eq!(ended.parts, [text("<tool_call>{")]);
     }
 }

@@ -8,30 +8,17 @@ use axum::response::Response;
 use axum::response::sse::Event;
 use futures_util::future::try_join_all;
 use futures_util::stream::{self, BoxStream, SelectAll, StreamExt};
-use keel_text::AnswerPart;
 use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::access::caller::Caller;
-use crate::answer::{Answer, AnswerEvent, Ending, TokenInfo, Usage};
+use crate::answer::{Answer, AnswerEvent, Usage};
+use crate::collected::Collected;
 use crate::error::{Result, ServerError};
 use crate::http::body::{error_json, sse};
 use crate::loaded_model::LoadedModel;
 use crate::memory::requests::Meter;
-
-/// A whole answer.
-pub(crate) struct Collected {
-    pub text: String,
-    pub reasoning: String,
-    /// Names and arguments of tool calls.
-    pub calls: Vec<(String, String)>,
-    pub tokens: Vec<TokenInfo>,
-    pub ending: Ending,
-    /// The stop string that ended it.
-    pub stop: Option<String>,
-    pub usage: Usage,
-}
 
 /// Waits for all answers.
 pub(crate) async fn collect(answers: Vec<Answer>) -> Result<Vec<Collected>> {
@@ -39,20 +26,17 @@ pub(crate) async fn collect(answers: Vec<Answer>) -> Result<Vec<Collected>> {
 }
 
 async fn collect_one(mut answer: Answer) -> Result<Collected> {
-    let (mut text, mut reasoning) = (String::new(), String::new());
-    let (mut calls, mut tokens) = (Vec::new(), Vec::new());
-    let (mut ending, mut stop) = (Ending::Stop, None);
+    let mut whole = Collected::default();
     while let Some(event) = answer.next().await? {
         answer.charge(&event)?;
         match event {
-            AnswerEvent::Part(AnswerPart::Text(part)) => text.push_str(&part),
-            AnswerEvent::Part(AnswerPart::Reasoning(part)) => reasoning.push_str(&part),
-            AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => calls.push((name, arguments)),
-            AnswerEvent::Tokens(infos) => tokens.extend(infos),
-            AnswerEvent::End(how, by) => (ending, stop) = (how, by),
+            AnswerEvent::Part(part) => whole.push(part),
+            AnswerEvent::Tokens(infos) => whole.tokens.extend(infos),
+            AnswerEvent::End(how, by) => (whole.ending, whole.stop) = (how, by),
         }
     }
-    Ok(Collected { text, reasoning, calls, tokens, ending, stop, usage: answer.usage() })
+    whole.usage = answer.usage();
+    Ok(whole)
 }
 
 /// An event of one of several answers.

@@ -18,6 +18,7 @@ mod access;
 pub mod answer;
 mod api;
 mod collect;
+mod collected;
 mod engine;
 mod error;
 mod events;

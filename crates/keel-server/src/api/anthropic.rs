@@ -15,7 +15,8 @@ use crate::answer::{Answer, AnswerEvent, Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::openai::chat::{ChatBody, ask_apart};
 use crate::api::unsupported;
-use crate::collect::{Collected, Outbox, StreamRoom, collect, respond};
+use crate::collect::{Outbox, StreamRoom, collect, respond};
+use crate::collected::Collected;
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Body;
 use crate::loaded_model::LoadedModel;
@@ -342,14 +343,12 @@ fn tool_use(name: &str, arguments: &str) -> Value {
 }
 
 fn whole(model: &str, answer: &Collected) -> Value {
-    let mut content = Vec::new();
-    if !answer.reasoning.is_empty() {
-        content.push(json!({"type": "thinking", "thinking": answer.reasoning, "signature": ""}));
-    }
-    if !answer.text.is_empty() {
-        content.push(json!({"type": "text", "text": answer.text}));
-    }
-    content.extend(answer.calls.iter().map(|(name, arguments)| tool_use(name, arguments)));
+    let block = |part: &AnswerPart| match part {
+        AnswerPart::Reasoning(text) => json!({"type": "thinking", "thinking": text, "signature": ""}),
+        AnswerPart::Text(text) => json!({"type": "text", "text": text}),
+        AnswerPart::ToolCall { name, arguments } => tool_use(name, arguments),
+    };
+    let content: Vec<Value> = answer.parts.iter().map(block).collect();
     json!({
         "id": fresh_id("msg_"),
         "type": "message",

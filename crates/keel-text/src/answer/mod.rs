@@ -7,6 +7,7 @@
 //! A marker may be split between two pieces. The parser therefore holds back the end of the text while it could become
 //! a marker. `markers.rs` lists the markers that models use, `tool_call.rs` the notations of calls.
 
+mod cut;
 mod markers;
 mod pythonic;
 mod tool_call;
@@ -80,7 +81,7 @@ enum State {
 
 /// Splits an answer into parts, piece by piece. How the text is cut into pieces does not change the parts, once
 /// neighbours of one kind are joined. The parser drops white space around reasoning and before calls. A malformed call
-/// becomes text.
+/// becomes text; one that the limit of tokens cuts off is left out ([`AnswerParser::cut_off`]).
 #[derive(Clone, Debug)]
 pub struct AnswerParser {
     form: AnswerForm,
@@ -89,13 +90,21 @@ pub struct AnswerParser {
     held: String,
     /// The next text begins a part, so its leading white space is dropped.
     at_start: bool,
+    /// Text or reasoning came since the answer began, or since its last call.
+    has_spoken: bool,
 }
 
 impl AnswerParser {
     /// Creates a parser for one answer.
     pub fn new(form: AnswerForm) -> AnswerParser {
         let state = if form.begins_in_reasoning { State::Reasoning } else { State::Start };
-        AnswerParser { at_start: form.begins_in_reasoning, form, state, held: String::new() }
+        AnswerParser {
+            at_start: form.begins_in_reasoning,
+            form,
+            state,
+            held: String::new(),
+            has_spoken: false,
+        }
     }
 
     /// Takes the next piece and appends the parts that are now certain to `parts`.
@@ -211,7 +220,7 @@ impl AnswerParser {
     fn end_call(&mut self, calls: &str, verbatim: &str, parts: &mut Vec<AnswerPart>) {
         match parse_calls(calls, &self.form.tools) {
             Some(calls) => {
-                self.at_start = true;
+                (self.at_start, self.has_spoken) = (true, false);
                 parts.extend(
                     calls.into_iter().map(|(name, arguments)| AnswerPart::ToolCall { name, arguments }),
                 );
@@ -225,7 +234,7 @@ impl AnswerParser {
         if text.is_empty() {
             return;
         }
-        self.at_start = false;
+        (self.at_start, self.has_spoken) = (false, true);
         parts.push(match self.state {
             State::Reasoning => AnswerPart::Reasoning(text.into()),
             _ => AnswerPart::Text(text.into()),

@@ -11,12 +11,16 @@ use serde_json::{Value, json};
 const TOKENIZER: &[u8] = include_bytes!("../assets/byte_level/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../assets/byte_level/tokenizer_config.json");
 
-/// The parts of an answer. Adjacent parts of one kind are joined.
-fn parts(form: &AnswerForm, pieces: &[&str]) -> Vec<AnswerPart> {
+/// The parts of an answer, which may be cut off. Adjacent parts of one kind are joined.
+fn parts(form: &AnswerForm, pieces: &[&str], cut: bool) -> Vec<AnswerPart> {
     let mut parser = AnswerParser::new(form.clone());
     let mut parts = Vec::new();
     pieces.iter().for_each(|piece| parser.push(piece, &mut parts));
-    parser.finish(&mut parts);
+    if cut {
+        parser.cut_off(&mut parts)
+    } else {
+        parser.finish(&mut parts)
+    }
     let mut joined: Vec<AnswerPart> = Vec::new();
     for part in parts {
         match (joined.last_mut(), part) {
@@ -43,12 +47,14 @@ pub fn exercise_answer(data: &[u8]) -> bool {
     let tools =
         if kind & 1 == 0 { vec![] } else { vec![json!({"function": string}), json!({"name": "get"})] };
     let form = AnswerForm { reasoning: kind & 2 != 0, begins_in_reasoning: kind & 4 != 0, tools };
-    let whole = parts(&form, &[&text]);
+    let whole = parts(&form, &[&text], false);
+    let cut = parts(&form, &[&text], true);
     let step = 1 + usize::from(kind >> 3);
     let chars: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
     let cuts: Vec<usize> = chars.iter().copied().step_by(step).chain([text.len()]).collect();
     let pieces: Vec<&str> = cuts.windows(2).map(|cut| &text[cut[0]..cut[1]]).collect();
-    assert_eq!(parts(&form, &pieces), whole, "pieces of {step} characters");
+    assert_eq!(parts(&form, &pieces, false), whole, "pieces of {step} characters");
+    assert_eq!(parts(&form, &pieces, true), cut, "cut off, in pieces of {step} characters");
     let mut bytes = 0;
     let mut calls = false;
     for part in &whole {

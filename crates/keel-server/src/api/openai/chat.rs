@@ -19,7 +19,8 @@ use crate::answer::{Answer, AnswerEvent, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
-use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
+use crate::collect::{Outbox, StreamRoom, collect, error_event, merge, respond};
+use crate::collected::Collected;
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::loaded_model::{EngineRequest, LoadedModel, bytes_of_copy};
@@ -198,12 +199,12 @@ fn tool_call(index: Option<usize>, name: &str, arguments: &str) -> Value {
 
 fn whole(head: &ChunkHeader, answers: &[Collected]) -> Value {
     let choice = |(index, answer): (usize, &Collected)| {
-        let calls: Vec<Value> = answer.calls.iter().map(|(n, a)| tool_call(None, n, a)).collect();
-        let content =
-            if answer.text.is_empty() && !calls.is_empty() { Value::Null } else { json!(answer.text) };
+        let calls: Vec<Value> = answer.calls().map(|(n, a)| tool_call(None, n, a)).collect();
+        let (text, reasoning) = (answer.text(), answer.reasoning());
+        let content = if text.is_empty() && !calls.is_empty() { Value::Null } else { Value::String(text) };
         let mut message = json!({"role": "assistant", "content": content, "refusal": null});
-        if !answer.reasoning.is_empty() {
-            message["reasoning_content"] = json!(answer.reasoning);
+        if !reasoning.is_empty() {
+            message["reasoning_content"] = Value::String(reasoning);
         }
         if !calls.is_empty() {
             message["tool_calls"] = json!(calls);

@@ -18,7 +18,8 @@ use crate::answer::{Answer, AnswerEvent, TokenInfo, Usage};
 use crate::api::numbers::{Whole, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
-use crate::collect::{Collected, Outbox, StreamRoom, collect, error_event, merge, respond};
+use crate::collect::{Outbox, StreamRoom, collect, error_event, merge, respond};
+use crate::collected::Collected;
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::loaded_model::{EngineRequest, bytes_of_copy};
@@ -213,7 +214,7 @@ fn whole(head: &CompletionHeader, answers: &[Collected], echoes: &[String]) -> V
         let logprobs = if answer.tokens.is_empty() { Value::Null } else { logprobs(&answer.tokens) };
         json!({
             "index": index,
-            "text": format!("{}{}", echoes[index], answer.text),
+            "text": format!("{}{}", echoes[index], answer.text()),
             "logprobs": logprobs,
             "finish_reason": finish_reason(answer.ending),
         })

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use keel_text::AnswerPart;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -14,7 +15,8 @@ use super::chat::{ChatBody, ask_apart};
 use crate::answer::{Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
-use crate::collect::{Collected, StreamRoom, collect, error_event, respond};
+use crate::collect::{StreamRoom, collect, error_event, respond};
+use crate::collected::Collected;
 use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Body;
 use crate::memory::requests::{Meter, bytes_of_value};
@@ -262,14 +264,16 @@ fn call_item(id: &str, call_id: &str, name: &str, arguments: &str, status: &str)
 
 fn whole(head: &ChunkHeader, answer: &Collected) -> Value {
     let mut output = Vec::new();
-    if !answer.reasoning.is_empty() {
-        output.push(Kind::Reasoning.item(&fresh_id("rs_"), &answer.reasoning, status(answer.ending)));
-    }
-    if !answer.text.is_empty() || answer.calls.is_empty() {
-        output.push(Kind::Message.item(&fresh_id("msg_"), &answer.text, status(answer.ending)));
-    }
-    for (name, arguments) in &answer.calls {
-        output.push(call_item(&fresh_id("fc_"), &fresh_id("call_"), name, arguments, "completed"));
+    for (index, part) in answer.parts.iter().enumerate() {
+        // Only the last item can be incomplete.
+        let status = if index + 1 == answer.parts.len() { status(answer.ending) } else { "completed" };
+        output.push(match part {
+            AnswerPart::Reasoning(text) => Kind::Reasoning.item(&fresh_id("rs_"), text, status),
+            AnswerPart::Text(text) => Kind::Message.item(&fresh_id("msg_"), text, status),
+            AnswerPart::ToolCall { name, arguments } => {
+                call_item(&fresh_id("fc_"), &fresh_id("call_"), name, arguments, "completed")
+            }
+        });
     }
     head.response(status(answer.ending), &output, Some(answer.usage))
 }

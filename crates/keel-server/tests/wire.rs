@@ -1,0 +1,114 @@
+//! Details of the APIs' JSON: a streamed answer and a whole one say the same, and no field is ignored silently.
+
+mod common;
+
+use common::Running;
+use serde_json::{Value, json};
+
+fn with(mut body: Value, more: Value) -> Value {
+    let more = more.as_object().expect("an object").clone();
+    body.as_object_mut().expect("an object").extend(more);
+    body
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+/// The events of a stream of Anthropic's or of responses, which have no last line.
+fn events(body: &str) -> Vec<Value> {
+    let data = body.lines().filter_map(|line| line.strip_prefix("data: "));
+    data.map(|text| serde_json::from_str(text).expect("JSON")).collect()
+}
+
+/// What an API says of a call: the text, the number of calls, and how the answer ended.
+type Said = (String, usize, String);
+
+fn chat_says(server: &Running, body: &Value) -> [Said; 2] {
+    let whole = server.ask("/v1/chat/completions", body)["choices"][0].clone();
+    let message = &whole["message"];
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+    let collected =
+        (text(&message["content"]), list(&message["tool_calls"]).len(), text(&whole["finish_reason"]));
+    let chunks = server.post("/v1/chat/completions", &with(body.clone(), json!({"stream": true}))).events();
+    let deltas = || chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]);
+    let streamed = (
+        deltas().map(|delta| text(&delta["content"])).collect(),
+        deltas().map(|delta| list(&delta["tool_calls"]).len()).sum(),
+        chunks.iter().map(|chunk| text(&chunk["choices"][0]["finish_reason"])).collect(),
+    );
+    [collected, streamed]
+}
+
+fn messages_say(server: &Running, body: &Value) -> [Said; 2] {
+    let whole = server.ask("/v1/messages", body);
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+    let calls = |blocks: &[Value]| blocks.iter().filter(|block| block["type"] == "tool_use").count();
+    let content = list(&whole["content"]);
+    let collected = (
+        content.iter().map(|block| text(&block["text"])).collect(),
+        calls(content),
+        text(&whole["stop_reason"]),
+    );
+    let events = events(&server.post("/v1/messages", &with(body.clone(), json!({"stream": true}))).body);
+    let begun: Vec<Value> = events.iter().map(|event| event["content_block"].clone()).collect();
+    let streamed = (
+        events.iter().map(|event| text(&event["delta"]["text"])).collect(),
+        calls(&begun),
+        events.iter().map(|event| text(&event["delta"]["stop_reason"])).collect(),
+    );
+    [collected, streamed]
+}
+
+fn responses_say(server: &Running, body: &Value) -> [Said; 2] {
+    let says = |response: &Value| {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+        let output = list(&response["output"]);
+        let calls = output.iter().filter(|item| item["type"] == "function_call").count();
+        let parts = output.iter().map(|item| text(&item["content"][0]["text"]));
+        (parts.collect::<String>(), calls, text(&response["status"]))
+    };
+    let collected = says(&server.ask("/v1/responses", body));
+    let events = events(&server.post("/v1/responses", &with(body.clone(), json!({"stream": true}))).body);
+    let last = &events.last().expect("events")["response"];
+    let streamed: String = events.iter().filter_map(|event| event["delta"].as_str()).collect();
+    let said = says(last);
+    assert!(said.1 > 0 || streamed == said.0, "{streamed}");
+    [collected, said]
+}
+
+#[test]
+fn a_call_that_the_limit_of_tokens_cuts_off_is_left_out() {
+    let server = Running::start();
+    let parameters = json!({"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}},
+        "required": ["city"], "additionalProperties": false});
+    let chat = json!({"messages": [{"role": "user", "content": "Weather?"}], "temperature": 0,
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+        "tool_choice": "required", "parallel_tool_calls": false});
+    let messages = json!({"messages": chat["messages"], "temperature": 0,
+        "tools": [{"name": "weather", "input_schema": parameters}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": true}});
+    let responses = json!({"input": "Weather?", "temperature": 0, "tools": chat["tools"],
+        "tool_choice": "required", "parallel_tool_calls": false});
+    let mut called = 0;
+    for limit in [1, 2, 3, 5, 8, 13, 21, 34, 55, 80] {
+        let limited = |body: &Value, field: &str| with(body.clone(), json!({field: limit}));
+        let apis = [
+            (chat_says(&server, &limited(&chat, "max_tokens")), "length", "tool_calls"),
+            (messages_say(&server, &limited(&messages, "max_tokens")), "max_tokens", "tool_use"),
+            (responses_say(&server, &limited(&responses, "max_output_tokens")), "incomplete", "completed"),
+        ];
+        for ([collected, streamed], cut, whole) in apis {
+            assert_eq!(streamed, collected, "{limit} tokens");
+            let (text, calls, ending) = collected;
+            assert_eq!(text, "", "{limit} tokens");
+            assert!(
+                ending == cut || calls == 1 && ending == whole,
+                "{limit} tokens: {ending}, {calls} calls"
+            );
+            called += calls;
+        }
+    }
+    assert!(called >= 3 && called % 3 == 0, "each API has the call in the end: {called}");
+    server.assert_all_is_back();
+}
