@@ -25,6 +25,8 @@ pub struct TokenInfo {
     pub logprobs: TokenLogprobs,
     /// Bytes of the tokens of `logprobs.top`.
     pub top_bytes: Vec<Vec<u8>>,
+    /// Number of characters before the token in an answer that has only text.
+    pub text_offset: usize,
 }
 
 impl TokenInfo {
@@ -49,9 +51,10 @@ pub enum Ending {
 /// An event of an answer.
 #[derive(Clone, Debug)]
 pub enum AnswerEvent {
-    /// Text, reasoning or a tool call.
-    Part(AnswerPart),
-    /// Tokens, if log probabilities were requested.
+    /// Text, reasoning or a tool call, with the tokens up to its end that no event had before. There are none unless log
+    /// probabilities were requested.
+    Part(AnswerPart, Vec<TokenInfo>),
+    /// Tokens whose text is held back or left out.
     Tokens(Vec<TokenInfo>),
     /// The end, with the stop string that caused it, if any. No event follows.
     End(Ending, Option<String>),
@@ -69,6 +72,10 @@ pub struct Usage {
     /// Tokens of the answer that are reasoning.
     pub reasoning: usize,
 }
+
+/// Tokens wait for text that is held back until they list this many tokens, alternatives included. They are not charged
+/// to the request while they wait, and an event with them is small.
+const HELD_ENTRIES_MAX: usize = 60;
 
 /// How the tokens of an answer become parts.
 pub struct AnswerStyle {
@@ -94,6 +101,11 @@ pub struct Answer {
     one_call: bool,
     listing: Option<Listing>,
     ready: VecDeque<AnswerEvent>,
+    /// Tokens that wait for their text.
+    held: Vec<TokenInfo>,
+    /// Number of characters that the detokenizer has returned, and of those that are in events as text.
+    decoded_chars: usize,
+    text_chars: usize,
     called_tools: bool,
     reasoned: bool,
     /// Set when the last events are in `ready`.
@@ -115,15 +127,17 @@ impl Answer {
     /// # Errors
     /// There is no memory left for it.
     pub(crate) fn charge(&self, event: &AnswerEvent) -> Result<()> {
-        let bytes = match event {
-            AnswerEvent::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)) => bytes_of_part(text),
-            AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => {
+        let of_part = |part: &AnswerPart| match part {
+            AnswerPart::Text(text) | AnswerPart::Reasoning(text) => bytes_of_part(text),
+            AnswerPart::ToolCall { name, arguments } => {
                 bytes_of_part(name) + bytes_of_part(arguments) + bytes_of_body(arguments.as_bytes())
             }
-            AnswerEvent::Tokens(tokens) => {
-                let of = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.listed()));
-                tokens.iter().map(of).sum()
-            }
+        };
+        let of_token = |token: &TokenInfo| self.listing.map_or(0, |listing| listing.bytes(token.listed()));
+        let of_tokens = |tokens: &[TokenInfo]| tokens.iter().map(of_token).sum::<u64>();
+        let bytes = match event {
+            AnswerEvent::Part(part, tokens) => of_part(part) + of_tokens(tokens),
+            AnswerEvent::Tokens(tokens) => of_tokens(tokens),
             AnswerEvent::End(..) => 0,
         };
         let Some(caller) = &self.caller else { return Ok(()) };
@@ -151,6 +165,9 @@ impl Answer {
             one_call: style.one_call,
             listing: style.listing,
             ready: VecDeque::new(),
+            held: Vec::new(),
+            decoded_chars: 0,
+            text_chars: 0,
             called_tools: false,
             reasoned: false,
             ending: None,
@@ -224,9 +241,13 @@ impl Answer {
             && let Some(logprobs) = logprobs
         {
             let info = self.token_info(id, logprobs)?;
-            self.ready.push_back(AnswerEvent::Tokens(vec![info]));
+            self.held.push(info);
         }
-        let step = self.stops.push(self.detokenizer.push(id)?);
+        let piece = self.detokenizer.push(id)?;
+        if self.listing.is_some() {
+            self.decoded_chars += piece.chars().count();
+        }
+        let step = self.stops.push(piece);
         let mut parts = Vec::new();
         self.parser.push(step.emit, &mut parts);
         let stopped = step.stopped;
@@ -234,6 +255,8 @@ impl Answer {
         if stopped || self.has_its_call() {
             self.end(Ending::Stop);
             self.events.close();
+        } else if self.held.iter().map(|token| token.listed().count()).sum::<usize>() >= HELD_ENTRIES_MAX {
+            self.ready.push_back(AnswerEvent::Tokens(std::mem::take(&mut self.held)));
         }
         Ok(())
     }
@@ -241,7 +264,7 @@ impl Answer {
     fn token_info(&self, id: u32, logprobs: TokenLogprobs) -> Result<TokenInfo> {
         let bytes = |id: u32| self.tokenizer.token_bytes(id);
         let top_bytes = logprobs.top.iter().map(|&(id, _)| bytes(id)).collect::<Result<_, _>>()?;
-        Ok(TokenInfo { id, bytes: bytes(id)?, logprobs, top_bytes })
+        Ok(TokenInfo { id, bytes: bytes(id)?, logprobs, top_bytes, text_offset: self.decoded_chars })
     }
 
     fn finish(&mut self, reason: FinishReason) -> Result<()> {
@@ -263,12 +286,13 @@ impl Answer {
             if self.has_its_call() {
                 break;
             }
-            match part {
+            match &part {
                 AnswerPart::ToolCall { .. } => self.called_tools = true,
                 AnswerPart::Reasoning(_) => self.reasoned = true,
+                AnswerPart::Text(text) if self.listing.is_some() => self.text_chars += text.chars().count(),
                 AnswerPart::Text(_) => {}
             }
-            self.ready.push_back(AnswerEvent::Part(part));
+            self.ready.push_back(AnswerEvent::Part(part, std::mem::take(&mut self.held)));
         }
         if self.reasoned && self.parser.is_reasoning() {
             self.usage.reasoning = self.usage.completion;
@@ -287,6 +311,12 @@ impl Answer {
             _ => self.parser.finish(&mut rest),
         }
         self.put(rest);
+        if !self.held.is_empty() {
+            let mut tokens = std::mem::take(&mut self.held);
+            // Their text may be that of a stop string, which is no part of the answer.
+            tokens.iter_mut().for_each(|token| token.text_offset = token.text_offset.min(self.text_chars));
+            self.ready.push_back(AnswerEvent::Tokens(tokens));
+        }
         let ending = if self.called_tools && ending == Ending::Stop { Ending::ToolCalls } else { ending };
         let stop = self.stops.matched().map(str::to_string);
         self.ready.push_back(AnswerEvent::End(ending, stop));

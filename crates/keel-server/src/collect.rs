@@ -30,7 +30,10 @@ async fn collect_one(mut answer: Answer) -> Result<Collected> {
     while let Some(event) = answer.next().await? {
         answer.charge(&event)?;
         match event {
-            AnswerEvent::Part(part) => whole.push(part),
+            AnswerEvent::Part(part, infos) => {
+                whole.push(part);
+                whole.tokens.extend(infos);
+            }
             AnswerEvent::Tokens(infos) => whole.tokens.extend(infos),
             AnswerEvent::End(how, by) => (whole.ending, whole.stop) = (how, by),
         }

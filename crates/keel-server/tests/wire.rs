@@ -112,3 +112,47 @@ fn a_call_that_the_limit_of_tokens_cuts_off_is_left_out() {
     assert!(called >= 3 && called % 3 == 0, "each API has the call in the end: {called}");
     server.assert_all_is_back();
 }
+
+/// Checks that the chunks of a stream list the tokens of the whole answer, each with its text.
+fn check_logprobs(server: &Running, path: &str, body: &Value, key: &str) {
+    let whole = server.ask(path, body)["choices"][0]["logprobs"].clone();
+    assert!(list(&whole[key]).len() > 3, "{whole}");
+    let chunks = server.post(path, &with(body.clone(), json!({"stream": true}))).events();
+    for field in whole.as_object().expect("fields").keys() {
+        let streamed: Vec<&Value> =
+            chunks.iter().flat_map(|chunk| list(&chunk["choices"][0]["logprobs"][field])).collect();
+        assert_eq!(streamed, list(&whole[field]).iter().collect::<Vec<_>>(), "{path}: {field}");
+    }
+    let mut with_text = 0;
+    for chunk in &chunks {
+        let choice = &chunk["choices"][0];
+        let text = choice["delta"]["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
+        if !text.is_empty() {
+            with_text += 1;
+            assert!(!list(&choice["logprobs"][key]).is_empty(), "{path}: a text without its tokens: {chunk}");
+        }
+    }
+    assert!(with_text > 1, "{path}: {chunks:?}");
+    // The first chunk of a chat has the role, the last one the reason. Tokens of a stop string have a chunk, too.
+    assert!(chunks.len() <= with_text + 3, "{path}: {} chunks, {with_text} with text", chunks.len());
+}
+
+#[test]
+fn a_streamed_token_comes_with_its_log_probabilities() {
+    let server = Running::start();
+    let chat = json!({"messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 0,
+        "max_tokens": 30, "logprobs": true, "top_logprobs": 2});
+    let text = json!({"prompt": "Once upon a time", "temperature": 0, "max_tokens": 30, "logprobs": 2});
+    let story = server.ask("/v1/completions", &text)["choices"][0]["text"].clone();
+    let stop: String = story.as_str().expect("text").chars().skip(20).take(6).collect();
+    // The bytes of a character are tokens of their own.
+    let ids = server.ask("/tokenize", &json!({"text": "\u{20ac}"}))["tokens"].clone();
+    let biases: serde_json::Map<_, _> = list(&ids).iter().map(|id| (id.to_string(), json!(100))).collect();
+    for more in
+        [json!({}), json!({"stop": [stop]}), json!({"logit_bias": biases, "seed": 3, "temperature": 1})]
+    {
+        check_logprobs(&server, "/v1/chat/completions", &with(chat.clone(), more.clone()), "content");
+        check_logprobs(&server, "/v1/completions", &with(text.clone(), more), "tokens");
+    }
+    server.assert_all_is_back();
+}

@@ -428,7 +428,7 @@ async fn stream(model: String, mut answer: Answer, outbox: Outbox) -> Result<()>
     stream.send(json!({"type": "message_start", "message": begun})).await?;
     while let Some(event) = answer.next().await? {
         match event {
-            AnswerEvent::Part(part) => stream.part(part).await?,
+            AnswerEvent::Part(part, _) => stream.part(part).await?,
             AnswerEvent::Tokens(_) => {}
             AnswerEvent::End(ending, stop) => {
                 stream.close().await?;

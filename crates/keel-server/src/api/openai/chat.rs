@@ -223,6 +223,19 @@ fn whole(head: &ChunkHeader, answers: &[Collected]) -> Value {
     object
 }
 
+/// A part as it is streamed. `calls` counts the calls before it.
+fn delta(part: &AnswerPart, calls: &mut usize) -> Value {
+    match part {
+        AnswerPart::Text(text) => json!({"content": text}),
+        AnswerPart::Reasoning(text) => json!({"reasoning_content": text}),
+        AnswerPart::ToolCall { name, arguments } => {
+            let call = tool_call(Some(*calls), name, arguments);
+            *calls += 1;
+            json!({"tool_calls": [call]})
+        }
+    }
+}
+
 async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) -> Result<()> {
     let mut usages = vec![Usage::default(); answers.len()];
     let mut calls = vec![0; answers.len()];
@@ -233,23 +246,15 @@ async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_us
     while let Some(merged) = events.next().await {
         let index = merged.index;
         usages[index] = merged.usage;
-        let chunk = match merged.event? {
-            AnswerEvent::Part(AnswerPart::Text(text)) => head.chunk(index, json!({"content": text}), None),
-            AnswerEvent::Part(AnswerPart::Reasoning(text)) => {
-                head.chunk(index, json!({"reasoning_content": text}), None)
-            }
-            AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => {
-                let call = tool_call(Some(calls[index]), &name, &arguments);
-                calls[index] += 1;
-                head.chunk(index, json!({"tool_calls": [call]}), None)
-            }
-            AnswerEvent::Tokens(tokens) => {
-                let mut chunk = head.chunk(index, json!({}), None);
-                chunk["choices"][0]["logprobs"] = chat_logprobs(&tokens);
-                chunk
-            }
-            AnswerEvent::End(ending, _) => head.chunk(index, json!({}), Some(finish_reason(ending))),
+        let (delta, tokens, finish) = match merged.event? {
+            AnswerEvent::Part(part, tokens) => (delta(&part, &mut calls[index]), tokens, None),
+            AnswerEvent::Tokens(tokens) => (json!({}), tokens, None),
+            AnswerEvent::End(ending, _) => (json!({}), Vec::new(), Some(finish_reason(ending))),
         };
+        let mut chunk = head.chunk(index, delta, finish);
+        if !tokens.is_empty() {
+            chunk["choices"][0]["logprobs"] = chat_logprobs(&tokens);
+        }
         outbox.json(&chunk).await?;
     }
     if with_usage {

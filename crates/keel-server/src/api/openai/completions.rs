@@ -238,17 +238,16 @@ async fn stream(
     let mut events = merge(answers);
     while let Some(merged) = events.next().await {
         usages[merged.index] = merged.usage;
-        let chunk = match merged.event? {
-            AnswerEvent::Part(AnswerPart::Text(text)) => head.chunk(merged.index, &text, None),
+        let (text, tokens, finish) = match merged.event? {
+            AnswerEvent::Part(AnswerPart::Text(text), tokens) => (text, tokens, None),
             // Other parts cannot come, because the form has neither reasoning nor tools.
-            AnswerEvent::Part(_) => continue,
-            AnswerEvent::Tokens(tokens) => {
-                let mut chunk = head.chunk(merged.index, "", None);
-                chunk["choices"][0]["logprobs"] = logprobs(&tokens);
-                chunk
-            }
-            AnswerEvent::End(ending, _) => head.chunk(merged.index, "", Some(finish_reason(ending))),
+            AnswerEvent::Part(_, tokens) | AnswerEvent::Tokens(tokens) => (String::new(), tokens, None),
+            AnswerEvent::End(ending, _) => (String::new(), Vec::new(), Some(finish_reason(ending))),
         };
+        let mut chunk = head.chunk(merged.index, &text, finish);
+        if !tokens.is_empty() {
+            chunk["choices"][0]["logprobs"] = logprobs(&tokens);
+        }
         outbox.json(&chunk).await?;
     }
     if with_usage {
@@ -274,6 +273,7 @@ mod tests {
             bytes: vec![0xe2, 0x82],
             logprobs: TokenLogprobs { drawn: -0.5, top },
             top_bytes: vec![vec![0xe2, 0x82], vec![0xe3], b"a".to_vec(), b"a".to_vec()],
+            text_offset: 0,
         };
         let legacy = logprobs(std::slice::from_ref(&token));
         assert_eq!(legacy["tokens"], json!(["bytes:\\xe2\\x82"]));

@@ -114,11 +114,11 @@ impl Stream {
         while let Some(event) = answer.next().await? {
             answer.charge(&event)?;
             match event {
-                AnswerEvent::Part(AnswerPart::Text(text)) => self.text(Kind::Message, &text).await?,
-                AnswerEvent::Part(AnswerPart::Reasoning(text)) => self.text(Kind::Reasoning, &text).await?,
-                AnswerEvent::Part(AnswerPart::ToolCall { name, arguments }) => {
-                    self.call(&name, &arguments).await?
-                }
+                AnswerEvent::Part(part, _) => match part {
+                    AnswerPart::Text(text) => self.text(Kind::Message, &text).await?,
+                    AnswerPart::Reasoning(text) => self.text(Kind::Reasoning, &text).await?,
+                    AnswerPart::ToolCall { name, arguments } => self.call(&name, &arguments).await?,
+                },
                 AnswerEvent::Tokens(_) => {}
                 AnswerEvent::End(ending, _) => {
                     let state = status(ending);
