@@ -51,8 +51,8 @@ pub enum Ending {
 /// An event of an answer.
 #[derive(Clone, Debug)]
 pub enum AnswerEvent {
-    /// Text, reasoning or a tool call, with the tokens up to its end that no event had before. There are none unless log
-    /// probabilities were requested.
+    /// Text, reasoning or a tool call, with the tokens up to its end that no event had before. There are only tokens if
+    /// log probabilities were requested.
     Part(AnswerPart, Vec<TokenInfo>),
     /// Tokens whose text is held back or left out.
     Tokens(Vec<TokenInfo>),

@@ -156,3 +156,30 @@ fn a_streamed_token_comes_with_its_log_probabilities() {
     }
     server.assert_all_is_back();
 }
+
+#[test]
+fn completions_say_where_each_token_begins() {
+    let server = Running::start();
+    let body = json!({"prompt": "Once upon a time", "temperature": 0, "max_tokens": 30, "logprobs": 0});
+    let choice = server.ask("/v1/completions", &body)["choices"][0].clone();
+    let text: Vec<char> = choice["text"].as_str().expect("text").chars().collect();
+    let offsets: Vec<usize> = list(&choice["logprobs"]["text_offset"])
+        .iter()
+        .map(|at| at.as_u64().expect("a number") as usize)
+        .collect();
+    let tokens = list(&choice["logprobs"]["tokens"]);
+    assert_eq!((offsets.len(), offsets[0]), (30, 0));
+    for (token, &at) in tokens.iter().zip(&offsets) {
+        let token = token.as_str().expect("text");
+        if !token.starts_with("bytes:") {
+            assert_eq!(text[at..][..token.chars().count()].iter().collect::<String>(), token, "at {at}");
+        }
+    }
+    // What a stop string takes away has no place in the text.
+    let stop: String = text[20..26].iter().collect();
+    let cut = server.ask("/v1/completions", &with(body, json!({"stop": [stop]})))["choices"][0].clone();
+    let length = cut["text"].as_str().expect("text").chars().count() as u64;
+    let offsets = list(&cut["logprobs"]["text_offset"]);
+    assert!(!offsets.is_empty() && offsets.iter().all(|at| at.as_u64() <= Some(length)), "{cut}");
+    server.assert_all_is_back();
+}

@@ -190,7 +190,7 @@ impl Listing {
     fn bytes_per_token_and_byte(self) -> (u64, u64) {
         match self {
             Listing::Objects => (2000, 110),
-            Listing::Entries => (300, 20),
+            Listing::Entries => (340, 20),
         }
     }
 

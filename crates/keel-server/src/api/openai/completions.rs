@@ -206,6 +206,7 @@ fn logprobs(tokens: &[TokenInfo]) -> Value {
         "tokens": tokens.iter().map(|token| spelling(&token.bytes)).collect::<Vec<_>>(),
         "token_logprobs": tokens.iter().map(|token| finite(token.logprobs.drawn)).collect::<Vec<_>>(),
         "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
+        "text_offset": tokens.iter().map(|token| token.text_offset).collect::<Vec<_>>(),
     })
 }
 
