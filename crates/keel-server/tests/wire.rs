@@ -183,3 +183,24 @@ fn completions_say_where_each_token_begins() {
     assert!(!offsets.is_empty() && offsets.iter().all(|at| at.as_u64() <= Some(length)), "{cut}");
     server.assert_all_is_back();
 }
+
+#[test]
+fn a_stream_with_usage_names_it_in_each_chunk() {
+    let server = Running::start();
+    let chat = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4});
+    let text = json!({"prompt": ["Once", "upon"], "max_tokens": 4, "echo": true});
+    for (path, body) in [("/v1/chat/completions", chat), ("/v1/completions", text)] {
+        for usage in [true, false] {
+            let options = json!({"stream": true, "stream_options": {"include_usage": usage}});
+            let mut chunks = server.post(path, &with(body.clone(), options)).events();
+            if usage {
+                let last = chunks.pop().expect("a chunk");
+                assert!(last["usage"]["total_tokens"].is_u64(), "{path}: {last}");
+            }
+            for chunk in chunks {
+                assert_eq!(chunk.get("usage"), usage.then_some(&Value::Null), "{path}: {chunk}");
+            }
+        }
+    }
+    server.assert_all_is_back();
+}

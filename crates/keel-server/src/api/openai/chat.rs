@@ -82,11 +82,10 @@ pub(crate) async fn create(
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let ask = ask_apart(&model, &caller, body, model.engine.context()).await?;
     let answers = model.start("/v1/chat/completions", &caller, vec![ask]).await?;
-    let head = ChunkHeader { id: fresh_id("chatcmpl-"), created: model.now(), model: model.id.clone() };
+    let (id, created) = (fresh_id("chatcmpl-"), model.now());
+    let head = ChunkHeader { id, created, model: model.id.clone(), with_usage };
     if let Some(room) = room {
-        return Ok(respond(&model, room, error_event, move |outbox| {
-            stream(head, answers, outbox, with_usage)
-        }));
+        return Ok(respond(&model, room, error_event, move |outbox| stream(head, answers, outbox)));
     }
     let answers = collect(answers).await?;
     Ok(Json(whole(&head, &answers)).into_response())
@@ -236,7 +235,7 @@ fn delta(part: &AnswerPart, calls: &mut usize) -> Value {
     }
 }
 
-async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_usage: bool) -> Result<()> {
+async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox) -> Result<()> {
     let mut usages = vec![Usage::default(); answers.len()];
     let mut calls = vec![0; answers.len()];
     for index in 0..answers.len() {
@@ -257,7 +256,7 @@ async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox, with_us
         }
         outbox.json(&chunk).await?;
     }
-    if with_usage {
+    if head.with_usage {
         let mut object = head.object("chat.completion.chunk", json!([]));
         object["usage"] = usage_json(total(&usages, usages.len()));
         outbox.json(&object).await?;

@@ -100,10 +100,11 @@ pub(crate) async fn create(
     let (asks, echoes) =
         model.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
     let answers = model.start("/v1/completions", &caller, asks).await?;
-    let shared = ChunkHeader { id: fresh_id("cmpl-"), created: model.now(), model: model.id.clone() };
+    let (id, created) = (fresh_id("cmpl-"), model.now());
+    let shared = ChunkHeader { id, created, model: model.id.clone(), with_usage };
     let head = CompletionHeader { shared, choices };
     if let Some(room) = room {
-        let produce = move |outbox| stream(head, answers, echoes, outbox, with_usage);
+        let produce = move |outbox| stream(head, answers, echoes, outbox);
         return Ok(respond(&model, room, error_event, produce));
     }
     let answers = collect(answers).await?;
@@ -230,7 +231,6 @@ async fn stream(
     answers: Vec<Answer>,
     echoes: Vec<String>,
     outbox: Outbox,
-    with_usage: bool,
 ) -> Result<()> {
     let mut usages = vec![Usage::default(); answers.len()];
     for (index, echo) in echoes.iter().enumerate().filter(|(_, echo)| !echo.is_empty()) {
@@ -251,7 +251,7 @@ async fn stream(
         }
         outbox.json(&chunk).await?;
     }
-    if with_usage {
+    if head.shared.with_usage {
         let mut object = head.object(json!([]));
         object["usage"] = usage_json(total(&usages, head.choices));
         outbox.json(&object).await?;

@@ -46,17 +46,23 @@ struct ChunkHeader {
     id: String,
     created: u64,
     model: String,
+    /// The last chunk of a stream has the usage, so the others say that they have none.
+    with_usage: bool,
 }
 
 impl ChunkHeader {
     fn object(&self, kind: &str, choices: Value) -> Value {
-        json!({
+        let mut object = json!({
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
-        })
+        });
+        if self.with_usage {
+            object["usage"] = Value::Null;
+        }
+        object
     }
 }
 
