@@ -204,3 +204,36 @@ fn a_stream_with_usage_names_it_in_each_chunk() {
     }
     server.assert_all_is_back();
 }
+
+#[test]
+fn a_response_repeats_its_metadata_and_refuses_what_it_does_not_do() {
+    let server = Running::start();
+    let body = json!({"input": "Hi", "max_output_tokens": 2});
+    let metadata = json!({"user": "ada", "run": "7"});
+    let fields = json!({"metadata": metadata, "store": true, "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"]});
+    let answer = server.ask("/v1/responses", &with(body.clone(), fields));
+    assert_eq!(answer["metadata"], metadata);
+    assert_eq!(
+        (&answer["store"], &answer["truncation"]),
+        (&json!(false), &json!("disabled")),
+        "nothing is stored"
+    );
+    let plain = server.ask("/v1/responses", &with(body.clone(), json!({"metadata": null, "include": null})));
+    assert_eq!(plain["metadata"], json!({}));
+    for (field, value) in [
+        ("metadata", json!({"a": 1})),
+        ("metadata", json!(["a"])),
+        ("metadata", json!("a")),
+        ("include", json!(["message.output_text.logprobs"])),
+        ("include", json!(["reasoning.encrypted_content", "file_search_call.results"])),
+        ("include", json!("all")),
+        ("truncation", json!("auto")),
+        ("store", json!("yes")),
+    ] {
+        let refused = server.post("/v1/responses", &with(body.clone(), json!({field: value})));
+        let error = refused.json()["error"].clone();
+        assert_eq!((refused.status, &error["param"]), (400, &json!(field)), "{value}: {error}");
+    }
+    server.assert_all_is_back();
+}

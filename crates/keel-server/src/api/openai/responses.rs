@@ -73,8 +73,10 @@ pub(crate) async fn create(
     if body.previous_response_id.is_some() {
         return Err(wrong("previous_response_id", "responses are not stored; send the whole conversation"));
     }
+    check(&body.rest)?;
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let charged = caller.meter.part();
+    let given = |field: &str| body.rest.get(field).filter(|value| !value.is_null());
     let mut head = ChunkHeader {
         id: fresh_id("resp_"),
         created: manager.now(),
@@ -87,6 +89,7 @@ pub(crate) async fn create(
             "top_p": body.rest.get("top_p"),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "metadata": given("metadata").cloned().unwrap_or(json!({})),
         }),
         charged,
     };
@@ -104,6 +107,37 @@ pub(crate) async fn create(
     }
     let answer = collect(answers).await?.swap_remove(0);
     Ok(Json(whole(&head, &answer)).into_response())
+}
+
+/// Checks the fields that a response repeats or that ask for more than an answer.
+fn check(rest: &Map<String, Value>) -> Result<()> {
+    let given = |field: &str| rest.get(field).filter(|value| !value.is_null());
+    if let Some(metadata) = given("metadata")
+        && !metadata.as_object().is_some_and(|fields| fields.values().all(Value::is_string))
+    {
+        return Err(wrong("metadata", "it is no object of strings"));
+    }
+    if given("store").is_some_and(|store| !store.is_boolean()) {
+        return Err(wrong("store", "it is neither true nor false; no response is stored"));
+    }
+    if given("truncation").is_some_and(|how| how != "disabled") {
+        return Err(wrong(
+            "truncation",
+            "a conversation is not shortened; leave it out, and send one that fits",
+        ));
+    }
+    let Some(include) = given("include") else { return Ok(()) };
+    let Some(include) = include.as_array() else { return Err(wrong("include", "it is no list")) };
+    // Reasoning is never encrypted: a response has its text.
+    match include.iter().find(|&what| what != "reasoning.encrypted_content") {
+        None => Ok(()),
+        Some(what) if what == "message.output_text.logprobs" => {
+            let problem =
+                "log probabilities are not in responses; use /v1/chat/completions with logprobs: true";
+            Err(wrong("include", problem))
+        }
+        Some(what) => Err(wrong("include", format!("{what} is not supported here; leave it out"))),
+    }
 }
 
 /// Translates the request to a chat.
@@ -210,7 +244,7 @@ impl ChunkHeader {
             "model": self.model,
             "output": output,
             "usage": usage,
-            "metadata": {},
+            "truncation": "disabled",
             "store": false,
         });
         if let (Value::Object(response), Value::Object(echoed)) = (&mut response, self.echoed.clone()) {
