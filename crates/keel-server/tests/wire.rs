@@ -237,3 +237,17 @@ fn a_response_repeats_its_metadata_and_refuses_what_it_does_not_do() {
     }
     server.assert_all_is_back();
 }
+
+#[test]
+fn alternatives_are_asked_for_with_log_probabilities() {
+    let server = Running::start();
+    let chat = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2});
+    for more in [json!({"top_logprobs": 2}), json!({"top_logprobs": 2, "logprobs": false})] {
+        let refused = server.post("/v1/chat/completions", &with(chat.clone(), more));
+        let error = refused.json()["error"].clone();
+        assert_eq!((refused.status, &error["param"]), (400, &json!("top_logprobs")));
+        assert!(error["message"].as_str().is_some_and(|m| m.contains("logprobs: true")), "{error}");
+    }
+    server.ask("/v1/chat/completions", &with(chat, json!({"top_logprobs": 0})));
+    server.assert_all_is_back();
+}

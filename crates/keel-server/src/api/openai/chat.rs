@@ -118,6 +118,7 @@ pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Res
         (_, Some(n)) if n > TOP_LOGPROBS_MAX => {
             return Err(wrong("top_logprobs", format!("{n}, expected 0 to {TOP_LOGPROBS_MAX}")));
         }
+        (false, Some(1..)) => return Err(wrong("top_logprobs", "it needs logprobs: true")),
         (true, n) => Some(n.unwrap_or(0)),
         (false, _) => None,
     };
