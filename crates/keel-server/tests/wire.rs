@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::Running;
+use common::{Running, request};
 use serde_json::{Value, json};
 
 fn with(mut body: Value, more: Value) -> Value {
@@ -250,4 +250,22 @@ fn alternatives_are_asked_for_with_log_probabilities() {
     }
     server.ask("/v1/chat/completions", &with(chat, json!({"top_logprobs": 0})));
     server.assert_all_is_back();
+}
+
+#[test]
+fn anthropics_clients_get_models_in_their_form() {
+    let server = Running::start();
+    let get =
+        |path: &str| request(server.address, "GET", path, &[("anthropic-version", "2023-06-01")], b"").json();
+    let models = get("/v1/models");
+    let model = &models["data"][0];
+    assert_eq!((&model["type"], &model["id"]), (&json!("model"), &json!("demo")), "{models}");
+    let created = model["created_at"].as_str().expect("a time");
+    assert!(created.len() == 20 && created.starts_with("20") && created.ends_with('Z'), "{created}");
+    assert!(model["display_name"].is_string());
+    let ids = (&models["has_more"], &models["first_id"], &models["last_id"]);
+    assert_eq!(ids, (&json!(false), &json!("demo"), &json!("demo")));
+    assert_eq!(&get("/v1/models/demo"), model);
+    assert_eq!(get("/v1/models/other")["type"], "error");
+    assert_eq!(server.get("/v1/models").json()["object"], "list");
 }

@@ -1,6 +1,7 @@
 //! The APIs: OpenAI's, Anthropic's, and those that both lack.
 
 pub(crate) mod anthropic;
+pub(crate) mod models;
 pub(crate) mod numbers;
 pub(crate) mod openai;
 pub(crate) mod openapi;

@@ -4,8 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -17,12 +16,12 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, Any, CorsLayer};
 use crate::access::caller::{KeyName, RequestMeter, name_request};
 use crate::access::host_check::{HostCheck, plain_origin};
 use crate::api::anthropic::AnthropicError;
-use crate::api::{anthropic, openai, openapi, rerank, tokenize};
-use crate::error::{Result, ServerError, wrong};
+use crate::api::{anthropic, models, openai, openapi, rerank, tokenize};
+use crate::error::{Result, ServerError};
 use crate::http::body::Refusal;
 use crate::http::response_body::{paced, with_guard};
 use crate::http::{page, status};
-use crate::model_manager::{Modalities, ModelFacts, ModelManager};
+use crate::model_manager::ModelManager;
 
 /// All endpoints.
 ///
@@ -33,8 +32,8 @@ pub fn router(manager: Arc<ModelManager>, listens: SocketAddr) -> Router {
         .route("/page/{file}", get(page::asset))
         .route("/health", get(health));
     let keyed = Router::new()
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*id}", get(model))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::one))
         .route("/v1/completions", post(openai::completions::create))
         .route("/v1/chat/completions", post(openai::chat::create))
         .route("/v1/responses", post(openai::responses::create))
@@ -170,40 +169,6 @@ async fn health(State(manager): State<Arc<ModelManager>>) -> Result<Response> {
         return Err(ServerError::Draining);
     }
     Ok(Json(json!({"status": "ok"})).into_response())
-}
-
-fn model_json(created: u64, facts: &ModelFacts) -> serde_json::Value {
-    json!({
-        "id": facts.id,
-        "object": "model",
-        "created": created,
-        "owned_by": "keel",
-        "context_length": facts.context,
-        "loaded": facts.is_loaded,
-        "memory_bytes": facts.bytes,
-        "input_modalities": modalities(facts.takes),
-    })
-}
-
-/// The kinds of input, as other servers name them.
-fn modalities(takes: Modalities) -> Vec<&'static str> {
-    let more = [(takes.pictures, "image"), (takes.videos, "video")];
-    ["text"].into_iter().chain(more.into_iter().filter_map(|(takes, name)| takes.then_some(name))).collect()
-}
-
-async fn models(State(manager): State<Arc<ModelManager>>) -> Response {
-    let facts = manager.all_facts();
-    let data: Vec<_> = facts.iter().map(|facts| model_json(manager.created, facts)).collect();
-    Json(json!({"object": "list", "data": data})).into_response()
-}
-
-async fn model(
-    State(manager): State<Arc<ModelManager>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Response> {
-    let Path(id) = id.map_err(|_| wrong("model", "the name in the path is not UTF-8"))?;
-    let facts = manager.facts(manager.find(Some(&id))?);
-    Ok(Json(model_json(manager.created, &facts)).into_response())
 }
 
 async fn metrics(State(manager): State<Arc<ModelManager>>) -> Response {
