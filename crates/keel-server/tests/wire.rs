@@ -269,3 +269,30 @@ fn anthropics_clients_get_models_in_their_form() {
     assert_eq!(get("/v1/models/other")["type"], "error");
     assert_eq!(server.get("/v1/models").json()["object"], "list");
 }
+
+/// The chat template of the built-in model does not name tools.
+#[test]
+fn a_model_sees_tools_that_its_template_does_not_name() {
+    let server = Running::start();
+    let prompt_of =
+        |body: Value| server.ask("/v1/chat/completions", &body)["usage"]["prompt_tokens"].as_u64();
+    let hello = json!({"role": "user", "content": "Hello!"});
+    let plain = json!({"messages": [hello], "max_tokens": 1});
+    let mut with_tools = plain.clone();
+    with_tools["tools"] =
+        json!([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]);
+    let mut with_none = with_tools.clone();
+    with_none["tool_choice"] = json!("none");
+    assert_eq!(prompt_of(with_none), prompt_of(plain.clone()));
+    assert!(prompt_of(with_tools) > prompt_of(plain.clone()));
+    let call = json!({"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}});
+    let turns = [
+        hello.clone(),
+        json!({"role": "assistant", "content": null, "tool_calls": [call]}),
+        json!({"role": "tool", "tool_call_id": "1", "content": "Sun."}),
+    ];
+    let lengths = [1, 2, 3].map(|count| prompt_of(json!({"messages": turns[..count], "max_tokens": 1})));
+    let empty =
+        prompt_of(json!({"messages": [hello, {"role": "assistant", "content": ""}], "max_tokens": 1}));
+    assert!(lengths[1] > empty && lengths[2] > lengths[1], "{lengths:?}, {empty:?}");
+}

@@ -1,6 +1,7 @@
 //! Turns conversations into prompts with the chat template of the checkpoint.
 
 mod engine;
+mod generic_tools;
 mod limits;
 mod python;
 mod render_process;
@@ -9,6 +10,7 @@ mod source;
 mod time;
 mod tojson;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -50,6 +52,8 @@ enum Renderer {
 struct Here {
     environment: Environment<'static>,
     has_tool_template: bool,
+    /// The template reads `tools`.
+    has_tools: bool,
     special: BTreeMap<&'static str, String>,
     stack_bytes_max: usize,
 }
@@ -86,7 +90,8 @@ impl ChatTemplate {
 
     /// Renders a conversation. Encode the result with `add_special` false.
     ///
-    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools.
+    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools. If no template reads `tools`,
+    /// the tools become a part of the system message, and calls and their results become text.
     ///
     /// # Errors
     /// [`TextError::Refused`] if the template raises an exception of its own, [`TextError::Template`] if it
@@ -116,6 +121,11 @@ impl Here {
         } else {
             source::DEFAULT
         };
+        let messages = match self.has_tools {
+            true => Cow::Borrowed(request.messages),
+            false => generic_tools::as_text(request),
+        };
+        let request = &ChatRequest { messages: &messages, ..*request };
         let steps = limits::steps(request);
         let stack_bytes = limits::rendering_stack_bytes(steps).min(self.stack_bytes_max);
         guarded_on_stack("render the chat template", stack_bytes, || {
@@ -141,11 +151,15 @@ impl Here {
         stack_bytes_max: usize,
     ) -> Result<Here, TextError> {
         let mut environment = engine::environment();
+        let mut has_tools = false;
         for (name, text) in sources.named() {
             let text = source::without_generation_blocks(text);
             let stack_bytes = limits::compiling_stack_bytes(&text).min(stack_bytes_max);
             guarded_on_stack("compile the chat template", stack_bytes, || {
-                environment.add_template_owned(name, text).map_err(|err| failure(name, &err))
+                environment.add_template_owned(name, text).map_err(|err| failure(name, &err))?;
+                let template = environment.get_template(name).map_err(|err| failure(name, &err))?;
+                has_tools |= template.undeclared_variables(false).contains("tools");
+                Ok(())
             })?;
         }
         let names = [
@@ -156,7 +170,7 @@ impl Here {
         ];
         let special = names.into_iter().filter_map(|(name, token)| Some((name, token?))).collect();
         let has_tool_template = sources.tool_use.is_some();
-        Ok(Here { environment, has_tool_template, special, stack_bytes_max })
+        Ok(Here { environment, has_tool_template, has_tools, special, stack_bytes_max })
     }
 
     /// The variables of one rendering. The request's variables are inserted first, so none of them can replace the
