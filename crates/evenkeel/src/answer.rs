@@ -107,7 +107,7 @@ impl Iterator for Answer<'_> {
     }
 }
 
-/// The parts of an answer to messages: reasoning, text and calls of tools.
+/// The parts of an answer to messages: reasoning, text and calls of tools. A call that `max_tokens` cuts off is left out.
 ///
 /// ```
 /// use evenkeel::text::{AnswerPart, Message};
@@ -150,7 +150,13 @@ impl Iterator for Chat<'_> {
             match self.answer.next() {
                 Some(Ok(piece)) => self.parser.as_mut()?.push(&piece, &mut parts),
                 Some(Err(error)) => return Some(Err(error)),
-                None => self.parser.take()?.finish(&mut parts),
+                None => {
+                    let mut parser = self.parser.take()?;
+                    match self.answer.finish_reason() {
+                        Some(FinishReason::Length) => parser.cut_off(&mut parts),
+                        _ => parser.finish(&mut parts),
+                    }
+                }
             }
             self.ready.extend(parts);
         }

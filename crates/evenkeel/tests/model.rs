@@ -4,8 +4,9 @@ use std::path::Path;
 
 use evenkeel::array::Category;
 use evenkeel::engine::{EngineOptions, FinishReason, SamplerOptions};
-use evenkeel::text::GrammarSource;
+use evenkeel::text::{AnswerPart, GrammarSource, Message, ToolSignature};
 use evenkeel::{BatchEvent, Error, LoadOptions, Model, Request, SequenceEvent};
+use serde_json::json;
 
 fn folder() -> &'static Path {
     concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo").as_ref()
@@ -65,6 +66,23 @@ fn stop_strings_and_grammars_end_a_text() {
     let form = Some(GrammarSource::Regex("[0-9]{3}".into()));
     let digits = text(&mut model, Request { grammar: form, ..greedy(24) });
     assert!(digits.len() == 3 && digits.chars().all(|c| c.is_ascii_digit()), "{digits}");
+}
+
+#[test]
+fn a_call_that_the_limit_of_tokens_cuts_off_is_left_out() {
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let tools = [json!({"type": "function", "function": {"name": "f"}})];
+    let signature = ToolSignature { name: "f".into(), arguments: json!({"type": "object"}) };
+    let messages = [Message::new("user", "Call it.")];
+    let mut parts = |max_tokens: usize| -> Vec<AnswerPart> {
+        let grammar = Some(GrammarSource::tool_calls(std::slice::from_ref(&signature), false));
+        let request = Request { grammar, ..greedy(max_tokens) };
+        let chat = model.chat(&messages, &tools, request).expect("it starts");
+        chat.collect::<Result<_, _>>().expect("it runs")
+    };
+    for max_tokens in [1, 4, 10] {
+        assert_eq!(parts(max_tokens), [], "{max_tokens}");
+    }
 }
 
 #[test]
