@@ -210,14 +210,14 @@ fn a_response_repeats_its_metadata_and_refuses_what_it_does_not_do() {
     let server = Running::start();
     let body = json!({"input": "Hi", "max_output_tokens": 2});
     let metadata = json!({"user": "ada", "run": "7"});
-    let fields = json!({"metadata": metadata, "store": true, "truncation": "disabled",
+    let fields = json!({"metadata": metadata, "store": true, "truncation": "auto",
         "include": ["reasoning.encrypted_content"]});
     let answer = server.ask("/v1/responses", &with(body.clone(), fields));
     assert_eq!(answer["metadata"], metadata);
     assert_eq!(
         (&answer["store"], &answer["truncation"]),
         (&json!(false), &json!("disabled")),
-        "nothing is stored"
+        "nothing is stored or shortened"
     );
     let plain = server.ask("/v1/responses", &with(body.clone(), json!({"metadata": null, "include": null})));
     assert_eq!(plain["metadata"], json!({}));
@@ -228,7 +228,7 @@ fn a_response_repeats_its_metadata_and_refuses_what_it_does_not_do() {
         ("include", json!(["message.output_text.logprobs"])),
         ("include", json!(["reasoning.encrypted_content", "file_search_call.results"])),
         ("include", json!("all")),
-        ("truncation", json!("auto")),
+        ("truncation", json!("some")),
         ("store", json!("yes")),
     ] {
         let refused = server.post("/v1/responses", &with(body.clone(), json!({field: value})));

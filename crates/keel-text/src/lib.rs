@@ -53,7 +53,8 @@ pub use special::SpecialTokens;
 pub use stop::{StopMatcher, StopOutcome};
 pub use stream::StreamDetokenizer;
 pub use template::{
-    ChatRequest, ChatTemplate, Message, TEMPLATE_MEMORY_BYTES, render_for_parent, render_in_process,
+    ChatRequest, ChatTemplate, Message, TEMPLATE_MEMORY_BYTES, date_and_time, render_for_parent,
+    render_in_process,
 };
 pub use tokenizer::Tokenizer;
 pub use vocabulary::{ExportedVocabulary, TokenKind, Vocabulary};

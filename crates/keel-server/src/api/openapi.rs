@@ -210,7 +210,7 @@ fn schemas() -> Value {
             "reasoning": {"type": ["object", "null"]},
             "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
             "store": {"type": ["boolean", "null"]},
-            "truncation": {"enum": ["disabled", null]},
+            "truncation": {"enum": ["auto", "disabled", null]},
             "include": {"type": ["array", "null"], "items": {"const": "reasoning.encrypted_content"}},
             "stream": {"type": ["boolean", "null"]},
         })),

@@ -22,6 +22,7 @@ use crate::{SpecialTokens, TextError, TextFiles};
 
 pub use render_process::{MEMORY_BYTES as TEMPLATE_MEMORY_BYTES, render_for_parent, render_in_process};
 pub use request::{ChatRequest, Message};
+pub use time::date_and_time;
 
 /// The text of the template for plain conversations, if there is one.
 pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextError> {

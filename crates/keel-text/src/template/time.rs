@@ -34,6 +34,12 @@ struct Moment {
     second: i64,
 }
 
+/// A time in UTC as RFC 3339 writes it, in whole seconds: `2026-11-28T20:37:58Z`.
+pub fn date_and_time(time: SystemTime) -> String {
+    let Moment { year, month, day, hour, minute, second, .. } = Moment::at(time);
+    format!("{year:04}-{:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z", month + 1)
+}
+
 /// Formats a time in UTC as C's `strftime` does. The error names a directive that is not known.
 pub(super) fn strftime(time: SystemTime, format: &str) -> Result<String, String> {
     let moment = Moment::at(time);
@@ -166,6 +172,17 @@ mod tests {
         for format in ["%Q", "100%", "%-", "%-Q"] {
             let err = strftime(UNIX_EPOCH, format).unwrap_err();
             assert_eq!(err, format!("strftime_now: {format:?} has a directive that is not known"));
+        }
+    }
+
+    #[test]
+    fn times_are_written_by_rfc_3339() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_735_689_599, "2024-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(date_and_time(UNIX_EPOCH + Duration::from_secs(seconds)), text);
         }
     }
 }

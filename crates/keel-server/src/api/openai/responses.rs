@@ -120,11 +120,9 @@ fn check(rest: &Map<String, Value>) -> Result<()> {
     if given("store").is_some_and(|store| !store.is_boolean()) {
         return Err(wrong("store", "it is neither true nor false; no response is stored"));
     }
-    if given("truncation").is_some_and(|how| how != "disabled") {
-        return Err(wrong(
-            "truncation",
-            "a conversation is not shortened; leave it out, and send one that fits",
-        ));
+    // A conversation that does not fit is refused with the numbers, so `auto` is never ignored in silence.
+    if given("truncation").is_some_and(|how| how != "auto" && how != "disabled") {
+        return Err(wrong("truncation", "expected auto or disabled"));
     }
     let Some(include) = given("include") else { return Ok(()) };
     let Some(include) = include.as_array() else { return Err(wrong("include", "it is no list")) };
