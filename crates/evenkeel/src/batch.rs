@@ -76,12 +76,20 @@ pub struct Batch {
     batcher: Batcher,
     text: ModelText,
     streams: HashMap<SequenceId, TextStream>,
+    /// Events of other requests while [`Batch::complete`] or [`Batch::embed`] ran.
+    held: Vec<SequenceEvent>,
     next: SequenceId,
 }
 
 impl Batch {
     pub(crate) fn new(engine: Engine, text: ModelText, options: BatchOptions) -> Batch {
-        Batch { batcher: Batcher::new(engine, options), text, streams: HashMap::new(), next: 0 }
+        Batch {
+            batcher: Batcher::new(engine, options),
+            text,
+            streams: HashMap::new(),
+            held: Vec::new(),
+            next: 0,
+        }
     }
 
     /// Queues a text to continue. Its schema, grammar and speculation are not used: a batch drafts by its own options.
@@ -120,12 +128,13 @@ impl Batch {
     /// Ends a request in any state and takes its memory back.
     pub fn cancel(&mut self, id: SequenceId) {
         self.streams.remove(&id);
+        self.held.retain(|event| event.id != id);
         self.batcher.cancel(id);
     }
 
-    /// Whether nothing runs or waits.
+    /// Whether nothing runs or waits, and [`Batch::step`] has returned all events.
     pub fn is_idle(&self) -> bool {
-        self.batcher.is_idle()
+        self.batcher.is_idle() && self.held.is_empty()
     }
 
     /// Counts at this moment.
@@ -133,12 +142,19 @@ impl Batch {
         self.batcher.status()
     }
 
-    /// Advances texts by one token each: all of them, or in a pipeline those of one micro-batch. Returns what happened.
+    /// Advances texts by one token each: all of them, or in a pipeline those of one micro-batch. Returns what happened
+    /// since the last call, [`Batch::complete`] and [`Batch::embed`] included.
     ///
     /// # Errors
     /// A token that the tokenizer does not know.
     pub fn step(&mut self) -> Result<Vec<SequenceEvent>> {
-        let mut events = Vec::new();
+        let mut events = std::mem::take(&mut self.held);
+        self.advance(&mut events)?;
+        Ok(events)
+    }
+
+    /// Makes a step and appends what happened.
+    fn advance(&mut self, events: &mut Vec<SequenceEvent>) -> Result<()> {
         // Requests that ended within this step before the batch ended them. Nothing follows their end.
         let mut ended = Vec::new();
         for batch::SequenceEvent { id, event } in self.batcher.step(Instant::now()) {
@@ -147,7 +163,7 @@ impl Batch {
             }
             match event {
                 batch::BatchEvent::Token { id: token, .. } => {
-                    if self.push(id, token, &mut events)? {
+                    if self.push(id, token, events)? {
                         ended.push(id);
                     }
                 }
@@ -160,7 +176,7 @@ impl Batch {
                 },
                 batch::BatchEvent::Finished(reason) => {
                     if let Some(mut stream) = self.streams.remove(&id) {
-                        push_text(&mut events, id, stream.finish()?);
+                        push_text(events, id, stream.finish()?);
                     }
                     events.push(BatchEvent::Finished(reason).of(id));
                 }
@@ -171,7 +187,7 @@ impl Batch {
                 batch::BatchEvent::Started { .. } | batch::BatchEvent::Prefilled(_) => {}
             }
         }
-        Ok(events)
+        Ok(())
     }
 
     /// Adds a token to a text. A stop string ends the request; true if it did.
@@ -205,8 +221,8 @@ impl Batch {
         Ok(ids)
     }
 
-    /// Continues all texts together and returns the continuations, in the same order. Other requests of the batch lose
-    /// their events meanwhile.
+    /// Continues all texts together and returns the continuations, in the same order. Other requests of the batch go on
+    /// meanwhile, and the next [`Batch::step`] returns their events.
     ///
     /// # Errors
     /// Any of them fails.
@@ -221,8 +237,7 @@ impl Batch {
         Ok(texts)
     }
 
-    /// The embeddings of all texts, in the same order, each of length 1. Other requests of the batch lose their events
-    /// meanwhile.
+    /// The embeddings of all texts, in the same order, each of length 1. Other requests go on as in [`Batch::complete`].
     ///
     /// # Errors
     /// Any of them fails.
@@ -237,26 +252,27 @@ impl Batch {
         Ok(embeddings)
     }
 
-    /// Steps until these requests have ended. `take` gets each event with the request's place in the list.
+    /// Steps until these requests have ended, or one has failed. `take` gets each event with the request's place in the
+    /// list. Events of other requests are held.
     fn run(&mut self, ids: &[SequenceId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
-        let mut left = ids.len();
-        while left > 0 {
-            let events = self.step().inspect_err(|_| ids.iter().for_each(|id| self.cancel(*id)))?;
+        let (mut left, mut failure) = (ids.len(), None);
+        while left > 0 && failure.is_none() {
+            let mut events = Vec::new();
+            failure = self.advance(&mut events).err();
             for SequenceEvent { id, event } in events {
                 match (ids.iter().position(|one| *one == id), event) {
-                    (Some(_), BatchEvent::Failed(error)) => {
-                        ids.iter().for_each(|id| self.cancel(*id));
-                        return Err(error);
-                    }
+                    (Some(_), BatchEvent::Failed(error)) => failure = Some(error),
                     (Some(i), event) => {
                         left -= usize::from(matches!(event, BatchEvent::Finished(_)));
                         take(i, event);
                     }
-                    (None, _) => {}
+                    (None, event) => self.held.push(event.of(id)),
                 }
             }
         }
-        Ok(())
+        let Some(failure) = failure else { return Ok(()) };
+        ids.iter().for_each(|id| self.cancel(*id));
+        Err(failure)
     }
 }
 

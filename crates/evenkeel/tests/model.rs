@@ -151,6 +151,30 @@ fn a_batch_gives_the_texts_of_single_runs_and_embeddings_of_length_one() {
 }
 
 #[test]
+fn a_list_leaves_other_requests_their_events() {
+    let alone = text(&mut Model::built_in(&options()).expect("it loads"), greedy(20));
+    let mut batch = model_again().into_batch(Default::default()).expect("it fits");
+    let first = batch.submit("Once upon a time", greedy(20)).expect("it fits");
+    let second = batch.submit("The cat", greedy(20)).expect("it fits");
+    // One at a time runs, so both requests end before the list does.
+    batch.complete(&["The little dog"], &greedy(40)).expect("no step fails");
+    batch.cancel(second);
+    assert!(!batch.is_idle());
+    let (mut whole, mut ends) = (String::new(), 0);
+    while !batch.is_idle() {
+        for SequenceEvent { id, event } in batch.step().expect("no step fails") {
+            assert_eq!(id, first, "the other one was cancelled");
+            match event {
+                BatchEvent::Text(piece) => whole.push_str(&piece),
+                BatchEvent::Finished(_) => ends += 1,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    assert_eq!((whole, ends), (alone, 1));
+}
+
+#[test]
 fn limits_are_errors_with_numbers() {
     let long = LoadOptions { context: Some(1 << 20), ..LoadOptions::default() };
     assert!(matches!(Model::built_in(&long), Err(Error::Context { tokens: 1_048_576, .. })));

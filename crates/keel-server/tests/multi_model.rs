@@ -297,6 +297,8 @@ fn what_cannot_be_loaded_says_so_and_spoils_nothing() {
         Server::of_several(offers, fleet, ServerOptions::default()).err().map(|error| error.to_string())
     };
     assert!(refused(&["a", "a"], 100).is_some_and(|error| error.contains("two models are called")));
+    assert!(refused(&["a", "default"], 100).is_some_and(|error| error.contains("go to the first model")));
+    assert_eq!(refused(&["default", "a"], 100), None);
     assert!(refused(&["a"], 99).is_some_and(|error| error.contains("100 bytes") && error.contains("99")));
     assert!(refused(&[], 99).is_some());
 }

@@ -28,6 +28,14 @@ fn options_out_of_range() {
 }
 
 #[test]
+fn values_that_an_option_cannot_mean() {
+    misuse(&["generate", "--context", "0", "x"], "expected a number from 1");
+    for origin in ["foo", "https://", "://a.org", "https://a.org/page", ""] {
+        misuse(&["serve", "--cors", origin], "expected * or scheme and host");
+    }
+}
+
+#[test]
 fn quantising_what_cannot_be_quantised() {
     let folder = fixture("qwen3_5_mlx_4bit");
     let dir = tempfile::tempdir().expect("a temporary folder");

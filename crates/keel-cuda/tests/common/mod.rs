@@ -2,7 +2,8 @@
 
 #![allow(dead_code)] // each test file uses its part
 
-use std::sync::Arc;
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use keel_array::{Array, ArrayError, Category, DType, Executable, Group, Peers, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Survey};
@@ -37,7 +38,20 @@ pub fn gpus() -> Option<usize> {
         keel_testkit::skipped!("needs two GPUs");
         return None;
     }
+    take_turn();
     Some(found)
+}
+
+/// Waits until no other test of groups runs, and keeps others out until this test's thread ends: kernels of two groups
+/// that wait for their peers on the same GPUs can wait for each other.
+fn take_turn() {
+    static GPUS: Mutex<()> = Mutex::new(());
+    thread_local! {
+        static TURN: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
+    }
+    TURN.with_borrow_mut(|turn| {
+        turn.get_or_insert_with(|| GPUS.lock().unwrap_or_else(|e| e.into_inner()));
+    });
 }
 
 /// Options of the devices of a group.

@@ -77,6 +77,9 @@ impl Deref for ModelManager {
     }
 }
 
+/// The other name of the first model.
+const DEFAULT: &str = "default";
+
 /// Loading may need as large a stack as the main thread has.
 const STACK_BYTES: usize = 8 << 20;
 /// Smallest and largest interval between checks for unused models.
@@ -109,7 +112,8 @@ impl ModelManager {
     /// A server with several models. None is loaded yet.
     ///
     /// # Errors
-    /// There are no models, two have the same name, or one does not fit alone.
+    /// There are no models, two have the same name, one that is not the first is called `default`, or one does not fit
+    /// alone.
     pub(crate) fn of_several(
         shared: Shared,
         offers: Vec<ServedModel>,
@@ -121,6 +125,11 @@ impl ModelManager {
         for (i, ServedModel { id, bytes, tower_bytes, .. }) in offers.iter().enumerate() {
             if offers[..i].iter().any(|other| other.id == *id) {
                 return Err(setting("--model", format!("two models are called {id:?}; say NAME=MODEL")));
+            }
+            if i > 0 && id == DEFAULT {
+                let problem =
+                    "requests for \"default\" go to the first model; say NAME=MODEL with another name";
+                return Err(setting("--model", problem));
             }
             let needs = Needs { bytes: *bytes, tower_bytes: *tower_bytes };
             if let Some(Shortage { of, whose, limit }) = needs.beyond(&options) {
@@ -176,7 +185,7 @@ impl ModelManager {
 
     /// Finds a model by name. An unknown name is an error.
     pub(crate) fn find(&self, asked: Option<&str>) -> Result<usize> {
-        let Some(asked) = asked.filter(|asked| !asked.is_empty() && *asked != "default") else {
+        let Some(asked) = asked.filter(|asked| !asked.is_empty() && *asked != DEFAULT) else {
             return Ok(0);
         };
         let found = self.entries.iter().position(|entry| entry.id == asked);

@@ -27,7 +27,7 @@ pub struct AccessArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     key_at_once: Option<u32>,
     /// Origin (scheme and host) whose pages may call the server. May be repeated. * allows every origin.
-    #[arg(long, value_name = "ORIGIN")]
+    #[arg(long, value_name = "ORIGIN", value_parser = parse_origin)]
     pub cors: Vec<String>,
     /// Host name under which clients may reach the server, in addition to localhost and IP addresses (of a server on
     /// loopback, loopback addresses alone). May be repeated. * allows every name. A server that listens beyond loopback
@@ -87,6 +87,17 @@ impl AccessArgs {
         let named = listens.trim_matches(['[', ']']);
         let is_address = named.parse::<IpAddr>().is_ok();
         self.allow_host.iter().cloned().chain((!is_address).then(|| named.to_string())).collect()
+    }
+}
+
+/// Parses an origin as browsers send it, or `*`. With anything else the option would allow nothing.
+fn parse_origin(text: &str) -> Result<String, String> {
+    let host = text.split_once("://").filter(|(scheme, _)| !scheme.is_empty()).map(|(_, rest)| rest);
+    let is_host = |host: &str| !host.is_empty() && !host.contains(['/', '?', '#', ' ']);
+    match host {
+        Some(host) if is_host(host.trim_end_matches('/')) => Ok(text.into()),
+        None if text == "*" => Ok(text.into()),
+        _ => Err("expected * or scheme and host, such as https://example.org".into()),
     }
 }
 

@@ -39,7 +39,7 @@ pub struct MemoryArgs {
     #[arg(long, aliases = ["parallel", "max-num-seqs"], value_name = "N", value_parser = count)]
     pub sequences: Option<usize>,
     /// Tokens of one sequence, prompt and answer together. By default 8192, or the model's context if that is shorter.
-    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx", "max-model-len"], value_name = "N")]
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx", "max-model-len"], value_name = "N", value_parser = count)]
     pub context: Option<usize>,
     /// Memory for keys and values of all sequences and remembered prefixes together. By default enough for 65536
     /// tokens, or on a GPU with room for 2048 of each sequence if that is more, and for no more than all sequences at
