@@ -83,6 +83,33 @@ fn requests_with_tools_take_the_template_for_tools() {
     );
 }
 
+#[test]
+fn a_template_without_a_place_for_tools_gets_them_as_text() {
+    let tools = [serde_json::json!({"function": {"name": "f"}})];
+    let said = [message(
+        &serde_json::json!({"role": "assistant", "content": "", "tool_calls": [{"function": tools[0]["function"]}]}),
+    )];
+    let asked = |template: &ChatTemplate, tools| {
+        template.render(&ChatRequest { tools, ..ChatRequest::new(&said) }).unwrap()
+    };
+    let all =
+        "{% for m in messages %}[{{ m.role }}: {{ m.content }}{{ m.tool_calls is defined }}]{% endfor %}";
+    let plain = compile(all);
+    assert!(asked(&plain, Some(&tools)).starts_with("[system: You can call"));
+    let call = "[assistant: <tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+    assert!(asked(&plain, None).starts_with(call));
+    let reading = compile(&format!("{{% if tools %}}{{{{ tools|length }}}}{{% endif %}}{all}"));
+    assert_eq!(asked(&reading, Some(&tools)), "1[assistant: True]");
+    // Of two templates only the one for tools reads them.
+    let both = serde_json::json!({"chat_template": [{"name": "default", "template": all},
+        {"name": "tool_use", "template": "{{ tools|length }} tools"}]})
+    .to_string();
+    let files = TextFiles::in_memory(b"").with_tokenizer_config(both.as_bytes());
+    let both = ChatTemplate::new(&files).unwrap().unwrap();
+    assert_eq!(asked(&both, Some(&tools)), "1 tools");
+    assert!(asked(&both, None).starts_with(call));
+}
+
 /// The user chooses a request's variables. They must not replace the conversation.
 #[test]
 fn variables_cannot_replace_what_the_template_relies_on() {

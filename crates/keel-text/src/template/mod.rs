@@ -53,8 +53,8 @@ enum Renderer {
 struct Here {
     environment: Environment<'static>,
     has_tool_template: bool,
-    /// The template reads `tools`.
-    has_tools: bool,
+    /// Names of the templates that read `tools`.
+    with_tools: Vec<&'static str>,
     special: BTreeMap<&'static str, String>,
     stack_bytes_max: usize,
 }
@@ -91,8 +91,8 @@ impl ChatTemplate {
 
     /// Renders a conversation. Encode the result with `add_special` false.
     ///
-    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools. If no template reads `tools`,
-    /// the tools become a part of the system message, and calls and their results become text.
+    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools. If the template does not read
+    /// `tools`, they become a part of the system message, and calls and their results become text.
     ///
     /// # Errors
     /// [`TextError::Refused`] if the template raises an exception of its own, [`TextError::Template`] if it
@@ -122,7 +122,7 @@ impl Here {
         } else {
             source::DEFAULT
         };
-        let messages = match self.has_tools {
+        let messages = match self.with_tools.contains(&name) {
             true => Cow::Borrowed(request.messages),
             false => generic_tools::as_text(request),
         };
@@ -152,16 +152,18 @@ impl Here {
         stack_bytes_max: usize,
     ) -> Result<Here, TextError> {
         let mut environment = engine::environment();
-        let mut has_tools = false;
+        let mut with_tools = Vec::new();
         for (name, text) in sources.named() {
             let text = source::without_generation_blocks(text);
             let stack_bytes = limits::compiling_stack_bytes(&text).min(stack_bytes_max);
-            guarded_on_stack("compile the chat template", stack_bytes, || {
+            let reads_tools = guarded_on_stack("compile the chat template", stack_bytes, || {
                 environment.add_template_owned(name, text).map_err(|err| failure(name, &err))?;
                 let template = environment.get_template(name).map_err(|err| failure(name, &err))?;
-                has_tools |= template.undeclared_variables(false).contains("tools");
-                Ok(())
+                Ok(template.undeclared_variables(false).contains("tools"))
             })?;
+            if reads_tools {
+                with_tools.push(name);
+            }
         }
         let names = [
             ("bos_token", special.bos),
@@ -171,7 +173,7 @@ impl Here {
         ];
         let special = names.into_iter().filter_map(|(name, token)| Some((name, token?))).collect();
         let has_tool_template = sources.tool_use.is_some();
-        Ok(Here { environment, has_tool_template, has_tools, special, stack_bytes_max })
+        Ok(Here { environment, has_tool_template, with_tools, special, stack_bytes_max })
     }
 
     /// The variables of one rendering. The request's variables are inserted first, so none of them can replace the
