@@ -29,7 +29,9 @@ fn options_out_of_range() {
 
 #[test]
 fn values_that_an_option_cannot_mean() {
-    misuse(&["generate", "--context", "0", "x"], "expected a number from 1");
+    for command in [&["generate", "x"][..], &["chat"], &["fit"], &["serve"]] {
+        misuse(&[command, &["--context", "0"]].concat(), "expected a number from 1");
+    }
     for origin in ["foo", "https://", "://a.org", "https://a.org/page", ""] {
         misuse(&["serve", "--cors", origin], "expected * or scheme and host");
     }

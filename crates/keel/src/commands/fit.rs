@@ -41,7 +41,7 @@ pub struct FitArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     limit: Option<u64>,
     /// Use this context, not the longest that fits.
-    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N")]
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", value_parser = count)]
     context: Option<usize>,
     /// Use this number of sequences at once, not 1, 4 and 16.
     #[arg(long, alias = "parallel", value_name = "N", value_parser = count)]

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::args::{
     DeviceArgs, EngineArgs, FormArgs, ModelArgs, PictureArgs, PromptArgs, PromptMode, SamplingArgs,
-    SpeculateArgs,
+    SpeculateArgs, count,
 };
 use crate::failure::usage;
 use crate::placed_model::{PlacedModel, ResolvedOptions};
@@ -40,7 +40,7 @@ pub struct GenerateArgs {
     model: ModelArgs,
     /// Tokens of prompt and text together. Memory is planned for this number, rounded up to pages of 256. By default as
     /// many as the prompt and --max-tokens need.
-    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", value_parser = count, help_heading = "Memory and arithmetic")]
     context: Option<usize>,
     #[command(flatten, next_help_heading = "Sampling")]
     sampling: SamplingArgs,

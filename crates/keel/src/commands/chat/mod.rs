@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use keel_engine::EngineOptions;
 
-use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs};
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, SamplingArgs, SpeculateArgs, count};
 use crate::output;
 use crate::placed_model::{PlacedModel, ResolvedOptions};
 use crate::session::{Session, close};
@@ -51,7 +51,7 @@ pub struct ChatArgs {
     images: bool,
     /// Tokens of the whole conversation. Memory is planned for this number, rounded up to pages of 256. By default
     /// 8192, or the model's context if that is shorter.
-    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", help_heading = "Memory and arithmetic")]
+    #[arg(long, short = 'c', aliases = ["ctx", "ctx-size", "num-ctx"], value_name = "N", value_parser = count, help_heading = "Memory and arithmetic")]
     context: Option<usize>,
     #[command(flatten, next_help_heading = "Sampling")]
     sampling: SamplingArgs,
