@@ -29,11 +29,17 @@ fn options_out_of_range() {
 
 #[test]
 fn values_that_an_option_cannot_mean() {
+    // The parser explains itself in several lines.
+    let refused = |args: &[&str], reason: &str| {
+        let output = keel(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(reason), "{args:?}: {}", stderr(&output));
+    };
     for command in [&["generate", "x"][..], &["chat"], &["fit"], &["serve"]] {
-        misuse(&[command, &["--context", "0"]].concat(), "expected a number from 1");
+        refused(&[command, &["--context", "0"]].concat(), "expected a number from 1");
     }
     for origin in ["foo", "https://", "://a.org", "https://a.org/page", ""] {
-        misuse(&["serve", "--cors", origin], "expected * or scheme and host");
+        refused(&["serve", "--cors", origin], "expected * or scheme and host");
     }
 }
 
