@@ -2,7 +2,7 @@
 //!
 //! All workers run the same closure at once and meet at [`Worker::barrier`] between kernels. A step of several hundred
 //! kernels therefore costs one wake-up and one barrier per kernel (well under a microsecond each while the workers
-//! spin). Idle workers spin briefly, then park.
+//! spin). Waiting workers spin briefly, then yield, then sleep, see `sync::Patience`.
 
 mod meeting;
 

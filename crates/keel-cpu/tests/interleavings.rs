@@ -13,12 +13,18 @@ mod meeting;
 mod sync {
     pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard, atomic};
 
-    /// Each round is tried by loom, and more of them show nothing else.
-    pub(crate) const ROUNDS_BEFORE_PARK: u32 = 1;
+    /// A waiting thread lets another make a step, then sleeps. More rounds show nothing else.
+    pub(crate) struct Patience;
 
-    /// A waiting thread lets another make a step.
-    pub(crate) fn relax(_round: u32) {
-        loom::thread::yield_now();
+    impl Patience {
+        pub fn new() -> Patience {
+            Patience
+        }
+
+        pub fn lasts(&self, round: u32) -> bool {
+            loom::thread::yield_now();
+            round == 0
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! `tests/interleavings.rs` compiles this file with loom's types and checks each order of the threads' steps.
 
-use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, ROUNDS_BEFORE_PARK, relax};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use crate::sync::{Condvar, Mutex, MutexGuard, Patience};
 
 /// State shared by the workers of one pool. The caller of the pool is a worker; the others are helpers.
 pub(crate) struct Meeting<J> {
@@ -26,6 +26,9 @@ pub(crate) struct Meeting<J> {
     /// A worker panicked: the others must not wait for it at a barrier.
     poisoned: AtomicBool,
     job: Mutex<Option<J>>,
+    patience: Patience,
+    /// Threads that sleep, or are about to. They hold the lock of `job` when they count themselves.
+    sleepers: AtomicUsize,
     wake: Condvar,
 }
 
@@ -77,6 +80,8 @@ impl<J: Copy> Meeting<J> {
             closing: AtomicBool::new(false),
             poisoned: AtomicBool::new(false),
             job: Mutex::new(None),
+            patience: Patience::new(),
+            sleepers: AtomicUsize::new(0),
             wake: Condvar::new(),
         }
     }
@@ -97,56 +102,39 @@ impl<J: Copy> Meeting<J> {
             return;
         }
         self.finished.store(0, Ordering::Relaxed);
-        let mut slot = self.lock();
-        *slot = Some(job);
-        // Under the lock: a helper that is about to park must not miss the new generation.
+        *self.lock() = Some(job);
         self.generation.fetch_add(1, Ordering::Release);
-        drop(slot);
-        self.wake.notify_all();
+        self.wake_sleepers();
     }
 
     /// Waits until all helpers have left the job. What they wrote is then visible to the caller.
     pub fn end(&self) {
-        let mut round = 0u32;
-        while self.finished.load(Ordering::Acquire) + 1 < self.workers {
-            relax(round);
-            round = round.saturating_add(1);
-        }
+        self.wait_until(|| self.finished.load(Ordering::Acquire) + 1 == self.workers);
         *self.lock() = None;
     }
 
-    /// A helper spins, then parks, until a job newer than generation `seen` is there; `None` when the pool closes.
+    /// A helper waits for a job newer than generation `seen`; `None` when the pool closes.
     pub fn next_job(&self, seen: usize) -> Option<(usize, J)> {
-        for round in 0..ROUNDS_BEFORE_PARK {
-            if self.generation.load(Ordering::Acquire) != seen {
-                break;
-            }
-            relax(round);
+        let closing = || self.closing.load(Ordering::Acquire);
+        self.wait_until(|| self.generation.load(Ordering::Acquire) != seen || closing());
+        if closing() {
+            return None;
         }
-        let mut job = self.lock();
-        loop {
-            if self.closing.load(Ordering::Acquire) {
-                return None;
-            }
-            let generation = self.generation.load(Ordering::Acquire);
-            if let (true, Some(job)) = (generation != seen, *job) {
-                return Some((generation, job));
-            }
-            job = self.wake.wait(job).unwrap_or_else(|e| e.into_inner());
-        }
+        let job = self.lock().expect("a job stays until all helpers have left it");
+        Some((self.generation.load(Ordering::Acquire), job))
     }
 
     /// A helper has left the job.
     pub fn finish(&self) {
-        self.finished.fetch_add(1, Ordering::Release);
+        if self.finished.fetch_add(1, Ordering::Release) + 2 == self.workers {
+            self.wake_sleepers();
+        }
     }
 
     /// Ends the helpers that wait for a job.
     pub fn close(&self) {
-        let job = self.lock();
         self.closing.store(true, Ordering::Release);
-        drop(job);
-        self.wake.notify_all();
+        self.wake_sleepers();
     }
 
     /// Waits until all workers are here. Everything written before the barrier is visible to all of them after it.
@@ -158,22 +146,18 @@ impl<J: Copy> Meeting<J> {
             self.arrived.store(0, Ordering::Relaxed);
             self.cursor.store(0, Ordering::Relaxed);
             self.phase.store(phase.wrapping_add(1), Ordering::Release);
+            self.wake_sleepers();
             return true;
         }
-        let mut round = 0u32;
-        while self.phase.load(Ordering::Acquire) == phase {
-            if self.poisoned.load(Ordering::Relaxed) {
-                return false;
-            }
-            relax(round);
-            round = round.saturating_add(1);
-        }
-        true
+        let all_are_here = || self.phase.load(Ordering::Acquire) != phase;
+        self.wait_until(|| all_are_here() || self.poisoned.load(Ordering::Relaxed));
+        all_are_here()
     }
 
     /// A worker has panicked.
     pub fn poison(&self) {
         self.poisoned.store(true, Ordering::Release);
+        self.wake_sleepers();
     }
 
     /// Whether a worker has panicked in the job that has ended.
@@ -198,6 +182,39 @@ impl<J: Copy> Meeting<J> {
     #[inline]
     pub fn take(&self, owner: usize, phase: usize, len: usize, from_back: bool) -> Option<usize> {
         self.shares[owner].take(phase, len, from_back)
+    }
+
+    /// Waits while [`Patience`] lasts, then sleeps. What makes `ready` true calls `wake_sleepers` afterwards.
+    #[inline]
+    fn wait_until(&self, ready: impl Fn() -> bool) {
+        let mut round = 0;
+        while !ready() {
+            if !self.patience.lasts(round) {
+                return self.sleep_until(ready);
+            }
+            round += 1;
+        }
+    }
+
+    #[cold]
+    fn sleep_until(&self, ready: impl Fn() -> bool) {
+        let mut job = self.lock();
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        // With the fence of `wake_sleepers`: this thread sees what is ready, or the other one sees that it sleeps.
+        fence(Ordering::SeqCst);
+        while !ready() {
+            job = self.wake.wait(job).unwrap_or_else(|e| e.into_inner());
+        }
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn wake_sleepers(&self) {
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) > 0 {
+            // A thread that has counted itself holds the lock until it sleeps.
+            drop(self.lock());
+            self.wake.notify_all();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<J>> {
