@@ -43,6 +43,7 @@ impl TokenOptions {
         let Some(form) = form else {
             return TokenIterator::new(engine, sequence, prompt, options, progress);
         };
+        options.sampler.check_tokens(engine.model().config.vocab)?;
         let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat())?;
         let chooser = SamplerChooser::new(sampler, Some(Box::new(form)), options.end_tokens.clone());
         let options = GenerateOptions { speculation: None, ..options };

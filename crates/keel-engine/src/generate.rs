@@ -100,6 +100,7 @@ impl<'e> TokenIterator<'e> {
     ) -> Result<TokenIterator<'e>> {
         let is_sampled = options.sampler.temperature > 0.0;
         options.speculation.iter_mut().for_each(|how| how.repeatable &= is_sampled);
+        options.sampler.check_tokens(engine.model().config.vocab)?;
         let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat())?;
         let chooser = SamplerChooser::new(sampler, None, options.end_tokens.clone());
         TokenIterator::with_chooser(engine, sequence, prompt, options, Box::new(chooser), progress)

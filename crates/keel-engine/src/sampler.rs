@@ -66,6 +66,19 @@ impl SamplerOptions {
         within("frequency penalty", self.frequency_penalty, -100.0, 100.0)?;
         self.logit_bias.iter().try_for_each(|&(_, bias)| within("logit bias", bias, -1000.0, 1000.0))
     }
+
+    /// Checks the options against a model's number of tokens.
+    ///
+    /// # Errors
+    /// [`EngineError::Option`] if a logit bias is for a token that the model does not have.
+    pub fn check_tokens(&self, vocab: usize) -> Result<()> {
+        match self.logit_bias.iter().find(|(id, _)| *id as usize >= vocab) {
+            None => Ok(()),
+            Some((id, _)) => Err(EngineError::Option(format!(
+                "a logit bias is for token {id}, but the model has {vocab} tokens, from 0"
+            ))),
+        }
+    }
 }
 
 /// Draws the tokens of one sequence.

@@ -121,7 +121,7 @@ fn a_whole_checkpoint() {
     .unwrap();
     let source = Checkpoint::open(&folders.source).unwrap();
     let target = Checkpoint::open(&folders.target).unwrap();
-    assert_eq!((report.quantized, report.copied), (10, 7));
+    assert_eq!((report.quantized, report.copied, report.other_forms), (10, 7, 1));
     assert_eq!(report.source_bytes, source.total_bytes());
     assert_eq!(report.output_bytes, target.total_bytes());
     assert!(seen.is_sorted() && seen.len() == 16 + 3 * 2);
@@ -170,7 +170,7 @@ fn config_and_side_files() {
     recipe.overrides.insert("lm_head".into(), AffineFormat::new(6, 32));
     recipe.overrides.insert("in_proj_qkv".into(), None);
     recipe.shard_bytes_max = 20_000;
-    quantize_checkpoint(&folders.source, &folders.target, &recipe, &mut |_| ()).unwrap();
+    let report = quantize_checkpoint(&folders.source, &folders.target, &recipe, &mut |_| ()).unwrap();
     let target = Checkpoint::open(&folders.target).unwrap();
     let layer = "model.language_model.layers.0";
     let mut section = json!({"group_size": 64, "bits": 3, "mode": "affine"});
@@ -189,7 +189,8 @@ fn config_and_side_files() {
     let head = target.linear("lm_head").unwrap().info();
     let format = AffineFormat::new(6, 32).unwrap();
     assert_eq!(head.format, LinearFormat::Affine { format, scales: DType::F32 });
-    // 96 columns are not whole groups of 64.
+    // 96 columns are not whole groups of 64; neither are the 40 of odd_proj.
+    assert_eq!(report.other_forms, 2);
     assert!(matches!(
         target.linear("model.language_model.layers.1.mlp.switch_mlp.down_proj").unwrap(),
         LinearTensor::Dense(_)

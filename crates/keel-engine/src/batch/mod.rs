@@ -232,6 +232,7 @@ impl Batcher {
             });
         }
         self.check_pictures(request)?;
+        request.sampler.check_tokens(self.engine.model().config.vocab)?;
         Sampler::new(request.sampler.clone(), &request.prompt)
     }
 

@@ -66,7 +66,7 @@ impl GgufRecipe {
         }
     }
 
-    /// The type of a tensor in a model of this many layers.
+    /// The type of a tensor in a model of this many layers, if its rows are whole blocks.
     fn type_of(&self, spec: &TensorSpec, layers: usize, tied: bool) -> GgmlType {
         let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
         let matching = self.overrides.iter().filter(|(path, _)| is_tail(module, path));
@@ -76,12 +76,10 @@ impl GgufRecipe {
         if !can_be_blocks(spec) {
             return GgmlType::Plain(if spec.dtype.is_float() { DType::F32 } else { spec.dtype });
         }
-        let kind = if self.mixed && matters_more(module, layers, tied) {
-            GgmlType::Blocks(BlockFormat::Q6K)
-        } else {
-            self.base
-        };
-        fitting(kind, cols(&spec.shape))
+        match self.mixed && matters_more(module, layers, tied) {
+            true => GgmlType::Blocks(BlockFormat::Q6K),
+            false => self.base,
+        }
     }
 }
 
@@ -139,13 +137,14 @@ pub fn write_gguf(
     progress: &mut dyn FnMut(QuantizeProgress<'_>),
 ) -> Result<QuantizeReport> {
     let tensors = source.tensors()?;
-    let outputs = outputs(&tensors, recipe)?;
+    let (outputs, other_forms) = outputs(&tensors, recipe)?;
     metadata.u32("general.file_type", recipe.file_type());
     metadata.u32("general.quantization_version", 2);
     let mut writer = GgufWriter::create(target, &metadata, &outputs)?;
     let mut report = QuantizeReport {
         source_bytes: tensors.iter().map(|spec| source.stored_bytes(spec)).sum(),
         output_bytes: outputs.iter().filter_map(GgufTensorSpec::bytes).map(|bytes| bytes as u64).sum(),
+        other_forms,
         ..Default::default()
     };
     let (mut done_bytes, total_bytes) = (0, report.source_bytes);
@@ -160,8 +159,8 @@ pub fn write_gguf(
     Ok(report)
 }
 
-/// The tensors of the file.
-fn outputs(tensors: &[TensorSpec], recipe: &GgufRecipe) -> Result<Vec<GgufTensorSpec>> {
+/// The tensors of the file, and how many of them have another type than the recipe's.
+fn outputs(tensors: &[TensorSpec], recipe: &GgufRecipe) -> Result<(Vec<GgufTensorSpec>, usize)> {
     let wrong = |module: &str, problem: String| Err(WeightsError::Module { module: module.into(), problem });
     for (path, kind) in &recipe.overrides {
         let named =
@@ -180,12 +179,14 @@ fn outputs(tensors: &[TensorSpec], recipe: &GgufRecipe) -> Result<Vec<GgufTensor
     let layer = |spec: &TensorSpec| spec.name.strip_prefix("blk.")?.split('.').next()?.parse::<usize>().ok();
     let layers = tensors.iter().filter_map(layer).max().map_or(0, |last| last.saturating_add(1));
     let tied = !tensors.iter().any(|spec| spec.name == "output.weight");
-    let output = |spec: &TensorSpec| GgufTensorSpec {
-        name: spec.name.clone(),
-        kind: recipe.type_of(spec, layers, tied),
-        shape: spec.shape.clone(),
+    let mut other_forms = 0;
+    let output = |spec: &TensorSpec| {
+        let wanted = recipe.type_of(spec, layers, tied);
+        let kind = fitting(wanted, cols(&spec.shape));
+        other_forms += usize::from(kind != wanted);
+        GgufTensorSpec { name: spec.name.clone(), kind, shape: spec.shape.clone() }
     };
-    Ok(tensors.iter().map(output).collect())
+    Ok((tensors.iter().map(output).collect(), other_forms))
 }
 
 fn write_tensor(
@@ -272,7 +273,8 @@ mod tests {
             .chain(["token_embd.weight".to_string()])
             .map(|name| spec(&name, &[3, 256]))
             .collect();
-        let outputs = outputs(&tensors, &recipe).unwrap();
+        let (outputs, other_forms) = outputs(&tensors, &recipe).unwrap();
+        assert_eq!(other_forms, 0);
         let of = |name: &str| outputs.iter().find(|output| output.name == name).unwrap().kind.to_string();
         assert_eq!(of("token_embd.weight"), "Q6_K", "it is the output head as well");
         for (layer, more) in
@@ -289,7 +291,11 @@ mod tests {
     #[test]
     fn what_steers_much_and_what_does_not_fit_has_another_type() {
         let recipe = GgufRecipe::from_name("Q4_K").unwrap();
-        let of = |name: &str, shape: &[usize]| recipe.type_of(&spec(name, shape), 1, false).to_string();
+        let of = |name: &str, shape: &[usize]| {
+            let (outputs, other_forms) = outputs(&[spec(name, shape)], &recipe).unwrap();
+            assert_eq!(other_forms, usize::from(shape[0] == 8 && shape[1] < 256 && name.contains("ffn_up")));
+            outputs[0].kind.to_string()
+        };
         assert_eq!(of("blk.0.attn_norm.weight", &[256]), "F32");
         assert_eq!(of("blk.0.ffn_gate_inp.weight", &[8, 256]), "F32");
         assert_eq!(of("blk.0.ssm_conv1d.weight", &[512, 4]), "F32");

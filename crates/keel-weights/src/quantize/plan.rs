@@ -43,12 +43,15 @@ pub(super) struct Conversion {
     pub outputs: Vec<TensorSpec>,
     /// The `quantization` section of config.json.
     pub section: Value,
+    /// Matrices that stay dense because their rows are not whole groups.
+    pub other_forms: usize,
 }
 
 impl Conversion {
     /// Copies every tensor. Floats with more than one dimension are converted to `dtype` if it is given.
     pub(super) fn dense(tensors: &[TensorSpec], dtype: Option<DType>) -> Conversion {
-        let mut conversion = Conversion { tensors: Vec::new(), outputs: Vec::new(), section: Value::Null };
+        let mut conversion =
+            Conversion { tensors: Vec::new(), outputs: Vec::new(), section: Value::Null, other_forms: 0 };
         for source in tensors {
             let is_matrix = source.dtype.is_float() && source.shape.len() > 1;
             let dtype = dtype.filter(|_| is_matrix).unwrap_or(source.dtype);
@@ -61,8 +64,12 @@ impl Conversion {
     /// Quantises matrices by a recipe.
     pub(super) fn affine(tensors: &[TensorSpec], recipe: &QuantizeRecipe) -> Result<Conversion> {
         let experts = Experts::find(tensors);
-        let mut conversion =
-            Conversion { tensors: Vec::new(), outputs: Vec::new(), section: describe(recipe.format) };
+        let mut conversion = Conversion {
+            tensors: Vec::new(),
+            outputs: Vec::new(),
+            section: describe(recipe.format),
+            other_forms: 0,
+        };
         let mut overrides = Map::new();
         let mut unused: BTreeSet<&str> = recipe.overrides.keys().map(String::as_str).collect();
         let by_name: BTreeMap<&str, &TensorSpec> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
@@ -87,6 +94,7 @@ impl Conversion {
                         Target::Quantize { outputs, format }
                     }
                     None => {
+                        conversion.other_forms += usize::from(format.is_some());
                         let name = if stacks.is_moved { format!("{stack}.weight") } else { name.clone() };
                         let shape = stacks.shape.clone();
                         conversion.outputs.push(TensorSpec { name: name.clone(), dtype, shape });

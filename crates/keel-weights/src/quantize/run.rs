@@ -42,6 +42,8 @@ pub struct QuantizeReport {
     pub quantized: usize,
     /// Tensors that were copied.
     pub copied: usize,
+    /// Matrices that have another form than the recipe's, because their rows are not whole groups or blocks.
+    pub other_forms: usize,
     /// Bytes of the source's tensors.
     pub source_bytes: u64,
     /// Bytes of the output's tensors.
@@ -165,6 +167,7 @@ fn write_weights(
     let mut report = QuantizeReport {
         source_bytes: conversion.tensors.iter().map(|tensor| source.stored_bytes(&tensor.source)).sum(),
         output_bytes: conversion.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum(),
+        other_forms: conversion.other_forms,
         ..Default::default()
     };
     let (mut done_bytes, total_bytes) = (0, report.source_bytes);

@@ -129,6 +129,7 @@ pub fn run(args: &QuantizeArgs) -> Result<()> {
         return output::json(&json!({
             "quantized": report.quantized,
             "copied": report.copied,
+            "other_forms": report.other_forms,
             "source_bytes": report.source_bytes,
             "output_bytes": report.output_bytes,
         }));
@@ -140,7 +141,13 @@ pub fn run(args: &QuantizeArgs) -> Result<()> {
         report.copied,
         human_bytes(report.output_bytes),
         human_bytes(report.source_bytes)
-    ))
+    ))?;
+    match report.other_forms {
+        0 => Ok(()),
+        count => output::line(&format!(
+            "{count} of them have another form than asked for: their rows are not whole groups or blocks of it"
+        )),
+    }
 }
 
 fn output_form(args: &QuantizeArgs) -> Result<Output> {
