@@ -13,9 +13,12 @@ use crate::{Error, Result, Sequence, TextStream};
 /// use evenkeel::{LoadOptions, Model, Request, engine::FinishReason};
 /// let mut model = Model::built_in(&LoadOptions::default())?;
 /// let mut answer = model.stream("Once upon a time", Request { max_tokens: Some(8), ..Request::default() })?;
-/// while let Some(piece) = answer.next() {
-///     print!("{}", piece?);
+/// let mut shown = String::new();
+/// for piece in answer.by_ref() {
+///     shown += &piece?;
 /// }
+/// assert_eq!(answer.text(), shown);
+/// assert_eq!(answer.tokens().len(), 8);
 /// assert_eq!(answer.finish_reason(), Some(FinishReason::Length));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
@@ -54,6 +57,19 @@ impl<'m> Answer<'m> {
     }
 
     /// The counters of speculation, if the request asked for drafts.
+    ///
+    /// ```
+    /// use evenkeel::engine::{EngineOptions, SpeculationOptions};
+    /// use evenkeel::{LoadOptions, Model, Request};
+    /// let engine = EngineOptions { drafts: 2, ..EngineOptions::default() };
+    /// let mut model = Model::built_in(&LoadOptions { engine, ..LoadOptions::default() })?;
+    /// let speculation = Some(SpeculationOptions::default());
+    /// let request = Request { max_tokens: Some(8), speculation, ..Request::default() };
+    /// let mut answer = model.stream("Once upon a time", request)?;
+    /// answer.by_ref().try_for_each(|piece| piece.map(drop))?;
+    /// assert!(answer.counters().is_some_and(|counters| counters.rounds > 0));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn counters(&self) -> Option<&SpeculationCounters> {
         self.tokens.as_ref().and_then(TokenIterator::counters)
     }
@@ -62,6 +78,8 @@ impl<'m> Answer<'m> {
     ///
     /// # Errors
     /// A step fails. The sequence is then released.
+    ///
+    /// See the example of [`Sequence`].
     pub fn into_sequence(mut self) -> Result<Sequence> {
         self.by_ref().try_for_each(|piece| piece.map(drop))?;
         match self.tokens.take() {
@@ -107,20 +125,24 @@ impl Iterator for Answer<'_> {
     }
 }
 
-/// The parts of an answer to messages: reasoning, text and calls of tools. A call that `max_tokens` cuts off is left out.
+/// The parts of an answer to messages: reasoning, text and calls of tools. A call that `max_tokens` cuts off is left
+/// out.
 ///
 /// ```
 /// use evenkeel::text::{AnswerPart, Message};
 /// use evenkeel::{LoadOptions, Model, Request};
 /// let mut model = Model::built_in(&LoadOptions::default())?;
 /// let messages = [Message::new("user", "Tell me a story.")];
-/// for part in model.chat(&messages, &[], Request { max_tokens: Some(16), ..Request::default() })? {
+/// let mut chat = model.chat(&messages, &[], Request { max_tokens: Some(16), ..Request::default() })?;
+/// let mut shown = String::new();
+/// for part in chat.by_ref() {
 ///     match part? {
-///         AnswerPart::Text(text) => print!("{text}"),
+///         AnswerPart::Text(text) => shown += &text,
 ///         AnswerPart::Reasoning(text) => eprint!("{text}"),
 ///         AnswerPart::ToolCall { name, arguments } => println!("{name}({arguments})"),
 ///     }
 /// }
+/// assert_eq!(chat.answer().text(), shown, "this model neither reasons nor calls tools");
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct Chat<'m> {

@@ -16,11 +16,14 @@ use crate::{Error, ModelText, Request, Result, TextStream};
 /// batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
 /// while !batch.is_idle() {
 ///     for SequenceEvent { id, event } in batch.step()? {
-///         if let BatchEvent::Text(piece) = event {
-///             println!("{id}: {piece}");
+///         match event {
+///             BatchEvent::Text(piece) => println!("{id}: {piece}"),
+///             BatchEvent::Failed(error) => panic!("{id}: {error}"),
+///             _ => {}
 ///         }
 ///     }
 /// }
+/// assert!(batch.is_idle());
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Debug)]
@@ -96,6 +99,8 @@ impl Batch {
     ///
     /// # Errors
     /// The request can never run, or the queue is full.
+    ///
+    /// See the example of [`Batch::step`].
     pub fn submit(&mut self, prompt: &str, request: Request) -> Result<SequenceId> {
         let ids = self.text.encode_text(prompt)?;
         let context = self.batcher.engine().options().context;
@@ -114,6 +119,19 @@ impl Batch {
     ///
     /// # Errors
     /// As [`Batch::submit`].
+    ///
+    /// ```
+    /// use evenkeel::{BatchEvent, LoadOptions, Model, SequenceEvent};
+    /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
+    /// let id = batch.submit_embedding("Once upon a time")?;
+    /// let mut events = Vec::new();
+    /// while !batch.is_idle() {
+    ///     events.extend(batch.step()?);
+    /// }
+    /// let is_it = |event: &SequenceEvent| event.id == id && matches!(event.event, BatchEvent::Embedding(_));
+    /// assert!(events.iter().any(is_it));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn submit_embedding(&mut self, text: &str) -> Result<SequenceId> {
         let ids = self.text.encode_text(text)?;
         self.add(BatchRequest::to_read(self.next, ids, Readout::LastHidden))
@@ -126,6 +144,18 @@ impl Batch {
     }
 
     /// Ends a request in any state and takes its memory back.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model, Request};
+    /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
+    /// let id = batch.submit("Once upon a time", Request::default())?;
+    /// assert_eq!(batch.status().waiting, 1);
+    /// batch.step()?;
+    /// assert_eq!(batch.status().running.len(), 1);
+    /// batch.cancel(id);
+    /// assert!(batch.is_idle());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn cancel(&mut self, id: SequenceId) {
         self.streams.remove(&id);
         self.held.retain(|event| event.id != id);
@@ -133,11 +163,15 @@ impl Batch {
     }
 
     /// Whether nothing runs or waits, and [`Batch::step`] has returned all events.
+    ///
+    /// See the example of [`Batch::step`].
     pub fn is_idle(&self) -> bool {
         self.batcher.is_idle() && self.held.is_empty()
     }
 
     /// Counts at this moment.
+    ///
+    /// See the example of [`Batch::cancel`].
     pub fn status(&self) -> BatchStatus {
         self.batcher.status()
     }
@@ -147,6 +181,22 @@ impl Batch {
     ///
     /// # Errors
     /// A token that the tokenizer does not know.
+    ///
+    /// ```
+    /// use evenkeel::{BatchEvent, LoadOptions, Model, Request, SequenceEvent};
+    /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
+    /// let id = batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
+    /// let mut story = String::new();
+    /// while !batch.is_idle() {
+    ///     for SequenceEvent { event, .. } in batch.step()?.into_iter().filter(|event| event.id == id) {
+    ///         if let BatchEvent::Text(piece) = event {
+    ///             story += &piece;
+    ///         }
+    ///     }
+    /// }
+    /// assert!(!story.is_empty());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn step(&mut self) -> Result<Vec<SequenceEvent>> {
         let mut events = std::mem::take(&mut self.held);
         self.advance(&mut events)?;
@@ -226,6 +276,8 @@ impl Batch {
     ///
     /// # Errors
     /// Any of them fails.
+    ///
+    /// See the example of [`Batch`].
     pub fn complete(&mut self, prompts: &[&str], request: &Request) -> Result<Vec<String>> {
         let ids = self.submit_all(prompts, |batch, prompt| batch.submit(prompt, request.clone()))?;
         let mut texts = vec![String::new(); ids.len()];
@@ -237,10 +289,21 @@ impl Batch {
         Ok(texts)
     }
 
-    /// The embeddings of all texts, in the same order, each of length 1. Other requests go on as in [`Batch::complete`].
+    /// The embeddings of all texts, in the same order, each of length 1. Other requests go on as in
+    /// [`Batch::complete`].
     ///
     /// # Errors
     /// Any of them fails.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model};
+    /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
+    /// let vectors = batch.embed(&["The cat slept.", "The dog ran."])?;
+    /// let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    /// assert!((dot(&vectors[0], &vectors[0]) - 1.0).abs() < 1e-3);
+    /// assert!(dot(&vectors[0], &vectors[1]) < 1.0, "the cosine of two different texts");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn embed(&mut self, texts: &[&str]) -> Result<Vec<Vec<f32>>> {
         let ids = self.submit_all(texts, Batch::submit_embedding)?;
         let mut embeddings = vec![Vec::new(); ids.len()];

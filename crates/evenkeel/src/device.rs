@@ -32,6 +32,7 @@ pub enum Device {
 /// use evenkeel::{Device, DeviceOptions, LoadOptions};
 /// let device = DeviceOptions { device: Some(Device::Cpu), threads: Some(2), ..DeviceOptions::default() };
 /// let options = LoadOptions { device, ..LoadOptions::default() };
+/// assert_eq!(options.device.device(), Device::Cpu);
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct DeviceOptions {
@@ -184,9 +185,11 @@ impl DeviceOptions {
 /// The GPUs and CUDA libraries of this machine. They are detected once.
 ///
 /// ```
-/// for gpu in &evenkeel::machine().gpus {
+/// let machine = evenkeel::machine();
+/// for gpu in &machine.gpus {
 ///     println!("cuda:{} is a {}", gpu.ordinal, gpu.name);
 /// }
+/// assert!(machine.obstacle().is_some() || machine.driver.is_ok(), "without a driver no GPU can be used");
 /// ```
 pub fn machine() -> &'static Survey {
     static MACHINE: OnceLock<Survey> = OnceLock::new();

@@ -16,10 +16,16 @@ pub const DRIVER_ROOM_BYTES: u64 = 512 << 20;
 /// in the plan.
 ///
 /// ```
-/// use evenkeel::{Device, DeviceOptions, DriverMemory, array::Compute};
+/// use evenkeel::array::{Compute, DeviceUsage};
+/// use evenkeel::{Device, DeviceOptions, DriverMemory, human_bytes};
 /// let device = DeviceOptions { device: Some(Device::Cpu), ..DeviceOptions::default() };
 /// let runtime = device.runtime(Compute::Auto)?;
 /// assert!(DriverMemory::measure(&runtime).is_none(), "a CPU has no driver");
+///
+/// let usage = DeviceUsage { total: 24 << 30, free: 20 << 30, free_before: None };
+/// let gpu = DriverMemory { usage, bytes: 1 << 30, pinned: 0, held: 0 };
+/// assert_eq!(human_bytes(gpu.limit()), "19.5 GiB");
+/// assert_eq!(gpu.to_line(), format!("1.0 GiB ({})", gpu.what()));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

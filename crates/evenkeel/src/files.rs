@@ -39,6 +39,7 @@ pub enum WeightFiles {
 /// ```
 /// let files = evenkeel::ModelFiles::built_in()?;
 /// println!("{} has {} layers", files.path.display(), files.config.layers.len());
+/// assert!(files.is_built_in && files.tower.is_none());
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct ModelFiles {
@@ -66,8 +67,9 @@ impl ModelFiles {
     /// There is no such model, its config is incomplete, or its architecture is unknown; several files next to a GGUF
     /// file may be its vision tower.
     ///
-    /// ```no_run
-    /// let files = evenkeel::ModelFiles::open("Qwen3-0.6B-Q8_0.gguf")?;
+    /// ```
+    /// let files = evenkeel::ModelFiles::open("../../models/demo")?; // or "file.gguf"
+    /// assert_eq!(files.config.vocab, evenkeel::ModelFiles::built_in()?.config.vocab);
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles> {
@@ -184,7 +186,7 @@ impl ModelFiles {
     /// Whether any linear layer is quantised.
     ///
     /// ```
-    /// println!("quantised: {}", evenkeel::ModelFiles::built_in()?.is_quantized());
+    /// assert!(evenkeel::ModelFiles::built_in()?.is_quantized());
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn is_quantized(&self) -> bool {

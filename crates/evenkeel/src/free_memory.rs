@@ -14,6 +14,7 @@ const HOST_ROOM_BYTES: u64 = 64 << 20;
 /// ```
 /// if let Some(room) = evenkeel::FreeMemory::of_host() {
 ///     println!("{} are free: {}", evenkeel::human_bytes(room.bytes), room.why);
+///     assert!(room.why.starts_with("free memory of "));
 /// }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +27,14 @@ pub struct FreeMemory {
 
 impl FreeMemory {
     /// Free memory on the device of a runtime without allocations. Returns `None` if it is unknown.
+    ///
+    /// ```
+    /// use evenkeel::{Device, DeviceOptions, FreeMemory, array::Compute};
+    /// let cpu = DeviceOptions { device: Some(Device::Cpu), ..DeviceOptions::default() };
+    /// let room = FreeMemory::of(&cpu.runtime(Compute::Auto)?);
+    /// assert_eq!(room.is_some(), FreeMemory::of_host().is_some(), "a CPU's tensors are in host memory");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn of(runtime: &Runtime) -> Option<FreeMemory> {
         match DriverMemory::measure(runtime) {
             Some(driver) => Some(FreeMemory::of_gpu(&driver)),
@@ -45,6 +54,13 @@ impl FreeMemory {
     }
 
     /// Free memory of a GPU.
+    ///
+    /// ```
+    /// use evenkeel::{DriverMemory, FreeMemory, array::DeviceUsage};
+    /// let usage = DeviceUsage { total: 24 << 30, free: 20 << 30, free_before: None };
+    /// let driver = DriverMemory { usage, bytes: 1 << 30, pinned: 0, held: 0 };
+    /// assert_eq!(FreeMemory::of_gpu(&driver).bytes, driver.limit());
+    /// ```
     pub fn of_gpu(driver: &DriverMemory) -> FreeMemory {
         let room = human_bytes(DRIVER_ROOM_BYTES);
         FreeMemory {

@@ -18,6 +18,10 @@ const CONTEXT_DEFAULT: usize = 4096;
 /// use evenkeel::{LoadOptions, engine::EngineOptions};
 /// let engine = EngineOptions { sequences: 4, ..EngineOptions::default() };
 /// let options = LoadOptions { context: Some(1024), engine, ..LoadOptions::default() };
+/// let files = evenkeel::ModelFiles::built_in()?;
+/// let one = LoadOptions { context: Some(1024), ..LoadOptions::default() };
+/// assert!(files.plan(&options)?.total() > files.plan(&one)?.total(), "each sequence takes memory");
+/// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
@@ -98,11 +102,14 @@ pub fn plan(
 /// [`Error::OutOfMemory`] if the plan does not fit.
 ///
 /// ```
-/// use evenkeel::{LoadOptions, ModelFiles, bound};
+/// use evenkeel::{DeviceOptions, Error, LoadOptions, ModelFiles, bound};
 /// let (files, options) = (ModelFiles::built_in()?, LoadOptions::default());
 /// let planned = files.plan(&options)?;
 /// let engine = options.engine_options(&files.config)?;
-/// bound(&options.device, &options.device.runtime(engine.compute)?, &planned, &engine)?;
+/// let runtime = options.device.runtime(engine.compute)?;
+/// bound(&options.device, &runtime, &planned, &engine)?;
+/// let small = DeviceOptions { memory_limit: Some(planned.total() - 1), ..options.device };
+/// assert!(matches!(bound(&small, &runtime, &planned, &engine), Err(Error::OutOfMemory(_))));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn bound(

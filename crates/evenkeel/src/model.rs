@@ -66,6 +66,16 @@ impl Sequence {
     }
 
     /// Forgets the tokens that were drawn and not run, as [`Model::save`] does.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model, Request};
+    /// let mut model = Model::built_in(&LoadOptions::default())?;
+    /// let answer = model.stream("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
+    /// let mut sequence = answer.into_sequence()?;
+    /// sequence.forget_last();
+    /// assert_eq!(sequence.tokens().len(), 4 + 3, "the last token was drawn and not run");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn forget_last(&mut self) {
         self.tokens.truncate(self.cache.len());
     }
@@ -76,9 +86,11 @@ impl Sequence {
 /// ```
 /// use evenkeel::{LoadOptions, Model, Request};
 /// let mut model = Model::built_in(&LoadOptions::default())?;
+/// let mut story = String::new();
 /// for piece in model.stream("Once upon a time", Request { max_tokens: Some(16), ..Request::default() })? {
-///     print!("{}", piece?);
+///     story += &piece?;
 /// }
+/// assert!(!story.is_empty());
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct Model {
@@ -97,6 +109,13 @@ impl Model {
     ///
     /// # Errors
     /// There is no such model; it cannot be used; [`Error::OutOfMemory`] before anything is loaded.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model};
+    /// let model = Model::open("../../models/demo", &LoadOptions::default())?; // or "file.gguf"
+    /// assert_eq!(model.text()?.encode_text("Once upon a time")?.len(), 4);
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn open(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Model> {
         Model::load(&ModelFiles::open(path)?, options, &|_| ())
     }
@@ -105,6 +124,8 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::open`].
+    ///
+    /// See the example of [`Model`].
     pub fn built_in(options: &LoadOptions) -> Result<Model> {
         Model::load(&ModelFiles::built_in()?, options, &|_| ())
     }
@@ -113,6 +134,14 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::open`].
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model, ModelFiles, array::Category};
+    /// let (files, read) = (ModelFiles::built_in()?, std::cell::Cell::new(0));
+    /// let model = Model::load(&files, &LoadOptions::default(), &|bytes| read.set(read.get() + bytes))?;
+    /// assert!(0 < read.get() && read.get() <= model.planned().get(Category::Weights));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(u64)) -> Result<Model> {
         let engine = options.engine_options(&files.config)?;
         let parameters = files.parameters();
@@ -144,31 +173,61 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::NoTokenizer`].
+    ///
+    /// See the example of [`Model::open`].
     pub fn text(&self) -> Result<&ModelText> {
         self.text.as_ref().ok_or(Error::NoTokenizer)
     }
 
     /// The engine.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model};
+    /// let model = Model::built_in(&LoadOptions { context: Some(512), ..LoadOptions::default() })?;
+    /// assert_eq!(model.engine().options().context, 512);
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
 
     /// The engine, to run its steps directly.
+    ///
+    /// See the example of [`TokenOptions`].
     pub fn engine_mut(&mut self) -> &mut Engine {
         &mut self.engine
     }
 
     /// The bytes of every category that were planned. The engine allocates exactly these.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model, array::Category};
+    /// let model = Model::built_in(&LoadOptions::default())?;
+    /// assert_eq!(model.allocated(Category::Weights), model.planned().get(Category::Weights));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn planned(&self) -> &MemoryReport {
         &self.planned
     }
 
     /// The bytes of a category that are allocated now.
+    ///
+    /// See the example of [`Model::planned`].
     pub fn allocated(&self, category: Category) -> u64 {
         self.engine.runtime().ledger().active().get(category)
     }
 
     /// Why this device was chosen, if the options left the choice open.
+    ///
+    /// ```
+    /// use evenkeel::{Device, DeviceOptions, LoadOptions, Model};
+    /// let model = Model::built_in(&LoadOptions::default())?;
+    /// assert!(model.placement().is_some_and(|why| why.starts_with("running on ")));
+    /// let device = DeviceOptions { device: Some(Device::Cpu), ..DeviceOptions::default() };
+    /// let model = Model::built_in(&LoadOptions { device, ..LoadOptions::default() })?;
+    /// assert_eq!(model.placement(), None, "there was no choice");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn placement(&self) -> Option<&str> {
         self.placement.as_deref()
     }
@@ -177,6 +236,8 @@ impl Model {
     ///
     /// # Errors
     /// The prompt is empty or does not fit; options out of range; a grammar that cannot be used.
+    ///
+    /// See the example of [`Model`].
     pub fn stream(&mut self, prompt: &str, request: Request) -> Result<Answer<'_>> {
         let prompt = self.text()?.encode_text(prompt)?;
         let cache = self.engine.open()?;
@@ -187,6 +248,8 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::stream`]; [`Error::NoChatTemplate`]; the template refuses the messages.
+    ///
+    /// See the example of [`Chat`].
     pub fn chat(&mut self, messages: &[Message], tools: &[Value], request: Request) -> Result<Chat<'_>> {
         let (prompt, form) = self.text()?.encode_request(messages, tools)?;
         let cache = self.engine.open()?;
@@ -197,6 +260,18 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::stream`]. The sequence's memory is then free.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model, Request};
+    /// let mut model = Model::built_in(&LoadOptions::default())?;
+    /// let request = Request { max_tokens: Some(4), ..Request::default() };
+    /// let sequence = model.stream("Once upon a time", request.clone())?.into_sequence()?;
+    /// let before = sequence.tokens().to_vec();
+    /// let longer = model.resume(sequence, " Then", request)?.into_sequence()?;
+    /// assert!(longer.tokens().starts_with(&before));
+    /// assert!(longer.tokens().len() > before.len() + 4, "with the tokens of the text");
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn resume(&mut self, sequence: Sequence, text: &str, request: Request) -> Result<Answer<'_>> {
         let Sequence { mut cache, mut tokens } = sequence;
         let mut prompt = tokens.split_off(cache.len());
@@ -224,6 +299,21 @@ impl Model {
     ///
     /// # Errors
     /// An error of the disk.
+    ///
+    /// ```
+    /// use evenkeel::{LoadOptions, Model, Request};
+    /// let file = std::env::temp_dir().join(format!("evenkeel-save-{}.safetensors", std::process::id()));
+    /// let mut model = Model::built_in(&LoadOptions::default())?;
+    /// let answer = model.stream("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
+    /// let mut sequence = answer.into_sequence()?;
+    /// model.save(&mut sequence, &file)?;
+    /// sequence.forget_last();
+    /// let saved = sequence.tokens().to_vec();
+    /// drop(sequence); // its place is free for the restored one
+    /// assert_eq!(model.restore(&file)?.tokens(), saved);
+    /// # std::fs::remove_file(&file).ok();
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
     pub fn save(&mut self, sequence: &mut Sequence, path: impl AsRef<Path>) -> Result<()> {
         self.engine.commit(&mut sequence.cache)?;
         let tokens = &sequence.tokens[..sequence.cache.len()];
@@ -234,6 +324,8 @@ impl Model {
     ///
     /// # Errors
     /// The file is damaged, belongs to another model, or does not fit.
+    ///
+    /// See the example of [`Model::save`].
     pub fn restore(&mut self, path: impl AsRef<Path>) -> Result<Sequence> {
         let (cache, tokens) = self.engine.cache_mut().load(&self.identity, path.as_ref())?;
         Ok(Sequence { cache, tokens })
@@ -243,6 +335,8 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::NoTokenizer`].
+    ///
+    /// See the example of [`Batch`].
     pub fn into_batch(self, options: BatchOptions) -> Result<Batch> {
         let text = self.text.ok_or(Error::NoTokenizer)?;
         Ok(Batch::new(self.engine, text, options))

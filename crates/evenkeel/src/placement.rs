@@ -40,7 +40,7 @@ pub struct Placement {
 ///     let device = DeviceOptions { device: Some(gpu), ..DeviceOptions::default() };
 ///     plan(&device, &*files.parameters(), &files.json, EngineOptions::default())
 /// });
-/// println!("{}", placement.why);
+/// assert!(placement.why.starts_with("running on "));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn place<E: Display>(planned: impl Fn(Device) -> Result<MemoryReport, E>) -> Placement {
@@ -84,6 +84,7 @@ fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u6
 /// if let Some(bytes) = evenkeel::room_on_gpu(evenkeel::machine(), 0) {
 ///     println!("{} are free", evenkeel::human_bytes(bytes));
 /// }
+/// assert_eq!(evenkeel::room_on_gpu(evenkeel::machine(), usize::MAX), None, "there is no such GPU");
 /// ```
 pub fn room_on_gpu(survey: &Survey, ordinal: usize) -> Option<u64> {
     survey.gpus.iter().find(|gpu| gpu.ordinal == ordinal).and_then(room_on)

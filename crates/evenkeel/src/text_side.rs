@@ -149,6 +149,7 @@ impl ModelText {
     /// let text = evenkeel::ModelText::open(&files)?;
     /// let schema = GrammarSource::JsonSchema(serde_json::json!({"type": "boolean"}));
     /// let grammar = text.grammar(&files, &schema, &[])?;
+    /// assert!(!grammar.state.is_complete(), "a value has to come");
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn grammar(

@@ -32,6 +32,8 @@ impl TokenOptions {
     ///
     /// # Errors
     /// As [`TokenIterator::new`] and [`TokenIterator::with_chooser`].
+    ///
+    /// See the example of [`TokenOptions`].
     pub fn start<'e>(
         self,
         engine: &'e mut Engine,

@@ -25,6 +25,7 @@ pub fn has_vocabulary(file: &GgufFile) -> bool {
 /// let file = evenkeel::weights::gguf::GgufFile::open("model.gguf".as_ref())?;
 /// let files = evenkeel::gguf::text_files(&file, "model.gguf".into())?;
 /// let tokenizer = evenkeel::text::Tokenizer::new(&files)?;
+/// assert!(!tokenizer.encode("Once upon a time", false)?.is_empty());
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
@@ -75,7 +76,9 @@ pub fn text_files(file: &GgufFile, name: String) -> Result<TextFiles<'static>> {
 /// use evenkeel::{ModelFiles, gguf, weights::gguf::GgufMetadata};
 /// let files = ModelFiles::built_in()?;
 /// let vocabulary = files.text_files()?.vocabulary(files.config.vocab)?;
-/// gguf::write_vocabulary(&vocabulary, &mut GgufMetadata::default());
+/// let mut metadata = GgufMetadata::default();
+/// gguf::write_vocabulary(&vocabulary, &mut metadata);
+/// assert!(metadata.contains("tokenizer.ggml.tokens"));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn write_vocabulary(vocabulary: &ExportedVocabulary, metadata: &mut GgufMetadata) {

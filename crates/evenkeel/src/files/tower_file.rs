@@ -18,6 +18,7 @@ const CUSTOM: &str = "mmproj";
 /// use evenkeel::{ModelFiles, TowerFile};
 /// let tower = TowerFile::At("mmproj-F16.gguf".into());
 /// let files = ModelFiles::open_with("Qwen3.5-4B-Q8_0.gguf", &tower)?;
+/// assert!(files.tower.is_some());
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -36,9 +37,8 @@ pub enum TowerFile {
 ///
 /// ```no_run
 /// let files = evenkeel::ModelFiles::open("Qwen3.5-4B-Q8_0.gguf")?;
-/// if let Some(tower) = &files.tower {
-///     println!("the vision tower is {}", tower.path.display());
-/// }
+/// let tower = files.tower.expect("mmproj-F16.gguf lies next to the model");
+/// assert!(tower.path.ends_with("mmproj-F16.gguf"));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct OpenTower {
