@@ -27,7 +27,7 @@ pub fn run(path: Option<String>) -> Result<()> {
         stories.push(prompt.to_string());
     }
     while !batch.is_idle() {
-        for SequenceEvent { id, event } in batch.step()? {
+        for SequenceEvent { id, event } in batch.step() {
             match event {
                 BatchEvent::Text(piece) => stories[id as usize].push_str(&piece),
                 BatchEvent::Failed(error) => return Err(error),

@@ -15,7 +15,7 @@ use crate::{Error, ModelText, Request, Result, TextStream};
 /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
 /// batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
 /// while !batch.is_idle() {
-///     for SequenceEvent { id, event } in batch.step()? {
+///     for SequenceEvent { id, event } in batch.step() {
 ///         match event {
 ///             BatchEvent::Text(piece) => println!("{id}: {piece}"),
 ///             BatchEvent::Failed(error) => panic!("{id}: {error}"),
@@ -45,7 +45,7 @@ pub enum BatchEvent {
 /// use evenkeel::{LoadOptions, Model, Request, SequenceEvent};
 /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
 /// let story = batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
-/// let events: Vec<SequenceEvent> = batch.step()?;
+/// let events: Vec<SequenceEvent> = batch.step();
 /// assert!(events.iter().all(|event| event.id == story));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
@@ -126,7 +126,7 @@ impl Batch {
     /// let id = batch.submit_embedding("Once upon a time")?;
     /// let mut events = Vec::new();
     /// while !batch.is_idle() {
-    ///     events.extend(batch.step()?);
+    ///     events.extend(batch.step());
     /// }
     /// let is_it = |event: &SequenceEvent| event.id == id && matches!(event.event, BatchEvent::Embedding(_));
     /// assert!(events.iter().any(is_it));
@@ -150,7 +150,7 @@ impl Batch {
     /// let mut batch = Model::built_in(&LoadOptions::default())?.into_batch(Default::default())?;
     /// let id = batch.submit("Once upon a time", Request::default())?;
     /// assert_eq!(batch.status().waiting, 1);
-    /// batch.step()?;
+    /// batch.step();
     /// assert_eq!(batch.status().running.len(), 1);
     /// batch.cancel(id);
     /// assert!(batch.is_idle());
@@ -177,10 +177,8 @@ impl Batch {
     }
 
     /// Advances texts by one token each: all of them, or in a pipeline those of one micro-batch. Returns what happened
-    /// since the last call, [`Batch::complete`] and [`Batch::embed`] included.
-    ///
-    /// # Errors
-    /// A token that the tokenizer does not know.
+    /// since the last call, [`Batch::complete`] and [`Batch::embed`] included. A request that fails ends alone, with
+    /// [`BatchEvent::Failed`].
     ///
     /// ```
     /// use evenkeel::{BatchEvent, LoadOptions, Model, Request, SequenceEvent};
@@ -188,7 +186,7 @@ impl Batch {
     /// let id = batch.submit("Once upon a time", Request { max_tokens: Some(4), ..Request::default() })?;
     /// let mut story = String::new();
     /// while !batch.is_idle() {
-    ///     for SequenceEvent { event, .. } in batch.step()?.into_iter().filter(|event| event.id == id) {
+    ///     for SequenceEvent { event, .. } in batch.step().into_iter().filter(|event| event.id == id) {
     ///         if let BatchEvent::Text(piece) = event {
     ///             story += &piece;
     ///         }
@@ -197,14 +195,14 @@ impl Batch {
     /// assert!(!story.is_empty());
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
-    pub fn step(&mut self) -> Result<Vec<SequenceEvent>> {
+    pub fn step(&mut self) -> Vec<SequenceEvent> {
         let mut events = std::mem::take(&mut self.held);
-        self.advance(&mut events)?;
-        Ok(events)
+        self.advance(&mut events);
+        events
     }
 
     /// Makes a step and appends what happened.
-    fn advance(&mut self, events: &mut Vec<SequenceEvent>) -> Result<()> {
+    fn advance(&mut self, events: &mut Vec<SequenceEvent>) {
         // Requests that ended within this step before the batch ended them. Nothing follows their end.
         let mut ended = Vec::new();
         for batch::SequenceEvent { id, event } in self.batcher.step(Instant::now()) {
@@ -213,7 +211,7 @@ impl Batch {
             }
             match event {
                 batch::BatchEvent::Token { id: token, .. } => {
-                    if self.push(id, token, events)? {
+                    if self.push(id, token, events) {
                         ended.push(id);
                     }
                 }
@@ -225,10 +223,15 @@ impl Batch {
                     }
                 },
                 batch::BatchEvent::Finished(reason) => {
-                    if let Some(mut stream) = self.streams.remove(&id) {
-                        push_text(events, id, stream.finish()?);
-                    }
-                    events.push(BatchEvent::Finished(reason).of(id));
+                    let mut stream = self.streams.remove(&id);
+                    let end = match stream.as_mut().map_or(Ok(""), TextStream::finish) {
+                        Ok(rest) => {
+                            push_text(events, id, rest);
+                            BatchEvent::Finished(reason)
+                        }
+                        Err(error) => BatchEvent::Failed(error),
+                    };
+                    events.push(end.of(id));
                 }
                 batch::BatchEvent::Failed(error) => {
                     self.streams.remove(&id);
@@ -237,19 +240,25 @@ impl Batch {
                 batch::BatchEvent::Started { .. } | batch::BatchEvent::Prefilled(_) => {}
             }
         }
-        Ok(())
     }
 
-    /// Adds a token to a text. A stop string ends the request; true if it did.
-    fn push(&mut self, id: SequenceId, token: u32, events: &mut Vec<SequenceEvent>) -> Result<bool> {
-        let Some(stream) = self.streams.get_mut(&id) else { return Ok(false) };
-        push_text(events, id, stream.push(token)?);
-        let is_stopped = stream.is_stopped();
-        if is_stopped {
-            self.cancel(id);
-            events.push(BatchEvent::Finished(FinishReason::Stop).of(id));
-        }
-        Ok(is_stopped)
+    /// Adds a token to a text. A stop string ends the request, and so does a token that the tokenizer does not know;
+    /// true if it ended.
+    fn push(&mut self, id: SequenceId, token: u32, events: &mut Vec<SequenceEvent>) -> bool {
+        let Some(stream) = self.streams.get_mut(&id) else { return false };
+        let end = match stream.push(token) {
+            Ok(piece) => {
+                push_text(events, id, piece);
+                stream.is_stopped().then_some(BatchEvent::Finished(FinishReason::Stop))
+            }
+            Err(error) => Some(BatchEvent::Failed(error)),
+        };
+        let Some(end) = end else { return false };
+        // Its earlier events stay, held ones too.
+        self.streams.remove(&id);
+        self.batcher.cancel(id);
+        events.push(end.of(id));
+        true
     }
 
     /// Queues all, or none if one cannot be queued.
@@ -321,7 +330,7 @@ impl Batch {
         let (mut left, mut failure) = (ids.len(), None);
         while left > 0 && failure.is_none() {
             let mut events = Vec::new();
-            failure = self.advance(&mut events).err();
+            self.advance(&mut events);
             for SequenceEvent { id, event } in events {
                 match (ids.iter().position(|one| *one == id), event) {
                     (Some(_), BatchEvent::Failed(error)) => failure = Some(error),

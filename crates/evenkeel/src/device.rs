@@ -47,7 +47,8 @@ pub struct DeviceOptions {
     /// Across what a row keeps its bits: how work is cut into steps, and how many devices share a layer. On the CPU the
     /// first always holds, and `Steps` also gives the second.
     pub determinism: Determinism,
-    /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none.
+    /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none. Plans are
+    /// compared with the free memory as well.
     pub memory_limit: Option<u64>,
 }
 

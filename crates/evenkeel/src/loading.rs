@@ -127,23 +127,17 @@ pub fn bound(
         Err(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned }))
     };
     let is_gpu = device.is_gpu();
-    let asked = device.memory_limit.map(|bytes| FreeMemory { bytes, why: "the memory limit".into() });
-    if let Some(room) = &asked {
-        check(planned.total(), room)?;
+    if let Some(bytes) = device.memory_limit {
+        check(planned.total(), &FreeMemory { bytes, why: "the memory limit".into() })?;
     }
     if let Some(host) = FreeMemory::of_host() {
         check(on_host(planned, is_gpu), &host)?;
     }
-    let limit = match asked {
-        Some(asked) => Some(asked.bytes),
-        None => match FreeMemory::of(runtime).filter(|_| is_gpu) {
-            Some(room) => {
-                check(on_device(planned, is_gpu), &room)?;
-                Some(room.bytes + planned.on_host())
-            }
-            None => None,
-        },
-    };
-    runtime.ledger().set_limit(limit);
+    let of_gpu = FreeMemory::of(runtime).filter(|_| is_gpu);
+    if let Some(room) = &of_gpu {
+        check(on_device(planned, is_gpu), room)?;
+    }
+    let free = of_gpu.map(|room| room.bytes + planned.on_host());
+    runtime.ledger().set_limit(device.memory_limit.or(free));
     Ok(())
 }

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
 use crate::{
-    Batch, DeviceOptions, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, bound,
-    place,
+    Batch, DeviceOptions, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions,
+    TowerFile, bound, place,
 };
 
 /// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
@@ -97,7 +97,7 @@ pub struct Model {
     engine: Engine,
     text: Option<ModelText>,
     planned: MemoryReport,
-    /// The model's path; `None` for the built-in model.
+    /// The model's path, which does not depend on the working folder; `None` for the built-in model.
     path: Option<PathBuf>,
     /// Names the model in cache files.
     identity: String,
@@ -143,7 +143,7 @@ impl Model {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(u64)) -> Result<Model> {
-        let engine = options.engine_options(&files.config)?;
+        let mut engine = options.engine_options(&files.config)?;
         let parameters = files.parameters();
         let mut device = options.device.clone();
         let mut placement = None;
@@ -153,6 +153,7 @@ impl Model {
                 crate::plan(&candidate, &*parameters, &files.json, engine)
             });
             device = DeviceOptions { device: Some(placed.device), ..device };
+            engine = device.engine_options(engine);
             placement = Some(placed.why);
         }
         let planned = crate::plan(&device, &*parameters, &files.json, engine)?;
@@ -163,7 +164,7 @@ impl Model {
             engine: Engine::load(&runtime, &*parameters, &files.json, engine, progress)?,
             text,
             planned,
-            path: (!files.is_built_in).then(|| files.path.clone()),
+            path: (!files.is_built_in).then(|| absolute(&files.path)),
             identity: files.identity(engine.compute)?,
             placement,
         })
@@ -378,8 +379,15 @@ impl Model {
         Ok(TokenOptions { options, grammar })
     }
 
-    /// The files again, for what is read from them only when it is needed.
+    /// The files again, for what is read from them only when it is needed. A vision tower is not.
     fn files(&self) -> Result<ModelFiles> {
-        self.path.as_ref().map_or_else(ModelFiles::built_in, ModelFiles::open)
+        match &self.path {
+            Some(path) => ModelFiles::open_with(path, &TowerFile::None),
+            None => ModelFiles::built_in(),
+        }
     }
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.into())
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use evenkeel::array::Category;
 use evenkeel::engine::{EngineOptions, FinishReason, SamplerOptions};
 use evenkeel::text::{AnswerPart, GrammarSource, Message, ToolSignature};
-use evenkeel::{BatchEvent, Error, LoadOptions, Model, Request, SequenceEvent};
+use evenkeel::{Batch, BatchEvent, Error, LoadOptions, Model, Request, SequenceEvent};
 use serde_json::json;
 
 fn folder() -> &'static Path {
@@ -140,7 +140,7 @@ fn a_batch_gives_the_texts_of_single_runs_and_embeddings_of_length_one() {
     let id = batch.submit("Once upon a time", Request { stop: vec![stop], ..greedy(12) }).expect("it fits");
     let mut end = None;
     while !batch.is_idle() {
-        for SequenceEvent { id: of, event } in batch.step().expect("no step fails") {
+        for SequenceEvent { id: of, event } in batch.step() {
             assert_eq!(of, id);
             if let BatchEvent::Finished(reason) = event {
                 end = Some(reason);
@@ -162,7 +162,7 @@ fn a_list_leaves_other_requests_their_events() {
     assert!(!batch.is_idle());
     let (mut whole, mut ends) = (String::new(), 0);
     while !batch.is_idle() {
-        for SequenceEvent { id, event } in batch.step().expect("no step fails") {
+        for SequenceEvent { id, event } in batch.step() {
             assert_eq!(id, first, "the other one was cancelled");
             match event {
                 BatchEvent::Text(piece) => whole.push_str(&piece),
@@ -172,6 +172,36 @@ fn a_list_leaves_other_requests_their_events() {
         }
     }
     assert_eq!((whole, ends), (alone, 1));
+}
+
+#[test]
+fn a_stop_string_that_ends_a_request_while_a_list_runs_leaves_its_text() {
+    let engine = EngineOptions { sequences: 2, ..EngineOptions::default() };
+    let model = Model::built_in(&LoadOptions { engine, ..options() }).expect("it loads");
+    let alone = text(&mut model_again(), greedy(12));
+    let stop = alone.split_whitespace().nth(6).expect("it has words").to_string();
+    let mut batch = model.into_batch(Default::default()).expect("it has a tokenizer");
+    let stops = Request { stop: vec![stop.clone()], ..greedy(12) };
+    batch.submit("Once upon a time", stops).expect("it fits");
+    batch.complete(&["The cat"], &greedy(20)).expect("it runs");
+    let (got, end) = rest_of(&mut batch);
+    assert_eq!(Some(got.as_str()), alone.split(&stop).next());
+    assert!(matches!(end, Some(BatchEvent::Finished(FinishReason::Stop))), "{end:?}");
+}
+
+/// What a batch of one request has to say until it is idle: its text, and its end.
+fn rest_of(batch: &mut Batch) -> (String, Option<BatchEvent>) {
+    let (mut text, mut end) = (String::new(), None);
+    while !batch.is_idle() {
+        for SequenceEvent { event, .. } in batch.step() {
+            assert!(end.is_none(), "nothing follows an end: {event:?}");
+            match event {
+                BatchEvent::Text(piece) => text.push_str(&piece),
+                other => end = Some(other),
+            }
+        }
+    }
+    (text, end)
 }
 
 #[test]
@@ -219,7 +249,7 @@ fn a_batch_ends_each_text_once_and_keeps_nothing_of_a_list_that_it_refuses() {
     let id = batch.submit("Once upon a time", stops).expect("it fits");
     let mut ends = Vec::new();
     while !batch.is_idle() {
-        for SequenceEvent { id: of, event } in batch.step().expect("no step fails") {
+        for SequenceEvent { id: of, event } in batch.step() {
             assert_eq!(of, id);
             if let BatchEvent::Finished(reason) = event {
                 ends.push(reason);

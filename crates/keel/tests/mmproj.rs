@@ -5,6 +5,8 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use common::{arg, fail, floats, holds, ints, keel, misuse, relative_error, stderr, succeed};
+use evenkeel::text::GrammarSource;
+use evenkeel::{LoadOptions, Model, ModelFiles, Request, TowerFile};
 use keel_testkit::fixtures::{MmprojForm, VLM, mmproj, vlm_fixture};
 use serde_json::json;
 
@@ -87,6 +89,16 @@ fn the_tower_next_to_a_model_is_found_and_named() {
     fail(&ask, "2 files next to");
     fail(&ask, "mmproj-F32.gguf, model-mmproj-BF16.gguf");
     succeed(&[&ask[..], &["--mmproj", arg(&files.tower)]].concat());
+    // Without a tower, or with one of them, the library never asks which.
+    for tower in [TowerFile::None, TowerFile::At(files.tower.clone())] {
+        let opened = ModelFiles::open_with(&files.text, &tower).expect("it opens");
+        let mut model = Model::load(&opened, &LoadOptions::default(), &|_| ()).expect("it loads");
+        let grammar = Some(GrammarSource::Regex("[0-9]{2}".into()));
+        let request = Request { grammar, max_tokens: Some(4), ..Request::default() };
+        let answer = model.stream("a", request).expect("the files are read again for the grammar");
+        let text: String = answer.collect::<Result<_, _>>().expect("no step fails");
+        assert!(text.len() == 2 && text.parse::<u32>().is_ok(), "{text:?}");
+    }
     // A tower of another model in the same folder is passed over.
     let other = vlm_fixture("vlm_gemma3").expect("there with the first");
     let other = mmproj(&other, MmprojForm::default());
