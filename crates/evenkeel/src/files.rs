@@ -16,6 +16,7 @@ use keel_weights::gguf::GgufFile;
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::Value;
 
+use crate::loading::PlacedLoad;
 use crate::{Error, LoadOptions, Result};
 
 pub use tower_file::{OpenTower, TowerFile};
@@ -233,7 +234,8 @@ impl ModelFiles {
         }
     }
 
-    /// Plans the bytes of every category for these options. No weight is read.
+    /// Plans the bytes of every category for these options, on the device that [`crate::Model::load`] takes. No weight
+    /// is read.
     ///
     /// # Errors
     /// Options out of range; a context longer than the model's.
@@ -245,8 +247,7 @@ impl ModelFiles {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn plan(&self, options: &LoadOptions) -> Result<MemoryReport> {
-        let engine = options.engine_options(&self.config)?;
-        crate::plan(&options.device, &*self.parameters(), &self.json, engine)
+        Ok(PlacedLoad::new(self, options)?.planned)
     }
 
     /// Identifies the contents of caches of this model: by its config, its files with their sizes and times, and the

@@ -7,7 +7,7 @@ use keel_models::loading::Parameters;
 use serde_json::Value;
 
 use crate::free_memory::{FreeMemory, on_device, on_host};
-use crate::{DeviceOptions, Error, OutOfMemory, Result};
+use crate::{DeviceOptions, Error, ModelFiles, OutOfMemory, Result, place};
 
 /// Default context, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
@@ -70,6 +70,38 @@ pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
         return Err(Error::Context { tokens, context_max });
     }
     Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
+}
+
+/// What a load does once its device is chosen.
+pub(crate) struct PlacedLoad {
+    pub device: DeviceOptions,
+    pub engine: EngineOptions,
+    pub planned: MemoryReport,
+    /// Why this device was chosen, if the options left the choice open.
+    pub placement: Option<String>,
+}
+
+impl PlacedLoad {
+    pub(crate) fn new(files: &ModelFiles, options: &LoadOptions) -> Result<PlacedLoad> {
+        let engine = options.engine_options(&files.config)?;
+        let (parameters, mut device) = (files.parameters(), options.device.clone());
+        // The order of sums depends on the device.
+        let plan_on = |device: &DeviceOptions| {
+            let engine = device.engine_options(engine);
+            Ok::<_, Error>((engine, plan(device, &*parameters, &files.json, engine)?))
+        };
+        let mut placement = None;
+        if device.device.is_none() {
+            let placed = place(|gpu| {
+                let candidate = DeviceOptions { device: Some(gpu), ..device.clone() };
+                plan_on(&candidate).map(|(_, planned)| planned)
+            });
+            device.device = Some(placed.device);
+            placement = Some(placed.why);
+        }
+        let (engine, planned) = plan_on(&device)?;
+        Ok(PlacedLoad { device, engine, planned, placement })
+    }
 }
 
 /// Plans the bytes of every category for an engine. No weight is read. [`crate::ModelFiles::plan`] is the short form.

@@ -10,9 +10,9 @@ use keel_text::{AnswerForm, GrammarSource, Message};
 use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
+use crate::loading::PlacedLoad;
 use crate::{
-    Batch, DeviceOptions, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions,
-    TowerFile, bound, place,
+    Batch, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, TowerFile, bound,
 };
 
 /// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
@@ -143,29 +143,16 @@ impl Model {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(u64)) -> Result<Model> {
-        let mut engine = options.engine_options(&files.config)?;
-        let parameters = files.parameters();
-        let mut device = options.device.clone();
-        let mut placement = None;
-        if device.device.is_none() {
-            let placed = place(|gpu| {
-                let candidate = DeviceOptions { device: Some(gpu), ..device.clone() };
-                crate::plan(&candidate, &*parameters, &files.json, engine)
-            });
-            device = DeviceOptions { device: Some(placed.device), ..device };
-            engine = device.engine_options(engine);
-            placement = Some(placed.why);
-        }
-        let planned = crate::plan(&device, &*parameters, &files.json, engine)?;
-        let runtime = device.runtime(engine.compute)?;
-        bound(&device, &runtime, &planned, &engine)?;
+        let PlacedLoad { device, engine: options, planned, placement } = PlacedLoad::new(files, options)?;
+        let runtime = device.runtime(options.compute)?;
+        bound(&device, &runtime, &planned, &options)?;
         let text = if files.has_tokenizer() { Some(ModelText::open(files)?) } else { None };
         Ok(Model {
-            engine: Engine::load(&runtime, &*parameters, &files.json, engine, progress)?,
+            engine: Engine::load(&runtime, &*files.parameters(), &files.json, options, progress)?,
             text,
             planned,
             path: (!files.is_built_in).then(|| absolute(&files.path)),
-            identity: files.identity(engine.compute)?,
+            identity: files.identity(options.compute)?,
             placement,
         })
     }
