@@ -123,6 +123,7 @@ impl ModelText {
             reasoning: AnswerForm::reasoning_end(&self.tokenizer).is_some(),
             begins_in_reasoning: AnswerForm::is_in_reasoning(&prompt),
             tools: tools.to_vec(),
+            marked_calls: false,
         };
         Ok((self.tokenizer.encode(&prompt, false)?, form))
     }

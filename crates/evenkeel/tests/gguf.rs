@@ -32,6 +32,51 @@ fn the_number_of_layers_has_a_bound() {
     assert!(models::gguf::config(&written(&metadata)).is_ok());
 }
 
+/// Metadata of a small model of an architecture.
+fn small(architecture: &str) -> GgufMetadata {
+    let mut metadata = GgufMetadata::default();
+    metadata.string("general.architecture", architecture);
+    let sizes = [
+        ("embedding_length", 64),
+        ("block_count", 2),
+        ("attention.head_count", 2),
+        ("context_length", 64),
+        ("feed_forward_length", 96),
+        ("attention.sliding_window", 16),
+        ("attention.key_length", 32),
+    ];
+    for (key, value) in sizes {
+        metadata.u32(&format!("{architecture}.{key}"), value);
+    }
+    metadata.f32(&format!("{architecture}.attention.layer_norm_rms_epsilon"), 1e-6);
+    metadata
+}
+
+#[test]
+fn logits_that_a_file_caps_are_refused_as_those_of_a_checkpoint() {
+    let mut metadata = small("gemma3");
+    let read = |metadata: &GgufMetadata| {
+        models::gguf::config(&written(metadata)).and_then(|config| models::read_config(&config))
+    };
+    read(&metadata).expect("no cap");
+    metadata.f32("gemma3.final_logit_softcapping", 30.0);
+    let error = read(&metadata).expect_err("capped").to_string();
+    assert!(error.contains("final_logit_softcapping is 30"), "{error}");
+}
+
+#[test]
+fn a_factor_of_positions_without_a_type_is_linear() {
+    let mut metadata = small("llama");
+    let scaling = |metadata: &GgufMetadata| {
+        models::gguf::config(&written(metadata)).expect("complete")["rope_scaling"].clone()
+    };
+    assert!(scaling(&metadata).is_null());
+    metadata.f32("llama.rope.scaling.factor", 4.0);
+    assert_eq!(scaling(&metadata), serde_json::json!({"rope_type": "linear", "factor": 4.0}));
+    metadata.string("llama.rope.scaling.type", "none");
+    assert!(scaling(&metadata).is_null());
+}
+
 #[test]
 fn a_file_says_whether_an_end_token_comes_after_a_text() {
     let ids = |add_eos| {

@@ -143,8 +143,9 @@ impl ModelCache {
     /// Forgets all tokens of a sequence.
     ///
     /// # Errors
-    /// An error of the runtime.
+    /// [`CacheError::Foreign`]; an error of the runtime.
     pub fn reset(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        self.expect_own(sequence)?;
         sequence.checkpoints.clear();
         self.shorten(sequence, 0);
         self.drop_sliding_pages(sequence);
@@ -175,8 +176,9 @@ impl ModelCache {
     /// needed there, the sequence goes back to the start.
     ///
     /// # Errors
-    /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; an error of the runtime.
+    /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; [`CacheError::Foreign`]; an error of the runtime.
     pub fn rewind(&mut self, sequence: &mut SequenceCache, position: usize) -> Result<usize> {
+        self.expect_own(sequence)?;
         if position > sequence.cached_len {
             let kept = sequence.checkpoints().collect();
             return Err(CacheError::NoCheckpoint { wanted: position, kept });
@@ -238,8 +240,9 @@ impl ModelCache {
     /// That needs a free page.
     ///
     /// # Errors
-    /// [`CacheError::NoPages`]; an error of the runtime. The page is then shared as before.
+    /// [`CacheError::NoPages`], [`CacheError::Foreign`]; an error of the runtime. The page is then shared as before.
     pub fn own_last_page(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        self.expect_own(sequence)?;
         let last = sequence.cached_len / AttentionSpec::PAGE;
         let partial = !sequence.cached_len.is_multiple_of(AttentionSpec::PAGE);
         if !partial || !self.pools.lock().pages.is_shared(sequence.pages[last]) {
@@ -260,8 +263,9 @@ impl ModelCache {
     /// A second sequence with the same tokens. Full pages are shared; the page being filled and the state are copied.
     ///
     /// # Errors
-    /// [`CacheError::NoSlot`], [`CacheError::NoPages`]; an error of the runtime.
+    /// [`CacheError::NoSlot`], [`CacheError::NoPages`], [`CacheError::Foreign`]; an error of the runtime.
     pub fn fork(&mut self, sequence: &SequenceCache) -> Result<SequenceCache> {
+        self.expect_own(sequence)?;
         let (slot, home) = (self.take_slot()?, self.pools.clone());
         let mut twin = SequenceCache::new(home, slot, sequence.cached_len, sequence.accepted);
         twin.is_long = sequence.is_long;

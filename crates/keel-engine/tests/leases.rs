@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use common::queueing::runtimes;
 use common::{PLAIN, decoded, demo, engine, fixture, runtime};
+use keel_cache::CacheError;
 use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
 
 const PROMPT: [u32; 4] = [509, 496, 258, 420];
@@ -38,6 +39,27 @@ fn dropped_sequences_are_not_lost() {
         drop(twin);
         assert!(engine.cache().is_idle(), "round {round}");
     }
+}
+
+/// Its pages and its slot have numbers of the other engine's pools.
+#[test]
+fn a_sequence_of_another_engine_is_refused() {
+    let [mut own, mut other] = [(); 2].map(|()| engine(&demo(), &runtime(2), options(0)));
+    let mut sequence = decoded(&mut own, &PROMPT, &[7, 8]);
+    let cache = other.cache_mut();
+    let refused = [
+        cache.rewind(&mut sequence, 4).map(drop),
+        cache.rewind(&mut sequence, 0).map(drop),
+        cache.reset(&mut sequence),
+        cache.own_last_page(&mut sequence),
+        cache.fork(&sequence).map(drop),
+    ];
+    for result in refused {
+        assert!(matches!(result, Err(CacheError::Foreign)), "{result:?}");
+    }
+    own.cache_mut().rewind(&mut sequence, 0).expect("it is its own");
+    drop(sequence);
+    assert!(own.cache().is_idle() && other.cache().is_idle());
 }
 
 #[test]

@@ -18,6 +18,8 @@ use rope_config::QueryGrowth;
 
 /// Largest width, count or length: far above all models, and products of two stay far from an overflow.
 const EXTENT_MAX: usize = 1 << 24;
+/// Widest projection to heads. It bounds what is listed for each of its rows.
+const PROJECTED_MAX: usize = 1 << 20;
 
 /// Most experts of a layer.
 const EXPERTS_MAX: usize = 1 << 14;
@@ -220,6 +222,12 @@ impl HybridConfig {
         if let Some((key, value)) = positive.find(|(_, v)| *v == 0 || *v > EXTENT_MAX) {
             return Err(ModelError::Config(format!("{key} is {value}, expected 1 to {EXTENT_MAX}")));
         }
+        let recurrent_widths = [
+            numbers.key_heads.saturating_mul(numbers.key_dim),
+            numbers.value_heads.saturating_mul(numbers.value_dim),
+        ];
+        let recurrent_wide =
+            !recurrent.is_empty() && recurrent_widths.iter().any(|width| *width > PROJECTED_MAX);
         let divides = |a: usize, b: usize| a.is_multiple_of(b);
         let attends = has(MixerKind::Attention) || has(MixerKind::SlidingAttention) || self.mtp_layers > 0;
         let fits =
@@ -232,6 +240,8 @@ impl HybridConfig {
             Some("linear_num_value_heads is not a multiple of linear_num_key_heads")
         } else if !recurrent.is_empty() && !(2..=8).contains(&numbers.conv_width) {
             Some("linear_conv_kernel_dim is not in 2..=8")
+        } else if recurrent_wide || self.heads.saturating_mul(self.head_dim) > PROJECTED_MAX {
+            Some("heads times their size is above 2^20")
         } else if self.rotary > self.head_dim || !divides(self.rotary, 2) {
             Some("partial_rotary_factor does not give an even number of elements within head_dim")
         } else if self.moe.is_none() && self.intermediate.is_none() {

@@ -306,9 +306,10 @@ impl Answer {
 
     fn end(&mut self, ending: Ending) {
         let mut rest = Vec::new();
-        match ending {
-            Ending::Length => self.parser.cut_off(&mut rest),
-            _ => self.parser.finish(&mut rest),
+        // A stop string within a call cuts it off, as the limit of tokens does.
+        match ending == Ending::Length || self.stops.matched().is_some() {
+            true => self.parser.cut_off(&mut rest),
+            false => self.parser.finish(&mut rest),
         }
         self.put(rest);
         if !self.held.is_empty() {

@@ -113,6 +113,57 @@ fn a_call_that_the_limit_of_tokens_cuts_off_is_left_out() {
     server.assert_all_is_back();
 }
 
+#[test]
+fn a_call_that_a_stop_string_cuts_off_is_left_out() {
+    let server = Running::start();
+    let parameters = json!({"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}},
+        "required": ["city"], "additionalProperties": false});
+    for stop in ["\n", "}", "city"] {
+        let chat = json!({"messages": [{"role": "user", "content": "Weather?"}], "temperature": 0, "stop": [stop],
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+            "tool_choice": "required", "max_tokens": 80});
+        let messages = json!({"messages": chat["messages"], "temperature": 0, "stop_sequences": [stop],
+            "tools": [{"name": "weather", "input_schema": parameters}], "tool_choice": {"type": "any"},
+            "max_tokens": 80});
+        let said = |text: &str| (String::new(), 0, text.to_string());
+        assert_eq!(chat_says(&server, &chat), [said("stop"), said("stop")], "{stop:?}");
+        let stopped = said("stop_sequence");
+        assert_eq!(messages_say(&server, &messages), [stopped.clone(), stopped], "{stop:?}");
+    }
+    server.assert_all_is_back();
+}
+
+/// The value of a schema may look like a call, and is none: calls have markers then.
+#[test]
+fn a_value_that_looks_like_a_call_is_the_value() {
+    let server = Running::start();
+    let first = server.ask("/tokenize", &json!({"text": "<tool_call>"}))["tokens"][0].to_string();
+    let schema = json!({"type": "object", "properties": {"name": {"const": "search"}, "why": {"const": "hello there"}},
+        "required": ["name", "why"], "additionalProperties": false});
+    let body = json!({"messages": [{"role": "user", "content": "Weather?"}], "temperature": 0,
+        "logit_bias": {first: -100}, "tools": [{"type": "function", "function": {"name": "search"}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, "max_tokens": 80});
+    for [collected, streamed] in
+        [chat_says(&server, &body), chat_says(&server, &with(body.clone(), json!({"max_tokens": 12})))]
+    {
+        assert_eq!(streamed, collected);
+        let (text, calls, _) = collected;
+        assert!(calls == 0 && text.replace(' ', "").starts_with(r#"{"name":"sea"#), "{text}");
+    }
+    server.assert_all_is_back();
+}
+
+#[test]
+fn what_is_null_in_a_request_has_its_usual_value_in_the_response() {
+    let server = Running::start();
+    let body = json!({"input": "Hi", "max_output_tokens": 1, "tools": null, "tool_choice": null,
+        "parallel_tool_calls": null});
+    let response = server.ask("/v1/responses", &body);
+    let echoed = ["tools", "tool_choice", "parallel_tool_calls"].map(|field| response[field].clone());
+    assert_eq!(echoed, [json!([]), json!("auto"), json!(true)]);
+    server.assert_all_is_back();
+}
+
 /// Checks that the chunks of a stream list the tokens of the whole answer, each with its text.
 fn check_logprobs(server: &Running, path: &str, body: &Value, key: &str) {
     let whole = server.ask(path, body)["choices"][0]["logprobs"].clone();

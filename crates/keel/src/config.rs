@@ -2,13 +2,14 @@
 //!
 //! A key is the long name of an option. At the top of the file it applies to every command that has the option. In a
 //! table named after a command, it applies to that command (`[bench.serve]` for `keel bench serve`). The command line
-//! and the environment take precedence.
+//! and the environment take precedence, also over options of the file that exclude theirs.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use clap::{Arg, ArgAction, Command};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
 use crate::input;
@@ -92,6 +93,43 @@ impl Config {
             }
         }
         Config { path: self.path.clone(), is_there: self.is_there, table }
+    }
+
+    /// The file without the values of options that exclude an option which the command line or the environment gives;
+    /// `None` if there is no such value. `command` is built.
+    pub fn without_conflicts(&self, command: &Command, matches: &ArgMatches) -> Option<Config> {
+        let (mut command, mut matches, mut path) = (command, matches, Vec::new());
+        while let Some((name, inner)) = matches.subcommand() {
+            (command, matches) = (command.find_subcommand(name)?, inner);
+            path.push(name.to_string());
+        }
+        let is_given = |arg: &Arg| {
+            let source = matches.value_source(arg.get_id().as_str());
+            matches!(source, Some(ValueSource::CommandLine | ValueSource::EnvVariable))
+        };
+        let excludes =
+            |a: &Arg, b: &Arg| command.get_arg_conflicts_with(a).iter().any(|arg| arg.get_id() == b.get_id());
+        let given: Vec<&Arg> = command.get_arguments().filter(|arg| is_given(arg)).collect();
+        let loses = |arg: &&Arg| {
+            let is_excluded = || given.iter().any(|other| excludes(arg, other) || excludes(other, arg));
+            self.value(&path, arg).is_some() && !is_given(arg) && is_excluded()
+        };
+        let losers: Vec<&Arg> = command.get_arguments().filter(loses).collect();
+        let mut without =
+            Config { path: self.path.clone(), is_there: self.is_there, table: self.table.clone() };
+        losers.iter().for_each(|arg| without.remove(&path, arg));
+        (!losers.is_empty()).then_some(without)
+    }
+
+    /// Removes the values for an option of the command at `path`.
+    fn remove(&mut self, path: &[String], arg: &Arg) {
+        let mut table = &mut self.table;
+        table.retain(|key, value| value.is_table() || !names(key, arg));
+        for name in path {
+            let Some(inner) = table.get_mut(name).and_then(Value::as_table_mut) else { break };
+            table = inner;
+            table.retain(|key, value| value.is_table() || !names(key, arg));
+        }
     }
 
     /// The file's value for an option of the command at `path`. The innermost table that has it takes precedence.
@@ -219,6 +257,33 @@ mod tests {
 
     fn config(text: &str) -> Config {
         Config { table: Config::parse(text).expect("TOML"), ..Config::default() }
+    }
+
+    #[test]
+    fn an_option_that_is_given_excludes_those_of_the_file_that_it_conflicts_with() {
+        let one = || Arg::new("one").long("one").conflicts_with("two");
+        let two = || Arg::new("two").long("two");
+        let of = |name: &'static str| Command::new(name).args([one(), two()]);
+        let command = || {
+            let mut command =
+                Command::new("keel").subcommand(of("a")).subcommand(of("b").subcommand(of("c")));
+            command.build();
+            command
+        };
+        let config = config("one = '1'\n[b]\ntwo = '2'\n[b.c]\none = '3'");
+        let left = |args: &[&str]| {
+            let matches = config.apply(command()).expect("known").try_get_matches_from(args).expect("parsed");
+            config.without_conflicts(&command(), &matches).map(|config| format!("{:?}", config.table))
+        };
+        assert_eq!(left(&["keel", "a"]), None);
+        assert_eq!(left(&["keel", "a", "--one", "x"]), None);
+        assert_eq!(
+            left(&["keel", "a", "--two", "x"]).expect("one").matches("\"one\"").count(),
+            1,
+            "that of b.c"
+        );
+        assert_eq!(left(&["keel", "b", "--one", "x"]).expect("two").matches("\"two\"").count(), 0);
+        assert_eq!(left(&["keel", "b", "c", "--two", "x"]).expect("one").matches("\"one\"").count(), 0);
     }
 
     #[test]

@@ -127,11 +127,22 @@ fn plans_a_server(matches: &ArgMatches) -> bool {
 }
 
 /// Parses the command line. Values of the configuration file apply where neither the command line nor the environment
-/// sets an option.
+/// sets an option or one that excludes it.
 fn parse(config: &config::Config) -> anyhow::Result<Cli> {
-    let mut matches = config.apply(Cli::command())?.try_get_matches();
+    let parse = |config: &config::Config| anyhow::Ok(config.apply(Cli::command())?.try_get_matches());
+    let mut matches = parse(config)?;
+    let of_server;
+    let mut config = config;
     if matches.as_ref().is_ok_and(plans_a_server) {
-        matches = config.for_plan_of_server(&Cli::command()).apply(Cli::command())?.try_get_matches();
+        of_server = config.for_plan_of_server(&Cli::command());
+        config = &of_server;
+        matches = parse(config)?;
+    }
+    let mut command = Cli::command();
+    command.build();
+    let without = matches.as_ref().ok().and_then(|matches| config.without_conflicts(&command, matches));
+    if let Some(config) = without {
+        matches = parse(&config)?;
     }
     let cli = matches.and_then(|matches| Cli::from_arg_matches(&matches));
     Ok(cli.unwrap_or_else(|error| {

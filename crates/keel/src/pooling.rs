@@ -43,7 +43,9 @@ fn of_folder(folder: &Path) -> Result<Option<Pooling>> {
                 if !path.components().all(|part| matches!(part, std::path::Component::Normal(_))) {
                     bail!("{MODULES} names a pooling outside the folder: {}", path.display());
                 }
-                pooling = pooling_of(&folder.join(path))?;
+                let of_module = pooling_of(&folder.join(path))?;
+                let missing = || format!("{MODULES} names {}, whose config.json is missing", path.display());
+                pooling = Some(of_module.with_context(missing)?);
             }
             _ => bail!("{MODULES} has a module {kind:?}; Transformer, Pooling and Normalize are supported"),
         }
@@ -114,7 +116,6 @@ mod tests {
         assert_eq!(read(Some(MODULES_JSON), Some(mean)).expect("sound"), Some(Pooling::Mean));
         assert_eq!(read(None, Some(r#"{"pooling_mode": "mean"}"#)).expect("sound"), Some(Pooling::Mean));
         assert_eq!(read(None, None).expect("sound"), None);
-        assert_eq!(read(Some(MODULES_JSON), None).expect("sound"), None);
     }
 
     #[test]
@@ -131,9 +132,10 @@ mod tests {
             (None, Some("{}"), "no pooling"),
             (None, Some("[]"), "no object"),
             (None, Some("{"), "no JSON"),
-            (Some(&dense[..]), None, "Dense"),
+            (Some(&dense[..]), Some(r#"{"pooling_mode": "mean"}"#), "Dense"),
             (Some(&outside[..]), None, "outside the folder"),
             (Some("{}"), None, "no list"),
+            (Some(MODULES_JSON), None, "names 1_Pooling, whose config.json is missing"),
         ] {
             let message = format!("{:#}", read(modules, config).expect_err("refused"));
             assert!(message.contains(part), "{message}");

@@ -24,6 +24,21 @@ fn chat_answers_remembers_and_forgets() {
     assert!(text.contains("checkpoints"), "{text}");
 }
 
+#[test]
+fn a_turn_that_can_no_longer_be_answered_stays() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let saved = folder.path().join("turns.json");
+    let (long, save) = ("so on and ".repeat(200), format!("/save {}", saved.display()));
+    let flags = ["--temperature", "0", "--max-tokens", "8", "--context", "256"];
+    let text = chat(&flags, &format!("Tell me of a dog.\n/system {long}\n/retry\n/system\n{save}\n"));
+    assert!(text.contains("its context is 256"), "{text}");
+    let saved: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(saved).expect("it was saved")).expect("JSON");
+    let roles: Vec<&str> =
+        saved["messages"].as_array().expect("a list").iter().filter_map(|m| m["role"].as_str()).collect();
+    assert!(roles.ends_with(&["user", "assistant"]), "{saved}");
+}
+
 /// The conversation as one prompt, in the ids that `chat` computes.
 fn conversation_ids(messages: &[Message]) -> String {
     let files = TextFiles::read(&demo()).expect("the built-in model has a tokenizer");

@@ -41,6 +41,22 @@ fn a_plan_of_a_server_follows_the_servers_table() {
     assert_eq!(plan(home.path(), &[]), plan(empty.path(), &[]), "the table is not for other plans");
 }
 
+/// The two exclude each other on the command line. What is given there counts.
+#[test]
+fn an_option_that_is_given_excludes_those_of_the_file() {
+    let home = written("[generate]\nraw = true\ntemperature = 0\n[serve]\nshape = 'qwen3.5-0.8b'\n");
+    let empty = written("[generate]\ntemperature = 0\n");
+    let text = |home: &Path, extra: &[&str]| {
+        let command = ["generate", "Hello there", "--json", "-n", "8"];
+        json(&keel(home, &[&command[..], extra].concat()))["text"].clone()
+    };
+    assert_eq!(text(home.path(), &[]), text(empty.path(), &["--raw"]), "the file's value");
+    assert_ne!(text(empty.path(), &["--chat"]), text(empty.path(), &["--raw"]));
+    assert_eq!(text(home.path(), &["--chat"]), text(empty.path(), &["--chat"]));
+    let served = keel(home.path(), &["serve", "--model", "/nowhere/at/all"]);
+    assert!(!served.status.success() && stderr(&served).contains("/nowhere/at/all"), "{}", stderr(&served));
+}
+
 #[test]
 fn a_file_sets_options_and_the_command_line_and_the_environment_win() {
     let home = written(

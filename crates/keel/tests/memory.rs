@@ -189,6 +189,14 @@ fn keys_and_values_that_are_asked_for_are_planned_or_refused_and_never_cut() {
 }
 
 #[test]
+fn an_option_of_a_servers_memory_plans_a_server() {
+    for option in [["--step-tokens", "64"], ["--request-memory", "1Gi"], ["--sequences", "3"]] {
+        let plan = |flags: &[&str]| json(&[&["plan", "--json"], flags, &option].concat());
+        assert_eq!(plan(&[]), plan(&["--serve"]), "{option:?}");
+    }
+}
+
+#[test]
 fn a_small_model_gets_a_small_pool_on_the_cpu() {
     let plan = json(&["plan", "--serve", "--json"]);
     let of = |category: &str| plan[category].as_u64().expect("a number");
@@ -258,12 +266,11 @@ fn the_commands_of_fit_repeat_what_was_given() {
     let start = ["fit", "--limit", "200M", "--sequences", "1", "--device", "cpu", "--json"];
     let fit = json(&[&start[..], &given].concat());
     let command = fit["fits"][0]["command"].as_str().expect("a command");
-    for option in given.chunks(2) {
+    for option in given.chunks(2).chain([&["--device", "cpu"][..]]) {
         assert!(command.contains(&option.join(" ")), "{option:?} is not in {command}");
     }
     let flags = command.strip_prefix("keel serve").expect("a server");
-    let plan: Vec<&str> =
-        ["plan", "--device", "cpu", "--json"].into_iter().chain(flags.split_whitespace()).collect();
+    let plan: Vec<&str> = ["plan", "--json"].into_iter().chain(flags.split_whitespace()).collect();
     assert_eq!(Some(total(&json(&plan))), fit["fits"][0]["bytes"].as_u64(), "{command}");
 }
 

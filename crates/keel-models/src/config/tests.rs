@@ -44,6 +44,19 @@ fn errors_name_the_key() {
     }
 }
 
+/// Each number is allowed. Lists of the rows of such heads would take gigabytes before a tensor's shape is compared.
+#[test]
+fn heads_are_bounded_together() {
+    for (key, size) in
+        [("num_attention_heads", "head_dim"), ("linear_num_value_heads", "linear_value_head_dim")]
+    {
+        let mut config = minimal();
+        (config[key], config[size]) = (json!(1 << 20), json!(512));
+        let message = HybridConfig::from_json(&config).expect_err("must not pass").to_string();
+        assert!(message.contains("heads times their size is above 2^20"), "{key}: {message}");
+    }
+}
+
 #[test]
 fn sections_of_positions_matter_only_where_pictures_are_read() {
     let mut config = minimal();

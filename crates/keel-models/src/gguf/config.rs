@@ -224,6 +224,11 @@ impl Keys<'_> {
         if let Some(slides) = pattern.and_then(GgufValue::as_array) {
             config["layer_types"] = kinds(slides, layers, "sliding_attention");
         }
+        for cap in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if let Some(most) = self.number(cap).filter(|most| *most != 0.0) {
+                config[cap] = most.into();
+            }
+        }
         Ok(config)
     }
 
@@ -289,9 +294,12 @@ impl Keys<'_> {
         if self.file.contains(LONG_DIVISORS) {
             return self.long_rope().map(Some);
         }
-        let kind = self.get("rope.scaling.type").and_then(GgufValue::as_str).unwrap_or("none");
-        // Old files have only a linear factor.
-        let kind = if self.number("rope.scale_linear").is_some() { "linear" } else { kind };
+        // Old files have only a factor, which is linear.
+        let has_factor = ["rope.scaling.factor", "rope.scale_linear"]
+            .iter()
+            .any(|key| self.number(key).is_some_and(|factor| factor != 0.0));
+        let kind = self.get("rope.scaling.type").and_then(GgufValue::as_str);
+        let kind = kind.unwrap_or(if has_factor { "linear" } else { "none" });
         if kind == "none" {
             return Ok(None);
         }

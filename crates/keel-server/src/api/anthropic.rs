@@ -356,7 +356,7 @@ fn whole(model: &str, answer: &Collected) -> Value {
         "model": model,
         "content": content,
         "stop_reason": stop_reason(answer.ending, answer.stop.as_deref()),
-        "stop_sequence": answer.stop,
+        "stop_sequence": answer.stop.as_ref().filter(|_| answer.ending == Ending::Stop),
         "usage": usage_json(answer.usage),
     })
 }
@@ -432,8 +432,10 @@ async fn stream(model: String, mut answer: Answer, outbox: Outbox) -> Result<()>
             AnswerEvent::Tokens(_) => {}
             AnswerEvent::End(ending, stop) => {
                 stream.close().await?;
-                let delta =
-                    json!({"stop_reason": stop_reason(ending, stop.as_deref()), "stop_sequence": stop});
+                let reason = stop_reason(ending, stop.as_deref());
+                // A call that ends at a stop string ends the answer as a call.
+                let stop = stop.filter(|_| ending == Ending::Stop);
+                let delta = json!({"stop_reason": reason, "stop_sequence": stop});
                 let usage = usage_json(answer.usage());
                 stream.send(json!({"type": "message_delta", "delta": delta, "usage": usage})).await?;
                 stream.send(json!({"type": "message_stop"})).await?;

@@ -48,6 +48,8 @@ pub struct AnswerForm {
     pub begins_in_reasoning: bool,
     /// The tools that may be called, in OpenAI's form. Without tools, calls are text.
     pub tools: Vec<Value>,
+    /// A grammar allows calls only between markers. A JSON value is then a value, also if it looks like a call.
+    pub marked_calls: bool,
 }
 
 impl AnswerForm {
@@ -158,7 +160,7 @@ impl AnswerParser {
     fn begin(&mut self) -> bool {
         let text = self.held.trim_start();
         let could_be = |marker: &str| marker.starts_with(text) || text.starts_with(marker);
-        let (thinks, calls) = (self.form.reasoning, !self.form.tools.is_empty());
+        let (thinks, calls) = (self.form.reasoning, !self.form.tools.is_empty() && !self.form.marked_calls);
         if thinks && REASONING.iter().any(|markers| could_be(markers.begin)) {
             let Some(begun) = REASONING.iter().find_map(|markers| text.strip_prefix(markers.begin)) else {
                 return false;
@@ -310,6 +312,9 @@ mod tests {
         let bare = r#"{"name": "weather", "parameters": {"city": "Bern"}}"#;
         check(&form, bare, &[call(r#"{"city":"Bern"}"#)]);
         check(&form, &format!("<|python_tag|>{bare}"), &[call(r#"{"city":"Bern"}"#)]);
+        let marked = AnswerForm { marked_calls: true, ..form };
+        check(&marked, bare, &[text(bare)]);
+        check(&marked, json, &[text("Look:"), call(r#"{"city":"Bern","days":2}"#)]);
     }
 
     #[test]

@@ -46,7 +46,12 @@ pub fn exercise_answer(data: &[u8]) -> bool {
     let string = json!({"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "y": {"type": "integer"}}}});
     let tools =
         if kind & 1 == 0 { vec![] } else { vec![json!({"function": string}), json!({"name": "get"})] };
-    let form = AnswerForm { reasoning: kind & 2 != 0, begins_in_reasoning: kind & 4 != 0, tools };
+    let form = AnswerForm {
+        reasoning: kind & 2 != 0,
+        begins_in_reasoning: kind & 4 != 0,
+        tools,
+        marked_calls: kind & 8 != 0,
+    };
     let whole = parts(&form, &[&text], false);
     let cut = parts(&form, &[&text], true);
     let step = 1 + usize::from(kind >> 3);

@@ -278,6 +278,11 @@ impl DeviceArgs {
         is_free && self.chosen.get().is_none()
     }
 
+    /// Whether the device is not `auto`.
+    pub fn is_given(&self) -> bool {
+        matches!(self.device, Wanted::Only(_))
+    }
+
     /// A copy of these arguments with another device.
     pub fn on(&self, device: Device) -> DeviceArgs {
         DeviceArgs { device: Wanted::Only(device), split: SplitArgs::default(), ..self.clone() }

@@ -297,6 +297,7 @@ impl Form<'_> {
             _ if on.split.is_split() => {
                 format!(" --devices {} --split {}", on.split.list(), on.split.split())
             }
+            Device::Cpu if on.is_given() => " --device cpu".into(),
             Device::Cpu => String::new(),
             Device::Cuda(n) => format!(" --device cuda:{n}"),
         };

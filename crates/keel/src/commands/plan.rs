@@ -26,7 +26,8 @@ const CONTEXT_DEFAULT: usize = 4096;
 
 /// Print the memory that a run takes, by category, without loading weights.
 ///
-/// With --serve, or with an option that only a server has, the numbers are those of `keel serve` with the same options.
+/// With --serve, or with an option on which only a server's memory depends, the numbers are those of `keel serve` with
+/// the same options.
 /// Otherwise they are those of `keel generate` with the same context. If the machine has the GPU that --device names,
 /// the memory of its driver is measured and printed, too. --verbose also prints the shapes of steps, and the
 /// launches of a step (of a model on one device). `keel fit` shows what fits.
@@ -56,7 +57,7 @@ pub struct PlanArgs {
 /// Runs the command.
 pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let (device, holding) = (&args.server.device, &args.server.holding);
-    let is_server = args.serve || holding.is_of_a_server();
+    let is_server = args.serve || args.server.is_of_a_server();
     // A server's sizes that the user did not set are lowered until it fits. A plan without a server has none.
     if device.is_limited() && !is_server {
         return Err(usage(

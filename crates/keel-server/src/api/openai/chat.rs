@@ -143,13 +143,14 @@ pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Res
         ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
         top_logprobs,
         listing: Listing::Objects,
-        grammar: tools.grammar,
         one_call: tools.one_call,
         form: AnswerForm {
             reasoning: reasons,
             begins_in_reasoning: reasons && AnswerForm::is_in_reasoning(&prompt.tail),
             tools: tools.offered,
+            marked_calls: tools.grammar.is_some(),
         },
+        grammar: tools.grammar,
         prompt: prompt.ids,
         vision,
     };

@@ -82,9 +82,9 @@ pub(crate) async fn create(
         created: manager.now(),
         model: String::new(),
         echoed: json!({
-            "tools": body.rest.get("tools").cloned().unwrap_or(json!([])),
-            "tool_choice": body.rest.get("tool_choice").cloned().unwrap_or(json!("auto")),
-            "parallel_tool_calls": body.rest.get("parallel_tool_calls").cloned().unwrap_or(json!(true)),
+            "tools": given("tools").cloned().unwrap_or(json!([])),
+            "tool_choice": given("tool_choice").cloned().unwrap_or(json!("auto")),
+            "parallel_tool_calls": given("parallel_tool_calls").cloned().unwrap_or(json!(true)),
             "temperature": body.rest.get("temperature"),
             "top_p": body.rest.get("top_p"),
             "instructions": body.instructions,

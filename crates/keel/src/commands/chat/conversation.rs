@@ -140,9 +140,12 @@ impl Conversation {
     /// As [`Conversation::say`].
     pub fn retry(&mut self) -> Result<()> {
         let Some(at) = self.last_turn() else { return output::line("there is no turn to answer again") };
-        self.messages.truncate(at + 1);
+        let answer = self.messages.split_off(at + 1);
         self.retries += 1;
-        self.turn()
+        if !self.turn()? {
+            self.messages.extend(answer);
+        }
+        Ok(())
     }
 
     /// Writes the turns to a file.
@@ -200,39 +203,39 @@ impl Conversation {
         }
         self.messages.push(message);
         self.retries = 0;
-        self.turn()
+        if !self.turn()? {
+            self.messages.pop();
+            self.pictures.truncate(self.shown_pictures());
+        }
+        Ok(())
     }
 
-    /// Answers the last message.
-    fn turn(&mut self) -> Result<()> {
+    /// Answers the last message. If it cannot be answered, says why and returns false.
+    fn turn(&mut self) -> Result<bool> {
+        let refuse = |reason: &str| output::line(reason).map(|()| false);
         let prompt = match self.encode() {
             Ok(prompt) => prompt,
-            Err(error) if is_refusal(&error) => return self.take_back(&format!("{error:#}")),
+            Err(error) if is_refusal(&error) => return refuse(&format!("{error:#}")),
             Err(error) => return Err(error),
         };
         let (tokens, context) = (prompt.tokens.len(), self.session.engine.options().context);
         if tokens >= context {
-            return self.take_back(&format!(
+            return refuse(&format!(
                 "this turn makes the conversation {tokens} tokens long, but its context is {context}: /undo removes the \
                  turn before, /reset begins a new conversation"
             ));
         }
         let answer = self.answer(prompt)?;
         self.messages.push(Message::new("assistant", answer));
-        output::line("")
-    }
-
-    /// Removes the last turn, which is not answered, and says why.
-    fn take_back(&mut self, reason: &str) -> Result<()> {
-        self.messages.pop();
-        self.pictures.truncate(self.shown_pictures());
-        output::line(reason)
+        output::line("").map(|()| true)
     }
 
     fn encode(&self) -> Result<PromptWithImages> {
         match &self.chat_images {
             Some(chat_images) => {
-                chat_images.encode(&self.text, &self.template, &self.messages, &self.pictures)
+                // Others wait for the next turn.
+                let shown = &self.pictures[..self.shown_pictures()];
+                chat_images.encode(&self.text, &self.template, &self.messages, shown)
             }
             None => {
                 let tokens = self.text.encode_chat(&self.template, &self.messages)?;
@@ -249,7 +252,10 @@ impl Conversation {
             None => self.session.engine.open()?,
         };
         let PromptWithImages { tokens: prompt, key, vision_inputs } = prompt;
-        let common = common_len(&self.cached_ids, &key) / PREFILL_GRID * PREFILL_GRID;
+        // Keys of long sequences may be rotated by other frequencies than those of short ones.
+        let keeps_turns = sequence.is_long() == self.session.engine.is_long(prompt.len());
+        let common = if keeps_turns { common_len(&self.cached_ids, &key) } else { 0 };
+        let common = common / PREFILL_GRID * PREFILL_GRID;
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
         sequence.set_vision_inputs(vision_inputs);
         tracing::debug!("{at} of {} tokens are in the cache", prompt.len());

@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use crate::input;
 
-use super::choice::{folder_of, is_gguf_model, is_gguf_tower, is_picked};
+use super::choice::{USUAL_CODING, folder_of, is_gguf_model, is_gguf_tower, is_picked};
 use crate::source::hub_name::{HubName, is_commit};
 
 /// The folder of models.
@@ -78,15 +78,15 @@ impl Cache {
             None => read_ref(&self.repository(name).join("refs").join(name.revision()))?,
         };
         let folder = self.snapshot(name, &commit);
-        let Some(pick) = &name.pick else {
-            if is_checkpoint(&folder) {
-                return Some(folder);
-            }
-            let mut gguf = gguf_files(&folder);
-            return if gguf.len() == 1 { gguf.pop().map(|file| folder.join(file)) } else { None };
-        };
+        if name.pick.is_none() && is_checkpoint(&folder) {
+            return Some(folder);
+        }
         let mut picked = gguf_files(&folder);
-        picked.retain(|file| is_picked(file, pick));
+        match &name.pick {
+            Some(pick) => picked.retain(|file| is_picked(file, pick)),
+            None if picked.len() > 1 => picked.retain(|file| is_picked(file, USUAL_CODING)),
+            None => {}
+        }
         picked.sort_by_key(|file| (file.matches('/').count(), file.len()));
         picked.first().map(|file| folder.join(file))
     }
@@ -391,7 +391,7 @@ mod tests {
         put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa")]);
         assert!(cache.find(&name("a/b")).expect("the only one").ends_with("m-Q4_K_M.gguf"));
         put(&cache, "a/b", ONE, &[("sub/m-Q8_0.gguf", "bb")]);
-        assert!(cache.find(&name("a/b")).is_none(), "one of two has to be picked");
+        assert!(cache.find(&name("a/b")).expect("the usual one").ends_with("m-Q4_K_M.gguf"));
         let found = cache.find(&name("a/b:q8_0")).expect("picked");
         assert_eq!(fs::read_to_string(found).expect("the link leads somewhere"), "12345");
     }

@@ -8,7 +8,7 @@ use super::client::RemoteFile;
 use crate::source::hub_name::HubName;
 
 /// The GGUF coding to use if there are several and none is picked. It has 4.5 bits, the usual compromise.
-const USUAL_CODING: &str = "Q4_K_M";
+pub const USUAL_CODING: &str = "Q4_K_M";
 
 /// The files that are needed to run a model.
 #[derive(Debug, PartialEq)]
@@ -83,7 +83,7 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     let weights = weights.iter().filter(|file| !has_usual || is_usual(file)).copied();
     let is_text = |file: &&RemoteFile| file.path.ends_with(".json") || file.path.ends_with(".jinja");
     let pooling = files.iter().filter(|file| file.path.ends_with("_Pooling/config.json"));
-    in_root().filter(is_text).chain(weights).chain(pooling).collect()
+    in_root().filter(is_text).chain(pooling).chain(weights).collect()
 }
 
 /// Whether a file is a complete model, and not a vision part or a table for quantisation.
