@@ -259,6 +259,18 @@ mod tests {
         Config { table: Config::parse(text).expect("TOML"), ..Config::default() }
     }
 
+    /// The parser knows each option that another one excludes. It panics at others when it is asked.
+    #[test]
+    fn excluded_options_exist() {
+        fn check(command: &Command) -> usize {
+            let own = command.get_arguments().map(|arg| command.get_arg_conflicts_with(arg).len());
+            own.sum::<usize>() + command.get_subcommands().map(check).sum::<usize>()
+        }
+        let mut command = <crate::Cli as clap::CommandFactory>::command();
+        command.build();
+        assert!(check(&command) > 30);
+    }
+
     #[test]
     fn an_option_that_is_given_excludes_those_of_the_file_that_it_conflicts_with() {
         let one = || Arg::new("one").long("one").conflicts_with("two");
