@@ -1,7 +1,9 @@
-//! 8-bit floats with a scale for each block of 128 by 128, as Qwen and DeepSeek publish them.
+//! 8-bit floats with a scale for each block of 128 by 128, as Qwen and DeepSeek publish them, or with one scale, as
+//! Ministral 3.
 //!
 //! `weight[n, k] = e4m3(weight[n, k]) * weight_scale_inv[n / 128, k / 128]`: `weight` F8_E4M3 `[N, K]`,
-//! `weight_scale_inv` f32, f16 or bf16 `[ceil(N / 128), ceil(K / 128)]`.
+//! `weight_scale_inv` f32, f16 or bf16 `[ceil(N / 128), ceil(K / 128)]`, or of one element. A scale of activations is
+//! not read: they are not rounded to 8 bits.
 
 use std::ops::Range;
 
@@ -48,12 +50,16 @@ impl<'a> Fp8Tensor<'a> {
     /// [`WeightsError::Rows`] if the rows do not exist or `out` has another length.
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         check_rows(self.scales.name(), self.rows, self.cols, &range, out.len())?;
+        let [block_rows, block_cols] = match self.scales.rows() * self.scales.cols() {
+            1 => [self.rows, self.cols],
+            _ => [BLOCK; 2],
+        };
         let mut scales = vec![0.0; self.scales.cols()];
         for (row, out) in range.zip(out.chunks_exact_mut(self.cols)) {
-            self.scales.rows_f32(row / BLOCK..row / BLOCK + 1, &mut scales)?;
-            let codes = &self.codes[row * self.cols..][..self.cols];
-            for (k, (out, code)) in out.iter_mut().zip(codes).enumerate() {
-                *out = e4m3(*code) * scales[k / BLOCK];
+            self.scales.rows_f32(row / block_rows..row / block_rows + 1, &mut scales)?;
+            let codes = self.codes[row * self.cols..][..self.cols].chunks(block_cols);
+            for ((out, codes), scale) in out.chunks_mut(block_cols).zip(codes).zip(&scales) {
+                out.iter_mut().zip(codes).for_each(|(out, code)| *out = e4m3(*code) * scale);
             }
         }
         Ok(())
@@ -80,13 +86,14 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
         && dtype == E4M3
         && Some(bytes.len()) == rows.checked_mul(cols)
         && scales.dtype.is_float()
-        && *scales.shape == [rows.div_ceil(BLOCK), cols.div_ceil(BLOCK)]
+        && (scales.shape.iter().all(|len| *len == 1)
+            || *scales.shape == [rows.div_ceil(BLOCK), cols.div_ceil(BLOCK)])
     {
         return Ok(LinearInfo { experts: None, rows, cols, format: LinearFormat::Fp8 });
     }
     let problem = format!(
-        "weight {dtype} {shape:?} with weight_scale_inv {} {:?} is not F8_E4M3 [N, K] with a float for each block of \
-         {BLOCK} by {BLOCK}",
+        "weight {dtype} {shape:?} with weight_scale_inv {} {:?} is not F8_E4M3 [N, K] with one float, or one for each \
+         block of {BLOCK} by {BLOCK}",
         scales.dtype, scales.shape
     );
     Err(WeightsError::Module { module: module.into(), problem })

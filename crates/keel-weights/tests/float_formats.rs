@@ -183,6 +183,19 @@ fn eight_bit_floats_have_a_scale_for_each_block() {
     }
     assert!(source.linear("m").unwrap().rows_f32(127..131, &mut rows).is_err());
 
+    // One scale for all.
+    for shape in [vec![], vec![1], vec![1, 1]] {
+        let mut whole = tensors.clone();
+        (whole[1].1, whole[1].2, whole[1].3) =
+            ("BF16", shape, half::bf16::from_f32(0.25).to_le_bytes().to_vec());
+        let folder = tempfile::tempdir().unwrap();
+        let config = json!({"quant_method": "fp8", "weight_block_size": null, "activation_scheme": "static"});
+        checkpoint(folder.path(), config, &whole).linear("m").unwrap().rows_f32(126..130, &mut rows).unwrap();
+        for (i, value) in rows.iter().enumerate() {
+            assert_eq!(*value, e4m3(finite(126 * k + i)) * 0.25, "{i}");
+        }
+    }
+
     for (part, shape) in [(1, vec![2, 2]), (1, vec![6]), (0, vec![n * k]), (0, vec![1, n, k])] {
         let mut wrong = tensors.clone();
         let keep =
