@@ -11,14 +11,14 @@ use crate::{Result, WeightsError, partial::PartialFile};
 
 /// Where a tensor's bytes go.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct TensorSpan {
     /// From the start of the file.
     pub offset: u64,
     pub bytes: u64,
 }
 
 /// The place of each tensor.
-pub(crate) type Places = BTreeMap<String, Place>;
+pub(crate) type TensorSpans = BTreeMap<String, TensorSpan>;
 
 /// A file under a temporary name. Its tensors are filled in any order. It gets its name when it is complete; if dropped
 /// before, nothing remains.
@@ -31,7 +31,7 @@ pub(crate) struct StreamedFile {
 
 impl StreamedFile {
     /// Starts the file that will be at `path`.
-    pub(crate) fn create(path: &Path, header: &[u8], places: Places) -> Result<StreamedFile> {
+    pub(crate) fn create(path: &Path, header: &[u8], places: TensorSpans) -> Result<StreamedFile> {
         let (file, handle) = PartialFile::create(path)?;
         let stream = Stream::start(handle, header, places).map_err(WeightsError::io("write", path))?;
         Ok(StreamedFile { path: path.into(), file, stream })
@@ -71,10 +71,10 @@ struct Progress {
 }
 
 impl<W: Write + Seek> Stream<W> {
-    fn start(mut target: W, header: &[u8], places: Places) -> io::Result<Stream<W>> {
+    fn start(mut target: W, header: &[u8], places: TensorSpans) -> io::Result<Stream<W>> {
         target.write_all(header)?;
         let progress =
-            |(name, Place { offset, bytes })| (name, Progress { next: offset, end: offset + bytes });
+            |(name, TensorSpan { offset, bytes })| (name, Progress { next: offset, end: offset + bytes });
         let tensors = places.into_iter().map(progress).collect();
         Ok(Stream { target, tensors })
     }
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_is_the_systems_error() {
-        let places = || Places::from([("a".to_string(), Place { offset: 20, bytes: 100 })]);
+        let places = || TensorSpans::from([("a".to_string(), TensorSpan { offset: 20, bytes: 100 })]);
         let room = |left| SmallDisk { file: Cursor::new(Vec::new()), left };
         let kind = |error: io::Error| error.kind();
         assert_eq!(

@@ -179,9 +179,9 @@ fn expect_f32(op: &'static str, x: &Array) -> Result<()> {
 mod tests {
     use super::*;
 
-    struct Place(usize, usize);
+    struct Member(usize, usize);
 
-    impl Group for Place {
+    impl Group for Member {
         fn rank(&self) -> usize {
             self.0
         }
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn an_exchange_that_cannot_happen_is_refused() {
-        let refusal = |op: Op, rank| op.check_exchange(Some(&Place(rank, 3))).err().unwrap_or_default();
+        let refusal = |op: Op, rank| op.check_exchange(Some(&Member(rank, 3))).err().unwrap_or_default();
         let sum = |first, count| Op::AllReduce { peers: Peers { first, count } };
         assert_eq!(refusal(Op::Send { to: 2 }, 0), "");
         assert_eq!(refusal(sum(1, 2), 1), "");

@@ -36,7 +36,7 @@ pub(crate) use mailbox::{
 pub(crate) use memory::{CudaMemory, PinnedBuffer};
 pub(crate) use modules::Modules;
 pub(crate) use nccl::{
-    Communicator, Extent, ID_BYTES, Messages, Nccl, Place, apply_settings, communicator_bytes,
+    Communicator, Extent, ID_BYTES, Membership, Messages, Nccl, apply_settings, communicator_bytes,
 };
 pub(crate) use reservation::GRANULE;
 use reservation::Reservation;

@@ -43,7 +43,7 @@ struct Id([c_char; ID_BYTES]);
 const _: () = assert!(size_of::<Id>() == ID_BYTES);
 
 /// A device's place in a communicator that is to be made.
-pub(crate) struct Place<'a> {
+pub(crate) struct Membership<'a> {
     pub device: &'a Device,
     /// That of the communicator.
     pub id: [u8; ID_BYTES],
@@ -165,7 +165,7 @@ impl Nccl {
     ///
     /// # Errors
     /// The library's reason.
-    pub fn connect(self: &Arc<Self>, places: &[Place<'_>]) -> Result<Vec<Communicator>> {
+    pub fn connect(self: &Arc<Self>, places: &[Membership<'_>]) -> Result<Vec<Communicator>> {
         // A device that is lost must be seen here: within the group, the others would wait for its rank.
         places.iter().try_for_each(|place| place.device.bind())?;
         let mut handles: Vec<Handle> = vec![std::ptr::null_mut(); places.len()];

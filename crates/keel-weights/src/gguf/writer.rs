@@ -6,7 +6,7 @@ use super::{GgmlType, metadata::ALIGNMENT_KEY};
 use crate::{
     Result, WeightsError,
     source::element_count,
-    stream::{Place, Places, StreamedFile},
+    stream::{StreamedFile, TensorSpan, TensorSpans},
 };
 
 /// Tensors begin at multiples of this. It is the readers' default.
@@ -143,7 +143,7 @@ fn string(text: &str) -> Vec<u8> {
 /// The header, and the places of the tensors after it.
 struct Layout {
     header: Vec<u8>,
-    places: Places,
+    places: TensorSpans,
 }
 
 fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<Layout, String> {
@@ -155,7 +155,7 @@ fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<Layout,
         header.extend(string(key));
         header.extend(value);
     }
-    let mut places = Places::new();
+    let mut places = TensorSpans::new();
     let mut next = 0u64;
     for spec in tensors {
         let GgufTensorSpec { name, kind, shape } = spec;
@@ -169,7 +169,7 @@ fn layout(metadata: &GgufMetadata, tensors: &[GgufTensorSpec]) -> Result<Layout,
         shape.iter().rev().for_each(|&dim| header.extend((dim as u64).to_le_bytes()));
         header.extend(kind.id().to_le_bytes());
         header.extend(next.to_le_bytes());
-        if places.insert(name.clone(), Place { offset: next, bytes }).is_some() {
+        if places.insert(name.clone(), TensorSpan { offset: next, bytes }).is_some() {
             return Err(format!("two tensors are named '{name}'"));
         }
         next = (next + bytes).next_multiple_of(ALIGNMENT);

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::header::format_name;
 use crate::{
     source::element_count,
-    stream::{Place, Places},
+    stream::{TensorSpan, TensorSpans},
 };
 
 /// A tensor to be written.
@@ -33,7 +33,7 @@ impl TensorSpec {
 pub(super) struct Layout {
     /// Length field and JSON, padded to a multiple of eight bytes.
     pub header: Vec<u8>,
-    pub places: Places,
+    pub places: TensorSpans,
 }
 
 impl Layout {
@@ -59,10 +59,10 @@ impl Layout {
             if name == "__metadata__" || json.insert(name.clone(), entry).is_some() {
                 return Err(format!("two tensors are named '{name}'"));
             }
-            places.insert(name.clone(), Place { offset: begin, bytes: end - begin });
+            places.insert(name.clone(), TensorSpan { offset: begin, bytes: end - begin });
         }
         let header = frame(&Value::Object(json));
-        places.values_mut().for_each(|place: &mut Place| place.offset += header.len() as u64);
+        places.values_mut().for_each(|place: &mut TensorSpan| place.offset += header.len() as u64);
         Ok(Layout { header, places })
     }
 }

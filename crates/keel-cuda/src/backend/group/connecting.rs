@@ -9,7 +9,7 @@
 //! absent, the caller stops waiting, and that thread goes on by itself.
 
 use super::{CudaGroup, GroupIds, Links, Role};
-use crate::driver::{CudaMemory, Device, Nccl, OPENING, Place, explained};
+use crate::driver::{CudaMemory, Device, Membership, Nccl, OPENING, explained};
 use crate::error::{CudaError, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -181,7 +181,7 @@ impl Wiring {
 
     fn links(&self, ids: &GroupIds) -> Result<Vec<Links>> {
         let ranked = || self.ranks.clone().zip(self.devices.iter().map(|device| &**device));
-        let in_all = |(rank, device)| Place { device, id: ids.of_all(), rank, size: self.size };
+        let in_all = |(rank, device)| Membership { device, id: ids.of_all(), rank, size: self.size };
         let all = self.nccl.connect(&ranked().map(in_all).collect::<Vec<_>>())?.into_iter();
         if !self.has_stage_links {
             return Ok(all.map(|all| Links { all, stage: None }).collect());
@@ -189,7 +189,7 @@ impl Wiring {
         let shares = self.shares;
         let in_stage = |(rank, device)| {
             let id = ids.of_stage(rank / shares);
-            Place { device, id, rank: rank % shares, size: shares }
+            Membership { device, id, rank: rank % shares, size: shares }
         };
         let stages = self.nccl.connect(&ranked().map(in_stage).collect::<Vec<_>>())?;
         Ok(all.zip(stages).map(|(all, stage)| Links { all, stage: Some(stage) }).collect())
