@@ -115,10 +115,13 @@ impl Config {
             self.value(&path, arg).is_some() && !is_given(arg) && is_excluded()
         };
         let losers: Vec<&Arg> = command.get_arguments().filter(loses).collect();
+        if losers.is_empty() {
+            return None;
+        }
         let mut without =
             Config { path: self.path.clone(), is_there: self.is_there, table: self.table.clone() };
         losers.iter().for_each(|arg| without.remove(&path, arg));
-        (!losers.is_empty()).then_some(without)
+        Some(without)
     }
 
     /// Removes the values for an option of the command at `path`.

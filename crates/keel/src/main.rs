@@ -138,9 +138,11 @@ fn parse(config: &config::Config) -> anyhow::Result<Cli> {
         config = &of_server;
         matches = parse(config)?;
     }
-    let mut command = Cli::command();
-    command.build();
-    let without = matches.as_ref().ok().and_then(|matches| config.without_conflicts(&command, matches));
+    let without = matches.as_ref().ok().filter(|_| config.is_there).and_then(|matches| {
+        let mut command = Cli::command();
+        command.build();
+        config.without_conflicts(&command, matches)
+    });
     if let Some(config) = without {
         matches = parse(&config)?;
     }

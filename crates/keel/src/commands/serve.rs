@@ -36,7 +36,7 @@ use named::Named;
 /// Tokens of a step, unless another number is asked for.
 pub const STEP_TOKENS_DEFAULT: usize = 512;
 /// Bytes of requests, unless another number is asked for.
-const REQUEST_MEMORY_DEFAULT: u64 = 512 << 20;
+const REQUEST_MEMORY_DEFAULT: &str = "512Mi";
 /// Threads for texts and grammars, and one thread for other blocking work. Each thread keeps some memory after its
 /// work.
 const BLOCKING_THREADS: usize = WORK_THREADS + 1;
@@ -106,7 +106,8 @@ impl ServeOptions {
     /// Whether an option is given on which only a server's memory depends.
     pub fn is_of_a_server(&self) -> bool {
         let RequestArgs { step_tokens, request_memory, .. } = self.requests;
-        let differs = step_tokens != STEP_TOKENS_DEFAULT || request_memory != REQUEST_MEMORY_DEFAULT;
+        let differs =
+            step_tokens != STEP_TOKENS_DEFAULT || Ok(request_memory) != request_bytes(REQUEST_MEMORY_DEFAULT);
         differs || self.holding.is_of_a_server()
     }
 
@@ -162,7 +163,7 @@ struct RequestArgs {
     body_limit: u64,
     /// Bytes for bodies, texts and their copies of all requests together, at least 1Mi. A request without room is
     /// refused with 503 or 413.
-    #[arg(long, value_name = "BYTES", value_parser = request_bytes, default_value_t = REQUEST_MEMORY_DEFAULT)]
+    #[arg(long, value_name = "BYTES", value_parser = request_bytes, default_value = REQUEST_MEMORY_DEFAULT)]
     request_memory: u64,
     /// Seconds in which a schema or grammar must be compiled.
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = seconds())]
