@@ -109,6 +109,14 @@ pub enum ArrayError {
         /// What it found.
         reason: String,
     },
+    /// The device has failed for good: it runs nothing more, or nothing tells what its memory holds.
+    #[error("{op}: {reason}; the device can no longer be used: start the program again")]
+    DeviceLost {
+        /// The operation that met it.
+        op: String,
+        /// What the driver said.
+        reason: String,
+    },
 }
 
 /// Result of this crate.

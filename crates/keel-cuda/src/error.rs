@@ -57,6 +57,14 @@ pub enum CudaError {
         /// Its name for the error, and its explanation.
         reason: String,
     },
+    /// The driver refused a call, and will refuse all that follow: a kernel or the hardware has broken the context.
+    #[error("{call}: {reason}")]
+    ContextLost {
+        /// The function of the driver.
+        call: &'static str,
+        /// Its name for the error, and its explanation.
+        reason: String,
+    },
     /// There is no memory for a call.
     #[error("{call}: out of memory")]
     OutOfMemory {
@@ -110,7 +118,11 @@ impl CudaError {
     /// The error as the array runtime reports it for an operation. One that follows from the failure of a peer names no
     /// other operation than `exchange`, wherever the host has met it.
     pub(crate) fn in_op(self, op: &str) -> ArrayError {
-        let op = if matches!(self, CudaError::Peer { .. }) { "exchange" } else { op };
-        ArrayError::Kernel { op: op.into(), reason: self.to_string() }
+        let reason = self.to_string();
+        match self {
+            CudaError::Peer { .. } => ArrayError::Kernel { op: "exchange".into(), reason },
+            CudaError::ContextLost { .. } => ArrayError::DeviceLost { op: op.into(), reason },
+            _ => ArrayError::Kernel { op: op.into(), reason },
+        }
     }
 }

@@ -142,5 +142,18 @@ pub enum EngineError {
     Array(#[from] ArrayError),
 }
 
+impl EngineError {
+    /// Whether a device has failed for good: no later step can succeed.
+    pub fn is_device_lost(&self) -> bool {
+        let lost = |error: &ArrayError| matches!(error, ArrayError::DeviceLost { .. });
+        match self {
+            EngineError::Array(error)
+            | EngineError::Model(ModelError::Array(error))
+            | EngineError::Cache(CacheError::Array(error)) => lost(error),
+            _ => false,
+        }
+    }
+}
+
 /// Result of this crate.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;

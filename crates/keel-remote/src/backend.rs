@@ -117,7 +117,7 @@ impl RemoteBackend {
                 Ok((_, read)) => {
                     let reason =
                         format!("{} sends {} of {} bytes", self.link.name(), read.len(), piece.len());
-                    return Err(Failure { op: None, reason });
+                    return Err(Failure::new(reason));
                 }
                 Err(error) => return Err(lost(&error)),
             }
@@ -158,7 +158,7 @@ impl RemoteBackend {
 }
 
 fn lost(error: &RemoteError) -> Failure {
-    Failure { op: None, reason: error.to_string() }
+    Failure::new(error.to_string())
 }
 
 fn at_of(place: &Place<'_>) -> At {
@@ -170,8 +170,12 @@ fn at(memory: &dyn DeviceMemory, offset: usize) -> At {
     At { memory: RemoteMemory::of(memory).number, offset }
 }
 
-fn error_of(op: &str, Failure { op: of, reason }: Failure) -> ArrayError {
-    ArrayError::Kernel { op: of.unwrap_or_else(|| op.into()), reason }
+fn error_of(op: &str, Failure { op: of, reason, is_lasting }: Failure) -> ArrayError {
+    let op = of.unwrap_or_else(|| op.into());
+    match is_lasting {
+        true => ArrayError::DeviceLost { op, reason },
+        false => ArrayError::Kernel { op, reason },
+    }
 }
 
 impl Backend for RemoteBackend {

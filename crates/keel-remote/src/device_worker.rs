@@ -58,7 +58,7 @@ pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) 
         let outcome = worker.attempt(request, &bytes);
         if !has_reply {
             if let Err(failure) = outcome {
-                worker.failure.get_or_insert(failure);
+                worker.keep(failure);
             }
             continue;
         }
@@ -82,13 +82,16 @@ fn done() -> Outcome {
 }
 
 fn too_many(what: &str, most: usize) -> Failure {
-    Failure { op: None, reason: format!("the leader has sent too many {what}: a device has at most {most}") }
+    Failure::new(format!("the leader has sent too many {what}: a device has at most {most}"))
 }
 
 fn failed(error: ArrayError) -> Failure {
     match error {
-        ArrayError::Kernel { op, reason } => Failure { op: Some(op), reason },
-        other => Failure { op: None, reason: other.to_string() },
+        ArrayError::Kernel { op, reason } => Failure { op: Some(op), ..Failure::new(reason) },
+        ArrayError::DeviceLost { op, reason } => {
+            Failure { op: Some(op), is_lasting: true, ..Failure::new(reason) }
+        }
+        other => Failure::new(other.to_string()),
     }
 }
 
@@ -104,29 +107,45 @@ impl Worker {
         }
     }
 
-    /// Handles a request. The first failure of a request without an answer is kept. Launches and requests with an
-    /// answer then fail with it, because they may need the missing result. `Rejoin` and `Usage` run in any case. The
-    /// failure is forgotten when the last launch of a program or `MakeReady` has failed with it, or when the device
-    /// rejoins.
+    /// Keeps the first failure of a request without an answer, and before it the first that lasts.
+    fn keep(&mut self, failure: Failure) {
+        if self.failure.as_ref().is_none_or(|kept| failure.is_lasting && !kept.is_lasting) {
+            self.failure = Some(failure);
+        }
+    }
+
+    /// Handles a request. Launches and requests with an answer fail with the failure that is kept, because they may
+    /// need the missing result. `Rejoin` and `Usage` run in any case. The failure is forgotten when the last launch of a
+    /// program or `MakeReady` has failed with it, or when the device rejoins. That of a request that changes memory
+    /// lasts: nothing tells what the memory holds.
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
         let ends_program =
             matches!(request, Request::Launch { is_last: true, .. } | Request::MakeReady { .. });
         let depends =
             is_launch || request.has_reply() && !matches!(request, Request::Rejoin | Request::Usage);
-        let before =
-            if ends_program { self.failure.take() } else { self.failure.clone().filter(|_| depends) };
+        let before = self.failure.clone().filter(|_| depends);
+        if ends_program {
+            self.forget_failure();
+        }
+        let changes_memory = matches!(
+            request,
+            Request::Write { .. } | Request::Copy { .. } | Request::Clear { .. } | Request::Pack { .. }
+        );
         let outcome = match before {
             Some(failure) => Err(failure),
-            None => catch_unwind(AssertUnwindSafe(|| self.handle(request, bytes))).unwrap_or_else(|_| {
-                Err(Failure { op: None, reason: "the node panicked, which is a bug; see its log".into() })
-            }),
+            None => catch_unwind(AssertUnwindSafe(|| self.handle(request, bytes)))
+                .unwrap_or_else(|_| Err(Failure::new("the node panicked, which is a bug; see its log"))),
         };
         if is_launch && outcome.is_err() {
             // It does not come to its exchanges: the others must not wait for it.
             self.abandon();
         }
-        outcome
+        outcome.map_err(|failure| Failure { is_lasting: failure.is_lasting || changes_memory, ..failure })
+    }
+
+    fn forget_failure(&mut self) {
+        self.failure.take_if(|failure| !failure.is_lasting);
     }
 
     fn backend(&self) -> &dyn Backend {
@@ -145,13 +164,13 @@ impl Worker {
         if offset.checked_add(bytes).is_none_or(|end| end > buffer.bytes()) {
             let has = buffer.bytes();
             let reason = format!("{bytes} bytes from byte {offset} of memory {memory}, which has {has}");
-            return Err(Failure { op: None, reason });
+            return Err(Failure::new(reason));
         }
         Ok(MemoryAt { memory: buffer.memory(), offset })
     }
 
     fn buffer(&self, memory: u64) -> Result<&Buffer, Failure> {
-        let missing = || Failure { op: None, reason: format!("there is no memory {memory}") };
+        let missing = || Failure::new(format!("there is no memory {memory}"));
         self.memories.get(&memory).ok_or_else(missing)
     }
 
@@ -207,7 +226,7 @@ impl Worker {
                 spec.check().map_err(failed)?;
                 if rows == 0 || rows > spec.rows {
                     let reason = format!("{rows} rows are repeated in a weight of {}", spec.rows);
-                    return Err(Failure { op: None, reason });
+                    return Err(Failure::new(reason));
                 }
                 let MemoryAt { memory, offset } = self.place(at, self.backend().packed_bytes(&spec))?;
                 if !self.backend().repeat_rows(&spec, memory, offset, rows) {
@@ -225,7 +244,7 @@ impl Worker {
                 return Ok((DeviceReply::Usage(self.backend().device_usage()), Vec::new()));
             }
             Request::Rejoin => {
-                self.failure = None;
+                self.forget_failure();
                 self.session.rejoin(self.backend());
             }
             Request::Here => {}
@@ -236,7 +255,7 @@ impl Worker {
     fn read(&self, at: At, count: usize, settled: bool) -> Outcome {
         if count > BYTES_MAX {
             let reason = format!("{count} bytes at once; at most {BYTES_MAX} are read");
-            return Err(Failure { op: None, reason });
+            return Err(Failure::new(reason));
         }
         let MemoryAt { memory, offset } = self.place(at, count)?;
         let mut bytes = vec![0; count];
@@ -249,7 +268,7 @@ impl Worker {
     }
 
     fn piece(&self, number: u64) -> Result<&RemoteLaunch, Failure> {
-        let wrong = |reason: String| Failure { op: None, reason };
+        let wrong = |reason: String| Failure::new(reason);
         let missing = || wrong(format!("there is no piece {number} of a program"));
         let piece = self.pieces.get(&number).ok_or_else(missing)?;
         match piece.fits_arena() {
@@ -316,7 +335,7 @@ impl Floats {
         let length = groups.checked_mul(8).and_then(|floats| floats.checked_add(codes));
         if length != Some(bytes.len()) {
             let reason = format!("{codes} codes and {groups} scales and biases in {} bytes", bytes.len());
-            return Err(Failure { op: None, reason });
+            return Err(Failure::new(reason));
         }
         let floats = |bytes: &[u8]| {
             let (words, _) = bytes.as_chunks::<4>();

@@ -228,4 +228,13 @@ pub(crate) struct Failure {
     /// The operation, if it was one.
     pub op: Option<String>,
     pub reason: String,
+    /// Whether the device has failed for good.
+    pub is_lasting: bool,
+}
+
+impl Failure {
+    /// Of no operation.
+    pub fn new(reason: impl Into<String>) -> Failure {
+        Failure { op: None, reason: reason.into(), is_lasting: false }
+    }
 }

@@ -25,6 +25,8 @@ struct Failing {
     launches: AtomicUsize,
     /// Whether the backend reports that no kernel of the launch has run.
     tells: AtomicBool,
+    /// Whether a failure says that the device is lost.
+    is_lost: AtomicBool,
 }
 
 impl Interceptor for Failing {
@@ -35,6 +37,9 @@ impl Interceptor for Failing {
                 launch.note_done(0);
             }
             let reason = "injected".to_string();
+            if self.is_lost.load(Ordering::SeqCst) {
+                return Err(ArrayError::DeviceLost { op: "launch".into(), reason });
+            }
             return Err(ArrayError::Allocation { category: Category::Workspace, requested: 1, reason });
         }
         backend.launch(launch)
@@ -100,6 +105,29 @@ fn a_fault_that_passes_fails_nobody() {
         assert!(metrics.contains(&count), "{kind}: {metrics}");
     }
     server.assert_all_is_back();
+}
+
+/// A device that is lost answers no request again. A supervisor learns it from `/health`.
+#[test]
+fn a_lost_device_stops_the_engine() {
+    let failing = Arc::new(Failing::default());
+    failing.is_lost.store(true, Ordering::SeqCst);
+    let server = Running::on(
+        InterceptedBackend::new(cpu(), Arc::clone(&failing)),
+        engine_options(),
+        ServerOptions::default(),
+    );
+    server.ask("/v1/completions", &completion(20));
+    assert_eq!(server.get("/health").status, 200);
+    let clients = three_answers(&server);
+    failing.launches.store(usize::MAX, Ordering::SeqCst);
+    for client in clients {
+        let reply = read(client);
+        assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
+    }
+    wait_for("the engine stops", || server.model.engine.is_stopped());
+    let after = server.post("/v1/completions", &completion(20));
+    assert_eq!((after.status, server.get("/health").status), (503, 503), "{}", after.body);
 }
 
 #[test]

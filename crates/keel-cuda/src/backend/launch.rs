@@ -2,6 +2,7 @@
 
 use super::call::{COUNTERS, Call};
 use super::dispatch;
+use super::failed_transfer::FailedTransfer;
 use super::fault::{FAULT_BYTES, Header, WRONG_BYTES, Wrong};
 use super::operand::{Bound, BoundKernel};
 use super::queue::{Queue, WAITED};
@@ -100,8 +101,7 @@ pub(super) struct Session {
     pub(super) incoming: PinnedBuffer,
     /// The results that `incoming` holds.
     pub(super) ahead: ReadAhead,
-    /// A copy that failed: reported by the next launch.
-    pub(super) failed: Option<CudaError>,
+    pub(super) failed: FailedTransfer,
     replayed: u64,
     waits: u64,
 }
@@ -118,7 +118,7 @@ impl Session {
             outgoing_ring: Ring::default(),
             incoming: PinnedBuffer::new(device, STAGING_BYTES)?,
             ahead: ReadAhead::default(),
-            failed: None,
+            failed: FailedTransfer::default(),
             replayed: 0,
             waits: 0,
         })
@@ -238,9 +238,7 @@ impl Session {
         launch: &Launch<'_>,
         slot: usize,
     ) -> Result<Option<Range<u64>>, ArrayError> {
-        if let Some(error) = self.failed.take() {
-            return Err(error.in_op("copy"));
-        }
+        self.failed.report_to_launch()?;
         let device = &gpu.device;
         let ready = device.bind().and_then(|()| self.report_to(gpu, slot)).and_then(|()| self.deliver(gpu));
         ready.map_err(|e| e.in_op("launch"))?;

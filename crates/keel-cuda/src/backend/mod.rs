@@ -2,6 +2,7 @@
 
 mod call;
 mod dispatch;
+mod failed_transfer;
 mod fault;
 mod group;
 mod launch;

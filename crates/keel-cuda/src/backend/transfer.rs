@@ -34,17 +34,10 @@ pub(super) struct Move {
 }
 
 impl Session {
-    pub(super) fn note<T>(&mut self, outcome: Result<T>) {
-        if let Err(error) = outcome {
-            tracing::error!("{error}");
-            self.failed.get_or_insert(error);
-        }
-    }
-
     /// Copies host bytes to the device, after what is on the stream. Returns before they arrive.
     pub fn write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
         let outcome = self.try_write(gpu, memory, offset, bytes);
-        self.note(outcome);
+        self.failed.note(outcome);
     }
 
     fn try_write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) -> Result<()> {
@@ -107,11 +100,9 @@ impl Session {
         launch_moves(gpu, &moves)
     }
 
-    /// Copies device bytes to the host, after what is on the stream. Fails if a copy before it has failed.
+    /// Copies device bytes to the host, after what is on the stream. Fails if a transfer before it has failed.
     pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
+        self.failed.report_to_read()?;
         let start = memory.range(offset, bytes.len());
         let wanted = start..start + bytes.len() as u64;
         if let Some(at) = self.ahead.find(&wanted) {
@@ -127,7 +118,7 @@ impl Session {
         gpu.device.bind()?;
         if let Err(error) = self.deliver(gpu) {
             // The writes that were to be delivered are missing for launches, too.
-            self.note(Err::<(), _>(error.clone()));
+            self.failed.note(Err(error.clone()));
             return Err(error);
         }
         for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
@@ -165,7 +156,7 @@ impl Session {
     pub fn move_all(&mut self, gpu: &Gpu, moves: &[Move]) {
         self.ahead.forget();
         let outcome = self.try_move(gpu, moves);
-        self.note(outcome);
+        self.failed.note(outcome);
     }
 
     fn try_move(&mut self, gpu: &Gpu, moves: &[Move]) -> Result<()> {

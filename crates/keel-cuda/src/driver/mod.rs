@@ -66,7 +66,33 @@ pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError>
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     };
     let reason = format!("{}: {}", text(sys::cuGetErrorName), text(sys::cuGetErrorString));
-    Err(CudaError::Driver { call, reason })
+    match is_lasting(code) {
+        true => Err(CudaError::ContextLost { call, reason }),
+        false => Err(CudaError::Driver { call, reason }),
+    }
+}
+
+/// Whether the context returns this error for all calls from now on. The driver's manual says so of each.
+fn is_lasting(code: CUresult) -> bool {
+    use CUresult::*;
+    matches!(
+        code,
+        CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | CUDA_ERROR_CONTAINED
+            | CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUDA_ERROR_ASSERT
+            | CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUDA_ERROR_INVALID_PC
+            | CUDA_ERROR_LAUNCH_FAILED
+            | CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | CUDA_ERROR_EXTERNAL_DEVICE
+    )
 }
 
 /// Calls a function of the driver and checks its result.

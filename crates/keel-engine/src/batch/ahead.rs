@@ -387,7 +387,7 @@ impl Batcher {
 
     /// Handles a failed step: the steps after it are given up. Sequences whose states it has torn end.
     fn give_up_all(&mut self, cause: &EngineError) {
-        self.failed_steps += 1;
+        self.count_failed_step(cause);
         self.is_careful = true;
         let later: Vec<StepRows> =
             std::mem::take(&mut self.pending).into_iter().flat_map(|pending| pending.parts).collect();

@@ -35,7 +35,7 @@ impl Batcher {
     /// Makes the open rows of an answer part of its state. A failure is retried once if the sequence is still whole.
     pub(super) fn commit(&mut self, i: usize) -> Result<()> {
         self.engine.commit(&mut self.running[i].cache).or_else(|error| {
-            self.failed_steps += 1;
+            self.count_failed_step(&error);
             if self.is_whole(i) { self.engine.commit(&mut self.running[i].cache) } else { Err(error) }
         })
     }
@@ -46,9 +46,14 @@ impl Batcher {
 
     /// Counts a failed step. The first failure is the cause of all that follow.
     fn note_failed_step(&mut self, cause: &mut String, error: &EngineError) {
-        self.failed_steps += 1;
+        self.count_failed_step(error);
         if cause.is_empty() {
             *cause = error.to_string();
         }
+    }
+
+    pub(super) fn count_failed_step(&mut self, error: &EngineError) {
+        self.failed_steps += 1;
+        self.is_device_lost |= error.is_device_lost();
     }
 }

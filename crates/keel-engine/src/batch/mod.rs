@@ -103,6 +103,8 @@ pub struct Batcher {
     plain_steps: usize,
     /// Failed steps, whether retried or not.
     failed_steps: u64,
+    /// Whether one has failed because a device is lost.
+    is_device_lost: bool,
     logits: Vec<f32>,
     /// Hidden states of the rows that are being added up.
     row_hidden: Vec<f32>,
@@ -134,6 +136,7 @@ impl Batcher {
             prompt_rate: 0.0,
             plain_steps: 0,
             failed_steps: 0,
+            is_device_lost: false,
             logits: Vec::new(),
             row_hidden: Vec::new(),
             events: Vec::new(),
@@ -285,6 +288,7 @@ impl Batcher {
             },
             speculation: self.speculation.clone(),
             failed_steps: self.failed_steps,
+            is_device_lost: self.is_device_lost,
             late_work: self.engine.late_work(),
         }
     }

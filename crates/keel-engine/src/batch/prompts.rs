@@ -105,7 +105,7 @@ impl Batcher {
     /// Runs the parts. Retries once if that failed and left all sequences whole.
     fn run_twice(&mut self, parts: &[PromptRows]) -> Result<Vec<Option<u32>>> {
         self.run_parts(parts).or_else(|error| {
-            self.failed_steps += 1;
+            self.count_failed_step(&error);
             let is_whole = parts.iter().all(|part| self.is_whole(part.i));
             if is_whole { self.run_parts(parts) } else { Err(error) }
         })
@@ -114,7 +114,7 @@ impl Batcher {
     /// Runs one part of a failed step alone. `cause` is the error of that step.
     fn run_alone(&mut self, part: PromptRows, cause: &EngineError) -> Vec<(usize, BatchEvent)> {
         let outcome = match self.is_whole(part.i) {
-            true => self.run_parts(&[part]).inspect_err(|_| self.failed_steps += 1),
+            true => self.run_parts(&[part]).inspect_err(|error| self.count_failed_step(error)),
             false => Err(EngineError::Step(cause.to_string())),
         };
         match outcome {

@@ -274,6 +274,8 @@ pub struct BatchStatus {
     pub speculation: SpeculationCounters,
     /// Failed steps, whether retried or not.
     pub failed_steps: u64,
+    /// Whether a device has failed for good. Every later step fails, too.
+    pub is_device_lost: bool,
     /// Work that was done late, when a request may have waited for it.
     pub late_work: LateWork,
 }
@@ -298,6 +300,7 @@ impl BatchStatus {
         self.pictures.add(other.pictures);
         self.speculation.add(&other.speculation);
         self.failed_steps += other.failed_steps;
+        self.is_device_lost |= other.is_device_lost;
         self.late_work = self.late_work.plus(other.late_work);
     }
 

@@ -68,20 +68,50 @@ fn copy(input: Operand, output: Operand, workspace: Option<Range<usize>>) -> Ker
     Kernel { op: Op::Copy, inputs, outputs, workspace, absorbed: Vec::new(), regime: None }
 }
 
-/// What should have come before a program is missing until the program has failed by it.
+/// A request without an answer.
+fn send(worker: &mut Worker, request: Request, bytes: &[u8]) {
+    let failed = worker.attempt(request, bytes).err();
+    failed.into_iter().for_each(|failure| worker.keep(failure));
+}
+
+/// A piece that should have run before a program's last piece is missing until the program has failed because of it.
 #[test]
-fn a_failure_without_an_answer_ends_the_program_after_it() {
+fn a_piece_that_fails_ends_its_program() {
     let (session, _leader) = session(1);
     let mut worker = worker(session);
-    let failed = worker.attempt(Request::Write { at: At { memory: 5, offset: 0 } }, &[0; 4]).err();
-    worker.failure = failed;
-    let missing = "there is no memory 5";
-    let launch = |is_last| Request::Launch { number: 1, is_last };
-    assert_eq!(refusal(&mut worker, launch(false), &[]), missing);
+    let launch = |number, is_last| Request::Launch { number, is_last };
+    send(&mut worker, launch(1, false), &[]);
+    let missing = "there is no piece 1 of a program";
+    assert_eq!(refusal(&mut worker, launch(2, false), &[]), missing);
     let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
     assert_eq!(refusal(&mut worker, allocate, &[]), missing, "it tells, and keeps the failure");
-    assert_eq!(refusal(&mut worker, launch(true), &[]), missing);
-    assert_eq!(refusal(&mut worker, launch(true), &[]), "there is no piece 1 of a program");
+    assert_eq!(refusal(&mut worker, launch(2, true), &[]), missing);
+    assert_eq!(refusal(&mut worker, launch(2, true), &[]), "there is no piece 2 of a program");
+}
+
+/// A step that is repeated after such a failure would read other bytes than it should.
+#[test]
+fn nothing_runs_after_memory_has_not_been_changed() {
+    let at = At { memory: 5, offset: 0 };
+    let copies = vec![CopyAt { from: at, to: at, bytes: 4 }];
+    let parts = vec![RangeAt { at, bytes: 4 }];
+    for (request, bytes) in [
+        (Request::Write { at }, &[0; 4][..]),
+        (Request::Copy { copies }, &[]),
+        (Request::Clear { parts }, &[]),
+    ] {
+        let (session, _leader) = session(1);
+        let mut worker = worker(session);
+        send(&mut worker, Request::Launch { number: 1, is_last: false }, &[]);
+        send(&mut worker, request, bytes);
+        for _ in 0..2 {
+            let outcome = worker.attempt(Request::Launch { number: 2, is_last: true }, &[]);
+            let failure = outcome.expect_err("the bytes are missing");
+            assert!(failure.is_lasting, "{}", failure.reason);
+            assert_eq!(failure.reason, "there is no memory 5");
+            assert!(worker.attempt(Request::Rejoin, &[]).is_ok());
+        }
+    }
 }
 
 /// A program has as much of the arena as it uses, or does not run.

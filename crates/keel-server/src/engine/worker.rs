@@ -241,12 +241,16 @@ impl Worker {
                     let _ = events.sender.send(Err(ServerError::Draining));
                 }
             }
-            self.step();
+            if !self.step() {
+                tracing::error!("the engine stops, because a device is lost");
+                return;
+            }
         }
         self.save();
     }
 
-    fn step(&mut self) {
+    /// Makes a step. Returns false if no later one can succeed.
+    fn step(&mut self) -> bool {
         self.steps += 1;
         let span = tracing::debug_span!(
             "step",
@@ -266,7 +270,9 @@ impl Worker {
         for SequenceEvent { id, event } in events {
             self.deliver(id, event);
         }
+        let can_go_on = !status.is_device_lost;
         self.shared.set_status(status);
+        can_go_on
     }
 
     /// When nothing runs, every page must be free or remembered, and the ledgers must read the same as at the start.
