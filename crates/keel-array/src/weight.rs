@@ -132,12 +132,19 @@ impl Weight {
             return Ok(());
         }
         check_rows(spec, block)?;
+        if block.rows == 0 {
+            return Ok(());
+        }
         self.runtime.exclusive(|backend| backend.pack(spec, self.buffer.memory(), self.place.start, block))
     }
 
     /// Repeats the first `rows` rows of the first expert, stored before, over the whole weight: for made-up weights.
-    /// False if the device cannot do this; the caller then stores every row.
+    /// False if the device cannot do this, or if `rows` is 0 or more than there are; the caller then stores every row.
     pub fn repeat(&self, rows: usize) -> bool {
+        if rows == 0 || rows > self.spec.rows {
+            return false;
+        }
+
         let repeat = |backend: &dyn crate::Backend| {
             backend.repeat_rows(&self.spec, self.buffer.memory(), self.place.start, rows)
         };

@@ -195,8 +195,8 @@ static __device__ __forceinline__ void write_keys(float* record, const float* qk
         const float* k = qkv + (u64)(first + t) * QKV_STRIDE + HK * DK + key_head * DK;
         for (u32 i = threadIdx.x; i < DK; i += 128) record[key_head * DK + i] = __fmul_rn(k[i], k_factors[t]);
         // The decays of all value heads that read this key head.
-        if (threadIdx.x < SHARE) {
-            const u32 h = key_head * SHARE + threadIdx.x;
+        for (u32 i = threadIdx.x; i < SHARE; i += 128) {
+            const u32 h = key_head * SHARE + i;
             record[HK * DK + HV * DV + h] = log_decay_of(a[(u64)(first + t) * A_STRIDE + h], decay_of(a_log, dt_bias, h));
         }
     }

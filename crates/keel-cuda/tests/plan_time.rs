@@ -1,8 +1,8 @@
 //! A program that a GPU cannot run is refused when it is made, on a backend that only plans.
 
 use keel_array::{
-    Array, ArrayError, ArraySpec, AttentionSpec, Batch, Category, CustomKernel, DType, KvPool, Regime,
-    Runtime, RuntimeOptions,
+    Array, ArrayError, ArraySpec, AttentionSpec, Batch, Category, Compute, ConvWindow, CustomKernel, DType,
+    KvPool, Regime, RowLog, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
@@ -81,4 +81,62 @@ fn a_kernel_of_the_users_without_a_body_for_the_device_is_refused() {
     let y = runtime.trace(|| kernel.apply(&[&x])).expect("one runtime");
     let error = runtime.prepare(&[(&y[0], &out)]).map(drop).expect_err("no body").to_string();
     assert!(error.contains("cannot run twice") && error.contains("with_cuda"), "{error}");
+}
+
+/// Prepares a convolution of rows of two channels.
+fn convolution(width: usize, rows: usize, sequences: usize) -> Result<(), ArrayError> {
+    let runtime = runtime();
+    let index = |shape: &[usize]| {
+        Array::persistent(&runtime, Category::Staging, shape.to_vec(), DType::U32).expect("a plan has room")
+    };
+    let batch = Batch {
+        row_start: index(&[sequences + 1]),
+        slot: index(&[sequences]),
+        position: index(&[sequences]),
+        table: index(&[sequences, 1]),
+        accepted: index(&[sequences]),
+    };
+    let [x, out] = [(); 2].map(|()| floats(&runtime, &[rows, 2]));
+    let window = ConvWindow { rows: floats(&runtime, &[sequences, width - 1, 2]), open: None };
+    let weight = floats(&runtime, &[width, 2]);
+    let y = runtime.trace(|| x.causal_conv(&weight, &window, &batch, RowLog::None))?;
+    runtime.prepare(&[(&y, &out)]).map(drop)
+}
+
+#[test]
+fn convolutions_beyond_a_tile_and_a_grid_are_refused() {
+    const TILES: usize = 65_535;
+    for (width, rows, sequences) in [(33, 64, 1), (4, 32 * (TILES - 1), 1), (4, 32 * (TILES - 9), 9)] {
+        convolution(width, rows, sequences).unwrap_or_else(|error| panic!("{width}, {rows}: {error}"));
+    }
+    for (width, rows, sequences, reason) in [
+        (34, 64, 1, "34 columns of a convolution; the GPU takes 33"),
+        (4, 32 * TILES, 1, "65536 tiles of 32 rows in a step; the GPU takes 65535"),
+        (4, 32 * (TILES - 9) + 1, 9, "65536 tiles of 32 rows in a step; the GPU takes 65535"),
+    ] {
+        let error = convolution(width, rows, sequences).expect_err("no kernel takes it").to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+}
+
+/// Prepares a product of rows of 64 with chosen experts.
+fn gathered(rows: usize, cols: usize, format: WeightFormat) -> Result<(), ArrayError> {
+    let runtime = runtime();
+    let spec = WeightSpec { experts: 2, rows: 64, cols, format, compute: Compute::Bf16 };
+    let weight = Weight::allocate(&runtime, spec)?;
+    let (x, out) = (floats(&runtime, &[rows, cols]), floats(&runtime, &[rows, 3, 64]));
+    let experts = Array::persistent(&runtime, Category::Staging, [rows, 3], DType::U32)?;
+    let y = runtime.trace(|| x.gather_linear(&weight, &experts))?;
+    runtime.prepare(&[(&y, &out)]).map(drop)
+}
+
+#[test]
+fn chosen_experts_have_no_rows_or_rows_that_a_block_holds() {
+    let affine = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
+    let dense = WeightFormat::Dense(DType::BF16);
+    for (rows, cols, format) in [(0, 256, affine), (0, 256, dense), (5, 256, affine), (5, 23_296, dense)] {
+        gathered(rows, cols, format).unwrap_or_else(|error| panic!("{rows}, {cols}, {format:?}: {error}"));
+    }
+    let error = gathered(5, 23_297, dense).expect_err("a block has less shared memory").to_string();
+    assert!(error.contains("experts of 23297 columns, which take 93440 bytes"), "{error}");
 }

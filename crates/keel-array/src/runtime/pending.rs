@@ -57,8 +57,8 @@ impl Executable {
             Some(format!("{result:?} is not contiguous in memory"))
         } else if result.bytes() > RESULT_BYTES_MAX {
             Some(format!("{result:?} takes {} bytes, more than {RESULT_BYTES_MAX}", result.bytes()))
-        } else if !result.bytes().is_multiple_of(4) {
-            Some(format!("{result:?} takes {} bytes, which are not whole words of 4", result.bytes()))
+        } else if [result.bytes(), run.result.as_ref().map_or(0, |at| at.offset)].iter().any(|n| n % 4 != 0) {
+            Some(format!("{result:?} is not whole words of 4 bytes in memory"))
         } else if in_flight > RUNS_MAX {
             Some(format!("{RUNS_MAX} runs are under way; wait for one first"))
         } else {

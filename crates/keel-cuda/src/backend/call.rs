@@ -108,7 +108,9 @@ impl Gpu {
         // SAFETY: the arguments match the entry point's parameters: one description gives both, or both are generated
         // together. All addresses were checked against their memory, which the launch owns until the stream has
         // passed. A kernel that may start before earlier ones have ended waits for them, see `common.cuh`.
-        unsafe { driver!(cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut())) }
+        unsafe {
+            driver!(cuLaunchKernelEx(&config, function.handle, pointers.as_mut_ptr(), std::ptr::null_mut()))
+        }
     }
 }
 
@@ -170,6 +172,20 @@ impl<'a> Call<'a> {
     /// The error of this kernel.
     pub fn error(&self, reason: String) -> ArrayError {
         ArrayError::Kernel { op: self.kernel.op.name().into(), reason }
+    }
+
+    /// Refuses an operand that does not begin at a multiple of `bytes` bytes, of which a kernel reads as many at a time.
+    /// An intermediate begins at a multiple of 16; memory from outside, and a part of either, may not.
+    pub fn expect_aligned(&self, operand: &Bound<'_>, bytes: u64) -> Result<(), ArrayError> {
+        if operand.address.is_multiple_of(bytes) { Ok(()) } else { Err(self.misaligned(operand, bytes)) }
+    }
+
+    /// The error of [`Call::expect_aligned`].
+    pub fn misaligned(&self, operand: &Bound<'_>, bytes: u64) -> ArrayError {
+        let shape = &operand.layout.shape;
+        self.error(format!(
+            "an operand {shape} does not begin at a multiple of {bytes} bytes; make it contiguous"
+        ))
     }
 
     /// Puts a product of cuBLASLt on the stream: operands by address, and the library's own scratch.

@@ -51,10 +51,37 @@ pub(crate) fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
+/// The context that all users of a GPU in this process share. Released on drop, with streams that are left in it.
+struct PrimaryContext {
+    device: CUdevice,
+    context: CUcontext,
+}
+
+impl PrimaryContext {
+    /// Takes the context of a device that exists, and makes it current on this thread.
+    fn retain(device: CUdevice) -> Result<PrimaryContext> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the pointer is to a local; released on drop.
+        unsafe { driver!(cuDevicePrimaryCtxRetain(&mut context, device))? };
+        let retained = PrimaryContext { device, context };
+        // SAFETY: the context was just retained.
+        unsafe { driver!(cuCtxSetCurrent(context))? };
+        Ok(retained)
+    }
+}
+
+impl Drop for PrimaryContext {
+    fn drop(&mut self) {
+        // A device that is lost refuses this call, and nothing more can be done.
+        // SAFETY: retained once, released once.
+        let _ = unsafe { check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device)) };
+    }
+}
+
 /// A GPU with its primary context and the one stream on which everything runs.
 pub(crate) struct Device {
     device: CUdevice,
-    context: CUcontext,
+    context: PrimaryContext,
     stream: CUstream,
     /// For reads that do not wait for the work on `stream`.
     side: CUstream,
@@ -113,14 +140,6 @@ impl Device {
 
     /// Makes the context and the streams of a device that exists.
     fn start(device: CUdevice) -> Result<Device> {
-        let before = Before::of(device);
-        let mut context = std::ptr::null_mut();
-        // SAFETY: a device that exists; its primary context is released when this value is dropped.
-        unsafe {
-            driver!(cuDevicePrimaryCtxRetain(&mut context, device))?;
-            driver!(cuCtxSetCurrent(context))?;
-        }
-        let free_before = before.free_bytes(device, memory_info()?.free);
         let name = name_of(device)?;
         let attribute = |a| attribute_of(device, a);
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -134,6 +153,9 @@ impl Device {
         let own = StandIn { capability: (major, minor), shared_bytes_max: shared as usize };
         let stand_in = StandIn::named()?.filter(|other| other.capability != own.capability);
         let StandIn { capability, shared_bytes_max } = stand_in.unwrap_or(own);
+        let before = Before::of(device);
+        let context = PrimaryContext::retain(device)?;
+        let free_before = before.free_bytes(device, memory_info()?.free);
         let (stream, side) = (new_stream()?, new_stream()?);
         Ok(Device {
             device,
@@ -177,7 +199,7 @@ impl Device {
     /// Makes the context current on this thread.
     pub fn bind(&self) -> Result<()> {
         // SAFETY: the context lives as long as this value.
-        unsafe { driver!(cuCtxSetCurrent(self.context)) }
+        unsafe { driver!(cuCtxSetCurrent(self.context.context)) }
     }
 
     /// The stream.
@@ -280,7 +302,6 @@ impl Drop for Device {
         unsafe {
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.side));
             let _ = check("cuStreamDestroy", sys::cuStreamDestroy_v2(self.stream));
-            let _ = check("cuDevicePrimaryCtxRelease", sys::cuDevicePrimaryCtxRelease_v2(self.device));
         }
     }
 }

@@ -146,6 +146,7 @@ impl Drop for CudaMemory {
 
 /// Page-locked host memory: the device copies to and from it without the driver's own bounce buffer.
 pub(crate) struct PinnedBuffer {
+    device: Arc<Device>,
     start: *mut u8,
     bytes: usize,
 }
@@ -157,12 +158,12 @@ unsafe impl Sync for PinnedBuffer {}
 
 impl PinnedBuffer {
     /// Memory of this size.
-    pub fn new(device: &Device, bytes: usize) -> Result<PinnedBuffer> {
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<PinnedBuffer> {
         device.bind()?;
         let mut start = std::ptr::null_mut();
         // SAFETY: the pointer is to a local; freed on drop.
         unsafe { driver!(cuMemHostAlloc(&mut start, bytes, CU_MEMHOSTALLOC_PORTABLE))? };
-        Ok(PinnedBuffer { start: start.cast(), bytes })
+        Ok(PinnedBuffer { device: Arc::clone(device), start: start.cast(), bytes })
     }
 
     /// Some of the bytes. The caller has waited until the device is done with them.
@@ -192,7 +193,14 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once.
+        // Nothing can be done about a device that refuses.
+        let _ = self.device.bind();
+        if !self.device.is_done() {
+            // A kernel may still report to it.
+            tracing::error!("{} pinned bytes are not freed: the device has not ended its work", self.bytes);
+            return;
+        }
+        // SAFETY: allocated by `new`, freed once, and the stream has passed its last use.
         let _ = unsafe { driver!(cuMemFreeHost(self.start.cast())) };
     }
 }

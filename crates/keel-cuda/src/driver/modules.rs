@@ -12,16 +12,20 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::available_parallelism;
 
-/// Bytes of dynamic shared memory that a block may have by default.
+/// Bytes of shared memory that a block may have by default, static and dynamic together.
 const SHARED_DEFAULT: usize = 48 << 10;
 
 /// A kernel that can be launched. Lives as long as the [`Modules`] it came from.
 #[derive(Clone, Copy)]
-pub(crate) struct Function(pub CUfunction);
+pub(crate) struct Function {
+    pub handle: CUfunction,
+    /// Bytes of shared memory that a block has without those of its launch.
+    static_bytes: usize,
+}
 
 struct Module {
     module: CUmodule,
-    function: CUfunction,
+    function: Function,
     /// Whether it was requested since the last [`Modules::take_names`].
     was_asked_for: bool,
 }
@@ -102,7 +106,7 @@ impl Modules {
                 progress(done + 1, missing.len());
                 let (key, shared_bytes) = missing[at];
                 let loaded = code.and_then(|code| self.load(&mut self.loaded(), key, &code));
-                let set = loaded.and_then(|function| allow_shared(function, *shared_bytes));
+                let set = loaded.and_then(|function| function.allow_shared(*shared_bytes));
                 outcome = outcome.and(set);
             }
             outcome
@@ -114,14 +118,17 @@ impl Modules {
         loaded: &mut HashMap<KernelKey, Module>,
         key: &KernelKey,
         code: &[u8],
-    ) -> Result<CUfunction> {
-        let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
+    ) -> Result<Function> {
+        let (mut module, mut handle, mut bytes) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
+        let static_bytes = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         let entry = CString::new(key.entry).expect("names hold no zero byte");
         // SAFETY: the image is a cubin of the compiler; the context is current; pointers are to locals.
         unsafe {
             driver!(cuModuleLoadData(&mut module, code.as_ptr().cast()))?;
-            driver!(cuModuleGetFunction(&mut function, module, entry.as_ptr()))?;
+            driver!(cuModuleGetFunction(&mut handle, module, entry.as_ptr()))?;
+            driver!(cuFuncGetAttribute(&mut bytes, static_bytes, handle))?;
         }
+        let function = Function { handle, static_bytes: bytes as usize };
         loaded.insert(key.clone(), Module { module, function, was_asked_for: true });
         Ok(function)
     }
@@ -147,19 +154,21 @@ impl Modules {
                 self.load(&mut loaded, key, &code)?
             }
         };
-        allow_shared(function, shared_bytes)?;
-        Ok(Function(function))
+        function.allow_shared(shared_bytes)?;
+        Ok(function)
     }
 }
 
-/// Allows a kernel `bytes` bytes of dynamic shared memory.
-fn allow_shared(function: CUfunction, bytes: usize) -> Result<()> {
-    if bytes <= SHARED_DEFAULT {
-        return Ok(());
+impl Function {
+    /// Allows the kernel `bytes` bytes of dynamic shared memory.
+    fn allow_shared(&self, bytes: usize) -> Result<()> {
+        if self.static_bytes + bytes <= SHARED_DEFAULT {
+            return Ok(());
+        }
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is loaded.
+        unsafe { driver!(cuFuncSetAttribute(self.handle, attribute, bytes as i32)) }
     }
-    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // SAFETY: the function is loaded.
-    unsafe { driver!(cuFuncSetAttribute(function, attribute, bytes as i32)) }
 }
 
 impl Drop for Modules {

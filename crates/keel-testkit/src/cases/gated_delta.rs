@@ -1,5 +1,5 @@
-//! Shapes of the gated delta rule: Dk and Dv differ; one or several value heads for each key head; sizes around tiles
-//! of 8, 16, 32 and 128.
+//! Shapes of the gated delta rule: Dk and Dv differ; one, several, or very many value heads for each key head; sizes
+//! around tiles of 8, 16, 32 and 128.
 
 use crate::naive::gated_delta::Shape;
 
@@ -11,6 +11,7 @@ pub const SHAPES: &[Shape] = &[
     Shape { key_heads: 1, value_heads: 4, key_size: 64, value_size: 48 },
     Shape { key_heads: 2, value_heads: 4, key_size: 96, value_size: 144 },
     Shape { key_heads: 5, value_heads: 5, key_size: 7, value_size: 3 },
+    Shape { key_heads: 1, value_heads: 136, key_size: 9, value_size: 4 },
 ];
 
 /// Rows of each sequence of a batch: one token, none, partial and whole chunks.

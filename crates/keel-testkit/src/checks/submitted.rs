@@ -81,6 +81,10 @@ fn results_arrive_in_order(runtime: &Runtime) {
     // A run that is dropped without a wait has run, too.
     drop(walk.submit([0; 3]));
     assert_eq!(walk.at.to_vec::<u32>().expect("there"), want.map(next));
+    let bytes = Array::persistent(runtime, Category::User, [8], DType::U8).expect("memory");
+    let odd = bytes.entries(1, 4).expect("in memory");
+    let refusal = walk.step.submit(&odd).wait(&mut [0; 4]).expect_err("it begins within a word").to_string();
+    assert!(refusal.contains("is not whole words of 4 bytes in memory"), "{refusal}");
     assert_eq!(runtime.runs_under_way(), 0);
 }
 

@@ -173,12 +173,11 @@ impl<'a> Task<'a> {
     fn new(spec: &'a AttentionSpec, call: &'a Call<'a>) -> Result<Task<'a>, ArrayError> {
         let (q, k, table) = (&call.inputs[0], &call.inputs[1], &call.inputs[5]);
         let &[rows, heads, size] = &q.layout.shape[..] else { unreachable!("three axes") };
-        let odd = |x: &&Bound<'_>| !x.address.is_multiple_of(16) || !x.row_stride(2).is_multiple_of(4);
-        if let Some(odd) = call.inputs[..3].iter().find(odd) {
-            let shape = &odd.layout.shape;
-            return Err(call.error(format!(
-                "an operand {shape} does not begin at a multiple of 16 bytes; make it contiguous"
-            )));
+        for operand in &call.inputs[..3] {
+            call.expect_aligned(operand, 16)?;
+            if !operand.row_stride(2).is_multiple_of(4) {
+                return Err(call.misaligned(operand, 16));
+            }
         }
         let (sequences, pages) = (table.layout.shape[0], table.width());
         Ok(Task { spec, call, rows, heads, kv_heads: k.layout.shape[1], size, sequences, pages })

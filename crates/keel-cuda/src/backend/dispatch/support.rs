@@ -4,12 +4,15 @@
 //! A launched kernel relies on this. The match names every operation, so a new one cannot be forgotten.
 
 use super::sequence::{CONV_TILE, chunked, prepare_shared_bytes};
-use super::{COUNTERS, custom};
+use super::{COUNTERS, custom, linear};
 use crate::backend::Mode;
-use keel_array::{GatedDeltaSpec, Kernel, Op, Regime, Shape};
+use keel_array::{GatedDeltaSpec, Kernel, Op, Regime, RowLog, Shape};
 
 /// Blocks that a grid has along y and z, at most.
 pub(super) const GRID_MAX: usize = 65_535;
+
+/// Rows of a tile of the exact product, whose tiles of rows lie along y.
+const LINEAR_TILE: usize = 64;
 
 /// Widest attention head.
 const HEAD_MAX: usize = 256;
@@ -40,7 +43,10 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             let sequences = shape(if kernel.inputs.len() == 9 { 7 } else { 8 }).elements();
             gated_delta(spec, sequences, mode)
         }
-        Op::CausalConv(_) => at_most("rows in a step", shape(0)[0], GRID_MAX * CONV_TILE),
+        Op::CausalConv(spec) => {
+            let sequences = shape(if spec.log == RowLog::None { 4 } else { 5 }).elements();
+            convolution(spec.width, shape(0)[0], sequences)
+        }
         Op::Matmul => {
             let (a, y) = (shape(0), &kernel.outputs[0].layout.shape);
             let (rows, cols) = (a[a.rank() - 2], y[y.rank() - 1]);
@@ -52,6 +58,10 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             if experts <= 512 && *k <= 32 { Ok(()) } else { at_most("experts", experts, EXPERTS_MAX) }
         }
         Op::CombineExperts { .. } => at_most("rows in a step", shape(1)[0], GRID_MAX),
+        Op::Linear { weight, .. } => {
+            at_most("rows of a product", shape(0).elements() / weight.cols, GRID_MAX * LINEAR_TILE)
+        }
+        Op::GatherLinear { weight, .. } => linear::gathers(weight),
         Op::Custom(kernel_of_user) => custom::supports(kernel_of_user, kernel),
         Op::Fill(_)
         | Op::Arange { .. }
@@ -83,8 +93,6 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
         | Op::RotatePairs
         | Op::SwiGlu
         | Op::SigmoidGate
-        | Op::Linear { .. }
-        | Op::GatherLinear { .. }
         | Op::Embedding { .. } => Ok(()),
         // Whether the device has these peers is asked of its group.
         Op::Send { .. }
@@ -93,6 +101,14 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
         | Op::AllGather { .. }
         | Op::ReduceScatter { .. } => Ok(()),
     }
+}
+
+fn convolution(width: usize, rows: usize, sequences: usize) -> Result<(), String> {
+    // The rows before a tile lie in the tile before it.
+    at_most("columns of a convolution", width, CONV_TILE + 1)?;
+    at_most("sequences in a step", sequences, GRID_MAX)?;
+    // A tile holds rows of one sequence.
+    at_most("tiles of 32 rows in a step", rows.div_ceil(CONV_TILE) + sequences, GRID_MAX)
 }
 
 fn gated_delta(spec: &GatedDeltaSpec, sequences: usize, mode: Mode) -> Result<(), String> {
@@ -115,7 +131,10 @@ fn attention(q: &Shape, k: &Shape, table: &Shape) -> Result<(), String> {
         ));
     }
     at_most("key heads", kv_heads, GRID_MAX)?;
-    at_most("sequences in a step", sequences, GRID_MAX)
+    at_most("sequences in a step", sequences, GRID_MAX)?;
+    // Tiles of prompts lie along y. A tile has at least 64 pairs of a row and a head that reads the same keys.
+    let tiles = (q[0] * (q[1] / kv_heads.max(1))).div_ceil(64) + sequences;
+    at_most("tiles of 64 rows and heads in a step", tiles, GRID_MAX)
 }
 
 fn at_most(what: &str, count: usize, most: usize) -> Result<(), String> {

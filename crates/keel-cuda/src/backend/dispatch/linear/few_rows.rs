@@ -1,5 +1,6 @@
 //! Products of few rows: one pass over the weight, x rounded to 8 bits for quantised weights.
 
+use super::super::support::SHARED_BYTES;
 use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::gather::launches;
 use super::tuning::{LARGE, Tuning};
@@ -10,12 +11,27 @@ use crate::parameters::{LinearRows, PrepareRows};
 use keel_array::{ArrayError, Op, WeightFormat, WeightSpec};
 use std::ops::Range;
 
-/// Elements of a row of x up to which each block rounds the row itself. Longer rows are prepared by another kernel.
+/// Elements of a row of x up to which each block prepares the row itself, and bytes that it then takes of the block's
+/// shared memory. The rest has room for partial sums and norms on every generation. Longer rows are prepared by another
+/// kernel.
 const FUSED_MAX: usize = 1 << 15;
+const FUSED_BYTES_MAX: usize = SHARED_BYTES - (8 << 10);
 
 /// Whether each block prepares x: a single row, and rows with chosen experts.
 fn is_fused(weight: &WeightSpec, rows: usize, gathers: bool) -> bool {
-    gathers || rows == 1 && weight.cols <= FUSED_MAX
+    gathers || rows == 1 && weight.cols <= FUSED_MAX && prepared_bytes(weight, 1) <= FUSED_BYTES_MAX
+}
+
+/// Refuses chosen experts whose rows of x are too long: no other kernel prepares them.
+pub(in crate::backend::dispatch) fn gathers(weight: &WeightSpec) -> Result<(), String> {
+    let bytes = prepared_bytes(weight, 1);
+    if bytes <= FUSED_BYTES_MAX {
+        return Ok(());
+    }
+    let cols = weight.cols;
+    Err(format!(
+        "experts of {cols} columns, which take {bytes} bytes of shared memory; the GPU takes {FUSED_BYTES_MAX}"
+    ))
 }
 
 /// Bytes of x as the kernel multiplies it.
@@ -184,22 +200,11 @@ impl<'a> FewRows<'a> {
         self.factors().chain([self.x])
     }
 
-    /// The first factor that does not begin at a multiple of 16 bytes; kernels read 16 bytes at a time.
-    fn misaligned(&self) -> Option<Bound<'a>> {
-        self.factors().find(|operand| !operand.address.is_multiple_of(16))
-    }
-
-    /// Refuses factors that do not begin at a multiple of 16 bytes.
+    /// Refuses operands that kernels read 16 bytes at a time and that do not begin at a multiple of 16 bytes. Rows of x
+    /// are read so if all of them can begin there.
     pub fn check_aligned(&self, call: &Call<'_>) -> Result<(), ArrayError> {
-        match self.misaligned() {
-            None => Ok(()),
-            Some(odd) => {
-                let shape = &odd.layout.shape;
-                Err(call.error(format!(
-                    "an operand {shape} of what comes before the product does not begin at a multiple of 16 bytes; make it contiguous"
-                )))
-            }
-        }
+        let rows = self.weight.cols.is_multiple_of(4).then_some(self.x);
+        self.factors().chain(rows).try_for_each(|operand| call.expect_aligned(&operand, 16))
     }
 
     /// Puts the product on the stream, [`FEW_ROWS`] at a time.
@@ -344,6 +349,29 @@ mod tests {
                 ("PREPARE_THREADS", prepare_threads(&weight)),
             ];
             assert_values(product.key(&tuning, rows, fused), &values);
+        }
+    }
+
+    /// Each kernel fits a block of the generations with the least shared memory, once fetches through it are dropped.
+    #[test]
+    fn one_row_fits_a_block_of_every_generation() {
+        let formats = [WeightFormat::Dense(DType::BF16), WeightFormat::Dense(DType::F16)].into_iter();
+        let affine = |bits| WeightFormat::Affine { bits, group_size: 32, scale_dtype: DType::BF16 };
+        let blocks = BlockFormat::ALL.map(WeightFormat::Blocks);
+        for format in formats.chain([2, 4, 8].map(affine)).chain(blocks) {
+            for (cols, gated) in (256..1 << 17).step_by(256).flat_map(|cols| [(cols, false), (cols, true)]) {
+                let weight = WeightSpec { experts: 1, rows: 4096, cols, format, compute: Compute::Auto };
+                let layout = Layout::contiguous(Shape::from([1, cols]));
+                let x = Bound { address: 0, layout: &layout, dtype: DType::F32, lasting: false };
+                let entry = Entry::Norm(x, 1e-6);
+                let (packed, experts, convolution) = (x, None, None);
+                let weight = &weight;
+                let product = FewRows { weight, packed, x, entry, experts, gated, convolution, late: false };
+                let tuning = Tuning::of(weight, 1, gated, false, SelectBy::Rows);
+                let tuning = Tuning { stages: 0, ..tuning };
+                let bytes = product.shared_bytes(&tuning, 1, is_fused(weight, 1, false));
+                assert!(bytes <= SHARED_BYTES, "{format:?} of {cols} columns, gated {gated}: {bytes} bytes");
+            }
         }
     }
 }

@@ -77,7 +77,7 @@ const SHARE_MIN: usize = 1024;
 const SHARES_MAX: usize = 64;
 
 fn share_of(rows: usize) -> usize {
-    rows.div_ceil(SHARES_MAX).next_multiple_of(SHARE_MIN)
+    rows.div_ceil(SHARES_MAX).max(1).next_multiple_of(SHARE_MIN)
 }
 
 /// Where the scratch of grouped rows lies: x as f16 from the start on, then the rows by expert, the tiles, and the

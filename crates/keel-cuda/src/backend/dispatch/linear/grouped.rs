@@ -72,14 +72,15 @@ pub(super) fn to_half_tiles(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let mut key = KernelKey { entry: "to_half_tiles", ..key.clone() };
-    let mut x = call.inputs[0].address;
+    let mut x = &call.inputs[0];
     if let Some(swiglu) = call.producer(0) {
         key = key.define("SWIGLU", 1);
-        x = swiglu.inputs[0].address;
+        x = &swiglu.inputs[0];
     }
+    call.expect_aligned(x, 8)?;
     let &GroupRows { chosen, choices, share, counts, .. } = groups;
     let (out, fault, kernel) = (call.scratch, call.fault, call.index);
-    let parameters = ToHalfTiles { x, out, rows, chosen, choices, share, counts, fault, kernel };
+    let parameters = ToHalfTiles { x: x.address, out, rows, chosen, choices, share, counts, fault, kernel };
     let blocks = choices.div_ceil(share) + (rows * col_tiles(weight) * 8).div_ceil(256);
     call.launch(&key, Geometry::rows(blocks, 256), &parameters)
 }

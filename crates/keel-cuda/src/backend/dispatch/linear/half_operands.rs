@@ -53,10 +53,12 @@ pub(super) fn to_half(weight: &WeightSpec, rows: usize, to: u64, call: &Call<'_>
     // Two columns at a time. If the number of columns is odd, a pair may straddle two rows, which does no harm.
     let (x, pairs) = (call.inputs[0].address, (rows * weight.cols).div_ceil(2));
     if splits_x(weight) {
+        call.expect_aligned(&call.inputs[0], 8)?;
         let key = weight_key(DEQUANTIZE, "to_two_bf16", weight);
         let parameters = ToTwoBf16 { x, hi: to, lo: to + x_bytes(weight, rows) as u64, pairs: Wide(pairs) };
         return call.launch(&key, Geometry::rows(pairs.div_ceil(256), 256), &parameters);
     }
+    call.expect_aligned(&call.inputs[0], 16)?;
     let key = form.define(KernelKey::new(DEQUANTIZE, "to_half"));
     let key = key.define("DIM_N", weight.rows).define("DIM_K", weight.cols);
     let parameters = ToHalf { x, y: to, pairs: Wide(pairs) };
@@ -101,13 +103,7 @@ pub(super) fn absorbed_to_half(
     // A row that all rows share may begin anywhere.
     let shared =
         |operand: &Bound<'_>| operand.layout.shape.rank() < 2 || operand.layout.row_stride(1).is_none();
-    let odd = |operand: &&Bound<'_>| !operand.address.is_multiple_of(16) && !shared(operand);
-    if let Some(odd) = producer.inputs.iter().find(odd) {
-        let shape = &odd.layout.shape;
-        return Err(
-            call.error(format!("{shape} does not begin at a multiple of 16 bytes; make it contiguous"))
-        );
-    }
+    producer.inputs.iter().filter(|operand| !shared(operand)).try_for_each(|x| call.expect_aligned(x, 16))?;
     let heads = |gate: Bound<'_>, w: u64, eps: f32| {
         let (gate_row, gate_head) = gate.head_strides();
         let (d, heads) = (gate.width(), weight.cols / gate.width());

@@ -49,6 +49,7 @@ use choice::{LinearKernel, SelectBy, linear_kernel, takes_groups};
 pub(super) use choice::{is_grouped, surely_as_stored, surely_in_half};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
+pub(super) use few_rows::gathers;
 use few_rows::{FewRows, few_rows_bytes};
 pub(in crate::backend) use fp8::{narrows, rounds_weight};
 pub(super) use gather::gather;

@@ -157,11 +157,14 @@ pub(super) fn in_panels(
             let form = HalfForm::Panels { rows: block.panel };
             absorbed_to_half(producer, weight, rows, call.scratch, form, call)?
         }
-        None => call.launch(
-            &KernelKey { entry: "to_half_panels", ..key.clone() },
-            Geometry::rows((rows * col_tiles(weight) * 8).div_ceil(256), 256),
-            &ToHalfPanels { x: call.inputs[0].address, out: call.scratch, rows },
-        )?,
+        None => {
+            call.expect_aligned(&call.inputs[0], 8)?;
+            call.launch(
+                &KernelKey { entry: "to_half_panels", ..key.clone() },
+                Geometry::rows((rows * col_tiles(weight) * 8).div_ceil(256), 256),
+                &ToHalfPanels { x: call.inputs[0].address, out: call.scratch, rows },
+            )?
+        }
     }
     let sums = call.scratch + panels_bytes(weight, rows).next_multiple_of(256) as u64;
     let [codes, pairs] = codes_and_pairs(weight, &call.inputs[1]);
@@ -183,6 +186,7 @@ pub(super) fn in_panels(
     if is_whole {
         return Ok(());
     }
+    residual.map_or(Ok(()), |residual| call.expect_aligned(residual, 16))?;
     let elements = rows * weight.rows;
     let (residual, y) = (address(residual), call.outputs[0].address);
     call.launch(
