@@ -149,6 +149,16 @@ impl Array {
                 reason: format!("the operands of {} belong to different runtimes", op.name()),
             });
         }
+        let is_plain = |state: &&Array| state.0.storage().is_some_and(|of| of.layout.is_contiguous());
+        if let Some(state) = op.mutated_inputs().map(|i| inputs[i]).find(|state| !is_plain(state)) {
+            return Err(ArrayError::Argument {
+                op: "state",
+                reason: format!(
+                    "{} writes to {state:?} in place: it must be contiguous memory, such as a persistent array",
+                    op.name()
+                ),
+            });
+        }
         Array::call(&first.0.runtime, op, inputs, specs)
     }
 

@@ -115,6 +115,9 @@ impl Layout {
     /// True if the elements lie row-major without gaps (from any offset).
     pub fn is_contiguous(&self) -> bool {
         let mut expected = 1;
+        if self.shape.elements() == 0 {
+            return true;
+        }
         for axis in (0..self.shape.rank()).rev() {
             if self.shape[axis] != 1 && self.strides[axis] != expected {
                 return false;
@@ -164,7 +167,9 @@ impl Layout {
     /// The block that begins at `starts` and has the extents of `shape`.
     pub fn slice(&self, starts: &[usize], shape: &Shape) -> Layout {
         let skipped: usize = starts.iter().zip(&self.strides).map(|(i, s)| i * s).sum();
-        Layout { shape: shape.clone(), strides: self.strides.clone(), offset: self.offset + skipped }
+        // A block without elements may begin at the end of several axes, which is not within the memory.
+        let offset = if shape.elements() == 0 { self.offset } else { self.offset + skipped };
+        Layout { shape: shape.clone(), strides: self.strides.clone(), offset }
     }
 
     /// Stretched to `shape`. The caller has checked that the shapes are compatible.

@@ -62,6 +62,19 @@ impl ModelCache {
         checkpoint: &CheckpointLease,
     ) -> Result<()> {
         self.expect_settled(sequence)?;
+        self.overwrite_checkpoint_ahead(sequence, checkpoint)
+    }
+
+    /// As [`ModelCache::overwrite_checkpoint`], while steps that commit their rows are under way: saves the state after
+    /// the last of them.
+    ///
+    /// # Errors
+    /// An error of the runtime.
+    pub fn overwrite_checkpoint_ahead(
+        &mut self,
+        sequence: &SequenceCache,
+        checkpoint: &CheckpointLease,
+    ) -> Result<()> {
         self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)
     }
 

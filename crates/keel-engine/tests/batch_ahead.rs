@@ -259,6 +259,47 @@ fn a_steady_batch_is_a_step_ahead() {
     assert_all_is_back(&mut batcher);
 }
 
+/// Each answer has room for one state. It is not that of a shared prompt, also while a step is under way.
+#[test]
+fn answers_leave_the_states_of_prompts() {
+    for (_, queueing) in waiting_and_queueing() {
+        let sequences = 3;
+        let options = EngineOptions {
+            drafts: 0,
+            context: 512,
+            sequences,
+            prefill_step: 128,
+            checkpoints: 1 + sequences,
+            pool_pages: Some(12),
+            ..EngineOptions::default()
+        };
+        let mut batcher = Batcher::new(engine(&demo(), &queueing, options), BatchOptions::default());
+        let shared: Vec<u32> = (0..100).map(|i| 3 + i * 7 % 400).collect();
+        run(&mut batcher, vec![BatchRequest::new(0, shared.clone(), 1)]);
+        assert_eq!(batcher.status().prefix_states, 1);
+        let now = Instant::now();
+        let answer = |i: u32| BatchRequest::new(u64::from(i), (0..20).map(|j| 9 + i + j * 5).collect(), 230);
+        (0..sequences as u32).for_each(|i| batcher.submit(answer(i), now).expect("accepted"));
+        let mut outcomes: Vec<Outcome> = (0..sequences).map(|_| Outcome::default()).collect();
+        while !batcher.is_idle() {
+            step(&mut batcher, now, &mut outcomes);
+            assert!(batcher.status().prefix_states >= 1, "{:?}", batcher.status());
+        }
+        let again = run(&mut batcher, vec![BatchRequest::new(0, shared, 1)]).remove(0);
+        assert_eq!(again.cached, 64);
+        // And the answers' own states are kept.
+        let second = |i: usize| {
+            let mut text: Vec<u32> = (0..20).map(|j| 9 + i as u32 + j * 5).collect();
+            text.extend(&outcomes[i].tokens);
+            BatchRequest::new(0, text, 1)
+        };
+        let reused: Vec<usize> =
+            (0..sequences).map(|i| run(&mut batcher, vec![second(i)]).remove(0).cached).collect();
+        assert_eq!(reused, [192; 3]);
+        assert_all_is_back(&mut batcher);
+    }
+}
+
 /// A host's draw for one sequence does not make the others wait: the step after it is submitted before its logits are
 /// read. The sequence itself is in every other step.
 #[test]

@@ -2,11 +2,16 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use common::batching::{self, Outcome, assert_all_is_back, batcher, finish, options, prompt, run, step};
+use common::{engine, fixture};
+use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::EngineOptions;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
 
@@ -45,6 +50,38 @@ fn prefixes_outlive_a_restart_and_damage_is_passed_over() {
         assert_eq!(second.restore_prefixes(name, &folder).problems.len(), 1);
         assert_all_is_back(&mut second);
     }
+}
+
+/// A device of another kind computes other bits.
+struct OtherKind;
+
+impl Interceptor for OtherKind {
+    fn name<'a>(&self, _: &'a dyn Backend) -> &'a str {
+        "npu:1"
+    }
+}
+
+/// Rows of answers were decoded, and a batch that reuses no answers promises the bits of a fresh run.
+#[test]
+fn prefixes_are_for_the_same_kind_of_device_and_of_reuse() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let name = FIXTURES[0];
+    let exact = || BatchOptions { reuse_generated: false, ..BatchOptions::default() };
+    let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let other = InterceptedBackend::new(Arc::new(cpu), Arc::new(OtherKind));
+    let other = Runtime::new(other, RuntimeOptions::default());
+    let mut saving = batcher(name, BatchOptions::default());
+    run(&mut saving, vec![BatchRequest::new(0, prompt(name, 1, 300), 20)]);
+    assert!(saving.save_prefixes("m", dir.path()).expect("saves") >= 1);
+    let restored = |batcher: &mut Batcher| batcher.restore_prefixes("m", dir.path());
+    for mut unlike in [
+        batcher(name, exact()),
+        Batcher::new(engine(&fixture(name), &other, options()), BatchOptions::default()),
+    ] {
+        let restored = restored(&mut unlike);
+        assert!(restored.texts == 0 && !restored.problems.is_empty(), "{restored:?}");
+    }
+    assert!(restored(&mut batcher(name, BatchOptions::default())).texts >= 1);
 }
 
 #[test]

@@ -2,11 +2,13 @@
 
 mod common;
 
+use std::time::Instant;
+
 use common::drafted::{fixed, options, until};
 use common::{decoded, demo, engine, greedy, runtime, state_of};
 use keel_array::Compute;
 use keel_cache::SequenceCache;
-use keel_engine::batch::Constraint;
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint, SequenceEvent};
 use keel_engine::speculation::{Choice, Chooser, Draft, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{EngineError, GenerateOptions, Sampler, SamplerOptions, SpeculationOptions, TokenIterator};
 
@@ -178,4 +180,27 @@ fn a_chooser_that_fails_fails_alone() {
             );
         }
     }
+}
+
+/// Each token has the log probability of its own row, also where drafts may go unchecked.
+#[test]
+fn log_probabilities_are_those_of_their_tokens() {
+    let speculation = SpeculationOptions { optimistic: true, ..fixed(3) };
+    let batch = BatchOptions { speculation, ..BatchOptions::default() };
+    let mut batcher = Batcher::new(engine(&demo(), &runtime(2), options(1, 3, Compute::Auto)), batch);
+    let mut request = BatchRequest::new(0, (0..30).map(|i| 3 + i * 7).collect(), 40);
+    request.top_logprobs = Some(2);
+    let now = Instant::now();
+    batcher.submit(request, now).expect("accepted");
+    let mut tokens = 0;
+    while !batcher.is_idle() {
+        for SequenceEvent { event, .. } in batcher.step(now) {
+            if let BatchEvent::Token { id, logprobs } = event {
+                let of_it = logprobs.expect("they were asked for");
+                assert_eq!(of_it.top[0], (id, of_it.drawn), "token {tokens} is the most probable one");
+                tokens += 1;
+            }
+        }
+    }
+    assert_eq!(tokens, 40);
 }

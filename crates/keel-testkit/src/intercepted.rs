@@ -22,6 +22,11 @@ pub trait Interceptor: Send + Sync + 'static {
         backend.launch(launch)
     }
 
+    /// The backend's name.
+    fn name<'a>(&self, backend: &'a dyn Backend) -> &'a str {
+        backend.name()
+    }
+
     /// Replaces an allocation.
     ///
     /// # Errors
@@ -118,7 +123,7 @@ impl<D: Interceptor> InterceptedBackend<D> {
 
 impl<D: Interceptor> Backend for InterceptedBackend<D> {
     fn name(&self) -> &str {
-        self.backend.name()
+        self.disturbance.name(&*self.backend)
     }
     fn is_planning(&self) -> bool {
         self.backend.is_planning()

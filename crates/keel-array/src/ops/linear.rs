@@ -1,6 +1,7 @@
 //! Matrix products: of arrays, and with packed weights.
 
 use super::Op;
+use super::fast::expect_f32;
 use super::indexing::expect_index;
 use crate::error::expect_shape;
 use crate::{Array, ArrayError, DType, Result, Shape, Weight};
@@ -69,6 +70,7 @@ impl Array {
         match residual {
             None => Array::build(op, &[self, &packed], shape, DType::F32),
             Some(r) => {
+                expect_f32(OP, &[r])?;
                 expect_shape(OP, "residual", &shape, r.shape())?;
                 Array::build(op, &[self, &packed, r], shape, DType::F32)
             }

@@ -1,9 +1,9 @@
 //! Operations with memory: convolution windows, gated-delta states and KV pages.
 //!
 //! State lives in separate arrays, allocated once and written in place. An operation takes them as inputs and mutates
-//! them. Operations on the same state run in the order in which they were built. Everything that changes from step to
-//! step (rows of each sequence, positions, page tables) is data in small arrays, so a prepared program is run again
-//! without being rebuilt.
+//! them. Operations on the same state that are evaluated together run in the order in which they were built. Everything
+//! that changes from step to step (rows of each sequence, positions, page tables) is data in small arrays, so a prepared
+//! program is run again without being rebuilt.
 //!
 //! # Rows that may be taken back
 //! A sequence that speculates does not know yet which rows of a step it will keep. The step leaves them *open*
@@ -245,7 +245,7 @@ impl Array {
                 got: weight.shape().clone(),
             });
         };
-        expect_shape(OP, "weight", &[width, channels], weight.shape())?;
+        expect_shape(OP, "weight", &[width.max(1), channels], weight.shape())?;
         let slots = extent(&window.rows, 0);
         expect_shape(OP, "window", &[slots, width.saturating_sub(1), channels], window.rows.shape())?;
         let batch = checked(OP, batch)?;

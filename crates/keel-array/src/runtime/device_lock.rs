@@ -11,7 +11,7 @@ pub(crate) struct DeviceLock {
     device: Mutex<()>,
     queued: Mutex<usize>,
     drained: Condvar,
-    /// Runs that take a turn for each of their pieces, and have intermediates in the arena between two turns.
+    /// Runs whose pieces are in the backend's queue, with intermediates in the arena.
     runs: AtomicUsize,
 }
 
@@ -85,9 +85,9 @@ impl DeviceLock {
         }
     }
 
-    /// A run begins. Each of its pieces takes a turn of its own. Returns how many runs are under way with it.
+    /// A run begins, whose turn comes later. Returns how many runs are under way with it.
     pub fn begin_run(&self) -> usize {
-        // The turn of its first piece comes later, and its lock orders this before any turn that follows.
+        // The lock of its turn orders this before any turn that follows.
         self.runs.fetch_add(1, Ordering::Relaxed) + 1
     }
 
@@ -101,8 +101,7 @@ impl DeviceLock {
         self.runs.load(Ordering::Relaxed)
     }
 
-    /// An exclusive turn in which the arena holds nothing of value: nothing is queued, and no run is between two of its
-    /// pieces. `None` if a run is under way.
+    /// An exclusive turn in which the arena holds nothing of value: nothing is queued. `None` if a run is under way.
     pub fn at_rest(&self) -> Option<DeviceGuard<'_>> {
         let turn = self.exclusive();
         (self.runs() == 0).then_some(turn)

@@ -38,6 +38,7 @@ impl Runtime {
     /// - A destination is not contiguous memory, overlaps another, or is written while the graph still reads it.
     /// - The backend does not [support](crate::Programs::supports) an operation.
     /// - The arena cannot be allocated.
+    /// - The evaluation of an array that the graph reads, or of a destination, has failed.
     pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
         for (i, (value, _)) in results.iter().enumerate() {
             if value.is_evaluated()
@@ -56,6 +57,9 @@ impl Runtime {
             let (value, destination) = pair.unwrap_or_else(|| unreachable!("only targets are outputs"));
             outputs.push(destination_of(value, destination)?);
         }
+        // A run does not look at these again.
+        collected.externals.iter().filter_map(|of| of.fence.as_ref()).try_for_each(Fence::wait)?;
+        results.iter().try_for_each(|(_, destination)| destination.wait())?;
         let externals = external_bindings(&collected.externals, &collected.graph);
         let prepared = Some(next_prepared());
         let bindings = Bindings { externals, outputs, prepared };

@@ -75,7 +75,7 @@ impl Array {
     /// # Memory
     /// This handle keeps the whole storage alive. Law 4 does not apply, because this is no result of an evaluation: it
     /// is a handle to memory that its owner keeps and the host overwrites, as a clone of the array would be. To get a
-    /// copy, evaluate a [`slice`](Array::slice).
+    /// copy, evaluate [`contiguous`](Array::contiguous).
     ///
     /// # Errors
     /// If this array is not in memory or has fewer entries.
@@ -101,7 +101,7 @@ impl Array {
     /// # Errors
     /// As [`Array::prefix`].
     pub fn entries(&self, start: usize, count: usize) -> Result<Array> {
-        let all = self.prefix(start + count)?;
+        let all = self.prefix(start.saturating_add(count))?;
         let storage = all.0.storage().unwrap_or_else(|| unreachable!("a prefix is in memory"));
         let shape: Shape = [count].iter().chain(&self.shape()[1..]).copied().collect();
         let offset = storage.layout.offset + start * self.shape()[1..].iter().product::<usize>();

@@ -77,6 +77,8 @@ struct Inner {
     programs: Mutex<ProgramCache>,
     arena: Arena,
     stream: Stream,
+    /// Held by the thread that evaluates arrays.
+    evaluating: Mutex<()>,
     pending_ops: AtomicUsize,
     pending_bytes: AtomicUsize,
     submissions: AtomicUsize,
@@ -118,6 +120,7 @@ impl Runtime {
             programs: Mutex::new(ProgramCache::new(options.program_cache_bytes)),
             options,
             arena: Arena::default(),
+            evaluating: Mutex::new(()),
             pending_ops: AtomicUsize::new(0),
             pending_bytes: AtomicUsize::new(0),
             submissions: AtomicUsize::new(0),
@@ -283,12 +286,12 @@ impl Runtime {
         self.0.arena.get()
     }
 
-    fn program(&self, graph: Graph) -> Result<Arc<Program>> {
-        if let Some(program) = self.programs().get(&graph) {
+    fn program(&self, graph: &Graph) -> Result<Arc<Program>> {
+        if let Some(program) = self.programs().get(graph) {
             return Ok(program);
         }
-        let program = self.compile(&graph)?;
-        self.programs().insert(graph, Arc::clone(&program));
+        let program = self.compile(graph)?;
+        self.programs().insert(graph.clone(), Arc::clone(&program));
         Ok(program)
     }
 
@@ -320,6 +323,9 @@ impl Runtime {
     }
 
     fn submit(&self, arrays: &[&Array], how: fn(&Stream, Work)) -> Result<()> {
+        // Until the work is in the stream: another thread that evaluates the same arrays would run their state updates
+        // a second time, or read an operand that this work overwrites.
+        let _turn = self.0.evaluating.lock().unwrap_or_else(|e| e.into_inner());
         let mut targets = Vec::new();
         for &array in arrays.iter().filter(|a| !a.is_evaluated()) {
             if !array.settle_as_view() {
@@ -330,7 +336,7 @@ impl Runtime {
             return Ok(());
         }
         let Collected { graph, externals, outputs } = collect(&targets, Purpose::Evaluate);
-        let program = self.program(graph.clone())?;
+        let program = self.program(&graph)?;
         let bindings = self.bind(&program, &externals, &graph)?;
         let arena = self.arena(program.arena_bytes())?;
         let needs = externals.iter().filter_map(|s| s.fence.clone()).collect();

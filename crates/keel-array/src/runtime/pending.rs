@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::executable::{Executable, FailedRun};
 use super::stream::Failure;
 use crate::Buffer;
-use crate::backend::{LAUNCHES_MAX, MemoryRange, RESULT_BYTES_MAX, Ticket};
+use crate::backend::{Backend, LAUNCHES_MAX, MemoryRange, RESULT_BYTES_MAX, Ticket};
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
@@ -87,39 +87,46 @@ impl PendingRun {
         self.failure.is_some()
     }
 
-    /// Hands the pieces to the backend.
+    /// Hands the pieces to the backend, all in one turn at the device: they have intermediates in the arena.
     fn enqueue(&mut self) -> Result<(), Failure> {
-        let program = self.executable.program.clone();
-        let arena = self.executable.runtime.arena(program.arena_bytes());
+        let Executable { runtime, program, .. } = self.executable.clone();
+        let arena = runtime.arena(program.arena_bytes());
         self.arena = arena.map_err(|error| Failure { error, done: Some(0) })?;
-        for (i, piece) in program.pieces().iter().enumerate() {
-            if self.tickets.len() == PIECES_MAX {
-                self.wait_for_first(&mut [])?;
+        runtime.exclusive(|backend| {
+            for (i, piece) in program.pieces().iter().enumerate() {
+                if self.tickets.len() == PIECES_MAX {
+                    self.wait_for_first(backend, &mut [])?;
+                }
+                self.enqueue_piece(backend, piece.clone(), i + 1 == program.pieces().len())?;
             }
-            self.enqueue_piece(piece.clone(), i + 1 == program.pieces().len())?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
-    fn enqueue_piece(&mut self, piece: Range<usize>, is_last: bool) -> Result<(), Failure> {
-        let Executable { runtime, program, bindings } = &self.executable;
+    fn enqueue_piece(
+        &mut self,
+        backend: &dyn Backend,
+        piece: Range<usize>,
+        is_last: bool,
+    ) -> Result<(), Failure> {
+        let Executable { program, bindings, .. } = &self.executable;
         let launch = Launch::new(program, piece.clone(), bindings, self.arena.as_ref());
         let result = self.result.as_ref().filter(|_| is_last);
         let result = result.map(|at| MemoryRange {
             memory: at.buffer.memory(),
             bytes: at.offset..at.offset + self.result_bytes,
         });
-        let ticket = runtime.exclusive(|backend| backend.enqueue(&launch, result));
+        let ticket = backend.enqueue(&launch, result);
         let ticket = ticket.map_err(|error| Failure { error, done: launch.done() })?;
         self.tickets.push_back(PieceTicket { kernels: piece, ticket });
         Ok(())
     }
 
-    fn wait_for_first(&mut self, result: &mut [u8]) -> Result<(), Failure> {
+    fn wait_for_first(&mut self, backend: &dyn Backend, result: &mut [u8]) -> Result<(), Failure> {
         let Some(PieceTicket { kernels, ticket }) = self.tickets.pop_front() else { return Ok(()) };
-        let Executable { runtime, program, bindings } = &self.executable;
+        let Executable { program, bindings, .. } = &self.executable;
         let launch = Launch::new(program, kernels, bindings, self.arena.as_ref());
-        let outcome = runtime.exclusive(|backend| backend.wait(ticket, &launch, result));
+        let outcome = backend.wait(ticket, &launch, result);
         outcome.map_err(|error| Failure { error, done: launch.done() })
     }
 
@@ -139,9 +146,11 @@ impl PendingRun {
     /// Waits for every piece. Returns the first failure.
     fn finish(&mut self, result: &mut [u8]) -> Result<(), Failure> {
         let mut outcome = Ok(());
+        let runtime = self.executable.runtime.clone();
         while !self.tickets.is_empty() {
             let is_last = self.tickets.len() == 1 && self.failure.is_none();
-            let waited = self.wait_for_first(if is_last { &mut *result } else { &mut [] });
+            let result = if is_last { &mut *result } else { &mut [] };
+            let waited = runtime.exclusive(|backend| self.wait_for_first(backend, result));
             outcome = outcome.and(waited);
         }
         outcome.and(self.failure.take().map_or(Ok(()), Err))

@@ -1,7 +1,10 @@
 //! Mistakes are found when an operation is built, and the message names the operation and the numbers.
 
 use super::{counting, runtime};
-use keel_array::{Array, AttentionSpec, Batch, DType, KvPool, Real, Reduction, Regime, Result};
+use keel_array::{
+    Array, AttentionSpec, Batch, Compute, ConvWindow, DType, KvPool, Real, Reduction, Regime, Result,
+    RopeSpec, RowLog, Weight, WeightFormat, WeightSpec,
+};
 
 #[track_caller]
 fn refused<T>(result: Result<T>, message: &str) {
@@ -87,4 +90,58 @@ fn attention_heads_that_no_kernel_takes_are_refused_when_the_operation_is_built(
 fn arrays_of_different_runtimes_do_not_meet() {
     let (here, there) = (runtime(), runtime());
     refused(counting(&here, &[2]).add(&counting(&there, &[2])), "different runtimes");
+}
+
+/// State is written in place: an intermediate would lose what is written to it.
+#[test]
+fn state_that_is_not_plain_memory_is_refused() {
+    let runtime = runtime();
+    let index =
+        |values: &[u32]| Array::from_slice(&runtime, values, [values.len()]).expect("there is memory");
+    let batch = Batch {
+        row_start: index(&[0, 5]),
+        slot: index(&[0]),
+        position: index(&[0]),
+        table: Array::from_slice(&runtime, &[0u32], [1, 1]).expect("there is memory"),
+        accepted: index(&[0]),
+    };
+    let (x, weight) = (counting(&runtime, &[5, 6]), counting(&runtime, &[4, 6]));
+    let conv = |weight: &Array, rows: Array| {
+        x.causal_conv(weight, &ConvWindow { rows, open: None }, &batch, RowLog::None)
+    };
+    let lazy = counting(&runtime, &[1, 3, 6]).neg().expect("floats");
+    let turned = counting(&runtime, &[1, 6, 3]).transpose(&[0, 2, 1]).expect("three axes");
+    for rows in [lazy, turned] {
+        refused(conv(&weight, rows), "causal_conv writes to");
+    }
+    conv(&weight, counting(&runtime, &[1, 3, 6])).expect("memory");
+    let none = Array::from_slice(&runtime, &[0f32; 0], [0, 6]).expect("no memory");
+    refused(conv(&none, none.reshape([1, 0, 6]).expect("no elements")), "weight expected (1, 6), got (0, 6)");
+}
+
+#[test]
+fn what_no_kernel_takes_is_refused_before_it_runs() {
+    let runtime = runtime();
+    let rotated = |size: usize| {
+        let (x, out) = (counting(&runtime, &[1, 1, size]), counting(&runtime, &[1, 1, size]));
+        let positions = Array::from_slice(&runtime, &[3i32], [1])?;
+        let spec = RopeSpec { rotary: size, sections: None, interleaved: false };
+        let y = runtime.trace(|| x.rope(&positions, &counting(&runtime, &[size / 2]), spec))?;
+        runtime.prepare(&[(&y, &out)]).map(drop)
+    };
+    rotated(512).expect("there is room for its frequencies");
+    refused(rotated(514), "514 rotary elements; at most 512 are supported");
+}
+
+#[test]
+fn operands_of_other_types_and_entries_beyond_memory_are_refused() {
+    let runtime = runtime();
+    let format = WeightFormat::Dense(DType::F32);
+    let spec = WeightSpec { experts: 1, rows: 3, cols: 5, format, compute: Compute::F32 };
+    let weight = Weight::allocate(&runtime, spec).expect("there is memory");
+    let residual = Array::full(&runtime, [2, 3], DType::F16, 1.0).expect("an addressable shape");
+    let x = counting(&runtime, &[2, 5]);
+    refused(x.linear_add(&weight, &residual), "linear: every operand expected f32, got f16");
+    refused(x.entries(usize::MAX, 1), "entries in (2, 5)");
+    refused(x.entries(1, usize::MAX), "entries in (2, 5)");
 }

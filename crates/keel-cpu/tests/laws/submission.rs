@@ -134,6 +134,92 @@ fn threads_may_evaluate_at_the_same_time() {
     });
 }
 
+/// One thread's evaluation may overwrite an operand in place, which another one must not read then.
+#[test]
+fn threads_may_evaluate_the_same_array() {
+    let runtime = runtime();
+    for round in 0..300 {
+        let x = counting(&runtime, &[1 << 12]);
+        let y = x.mul(&x).expect("floats");
+        drop(x);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let values = y.to_vec::<f32>().expect("a graph runs");
+                    let is_square = |(i, y): (usize, f32)| y == (i * i) as f32;
+                    assert!(values.into_iter().enumerate().all(is_square), "round {round}");
+                });
+            }
+        });
+    }
+}
+
+/// The pieces of a run that is not waited for are in the backend's queue before another thread's work.
+#[test]
+fn nothing_runs_between_two_pieces_of_a_submitted_run() {
+    let runtime = runtime_with(RuntimeOptions { submission_ops: 1, ..RuntimeOptions::default() });
+    let n = 1 << 10;
+    let (x, out) = (counting(&runtime, &[n]), counting(&runtime, &[1]));
+    let run = runtime.trace(|| {
+        let y = (0..5).try_fold(x.clone(), |x, i| x.cumsum(0, i % 2 == 1, false)?.sigmoid());
+        let most = y.and_then(|y| y.max(0)).and_then(|y| y.reshape([1])).expect("an axis");
+        runtime.prepare(&[(&most, &out)]).expect("the arena fits")
+    });
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                let other =
+                    Array::full(&runtime, [n], DType::F32, -5.0).and_then(|x| x.cumsum(0, false, false));
+                let other = other.and_then(|x| x.sigmoid()).and_then(|x| x.max(0)).expect("an axis");
+                other.eval().expect("a graph runs");
+            }
+        });
+        let mut results = (0..300).map(|_| {
+            let mut bytes = [0; 4];
+            run.submit(&out).wait(&mut bytes).expect("it runs");
+            f32::from_le_bytes(bytes)
+        });
+        let wrong = results.position(|most| most != 1.0);
+        done.store(true, Ordering::Release);
+        assert_eq!(wrong, None, "an intermediate was lost in this round");
+    });
+}
+
+/// A prepared run does not ask again whether what it reads was ever computed.
+#[test]
+fn what_could_not_be_evaluated_is_not_prepared() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[4, 3]);
+    let failed = x.take(&Array::from_slice(&runtime, &[9u32, 1], [2]).expect("memory")).expect("indices");
+    runtime.async_eval(&[&failed]).expect("the index is found when it runs");
+    let out = counting(&runtime, &[2, 3]);
+    let prepare = |value: Array, to: &Array| runtime.prepare(&[(&value, to)]).map(drop);
+    for outcome in [
+        runtime.trace(|| prepare(failed.exp().expect("floats"), &out)),
+        runtime.trace(|| prepare(out.exp().expect("floats"), &failed)),
+    ] {
+        let error = outcome.expect_err("an operand has no value").to_string();
+        assert!(error.contains("take: index 9 is out of range for 4"), "{error}");
+    }
+}
+
+/// A block without elements may begin beyond the last element.
+#[test]
+fn blocks_without_elements_are_evaluated() {
+    let runtime = runtime();
+    let x = counting(&runtime, &[3, 4]);
+    let computed = x.neg().expect("floats");
+    for x in [&x, &computed] {
+        let corner = x.slice(&[3, 2], &[3, 4]).expect("within the array");
+        let twice = x.slice_axis(0, 3, 3).and_then(|x| x.slice_axis(1, 2, 4)).expect("within the array");
+        for empty in [corner, twice] {
+            assert!(empty.to_vec::<f32>().expect("a graph runs").is_empty());
+            assert!(empty.exp().and_then(|x| x.to_vec::<f32>()).expect("a graph runs").is_empty());
+        }
+    }
+}
+
 #[test]
 fn categories_add_up_and_give_everything_back() {
     let runtime = runtime();

@@ -286,7 +286,16 @@ impl Batcher {
         if !is_kept || self.engine.runs_microbatches() {
             return None;
         }
-        let saved = self.prefixes.save_checkpoint_ahead(self.engine.cache_mut(), &running.cache);
+        let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
+        // Where none is free, the answer's own state before this one makes room, not one that others may share.
+        let own = if is_prompt || cache.free_checkpoints() > 0 { None } else { running.rolling.take() };
+        let saved = match own {
+            Some(SavedState { checkpoint, .. }) => cache
+                .overwrite_checkpoint_ahead(&running.cache, &checkpoint)
+                .map(|()| Some(checkpoint))
+                .map_err(Into::into),
+            None => self.prefixes.save_checkpoint_ahead(cache, &running.cache),
+        };
         // A state that cannot be kept is computed again when it is needed.
         saved.ok().flatten().map(|checkpoint| SavedState { position: at, checkpoint })
     }

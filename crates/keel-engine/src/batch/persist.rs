@@ -29,6 +29,7 @@ impl Batcher {
     /// before the first text was written, the texts of an earlier call stay.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
         self.settle();
+        let model = &self.name_of_prefixes(model);
         let folder = PrefixFolder::new(model, folder);
         folder.begin()?;
         let mut written = Vec::new();
@@ -43,6 +44,15 @@ impl Batcher {
             written.iter().for_each(|path| drop(std::fs::remove_file(path)));
         }
         saved
+    }
+
+    /// The name of saved prefixes of a model. Another kind of device has other bits. Texts with answers, whose rows were
+    /// decoded, are none for a batch that reuses no answers.
+    fn name_of_prefixes(&self, model: &str) -> String {
+        let device = self.engine.runtime().backend().name();
+        let kind = device.split(':').next().unwrap_or(device);
+        let form = if self.options.reuse_generated { "" } else { ", without answers" };
+        format!("{model} on {kind}{form}")
     }
 
     /// Writes a file for each text and returns the entries of the index. Adds the path of each file to `written`.
@@ -83,6 +93,7 @@ impl Batcher {
     /// becomes a problem in the result, and a missing folder counts as empty.
     pub fn restore_prefixes(&mut self, model: &str, folder: &Path) -> Restored {
         let mut restored = Restored::default();
+        let model = &self.name_of_prefixes(model);
         let folder = PrefixFolder::new(model, folder);
         let texts = match folder.read_index() {
             Ok(texts) => texts.unwrap_or_default(),

@@ -247,6 +247,7 @@ impl Batcher {
         }
         let Some(i) = self.waiting_for_tower() else { return };
         if let Err(error) = self.advance_encoding(i) {
+            self.count_failed_step(&error);
             self.encoding = None;
             self.fail(i, error);
         }

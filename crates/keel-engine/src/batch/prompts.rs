@@ -137,8 +137,9 @@ impl Batcher {
         let begin = Instant::now();
         let outcome = self.engine.prefill_chunks(&mut chunks);
         let count: usize = parts.iter().map(|part| part.rows).sum();
-        self.prompt_rate = count as f64 / begin.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
-        if outcome.is_err() {
+        if outcome.is_ok() {
+            self.prompt_rate = count as f64 / begin.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
+        } else {
             let drawing = chunks.iter().map(|chunk| chunk.draw.is_some()).collect::<Vec<_>>();
             let drawing = members(&mut self.running, &rows).zip(drawing).filter(|(_, draws)| *draws);
             drawing.for_each(|(running, _)| running.abandon_draws());

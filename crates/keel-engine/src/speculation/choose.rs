@@ -236,7 +236,8 @@ impl Chooser for SamplerChooser {
     }
 
     fn may_go_unchecked(&self) -> bool {
-        self.constraint.is_none()
+        // A token that is taken unchecked has no log probability.
+        self.constraint.is_none() && self.top_logprobs.is_none()
     }
 
     fn draws_ahead(&self) -> bool {

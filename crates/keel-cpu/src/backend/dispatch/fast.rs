@@ -47,17 +47,21 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     Ok(())
 }
 
+/// Refuses heads with more rotary elements than the kernel has room for.
+pub(super) fn supports_rotation(spec: &RopeSpec) -> Result<(), String> {
+    let most = 2 * FREQUENCIES_MAX;
+    if spec.rotary <= most {
+        return Ok(());
+    }
+    Err(format!("{} rotary elements; at most {most} are supported", spec.rotary))
+}
+
 fn rotate(
     spec: &RopeSpec,
     norm: Option<HeadNorm<'_>>,
     call: &Call<'_>,
     worker: &Worker<'_>,
 ) -> Result<(), ArrayError> {
-    if spec.rotary / 2 > FREQUENCIES_MAX {
-        let reason =
-            format!("{} rotary elements; at most {} are supported", spec.rotary, 2 * FREQUENCIES_MAX);
-        return Err(call.error(reason));
-    }
     let axes = spec.sections.map_or_else(Vec::new, |sections| mrope_axes(sections, spec.interleaved));
     let x = &call.inputs[0];
     let task = Rope {
