@@ -7,6 +7,7 @@
 //! - The orientation in EXIF is applied.
 //! - Only the first frame of a GIF is read.
 
+use std::borrow::Cow;
 use std::io::Cursor;
 
 use image::metadata::Orientation;
@@ -42,6 +43,8 @@ const DECODER_BYTES: u64 = 64 << 20;
 struct Opened<'a> {
     format: ImageFormat,
     decoder: Box<dyn ImageDecoder + 'a>,
+    /// Bytes of a copy of the file that the decoder has.
+    copied_bytes: u64,
 }
 
 fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
@@ -55,7 +58,9 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
     if format == ImageFormat::Jpeg && !jpeg_has_end(bytes) {
         return Err(VisionError::Decode("the file ends before the picture does".into()));
     }
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
+    let read = if format == ImageFormat::Png { without_profile(bytes) } else { Cow::Borrowed(bytes) };
+    let copied_bytes = if let Cow::Owned(copy) = &read { copy.capacity() as u64 } else { 0 };
+    let mut reader = ImageReader::with_format(Cursor::new(read), format);
     let mut allowed = Limits::default();
     allowed.max_alloc = Some(limits.pixels.saturating_mul(PIXEL_BYTES_MAX).saturating_add(DECODER_BYTES));
     reader.limits(allowed);
@@ -67,15 +72,42 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
     if width == 0 || height == 0 || (width, height) == (1, 1) {
         return Err(VisionError::Empty { width: width as usize, height: height as usize });
     }
-    Ok(Opened { format, decoder: Box::new(decoder) })
+    Ok(Opened { format, decoder: Box::new(decoder), copied_bytes })
 }
 
-/// The size in a picture's header, and the memory to decode it.
+/// A PNG without its colour profile, which is not used. The decoder would unpack a profile of a few bytes to as much
+/// memory as it may take.
+fn without_profile(bytes: &[u8]) -> Cow<'_, [u8]> {
+    const SIGNATURE_BYTES: usize = 8;
+    // Length, kind and checksum of a chunk.
+    const FRAME_BYTES: usize = 12;
+    let (mut at, mut profiles) = (SIGNATURE_BYTES, Vec::new());
+    while let Some(&[a, b, c, d, ref kind @ ..]) = bytes.get(at..at + 8) {
+        let end = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_add(at + FRAME_BYTES);
+        if kind == b"iCCP" {
+            profiles.push(at..end.min(bytes.len()));
+        }
+        at = end;
+    }
+    if profiles.is_empty() {
+        return Cow::Borrowed(bytes);
+    }
+    let mut kept = Vec::with_capacity(bytes.len());
+    let mut from = 0;
+    for profile in profiles {
+        kept.extend_from_slice(&bytes[from..profile.start]);
+        from = profile.end;
+    }
+    kept.extend_from_slice(&bytes[from..]);
+    Cow::Owned(kept)
+}
+
+/// The size of a picture by its header, and the memory to decode it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
-    /// Pixels in a row.
+    /// Pixels in a row, after the picture is turned as EXIF says.
     pub width: usize,
-    /// Rows.
+    /// Rows, after that.
     pub height: usize,
     /// The most bytes of heap while it is decoded, the decoded picture included.
     pub decode_bytes: u64,
@@ -86,11 +118,11 @@ pub struct Measured {
 /// # Errors
 /// As [`decode`], except for faults of the picture after its header.
 pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
-    let Opened { format, mut decoder } = open(bytes, limits)?;
+    let Opened { format, mut decoder, copied_bytes } = open(bytes, limits)?;
     let (width, height) = decoder.dimensions();
     let [pixels, pixel_bytes] =
         [u64::from(width) * u64::from(height), u64::from(decoder.color_type().bytes_per_pixel())];
-    let is_turned = decoder.orientation().is_ok_and(|orientation| orientation != Orientation::NoTransforms);
+    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     drop(decoder);
     let file_bytes = bytes.len() as u64;
     // The decoder's pixels, then these and the RGB values.
@@ -102,10 +134,16 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
             let of_frame = video_file::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
             own + converted.max(4 * of_frame)
         }
-        _ => own + converted,
+        _ => own + converted + copied_bytes,
     };
-    let turned = if is_turned { 2 * own } else { 0 };
-    let (width, height) = (width as usize, height as usize);
+    let turned = if orientation == Orientation::NoTransforms { 0 } else { 2 * own };
+    let (width, height) = match orientation {
+        Orientation::Rotate90
+        | Orientation::Rotate270
+        | Orientation::Rotate90FlipH
+        | Orientation::Rotate270FlipH => (height as usize, width as usize),
+        _ => (width as usize, height as usize),
+    };
     Ok(Measured { width, height, decode_bytes: decoded.max(turned).max(2 * file_bytes) + DECODER_BYTES_MIN })
 }
 
@@ -135,7 +173,7 @@ fn webp_bytes(bytes: &[u8], width: u32, height: u32, own: u64, converted: u64) -
 /// - The [`crate::WorkLimit`] of this thread is over.
 pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
     work_limit::check()?;
-    let Opened { format, mut decoder } = open(bytes, limits)?;
+    let Opened { format, mut decoder, .. } = open(bytes, limits)?;
     let orientation = decoder.orientation().map_err(broken)?;
     let mut decoded = match format {
         ImageFormat::Jpeg => {

@@ -15,7 +15,7 @@ use crate::fields::Fields;
 use crate::patches::{PatchShape, patches, planes};
 use crate::pixels::ScaleDefaults;
 use crate::resample::resize_bytes;
-use crate::size::{image_size, pixels_max};
+use crate::size::{image_size, pixels_max, size_at_most};
 use crate::{
     Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VideoProcessor, VisionError, resize,
     work_limit,
@@ -159,6 +159,8 @@ pub struct ImageProcessor {
     resizes: bool,
     scale: PixelScale,
     pan_and_scan: Option<PanAndScan>,
+    /// Whether no picture may have more pixels than the layout's most, also where the reference rounds up.
+    is_limited: bool,
     /// All settings in one line.
     settings: String,
 }
@@ -226,6 +228,7 @@ impl ImageProcessor {
             resizes: fields.flag_or("do_resize", true)?,
             scale: PixelScale::from_fields(&fields, &defaults)?,
             pan_and_scan,
+            is_limited: false,
             settings: json.to_string(),
         })
     }
@@ -244,6 +247,7 @@ impl ImageProcessor {
                 return Err(VisionError::Processor { file: IMAGE.into(), reason });
             }
             *most = pixels;
+            self.is_limited = true;
             self.settings.push_str(&format!(" at most {pixels}"));
         }
         Ok(self)
@@ -259,7 +263,12 @@ impl ImageProcessor {
         match self.layout {
             Layout::Whole { height, width } => height.checked_mul(width)?.checked_mul(3),
             Layout::Patches { side, merge, frames, pixels } if self.resizes => {
-                pixels_max(side * merge, pixels).checked_mul(3 * frames)
+                let factor = side * merge;
+                let most = match self.is_limited {
+                    true => pixels.most.max(factor * factor),
+                    false => pixels_max(factor, pixels),
+                };
+                most.checked_mul(3 * frames)
             }
             Layout::Patches { .. } => None,
         }
@@ -317,9 +326,10 @@ impl ImageProcessor {
             Layout::Whole { height, width } if self.resizes || own == (Size { height, width }) => {
                 Ok(Size { height, width })
             }
-            Layout::Patches { side, merge, pixels, .. } if self.resizes => {
-                image_size(own, side * merge, pixels)
-            }
+            Layout::Patches { side, merge, pixels, .. } if self.resizes => match self.is_limited {
+                true => size_at_most(own, side * merge, pixels),
+                false => image_size(own, side * merge, pixels),
+            },
             Layout::Patches { side, merge, .. } => unresized(own, side * merge),
             Layout::Whole { height, width } => Err(VisionError::Prompt(format!(
                 "the picture is {own}, the tower reads {width} x {height}, and do_resize is false"

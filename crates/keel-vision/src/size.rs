@@ -49,6 +49,22 @@ pub fn image_size(own: Size, factor: usize, bounds: PixelBounds) -> Result<Size>
     Ok(within(own, factor, 1, 1, bounds))
 }
 
+/// As [`image_size`], but with no more than `bounds.most` pixels if that is room for one `factor` by `factor`. A strip is
+/// cut at its long side, because its short side cannot shrink.
+///
+/// # Errors
+/// As [`image_size`].
+pub(crate) fn size_at_most(own: Size, factor: usize, bounds: PixelBounds) -> Result<Size> {
+    let Size { height, width } = image_size(own, factor, bounds)?;
+    // Without a smallest number of pixels, a side may be rounded to 0.
+    let (height, width) = (height.max(factor), width.max(factor));
+    let longest = |other: usize| (bounds.most / other / factor * factor).max(factor);
+    Ok(match height > width {
+        true => Size { height: height.min(longest(width)), width },
+        false => Size { height, width: width.min(longest(height)) },
+    })
+}
+
 /// The most pixels that [`image_size`] gives. It can be more than `bounds.most`, because a side has at least `factor`
 /// pixels, and because a picture that is too small is rounded up.
 pub(crate) fn pixels_max(factor: usize, bounds: PixelBounds) -> usize {
@@ -147,6 +163,28 @@ mod tests {
             }
         }
         assert_eq!(pixels_max(32, bounds(65536, 16_777_216)), 16_777_216, "a published processor");
+    }
+
+    /// A strip keeps its short side, and one that is thinner than half a factor gets a side of one.
+    #[test]
+    fn a_bound_is_kept_wherever_there_is_room_for_a_factor() {
+        for (factor, least, most) in
+            [(32, 65536, 65536), (32, 65536, 131_072), (32, 0, 190_650), (28, 0, 784), (32, 0, 1 << 20)]
+        {
+            for short in [1, 12, 15, 16, 17, 24, 31, 32, 90, 100, 257] {
+                for long in [short, short + 10, 7 * short, 200 * short] {
+                    for own in [sized(short, long), sized(long, short)] {
+                        let size = size_at_most(own, factor, bounds(least, most)).expect("near enough");
+                        assert!(size.height >= factor && size.width >= factor, "{own} becomes {size}");
+                        assert!(size.pixels() <= most, "{own} becomes {size}, at most {most} pixels");
+                        assert!(
+                            [size.height, size.width].iter().all(|side| side.is_multiple_of(factor)),
+                            "{own}: {size}"
+                        );
+                    }
+                }
+            }
+        }
     }
 
     /// Expected sizes are the reference's.

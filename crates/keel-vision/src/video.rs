@@ -10,7 +10,7 @@ use crate::patches::{PatchShape, patches};
 use crate::pixels::ScaleDefaults;
 use crate::processor::{SMALL_BYTES, filter_of, patch_shape, pixel_bounds, unresized};
 use crate::resample::resize_bytes;
-use crate::size::{image_size, video_size};
+use crate::size::{size_at_most, video_size};
 use crate::{Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VisionError, resize, work_limit};
 
 /// Frames per second of a video that does not state it.
@@ -147,15 +147,8 @@ impl VideoProcessor {
         if size.pixels() <= each {
             return Ok(size);
         }
-        // Each frame is bounded like a picture. A strip is cut at its long side, because its short side cannot shrink.
-        let Size { mut height, mut width } = image_size(own, factor, PixelBounds { least: 0, most: each })?;
-        let longest = |other: usize| (each / other / factor * factor).max(factor);
-        if height > width {
-            height = height.min(longest(width));
-        } else {
-            width = width.min(longest(height));
-        }
-        let smaller = Size { height, width };
+        // Each frame is bounded like a picture.
+        let smaller = size_at_most(own, factor, PixelBounds { least: 0, most: each })?;
         if !self.resizes || smaller.pixels() > each {
             let reason = format!(
                 "{frames} frames have room for {each} pixels each, less than the {} that they need: sample fewer",
@@ -328,7 +321,13 @@ mod tests {
                 }
             }
         }
-        let limited = plain.limited_to(VideoBounds { frame_pixels: 16384, pixels: 16384 });
+        let limited = plain.clone().limited_to(VideoBounds { frame_pixels: 16384, pixels: 16384 });
+        // Strips that are thinner than half a patch.
+        let strips = plain.limited_to(VideoBounds { frame_pixels: 1 << 20, pixels: 4 << 20 });
+        for (frames, own) in [(44, (16, 3200)), (160, (12, 800)), (160, (1000, 16))] {
+            let size = strips.frame_size(frames, sized(own)).expect("it has room");
+            assert!(size.pixels() * frames.div_ceil(2) <= 4 << 20, "{frames} frames of {size}");
+        }
         let message = limited.frame_size(40, sized((480, 640))).expect_err("no room").to_string();
         assert!(message.contains("40 frames") && message.contains("sample fewer"), "{message}");
     }

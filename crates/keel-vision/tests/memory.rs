@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use image::codecs::gif::GifEncoder;
 use image::codecs::jpeg::JpegEncoder;
+use image::codecs::png::PngEncoder;
 use image::codecs::webp::WebPEncoder;
 use image::metadata::Orientation;
 use image::{DynamicImage, Frame, ImageEncoder, ImageFormat, Rgb, RgbImage};
@@ -86,6 +87,17 @@ fn turned(image: &DynamicImage) -> Vec<u8> {
     bytes
 }
 
+/// A PNG whose colour profile takes 64 MiB when it is unpacked.
+fn with_profile(image: &DynamicImage) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut encoder = PngEncoder::new(&mut bytes);
+    encoder.set_icc_profile(vec![0; 64 << 20]).expect("supported");
+    encoder
+        .write_image(image.as_bytes(), image.width(), image.height(), image.color().into())
+        .expect("coded");
+    bytes
+}
+
 fn lossless(image: &DynamicImage) -> Vec<u8> {
     let mut bytes = Vec::new();
     let encoder = WebPEncoder::new_lossless(&mut bytes);
@@ -119,6 +131,7 @@ fn pictures() -> Vec<(&'static str, Vec<u8>)> {
         ("16-bit gray PNG", png(wide.to_luma16().into())),
         ("16-bit RGB PNG", png(wide.to_rgb16().into())),
         ("16-bit RGBA PNG", png(wide.to_rgba16().into())),
+        ("PNG with a profile", with_profile(&wide)),
         ("JPEG", coded(&wide, ImageFormat::Jpeg)),
         ("gray JPEG", coded(&wide.to_luma8().into(), ImageFormat::Jpeg)),
         ("turned JPEG", turned(&wide)),
@@ -146,6 +159,9 @@ fn decoding() {
         let limits = DecodeLimits::default();
         let (measured, peak) = peak_of(|| measure(&bytes, limits).expect("sound"));
         assert!(peak <= measured.decode_bytes, "{what}: {peak} bytes to read its header");
+        let picture = decode(&bytes, limits).expect("sound");
+        assert_eq!((measured.width, measured.height), (picture.width, picture.height), "{what}");
+        drop(picture);
         assert_foretold(what, measured.decode_bytes, || decode(&bytes, limits).expect("sound"));
     }
 }

@@ -13,6 +13,7 @@ mod fp8;
 mod indexing;
 mod layout;
 mod linear;
+mod linear_edges;
 mod mixture;
 mod not_finite;
 mod open_rows;
@@ -79,6 +80,7 @@ const WHOLE: &[&[Check]] = &[
     sample::CHECKS,
     indexing::CHECKS,
     linear::CHECKS,
+    linear_edges::CHECKS,
     mixture::CHECKS,
     fast::CHECKS,
     sequence::CHECKS,
