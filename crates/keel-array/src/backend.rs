@@ -168,8 +168,8 @@ pub trait Memory: Send + Sync {
     /// The copy failed, or one before it on which these bytes may depend. What `bytes` then holds is undefined.
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()>;
 
-    /// As [`Memory::read`], for memory that no launch under way writes. Does not wait for those launches, if the
-    /// backend [is queueing](Submission::is_queueing).
+    /// As [`Memory::read`], for memory that no launch under way writes, and that the host has not written since it last
+    /// waited. Does not wait for those launches, if the backend [is queueing](Submission::is_queueing).
     ///
     /// # Errors
     /// The copy failed, for example because a launch under way broke the device.

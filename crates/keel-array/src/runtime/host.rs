@@ -155,7 +155,8 @@ impl Array {
         self.runtime().exclusive(|backend| backend.read(buffer.memory(), start, bytes))
     }
 
-    /// As [`Array::read_bytes`], but does not wait for runs under way. None of them may write these bytes.
+    /// As [`Array::read_bytes`], but does not wait for runs under way. None of them may write these bytes,
+    /// nor may the host have written them since it last waited for one.
     ///
     /// # Errors
     /// As [`Array::read_bytes`].
