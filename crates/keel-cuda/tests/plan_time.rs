@@ -16,19 +16,24 @@ fn floats(runtime: &Runtime, shape: &[usize]) -> Array {
     Array::persistent(runtime, Category::User, shape.to_vec(), DType::F32).expect("a plan has room")
 }
 
+/// Sequences with a page each.
+fn batch(runtime: &Runtime, sequences: usize) -> Batch {
+    let index = |shape: &[usize]| {
+        Array::persistent(runtime, Category::Staging, shape.to_vec(), DType::U32).expect("a plan has room")
+    };
+    Batch {
+        row_start: index(&[sequences + 1]),
+        slot: index(&[sequences]),
+        position: index(&[sequences]),
+        table: index(&[sequences, 1]),
+        accepted: index(&[sequences]),
+    }
+}
+
 /// Prepares attention of one row with heads of this size.
 fn attention(size: usize) -> Result<(), ArrayError> {
     let runtime = runtime();
-    let index = |shape: &[usize]| {
-        Array::persistent(&runtime, Category::Staging, shape.to_vec(), DType::U32).expect("a plan has room")
-    };
-    let batch = Batch {
-        row_start: index(&[2]),
-        slot: index(&[1]),
-        position: index(&[1]),
-        table: index(&[1, 1]),
-        accepted: index(&[1]),
-    };
+    let batch = batch(&runtime, 1);
     let pool = || floats(&runtime, &[1, 1, AttentionSpec::PAGE, size]);
     let pools = KvPool { keys: pool(), values: pool() };
     let [q, k, v, out] = [(); 4].map(|()| floats(&runtime, &[1, 1, size]));
@@ -86,16 +91,7 @@ fn a_kernel_of_the_users_without_a_body_for_the_device_is_refused() {
 /// Prepares a convolution of rows of two channels.
 fn convolution(width: usize, rows: usize, sequences: usize) -> Result<(), ArrayError> {
     let runtime = runtime();
-    let index = |shape: &[usize]| {
-        Array::persistent(&runtime, Category::Staging, shape.to_vec(), DType::U32).expect("a plan has room")
-    };
-    let batch = Batch {
-        row_start: index(&[sequences + 1]),
-        slot: index(&[sequences]),
-        position: index(&[sequences]),
-        table: index(&[sequences, 1]),
-        accepted: index(&[sequences]),
-    };
+    let batch = batch(&runtime, sequences);
     let [x, out] = [(); 2].map(|()| floats(&runtime, &[rows, 2]));
     let window = ConvWindow { rows: floats(&runtime, &[sequences, width - 1, 2]), open: None };
     let weight = floats(&runtime, &[width, 2]);
