@@ -11,6 +11,7 @@ pub(crate) mod shapes;
 use keel_array::AttentionSpec;
 use serde_json::Value;
 
+use crate::model_types::transformer;
 use crate::{ModelError, Result};
 use fields::Fields;
 use rope::{Contexts, RopeScaling};
@@ -23,6 +24,11 @@ const PROJECTED_MAX: usize = 1 << 20;
 
 /// Most experts of a layer.
 const EXPERTS_MAX: usize = 1 << 14;
+
+/// The reference's default of `partial_rotary_factor` for models with recurrent layers.
+const HYBRID_ROTARY: f64 = 0.25;
+/// The reference's default of `shared_expert_intermediate_size` for models with recurrent layers.
+const HYBRID_SHARED_WIDTH: usize = 512;
 
 /// Kind of a layer's mixer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,15 +160,19 @@ impl HybridConfig {
     /// [`ModelError::Config`] naming the key that is missing or wrong.
     pub fn from_json(config: &Value) -> Result<HybridConfig> {
         let fields = Fields::new(config);
+        transformer::silu_alone(&fields)?;
+        transformer::refuse(&fields, "attention_bias")?;
+        let layers = fields.layers()?;
+        let recurrent = layers.contains(&MixerKind::GatedDelta).then(|| fields.recurrent()).transpose()?;
         let head_dim = fields
             .size_or("head_dim", fields.size("hidden_size")? / fields.size("num_attention_heads")?.max(1))?;
-        let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", 1.0)?) as usize;
+        let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", HYBRID_ROTARY)?) as usize;
         let rope_scaling = fields.rope_scaling("full_attention")?;
         let rope_theta = fields.rope("rope_theta", 10000.0)?;
         let parsed = HybridConfig {
             hidden: fields.size("hidden_size")?,
             vocab: fields.size("vocab_size")?,
-            layers: fields.layers()?,
+            layers,
             mtp_layers: fields.size_or("mtp_num_hidden_layers", 0)?,
             eps: fields.number_or("rms_norm_eps", 1e-6)? as f32,
             tied: fields.flag("tie_word_embeddings"),
@@ -181,15 +191,9 @@ impl HybridConfig {
             attention_scale: (head_dim as f64).powf(-0.5),
             query_growth: None,
             gated: true,
-            recurrent: Some(RecurrentConfig {
-                key_heads: fields.size("linear_num_key_heads")?,
-                value_heads: fields.size("linear_num_value_heads")?,
-                key_dim: fields.size("linear_key_head_dim")?,
-                value_dim: fields.size("linear_value_head_dim")?,
-                conv_width: fields.size("linear_conv_kernel_dim")?,
-            }),
+            recurrent,
             intermediate: fields.size_if_any("intermediate_size")?,
-            moe: fields.moe()?,
+            moe: fields.moe(HYBRID_SHARED_WIDTH)?,
             model_type: fields.model_type(),
         };
         parsed.check()?;
@@ -295,7 +299,7 @@ impl HybridConfig {
             let mixer = if *kind == MixerKind::GatedDelta { recurrent } else { attention };
             mixer + sparse.filter(|_| !is_dense).unwrap_or(dense)
         };
-        self.layers.iter().enumerate().map(layer).sum()
+        self.layers.iter().enumerate().map(layer).fold(0, u64::saturating_add)
     }
 }
 
@@ -372,7 +376,19 @@ impl Fields<'_> {
         Ok((0..count).map(kind).collect())
     }
 
-    pub fn moe(&self) -> Result<Option<MixtureConfig>> {
+    fn recurrent(&self) -> Result<RecurrentConfig> {
+        Ok(RecurrentConfig {
+            key_heads: self.size("linear_num_key_heads")?,
+            value_heads: self.size("linear_num_value_heads")?,
+            key_dim: self.size("linear_key_head_dim")?,
+            value_dim: self.size("linear_value_head_dim")?,
+            conv_width: self.size("linear_conv_kernel_dim")?,
+        })
+    }
+
+    /// The experts, if there are any. The shared expert is `shared_width` wide if the config does not say it. 0 stands
+    /// for none.
+    pub fn moe(&self, shared_width: usize) -> Result<Option<MixtureConfig>> {
         let experts = self.size_or("num_experts", self.size_or("num_local_experts", 0)?)?;
         if experts == 0 {
             return Ok(None);
@@ -387,8 +403,7 @@ impl Fields<'_> {
             return Err(ModelError::Config(format!("num_experts_per_tok is {chosen} of {experts} experts")));
         }
         let (own, shared) = ("moe_intermediate_size", "shared_expert_intermediate_size");
-        let (intermediate, shared_intermediate) = (self.size(own)?, self.size_if_any(shared)?);
-        let width = shared_intermediate.unwrap_or(0);
+        let (intermediate, width) = (self.size(own)?, self.size_or(shared, shared_width)?);
         if intermediate == 0 || intermediate.max(width) > EXTENT_MAX {
             let reason = format!(
                 "{own} and {shared} are {intermediate} and {width}, expected 1 and 0 to {EXTENT_MAX}"
@@ -400,9 +415,9 @@ impl Fields<'_> {
             own: 0..experts,
             chosen,
             intermediate,
-            shared_intermediate,
+            shared_intermediate: Some(width).filter(|width| *width > 0),
             shared_elsewhere: false,
-            normalise: self.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(true),
+            normalise: self.flag_or("norm_topk_prob", true),
             dense_layers: Vec::new(),
         }))
     }

@@ -92,6 +92,13 @@ impl<'a> ColumnsTensor<'a> {
         Ok(out)
     }
 
+    /// The rows of the file that hold these rows: those of whole matrices, because each row lies in all rows of its
+    /// matrix.
+    pub fn stored_rows(&self, range: Range<usize>) -> Range<usize> {
+        let (first, end) = (range.start / self.rows, range.end.div_ceil(self.rows));
+        first.saturating_mul(self.cols)..end.saturating_mul(self.cols)
+    }
+
     /// Decodes rows `range` of all experts into `out`, `range.len() * cols` values.
     ///
     /// # Errors
@@ -166,6 +173,10 @@ mod tests {
             let want = [4, 5, 30, 31].map(|first| (0..5).map(move |col| (first + 6 * col) as f32));
             assert_eq!(rows, want.into_iter().flatten().collect::<Vec<_>>());
             assert!(linear.rows_f32(11..13, &mut rows[..10]).is_err());
+            let LinearTensor::Columns(columns) = linear else { panic!("{linear:?}") };
+            let stored = [0..1, 4..7, 6..12, 0..usize::MAX].map(|rows| columns.stored_rows(rows));
+            assert_eq!(stored[..3], [0..5, 0..10, 5..10]);
+            assert!(stored[3].end >= 10, "{stored:?}");
 
             // Conversions see the same rows.
             let spec = RowSource::tensors(&source).unwrap().remove(0);

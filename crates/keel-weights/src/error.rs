@@ -56,6 +56,18 @@ pub enum WeightsError {
         problem: HeaderProblem,
     },
 
+    /// A GGUF file that has only some of a model's tensors.
+    #[error(
+        "{} is one of the {parts} parts of a split model: merge them with `llama-gguf-split --merge`, and give the merged file",
+        path.display()
+    )]
+    Split {
+        /// The file.
+        path: PathBuf,
+        /// How many parts there are.
+        parts: u64,
+    },
+
     /// A weights file that lost bytes while it was in use.
     #[error(
         "{} was cut short while it was read, or its disk failed: make sure that nothing else writes to it, or download it \

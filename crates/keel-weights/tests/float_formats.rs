@@ -6,6 +6,7 @@ use std::path::Path;
 
 use half::f16;
 use keel_array::{BlockFormat, DType};
+use keel_weights::quantize::{Dequantized, RowSource};
 use keel_weights::{Checkpoint, Fp4Mode, LinearFormat, LinearTensor, TensorSource};
 use serde_json::{Value, json};
 
@@ -212,6 +213,32 @@ fn eight_bit_floats_have_a_scale_for_each_block() {
     let folder = tempfile::tempdir().unwrap();
     let message = checkpoint(folder.path(), config, &wider).linear_info("m").unwrap_err().to_string();
     assert!(message.contains("F8_E5M2"), "{message}");
+}
+
+/// Ministral 3 has both kinds of scales next to a weight.
+#[test]
+fn scales_of_activations_are_no_weights() {
+    let one = || 0.5f32.to_le_bytes().to_vec();
+    let tensors = [
+        ("m.activation_scale", "F32", vec![], one()),
+        ("m.input_scale", "F32", vec![], one()),
+        ("m.weight", "F8_E4M3", vec![2, 3], vec![0x38; 6]),
+        ("m.weight_scale_inv", "F32", vec![], one()),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({"quant_method": "fp8", "activation_scheme": "static"});
+    let source = checkpoint(folder.path(), config, &tensors);
+    let dense = Dequantized::new(&source).unwrap();
+    let specs = dense.tensors().unwrap();
+    assert_eq!(specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>(), ["m.weight"]);
+    let mut row = [0.0; 3];
+    dense.rows_f32("m.weight", 1..2, &mut row).unwrap();
+    assert_eq!(row, [0.5; 3]);
+    // Released rows can be read again.
+    dense.release_rows("m.weight", 0..1);
+    dense.release_rows("m.weight", 1..2);
+    dense.rows_f32("m.weight", 0..1, &mut row).unwrap();
+    assert_eq!(row, [0.5; 3]);
 }
 
 #[test]

@@ -237,6 +237,22 @@ fn tensors_that_lie() {
     }
 }
 
+/// A part has only some of the tensors, and says nothing else about it.
+#[test]
+fn a_part_of_a_split_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m-00001-of-00003.gguf");
+    for (parts, is_read) in [(0, true), (1, true), (3, false)] {
+        let header = Builder::new(3, 1, 1).string("split.count").u32(4).u32(parts);
+        std::fs::write(&path, header.tensor("t", &[3], 0, 0).data(32, 12)).unwrap();
+        let opened = GgufFile::open(&path);
+        assert_eq!(opened.is_ok(), is_read, "{parts} parts");
+        let Err(error) = opened else { continue };
+        let message = error.to_string();
+        assert!(message.contains("one of the 3 parts") && message.contains("--merge"), "{message}");
+    }
+}
+
 /// Each dtype that is stored element by element is kept.
 #[test]
 fn plain_types_keep_their_dtype() {

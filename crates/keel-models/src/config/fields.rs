@@ -51,7 +51,11 @@ impl<'a> Fields<'a> {
     }
 
     pub fn flag(&self, key: &str) -> bool {
-        self.get(key).and_then(Value::as_bool).unwrap_or(false)
+        self.flag_or(key, false)
+    }
+
+    pub fn flag_or(&self, key: &str, default: bool) -> bool {
+        self.get(key).and_then(Value::as_bool).unwrap_or(default)
     }
 
     /// A rope number from `rope_parameters` (or `rope_scaling`), or from a key next to the others.

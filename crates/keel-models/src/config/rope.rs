@@ -126,10 +126,7 @@ impl RopeScaling {
                     whole: parameters.get("truncate").and_then(Value::as_bool).unwrap_or(true),
                 })
             }
-            "divisors" => {
-                let list = parameters["divisors"].as_array().into_iter().flatten();
-                Ok(RopeScaling::Divisors(list.filter_map(Value::as_f64).collect()))
-            }
+            "divisors" => Ok(RopeScaling::Divisors(divisors(parameters, "divisors")?)),
             other => Err(ModelError::Config(format!(
                 "rope_type {other:?} is not supported; supported are default, linear, llama3, yarn and longrope"
             ))),
@@ -194,20 +191,22 @@ fn long(
 ) -> Result<RopeScaling> {
     let factor = stretch(original)?;
     let attention = if factor > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
-    let list = |key: &str| -> Result<Vec<f64>> {
-        let numbers = parameters[key].as_array().into_iter().flatten().map(Value::as_f64);
-        let sound: Option<Vec<f64>> = numbers.map(|x| x.filter(|x| x.is_finite() && *x > 0.0)).collect();
-        sound.filter(|list| !list.is_empty()).ok_or_else(|| {
-            let found = &parameters[key];
-            ModelError::Config(format!("{key} of longrope is {found}, expected a list of numbers above 0"))
-        })
-    };
     Ok(RopeScaling::Long {
-        short: list("short_factor")?,
-        long: list("long_factor")?,
+        short: divisors(parameters, "short_factor")?,
+        long: divisors(parameters, "long_factor")?,
         original: original as usize,
         attention: number("attention_factor", Some(attention))?,
     })
+}
+
+/// Reads a list of divisors.
+fn divisors(parameters: &Value, key: &str) -> Result<Vec<f64>> {
+    let wrong = |found: &Value| {
+        ModelError::Config(format!("{key} of the rope has {found}, expected a list of numbers above 0"))
+    };
+    let list = parameters[key].as_array().ok_or_else(|| wrong(&parameters[key]))?;
+    let sound = |x: &Value| x.as_f64().filter(|x| x.is_finite() && *x > 0.0).ok_or_else(|| wrong(x));
+    list.iter().map(sound).collect()
 }
 
 /// The frequencies between which YaRN's ramp lies, from these numbers of turns in the original context.
@@ -315,11 +314,14 @@ mod tests {
             (json!({"rope_type": "linear"}), "factor"),
             (json!({"rope_type": "yarn", "factor": -1.0}), "factor"),
             (json!({"type": "llama3", "factor": 8, "low_freq_factor": "x"}), "low_freq_factor"),
-            (json!({"rope_type": "longrope"}), "short_factor of longrope"),
+            (json!({"rope_type": "longrope"}), "short_factor of the rope has null"),
             (
                 json!({"rope_type": "longrope", "short_factor": [1], "long_factor": [0]}),
-                "long_factor of longrope",
+                "long_factor of the rope has 0",
             ),
+            (json!({"rope_type": "divisors", "divisors": [1.5, null]}), "divisors of the rope has null"),
+            (json!({"rope_type": "divisors", "divisors": [1.5, -2.0]}), "divisors of the rope has -2.0"),
+            (json!({"rope_type": "divisors"}), "divisors of the rope has null"),
             (json!({"rope_type": "dynamic"}), "dynamic"),
         ] {
             let message = RopeScaling::from_json(&parameters, contexts(64)).expect_err("unsound").to_string();

@@ -91,17 +91,21 @@ impl HybridConfig {
     /// Checks the numbers of the rotations.
     pub(crate) fn check_turns(&self) -> Result<()> {
         for scaling in [&self.rope_scaling, &self.sliding_rope_scaling] {
-            let RopeScaling::Long { short, long, original, .. } = scaling else { continue };
+            let lists: &[(&str, &Vec<f64>)] = match scaling {
+                RopeScaling::Long { short, long, .. } => &[("short_factor", short), ("long_factor", long)],
+                RopeScaling::Divisors(divisors) => &[("divisors", divisors)],
+                _ => &[],
+            };
             let expected = self.rotary / 2;
-            if short.len() != expected || long.len() != expected {
+            if let Some((key, list)) = lists.iter().find(|(_, list)| list.len() != expected) {
                 return Err(ModelError::Config(format!(
-                    "short_factor and long_factor have {} and {} numbers, expected {expected}: one for each \
-                     rotary frequency",
-                    short.len(),
-                    long.len()
+                    "{key} of the rope has {} numbers, expected {expected}: one for each rotary frequency",
+                    list.len()
                 )));
             }
-            if *original < 2 {
+            if let RopeScaling::Long { original, .. } = scaling
+                && *original < 2
+            {
                 let reason = format!("original_max_position_embeddings is {original}, expected at least 2");
                 return Err(ModelError::Config(reason));
             }

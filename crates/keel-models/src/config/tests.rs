@@ -78,3 +78,71 @@ fn sections_of_positions_matter_only_where_pictures_are_read() {
     config["rope_parameters"]["mrope_section"] = json!([2, 1, 1]);
     crate::vision::read_vision(&config).expect("they add up");
 }
+
+#[test]
+fn keys_that_hybrids_leave_out_have_the_values_of_the_reference() {
+    let mut config = minimal();
+    config["partial_rotary_factor"] = Value::Null;
+    let c = HybridConfig::from_json(&config).expect("the rest is there");
+    assert_eq!((c.head_dim, c.rotary), (32, 8));
+    config["partial_rotary_factor"] = json!(1.0);
+    assert_eq!(HybridConfig::from_json(&config).expect("complete").rotary, 32);
+    for (key, value) in [("num_experts", 4), ("num_experts_per_tok", 2), ("moe_intermediate_size", 48)] {
+        config[key] = value.into();
+    }
+    let shared = |config: &Value| {
+        HybridConfig::from_json(config).expect("complete").moe.expect("it has experts").shared_intermediate
+    };
+    assert_eq!(shared(&config), Some(512));
+    config["shared_expert_intermediate_size"] = 80.into();
+    assert_eq!(shared(&config), Some(80));
+    config["shared_expert_intermediate_size"] = 0.into();
+    assert_eq!(shared(&config), None);
+}
+
+#[test]
+fn hybrids_have_one_activation_and_no_biases_in_attention() {
+    for (key, value) in [("hidden_act", json!("gelu_pytorch_tanh")), ("attention_bias", json!(true))] {
+        let mut config = minimal();
+        config[key] = value;
+        let message = HybridConfig::from_json(&config).expect_err("it would be another model").to_string();
+        assert!(message.contains(key) && message.contains("not supported"), "{message}");
+    }
+}
+
+/// Without recurrent layers, nothing reads or bounds their numbers.
+#[test]
+fn numbers_of_recurrent_layers_are_ignored_where_there_are_none() {
+    let mut config = minimal();
+    config["layer_types"] = vec!["full_attention"; 8].into();
+    config["linear_num_key_heads"] = json!(u64::MAX);
+    let c = HybridConfig::from_json(&config).expect("no layer has key heads");
+    assert_eq!(c.recurrent, None);
+    assert!(c.products_per_token() > 0);
+}
+
+#[test]
+fn products_of_huge_mixtures_do_not_overflow() {
+    let mut config = minimal();
+    for (key, value) in [
+        ("hidden_size", 1 << 24),
+        ("num_hidden_layers", 4096),
+        ("num_experts", 1 << 14),
+        ("num_experts_per_tok", 1 << 14),
+        ("moe_intermediate_size", 1 << 24),
+    ] {
+        config[key] = value.into();
+    }
+    let c = HybridConfig::from_json(&config).expect("each number is allowed");
+    assert_eq!(c.products_per_token(), u64::MAX);
+}
+
+#[test]
+fn divisors_are_one_for_each_frequency() {
+    let mut config = minimal();
+    config["rope_scaling"] = json!({"rope_type": "divisors", "divisors": [1.0, 2.0, 4.0]});
+    let message = crate::read_config(&config).expect_err("there are 4 frequencies").to_string();
+    assert!(message.contains("divisors of the rope has 3 numbers, expected 4"), "{message}");
+    config["rope_scaling"]["divisors"] = json!([1.0, 2.0, 4.0, 8.0]);
+    crate::read_config(&config).expect("they fit");
+}

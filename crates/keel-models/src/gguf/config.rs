@@ -20,10 +20,7 @@ pub fn config(file: &GgufFile) -> Result<Value> {
     let own = match arch {
         "llama" => keys.llama()?,
         "mistral3" => keys.mistral3(),
-        "smollm3" => merged(
-            json!({"model_type": "smollm3", "no_rope_layer_interval": SMOLLM3_INTERVAL}),
-            keys.biases(),
-        ),
+        "smollm3" => json!({"model_type": "smollm3", "no_rope_layer_interval": SMOLLM3_INTERVAL}),
         "phi3" => keys.phi3()?,
         "olmo2" => keys.olmo2()?,
         "glm4" => keys.glm4()?,
@@ -43,7 +40,7 @@ pub fn config(file: &GgufFile) -> Result<Value> {
             return Err(ModelError::Config(reason));
         }
     };
-    config = merged(config, own);
+    config = merged(merged(config, keys.biases()?), own);
     let rope = match (keys.rope_scaling()?, keys.sections()) {
         (None, Some(sections)) => Some(merged(json!({"rope_type": "default"}), sections)),
         (Some(scaling), Some(sections)) => Some(merged(scaling, sections)),
@@ -54,6 +51,9 @@ pub fn config(file: &GgufFile) -> Result<Value> {
     }
     Ok(config)
 }
+
+/// Layers of attention that may have biases.
+const QKV: [&str; 3] = ["attn_q", "attn_k", "attn_v"];
 
 /// The first object with the second object's entries added.
 fn merged(mut into: Value, from: Value) -> Value {
@@ -107,6 +107,11 @@ impl Keys<'_> {
         Ok(self.size_or_none("attention.key_length")?.unwrap_or(width / heads.max(1)))
     }
 
+    /// Elements of a head that rotate: all of them, if the file does not say.
+    fn turning(&self) -> Result<u64> {
+        Ok(self.size_or_none("rope.dimension_count")?.unwrap_or(self.head_dim()?))
+    }
+
     /// Number of layers of the multi-token-prediction head.
     fn mtp_layers(&self) -> Result<u64> {
         Ok(self.size_or_none("nextn_predict_layers")?.unwrap_or(0))
@@ -141,9 +146,8 @@ impl Keys<'_> {
         if let Some(width) = self.size_or_none("feed_forward_length")? {
             config["intermediate_size"] = width.into();
         }
-        if let Some(turning) = self.size_or_none("rope.dimension_count")? {
-            config["partial_rotary_factor"] = (turning as f64 / self.head_dim()?.max(1) as f64).into();
-        }
+        // Written also where all elements turn: model types differ in their defaults.
+        config["partial_rotary_factor"] = (self.turning()? as f64 / self.head_dim()?.max(1) as f64).into();
         for (key, id) in [("bos_token_id", "bos"), ("eos_token_id", "eos")] {
             let id = self.file.metadata().get(&format!("tokenizer.ggml.{id}_token_id"));
             if let Some(id) = id.and_then(GgufValue::as_u64) {
@@ -157,15 +161,38 @@ impl Keys<'_> {
         if self.size_or_none("expert_count")?.unwrap_or(0) > 0 {
             return Err(ModelError::Config("llama with experts is not supported".into()));
         }
-        Ok(merged(json!({"model_type": "llama"}), self.biases()))
+        Ok(json!({"model_type": "llama"}))
     }
 
-    /// Whether attention and feed-forward layers have biases.
-    fn biases(&self) -> Value {
-        json!({
-            "attention_bias": self.file.contains("blk.0.attn_q.bias"),
-            "mlp_bias": self.file.contains("blk.0.ffn_gate.bias"),
-        })
+    /// Whether attention and feed-forward layers have biases. An error for those that the model type does not have:
+    /// without them the model would be another.
+    fn biases(&self) -> Result<Value> {
+        let found = self.file.names().filter_map(|name| {
+            let (_, part) = name.strip_prefix("blk.")?.strip_suffix(".bias")?.split_once('.')?;
+            // A parameter of recurrent layers, which is always there.
+            (part != "ssm_dt").then_some((name, part))
+        });
+        let allowed = match self.arch {
+            "llama" | "smollm3" => [&QKV[..], &["attn_output"], &["ffn_gate", "ffn_up", "ffn_down"]].concat(),
+            "qwen3" | "qwen3moe" | "qwen3vl" | "qwen3vlmoe" | "olmo2" => {
+                [&QKV[..], &["attn_output"]].concat()
+            }
+            "qwen2" | "glm4" => QKV.to_vec(),
+            _ => Vec::new(),
+        };
+        let (mut attention, mut mlp) = (false, false);
+        for (name, part) in found {
+            if !allowed.contains(&part) {
+                let reason = format!(
+                    "the GGUF file has {name}; files of {} with this bias are not supported",
+                    self.arch
+                );
+                return Err(ModelError::Config(reason));
+            }
+            attention |= part.starts_with("attn");
+            mlp |= part.starts_with("ffn");
+        }
+        Ok(json!({"attention_bias": attention, "mlp_bias": mlp}))
     }
 
     /// Mistral's models from Small 3.1 on, and Ministral 3, which has growing queries.
@@ -203,16 +230,13 @@ impl Keys<'_> {
             let reason = "glm4.rope.dimension_sections is given: GLM-4V is not supported";
             return Err(ModelError::Config(reason.into()));
         }
-        Ok(merged(json!({"model_type": "glm4"}), self.biases()))
+        Ok(json!({"model_type": "glm4"}))
     }
 
     fn gemma3(&self) -> Result<Value> {
         let layers = self.layers()?;
-        // Files do not contain it. Only the largest model scales queries by `hidden / heads` instead of the head size.
-        let query_scalar = match layers {
-            62 => self.size("embedding_length")? / self.size("attention.head_count")?.max(1),
-            _ => self.head_dim()?,
-        };
+        let per_head = self.size("embedding_length")? / self.size("attention.head_count")?.max(1);
+        let query_scalar = super::query_scalar(self.arch, layers, per_head, self.head_dim()?);
         let pattern = self.get("attention.sliding_window_pattern");
         let mut config = json!({
             "model_type": "gemma3_text",
@@ -233,12 +257,18 @@ impl Keys<'_> {
     }
 
     fn experts(&self) -> Result<Value> {
+        const SHARED: &str = "blk.0.ffn_gate_shexp";
+        let shared = match self.size_or_none("expert_shared_feed_forward_length")? {
+            None if self.file.contains(&format!("{SHARED}.weight")) => {
+                self.file.linear_info(SHARED)?.rows as u64
+            }
+            width => width.unwrap_or(0),
+        };
         Ok(json!({
             "num_experts": self.size("expert_count")?,
             "num_experts_per_tok": self.size("expert_used_count")?,
             "moe_intermediate_size": self.size("expert_feed_forward_length")?,
-            "shared_expert_intermediate_size":
-                self.size_or_none("expert_shared_feed_forward_length")?.unwrap_or(0),
+            "shared_expert_intermediate_size": shared,
             "norm_topk_prob": true,
         }))
     }
@@ -261,13 +291,20 @@ impl Keys<'_> {
         Ok(config)
     }
 
+    /// A table with a divisor for each rotary frequency. Its values are checked with the config.
+    fn divisors(&self, name: &str) -> Result<Vec<f32>> {
+        let expected = [usize::try_from(self.turning()? / 2).unwrap_or(usize::MAX)];
+        let table = self.file.tensor(name)?.expect_shape(&expected)?.to_f32()?;
+        self.file.check_intact()?;
+        Ok(table)
+    }
+
     /// Two tables of divisors: for short and for long sequences.
     fn long_rope(&self) -> Result<Value> {
-        let table = |name: &str| -> Result<Vec<f32>> { Ok(self.file.tensor(name)?.to_f32()?) };
         let mut scaling = json!({
             "rope_type": "longrope",
-            "short_factor": table(SHORT_DIVISORS)?,
-            "long_factor": table(LONG_DIVISORS)?,
+            "short_factor": self.divisors(SHORT_DIVISORS)?,
+            "long_factor": self.divisors(LONG_DIVISORS)?,
             "original_max_position_embeddings": self.size("rope.scaling.original_context_length")?,
         });
         if let Some(factor) = self.number("rope.scaling.attn_factor") {
@@ -288,8 +325,7 @@ impl Keys<'_> {
 
     fn rope_scaling(&self) -> Result<Option<Value>> {
         if self.file.contains(DIVISORS) {
-            let divisors = self.file.tensor(DIVISORS)?.to_f32()?;
-            return Ok(Some(json!({"rope_type": "divisors", "divisors": divisors})));
+            return Ok(Some(json!({"rope_type": "divisors", "divisors": self.divisors(DIVISORS)?})));
         }
         if self.file.contains(LONG_DIVISORS) {
             return self.long_rope().map(Some);
@@ -299,10 +335,12 @@ impl Keys<'_> {
             .iter()
             .any(|key| self.number(key).is_some_and(|factor| factor != 0.0));
         let kind = self.get("rope.scaling.type").and_then(GgufValue::as_str);
-        let kind = kind.unwrap_or(if has_factor { "linear" } else { "none" });
-        if kind == "none" {
-            return Ok(None);
-        }
+        let kind = match kind.unwrap_or(if has_factor { "linear" } else { "none" }) {
+            // The growth of queries is told with the scaling. Without one, `ministral3` takes its published models'.
+            "none" if self.number("attention.temperature_scale").is_some() => "default",
+            "none" => return Ok(None),
+            kind => kind,
+        };
         let mut scaling = Map::from_iter([("rope_type".to_string(), kind.into())]);
         let mut copy = |to: &str, from: &[&str]| {
             if let Some(number) = from.iter().find_map(|key| self.number(key)) {
@@ -310,7 +348,7 @@ impl Keys<'_> {
             }
         };
         copy("factor", &["rope.scaling.factor", "rope.scale_linear"]);
-        copy("original_max_position_embeddings", &["rope.scaling.original_context_length"]);
+        copy("original_max_position_embeddings", &["rope.scaling.original_context_length", "context_length"]);
         copy("attention_factor", &["rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"]);
         copy("mscale", &["rope.scaling.yarn_log_multiplier"]);
         copy("mscale_all_dim", &["rope.scaling.yarn_log_multiplier"]);

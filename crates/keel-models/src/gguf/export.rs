@@ -332,6 +332,20 @@ impl RowSource for CheckpointAsGguf<'_> {
         }
         Ok(())
     }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        let Some(tensor) = self.tensors.get(name) else { return };
+        if tensor.rows == RowOrder::Same {
+            self.release_runs(tensor, rows);
+        } else if rows.end >= rows_of(&tensor.spec.shape) {
+            // Rows in another order lie all over the tensor.
+            tensor.sources.iter().for_each(|source| self.source.release_rows(&source.name, 0..usize::MAX));
+        }
+    }
+
+    fn check_intact(&self) -> keel_weights::Result<()> {
+        self.source.check_intact()
+    }
 }
 
 impl CheckpointAsGguf<'_> {
@@ -355,6 +369,16 @@ impl CheckpointAsGguf<'_> {
             }
         }
         Ok(())
+    }
+
+    fn release_runs(&self, tensor: &Tensor, rows: Range<usize>) {
+        let cols = tensor.spec.shape.last().copied().unwrap_or(1);
+        let mut row = rows.start;
+        while let (true, Some(FoundRow { source, row: at })) = (row < rows.end, tensor.find(row)) {
+            let count = tensor.run(row).min(rows.end - row);
+            self.source.release_rows(&source.name, self.stored_rows(source, at..at + count, cols));
+            row += count;
+        }
     }
 
     /// Rows of `cols` values, as rows of the checkpoint's tensor. A convolution in MLX's form has rows of single

@@ -153,8 +153,17 @@ impl RowSource for GgufAsCheckpoint<'_> {
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        if let Some(parameter) = self.tensors.get(name).filter(|parameter| parameter.rows == RowOrder::Same) {
+        let Some(parameter) = self.tensors.get(name) else { return };
+        let all: usize = parameter.spec.shape.iter().rev().skip(1).product();
+        if parameter.rows == RowOrder::Same {
             RowSource::release_rows(self.file, &parameter.tensor, rows);
+        } else if rows.end >= all {
+            // Rows in another order lie all over the tensor.
+            self.file.release(&parameter.tensor);
         }
+    }
+
+    fn check_intact(&self) -> keel_weights::Result<()> {
+        RowSource::check_intact(self.file)
     }
 }

@@ -4,6 +4,9 @@ use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
 
 use super::{SMOLLM3_INTERVAL, architecture_of};
+use crate::blocks::Activation;
+use crate::config::fields::Fields;
+use crate::model_types::{gemma3_text, transformer};
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
 /// The metadata of a model with these numbers, without its tokenizer.
@@ -23,6 +26,7 @@ pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Resu
     keys.axes(json)?;
     keys.turning()?;
     keys.rope()?;
+    keys.check_silent(json)?;
     Ok(keys.metadata)
 }
 
@@ -143,6 +147,28 @@ impl Keys<'_> {
             self.metadata.bools(&format!("{}.attention.recurrent_layers", self.arch), &recurrent);
         }
         Ok(())
+    }
+
+    /// Refuses numbers and functions that files do not contain, and that are not those of the architecture.
+    fn check_silent(&self, json: &Value) -> Result<()> {
+        let c = self.config;
+        let fields = Fields::new(json);
+        let (key, used, usual) = match self.arch {
+            "gemma3" => (gemma3_text::ACTIVATION, gemma3_text::activation(&fields)?, Activation::GeluTanh),
+            _ => ("hidden_act", transformer::activation(&fields)?, Activation::Silu),
+        };
+        let (layers, per_head) = (c.layers.len() as u64, (c.hidden / c.heads.max(1)) as u64);
+        let scalar = super::query_scalar(self.arch, layers, per_head, c.head_dim as u64);
+        let is_usual = (c.attention_scale * (scalar as f64).sqrt() - 1.0).abs() <= 1e-9;
+        let reason = if used != usual {
+            format!("{key}, which is {used:?} here and {usual:?} in all of these files")
+        } else if !is_usual {
+            let own = c.attention_scale.powi(-2);
+            format!("query_pre_attn_scalar, which is {own:.3} here and would be read as {scalar}")
+        } else {
+            return Ok(());
+        };
+        Err(ModelError::Config(format!("GGUF files of {} cannot say {reason}", self.arch)))
     }
 
     /// Frequencies for each axis of positions in pictures. A text token has the same position on all axes.

@@ -82,6 +82,12 @@ fn architecture_of(config: &HybridConfig) -> Result<&'static str> {
     })
 }
 
+/// `query_pre_attn_scalar` of a model. Files do not contain it. Only the largest model of `gemma3` scales queries by
+/// `hidden / heads` instead of the head size.
+fn query_scalar(arch: &str, layers: u64, hidden_per_head: u64, head_dim: u64) -> u64 {
+    if arch == "gemma3" && layers == 62 { hidden_per_head } else { head_dim }
+}
+
 /// Whether Hugging Face checkpoints of an architecture store this norm as an offset from one. GGUF files never do.
 fn is_offset_norm(arch: &str, name: &str) -> bool {
     matches!(arch, "gemma3" | "qwen35" | "qwen35moe" | "qwen3next")

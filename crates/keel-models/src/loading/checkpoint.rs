@@ -31,6 +31,19 @@ pub(crate) fn expect_linear(
 /// The parameters of a checkpoint.
 pub struct CheckpointParameters<'a>(pub &'a dyn TensorSource);
 
+impl CheckpointParameters<'_> {
+    /// Releases the file's pages of rows of a module while its weight grows, so that a tensor is never in memory twice.
+    /// Stacked experts may be bare parameters, named as the module.
+    fn release_rows(&self, module: &str, tensor: &LinearTensor<'_>, rows: Range<usize>) {
+        if let LinearTensor::Columns(columns) = tensor {
+            return self.0.release_rows(module, columns.stored_rows(rows));
+        }
+        for part in ["", ".weight", ".scales", ".biases"] {
+            self.0.release_rows(&format!("{module}{part}"), rows.clone());
+        }
+    }
+}
+
 impl Parameters for CheckpointParameters<'_> {
     fn contains(&self, name: &str) -> bool {
         self.0.contains(name)
@@ -90,21 +103,18 @@ impl Parameters for CheckpointParameters<'_> {
                 LinearTensor::Columns(columns) => {
                     sink(stored.len(), RowData::Dense(&columns.rows_bytes(stored.clone())?))?
                 }
-                LinearTensor::Affine(affine) => affine_block(affine, stored, sink)?,
-                LinearTensor::Awq(awq) => awq_block(awq, stored, sink)?,
+                LinearTensor::Affine(affine) => affine_block(affine, stored.clone(), sink)?,
+                LinearTensor::Awq(awq) => awq_block(awq, stored.clone(), sink)?,
                 LinearTensor::Fp4(fp4) if fp4.info().format == LinearFormat::Fp4(Fp4Mode::Mxfp4) => {
                     sink(stored.len(), RowData::Blocks(&fp4.rows_blocks(stored.clone())?))?
                 }
-                LinearTensor::Fp4(_) | LinearTensor::Fp8(_) => decoded_block(&tensor, stored, sink)?,
+                LinearTensor::Fp4(_) | LinearTensor::Fp8(_) => decoded_block(&tensor, stored.clone(), sink)?,
                 LinearTensor::Blocks(blocks) => {
                     sink(stored.len(), RowData::Blocks(blocks.rows_bytes(stored.clone())?))?
                 }
                 other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
-            // Release the file's pages while the weight grows, so that a tensor is never in memory twice.
-            for part in ["weight", "scales", "biases"] {
-                self.0.release_rows(&format!("{module}.{part}"), base + block.start..base + block.end);
-            }
+            self.release_rows(module, &tensor, stored);
         }
         Ok(self.0.check_intact()?)
     }

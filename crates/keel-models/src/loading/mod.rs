@@ -4,6 +4,7 @@ mod assembler;
 mod checkpoint;
 mod projection;
 mod random;
+mod rotation;
 mod row_parallel;
 mod source_rows;
 mod stacks;
@@ -13,9 +14,7 @@ use std::sync::atomic::AtomicBool;
 
 use assembler::RowAssembler;
 use half::f16;
-use keel_array::{
-    Array, Category, Compute, DType, PairRotation, RowData, Runtime, Weight, WeightFormat, WeightSpec,
-};
+use keel_array::{Array, Category, Compute, DType, RowData, Runtime, Weight, WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
 
 use crate::split::columns::columns_together;
@@ -201,8 +200,14 @@ impl<'a> Loader<'a> {
     /// A plain layer of the source's rows.
     ///
     /// # Errors
-    /// If a layer of the checkpoint is missing or misshapen, or memory runs out.
+    /// If a layer of the checkpoint is missing or misshapen, its input is rotated, or memory runs out.
     pub fn linear(&self, source: SourceRows, cols: usize) -> Result<Weight> {
+        self.refuse_rotation(&source.module)?;
+        self.weight(source, cols)
+    }
+
+    /// As [`Loader::linear`], for a layer whose rotation the caller applies.
+    fn weight(&self, source: SourceRows, cols: usize) -> Result<Weight> {
         let Stored { experts, rows } = source.stored;
         let format = self.parameters.linear_format(&source.module, experts, rows, cols)?;
         self.stack(&[vec![source]], cols, format)
@@ -220,7 +225,7 @@ impl<'a> Loader<'a> {
         let (weights, rotations) = match self.common_format(&sources, cols)? {
             Some(format) if !rotates => (vec![self.stack(&[sources], cols, format)?], vec![None]),
             _ => {
-                let weights = sources.into_iter().map(|one| self.linear(one, cols)).collect::<Result<_>>()?;
+                let weights = sources.into_iter().map(|one| self.weight(one, cols)).collect::<Result<_>>()?;
                 let load = |rotation: &Option<_>| rotation.as_ref().map(|r| self.rotation(r)).transpose();
                 (weights, rotations.iter().map(load).collect::<Result<_>>()?)
             }
@@ -249,43 +254,6 @@ impl<'a> Loader<'a> {
         let parts = sums.parts(cols / tiles, columns_together(format));
         let parts = self.stack_in_parts(&[vec![source]], cols, parts, format)?;
         Ok(RowParallel { parts, tiles, rotation, sums, bias: None })
-    }
-
-    /// The rotation of the input of a layer's experts. Any of the modules may be one of theirs.
-    ///
-    /// # Errors
-    /// If it is misshapen, an expert has a separate rotation, or memory runs out.
-    pub fn experts_rotation(
-        &self,
-        prefix: &str,
-        experts: &[Vec<SourceRows>],
-    ) -> Result<Option<PairRotation>> {
-        let Some(first) = experts.first().and_then(|sources| sources.first()) else { return Ok(None) };
-        for source in experts.iter().flatten() {
-            if self.parameters.rotation(&source.module)?.is_some() {
-                let reason = format!("{}: an expert with a rotation of its own is not read", source.module);
-                return Err(crate::ModelError::Config(reason));
-            }
-        }
-        let values = self.parameters.shared_rotation(prefix, &first.module)?;
-        values.map(|values| self.rotation(&values)).transpose()
-    }
-
-    fn rotation(&self, values: &RotationValues) -> Result<PairRotation> {
-        let cols = values.scales.len();
-        let shape = [values.pairs.len() / cols.max(1), cols];
-        let persistent =
-            |shape: &[usize], dtype| Array::persistent(self.runtime, Category::Weights, shape, dtype);
-        let pairs = persistent(&shape, DType::U32)?;
-        let cos_sin = persistent(&shape, DType::F32)?;
-        if !self.runtime.backend().is_planning() {
-            let angles = values.angles.iter().map(|angle| f64::from(*angle));
-            let elements: Vec<f32> = angles.flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect();
-            pairs.write(&values.pairs)?;
-            cos_sin.write(&elements)?;
-        }
-        (self.progress)((pairs.bytes() + cos_sin.bytes()) as u64);
-        Ok(PairRotation { scales: self.constant(&values.scales)?, pairs, cos_sin })
     }
 
     /// A stack of experts, each made of its list of sources. All sources must have the same format.

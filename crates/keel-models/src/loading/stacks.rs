@@ -63,8 +63,9 @@ impl Loader<'_> {
             for range in &source.rows {
                 self.read_rows(source, range.clone(), weights, &mut parts)?;
             }
-            let last_of_stack = source.stored.experts.is_none_or(|stack| source.expert == Some(stack - 1));
-            if last_of_stack {
+            // A device may hold only some experts of a stack. Its last one is the last of the weight.
+            let is_last = weights.first().is_none_or(|weight| expert + 1 == weight.spec().experts);
+            if source.stored.experts.is_none() || is_last {
                 self.parameters.release(&source.module);
             }
         }

@@ -13,6 +13,9 @@ use crate::loading::Loader;
 use crate::model_types::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
+/// The config's key of the function of the feed-forward half.
+pub(crate) const ACTIVATION: &str = "hidden_activation";
+
 /// The numbers. Published configs leave out keys whose value is the reference's default.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let defaults = [
@@ -36,6 +39,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     {
         transformer::refuse(&fields, key)?;
     }
+    activation(&fields)?;
     let mut parsed = transformer::config(&fields, Defaults::default())?;
     parsed.tied = fields.get("tie_word_embeddings").is_none_or(|tied| *tied != Value::Bool(false));
     let scalar = fields.number_or("query_pre_attn_scalar", 256.0)?;
@@ -65,8 +69,13 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     Ok(parsed)
 }
 
+/// The function of the feed-forward half.
+pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
+    transformer::activation_in(fields, ACTIVATION, Activation::GeluTanh)
+}
+
 /// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
     let traits = Traits {
         head_norms: HeadNorms::Each,
         norms: NormNames {
@@ -77,7 +86,7 @@ pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> 
         },
         offset_norms: true,
         scaled_embedding: true,
-        activation: Activation::GeluTanh,
+        activation: activation(&Fields::new(json))?,
         ..Traits::default()
     };
     transformer::load(loader, config, traits)
@@ -107,5 +116,9 @@ mod tests {
             "num_hidden_layers": 2, "final_logit_softcapping": 30.0});
         let message = config(&capped).expect_err("logits would be wrong").to_string();
         assert!(message.contains("final_logit_softcapping is 30.0"), "{message}");
+        let exact = json!({"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "hidden_activation": "gelu"});
+        let message = config(&exact).expect_err("activations would be wrong").to_string();
+        assert!(message.contains("hidden_activation is \"gelu\""), "{message}");
     }
 }

@@ -30,9 +30,13 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
 
 /// Reads a model.
 pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    transformer::load(loader, config, traits(json)?)
+}
+
+fn traits(json: &Value) -> Result<Traits> {
     let fields = Fields::new(json);
-    let traits = Traits {
-        qkv_bias: fields.flag("attention_bias"),
+    Ok(Traits {
+        qkv_bias: fields.flag_or("attention_bias", true),
         norms: NormNames {
             mixer: Some("input_layernorm"),
             mixer_out: Some("post_self_attn_layernorm"),
@@ -43,6 +47,22 @@ pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> R
         turns_neighbours: true,
         activation: transformer::activation(&fields)?,
         ..Traits::default()
-    };
-    transformer::load(loader, config, traits)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn queries_have_biases_unless_the_config_says_otherwise() {
+        for (json, expected) in [
+            (json!({}), true),
+            (json!({"attention_bias": true}), true),
+            (json!({"attention_bias": false}), false),
+        ] {
+            assert_eq!(traits(&json).expect("the rest are defaults").qkv_bias, expected, "{json}");
+        }
+    }
 }

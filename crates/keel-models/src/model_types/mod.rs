@@ -1,6 +1,6 @@
 //! One file per `model_type`, and the code that plain transformers share.
 
-mod gemma3_text;
+pub(crate) mod gemma3_text;
 mod glm4;
 mod llama;
 mod ministral;

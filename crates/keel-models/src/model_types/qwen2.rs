@@ -13,12 +13,55 @@ use crate::{HybridConfig, Result};
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    let mut config = transformer::config(&fields, Defaults::default())?;
+    transformer::activation(&fields)?;
+    let defaults = Defaults { window: transformer::WINDOW_ON_REQUEST, ..Defaults::default() };
+    let mut config = transformer::config(&fields, defaults)?;
     transformer::windows_on_request(&fields, &mut config)?;
     Ok(config)
 }
 
 /// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    transformer::load(loader, config, Traits { qkv_bias: true, ..Traits::default() })
+pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
+    let activation = transformer::activation(&Fields::new(json))?;
+    transformer::load(loader, config, Traits { qkv_bias: true, activation, ..Traits::default() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MixerKind;
+    use serde_json::json;
+
+    fn plain(more: Value) -> Result<HybridConfig> {
+        let mut json = json!({"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
+            "num_hidden_layers": 30, "num_attention_heads": 4, "max_position_embeddings": 32768});
+        more.as_object().into_iter().flatten().for_each(|(key, value)| json[key] = value.clone());
+        config(&json)
+    }
+
+    #[test]
+    fn windows_are_for_the_last_layers_where_they_are_enabled() {
+        for (json, expected) in [
+            (json!({}), (None, 0)),
+            (json!({"sliding_window": 16}), (None, 0)),
+            (json!({"use_sliding_window": true}), (Some(4096), 2)),
+            (
+                json!({"use_sliding_window": true, "sliding_window": 16, "max_window_layers": 27}),
+                (Some(16), 3),
+            ),
+            (json!({"use_sliding_window": true, "max_window_layers": 30}), (None, 0)),
+            (json!({"use_sliding_window": true, "sliding_window": null}), (None, 0)),
+        ] {
+            let c = plain(json.clone()).expect("complete");
+            let sliding = c.layers.iter().rev().take_while(|kind| **kind == MixerKind::SlidingAttention);
+            assert_eq!((c.window, sliding.count()), expected, "{json}");
+        }
+    }
+
+    #[test]
+    fn activations_that_are_not_supported_are_refused() {
+        plain(json!({"hidden_act": "gelu_pytorch_tanh"})).expect("it is supported");
+        let message = plain(json!({"hidden_act": "relu"})).expect_err("another model").to_string();
+        assert!(message.contains("hidden_act is \"relu\""), "{message}");
+    }
 }

@@ -5,6 +5,7 @@
 
 use serde_json::Value;
 
+use crate::model_types::transformer;
 use crate::{HybridConfig, Result};
 
 pub(crate) use crate::model_types::qwen3::load;
@@ -12,6 +13,7 @@ pub(crate) use crate::model_types::qwen3::load;
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let mut config = crate::model_types::qwen3_moe::config(config)?;
+    transformer::windows_nowhere(&mut config);
     if let Some(moe) = &mut config.moe {
         moe.normalise = true;
     }

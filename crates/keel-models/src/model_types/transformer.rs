@@ -156,14 +156,20 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
     })
 }
 
+/// `sliding_window` of configs that enable windows and leave the key out.
+pub(crate) const WINDOW_ON_REQUEST: Option<usize> = Some(4096);
+/// `max_window_layers` of such configs: the first layer that sees the window.
+const WINDOWED_FROM: usize = 28;
+
 /// Sets the kinds of layers for model types whose configs enable windows with `use_sliding_window`.
 pub(crate) fn windows_on_request(fields: &Fields<'_>, config: &mut HybridConfig) -> Result<()> {
     if !fields.flag("use_sliding_window") || config.window.is_none() {
         windows_nowhere(config);
     } else if fields.get("layer_types").is_none() {
-        let from = fields.size_or("max_window_layers", config.layers.len())?;
+        let from = fields.size_or("max_window_layers", WINDOWED_FROM)?;
         config.layers.iter_mut().skip(from).for_each(|kind| *kind = MixerKind::SlidingAttention);
     }
+    settle_windows(config);
     Ok(())
 }
 
@@ -185,7 +191,7 @@ pub(crate) fn settle_windows(config: &mut HybridConfig) {
     }
 }
 
-fn windows_nowhere(config: &mut HybridConfig) {
+pub(crate) fn windows_nowhere(config: &mut HybridConfig) {
     config.layers.fill(MixerKind::Attention);
     config.window = None;
 }
@@ -195,14 +201,30 @@ fn windows_nowhere(config: &mut HybridConfig) {
 /// # Errors
 /// If the function is not supported.
 pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
-    match fields.get("hidden_act").map_or(Some("silu"), Value::as_str) {
+    activation_in(fields, "hidden_act", Activation::Silu)
+}
+
+/// The function in `key`; `default` if it is missing.
+///
+/// # Errors
+/// If the function is not supported.
+pub(crate) fn activation_in(fields: &Fields<'_>, key: &str, default: Activation) -> Result<Activation> {
+    let Some(function) = fields.get(key) else { return Ok(default) };
+    match function.as_str() {
         Some("silu" | "swish") => Ok(Activation::Silu),
         Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
-        other => Err(ModelError::Config(format!(
-            "hidden_act is {}, which is not supported; supported are silu and gelu_pytorch_tanh",
-            other.unwrap_or("no text")
+        _ => Err(ModelError::Config(format!(
+            "{key} is {function}, which is not supported; supported are silu and gelu_pytorch_tanh"
         ))),
     }
+}
+
+/// Refuses other functions than SiLU, for model types with experts or recurrent layers, which have no other.
+///
+/// # Errors
+/// If `hidden_act` is another function.
+pub(crate) fn silu_alone(fields: &Fields<'_>) -> Result<()> {
+    if activation(fields)? == Activation::Silu { Ok(()) } else { refuse(fields, "hidden_act") }
 }
 
 /// Returns an error if the config sets a key that is not supported.

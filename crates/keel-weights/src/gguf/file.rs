@@ -12,6 +12,9 @@ use crate::{
     linear, mapped::MappedFile, source::missing,
 };
 
+/// The number of files that a model is split into. A part has only some of the tensors.
+const PARTS_KEY: &str = "split.count";
+
 /// A GGUF file, mapped into memory. Opening reads only the header.
 ///
 /// As a [`TensorSource`] it lends tensors that are stored element by element. It lends a matrix in blocks through
@@ -27,11 +30,16 @@ impl GgufFile {
     /// Maps the file at `path` and checks its header.
     ///
     /// # Errors
-    /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken.
+    /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken, [`WeightsError::Split`]
+    /// if it is one of several parts.
     pub fn open(path: &Path) -> Result<GgufFile> {
         let map = MappedFile::open(path)?;
         let header = GgufHeader::parse(map.bytes())
             .map_err(|problem| WeightsError::Header { path: path.into(), problem })?;
+        let parts = header.metadata().get(PARTS_KEY).and_then(GgufValue::as_u64).unwrap_or(1);
+        if parts > 1 {
+            return Err(WeightsError::Split { path: path.into(), parts });
+        }
         Ok(GgufFile { path: path.into(), map, header })
     }
 

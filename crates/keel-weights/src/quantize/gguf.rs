@@ -199,23 +199,23 @@ fn write_tensor(
     if all == 0 || cols == 0 {
         return Ok(());
     }
-    if let GgmlType::Blocks(format) = output.kind
-        && let Some(blocks) = source.blocks(&spec.name, format)
-    {
-        writer.append(&spec.name, blocks)?;
-        return source.check_intact();
-    }
+    let blocks = match output.kind {
+        GgmlType::Blocks(format) => source.blocks(&spec.name, format),
+        GgmlType::Plain(_) => None,
+    };
     let mut values = Vec::new();
     let chunk_rows = (CHUNK_VALUES / cols).max(1);
     for start in (0..all).step_by(chunk_rows) {
         let rows = start..(start + chunk_rows).min(all);
-        if !spec.dtype.is_float() {
-            writer.append(&spec.name, &source.rows_bytes(spec, rows)?)?;
-            continue;
+        if let Some(blocks) = blocks {
+            let row_bytes = blocks.len() / all;
+            writer.append(&spec.name, &blocks[rows.start * row_bytes..rows.end * row_bytes])?;
+        } else if spec.dtype.is_float() {
+            decode(source, spec, rows.clone(), &mut values)?;
+            writer.append(&spec.name, &encode_rows(output, start, cols, &values)?)?;
+        } else {
+            writer.append(&spec.name, &source.rows_bytes(spec, rows.clone())?)?;
         }
-        decode(source, spec, rows.clone(), &mut values)?;
-        let bytes = encode_rows(output, start, cols, &values)?;
-        writer.append(&spec.name, &bytes)?;
         source.check_intact()?;
         source.release_rows(&spec.name, rows);
     }
@@ -332,6 +332,56 @@ mod tests {
             out.fill(1.0);
             Ok(())
         }
+
+        fn check_intact(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Has one tensor of blocks, and notes which rows are released.
+    struct Blocks {
+        spec: TensorSpec,
+        bytes: Vec<u8>,
+        released: std::sync::Mutex<Vec<std::ops::Range<usize>>>,
+    }
+
+    impl RowSource for Blocks {
+        fn tensors(&self) -> Result<Vec<TensorSpec>> {
+            Ok(vec![self.spec.clone()])
+        }
+
+        fn rows_f32(&self, _: &str, _: std::ops::Range<usize>, _: &mut [f32]) -> Result<()> {
+            unreachable!("blocks are copied")
+        }
+
+        fn blocks(&self, _: &str, _: BlockFormat) -> Option<&[u8]> {
+            Some(&self.bytes)
+        }
+
+        fn release_rows(&self, _: &str, rows: std::ops::Range<usize>) {
+            self.released.lock().unwrap().push(rows);
+        }
+
+        fn check_intact(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn copied_blocks_are_released_while_they_are_written() {
+        let (rows, cols) = (10, CHUNK_VALUES / 4);
+        let row_bytes = cols / 32 * 34;
+        let bytes: Vec<u8> = (0..rows * row_bytes).map(|i| (i % 251) as u8).collect();
+        let spec = spec("blk.0.ffn_up.weight", &[rows, cols]);
+        let source = Blocks { spec, bytes, released: Default::default() };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let recipe = GgufRecipe::from_name("Q8_0").unwrap();
+        write_gguf(&source, &path, GgufMetadata::default(), &recipe, &mut |_| ()).unwrap();
+        assert_eq!(*source.released.lock().unwrap(), [0..4, 4..8, 8..10]);
+        let file = crate::gguf::GgufFile::open(&path).unwrap();
+        let written = RowSource::blocks(&file, "blk.0.ffn_up.weight", BlockFormat::Q8_0).unwrap();
+        assert!(written == source.bytes, "the blocks are the source's");
     }
 
     #[test]

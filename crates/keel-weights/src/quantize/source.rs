@@ -54,13 +54,12 @@ pub trait RowSource: Sync {
         let _ = (name, rows);
     }
 
-    /// As [`TensorSource::check_intact`].
+    /// As [`TensorSource::check_intact`]. There is no default: without the check, zeros of a file that is cut short
+    /// would be written as weights.
     ///
     /// # Errors
     /// [`WeightsError::CutShort`].
-    fn check_intact(&self) -> Result<()> {
-        Ok(())
-    }
+    fn check_intact(&self) -> Result<()>;
 }
 
 /// The last dimension.
@@ -97,9 +96,7 @@ impl RowSource for Checkpoint {
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         match ColumnsTensor::find(self, name) {
             None => TensorSource::release_rows(self, name, rows),
-            // Each row lies in all parts of its matrix.
-            Some(columns) if rows.end == self::rows(&columns.shape()) => self.release(name),
-            Some(_) => {}
+            Some(columns) => TensorSource::release_rows(self, name, columns.stored_rows(rows)),
         }
     }
 
@@ -128,7 +125,9 @@ impl<'a> Dequantized<'a> {
     /// # Errors
     /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is rotated first (ParoQuant).
     pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantized<'a>> {
-        const PARTS: [&str; 5] = ["scales", "biases", "qzeros", "g_idx", "weight_scale_inv"];
+        // Scales of activations are not used: they are not rounded to 8 bits.
+        const PARTS: [&str; 7] =
+            ["scales", "biases", "qzeros", "g_idx", "weight_scale_inv", "activation_scale", "input_scale"];
         let turned =
             |name: &'a str| name.strip_suffix(".theta").or_else(|| name.strip_suffix("_weight_theta"));
         if let Some(module) = checkpoint.names().find_map(turned) {
@@ -179,7 +178,12 @@ impl RowSource for Dequantized<'_> {
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        RowSource::release_rows(self.checkpoint, name, rows);
+        let is_last = self.tensors.get(name).is_some_and(|spec| rows.end >= self::rows(&spec.shape));
+        match name.strip_suffix(".weight") {
+            // With the last rows of a module, all of its scales and zeros have been read.
+            Some(module) if is_last => self.checkpoint.release_linear(module),
+            _ => RowSource::release_rows(self.checkpoint, name, rows),
+        }
     }
 
     fn check_intact(&self) -> Result<()> {

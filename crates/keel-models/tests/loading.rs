@@ -1,0 +1,181 @@
+//! What the loader refuses, and which pages of a checkpoint it releases, on a backend that keeps nothing.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use keel_array::{
+    Backend, Compute, DType, DeviceMemory, Kernel, Launch, Memory, Programs, RowBlock, Runtime,
+    RuntimeOptions, Submission, WeightFormat, WeightSpec,
+};
+use keel_models::loading::{CheckpointParameters, Loader, Parameters, RandomParameters, RowSink, SourceRows};
+use keel_weights::{RotationValues, TensorInfo, TensorSource, TensorView};
+
+/// A backend whose memory holds nothing.
+struct Forgetful;
+
+struct Nothing;
+
+impl DeviceMemory for Nothing {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Backend for Forgetful {
+    fn name(&self) -> &str {
+        "forgetful"
+    }
+}
+
+impl Memory for Forgetful {
+    fn allocate(&self, _: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        Ok(Box::new(Nothing))
+    }
+
+    fn write(&self, _: &dyn DeviceMemory, _: usize, _: &[u8]) {}
+
+    fn read(&self, _: &dyn DeviceMemory, _: usize, bytes: &mut [u8]) -> keel_array::Result<()> {
+        bytes.fill(0);
+        Ok(())
+    }
+
+    fn packed_bytes(&self, spec: &WeightSpec) -> usize {
+        4 * spec.experts * spec.rows * spec.cols
+    }
+
+    fn pack(
+        &self,
+        _: &WeightSpec,
+        _: &dyn DeviceMemory,
+        _: usize,
+        _: &RowBlock<'_>,
+    ) -> keel_array::Result<()> {
+        Ok(())
+    }
+}
+
+impl Programs for Forgetful {
+    fn supports(&self, _: &Kernel) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn workspace_bytes(&self, _: &Kernel) -> usize {
+        0
+    }
+}
+
+impl Submission for Forgetful {
+    fn launch(&self, _: &Launch<'_>) -> keel_array::Result<()> {
+        Ok(())
+    }
+}
+
+fn runtime() -> Runtime {
+    Runtime::new(Arc::new(Forgetful), RuntimeOptions::default())
+}
+
+/// All layers rotate their input.
+struct Rotated(RandomParameters);
+
+impl Parameters for Rotated {
+    fn contains(&self, name: &str) -> bool {
+        self.0.contains(name)
+    }
+
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.0.shape(name)
+    }
+
+    fn linear_format(
+        &self,
+        module: &str,
+        experts: Option<usize>,
+        rows: usize,
+        cols: usize,
+    ) -> keel_models::Result<WeightFormat> {
+        self.0.linear_format(module, experts, rows, cols)
+    }
+
+    fn linear_rows(
+        &self,
+        module: &str,
+        expert: Option<usize>,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> keel_models::Result<()> {
+        self.0.linear_rows(module, expert, rows, spec, sink)
+    }
+
+    fn rotation(&self, _: &str) -> keel_models::Result<Option<RotationValues>> {
+        Ok(Some(RotationValues { scales: vec![1.0; 32], pairs: (0..32).collect(), angles: vec![0.5; 16] }))
+    }
+
+    fn values(&self, name: &str, elements: usize) -> keel_models::Result<Vec<f32>> {
+        self.0.values(name, elements)
+    }
+}
+
+#[test]
+fn a_layer_that_cannot_rotate_its_input_is_refused() {
+    let parameters = Rotated(RandomParameters { format: WeightFormat::Dense(DType::F32) });
+    let runtime = runtime();
+    let loader = Loader::new(&runtime, &parameters, Compute::F32, &|_| ());
+    loader.single(SourceRows::whole("model.layers.0.mlp.down_proj", 8), 32).expect("its input is rotated");
+    let message = loader.linear(SourceRows::whole("lm_head", 8), 32).expect_err("wrong logits").to_string();
+    assert!(message.contains("lm_head: its input is rotated"), "{message}");
+}
+
+/// The name of the stack.
+const STACK: &str = "model.layers.0.mlp.experts.gate_up_proj";
+/// Experts, rows and columns.
+const SHAPE: [usize; 3] = [4, 300, 8];
+
+/// A checkpoint of one stack of experts, a bare parameter. It notes which of its rows are released.
+struct Stacked {
+    bytes: Vec<u8>,
+    released: Mutex<Vec<Range<usize>>>,
+}
+
+impl TensorSource for Stacked {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new([STACK].into_iter())
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        name == STACK
+    }
+
+    fn info(&self, _: &str) -> keel_weights::Result<TensorInfo<'_>> {
+        Ok(TensorInfo { dtype: DType::F32, shape: &SHAPE })
+    }
+
+    fn tensor(&self, _: &str) -> keel_weights::Result<TensorView<'_>> {
+        TensorView::new(STACK, DType::F32, &SHAPE, &self.bytes)
+    }
+
+    fn release_rows(&self, name: &str, rows: Range<usize>) {
+        if name == STACK {
+            self.released.lock().expect("no test panics with it").push(rows);
+        }
+    }
+}
+
+/// A device that shares the experts with others reads some of them.
+#[test]
+fn bare_stacks_are_released_while_they_are_read_and_after_the_last_own_expert() {
+    let [experts, rows, cols] = SHAPE;
+    for (own, expected) in [
+        (1..3, vec![300..556, 556..600, 600..856, 856..900, 0..usize::MAX]),
+        (3..4, vec![900..1156, 1156..1200, 0..usize::MAX]),
+    ] {
+        let source = Stacked { bytes: vec![0; 4 * experts * rows * cols], released: Mutex::default() };
+        let parameters = CheckpointParameters(&source);
+        let runtime = runtime();
+        let loader = Loader::new(&runtime, &parameters, Compute::F32, &|_| ());
+        let of = |expert| vec![SourceRows::expert(STACK, expert, experts, rows)];
+        loader.experts(&own.clone().map(of).collect::<Vec<_>>(), cols).expect("the stack is sound");
+        assert_eq!(*source.released.lock().expect("no test panics with it"), expected, "{own:?}");
+    }
+}
