@@ -70,8 +70,9 @@ impl<'a> TextFiles<'a> {
         }
     }
 
-    /// Frees the bytes of `tokenizer.json`, which are by far the most. Only [`Tokenizer::new`](crate::Tokenizer::new)
-    /// reads them. The templates and settings stay.
+    /// Frees the bytes of `tokenizer.json`, which are by far the most. [`Tokenizer::new`](crate::Tokenizer::new),
+    /// [`GrammarFactory::new`](crate::GrammarFactory::new) and [`TextFiles::vocabulary`] read them, so they must come
+    /// before. The templates and settings stay.
     pub fn forget_tokenizer(&mut self) {
         self.tokenizer.bytes = Cow::Borrowed(&[]);
     }

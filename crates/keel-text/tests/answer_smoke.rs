@@ -21,7 +21,7 @@ const ANSWERS: [&str; 11] = [
     "a</think>  <tool_call>{\"name\": \"get\"}</tool_call><tool_call>{\"name\": \"nobody\"}</tool_call> b",
 ];
 
-const ANSWER_WORDS: [&str; 24] = [
+const ANSWER_WORDS: [&str; 26] = [
     "<think>",
     "</think>",
     "<tool_call>",
@@ -44,6 +44,8 @@ const ANSWER_WORDS: [&str; 24] = [
     "{\"name\": \"f\", \"arguments\": ",
     "}",
     "<",
+    "get",
+    "\"",
     "\n ",
     "\u{e9}",
 ];

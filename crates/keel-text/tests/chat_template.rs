@@ -144,7 +144,23 @@ fn errors_name_template_reason_and_line() {
         "the chat template refuses this conversation: Only 2 roles"
     );
     assert!(failure("{{ strftime_now('%Q') }}").contains("\"%Q\" has a directive that is not known"));
+    assert!(failure("{{ '{a[é]}'.format(a={}) }}").contains("the key \"é\" of a format string is not ASCII"));
     assert!(failure("{{ missing | tojson }}").contains("a value of type undefined has no JSON form"));
+}
+
+/// The expected text is Jinja2's.
+#[test]
+fn a_template_with_line_ends_of_other_systems_renders_alike() {
+    let source = "{% if true %}\r\nA\rB\r\n{% endif %}\r\n{{ 'x\r\ny\rz' | replace('\n', '+') }}\r\n\r\n";
+    let text = compile(source).render(&ChatRequest::new(&[])).unwrap();
+    assert_eq!(text, "A\nB\nx+y+z\n");
+}
+
+#[test]
+fn a_number_in_a_format_string_is_no_width() {
+    let source = "{{ 'Knowledge until 2023. Today: {}'.format(5) }} {{ '%s of 2023' | format(5) }}";
+    let text = compile(source).render(&ChatRequest::new(&[])).unwrap();
+    assert_eq!(text, "Knowledge until 2023. Today: 5 5 of 2023");
 }
 
 /// Each of these would run for ever, fill the memory or overflow the stack.
@@ -161,6 +177,9 @@ fn hostile_templates_are_stopped() {
         "{{ [1] | tojson(indent=10000000000000) }}",
         "{{ '%99999999999d' | format(1) }}",
         "{{ '{:99999999999}'.format(1) }}",
+        "{{ '{:}>99999999999}'.format(1) }}",
+        "{{ '{a[}]:99999999999}'.format(a={'}': 1}) }}",
+        "{{ '%(a)99999999999d' | format({'a': 1}) }}",
         "{{ 'x' * 10000000000000 }}",
         "{{ range(10000000000) | list }}",
         "{{ [1] | batch(10000000000) }}",

@@ -175,6 +175,25 @@ fn what_cannot_be_used_is_refused() {
     }
 }
 
+/// The compiler recurses from rule to rule. A stack overflow would end the process.
+#[test]
+fn a_long_chain_of_rules_needs_no_more_stack_than_there_is() {
+    let (factory, _) = factory();
+    let chain = |rules: usize, open: &str, close: &str| {
+        let rule = |n: usize| format!("r{n}:{open}r{}{close}\n", n + 1);
+        let rules: String = (0..rules).map(rule).collect();
+        format!("start: r0\n{rules}")
+    };
+    for (rules, nesting) in [(2_500, 27), (15_000, 0)] {
+        let grammar = chain(rules, &"(".repeat(nesting), &")".repeat(nesting)) + &format!("r{rules}:\"a\"\n");
+        drop(factory.start(&GrammarSource::Lark(grammar)));
+    }
+    let schemas = (0..6_000).map(|n| (format!("d{n}"), json!({"$ref": format!("#/$defs/d{}", n + 1)})));
+    let mut schemas: serde_json::Map<String, Value> = schemas.collect();
+    schemas.insert("d6000".into(), json!({"const": 1}));
+    drop(factory.start(&GrammarSource::JsonSchema(json!({"$defs": schemas, "$ref": "#/$defs/d0"}))));
+}
+
 #[test]
 fn end_ids_that_are_no_tokens_are_passed_over() {
     let file = keel_testkit::fixtures::demo().join("tokenizer.json");

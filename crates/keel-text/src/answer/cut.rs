@@ -46,13 +46,15 @@ impl AnswerParser {
         // Of Mistral's calls only the last one can be unfinished.
         let earlier = || calls.rfind(MISTRAL).and_then(|last| parse_calls(&calls[..last], tools));
         let whole = whole.or_else(earlier).unwrap_or_default();
-        parts.extend(whole.into_iter().map(|(name, arguments)| AnswerPart::ToolCall { name, arguments }));
+        self.emit_calls(whole, parts);
         self.held.clear();
-        self.state = State::Text;
+        self.gap.clear();
+        self.enter(State::Text);
     }
 }
 
 /// Whether arguments may follow, although the calls can be parsed. Only tags and keys can be parsed without their end.
+/// A tool's name alone is not parsed here: its arguments may follow, too.
 fn ends_open(calls: &str, tools: &[Value]) -> bool {
     let calls = calls.trim();
     let has_keys = |name| after(calls, name).is_some_and(|rest| rest.starts_with("<arg_key>"));
@@ -132,6 +134,7 @@ mod tests {
                 "</tool_call>",
             ),
             ("[TOOL_CALLS]", "weather[ARGS]{\"city\": \"Bern\"}", ""),
+            ("<tool_call>", "weather\n", "</tool_call>"),
         ] {
             let before = format!("Look: {begin}");
             for at in 6 + MARKER_PART_MIN..before.len() + call.len() {
@@ -152,6 +155,7 @@ mod tests {
             ("<|python_tag|>{\"na", ""),
             ("functools[{\"na", ""),
             ("weather\n", ""),
+            ("<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"</tool_call>", ""),
             ("weather\n{\"city\": ", ""),
             ("weather\nis ni", "weather\nis ni"),
             (r#"{"name": "Anna", "a"#, r#"{"name": "Anna", "a"#),
@@ -164,5 +168,6 @@ mod tests {
             check(answer, text, 0);
         }
         check(r#"{"name": "weather", "arguments": {}}"#, "", 1);
+        check("a  <tool_call>no</tool_call> \n<tool_call>weather", "a  <tool_call>no</tool_call>", 0);
     }
 }

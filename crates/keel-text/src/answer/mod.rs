@@ -10,6 +10,9 @@
 mod cut;
 mod markers;
 mod pythonic;
+mod search;
+#[cfg(test)]
+mod tests;
 mod tool_call;
 
 use serde_json::Value;
@@ -18,10 +21,15 @@ use crate::Tokenizer;
 
 pub(crate) use markers::SHOWN;
 use markers::{CALLS, FUNCTOOLS, Markers, PYTHON_TAG, REASONING, overlap};
-use tool_call::{names, parse_calls};
+use search::MarkerSearch;
+use tool_call::{Call, names, parse_between_markers, parse_calls};
 
 /// Bounds the memory for a call that never ends.
 const CALL_BYTES_MAX: usize = 1 << 20;
+/// Most bytes of white space that are dropped before a call or at the end of reasoning. More of it is text.
+const GAP_BYTES_MAX: usize = 1024;
+/// Longer pieces are taken in parts, so that the time of an answer grows with its length and not with its square.
+const PIECE_BYTES_MAX: usize = 4096;
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,13 +79,13 @@ impl AnswerForm {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Only white space so far.
+    /// Only white space so far, or only white space since the reasoning.
     Start,
     Reasoning,
     Text,
     /// Inside a call, between these markers.
     Call(Markers),
-    /// Calls without markers: everything to the end of the answer.
+    /// Calls without markers: everything to the first marker of a call, or to the end of the answer.
     BareCall,
 }
 
@@ -90,6 +98,12 @@ pub struct AnswerParser {
     state: State,
     /// Text whose part is not decided yet.
     held: String,
+    /// The white space before the current call. It is text if the call is text.
+    gap: String,
+    /// The search in `held` for the marker that ends the current call.
+    search: MarkerSearch,
+    /// Reasoning may begin, because there was none yet.
+    may_reason: bool,
     /// The next text begins a part, so its leading white space is dropped.
     at_start: bool,
     /// Text or reasoning came since the answer began, or since its last call.
@@ -102,33 +116,63 @@ impl AnswerParser {
         let state = if form.begins_in_reasoning { State::Reasoning } else { State::Start };
         AnswerParser {
             at_start: form.begins_in_reasoning,
+            may_reason: form.reasoning,
             form,
             state,
             held: String::new(),
+            gap: String::new(),
+            search: MarkerSearch::default(),
             has_spoken: false,
         }
     }
 
     /// Takes the next piece and appends the parts that are now certain to `parts`.
     pub fn push(&mut self, piece: &str, parts: &mut Vec<AnswerPart>) {
-        self.held.push_str(piece);
-        while self.advance(parts) {}
+        let mut rest = piece;
+        while !rest.is_empty() {
+            let mut end = rest.len().min(PIECE_BYTES_MAX);
+            while !rest.is_char_boundary(end) {
+                end += 1;
+            }
+            self.held.push_str(&rest[..end]);
+            rest = &rest[end..];
+            while self.advance(parts) {}
+        }
     }
 
     /// Ends the answer and appends the text that was held back.
     pub fn finish(&mut self, parts: &mut Vec<AnswerPart>) {
-        let rest = std::mem::take(&mut self.held);
-        match self.state {
-            State::Reasoning => self.emit(rest.trim_end(), parts),
-            State::Start | State::Text => self.emit(&rest, parts),
-            State::Call(Markers { begin, end }) => {
-                let verbatim = format!("{begin}{rest}");
-                // The notation of such calls depends on the begin marker, so `parse_calls` needs it.
-                let calls = if end.is_none() { &verbatim } else { &rest };
-                self.end_call(calls, &verbatim, parts);
+        let mut may_be_mention = true;
+        loop {
+            match (self.state, self.search.hidden()) {
+                (State::Reasoning | State::Start | State::Text, _) => break,
+                // A string that never ends hid the end marker.
+                (State::Call(markers), Some(at)) => self.close_call(markers, at, parts),
+                (State::Call(markers), None) => {
+                    let rest = std::mem::take(&mut self.held);
+                    if !self.take_calls(markers, &rest, parts) {
+                        // The begin marker may be a mention of it, and a call of another notation may follow.
+                        self.emit_as_text(markers.begin, if may_be_mention { "" } else { &rest }, parts);
+                        self.held = if may_be_mention { rest } else { String::new() };
+                        may_be_mention = false;
+                    }
+                    self.enter(State::Text);
+                }
+                (State::BareCall, hidden) => match (parse_calls(&self.held, &self.form.tools), hidden) {
+                    (Some(calls), _) => {
+                        self.held.clear();
+                        self.emit_calls(calls, parts);
+                        self.enter(State::Text);
+                    }
+                    (None, Some(at)) => self.end_bare_call(at, parts),
+                    (None, None) => break,
+                },
             }
-            State::BareCall => self.end_call(&rest, &rest, parts),
+            while self.advance(parts) {}
         }
+        let rest = std::mem::take(&mut self.held);
+        let rest = if self.state == State::Reasoning { without_gap(&rest) } else { &rest };
+        self.emit(rest, parts);
     }
 
     /// Whether the next text belongs to the reasoning.
@@ -136,12 +180,18 @@ impl AnswerParser {
         self.state == State::Reasoning
     }
 
+    fn enter(&mut self, state: State) {
+        self.state = state;
+        self.search =
+            if state == State::BareCall { MarkerSearch::in_json() } else { MarkerSearch::default() };
+    }
+
     /// Makes one decision. Returns false if the next decision needs more text.
     fn advance(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
         match self.state {
             State::Start => self.begin(),
             State::Reasoning => {
-                let ends = REASONING.map(|markers| (markers.end.unwrap_or_default(), State::Text));
+                let ends = REASONING.map(|markers| (markers.end.unwrap_or_default(), State::Start));
                 self.until(&ends, parts)
             }
             State::Text if self.form.tools.is_empty() => {
@@ -150,23 +200,41 @@ impl AnswerParser {
                 false
             }
             State::Text => self.until(&CALLS.map(|markers| (markers.begin, State::Call(markers))), parts),
-            State::Call(Markers { begin, end: Some(end) }) => self.collect_call(begin, end, parts),
-            State::Call(Markers { begin, end: None }) => self.bound_call(begin, parts),
-            State::BareCall => self.bound_call("", parts),
+            State::Call(markers) => {
+                let found = markers.end.and_then(|end| self.search.find(&self.held, &[end]));
+                match found {
+                    Some(at) => self.close_call(markers, at, parts),
+                    None => self.bound_call(markers.begin, parts),
+                }
+                found.is_some()
+            }
+            State::BareCall => {
+                let found = self.search.find(&self.held, &CALLS.map(|markers| markers.begin));
+                match found {
+                    Some(at) => self.end_bare_call(at, parts),
+                    None => self.bound_call("", parts),
+                }
+                found.is_some()
+            }
         }
     }
 
-    /// Decides which part the answer begins with.
+    /// Decides which part the answer begins with, or goes on with after the reasoning.
     fn begin(&mut self) -> bool {
         let text = self.held.trim_start();
+        if self.held.len() - text.len() > GAP_BYTES_MAX {
+            self.enter(State::Text);
+            return true;
+        }
         let could_be = |marker: &str| marker.starts_with(text) || text.starts_with(marker);
-        let (thinks, calls) = (self.form.reasoning, !self.form.tools.is_empty() && !self.form.marked_calls);
-        if thinks && REASONING.iter().any(|markers| could_be(markers.begin)) {
+        let calls = !self.form.tools.is_empty() && !self.form.marked_calls;
+        if self.may_reason && REASONING.iter().any(|markers| could_be(markers.begin)) {
             let Some(begun) = REASONING.iter().find_map(|markers| text.strip_prefix(markers.begin)) else {
                 return false;
             };
             self.held = begun.to_string();
-            (self.state, self.at_start) = (State::Reasoning, true);
+            (self.may_reason, self.at_start) = (false, true);
+            self.enter(State::Reasoning);
             return true;
         }
         // GLM-4 writes the tool's name on a line of its own.
@@ -177,58 +245,99 @@ impl AnswerParser {
             if !bare.iter().any(|marker| text.starts_with(marker.as_str())) {
                 return false;
             }
-            self.state = State::BareCall;
+            self.enter(State::BareCall);
         } else {
-            self.state = State::Text;
+            self.enter(State::Text);
         }
         true
     }
 
     /// Emits text up to the first of `markers`. If there is none, emits the text in which none of them can begin.
-    fn until(&mut self, markers: &[(&str, State)], parts: &mut Vec<AnswerPart>) -> bool {
-        let found = markers.iter().filter_map(|(marker, next)| Some((self.held.find(marker)?, marker, next)));
-        if let Some((at, marker, next)) = found.min_by_key(|(at, ..)| *at) {
-            let text = self.held[..at].trim_end().to_string();
+    fn until(&mut self, markers: &[(&'static str, State)], parts: &mut Vec<AnswerPart>) -> bool {
+        let held = &self.held;
+        let marker_at = |at: usize| markers.iter().find(|(marker, _)| held[at..].starts_with(marker));
+        // Every marker begins with one of these characters.
+        let mut begins = held.match_indices(['<', '[']).map(|(at, _)| at);
+        if let Some((at, &(marker, next))) = begins.find_map(|at| Some((at, marker_at(at)?))) {
+            let text = without_gap(&held[..at]).to_string();
+            self.gap = held[text.len()..at].to_string();
             self.held.drain(..at + marker.len());
             self.emit(&text, parts);
-            (self.state, self.at_start) = (*next, true);
+            if next == State::Start {
+                (self.may_reason, self.at_start) = (false, true);
+            }
+            self.enter(next);
             return true;
         }
-        let begun = markers.iter().map(|(marker, _)| overlap(&self.held, marker)).max().unwrap_or(0);
-        let certain = self.held[..self.held.len() - begun].trim_end().len();
+        let begun = markers.iter().map(|(marker, _)| overlap(held, marker)).max().unwrap_or(0);
+        let certain = without_gap(&held[..held.len() - begun]).len();
         let text: String = self.held.drain(..certain).collect();
         self.emit(&text, parts);
         false
     }
 
-    fn collect_call(&mut self, begin: &str, end: &str, parts: &mut Vec<AnswerPart>) -> bool {
-        let Some(at) = self.held.find(end) else { return self.bound_call(begin, parts) };
+    /// Ends a call at its end marker, which begins at `at`.
+    fn close_call(&mut self, markers: Markers, at: usize, parts: &mut Vec<AnswerPart>) {
+        let end = markers.end.unwrap_or_default();
         let call: String = self.held.drain(..at + end.len()).collect();
-        self.state = State::Text;
-        self.end_call(&call[..at], &format!("{begin}{call}"), parts);
-        true
+        if !self.take_calls(markers, &call[..at], parts) {
+            self.emit_as_text(markers.begin, &call, parts);
+        }
+        self.enter(State::Text);
+    }
+
+    /// Ends calls without markers where a call with markers begins.
+    fn end_bare_call(&mut self, at: usize, parts: &mut Vec<AnswerPart>) {
+        let before = without_gap(&self.held[..at]).to_string();
+        self.held.drain(..before.len());
+        match parse_calls(&before, &self.form.tools) {
+            Some(calls) => self.emit_calls(calls, parts),
+            None => self.emit(&before, parts),
+        }
+        self.enter(State::Text);
     }
 
     /// Treats a call as text once it is too long to be a call.
-    fn bound_call(&mut self, begin: &str, parts: &mut Vec<AnswerPart>) -> bool {
+    fn bound_call(&mut self, begin: &str, parts: &mut Vec<AnswerPart>) {
         if self.held.len() > CALL_BYTES_MAX {
-            let text = format!("{begin}{}", std::mem::take(&mut self.held));
-            self.state = State::Text;
-            self.emit(&text, parts);
+            let text = std::mem::take(&mut self.held);
+            self.emit_as_text(begin, &text, parts);
+            self.enter(State::Text);
         }
-        false
     }
 
-    fn end_call(&mut self, calls: &str, verbatim: &str, parts: &mut Vec<AnswerPart>) {
-        match parse_calls(calls, &self.form.tools) {
-            Some(calls) => {
-                (self.at_start, self.has_spoken) = (true, false);
-                parts.extend(
-                    calls.into_iter().map(|(name, arguments)| AnswerPart::ToolCall { name, arguments }),
-                );
-            }
-            None => self.emit(verbatim, parts),
+    /// Emits the calls that `inside`, the text after a begin marker, consists of. Returns false if it is no call.
+    fn take_calls(&mut self, markers: Markers, inside: &str, parts: &mut Vec<AnswerPart>) -> bool {
+        let tools = &self.form.tools;
+        let calls_from = |from: usize| {
+            let calls = match markers.end {
+                Some(_) => parse_between_markers(&inside[from..], tools),
+                // The notation of calls without an end marker depends on the begin marker.
+                None => parse_calls(&format!("{}{}", markers.begin, &inside[from..]), tools),
+            };
+            calls.map(|calls| (from, calls))
+        };
+        // The marker may be a mention of it, or stand there twice. The call then follows the last one.
+        let last = || inside.rfind(markers.begin).map(|at| at + markers.begin.len());
+        let Some((from, calls)) = calls_from(0).or_else(|| calls_from(last()?)) else { return false };
+        if from > 0 {
+            let mention = without_gap(&inside[..from - markers.begin.len()]);
+            self.emit_as_text(markers.begin, mention, parts);
         }
+        self.gap.clear();
+        self.emit_calls(calls, parts);
+        true
+    }
+
+    fn emit_calls(&mut self, calls: Vec<Call>, parts: &mut Vec<AnswerPart>) {
+        (self.at_start, self.has_spoken) = (true, false);
+        parts.extend(calls.into_iter().map(|(name, arguments)| AnswerPart::ToolCall { name, arguments }));
+    }
+
+    /// Emits a begin marker, the text after it and the white space before it.
+    fn emit_as_text(&mut self, begin: &str, after: &str, parts: &mut Vec<AnswerPart>) {
+        let text = format!("{}{begin}{after}", std::mem::take(&mut self.gap));
+        self.emit(&text, parts);
     }
 
     fn emit(&mut self, text: &str, parts: &mut Vec<AnswerPart>) {
@@ -244,176 +353,11 @@ impl AnswerParser {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn tools() -> Vec<Value> {
-        vec![json!({"type": "function", "function": {"name": "weather", "parameters": {
-            "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}})]
+/// The text without the white space at its end, of which at most [`GAP_BYTES_MAX`] bytes are left out.
+fn without_gap(text: &str) -> &str {
+    let mut end = text.trim_end().len().max(text.len().saturating_sub(GAP_BYTES_MAX));
+    while !text.is_char_boundary(end) {
+        end += 1;
     }
-
-    /// The parts of an answer that arrives in pieces of `size` characters. Neighbours of one kind are joined.
-    fn parts(form: &AnswerForm, answer: &str, size: usize) -> Vec<AnswerPart> {
-        let mut parser = AnswerParser::new(form.clone());
-        let (mut all, chars) = (Vec::new(), answer.chars().collect::<Vec<_>>());
-        for piece in chars.chunks(size) {
-            parser.push(&piece.iter().collect::<String>(), &mut all);
-        }
-        parser.finish(&mut all);
-        let mut joined: Vec<AnswerPart> = Vec::new();
-        for part in all {
-            match (joined.last_mut(), part) {
-                (Some(AnswerPart::Text(a)), AnswerPart::Text(b))
-                | (Some(AnswerPart::Reasoning(a)), AnswerPart::Reasoning(b)) => a.push_str(&b),
-                (_, part) => joined.push(part),
-            }
-        }
-        joined
-    }
-
-    fn check(form: &AnswerForm, answer: &str, expected: &[AnswerPart]) {
-        for size in [1, 2, 3, 7, 1000] {
-            assert_eq!(parts(form, answer, size), expected, "{answer:?} in pieces of {size}");
-        }
-    }
-
-    fn text(text: &str) -> AnswerPart {
-        AnswerPart::Text(text.into())
-    }
-
-    fn call(arguments: &str) -> AnswerPart {
-        AnswerPart::ToolCall { name: "weather".into(), arguments: arguments.into() }
-    }
-
-    #[test]
-    fn reasoning_is_separated() {
-        let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
-        let expected = [AnswerPart::Reasoning("Hm.\nYes <b>".into()), text("So: yes. <think>")];
-        check(&form, "<think>\nHm.\nYes <b>\n</think>\n\nSo: yes. <think>", &expected);
-        let inside = AnswerForm { begins_in_reasoning: true, ..form.clone() };
-        check(&inside, "Hm.\nYes <b>\n</think>\n\nSo: yes. <think>", &expected);
-        check(&form, " plain <tool_call>", &[text(" plain <tool_call>")]);
-        check(&inside, "never ends", &[AnswerPart::Reasoning("never ends".into())]);
-        check(&AnswerForm::default(), "<think>a</think>", &[text("<think>a</think>")]);
-    }
-
-    #[test]
-    fn calls_come_in_both_notations() {
-        let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
-        let json = r#"Look: <tool_call>
-{"name": "weather", "arguments": {"city": "Bern", "days": 2}}
-</tool_call>"#;
-        check(&form, json, &[text("Look:"), call(r#"{"city":"Bern","days":2}"#)]);
-        let xml = "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n2\n\
-                   </parameter>\n</function>\n</tool_call>\n<tool_call>{\"name\":\"weather\",\"arguments\":{}}</tool_call>";
-        check(&form, xml, &[call(r#"{"city":"12","days":2}"#), call("{}")]);
-        let bare = r#"{"name": "weather", "parameters": {"city": "Bern"}}"#;
-        check(&form, bare, &[call(r#"{"city":"Bern"}"#)]);
-        check(&form, &format!("<|python_tag|>{bare}"), &[call(r#"{"city":"Bern"}"#)]);
-        let marked = AnswerForm { marked_calls: true, ..form };
-        check(&marked, bare, &[text(bare)]);
-        check(&marked, json, &[text("Look:"), call(r#"{"city":"Bern","days":2}"#)]);
-    }
-
-    #[test]
-    fn a_value_without_quotes_has_a_type_that_the_schema_allows() {
-        let properties = json!({
-            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-            "list": {"type": ["string", "null"]},
-            "code": {"enum": ["1", "2"]},
-            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-            "open": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]},
-            "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        });
-        let tool = json!({"function": {"name": "weather", "parameters": {"properties": properties}}});
-        let form = AnswerForm { tools: vec![tool], ..AnswerForm::default() };
-        for (key, value, expected) in [
-            ("maybe", "12", json!("12")),
-            ("maybe", "true", json!("true")),
-            ("maybe", "null", json!(null)),
-            ("maybe", "\"a\"", json!("\"a\"")),
-            ("list", "1.50", json!("1.50")),
-            ("list", "null", json!(null)),
-            ("code", "1", json!("1")),
-            ("either", "12", json!(12)),
-            ("either", "[12]", json!("[12]")),
-            ("open", "{\"a\":1}", json!({"a": 1})),
-            ("count", "12", json!(12)),
-            ("unknown", "12", json!(12)),
-        ] {
-            let expected = json!({ key: expected }).to_string();
-            let tags = format!("<function=weather>\n<parameter={key}>\n{value}\n</parameter>\n</function>");
-            let keys = format!("weather\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>");
-            for notation in [tags, keys] {
-                check(&form, &format!("<tool_call>{notation}</tool_call>"), &[call(&expected)]);
-            }
-        }
-    }
-
-    /// The answers are written as the models' chat templates write calls, because models answer in that form.
-    #[test]
-    fn calls_come_in_the_notations_of_many_houses() {
-        let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
-        let both = [call(r#"{"city":"Bern","days":2}"#), call("{\"city\":\"Z\u{fc}rich\"}")];
-        let (first, second) = (r#"{"city": "Bern", "days": 2}"#, "{\"city\": \"Z\u{fc}rich\"}");
-        let named = |arguments: &str| format!(r#"{{"name": "weather", "arguments": {arguments}}}"#);
-        let list = format!("[{}, {}]", named(first), named(second));
-        for (who, answer) in [
-            ("Mistral 7B v0.3, Nemo, Small 3", format!("[TOOL_CALLS]{list}")),
-            ("the same with a space", format!("[TOOL_CALLS] {list}")),
-            ("Mistral Small 3.2, Ministral 3", format!("[TOOL_CALLS]weather[ARGS]{first}[TOOL_CALLS]weather[ARGS]{second}")),
-            ("Devstral", format!("[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{first}[TOOL_CALLS]weather{second}")),
-            ("SmolLM3", format!("<tool_call>{}</tool_call>\n<tool_call>{}</tool_call>", named(first), named(second))),
-            ("Phi-4-mini", format!("<|tool_call|>{list}<|/tool_call|>")),
-            ("Phi-4-mini without its tokens", format!("functools{list}")),
-            ("GLM-4", format!("weather\n{first}\nweather\n{second}")),
-            (
-                "GLM-4.5",
-                "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n<arg_key>days</arg_key>\n\
-                 <arg_value>2</arg_value>\n</tool_call>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>\
-                 Z\u{fc}rich</arg_value>\n</tool_call>"
-                    .to_string(),
-            ),
-            (
-                "OLMo 3",
-                "<function_calls>weather(city=\"Bern\", days=2)\nweather(city='Z\\xfcrich')</function_calls>".to_string(),
-            ),
-        ] {
-            println!("{who}");
-            check(&form, &answer, &both);
-        }
-        let spoken = "Let me see.[TOOL_CALLS][{\"name\": \"weather\", \"arguments\": {}}]";
-        check(&form, spoken, &[text("Let me see."), call("{}")]);
-    }
-
-    #[test]
-    fn mistral_marks_its_reasoning_otherwise() {
-        let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
-        check(&form, "[THINK]Hm.[/THINK]Yes.", &[AnswerPart::Reasoning("Hm.".into()), text("Yes.")]);
-    }
-
-    #[test]
-    fn what_is_no_call_is_text() {
-        let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
-        for answer in [
-            "<tool_call>nonsense</tool_call>",
-            "<tool_call>{\"name\": \"other\", \"arguments\": {}}</tool_call>",
-            "<tool_call>{\"name\": \"weather\"",
-            "{\"a\": 1}",
-            "a < b and <tool",
-            "[TOOL_CALLS]weather",
-            "[TOOL_CALLS][{\"name\": \"other\"}]",
-            "weather\nis nice",
-            "weather",
-            "[{\"a\": 1}]",
-            "functools[1]",
-            "<function_calls>weather(city=home())</function_calls>",
-            "<|tool_call|>[]<|/tool_call|>",
-        ] {
-            check(&form, answer, &[text(answer)]);
-        }
-        check(&AnswerForm::default(), "<tool_call>x</tool_call>", &[text("<tool_call>x</tool_call>")]);
-    }
+    &text[..end]
 }

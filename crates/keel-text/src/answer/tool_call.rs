@@ -7,7 +7,7 @@
 //! | Mistral from 2025 on | `[TOOL_CALLS]NAME[ARGS]{...}`, one after the other |
 //! | Qwen3-Coder | `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>` |
 //! | GLM-4 | `NAME`, a line end, a JSON object |
-//! | GLM from 4.5 on | `NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...` |
+//! | GLM from 4.5 on | `NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...`, or `NAME` without arguments |
 //! | OLMo 3 | `NAME(KEY=VALUE, ...)`, one after the other |
 
 use serde_json::{Deserializer, Map, Value};
@@ -37,7 +37,7 @@ pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
     } else if text.starts_with(['{', '[']) {
         parse_json(text).or_else(|| pythonic::parse(text))?
     } else if text.starts_with("<function=") {
-        vec![parse_tags(text, tools)?]
+        parse_tags(text, tools)?
     } else if text.contains("<arg_key>") {
         vec![parse_keys(text, tools)?]
     } else {
@@ -46,6 +46,13 @@ pub(super) fn parse_calls(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
     let known = calls.iter().all(|call| find(tools, &call.name).is_some());
     let as_text = |call: ParsedCall| (call.name, Value::Object(call.arguments).to_string());
     (known && !calls.is_empty()).then(|| calls.into_iter().map(as_text).collect())
+}
+
+/// As [`parse_calls`], for a text between a begin and an end marker. There a tool's name alone is a call.
+pub(super) fn parse_between_markers(text: &str, tools: &[Value]) -> Option<Vec<Call>> {
+    let name = text.trim();
+    let alone = || find(tools, name).map(|_| vec![(name.to_string(), "{}".to_string())]);
+    parse_calls(text, tools).or_else(alone)
 }
 
 /// Finds a tool (in OpenAI's form) by its name.
@@ -117,18 +124,30 @@ fn parse_named(text: &str, tools: &[Value]) -> Parsed {
     Some(calls)
 }
 
-fn parse_tags(call: &str, tools: &[Value]) -> Option<ParsedCall> {
-    let (name, mut rest) = call.strip_prefix("<function=")?.split_once('>')?;
-    let mut arguments = Map::new();
-    while let Some((_, parameter)) = rest.split_once("<parameter=") {
-        let (key, after) = parameter.split_once('>')?;
-        let (value, after) = after.split_once("</parameter>")?;
-        let value = value.strip_prefix('\n').unwrap_or(value);
-        let value = value.strip_suffix('\n').unwrap_or(value);
-        arguments.insert(key.to_string(), typed(value, name, key, tools));
-        rest = after;
+/// Parses functions, one after the other. The end of the last one may be missing.
+fn parse_tags(text: &str, tools: &[Value]) -> Parsed {
+    let mut calls = Vec::new();
+    let mut rest = text;
+    while !rest.is_empty() {
+        let (name, body) = rest.strip_prefix("<function=")?.split_once('>')?;
+        let mut arguments = Map::new();
+        rest = body.trim_start();
+        while let Some(parameter) = rest.strip_prefix("<parameter=") {
+            let (key, after) = parameter.split_once('>')?;
+            let (value, after) = after.split_once("</parameter>")?;
+            let value = value.strip_prefix('\n').unwrap_or(value);
+            let value = value.strip_suffix('\n').unwrap_or(value);
+            arguments.insert(key.to_string(), typed(value, name, key, tools));
+            rest = after.trim_start();
+        }
+        calls.push(ParsedCall { name: name.into(), arguments });
+        rest = match rest.strip_prefix("</function>") {
+            Some(after) => after.trim_start(),
+            None if rest.is_empty() => rest,
+            None => return None,
+        };
     }
-    Some(ParsedCall { name: name.into(), arguments })
+    Some(calls)
 }
 
 fn parse_keys(call: &str, tools: &[Value]) -> Option<ParsedCall> {

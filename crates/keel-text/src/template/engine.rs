@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
-use super::{limits, python, time, tojson};
+use super::{builtins, limits, python, time, tojson};
 
 /// Creates an environment with the functions and filters that checkpoints' templates expect.
 pub(super) fn environment() -> Environment<'static> {
@@ -19,6 +19,7 @@ pub(super) fn environment() -> Environment<'static> {
         None => Ok(out.write_str(&python::text(value)?)?),
     });
     limits::apply(&mut environment);
+    builtins::apply(&mut environment);
     environment.add_filter("tojson", tojson::tojson);
     environment.add_filter("string", |value: &Value| python::text(value));
     environment.add_function("raise_exception", raise_exception);

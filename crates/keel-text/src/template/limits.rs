@@ -8,14 +8,13 @@
 //!   along its nesting. A template of 100 KB, or one line in a loop, would overflow an ordinary stack. So compiling and
 //!   rendering run on a stack sized for the worst case.
 //!
-//! A template that keeps doubling a string fills the memory before its steps are used up. `apart` bounds memory and
-//! time.
+//! A template that keeps doubling a string fills the memory before its steps are used up. `render_process` bounds
+//! memory and time.
 
 use std::io;
 
-use minijinja::value::{Kwargs, Rest, StringInput};
-use minijinja::{Environment, Error, ErrorKind, FormatStyle, State, Value, filters, format_filter};
-use minijinja_contrib::pycompat;
+use minijinja::value::{Kwargs, StringInput};
+use minijinja::{Environment, Error, ErrorKind, Value, filters};
 use serde_json::Value as Json;
 
 use super::ChatRequest;
@@ -39,15 +38,12 @@ const STACK_BYTES_PER_STEP: usize = 256;
 const STACK_BYTES_BASE: usize = 8 << 20;
 /// No real prompt is longer.
 const OUTPUT_BYTES_MAX: usize = 64 << 20;
-/// Most digits of a width in a format string. [`INDENT_MAX`] is the widest indentation.
-const WIDTH_DIGITS_MAX: usize = 3;
+/// The widest indentation. `format.rs` bounds the widths in format strings.
 const INDENT_MAX: usize = 999;
 
 /// Applies the bounds to an environment.
 pub(super) fn apply(environment: &mut Environment<'static>) {
     environment.add_filter("indent", indent);
-    environment.add_filter("format", format);
-    environment.set_unknown_method_callback(method);
     // These filters make lists as long as an argument says. No chat template needs them.
     environment.remove_filter("batch");
     environment.remove_filter("slice");
@@ -194,31 +190,6 @@ fn indent(
     let named_width = kwargs.get::<Option<usize>>("width")?;
     check_indent(width.or(named_width).unwrap_or(0))?;
     filters::indent(text, width, first, blank, kwargs)
-}
-
-fn format(text: &str, args: Rest<Value>) -> Result<String, Error> {
-    check_widths(text)?;
-    format_filter(FormatStyle::Printf, text, &args)
-}
-
-/// The methods of Python's strings, lists and dictionaries.
-fn method(state: &State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    if let (Some(text), "format") = (value.as_str(), name) {
-        check_widths(text)?;
-    }
-    pycompat::unknown_method_callback(state, value, name, args)
-}
-
-fn check_widths(format: &str) -> Result<(), Error> {
-    let mut digits = 0;
-    for byte in format.bytes() {
-        digits = if byte.is_ascii_digit() { digits + 1 } else { 0 };
-        if digits > WIDTH_DIGITS_MAX {
-            let reason = format!("a number of more than {WIDTH_DIGITS_MAX} digits in a format string");
-            return Err(Error::new(ErrorKind::InvalidOperation, reason));
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! Turns conversations into prompts with the chat template of the checkpoint.
 
+mod builtins;
 mod engine;
+mod format;
 mod generic_tools;
 mod limits;
 mod python;
@@ -38,7 +40,9 @@ pub(crate) fn source_text(files: &TextFiles<'_>) -> Result<Option<String>, TextE
 /// - `raise_exception` and `strftime_now`;
 /// - the variables of the request.
 ///
-/// Blocks are trimmed as the reference implementation does.
+/// Blocks are trimmed as the reference implementation does. Two operators differ from it. `~` writes floats and the
+/// strings inside lists and dictionaries differently; the filter `join` writes them as Python does. `%` is for numbers
+/// alone; the filter `format` inserts values into a text.
 ///
 /// A template is an untrusted program: its size, its steps, its depth and its output are bounded. After
 /// [`render_in_process`] its memory and its time are bounded, too.
@@ -91,8 +95,8 @@ impl ChatTemplate {
 
     /// Renders a conversation. Encode the result with `add_special` false.
     ///
-    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools. If the template does not read
-    /// `tools`, they become a part of the system message, and calls and their results become text.
+    /// A template named `tool_use`, if the checkpoint has one, renders requests with tools. If the template does not
+    /// read `tools`, they become a part of the system message, and calls and their results become text.
     ///
     /// # Errors
     /// [`TextError::Refused`] if the template raises an exception of its own, [`TextError::Template`] if it
@@ -154,7 +158,7 @@ impl Here {
         let mut environment = engine::environment();
         let mut with_tools = Vec::new();
         for (name, text) in sources.named() {
-            let text = source::without_generation_blocks(text);
+            let text = source::without_generation_blocks(&source::with_unix_lines(text));
             let stack_bytes = limits::compiling_stack_bytes(&text).min(stack_bytes_max);
             let reads_tools = guarded_on_stack("compile the chat template", stack_bytes, || {
                 environment.add_template_owned(name, text).map_err(|err| failure(name, &err))?;

@@ -103,11 +103,21 @@ fn write_quoted(out: &mut String, text: &str) {
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
-            c if c.is_control() => drop(write!(out, "\\x{:02x}", u32::from(c))),
-            c => out.push(c),
+            c if is_printable(c) => out.push(c),
+            c => drop(match u32::from(c) {
+                code @ ..0x100 => write!(out, "\\x{code:02x}"),
+                code @ ..0x1_0000 => write!(out, "\\u{code:04x}"),
+                code => write!(out, "\\U{code:08x}"),
+            }),
         }
     }
     out.push(quote);
+}
+
+/// Python's `c.isprintable()`. False for the Unicode categories Other and Separator, except for the space. The standard
+/// library escapes the same characters, and combining marks at the beginning of a text.
+fn is_printable(c: char) -> bool {
+    c.is_ascii_graphic() || c.is_alphanumeric() || format!("a{c}").escape_debug().nth(1) == Some(c)
 }
 
 #[cfg(test)]
@@ -142,6 +152,9 @@ mod tests {
         let json = serde_json::json!({"a": [1, 2.0, null, true, "it's", "\"'\n\u{7f}é"], "b": {}});
         let expected = r#"{'a': [1, 2.0, None, True, "it's", '"\'\n\x7fé'], 'b': {}}"#;
         assert_eq!(text(&Value::from_serialize(json)).unwrap(), expected);
+        let odd = "\u{a0}\u{ad}\u{301}\u{378}\u{200b}\u{2028}\u{3000}\u{e000}\u{e0001}\u{1f600}";
+        let expected = "['\\xa0\\xad\u{301}\\u0378\\u200b\\u2028\\u3000\\ue000\\U000e0001\u{1f600}']";
+        assert_eq!(text(&Value::from(vec![odd])).unwrap(), expected);
         assert_eq!(text(&Value::UNDEFINED).unwrap(), "");
         assert_eq!(text(&Value::from("plain")).unwrap(), "plain");
     }

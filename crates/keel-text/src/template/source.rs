@@ -66,6 +66,11 @@ fn named(list: &Value) -> Option<Sources> {
     sources.default.is_some().then_some(sources)
 }
 
+/// Makes every line end a line feed, also inside string literals, as the reference implementation does.
+pub(super) fn with_unix_lines(text: &str) -> String {
+    text.replace("\r\n", "\n").replace('\r', "\n")
+}
+
 /// Replaces `{% generation %}` and `{% endgeneration %}` by blocks that are always rendered.
 ///
 /// Training tools mark the assistant's text with them. They have no effect on a prompt, and the engine does not know

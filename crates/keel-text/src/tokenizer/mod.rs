@@ -150,7 +150,13 @@ impl Tokenizer {
         let is_partial = text.contains(char::REPLACEMENT_CHARACTER);
         let spelled =
             if is_partial { self.id_to_token(id).and_then(|token| spelled_bytes(&token)) } else { None };
-        Ok(spelled.unwrap_or_else(|| text.into_bytes()))
+        if let Some(bytes) = spelled {
+            return Ok(bytes);
+        }
+        // Some decoders drop the space before the first token. So the token is decoded after itself.
+        let twice = self.decode(&[id, id], false)?;
+        let second = twice.strip_prefix(&text).filter(|second| !second.is_empty());
+        Ok(second.map_or_else(|| text.clone().into_bytes(), |second| second.as_bytes().to_vec()))
     }
 
     /// Starts decoding a stream of ids, one by one.

@@ -9,7 +9,7 @@ const GPT2: &str = "";
 /// Llama 3: groups of up to three digits.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// Qwen2 to Qwen3: single digits.
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub(super) const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// Qwen3.5: combining marks belong to letters.
 const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -65,6 +65,11 @@ pub(super) fn name_of(patterns: &[&str], single_digits: bool, ignores_merges: bo
     let alike = |pre: &&str| pre_tokenizer(pre).is_some_and(|of| of.ignore_merges == ignores_merges);
     let named = || NAMES.into_iter().filter(cuts);
     named().find(alike).or_else(|| named().next())
+}
+
+/// Whether text is composed first (NFC) under this name.
+pub(super) fn composes(pre: &str) -> bool {
+    pre_tokenizer(pre).is_some_and(|of| of.nfc)
 }
 
 /// Builds the `tokenizer.json`.
@@ -153,8 +158,9 @@ mod tests {
             let digits: &[u32] = if single { &[2, 3] } else { &[8] };
             assert_eq!(encode(pre, "12", false), digits, "{pre}");
         }
-        assert_eq!(encode("llama-bpe", "ab", true), [9, 6], "the beginning is marked as is usual");
-        assert_eq!(encode("tekken", "ab", true), [9, 6]);
+        for pre in ["llama-bpe", "llama3", "llama-v3", "tekken"] {
+            assert_eq!(encode(pre, "ab", true), [9, 6], "{pre} marks the beginning");
+        }
         for pre in ["qwen2", "smaug-bpe", "glm4", "gpt-4o"] {
             assert_eq!(encode(pre, "ab", true), [6], "{pre}");
         }

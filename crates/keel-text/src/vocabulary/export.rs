@@ -90,16 +90,41 @@ fn contains(step: &Value, is: &dyn Fn(&Value) -> bool) -> bool {
     is(step) || inner.flatten().any(|step| contains(step, is))
 }
 
+/// The steps of a normalizer or pre-tokenizer, nested sequences flattened.
+fn steps<'a>(step: &'a Value, inner: &str) -> Vec<&'a Value> {
+    match step[inner].as_array() {
+        Some(list) => list.iter().flat_map(|step| steps(step, inner)).collect(),
+        None if step.is_null() => Vec::new(),
+        None => vec![step],
+    }
+}
+
 fn byte_level(json: &Value) -> Result<ExportedVocabulary, String> {
-    let steps = &json["pre_tokenizer"];
-    let mut patterns = Vec::new();
-    collect_patterns(steps, &mut patterns);
+    let unnamed = |of: &str| format!("text is cut in a way that files have no name for ({of})");
+    let cuts = steps(&json["pre_tokenizer"], "pretokenizers");
     let single_digits =
-        contains(steps, &|step| step["type"] == "Digits" && step["individual_digits"] == true);
-    let pre = byte_level::name_of(&patterns, single_digits, json["model"]["ignore_merges"] == true).ok_or_else(|| {
-        let patterns = patterns.join("  ");
-        format!("text is cut in a way that files have no name for (pattern {patterns:?}, single digits {single_digits})")
-    })?;
+        cuts.first().is_some_and(|step| step["type"] == "Digits" && step["individual_digits"] == true);
+    let patterns = match &cuts[usize::from(single_digits)..] {
+        [bytes] if is_byte_level(bytes, true) => vec![],
+        [split, bytes] if is_split(split) && is_byte_level(bytes, false) => {
+            split["pattern"]["Regex"].as_str().into_iter().collect()
+        }
+        _ => return Err(unnamed(&json["pre_tokenizer"].to_string())),
+    };
+    let pre = byte_level::name_of(&patterns, single_digits, json["model"]["ignore_merges"] == true)
+        .ok_or_else(|| unnamed(&format!("pattern {patterns:?}, single digits {single_digits}")))?;
+    match &steps(&json["normalizer"], "normalizers")[..] {
+        // Names that stand for composed text are also given to tokenizers that do not compose it. Almost all text is
+        // composed.
+        [] => {}
+        [step] if step["type"] == "NFC" && byte_level::composes(pre) => {}
+        _ => return Err(not_written("normalizer", &json["normalizer"])),
+    }
+    for key in ["continuing_subword_prefix", "end_of_word_suffix"] {
+        if json["model"][key].as_str().is_some_and(|part| !part.is_empty()) {
+            return Err(not_written(key, &json["model"][key]));
+        }
+    }
     let merge = |merge: &Value| match merge {
         Value::String(text) => Some(text.clone()),
         pair => Some(format!("{} {}", pair[0].as_str()?, pair[1].as_str()?)),
@@ -108,9 +133,22 @@ fn byte_level(json: &Value) -> Result<ExportedVocabulary, String> {
     Ok(ExportedVocabulary { model: "gpt2", pre, merges, ..ExportedVocabulary::default() })
 }
 
-fn collect_patterns<'a>(step: &'a Value, patterns: &mut Vec<&'a str>) {
-    patterns.extend(step["pattern"]["Regex"].as_str());
-    step["pretokenizers"].as_array().into_iter().flatten().for_each(|step| collect_patterns(step, patterns));
+fn not_written(key: &str, value: &Value) -> String {
+    format!("a vocabulary cannot say that the tokenizer's {key} is {value}")
+}
+
+/// Whether a step turns bytes to characters and does nothing else, except for cutting by GPT-2's pattern if `cuts`.
+fn is_byte_level(step: &Value, cuts: bool) -> bool {
+    let uses_pattern = step["use_regex"].as_bool().unwrap_or(true);
+    step["type"] == "ByteLevel" && step["add_prefix_space"] == false && uses_pattern == cuts
+}
+
+/// Whether a step makes a piece of each match of a regular expression. The named patterns match every character, so
+/// text without a match may as well be removed.
+fn is_split(step: &Value) -> bool {
+    let keeps_matches =
+        step["behavior"] == "Isolated" || step["behavior"] == "Removed" && step["invert"] == true;
+    step["type"] == "Split" && step["pattern"]["Regex"].is_string() && keeps_matches
 }
 
 fn sentencepiece(json: &Value) -> Result<ExportedVocabulary, String> {
@@ -120,7 +158,19 @@ fn sentencepiece(json: &Value) -> Result<ExportedVocabulary, String> {
             json["model"]["type"]
         ));
     }
-    let prefix = contains(&json["normalizer"], &|step| step["type"] == "Prepend");
+    let normalizers = steps(&json["normalizer"], "normalizers");
+    let prefix = normalizers.first().is_some_and(|step| step["type"] == "Prepend" && step["prepend"] == "▁");
+    let marks_spaces = |step: &Value| {
+        step["type"] == "Replace" && step["pattern"]["String"] == " " && step["content"] == "▁"
+    };
+    if !matches!(&normalizers[usize::from(prefix)..], [step] if marks_spaces(step)) {
+        return Err(not_written("normalizer", &json["normalizer"]));
+    }
+    // A split at spaces does nothing: the normalizer has replaced them.
+    let is_idle = |step: &&Value| step["type"] == "Split" && step["pattern"]["String"] == " ";
+    if !steps(&json["pre_tokenizer"], "pretokenizers").iter().all(is_idle) {
+        return Err(not_written("pre_tokenizer", &json["pre_tokenizer"]));
+    }
     Ok(ExportedVocabulary {
         model: "llama",
         pre: "default",
@@ -174,6 +224,8 @@ fn scores(json: &Value, tokens: &[(String, TokenKind)]) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::super::Vocabulary;
     use super::*;
 
@@ -253,5 +305,80 @@ mod tests {
         let both = format!(r#"{{"type": "Sequence", "pretokenizers": [{split}, {byte_level}]}}"#);
         assert!(refused(&both).contains("no name for"), "{}", refused(&both));
         assert!(refused("null").contains("only byte-level and SentencePiece"));
+    }
+
+    /// The export of a small tokenizer with these parts.
+    fn export(normalizer: Value, pre_tokenizer: Value) -> Result<ExportedVocabulary, String> {
+        let model = json!({"type": "BPE", "vocab": {"a": 0, "▁": 1}, "merges": []});
+        let json =
+            json!({"version": "1.0", "added_tokens": [], "normalizer": normalizer, "post_processor": null,
+            "decoder": null, "pre_tokenizer": pre_tokenizer, "model": model})
+            .to_string();
+        TextFiles::in_memory(json.as_bytes()).vocabulary(1).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_byte_level_tokenizer_is_written_only_under_a_name_that_says_all_of_it() {
+        let pattern = byte_level::QWEN2;
+        let bytes = |space, regex| json!({"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": true, "use_regex": regex});
+        let split = |pattern: Value, behavior: &str, invert| json!({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert});
+        let regex = || json!({"Regex": pattern});
+        let both =
+            |first: Value, second: Value| json!({"type": "Sequence", "pretokenizers": [first, second]});
+        let digits = json!({"type": "Digits", "individual_digits": true});
+        let nfc = json!({"type": "NFC"});
+        let one = json!({"type": "Sequence", "normalizers": [nfc]});
+        let plain = || both(split(regex(), "Isolated", false), bytes(false, false));
+        for (normalizer, pre_tokenizer, pre) in [
+            (nfc.clone(), plain(), "qwen2"),
+            (one, plain(), "qwen2"),
+            (Value::Null, plain(), "qwen2"),
+            (nfc.clone(), both(split(regex(), "Removed", true), bytes(false, false)), "qwen2"),
+            (Value::Null, bytes(false, true), "gpt-2"),
+            (Value::Null, both(digits.clone(), bytes(false, true)), "smollm"),
+        ] {
+            let written = export(normalizer.clone(), pre_tokenizer.clone());
+            assert_eq!(written.map(|of| of.pre), Ok(pre), "{normalizer} {pre_tokenizer}");
+        }
+        for (normalizer, pre_tokenizer) in [
+            (nfc.clone(), bytes(false, true)),
+            (json!({"type": "NFKC"}), plain()),
+            (json!({"type": "Sequence", "normalizers": [nfc, {"type": "Lowercase"}]}), plain()),
+            (Value::Null, bytes(true, true)),
+            (Value::Null, bytes(false, false)),
+            (Value::Null, both(split(regex(), "Isolated", false), bytes(true, false))),
+            (Value::Null, both(split(regex(), "Isolated", false), bytes(false, true))),
+            (Value::Null, both(split(regex(), "Removed", false), bytes(false, false))),
+            (Value::Null, both(split(regex(), "MergedWithPrevious", false), bytes(false, false))),
+            (Value::Null, both(split(json!({"String": " "}), "Isolated", false), bytes(false, true))),
+            (Value::Null, both(bytes(false, true), digits)),
+            (Value::Null, both(json!({"type": "Punctuation", "behavior": "Isolated"}), bytes(false, true))),
+        ] {
+            let reason = export(normalizer.clone(), pre_tokenizer.clone()).expect_err("has no name");
+            let is_named = reason.contains("no name for") || reason.contains("normalizer is");
+            assert!(is_named, "{normalizer} {pre_tokenizer}: {reason}");
+        }
+    }
+
+    #[test]
+    fn a_sentencepiece_tokenizer_with_more_steps_is_refused() {
+        let mark = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+        let prepend = json!({"type": "Prepend", "prepend": "▁"});
+        let all = |list: Value| json!({"type": "Sequence", "normalizers": list});
+        let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+        let prefix_of = |normalizer, pre| export(normalizer, pre).map(|of| of.add_space_prefix);
+        assert_eq!(prefix_of(mark.clone(), split), Ok(Some(false)));
+        assert_eq!(prefix_of(all(json!([prepend, mark])), Value::Null), Ok(Some(true)));
+        for normalizer in [
+            json!([{"type": "NFKC"}, mark]),
+            json!([mark, {"type": "Lowercase"}]),
+            json!([prepend, prepend, mark]),
+        ] {
+            let reason = prefix_of(all(normalizer), Value::Null).expect_err("not all of it can be written");
+            assert!(reason.contains("normalizer is"), "{reason}");
+        }
+        let digits = json!({"type": "Digits", "individual_digits": true});
+        let reason = prefix_of(mark, digits).expect_err("not all of it can be written");
+        assert!(reason.contains("pre_tokenizer is"), "{reason}");
     }
 }

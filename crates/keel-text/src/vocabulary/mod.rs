@@ -120,7 +120,8 @@ impl<'a> Vocabulary<'a> {
 
     /// Whether encoding puts `bos` first.
     fn adds_bos(&self) -> bool {
-        let usual = self.model == "llama" || matches!(self.pre, "llama-bpe" | "tekken");
+        let usual =
+            self.model == "llama" || matches!(self.pre, "llama-bpe" | "llama3" | "llama-v3" | "tekken");
         self.add_bos.unwrap_or(usual)
     }
 

@@ -120,6 +120,12 @@ mod tests {
         let ids = prefixed.encode("ab", false).unwrap();
         assert_eq!(ids, [263]);
         assert_eq!(prefixed.decode(&ids, true).unwrap(), "ab");
+        let bytes = |id| prefixed.token_bytes(id).unwrap();
+        // ▁, ab, ▁ab, a line break as a byte, two line breaks, and <s>.
+        assert_eq!(
+            [258, 261, 263, 12, 265, 1].map(bytes),
+            [" ", "ab", " ab", "\n", "\n\n", "<s>"].map(Vec::from)
+        );
     }
 
     #[test]

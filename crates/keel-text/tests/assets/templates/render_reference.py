@@ -81,6 +81,7 @@ VALUE = {
     "whole": 2.0,
     "quote": "it's",
     "uni": "é👍\u007f\t\u0001/",
+    "odd": "\u00a0\u00ad\u0301\u0378\u200b\u2028\u3000\ue000\U000e0001é",
     "none": None,
     "flag": True,
     "nested": {"z": [], "a": {}, "m": [{"x": 1}]},
