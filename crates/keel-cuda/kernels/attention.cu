@@ -4,13 +4,14 @@
 //
 // With UNTIL, j <= max(position of t, until[t]), and j is before the end of the sequence: all rows are written before
 // any row attends.
+// Values are finite: a key that a row does not see has weight 0 in its tile, and 0 times NaN or infinity is NaN.
 // q [T, H, D] (Q_STRIDE values from row to row), k and v [T, KV, D] (K_STRIDE, V_STRIDE), y [T, H, D];
 // pools [pages, KV, 256, D] f32 or f16, or coded (kv_coded.cuh); table [B, P]. kv_write first puts the new rows into
 // their pages.
 //
 // A window keeps only the pages that it needs and reuses them: positions more than the window apart may share a page.
-// Prompts are therefore written and attended in runs of 64 rows of each sequence, with one launch of kv_write and one
-// of attention for each run (RUNS = 1, `run`).
+// Prompts are therefore written and attended in runs that end at multiples of 64 positions, with one launch of kv_write
+// and one of attention for each run (RUNS = 1, `run`).
 //
 // Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
 // KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none),
@@ -64,8 +65,8 @@ kv_write(
 ) {
     take_turn();
     u32 b, row;
-    if (!locate(row_start, sequences, 1, 1, blockIdx.x, b, row, run)) return;
-    const u32 t = rows_of(row_start, b, run).first + row;
+    if (!locate(row_start, sequences, 1, 1, blockIdx.x, b, row, run, position)) return;
+    const u32 t = rows_of(row_start, position, b, run).first + row;
     u32 at = position[b] + t - row_start[b], page = table[b * pages + at / PAGE];
 #if KV_BITS
     // A warp encodes one group of a key or of a value. Values of several groups are under way together.
@@ -121,8 +122,8 @@ attention(
     auto& totals = tiles.totals;
 
     u32 b, unit;
-    if (!locate(row_start, sequences, G, BM, blockIdx.x, b, unit, run)) return;
-    const SequenceRows rows = rows_of(row_start, b, run);
+    if (!locate(row_start, sequences, G, BM, blockIdx.x, b, unit, run, position)) return;
+    const SequenceRows rows = rows_of(row_start, position, b, run);
     const u32 first_row = rows.first, pairs = rows.count * G, kv = blockIdx.y;
     const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b] + first_row - row_start[b];
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,6 +1,6 @@
 // Causal attention with grouped heads over paged keys and values, f16 or coded (kv_coded.cuh), on tensor cores: the
 // fast mode of attention.cu, with the same formula, operands, splits and merge kernel. Products take f16 and add up in
-// f32; q and the softmax's weights are rounded to f16, everything else is f32.
+// f32; q and the softmax's weights are rounded to f16, everything else is f32. Values are finite, as in attention.cu.
 //
 // Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW, of the prefill
 // kernel UNTIL. Of the decode kernel:
@@ -15,7 +15,7 @@
 //                      start first.
 //   attention_decode   grid (units, KV, splits), block 32 WARPS, shared memory DECODE_SHARED.
 //                      A block computes 16 pairs, each of its warps against 16 keys at a time.
-//                      units = B if no sequence has more than 16 pairs, else ceil(T G / 16) + B.
+//                      units = B if all rows together have at most 16 pairs, else ceil(T G / 16) + B.
 //
 // Floor of prefill: 4 D H T^2 / 2 operations at the tensor cores' rate; of decode: 4 KV D bytes a key,
 // coded 2 KV D (KV_BITS / 8 + 1 / 16).
@@ -39,8 +39,8 @@ attention_prefill(
     f16 *q_tile = shared, *key_tile = shared + BM * LINE, *value_tile = shared + (BM + BN) * LINE;
 
     u32 b, unit;
-    if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit, run)) return;
-    const SequenceRows rows = rows_of(row_start, b, run);
+    if (!locate(row_start, sequences, G, BM, gridDim.y - 1 - blockIdx.y, b, unit, run, position)) return;
+    const SequenceRows rows = rows_of(row_start, position, b, run);
     const u32 first_row = rows.first, pairs = rows.count * G, kv = blockIdx.x;
     const u32 first = unit * BM, count = min(pairs - first, BM), start = position[b] + first_row - row_start[b];
     const u32 warp = threadIdx.x / 32, last_position = start + (first + count - 1) / G;
@@ -190,9 +190,12 @@ static __device__ __forceinline__ void attend_split(u8* shared, const float* q, 
         for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, warp_largest[w * 16 + m]);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            float x = warp_largest[w * 16 + m], f = x == -INF ? 0.0f : expf(x - largest);
+            float x = warp_largest[w * 16 + m], own = warp_total[w * 16 + m];
             float2 part = *(const float2*)(warp_sums + (w * 16 + m) * D + d);
-            total = fmaf(f, warp_total[w * 16 + m], total);
+            // A warp that saw no key has a total of 0. Its sums are NaN if a value that the row does not see is NaN.
+            if (own == 0.0f) continue;
+            float f = expf(x - largest);
+            total = fmaf(f, own, total);
             sum.x = fmaf(f, part.x, sum.x);
             sum.y = fmaf(f, part.y, sum.y);
         }

@@ -87,9 +87,11 @@ extern "C" __global__ void check_batch(
             if (!window && page == first_written && i < start / PAGE) { what = PAGE_OVERWRITTEN; number = page; bound = b; }
         }
         // Pages that left a window may be reused for later positions, but not while rows of one run still see them: all
-        // rows of a run are written before the first one attends.
-        for (u64 at = start; window && at < stop; at += run) {
-            const u64 end_of_run = min(stop, at + run), from = at + 1 > window ? (at + 1 - window) / PAGE : 0;
+        // rows of a run are written before the first one attends. Runs end at multiples of `run`; if it is 0, all rows
+        // are one run.
+        for (u64 at = start, end_of_run; window && at < stop; at = end_of_run) {
+            end_of_run = run ? min(stop, at - at % run + run) : stop;
+            const u64 from = at + 1 > window ? (at + 1 - window) / PAGE : 0;
             for (u64 i = at / PAGE; i * PAGE < end_of_run; ++i)
                 for (u64 j = from; j < i; ++j)
                     if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = (u32)(end_of_run - at); bound = window; }

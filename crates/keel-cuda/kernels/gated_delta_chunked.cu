@@ -38,8 +38,9 @@ gated_delta_prepare(
     // The matrices to invert replace k and q once the products of these are in registers.
     f16 *k_tile = (f16*)shared, *q_tile = k_tile + KEY_TILE;
     float* matrices = (float*)shared;
-    // Sums of log decays to base 2, and betas.
-    float (*gates)[ROWS] = (float (*)[ROWS])(shared + PREPARE_TILES), (*betas)[ROWS] = gates + SHARE;
+    // Sums of log decays to base 2, each as the sum of two floats, and betas.
+    float2 (*sums)[ROWS] = (float2 (*)[ROWS])(shared + PREPARE_TILES);
+    float (*betas)[ROWS] = (float (*)[ROWS])(sums + SHARE);
 
     u32 sequence, unit;
     if (!locate(row_start, sequences, 1, ROWS, blockIdx.y, sequence, unit)) return;
@@ -72,7 +73,8 @@ gated_delta_prepare(
             }
         }
     }
-    // Gates: a warp takes a value head, a lane rows 2 lane and 2 lane + 1.
+    // Gates: a warp takes a value head, a lane rows 2 lane and 2 lane + 1. Sums are in f64: after a strong decay,
+    // differences of later f32 sums would lose their digits.
     for (u32 r = warp; r < SHARE; r += 8) {
         u32 head = key_head * SHARE + r;
         float g[2], rate = -1.4426950408889634f * expf(a_log[head]), bias = dt_bias[head];
@@ -88,18 +90,18 @@ gated_delta_prepare(
             }
             betas[r][t] = beta;
         }
-        float until = g[0] + g[1];
+        double until = (double)g[0] + g[1];
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {
-            float before = __shfl_up_sync(FULL_WARP, until, d);
+            double before = __shfl_up_sync(FULL_WARP, until, d);
             if (lane >= d) until += before;
         }
-        float all = __shfl_sync(FULL_WARP, until, 31), odd = until, even = until - g[1];
-        gates[r][2 * lane] = even;
-        gates[r][2 * lane + 1] = odd;
+        double all = __shfl_sync(FULL_WARP, until, 31), odd = until, even = until - g[1];
+        float high_even = (float)even, high_odd = (float)odd;
+        *(float4*)&sums[r][2 * lane] = make_float4(high_even, (float)(even - high_even), high_odd, (float)(odd - high_odd));
         float* out = chunk_of(workspace, chunks, blockIdx.y, head).gates + 2 * lane;
-        *(float2*)out = make_float2(exp2f(even), exp2f(odd));
-        *(float2*)(out + ROWS) = make_float2(exp2f(all - even), exp2f(all - odd));
+        *(float2*)out = make_float2(exp2f(high_even), exp2f(high_odd));
+        *(float2*)(out + ROWS) = make_float2(exp2f((float)(all - even)), exp2f((float)(all - odd)));
     }
     __syncthreads();
 
@@ -138,14 +140,16 @@ gated_delta_prepare(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 u32 i = row + lane / 4 + 8 * half;
-                float gate = gates[r][i], beta = betas[r][i];
+                float2 sum = sums[r][i];
+                float beta = betas[r][i];
 #pragma unroll
                 for (int n = 0; n < 8; n++) {
                     u32 j = n * 8 + lane % 4 * 2;
-                    float2 gate_j = *(const float2*)&gates[r][j];
+                    // Of columns j and j + 1.
+                    float4 of_j = *(const float4*)&sums[r][j];
                     // Exponents that count are at most 0; others could overflow.
-                    float x0 = j <= i ? products[n][2 * half] * exp2f(gate - gate_j.x) : 0.0f;
-                    float x1 = j + 1 <= i ? products[n][2 * half + 1] * exp2f(gate - gate_j.y) : 0.0f;
+                    float x0 = j <= i ? products[n][2 * half] * exp2f((sum.x - of_j.x) + (sum.y - of_j.y)) : 0.0f;
+                    float x1 = j + 1 <= i ? products[n][2 * half + 1] * exp2f((sum.x - of_j.z) + (sum.y - of_j.w)) : 0.0f;
                     if (inverts) {
                         *(float2*)(matrix + i * MATRIX_LINE + j) = make_float2(j < i ? beta * x0 : 0.0f, j + 1 < i ? beta * x1 : 0.0f);
                     } else {

@@ -19,8 +19,8 @@
 #define MATRIX_BYTES ((ROWS * MATRIX_LINE + 32 * 36) * 4)
 // Bytes of k and q, then of two matrices.
 #define PREPARE_TILES (4 * KEY_TILE > 2 * MATRIX_BYTES ? 4 * KEY_TILE : 2 * MATRIX_BYTES)
-// Then sums of log decays, and betas.
-#define PREPARE_SHARED (PREPARE_TILES + 2 * SHARE * ROWS * 4)
+// Then sums of log decays, two floats each, and betas.
+#define PREPARE_SHARED (PREPARE_TILES + 3 * SHARE * ROWS * 4)
 // Of the workspace, for each chunk.
 #define WORKSPACE_BYTES (HK * 2 * KEY_TILE * 2 + HV * (2 * PAIR_TILE * 2 + 2 * ROWS * 4))
 

@@ -4,7 +4,8 @@
 //
 // Macros: DIM_N, DIM_K, DIM_T (exact_rows); BITS, GROUP, PAIR_T or BLOCK or WEIGHT_T; SPLIT (exact_rows).
 // Optional GATHER=J' as in linear_few_rows.cu (exact_rows, DIM_T = 1).
-//   exact_rows   1 to 16 rows. Warp s of a block takes the column tiles s, s + SPLIT, ... of one row tile.
+//   exact_rows   1 to 16 rows. x begins at a multiple of 16 bytes if DIM_K is a multiple of 4. Warp s of a block takes
+//                the column tiles s, s + SPLIT, ... of one row tile.
 //                Grid ceil(DIM_N / 16) (x rows of y if GATHER), block 32 SPLIT, no dynamic shared memory.
 //                Floor: the weight's bytes / (3.0 TB/s).
 //   exact_tiled  any number of rows: 128 x 64 tiles of y, 8 x 4 of it per thread. Grid (ceil(DIM_N / 128),

@@ -4,30 +4,33 @@
 #include "ptx.cuh"
 
 #define PAGE 256
-// Rows of a sequence that are written and attended together if pages are reused (RUNS); see attention.cu.
+// If pages are reused (RUNS), rows of a sequence are written and attended up to a multiple of this position, then up to
+// the next one; see attention.cu.
 #define RUN 64
 
 /// The rows of a sequence that a launch works on: all, or those of one run.
 struct SequenceRows {
     u32 first, count;
 };
-static __device__ __forceinline__ SequenceRows rows_of(const u32* row_start, u32 sequence, u32 run) {
+static __device__ __forceinline__ SequenceRows rows_of(const u32* row_start, const u32* position, u32 sequence, u32 run) {
     u32 first = row_start[sequence], end = row_start[sequence + 1];
     if (RUNS) {
-        first = min(first + run * RUN, end);
-        end = min(end, first + RUN);
+        // Positions of run 0 that are before the first row.
+        const u32 before = position[sequence] % RUN, from = max(run * RUN, before) - before;
+        end = min(end, first + (run + 1) * RUN - before);
+        first = min(first + from, end);
     }
     return {first, end - first};
 }
 
 /// Finds the sequence of unit `index` and the unit's index within it. Each sequence has ceil(rows * per_row / size)
-/// units. Returns false past the last. All lanes of a warp call this.
+/// units. Returns false past the last. Runs need positions. All lanes of a warp call this.
 static __device__ __forceinline__ bool locate(const u32* row_start, u32 sequences, u32 per_row, u32 size, u32 index,
-                                              u32& sequence, u32& unit, u32 run = 0) {
+                                              u32& sequence, u32& unit, u32 run = 0, const u32* position = nullptr) {
     u32 lane = threadIdx.x % 32;
     for (u32 base = 0; base < sequences; base += 32) {
         u32 b = base + lane, count = 0;
-        if (b < sequences) count = (rows_of(row_start, b, run).count * per_row + size - 1) / size;
+        if (b < sequences) count = (rows_of(row_start, position, b, run).count * per_row + size - 1) / size;
         u32 until = count;
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {

@@ -2,7 +2,8 @@
 
 use keel_array::{
     Array, ArrayError, ArraySpec, AttentionSpec, Batch, Category, Compute, ConvWindow, CustomKernel, DType,
-    KvPool, Regime, RowLog, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
+    DeltaState, GatedDeltaSpec, KvPool, Regime, RowLog, Runtime, RuntimeOptions, Weight, WeightFormat,
+    WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
@@ -112,6 +113,57 @@ fn convolutions_beyond_a_tile_and_a_grid_are_refused() {
     ] {
         let error = convolution(width, rows, sequences).expect_err("no kernel takes it").to_string();
         assert!(error.contains(reason), "{error}");
+    }
+}
+
+/// Prepares a prompt's gated delta rule with heads of 16.
+fn gated_delta(rows: usize, sequences: usize) -> Result<(), ArrayError> {
+    let runtime = runtime();
+    let batch = batch(&runtime, sequences);
+    let spec = GatedDeltaSpec {
+        key_heads: 1,
+        value_heads: 1,
+        key_dim: 16,
+        value_dim: 16,
+        regime: Regime::Prefill,
+        log: RowLog::None,
+    };
+    let (qkv, out) = (floats(&runtime, &[rows, 48]), floats(&runtime, &[rows, 1, 16]));
+    let [a, b] = [(); 2].map(|()| floats(&runtime, &[rows, 1]));
+    let [a_log, dt_bias] = [(); 2].map(|()| floats(&runtime, &[1]));
+    let state = DeltaState { state: floats(&runtime, &[sequences, 1, 16, 16]), records: None };
+    let y = runtime.trace(|| qkv.gated_delta(&a, &b, &a_log, &dt_bias, &state, &batch, spec))?;
+    runtime.prepare(&[(&y, &out)]).map(drop)
+}
+
+#[test]
+fn more_chunks_than_a_grid_has_blocks_are_refused() {
+    const CHUNKS: usize = 65_535;
+    for (rows, sequences) in [(64 * (CHUNKS - 1), 1), (64 * (CHUNKS - 9), 9)] {
+        gated_delta(rows, sequences).unwrap_or_else(|error| panic!("{rows}, {sequences}: {error}"));
+    }
+    for (rows, sequences) in [(64 * CHUNKS, 1), (64 * (CHUNKS - 9) + 1, 9)] {
+        let error = gated_delta(rows, sequences).expect_err("a grid has fewer").to_string();
+        let reason = "cannot run gated_delta: 65536 chunks of 64 rows in a step; the GPU takes 65535";
+        assert!(error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn more_rows_than_a_grid_has_blocks_are_refused() {
+    let prepare = |blocks: usize, what: fn(&Array) -> Result<Array, ArrayError>| {
+        let runtime = runtime();
+        let (x, out) = (floats(&runtime, &[blocks, 1 << 15, 1]), floats(&runtime, &[blocks, 1 << 15, 1]));
+        let y = runtime.trace(|| what(&x))?;
+        runtime.prepare(&[(&y, &out)]).map(drop)
+    };
+    let softmax: fn(&Array) -> _ = |x| x.softmax(-1);
+    let norm: fn(&Array) -> _ = |x| x.rms_norm(&floats(x.runtime(), &[1]), 1e-6);
+    for (name, what) in [("softmax", softmax), ("rms_norm", norm)] {
+        prepare((1 << 16) - 1, what).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let error = prepare(1 << 16, what).expect_err("a grid has fewer").to_string();
+        let reason = format!("cannot run {name}: 2147483648 rows; the GPU takes 2147483647");
+        assert!(error.contains(&reason), "{error}");
     }
 }
 

@@ -139,20 +139,21 @@ impl GatedDeltaSpec {
 
 /// Causal attention with grouped heads over paged keys and values. The new rows are written to their pages first.
 ///
-/// With a window, the table may name the same page for positions that are more than the window apart. Rows are written
-/// and attended in runs that end at multiples of [`AttentionSpec::RUN`], so the next run may overwrite pages that have
-/// left the window of this run.
+/// With a window, the table may name the same page for positions that are more than the window apart. In the prefill
+/// regime rows are written and attended in runs that end at multiples of [`AttentionSpec::RUN`], so the next run may
+/// overwrite pages that have left the window of this run. In the decode regime, with `until`, and with a window of 0,
+/// all rows are written before any is attended: the positions from the first row's window to the last row must not
+/// share a page.
 ///
 /// Inputs: q f32 `[T, H, D]`; k, v f32 `[T, KV, D]`; key pool and value pool f32 or f16 `[pages, KV, 256, D]`,
 /// mutated; table; row_start; position; for [`Array::attention_until`] also until u32 `[T]`. Output f32 `[T, H, D]`.
 /// `D` is a multiple of 16 and at most 512.
 ///
 /// With `until`, row `t` sees the keys of its sequence up to position `max(position, until[t])`, if the step writes
-/// them. All rows are written before any is attended. So with a window, the positions from the first row's window to
-/// the last row must not share a page. Prefill regime only.
+/// them. Prefill regime only.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AttentionSpec {
-    /// Factor on `q . k`.
+    /// Factor on `q . k`, finite and above 0.
     pub scale: Real,
     /// Tokens that a row sees, itself included; `None` for all before it. With `Some(0)` the step writes rows for later
     /// steps, and rows see nothing: the output is undefined and `q` is not read.
@@ -169,7 +170,7 @@ impl AttentionSpec {
     pub const HEAD_UNIT: usize = 16;
     /// Largest head size.
     pub const HEAD_MAX: usize = 512;
-    /// Rows with a window are cut into runs at multiples of this position.
+    /// Rows of prompts with a window are cut into runs at multiples of this position.
     pub const RUN: usize = 64;
 }
 
@@ -310,7 +311,7 @@ impl Array {
     /// Writes k and v to their pages, then attends; see [`AttentionSpec`]. This array is q; the pool is mutated.
     ///
     /// # Errors
-    /// If shapes or types differ from the specification.
+    /// If shapes or types differ from the specification, or the scale is not finite and above 0.
     pub fn paged_attention(
         &self,
         k: &Array,
@@ -359,16 +360,15 @@ impl Array {
         const OP: &str = "paged_attention";
         let KvRows { keys: k, values: v } = rows;
         expect_f32(OP, &[self, k, v])?;
-        let (&[tokens, heads, size], kv_heads) = (
-            match &self.shape()[..] {
-                [t, h, d] => &[*t, *h, *d],
-                _ => {
-                    let (expected, got) = ("(T, H, D)".into(), self.shape().clone());
-                    return Err(ArrayError::Shape { op: OP, operand: "q", expected, got });
-                }
-            },
-            extent(k, 1),
-        );
+        let &[tokens, heads, size] = &self.shape()[..] else {
+            let (expected, got) = ("(T, H, D)".into(), self.shape().clone());
+            return Err(ArrayError::Shape { op: OP, operand: "q", expected, got });
+        };
+        let (kv_heads, scale) = (extent(k, 1), spec.scale.get());
+        if !(scale.is_finite() && scale > 0.0) {
+            let reason = format!("a scale of {scale}: expected a finite number above 0");
+            return Err(ArrayError::Argument { op: OP, reason });
+        }
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let reason = format!("{heads} query heads are not a multiple of {kv_heads} key-value heads");
             return Err(ArrayError::Argument { op: OP, reason });

@@ -42,8 +42,18 @@ impl Offer {
     }
 }
 
+/// A member's exchanges with one set of peers.
+#[derive(Clone, Copy)]
+struct Rounds {
+    peers: Peers,
+    /// How many it has begun.
+    arrived: u64,
+    /// In how many of these it has read the operands of all peers.
+    finished: u64,
+}
+
 /// A member's side of its exchanges.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Seat {
     /// An array that it sends to one other member, with the receiver's rank.
     letter: Option<(usize, Offer)>,
@@ -51,10 +61,22 @@ struct Seat {
     share: Option<Offer>,
     /// The name of the operation of that exchange.
     kind: &'static str,
-    /// How many exchanges among several members it has begun.
-    arrived: u64,
-    /// In how many of these it has read the operands of all members.
-    finished: u64,
+    /// Sets of peers may overlap, so each has rounds of its own.
+    rounds: Vec<Rounds>,
+}
+
+impl Seat {
+    fn rounds_with(&self, peers: Peers) -> Rounds {
+        let none = Rounds { peers, arrived: 0, finished: 0 };
+        self.rounds.iter().find(|rounds| rounds.peers == peers).copied().unwrap_or(none)
+    }
+
+    fn keep(&mut self, now: Rounds) {
+        match self.rounds.iter_mut().find(|rounds| rounds.peers == now.peers) {
+            Some(rounds) => *rounds = now,
+            None => self.rounds.push(now),
+        }
+    }
 }
 
 #[derive(Default)]
@@ -171,11 +193,13 @@ impl CpuGroup {
         let mut state = self.state();
         let seat = &mut state.seats[self.rank];
         (seat.share, seat.kind) = (Some(Offer::of(x)), kind);
-        seat.arrived += 1;
-        let round = seat.arrived;
+        let mut rounds = seat.rounds_with(peers);
+        rounds.arrived += 1;
+        seat.keep(rounds);
         self.shared.changed.notify_all();
+        let has_arrived = |seat: &Seat| seat.rounds_with(peers).arrived >= rounds.arrived;
         let mut state =
-            self.wait(state, |state| peers.ranks().all(|peer| state.seats[peer].arrived >= round))?;
+            self.wait(state, |state| peers.ranks().all(|peer| has_arrived(&state.seats[peer])))?;
         for (i, peer) in peers.ranks().enumerate() {
             let Seat { share, kind: other, .. } = state.seats[peer];
             match share {
@@ -199,10 +223,12 @@ impl CpuGroup {
                 }
             }
         }
-        state.seats[self.rank].finished = round;
+        rounds.finished = rounds.arrived;
+        state.seats[self.rank].keep(rounds);
         self.shared.changed.notify_all();
+        let has_finished = |seat: &Seat| seat.rounds_with(peers).finished >= rounds.finished;
         let mut state =
-            self.wait(state, |state| peers.ranks().all(|peer| state.seats[peer].finished >= round))?;
+            self.wait(state, |state| peers.ranks().all(|peer| has_finished(&state.seats[peer])))?;
         state.seats[self.rank].share = None;
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::{counting, runtime};
 use keel_array::{
     Array, AttentionSpec, Batch, Compute, ConvWindow, DType, KvPool, Real, Reduction, Regime, Result,
-    RopeSpec, RowLog, Weight, WeightFormat, WeightSpec,
+    RopeSpec, RowLog, Runtime, Weight, WeightFormat, WeightSpec,
 };
 
 #[track_caller]
@@ -63,27 +63,37 @@ fn sizes_are_bounded() {
     refused(x.reduce(Reduction::Max, 0).and_then(|y| y.max(0)), "axis 0 is out of range for shape ()");
 }
 
+/// Builds attention of one row with heads of this size.
+fn attention(runtime: &Runtime, size: usize, scale: f32) -> Result<Array> {
+    let index = |n: usize| Array::from_slice(runtime, &vec![0u32; n], [n]).expect("there is memory");
+    let rows = counting(runtime, &[1, 1, size]);
+    let pool = || counting(runtime, &[1, 1, AttentionSpec::PAGE, size]);
+    let batch = Batch {
+        row_start: index(2),
+        slot: index(1),
+        position: index(1),
+        table: index(1).reshape([1, 1]).expect("one element"),
+        accepted: index(1),
+    };
+    let spec = AttentionSpec { scale: Real::from(scale), window: None, regime: Regime::Decode };
+    let pools = KvPool { keys: pool(), values: pool() };
+    rows.paged_attention(&rows, &rows, &pools, &batch, spec)
+}
+
 #[test]
-fn attention_heads_that_no_kernel_takes_are_refused_when_the_operation_is_built() {
+fn attention_that_no_kernel_computes_is_refused_when_the_operation_is_built() {
     let runtime = runtime();
-    let index = |n: usize| Array::from_slice(&runtime, &vec![0u32; n], [n]).expect("there is memory");
     for size in [24, 528] {
-        let rows = counting(&runtime, &[1, 1, size]);
-        let pool = || counting(&runtime, &[1, 1, AttentionSpec::PAGE, size]);
-        let batch = Batch {
-            row_start: index(2),
-            slot: index(1),
-            position: index(1),
-            table: index(1).reshape([1, 1]).expect("one element"),
-            accepted: index(1),
-        };
-        let spec = AttentionSpec { scale: Real::from(1.0), window: None, regime: Regime::Decode };
-        let pools = KvPool { keys: pool(), values: pool() };
-        refused(
-            rows.paged_attention(&rows, &rows, &pools, &batch, spec),
-            "expected a multiple of 16, at most 512",
-        );
+        refused(attention(&runtime, size, 1.0), "expected a multiple of 16, at most 512");
     }
+    // With a scale of 0 or less, the score of a key that a row does not see would no longer be the least.
+    for (scale, number) in
+        [(0.0, "0"), (-0.125, "-0.125"), (f32::NAN, "NaN"), (f32::INFINITY, "inf"), (-0.0, "-0")]
+    {
+        let message = format!("a scale of {number}: expected a finite number above 0");
+        refused(attention(&runtime, 16, scale), &message);
+    }
+    attention(&runtime, 16, 1e-30).expect("a small scale");
 }
 
 #[test]

@@ -1,12 +1,14 @@
-//! How rows of the gated delta rule are divided into steps does not change a bit, for states in f32 and in f16.
+//! How rows of the gated delta rule are divided into steps does not change a bit, for states in f32 and in f16. Decays
+//! of very different strength follow the oracle.
 
 use std::ops::Range;
 
-use super::sequence::{batch, draw, up};
+use super::sequence::{batch, draw, floats, up};
 use super::share::is_mine;
-use super::{download, rounded, upload};
+use super::{download, expect_within, rounded, upload};
 use crate::cases;
-use crate::naive::gated_delta::Shape;
+use crate::compare::assert_close;
+use crate::naive::gated_delta::{Inputs, Shape, gated_delta};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use keel_array::{Array, DType, DeltaState, GatedDeltaSpec, Regime, RowLog, Runtime};
@@ -24,6 +26,19 @@ pub(super) fn check(runtime: &Runtime) {
                 case.chunks_of_a_step_are_steps_of_a_chunk();
             }
         }
+    }
+}
+
+/// Within a chunk, rows that forget everything and rows that forget little take turns. After the former, the sum of log
+/// decays is large, and differences between sums of the latter are small.
+pub(super) fn strong_decays(runtime: &Runtime, within: f64) {
+    for shape in cases::gated_delta::SHAPES.iter().filter(|shape| is_mine(&("strong_decays", shape))) {
+        let mut case = Case::new(runtime, *shape, DType::F32);
+        case.a_log.values.fill(2.5);
+        for (t, a) in case.a.values.chunks_mut(shape.value_heads).enumerate() {
+            a.fill(if t % 20 < 10 { 100.0 } else { -9.0 });
+        }
+        case.prompt_follows_the_oracle(120, within);
     }
 }
 
@@ -110,6 +125,24 @@ impl Case<'_> {
         let what = format!("{what}, {:?}, {}", self.shape, self.form);
         assert!(y == z, "{what}: outputs differ");
         assert!(download(&states[0].state) == download(&states[1].state), "{what}: states differ");
+    }
+
+    /// A prompt of the first rows gives the oracle's outputs and state.
+    fn prompt_follows_the_oracle(&self, rows: usize, within: f64) {
+        let first = |x: &Tensor| floats(x)[..rows * x.shape[1]].to_vec();
+        let (qkv, a, b) = (first(&self.qkv), first(&self.a), first(&self.b));
+        let (a_log, dt_bias) = (floats(&self.a_log), floats(&self.dt_bias));
+        let inputs = Inputs { qkv: &qkv, a: &a, b: &b, a_log: &a_log, dt_bias: &dt_bias };
+        // The sequence is in slot 1 of 2.
+        let mut want = self.start.values.clone();
+        let slot = want.len() / 2;
+        let outputs = gated_delta(self.shape, inputs, &mut want[slot..]);
+        let state = self.state();
+        let y = self.run(&state, &[Step::plain(0..rows, Regime::Prefill)]);
+        let y: Vec<f32> = y.into_iter().map(|y| y as f32).collect();
+        let what = format!("decays of {:?}", self.shape);
+        assert_close(&what, &y, &outputs.y, within);
+        expect_within(&format!("state after {what}"), &state.state, &want, within);
     }
 
     fn rows_of_a_step_are_steps_of_a_row(&self) {

@@ -30,6 +30,7 @@ pub(super) const FAST: &[Check] = &[
     Check { op: "paged_attention", run: |r| attention(r, KvFormat::F16) },
     Check { op: "paged_attention", run: |r| attention(r, KvFormat::Bits8) },
     Check { op: "paged_attention", run: |r| attention(r, KvFormat::Bits4) },
+    Check { op: "paged_attention", run: a_later_value },
 ];
 
 /// Rows and columns of the weights: whole tiles of the kernels, and groups of every size.
@@ -233,4 +234,39 @@ fn attention(runtime: &Runtime, format: KvFormat) {
             }
         }
     }
+}
+
+/// Two rows for each sequence, the second with NaN as values. Which results are NaN does not depend on the number of
+/// sequences, by which a backend may choose its kernel.
+fn a_later_value(runtime: &Runtime) {
+    const HEADS: usize = 8;
+    const KV: usize = 2;
+    const D: usize = 64;
+    // The second row is the first one of a chunk of 16 keys, which the first row does not see.
+    const FIRST: usize = 15;
+    let are_nan = |count: usize| {
+        let shape = [count + 1, KV, 256, D];
+        let pool = || Array::persistent(runtime, Category::Kv, shape, DType::F16).expect("memory");
+        let pool = KvPool { keys: pool(), values: pool() };
+        let run = |position: usize, rows: usize, v: &Array, spec: AttentionSpec| {
+            let batch = batch(runtime, &vec![(position, rows); count], 1);
+            let ones =
+                |heads| Array::full(runtime, [count * rows, heads, D], DType::F32, 1.0).expect("a shape");
+            let y = ones(HEADS).paged_attention(&ones(KV), v, &pool, &batch, spec);
+            y.expect("shapes fit").to_vec::<f32>().expect("a case runs")
+        };
+        let values = |rows: usize, is_nan: fn(usize) -> bool| {
+            let value = |i: usize| if is_nan(i / (KV * D) % rows) { f32::NAN } else { 1.0 };
+            let values: Vec<f32> = (0..count * rows * KV * D).map(value).collect();
+            Array::from_slice(runtime, &values, [count * rows, KV, D]).expect("memory")
+        };
+        let writes = AttentionSpec { scale: 0.125.into(), window: Some(0), regime: Regime::Prefill };
+        run(0, FIRST, &values(FIRST, |_| false), writes);
+        let spec = AttentionSpec { scale: 0.125.into(), window: None, regime: Regime::Decode };
+        let y = run(FIRST, 2, &values(2, |row| row == 1), spec);
+        y[..2 * HEADS * D].iter().map(|y| y.is_nan()).collect::<Vec<bool>>()
+    };
+    let [alone, among_many] = [1, 150].map(are_nan);
+    assert!(alone[HEADS * D..].iter().all(|&is_nan| is_nan), "the second row sees its own value");
+    assert!(alone == among_many, "other results are NaN among 150 sequences");
 }

@@ -93,6 +93,10 @@ fn steps_that_overwrite_keys_are_refused(runtime: &Runtime) {
     let rounds = "pages of a window of 256 come round";
     let step = Step::new(&[(200, 80)], &[&[4, 4]]).with_window(256);
     step.expect_refusal(runtime, &[overwritten, rounds]);
+    // Rows of the decode regime are written together.
+    let rounds = "pages of a window of 250 come round";
+    let step = Step::new(&[(500, 30)], &[&[4, 1, 4]]).with_window(250).of_decode();
+    step.expect_refusal(runtime, &[overwritten, rounds]);
     let missing = "is in page 4294967295 of 9";
     Step::new(&[(255, 1)], &[&[u32::MAX]]).with_window(0).of_decode().expect_refusal(runtime, &[missing]);
 }
@@ -117,6 +121,8 @@ fn pages_that_no_row_sees_any_more_may_come_again(runtime: &Runtime) {
     let steps = [
         Step::new(&[(0, 1), (0, 1)], &[&[3], &[4]]).of_decode(),
         Step::new(&[(500, 30)], &[&[1, 2, 1]]).with_window(200),
+        // The rows before position 512 see the page that the rows from there on overwrite.
+        Step::new(&[(500, 30)], &[&[1, 2, 1]]).with_window(250),
         Step::new(&[(300, 1), (2, 0)], &[&[1, 5], &[5, 5]]).of_decode(),
         // Sequences may share pages that none of them writes.
         Step::new(&[(300, 9), (256, 300)], &[&[1, 5, 0], &[1, 6, 7]]),

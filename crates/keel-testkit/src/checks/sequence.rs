@@ -2,7 +2,7 @@
 
 use super::attention::{attend, attend_many};
 use super::share::is_mine;
-use super::{Check, expect, expect_within, rounded, upload};
+use super::{Check, delta_cuts, expect, expect_within, rounded, upload};
 use crate::naive::attention::{Shape, attention, attention_until};
 use crate::naive::causal_conv::causal_conv;
 use crate::naive::gated_delta::{Inputs, gated_delta_kept};
@@ -27,7 +27,8 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F32, EXACT_DELTA) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Decode, DType::F16, tolerance::F16_STATE) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F16, tolerance::F16_STATE) },
-    Check { op: "gated_delta", run: super::delta_cuts::check },
+    Check { op: "gated_delta", run: delta_cuts::check },
+    Check { op: "gated_delta", run: |r| delta_cuts::strong_decays(r, EXACT_DELTA) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, EXACT) },
@@ -56,6 +57,7 @@ const FAST_WITHIN: f64 = tolerance::F16_OPERANDS;
 pub(super) const FAST: &[Check] = &[
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F32, FAST_WITHIN) },
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F16, tolerance::F16_STATE) },
+    Check { op: "gated_delta", run: |r| delta_cuts::strong_decays(r, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F16, FAST_WITHIN) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::Bits8, FAST_WITHIN) },
@@ -286,10 +288,11 @@ fn attend_until(runtime: &Runtime, format: KvFormat, within: f64) {
     }
 }
 
-/// Steps of prompts that are longer than the window's pages, so pages are overwritten during a step.
+/// Steps of prompts that are longer than the window's pages, so pages are overwritten during a step. The last step
+/// begins between two multiples of 64 positions.
 fn attend_in_rings(runtime: &Runtime, format: KvFormat, within: f64) {
-    const STEPS: [[usize; 2]; 2] = [[320, 64], [641, 200]];
-    const PAGES: usize = 4;
+    const STEPS: [[usize; 2]; 3] = [[320, 64], [641, 200], [70, 100]];
+    const PAGES: usize = 5;
     let mut random = Random::new(73);
     for shape in cases::attention::SHAPES.iter().filter(|shape| is_mine(&("rings", format, shape))) {
         let (Some(window), Some(elements)) = (shape.window, format.row_elements(shape.head_dim)) else {

@@ -246,7 +246,7 @@ fn attention<P: KvRead>(
         unreachable!("eight operands, nine where rows see later keys")
     };
     let rows = batch::batch(row_start, position.values(), q.layout.shape[0])?;
-    let is_cut = spec.window.is_some_and(|window| window > 0) && until.is_empty();
+    let is_cut = matches!((spec.regime, spec.window), (Regime::Prefill, Some(1..))) && until.is_empty();
     let run = if is_cut { AttentionSpec::RUN } else { usize::MAX };
     let table = batch::page_table(table, &rows, spec.window, run, keys.layout.shape[0])?;
     if spec.window == Some(0) {
@@ -273,7 +273,7 @@ fn attention<P: KvRead>(
     };
     let (k, v) = (k.rows(2), v.rows(2));
     let within_runs = (0..rows.sequences()).all(|b| runs(&rows, b).count() <= 1);
-    if spec.window.is_none() || within_runs || whole.until.is_some() {
+    if !is_cut || within_runs {
         write_and_attend(&whole, k, v);
         return Ok(());
     }

@@ -9,6 +9,8 @@
 //! [`attention_decode`] serves few rows per sequence and is bound by reading the pages; [`attention_prefill`] serves
 //! many and is bound by arithmetic. Both take keys in whole pages anchored at position 0, in order, so a row's bits
 //! depend only on its own query and the pages.
+//!
+//! Values are finite: a key that a row does not see has weight 0, and 0 times NaN or infinity is NaN.
 
 mod coded;
 mod decode;

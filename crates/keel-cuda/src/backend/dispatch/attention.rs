@@ -63,7 +63,7 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
         table: Some((table, keys.layout.shape[0])),
         // A window of 0 sees nothing, so its rows may overwrite all but each other, as in a window of 1.
         window: spec.window.map_or(0, |window| window.max(1)),
-        run: task.run_rows(),
+        run: if task.runs() > 1 { AttentionSpec::RUN } else { 0 },
         ..BatchCheck::default()
     };
     check_batch(call, row_start, &check)?;
@@ -212,12 +212,12 @@ impl<'a> Task<'a> {
         self.call.inputs.get(8)
     }
 
-    /// Launches that rows are cut into: a window's pages may be reused within a long prompt. A decode step is never as
-    /// long.
+    /// Launches that rows are cut into: a window's pages may be reused within a prompt. The rows of one sequence begin
+    /// at any position, so two of them may already be in different runs.
     fn runs(&self) -> usize {
         match (self.spec.regime, self.spec.window) {
             (Regime::Prefill, Some(1..)) if self.until().is_none() => {
-                self.rows.div_ceil(AttentionSpec::RUN).max(1)
+                self.rows.saturating_sub(1).div_ceil(AttentionSpec::RUN) + 1
             }
             _ => 1,
         }

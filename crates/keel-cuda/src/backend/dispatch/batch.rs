@@ -36,7 +36,7 @@ pub(super) struct BatchCheck<'a> {
     pub table: Option<(&'a Bound<'a>, usize)>,
     /// Rows that a row sees; 0 for all.
     pub window: usize,
-    /// Rows of a sequence that are attended together, if it has a window.
+    /// With a window, rows are attended together up to a multiple of this position; 0 for all rows at once.
     pub run: usize,
     /// Positions have to be multiples of this; 0 for any position.
     pub grid: usize,

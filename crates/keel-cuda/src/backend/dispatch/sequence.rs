@@ -226,7 +226,7 @@ pub(super) fn chunked(spec: &GatedDeltaSpec, precision: Precision) -> bool {
 }
 
 /// Chunks of a step at most: whole ones of all rows, and a ragged one for each sequence.
-fn chunks(rows: usize, sequences: usize) -> usize {
+pub(super) fn chunks(rows: usize, sequences: usize) -> usize {
     rows.div_ceil(CHUNK) + sequences
 }
 
@@ -247,11 +247,12 @@ fn stage_bytes(key_dim: usize) -> usize {
     key_tiles(key_dim) + PAIR_TILES + CHUNK * (COLUMNS + 4) * size_of::<f32>() + GATES
 }
 
-/// `PREPARE_SHARED` of the source: k and q of a key head, then two matrices in their place, and the gates of its value
-/// heads.
+/// `PREPARE_SHARED` of the source: k and q of a key head, then two matrices in their place. After them, of each of its
+/// value heads, the sums of log decays, two floats each, and the betas.
 pub(super) fn prepare_shared_bytes(spec: &GatedDeltaSpec) -> usize {
     const MATRICES: usize = 2 * (CHUNK * (CHUNK + 4) + 32 * 36) * size_of::<f32>();
-    key_tiles(spec.key_dim).max(MATRICES) + GATES * spec.value_heads / spec.key_heads.max(1)
+    const OF_VALUE_HEAD: usize = 3 * CHUNK * size_of::<f32>();
+    key_tiles(spec.key_dim).max(MATRICES) + OF_VALUE_HEAD * (spec.value_heads / spec.key_heads.max(1))
 }
 
 /// Whether rows can be read 16 bytes at a time.

@@ -3,13 +3,16 @@
 //!
 //! A launched kernel relies on this. The match names every operation, so a new one cannot be forgotten.
 
-use super::sequence::{CONV_TILE, chunked, prepare_shared_bytes};
+use super::sequence::{CONV_TILE, chunked, chunks, prepare_shared_bytes};
 use super::{COUNTERS, custom, linear};
 use crate::backend::Mode;
 use keel_array::{GatedDeltaSpec, Kernel, Op, Regime, RowLog, Shape};
 
 /// Blocks that a grid has along y and z, at most.
 pub(super) const GRID_MAX: usize = 65_535;
+
+/// Blocks that a grid has along x, at most.
+const GRID_X_MAX: usize = i32::MAX as usize;
 
 /// Rows of a tile of the exact product, whose tiles of rows lie along y.
 const LINEAR_TILE: usize = 64;
@@ -41,7 +44,7 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             // The last operands are the starts, slots and positions of the sequences, and with a log the accepted
             // counts.
             let sequences = shape(if kernel.inputs.len() == 9 { 7 } else { 8 }).elements();
-            gated_delta(spec, sequences, mode)
+            gated_delta(spec, shape(0)[0], sequences, mode)
         }
         Op::CausalConv(spec) => {
             let sequences = shape(if spec.log == RowLog::None { 4 } else { 5 }).elements();
@@ -54,6 +57,7 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
             at_most("products in a batch", y.elements() / (rows * cols).max(1), GRID_MAX)
         }
         Op::RouteTopK { k, .. } => {
+            a_block_for_each_row(shape(0))?;
             let experts = shape(0).last().copied().unwrap_or(0);
             if experts <= 512 && *k <= 32 { Ok(()) } else { at_most("experts", experts, EXPERTS_MAX) }
         }
@@ -63,6 +67,21 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
         }
         Op::GatherLinear { weight, .. } => linear::gathers(weight),
         Op::Custom(kernel_of_user) => custom::supports(kernel_of_user, kernel),
+        Op::Reduce(_)
+        | Op::ArgReduce { .. }
+        | Op::Softmax
+        | Op::CumSum { .. }
+        | Op::Sort { .. }
+        | Op::TopK { .. }
+        | Op::Sample
+        | Op::RmsNorm { .. }
+        | Op::AddRmsNorm { .. }
+        | Op::GatedRmsNorm { .. }
+        | Op::LayerNorm { .. }
+        | Op::Rope(_)
+        | Op::NormRope { .. }
+        | Op::RotatePairs => a_block_for_each_row(shape(0)),
+        Op::Embedding { .. } => at_most("rows", shape(0).elements(), GRID_X_MAX),
         Op::Fill(_)
         | Op::Arange { .. }
         | Op::Random { .. }
@@ -75,25 +94,10 @@ pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), St
         | Op::Fused(_)
         | Op::Concatenate { .. }
         | Op::SliceUpdate { .. }
-        | Op::Reduce(_)
-        | Op::ArgReduce { .. }
-        | Op::Softmax
-        | Op::CumSum { .. }
-        | Op::Sort { .. }
-        | Op::TopK { .. }
-        | Op::Sample
         | Op::Take
         | Op::TakeAlong
-        | Op::RmsNorm { .. }
-        | Op::AddRmsNorm { .. }
-        | Op::GatedRmsNorm { .. }
-        | Op::LayerNorm { .. }
-        | Op::Rope(_)
-        | Op::NormRope { .. }
-        | Op::RotatePairs
         | Op::SwiGlu
-        | Op::SigmoidGate
-        | Op::Embedding { .. } => Ok(()),
+        | Op::SigmoidGate => Ok(()),
         // Whether the device has these peers is asked of its group.
         Op::Send { .. }
         | Op::Receive { .. }
@@ -111,9 +115,10 @@ fn convolution(width: usize, rows: usize, sequences: usize) -> Result<(), String
     at_most("tiles of 32 rows in a step", rows.div_ceil(CONV_TILE) + sequences, GRID_MAX)
 }
 
-fn gated_delta(spec: &GatedDeltaSpec, sequences: usize, mode: Mode) -> Result<(), String> {
+fn gated_delta(spec: &GatedDeltaSpec, rows: usize, sequences: usize, mode: Mode) -> Result<(), String> {
     at_most("sequences in a step", sequences, GRID_MAX)?;
     if spec.regime == Regime::Prefill && chunked(spec, mode.precision) {
+        at_most("chunks of 64 rows in a step", chunks(rows, sequences), GRID_MAX)?;
         let advice = "use --compute f32";
         return fits(prepare_shared_bytes(spec), &format!("value heads that share a key head; {advice}"));
     }
@@ -135,6 +140,12 @@ fn attention(q: &Shape, k: &Shape, table: &Shape) -> Result<(), String> {
     // Tiles of prompts lie along y. A tile has at least 64 pairs of a row and a head that reads the same keys.
     let tiles = (q[0] * (q[1] / kv_heads.max(1))).div_ceil(64) + sequences;
     at_most("tiles of 64 rows and heads in a step", tiles, GRID_MAX)
+}
+
+/// Refuses more rows than a grid has blocks.
+fn a_block_for_each_row(x: &Shape) -> Result<(), String> {
+    let rows = x.iter().rev().skip(1).fold(1, |rows: usize, extent| rows.saturating_mul(*extent));
+    at_most("rows", rows, GRID_X_MAX)
 }
 
 fn at_most(what: &str, count: usize, most: usize) -> Result<(), String> {

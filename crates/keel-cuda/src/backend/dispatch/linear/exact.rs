@@ -16,6 +16,7 @@ pub(super) fn exact_rows(
     rows: usize,
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
+    expect_readable(weight, call)?;
     let split = exact_split(weight, call.choice());
     for first in (0..rows).step_by(FEW_ROWS) {
         let count = FEW_ROWS.min(rows - first);
@@ -35,6 +36,11 @@ pub(super) fn exact_rows(
         call.launch(&key, Geometry::rows(row_tiles(weight), 32 * split), &parameters)?;
     }
     Ok(())
+}
+
+/// Refuses x where `exact_rows` would read four columns at a time from a place that is no multiple of 16 bytes.
+pub(super) fn expect_readable(weight: &WeightSpec, call: &Call<'_>) -> Result<(), ArrayError> {
+    if weight.cols.is_multiple_of(4) { call.expect_aligned(&call.inputs[0], 16) } else { Ok(()) }
 }
 
 pub(super) fn exact_tiled(

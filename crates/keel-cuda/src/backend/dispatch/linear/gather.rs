@@ -2,6 +2,7 @@
 
 use super::super::support::{GRID_MAX, SHARED_BYTES};
 use super::super::{Call, Geometry};
+use super::exact::expect_readable;
 use super::few_rows::FewRows;
 use super::grouped::{Tile, half_rows_bytes, to_half_tiles};
 use super::{
@@ -21,6 +22,7 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     }
     match arithmetic(weight, call.choice()) {
         Arithmetic::Exact | Arithmetic::WidenedCodes | Arithmetic::ManyHalf => {
+            expect_readable(weight, call)?;
             let split = exact_split(weight, call.choice());
             let key = weight_key(LINEAR_EXACT, "exact_rows", weight)
                 .define("DIM_T", 1)
