@@ -36,13 +36,15 @@ pub enum Category {
     Vision,
     /// Host memory for the features of pictures that are kept.
     Features,
+    /// Host memory in which tokens are drawn, and for hidden states that wait on the host.
+    Host,
     /// Arrays that the user of the library made.
     User,
 }
 
 impl Category {
     /// All categories, in the order of reports.
-    pub const ALL: [Category; 12] = [
+    pub const ALL: [Category; 13] = [
         Category::Weights,
         Category::Kv,
         Category::Recurrent,
@@ -54,12 +56,13 @@ impl Category {
         Category::Swap,
         Category::Vision,
         Category::Features,
+        Category::Host,
         Category::User,
     ];
 
     /// Whether the memory is the host's, whatever the device is.
     const fn is_on_host(self) -> bool {
-        matches!(self, Category::Swap | Category::Features)
+        matches!(self, Category::Swap | Category::Features | Category::Host)
     }
 
     /// The name in reports and JSON.
@@ -76,6 +79,7 @@ impl Category {
             Category::Swap => "swap",
             Category::Vision => "vision",
             Category::Features => "features",
+            Category::Host => "host",
             Category::User => "user",
         }
     }

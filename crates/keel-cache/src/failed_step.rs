@@ -51,9 +51,14 @@ impl ModelCache {
         }
     }
 
+    /// Whether this cache holds the sequence's pages and state.
+    pub fn owns(&self, sequence: &SequenceCache) -> bool {
+        self.pools.is_same(&sequence.home)
+    }
+
     /// Returns an error if another cache holds the sequence's pages and state.
     pub(crate) fn expect_own(&self, sequence: &SequenceCache) -> Result<()> {
-        if self.pools.is_same(&sequence.home) { Ok(()) } else { Err(CacheError::Foreign) }
+        if self.owns(sequence) { Ok(()) } else { Err(CacheError::Foreign) }
     }
 
     /// Returns an error unless the slot holds the state after all tokens of the sequence.

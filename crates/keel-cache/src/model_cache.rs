@@ -6,7 +6,7 @@ use crate::pools::{Pools, SharedPools};
 use crate::storage::{DeviceLayers, SavedSlots};
 use crate::swap::SwapSpace;
 use crate::{
-    CacheError, CacheSize, CacheSpec, CheckpointId, HostBlockId, LayerStorage, PageAllocator, Result,
+    CacheError, CacheSize, CacheSpec, CheckpointId, HostBlockId, LayerStorage, PageAllocator, PageId, Result,
     SavedState, SequenceCache, SlotId, SwapSize,
 };
 
@@ -176,7 +176,10 @@ impl ModelCache {
     /// needed there, the sequence goes back to the start.
     ///
     /// # Errors
-    /// [`CacheError::NoCheckpoint`] if `position` is beyond the end; [`CacheError::Foreign`]; an error of the runtime.
+    /// - [`CacheError::NoCheckpoint`] if `position` is beyond the end; [`CacheError::Foreign`].
+    /// - [`CacheError::NoPages`] if the page at the end is shared and there is none for a copy; the sequence is then
+    ///   unchanged.
+    /// - An error of the runtime.
     pub fn rewind(&mut self, sequence: &mut SequenceCache, position: usize) -> Result<usize> {
         self.expect_own(sequence)?;
         if position > sequence.cached_len {
@@ -198,6 +201,7 @@ impl ModelCache {
             self.reset(sequence)?;
             return Ok(0);
         };
+        self.expect_own_page_at(sequence, at)?;
         sequence.checkpoints.retain(|saved| saved.position <= at);
         if let Some(entry) = entry {
             self.copy_slot(sequence.slot(), entry, SlotCopy::Restore)?;
@@ -234,6 +238,18 @@ impl ModelCache {
         let last = written.saturating_sub(1) / AttentionSpec::PAGE;
         let oldest = (last + 1).saturating_sub(sequence.sliding_pages.len());
         (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
+    }
+
+    /// Returns an error if a sequence that is cut to `at` tokens would have to copy its last page and no page is free for
+    /// that, not even one of those that the cut frees.
+    fn expect_own_page_at(&self, sequence: &SequenceCache, at: usize) -> Result<()> {
+        let (last, pools) = (at / AttentionSpec::PAGE, self.pools.lock());
+        let is_shared = |&page: &PageId| pools.pages.is_shared(page);
+        let copies = !at.is_multiple_of(AttentionSpec::PAGE) && is_shared(&sequence.pages[last]);
+        if copies && pools.pages.free() == 0 && sequence.pages[last + 1..].iter().all(is_shared) {
+            return Err(CacheError::NoPages { needed: 1, free: 0, total: pools.pages.total() });
+        }
+        Ok(())
     }
 
     /// Replaces a partly filled last page by the sequence's own copy, if it is shared: the next token is written there.

@@ -312,9 +312,9 @@ impl PrefixTree {
         evicted
     }
 
-    /// The remembered texts, least recently used first. A text ends at a saved state, or at a
+    /// The `most` remembered texts that were used last, least recently used first. A text ends at a saved state, or at a
     /// last block if no state is needed.
-    pub fn texts(&self) -> Vec<RememberedText> {
+    pub fn texts(&self, most: usize) -> Vec<RememberedText> {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
         };
@@ -323,6 +323,7 @@ impl PrefixTree {
             .filter(|&id| self.nodes[id.0].as_ref().is_some_and(is_end))
             .collect();
         ends.sort_by_key(|&id| self.node(id).last_used);
+        ends.drain(..ends.len().saturating_sub(most));
         ends.into_iter().map(|id| self.text_of(id)).collect()
     }
 

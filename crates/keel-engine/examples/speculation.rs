@@ -15,7 +15,7 @@ use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::speculation::{Choice, Chooser, Draft, RoundSequence, SamplerChooser, Speculation};
 use keel_engine::{
-    DRAFTS_MAX, Depth, Engine, EngineOptions, GenerateOptions, Result, Sampler, SamplerOptions,
+    DRAFTS_MAX, Depth, Engine, EngineOptions, GenerateOptions, LogitsRow, Result, Sampler, SamplerOptions,
     SpeculationCounters, SpeculationOptions, TokenIterator,
 };
 use keel_models::loading::CheckpointParameters;
@@ -35,8 +35,8 @@ struct AlwaysWrong {
 }
 
 impl Chooser for AlwaysWrong {
-    fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
-        self.chooser.draft(logits)?;
+    fn draft(&mut self, row: &mut LogitsRow) -> Result<u32> {
+        self.chooser.draft(row)?;
         let right = self.truth.get(self.given + self.drafted).copied().unwrap_or_default();
         self.drafted += 1;
         Ok((right + 1) % 4000)
@@ -56,9 +56,9 @@ impl Chooser for AlwaysWrong {
         self.chooser.retract();
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<Choice> {
+    fn choose(&mut self, row: &mut LogitsRow, draft: Option<Draft>) -> Result<Choice> {
         self.given += 1;
-        self.chooser.choose(logits, draft)
+        self.chooser.choose(row, draft)
     }
 
     fn take(&mut self, token: u32) -> Result<Choice> {
@@ -137,11 +137,11 @@ fn side_by_side(
     depth: Depth,
     is_wrong: bool,
 ) -> Result<([f64; 2], SpeculationCounters)> {
-    let (mut logits, mut ids) = (Vec::new(), Vec::new());
+    let (mut logits, mut ids) = (LogitsRow::default(), Vec::new());
     let mut plain = engine.open()?;
-    engine.prefill(&mut plain, &PROMPT, &mut logits, &mut |_| ())?;
+    engine.prefill(&mut plain, &PROMPT, &mut logits.values, &mut |_| ())?;
     let mut cache = engine.open()?;
-    engine.prefill(&mut cache, &PROMPT, &mut logits, &mut |_| ())?;
+    engine.prefill(&mut cache, &PROMPT, &mut logits.values, &mut |_| ())?;
     let options = SpeculationOptions { depth, ..Default::default() };
     let mut speculation = Speculation::new(options, engine.last_hidden()?);
     let sampler = || Sampler::new(SamplerOptions::default(), &PROMPT);
@@ -159,7 +159,7 @@ fn side_by_side(
         if decoded < truth.len() {
             let start = Instant::now();
             engine.decode(&mut [&mut plain], &[truth[decoded - 1]])?;
-            engine.logits(0, &mut logits)?;
+            engine.logits(0, &mut logits.values)?;
             assert_eq!(sampler.sample(&mut logits), truth[decoded]);
             steps[0].push(start.elapsed().as_secs_f64());
             decoded += 1;

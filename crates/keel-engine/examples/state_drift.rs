@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use keel_array::{DType, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::{Engine, EngineOptions, Sampler, SamplerOptions};
+use keel_engine::{Engine, EngineOptions, LogitsRow, Sampler, SamplerOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::compare::relative_error;
 use keel_weights::Checkpoint;
@@ -75,7 +75,7 @@ fn measure(folder: &Path, tokens: usize) -> Result<Vec<Compared>, Box<dyn Error>
             engine.logits(0, logits)?;
         }
         all.push(compare(&logits, &others));
-        token = sampler.sample(&mut logits.clone());
+        token = sampler.sample(&mut LogitsRow::from(&logits));
     }
     Ok(all)
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use keel_array::{Array, ArrayError, Executable, FailedRun, Runtime, panic_message};
+use keel_array::{Array, ArrayError, Backend, Executable, FailedRun, Runtime, panic_message};
 use work_channel::{Disconnected, ResultReceiver, WorkSender, line};
 
 use crate::step::PreparedStep;
@@ -89,6 +89,21 @@ pub(crate) struct FinishedJob {
 }
 
 impl FinishedJob {
+    /// Makes the devices of these jobs ready for a next one if a job has failed, each device once.
+    pub fn rejoin<'a>(jobs: impl Iterator<Item = &'a FinishedJob> + Clone) {
+        if jobs.clone().all(|job| job.outcome.is_ok()) {
+            return;
+        }
+        let mut devices: Vec<&dyn Backend> = Vec::new();
+        for job in jobs {
+            let device = job.step.runtime().backend();
+            if !devices.iter().any(|other| std::ptr::addr_eq(*other, device)) {
+                devices.push(device);
+            }
+        }
+        devices.into_iter().filter_map(|device| device.group()).for_each(|group| group.rejoin());
+    }
+
     /// Whether the run has changed a state of this device; `None` if that is not known.
     pub fn has_mutated(&self, state: &Array) -> Option<bool> {
         match &self.outcome {

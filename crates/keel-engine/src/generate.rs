@@ -322,13 +322,14 @@ impl Iterator for TokenIterator<'_> {
 }
 
 /// The token after a prompt that has just been run. `drawn` is that token if the device drew it.
-fn choose_first(engine: &Engine, chooser: &mut dyn Chooser, drawn: Option<u32>) -> Result<Choice> {
+fn choose_first(engine: &mut Engine, chooser: &mut dyn Chooser, drawn: Option<u32>) -> Result<Choice> {
     if let Some(token) = drawn {
         return chooser.take(token);
     }
-    let mut logits = Vec::new();
-    engine.logits(0, &mut logits)?;
-    chooser.choose(&mut logits, None)
+    engine.with_logits_row(|engine, row| {
+        engine.logits(0, &mut row.values)?;
+        chooser.choose(row, None)
+    })
 }
 
 /// As [`Engine::run_prompt`], in the decode regime.

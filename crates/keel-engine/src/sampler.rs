@@ -4,11 +4,11 @@
 //! min-p and a draw. [`keel_array::sampling`] defines the draw to the bit. Without penalties and bias, the device that
 //! has the logits draws the same token.
 
-use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use keel_array::sampling::{Draw, EXPONENT_MIN, enough, id_of, order, target, weight};
+use keel_array::sampling::Draw;
 
+use crate::logits_row::{Distribution, LogitsRow, argmax};
 use crate::{EngineError, Result};
 
 /// How tokens are drawn.
@@ -86,37 +86,44 @@ impl SamplerOptions {
 pub struct Sampler {
     options: SamplerOptions,
     random: u64,
-    /// Tokens of the prompt and generated ones. The value counts how often a token was generated.
+    /// Tokens of the prompt and generated ones. The value counts how often a token was generated. Empty without
+    /// penalties.
     seen: HashMap<u32, u32>,
-    /// Tokens that may be drawn, with their weights, most probable first. This vector and `orders` are reused for each
-    /// token.
-    candidates: Vec<(u32, u64)>,
-    orders: Vec<u64>,
 }
 
 impl Sampler {
     /// A sampler for a sequence that starts with `prompt`.
     ///
+    /// # Memory
+    /// An entry for each token of the prompt and of the answer if there are penalties. The memory for a draw is that of
+    /// the [`LogitsRow`].
+    ///
     /// # Errors
     /// [`EngineError::Option`] naming the option that is out of range.
     pub fn new(options: SamplerOptions, prompt: &[u32]) -> Result<Sampler> {
         options.check()?;
-        let seen = prompt.iter().map(|&id| (id, 0)).collect();
-        let (candidates, orders) = (Vec::new(), Vec::new());
-        Ok(Sampler { random: options.seed, options, seen, candidates, orders })
+        let mut sampler = Sampler { random: options.seed, options, seen: HashMap::new() };
+        if sampler.has_penalties() {
+            sampler.seen.extend(prompt.iter().map(|&id| (id, 0)));
+        }
+        Ok(sampler)
     }
 
     /// Draws the next token and counts it as generated. Penalties and bias overwrite the logits.
-    pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
-        let id = self.pick(logits);
+    pub fn sample(&mut self, row: &mut LogitsRow) -> u32 {
+        let id = self.pick(row);
         self.note(id);
         id
     }
 
     /// As [`Sampler::sample`], but does not count the token as generated.
-    pub(crate) fn pick(&mut self, logits: &mut [f32]) -> u32 {
-        self.penalise(logits);
-        if self.options.temperature == 0.0 { argmax(logits) } else { self.draw(logits) }
+    pub(crate) fn pick(&mut self, row: &mut LogitsRow) -> u32 {
+        self.penalise(&mut row.values);
+        if self.options.temperature == 0.0 {
+            return argmax(&row.values);
+        }
+        let uniform = self.uniform();
+        row.distribution(&self.options).draw(uniform)
     }
 
     /// How the device can draw the next token; `None` if penalties or bias change the logits. This uses up the draw's
@@ -156,8 +163,12 @@ impl Sampler {
         self.random = random;
     }
 
-    /// Counts a token as generated. Returns whether it is new: neither in the prompt nor generated before.
+    /// Counts a token as generated, if there are penalties. Returns whether it is new: neither in the prompt nor
+    /// generated before.
     pub(crate) fn note(&mut self, id: u32) -> bool {
+        if !self.has_penalties() {
+            return false;
+        }
         let is_new = !self.seen.contains_key(&id);
         *self.seen.entry(id).or_default() += 1;
         is_new
@@ -172,30 +183,23 @@ impl Sampler {
         }
     }
 
-    /// Fills `weights` with the probabilities with which [`Sampler::sample`] draws from penalised logits. Greedy: one
-    /// token.
-    pub(crate) fn distribution(&mut self, penalised: &[f32], weights: &mut Vec<(u32, f32)>) {
-        weights.clear();
-        let total = if self.options.temperature == 0.0 { 0 } else { self.shape_distribution(penalised) };
-        if total == 0 {
-            weights.push((argmax(penalised), 1.0));
-            return;
+    /// The distribution from which [`Sampler::sample`] draws, of penalised logits. Greedy: one token.
+    pub(crate) fn distribution<'a>(&self, penalised: &'a mut LogitsRow) -> Distribution<'a> {
+        let is_greedy = self.options.temperature == 0.0;
+        if is_greedy || !penalised.values.iter().any(|logit| logit.is_finite()) {
+            return penalised.certain(argmax(&penalised.values));
         }
-        let share = |weight: u64| (weight as f64 / total as f64) as f32;
-        weights.extend(self.candidates.iter().map(|&(id, weight)| (id, share(weight))));
+        penalised.distribution(&self.options)
     }
 
     /// Applies the penalties and the bias to the logits.
     pub(crate) fn penalise(&self, logits: &mut [f32]) {
         let o = &self.options;
-        if self.has_penalties() {
-            for (&id, &generated) in &self.seen {
-                let Some(logit) = logits.get_mut(id as usize) else { continue };
-                *logit =
-                    if *logit > 0.0 { *logit / o.repetition_penalty } else { *logit * o.repetition_penalty };
-                if generated > 0 {
-                    *logit -= o.presence_penalty + o.frequency_penalty * generated as f32;
-                }
+        for (&id, &generated) in &self.seen {
+            let Some(logit) = logits.get_mut(id as usize) else { continue };
+            *logit = if *logit > 0.0 { *logit / o.repetition_penalty } else { *logit * o.repetition_penalty };
+            if generated > 0 {
+                *logit -= o.presence_penalty + o.frequency_penalty * generated as f32;
             }
         }
         for &(id, bias) in &o.logit_bias {
@@ -203,55 +207,6 @@ impl Sampler {
                 *logit += bias;
             }
         }
-    }
-
-    fn draw(&mut self, logits: &[f32]) -> u32 {
-        let uniform = self.uniform();
-        let mut left = target(uniform, self.shape_distribution(logits));
-        for &(id, weight) in &self.candidates {
-            if left < weight {
-                return id;
-            }
-            left -= weight;
-        }
-        // No logit is finite.
-        0
-    }
-
-    /// Fills `candidates` with the tokens that the options allow. Returns the sum of their weights; 0 if there are
-    /// none.
-    fn shape_distribution(&mut self, logits: &[f32]) -> u64 {
-        let o = &self.options;
-        let greatest = greatest(logits, f32::MAX);
-        let exponent = |logit: f32| (logit - greatest) / o.temperature;
-        // The range is a little too wide, so some candidates may have weight 0. They come after all others.
-        let span = o.temperature * -EXPONENT_MIN;
-        let weighted = greatest - span - 1e-5 * (greatest.abs() + span)..=greatest;
-        let orders = &mut self.orders;
-        orders.clear();
-        let is_weighted = |(_, logit): &(u32, &f32)| weighted.contains(logit) && logit.is_finite();
-        orders.extend((0..).zip(logits).filter(is_weighted).map(|(id, &logit)| order(logit, id)));
-        if (1..orders.len()).contains(&o.top_k) {
-            orders.select_nth_unstable_by_key(o.top_k - 1, |&order| Reverse(order));
-            orders.truncate(o.top_k);
-        }
-        orders.sort_unstable_by_key(|&order| Reverse(order));
-        let exponent_of = |id: u32| exponent(logits[id as usize]);
-        let kept = &mut self.candidates;
-        kept.clear();
-        kept.extend(orders.iter().map(|&order| id_of(order)).map(|id| (id, weight(exponent_of(id)))));
-        if o.top_p < 1.0 {
-            let enough = enough(o.top_p, kept.iter().map(|c| c.1).sum());
-            let mut sum = 0;
-            let last = kept.iter().position(|c| {
-                sum += c.1;
-                sum >= enough
-            });
-            kept.truncate(last.map_or(kept.len(), |last| last + 1));
-        }
-        let least = o.min_p.ln();
-        kept.truncate(kept.partition_point(|&(id, _)| exponent_of(id) >= least));
-        kept.iter().map(|c| c.1).sum()
     }
 
     /// The next random number in `[0, 1)`, by splitmix64.
@@ -264,24 +219,6 @@ impl Sampler {
     }
 }
 
-/// Index of the greatest logit; the first among equals. NaN never wins.
-fn argmax(logits: &[f32]) -> u32 {
-    let greatest = greatest(logits, f32::INFINITY);
-    logits.iter().position(|&logit| logit == greatest).unwrap_or(0) as u32
-}
-
-/// The greatest logit that is at most `most`.
-fn greatest(logits: &[f32], most: f32) -> f32 {
-    // 32 independent maxima, which the compiler vectorises. With an index in each comparison it would not.
-    let mut greatest = [f32::NEG_INFINITY; 32];
-    for chunk in logits.chunks(greatest.len()) {
-        for (greatest, &logit) in greatest.iter_mut().zip(chunk) {
-            *greatest = if logit > *greatest && logit <= most { logit } else { *greatest };
-        }
-    }
-    greatest.into_iter().fold(f32::NEG_INFINITY, f32::max)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,7 +227,7 @@ mod tests {
         let mut sampler = Sampler::new(options, &[]).expect("options are in range");
         let mut counts = vec![0; logits.len()];
         for _ in 0..count {
-            counts[sampler.sample(&mut logits.to_vec()) as usize] += 1;
+            counts[sampler.sample(&mut LogitsRow::from(logits)) as usize] += 1;
         }
         counts
     }
@@ -328,15 +265,19 @@ mod tests {
     #[test]
     fn penalties_and_bias_change_the_greedy_choice() {
         let greedy = |options, prompt: &[u32]| {
-            Sampler::new(options, prompt).expect("in range").sample(&mut [1.0, 0.9, -5.0])
+            Sampler::new(options, prompt).expect("in range").sample(&mut LogitsRow::from(&[1.0, 0.9, -5.0]))
         };
         assert_eq!(greedy(SamplerOptions::default(), &[0]), 0);
         assert_eq!(greedy(SamplerOptions { repetition_penalty: 1.5, ..Default::default() }, &[0]), 1);
         assert_eq!(greedy(SamplerOptions { logit_bias: vec![(2, 10.0)], ..Default::default() }, &[]), 2);
         let mut sampler = Sampler::new(SamplerOptions { presence_penalty: 0.2, ..Default::default() }, &[0])
             .expect("in range");
-        assert_eq!(sampler.sample(&mut [1.0, 0.9, -5.0]), 0, "the prompt does not count for presence");
-        assert_eq!(sampler.sample(&mut [1.0, 0.9, -5.0]), 1);
+        assert_eq!(
+            sampler.sample(&mut LogitsRow::from(&[1.0, 0.9, -5.0])),
+            0,
+            "the prompt does not count for presence"
+        );
+        assert_eq!(sampler.sample(&mut LogitsRow::from(&[1.0, 0.9, -5.0])), 1);
     }
 
     #[test]
@@ -351,8 +292,8 @@ mod tests {
     fn odd_logits_do_not_break_it() {
         let options = SamplerOptions { temperature: 1.0, top_p: 0.9, ..Default::default() };
         let mut sampler = Sampler::new(options, &[]).expect("in range");
-        assert_eq!(sampler.sample(&mut [f32::NAN, f32::NEG_INFINITY, 1.0]), 2);
-        assert_eq!(sampler.sample(&mut [f32::NAN, f32::NAN]), 0);
+        assert_eq!(sampler.sample(&mut LogitsRow::from(&[f32::NAN, f32::NEG_INFINITY, 1.0])), 2);
+        assert_eq!(sampler.sample(&mut LogitsRow::from(&[f32::NAN, f32::NAN])), 0);
         assert!(Sampler::new(SamplerOptions { top_p: 0.0, ..Default::default() }, &[]).is_err());
     }
 }

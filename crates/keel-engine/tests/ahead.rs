@@ -303,6 +303,27 @@ fn what_else_runs_ends_what_is_under_way() {
     }
 }
 
+/// The place where such a token would be has another one.
+#[test]
+fn only_a_token_that_the_device_draws_can_be_run() {
+    let (runtime, _) = queueing(512);
+    let mut engine = engine(&demo(), &runtime, options(0));
+    let mut sequence = engine.open().expect("a slot is free");
+    let part = WorkRows::Prompt { tokens: &prompt()[..64], next: Some(prompt()[64]) };
+    let first = engine.submit(&mut [Work { draw: None, ..of(&mut sequence, part) }]).expect("runs");
+    let refused = engine.submit(&mut [Work { ahead: 64, ..of(&mut sequence, WorkRows::Drawn(0)) }]);
+    let refused = refused.expect_err("the prompt goes on").to_string();
+    assert!(refused.contains("no step under way draws the token"), "{refused}");
+    engine.take(first).expect("it runs");
+    sequence.advance(64);
+    let by_host = Work { draw: None, by_host: true, ..of(&mut sequence, WorkRows::Token(5)) };
+    let first = engine.submit(&mut [by_host]).expect("runs");
+    let refused = engine.submit(&mut [Work { ahead: 1, ..of(&mut sequence, WorkRows::Drawn(0)) }]);
+    refused.expect_err("the host draws it");
+    engine.take(first).expect("it runs");
+    engine.release(sequence);
+}
+
 /// Lets launch number `launches` fail. The tokens before it come, then the error. The sequence is then as before the
 /// step, or says that it cannot go on. Returns whether it went on.
 fn fail_at(

@@ -7,7 +7,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use common::queueing::runtimes;
 use common::{PLAIN, decoded, demo, engine, fixture, runtime};
 use keel_cache::CacheError;
-use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
+use keel_engine::{
+    Depth, Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator,
+};
 
 const PROMPT: [u32; 4] = [509, 496, 258, 420];
 
@@ -60,6 +62,44 @@ fn a_sequence_of_another_engine_is_refused() {
     own.cache_mut().rewind(&mut sequence, 0).expect("it is its own");
     drop(sequence);
     assert!(own.cache().is_idle() && other.cache().is_idle());
+}
+
+/// The other engine has fewer slots than the number of this one.
+#[test]
+fn a_sequence_of_a_larger_engine_runs_in_no_step_of_a_smaller_one() {
+    let mut larger = engine(&demo(), &runtime(2), options(0));
+    let mut smaller = engine(&demo(), &runtime(2), EngineOptions { sequences: 1, ..options(0) });
+    let first = larger.open().expect("a slot is free");
+    let mut second = decoded(&mut larger, &PROMPT, &[7, 8]);
+    let refused = smaller.decode(&mut [&mut second], &[5]).expect_err("it is not its own");
+    assert!(matches!(refused, EngineError::Cache(CacheError::Foreign)), "{refused}");
+    smaller.release(second);
+    larger.release(first);
+    assert!(larger.cache().is_idle() && smaller.cache().is_idle());
+}
+
+/// Without a page for a copy of the shared one, the sequence stays as it is, and so does the other one.
+#[test]
+fn a_sequence_that_cannot_go_back_is_unchanged() {
+    let options = EngineOptions { pool_pages: Some(1), ..options(0) };
+    let mut engine = engine(&fixture("llama"), &runtime(2), options);
+    let tokens = |seed: u32, count: u32| (0..count).map(|i| (i * 7 + seed) % 500).collect::<Vec<_>>();
+    let mut first = engine.open().expect("a slot is free");
+    let mut logits = [Vec::new(), Vec::new()];
+    engine.prefill(&mut first, &tokens(3, 256), &mut logits[0], &mut |_| ()).expect("fits");
+    let mut twin = engine.cache_mut().fork(&first).expect("a full page is shared");
+    for _ in 0..2 {
+        let refused = engine.cache_mut().rewind(&mut twin, 128).expect_err("no page is free");
+        assert!(matches!(refused, CacheError::NoPages { .. }), "{refused}");
+        assert_eq!(twin.len(), 256);
+    }
+    // Once the page is its own, it needs no other.
+    engine.release(first);
+    assert_eq!(engine.cache_mut().rewind(&mut twin, 128).expect("nothing is copied"), 128);
+    engine.prefill(&mut twin, &tokens(3, 256)[128..], &mut logits[1], &mut |_| ()).expect("fits");
+    assert_eq!(logits[0], logits[1]);
+    engine.release(twin);
+    assert!(engine.cache().is_idle());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use common::{decoded, demo, engine, expect_same_state, expected, fixture, greedy
 use keel_array::{Category, Compute};
 use keel_cache::SequenceCache;
 use keel_engine::speculation::{Chooser, RoundSequence, Speculation, SpeculationOptions};
-use keel_engine::{Depth, Engine, EngineError, GenerateOptions, SamplerOptions, TokenIterator};
+use keel_engine::{Depth, Engine, EngineError, GenerateOptions, LogitsRow, SamplerOptions, TokenIterator};
 use proptest::prelude::*;
 
 /// The fixtures with an MTP (multi-token-prediction) head.
@@ -103,8 +103,8 @@ struct Member {
 impl Member {
     fn join(engine: &mut Engine, prompt: &[u32], chooser: Adversary, options: SpeculationOptions) -> Member {
         let (mut cache, mut chooser) = (engine.open().expect("a slot is free"), chooser);
-        let mut logits = Vec::new();
-        engine.prefill(&mut cache, prompt, &mut logits, &mut |_| ()).expect("fits");
+        let mut logits = LogitsRow::default();
+        engine.prefill(&mut cache, prompt, &mut logits.values, &mut |_| ()).expect("fits");
         let speculation = Speculation::new(options, engine.last_hidden().expect("drafts were planned"));
         let first = chooser.choose(&mut logits, None).expect("free").token;
         let wanted = chooser.truth.len();

@@ -10,7 +10,9 @@ use keel_array::Compute;
 use keel_cache::SequenceCache;
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint, SequenceEvent};
 use keel_engine::speculation::{Choice, Chooser, Draft, RoundSequence, SamplerChooser, Speculation};
-use keel_engine::{EngineError, GenerateOptions, Sampler, SamplerOptions, SpeculationOptions, TokenIterator};
+use keel_engine::{
+    EngineError, GenerateOptions, LogitsRow, Sampler, SamplerOptions, SpeculationOptions, TokenIterator,
+};
 
 /// Allows odd and even tokens in turn, `end` tokens in all.
 struct Alternate {
@@ -92,8 +94,8 @@ struct Failing {
 }
 
 impl Chooser for Failing {
-    fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
-        self.chooser.draft(logits)
+    fn draft(&mut self, row: &mut LogitsRow) -> keel_engine::Result<u32> {
+        self.chooser.draft(row)
     }
 
     fn begin(&mut self) {
@@ -108,10 +110,10 @@ impl Chooser for Failing {
         self.chooser.retract();
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> keel_engine::Result<Choice> {
+    fn choose(&mut self, row: &mut LogitsRow, draft: Option<Draft>) -> keel_engine::Result<Choice> {
         self.choices_left =
             self.choices_left.checked_sub(1).ok_or_else(|| EngineError::Constraint("it fails".into()))?;
-        self.chooser.choose(logits, draft)
+        self.chooser.choose(row, draft)
     }
 
     fn take(&mut self, token: u32) -> keel_engine::Result<Choice> {

@@ -13,7 +13,7 @@ use std::io::Cursor;
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage};
 
-use crate::{Picture, Result, VisionError, jpeg, video_file, work_limit};
+use crate::{Picture, Result, VisionError, jpeg, video_file, webp, work_limit};
 
 /// Bounds on a picture and its file. They are checked before memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +129,9 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
     let (own, converted) = (pixels * pixel_bytes, if pixel_bytes == 3 { 0 } else { 3 * pixels });
     let decoded = match format {
         ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 2 * file_bytes),
-        ImageFormat::WebP => webp_bytes(bytes, width, height, own, converted),
+        ImageFormat::WebP => {
+            webp_bytes(bytes, width, height, own, converted) + webp::table_bytes(bytes, pixels)?
+        }
         ImageFormat::Gif => {
             let of_frame = video_file::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
             own + converted.max(4 * of_frame)
@@ -147,7 +149,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
     Ok(Measured { width, height, decode_bytes: decoded.max(turned).max(2 * file_bytes) + DECODER_BYTES_MIN })
 }
 
-/// The most bytes of heap while a WebP file is decoded.
+/// The most bytes of heap while a WebP file is decoded, without the tables of lossless ones.
 fn webp_bytes(bytes: &[u8], width: u32, height: u32, own: u64, converted: u64) -> u64 {
     let side = |n: u32| u64::from(n.next_multiple_of(16));
     let planes = side(width) * side(height) * 3 / 2;

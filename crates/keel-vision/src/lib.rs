@@ -25,6 +25,7 @@ mod resample;
 mod size;
 mod video;
 mod video_file;
+mod webp;
 mod work_limit;
 
 pub use crops::{PanAndScan, crops};

@@ -107,6 +107,74 @@ fn lossless(image: &DynamicImage) -> Vec<u8> {
     bytes
 }
 
+/// Bits of a WebP stream, the lowest of a byte first.
+#[derive(Default)]
+struct BitWriter(Vec<bool>);
+
+impl BitWriter {
+    fn write(&mut self, value: usize, count: usize) {
+        self.0.extend((0..count).map(|i| value >> i & 1 == 1));
+    }
+
+    /// A code of one symbol of 8 bits.
+    fn single(&mut self, symbol: usize) {
+        self.write(0b101, 3);
+        self.write(symbol, 8);
+    }
+
+    /// A code whose lengths are 1 to 9, 10 and 10: the decoder's table for it has 1,024 entries.
+    fn long(&mut self) {
+        self.write(0, 1);
+        self.write(14 - 4, 4);
+        // Lengths of the codes of the lengths 1 to 10: six times 3 and four times 4.
+        for symbol in [17, 18, 0, 1, 2, 3, 4, 5, 16, 6, 7, 8, 9, 10] {
+            self.write(
+                [0, 3, 4][usize::from((1..=10).contains(&symbol)) + usize::from((7..=10).contains(&symbol))],
+                3,
+            );
+        }
+        // 11 lengths are stored.
+        self.write(1, 1);
+        self.write(1, 3);
+        self.write(11 - 2, 4);
+        for length in (1..=10).chain([10]) {
+            let (code, bits) = if length <= 6 { (length - 1, 3) } else { (12 + length - 7, 4) };
+            (0..bits).rev().for_each(|bit| self.write(code >> bit, 1));
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let byte = |bits: &[bool]| (0..).zip(bits).map(|(i, &bit)| u8::from(bit) << i).sum();
+        self.0.chunks(8).map(byte).collect()
+    }
+}
+
+/// A lossless WebP picture of 8 x 8 pixels with this many groups of codes. Its pixels use the last one.
+fn many_groups(groups: usize) -> Vec<u8> {
+    let mut bits = BitWriter::default();
+    bits.write(0x2f, 8);
+    bits.write(7, 14);
+    bits.write(7, 14);
+    // No alpha, version 0, no transform, no remembered colours; groups by blocks of 4 x 4 pixels.
+    bits.write(0, 1 + 3 + 1 + 1);
+    bits.write(1, 1);
+    bits.write(0, 3);
+    // The picture of the groups: every pixel has the same number, in its red and green.
+    bits.write(0, 1);
+    [(groups - 1) % 256, (groups - 1) / 256, 0, 0, 0].into_iter().for_each(|symbol| bits.single(symbol));
+    (0..5 * groups).for_each(|_| bits.long());
+    // Each value of each pixel is the symbol 0.
+    (0..4 * 64).for_each(|_| bits.write(0, 1));
+    let payload = bits.bytes();
+    let mut file = b"RIFF".to_vec();
+    file.extend((12 + payload.len() as u32).to_le_bytes());
+    file.extend(b"WEBPVP8L");
+    file.extend((payload.len() as u32).to_le_bytes());
+    file.extend(payload);
+    file.resize(file.len().next_multiple_of(2), 0);
+    file
+}
+
 fn gif(frames: usize, width: u32, height: u32) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut encoder = GifEncoder::new_with_speed(&mut bytes, 30);
@@ -138,6 +206,7 @@ fn pictures() -> Vec<(&'static str, Vec<u8>)> {
         ("turned gray JPEG", turned(&wide.to_luma8().into())),
         ("WebP", lossless(&wide)),
         ("WebP with alpha", lossless(&wide.to_rgba8().into())),
+        ("WebP with many groups of codes", many_groups(2000)),
         ("lossy WebP", include_bytes!("data/lossy.webp").to_vec()),
         ("lossy WebP with alpha", include_bytes!("data/lossy_alpha.webp").to_vec()),
         ("GIF", gif(1, 1200, 900)),

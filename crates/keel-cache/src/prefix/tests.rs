@@ -106,7 +106,7 @@ fn a_second_state_at_a_place_is_freed() {
     assert_eq!(tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
     assert_eq!(tree.insert(&text(&[1]), &pages(&[8]), pools.take_checkpoint()), Inserted::default());
     assert_eq!(free(&pools), [2, 1]);
-    assert_eq!(tree.texts(), [RememberedText { tokens: text(&[1]), pages: pages(&[7]), state: state(0) }]);
+    assert_eq!(tree.texts(9), [RememberedText { tokens: text(&[1]), pages: pages(&[7]), state: state(0) }]);
 }
 
 /// The ordered sets hold what a scan of all nodes finds.

@@ -88,10 +88,11 @@ impl Batcher {
         let can_go = |running: &Running| {
             running.reading.is_none() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
-        let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
+        let by_host = self.running.iter().filter(|running| !running.draws_ahead());
+        let (answers, prompts): (Vec<_>, Vec<_>) = by_host.partition(|running| running.is_answering());
         self.engine.runs_ahead()
             && !self.is_careful
-            && for_host <= self.engine.host_rows_max()
+            && answers.len().max(prompts.len()) <= self.engine.host_rows_max()
             && self.running.iter().all(can_go)
             && !self.wants_drafts()
             && self.finds_pages_ahead()

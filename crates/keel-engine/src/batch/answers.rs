@@ -131,7 +131,10 @@ impl Batcher {
         i: usize,
         read: impl FnOnce(&Engine, &mut Vec<f32>) -> Result<()>,
     ) -> Result<Drawn> {
-        read(&self.engine, &mut self.logits)?;
-        self.running[i].draw(&mut self.logits)
+        let running = &mut self.running[i];
+        self.engine.with_logits_row(|engine, row| {
+            read(engine, &mut row.values)?;
+            running.draw(row)
+        })
     }
 }

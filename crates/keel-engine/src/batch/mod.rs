@@ -105,7 +105,6 @@ pub struct Batcher {
     failed_steps: u64,
     /// Whether one has failed because a device is lost.
     is_device_lost: bool,
-    logits: Vec<f32>,
     /// Hidden states of the rows that are being added up.
     row_hidden: Vec<f32>,
     events: Vec<SequenceEvent>,
@@ -137,7 +136,6 @@ impl Batcher {
             plain_steps: 0,
             failed_steps: 0,
             is_device_lost: false,
-            logits: Vec::new(),
             row_hidden: Vec::new(),
             events: Vec::new(),
         }

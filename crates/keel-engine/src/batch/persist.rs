@@ -62,8 +62,7 @@ impl Batcher {
         folder: PrefixFolder<'_>,
         written: &mut Vec<PathBuf>,
     ) -> Result<Vec<SavedPrefix>> {
-        let mut texts = self.prefixes.tree().texts();
-        texts.drain(..texts.len().saturating_sub(PrefixFolder::TEXTS_MAX));
+        let texts = self.prefixes.tree().texts(PrefixFolder::TEXTS_MAX);
         let mut entries = Vec::new();
         for (i, RememberedText { tokens: key, pages, state }) in texts.into_iter().enumerate() {
             let PrefixText { mut tokens, is_long } = text_of(key);

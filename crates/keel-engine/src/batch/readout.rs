@@ -105,10 +105,10 @@ impl Batcher {
         let values = match &reading.wanted {
             Readout::LastHidden => self.engine.last_hidden_of(row),
             Readout::MeanHidden => Ok(reading.mean(running.prompt_len)),
-            Readout::Logits(ids) => self
-                .engine
-                .logits(row, &mut self.logits)
-                .map(|()| ids.iter().map(|&id| self.logits[id as usize]).collect()),
+            Readout::Logits(ids) => self.engine.with_logits_row(|engine, logits| {
+                engine.logits(row, &mut logits.values)?;
+                Ok(ids.iter().map(|&id| logits.values[id as usize]).collect())
+            }),
         };
         let id = running.id;
         Some(values.map(|values| {

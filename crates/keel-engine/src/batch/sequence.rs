@@ -13,7 +13,7 @@ use super::policy::PromptRest;
 use super::readout::Reading;
 use super::request::{BatchRequest, SequenceId, SequenceStatus};
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
-use crate::{Engine, FinishReason, PREFILL_GRID, Result, Sampler};
+use crate::{Engine, FinishReason, LogitsRow, PREFILL_GRID, Result, Sampler};
 
 /// A request that has memory.
 pub(super) struct Running {
@@ -304,9 +304,9 @@ impl Running {
     }
 
     /// Draws the next token from the logits, which are overwritten.
-    pub fn draw(&mut self, logits: &mut [f32]) -> Result<Drawn> {
+    pub fn draw(&mut self, row: &mut LogitsRow) -> Result<Drawn> {
         self.chooser.begin();
-        let choice = self.chooser.choose(logits, None)?;
+        let choice = self.chooser.choose(row, None)?;
         Ok(self.take(&[choice.token], choice.is_last))
     }
 

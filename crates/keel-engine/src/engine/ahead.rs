@@ -192,8 +192,10 @@ impl Engine {
 
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
         let before = self.in_flight.back().map_or(&[][..], |step| &step.items);
-        let drawn = before.len();
-        let for_host = work.iter().filter(|work| work.by_host).count();
+        let is_drawn = |of: usize| before.get(of).is_some_and(|item| item.is_drawn);
+        let by_host =
+            |regime| work.iter().filter(|work| work.by_host && work.rows.regime() == regime).count();
+        let for_host = by_host(Regime::Decode).max(by_host(Regime::Prefill));
         let reason = if self.in_flight.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
         } else if let Some(reason) = self.refused_rows(work, self.options.sequences) {
@@ -201,11 +203,11 @@ impl Engine {
         } else if !self.runs_ahead() {
             let name = self.runtime().backend().name();
             format!("{name} runs no step while the host goes on: use `decode` and `prefill_chunks`")
-        } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if of >= drawn)) {
+        } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if !is_drawn(of))) {
             "no step under way draws the token of a sequence".into()
         } else if for_host > self.host_rows_max() {
             let most = self.host_rows_max();
-            format!("the host draws {for_host} tokens of a step; the logits of at most {most} are kept")
+            format!("the host draws {for_host} tokens of a regime; the logits of at most {most} are kept")
         } else if for_host > 0 && before.iter().any(|item| item.kept.is_some()) {
             "the step under way keeps logits for the host; take its tokens first".into()
         } else {

@@ -41,6 +41,7 @@ impl Engine {
 
     /// Commits the rest if a failed step was committing.
     pub(crate) fn finish_commit(&mut self, sequence: &mut SequenceCache) -> Result<()> {
+        self.cache.expect_whole(sequence)?;
         if self.cache.failed_step(sequence).is_some() { self.commit(sequence) } else { Ok(()) }
     }
 }

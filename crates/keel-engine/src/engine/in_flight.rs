@@ -136,11 +136,7 @@ impl EndedRun {
     /// end in this call, and their results are undefined.
     pub fn rejoin<'a>(runs: impl Iterator<Item = &'a EndedRun> + Clone) {
         // A program of the lead alone may be the one that has failed.
-        if runs.clone().any(EndedRun::has_failed) {
-            let devices = runs.flat_map(|run| &run.devices);
-            let groups = devices.filter_map(|ended| ended.step.runtime().backend().group());
-            groups.for_each(|group| group.rejoin());
-        }
+        FinishedJob::rejoin(runs.flat_map(|run| &run.devices));
     }
 
     /// The tokens that it drew; none if it has failed.

@@ -5,6 +5,7 @@ mod all_logits;
 mod commit;
 pub(crate) mod failures;
 mod hidden;
+mod host_memory;
 pub(crate) mod in_flight;
 mod prompts;
 mod ready;
@@ -22,6 +23,7 @@ use keel_models::vision::VisionConfig;
 use serde_json::Value;
 
 use crate::device_thread::DeviceThread;
+use crate::engine::host_memory::HostMemory;
 use crate::engine::in_flight::{InFlightSteps, StepTimer, Taken};
 use crate::options::EngineOptions;
 use crate::speculation::{Costs, RoundHidden};
@@ -62,8 +64,7 @@ pub struct Engine {
     pub(crate) options: EngineOptions,
     /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
-    /// Logits of a row of the last round. The memory is used again.
-    pub(crate) row_logits: Vec<f32>,
+    host_memory: HostMemory,
     /// The hidden states that the last successful round has left on the device.
     pub(crate) round_hidden: Option<Arc<RoundHidden>>,
     /// The work done until the engine was ready.
@@ -171,10 +172,11 @@ impl Engine {
             tower_runtime: tower.cloned(),
             options,
             costs,
-            row_logits: Vec::new(),
+            host_memory: HostMemory::default(),
             round_hidden: None,
             ready: None,
         };
+        engine.host_memory = engine.allocate_host_memory()?;
         engine.prepare_steps()?;
         engine.runtimes().for_each(|runtime| runtime.ledger().freeze());
         Ok(engine)
@@ -217,7 +219,7 @@ impl Engine {
     /// Ends a sequence and takes its memory back. Steps under way may have rows of it. If one fails, that says nothing
     /// about the next owner of its slot.
     pub fn release(&mut self, sequence: SequenceCache) {
-        if !sequence.is_parked() {
+        if !sequence.is_parked() && self.cache.owns(&sequence) {
             self.in_flight.forget_slot(sequence.slot());
             self.microbatches.forget_slot(sequence.slot());
         }

@@ -3,7 +3,8 @@
 //! A draft `d` was drawn from the MTP head's distribution `q`; the model's distribution is `p`. With probability
 //! `min(1, p(d) / q(d))` the draft stays. Otherwise the token is drawn from `max(p - q, 0)`, normalised. Either way the
 //! token's distribution is `p`. Both `p` and `q` are taken after penalties, bias, constraint, temperature and filters.
-//! A greedy distribution has one token, so a draft stays if it is the model's token.
+//! Any `q` will do, so it has the [`PROPOSED_TOKENS_MAX`] most probable tokens alone, which bounds its memory. A greedy
+//! distribution has one token, so a draft stays if it is the model's token.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,7 +12,10 @@ use std::time::Duration;
 use keel_array::sampling::Draw;
 
 use crate::batch::{Constraint, TokenLogprobs};
-use crate::{EngineError, Result, Sampler};
+use crate::{EngineError, LogitsRow, Result, Sampler};
+
+/// The most tokens of a draft's distribution.
+const PROPOSED_TOKENS_MAX: usize = 256;
 
 /// The token chosen after a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +73,7 @@ pub trait Chooser {
     ///
     /// # Errors
     /// An error of the constraint.
-    fn draft(&mut self, logits: &mut [f32]) -> Result<u32>;
+    fn draft(&mut self, row: &mut LogitsRow) -> Result<u32>;
 
     /// Begins a round, with the first of the draws whose tokens were not taken. [`Chooser::abandon`] returns to this
     /// state.
@@ -79,14 +83,15 @@ pub trait Chooser {
     /// cannot go back, the chooser fails from then on.
     fn abandon(&mut self);
 
-    /// Ends drafting. The state is that before the first draft of the round, as after [`Chooser::abandon`].
+    /// Ends drafting: the drafts do not count as tokens any more. Random numbers that they took stay taken; a draft must
+    /// not be judged with the number that it was drawn with.
     fn retract(&mut self);
 
     /// Chooses the token after a row with these logits, which are overwritten. `draft` is the draft for its place.
     ///
     /// # Errors
     /// An error of the constraint.
-    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<Choice>;
+    fn choose(&mut self, row: &mut LogitsRow, draft: Option<Draft>) -> Result<Choice>;
 
     /// Takes a token that was found without this chooser, such as one that the device drew.
     ///
@@ -100,6 +105,9 @@ pub trait Chooser {
 ///
 /// The constraint binds the first draft alone, because the masks of later ones would be computed while others of the
 /// round wait. A draft that it forbids is not kept.
+///
+/// # Memory
+/// At most 2 KiB for each draft of a round that was sampled on the host.
 pub struct SamplerChooser {
     sampler: Sampler,
     constraint: Option<Box<dyn Constraint>>,
@@ -120,13 +128,14 @@ pub struct SamplerChooser {
     random: u64,
     /// The random state before each draw that was made and whose token was not taken.
     drawn_from: VecDeque<u64>,
-    /// The drafts of the round, each with the distribution it was drawn from. Reused from round to round.
-    proposals: Vec<(u32, Vec<(u32, f32)>)>,
-    target: Vec<(u32, f32)>,
-    residual: Residual,
+    /// The drafts of the round. Reused from round to round.
+    proposed: Vec<Proposed>,
 }
 
 impl SamplerChooser {
+    /// The most bytes of a draft that was sampled on the host.
+    pub(crate) const DRAFT_BYTES: usize = PROPOSED_TOKENS_MAX * size_of::<(u32, f32)>();
+
     /// Tokens in `end_tokens` end the sequence.
     pub fn new(
         sampler: Sampler,
@@ -145,9 +154,7 @@ impl SamplerChooser {
             random: sampler.random(),
             drawn_from: VecDeque::new(),
             sampler,
-            proposals: Vec::new(),
-            target: Vec::new(),
-            residual: Residual::default(),
+            proposed: Vec::new(),
         }
     }
 
@@ -169,17 +176,16 @@ impl SamplerChooser {
     }
 
     /// The token after a row, as [`Chooser::choose`] chooses it.
-    fn pick(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<u32> {
-        self.process(logits)?;
-        let Some(Draft { index, token: draft }) = draft else { return Ok(self.sampler.pick(logits)) };
-        self.sampler.penalise(logits);
-        self.sampler.distribution(logits, &mut self.target);
+    fn pick(&mut self, row: &mut LogitsRow, draft: Option<Draft>) -> Result<u32> {
+        self.process(&mut row.values)?;
+        let Some(Draft { index, token: draft }) = draft else { return Ok(self.sampler.pick(row)) };
+        self.sampler.penalise(&mut row.values);
         let uniforms = [self.sampler.uniform(), self.sampler.uniform()];
         // A draft that was not drawn here counts as proposed with probability 1.
         let certain = [(draft, 1.0)];
-        let drawn = self.proposals.get(index).filter(|(proposed, _)| *proposed == draft);
-        let q = drawn.map_or(&certain[..], |(_, distribution)| distribution);
-        Ok(self.residual.judge(&self.target, q, draft, uniforms))
+        let drawn = self.proposed.get(index).filter(|proposed| proposed.token == draft);
+        let q = drawn.map_or(&certain[..], |proposed| &proposed.distribution);
+        Ok(self.sampler.distribution(row).judge(q, draft, uniforms))
     }
 
     /// Counts a chosen token and passes it to the constraint.
@@ -193,6 +199,14 @@ impl SamplerChooser {
         }
         Ok(Choice { token, is_last })
     }
+}
+
+/// A draft that was drawn from the logits of the MTP head.
+#[derive(Default)]
+struct Proposed {
+    token: u32,
+    /// The tokens that it was drawn from with their probabilities, by token.
+    distribution: Vec<(u32, f32)>,
 }
 
 /// A token that the sampler can forget.
@@ -278,19 +292,23 @@ impl Chooser for SamplerChooser {
         }
     }
 
-    fn draft(&mut self, logits: &mut [f32]) -> Result<u32> {
+    fn draft(&mut self, row: &mut LogitsRow) -> Result<u32> {
         let at = self.drafted.len();
         if at == 0 {
-            self.process(logits)?;
+            self.process(&mut row.values)?;
         }
-        self.sampler.penalise(logits);
-        if self.proposals.len() == at {
-            self.proposals.push(Default::default());
+        self.sampler.penalise(&mut row.values);
+        let uniform = self.sampler.uniform();
+        let q = self.sampler.distribution(row).first(PROPOSED_TOKENS_MAX);
+        if self.proposed.len() == at {
+            self.proposed.push(Proposed::default());
         }
-        let (proposed, distribution) = &mut self.proposals[at];
-        self.sampler.distribution(logits, distribution);
-        let token = draw(distribution, self.sampler.uniform());
-        *proposed = token;
+        let Proposed { token, distribution } = &mut self.proposed[at];
+        *token = q.draw(uniform);
+        distribution.clear();
+        distribution.extend(q.tokens());
+        distribution.sort_unstable_by_key(|&(id, _)| id);
+        let token = *token;
         self.drafted.push(Noted { token, was_new: self.sampler.note(token) });
         Ok(token)
     }
@@ -299,65 +317,18 @@ impl Chooser for SamplerChooser {
         forget(&mut self.drafted, &mut self.sampler);
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> Result<Choice> {
-        let raw = self.top_logprobs.map(|count| (logits.to_vec(), count));
-        let token = self.pick(logits, draft)?;
-        self.logprobs.extend(raw.map(|(raw, count)| TokenLogprobs::of(&raw, token, count)));
+    fn choose(&mut self, row: &mut LogitsRow, draft: Option<Draft>) -> Result<Choice> {
+        if self.top_logprobs.is_some() {
+            row.keep_raw();
+        }
+        let token = self.pick(row, draft)?;
+        self.logprobs.extend(self.top_logprobs.map(|count| row.logprobs(token, count)));
         self.chosen(token)
     }
 
     fn take(&mut self, token: u32) -> Result<Choice> {
         self.drawn_from.pop_front();
         self.chosen(token)
-    }
-}
-
-/// Draws from a distribution.
-fn draw(distribution: &[(u32, f32)], uniform: f32) -> u32 {
-    let mut left = uniform;
-    for &(id, p) in distribution {
-        left -= p;
-        if left < 0.0 {
-            return id;
-        }
-    }
-    // Rounding may leave a small rest; the most probable token gets it.
-    distribution[0].0
-}
-
-/// Rejection sampling.
-#[derive(Debug, Default)]
-pub(super) struct Residual {
-    /// q by id; zero between calls.
-    q: Vec<f32>,
-    rest: Vec<(u32, f32)>,
-}
-
-impl Residual {
-    /// Keeps `draft`, which was drawn from `q`, or draws another token. The result has the distribution `p`.
-    pub fn judge(&mut self, p: &[(u32, f32)], q: &[(u32, f32)], draft: u32, [keep, other]: [f32; 2]) -> u32 {
-        let of = |distribution: &[(u32, f32)]| {
-            distribution.iter().find(|&&(id, _)| id == draft).map_or(0.0, |&(_, weight)| weight)
-        };
-        if keep * of(q) < of(p) {
-            return draft;
-        }
-        let ids = p.iter().chain(q).map(|&(id, _)| id as usize + 1).max().unwrap_or(0);
-        if self.q.len() < ids {
-            self.q.resize(ids, 0.0);
-        }
-        q.iter().for_each(|&(id, weight)| self.q[id as usize] = weight);
-        self.rest.clear();
-        self.rest.extend(p.iter().map(|&(id, weight)| (id, (weight - self.q[id as usize]).max(0.0))));
-        q.iter().for_each(|&(id, _)| self.q[id as usize] = 0.0);
-        let total: f32 = self.rest.iter().map(|&(_, weight)| weight).sum();
-        if total <= 0.0 {
-            // p and q are equal up to rounding, so any draw from p will do.
-            return draw(p, other);
-        }
-        self.rest.iter_mut().for_each(|(_, weight)| *weight /= total);
-        self.rest.retain(|&(_, weight)| weight > 0.0);
-        draw(&self.rest, other)
     }
 }
 

@@ -12,7 +12,7 @@ use super::passes::Passes;
 use super::round::{Proposal, RoundSequence};
 use crate::options::{DRAFTS_MAX, MTP_LAG_MAX};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
-use crate::{Engine, Result};
+use crate::{Engine, EngineError, Result};
 
 impl Engine {
     /// Runs rows that the head lags behind, if they reach `MTP_LAG_MAX` or are more than a drafting pass holds.
@@ -107,7 +107,7 @@ impl Engine {
         if deepest == 0 {
             return Ok(());
         }
-        let (width, mut logits) = (self.model().config.hidden, Vec::new());
+        let width = self.model().config.hidden;
         let mut order: Vec<usize> = (0..batch.len()).collect();
         order.sort_by_key(|&i| Reverse(proposals[i].depth));
         order.iter().enumerate().for_each(|(row, &i)| proposals[i].row = row);
@@ -146,8 +146,11 @@ impl Engine {
                 let draft = if proposals[i].draws.is_some() {
                     drawn[row]
                 } else {
-                    self.stepper.read_row_logits(row, &mut logits)?;
-                    batch[i].chooser.draft(&mut logits).unwrap_or_else(|error| {
+                    let drafted = self.with_logits_row(|engine, logits| {
+                        engine.stepper.read_row_logits(row, &mut logits.values)?;
+                        Ok::<_, EngineError>(batch[i].chooser.draft(logits))
+                    })?;
+                    drafted.unwrap_or_else(|error| {
                         // Its other drafts do not matter any more.
                         proposals[i].failure.get_or_insert(error);
                         0

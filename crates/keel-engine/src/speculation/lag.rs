@@ -65,11 +65,13 @@ pub(super) struct Lag {
 }
 
 impl Lag {
+    /// The most rows whose hidden states may wait on the host. Memory for them is reserved once.
+    pub const ROWS_MAX: usize = 1 + MTP_LAG_MAX + DRAFTS_MAX;
+
     /// The last row of a prompt, with this hidden state.
     pub fn after_prompt(mut hidden: Vec<f32>) -> Lag {
         let width = hidden.len();
-        // Memory for as many rows as may ever wait, reserved once.
-        hidden.reserve_exact((MTP_LAG_MAX + DRAFTS_MAX) * width);
+        hidden.reserve_exact((Lag::ROWS_MAX - 1) * width);
         Lag { tokens: Vec::new(), hidden, width, of_round: None }
     }
 

@@ -62,6 +62,11 @@ pub struct Speculation {
 }
 
 impl Speculation {
+    /// The most bytes of a sequence with hidden states of `width` values.
+    pub(crate) fn bytes_max(width: usize) -> usize {
+        Lag::ROWS_MAX * width * size_of::<f32>()
+    }
+
     /// For a sequence whose prompt has just been run. `last_hidden` is the hidden state of its last token, from
     /// [`crate::Engine::last_hidden`].
     pub fn new(options: SpeculationOptions, last_hidden: Vec<f32>) -> Speculation {

@@ -280,8 +280,6 @@ impl Engine {
         drawn: &[u32],
         hidden: Option<Arc<RoundHidden>>,
     ) -> Result<Vec<Result<Round>>> {
-        // Reused from round to round. A failed round drops it.
-        let mut logits = std::mem::take(&mut self.row_logits);
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         let until = Instant::now() + MASK_PATIENCE;
         for (sequence, proposal) in batch.iter_mut().zip(proposals.iter_mut()) {
@@ -289,7 +287,7 @@ impl Engine {
             row += proposal.drafts.len() + 1;
             all.push(match proposal.failure.take() {
                 Some(failure) => Err(failure),
-                None => match self.choose_tokens(sequence, proposal, drawn, &mut logits, until) {
+                None => match self.choose_tokens(sequence, proposal, drawn, until) {
                     Ok(round) => round,
                     Err(error) if self.leaves_open() || self.can_take_back() => return Err(error),
                     // Without a log the state has moved on, so the round cannot be repeated.
@@ -297,7 +295,6 @@ impl Engine {
                 },
             });
         }
-        self.row_logits = logits;
         if let Some(hidden) = hidden {
             self.note_round_hidden(batch, proposals, &all, hidden)?;
         }
@@ -310,11 +307,10 @@ impl Engine {
     /// # Errors
     /// Logits could not be read.
     fn choose_tokens(
-        &self,
+        &mut self,
         sequence: &mut RoundSequence<'_>,
         proposal: &Proposal,
         drawn: &[u32],
-        logits: &mut Vec<f32>,
         until: Instant,
     ) -> Result<Result<Round>> {
         let (drafts, row) = (&proposal.drafts, proposal.open_row);
@@ -330,10 +326,11 @@ impl Engine {
             let choice = match draft {
                 Some(draft) if optimistic => sequence.chooser.take(draft),
                 _ if proposal.draws.is_some() => sequence.chooser.take(drawn[row + i]),
-                _ => {
-                    self.stepper.read_row_logits(row + i, logits)?;
-                    sequence.chooser.choose(logits, draft.map(|token| Draft { index: i, token }))
-                }
+                _ => self.with_logits_row(|engine, logits| {
+                    engine.stepper.read_row_logits(row + i, &mut logits.values)?;
+                    let draft = draft.map(|token| Draft { index: i, token });
+                    Ok::<_, EngineError>(sequence.chooser.choose(logits, draft))
+                })?,
             };
             let choice = match choice {
                 Ok(choice) => choice,

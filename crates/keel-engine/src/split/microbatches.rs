@@ -87,10 +87,7 @@ impl Drop for Microbatches {
     fn drop(&mut self) {
         let runs = self.steps.iter_mut().filter_map(|step| step.run.take());
         let ended: Vec<FinishedJob> = runs.flat_map(MicrobatchRun::wait).collect();
-        if ended.iter().any(|ended| ended.outcome.is_err()) {
-            let groups = ended.iter().filter_map(|ended| ended.step.runtime().backend().group());
-            groups.for_each(|group| group.rejoin());
-        }
+        FinishedJob::rejoin(ended.iter());
     }
 }
 

@@ -227,13 +227,12 @@ impl Buckets {
 }
 
 /// Whether steps on these devices run ahead of the host. Several devices must have a share of every layer and be in
-/// this process, and the tokens of all sequences must come to the host with a step.
+/// this process. The tokens of all sequences must come to the host with a step.
 fn runs_ahead<'a>(
     options: &EngineOptions,
     mut devices: impl Iterator<Item = (&'a dyn Backend, &'a Part)> + Clone,
 ) -> bool {
-    let is_alone = devices.clone().nth(1).is_none();
-    let fits = is_alone || options.sequences * size_of::<u32>() <= RESULT_BYTES_MAX;
+    let fits = options.sequences * size_of::<u32>() <= RESULT_BYTES_MAX;
     let is_here = |backend: &dyn Backend| backend.group().is_none_or(|group| !group.spans_processes());
     fits && devices.all(|(backend, part)| backend.is_queueing() && is_here(backend) && part.is_last())
 }

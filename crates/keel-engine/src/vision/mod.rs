@@ -319,6 +319,9 @@ impl VisionRunner {
         }
         let rows = self.tower.config.rows_of(job.grid.h, job.grid.w);
         for (output, level) in self.outputs.iter().zip(&mut job.features.levels) {
+            if level.is_empty() {
+                level.reserve_exact(rows * job.grid.t * self.tower.config.text_hidden);
+            }
             append_rows(output, 0, rows, level)?;
         }
         if job.done < pieces * job.grid.t {

@@ -2,7 +2,7 @@
 
 use keel_array::sampling::Draw;
 use keel_engine::speculation::{Choice, Chooser, Draft, SamplerChooser};
-use keel_engine::{Sampler, SamplerOptions};
+use keel_engine::{LogitsRow, Sampler, SamplerOptions};
 
 /// Which drafts are proposed.
 #[derive(Clone)]
@@ -53,8 +53,8 @@ impl Chooser for Adversary {
         self.chooser.forget_draws(count);
     }
 
-    fn draft(&mut self, logits: &mut [f32]) -> keel_engine::Result<u32> {
-        let own = self.chooser.draft(logits)?;
+    fn draft(&mut self, row: &mut LogitsRow) -> keel_engine::Result<u32> {
+        let own = self.chooser.draft(row)?;
         let right = self.truth.get(self.given + self.drafted).copied().unwrap_or_default();
         self.drafted += 1;
         let is_right = match &mut self.drafter {
@@ -84,9 +84,9 @@ impl Chooser for Adversary {
         self.chooser.retract();
     }
 
-    fn choose(&mut self, logits: &mut [f32], draft: Option<Draft>) -> keel_engine::Result<Choice> {
+    fn choose(&mut self, row: &mut LogitsRow, draft: Option<Draft>) -> keel_engine::Result<Choice> {
         self.given += 1;
-        self.chooser.choose(logits, draft)
+        self.chooser.choose(row, draft)
     }
 
     fn take(&mut self, token: u32) -> keel_engine::Result<Choice> {

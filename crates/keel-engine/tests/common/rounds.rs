@@ -4,7 +4,9 @@ use std::sync::atomic::Ordering;
 
 use keel_cache::SequenceCache;
 use keel_engine::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
-use keel_engine::{Depth, Engine, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions};
+use keel_engine::{
+    Depth, Engine, LogitsRow, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions,
+};
 
 use super::queueing::Queueing;
 
@@ -23,8 +25,8 @@ pub struct Member {
 impl Member {
     pub fn join(engine: &mut Engine, prompt: &[u32], depth: usize, sampler: SamplerOptions) -> Member {
         let mut cache = engine.open().expect("a slot is free");
-        let mut logits = Vec::new();
-        engine.prefill(&mut cache, prompt, &mut logits, &mut |_| ()).expect("fits");
+        let mut logits = LogitsRow::default();
+        engine.prefill(&mut cache, prompt, &mut logits.values, &mut |_| ()).expect("fits");
         let options = SpeculationOptions { depth: Depth::Fixed(depth), ..Default::default() };
         let speculation = Speculation::new(options, engine.last_hidden().expect("drafts were planned"));
         let sampler = Sampler::new(sampler, prompt).expect("in range");

@@ -1,7 +1,7 @@
 //! Parses requests as the endpoints do, up to the call of the engine. The fuzz targets and the test with seeded
 //! mutations use it.
 
-use keel_engine::Sampler;
+use keel_engine::{LogitsRow, Sampler};
 use keel_text::StopMatcher;
 
 use crate::api::anthropic;
@@ -85,8 +85,8 @@ fn prepare(ask: &EngineRequest, text: &ServedText, vocab: usize) -> Result<()> {
     let Some(compiled) = text.grammars.compile(grammar, 1)?.pop() else { return Ok(()) };
     let mut constraint = text.grammars.constraint(compiled, &ask.form);
     for _ in 0..DRAWN {
-        let mut logits = vec![0.0; vocab];
-        if constraint.is_complete() || constraint.mask(&mut logits).is_err() {
+        let mut logits = LogitsRow::from(vec![0.0; vocab]);
+        if constraint.is_complete() || constraint.mask(&mut logits.values).is_err() {
             break;
         }
         let token = sampler.sample(&mut logits);

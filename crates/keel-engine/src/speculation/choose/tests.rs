@@ -31,12 +31,12 @@ const HEAD: [f32; 8] = [2.0, 0.5, 0.1, 1.3, -0.7, 1.9, 0.0, -1.0];
 
 /// The probabilities of plain sampling.
 fn plain() -> Vec<f64> {
-    let mut sampler = sampler(options(0));
-    let (mut logits, mut distribution) = (TARGET, Vec::new());
-    sampler.penalise(&mut logits);
-    sampler.distribution(&logits, &mut distribution);
+    let sampler = sampler(options(0));
+    let mut logits = LogitsRow::from(TARGET);
+    sampler.penalise(&mut logits.values);
     let mut p = vec![0.0; 8];
-    distribution.iter().for_each(|&(id, weight)| p[id as usize] = f64::from(weight));
+    let tokens = sampler.distribution(&mut logits);
+    tokens.tokens().for_each(|(id, probability)| p[id as usize] = f64::from(probability));
     p
 }
 
@@ -52,14 +52,15 @@ fn chi_square(counts: &[usize], p: &[f64]) -> f64 {
 
 /// Draws the first tokens of many sequences. `broken` keeps every draft whose target probability is not 0.
 fn counts(broken: bool) -> Vec<usize> {
-    let mut counts = vec![0; 8];
+    let (plain, mut counts) = (plain(), vec![0; 8]);
     for seed in 0..DRAWS {
         let mut chooser = chooser(options(seed));
-        let draft = chooser.draft(&mut HEAD.clone()).expect("nothing constrains it");
+        let draft = chooser.draft(&mut LogitsRow::from(HEAD)).expect("nothing constrains it");
         chooser.retract();
         let first = Draft { index: 0, token: draft };
-        let choice = chooser.choose(&mut TARGET.clone(), Some(first)).expect("nothing constrains it");
-        let allowed = chooser.target.iter().any(|&(id, _)| id == draft);
+        let allowed = plain[draft as usize] > 0.0;
+        let choice =
+            chooser.choose(&mut LogitsRow::from(TARGET), Some(first)).expect("nothing constrains it");
         counts[if broken && allowed { draft } else { choice.token } as usize] += 1;
     }
     counts
@@ -83,7 +84,7 @@ fn a_broken_rule_of_acceptance_is_seen() {
 fn plain_draws_pass_the_same_test() {
     let mut counts = vec![0; 8];
     for seed in 0..DRAWS {
-        counts[sampler(options(seed)).sample(&mut TARGET.clone()) as usize] += 1;
+        counts[sampler(options(seed)).sample(&mut LogitsRow::from(TARGET)) as usize] += 1;
     }
     let chi = chi_square(&counts, &plain());
     assert!(chi < CHI_SQUARE_MAX, "chi-square of 7 degrees of freedom is {chi}");
@@ -93,7 +94,7 @@ fn plain_draws_pass_the_same_test() {
 fn a_greedy_draft_stays_if_it_is_the_models() {
     let mut chooser = chooser(SamplerOptions::default());
     let first = |token| Some(Draft { index: 0, token });
-    let mut choose = |token| chooser.choose(&mut TARGET.clone(), first(token)).expect("free").token;
+    let mut choose = |token| chooser.choose(&mut LogitsRow::from(TARGET), first(token)).expect("free").token;
     assert_eq!((choose(1), choose(4), choose(7)), (1, 1, 1));
 }
 
@@ -101,12 +102,13 @@ fn a_greedy_draft_stays_if_it_is_the_models() {
 fn drafts_leave_no_trace() {
     let options = SamplerOptions { repetition_penalty: 4.0, ..SamplerOptions::default() };
     let mut chooser = chooser(options);
-    let first = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
-    let second = chooser.draft(&mut [0.0, 0.0, 3.0, 2.9, 0.0]).expect("free");
+    let first = chooser.draft(&mut LogitsRow::from([0.0, 0.0, 3.0, 2.9, 0.0])).expect("free");
+    let second = chooser.draft(&mut LogitsRow::from([0.0, 0.0, 3.0, 2.9, 0.0])).expect("free");
     assert_eq!((first, second), (2, 3), "a draft is penalised for those before it");
     chooser.retract();
-    let choice =
-        chooser.choose(&mut [0.0, 0.0, 3.0, 2.9, 0.0], Some(Draft { index: 0, token: 2 })).expect("free");
+    let choice = chooser
+        .choose(&mut LogitsRow::from([0.0, 0.0, 3.0, 2.9, 0.0]), Some(Draft { index: 0, token: 2 }))
+        .expect("free");
     assert_eq!(choice, Choice { token: 2, is_last: false });
 }
 
@@ -115,9 +117,9 @@ fn an_abandoned_round_chooses_the_same_again() {
     let mut chooser = SamplerChooser::new(sampler(options(3)), Some(Box::new(Turns(0))), Vec::new());
     let round = |chooser: &mut SamplerChooser| {
         chooser.begin();
-        let drafts = [(); 3].map(|()| chooser.draft(&mut HEAD.clone()).expect("allowed"));
+        let drafts = [(); 3].map(|()| chooser.draft(&mut LogitsRow::from(HEAD)).expect("allowed"));
         chooser.retract();
-        let mut choose = |draft| chooser.choose(&mut TARGET.clone(), draft).expect("allowed").token;
+        let mut choose = |draft| chooser.choose(&mut LogitsRow::from(TARGET), draft).expect("allowed").token;
         let [first, second] = [0, 1].map(|index| Some(Draft { index, token: drafts[index] }));
         let tokens = [choose(first), choose(second), choose(None)];
         (drafts, tokens)
@@ -133,7 +135,7 @@ fn an_abandoned_round_chooses_the_same_again() {
     assert_eq!(seen(&chooser), before);
     // The same after an abandoned round that was halfway through drafting.
     chooser.begin();
-    chooser.draft(&mut HEAD.clone()).expect("allowed");
+    chooser.draft(&mut LogitsRow::from(HEAD)).expect("allowed");
     chooser.abandon();
     assert_eq!(round(&mut chooser), first);
     assert_ne!(seen(&chooser), before);
@@ -145,12 +147,12 @@ fn drafts_leave_a_grammar_where_it_is() {
     let mut chooser = SamplerChooser::new(sampler, Some(Box::new(Turns(0))), Vec::new());
     let choose = |chooser: &mut SamplerChooser| {
         chooser.begin();
-        chooser.choose(&mut [0.0; 8], None).expect("allowed").token
+        chooser.choose(&mut LogitsRow::from([0.0; 8]), None).expect("allowed").token
     };
     assert_eq!(choose(&mut chooser), 0);
     // The grammar is complete after four more tokens.
     for _ in 0..8 {
-        chooser.draft(&mut [0.0; 8]).expect("allowed");
+        chooser.draft(&mut LogitsRow::from([0.0; 8])).expect("allowed");
     }
     chooser.retract();
     assert_eq!(choose(&mut chooser), 1);
@@ -191,19 +193,20 @@ fn masks_apply_to_the_first_draft_and_to_every_token() {
         let sampler = Sampler::new(options, &[]).expect("in range");
         let mut chooser = SamplerChooser::new(sampler, Some(Box::new(Turns(0))), Vec::new());
         let logits = [0.0, 5.0, 2.0, 9.0];
-        let drafts = [(); 3].map(|()| chooser.draft(&mut logits.clone()).expect("allowed"));
+        let drafts = [(); 3].map(|()| chooser.draft(&mut LogitsRow::from(logits)).expect("allowed"));
         assert_eq!(drafts[0], 0);
         if temperature == 0.0 {
             assert_eq!(drafts[1..], [3, 3], "what the head finds most probable");
         }
         chooser.retract();
         for (index, &token) in drafts.iter().enumerate() {
-            let choice = chooser.choose(&mut logits.clone(), Some(Draft { index, token })).expect("allowed");
+            let choice =
+                chooser.choose(&mut LogitsRow::from(logits), Some(Draft { index, token })).expect("allowed");
             assert_eq!(choice, Choice { token: index as u32, is_last: false });
         }
         let forbidden = Draft { index: 0, token: 3 };
-        assert_eq!(chooser.choose(&mut logits.clone(), Some(forbidden)).expect("allowed").token, 0);
-        let last = chooser.choose(&mut logits.clone(), None).expect("allowed");
+        assert_eq!(chooser.choose(&mut LogitsRow::from(logits), Some(forbidden)).expect("allowed").token, 0);
+        let last = chooser.choose(&mut LogitsRow::from(logits), None).expect("allowed");
         assert_eq!(last, Choice { token: 1, is_last: true });
     }
 }
@@ -246,8 +249,8 @@ fn a_constraint_that_cannot_go_back_refuses_every_token() {
     }
     let mut chooser = SamplerChooser::new(sampler(options(0)), Some(Box::new(Stubborn)), Vec::new());
     chooser.begin();
-    chooser.choose(&mut TARGET.clone(), None).expect("allowed");
+    chooser.choose(&mut LogitsRow::from(TARGET), None).expect("allowed");
     chooser.abandon();
-    let refused = chooser.choose(&mut TARGET.clone(), None).expect_err("its state is not known");
+    let refused = chooser.choose(&mut LogitsRow::from(TARGET), None).expect_err("its state is not known");
     assert!(refused.to_string().contains("cannot take back 1 tokens"), "{refused}");
 }

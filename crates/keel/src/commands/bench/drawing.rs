@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
-use keel_engine::{Engine, Sampler, SamplerOptions, Work, WorkRows};
+use keel_engine::{Engine, LogitsRow, Sampler, SamplerOptions, Work, WorkRows};
 
 /// What follows a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -147,9 +147,9 @@ fn draw_on_host(
     rows: usize,
     mut read: impl FnMut(usize, &mut Vec<f32>) -> keel_engine::Result<()>,
 ) -> Result<()> {
-    let (mut sampler, mut logits) = (Sampler::new(sampled(), &[])?, Vec::new());
+    let (mut sampler, mut logits) = (Sampler::new(sampled(), &[])?, LogitsRow::default());
     for row in 0..rows {
-        read(row, &mut logits)?;
+        read(row, &mut logits.values)?;
         sampler.sample(&mut logits);
     }
     Ok(())

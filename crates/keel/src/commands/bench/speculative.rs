@@ -7,7 +7,8 @@ use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, SequenceEvent};
 use keel_engine::{
-    Engine, GenerateOptions, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, TokenIterator,
+    Engine, GenerateOptions, LogitsRow, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions,
+    TokenIterator,
 };
 use serde_json::{Value, json};
 
@@ -100,10 +101,10 @@ struct Decoded {
 
 fn run_plain(engine: &mut Engine, prompt: usize, wanted: usize) -> Result<Decoded> {
     let (batch, vocab) = (engine.options().sequences, engine.model().config.vocab);
-    let (mut caches, mut tokens, mut logits) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut caches, mut tokens, mut logits) = (Vec::new(), Vec::new(), LogitsRow::default());
     for i in 0..batch {
         let mut cache = engine.open()?;
-        engine.prefill(&mut cache, &random_ids(i, prompt, vocab), &mut logits, &mut |_| ())?;
+        engine.prefill(&mut cache, &random_ids(i, prompt, vocab), &mut logits.values, &mut |_| ())?;
         tokens.push(vec![Sampler::new(SamplerOptions::default(), &[])?.sample(&mut logits)]);
         caches.push(cache);
     }
