@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use keel_engine::FinishReason;
 use keel_engine::batch::{BatchEvent, TokenLogprobs};
@@ -183,7 +183,7 @@ impl Answer {
     /// The request fails before it runs.
     pub async fn started(&mut self) -> Result<()> {
         match self.events.recv().await {
-            Ok(BatchEvent::Started { cached_tokens, queued }) => {
+            Ok((_, BatchEvent::Started { cached_tokens, queued })) => {
                 self.note_start(cached_tokens, queued);
                 Ok(())
             }
@@ -217,9 +217,14 @@ impl Answer {
                 return Ok(None);
             }
             match self.events.recv().await {
-                Ok(BatchEvent::Token { id, logprobs }) => self.take(id, logprobs)?,
-                Ok(BatchEvent::Finished(reason)) => self.finish(reason)?,
-                Ok(BatchEvent::Started { cached_tokens, queued }) => self.note_start(cached_tokens, queued),
+                Ok((sent, BatchEvent::Token { id, logprobs })) => {
+                    self.timer.token(sent);
+                    self.take(id, logprobs)?;
+                }
+                Ok((_, BatchEvent::Finished(reason))) => self.finish(reason)?,
+                Ok((_, BatchEvent::Started { cached_tokens, queued })) => {
+                    self.note_start(cached_tokens, queued);
+                }
                 Ok(_) => {}
                 Err(error) => return Err(self.failed(error)),
             }
@@ -235,7 +240,6 @@ impl Answer {
     }
 
     fn take(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<()> {
-        self.timer.token(Instant::now());
         self.usage.completion += 1;
         if self.listing.is_some()
             && let Some(logprobs) = logprobs
@@ -335,6 +339,8 @@ impl Drop for Answer {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use axum::body::Body;
     use axum::extract::Request;
     use keel_text::TextFiles;
@@ -357,12 +363,13 @@ mod tests {
         let meter = Arc::new(Caller::new(&Request::new(Body::empty()), &memory).meter.part());
         let (sender, receiver) = mpsc::unbounded_channel();
         for id in tokenizer.encode(text, false).expect("encodes") {
-            sender.send(Ok(BatchEvent::Token { id, logprobs: None })).expect("somebody listens");
+            let token = BatchEvent::Token { id, logprobs: None };
+            sender.send((Instant::now(), Ok(token))).expect("somebody listens");
         }
-        sender.send(Ok(BatchEvent::Finished(reason))).expect("somebody listens");
+        sender.send((Instant::now(), Ok(BatchEvent::Finished(reason)))).expect("somebody listens");
         let form = AnswerForm { tools: vec![json!({"function": {"name": "f"}})], ..AnswerForm::default() };
         let stops = StopMatcher::new::<String>(&[]).expect("none");
-        let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1);
+        let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1, Instant::now());
         let style = AnswerStyle { stops, form, one_call, listing: None };
         let answer = Answer::new(Events { receiver, meter }, &tokenizer, style, 1, timer);
         collect(vec![answer]).await.expect("an answer").swap_remove(0)

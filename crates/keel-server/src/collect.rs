@@ -273,6 +273,9 @@ mod tests {
         StreamRoom::take(&caller(memory)).expect("there is room")
     }
 
+    /// From the arrival of a request to the time when the engine's thread sent its token.
+    const LATER: Duration = Duration::from_secs(40);
+
     /// An answer of one token, which is also its stop string. So its end is known with its first event.
     fn answer_of_one_token(memory: &RequestMemory, metrics: &Metrics) -> Answer {
         let folder = keel_testkit::fixtures::demo();
@@ -282,11 +285,12 @@ mod tests {
         let (sender, receiver) = mpsc::unbounded_channel();
         let meter = Arc::new(caller.meter.part());
         let logprobs = TokenLogprobs { drawn: -1.0, top: vec![(id, -1.0); 20] };
+        let sent = caller.arrived + LATER;
         for event in
             [BatchEvent::Token { id, logprobs: Some(logprobs) }, BatchEvent::Finished(FinishReason::Stop)]
         {
             meter.take(waiting_bytes(&event)).expect("there is room");
-            sender.send(Ok(event)).expect("somebody listens");
+            sender.send((sent, Ok(event))).expect("somebody listens");
         }
         let style = AnswerStyle {
             stops: StopMatcher::new(&[stop]).expect("short"),
@@ -294,7 +298,7 @@ mod tests {
             one_call: false,
             listing: Some(Listing::Objects),
         };
-        let timer = RequestTimer::new(metrics.clone(), tracing::Span::none(), 1);
+        let timer = RequestTimer::new(metrics.clone(), tracing::Span::none(), 1, caller.arrived);
         let mut answer = Answer::new(Events { receiver, meter }, &text.tokenizer, style, 1, timer);
         answer.keep(caller);
         answer
@@ -307,6 +311,18 @@ mod tests {
             let collected = collect(vec![answer_of_one_token(&memory, &metrics)]).await;
             assert_eq!(collected.is_ok(), reason == "stop");
             assert_eq!((metrics.finished(reason), memory.used()), (1, 0), "{reason}");
+        }
+    }
+
+    /// A client reads when it likes, and that is no part of the times of its request.
+    #[tokio::test]
+    async fn times_of_a_request_are_those_of_the_engine() {
+        let (memory, metrics) = (RequestMemory::new(1 << 20, 0), Metrics::new());
+        collect(vec![answer_of_one_token(&memory, &metrics)]).await.expect("there is room");
+        let text = metrics.encoded();
+        for name in ["time_to_first_token", "request"] {
+            let line = format!("keel_{name}_seconds_sum {:?}\n", LATER.as_secs_f64());
+            assert!(text.contains(&line), "{line}{text}");
         }
     }
 

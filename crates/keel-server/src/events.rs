@@ -9,24 +9,28 @@ use tokio::sync::mpsc;
 use crate::error::{Result, ServerError};
 use crate::memory::requests::Meter;
 
+/// An event, and the time when the engine's thread sent it. A slow reader takes it much later.
+pub(crate) type Sent = (Instant, Result<BatchEvent>);
+
 /// The events of one request. Dropping them cancels the request. Tokens that wait are charged to the memory of
 /// requests.
 pub struct Events {
-    pub(crate) receiver: mpsc::UnboundedReceiver<Result<BatchEvent>>,
+    pub(crate) receiver: mpsc::UnboundedReceiver<Sent>,
     pub(crate) meter: Arc<Meter>,
 }
 
 impl Events {
-    /// Waits for the next event.
+    /// Waits for the next event. Returns it with the time when it was sent.
     ///
     /// # Errors
     /// The request has failed, too many of its tokens wait, or the engine has stopped.
-    pub async fn recv(&mut self) -> Result<BatchEvent> {
-        let event = self.receiver.recv().await.unwrap_or(Err(ServerError::EngineStopped))?;
+    pub async fn recv(&mut self) -> Result<(Instant, BatchEvent)> {
+        let (sent, event) = self.receiver.recv().await.ok_or(ServerError::EngineStopped)?;
+        let event = event?;
         self.meter.give_back(waiting_bytes(&event));
         match event {
             BatchEvent::Failed(error) => Err(error.into()),
-            event => Ok(event),
+            event => Ok((sent, event)),
         }
     }
 
@@ -38,10 +42,17 @@ impl Events {
 
 /// The other end of [`Events`].
 pub(crate) struct Listener {
-    pub sender: mpsc::UnboundedSender<Result<BatchEvent>>,
+    pub sender: mpsc::UnboundedSender<Sent>,
     pub meter: Arc<Meter>,
     /// `None` once it has started, and where it waits for others of its own request.
     pub patience: Option<Patience>,
+}
+
+impl Listener {
+    /// Sends an event. A receiver that is gone is noticed before the next step.
+    pub fn send(&self, event: Result<BatchEvent>) {
+        let _ = self.sender.send((Instant::now(), event));
+    }
 }
 
 /// How long a request may wait until it starts.
@@ -57,7 +68,7 @@ pub(crate) fn waiting_bytes(event: &BatchEvent) -> u64 {
         BatchEvent::Token { logprobs, .. } => {
             let top =
                 logprobs.as_ref().map_or(0, |logprobs| size_of_val(&logprobs.top[..]) + HEAP_BLOCK_BYTES);
-            (size_of::<Result<BatchEvent>>() + top) as u64
+            (size_of::<Sent>() + top) as u64
         }
         _ => 0,
     }

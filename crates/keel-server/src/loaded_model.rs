@@ -123,7 +123,7 @@ impl LoadedModel {
         asks: Vec<EngineRequest>,
     ) -> Result<Vec<Answer>> {
         let mut answers = Vec::new();
-        let deadline = Instant::now().checked_add(self.options.deadline);
+        let deadline = caller.arrived.checked_add(self.options.deadline);
         for ask in asks {
             let started = self.start_into(&mut answers, endpoint, caller, ask, deadline).await;
             // The reason is known before the answers are dropped.
@@ -198,7 +198,7 @@ impl LoadedModel {
                 reason = Empty
             );
             span.in_scope(|| tracing::debug!("arrived"));
-            let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len());
+            let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len(), caller.arrived);
             let mut answer = Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer);
             answer.keep(Arc::clone(caller));
             answers.push(answer);

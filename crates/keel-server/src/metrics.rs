@@ -97,10 +97,8 @@ struct Inner {
     request_memory: Family<Kind, Gauge>,
     drafted: Family<Position, Counter>,
     accepted: Family<Position, Counter>,
-    /// The draft counts that were already added to the counters.
-    counted: Mutex<SpeculationCounters>,
-    /// The parking counts that were already added to the counters.
-    counted_parking: Mutex<ParkingStatus>,
+    /// Held while the gauges are set and read.
+    exposing: Mutex<()>,
 }
 
 /// Buckets in seconds, from 1 ms to 1 minute.
@@ -145,76 +143,85 @@ impl Metrics {
             request_memory: Family::default(),
             drafted: Family::default(),
             accepted: Family::default(),
-            counted: Mutex::default(),
-            counted_parking: Mutex::default(),
+            exposing: Mutex::default(),
         };
         inner.register();
         Metrics(Arc::new(inner))
     }
 
-    /// The current metrics in Prometheus' text format.
+    /// The current metrics in Prometheus' text format. Two scrapes at once may come with their totals in any order, so
+    /// counters keep the largest count.
     pub(crate) fn expose(&self, totals: Totals, requests: &RequestMemory) -> String {
         let inner = &self.0;
         let Totals { status, leaks, engines, split } = totals;
+        let _exposing = inner.exposing.lock().unwrap_or_else(|e| e.into_inner());
         inner.running.set(status.running.len() as i64);
         inner.waiting.set(status.waiting as i64);
         self.count_parking(&status.parking);
         inner.free_pages.set(status.free_pages as i64);
         inner.prefix_pages.set(status.prefix_pages as i64);
         inner.prefix_states.set(status.prefix_states as i64);
-        inner.failed_steps.inner().fetch_max(status.failed_steps, Ordering::Relaxed);
-        self.count_drafts(status.speculation);
+        raise(&inner.failed_steps, status.failed_steps);
+        self.count_drafts(&status.speculation);
         for (kind, count) in status.late_work.named() {
-            let label = Kind { kind: Word(kind) };
-            inner.late_work.get_or_create(&label).inner().fetch_max(count, Ordering::Relaxed);
+            raise(&inner.late_work.get_or_create(&Kind { kind: Word(kind) }), count);
         }
         self.set_all_memory(&engines.iter().map(|engine| engine.devices()).collect::<Vec<_>>());
+        // A model that was unloaded since then has no memory.
+        inner.split_memory.clear();
         split.iter().for_each(|model| self.set_split_memory(model));
         for (kind, bytes) in
             [("planned", requests.limit()), ("allocated", requests.used()), ("peak", requests.peak())]
         {
             inner.request_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
         }
-        inner.lost.inner().fetch_max(leaks, Ordering::Relaxed);
-        if let Some(DeviceReading { usage, driver_bytes }) =
-            engines.first().and_then(|engine| engine.device_usage())
-        {
-            for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver_bytes)] {
-                inner.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
-            }
-        }
+        raise(&inner.lost, leaks);
+        self.set_device_memory(engines.iter().filter_map(|engine| engine.device_usage()).collect());
+        self.encoded()
+    }
+
+    /// The metrics as they were set last.
+    pub(crate) fn encoded(&self) -> String {
         let mut text = String::new();
         // Writing to a string cannot fail.
-        let _ = encode(&mut text, &inner.registry);
+        let _ = encode(&mut text, &self.0.registry);
         text
     }
 
-    /// Adds the batch's new draft counts to the counters.
-    fn count_drafts(&self, now: SpeculationCounters) {
-        let mut counted = self.0.counted.lock().unwrap_or_else(|e| e.into_inner());
-        let positions =
-            now.drafted.iter().zip(&now.accepted).zip(counted.drafted.iter().zip(&counted.accepted));
-        for (i, ((&drafted, &accepted), (&drafted_before, &accepted_before))) in positions.enumerate() {
+    fn count_drafts(&self, now: &SpeculationCounters) {
+        for (i, (&drafted, &accepted)) in now.drafted.iter().zip(&now.accepted).enumerate() {
             let position = Position { position: i as u64 + 1 };
-            self.0.drafted.get_or_create(&position).inc_by(drafted.saturating_sub(drafted_before));
-            self.0.accepted.get_or_create(&position).inc_by(accepted.saturating_sub(accepted_before));
+            raise(&self.0.drafted.get_or_create(&position), drafted);
+            raise(&self.0.accepted.get_or_create(&position), accepted);
         }
-        *counted = now;
     }
 
-    /// Adds the new parking counts to the counters.
     fn count_parking(&self, now: &ParkingStatus) {
         let inner = &self.0;
-        let mut counted = inner.counted_parking.lock().unwrap_or_else(|e| e.into_inner());
         inner.parked.set(now.parked as i64);
-        inner.parkings.inc_by(now.times.saturating_sub(counted.times));
-        for (direction, now, before) in
-            [("out", now.bytes_out, counted.bytes_out), ("in", now.bytes_in, counted.bytes_in)]
-        {
-            let label = Direction { direction: Word(direction) };
-            inner.swap_bytes.get_or_create(&label).inc_by(now.saturating_sub(before));
+        raise(&inner.parkings, now.times);
+        for (direction, bytes) in [("out", now.bytes_out), ("in", now.bytes_in)] {
+            raise(&inner.swap_bytes.get_or_create(&Direction { direction: Word(direction) }), bytes);
         }
-        *counted = *now;
+    }
+
+    /// Sets the memory of the device of the first reading. Each reading is that of one engine, with the name of its
+    /// device. A driver has one account for a device, and its own part is what no engine on the device has.
+    fn set_device_memory(&self, readings: Vec<(String, DeviceReading)>) {
+        self.0.device_memory.clear();
+        let Some(((name, DeviceReading { usage, driver_bytes }), others)) = readings.split_first() else {
+            return;
+        };
+        let tensors = |reading: &DeviceReading| {
+            let DeviceReading { usage, driver_bytes } = reading;
+            usage.in_use().saturating_sub(usage.others().unwrap_or(0)).saturating_sub(*driver_bytes)
+        };
+        let of_others: u64 =
+            others.iter().filter(|(other, _)| other == name).map(|(_, reading)| tensors(reading)).sum();
+        let driver_bytes = driver_bytes.saturating_sub(of_others);
+        for (kind, bytes) in [("total", usage.total), ("free", usage.free), ("driver", driver_bytes)] {
+            self.0.device_memory.get_or_create(&Kind { kind: Word(kind) }).set(bytes as i64);
+        }
     }
 
     /// Sets the memory of these engines, the sums of all devices.
@@ -260,6 +267,11 @@ impl Metrics {
     pub fn refused(&self, code: &'static str) {
         self.0.refused.get_or_create(&Reason { reason: Word(code) }).inc();
     }
+}
+
+/// Raises a counter to a count that is kept elsewhere.
+fn raise(counter: &Counter, count: u64) {
+    counter.inner().fetch_max(count, Ordering::Relaxed);
 }
 
 impl Inner {
@@ -332,13 +344,12 @@ pub struct RequestTimer {
 }
 
 impl RequestTimer {
-    /// A timer for a request that arrives now. The fields `cached`, `generated` and `reason` of its span are filled
-    /// later.
-    pub fn new(metrics: Metrics, span: Span, prompt_tokens: usize) -> RequestTimer {
+    /// A timer for a request. The fields `cached`, `generated` and `reason` of its span are filled later.
+    pub fn new(metrics: Metrics, span: Span, prompt_tokens: usize, arrived: Instant) -> RequestTimer {
         RequestTimer {
             metrics,
             span,
-            arrived: Instant::now(),
+            arrived,
             queued: None,
             first: None,
             last: None,
@@ -359,7 +370,7 @@ impl RequestTimer {
         m.cached_tokens.inc_by(cached_tokens as u64);
     }
 
-    /// A token was generated.
+    /// A token was generated at this time.
     pub fn token(&mut self, now: Instant) {
         let m = &self.metrics.0;
         match self.last {
@@ -396,7 +407,9 @@ impl Drop for RequestTimer {
             None => self.failure.unwrap_or("cancelled"),
         };
         m.finished.get_or_create(&Reason { reason: Word(reason) }).inc();
-        m.request_time.observe(self.arrived.elapsed().as_secs_f64());
+        // Without a token, the request has ended now.
+        let last = self.last.unwrap_or_else(Instant::now);
+        m.request_time.observe((last - self.arrived).as_secs_f64());
         let ms = |d: Duration| (d.as_secs_f64() * 1e4).round() / 10.0;
         self.span.record("generated", self.usage.completion);
         self.span.record("reason", reason);
@@ -410,3 +423,6 @@ impl Drop for RequestTimer {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

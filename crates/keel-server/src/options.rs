@@ -34,7 +34,8 @@ pub struct ServerOptions {
     pub model_id: String,
     /// Limit on an answer's tokens if the request has none.
     pub max_tokens_default: usize,
-    /// Time limit of a request, from its arrival to its last token.
+    /// Time limit of a request, from its arrival to its last token. It includes the time of its body, of a load of its
+    /// model and in queues.
     pub deadline: Duration,
     /// Time that running requests get after the signal to end.
     pub grace: Duration,

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use common::{OWN_TASKS, Running, engine_options, read, send, wait_for};
+use common::{OWN_TASKS, Reply, Running, engine_options, read, send, wait_for};
 use keel_server::{PrefixStore, ServerOptions};
 use serde_json::json;
 
@@ -127,6 +127,55 @@ fn half_open_connections_do_not_keep_a_server_alive() {
     server.join();
     assert!(start.elapsed() < NEVER / 4, "{:?}", start.elapsed());
     drop(half_open);
+}
+
+/// Sends a body a while after the server has begun to wait for it.
+fn with_a_late_body(server: &Running) -> Reply {
+    let body = json!({"prompt": "Once", "max_tokens": 1}).to_string();
+    let head =
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nexpect: 100-continue\r\n";
+    let length = body.len();
+    let head = format!("{head}content-type: application/json\r\ncontent-length: {length}\r\n\r\n");
+    let mut stream = connect(server, &head);
+    let mut goes_on = [0; b"HTTP/1.1 100 Continue\r\n\r\n".len()];
+    stream.read_exact(&mut goes_on).expect("the server has read the head");
+    std::thread::sleep(SHORT);
+    stream.write_all(body.as_bytes()).expect("sent");
+    read(stream)
+}
+
+/// A request arrives with its head.
+#[test]
+fn the_time_of_a_request_includes_its_body() {
+    let server = Running::start();
+    let reply = with_a_late_body(&server);
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    for name in ["keel_time_to_first_token_seconds_sum", "keel_request_seconds_sum"] {
+        let seconds = || {
+            let metrics = server.get("/metrics").body;
+            let sum = metrics.lines().find_map(|line| line.strip_prefix(name)).expect("it is there");
+            sum.trim().parse::<f64>().expect("a number")
+        };
+        // The end of a request is counted a moment after its answer has arrived.
+        wait_for("it is counted", || seconds() > 0.0);
+        assert!(seconds() >= SHORT.as_secs_f64(), "{name}: {} s", seconds());
+    }
+    let server =
+        Running::with(engine_options(), ServerOptions { deadline: SHORT, ..ServerOptions::default() });
+    let reply = with_a_late_body(&server);
+    assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (504, Some("deadline_exceeded")));
+}
+
+/// The times of connections hold during a drain, too.
+#[test]
+fn half_a_body_does_not_keep_a_server_alive() {
+    let options = ServerOptions { grace: NEVER, body_timeout: SHORT, ..ServerOptions::default() };
+    let mut server = Running::with(engine_options(), options);
+    let half_body = connect(&server, HALF_BODY);
+    std::thread::sleep(Duration::from_millis(100));
+    server.drain();
+    assert_closed(half_body, "half a body during a drain");
+    server.join();
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The origin of a request: its name in logs and answers, its key, and its memory.
 
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -31,6 +32,8 @@ pub(crate) struct Caller {
     /// Name of the key, if keys are required.
     pub key: Option<Arc<str>>,
     pub meter: Arc<Meter>,
+    /// When the head of the request was there.
+    pub arrived: Instant,
     /// Code of the first error that ended the request after it had begun.
     failure: OnceLock<&'static str>,
 }
@@ -49,6 +52,7 @@ impl Caller {
             id: id.unwrap_or_else(|| fresh_id("req_").into()),
             key,
             meter: meter.unwrap_or_else(|| Arc::new(memory.meter())),
+            arrived: Instant::now(),
             failure: OnceLock::new(),
         }
     }

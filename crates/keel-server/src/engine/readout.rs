@@ -93,8 +93,8 @@ impl LoadedModel {
             generated = Empty,
             reason = Empty
         );
-        let mut timer = RequestTimer::new(self.metrics.clone(), span, prompt_tokens);
-        let deadline = Instant::now().checked_add(self.options.deadline);
+        let mut timer = RequestTimer::new(self.metrics.clone(), span, prompt_tokens, caller.arrived);
+        let deadline = caller.arrived.checked_add(self.options.deadline);
         let marks = if shared_len > 0 { vec![shared_len] } else { Vec::new() };
         let turn = Mutex::new(());
         let one = |(index, prompt): (usize, Vec<u32>)| {
@@ -132,7 +132,7 @@ impl LoadedModel {
         let mut events = self.submit_one(caller, request, turn).await?;
         let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Duration::ZERO } };
         loop {
-            match events.recv().await? {
+            match events.recv().await?.1 {
                 BatchEvent::Started { cached_tokens, queued } => {
                     one.started = Started { cached: cached_tokens, queued };
                 }

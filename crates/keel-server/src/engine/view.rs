@@ -96,9 +96,10 @@ impl EngineView {
         self.devices.iter().map(device).collect()
     }
 
-    /// Memory of the device with the output head according to its driver, and the driver's own part of it.
-    pub fn device_usage(&self) -> Option<DeviceReading> {
-        self.devices[self.lead].gauge.device_usage()
+    /// Name of the device with the output head, its memory according to its driver, and the driver's own part of it.
+    pub fn device_usage(&self) -> Option<(String, DeviceReading)> {
+        let DeviceBooks { name, gauge, .. } = &self.devices[self.lead];
+        Some((name.clone(), gauge.device_usage()?))
     }
 
     /// The ledger of the device with the output head.

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -63,6 +63,13 @@ impl EngineHandle {
             tracing::info!("{} texts are remembered from {}", restored.texts, store.folder.display());
             restored.problems.iter().for_each(|problem| tracing::warn!("not remembered: {problem}"));
         }
+        let (handle, worker) = EngineHandle::of(batcher, store);
+        let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
+        Ok((handle, thread))
+    }
+
+    /// A handle, and the worker that its commands reach.
+    fn of(batcher: Batcher, store: Option<PrefixStore>) -> (EngineHandle, Worker) {
         let (inbox, commands) = sync_channel(INBOX);
         let shared = Arc::new(EngineView::new(&batcher));
         let worker = Worker {
@@ -76,8 +83,7 @@ impl EngineHandle {
             saves_when_idle: false,
             checked_at: None,
         };
-        let thread = std::thread::Builder::new().name("keel-engine".into()).spawn(move || worker.run())?;
-        Ok((EngineHandle { inbox, shared }, thread))
+        (EngineHandle { inbox, shared }, worker)
     }
 
     /// A view that does not keep the thread alive.
@@ -123,7 +129,7 @@ impl EngineHandle {
 
     /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
     pub fn device_usage(&self) -> Option<DeviceReading> {
-        self.shared.device_usage()
+        Some(self.shared.device_usage()?.1)
     }
 
     /// The memory that the engine had allocated when it was ready, on all devices. It never needs more.
@@ -233,12 +239,11 @@ impl Worker {
     fn run(mut self) {
         let _note = StopNote(Arc::clone(&self.shared));
         while self.take_commands() {
-            self.end_abandoned();
             self.end_impatient(Instant::now());
             if self.shared.aborted.load(Ordering::Acquire) {
                 self.batcher.cancel_all();
                 for (_, events) in self.live.drain() {
-                    let _ = events.sender.send(Err(ServerError::Draining));
+                    events.send(Err(ServerError::Draining));
                 }
             }
             if !self.step() {
@@ -309,7 +314,8 @@ impl Worker {
         }
     }
 
-    /// Takes the waiting commands. If nothing runs, waits for a command. Returns false if no command can come any more.
+    /// Ends abandoned requests, and takes the waiting commands. If nothing runs, waits for a command. Returns false if
+    /// no command can come any more.
     fn take_commands(&mut self) -> bool {
         if self.batcher.is_idle() {
             self.check_idle();
@@ -320,20 +326,21 @@ impl Worker {
                 Ok(command) => self.obey(command),
                 Err(_) => return false,
             }
+        } else {
+            // It comes first, because new requests need their places in the queue.
+            self.end_abandoned();
         }
-        loop {
-            match self.commands.try_recv() {
-                Ok(command) => self.obey(command),
-                Err(TryRecvError::Empty) => return true,
-                Err(TryRecvError::Disconnected) => return !self.batcher.is_idle(),
-            }
+        while let Ok(command) = self.commands.try_recv() {
+            self.obey(command);
         }
+        true
     }
 
     fn obey(&mut self, command: Command) {
         match command {
+            // The clients have left. The receivers of the events are gone, too.
+            Command::Submit { accepted, .. } if accepted.is_closed() => {}
             Command::Submit { requests, accepted } => {
-                // If the receiver of this result is gone, the receivers of the events are gone, too.
                 let _ = accepted.send(self.submit(requests));
             }
             Command::SavePrefixes => self.saves_when_idle = true,
@@ -373,7 +380,7 @@ impl Worker {
             let Some(Patience { limit, .. }) = events.patience.filter(late) else { return true };
             batcher.cancel(id);
             let error = EngineError::QueueTimeout { seconds: limit.as_secs_f64() };
-            let _ = events.sender.send(Ok(BatchEvent::Failed(error)));
+            events.send(Ok(BatchEvent::Failed(error)));
             false
         });
     }
@@ -388,10 +395,12 @@ impl Worker {
             self.batcher.cancel(id);
             ends = true;
         }
-        // A dropped receiver is noticed before the next step.
-        let _ = events.sender.send(charged.map(|()| event));
+        events.send(charged.map(|()| event));
         if ends {
             self.live.remove(&id);
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -106,6 +106,8 @@ impl Server {
         let Server { manager } = self;
         let routes = router(Arc::clone(&manager), listener.local_addr()?);
         let connections = Arc::new(Connections::new(&manager.options));
+        // It acts during the drain, too. It also ends if this call is given up.
+        let watch = connections.watch();
         let resting = tokio::spawn(manager.memory.clone().give_back_at_rest(manager.options.give_back));
         let (stop_sweep, sweep_stops) = oneshot::channel();
         let sweeping = tokio::spawn(Arc::clone(&manager).sweep(sweep_stops));
@@ -125,10 +127,11 @@ impl Server {
         }
         connections.close_all();
         connections.all_closed().await;
+        drop(watch);
         resting.abort();
         drop(stop_sweep);
         let _ = sweeping.await;
-        let threads = manager.close();
+        let threads = manager.close().await;
         drop(manager);
         // A thread ends when the last handle is gone; a stream that is still being dropped may hold one.
         for thread in threads {

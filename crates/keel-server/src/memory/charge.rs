@@ -162,6 +162,13 @@ pub(crate) struct Hold<'a> {
 }
 
 impl Hold<'_> {
+    /// Reduces it to `bytes`, if it is larger.
+    pub fn reduce(&mut self, bytes: u64) {
+        let rest = self.bytes.saturating_sub(bytes);
+        self.charge.give_back(rest);
+        self.bytes -= rest;
+    }
+
     /// Keeps `bytes` of it charged to the request, and gives the rest back.
     pub fn keep(mut self, bytes: u64) {
         debug_assert!(bytes <= self.bytes, "what is kept was charged");

@@ -99,7 +99,8 @@ impl ModelManager {
         let (context, takes) = (engine.context(), text.takes());
         let model = Arc::new(LoadedModel { shared: Arc::clone(&shared), id: id.clone(), engine, text });
         let resident = Mutex::new(Some(Resident { model, thread, used: Instant::now() }));
-        let entries = vec![Entry { id, needs, context, takes, load: None, resident }];
+        let entries =
+            vec![Entry { id, needs, context, takes, load: None, resident, waiting: Mutex::default() }];
         let options = ModelManagerOptions {
             memory_limit: u64::MAX,
             tower_limit: u64::MAX,
@@ -147,6 +148,7 @@ impl ModelManager {
             context,
             load: Some(load),
             resident: Mutex::new(None),
+            waiting: Mutex::default(),
         };
         Ok(ModelManager::with(Arc::new(shared), offers.into_iter().map(entry).collect(), options))
     }
@@ -166,20 +168,17 @@ impl ModelManager {
         if let Some(model) = self.entries[at].use_now() {
             return Ok(model);
         }
-        if self.is_draining() {
-            return Err(ServerError::Draining);
+        self.refuse_if_draining()?;
+        let entry = &self.entries[at];
+        let (waiter, outcome) = oneshot::channel();
+        if entry.wait(waiter) {
+            tokio::spawn(Arc::clone(self).bring(at));
         }
-        // Loading continues when the client disconnects, because others may wait for the model, too.
-        let manager = Arc::clone(self);
-        let loading = tokio::spawn(async move { manager.bring(at).await });
         let wait = self.shared.options.batch.queue_timeout;
-        match tokio::time::timeout(wait, loading).await {
-            Ok(Ok(outcome)) => outcome,
-            Ok(Err(error)) => Err(self.entries[at].failed(error.to_string())),
-            Err(_) => {
-                let id = self.entries[at].id.clone();
-                Err(ServerError::ModelLoading { id, seconds: wait.as_secs_f64() })
-            }
+        match tokio::time::timeout(wait, outcome).await {
+            // A waiter is lost only at the end of the runtime.
+            Ok(outcome) => outcome.unwrap_or(Err(ServerError::Draining)),
+            Err(_) => Err(ServerError::ModelLoading { id: entry.id.clone(), seconds: wait.as_secs_f64() }),
         }
     }
 
@@ -249,32 +248,50 @@ impl ModelManager {
         self.departed.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Loads a model, after unloading others if necessary.
-    async fn bring(self: Arc<Self>, at: usize) -> Result<Arc<LoadedModel>> {
+    /// Brings a model for all requests that wait for it, and answers them. Each entry has at most one such task. It
+    /// does nothing if all of the requests have left before its turn. A load that has begun goes on.
+    async fn bring(self: Arc<Self>, at: usize) {
         let _turn = self.turn.lock().await;
+        let entry = &self.entries[at];
+        if !entry.is_wanted() {
+            return;
+        }
+        let manager = Arc::clone(&self);
+        // It is a task of its own, so that a panic in it is an answer, too.
+        let outcome = tokio::spawn(async move { manager.load_in_turn(at).await }).await;
+        entry.answer(outcome.unwrap_or_else(|error| Err(std::io::Error::other(error).into())));
+    }
+
+    /// Loads a model, after unloading others if necessary. The caller has the turn.
+    async fn load_in_turn(self: Arc<Self>, at: usize) -> Result<Arc<LoadedModel>> {
         let entry = &self.entries[at];
         if let Some(model) = entry.use_now() {
             return Ok(model);
         }
+        self.refuse_if_draining()?;
         // A model whose engine has failed is unloaded like any other.
         self.give_back(at).await;
         while let Some(shortage) = self.held().plus(entry.needs).beyond(&self.options) {
             let Some(oldest) = self.least_recent(&shortage) else { break };
             self.give_back(oldest).await;
         }
+        self.refuse_if_draining()?;
         let (done, loaded) = oneshot::channel();
         let manager = Arc::clone(&self);
         let load = move || drop(done.send(manager.load(at)));
         std::thread::Builder::new().name("keel-load".into()).stack_size(STACK_BYTES).spawn(load)?;
-        loaded.await.map_err(|_| entry.failed("its thread ended".into()))?
+        loaded.await.map_err(|_| std::io::Error::other("its thread ended"))?
+    }
+
+    fn refuse_if_draining(&self) -> Result<()> {
+        if self.is_draining() { Err(ServerError::Draining) } else { Ok(()) }
     }
 
     fn load(&self, at: usize) -> Result<Arc<LoadedModel>> {
         let entry = &self.entries[at];
         let Some(load) = &entry.load else { return Err(ServerError::EngineStopped) };
         let start = Instant::now();
-        let LoadOutput { mut engine, text, prefix_store } =
-            load().map_err(|error| entry.failed(error.to_string()))?;
+        let LoadOutput { mut engine, text, prefix_store } = load().map_err(std::io::Error::other)?;
         if !engine.is_ready() {
             engine.make_ready(&mut |_, _, _| ())?;
         }
@@ -382,8 +399,11 @@ impl ModelManager {
         self.loaded().iter().for_each(|model| model.engine.save_prefixes());
     }
 
-    /// The threads of the engines. They end when no other code holds the engines.
-    pub(crate) fn close(&self) -> Vec<JoinHandle<()>> {
+    /// The threads of the engines. They end when no other code holds the engines. Waits for a model that is being
+    /// loaded or unloaded now; no other is loaded after that.
+    pub(crate) async fn close(&self) -> Vec<JoinHandle<()>> {
+        self.shared.start_draining();
+        let _turn = self.turn.lock().await;
         self.entries.iter().filter_map(|entry| Some(entry.resident().take()?.thread)).collect()
     }
 }

@@ -151,13 +151,12 @@ impl ImagePreprocessor {
         bounds: &Bounds<'_>,
         inputs: &mut Vec<PictureInput>,
     ) -> Result<usize, MediaError> {
-        let bytes = source::read(url, bounds)?;
-        let _file = bounds.hold(bytes.len() as u64)?;
+        let file = source::read(url, bounds)?;
         let limits = DecodeLimits { file_bytes: source::FILE_BYTES_MAX, pixels: source::PIXELS_MAX };
-        let Measured { width, height, decode_bytes } = measure(&bytes, limits)?;
+        let Measured { width, height, decode_bytes } = measure(&file.bytes, limits)?;
         let preparing = 3 * width as u64 * height as u64 + self.processor.work_bytes(width, height)?;
         let work = bounds.hold(decode_bytes.max(preparing))?;
-        let prepared = self.processor.process(&decode(&bytes, limits)?)?;
+        let prepared = self.processor.process(&decode(&file.bytes, limits)?)?;
         let crops = prepared.len() - 1;
         if let Some(work) = work {
             work.keep(prepared.iter().map(|one| size_of_val(&one.values[..]) as u64).sum());

@@ -108,9 +108,8 @@ impl ImagePreprocessor {
         bounds: &Bounds<'_>,
     ) -> Result<(PictureInput, VideoSpan), MediaError> {
         let processor = videos.processor(fps)?;
-        let bytes = source::read(url, bounds)?;
-        let _file = bounds.hold(bytes.len() as u64)?;
-        let video = VideoFile::open(&bytes, LIMITS)?;
+        let file = source::read(url, bounds)?;
+        let video = VideoFile::open(&file.bytes, LIMITS)?;
         let chosen = processor.sample(video.frames(), video.fps())?;
         let (width, height) = video.size();
         let work = bounds.hold(video.frame_bytes() + processor.work_bytes(chosen.len(), width, height)?)?;
@@ -137,14 +136,13 @@ impl ImagePreprocessor {
         let limits = DecodeLimits { file_bytes: FILE_BYTES_MAX, pixels: PIXELS_MAX };
         let mut of_all = None;
         for &i in &chosen {
-            let bytes = source::read(&urls[i], bounds)?;
-            let _file = bounds.hold(bytes.len() as u64)?;
-            let Measured { width, height, decode_bytes } = measure(&bytes, limits)?;
+            let file = source::read(&urls[i], bounds)?;
+            let Measured { width, height, decode_bytes } = measure(&file.bytes, limits)?;
             if of_all.is_none() {
                 of_all = bounds.hold(processor.work_bytes(chosen.len(), width, height)?)?;
             }
             let _frame = bounds.hold(decode_bytes)?;
-            builder.add(&decode(&bytes, limits)?)?;
+            builder.add(&decode(&file.bytes, limits)?)?;
         }
         self.finish(builder.finish()?, &processor, &chosen, fps, of_all)
     }

@@ -36,11 +36,43 @@ pub(crate) struct Conversation {
 }
 
 /// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A
-/// message that shows pictures stays a list of parts.
+/// message that shows pictures stays a list of parts. System messages at the start become one, because many templates
+/// take only one.
 pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Conversation> {
-    let mut pictures = Vec::new();
-    let messages = messages.into_iter().map(|message| one(message, &mut pictures)).collect::<Result<_>>()?;
-    Ok(Conversation { messages, pictures })
+    let (mut pictures, mut converted) = (Vec::new(), Vec::<Message>::new());
+    for message in messages {
+        let message = one(message, &mut pictures)?;
+        match &mut converted[..] {
+            [first] if first.role == "system" && message.role == "system" => {
+                first.content = joined(first.content.take(), message.content);
+            }
+            _ => converted.push(message),
+        }
+    }
+    Ok(Conversation { messages: converted, pictures })
+}
+
+/// Two contents with a blank line between them. An empty text is left out.
+fn joined(first: Value, second: Value) -> Value {
+    const BLANK_LINE: &str = "\n\n";
+    match (first, second) {
+        (Value::String(none), other) | (other, Value::String(none)) if none.is_empty() => other,
+        (Value::String(mut text), Value::String(more)) => {
+            text.push_str(BLANK_LINE);
+            text.push_str(&more);
+            Value::String(text)
+        }
+        (first, second) => {
+            let parts = |content: Value| match content {
+                Value::Array(parts) => parts,
+                text => vec![json!({"type": "text", "text": text})],
+            };
+            let mut all = parts(first);
+            all.push(json!({"type": "text", "text": BLANK_LINE}));
+            all.extend(parts(second));
+            Value::Array(all)
+        }
+    }
 }
 
 impl ChatMessage {
@@ -178,15 +210,18 @@ fn call(call: Value) -> Result<Value> {
         return Err(wrong("messages", "a tool call has no function name"));
     };
     let arguments = match &function["arguments"] {
+        Value::String(text) if text.trim().is_empty() => Value::Null,
         Value::String(text) => serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.clone())),
-        Value::Null => json!({}),
         other => other.clone(),
     };
+    let arguments = if arguments.is_null() { json!({}) } else { arguments };
     Ok(json!({"type": "function", "id": call["id"], "function": {"name": name, "arguments": arguments}}))
 }
 
 #[cfg(test)]
 mod tests {
+    use keel_text::{ChatRequest, ChatTemplate, SpecialTokens};
+
     use super::*;
 
     fn template(json: Value) -> Result<Vec<Message>> {
@@ -251,6 +286,50 @@ mod tests {
         assert_eq!(messages[1].content, "");
         assert_eq!(messages[1].extra["tool_calls"][0]["function"]["arguments"]["x"], 1);
         assert_eq!(messages[2].extra["tool_call_id"], "1");
+    }
+
+    /// Qwen's templates take one system message, and iterate over the arguments of calls.
+    fn rendered(json: Value) -> String {
+        let source = include_str!("../../../../keel-text/tests/assets/templates/qwen_like.jinja");
+        let compiled = ChatTemplate::from_source(source, SpecialTokens::default()).expect("it compiles");
+        let messages = template(json).expect("right");
+        let request = ChatRequest { add_generation_prompt: false, ..ChatRequest::new(&messages) };
+        compiled.render(&request).expect("it is rendered")
+    }
+
+    #[test]
+    fn system_messages_at_the_start_become_one() {
+        let user = json!({"role": "user", "content": "Hi"});
+        let text = rendered(
+            json!([{"role": "system", "content": "a"}, {"role": "developer", "content": "b"},
+            {"role": "system", "content": ""}, {"role": "system", "content": [{"type": "text", "text": "c"}]}, user]),
+        );
+        assert_eq!(text, "<|im_start|>system\na\n\nb\n\nc<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n");
+        let picture = json!({"role": "system", "content": [{"type": "image_url", "image_url": "u"}]});
+        for (messages, shown) in [
+            (json!([{"role": "system", "content": "a"}, picture, user]), "a\n\n<|image|>"),
+            (json!([picture, {"role": "developer", "content": "b"}, user]), "<|image|>\n\nb"),
+        ] {
+            let text = rendered(messages);
+            assert!(text.starts_with(&format!("<|im_start|>system\n{shown}<|im_end|>")), "{text}");
+        }
+        let late =
+            template(json!([user, {"role": "system", "content": "a"}, {"role": "system", "content": "b"}]));
+        assert_eq!(late.expect("right").len(), 3, "those after the start stay, and the template decides");
+    }
+
+    #[test]
+    fn calls_without_arguments_are_rendered() {
+        for arguments in [json!(""), json!(" "), json!("null"), json!("{}"), json!({}), Value::Null] {
+            let call =
+                json!({"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}});
+            let text = rendered(json!([{"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": null, "tool_calls": [call]}]));
+            assert!(
+                text.contains("<tool_call>\n<function=f>\n</function>\n</tool_call>"),
+                "{arguments}: {text}"
+            );
+        }
     }
 
     #[test]

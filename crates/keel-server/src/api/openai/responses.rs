@@ -313,6 +313,7 @@ fn whole(head: &ChunkHeader, answer: &Collected) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::openai::messages::to_template;
 
     fn translated(body: Value) -> Result<Value> {
         to_chat(serde_json::from_value(body).expect("the types are right"))
@@ -343,6 +344,16 @@ mod tests {
         ];
         assert_eq!(turns, expected);
         assert_eq!(chat["messages"][1]["content"], "I look.");
+    }
+
+    #[test]
+    fn instructions_and_a_developers_message_are_one_system_message() {
+        let input = json!([{"role": "developer", "content": "b"}, {"role": "user", "content": "Hi"}]);
+        let chat = translated(json!({"instructions": "a", "input": input})).expect("right");
+        let messages = serde_json::from_value(chat["messages"].clone()).expect("messages");
+        let messages = to_template(messages).expect("right").messages;
+        let contents: Vec<(&str, &Value)> = messages.iter().map(|m| (&*m.role, &m.content)).collect();
+        assert_eq!(contents, [("system", &json!("a\n\nb")), ("user", &json!("Hi"))]);
     }
 
     #[test]

@@ -99,10 +99,10 @@ impl Link {
     }
 
     /// The rank for closing this connection in favour of a new one. The earliest phase is first, because the least is
-    /// lost, then the longest wait. `None` while a request is being answered.
+    /// lost, then the longest wait. `None` while a request is being answered, or the end of an answer waits to be sent.
     pub fn dispensable(&self) -> Option<(Phase, Instant)> {
         let state = self.state();
-        (state.phase < Phase::Answering).then_some((state.phase, state.since))
+        (state.phase < Phase::Answering && state.stuck.is_none()).then_some((state.phase, state.since))
     }
 
     /// The reason to close this connection, if a timeout has passed.
@@ -145,5 +145,16 @@ mod tests {
         assert!(!overdue(7) && overdue(9));
         link.read(1);
         assert_eq!(link.phase(), Phase::Head);
+    }
+
+    #[test]
+    fn a_connection_with_an_unsent_end_of_an_answer_makes_no_room() {
+        let link = Link::new(Instant::now());
+        link.enter(Phase::Answering);
+        link.wrote(false);
+        link.enter(Phase::Idle);
+        assert!(link.dispensable().is_none(), "its client is still reading");
+        link.wrote(true);
+        assert_eq!(link.dispensable().map(|(phase, _)| phase), Some(Phase::Idle));
     }
 }

@@ -106,9 +106,6 @@ impl Connections {
         routes: Router,
         drain: impl Future<Output = ()>,
     ) {
-        // Ends with this call, also where its caller gives it up.
-        let mut watch = JoinSet::new();
-        watch.spawn(Arc::clone(self).watch());
         let mut drain = pin!(drain);
         loop {
             let accepted = tokio::select! {
@@ -166,16 +163,24 @@ impl Connections {
         true
     }
 
-    /// Closes connections that exceed a timeout. Runs forever.
-    async fn watch(self: Arc<Self>) {
-        loop {
-            tokio::time::sleep(ROUND).await;
-            let now = Instant::now();
-            for link in self.links().open.values() {
-                if let Some(reason) = link.overdue(now, &self.times) {
-                    tracing::debug!("a connection is closed: {reason}");
-                    link.close.notify_one();
-                }
+    /// Starts the watch, which closes connections that exceed a timeout. It ends when the result is dropped.
+    pub fn watch(self: &Arc<Self>) -> JoinSet<()> {
+        let connections = Arc::clone(self);
+        let mut watch = JoinSet::new();
+        watch.spawn(async move {
+            loop {
+                tokio::time::sleep(ROUND).await;
+                connections.close_overdue(Instant::now());
+            }
+        });
+        watch
+    }
+
+    fn close_overdue(&self, now: Instant) {
+        for link in self.links().open.values() {
+            if let Some(reason) = link.overdue(now, &self.times) {
+                tracing::debug!("a connection is closed: {reason}");
+                link.close.notify_one();
             }
         }
     }
@@ -291,9 +296,10 @@ mod tests {
         let connections = Arc::new(Connections::new(&ServerOptions::default()));
         let weak = Arc::downgrade(&connections);
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let watch = connections.watch();
         let accepting = connections.accept(listener, Router::new(), std::future::pending());
         tokio::time::timeout(ROUND, accepting).await.expect_err("it accepts");
-        drop(connections);
+        drop((connections, watch));
         tokio::time::sleep(ROUND).await;
         assert!(weak.upgrade().is_none());
     }
