@@ -2,8 +2,9 @@
 # Checks a release as a stranger would find it: packaging/check.sh [FOLDER], after packaging/build.sh.
 #
 # Checksums; the archive's program in an empty root, with the system's C library and nothing else; the server and its page
-# there; the wheel in a new environment; the unit, where systemd is there to judge it.
+# there; the wheel in a new environment; the unit, where systemd is there to judge it; the alert rules.
 set -euo pipefail
+here=$(dirname "$(realpath "$0")")
 folder=$(realpath "${1:-dist}")
 work=$(mktemp -d)
 server=
@@ -102,5 +103,18 @@ if command -v systemd-analyze >/dev/null; then
     systemd-analyze verify "$work/keel.service" 2>"$work/verify.log" || fail "the unit: $(cat "$work/verify.log")"
     say "the unit is sound"
 fi
+for line in "RestrictAddressFamilies=.*AF_NETLINK" "DeviceAllow=char-infiniband_verbs rw" "LimitMEMLOCK=infinity"; do
+    grep -q "^$line" "$work/systemd/keel.service" || fail "the unit has no $line, which several machines need"
+done
+
+# Prometheus drops a file of rules with one expression that it cannot read. A matching clause is between two vectors, so
+# no number is before its operator.
+! grep -nE '(^|[^a-z0-9_.])[0-9.]+ *([-+*/%^<>]|[=!<>]=) *(bool *)?(on|ignoring) *\(' "$here"/grafana/alerts.yml ||
+    fail "the rules match a number with a vector"
+if command -v promtool >/dev/null; then
+    promtool check rules "$here"/grafana/alerts.yml >"$work/rules.log" 2>&1 ||
+        fail "the rules: $(cat "$work/rules.log")"
+fi
+say "the alert rules are sound"
 grep -q "sha256 \"$(sha256sum "$folder"/keel-*.tar.gz | cut -d' ' -f1)\"" "$folder/keel.rb" || fail "the formula names another archive"
 say "the formula names the archive"

@@ -1,8 +1,9 @@
 //! The configuration file: defaults of options, for all commands or for one command.
 //!
 //! A key is the long name of an option. At the top of the file it applies to every command that has the option. In a
-//! table named after a command, it applies to that command (`[bench.serve]` for `keel bench serve`). The command line
-//! and the environment take precedence, also over options of the file that exclude theirs.
+//! table named after a command, it applies to that command (`[bench.serve]` for `keel bench serve`), which also takes
+//! the options of all commands. The command line and the environment take precedence, also over options of the file
+//! that exclude theirs. A value at the top that a command cannot use does not apply to it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -17,14 +18,40 @@ use crate::input;
 /// Names a file to use instead of the usual one. An empty value means no file.
 const VARIABLE: &str = "KEEL_CONFIG";
 
+/// Options of a plan on which only a server's memory depends. At the top of the file they are for servers, and so for
+/// plans of servers.
+const OF_A_SERVER: [&str; 14] = [
+    "memory-limit",
+    "sequences",
+    "kv-cache",
+    "overcommit",
+    "swap",
+    "prefix-states",
+    "images",
+    "image-pixels",
+    "no-prefix-reuse",
+    "on-demand",
+    "drafts",
+    "pooling",
+    "step-tokens",
+    "request-memory",
+];
+/// Options that a plan of a server refuses.
+const OF_A_RUN: [&str; 4] = ["batch", "limit", "speculate", "speculate-optimistic"];
+/// Options of processes that share a model. Other commands refuse them.
+const NODES: [&str; 2] = ["nodes", "node"];
+const RUN_BY_NODES: [&str; 4] = ["serve", "generate", "chat", "bench"];
+
 /// A configuration file's contents; empty if there is no file.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Config {
     /// The path of the file, whether or not it exists.
     pub path: Option<PathBuf>,
     /// Whether the file exists.
     pub is_there: bool,
     table: Table,
+    /// Whether `keel plan` plans a server.
+    plans_a_server: bool,
 }
 
 impl Config {
@@ -46,35 +73,50 @@ impl Config {
         let text = input::text_of(&path, input::SETTINGS_BYTES_MAX)?;
         let table =
             Config::parse(&text).with_context(|| format!("{} is no configuration", path.display()))?;
-        Ok(Config { path: Some(path), is_there: true, table })
+        Ok(Config { path: Some(path), is_there: true, table, ..Config::default() })
     }
 
     fn parse(text: &str) -> Result<Table> {
         Ok(text.parse::<Table>()?)
     }
 
-    /// Makes the file's values the defaults of the options.
+    /// Makes the file's values the defaults of the options. Variables of the environment that are empty do not count.
     ///
     /// # Errors
     /// A key is not an option, or a value does not suit its option.
     pub fn apply(&self, command: Command) -> Result<Command> {
         let place = || self.path.as_deref().unwrap_or(Path::new("")).display().to_string();
-        check(&self.table, &command, &mut Vec::new()).with_context(place)?;
-        Ok(self.fill(command, &mut Vec::new()))
+        let globals: Vec<Arg> = globals(&command).cloned().collect();
+        check(&self.table, &command, &globals, &mut Vec::new()).with_context(place)?;
+        Ok(self.fill(command, &globals, &mut Vec::new()))
     }
 
-    fn fill(&self, command: Command, path: &mut Vec<String>) -> Command {
+    fn fill(&self, command: Command, globals: &[Arg], path: &mut Vec<String>) -> Command {
         let here = path.clone();
-        let command = command.mut_args(|arg| match self.value(&here, &arg) {
-            Some(value) => with_default(arg, value),
-            None => arg,
+        let mut command = command.mut_args(|arg| match self.value(&here, &arg) {
+            Some(value) => with_default(without_empty_variable(arg), value),
+            None => without_empty_variable(arg),
         });
+        for (global, value) in self.own_globals(&here, globals.iter()) {
+            command = command.arg(with_default(global.clone(), value));
+        }
         command.mut_subcommands(|sub| {
             path.push(sub.get_name().to_string());
-            let sub = self.fill(sub, path);
+            let sub = self.fill(sub, globals, path);
             path.pop();
             sub
         })
+    }
+
+    /// The options of all commands for which the table of the command at `path` has another value than the file's top.
+    pub fn own_globals<'a>(
+        &'a self,
+        path: &'a [String],
+        globals: impl Iterator<Item = &'a Arg>,
+    ) -> impl Iterator<Item = (&'a Arg, &'a Value)> {
+        globals
+            .filter_map(move |arg| Some((arg, self.value(path, arg)?)))
+            .filter(move |(arg, value)| !path.is_empty() && self.value(&[], arg) != Some(value))
     }
 
     /// The file for `keel plan` of a server: values of `[serve]` apply, too, unless `[plan]` sets them.
@@ -85,14 +127,14 @@ impl Config {
         if let (Some(own), Some(plan)) = (own, command.find_subcommand("plan")) {
             for (key, value) in serve {
                 let Some(arg) = plan.get_arguments().find(|arg| names(&key, arg)) else { continue };
-                // A plan is of one model.
-                let is_taken = !value.is_array() || matches!(arg.get_action(), ArgAction::Append);
+                // A plan is of one model, and is made in one process.
+                let is_taken = suits(&value, arg) && !NODES.contains(&arg.get_long().unwrap_or_default());
                 if is_taken && entry(own, arg).is_none() {
                     own.insert(key, value);
                 }
             }
         }
-        Config { path: self.path.clone(), is_there: self.is_there, table }
+        Config { table, plans_a_server: true, ..self.clone() }
     }
 
     /// The file without the values of options that exclude an option which the command line or the environment gives;
@@ -118,8 +160,7 @@ impl Config {
         if losers.is_empty() {
             return None;
         }
-        let mut without =
-            Config { path: self.path.clone(), is_there: self.is_there, table: self.table.clone() };
+        let mut without = self.clone();
         losers.iter().for_each(|arg| without.remove(&path, arg));
         Some(without)
     }
@@ -137,7 +178,7 @@ impl Config {
 
     /// The file's value for an option of the command at `path`. The innermost table that has it takes precedence.
     pub fn value(&self, path: &[String], arg: &Arg) -> Option<&Value> {
-        let mut found = entry(&self.table, arg);
+        let mut found = entry(&self.table, arg).filter(|value| self.is_taken_from_top(path, arg, value));
         let mut table = &self.table;
         for name in path {
             let Some(inner) = table.get(name).and_then(Value::as_table) else { break };
@@ -145,6 +186,43 @@ impl Config {
             found = entry(table, arg).or(found);
         }
         found
+    }
+
+    /// Whether a value at the top of the file applies to an option of the command at `path`: the command would take it
+    /// on the command line, and not do other work because of it.
+    fn is_taken_from_top(&self, path: &[String], arg: &Arg, value: &Value) -> bool {
+        let command = path.first().map(String::as_str).unwrap_or_default();
+        let option = arg.get_long().unwrap_or_default();
+        let is_refused = match command {
+            "plan" if self.plans_a_server => OF_A_RUN.contains(&option),
+            "plan" => OF_A_SERVER.contains(&option),
+            "fit" => option == "memory-limit",
+            "inspect" => ["memory-limit", "devices", "split"].contains(&option),
+            _ => false,
+        };
+        let is_for_others = NODES.contains(&option) && !RUN_BY_NODES.contains(&command);
+        !is_refused && !is_for_others && suits(value, arg)
+    }
+}
+
+/// Whether an option takes this many values.
+fn suits(value: &Value, arg: &Arg) -> bool {
+    !value.is_array() || matches!(arg.get_action(), ArgAction::Append)
+}
+
+/// The options that all commands have.
+pub fn globals(root: &Command) -> impl Iterator<Item = &Arg> {
+    root.get_arguments().filter(|arg| arg.is_global_set())
+}
+
+/// An option whose variable counts as not given if it is empty. A secret that is empty is a mistake, which its command
+/// refuses. An empty name of the configuration file means no file.
+fn without_empty_variable(arg: Arg) -> Arg {
+    let is_kept = arg.is_hide_env_values_set() || arg.get_env().is_some_and(|name| name == VARIABLE);
+    let is_empty = |name| std::env::var_os(name).is_some_and(|value| value.is_empty());
+    match arg.get_env().is_some_and(is_empty) && !is_kept {
+        true => arg.env(None::<&'static str>),
+        false => arg,
     }
 }
 
@@ -176,16 +254,20 @@ fn names(key: &str, arg: &Arg) -> bool {
     is_own || arg.get_all_aliases().unwrap_or_default().contains(&key.as_str())
 }
 
+/// Whether the file has no say about an option.
+fn is_fixed(arg: &Arg) -> bool {
+    ["config", "help", "version"].contains(&arg.get_id().as_str())
+}
+
 fn entry<'t>(table: &'t Table, arg: &Arg) -> Option<&'t Value> {
-    let is_fixed = ["config", "help", "version"].contains(&arg.get_id().as_str());
-    if is_fixed {
+    if is_fixed(arg) {
         return None;
     }
     table.iter().find(|(key, value)| !value.is_table() && names(key, arg)).map(|(_, value)| value)
 }
 
 /// Refuses keys that no command reads.
-fn check(table: &Table, command: &Command, path: &mut Vec<String>) -> Result<()> {
+fn check(table: &Table, command: &Command, globals: &[Arg], path: &mut Vec<String>) -> Result<()> {
     let whose = if path.is_empty() { "any command".to_string() } else { format!("keel {}", path.join(" ")) };
     for (key, value) in table {
         if let Some(inner) = value.as_table() {
@@ -193,11 +275,12 @@ fn check(table: &Table, command: &Command, path: &mut Vec<String>) -> Result<()>
                 bail!("[{key}]: {whose} has no such command; tables are named after commands");
             };
             path.push(key.clone());
-            check(inner, sub, path)?;
+            check(inner, sub, globals, path)?;
             path.pop();
             continue;
         }
-        let Some(arg) = find(command, key) else {
+        let is_global = |arg: &&Arg| names(key, arg) && !is_fixed(arg);
+        let Some(arg) = find(command, key).or_else(|| globals.iter().find(is_global).cloned()) else {
             bail!("{key}: {whose} has no option --{}", key.replace('_', "-"))
         };
         if is_flag(&arg) && !value.is_bool() {
@@ -243,120 +326,4 @@ fn with_default(arg: Arg, value: &Value) -> Arg {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn command() -> Command {
-        let context =
-            || Arg::new("context").long("context").alias("ctx").value_parser(clap::value_parser!(u32));
-        let quiet = Arg::new("quiet").long("quiet").action(ArgAction::SetTrue);
-        let stop = Arg::new("stop").long("stop").action(ArgAction::Append);
-        let inner = Command::new("serve").arg(Arg::new("rate").long("rate"));
-        let generate = Command::new("generate").args([context(), quiet, stop]);
-        Command::new("keel")
-            .subcommand(generate)
-            .subcommand(Command::new("bench").arg(context()).subcommand(inner))
-    }
-
-    fn config(text: &str) -> Config {
-        Config { table: Config::parse(text).expect("TOML"), ..Config::default() }
-    }
-
-    /// The parser knows each option that another one excludes. It panics at others when it is asked.
-    #[test]
-    fn excluded_options_exist() {
-        fn check(command: &Command) -> usize {
-            let own = command.get_arguments().map(|arg| command.get_arg_conflicts_with(arg).len());
-            own.sum::<usize>() + command.get_subcommands().map(check).sum::<usize>()
-        }
-        let mut command = <crate::Cli as clap::CommandFactory>::command();
-        command.build();
-        assert!(check(&command) > 30);
-    }
-
-    #[test]
-    fn an_option_that_is_given_excludes_those_of_the_file_that_it_conflicts_with() {
-        let one = || Arg::new("one").long("one").conflicts_with("two");
-        let two = || Arg::new("two").long("two");
-        let of = |name: &'static str| Command::new(name).args([one(), two()]);
-        let command = || {
-            let mut command =
-                Command::new("keel").subcommand(of("a")).subcommand(of("b").subcommand(of("c")));
-            command.build();
-            command
-        };
-        let config = config("one = '1'\n[b]\ntwo = '2'\n[b.c]\none = '3'");
-        let left = |args: &[&str]| {
-            let matches = config.apply(command()).expect("known").try_get_matches_from(args).expect("parsed");
-            config.without_conflicts(&command(), &matches).map(|config| format!("{:?}", config.table))
-        };
-        assert_eq!(left(&["keel", "a"]), None);
-        assert_eq!(left(&["keel", "a", "--one", "x"]), None);
-        assert_eq!(
-            left(&["keel", "a", "--two", "x"]).expect("one").matches("\"one\"").count(),
-            1,
-            "that of b.c"
-        );
-        assert_eq!(left(&["keel", "b", "--one", "x"]).expect("two").matches("\"two\"").count(), 0);
-        assert_eq!(left(&["keel", "b", "c", "--two", "x"]).expect("one").matches("\"one\"").count(), 0);
-    }
-
-    #[test]
-    fn the_nearest_table_decides_and_the_command_line_wins() {
-        let config = config(
-            "ctx = 1\n[generate]\ncontext = 2\nquiet = true\nstop = ['a', 'b']\n[bench.serve]\nrate = 0.5",
-        );
-        let command = config.apply(command()).expect("all keys are known");
-        let of = |args: &[&str]| {
-            let matches = command.clone().try_get_matches_from(args).unwrap_or_else(|e| panic!("{e}"));
-            matches.subcommand().expect("one").1.clone()
-        };
-        let generate = of(&["keel", "generate"]);
-        assert_eq!(generate.get_one("context"), Some(&2u32));
-        assert!(generate.get_flag("quiet"));
-        assert_eq!(generate.get_many::<String>("stop").expect("two").count(), 2);
-        assert_eq!(
-            of(&["keel", "generate", "--context", "7", "--stop", "c"]).get_one("context"),
-            Some(&7u32)
-        );
-        assert_eq!(of(&["keel", "bench"]).get_one("context"), Some(&1u32));
-        let serve = of(&["keel", "bench", "serve"]).subcommand().expect("one").1.clone();
-        assert_eq!(serve.get_one::<String>("rate").map(String::as_str), Some("0.5"));
-    }
-
-    #[test]
-    fn a_plan_of_a_server_reads_what_is_for_the_server() {
-        let sequences = || Arg::new("sequences").long("sequences");
-        let context = || Arg::new("context").long("context").alias("ctx");
-        let model = || Arg::new("model").long("model");
-        let serve = Command::new("serve").args([sequences(), context(), model().action(ArgAction::Append)]);
-        let plan = Command::new("plan").args([sequences(), context(), model()]);
-        let command = Command::new("keel").subcommand(plan).subcommand(serve);
-        let file =
-            config("ctx = 1\n[serve]\nsequences = 3\nctx = 2\nmodel = ['a', 'b']\n[plan]\ncontext = 7");
-        let of = |config: &Config, option: &str| {
-            let command = config.apply(command.clone()).expect("all keys are known");
-            let matches = command.try_get_matches_from(["keel", "plan"]).expect("right");
-            matches.subcommand().expect("one").1.get_one::<String>(option).cloned()
-        };
-        assert_eq!((of(&file, "sequences"), of(&file, "context")), (None, Some("7".into())));
-        let of_server = file.for_plan_of_server(&command);
-        assert_eq!(
-            (of(&of_server, "sequences"), of(&of_server, "context")),
-            (Some("3".into()), Some("7".into()))
-        );
-        assert_eq!(of(&of_server, "model"), None, "a plan is of one model");
-        let bare = config("[serve]\nctx = 2").for_plan_of_server(&command);
-        assert_eq!(of(&bare, "context"), Some("2".into()));
-    }
-
-    #[test]
-    fn what_nobody_reads_is_refused() {
-        let refused = |text: &str| format!("{:#}", config(text).apply(command()).expect_err("refused"));
-        assert!(refused("contxt = 1").contains("contxt: any command has no option --contxt"));
-        assert!(refused("[generate]\nrate = 1").contains("keel generate has no option --rate"));
-        assert!(refused("[sing]\na = 1").contains("[sing]"));
-        assert!(refused("quiet = 'yes'").contains("expected true or false"));
-        assert!(refused("context = 1979-05-27").contains("expected a text"));
-    }
-}
+mod tests;

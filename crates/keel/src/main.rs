@@ -121,9 +121,11 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whether the command is `keel plan --serve`.
+/// Whether the command is `keel plan` of a server.
 fn plans_a_server(matches: &ArgMatches) -> bool {
-    matches.subcommand_matches("plan").is_some_and(|plan| plan.get_flag("serve"))
+    let plan = matches.subcommand_matches("plan");
+    let plan = plan.and_then(|plan| commands::plan::PlanArgs::from_arg_matches(plan).ok());
+    plan.is_some_and(|plan| plan.is_of_a_server())
 }
 
 /// Parses the command line. Values of the configuration file apply where neither the command line nor the environment

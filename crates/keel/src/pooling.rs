@@ -3,7 +3,7 @@
 //! `modules.json` lists the modules in their order: the model, the pooling (whose folder has a `config.json`), the
 //! norm.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use evenkeel::{ModelFiles, WeightFiles};
@@ -40,7 +40,7 @@ fn of_folder(folder: &Path) -> Result<Option<Pooling>> {
             "Transformer" | "Normalize" => {}
             "Pooling" => {
                 let path = Path::new(path.unwrap_or(POOLING_FOLDER));
-                if !path.components().all(|part| matches!(part, std::path::Component::Normal(_))) {
+                if !is_inside(path) {
                     bail!("{MODULES} names a pooling outside the folder: {}", path.display());
                 }
                 let of_module = pooling_of(&folder.join(path))?;
@@ -51,6 +51,37 @@ fn of_folder(folder: &Path) -> Result<Option<Pooling>> {
         }
     }
     Ok(pooling)
+}
+
+/// Whether a path leads to a place below the folder that it is relative to.
+fn is_inside(path: &Path) -> bool {
+    path.components().all(|part| matches!(part, std::path::Component::Normal(_)))
+}
+
+/// Copies the files that say how embeddings are pooled. They are in folders of their own below the model's. A list of
+/// modules that cannot be read names none.
+///
+/// # Errors
+/// A file cannot be read or written.
+pub fn copy(source: &Path, target: &Path) -> Result<()> {
+    let modules = json(&source.join(MODULES)).ok().flatten().unwrap_or_default();
+    let is_pooling = |module: &&Value| module["type"].as_str().is_some_and(|kind| kind.ends_with("Pooling"));
+    let named = modules.as_array().into_iter().flatten().filter(is_pooling);
+    let named = named.filter_map(|module| module["path"].as_str()).map(PathBuf::from);
+    let named = named.filter(|path| !path.as_os_str().is_empty() && is_inside(path));
+    for folder in named.chain([POOLING_FOLDER.into()]) {
+        let config = source.join(&folder).join("config.json");
+        if !config.is_file() {
+            continue;
+        }
+        let bytes = read_regular(&config, FILE_BYTES_MAX)
+            .with_context(|| format!("cannot read {}", config.display()))?;
+        let folder = target.join(folder);
+        let copy = folder.join("config.json");
+        let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&copy, bytes));
+        written.with_context(|| format!("cannot write {}", copy.display()))?;
+    }
+    Ok(())
 }
 
 fn pooling_of(folder: &Path) -> Result<Option<Pooling>> {

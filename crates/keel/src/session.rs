@@ -41,7 +41,7 @@ impl Session {
         let plans = model.plans(options)?;
         bound(&device.options(), runtime, &plans.model(), &options)?;
         if let Some(tower) = &plans.tower {
-            check_host(&plans.model(), tower, &options)?;
+            check_host(FreeMemory::of_host(), &plans.model(), tower, &options)?;
         }
         device.announce();
         let tower = device.tower()?.filter(|_| plans.tower.is_some());
@@ -119,6 +119,14 @@ impl Session {
         Ok(self.engine.make_rounds_ready(&mut shown())?)
     }
 
+    /// The planned bytes that are charged to each device, by rank.
+    pub fn charged(&self) -> Vec<u64> {
+        match &self.devices[..] {
+            [] => vec![self.planned.total()],
+            devices => devices.iter().map(|plan| plan.planned.total()).collect(),
+        }
+    }
+
     /// The current memory report.
     pub fn memory(&self) -> Memory {
         let devices = self.devices.iter().map(|plan| (plan.name.as_str(), plan.planned));
@@ -169,12 +177,17 @@ pub fn runtime(device: &DeviceArgs, compute: Compute) -> Result<Runtime> {
 }
 
 /// Compares the bytes of a vision tower on the CPU, and the model's bytes on the host, with the host's free memory.
-fn check_host(model: &MemoryReport, tower: &MemoryReport, options: &EngineOptions) -> Result<()> {
-    match FreeMemory::of_host() {
-        Some(host) if model.on_host() + tower.total() > host.bytes => {
-            Err(split_model::too_little(tower, host.bytes, host.why, options))
-        }
-        _ => Ok(()),
+fn check_host(
+    host: Option<FreeMemory>,
+    model: &MemoryReport,
+    tower: &MemoryReport,
+    options: &EngineOptions,
+) -> Result<()> {
+    let needed = model.on_host() + tower.total();
+    let planned = [*model, *tower].into_iter().sum();
+    match host.filter(|host| needed > host.bytes) {
+        Some(host) => Err(split_model::too_little(needed, &planned, host.bytes, host.why, options)),
+        None => Ok(()),
     }
 }
 
@@ -194,5 +207,35 @@ pub fn check_ids(config: &HybridConfig, ids: &[u32]) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= config.vocab) {
         Some(&id) => Err(EngineError::TokenId { id, vocab: config.vocab }.into()),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        device: DeviceArgs,
+    }
+
+    /// The message once gave the tower's bytes alone, which may be fewer than the host has.
+    #[test]
+    fn a_host_without_room_for_the_tower_is_told_what_is_needed() {
+        let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0"]);
+        let model = ModelFiles::built_in().expect("it is in the program");
+        let parameters = model.parameters();
+        let options = EngineOptions { swap_bytes: 1 << 20, ..EngineOptions::default() };
+        let placed = PlacedModel::new(&device, &*parameters, &model.json);
+        let planned = placed.plan(options).expect("it is planned");
+        let needed = planned.on_host() + planned.total();
+        assert!(planned.on_host() > 0);
+        let host = |bytes| Some(FreeMemory { bytes, why: "this host".into() });
+        assert!(check_host(host(needed), &planned, &planned, &options).is_ok());
+        let error = check_host(host(needed - 1), &planned, &planned, &options).expect_err("too much");
+        assert!(error.to_string().contains(&format!("{needed} bytes")), "{error}");
     }
 }

@@ -17,21 +17,24 @@ pub fn end_at_once() -> ! {
     signal_hook::low_level::exit(INTERRUPTED)
 }
 
-/// Watches for signals in a process that leads others or converts a model. A conversion ends at once. While a server
-/// runs, it ends in order. While it loads or waits for a node, a signal ends the process at once: nothing is lost, as
-/// the nodes free what they have when the connection ends.
+/// Watches for signals in a process that serves, downloads or converts a model. A download and a conversion end at
+/// once. While a server runs, it ends in order. While it loads or waits for a node, a signal ends the process at once:
+/// nothing is lost, as the nodes free what they have when the connection ends. In a container this process may be the
+/// first one, which the system does not end at a signal that it does not watch for.
 #[derive(Clone, Debug)]
 pub struct Signals {
     told: watch::Receiver<bool>,
     is_serving: Arc<AtomicBool>,
 }
 
-/// A server hears of signals by itself, until this is dropped.
-pub struct Serving(Arc<AtomicBool>);
+/// A server hears of signals by itself, until this is dropped. After a signal that lasts: the process ends in order.
+pub struct Serving(Signals);
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::SeqCst);
+        if !self.0.have_come() {
+            self.0.is_serving.store(false, Ordering::SeqCst);
+        }
     }
 }
 
@@ -60,7 +63,7 @@ impl Signals {
     /// Says that a server hears of signals by itself.
     pub fn serving(&self) -> Serving {
         self.is_serving.store(true, Ordering::SeqCst);
-        Serving(Arc::clone(&self.is_serving))
+        Serving(self.clone())
     }
 
     /// Whether one has come.

@@ -33,17 +33,19 @@ fn check(device: &DeviceArgs, plans: &Plans, options: &EngineOptions) -> Result<
     for (rank, DevicePlan { name, planned, .. }) in plans.devices.iter().enumerate() {
         if let Some(limit) = device.limit_of(rank).filter(|&limit| planned.total() > limit) {
             let whose = format!("the memory limit, which {name} has for itself");
-            return Err(too_little(planned, limit, whose, options));
+            return Err(too_little(planned.total(), planned, limit, whose, options));
         }
         let room = device.split.members().get(rank).and_then(|member| member.remote.flatten());
-        if let Some(room) = room.filter(|&room| planned.total() - planned.on_host() > room) {
-            return Err(too_little(planned, room, format!("{name}, as its process says"), options));
+        let on_device = planned.total() - planned.on_host();
+        if let Some(room) = room.filter(|&room| on_device > room) {
+            let whose = format!("{name}, as its process says");
+            return Err(too_little(on_device, planned, room, whose, options));
         }
     }
     let planned = plans.model();
     let on_host = on_host(&planned, plans.is_gpu);
     if let Some(host) = FreeMemory::of_host().filter(|host| on_host > host.bytes) {
-        return Err(too_little(&planned, host.bytes, host.why, options));
+        return Err(too_little(on_host, &planned, host.bytes, host.why, options));
     }
     Ok(())
 }
@@ -68,14 +70,15 @@ fn bound_gpus(
     Ok(())
 }
 
-/// The error for a plan above a limit.
+/// The error for a plan of which `needed` bytes are above a limit.
 pub fn too_little(
+    needed: u64,
     planned: &MemoryReport,
     limit: u64,
     whose: String,
     options: &EngineOptions,
 ) -> anyhow::Error {
     let EngineOptions { context, sequences, .. } = *options;
-    let (needed, planned) = (planned.total(), *planned);
+    let planned = *planned;
     evenkeel::Error::from(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned })).into()
 }

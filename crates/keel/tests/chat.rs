@@ -95,3 +95,22 @@ fn chat_goes_on_after_a_turn_that_the_template_refuses() {
     let rest: String = refused.split_inclusive('\n').filter(|line| !line.contains(message)).collect();
     assert_eq!(rest, plain, "the refused turn is taken back");
 }
+
+#[test]
+fn an_answer_that_is_cut_says_so() {
+    let said = |flags: &[&str], input: &str| {
+        let output = keel_with_input(&[&["chat", "--temperature", "0"], flags].concat(), input);
+        assert!(output.status.success(), "{}", stderr(&output));
+        stderr(&output)
+    };
+    let notice = "(cut at --max-tokens 8; /set max-tokens 32 allows more)";
+    let input = "Tell me a story about a dog.\n";
+    assert_eq!(said(&["--max-tokens", "8"], input).matches(notice).count(), 1);
+    // The setting that it names is one.
+    let again = said(&["--max-tokens", "8"], &format!("/set max-tokens 32\n{input}"));
+    assert!(again.contains("(cut at --max-tokens 32;"), "{again}");
+    let full = said(&["--context", "256", "--max-tokens", "512"], input);
+    assert!(full.contains("(cut at the context of 256 tokens"), "{full}");
+    let whole = said(&["--max-tokens", "8", "--stop", "e"], input);
+    assert!(!whole.contains("(cut at"), "{whole}");
+}

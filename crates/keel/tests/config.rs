@@ -41,6 +41,59 @@ fn a_plan_of_a_server_follows_the_servers_table() {
     assert_eq!(plan(home.path(), &[]), plan(empty.path(), &[]), "the table is not for other plans");
 }
 
+/// A plan is of a server also if an option says so on which only a server's memory depends.
+#[test]
+fn a_plan_with_options_of_a_server_follows_the_servers_table() {
+    let home = written("[serve]\nkv-cache = '3M'\ncontext = 1024\n");
+    let plan = |home: &Path, args: &[&str]| json(&keel(home, &[&["plan", "--json"], args].concat()));
+    let options = ["--sequences", "4", "--kv-cache", "3M", "--context", "1024"];
+    assert_eq!(plan(home.path(), &["--sequences", "4"]), plan(written("").path(), &options));
+}
+
+#[test]
+fn what_a_command_cannot_use_at_the_top_does_not_make_it_fail() {
+    let empty = written("");
+    let home = written(
+        "memory-limit = '2G'\nlimit = '4G'\nspeculate = 'off'\nsequences = 3\ndevices = ['cpu:0', 'cpu:1']\nnodes = 'a:1,b:1'\n\
+         model = ['a', 'b']\n[chat]\nmodel = 'c'\n",
+    );
+    let run = |home: &Path, args: &[&str]| json(&keel(home, &[args, &["--json"]].concat()));
+    assert_eq!(run(home.path(), &["inspect"]), run(empty.path(), &["inspect"]));
+    assert_eq!(run(home.path(), &["fit", "--limit", "90M"])["limit"], 90_000_000);
+    let two = ["--devices", "cpu:0,cpu:1"];
+    let options = [&["plan", "--sequences", "3", "--memory-limit", "2G"], &two[..]].concat();
+    assert_eq!(run(home.path(), &["plan", "--serve"]), run(empty.path(), &options));
+    let file = written("memory-limit = '2G'\nsequences = 3\n");
+    assert_eq!(run(file.path(), &["plan", "--batch", "2"]), run(empty.path(), &["plan", "--batch", "2"]));
+    // In a command's own table it is a mistake.
+    let own = keel(written("[fit]\nmemory-limit = '2G'\n").path(), &["fit"]);
+    assert_eq!(own.status.code(), Some(2), "{}", stderr(&own));
+}
+
+#[test]
+fn options_of_all_commands_are_taken_in_the_table_of_one() {
+    let home = written("[inspect]\nverbose = true\n");
+    assert!(keel(home.path(), &["inspect", "--json"]).status.success());
+    let shown = json(&keel(home.path(), &["config", "--json"]));
+    let settings = shown["settings"].as_array().expect("a list").iter();
+    let verbose: Vec<_> = settings.filter(|setting| setting["option"] == "verbose").collect();
+    assert!(verbose.len() == 1 && verbose[0]["command"] == "inspect", "{shown}");
+    let refused = keel(written("[inspect]\nconfig = 'x'\n").path(), &["inspect"]);
+    assert!(stderr(&refused).contains("keel inspect has no option --config"), "{}", stderr(&refused));
+}
+
+#[test]
+fn an_empty_variable_counts_as_not_given() {
+    let home = written("device = 'cuda:7'\n");
+    let plan = |device: &str, args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_keel"));
+        command.env_remove("KEEL_CONFIG").env("XDG_CONFIG_HOME", home.path()).env("KEEL_DEVICE", device);
+        json(&command.args(["plan", "--json"]).args(args).output().expect("keel runs"))
+    };
+    assert_eq!(plan("", &[]), plan("cpu", &["--device", "cuda:7"]), "the file's device");
+    assert_eq!(plan("", &["--device", "cpu"]), plan("cpu", &[]));
+}
+
 /// The two exclude each other on the command line. What is given there counts.
 #[test]
 fn an_option_that_is_given_excludes_those_of_the_file() {

@@ -80,6 +80,34 @@ fn the_pooling_is_what_the_models_files_say() {
     assert_eq!(embed(&["--pooling", "last"]), last);
 }
 
+/// `quantize` once left the pooling out, and mean embeddings became those of the last token.
+#[test]
+fn a_copy_in_another_form_keeps_the_pooling() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let model = dir.path().join("model");
+    // MLX's form is made of a dense model, and the built-in one is quantised.
+    succeed(&["quantize", arg(&common::demo()), arg(&model), "--to", "safetensors"]);
+    let mean = r#"{"pooling_mode_mean_tokens": true}"#;
+    let modules =
+        r#"[{"path": "", "type": "models.Transformer"}, {"path": "pooled", "type": "models.Pooling"}]"#;
+    for (folder, modules) in [("1_Pooling", None), ("pooled", Some(modules))] {
+        std::fs::create_dir(model.join(folder)).expect("made");
+        std::fs::write(model.join(folder).join("config.json"), mean).expect("written");
+        if let Some(modules) = modules {
+            std::fs::remove_dir_all(model.join("1_Pooling")).expect("there");
+            std::fs::write(model.join("modules.json"), modules).expect("written");
+        }
+        for form in ["mlx", "safetensors"] {
+            let copy = dir.path().join(format!("{folder}-{form}"));
+            succeed(&["quantize", arg(&model), arg(&copy), "--to", form]);
+            let embed =
+                |extra: &[&str]| succeed(&[&["embed", "--model", arg(&copy), "a bird"], extra].concat());
+            assert_eq!(embed(&[]), embed(&["--pooling", "mean"]), "{folder} {form}");
+            assert!(embed(&[]) != embed(&["--pooling", "last"]), "{folder} {form}");
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_embedded_is_said() {
     misuse(&["embed", "a", "--dimensions", "0"], "--dimensions 0");

@@ -152,6 +152,10 @@ fn offline_what_is_there_runs_and_nothing_is_asked() {
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &[])), want);
     hub.take_asked();
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name", &offline)), want);
+    let pulled = hub.keel(home.path(), &["pull", "owner/name", "--json"], &offline);
+    assert!(stderr(&pulled).contains("the hub is not asked for a newer version"), "{}", stderr(&pulled));
+    let pulled: Value = serde_json::from_slice(&pulled.stdout).expect("JSON");
+    assert_eq!((&pulled["revision"], &pulled["downloaded_bytes"]), (&COMMIT.into(), &0.into()));
     assert_eq!(hub.take_asked(), []);
 }
 

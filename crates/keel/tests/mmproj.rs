@@ -107,6 +107,27 @@ fn the_tower_next_to_a_model_is_found_and_named() {
     assert!(output.status.success() && stderr(&output).contains(notice), "{}", stderr(&output));
 }
 
+/// `keel quantize` of a GGUF file gives a folder without the tower, which is a file of its own.
+#[test]
+fn fit_counts_no_tower_for_a_copy_in_fewer_bits() {
+    let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
+    let files = files(&folder);
+    // What is told where nothing fits is the copy with the fewest bits.
+    let least = |extra: &[&str]| {
+        let message = stderr(&keel(&[&["fit", arg(&files.text), "--limit", "1K"], extra].concat()));
+        let needed =
+            message.split(" needs ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+        needed.unwrap_or_else(|| panic!("{message}"))
+    };
+    assert_eq!(least(&[]), least(&["--mmproj", "none"]));
+    let as_it_is = |extra: &[&str]| {
+        let fit =
+            ["fit", arg(&files.text), "--limit", "8Gi", "--sequences", "1", "--context", "256", "--json"];
+        common::json(&[&fit[..], extra].concat())["fits"][0]["bytes"].as_u64().expect("bytes")
+    };
+    assert!(as_it_is(&[]) > as_it_is(&["--mmproj", "none"]), "the file itself is served with its tower");
+}
+
 #[test]
 fn a_tower_that_does_not_fit_is_left_out_or_refused() {
     let (Some(folder), Some(other)) = (vlm_fixture("vlm_qwen3_5"), vlm_fixture("vlm_gemma3")) else { return };

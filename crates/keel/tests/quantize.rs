@@ -63,6 +63,23 @@ fn an_interrupted_conversion_leaves_no_file() {
 }
 
 #[test]
+fn interrupted_logits_leave_no_file() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (target, ids) = (dir.path().join("out.safetensors"), vec!["7"; 4000].join(","));
+    let files = || std::fs::read_dir(dir.path()).expect("readable").count();
+    let mut logits = Command::new(env!("CARGO_BIN_EXE_keel"));
+    logits.args(["logits", "--ids", &ids, "--one-by-one", "--out", arg(&target)]);
+    logits.env("KEEL_DEVICE", "cpu").env("KEEL_CONFIG", "").stderr(Stdio::null()).stdout(Stdio::null());
+    let mut child = logits.spawn().expect("keel runs");
+    while files() == 0 && child.try_wait().expect("a child").is_none() {}
+    assert!(!target.exists(), "it has its name once it is whole");
+    Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill runs");
+    let status = child.wait().expect("a child");
+    assert!(!status.success());
+    assert_eq!(files(), 0, "{status}");
+}
+
+#[test]
 fn a_quantised_copy_runs_and_more_bits_stay_closer() {
     for name in ["qwen3_5", "qwen3_5_moe"] {
         let folder = fixture(name);
@@ -177,4 +194,26 @@ fn a_text_is_scored_and_a_quantisation_is_judged_by_it() {
     };
     let (four, eight) = (judge(&four), judge(&eight));
     assert!(0.0 < eight && 4.0 * eight < four && four < 1.0, "4 bits {four}, 8 bits {eight}");
+}
+
+#[test]
+fn an_evaluation_keeps_its_limits() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (text, model) = (dir.path().join("text.txt"), demo());
+    std::fs::write(&text, "Once upon a time there was a dog. ".repeat(60)).expect("written");
+    let eval = ["eval", "--perplexity", arg(&text), "--window", "128"];
+    let output = common::keel(&[&eval[..], &["--windows", "0"]].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", common::stderr(&output));
+    assert!(common::stderr(&output).contains("expected a number from 1"), "{}", common::stderr(&output));
+    // Two models share the limit.
+    let kl = [&eval[..], &["--windows", "1", "--kl", arg(&model), "--json", "--memory-limit"]].concat();
+    let message = common::stderr(&common::keel(&[&kl[..], &["1M"]].concat()));
+    let one: u64 = message
+        .split("out of memory: ")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next()?.parse().ok())
+        .expect("the bytes of one model");
+    let report = json(&[&kl[..], &[&(2 * one).to_string()]].concat());
+    assert_eq!(report["kl_divergence"], 0.0, "{report}");
+    fail(&[&kl[..], &[&(2 * one - 1).to_string()]].concat(), "--kl, next to the first model");
 }

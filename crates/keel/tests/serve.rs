@@ -7,6 +7,7 @@ mod common;
 use std::io::{BufRead, BufReader, Read};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use common::served::{ledger, metrics, planned, post, ready, send, signal, start_with};
 use common::{keel_with_input, stderr};
@@ -74,7 +75,7 @@ fn a_second_signal_does_not_wait() {
     let mut text = vec![0; 400];
     stream.read_exact(&mut text).expect("it streams");
     signal(&child, "-TERM");
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    std::thread::sleep(Duration::from_millis(100));
     signal(&child, "-TERM");
     assert!(child.wait().expect("it ends").success());
     let mut rest = String::new();
@@ -254,10 +255,10 @@ fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
     }
     let unknown = complete(&address, "three");
     assert!(unknown.starts_with("HTTP/1.1 404") && unknown.contains("model_not_found"), "{unknown}");
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     while ledger(&address, "allocated").values().any(|bytes| *bytes > 0) {
         assert!(start.elapsed().as_secs() < 60, "nobody uses it any more");
-        std::thread::sleep(std::time::Duration::from_millis(50));
+        std::thread::sleep(Duration::from_millis(50));
     }
     signal(&child, "-TERM");
     assert!(child.wait().expect("it ends").success());
@@ -344,7 +345,7 @@ fn more_lines_on_request_tell_about_requests_and_stay_few() {
         .stderr(std::fs::File::create(&log).expect("a file"))
         .spawn()
         .expect("keel starts");
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     let address = loop {
         let text = std::fs::read_to_string(&log).expect("UTF-8");
         if let Some((line, _)) =
@@ -353,7 +354,7 @@ fn more_lines_on_request_tell_about_requests_and_stay_few() {
             break line.to_string();
         }
         assert!(start.elapsed().as_secs() < 60, "it does not start: {text}");
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
     };
     let answer = post(&address, "/v1/completions", r#"{"prompt": "Once", "max_tokens": 4}"#);
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -365,4 +366,47 @@ fn more_lines_on_request_tell_about_requests_and_stay_few() {
     };
     assert!(told("DEBUG", "arrived") && told("INFO", "ended"), "{text}");
     assert!(text.lines().count() < 40, "nobody reads {} lines:\n{text}", text.lines().count());
+}
+
+/// The first process of a container, which the system does not end at a signal without a handler. The hub never
+/// answers, so the process does not come to the point where a server waits for signals.
+#[cfg(all(target_os = "linux", feature = "hub"))]
+#[test]
+fn the_first_process_of_a_container_ends_at_a_signal_before_it_serves() {
+    let namespace = ["--pid", "--fork", "--kill-child"];
+    if !Command::new("unshare").args(namespace).arg("true").status().is_ok_and(|status| status.success()) {
+        keel_testkit::skipped!("needs the right to make a namespace of processes");
+        return;
+    }
+    let hub = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let endpoint = format!("http://{}", hub.local_addr().expect("bound"));
+    for command in [&["serve", "--model", "owner/name"][..], &["pull", "owner/name"]] {
+        let home = tempfile::tempdir().expect("a temporary folder");
+        let mut child = Command::new("unshare")
+            .args(namespace)
+            .arg(env!("CARGO_BIN_EXE_keel"))
+            .args(command)
+            .envs([("KEEL_CONFIG", ""), ("KEEL_DEVICE", "cpu"), ("HF_ENDPOINT", &endpoint)])
+            .env("HF_HOME", home.path())
+            .env_remove("HF_HUB_OFFLINE")
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("unshare runs");
+        let _asking = hub.accept().expect("it asks the hub");
+        let keel = common::hostile::children(child.id());
+        let begin = Instant::now();
+        let status = loop {
+            if let Some(status) = child.try_wait().expect("a child") {
+                break status;
+            }
+            let kill = Command::new("kill").arg("-TERM").args(keel.iter().map(u32::to_string)).status();
+            kill.expect("kill runs");
+            std::thread::sleep(Duration::from_millis(50));
+            if begin.elapsed() > Duration::from_secs(20) {
+                child.kill().expect("it is our child");
+                panic!("keel {} goes on after SIGTERM", command.join(" "));
+            }
+        };
+        assert_eq!(status.code(), Some(130), "{command:?}");
+    }
 }

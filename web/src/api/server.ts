@@ -53,6 +53,8 @@ export async function readModels(): Promise<Model[]> {
   return (await json<{ data: Model[] }>("/v1/models")).data;
 }
 
-export async function countTokens(text: string, signal: AbortSignal): Promise<number> {
-  return (await json<{ count: number }>("/tokenize", { text }, signal)).count;
+/** Tokens of a text. A server of several models loads the one that counts, so it has to be the chat's. */
+export async function countTokens(text: string, model: string | undefined, signal: AbortSignal): Promise<number> {
+  const body = model ? { text, model } : { text };
+  return (await json<{ count: number }>("/tokenize", body, signal)).count;
 }

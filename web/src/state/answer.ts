@@ -6,14 +6,13 @@ import { type Attached } from "../text/attached";
 import { asPrompt } from "../text/files";
 import { app, notify } from "./app";
 import { change, createChat, keep, titleOf } from "./chats";
+import { isRunning, setRunning } from "./running";
 import { freshId, lastGood, newestEnd, pathTo, withMessage, withoutBranch } from "./tree";
 import type { Chat, ChatOptions, Counts, Message, Problem } from "./types";
 
 /** Time between two renderings of a growing answer, and between two writes to storage. */
 const SHOW_MS = 60;
 const KEEP_MS = 3000;
-
-const controllers = new Map<string, AbortController>();
 
 function chatOf(id: string): Chat | undefined {
   return app.state.chats.find((chat) => chat.id === id);
@@ -24,7 +23,7 @@ export function send(content: string, attached: Attached): void {
   const shown = app.state.current;
   const [first] = [...attached.files, ...attached.pictures, ...attached.videos];
   const chat = (shown && chatOf(shown)) || createChat(titleOf(content || first?.name || ""));
-  if (controllers.has(chat.id)) return;
+  if (isRunning(chat.id)) return;
   sendAfter(chat, lastGood(chat), content, attached);
 }
 
@@ -32,7 +31,7 @@ export function send(content: string, attached: Attached): void {
 export function resend(chatId: string, messageId: string, content: string): void {
   const chat = chatOf(chatId);
   const old = chat?.messages[messageId];
-  if (!chat || !old || controllers.has(chatId)) return;
+  if (!chat || !old || isRunning(chatId)) return;
   const { files = [], pictures = [], videos = [] } = old;
   sendAfter(chat, old.parent, content, { files, pictures, videos });
 }
@@ -50,13 +49,7 @@ function sendAfter(chat: Chat, parent: string | null, content: string, { files, 
 export function regenerate(chatId: string, messageId: string): void {
   const message = chatOf(chatId)?.messages[messageId];
   const asked = message?.role === "assistant" ? message.parent : messageId;
-  if (asked && !controllers.has(chatId)) void answer(chatId, asked);
-}
-
-export function stop(chatId: string | null): boolean {
-  const controller = chatId === null ? undefined : controllers.get(chatId);
-  controller?.abort();
-  return controller !== undefined;
+  if (asked && !isRunning(chatId)) void answer(chatId, asked);
 }
 
 /** A message as the server takes it: its pictures first, then its videos, then its text. */
@@ -85,12 +78,6 @@ export function requestFor(path: Message[], options: ChatOptions): ChatRequest {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
   }
   return body;
-}
-
-function setRunning(chatId: string, controller: AbortController | null): void {
-  if (controller) controllers.set(chatId, controller);
-  else controllers.delete(chatId);
-  app.set({ running: new Set(controllers.keys()) });
 }
 
 /** A growing answer, which is shown at most every `SHOW_MS`. */

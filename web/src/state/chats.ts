@@ -3,6 +3,7 @@
 import { ATTACHED_BYTES_MAX } from "../text/attached";
 import { app, currentChat, notify, setDraftOptions } from "./app";
 import { deleteChat, readChat, readChats, writeChat } from "./database";
+import { isRunning, stop } from "./running";
 import { branchAt, freshId, newestEnd, withoutBranch } from "./tree";
 import type { Chat, ChatOptions } from "./types";
 
@@ -13,6 +14,9 @@ export const CHATS_MAX = 500;
 export const CHAT_CHARS_MAX = ATTACHED_BYTES_MAX + 1_000_000;
 export const ALL_CHARS_MAX = 64_000_000;
 const TITLE_CHARS_MAX = 60;
+
+/** Chats whose last change is not in the browser's storage. */
+const unkept = new Set<string>();
 
 const tabs = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("keel-chats");
 
@@ -54,16 +58,29 @@ function limitProblem(chat: Chat): string | null {
 /** Writes a chat to the browser's storage. */
 export async function keep(id: string): Promise<void> {
   const chat = app.state.chats.find((each) => each.id === id);
+  unkept.delete(id);
   if (!chat) return;
   const problem = limitProblem(chat);
-  if (problem !== app.state.storageProblem) app.set({ storageProblem: problem });
+  if (problem) unkept.add(id);
+  // The problem of another chat stays as long as that chat is not kept.
+  const shown = problem ?? (unkept.size > 0 ? app.state.storageProblem : null);
+  if (shown !== app.state.storageProblem) app.set({ storageProblem: shown });
   if (problem) return;
   try {
     await writeChat(chat);
     tabs?.postMessage(id);
   } catch {
+    unkept.add(id);
     app.set({ storageProblem: "This browser does not keep chats (a private window, or its storage is full). Export what you need." });
   }
+}
+
+/** Forgets a chat that is deleted, and writes those that there was no room for. */
+function keepOthers(deleted: string): void {
+  unkept.delete(deleted);
+  if (unkept.size === 0) return;
+  app.set({ storageProblem: null });
+  for (const id of [...unkept]) void keep(id);
 }
 
 /** Reads all chats, and follows what other tabs do. */
@@ -79,10 +96,11 @@ export async function restoreChats(): Promise<void> {
 }
 
 async function follow(id: string): Promise<void> {
-  if (app.state.running.has(id)) return;
+  if (isRunning(id)) return;
   const chat = await readChat(id);
-  if (chat) put(chat);
-  else app.set({ chats: app.state.chats.filter((each) => each.id !== id) });
+  if (chat) return put(chat);
+  app.set({ chats: app.state.chats.filter((each) => each.id !== id) });
+  keepOthers(id);
 }
 
 function endWriting(chat: Chat): Chat {
@@ -118,18 +136,21 @@ export function renameChat(id: string, title: string): void {
   void keep(id);
 }
 
-/** Removes a chat, and offers to bring it back once the browser's storage has forgotten it. */
+/** Removes a chat and stops its answer. Offers to bring it back once the browser's storage has forgotten it. */
 export async function removeChat(id: string): Promise<void> {
   const chat = app.state.chats.find((each) => each.id === id);
   if (!chat) return;
+  stop(id);
   app.set({
     chats: app.state.chats.filter((each) => each.id !== id),
     current: app.state.current === id ? null : app.state.current,
     storageProblem: null,
   });
   await deleteChat(id).then(() => tabs?.postMessage(id), () => undefined);
+  keepOthers(id);
   const undo = () => {
-    put(chat);
+    // An answer that was being written has been stopped.
+    put(endWriting(chat));
     app.set({ current: id });
     void keep(id);
   };

@@ -1,7 +1,7 @@
 // The page: chats on the left, the conversation, a panel on the right.
 
 import { app, currentChat, dismissToast, showPanel } from "../state/app";
-import { stop } from "../state/answer";
+import { stop } from "../state/running";
 import { useStore } from "../state/store";
 import { useEffect } from "preact/hooks";
 import { Composer } from "./composer";

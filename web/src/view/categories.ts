@@ -21,12 +21,13 @@ const LOOKS: Record<string, Look> = {
   swap: { name: "Swap", class: "c-swap" },
   vision: { name: "Vision", class: "c-vision" },
   features: { name: "Features of pictures", class: "c-features" },
+  host: { name: "Host", class: "c-host" },
   user: { name: "User", class: "c-user" },
 };
 
 /** Drawn from the bottom; what is free lies on top. */
 const ORDER = [
-  "weights", "recurrent", "delta_log", "checkpoints", "activations", "workspace", "staging", "vision", "features", "swap", "user",
+  "weights", "recurrent", "delta_log", "checkpoints", "activations", "workspace", "staging", "vision", "features", "host", "swap", "user",
   "kv", "kv, in use", "kv, remembered", "kv, free",
 ];
 

@@ -2,8 +2,9 @@
 
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { countTokens } from "../api/server";
-import { app, contextLength, currentChat, notify, takes } from "../state/app";
-import { send, stop } from "../state/answer";
+import { app, contextLength, currentChat, currentOptions, notify, takes } from "../state/app";
+import { send } from "../state/answer";
+import { stop } from "../state/running";
 import { useStore } from "../state/store";
 import { lastGood, pathTo } from "../state/tree";
 import type { TextFile } from "../state/types";
@@ -154,19 +155,20 @@ function useFileDrop(take: (files: File[]) => void): boolean {
 function Hint({ text, files }: { text: string; files: TextFile[] }) {
   const context = useStore(app, contextLength);
   const chat = useStore(app, currentChat);
+  const model = useStore(app, (state) => currentOptions(state).model);
   const [written, setWritten] = useState(0);
   const prompt = asPrompt({ content: text, files });
   useEffect(() => {
     if (!context || prompt.length < context * COUNTED_SHARE) return setWritten(0);
     const controller = new AbortController();
     const timer = setTimeout(() => {
-      countTokens(prompt, controller.signal).then(setWritten, () => setWritten(0));
+      countTokens(prompt, model, controller.signal).then(setWritten, () => setWritten(0));
     }, COUNT_PAUSE_MS);
     return () => {
       clearTimeout(timer);
       controller.abort();
     };
-  }, [prompt, context]);
+  }, [prompt, context, model]);
   const last = chat && pathTo(chat, chat.leaf).findLast((message) => message.counts)?.counts;
   const before = last ? last.prompt + last.completion : 0;
   const used = before + written;

@@ -70,6 +70,41 @@ test("a chat that is deleted as the page reloads stays deleted", () =>
     }
   }));
 
+test("an answer is stopped when its chat is deleted, and the chat that comes back goes on", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await say(page, "slow");
+    await page.getByText("word20").waitFor();
+    await menu(page, "slow").click();
+    await page.getByRole("button", { name: "Delete" }).click();
+    await row(page, "slow").waitFor({ state: "detached" });
+    await page.getByRole("button", { name: "Undo" }).click();
+    await page.getByText("Stopped.").waitFor();
+    await settled(page);
+    assert.ok(!(await answers(page).innerText()).includes("word399"));
+    await page.waitForTimeout(500);
+    assert.equal(stub.running, 0, "the server hears of it");
+    await ask(page, "Next");
+    assert.match(stub.requests.at(-1).messages[1].content, /^word0 /);
+  }));
+
+test("a chat that there was no room for is kept once another is deleted", () =>
+  browser.visit({}, async ({ page }) => {
+    const chat = (_, i) => ({ id: `c${i}`, title: `Chat ${i}.`, created: i, changed: i, messages: {}, leaf: null, options: {} });
+    const text = JSON.stringify({ format: "keel-chats", version: 1, chats: Array.from({ length: 500 }, chat) });
+    await page.getByLabel("A file of chats").setInputFiles({ name: "chats.json", mimeType: "application/json", buffer: Buffer.from(text) });
+    await page.getByText("Imported 500 chats.").waitFor();
+    await page.getByRole("button", { name: "New chat", exact: true }).click();
+    await ask(page, "One too many");
+    await page.getByText("This browser keeps 500 chats. Delete some to keep this one.").waitFor();
+    await menu(page, "Chat 499.").click();
+    await page.getByRole("button", { name: "Delete" }).click();
+    await page.getByText("Deleted “Chat 499.”.").waitFor();
+    await page.getByText("This browser keeps 500 chats.").waitFor({ state: "detached" });
+    await page.reload();
+    await row(page, "One too many").getByRole("button").first().click();
+    assert.equal(await answers(page).count(), 1);
+  }));
+
 test("chats leave as Markdown and JSON, and come back", () =>
   browser.visit({}, async ({ page }) => {
     await ask(page, "Please export me");

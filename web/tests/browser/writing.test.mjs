@@ -128,6 +128,17 @@ test("a model is chosen where there are several", () =>
     assert.equal(stub.requests[0].model, "large");
   }));
 
+test("tokens are counted by the model of the chat, also if it changes while one writes", () =>
+  browser.visit({ stub: { models: ["small", "large"] } }, async ({ page, stub }) => {
+    await page.getByLabel("Model").selectOption("large");
+    await page.getByLabel("Your message").fill("x".repeat(400));
+    await page.getByText("About 100 of").waitFor();
+    await page.getByLabel("Model").selectOption("small");
+    await page.waitForRequest((request) => request.url().endsWith("/tokenize"));
+    await page.getByText("About 100 of").waitFor();
+    assert.deepEqual(stub.counted.map(({ model }) => model), ["large", "small"]);
+  }));
+
 test("the key is asked for where it is needed, and lies behind a button", () =>
   browser.visit({ stub: { key: "secret" }, expectedErrors: [/status of 401/] }, async ({ page }) => {
     await page.getByText("This server asks for a key.").waitFor();

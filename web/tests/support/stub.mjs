@@ -18,6 +18,8 @@ export async function startStub() {
   const stub = {
     /** Bodies of the chat requests that came. */
     requests: [],
+    /** Bodies of the requests that had tokens counted. */
+    counted: [],
     key: null,
     models: ["demo"],
     /** Whether the models can be shown pictures. */
@@ -71,7 +73,10 @@ async function handle(stub, request, response) {
   const body = await read(request);
   if (pathname === "/status") return json(response, 200, stub.status());
   if (pathname === "/v1/models") return json(response, 200, { data: stub.models.map((id) => ({ id, context_length: CONTEXT, input_modalities: ["text", ...stub.sees] })) });
-  if (pathname === "/tokenize") return json(response, 200, { count: Math.ceil(body.text.length / 4) });
+  if (pathname === "/tokenize") {
+    stub.counted.push(body);
+    return json(response, 200, { count: Math.ceil(body.text.length / 4) });
+  }
   if (pathname === "/v1/chat/completions") return chat(stub, body, response);
   return refuse(response, 404, "unknown_url", "no such endpoint");
 }

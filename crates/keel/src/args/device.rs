@@ -173,6 +173,12 @@ impl DeviceArgs {
         if self.memory_limit.len() > 1 { &self.memory_limit } else { &[] }
     }
 
+    /// A copy with the limits that bytes which are charged already leave, by rank.
+    pub fn after(&self, charged: &[u64]) -> DeviceArgs {
+        let left = |(rank, bytes): (usize, &u64)| Some(self.limit_of(rank)?.saturating_sub(*bytes));
+        DeviceArgs { memory_limit: charged.iter().enumerate().filter_map(left).collect(), ..self.clone() }
+    }
+
     /// Refuses devices that cannot share a model, or not with the bits that were asked for, and limits of other
     /// devices.
     ///

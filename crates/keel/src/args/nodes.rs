@@ -35,7 +35,7 @@ pub struct NodeArgs {
     /// The other nodes, once this process leads them.
     #[arg(skip)]
     pub cluster: Option<Arc<Cluster>>,
-    /// Of a server that leads them.
+    /// Of a server.
     #[arg(skip)]
     pub signals: Option<Signals>,
 }

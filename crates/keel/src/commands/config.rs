@@ -4,15 +4,16 @@ use anyhow::Result;
 use clap::{Arg, Args, Command};
 use serde_json::{Value, json};
 
-use crate::config::{Config, words};
+use crate::config::{Config, globals, words};
 use crate::failure::usage;
 use crate::output;
 
 /// Show the configuration in use, and where each value comes from: the environment, the file or the program.
 ///
 /// The file is $XDG_CONFIG_HOME/keel/config.toml (usually ~/.config/keel/config.toml), or the one that --config or
-/// KEEL_CONFIG names. Its keys are the long names of options. Keys at the top apply to all commands, keys in a table
-/// such as `[serve]` to one command. Options on the command line and environment variables take precedence.
+/// KEEL_CONFIG names. Its keys are the long names of options. Keys at the top apply to all commands that can use them,
+/// keys in a table such as `[serve]` to one command. Options on the command line and environment variables that are not
+/// empty take precedence.
 #[derive(Debug, Args)]
 pub struct ConfigArgs {
     /// Show all options of this command. Without it, show the options of all commands that the file or the environment
@@ -36,7 +37,7 @@ struct Setting {
 pub fn run(args: &ConfigArgs, config: &Config, root: &Command) -> Result<()> {
     let mut settings = Vec::new();
     if args.command.is_empty() {
-        collect(config, root, &mut Vec::new(), &mut settings);
+        collect(config, root, root, &mut Vec::new(), &mut settings);
         settings.retain(|setting| setting.source != DEFAULT);
     } else {
         let mut command = root;
@@ -44,7 +45,7 @@ pub fn run(args: &ConfigArgs, config: &Config, root: &Command) -> Result<()> {
             let missing = || usage(format!("there is no command {}", args.command.join(" ")));
             command = command.find_subcommand(name).ok_or_else(missing)?;
         }
-        own(config, command, &args.command, &mut settings);
+        own(config, root, command, &args.command, &mut settings);
     }
     let file = config.path.as_ref().map(|path| path.display().to_string());
     if args.json {
@@ -63,19 +64,27 @@ pub fn run(args: &ConfigArgs, config: &Config, root: &Command) -> Result<()> {
 
 const DEFAULT: &str = "default";
 
-fn collect(config: &Config, command: &Command, path: &mut Vec<String>, settings: &mut Vec<Setting>) {
-    own(config, command, path, settings);
+fn collect(
+    config: &Config,
+    root: &Command,
+    command: &Command,
+    path: &mut Vec<String>,
+    settings: &mut Vec<Setting>,
+) {
+    own(config, root, command, path, settings);
     for sub in command.get_subcommands() {
         path.push(sub.get_name().to_string());
-        collect(config, sub, path, settings);
+        collect(config, root, sub, path, settings);
         path.pop();
     }
 }
 
-/// Collects the options of one command.
-fn own(config: &Config, command: &Command, path: &[String], settings: &mut Vec<Setting>) {
+/// Collects the options of one command, and those of all commands for which it has a value of its own.
+fn own(config: &Config, root: &Command, command: &Command, path: &[String], settings: &mut Vec<Setting>) {
     let hidden = ["help", "version", "config"];
-    let options = command.get_arguments().filter(|arg| !hidden.contains(&arg.get_id().as_str()));
+    let of_all = config.own_globals(path, globals(root)).map(|(arg, _)| arg);
+    let options = command.get_arguments().chain(of_all);
+    let options = options.filter(|arg| !hidden.contains(&arg.get_id().as_str()));
     for (arg, option) in options.filter_map(|arg| Some((arg, arg.get_long()?))) {
         let (value, source) = value_of(config, path, arg);
         let value = if arg.is_hide_env_values_set() { value.map(|_| "(hidden)".into()) } else { value };

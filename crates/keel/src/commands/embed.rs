@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use evenkeel::{ModelText, context_for};
+use indicatif::ProgressBar;
 use keel_engine::EngineOptions;
 use keel_engine::batch::{
     BatchEvent, BatchOptions, BatchRequest, Batcher, Readout, SequenceEvent, direction,
@@ -91,14 +92,17 @@ pub fn run(args: &EmbedArgs) -> Result<()> {
         Pooling::Mean => Readout::MeanHidden,
     };
     let tokens: Vec<usize> = prompts.iter().map(Vec::len).collect();
-    embed(session, prompts, &readout, &mut |i, values| {
+    let bar = progress::tokens("embedding", tokens.iter().sum());
+    embed(session, prompts, &readout, &bar, &mut |i, values| {
         let embedding = direction(values, dimensions).with_context(|| format!("text {i}"))?;
         let mut line = json!({"index": i, "tokens": tokens[i], "embedding": embedding});
         if args.with_text {
             line["text"] = json!(texts[i]);
         }
         output::json(&line)
-    })
+    })?;
+    bar.finish_and_clear();
+    Ok(())
 }
 
 /// Returns the non-empty lines. Subtracts the bytes read from `left`, the number still allowed.
@@ -142,15 +146,16 @@ fn texts(args: &EmbedArgs) -> Result<Vec<String>> {
     Ok(texts)
 }
 
-/// Runs the prompts in a batch, and gives the values of each to `sink`, in order.
+/// Runs the prompts in a batch, and gives the values of each to `sink`, in order. `bar` counts their tokens.
 fn embed(
     session: Session,
     prompts: Vec<Vec<u32>>,
     readout: &Readout,
+    bar: &ProgressBar,
     sink: &mut dyn FnMut(usize, Vec<f32>) -> Result<()>,
 ) -> Result<()> {
-    let bar = progress::tokens("embedding", prompts.iter().map(Vec::len).sum());
     let options = BatchOptions { queue_limit: usize::MAX, reuse_prefixes: false, ..BatchOptions::default() };
+    let lengths: Vec<u64> = prompts.iter().map(|prompt| prompt.len() as u64).collect();
     let mut batcher = Batcher::new(session.engine, options);
     let now = Instant::now();
     for (i, prompt) in prompts.into_iter().enumerate() {
@@ -167,16 +172,41 @@ fn embed(
         }
         while let Some(values) = waiting.remove(&next) {
             sink(next, values)?;
+            bar.inc(lengths[next]);
             next += 1;
         }
     }
-    bar.finish_and_clear();
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+    use evenkeel::ModelFiles;
+
     use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        device: DeviceArgs,
+    }
+
+    #[test]
+    fn the_bar_counts_the_tokens_of_each_text() {
+        let Arguments { device } = Arguments::parse_from(["keel", "--device", "cpu"]);
+        let model = ModelFiles::built_in().expect("it is in the program");
+        let options = EngineOptions { context: 256, sequences: 2, ..EngineOptions::default() };
+        let session = Session::load(&device, &model, options).expect("it loads");
+        let (bar, mut seen) = (ProgressBar::hidden(), Vec::new());
+        let prompts = vec![vec![1, 2, 3], vec![4, 5], vec![6]];
+        embed(session, prompts, &Readout::LastHidden, &bar, &mut |_, _| {
+            seen.push(bar.position());
+            Ok(())
+        })
+        .expect("they run");
+        assert_eq!((&seen[..], bar.position()), (&[0, 3, 5][..], 6));
+    }
 
     #[test]
     fn more_bytes_than_may_come_are_refused_and_none_is_dropped() {

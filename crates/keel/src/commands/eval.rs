@@ -9,7 +9,7 @@ use keel_cache::SequenceCache;
 use keel_engine::{EngineOptions, PREFILL_GRID};
 use serde_json::json;
 
-use crate::args::{DeviceArgs, EngineArgs, ModelArgs};
+use crate::args::{DeviceArgs, EngineArgs, ModelArgs, count};
 use crate::session::{Session, check_ids};
 use crate::{input, output, progress, source};
 use evenkeel::ModelText;
@@ -35,7 +35,7 @@ pub struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 512)]
     window: usize,
     /// Most windows to score.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = count)]
     windows: Option<usize>,
     #[command(flatten)]
     engine: EngineArgs,
@@ -76,7 +76,8 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         ..args.engine.options()
     };
     let mut session = Session::load(&args.device, &model, options)?;
-    let mut other = args.kl.as_deref().map(|other| reference(args, other, options)).transpose()?;
+    let rest = args.device.after(&session.charged());
+    let mut other = args.kl.as_deref().map(|other| reference(&rest, other, options)).transpose()?;
     if let Some(other) = &other {
         let (ours, theirs) = (model.config.vocab, other.engine.model().config.vocab);
         if ours != theirs {
@@ -113,9 +114,10 @@ fn begin(text: &ModelText) -> Result<Option<u32>> {
     Ok(text.tokenizer.bos_id().filter(|bos| marked.first() == Some(bos)))
 }
 
-fn reference(args: &EvalArgs, other: &str, options: EngineOptions) -> Result<Session> {
+/// Loads the other model, next to the first. `device` has the memory that the first one leaves.
+fn reference(device: &DeviceArgs, other: &str, options: EngineOptions) -> Result<Session> {
     let other = source::open(Some(other), Some(Path::new("none"))).context("--kl")?;
-    Session::load(&args.device, &other, options)
+    Session::load(device, &other, options).context("--kl, next to the first model")
 }
 
 /// Scores the second half of a window. It runs in the steps of a prompt, so that an arithmetic of many rows shows. With

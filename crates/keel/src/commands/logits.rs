@@ -16,6 +16,7 @@ use crate::args::{DeviceArgs, EngineArgs, IdArgs, ModelArgs};
 use crate::failure::usage;
 use crate::output;
 use crate::session::{Session, check_ids};
+use crate::signals::Signals;
 use crate::vision::{self, Conversation, EncodedMedia, Prepared};
 use evenkeel::ModelText;
 use evenkeel::context_for;
@@ -59,6 +60,8 @@ struct Known {
 
 /// Runs the command.
 pub fn run(args: &LogitsArgs) -> Result<()> {
+    // A signal removes the file that is being written.
+    let _signals = Signals::watch()?;
     let model = args.model.open()?;
     let prepared = match &args.messages {
         None => None,

@@ -54,10 +54,17 @@ pub struct PlanArgs {
     json: bool,
 }
 
+impl PlanArgs {
+    /// Whether the plan is one of `keel serve`.
+    pub fn is_of_a_server(&self) -> bool {
+        self.serve || self.server.is_of_a_server()
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     let (device, holding) = (&args.server.device, &args.server.holding);
-    let is_server = args.serve || args.server.is_of_a_server();
+    let is_server = args.is_of_a_server();
     // A server's sizes that the user did not set are lowered until it fits. A plan without a server has none.
     if device.is_limited() && !is_server {
         return Err(usage(

@@ -5,6 +5,7 @@ use clap::Args;
 use serde_json::json;
 
 use crate::output;
+use crate::signals::Signals;
 use crate::source::hub::{self, HubName, Settings, Towers};
 use evenkeel::human_bytes;
 
@@ -30,6 +31,8 @@ pub struct PullArgs {
 
 /// Runs the command.
 pub fn run(args: &PullArgs) -> Result<()> {
+    // A signal ends the download. What has come is kept.
+    let _signals = Signals::watch()?;
     let name = HubName::parse(&args.name)?;
     let towers = if args.no_mmproj { Towers::Left } else { Towers::Wanted };
     let pulled = hub::pull(&name, &Settings::from_env()?, towers)?;

@@ -184,14 +184,13 @@ fn request_bytes(text: &str) -> Result<u64, String> {
 /// Runs the command.
 pub fn run(args: &mut ServeArgs) -> Result<()> {
     keel_cpu::process::heap::stay_small();
+    let signals = Signals::watch()?;
     if args.options.device.split.nodes.follows() {
         return node::follow(&args.options.device);
     }
     let split = &mut args.options.device.split;
     split.meet()?;
-    if split.nodes.are_several() {
-        split.nodes.signals = Some(Signals::watch()?);
-    }
+    split.nodes.signals = Some(signals);
     let mut reloads = node::Reloads::default();
     loop {
         let outcome = serve(args);

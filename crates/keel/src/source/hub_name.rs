@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::{Result, bail};
 
 /// The default branch.
-const MAIN: &str = "main";
+pub const MAIN: &str = "main";
 
 /// `owner/name`, `owner/name@revision`, `owner/name:PICK` or `owner/name@revision:PICK`.
 #[derive(Clone, Debug, PartialEq, Eq)]

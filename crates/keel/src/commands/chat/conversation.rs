@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use keel_cache::SequenceCache;
-use keel_engine::{GenerateOptions, PREFILL_GRID, SpeculationOptions};
+use keel_engine::{FinishReason, GenerateOptions, PREFILL_GRID, SpeculationOptions};
 use keel_text::{ChatTemplate, Message, TextError};
 use serde_json::{Value, json};
 
@@ -275,6 +275,7 @@ impl Conversation {
         let how = TokenOptions { options, grammar: None };
         let bar = progress::tokens("prompt", prompt.len());
         let runtimes: Vec<_> = self.session.engine.runtimes().cloned().collect();
+        let context = self.session.engine.options().context;
         let tokens = how.start(&mut self.session.engine, sequence, &prompt[at..], &mut |done| {
             bar.set_position((at + done) as u64);
         });
@@ -282,9 +283,10 @@ impl Conversation {
         session::release_idle_memory(&runtimes);
         let mut tokens = tokens?;
         self.cached_ids = key;
-        let mut is_interrupted = false;
+        let (mut is_interrupted, mut drawn) = (false, 0);
         for id in tokens.by_ref() {
             let id = id?;
+            drawn += 1;
             self.cached_ids.push(id);
             output::text(stream.push(id)?)?;
             is_interrupted = self.interrupt.take();
@@ -295,6 +297,8 @@ impl Conversation {
         output::text(stream.finish()?)?;
         if is_interrupted {
             output::aside("\n(stopped; /retry answers again, /undo removes the turn)");
+        } else if !stream.is_stopped() && tokens.finish_reason() == Some(FinishReason::Length) {
+            output::aside(&cut_notice(drawn, self.settings.max_tokens, context));
         }
         if let (Some(report), Some(counters)) = (&mut self.speculation, tokens.counters()) {
             report.counters.add(counters);
@@ -306,6 +310,15 @@ impl Conversation {
         self.cached = Some(sequence);
         Ok(stream.text().to_string())
     }
+}
+
+/// Says why an answer of this many tokens ends in the middle.
+fn cut_notice(drawn: usize, most: usize, context: usize) -> String {
+    if drawn < most {
+        return format!("\n(cut at the context of {context} tokens; /undo and /reset make room)");
+    }
+    let more = most.saturating_mul(4);
+    format!("\n(cut at --max-tokens {most}; /set max-tokens {more} allows more)")
 }
 
 /// Whether the template refuses the conversation. Other errors are those of a broken template.
@@ -326,6 +339,13 @@ fn common_len(cached: &[u32], prompt: &[u32]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cut_answer_says_what_cut_it() {
+        let notice = cut_notice(256, 256, 4096);
+        assert_eq!(notice, "\n(cut at --max-tokens 256; /set max-tokens 1024 allows more)");
+        assert!(cut_notice(9, 256, 4096).contains("the context of 4096 tokens"));
+    }
 
     #[test]
     fn the_last_token_of_a_prompt_is_always_run() {

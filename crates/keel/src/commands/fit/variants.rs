@@ -60,7 +60,10 @@ impl<'a> Variant<'a> {
         for bits in BITS.into_iter().filter(|&bits| f64::from(bits) + 0.5 < file_bits - 0.5) {
             let format = WeightFormat::Affine { bits, group_size: GROUP_SIZE, scale_dtype: DType::BF16 };
             let parameters = Box::new(Quantised { inner: model.parameters(), format });
-            let subject = Subject { parameters, quantised: true, ..Subject::of(model) };
+            let of_file = Subject::of(model);
+            // `keel quantize` of a GGUF file leaves the tower, which is a file of its own.
+            let with_tower = of_file.with_tower && matches!(model.weights, WeightFiles::Checkpoint(_));
+            let subject = Subject { parameters, quantised: true, with_tower, ..of_file };
             let out = format!("{}-{bits}bit", source.trim_matches('\'').trim_end_matches(".gguf"));
             let out = crate::args::quoted(out.trim_end_matches('/'));
             let command = format!("keel quantize {source} {out} --bits {bits} && keel serve --model {out}");

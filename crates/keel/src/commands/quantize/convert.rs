@@ -16,6 +16,7 @@ use keel_weights::quantize::{
 use serde_json::Value;
 
 use super::Output;
+use crate::pooling;
 use evenkeel::{gguf, is_gguf};
 
 type Progress<'p> = dyn FnMut(QuantizeProgress<'_>) + 'p;
@@ -40,7 +41,11 @@ pub fn convert(
         return from_gguf(&file, source, target, output, progress);
     }
     match output {
-        Output::Mlx(recipe) => Ok(quantize_checkpoint(source, target, recipe, progress)?),
+        Output::Mlx(recipe) => {
+            let report = quantize_checkpoint(source, target, recipe, progress)?;
+            pooling::copy(Checkpoint::open(source)?.folder(), target)?;
+            Ok(report)
+        }
         _ => from_checkpoint(&Checkpoint::open(source)?, target, output, progress),
     }
 }
@@ -58,6 +63,7 @@ fn from_checkpoint(
         let dense = Dequantized::new(checkpoint)?;
         let (report, section) = write_safetensors(&dense, target, checkpoint.metadata(), &form, progress)?;
         copy_side_files(folder, target)?;
+        pooling::copy(folder, target)?;
         write_config(target, checkpoint.config(), section)?;
         return Ok(QuantizeReport { source_bytes: checkpoint.total_bytes(), ..report });
     };

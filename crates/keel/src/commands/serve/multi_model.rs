@@ -3,16 +3,15 @@
 use std::path::Path;
 
 use anyhow::Result;
-use keel_server::{
-    LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, bind, wait_for_signal,
-};
+use keel_server::{LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, bind};
 
 use super::named::{self, Named};
-use super::{ServeOptions, device, prefix_store, second_signal, server_options, tasks, warn_if_open};
+use super::{ServeOptions, device, node, prefix_store, second_signal, server_options, tasks, warn_if_open};
 use crate::args::Subject;
 use crate::failure::usage;
 use crate::server_plan::{self, Models, ServerPlan};
 use crate::session::{self, Session};
+use crate::signals::Signals;
 use crate::source;
 use crate::vision;
 use evenkeel::{FreeMemory, human_bytes};
@@ -49,7 +48,10 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
             None => tracing::info!("all of them hold {all}"),
         }
         tracing::info!("a choice of {count} models is served at http://{address}");
-        Ok(server.run(listener, wait_for_signal(), second_signal()).await?)
+        let nodes = &args.device.split.nodes;
+        let drain = node::signal_or_loss(nodes);
+        let _serving = nodes.signals.as_ref().map(Signals::serving);
+        Ok(server.run(listener, drain, second_signal()).await?)
     })
 }
 

@@ -65,19 +65,27 @@ fn start_again() {
 
 /// Ends at a signal, or when a node is lost.
 pub fn signal_or_loss(nodes: &NodeArgs) -> impl Future<Output = ()> + Send + use<> {
-    let (tell, told) = tokio::sync::oneshot::channel();
-    let led = nodes.cluster.as_ref().zip(nodes.signals.clone());
-    let signals = led.map(|(cluster, signals)| {
+    let signals = nodes.signals.clone();
+    let lost = nodes.cluster.as_ref().map(|cluster| {
+        let (tell, told) = tokio::sync::oneshot::channel();
         cluster.when_lost(move || {
             let _ = tell.send(());
         });
-        signals
+        told
     });
     async {
-        let Some(signals) = signals else { return wait_for_signal().await };
-        tokio::select! {
-            () = signals.come() => {}
-            _ = told => {}
+        let signal = async {
+            match signals {
+                Some(signals) => signals.come().await,
+                None => wait_for_signal().await,
+            }
+        };
+        match lost {
+            None => signal.await,
+            Some(told) => tokio::select! {
+                () = signal => {}
+                _ = told => {}
+            },
         }
     }
 }
@@ -93,7 +101,7 @@ impl Reloads {
     /// After a server has ended with this outcome: waits until all nodes are there again. False if there is nothing to
     /// wait for: no node was lost, or a signal has ended the server.
     pub fn meet_again(&mut self, split: &mut SplitArgs, outcome: &Result<()>) -> bool {
-        if split.nodes.signals.as_ref().is_none_or(Signals::have_come) {
+        if !split.nodes.are_several() || split.nodes.signals.as_ref().is_none_or(Signals::have_come) {
             return false;
         }
         let error = outcome.as_ref().err();

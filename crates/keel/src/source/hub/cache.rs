@@ -18,7 +18,7 @@ use serde_json::Value;
 use crate::input;
 
 use super::choice::{USUAL_CODING, folder_of, is_gguf_model, is_gguf_tower, is_picked};
-use crate::source::hub_name::{HubName, is_commit};
+use crate::source::hub_name::{HubName, MAIN, is_commit};
 
 /// The folder of models.
 pub struct Cache {
@@ -71,13 +71,40 @@ impl Cache {
         self.repository(name).join("snapshots").join(commit)
     }
 
-    /// Finds a downloaded model: a folder, or the path of a GGUF file.
+    /// Finds a downloaded model: a folder, or the path of a GGUF file. A picked GGUF file may be of an earlier commit
+    /// of the default branch, because the branch goes on with each download of another file.
     pub fn find(&self, name: &HubName) -> Option<PathBuf> {
-        let commit = match name.commit() {
-            Some(commit) => commit.to_string(),
-            None => read_ref(&self.repository(name).join("refs").join(name.revision()))?,
-        };
-        let folder = self.snapshot(name, &commit);
+        if let Some(commit) = name.commit() {
+            return self.find_in(name, commit);
+        }
+        let commit = read_ref(&self.repository(name).join("refs").join(name.revision()))?;
+        self.find_in(name, &commit).or_else(|| self.find_earlier(name))
+    }
+
+    /// Finds a picked GGUF file of the default branch in the newest commit that has it. Commits of other branches and
+    /// tags do not count.
+    fn find_earlier(&self, name: &HubName) -> Option<PathBuf> {
+        if name.pick.is_none() || name.revision() != MAIN {
+            return None;
+        }
+        let repository = self.repository(name);
+        let refs = revisions_of(&repository);
+        let mut commits = names_in(&repository.join("snapshots"));
+        commits.retain(|commit| is_commit(commit) && refs.iter().all(|(_, of_ref)| of_ref != commit));
+        // The link was made when the file was downloaded for that commit.
+        let linked = |path: &PathBuf| fs::symlink_metadata(path).and_then(|facts| facts.modified()).ok();
+        commits.iter().filter_map(|commit| self.find_in(name, commit)).max_by_key(linked)
+    }
+
+    /// The commit of a path that [`Cache::find`] has found.
+    pub fn commit_of(&self, name: &HubName, path: &Path) -> String {
+        let below = path.strip_prefix(self.repository(name).join("snapshots")).ok();
+        let commit = below.and_then(|below| below.iter().next());
+        commit.unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    fn find_in(&self, name: &HubName, commit: &str) -> Option<PathBuf> {
+        let folder = self.snapshot(name, commit);
         if name.pick.is_none() && is_checkpoint(&folder) {
             return Some(folder);
         }
@@ -178,9 +205,7 @@ impl Cache {
             }
             (_, Some(_)) => {
                 let path = self.find(name).with_context(not_there)?;
-                let snapshots = folder.join("snapshots");
-                let commit = path.strip_prefix(&snapshots).ok().and_then(|below| below.iter().next());
-                let snapshot = snapshots.join(commit.unwrap_or_default());
+                let snapshot = self.snapshot(name, &self.commit_of(name, &path));
                 let removed = path.strip_prefix(&snapshot).unwrap_or(&path).to_string_lossy().into_owned();
                 fs::remove_file(&path)
                     .and_then(|()| forget_towers(&snapshot, &removed))
@@ -340,92 +365,4 @@ fn link_to(_relative: &Path, contents: &Path, path: &Path) -> std::io::Result<()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const ONE: &str = "0123456789abcdef0123456789abcdef01234567";
-    const TWO: &str = "1123456789abcdef0123456789abcdef01234567";
-
-    fn name(text: &str) -> HubName {
-        HubName::parse(text).expect("a name")
-    }
-
-    fn put(cache: &Cache, model: &str, commit: &str, files: &[(&str, &str)]) {
-        let name = name(model);
-        for (file, blob) in files {
-            let path = cache.blob(&name, blob);
-            fs::create_dir_all(path.parent().expect("a folder")).expect("writable");
-            fs::write(path, "12345").expect("writable");
-            cache.link(&name, commit, file, blob).expect("linked");
-        }
-        cache.note_revision(&name, commit).expect("noted");
-    }
-
-    fn cache() -> (tempfile::TempDir, Cache) {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let cache = Cache::new(folder.path().join("hub"));
-        (folder, cache)
-    }
-
-    #[test]
-    fn a_model_is_found_once_it_is_complete() {
-        let (_folder, cache) = cache();
-        assert!(cache.find(&name("a/b")).is_none() && cache.entries().expect("none").is_empty());
-        put(&cache, "a/b", ONE, &[("config.json", "aa")]);
-        assert!(cache.find(&name("a/b")).is_none(), "without weights it is not there");
-        put(&cache, "a/b", ONE, &[("model.safetensors", "bb")]);
-        assert_eq!(cache.find(&name("a/b")), Some(cache.snapshot(&name("a/b"), ONE)));
-        assert_eq!(cache.find(&name(&format!("a/b@{ONE}"))), cache.find(&name("a/b")));
-        assert!(cache.find(&name("a/b@other")).is_none());
-        let entries = cache.entries().expect("readable");
-        assert_eq!((entries.len(), entries[0].bytes, entries[0].is_complete), (1, 10, true));
-        assert_eq!(
-            (entries[0].repository.as_str(), &entries[0].revisions[..]),
-            ("a/b", &["main".to_string()][..])
-        );
-    }
-
-    #[test]
-    fn gguf_files_are_found_by_pick() {
-        let (_folder, cache) = cache();
-        put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa")]);
-        assert!(cache.find(&name("a/b")).expect("the only one").ends_with("m-Q4_K_M.gguf"));
-        put(&cache, "a/b", ONE, &[("sub/m-Q8_0.gguf", "bb")]);
-        assert!(cache.find(&name("a/b")).expect("the usual one").ends_with("m-Q4_K_M.gguf"));
-        let found = cache.find(&name("a/b:q8_0")).expect("picked");
-        assert_eq!(fs::read_to_string(found).expect("the link leads somewhere"), "12345");
-    }
-
-    #[test]
-    fn what_is_removed_frees_its_bytes_and_no_others() {
-        let (_folder, cache) = cache();
-        put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "bb")]);
-        put(&cache, "a/b@new", TWO, &[("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "cc")]);
-        assert!(cache.remove(&name("a/b:Q2_K")).is_err() && cache.remove(&name("a/c")).is_err());
-        assert!(cache.remove(&name("a/b:Q8_0")).expect("there") >= 5);
-        assert!(!cache.blob(&name("a/b"), "bb").exists() && cache.blob(&name("a/b"), "aa").exists());
-        cache.remove(&name("a/b@new")).expect("there");
-        assert!(cache.blob(&name("a/b"), "aa").exists(), "another revision has it, too");
-        assert!(!cache.blob(&name("a/b"), "cc").exists());
-        cache.remove(&name("a/b:Q4_K_M")).expect("there");
-        assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
-    }
-
-    #[test]
-    fn a_vision_tower_goes_with_the_last_model_next_to_it() {
-        let (_folder, cache) = cache();
-        let files = [("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "bb"), ("mmproj-F16.gguf", "cc")];
-        put(&cache, "a/b", ONE, &files);
-        put(&cache, "a/b", ONE, &[("x/m-Q2_K.gguf", "dd"), ("x/mmproj-F16.gguf", "ee")]);
-        let entry = cache.entries().expect("readable").swap_remove(0);
-        assert_eq!(entry.gguf, ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "x/m-Q2_K.gguf"]);
-        assert_eq!(entry.towers, ["mmproj-F16.gguf", "x/mmproj-F16.gguf"]);
-        let is_there = |blob: &str| cache.blob(&name("a/b"), blob).exists();
-        cache.remove(&name("a/b:Q2_K")).expect("there");
-        assert!(!is_there("ee") && is_there("cc"));
-        cache.remove(&name("a/b:Q8_0")).expect("there");
-        assert!(is_there("cc"), "another model sees with it");
-        cache.remove(&name("a/b:Q4_K_M")).expect("there");
-        assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
-    }
-}
+mod tests;

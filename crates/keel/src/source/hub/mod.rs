@@ -59,15 +59,20 @@ pub fn locate(text: &str, towers: Towers) -> Result<PathBuf> {
     pull(&name, &settings, towers).map(|pulled| pulled.path)
 }
 
-/// Downloads the missing files of a model's newest version, with a progress bar on standard error.
+/// Downloads the missing files of a model's newest version, with a progress bar on standard error. If the program is
+/// offline, a model that is there stays as it is.
 ///
 /// # Errors
-/// - The program is offline, or the hub cannot be reached.
+/// - The program is offline and the model is not there, or the hub cannot be reached.
 /// - The hub does not have the model, or sends wrong data.
 /// - The disk has too little space.
 pub fn pull(name: &HubName, settings: &Settings, towers: Towers) -> Result<Pulled> {
     let cache = Cache::new(settings.cache.clone());
     if settings.offline {
+        if let Some(path) = cache.find(name) {
+            tracing::warn!("HF_HUB_OFFLINE: the hub is not asked for a newer version of {name}");
+            return Ok(Pulled { commit: cache.commit_of(name, &path), path, new_bytes: 0 });
+        }
         bail!("{name} is not in {}, and HF_HUB_OFFLINE forbids to download it", cache.root().display());
     }
     let failed = || format!("cannot download {name} from {}", settings.endpoint);

@@ -37,6 +37,20 @@ pub struct Answer {
 }
 
 impl Answer {
+    /// The answer before its first token.
+    pub fn asked_at(asked: Instant) -> Answer {
+        Answer {
+            text: String::new(),
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            completion_tokens: 0,
+            first_s: 0.0,
+            gaps_s: Vec::new(),
+            total_s: 0.0,
+            asked,
+        }
+    }
+
     /// Adds the wait before sending, so that times count from the request's arrival.
     pub fn waited(&mut self, arrived: Instant) {
         let wait_s = self.asked.saturating_duration_since(arrived).as_secs_f64();
@@ -103,16 +117,7 @@ impl Client {
         });
         let asked = Instant::now();
         let mut response = self.send("POST", "/v1/completions", &body.to_string()).await?;
-        let mut answer = Answer {
-            text: String::new(),
-            prompt_tokens: 0,
-            cached_tokens: 0,
-            completion_tokens: 0,
-            first_s: 0.0,
-            gaps_s: Vec::new(),
-            total_s: 0.0,
-            asked,
-        };
+        let mut answer = Answer::asked_at(asked);
         let (mut events, mut pieces, mut last) = (Events::default(), 0, asked);
         while let Some(chunk) = response.chunk().await? {
             for event in events.push(&chunk)? {

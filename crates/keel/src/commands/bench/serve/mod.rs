@@ -20,12 +20,12 @@ use tokio::time::Instant;
 use crate::{input, output};
 use client::{Answer, Client};
 use load::{Lengths, Load, Planned};
-use report::Report;
+use report::{Comparison, Report};
 
 /// Send a load to a running server (keel's or another with OpenAI's API) and report throughput and latencies.
 ///
 /// Every answer is streamed. With --check each answer is requested again, alone, at temperature 0, and must be the
-/// same.
+/// same. If one is not, or a request fails, the exit code is 1.
 #[derive(Debug, Args)]
 pub struct BenchServeArgs {
     /// Address of the server.
@@ -99,7 +99,9 @@ pub fn run(args: &BenchServeArgs) -> Result<()> {
 }
 
 async fn measure(args: &BenchServeArgs, load: Load) -> Result<Report> {
-    let mut client = Client::new(&args.url, args.api_key.clone())?;
+    // An empty variable is no key.
+    let key = args.api_key.clone().filter(|key| !key.is_empty());
+    let mut client = Client::new(&args.url, key)?;
     let model = match &args.model {
         Some(name) => name.clone(),
         None => client.first_model().await?,
@@ -110,16 +112,21 @@ async fn measure(args: &BenchServeArgs, load: Load) -> Result<Report> {
     let answers = send_all(&client, &load, args.concurrency as usize).await?;
     let wall = start.elapsed();
     let memory = client.memory().await;
-    let mut differing = None;
-    if args.check {
-        let mut count = 0;
-        for (planned, answer) in load.requests.iter().zip(&answers) {
-            let Ok(answer) = answer else { continue };
-            count += usize::from(client.ask(planned).await?.text != answer.text);
+    let comparison = if args.check { Some(compare(&client, &load, &answers).await) } else { None };
+    Ok(Report::new(answers, wall, memory, comparison))
+}
+
+/// Requests every answer again, alone, and compares.
+async fn compare(client: &Client, load: &Load, answers: &[Result<Answer>]) -> Comparison {
+    let mut comparison = Comparison::default();
+    for (planned, answer) in load.requests.iter().zip(answers) {
+        let Ok(answer) = answer else { continue };
+        match client.ask(planned).await {
+            Ok(again) => comparison.differing += usize::from(again.text != answer.text),
+            Err(error) => comparison.failures.push(format!("{error:#}")),
         }
-        differing = Some(count);
     }
-    Ok(Report::new(answers, wall, memory, differing))
+    comparison
 }
 
 /// Sends every request at its time. Returns the answers in the order of the requests.

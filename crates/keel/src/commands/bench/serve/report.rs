@@ -49,7 +49,16 @@ pub struct Report {
     between: Times,
     total: Times,
     memory: Option<Value>,
-    differing: Option<usize>,
+    comparison: Option<Comparison>,
+}
+
+/// The answers that were requested again, alone.
+#[derive(Debug, Default)]
+pub struct Comparison {
+    /// Answers that differ from the first ones.
+    pub differing: usize,
+    /// Why requests failed.
+    pub failures: Vec<String>,
 }
 
 impl Report {
@@ -58,7 +67,7 @@ impl Report {
         answers: Vec<Result<Answer>>,
         wall: Duration,
         memory: Option<Value>,
-        differing: Option<usize>,
+        comparison: Option<Comparison>,
     ) -> Report {
         let failures = answers.iter().filter_map(|a| a.as_ref().err()).map(|e| format!("{e:#}")).collect();
         let answers: Vec<Answer> = answers.into_iter().flatten().collect();
@@ -74,13 +83,19 @@ impl Report {
             between: Times::of(answers.iter().flat_map(|a| a.gaps_s.iter().copied()).collect()),
             total: Times::of(answers.iter().map(|a| a.total_s).collect()),
             memory,
-            differing,
+            comparison,
         }
     }
 
-    /// Fails if no request was answered: then the times say nothing.
+    /// Fails if no request was answered, because then the times say nothing. If answers were compared, also fails if
+    /// one differs, or if a request of either kind failed.
     pub fn check(&self) -> Result<()> {
-        ensure!(self.answered > 0, "none of {} requests was answered", self.failures.len());
+        let (answered, failed) = (self.answered, self.failures.len());
+        ensure!(answered > 0, "none of {failed} requests was answered");
+        let Some(Comparison { differing, failures }) = &self.comparison else { return Ok(()) };
+        ensure!(failed == 0, "--check: {failed} of {} requests failed", answered + failed);
+        ensure!(failures.is_empty(), "--check: {} of {answered} requests alone failed", failures.len());
+        ensure!(*differing == 0, "--check: {differing} of {answered} answers differ from those given alone");
         Ok(())
     }
 
@@ -99,7 +114,8 @@ impl Report {
             "time_between_tokens_s": self.between.to_json(),
             "request_s": self.total.to_json(),
             "memory_peak": self.memory,
-            "answers_that_differ_alone": self.differing,
+            "answers_that_differ_alone": self.comparison.as_ref().map(|comparison| comparison.differing),
+            "failed_alone": self.comparison.as_ref().map(|comparison| comparison.failures.len()),
         })
     }
 
@@ -126,12 +142,18 @@ impl Report {
             let total: u64 = memory.values().filter_map(Value::as_u64).sum();
             text.push_str(&format!("\nthe server's peak: {}\n", human_bytes(total)));
         }
-        match self.differing {
-            Some(0) => text.push_str("every answer is the same alone\n"),
-            Some(count) => text.push_str(&format!("{count} answers differ from those given alone\n")),
+        match &self.comparison {
+            Some(Comparison { differing: 0, failures }) if failures.is_empty() => {
+                text.push_str("every answer is the same alone\n");
+            }
+            Some(Comparison { differing, failures }) => text.push_str(&format!(
+                "{differing} answers differ from those given alone; {} requests alone failed\n",
+                failures.len()
+            )),
             None => {}
         }
-        if let Some(first) = self.failures.first() {
+        let alone = self.comparison.iter().flat_map(|comparison| &comparison.failures);
+        if let Some(first) = self.failures.iter().chain(alone).next() {
             text.push_str(&format!("the first failure: {first}\n"));
         }
         text
@@ -140,14 +162,44 @@ impl Report {
 
 #[cfg(test)]
 mod tests {
-    use super::{Report, Times};
+    use super::{Answer, Comparison, Report, Times};
     use anyhow::anyhow;
     use std::time::Duration;
+    use tokio::time::Instant;
 
     #[test]
     fn a_load_without_an_answer_fails() {
         let error = Report::new(vec![Err(anyhow!("refused"))], Duration::ZERO, None, None).check();
         assert!(error.expect_err("no answer").to_string().contains("none of 1 requests"));
+    }
+
+    #[test]
+    fn a_comparison_fails_if_an_answer_differs_or_a_request_fails_and_is_reported() {
+        let report = |failed: usize, comparison| {
+            let answered = (0..3).map(|_| Ok(Answer::asked_at(Instant::now())));
+            let failed = (0..failed).map(|_| Err(anyhow!("refused")));
+            Report::new(answered.chain(failed).collect(), Duration::from_secs(1), None, comparison)
+        };
+        let comparison = |differing, failures: &[&str]| {
+            let failures = failures.iter().map(|failure| failure.to_string()).collect();
+            Some(Comparison { differing, failures })
+        };
+        assert!(report(0, comparison(0, &[])).check().is_ok());
+        assert!(report(1, None).check().is_ok(), "nothing was to be compared");
+        for (report, reason) in [
+            (report(0, comparison(2, &[])), "2 of 3 answers differ"),
+            (report(1, comparison(0, &[])), "1 of 4 requests failed"),
+            (report(0, comparison(0, &["lost"])), "1 of 3 requests alone failed"),
+        ] {
+            let error = report.check().expect_err("a failure").to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+        let report = report(0, comparison(1, &["lost"]));
+        assert!(
+            report.to_text().contains("1 answers differ from those given alone; 1 requests alone failed")
+        );
+        assert!(report.to_text().contains("the first failure: lost"));
+        assert_eq!(report.to_json()["failed_alone"], 1);
     }
 
     #[test]
