@@ -72,7 +72,9 @@ fn a_factor_of_positions_without_a_type_is_linear() {
     };
     assert!(scaling(&metadata).is_null());
     metadata.f32("llama.rope.scaling.factor", 4.0);
-    assert_eq!(scaling(&metadata), serde_json::json!({"rope_type": "linear", "factor": 4.0}));
+    let linear =
+        serde_json::json!({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 64.0});
+    assert_eq!(scaling(&metadata), linear);
     metadata.string("llama.rope.scaling.type", "none");
     assert!(scaling(&metadata).is_null());
 }
