@@ -70,13 +70,14 @@ impl FreeMemory {
     }
 }
 
-/// The bytes of a plan on the device. On a GPU, parked sequences and the features of pictures are in host memory
-/// instead.
+/// The bytes of a plan on the device. On a GPU, parked sequences, the features of pictures and the memory in which tokens
+/// are drawn are in host memory instead.
 ///
 /// ```
-/// use evenkeel::{LoadOptions, ModelFiles, on_device};
+/// use evenkeel::{LoadOptions, ModelFiles, on_device, on_host};
 /// let planned = ModelFiles::built_in()?.plan(&LoadOptions::default())?;
-/// assert_eq!(on_device(&planned, true), planned.total());
+/// assert_eq!(on_device(&planned, true) + on_host(&planned, true), planned.total());
+/// assert_eq!(on_device(&planned, false), planned.total());
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn on_device(planned: &MemoryReport, is_gpu: bool) -> u64 {
