@@ -70,8 +70,8 @@ impl FreeMemory {
     }
 }
 
-/// The bytes of a plan on the device. On a GPU, parked sequences, the features of pictures and the memory in which tokens
-/// are drawn are in host memory instead.
+/// The bytes of a plan on the device. On a GPU, parked sequences, the features of pictures and the memory in which
+/// tokens are drawn are in host memory instead.
 ///
 /// ```
 /// use evenkeel::{LoadOptions, ModelFiles, on_device, on_host};

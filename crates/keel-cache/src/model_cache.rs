@@ -240,8 +240,8 @@ impl ModelCache {
         (position + 1).saturating_sub(window) / AttentionSpec::PAGE >= oldest
     }
 
-    /// Returns an error if a sequence that is cut to `at` tokens would have to copy its last page and no page is free for
-    /// that, not even one of those that the cut frees.
+    /// Returns an error if a sequence that is cut to `at` tokens would have to copy its last page and no page is free
+    /// for that, not even one of those that the cut frees.
     fn expect_own_page_at(&self, sequence: &SequenceCache, at: usize) -> Result<()> {
         let (last, pools) = (at / AttentionSpec::PAGE, self.pools.lock());
         let is_shared = |&page: &PageId| pools.pages.is_shared(page);
