@@ -89,10 +89,13 @@ impl Batcher {
             running.reading.is_none() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
         let by_host = self.running.iter().filter(|running| !running.draws_ahead());
-        let (answers, prompts): (Vec<_>, Vec<_>) = by_host.partition(|running| running.is_answering());
+        let for_host = by_host.fold([0, 0], |mut counts, running| {
+            counts[usize::from(running.is_answering())] += 1;
+            counts
+        });
         self.engine.runs_ahead()
             && !self.is_careful
-            && answers.len().max(prompts.len()) <= self.engine.host_rows_max()
+            && for_host.iter().all(|count| *count <= self.engine.host_rows_max())
             && self.running.iter().all(can_go)
             && !self.wants_drafts()
             && self.finds_pages_ahead()

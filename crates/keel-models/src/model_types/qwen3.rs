@@ -40,12 +40,15 @@ mod tests {
     use crate::MixerKind;
     use serde_json::json;
 
-    fn plain(more: Value) -> Result<HybridConfig> {
-        let mut json = json!({"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
+    /// The config of a dense model type of Qwen; windows and activations are the same in both.
+    fn plain(model_type: &str, more: &Value) -> Result<HybridConfig> {
+        let mut json = json!({"model_type": model_type, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
             "num_hidden_layers": 30, "num_attention_heads": 4, "max_position_embeddings": 32768});
         more.as_object().into_iter().flatten().for_each(|(key, value)| json[key] = value.clone());
-        config(&json)
+        crate::read_config(&json)
     }
+
+    const TYPES: [&str; 2] = ["qwen2", "qwen3"];
 
     #[test]
     fn windows_are_for_the_last_layers_where_they_are_enabled() {
@@ -60,16 +63,20 @@ mod tests {
             (json!({"use_sliding_window": true, "max_window_layers": 30}), (None, 0)),
             (json!({"use_sliding_window": true, "sliding_window": null}), (None, 0)),
         ] {
-            let c = plain(json.clone()).expect("complete");
-            let sliding = c.layers.iter().rev().take_while(|kind| **kind == MixerKind::SlidingAttention);
-            assert_eq!((c.window, sliding.count()), expected, "{json}");
+            for model_type in TYPES {
+                let c = plain(model_type, &json).expect("complete");
+                let sliding = c.layers.iter().rev().take_while(|kind| **kind == MixerKind::SlidingAttention);
+                assert_eq!((c.window, sliding.count()), expected, "{model_type}: {json}");
+            }
         }
     }
 
     #[test]
     fn activations_that_are_not_supported_are_refused() {
-        plain(json!({"hidden_act": "gelu_pytorch_tanh"})).expect("it is supported");
-        let message = plain(json!({"hidden_act": "relu"})).expect_err("another model").to_string();
-        assert!(message.contains("hidden_act is \"relu\""), "{message}");
+        for model_type in TYPES {
+            plain(model_type, &json!({"hidden_act": "gelu_pytorch_tanh"})).expect("it is supported");
+            let refused = plain(model_type, &json!({"hidden_act": "relu"})).expect_err("another model");
+            assert!(refused.to_string().contains("hidden_act is \"relu\""), "{refused}");
+        }
     }
 }
