@@ -4,7 +4,7 @@
 // reach 524,000, weights are normal numbers from 8e-6 on, and values beyond the range saturate. A dense weight stored
 // as f16 stays as it is; its product with x / 8 is multiplied by 8.
 // HALF_BF16=1: bf16 without these factors, for dense weights that are stored as bf16.
-// HALF_PANEL=32, 64 or 128: x in panels for linear_panels. A panel has this many rows, and its column tiles of 64 one
+// HALF_PANEL=32, 64, ... 256: x in panels for linear_panels. A panel has this many rows, and its column tiles of 64 one
 // after the other. In a tile, row r has 128 bytes in chunks of 16. Chunk c lies at c ^ (r % 8), as products read it,
 // and holds the columns from column_of_chunk(c) on, two of each eight.
 #pragma once

@@ -6,14 +6,15 @@
 // - W is the products' A operand and is made in registers: a lane's slots of a tile are its fragments for four steps of
 //   16 columns. The columns of x are permuted in the same way.
 // - Tiles of W pass, two at a time, through a ring of each warp, which it fills by cp.async.
-// - Tiles of x pass, two at a time, through a ring of the block.
-//   On Hopper one thread copies 8 to 32 KB at once. Warps wait for a copy, and say when they are done with it, at
-//   barriers in shared memory. No barrier holds all warps together. While a warp's tile is multiplied, it widens the
-//   next.
+// - Tiles of x pass, X_UNIT at a time, through a ring of the block.
+//   On Hopper one thread copies 8 to 32 KB at once. Warps wait for a copy at a barrier in shared memory. The last warp
+//   that is done with a place in the ring starts the next copy into it, so no warp waits for another. While fragments
+//   of a warp are multiplied, it widens the next.
 //   Elsewhere all threads copy, and all warps begin a fetch together.
 //
-// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT = HALF_PANEL (32, 64, 128); GROUPS; SPLITS (parts of K, at
-//   least 1); STAGES (fetches in the rings, at least 3 on Hopper and 2 elsewhere)
+// Macros: DIM_N, DIM_K; BITS, GROUP, PAIR_T or BLOCK; BT = HALF_PANEL (32, 64, ... 256; elsewhere up to 128); GROUPS;
+//   SPLITS (parts of K, at least 1); X_STAGES and W_STAGES (fetches in the rings: on Hopper at least 3, elsewhere at
+//   least 2, and as many of x as of W)
 //   linear_panels   codes, pairs, x f16 in panels (see half.cuh), u32 rows, residual (SPLITS=1 only, may be null),
 //                   y f32 ([SPLITS][rows][N] if SPLITS > 1: add_parts adds them up).
 //                   Grid (ceil(rows / BT), ceil(row tiles / (4 GROUPS)), SPLITS), block 128 GROUPS, dynamic shared
@@ -27,9 +28,10 @@
 #include "widen_half.cuh"
 
 #define X_TILE (BT * 128)
-#define X_SLOT (W_UNIT * X_TILE)
+#define X_UNIT (BT > 128 ? 1 : 2) // tiles of x of a fetch
+#define X_SLOT (X_UNIT * X_TILE)
 #define WARPS (4 * GROUPS)
-#define PANELS_SHARED (1024 + STAGES * (X_SLOT + WARPS * W_SLOT))
+#define PANELS_SHARED (1024 + X_STAGES * X_SLOT + W_STAGES * WARPS * W_SLOT)
 
 #ifdef BT
 // A block's part of the sums.
@@ -45,69 +47,82 @@ struct Part {
 __device__ __forceinline__ void fetch_weights(const Part &part, int f) {
     const int lane = threadIdx.x % 32, n = min(W_UNIT, K_TILES - f * W_UNIT);
     if (f < part.end)
-        copy_tiles_async<W_UNIT>(part.w_ring + (f - part.begin) % STAGES * W_SLOT, part.w, min(part.rt, N_TILES - 1), f * W_UNIT, n, lane);
+        copy_tiles_async<W_UNIT>(part.w_ring + (f - part.begin) % W_STAGES * W_SLOT, part.w, min(part.rt, N_TILES - 1), f * W_UNIT, n, lane);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// A warp says that it is done with a slot in the ring of x.
-__device__ __forceinline__ void arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Barriers of each slot in the ring of x: its copy has arrived; all warps are done with it.
-__shared__ u64 full[STAGES], done[STAGES];
+// Of each slot in the ring of x: a barrier that its copy has arrived, and the number of warps that are done with it.
+__shared__ u64 full[X_STAGES];
+__shared__ u32 done[X_STAGES];
 __device__ __forceinline__ void make_barriers() {
-    if (threadIdx.x == 0) {
-        init_barriers(full, STAGES);
-        init_barriers(done, STAGES, WARPS);
-    }
+    if (threadIdx.x == 0) init_barriers(full, X_STAGES);
+    if (threadIdx.x < X_STAGES) done[threadIdx.x] = 0;
     __syncthreads();
 }
+// Counts a warp, and says whether it is the last one. Then the count is 0 again.
+__device__ __forceinline__ bool is_last(u32 *count) {
+    u32 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;" : "=r"(before) : "r"(shared_address(count)), "n"(WARPS - 1) : "memory");
+    return before == WARPS - 1;
+}
 
-// Adds up the part. The first STAGES - 1 fetches of W are under way.
+// Steps of 16 columns that are multiplied at once, and sets of their fragments: while one is multiplied, the next is
+// made. The sums of wide blocks leave registers for fewer; other warps then keep the tensor cores busy.
+#define STEPS (GROUPS == 3 && BT > 192 ? 2 : 4)
+#define SETS (GROUPS == 3 && BT > 224 ? 1 : 2)
+
+// Adds up the part. The first W_STAGES - 1 fetches of W are under way.
 __device__ __forceinline__ void sum_part(float (&acc)[BT / 8][4], const Part &part) {
-    const int lane = threadIdx.x % 32, begin = part.begin, end = part.end;
-    auto fetch_x = [&](int f, int slot) {
-        if (f >= end) return;
-        const u32 bytes = min(W_UNIT, K_TILES - f * W_UNIT) * X_TILE;
+    const int lane = threadIdx.x % 32, first_tile = W_UNIT * part.begin, tiles_end = min(W_UNIT * part.end, K_TILES);
+    auto fetch_x = [&](int kt, int slot) {
+        if (kt >= tiles_end) return;
+        const u32 bytes = min(X_UNIT, tiles_end - kt) * X_TILE;
         expect_bytes(full + slot, bytes);
-        fetch_bytes(part.x_ring + slot * X_SLOT, part.panel + (size_t)f * X_SLOT, bytes, full + slot);
+        fetch_bytes(part.x_ring + slot * X_SLOT, part.panel + (size_t)kt * X_TILE, bytes, full + slot);
     };
     if (threadIdx.x == 0)
-        for (int i = 0; i < STAGES; i++) fetch_x(begin + i, i);
+        for (int i = 0; i < X_STAGES; i++) fetch_x(first_tile + i * X_UNIT, i);
     __syncwarp();
 
-    u32 even[4][4], odd[4][4];
-    int f = begin, slot = 0;
+    u32 a[SETS][STEPS][4];
+    int w_slot = 0, x_slot = 0;
     u32 parity = 0;
-    // The first tile of a fetch. Then no warp reads the x of two fetches before, which is replaced.
-    auto first_tile = [&] {
-        copy_wait<STAGES - 2>();
-        __syncwarp(); // the warp's tiles of W have arrived
-        widen_fragments(even, part.w_ring + slot * W_SLOT, 0, lane);
-        wait_full(full + slot, parity);
-        start_product<BT>(acc, even, shared_address(part.x_ring) + slot * X_SLOT);
-        fetch_weights(part, f + STAGES - 1);
-        copy_commit();
-        wait_products<1>(); // the fetch before is done, and `odd` may be written again
-        if (lane == 0 && f > begin) arrive(done + (slot ? slot - 1 : STAGES - 1));
-        if (threadIdx.x == 0 && f >= begin + 2) {
-            const int before = f - 2 - begin, freed = before % STAGES;
-            if (f - 2 + STAGES < end) wait_full(done + freed, before / STAGES % 2);
-            fetch_x(f - 2 + STAGES, freed);
-        }
+    // The products before tile kt, the first of a fetch of x, are done, so the slot of the fetch before is free.
+    auto free_slot = [&](int kt) {
+        const int before = x_slot ? x_slot - 1 : X_STAGES - 1;
+        if (lane == 0 && kt > first_tile && is_last(done + before)) fetch_x(kt + (X_STAGES - 1) * X_UNIT, before);
         __syncwarp();
     };
-    const int pairs_end = min(end, K_TILES / W_UNIT);
 #pragma unroll 1
-    for (; f < pairs_end; f++) {
-        first_tile();
-        widen_fragments(odd, part.w_ring + slot * W_SLOT, 1, lane);
-        start_product<BT>(acc, odd, shared_address(part.x_ring) + slot * X_SLOT + X_TILE);
-        wait_products<1>(); // `even` may be written again
-        if (++slot == STAGES) slot = 0, parity ^= 1;
+    for (int f = part.begin; f < part.end; f++) {
+#pragma unroll
+        for (int turn = 0; turn < 4 * W_UNIT / STEPS; turn++) {
+            const int tile = turn * STEPS / 4, step = turn * STEPS % 4, kt = f * W_UNIT + tile;
+            const bool begins_x = step == 0 && tile % X_UNIT == 0, ends_x = step + STEPS == 4 && (tile + 1) % X_UNIT == 0;
+            if (K_TILES % W_UNIT != 0 && kt >= K_TILES) break;
+            if (turn == 0) {
+                copy_wait<W_STAGES - 2>();
+                __syncwarp(); // the warp's tiles of W have arrived
+            }
+            if (SETS == 1) {
+                wait_products<0>(); // the fragments may be written again
+                if (begins_x) free_slot(kt);
+            }
+            widen_fragments(a[turn % SETS], part.w_ring + w_slot * W_SLOT, tile, lane, step);
+            if (begins_x) wait_full(full + x_slot, parity);
+            start_product<BT>(acc, a[turn % SETS], shared_address(part.x_ring) + x_slot * X_SLOT + tile % X_UNIT * X_TILE, step);
+            if (turn == 0) {
+                fetch_weights(part, f + W_STAGES - 1);
+                copy_commit();
+            }
+            if (SETS == 2) {
+                wait_products<1>(); // the fragments of the turn before may be written again
+                if (begins_x) free_slot(kt);
+            }
+            if (ends_x && ++x_slot == X_STAGES) x_slot = 0, parity ^= 1;
+        }
+        if (++w_slot == W_STAGES) w_slot = 0;
     }
-    if (f < end) first_tile();
     finish_products(acc);
 }
 #else
@@ -117,29 +132,29 @@ __device__ __forceinline__ void sum_part(float (&acc)[BT / 8][4], const Part &pa
     const int lane = threadIdx.x % 32, begin = part.begin, end = part.end;
     auto fetch_x = [&](int f) {
         const int bytes = min(W_UNIT, K_TILES - f * W_UNIT) * X_TILE;
-        const u32 to = shared_address(part.x_ring) + (f - begin) % STAGES * X_SLOT;
+        const u32 to = shared_address(part.x_ring) + (f - begin) % W_STAGES * X_SLOT;
 #pragma unroll
         for (int at = 16 * threadIdx.x; at < X_SLOT; at += 16 * 32 * WARPS)
             if (f < end && at < bytes) copy_async_to(to + at, part.panel + (size_t)f * X_SLOT + at);
         copy_commit();
     };
-    for (int i = 0; i < STAGES - 1; i++) fetch_x(begin + i);
+    for (int i = 0; i < W_STAGES - 1; i++) fetch_x(begin + i);
 
     u32 a[4][4];
     int slot = 0;
 #pragma unroll 1
     for (int f = begin; f < end; f++) {
-        copy_wait<STAGES - 2>();
+        copy_wait<W_STAGES - 2>();
         __syncthreads(); // the fetch has arrived, and all warps are done with the one before
-        fetch_weights(part, f + STAGES - 1);
-        fetch_x(f + STAGES - 1);
+        fetch_weights(part, f + W_STAGES - 1);
+        fetch_x(f + W_STAGES - 1);
 #pragma unroll
         for (int tile = 0; tile < W_UNIT; tile++) {
             if (K_TILES % W_UNIT != 0 && f * W_UNIT + tile >= K_TILES) break;
             widen_fragments(a, part.w_ring + slot * W_SLOT, tile, lane);
             start_product<BT>(acc, a, shared_address(part.x_ring) + slot * X_SLOT + tile * X_TILE);
         }
-        if (++slot == STAGES) slot = 0;
+        if (++slot == W_STAGES) slot = 0;
     }
 }
 #endif
@@ -171,8 +186,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1) linear_panels(
                        (int)(FETCHES * blockIdx.z / SPLITS),
                        (int)(FETCHES * (blockIdx.z + 1) / SPLITS),
                        x_ring,
-                       x_ring + STAGES * (X_SLOT + warp * W_SLOT)};
-    for (int i = 0; i < STAGES - 1; i++) {
+                       x_ring + X_STAGES * X_SLOT + W_STAGES * (warp * W_SLOT)};
+    for (int i = 0; i < W_STAGES - 1; i++) {
         fetch_weights(part, part.begin + i);
         copy_commit();
     }

@@ -41,8 +41,8 @@ __device__ __forceinline__ u32 widen_two(u32 q, int which, float scale, float bi
     const float lo = byte_as_float(q, 2 * which), hi = byte_as_float(q, 2 * which + 1);
     return two_weights(fmaf(lo, scale, bias), fmaf(hi, scale, bias));
 }
-// A tile's fragments for four steps of 16 columns: tile `i` of the fetch at `slot`.
-__device__ __forceinline__ void widen_fragments(u32 (&a)[4][4], const u8 *slot, int i, int lane) {
+// Fragments for STEPS steps of 16 columns, from step `first` on, of tile `i` of the fetch at `slot`. A tile has four.
+template <int STEPS> __device__ __forceinline__ void widen_fragments(u32 (&a)[STEPS][4], const u8 *slot, int i, int lane, int first = 0) {
     TileCodes c;
     SlotPairs p[TILE_SLOTS];
     const TilesAt at = copy_at<W_UNIT>(slot);
@@ -50,22 +50,23 @@ __device__ __forceinline__ void widen_fragments(u32 (&a)[4][4], const u8 *slot, 
 #pragma unroll
     for (int s = 0; s < TILE_SLOTS; s++) load_pairs<true>(p[s], at, i * TILE_SLOTS + s, lane / 4);
 #pragma unroll
-    for (int s = 0; s < 4; s++)
+    for (int s = 0; s < STEPS; s++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const u32 q = four_codes(c, h, s);
-            const Widening by = widening(p, s / 2, h, lane % 4);
+            const u32 q = four_codes(c, h, first + s);
+            const Widening by = widening(p, (first + s) / 2, h, lane % 4);
             a[s][h] = widen_two(q, 0, by.scale, by.bias), a[s][h + 2] = widen_two(q, 1, by.scale, by.bias);
         }
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Starts the product of such a tile with N rows of a tile of x.
-template <int N> __device__ __forceinline__ void start_product(float (&acc)[N / 8][4], const u32 (&a)[4][4], u32 x_tile) {
+// Starts the product of such fragments with the same columns of N rows of a tile of x.
+template <int N, int STEPS>
+__device__ __forceinline__ void start_product(float (&acc)[N / 8][4], const u32 (&a)[STEPS][4], u32 x_tile, int first = 0) {
     const u64 b = panel_of_rows(x_tile);
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < 4; s++) wgmma<N, 0, false>(acc, a[s], b + s * 2);
+    for (int s = 0; s < STEPS; s++) wgmma<N, 0, false>(acc, a[s], b + (first + s) * 2);
     wgmma_commit();
 }
 // Waits until at most `PENDING` products are under way.

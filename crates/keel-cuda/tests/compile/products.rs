@@ -120,8 +120,10 @@ fn decoded(keys: &mut Keys, weight: &[(&'static str, &'static str)], exact: &[(&
         &["group_rows", "to_half_tiles", "linear_grouped"],
         &[&exact[..2], weight, &grouped].concat(),
     );
-    for (parts, groups, panel, stages) in [("1", "3", "128", "3"), ("4", "2", "64", "2")] {
-        let cut = [("SPLITS", parts), ("GROUPS", groups), ("STAGES", stages)];
+    for (parts, groups, panel, x_stages) in
+        [("1", "3", "128", "3"), ("4", "2", "64", "3"), ("1", "3", "256", "5"), ("2", "2", "160", "4")]
+    {
+        let cut = [("SPLITS", parts), ("GROUPS", groups), ("X_STAGES", x_stages), ("W_STAGES", "3")];
         let panels = [("BT", panel), ("HALF_PANEL", panel)];
         let entries = ["linear_panels", "to_half_panels", "add_parts"];
         let defines = [&exact[..2], weight, &panels, &cut].concat();

@@ -8,15 +8,13 @@ use crate::backend::weights::keeps_fp8;
 use crate::backend::{Determinism, Mode};
 use keel_array::{Compute, Kernel, Regime, WeightFormat, WeightSpec};
 
-/// The most rows for `linear_panels`, which widens the weight in registers again for each 128 rows. With more rows
-/// cuBLASLt is faster: for it the weight is widened once, in memory. In order: the limits for affine weights of 4 bits,
-/// for other codings, and with prompts in 8-bit floats.
-const PANEL_ROWS_MAX_OF_4_BITS: usize = 1024;
-const PANEL_ROWS_MAX: usize = 512;
-const PANEL_ROWS_MAX_WITH_PROMPTS_8: usize = 256;
+/// The most rows for `linear_panels`, which widens the weight in registers again for each panel. With more rows
+/// cuBLASLt is faster: for it the weight is widened once, in memory. The second limit is for prompts in 8-bit floats.
+const ROWS_IN_PANELS_MAX: usize = 1024;
+const ROWS_IN_PANELS_MAX_WITH_PROMPTS_8: usize = 256;
 
 /// The same for a weight that is kept in 8-bit floats, too, where cuBLASLt need not wait for it to be widened.
-const PANEL_ROWS_MAX_BEFORE_8: usize = 128;
+const ROWS_IN_PANELS_MAX_BEFORE_8: usize = 128;
 
 /// The quantity that selects the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +76,9 @@ pub(super) fn linear_kernel(weight: &WeightSpec, rows: usize, choice: SelectBy) 
         (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => LinearKernel::ExactRows,
         (Arithmetic::Exact, _) => LinearKernel::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => LinearKernel::FewRows,
-        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Rows) if rows <= panel_rows_max(weight) => {
+        (Arithmetic::Codes | Arithmetic::WidenedCodes, SelectBy::Rows)
+            if rows <= rows_in_panels_max(weight) =>
+        {
             LinearKernel::Panels { parts: parts(weight, rows) }
         }
         (_, SelectBy::Rows) => LinearKernel::Blas,
@@ -87,12 +87,11 @@ pub(super) fn linear_kernel(weight: &WeightSpec, rows: usize, choice: SelectBy) 
     }
 }
 
-fn panel_rows_max(weight: &WeightSpec) -> usize {
-    match (weight.compute, weight.format) {
-        _ if keeps_fp8(weight) => PANEL_ROWS_MAX_BEFORE_8,
-        (Compute::PrefillFp8 | Compute::Fp8, _) => PANEL_ROWS_MAX_WITH_PROMPTS_8,
-        (_, WeightFormat::Affine { bits: 4, .. }) => PANEL_ROWS_MAX_OF_4_BITS,
-        _ => PANEL_ROWS_MAX,
+fn rows_in_panels_max(weight: &WeightSpec) -> usize {
+    match weight.compute {
+        _ if keeps_fp8(weight) => ROWS_IN_PANELS_MAX_BEFORE_8,
+        Compute::PrefillFp8 | Compute::Fp8 => ROWS_IN_PANELS_MAX_WITH_PROMPTS_8,
+        _ => ROWS_IN_PANELS_MAX,
     }
 }
 
@@ -213,7 +212,7 @@ mod tests {
         let with_prompts_8 = WeightSpec { compute: Compute::PrefillFp8, ..weight };
         let in_blocks = WeightSpec { format: WeightFormat::Blocks(BlockFormat::Q4K), ..weight };
         let kept_in_8 = WeightSpec { compute: Compute::Fp8, ..weight };
-        for (other, most) in [(with_prompts_8, 256), (kept_in_8, 128), (in_blocks, 512)] {
+        for (other, most) in [(with_prompts_8, 256), (kept_in_8, 128), (in_blocks, 1024)] {
             assert!(
                 matches!(linear_kernel(&other, most, SelectBy::Rows), LinearKernel::Panels { .. }),
                 "{other:?}"

@@ -1,7 +1,7 @@
 //! Rows of a mixture grouped by expert, whose weights are widened on their way into the tensor cores.
 
 use super::super::{Call, Geometry};
-use super::panels::{RING_ALIGN, panel_of};
+use super::panels::{RING_ALIGN, tile_rows};
 use super::{TILE_COLS, col_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::kernels::{KernelKey, LINEAR_GROUPED};
@@ -24,7 +24,7 @@ impl Tile {
     /// The tile for experts with about `rows` rows each. If two fetches of it do not fit the shared memory, it is half
     /// as large. A multiprocessor has two blocks where both have two fetches.
     pub fn of(weight: &WeightSpec, rows: usize, shared_bytes_max: usize) -> Tile {
-        let rows = panel_of(rows);
+        let rows = tile_rows(rows);
         let wanted = match rows {
             32 => 6,
             64 => 3,

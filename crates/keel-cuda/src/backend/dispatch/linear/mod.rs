@@ -3,7 +3,7 @@
 //! | rows | quantised weight | dense bf16 weight | dense f16 weight | f32 arithmetic, other dense weights |
 //! |---|---|---|---|---|
 //! | up to [`FEW_ROWS`] | integer products, one pass over the weight | bf16 products | `exact_rows` | `exact_rows` |
-//! | up to 512, in affine 4 bits 1,024 | widened to f16 on the way into the tensor cores | cuBLASLt | cuBLASLt | `exact_tiled` |
+//! | up to 1,024 | widened to f16 on the way into the tensor cores | cuBLASLt | cuBLASLt | `exact_tiled` |
 //! | more | widened to f16 in scratch, then cuBLASLt | cuBLASLt | cuBLASLt | `exact_tiled` |
 //!
 //! With `Compute::Bf16` x keeps more bits. Few rows meet a quantised weight in f16, as many rows do. A dense bf16
@@ -226,7 +226,7 @@ pub(super) fn linear_workspace_bytes(weight: &WeightSpec, kernel: &Kernel, mode:
         LinearKernel::FewRows => few_rows_bytes(weight, rows.min(FEW_ROWS)),
         LinearKernel::Panels { parts } => {
             let sums = if parts == 1 { 0 } else { parts * rows * weight.rows * size_of::<f32>() };
-            panels_bytes(weight, rows).next_multiple_of(256) + sums
+            panels_bytes(weight, rows, parts).next_multiple_of(256) + sums
         }
         LinearKernel::Half => half_bytes(weight, rows),
         LinearKernel::Blas => blas_scratch(weight, rows).end,
