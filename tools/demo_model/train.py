@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=("main", "mtp"), default="main")
     parser.add_argument("--init", type=Path, help="start from these weights: a folder that --out or export.py wrote")
     parser.add_argument("--total-seconds", type=float, required=True, help="length of the whole schedule")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="stop this run so many seconds after its start")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="stop this run this many seconds after its start")
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--context", type=int, default=768)
     parser.add_argument("--matrix-lr", type=float, default=0.02)

@@ -3,7 +3,7 @@
     python bench_llama.py MODEL.gguf --prompt 512 --gen 128 --threads 2 --repeats 5
 
 Each repeat clears the memory, prefills `prompt` random tokens (logits of the last one only) and decodes `gen` more
-behind them, so decoding happens at contexts of prompt .. prompt + gen. `--prompt 8192` gives the long-context figures.
+after them, so decoding happens at contexts of prompt .. prompt + gen. `--prompt 8192` gives the long-context figures.
 Prints one JSON object with a rate per repeat, in tokens per second.
 """
 
@@ -52,7 +52,7 @@ class Bench:
         return (llama_cpp.llama_token * count)(*(self.rng.randrange(self.vocabulary) for _ in range(count)))
 
     def decode(self, tokens: ctypes.Array[ctypes.c_int32]) -> None:
-        """Run the tokens behind what the context holds and wait until the last one's logits are there."""
+        """Run the tokens after those of the context and wait until the last one's logits are there."""
         status = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(tokens, len(tokens)))
         if status != 0:
             raise SystemExit(f"llama_decode of {len(tokens)} tokens failed with status {status}")

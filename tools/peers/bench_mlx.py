@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=[4, 8, 16, 32], default=4)
     parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--gen", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2, help="of the BLAS behind MLX")
+    parser.add_argument("--threads", type=int, default=2, help="of the BLAS that MLX calls")
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     for variable in (

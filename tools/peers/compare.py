@@ -209,7 +209,7 @@ def parse() -> argparse.Namespace:
         "--gguf", type=Path, action="append", default=[], help="a file for llama.cpp; may be repeated"
     )
     parser.add_argument(
-        "--mlx", type=int, choices=[4, 8, 16, 32], help="run mlx-lm too, with weights of so many bits"
+        "--mlx", type=int, choices=[4, 8, 16, 32], help="run mlx-lm too, with weights of this many bits"
     )
     parser.add_argument("--mlx-prompt", type=int, default=4)
     parser.add_argument("--mlx-gen", type=int, default=2)

@@ -3,7 +3,7 @@
     python against_itself.py MODEL.gguf [--tokens 32] [--threads 1]
 
 For the prompts of reference.py: how many greedy continuations are equal to those of the default settings, and the deviation of the
-logits behind equal tokens. Needs llama-cpp-python and numpy.
+logits after equal tokens. Needs llama-cpp-python and numpy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTINGS = {
 
 
 def follow(llama: llama_cpp.Llama, text: str, forced: list[int] | None, tokens: int) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens, and the logits behind the forced ones, or behind the greedy ones."""
+    """Greedy tokens, and the logits after the forced ones, or after the greedy ones."""
     llama.reset()
     llama.eval(llama.tokenize(text.encode(), add_bos=True, special=False))
     chosen, rows = [], []

@@ -4,6 +4,7 @@
 //! cargo run --release -p evenkeel --example embeddings -- [MODEL]
 //! ```
 
+use evenkeel::engine::EngineOptions;
 use evenkeel::{LoadOptions, Model, Result};
 
 fn main() -> Result<()> {
@@ -12,7 +13,9 @@ fn main() -> Result<()> {
 
 /// The example, with the path of a model or the built-in model.
 pub fn run(path: Option<String>) -> Result<()> {
-    let options = LoadOptions::default();
+    // The texts run together only if the engine has a sequence for each.
+    let engine = EngineOptions { sequences: 3, ..EngineOptions::default() };
+    let options = LoadOptions { context: Some(512), engine, ..LoadOptions::default() };
     let model = match path {
         Some(path) => Model::open(path, &options)?,
         None => Model::built_in(&options)?,

@@ -30,12 +30,14 @@ pub struct Answer<'m> {
     ids: Vec<u32>,
     prompt_len: usize,
     has_ended: bool,
+    /// Whether it ended with an error.
+    has_failed: bool,
 }
 
 impl<'m> Answer<'m> {
     pub(crate) fn new(tokens: TokenIterator<'m>, stream: TextStream, prompt: Vec<u32>) -> Answer<'m> {
         let prompt_len = prompt.len();
-        Answer { tokens: Some(tokens), stream, ids: prompt, prompt_len, has_ended: false }
+        Answer { tokens: Some(tokens), stream, ids: prompt, prompt_len, has_ended: false, has_failed: false }
     }
 
     /// The tokens drawn so far.
@@ -48,8 +50,11 @@ impl<'m> Answer<'m> {
         self.stream.text()
     }
 
-    /// Why the text ended, if it has ended.
+    /// Why the text ended, if it has ended. A text that failed has no reason.
     pub fn finish_reason(&self) -> Option<FinishReason> {
+        if self.has_failed {
+            return None;
+        }
         if self.stream.is_stopped() {
             return Some(FinishReason::Stop);
         }
@@ -77,11 +82,14 @@ impl<'m> Answer<'m> {
     /// Draws the rest of the text, then returns the sequence, to continue or to save it.
     ///
     /// # Errors
-    /// A step fails. The sequence is then released.
+    /// A step fails. The sequence is then released. [`Error::FailedText`] if one has failed before.
     ///
     /// See the example of [`Sequence`].
     pub fn into_sequence(mut self) -> Result<Sequence> {
         self.by_ref().try_for_each(|piece| piece.map(drop))?;
+        if self.has_failed {
+            return Err(Error::FailedText);
+        }
         match self.tokens.take() {
             Some(tokens) => {
                 Ok(Sequence { cache: tokens.into_sequence(), tokens: std::mem::take(&mut self.ids) })
@@ -117,7 +125,7 @@ impl Iterator for Answer<'_> {
                 Ok(Some(piece)) if piece.is_empty() => {}
                 Ok(piece) => return piece.map(Ok),
                 Err(error) => {
-                    self.has_ended = true;
+                    (self.has_ended, self.has_failed) = (true, true);
                     return Some(Err(error));
                 }
             }
@@ -147,7 +155,7 @@ impl Iterator for Answer<'_> {
 /// ```
 pub struct Chat<'m> {
     answer: Answer<'m>,
-    /// `None` once the answer has ended.
+    /// `None` once the answer has ended or failed.
     parser: Option<AnswerParser>,
     ready: VecDeque<AnswerPart>,
 }
@@ -171,7 +179,11 @@ impl Iterator for Chat<'_> {
             let mut parts = Vec::new();
             match self.answer.next() {
                 Some(Ok(piece)) => self.parser.as_mut()?.push(&piece, &mut parts),
-                Some(Err(error)) => return Some(Err(error)),
+                Some(Err(error)) => {
+                    // A call that the failure cuts off is not a call.
+                    self.parser = None;
+                    return Some(Err(error));
+                }
                 None => {
                     let mut parser = self.parser.take()?;
                     match self.answer.finish_reason() {
@@ -183,5 +195,74 @@ impl Iterator for Chat<'_> {
             self.ready.extend(parts);
         }
         self.ready.pop_front().map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use keel_engine::batch::Constraint;
+    use keel_engine::speculation::SamplerChooser;
+    use keel_engine::{EngineError, GenerateOptions, Sampler, SamplerOptions};
+
+    use super::*;
+    use crate::{LoadOptions, Model};
+
+    /// A call without its end.
+    const HALF: &str = r#"<tool_call>{"name": "f", "arguments": {}}"#;
+
+    /// Lets these tokens come one after the other, then fails.
+    struct Script(VecDeque<u32>);
+
+    impl Constraint for Script {
+        fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+            let next = *self.0.front().ok_or("the script has ended")?;
+            logits.fill(f32::NEG_INFINITY);
+            logits[next as usize] = 0.0;
+            Ok(())
+        }
+
+        fn accept(&mut self, _token: u32) -> Result<(), String> {
+            self.0.pop_front().map(drop).ok_or_else(|| "the script has ended".into())
+        }
+
+        fn is_complete(&self) -> bool {
+            false
+        }
+    }
+
+    /// A text that fails after [`HALF`].
+    fn failing<'m>(model: &'m mut Model, form: &AnswerForm) -> Answer<'m> {
+        let text = model.text().expect("it has a tokenizer");
+        let script = text.tokenizer.encode(HALF, false).expect("it is known");
+        let stream = TextStream::of_answer(&text.tokenizer, form, &[]).expect("no stop strings");
+        let sampler = Sampler::new(SamplerOptions::default(), &[]).expect("in range");
+        let chooser = Box::new(SamplerChooser::new(sampler, Some(Box::new(Script(script.into()))), vec![]));
+        let options = GenerateOptions { max_tokens: 100, ..GenerateOptions::default() };
+        let engine = model.engine_mut();
+        let cache = engine.open().expect("a sequence is free");
+        let tokens = TokenIterator::with_chooser(engine, cache, &[509], options, chooser, &mut |_| ());
+        Answer::new(tokens.expect("it starts"), stream, vec![509])
+    }
+
+    #[test]
+    fn a_text_that_failed_has_no_reason_and_no_sequence() {
+        let mut model = Model::built_in(&LoadOptions::default()).expect("it loads");
+        let mut answer = failing(&mut model, &AnswerForm::default());
+        let failure = answer.by_ref().find_map(Result::err).expect("the script ends");
+        assert!(matches!(failure, Error::Engine(EngineError::Constraint(_))), "{failure}");
+        assert!(answer.next().is_none());
+        assert_eq!((answer.text(), answer.finish_reason()), (HALF, None));
+        assert!(matches!(answer.into_sequence(), Err(Error::FailedText)));
+        assert!(model.engine().cache().is_idle());
+    }
+
+    #[test]
+    fn a_call_that_a_failure_cuts_off_is_left_out() {
+        let mut model = Model::built_in(&LoadOptions::default()).expect("it loads");
+        let tools = vec![serde_json::json!({"type": "function", "function": {"name": "f"}})];
+        let form = AnswerForm { tools, ..AnswerForm::default() };
+        let chat = Chat::new(failing(&mut model, &form), form);
+        let items: Vec<_> = chat.collect();
+        assert!(matches!(items[..], [Err(Error::Engine(EngineError::Constraint(_)))]), "{items:?}");
     }
 }

@@ -1,10 +1,13 @@
 //! Many texts at once on one model.
 
 use std::collections::HashMap;
-use std::time::Instant;
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
-use keel_engine::batch::{self, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceId};
-use keel_engine::{Engine, FinishReason};
+use keel_engine::batch::{
+    self, BatchOptions, BatchRequest, BatchStatus, Batcher, Constraint, Readout, SequenceId,
+};
+use keel_engine::{Engine, EngineError, FinishReason};
 
 use crate::{Error, ModelText, Request, Result, TextStream};
 
@@ -87,7 +90,8 @@ pub struct Batch {
 impl Batch {
     pub(crate) fn new(engine: Engine, text: ModelText, options: BatchOptions) -> Batch {
         Batch {
-            batcher: Batcher::new(engine, options),
+            // The caller makes the steps, so only the caller knows how long a request may wait.
+            batcher: Batcher::new(engine, BatchOptions { queue_timeout: Duration::MAX, ..options }),
             text,
             streams: HashMap::new(),
             held: Vec::new(),
@@ -95,27 +99,46 @@ impl Batch {
         }
     }
 
-    /// Queues a text to continue. Its schema, grammar and speculation are not used: a batch drafts by its own options.
+    /// Queues a text to continue. Under a schema or grammar it makes no drafts.
     ///
     /// # Errors
-    /// The request can never run, or the queue is full.
+    /// The request can never run, or the queue is full. It has a speculation: a batch drafts by its own options.
     ///
     /// See the example of [`Batch::step`].
     pub fn submit(&mut self, prompt: &str, request: Request) -> Result<SequenceId> {
-        let ids = self.text.encode_text(prompt)?;
-        let context = self.batcher.engine().options().context;
-        let most = request.max_tokens.unwrap_or(context.saturating_sub(ids.len()));
-        let stream = TextStream::new(&self.text.tokenizer, &request.stop)?;
-        let id = self.add(BatchRequest {
-            sampler: request.sampler.unwrap_or_else(|| self.text.sampling()),
-            end_tokens: if request.ignore_end { Vec::new() } else { self.text.end_tokens() },
-            ..BatchRequest::new(self.next, ids, most)
-        })?;
-        self.streams.insert(id, stream);
-        Ok(id)
+        Ok(self.submit_texts(&[prompt], &request)?.start)
     }
 
-    /// Queues a text whose embedding is wanted: the hidden state after its last token, scaled to length 1.
+    /// Queues all texts, or none if one cannot be queued.
+    fn submit_texts(&mut self, prompts: &[&str], request: &Request) -> Result<Range<SequenceId>> {
+        if request.speculation.is_some() {
+            let reason = "a request of a batch has no speculation of its own: set BatchOptions::speculation";
+            return Err(EngineError::Option(reason.into()).into());
+        }
+        let grammar = request.grammar.as_ref().map(|source| self.text.compile(source)).transpose()?;
+        let context = self.batcher.engine().options().context;
+        let (mut streams, mut requests) = (Vec::new(), Vec::new());
+        for prompt in prompts {
+            let ids = self.encode(prompt)?;
+            let room = context.checked_sub(ids.len()).filter(|room| *room > 0);
+            let room = room.ok_or(EngineError::Context { needed: ids.len() + 1, context })?;
+            let constraint = grammar.clone().map(|state| self.text.constraint(state, &ids)).transpose()?;
+            streams.push(TextStream::new(&self.text.tokenizer, &request.stop)?);
+            requests.push(BatchRequest {
+                sampler: request.sampler.clone().unwrap_or_else(|| self.text.fresh_sampling()),
+                end_tokens: if request.ignore_end { Vec::new() } else { self.text.end_tokens() },
+                speculate: constraint.is_none(),
+                constraint: constraint.map(|constraint| Box::new(constraint) as Box<dyn Constraint>),
+                ..BatchRequest::new(0, ids, request.max_tokens.map_or(room, |most| most.min(room)))
+            });
+        }
+        let ids = self.queue(requests)?;
+        self.streams.extend(ids.clone().zip(streams));
+        Ok(ids)
+    }
+
+    /// Queues a text whose embedding is wanted: the hidden state after its last token, scaled to length 1. The pooling
+    /// that `1_Pooling/config.json` asks for is not read. If it is a mean, use `keel embed` or `keel serve`.
     ///
     /// # Errors
     /// As [`Batch::submit`].
@@ -133,14 +156,28 @@ impl Batch {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn submit_embedding(&mut self, text: &str) -> Result<SequenceId> {
-        let ids = self.text.encode_text(text)?;
-        self.add(BatchRequest::to_read(self.next, ids, Readout::LastHidden))
+        Ok(self.submit_embeddings(&[text])?.start)
     }
 
-    fn add(&mut self, request: BatchRequest) -> Result<SequenceId> {
-        self.batcher.submit(request, Instant::now())?;
-        self.next += 1;
-        Ok(self.next - 1)
+    /// Queues all texts, or none if one cannot be queued.
+    fn submit_embeddings(&mut self, texts: &[&str]) -> Result<Range<SequenceId>> {
+        let to_read = |text: &&str| Ok(BatchRequest::to_read(0, self.encode(text)?, Readout::LastHidden));
+        let requests = texts.iter().map(to_read).collect::<Result<Vec<_>>>()?;
+        self.queue(requests)
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let ids = self.text.encode_text(text)?;
+        if ids.is_empty() { Err(Error::EmptyPrompt) } else { Ok(ids) }
+    }
+
+    /// Numbers the requests and queues all, or none if one cannot be queued.
+    fn queue(&mut self, mut requests: Vec<BatchRequest>) -> Result<Range<SequenceId>> {
+        let ids = self.next..self.next + requests.len() as SequenceId;
+        requests.iter_mut().zip(ids.clone()).for_each(|(request, id)| request.id = id);
+        self.batcher.submit_together(requests, Instant::now())?;
+        self.next = ids.end;
+        Ok(ids)
     }
 
     /// Ends a request in any state and takes its memory back.
@@ -261,25 +298,6 @@ impl Batch {
         true
     }
 
-    /// Queues all, or none if one cannot be queued.
-    fn submit_all<'a>(
-        &mut self,
-        texts: &[&'a str],
-        mut submit: impl FnMut(&mut Batch, &'a str) -> Result<SequenceId>,
-    ) -> Result<Vec<SequenceId>> {
-        let mut ids = Vec::new();
-        for text in texts {
-            match submit(self, text) {
-                Ok(id) => ids.push(id),
-                Err(error) => {
-                    ids.into_iter().for_each(|id| self.cancel(id));
-                    return Err(error);
-                }
-            }
-        }
-        Ok(ids)
-    }
-
     /// Continues all texts together and returns the continuations, in the same order. Other requests of the batch go on
     /// meanwhile, and the next [`Batch::step`] returns their events.
     ///
@@ -288,9 +306,9 @@ impl Batch {
     ///
     /// See the example of [`Batch`].
     pub fn complete(&mut self, prompts: &[&str], request: &Request) -> Result<Vec<String>> {
-        let ids = self.submit_all(prompts, |batch, prompt| batch.submit(prompt, request.clone()))?;
-        let mut texts = vec![String::new(); ids.len()];
-        self.run(&ids, |i, event| {
+        let ids = self.submit_texts(prompts, request)?;
+        let mut texts = vec![String::new(); prompts.len()];
+        self.run(ids, |i, event| {
             if let BatchEvent::Text(piece) = event {
                 texts[i].push_str(&piece);
             }
@@ -298,8 +316,8 @@ impl Batch {
         Ok(texts)
     }
 
-    /// The embeddings of all texts, in the same order, each of length 1. Other requests go on as in
-    /// [`Batch::complete`].
+    /// The embeddings of all texts, in the same order, each of length 1 and made as in [`Batch::submit_embedding`].
+    /// Other requests go on as in [`Batch::complete`].
     ///
     /// # Errors
     /// Any of them fails.
@@ -314,9 +332,9 @@ impl Batch {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn embed(&mut self, texts: &[&str]) -> Result<Vec<Vec<f32>>> {
-        let ids = self.submit_all(texts, Batch::submit_embedding)?;
-        let mut embeddings = vec![Vec::new(); ids.len()];
-        self.run(&ids, |i, event| {
+        let ids = self.submit_embeddings(texts)?;
+        let mut embeddings = vec![Vec::new(); texts.len()];
+        self.run(ids, |i, event| {
             if let BatchEvent::Embedding(values) = event {
                 embeddings[i] = values;
             }
@@ -326,24 +344,24 @@ impl Batch {
 
     /// Steps until these requests have ended, or one has failed. `take` gets each event with the request's place in the
     /// list. Events of other requests are held.
-    fn run(&mut self, ids: &[SequenceId], mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
-        let (mut left, mut failure) = (ids.len(), None);
+    fn run(&mut self, ids: Range<SequenceId>, mut take: impl FnMut(usize, BatchEvent)) -> Result<()> {
+        let (mut left, mut failure) = (ids.end - ids.start, None);
         while left > 0 && failure.is_none() {
             let mut events = Vec::new();
             self.advance(&mut events);
             for SequenceEvent { id, event } in events {
-                match (ids.iter().position(|one| *one == id), event) {
-                    (Some(_), BatchEvent::Failed(error)) => failure = Some(error),
-                    (Some(i), event) => {
-                        left -= usize::from(matches!(event, BatchEvent::Finished(_)));
-                        take(i, event);
+                match event {
+                    event if !ids.contains(&id) => self.held.push(event.of(id)),
+                    BatchEvent::Failed(error) => failure = Some(error),
+                    event => {
+                        left -= u64::from(matches!(event, BatchEvent::Finished(_)));
+                        take((id - ids.start) as usize, event);
                     }
-                    (None, event) => self.held.push(event.of(id)),
                 }
             }
         }
         let Some(failure) = failure else { return Ok(()) };
-        ids.iter().for_each(|id| self.cancel(*id));
+        ids.for_each(|id| self.cancel(id));
         Err(failure)
     }
 }

@@ -55,10 +55,10 @@ pub enum Error {
         /// The model's path.
         path: PathBuf,
     },
-    /// A model's files cannot be listed.
+    /// A model's file cannot be read.
     #[error("cannot read {}: {reason}", path.display())]
     Read {
-        /// The model's path.
+        /// The file's path.
         path: PathBuf,
         /// The system's reason.
         reason: String,
@@ -83,6 +83,20 @@ pub enum Error {
     /// The model has no chat template.
     #[error("this model has no chat template: it can continue a text, but not answer messages")]
     NoChatTemplate,
+    /// A message contains a picture or a video, which [`crate::Model::chat`] cannot show to the model.
+    #[error(
+        "message {message} has a part {kind:?}, but a chat of the library reads text alone: leave the part out, or send the \
+         messages to keel serve"
+    )]
+    Picture {
+        /// The number of the message, from 0.
+        message: usize,
+        /// The type of the part.
+        kind: String,
+    },
+    /// A text that has failed has no sequence.
+    #[error("the text has failed, so there is no sequence to continue or to save; ask for the text again")]
+    FailedText,
     /// An error of the GPU, its driver or its libraries.
     #[error(transparent)]
     Cuda(#[from] CudaError),

@@ -44,7 +44,7 @@ pub enum WeightFiles {
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct ModelFiles {
-    /// The model's path. For the built-in model it is a name, not a real path.
+    /// The model's path, as it was opened. For the built-in model it is a name, not a real path.
     pub path: PathBuf,
     /// Whether it is the built-in model.
     pub is_built_in: bool,
@@ -115,9 +115,9 @@ impl ModelFiles {
         let checkpoint = Checkpoint::open(path)?;
         let json = checkpoint.config().clone();
         let config = keel_models::read_config_of(&json, &CheckpointParameters(&checkpoint));
-        let (path, config) = (checkpoint.folder().to_path_buf(), config.map_err(unusable)?);
+        let config = config.map_err(unusable)?;
         Ok(ModelFiles {
-            path,
+            path: path.into(),
             is_built_in: false,
             weights: WeightFiles::Checkpoint(checkpoint),
             json,
@@ -250,8 +250,8 @@ impl ModelFiles {
         Ok(PlacedLoad::new(self, options)?.planned)
     }
 
-    /// Identifies the contents of caches of this model: by its config, its files with their sizes and times, and the
-    /// arithmetic.
+    /// Identifies the contents of caches of this model: by its config, its opened files with their sizes and times, and
+    /// the arithmetic. Other files of the folder have no influence.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -266,34 +266,37 @@ impl ModelFiles {
         if self.is_built_in {
             return Ok(format!("{} {compute:?}", built_in::identity()));
         }
-        let mut files = Vec::new();
-        for path in std::iter::once(&self.path).chain(self.tower.as_ref().map(|tower| &tower.path)) {
-            let unreadable =
-                |error: std::io::Error| Error::Read { path: path.clone(), reason: error.to_string() };
-            files.extend(describe(path).map_err(unreadable)?);
-        }
+        let describe =
+            |path: PathBuf| describe(&path).map_err(|error| Error::Read { path, reason: error.to_string() });
+        let files = self.opened().into_iter().map(describe).collect::<Result<Vec<_>>>()?;
         Ok(format!("{} {compute:?} {}", self.json, files.join(" ")))
+    }
+
+    /// The files of the weights, and the index of their shards. The config is not among them, because the identity has
+    /// its text.
+    fn opened(&self) -> Vec<PathBuf> {
+        let index = self.path.join("model.safetensors.index.json");
+        let named = if self.path.is_dir() {
+            Some(index).filter(|index| index.exists())
+        } else {
+            Some(self.path.clone())
+        };
+        let mut paths: Vec<PathBuf> = named.into_iter().collect();
+        if let WeightFiles::Checkpoint(checkpoint) = &self.weights {
+            paths.extend(checkpoint.files().iter().map(|file| file.path().to_path_buf()));
+        }
+        paths.extend(self.tower.as_ref().map(|tower| tower.path.clone()));
+        paths.sort();
+        paths.dedup();
+        paths
     }
 }
 
-/// Names, sizes and times of a folder's files, or of one file.
-fn describe(path: &Path) -> std::io::Result<Vec<String>> {
-    let paths = if path.is_dir() {
-        std::fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?
-    } else {
-        vec![path.to_path_buf()]
-    };
-    let mut files = Vec::new();
-    for path in paths {
-        let facts = std::fs::metadata(&path)?;
-        if facts.is_file() {
-            let changed = facts.modified()?.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-            let name = path.file_name().unwrap_or_default();
-            files.push(format!("{}:{}:{changed}", name.display(), facts.len()));
-        }
-    }
-    files.sort();
-    Ok(files)
+/// A file's name, size and time.
+fn describe(path: &Path) -> std::io::Result<String> {
+    let facts = std::fs::metadata(path)?;
+    let changed = facts.modified()?.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    Ok(format!("{}:{}:{changed}", path.file_name().unwrap_or_default().display(), facts.len()))
 }
 
 /// Whether a path is a GGUF file.

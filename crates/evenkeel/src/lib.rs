@@ -26,8 +26,8 @@
 //! drawn as the checkpoint recommends unless the [`Request`] says otherwise. Models, answers and batches return
 //! [`Error`]; iterators of bare tokens return the engine's.
 //!
-//! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`] and
-//! [`cache`].
+//! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`],
+//! [`cache`], [`cpu`] and [`cuda`].
 
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
@@ -49,6 +49,8 @@ mod tokens;
 
 pub use keel_array as array;
 pub use keel_cache as cache;
+pub use keel_cpu as cpu;
+pub use keel_cuda as cuda;
 pub use keel_cuda::Determinism;
 pub use keel_engine as engine;
 pub use keel_models as models;

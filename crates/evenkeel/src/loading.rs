@@ -30,7 +30,7 @@ pub struct LoadOptions {
     /// Tokens of the longest sequence, prompt and answer together; by default 4096, or the model's own context if that
     /// is shorter.
     pub context: Option<usize>,
-    /// Further bounds, such as the number of sequences. Its `context` is not used.
+    /// Further bounds, such as the number of sequences. Its `context` is not used: [`LoadOptions::context`] is.
     pub engine: EngineOptions,
 }
 

@@ -1,6 +1,6 @@
 //! A loaded model that answers one text at a time.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use keel_array::{Category, MemoryReport};
 use keel_cache::SequenceCache;
@@ -11,9 +11,7 @@ use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
 use crate::loading::PlacedLoad;
-use crate::{
-    Batch, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, TowerFile, bound,
-};
+use crate::{Batch, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, bound};
 
 /// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
 ///
@@ -27,9 +25,10 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Request {
-    /// Tokens at most; by default as many as fit into the context.
+    /// Tokens at most; by default as many as fit into the context. A text also ends where the context does.
     pub max_tokens: Option<usize>,
-    /// How tokens are drawn; by default as the checkpoint's generation_config.json recommends.
+    /// How tokens are drawn; by default as the checkpoint's generation_config.json recommends, with another seed for
+    /// each text.
     pub sampler: Option<SamplerOptions>,
     /// The text ends before any of these strings.
     pub stop: Vec<String>,
@@ -37,7 +36,8 @@ pub struct Request {
     pub ignore_end: bool,
     /// A schema or grammar that the text follows.
     pub grammar: Option<GrammarSource>,
-    /// Draft with the model's multi-token-prediction head. [`keel_engine::EngineOptions::drafts`] must allow it.
+    /// Draft with the model's multi-token-prediction head. [`keel_engine::EngineOptions::drafts`] must allow it. A
+    /// batch refuses it, because it drafts by [`BatchOptions::speculation`].
     pub speculation: Option<SpeculationOptions>,
 }
 
@@ -97,8 +97,6 @@ pub struct Model {
     engine: Engine,
     text: Option<ModelText>,
     planned: MemoryReport,
-    /// The model's path, which does not depend on the working folder; `None` for the built-in model.
-    path: Option<PathBuf>,
     /// Names the model in cache files.
     identity: String,
     placement: Option<String>,
@@ -146,12 +144,11 @@ impl Model {
         let PlacedLoad { device, engine: options, planned, placement } = PlacedLoad::new(files, options)?;
         let runtime = device.runtime(options.compute)?;
         bound(&device, &runtime, &planned, &options)?;
-        let text = if files.has_tokenizer() { Some(ModelText::open(files)?) } else { None };
+        let text = files.has_tokenizer().then(|| ModelText::open_for_grammars(files)).transpose()?;
         Ok(Model {
             engine: Engine::load(&runtime, &*files.parameters(), &files.json, options, progress)?,
             text,
             planned,
-            path: (!files.is_built_in).then(|| absolute(&files.path)),
             identity: files.identity(options.compute)?,
             placement,
         })
@@ -234,8 +231,12 @@ impl Model {
 
     /// Answers messages by the model's chat template. `tools` are in OpenAI's form; the model may call them.
     ///
+    /// The template is a program of the checkpoint. It runs in this process, where its steps and its output are
+    /// bounded, but not its memory. For models of unknown origin call [`keel_text::render_in_process`] before:
+    /// templates then run in another process, which calls [`keel_text::render_for_parent`].
+    ///
     /// # Errors
-    /// As [`Model::stream`]; [`Error::NoChatTemplate`]; the template refuses the messages.
+    /// As [`Model::stream`]; [`Error::NoChatTemplate`]; [`Error::Picture`]; the template refuses the messages.
     ///
     /// See the example of [`Chat`].
     pub fn chat(&mut self, messages: &[Message], tools: &[Value], request: Request) -> Result<Chat<'_>> {
@@ -319,7 +320,8 @@ impl Model {
         Ok(Sequence { cache, tokens })
     }
 
-    /// Turns the model into a batch: many requests at once.
+    /// Turns the model into a batch: many requests at once. `queue_timeout` is not used: a request waits until it runs
+    /// or is cancelled.
     ///
     /// # Errors
     /// [`Error::NoTokenizer`].
@@ -346,18 +348,16 @@ impl Model {
         Ok(Answer::new(tokens, stream, [seen, prompt].concat()))
     }
 
-    fn prepare(&self, seen: &[u32], prompt: &[u32], request: Request) -> Result<TokenOptions> {
+    fn prepare(&mut self, seen: &[u32], prompt: &[u32], request: Request) -> Result<TokenOptions> {
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt);
         }
-        let text = self.text()?;
-        let grammar = match &request.grammar {
-            Some(source) => Some(text.grammar(&self.files()?, source, prompt)?),
-            None => None,
-        };
+        let text = self.text.as_mut().ok_or(Error::NoTokenizer)?;
+        let compiled = request.grammar.as_ref().map(|source| text.compile(source)).transpose()?;
+        let grammar = compiled.map(|state| text.constraint(state, prompt)).transpose()?;
         let options = GenerateOptions {
             max_tokens: request.max_tokens.unwrap_or(usize::MAX),
-            sampler: request.sampler.unwrap_or_else(|| text.sampling()),
+            sampler: request.sampler.unwrap_or_else(|| text.fresh_sampling()),
             end_tokens: if request.ignore_end { Vec::new() } else { text.end_tokens() },
             speculation: request.speculation,
             seen: seen.to_vec(),
@@ -365,16 +365,4 @@ impl Model {
         };
         Ok(TokenOptions { options, grammar })
     }
-
-    /// The files again, for what is read from them only when it is needed. A vision tower is not.
-    fn files(&self) -> Result<ModelFiles> {
-        match &self.path {
-            Some(path) => ModelFiles::open_with(path, &TowerFile::None),
-            None => ModelFiles::built_in(),
-        }
-    }
-}
-
-fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.into())
 }

@@ -1,9 +1,12 @@
 //! Encodes prompts, and decodes ids while they are drawn.
 
+use std::hash::{BuildHasher, RandomState};
+use std::time::SystemTime;
+
 use keel_engine::SamplerOptions;
 use keel_text::{
-    AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, GrammarFactory, GrammarSource, Message,
-    Recommended, StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
+    AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, GrammarFactory, GrammarSource, GrammarState,
+    Message, Recommended, StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
 };
 use serde_json::Value;
 
@@ -27,6 +30,8 @@ pub struct ModelText {
     /// Recommended sampling settings.
     pub defaults: GenerationDefaults,
     files: TextFiles<'static>,
+    /// Made for the first grammar and kept, because it takes time: see [`ModelText::compile`].
+    grammars: Option<GrammarFactory>,
 }
 
 impl ModelText {
@@ -41,10 +46,16 @@ impl ModelText {
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
     pub fn open(model: &ModelFiles) -> Result<ModelText> {
-        let mut files = model.text_files()?;
+        let mut text = ModelText::open_for_grammars(model)?;
+        text.files.forget_tokenizer();
+        Ok(text)
+    }
+
+    /// As [`ModelText::open`]. The tokenizer's file stays in memory until [`ModelText::compile`] has used it.
+    pub(crate) fn open_for_grammars(model: &ModelFiles) -> Result<ModelText> {
+        let files = model.text_files()?;
         let tokenizer = Tokenizer::new(&files)?;
-        files.forget_tokenizer();
-        Ok(ModelText { tokenizer, defaults: GenerationDefaults::new(&files)?, files })
+        Ok(ModelText { tokenizer, defaults: GenerationDefaults::new(&files)?, files, grammars: None })
     }
 
     /// The chat template.
@@ -116,6 +127,7 @@ impl ModelText {
         messages: &[Message],
         tools: &[Value],
     ) -> Result<(Vec<u32>, AnswerForm)> {
+        refuse_pictures(messages)?;
         let given = Some(tools).filter(|tools| !tools.is_empty());
         let request = ChatRequest { tools: given, ..ChatRequest::new(messages) };
         let prompt = self.template()?.render(&request)?;
@@ -139,6 +151,11 @@ impl ModelText {
         recommended(&self.defaults)
     }
 
+    /// As [`ModelText::sampling`], with a seed that differs for each call.
+    pub(crate) fn fresh_sampling(&self) -> SamplerOptions {
+        SamplerOptions { seed: RandomState::new().hash_one(SystemTime::now()), ..self.sampling() }
+    }
+
     /// Compiles a schema or grammar for the answer to `prompt`.
     ///
     /// # Errors
@@ -159,7 +176,24 @@ impl ModelText {
         source: &GrammarSource,
         prompt: &[u32],
     ) -> Result<GrammarConstraint> {
-        let state = GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?;
+        self.constraint(GrammarFactory::new(&model.text_files()?, &self.tokenizer)?.start(source)?, prompt)
+    }
+
+    /// Compiles a schema or grammar with a factory that is kept. The text was opened for grammars.
+    pub(crate) fn compile(&mut self, source: &GrammarSource) -> Result<GrammarState> {
+        let factory = match self.grammars.take() {
+            Some(factory) => factory,
+            None => {
+                let factory = GrammarFactory::new(&self.files, &self.tokenizer)?;
+                self.files.forget_tokenizer();
+                factory
+            }
+        };
+        Ok(self.grammars.insert(factory).start(source)?)
+    }
+
+    /// A compiled grammar for the answer to `prompt`.
+    pub(crate) fn constraint(&self, state: GrammarState, prompt: &[u32]) -> Result<GrammarConstraint> {
         Ok(GrammarConstraint { state, begins_after: end_of_reasoning(&self.tokenizer, prompt)? })
     }
 
@@ -173,6 +207,20 @@ impl ModelText {
     pub fn end_tokens(&self) -> Vec<u32> {
         self.tokenizer.eos_ids().to_vec()
     }
+}
+
+/// Templates write a marker for a picture, and nothing here replaces it by the picture.
+fn refuse_pictures(messages: &[Message]) -> Result<()> {
+    for (message, Message { content, .. }) in messages.iter().enumerate() {
+        for part in content.as_array().into_iter().flatten() {
+            let keys = part.as_object().into_iter().flatten().map(|(key, _)| key.as_str());
+            let mut names = part["type"].as_str().into_iter().chain(keys);
+            if let Some(kind) = names.find(|name| name.contains("image") || name.contains("video")) {
+                return Err(Error::Picture { message, kind: kind.into() });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The token that ends the reasoning, if the prompt ends inside it.

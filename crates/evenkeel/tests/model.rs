@@ -1,11 +1,13 @@
 //! The facade on the built-in model, in both forms of its files.
 
 use std::path::Path;
+use std::time::Duration;
 
-use evenkeel::array::Category;
-use evenkeel::engine::{EngineOptions, FinishReason, SamplerOptions};
+use evenkeel::array::{Category, Compute};
+use evenkeel::engine::batch::BatchOptions;
+use evenkeel::engine::{EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
 use evenkeel::text::{AnswerPart, GrammarSource, Message, ToolSignature};
-use evenkeel::{Batch, BatchEvent, Error, LoadOptions, Model, Request, SequenceEvent};
+use evenkeel::{Batch, BatchEvent, Error, LoadOptions, Model, ModelFiles, Request, SequenceEvent};
 use serde_json::json;
 
 fn folder() -> &'static Path {
@@ -45,11 +47,68 @@ fn the_folder_has_the_text_of_the_built_in_model_and_the_checkpoints_sampling() 
     assert_eq!(text(&mut built_in, greedy(12)), text(&mut folder, greedy(12)));
     let recommended = built_in.text().expect("it has a tokenizer").sampling();
     assert_eq!((recommended.temperature, recommended.top_k, recommended.top_p), (0.7, 40, 0.95));
-    let drawn = |model: &mut Model, sampler| {
-        text(model, Request { max_tokens: Some(12), sampler, ..Request::default() })
-    };
-    let asked = drawn(&mut built_in, Some(recommended));
-    assert_eq!(drawn(&mut folder, None), asked, "nothing asked for is as recommended");
+    assert_eq!(folder.text().expect("it has a tokenizer").sampling(), recommended);
+    let mut drawn = || text(&mut folder, Request { max_tokens: Some(40), ..Request::default() });
+    assert_ne!(drawn(), drawn(), "each text has a seed of its own");
+    let mut batch = folder.into_batch(BatchOptions::default()).expect("it has a tokenizer");
+    let request = Request { max_tokens: Some(40), ..Request::default() };
+    let texts = batch.complete(&["Once upon a time"; 2], &request).expect("all run");
+    assert_ne!(texts[0], texts[1], "each text of a list has a seed of its own");
+}
+
+/// A folder with the weights of the demo under two names. No generation_config.json recommends sampling.
+fn two_weights_files() -> tempfile::TempDir {
+    let two = tempfile::tempdir().expect("a folder");
+    for (name, copy) in [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "tokenizer.json"),
+        ("tokenizer_config.json", "tokenizer_config.json"),
+        ("model.safetensors", "a.safetensors"),
+        ("model.safetensors", "b.safetensors"),
+    ] {
+        std::fs::copy(folder().join(name), two.path().join(copy)).expect("it is copied");
+    }
+    two
+}
+
+#[test]
+fn a_weights_file_is_told_from_its_neighbours_and_takes_grammars() {
+    let two = two_weights_files();
+    let open = |name: &str| ModelFiles::open(two.path().join(name)).expect("it opens");
+    let identity = |name: &str| open(name).identity(Compute::Auto).expect("its files are there");
+    let (a, b) = (identity("a.safetensors"), identity("b.safetensors"));
+    assert_ne!(a, b);
+    let saved = two.path().join("saved.safetensors");
+    let load = |name: &str| Model::load(&open(name), &options(), &|_| ()).expect("it loads");
+    let mut model = load("a.safetensors");
+    let mut sequence = model
+        .stream("Once upon a time", greedy(4))
+        .and_then(|answer| answer.into_sequence())
+        .expect("it runs");
+    model.save(&mut sequence, &saved).expect("it is written");
+    drop(sequence);
+    assert_eq!(identity("a.safetensors"), a, "a new file of the folder is no part of the model");
+    load("a.safetensors").restore(&saved).expect("it is of this model");
+    load("b.safetensors").restore(&saved).expect_err("it is of the other model");
+    // The grammar needs no file of the folder any more.
+    drop(two);
+    for _ in 0..2 {
+        let grammar = Some(GrammarSource::Regex("[0-9]{3}".into()));
+        let digits = text(&mut model, Request { grammar, max_tokens: Some(24), ..Request::default() });
+        assert!(digits.len() == 3 && digits.chars().all(|c| c.is_ascii_digit()), "{digits}");
+    }
+    let drawn = text(&mut model, Request { max_tokens: Some(12), ..Request::default() });
+    assert_eq!(drawn, text(&mut model, greedy(12)), "nothing asked for is as recommended");
+}
+
+/// No other test of this file depends on the working folder.
+#[test]
+fn a_weights_file_of_the_working_folder_is_opened_by_its_bare_name() {
+    let (two, before) = (two_weights_files(), std::env::current_dir().expect("there is one"));
+    std::env::set_current_dir(two.path()).expect("it is there");
+    let opened = Model::open("a.safetensors", &options()).map(drop);
+    std::env::set_current_dir(before).expect("it is there");
+    opened.expect("it opens");
 }
 
 #[test]
@@ -72,7 +131,8 @@ fn stop_strings_and_grammars_end_a_text() {
 fn a_call_that_the_limit_of_tokens_cuts_off_is_left_out() {
     let mut model = Model::built_in(&options()).expect("it loads");
     let tools = [json!({"type": "function", "function": {"name": "f"}})];
-    let signature = ToolSignature { name: "f".into(), arguments: json!({"type": "object"}) };
+    let arguments = json!({"type": "object", "properties": {}, "additionalProperties": false});
+    let signature = ToolSignature { name: "f".into(), arguments };
     let messages = [Message::new("user", "Call it.")];
     let mut parts = |max_tokens: usize| -> Vec<AnswerPart> {
         let grammar = Some(GrammarSource::tool_calls(std::slice::from_ref(&signature), false));
@@ -83,6 +143,27 @@ fn a_call_that_the_limit_of_tokens_cuts_off_is_left_out() {
     for max_tokens in [1, 4, 10] {
         assert_eq!(parts(max_tokens), [], "{max_tokens}");
     }
+    assert_eq!(parts(100), [AnswerPart::ToolCall { name: "f".into(), arguments: "{}".into() }]);
+}
+
+#[test]
+fn a_picture_in_a_message_is_refused_and_not_lost() {
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let text = json!({"type": "text", "text": "What is this?"});
+    for (part, kind) in [
+        (json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}), "image_url"),
+        (json!({"type": "video", "video": "a.mp4"}), "video"),
+        (json!({"image": "a.png"}), "image"),
+    ] {
+        let shown = Message { content: json!([text.clone(), part]), ..Message::new("user", "") };
+        match model.chat(&[Message::new("user", "Hello"), shown], &[], greedy(1)).err() {
+            Some(Error::Picture { message: 1, kind: found }) => assert_eq!(found, kind),
+            other => panic!("{kind}: {other:?}"),
+        }
+    }
+    let words = Message { content: json!([text]), ..Message::new("user", "") };
+    let refused = model.chat(&[words], &[], greedy(1)).err();
+    assert!(matches!(refused, Some(Error::Text(_))), "only the template refuses parts of text: {refused:?}");
 }
 
 #[test]
@@ -148,6 +229,58 @@ fn a_batch_gives_the_texts_of_single_runs_and_embeddings_of_length_one() {
         }
     }
     assert_eq!(end, Some(FinishReason::Stop));
+}
+
+/// One sequence runs at a time here, so the second text waits longer than 0 s, and the queue has room for one.
+#[test]
+fn a_list_of_any_length_waits_until_it_has_run() {
+    let queue = BatchOptions { queue_limit: 1, queue_timeout: Duration::ZERO, ..BatchOptions::default() };
+    let mut batch = model_again().into_batch(queue).expect("it has a tokenizer");
+    let texts = batch.complete(&["Once upon a time", "The cat", "Once upon a time"], &greedy(4));
+    let texts = texts.expect("all wait");
+    assert_eq!(texts[0], texts[2]);
+    assert_eq!(batch.embed(&["a cat", "the moon", "a dog"]).expect("all wait").len(), 3);
+}
+
+#[test]
+fn a_batch_follows_grammars_and_refuses_speculation_of_a_request() {
+    let mut batch = model_again().into_batch(BatchOptions::default()).expect("it has a tokenizer");
+    let grammar = Some(GrammarSource::Regex("[0-9]{3}".into()));
+    let digits = batch.complete(&["Once upon a time", "The cat"], &Request { grammar, ..greedy(24) });
+    for digits in digits.expect("both run") {
+        assert!(digits.len() == 3 && digits.chars().all(|c| c.is_ascii_digit()), "{digits}");
+    }
+    let speculation = Some(SpeculationOptions::default());
+    let refused = batch.submit("Once", Request { speculation, ..greedy(4) }).expect_err("it is not used");
+    assert!(refused.to_string().contains("BatchOptions::speculation"), "{refused}");
+}
+
+#[test]
+fn a_batch_has_the_limits_of_single_runs() {
+    let options = LoadOptions { context: Some(256), ..LoadOptions::default() };
+    let load = || Model::built_in(&options).expect("it loads");
+    let asked = |max_tokens| Request { max_tokens, ignore_end: true, ..greedy(1) };
+    let single = text(&mut load(), asked(Some(100_000)));
+    let mut batch = load().into_batch(BatchOptions::default()).expect("it has a tokenizer");
+    for max_tokens in [Some(100_000), None] {
+        let texts = batch.complete(&["Once upon a time"], &asked(max_tokens)).expect("it is cut");
+        assert!(texts[0].len() > 256 && single.starts_with(&texts[0]), "{max_tokens:?}: {}", texts[0]);
+    }
+    let long = "once upon a time ".repeat(100);
+    for max_tokens in [Some(1), None] {
+        let single = load().stream(&long, asked(max_tokens)).err();
+        assert!(
+            matches!(single, Some(Error::Engine(EngineError::Context { context: 256, .. }))),
+            "{single:?}"
+        );
+        let batched = batch.submit(&long, asked(max_tokens)).err();
+        assert!(
+            matches!(batched, Some(Error::Engine(EngineError::Context { context: 256, .. }))),
+            "{batched:?}"
+        );
+    }
+    assert!(matches!(batch.submit("", asked(None)), Err(Error::EmptyPrompt)));
+    assert!(matches!(batch.submit_embedding(""), Err(Error::EmptyPrompt)));
 }
 
 #[test]

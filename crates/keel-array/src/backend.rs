@@ -156,8 +156,8 @@ pub trait Memory: Send + Sync {
 
     /// Copies host bytes to `memory` at byte `offset`.
     ///
-    /// Writes, copies and clears return no errors. If one fails, nothing tells what memory holds. Then every launch and
-    /// read after it fails with [`ArrayError::DeviceLost`](crate::ArrayError::DeviceLost), as long as the backend lives.
+    /// Writes, copies and clears return no errors. If one fails, nothing tells what memory holds. Every launch and read
+    /// after it fails with [`ArrayError::DeviceLost`](crate::ArrayError::DeviceLost), as long as the backend lives.
     /// Only what has failed because of another device of the group may be reported once: the step after it fails, and
     /// a step that is repeated writes its inputs again.
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]);

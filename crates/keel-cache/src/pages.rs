@@ -75,6 +75,11 @@ impl PageAllocator {
         self.only_remembered
     }
 
+    /// How many sequences hold a page.
+    pub fn sequences(&self, page: PageId) -> u32 {
+        self.holders(page) - u32::from(self.is_remembered[page.index()])
+    }
+
     fn is_only_remembered(&self, page: PageId) -> bool {
         self.is_remembered[page.index()] && self.holders[page.index()] == 1
     }

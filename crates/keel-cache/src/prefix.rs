@@ -312,8 +312,8 @@ impl PrefixTree {
         evicted
     }
 
-    /// The `most` remembered texts that were used last, least recently used first. A text ends at a saved state, or at a
-    /// last block if no state is needed.
+    /// The `most` remembered texts that were used last, least recently used first. A text ends at a saved state, or at
+    /// a last block if no state is needed.
     pub fn texts(&self, most: usize) -> Vec<RememberedText> {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }

@@ -21,6 +21,11 @@ impl ModelCache {
         self.pools.lock().pages.holders(page)
     }
 
+    /// How many sequences hold a page.
+    pub fn page_sequences(&self, page: PageId) -> u32 {
+        self.pools.lock().pages.sequences(page)
+    }
+
     /// Number of pages that only a tree holds. Forgetting would free them. O(1).
     pub fn evictable_pages(&self) -> usize {
         self.pools.lock().pages.only_remembered()

@@ -1,6 +1,6 @@
 //! Linear layers compared with the floors of the machine. `cargo bench -p keel-cpu --bench linear [-- FILTER]`
 //!
-//! The results behind each line are checked against the oracle. A line states its share of both floors: memory binds
+//! The results of each line are checked against the oracle. A line states its share of both floors: memory binds
 //! for few rows, dot products for many. The median of the passes is printed.
 
 use std::time::{Duration, Instant};

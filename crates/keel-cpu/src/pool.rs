@@ -94,7 +94,7 @@ pub struct ThreadPool {
 
 impl ThreadPool {
     /// A pool of `workers` threads in total (at least one), including the caller of `run`, with the best instructions
-    /// of this machine.
+    /// of this machine. If the system refuses one of them, the caller is the only worker.
     pub fn new(workers: usize) -> ThreadPool {
         ThreadPool::at(workers, Isa::best())
     }
@@ -103,16 +103,22 @@ impl ThreadPool {
     pub fn at(workers: usize, isa: Isa) -> ThreadPool {
         let (workers, isa) = (workers.max(1), isa.min(Isa::best()));
         let meeting = Arc::new(Meeting::new(workers));
-        let threads = (1..workers)
-            .map(|index| {
-                let meeting = Arc::clone(&meeting);
-                std::thread::Builder::new()
-                    .name(format!("keel-cpu-{index}"))
-                    .spawn(move || serve(&Worker { index, count: workers, isa, meeting: &meeting }))
-                    .expect("the system refused to start a worker thread")
-            })
-            .collect();
-        ThreadPool { meeting, isa, threads, running: Mutex::new(()) }
+        let mut pool = ThreadPool { meeting, isa, threads: Vec::new(), running: Mutex::new(()) };
+        for index in 1..workers {
+            let meeting = Arc::clone(&pool.meeting);
+            let thread = std::thread::Builder::new()
+                .name(format!("keel-cpu-{index}"))
+                .spawn(move || serve(&Worker { index, count: workers, isa, meeting: &meeting }));
+            match thread {
+                Ok(thread) => pool.threads.push(thread),
+                Err(_) => {
+                    // Ends the threads that have started. The program needs their memory to report the refusal.
+                    drop(pool);
+                    return ThreadPool::at(1, isa);
+                }
+            }
+        }
+        pool
     }
 
     /// Instructions that the workers use.

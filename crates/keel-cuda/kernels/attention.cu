@@ -13,12 +13,12 @@
 // Prompts are therefore written and attended in runs that end at multiples of 64 positions, with one launch of kv_write
 // and one of attention for each run (RUNS = 1, `run`).
 //
-// Macros: H, KV, D (a multiple of 8, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
+// Macros: H, KV, D (a multiple of 16, at most 256), Q_STRIDE, K_STRIDE, V_STRIDE (multiples of 4, 16-byte bases),
 // KV_F16 (0 or 1), KV_BITS (8 or 4 for coded pools, whose heads are multiples of 32; else 0), WINDOW (0: none),
 // UNTIL (0 or 1; 1 needs one split and no runs), Y_HALF (1: y is f16 of an eighth, for a product in 8-bit floats; for
 // prompts on tensor cores and attention_merge after them).
 // Launch:
-//   kv_write         grid T, block 128
+//   kv_write         grid T, or min(T, 64 B) with RUNS, block 128
 //   attention        grid (ceil(T G / 16) + B, KV, splits), block 128, shared memory sizeof(Tiles)
 //   attention_merge  grid (T, H), block 128, shared memory 4 splits bytes; not needed with one split
 // A block computes 16 pairs (row, head of the group) of one sequence against the keys of its split, 32 keys at a time.

@@ -145,8 +145,8 @@ struct Queries {
     }
 };
 
-// Writes the rows of an item: its warps attended to different keys for the same pairs. As attention_merge does with a
-// single split.
+// Writes the rows of an item: its warps attended to different keys for the same pairs. The sums are divided by the
+// total here, because attention_merge does not run.
 static __device__ __forceinline__ void write_rows(WarpSums& result, const float (&sums)[D / 8][4], const Softmax& softmax, const Item& item, float scale, float* y) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = item.count();
 #pragma unroll
@@ -163,24 +163,11 @@ static __device__ __forceinline__ void write_rows(WarpSums& result, const float 
         __syncthreads();
         for (u32 i = threadIdx.x; i < pairs * (D / 2); i += THREADS) {
             const u32 pair = i / (D / 2), d = i % (D / 2) * 2;
-            float largest = -INF, total = 0.0f;
-            float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, result.largest[w][pair]);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                // A warp that saw no key left no sums. One whose scores are all NaN has a total of NaN.
-                if (result.total[w][pair] == 0.0f) continue;
-                const float f = expf(result.largest[w][pair] - largest);
-                const float2 part = *(const float2*)&result.sums[w][pair][d];
-                total = fmaf(f, result.total[w][pair], total);
-                sum.x = fmaf(f, part.x, sum.x);
-                sum.y = fmaf(f, part.y, sum.y);
-            }
+            const Combined all = combine_warps<SUM_ROWS>(&result.sums[0][0][0], result.largest[0], result.total[0], pair, d);
             const u32 in_sequence = item.first() + begin + pair;
             const u64 row = item.first_row + in_sequence / G, head = item.kv() * G + in_sequence % G;
-            const float f = 1.0f / total;
-            *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x * f, sum.y * f);
+            const float f = 1.0f / all.total;
+            *(float2*)(y + (row * H + head) * D + d) = make_float2(all.sum.x * f, all.sum.y * f);
         }
     }
 }

@@ -184,30 +184,16 @@ static __device__ __forceinline__ void attend_split(u8* shared, const float* q, 
     __syncthreads();
     for (u32 i = threadIdx.x; i < count * (D / 2); i += 32 * WARPS) {
         u32 m = i / (D / 2), d = i % (D / 2) * 2;
-        float largest = -INF, total = 0.0f;
-        float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, warp_largest[w * 16 + m]);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            float x = warp_largest[w * 16 + m], own = warp_total[w * 16 + m];
-            float2 part = *(const float2*)(warp_sums + (w * 16 + m) * D + d);
-            // A warp that saw no key has a total of 0. Its sums are NaN if a value that the row does not see is NaN.
-            if (own == 0.0f) continue;
-            float f = expf(x - largest);
-            total = fmaf(f, own, total);
-            sum.x = fmaf(f, part.x, sum.x);
-            sum.y = fmaf(f, part.y, sum.y);
-        }
+        const Combined all = combine_warps<16>(warp_sums, warp_largest, warp_total, m, d);
         u64 row = first_row + (first + m) / G, head = kv * G + (first + m) % G;
         if (gridDim.z > 1) {
-            *(float2*)(split_sums(partial, total_rows, blockIdx.z, row, head) + d) = sum;
+            *(float2*)(split_sums(partial, total_rows, blockIdx.z, row, head) + d) = all.sum;
             if (d == 0)
-                *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) = make_float2(largest, total);
+                *split_scale(partial, gridDim.z, total_rows, blockIdx.z, row, head) = make_float2(all.largest, all.total);
         } else {
-            // As attention_merge does with a single split.
-            const float f = 1.0f / total;
-            *(float2*)(y + (row * H + head) * D + d) = make_float2(sum.x * f, sum.y * f);
+            // The sums are divided by the total here, because attention_merge does not run.
+            const float f = 1.0f / all.total;
+            *(float2*)(y + (row * H + head) * D + d) = make_float2(all.sum.x * f, all.sum.y * f);
         }
     }
 }

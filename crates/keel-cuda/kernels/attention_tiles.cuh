@@ -16,18 +16,6 @@ typedef f16 kv_t;
 #define STEPS (D / 16)
 #include "softmax.cuh"
 
-/// A lane's address for load_matrices of 16 columns: the A operand, or with load_matrices_transposed B from rows
-/// [k][n].
-static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
-    u32 lane = threadIdx.x % 32;
-    return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
-}
-/// The same for B from rows [n][k].
-static __device__ __forceinline__ const f16* column_major(const f16* tile, u32 row, u32 column) {
-    u32 lane = threadIdx.x % 32;
-    return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
-}
-
 /// Copies values d .. d + 7 of token `token` of a page to a tile; writes zeros if it is not `there`.
 static __device__ __forceinline__ void fetch8(f16* to, const kv_t* pool, u32 page, u32 head, u32 token, u32 d, bool there) {
 #if KV_BITS
@@ -63,11 +51,11 @@ static __device__ __forceinline__ void multiply_keys(float (&scores)[TILES][4], 
 #pragma unroll 4
     for (int k = 0; k < STEPS; k++) {
         u32 a[4];
-        load_matrices(a, row_major(q, row, k * 16));
+        load_matrices(a, row_major<LINE>(q, row, k * 16));
 #pragma unroll
         for (int n = 0; n < TILES; n += 2) {
             u32 x[4];
-            load_matrices(x, column_major(keys, n * 8, k * 16));
+            load_matrices(x, column_major<LINE>(keys, n * 8, k * 16));
             mma_f16(sums[k % CHAINS][n], a, x[0], x[1]);
             mma_f16(sums[k % CHAINS][n + 1], a, x[2], x[3]);
         }
@@ -95,7 +83,7 @@ static __device__ __forceinline__ void multiply_values(float (&sums)[D / 8][4], 
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             u32 x[4];
-            load_matrices_transposed(x, row_major(values, k * 16, n * 8));
+            load_matrices_transposed(x, row_major<LINE>(values, k * 16, n * 8));
             mma_f16(sums[n], a, x[0], x[1]);
             mma_f16(sums[n + 1], a, x[2], x[3]);
         }

@@ -107,7 +107,7 @@ static __device__ __forceinline__ void multiply_chunk_keys(float (&scores)[2][4]
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 u32 a[4];
-                load_matrices(a, row_major(q, 0, (2 * (g + j) + s) * 16));
+                load_matrices(a, row_major<LINE>(q, 0, (2 * (g + j) + s) * 16));
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const u32 x = codes.at(j, s, half);
@@ -191,3 +191,30 @@ static __device__ __forceinline__ void put_sums(float* to, const float (&sums)[D
         *(float2*)(to + n * 8 + threadIdx.x % 4 * 2) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
 }
 #endif
+
+/// Columns d and d + 1 of a pair over the keys of all warps, the greatest score, and the total weight.
+struct Combined {
+    float2 sum;
+    float largest, total;
+};
+
+/// Combines the warps' results for a pair, in the order of the warps: sums [WARPS, PAIRS, D], greatest scores and
+/// totals [WARPS, PAIRS].
+template <int PAIRS>
+static __device__ __forceinline__ Combined combine_warps(const float* sums, const float* largest, const float* totals, u32 pair, u32 d) {
+    sums += pair * D + d, largest += pair, totals += pair;
+    Combined all = {make_float2(0.0f, 0.0f), -INF, 0.0f};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all.largest = fmaxf(all.largest, largest[w * PAIRS]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        // A warp that saw no key has a total of 0 and no sums to use. One whose scores are all NaN has a total of NaN.
+        if (totals[w * PAIRS] == 0.0f) continue;
+        const float f = expf(largest[w * PAIRS] - all.largest);
+        const float2 part = *(const float2*)(sums + w * PAIRS * D);
+        all.total = fmaf(f, totals[w * PAIRS], all.total);
+        all.sum.x = fmaf(f, part.x, all.sum.x);
+        all.sum.y = fmaf(f, part.y, all.sum.y);
+    }
+    return all;
+}

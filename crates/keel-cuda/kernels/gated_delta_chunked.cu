@@ -8,8 +8,9 @@
 //   Y    = e^G (Q S) + P U
 //   S   <- e^(G_63) S + K^T (e^(G_63 - G) U)
 //
-// Two launches. gated_delta_prepare works on all chunks at once: norms, gates, T and P. It inverts blocks of 16 rows by
-// substitution in f32, then combines two and four of them. gated_delta_chunks walks through a sequence's chunks in
+// Two launches. gated_delta_prepare works on all chunks at once: norms, gates, T and P. It sums log decays in f64, to
+// base 2. It inverts blocks of 16 rows by substitution in f32, then combines two and four of them in tf32 with sums in
+// f32. gated_delta_chunks walks through a sequence's chunks in
 // order. Its states stay in registers, transposed: a warp holds 16 columns of S as the rows of its accumulators. So S,
 // V - K S and U are operands of the next product without being moved, and warps exchange nothing.
 // Sequences start at multiples of 64 positions; the last chunk may be ragged (absent rows have beta 0 and k 0).
@@ -22,8 +23,8 @@
 //   gated_delta_prepare  grid (HK, chunks), block 256, shared memory PREPARE_SHARED
 //   gated_delta_chunks   grid (HV * ceil(DV / 32), B), block 128 (two warps multiply, two copy),
 //                        shared memory STAGES sizeof(Stage)
-// workspace: for each chunk normalised k and q [HK, 2, 64, DK + 8] f16, then T and P [HV, 2, 64, 72] f16,
-// then e^G and e^(G_63 - G) [HV, 2, 64] f32.
+// workspace: normalised k and q of all chunks [chunks, HK, 2, 64, DK + 8] f16; then T and P of all chunks
+// [chunks, HV, 2, 64, 72] f16; then the gates e^G and e^(G_63 - G) of all chunks [chunks, HV, 2, 64] f32.
 //
 // Bytes: 4 (2 HK DK + 2 HV DV) a token for qkv and y, and the workspace twice unless it stays in L2.
 
@@ -220,6 +221,49 @@ static __device__ __forceinline__ void as_operand(u32 (&a)[4][4], const float (&
     for (int k = 0; k < 4; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
 }
 
+/// The copying half of a block of gated_delta_chunks: brings the chunks of rows begin..end to shared memory. Copies of
+/// STAGES - 1 chunks are under way while the other half works on one.
+static __device__ __forceinline__ void copy_chunks(Stage* stages, const float* qkv, void* workspace, u32 chunks, u32 first_chunk,
+                                                   u32 begin, u32 end, u32 head, u32 block_column) {
+    const u32 thread = threadIdx.x - 64, count = (end - begin + ROWS - 1) / ROWS;
+    auto load = [&](u32 c) {
+        Stage& stage = stages[c % STAGES];
+        Chunk from = chunk_of(workspace, chunks, first_chunk + c, head);
+#pragma unroll 2
+        for (u32 i = thread; i < 2 * KEY_TILE / 8; i += 64) copy_async(stage.keys + i * 8, from.keys + i * 8, true);
+#pragma unroll 2
+        for (u32 i = thread; i < 2 * PAIR_TILE / 8; i += 64) copy_async(stage.pairs + i * 8, from.pairs + i * 8, true);
+        if (thread < ROWS / 2) copy_async(&stage.gates[0][0] + thread * 4, from.gates + thread * 4, true);
+#pragma unroll 2
+        for (u32 i = thread; i < ROWS * (COLUMNS / 4); i += 64) {
+            u32 t = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
+            bool there = begin + c * ROWS + t < end && block_column + column < DV;
+            const float* v = qkv + (u64)(begin + c * ROWS + t) * QKV_STRIDE + 2 * HK * DK + head * DV + block_column + column;
+            copy_async(stage.values + t * VALUE_LINE + column, there ? v : qkv, there);
+        }
+    };
+#pragma unroll
+    for (int c = 0; c < STAGES - 1; c++) {
+        if (c < count) load(c);
+        copy_commit();
+    }
+    for (u32 c = 0; c < count; c++) {
+#if STAGES == 1
+        if (c > 0) __syncthreads(); // the other half is done with chunk c - 1
+        load(c);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+#else
+        copy_wait<STAGES - 2>();
+        // Chunk c has arrived completely, and the other half is done with chunk c - 1.
+        __syncthreads();
+        if (c + STAGES - 1 < count) load(c + STAGES - 1);
+        copy_commit();
+#endif
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(128, STAGES == 1 ? 2 : 1)
 gated_delta_chunks(
 #include "gated_delta_chunks.params"
@@ -238,44 +282,7 @@ gated_delta_chunks(
     for (int d = 16; d > 0; d >>= 1) first_chunk += __shfl_xor_sync(FULL_WARP, first_chunk, d);
 
     if (warp >= 2) {
-        // The copying half. Copies of STAGES - 1 chunks are under way while one is worked on.
-        const u32 thread = threadIdx.x - 64;
-        auto load = [&](u32 c) {
-            Stage& stage = stages[c % STAGES];
-            Chunk from = chunk_of(workspace, chunks, first_chunk + c, head);
-#pragma unroll 2
-            for (u32 i = thread; i < 2 * KEY_TILE / 8; i += 64) copy_async(stage.keys + i * 8, from.keys + i * 8, true);
-#pragma unroll 2
-            for (u32 i = thread; i < 2 * PAIR_TILE / 8; i += 64) copy_async(stage.pairs + i * 8, from.pairs + i * 8, true);
-            if (thread < ROWS / 2) copy_async(&stage.gates[0][0] + thread * 4, from.gates + thread * 4, true);
-#pragma unroll 2
-            for (u32 i = thread; i < ROWS * (COLUMNS / 4); i += 64) {
-                u32 t = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
-                bool there = begin + c * ROWS + t < end && block_column + column < DV;
-                const float* v = qkv + (u64)(begin + c * ROWS + t) * QKV_STRIDE + 2 * HK * DK + head * DV + block_column + column;
-                copy_async(stage.values + t * VALUE_LINE + column, there ? v : qkv, there);
-            }
-        };
-#pragma unroll
-        for (int c = 0; c < STAGES - 1; c++) {
-            if (c < count) load(c);
-            copy_commit();
-        }
-        for (u32 c = 0; c < count; c++) {
-#if STAGES == 1
-            if (c > 0) __syncthreads(); // the other half is done with chunk c - 1
-            load(c);
-            copy_commit();
-            copy_wait<0>();
-            __syncthreads();
-#else
-            copy_wait<STAGES - 2>();
-            // Chunk c has arrived completely, and the other half is done with chunk c - 1.
-            __syncthreads();
-            if (c + STAGES - 1 < count) load(c + STAGES - 1);
-            copy_commit();
-#endif
-        }
+        copy_chunks(stages, qkv, workspace, chunks, first_chunk, begin, end, head, block_column);
         return;
     }
 

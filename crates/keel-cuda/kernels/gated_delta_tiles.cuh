@@ -41,17 +41,6 @@ static __device__ __forceinline__ Chunk chunk_of(void* workspace, u32 chunks, u3
     return c;
 }
 
-/// Addresses for load_matrices: A, or B from rows [k][n] with load_matrices_transposed.
-template <int LINE> static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
-    u32 lane = threadIdx.x % 32;
-    return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
-}
-/// B from rows [n][k].
-template <int LINE> static __device__ __forceinline__ const f16* column_major(const f16* tile, u32 row, u32 column) {
-    u32 lane = threadIdx.x % 32;
-    return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
-}
-
 /// `c = a b` on 16 rows of a and 8 columns of b [SIZE], f32 in shared memory. Computed in tf32, whose significand is as
 /// long as that of the f16 results.
 template <int SIZE>

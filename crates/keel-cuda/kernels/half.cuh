@@ -1,4 +1,4 @@
-// The 16-bit operands of prefill's products on tensor cores.
+// The 16-bit operands of products on tensor cores.
 //
 // f16 has eight times the precision of bf16. Its range is smaller, so x is stored as x / 8 and W as 8 W: values of x
 // reach 524,000, weights are normal numbers from 8e-6 on, and values beyond the range saturate. A dense weight stored

@@ -1,6 +1,6 @@
 // y[t, n] = sum_k x[t, k] W[n, k] (+ residual[t, n]) in f32 throughout, for every format: `--compute f32`.
 // Weights are widened to f32 (affine ones by one fma, blocks as they are decoded). Sums are f32 fma in an order that
-// depends on DIM_K alone.
+// depends on DIM_K, and in exact_rows on SPLIT.
 //
 // Macros: DIM_N, DIM_K, DIM_T (exact_rows); BITS, GROUP, PAIR_T or BLOCK or WEIGHT_T; SPLIT (exact_rows).
 // Optional GATHER=J' as in linear_few_rows.cu (exact_rows, DIM_T = 1).

@@ -2,8 +2,8 @@
 //
 // Affine weights and block codings: each 64 columns of a row of x (32 if the weight's groups have fewer than 64) become
 // p = round(x / c), c = max |x| / 127, and y = sum over the weight's groups of  c scale (sum q p) + bias (c sum p).
-// - Sums are exact integers from mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that depends
-//   on N and K alone. So the bits of a row of y depend neither on T nor on the other rows.
+// - Sums are exact integers from mma.m16n8k32 (rows of W are its M, rows of x its N), then f32 in an order that
+//   follows from SPLIT and UNIT. So the bits of a row of y depend neither on T nor on the other rows.
 // - With a single row, the other seven columns of the tensor cores take other groups of the same row. The sums of a
 //   unit are then in four lanes, each of which scales one slot.
 // Dense bf16 weights (DENSE=1): x is split into bf16 parts hi + lo, both multiplied on the tensor cores, sums in f32.
@@ -13,7 +13,8 @@
 // added in shared memory in the order of s. With PASSES > 1 a block continues with the row tiles one grid further.
 //
 // Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1;
-// SPLIT, ROW_WARPS, PASSES (these fix the bits: choose them from N and K, never from T)
+// SPLIT, UNIT: they order the sums, and follow from the weight's shape and what is absorbed, never from T;
+// ROW_WARPS, PASSES, STAGES, MIN_BLOCKS, BULK: they change only the time.
 //   FUSED=1    each block quantises x in shared memory: a single row of at most 32,768 columns, or rows with chosen
 //              experts (`is_fused` of dispatch/linear/few_rows.rs). 0: `prepare_rows` has done it
 //   NORM=1     x is first multiplied by norm[k] / sqrt(mean x^2 + EPS)

@@ -1,5 +1,5 @@
-// y[t, n] = sum_k x[t, k] W[n, k] for 17 rows of x up to thousands. W is dequantised on its way into the tensor
-// cores. x and W are f16 (see half.cuh), sums f32.
+// y[t, n] = sum_k x[t, k] W[n, k] for many rows of x; for any number with `--compute bf16`, and in prompts with
+// `--deterministic`. W is dequantised on its way into the tensor cores. x and W are f16 (see half.cuh), sums f32.
 //
 // A block has 4 GROUPS warps, each with one row tile of W, by BT rows of x: a panel of x. It has a multiprocessor to
 // itself, so that few blocks read x.

@@ -59,6 +59,18 @@ static __device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* ro
     load_matrices_at(r, shared_address(row));
 }
 
+/// A lane's address for load_matrices of 16 rows and 16 columns of a tile whose rows are LINE elements apart: the A
+/// operand, or with load_matrices_transposed B from rows [k][n].
+template <int LINE> static __device__ __forceinline__ const f16* row_major(const f16* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    return tile + (row + lane % 16) * LINE + column + lane / 16 * 8;
+}
+/// The same for B from rows [n][k].
+template <int LINE> static __device__ __forceinline__ const f16* column_major(const f16* tile, u32 row, u32 column) {
+    u32 lane = threadIdx.x % 32;
+    return tile + (row + lane / 16 * 8 + lane % 8) * LINE + column + lane / 8 % 2 * 8;
+}
+
 /// Where a 16-byte chunk of a row of 128 bytes lies in a tile of such rows: eight rows of a column are in different
 /// banks.
 static __device__ __forceinline__ u32 panel_offset(u32 row, u32 chunk) { return row * 128 + (chunk ^ row % 8) * 16; }

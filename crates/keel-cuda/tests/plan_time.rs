@@ -61,7 +61,7 @@ fn heads_wider_than_the_kernels_take_are_refused() {
     for size in [272, 512] {
         let error = attention(size).expect_err("no kernel takes it").to_string();
         assert!(error.starts_with("cuda:0 cannot run paged_attention: heads of"), "{error}");
-        assert!(error.contains("up to 256") && error.contains("--device cpu"), "{error}");
+        assert!(error.contains("multiples of 16 up to 256") && error.contains("--device cpu"), "{error}");
     }
 }
 
@@ -74,7 +74,7 @@ fn more_products_than_a_grid_has_blocks_are_refused() {
         let y = runtime.trace(|| a.matmul(&b)).expect("extents fit");
         runtime.prepare(&[(&y, &out)]).map(drop)
     };
-    product(65_535).expect("a grid has so many");
+    product(65_535).expect("a grid has 65,535");
     let error = product(65_536).expect_err("a grid has fewer").to_string();
     assert!(error.contains("cannot run matmul: 65536 products in a batch; the GPU takes 65535"), "{error}");
 }

@@ -31,6 +31,9 @@ struct Rows {
     format: WeightFormat,
     /// Stored floats, codes or blocks of each row.
     bytes: Vec<Vec<u8>>,
+    /// Scales and biases of each row, one of each for a group of an affine weight. None for other weights.
+    scales: Vec<Vec<f32>>,
+    biases: Vec<Vec<f32>>,
 }
 
 impl Rows {
@@ -53,7 +56,14 @@ impl Rows {
                 bytes
             }
         };
-        Rows { cols, format, bytes: (0..rows).map(|_| row()).collect() }
+        let bytes = (0..rows).map(|_| row()).collect();
+        let groups = match format {
+            WeightFormat::Affine { group_size, .. } => cols / usize::from(group_size),
+            _ => 0,
+        };
+        let mut of_groups =
+            |low, high| (0..rows).map(|_| random.uniforms(groups, low, high)).collect::<Vec<_>>();
+        Rows { cols, format, bytes, scales: of_groups(0.01, 0.05), biases: of_groups(-0.5, 0.1) }
     }
 
     /// These rows on the device, one range after the other.
@@ -63,13 +73,10 @@ impl Rows {
         let spec = WeightSpec { experts: 1, rows, cols, format, compute: Compute::Auto };
         let weight = Weight::allocate(runtime, spec).expect("memory");
         let bytes: Vec<u8> = ranges.iter().flat_map(|range| self.bytes[range.clone()].concat()).collect();
-        let groups = |size: u16| rows * cols / usize::from(size);
-        let (scales, biases) = match format {
-            WeightFormat::Affine { group_size, .. } => {
-                (vec![0.03; groups(group_size)], vec![-0.25; groups(group_size)])
-            }
-            _ => Default::default(),
+        let of_groups = |all: &[Vec<f32>]| {
+            ranges.iter().flat_map(|range| all[range.clone()].concat()).collect::<Vec<f32>>()
         };
+        let (scales, biases) = (of_groups(&self.scales), of_groups(&self.biases));
         let data = match format {
             WeightFormat::Dense(_) => RowData::Dense(&bytes),
             WeightFormat::Affine { .. } => {

@@ -82,6 +82,8 @@ pub struct TokenIterator<'e> {
     /// How many tokens may still be given out.
     left: usize,
     finished: Option<FinishReason>,
+    /// Whether a step has failed. No token follows, and there is no reason to end.
+    has_failed: bool,
     prefill_time: Duration,
 }
 
@@ -143,6 +145,7 @@ impl<'e> TokenIterator<'e> {
             end_tokens: options.end_tokens,
             left: options.max_tokens,
             finished: None,
+            has_failed: false,
             prefill_time: start.elapsed(),
         })
     }
@@ -152,7 +155,7 @@ impl<'e> TokenIterator<'e> {
         self.prefill_time
     }
 
-    /// Why the sequence ended, once it has.
+    /// Why the sequence ended, once it has. There is no reason after an error.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.finished
     }
@@ -281,7 +284,11 @@ impl<'e> TokenIterator<'e> {
         let Choice { token, is_last } = self.chooser.take(token)?;
         if let Some(speculation) = &mut self.speculation {
             let time = self.engine.taken.share();
-            speculation.note_plain(self.last, self.engine.hidden_of(0)?, token, time);
+            match self.engine.hidden_of(0) {
+                Ok(hidden) => speculation.note_plain(self.last, hidden, token, time),
+                // The text goes on without drafts.
+                Err(_) => self.speculation = None,
+            }
         }
         Ok(Round { tokens: vec![token], is_last })
     }
@@ -305,19 +312,23 @@ impl Iterator for TokenIterator<'_> {
     type Item = Result<u32>;
 
     fn next(&mut self) -> Option<Result<u32>> {
-        if self.finished.is_some() {
+        if self.has_failed || self.finished.is_some() {
             return None;
         }
-        let (token, reason) = match self.draw() {
+        match self.draw() {
             Ok(ControlFlow::Continue(id)) => {
                 self.left -= 1;
-                return Some(Ok(id));
+                Some(Ok(id))
             }
-            Ok(ControlFlow::Break(reason)) => (None, reason),
-            Err(error) => (Some(Err(error)), FinishReason::Stop),
-        };
-        self.finished = Some(reason);
-        token
+            Ok(ControlFlow::Break(reason)) => {
+                self.finished = Some(reason);
+                None
+            }
+            Err(error) => {
+                self.has_failed = true;
+                Some(Err(error))
+            }
+        }
     }
 }
 

@@ -345,6 +345,7 @@ fn fail_at(
     assert!(error.to_string().contains("injected"), "{error}");
     assert_eq!(got, want[..1 + launches / pieces], "launch {launches}");
     assert!(tokens.next().is_none());
+    assert_eq!(tokens.finish_reason(), None, "launch {launches}: a failure is no good end");
     let mut sequence = tokens.into_sequence();
     assert_eq!(sequence.len(), prompt().len() + got.len() - 1);
     let mut logits = Vec::new();

@@ -5,7 +5,7 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -24,6 +24,8 @@ struct Faults {
     failing: Mutex<BTreeSet<usize>>,
     /// How many reads of results fail from now on.
     failing_reads: AtomicUsize,
+    /// Whether the kernels of failing launches run, and it is not said how many.
+    tears: AtomicBool,
 }
 
 impl Faults {
@@ -44,6 +46,10 @@ impl Interceptor for Faults {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
         let number = self.launches.fetch_add(1, Ordering::SeqCst);
         let is_listed = self.failing.lock().expect("held by nobody who panics").contains(&number);
+        if is_listed && self.tears.load(Ordering::SeqCst) {
+            backend.launch(launch)?;
+            return Err(injected("launch"));
+        }
         if is_listed {
             launch.note_done(0);
             return Err(injected("launch"));
@@ -213,4 +219,28 @@ fn a_fault_that_stays_with_all_ends_all_and_leaves_nothing() {
         assert!(again.iter().zip(&good).all(|(again, good)| again.tokens == good.tokens), "{drafts} drafts");
         assert_all_is_back(&mut batcher);
     }
+}
+
+/// Sequences whose states a failed step has torn are not run again, so nothing else fails.
+#[test]
+fn a_step_that_tears_all_states_counts_once() {
+    let (mut batcher, faults) = batcher(&fixture("qwen3_5"), 0);
+    let outcomes = begin(&mut batcher);
+    faults.tears.store(true, Ordering::SeqCst);
+    faults.fail([0]);
+    for outcome in end(&mut batcher, outcomes) {
+        assert!(matches!(outcome.error, Some(EngineError::Step(_))), "{outcome:?}");
+    }
+    assert_eq!(batcher.status().failed_steps, 1);
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn both_attempts_at_a_prompt_are_counted() {
+    let (mut batcher, faults) = batcher(&fixture(PLAIN[0]), 0);
+    faults.fail([0, 1]);
+    let outcome = run(&mut batcher, requests().into_iter().take(1).collect()).remove(0);
+    assert!(outcome.error.is_some() && outcome.tokens.is_empty(), "{outcome:?}");
+    assert_eq!(batcher.status().failed_steps, 2);
+    assert_all_is_back(&mut batcher);
 }

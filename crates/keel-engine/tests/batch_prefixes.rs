@@ -5,12 +5,15 @@ mod common;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::batching::{self, Outcome, assert_all_is_back, batcher, finish, options, prompt, run, step};
-use common::{engine, fixture};
+use common::batching::{
+    self, Outcome, assert_all_is_back, batcher, finish, finish_from, options, prompt, run, step,
+};
+use common::queueing::queueing;
+use common::{demo, engine, fixture};
 use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::EngineOptions;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{EngineError, EngineOptions, FinishReason};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 
 const FIXTURES: [&str; 3] = ["qwen3_5", "qwen3_next", "qwen3_5_mlx_4bit"];
@@ -224,5 +227,36 @@ fn pipes_in_a_folder_of_prefixes_stay() {
             "nothing is left next to {name}"
         );
     }
+    assert_all_is_back(&mut batcher);
+}
+
+/// Saving takes the steps under way, and an answer may end with one of them.
+#[test]
+fn events_of_steps_that_saving_takes_are_not_lost() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let now = Instant::now();
+    let request = || BatchRequest::new(0, vec![5, 9, 3], 2);
+    let options = EngineOptions { drafts: 0, context: 512, sequences: 2, ..EngineOptions::default() };
+    let mut batcher = Batcher::new(engine(&demo(), &queueing(512).0, options), BatchOptions::default());
+    let begun = |batcher: &mut Batcher| {
+        let mut outcomes = vec![Outcome::default()];
+        batcher.submit(request(), now).expect("accepted");
+        step(batcher, now, &mut outcomes);
+        assert_eq!(outcomes[0].tokens.len(), 1);
+        batcher.save_prefixes("model", dir.path()).expect("the folder is writable");
+        outcomes
+    };
+    let outcomes = begun(&mut batcher);
+    assert!(!batcher.is_idle());
+    let taken = batcher.submit(request(), now).expect_err("its end was not handed out");
+    assert!(matches!(taken, EngineError::SequenceId { id: 0 }), "{taken}");
+    let want = finish_from(&mut batcher, outcomes).remove(0);
+    assert_eq!((want.tokens.len(), want.finish), (2, Some(FinishReason::Length)));
+
+    begun(&mut batcher);
+    batcher.cancel(0);
+    assert!(batcher.is_idle());
+    let anew = run(&mut batcher, vec![request()]).remove(0);
+    assert_eq!((anew.tokens, anew.finish), (want.tokens, want.finish));
     assert_all_is_back(&mut batcher);
 }

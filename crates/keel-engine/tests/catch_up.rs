@@ -77,3 +77,29 @@ fn a_catch_up_that_fails_costs_no_token() {
     };
     assert_eq!((0..3).filter(is_spared).count(), 1, "the head's pass alone");
 }
+
+/// The head needs hidden states that the host reads while the next step runs. Where they cannot be read, answers go on
+/// without drafts.
+#[test]
+fn hidden_states_that_cannot_be_read_end_no_answer() {
+    let now = Instant::now();
+    let answers = |breaks: bool| {
+        let (runtime, queueing) = queueing(512);
+        let mut batcher = plain(&runtime);
+        (0..2).for_each(|i| batcher.submit(BatchRequest::new(i, vec![5, 9, 3], 40), now).expect("accepted"));
+        let mut outcomes: Vec<Outcome> = (0..2).map(|_| Outcome::default()).collect();
+        for number in 0..20 {
+            queueing.breaks_settled_reads.store(breaks && number >= 10, Ordering::Relaxed);
+            step(&mut batcher, now, &mut outcomes);
+        }
+        queueing.breaks_settled_reads.store(false, Ordering::Relaxed);
+        let outcomes = finish_from(&mut batcher, outcomes);
+        assert_all_is_back(&mut batcher);
+        outcomes
+    };
+    for (outcome, want) in answers(true).iter().zip(answers(false)) {
+        assert!(outcome.error.is_none(), "{:?}", outcome.error);
+        assert_eq!((&outcome.tokens, outcome.finish), (&want.tokens, want.finish));
+        assert_eq!(want.tokens.len(), 40);
+    }
+}

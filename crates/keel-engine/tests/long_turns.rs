@@ -11,7 +11,7 @@ use common::rounds::{Member, round};
 use common::{all_logits, argmax, exact, fixture, greedy, runtime};
 use keel_array::sampling::Draw;
 use keel_array::{DType, Runtime, WeightFormat};
-use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher};
 use keel_engine::speculation::Speculation;
 use keel_engine::{Depth, Engine, EngineError, EngineOptions, SamplerOptions, SpeculationOptions};
 use keel_models::loading::RandomParameters;
@@ -29,6 +29,16 @@ fn model(short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
 }
 
 fn model_on(runtime: &Runtime, short: [f64; 6], long: [f64; 6], original: usize) -> Engine {
+    model_with(runtime, short, long, original, exact())
+}
+
+fn model_with(
+    runtime: &Runtime,
+    short: [f64; 6],
+    long: [f64; 6],
+    original: usize,
+    options: EngineOptions,
+) -> Engine {
     let config = json!({
         "model_type": "phi3", "hidden_size": 64, "vocab_size": 300, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -37,7 +47,7 @@ fn model_on(runtime: &Runtime, short: [f64; 6], long: [f64; 6], original: usize)
         "rope_scaling": {"type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 40.0}
     });
     let parameters = RandomParameters { format: WeightFormat::Dense(DType::F32) };
-    Engine::load(runtime, &parameters, &config, exact(), &|_| ()).expect("the config is complete")
+    Engine::load(runtime, &parameters, &config, options, &|_| ()).expect("the config is complete")
 }
 
 fn switching() -> Engine {
@@ -64,13 +74,17 @@ fn the_length_of_the_whole_prompt_decides() {
 
 /// The expected answer of a sequence that begins short and is run again as a long one.
 fn expected(len: usize, tokens: usize) -> Vec<u32> {
+    expected_beyond(ORIGINAL, len, tokens)
+}
+
+fn expected_beyond(original: usize, len: usize, tokens: usize) -> Vec<u32> {
     let mut all = prompt(len);
-    // The last of these tokens is drawn after `ORIGINAL` tokens.
-    all.extend(greedy(&mut always(SHORT), &prompt(len), ORIGINAL + 1 - len));
+    // The last of these tokens is drawn after `original` tokens.
+    all.extend(greedy(&mut always(SHORT), &prompt(len), original + 1 - len));
     let mut engine = always(LONG);
     let mut sequence = engine.open().expect("a slot is free");
     let mut logits = Vec::new();
-    engine.prefill(&mut sequence, &all[..ORIGINAL], &mut logits, &mut |_| ()).expect("fits");
+    engine.prefill(&mut sequence, &all[..original], &mut logits, &mut |_| ()).expect("fits");
     while all.len() < len + tokens {
         engine.decode(&mut [&mut sequence], &all[all.len() - 1..]).expect("runs");
         engine.logits(0, &mut logits).expect("there");
@@ -123,6 +137,36 @@ fn answers_of_a_batch_are_run_again_each_for_itself() {
     assert_all_is_back(&mut batcher);
 }
 
+/// Two answers share the first page of their prompt. Each outgrows the short list and runs again in pages of its own,
+/// so the pool has room for one answer at a time.
+#[test]
+fn pages_of_answers_that_are_run_again_are_promised() {
+    let options = EngineOptions { pool_pages: Some(3), ..exact() };
+    let mut batcher =
+        Batcher::new(model_with(&runtime(2), SHORT, LONG, 300, options), BatchOptions::default());
+    let requests = (0..2).map(|id| BatchRequest::new(id, prompt(290), 40)).collect();
+    for outcome in run(&mut batcher, requests) {
+        assert!(outcome.error.is_none(), "{:?}", outcome.error);
+        assert_eq!(outcome.tokens, expected_beyond(300, 290, 40));
+    }
+    assert_all_is_back(&mut batcher);
+}
+
+#[test]
+fn an_answer_that_is_run_again_is_no_prompt_to_the_caller() {
+    let mut batcher = Batcher::new(switching(), BatchOptions::default());
+    batcher.submit(BatchRequest::new(0, prompt(ORIGINAL), 5), Instant::now()).expect("accepted");
+    let mut events = Vec::new();
+    while !batcher.is_idle() {
+        events.extend(batcher.step(Instant::now()).into_iter().map(|event| event.event));
+    }
+    let is_token = |event: &BatchEvent| matches!(event, BatchEvent::Token { .. });
+    assert_eq!(events.iter().filter(|event| is_token(event)).count(), 5);
+    let after = events.iter().skip_while(|event| !is_token(event));
+    assert!(!after.into_iter().any(|event| matches!(event, BatchEvent::Prefilled(_))), "{events:?}");
+    assert_all_is_back(&mut batcher);
+}
+
 #[test]
 fn long_sequences_share_prefixes_with_long_ones_alone() {
     let mut batcher = Batcher::new(switching(), BatchOptions::default());
@@ -152,14 +196,27 @@ fn long_sequences_share_prefixes_with_long_ones_alone() {
 
 /// A model with recurrent layers and an MTP head. Its states and drafts know nothing of rotary frequencies.
 fn hybrid(original: usize, options: EngineOptions) -> Engine {
+    hybrid_with(1.0, 3.0, original, options)
+}
+
+fn hybrid_with(short: f64, long: f64, original: usize, options: EngineOptions) -> Engine {
     let text = std::fs::read_to_string(fixture("qwen3_5").join("config.json")).expect("there");
     let mut config: Value = serde_json::from_str(&text).expect("it is JSON");
     let rope = &mut config["text_config"]["rope_parameters"];
     rope["rope_type"] = json!("longrope");
-    (rope["short_factor"], rope["long_factor"]) = (Value::from(vec![1.0; 8]), Value::from(vec![3.0; 8]));
+    (rope["short_factor"], rope["long_factor"]) = (Value::from(vec![short; 8]), Value::from(vec![long; 8]));
     (rope["attention_factor"], rope["original_max_position_embeddings"]) = (json!(1.0), json!(original));
     let parameters = RandomParameters { format: WeightFormat::Dense(DType::F32) };
     Engine::load(&runtime(2), &parameters, &config, options, &|_| ()).expect("the config is complete")
+}
+
+#[test]
+fn the_head_turns_the_keys_of_a_long_prompt_as_the_model_does() {
+    let options = EngineOptions { drafts: 1, ..exact() };
+    let logits = |mut engine: Engine| all_logits(&mut engine, &prompt(100), false, true).1;
+    let switching = logits(hybrid(ORIGINAL, options.clone()));
+    assert!(switching == logits(hybrid_with(3.0, 3.0, 4000, options.clone())));
+    assert!(switching != logits(hybrid_with(1.0, 1.0, 4000, options)), "the lists make no difference");
 }
 
 #[test]

@@ -8,28 +8,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use common::batching::{assert_all_is_back, finish, run};
-use common::queueing::{gpu, poison_arena};
+use common::queueing::{Poison, gpu};
 use common::{demo, engine, expect_same_state, fixture, runtime};
 use keel_array::sampling::Draw;
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_array::{Backend, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{Chunk, Engine, EngineOptions, LateWork, SamplerOptions};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
-
-/// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
-struct Poison;
-
-impl Interceptor for Poison {
-    fn is_compiling(&self, _: &dyn Backend) -> bool {
-        true
-    }
-
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        poison_arena(backend, launch);
-        backend.launch(launch)
-    }
-}
+use keel_testkit::intercepted::InterceptedBackend;
 
 fn cpu() -> Arc<dyn Backend> {
     Arc::new(CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() }))
@@ -38,7 +24,7 @@ fn cpu() -> Arc<dyn Backend> {
 /// Pairs of a plain and a poisoned runtime that compute the same; also on a GPU if there is one.
 fn runtimes() -> Vec<(Runtime, Runtime)> {
     let new = |backend: Arc<dyn Backend>| Runtime::new(backend, RuntimeOptions::default());
-    let poisoned = |backend| new(InterceptedBackend::new(backend, Arc::new(Poison)));
+    let poisoned = |backend| new(InterceptedBackend::new(backend, Arc::new(Poison { queues: false })));
     let mut all = vec![(runtime(2), poisoned(cpu()))];
     all.extend(gpu().zip(gpu()).map(|(plain, inner)| (new(plain), poisoned(inner))));
     all

@@ -7,40 +7,25 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::queueing::{poison_arena, queueing, runtimes, waiting_and_queueing};
+use common::queueing::{Poison, queueing, runtimes, waiting_and_queueing};
 use common::rounds::{DEPTHS, Member, fail_everywhere, hidden_bytes, members, round, rounds};
 use common::{decoded, demo, engine, expect_same_state, fixture};
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions, SamplerOptions};
-use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_testkit::intercepted::InterceptedBackend;
 
 fn drafting(folder: &Path, runtime: &Runtime) -> Engine {
     let options = EngineOptions { context: 256, sequences: 4, drafts: 8, ..EngineOptions::default() };
     engine(folder, runtime, options)
 }
 
-/// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
-struct Poison;
-
-impl Interceptor for Poison {
-    fn is_queueing(&self) -> bool {
-        true
-    }
-
-    fn is_compiling(&self, _: &dyn Backend) -> bool {
-        true
-    }
-
-    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        poison_arena(backend, launch);
-        backend.launch(launch)
-    }
-}
-
 fn poisoned() -> Runtime {
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), poison_freed: true, ..CpuOptions::default() });
-    Runtime::new(InterceptedBackend::new(Arc::new(cpu), Arc::new(Poison)), RuntimeOptions::default())
+    Runtime::new(
+        InterceptedBackend::new(Arc::new(cpu), Arc::new(Poison { queues: true })),
+        RuntimeOptions::default(),
+    )
 }
 
 #[test]

@@ -11,7 +11,7 @@ use common::batching::{Outcome, assert_all_is_back, run, step};
 use common::splitting::{self, Fault, Stages, backends, end, engine_on};
 use common::{decoded, fixture, recurrent_bytes};
 use keel_array::sampling::Draw;
-use keel_array::{Compute, Runtime, RuntimeOptions};
+use keel_array::{Category, Compute, Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Survey};
@@ -331,6 +331,23 @@ fn what_uses_a_device_waits_for_the_steps_under_way_and_their_tokens_stay() {
     end(engine);
 }
 
+/// 16 rows of each step: the two of micro-batches, the one of prompts, and the one taken last.
+#[test]
+fn the_plan_has_host_memory_for_the_logits_of_each_step() {
+    let host = |grid, options| {
+        let engine = engine_on(&fixture("qwen3_5"), options, grid, |_, backend| backend);
+        let bytes = engine.runtime().ledger().active().get(Category::Host) as usize;
+        let row = engine.model().config.vocab * size_of::<f32>();
+        end(engine);
+        (bytes, row)
+    };
+    let few = EngineOptions { sequences: 3, ..options() };
+    for (options, rows) in [(options(), 16), (few, 3)] {
+        let ((pipeline, row), (shares, _)) = (host((2, 1), options), host((1, 2), options));
+        assert_eq!(pipeline - shares, 4 * rows * row);
+    }
+}
+
 #[test]
 fn steps_that_cannot_be_under_way_are_refused() {
     let refusal = |engine: &mut Engine, sequences: &mut [SequenceCache]| {
@@ -354,6 +371,17 @@ fn steps_that_cannot_be_under_way_are_refused() {
     };
     assert_eq!(engine_on(&fixture("qwen3_5"), options(), (2, 1), in_turns).microbatches_max(), 1);
     let mut engine = engine_on(&fixture("qwen3_5"), options(), (2, 1), |_, backend| backend);
+    let mut many: Vec<SequenceCache> = (0..17).map(|seed| decoded(&mut engine, &prompt(seed), &[])).collect();
+    let by_host = many.iter_mut().map(|sequence| Work {
+        sequence,
+        ahead: 0,
+        rows: WorkRows::Token(5),
+        draw: None,
+        by_host: true,
+    });
+    let error = engine.submit(&mut by_host.collect::<Vec<_>>()).expect_err("refused").to_string();
+    assert!(error.contains("the host draws 17 tokens of a step; the logits of at most 16"), "{error}");
+    many.into_iter().for_each(|sequence| engine.release(sequence));
     let mut all: Vec<SequenceCache> = (0..3).map(|seed| decoded(&mut engine, &prompt(seed), &[])).collect();
     let first = submit(&mut engine, &mut all[..1], 5).expect("runs");
     let error = refusal(&mut engine, &mut all[..2]);

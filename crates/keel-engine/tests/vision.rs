@@ -100,7 +100,8 @@ fn look(engine: &mut Engine, folder: &Path, case: &Case) -> Seen {
         videos.extend(runs_of(video.grid));
     }
     let compare = |got: &[f32], tensor: &str| {
-        if case.has(tensor) {
+        assert_eq!(case.has(tensor), !got.is_empty(), "{} {tensor}", case.name);
+        if !got.is_empty() {
             let error = relative_error(got, &case.floats(tensor));
             assert!(error <= FEATURES_MAX, "{} {tensor}: {error:.1e}", case.name);
         }
@@ -165,17 +166,20 @@ fn logits(engine: &mut Engine, seen: &Seen, one_by_one: bool) -> (Vec<f32>, Vec<
     (rows, mtp_rows)
 }
 
-fn compare_logits(case: &Case, what: &str, (logits, mtp_logits): &(Vec<f32>, Vec<f32>)) {
+/// Returns whether the reference has logits of the MTP head, which are compared, too.
+fn compare_logits(case: &Case, what: &str, (logits, mtp_logits): &(Vec<f32>, Vec<f32>)) -> bool {
     let (got, tensor) = match case.has("logits") {
         true => (&logits[..], "logits"),
         false => (&logits[logits.len() - case.floats("logits_last").len()..], "logits_last"),
     };
     let error = relative_error(got, &case.floats(tensor));
     assert!(error <= LOGITS_MAX, "{what} {}: {tensor} differ by {error:.1e}", case.name);
-    if case.has("mtp_logits") {
+    let has_mtp_logits = case.has("mtp_logits");
+    if has_mtp_logits {
         let error = relative_error(mtp_logits, &case.floats("mtp_logits"));
         assert!(error <= LOGITS_MAX, "{what} {}: mtp_logits differ by {error:.1e}", case.name);
     }
+    has_mtp_logits
 }
 
 #[test]
@@ -184,16 +188,22 @@ fn features_positions_and_logits_match_the_reference() {
         let Some(folder) = vlm_fixture(name) else { continue };
         let mut whole = engine(&folder, exact());
         let mut chunks = engine(&folder, EngineOptions { prefill_step: 64, ..exact() });
+        let (mut with_mtp, mut with_chunks) = (0, 0);
         for case in Case::all(&folder) {
             let seen = look(&mut whole, &folder, &case);
             let at_once = logits(&mut whole, &seen, false);
-            compare_logits(&case, name, &at_once);
+            with_mtp += usize::from(compare_logits(&case, name, &at_once));
             if case.has("logits") {
                 let in_chunks = logits(&mut chunks, &seen, false);
                 assert!(at_once == in_chunks, "{name} {}: chunks change bits", case.name);
                 compare_logits(&case, &format!("{name} one by one"), &logits(&mut whole, &seen, true));
+                with_chunks += 1;
             }
         }
+        // Three cases have logits of the MTP head if the model has one.
+        let expected = if whole.model().mtp.is_some() { 3 } else { 0 };
+        assert_eq!(with_mtp, expected, "{name}");
+        assert!(with_chunks > 5, "{name}: {with_chunks} cases have all logits");
     }
 }
 
@@ -240,6 +250,7 @@ fn tokens_after_pictures_match_the_reference() {
             let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
             let sequence = tokens.into_sequence();
             engine.release(sequence);
+            assert_eq!(got.len(), want.len(), "{name} {}", case.name);
             let differs = got.iter().zip(&want).position(|(a, b)| a != b);
             assert!(
                 differs.is_none_or(|i| margins[i] < 1e-3),

@@ -360,7 +360,7 @@ impl Fields<'_> {
     fn layers(&self) -> Result<Vec<MixerKind>> {
         if let Some(kinds) = self.layer_types()? {
             if kinds.contains(&MixerKind::SlidingAttention) {
-                let reason = "sliding_attention is not supported beside recurrent layers";
+                let reason = "sliding_attention is not supported in a model with recurrent layers";
                 return Err(ModelError::Config(reason.into()));
             }
             return Ok(kinds);

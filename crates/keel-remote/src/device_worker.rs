@@ -115,9 +115,9 @@ impl Worker {
     }
 
     /// Handles a request. Launches and requests with an answer fail with the failure that is kept, because they may
-    /// need the missing result. `Rejoin` and `Usage` run in any case. The failure is forgotten when the last launch of a
-    /// program or `MakeReady` has failed with it, or when the device rejoins. That of a request that changes memory
-    /// lasts: nothing tells what the memory holds.
+    /// need the missing result. `Rejoin` and `Usage` run in any case. The failure is forgotten when the last launch of
+    /// a program or `MakeReady` has failed with it, or when the device rejoins. The failure of a request that changes
+    /// memory lasts: nothing tells what the memory holds.
     fn attempt(&mut self, request: Request, bytes: &[u8]) -> Outcome {
         let is_launch = matches!(request, Request::Launch { .. });
         let ends_program =

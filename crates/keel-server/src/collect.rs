@@ -67,7 +67,7 @@ pub(crate) fn merge(answers: Vec<Answer>) -> SelectAll<BoxStream<'static, Merged
 
 /// Bytes that a stream has for events that wait for its client. They are charged before its prompt runs.
 const STREAM_BYTES: usize = 8 << 10;
-/// Bytes of an event besides its text.
+/// Bytes of an event without its text.
 const EVENT_BYTES: usize = 128;
 /// Number of events that may wait for a slow client.
 const OUTBOX: usize = 64;

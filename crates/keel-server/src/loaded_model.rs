@@ -62,7 +62,7 @@ pub(crate) struct EngineRequest {
     pub form: AnswerForm,
 }
 
-/// Heap bytes that each answer of a request holds besides its prompt.
+/// Heap bytes that each answer of a request holds in addition to its prompt.
 pub(crate) fn bytes_of_copy(
     stop: &[String],
     sampler: &SamplerOptions,

@@ -52,7 +52,7 @@ pub struct ServerOptions {
     /// Memory budget of all requests together, for bodies, texts and their copies: at least
     /// [`REQUEST_MEMORY_MIN`](crate::REQUEST_MEMORY_MIN).
     pub request_memory: u64,
-    /// Where pictures may come from besides the request itself.
+    /// Where pictures may come from, other than the request itself.
     pub pictures: PictureSources,
     /// Makes the allocator return free memory to the system. Called after requests have ended.
     pub give_back: fn(),

@@ -48,7 +48,7 @@ pub(crate) struct Bounds<'a> {
     pub answer_min: usize,
     /// Largest number of answers per request.
     pub choices_max: usize,
-    /// Where pictures may come from besides the request.
+    /// Where pictures may come from, other than the request.
     pub sources: Option<&'a PictureSources>,
     /// The request's memory; `None` if it is not counted.
     pub meter: Option<&'a Meter>,
@@ -121,7 +121,7 @@ impl ServedText {
         ServedText { preprocessor: Some(preprocessor), ..self }
     }
 
-    /// What the model takes besides text.
+    /// What the model takes in addition to text.
     pub fn takes(&self) -> Modalities {
         let videos = self.preprocessor.as_ref().is_some_and(ImagePreprocessor::takes_videos);
         Modalities { pictures: self.preprocessor.is_some(), videos }

@@ -37,7 +37,7 @@ fn ask_and_keep(connection: &mut BufReader<TcpStream>) -> String {
 }
 
 #[test]
-fn streams_run_beside_idle_connections() {
+fn streams_run_with_idle_connections() {
     let engine = EngineOptions { sequences: STREAMS, ..engine_options() };
     let server =
         Running::on(cpu(), engine, ServerOptions { model_id: "demo".into(), ..ServerOptions::default() });

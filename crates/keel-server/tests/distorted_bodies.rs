@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use common::{Running, engine_options, request};
@@ -90,6 +91,11 @@ fn distorted_bodies_are_refused_or_answered() {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (seed >> 33) as usize % below
     };
+    for (path, body) in &bodies {
+        let reply = server.post(path, body);
+        assert_eq!(reply.status, 200, "{path} {body}: {}", reply.body);
+    }
+    let mut statuses = BTreeSet::new();
     for round in 0..240 {
         let (path, body) = &bodies[round % bodies.len()];
         let mut wrong = body.clone();
@@ -98,7 +104,9 @@ fn distorted_bodies_are_refused_or_answered() {
         }
         let reply = server.post(path, &wrong);
         assert!(reply.status < 500, "{path} {wrong}: {} {}", reply.status, reply.body);
+        statuses.insert(reply.status);
     }
+    assert!(statuses.contains(&200) && statuses.contains(&400), "{statuses:?}");
     for bytes in [&b"{"[..], b"\xff\xfe", b"[1", b"", b"{\"messages\": [", &[b'['; 5000]] {
         assert_eq!(request(server.address, "POST", "/v1/chat/completions", &[], bytes).status, 400);
     }

@@ -9,8 +9,7 @@ pub fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let scale = want.iter().fold(f64::MIN_POSITIVE, |scale, x| scale.max(x.abs()));
     let error = |i: usize| (f64::from(got[i]) - want[i]).abs() / scale;
-    // A NaN is worse than every number.
-    let key = |i: usize| if error(i).is_nan() { f64::INFINITY } else { error(i) };
+    let key = |i: usize| or_infinite(error(i));
     let Some(worst) = (0..got.len()).max_by(|&a, &b| key(a).total_cmp(&key(b))) else { return };
     assert!(
         key(worst) <= tolerance,
@@ -20,6 +19,40 @@ pub fn assert_close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
         want[worst],
         error(worst),
     );
+}
+
+/// Asserts that every element of `got` is within `tolerance` of the same element of `want`, relative to that element,
+/// or to `small` where the element is smaller. Infinity is near infinity alone.
+///
+/// # Panics
+/// If not, or if the lengths differ; the message names the worst element.
+#[track_caller]
+pub fn assert_each_close(what: &str, got: &[f32], want: &[f64], tolerance: f64, small: f64) {
+    assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    let error = |i: usize| {
+        let (got, want) = (f64::from(got[i]), want[i]);
+        let error = (got - want).abs() / want.abs().max(small);
+        if got == want { 0.0 } else { or_infinite(error) }
+    };
+    let Some(worst) = (0..got.len()).max_by(|&a, &b| error(a).total_cmp(&error(b))) else { return };
+    assert!(
+        error(worst) <= tolerance,
+        "{what}: element {worst} of {} is {:e}, want {:e}: error {:.2e} of the larger of it and {small:e}, tolerance {tolerance:.0e}",
+        got.len(),
+        got[worst],
+        want[worst],
+        error(worst),
+    );
+}
+
+/// The largest distance between elements. One that is not a number is infinite.
+pub fn largest_distance(got: &[f64], want: &[f64]) -> f64 {
+    got.iter().zip(want).map(|(got, want)| or_infinite((got - want).abs())).fold(0.0, f64::max)
+}
+
+/// A NaN is worse than every number.
+fn or_infinite(error: f64) -> f64 {
+    if error.is_nan() { f64::INFINITY } else { error }
 }
 
 /// Asserts that two results have the same bits.
@@ -60,6 +93,25 @@ mod tests {
     #[should_panic(expected = "element 2 of 3")]
     fn not_a_number_is_never_close() {
         assert_close("planted", &[1.0, 2.1, f32::NAN], &[1.0, 2.0, 4.0], 1.0);
+    }
+
+    #[test]
+    #[should_panic(expected = "element 0 of 2 is 1.1e-3, want 1e-3: error 1.00e-1 of the larger")]
+    fn a_small_element_is_held_to_its_own_size() {
+        assert_each_close("planted", &[1.1e-3, 1e3], &[1e-3, 1e3], 1e-3, 1e-6);
+    }
+
+    #[test]
+    #[should_panic(expected = "element 2 of 3 is 3.4028235e38, want inf: error inf")]
+    fn no_number_is_close_to_infinity() {
+        let got = [0.0, f32::INFINITY, f32::MAX];
+        assert_each_close("planted", &got, &[1e-9, f64::INFINITY, f64::INFINITY], 1e-3, 1e-6);
+    }
+
+    #[test]
+    fn not_a_number_is_far_from_everything() {
+        assert_eq!(largest_distance(&[1.0, f64::NAN, 2.0], &[1.0; 3]), f64::INFINITY);
+        assert_eq!(largest_distance(&[1.0, 3.0, 2.0], &[1.0; 3]), 2.0);
     }
 
     #[test]

@@ -2,10 +2,12 @@
 
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryCopy,
-    MemoryRange, OwnMemory, Preparations, Programs, Result, RowBlock, Submission, Ticket, WeightSpec,
+    MemoryRange, Operand, OperandMemory, OwnMemory, Place, Preparations, Programs, Result, RowBlock,
+    Submission, Ticket, WeightSpec,
 };
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The error of a launch or a read that a test lets fail.
 pub fn injected(op: &str) -> ArrayError {
@@ -33,6 +35,14 @@ pub trait Interceptor: Send + Sync + 'static {
     /// The backend's own error, or one that the test injects.
     fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         backend.allocate(bytes)
+    }
+
+    /// Replaces an allocation for weights.
+    ///
+    /// # Errors
+    /// As [`Interceptor::allocate`].
+    fn allocate_lasting(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        backend.allocate_lasting(bytes)
     }
 
     /// Called before a copy from the host.
@@ -112,12 +122,40 @@ pub trait Interceptor: Send + Sync + 'static {
 pub struct InterceptedBackend<D> {
     backend: Arc<dyn Backend>,
     disturbance: Arc<D>,
+    /// The outputs of launches that were not waited for, if the host acts as if they were queued.
+    under_way: Mutex<BTreeMap<u64, Vec<Written>>>,
+}
+
+/// An address that stands for a memory, and bytes of that memory.
+type Written = (usize, Range<usize>);
+
+fn address(memory: &dyn DeviceMemory) -> usize {
+    std::ptr::from_ref(memory).addr()
+}
+
+/// The bytes that a launch's kernels write: the outputs, each from its first to its last element.
+fn written(launch: &Launch<'_>) -> Vec<Written> {
+    let outputs = launch.kernels().iter().flat_map(|kernel| &kernel.outputs);
+    let placed = outputs.filter(|output| !matches!(output.memory, OperandMemory::Absorbed(_)));
+    let range = |output: &Operand| {
+        let Place { buffer, offset } = launch.resolve(output.memory);
+        let (layout, size) = (&output.layout, output.dtype.size());
+        let steps = layout.shape.iter().zip(&layout.strides).map(|(n, stride)| n.saturating_sub(1) * stride);
+        let start = offset + layout.offset * size;
+        let elements = if layout.shape.elements() == 0 { 0 } else { steps.sum::<usize>() + 1 };
+        (address(buffer.memory()), start..start + elements * size)
+    };
+    placed.map(range).collect()
 }
 
 impl<D: Interceptor> InterceptedBackend<D> {
     /// Wraps a backend in a disturbance. The test keeps a handle to control it.
     pub fn new(backend: Arc<dyn Backend>, disturbance: Arc<D>) -> Arc<InterceptedBackend<D>> {
-        Arc::new(InterceptedBackend { backend, disturbance })
+        Arc::new(InterceptedBackend { backend, disturbance, under_way: Mutex::default() })
+    }
+
+    fn under_way(&self) -> MutexGuard<'_, BTreeMap<u64, Vec<Written>>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -133,6 +171,9 @@ impl<D: Interceptor> Backend for InterceptedBackend<D> {
 impl<D: Interceptor> Memory for InterceptedBackend<D> {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
         self.disturbance.allocate(&*self.backend, bytes)
+    }
+    fn allocate_lasting(&self, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.disturbance.allocate_lasting(&*self.backend, bytes)
     }
     fn arena_bytes(&self, bytes: usize) -> usize {
         self.backend.arena_bytes(bytes)
@@ -162,6 +203,12 @@ impl<D: Interceptor> Memory for InterceptedBackend<D> {
     }
     fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.disturbance.before_read(bytes.len(), true)?;
+        let read = offset..offset + bytes.len();
+        let is_hit = |(at, range): &&Written| {
+            *at == address(memory) && range.start < read.end && read.start < range.end
+        };
+        let hit = self.under_way().values().flatten().find(is_hit).cloned();
+        assert!(hit.is_none(), "bytes {read:?} are read as settled, and a launch under way writes {hit:?}");
         self.backend.read_settled(memory, offset, bytes)
     }
     fn copy(&self, copies: &[MemoryCopy<'_>]) {
@@ -231,6 +278,11 @@ impl<D: Interceptor> Submission for InterceptedBackend<D> {
         }
         self.launch(launch)?;
         let mut ticket = Ticket { number: 0, result: Vec::new() };
+        if self.disturbance.is_queueing() {
+            let mut under_way = self.under_way();
+            ticket.number = under_way.keys().next_back().map_or(0, |last| last + 1);
+            under_way.insert(ticket.number, written(launch));
+        }
         if let Some(MemoryRange { memory, bytes }) = result {
             ticket.result.resize(bytes.len(), 0);
             self.read(memory, bytes.start, &mut ticket.result)?;
@@ -243,6 +295,7 @@ impl<D: Interceptor> Submission for InterceptedBackend<D> {
             self.backend.wait(ticket, launch, result)?;
             return self.disturbance.after_wait();
         }
+        self.under_way().remove(&ticket.number);
         result.copy_from_slice(&ticket.result);
         Ok(())
     }

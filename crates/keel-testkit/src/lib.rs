@@ -9,5 +9,6 @@ pub mod intercepted;
 pub mod naive;
 pub mod random;
 pub mod reference;
+mod remembered;
 pub mod skipped;
 pub mod tolerance;

@@ -1,5 +1,5 @@
 //! Tolerances: the largest distance between a backend's and the oracle's result, relative to the result's largest
-//! element.
+//! element. For functions of one element it is relative to each element.
 
 /// f32 products and sums: a few rounding errors (6e-8 each) for sums cut into chunks of at most 256.
 pub const F32: f64 = 3e-6;

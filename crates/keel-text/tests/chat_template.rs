@@ -172,25 +172,31 @@ fn hostile_templates_are_stopped() {
     let deep_list = "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% for j in range(99999) %}\
                      {% set n.x = [[[[[[[[n.x]]]]]]]] %}{% endfor %}{% endfor %}";
     let deep_json = "{% set n = namespace(x=[]) %}{% for i in range(500) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x|tojson }}";
+    let (steps, width) = ("too many steps", "a width of 11 digits in a format string");
     let wide = [
-        "{{ 'x' | indent(10000000000000) }}",
-        "{{ [1] | tojson(indent=10000000000000) }}",
-        "{{ '%99999999999d' | format(1) }}",
-        "{{ '{:99999999999}'.format(1) }}",
-        "{{ '{:}>99999999999}'.format(1) }}",
-        "{{ '{a[}]:99999999999}'.format(a={'}': 1}) }}",
-        "{{ '%(a)99999999999d' | format({'a': 1}) }}",
-        "{{ 'x' * 10000000000000 }}",
-        "{{ range(10000000000) | list }}",
-        "{{ [1] | batch(10000000000) }}",
-        "{{ [1] | slice(10000000000) }}",
-        "{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}",
+        ("{{ 'x' | indent(10000000000000) }}", "indent is 10000000000000, at most 999"),
+        ("{{ [1] | tojson(indent=10000000000000) }}", "indent is 10000000000000, at most 999"),
+        ("{{ '%99999999999d' | format(1) }}", width),
+        ("{{ '{:99999999999}'.format(1) }}", width),
+        ("{{ '{:}>99999999999}'.format(1) }}", width),
+        ("{{ '{a[}]:99999999999}'.format(a={'}': 1}) }}", width),
+        ("{{ '%(a)99999999999d' | format({'a': 1}) }}", width),
+        ("{{ 'x' * 10000000000000 }}", "repeated string is too large"),
+        ("{{ range(10000000000) | list }}", "range has too many elements"),
+        ("{{ [1] | batch(10000000000) }}", "filter batch is unknown"),
+        ("{{ [1] | slice(10000000000) }}", "filter slice is unknown"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}", "the output exceeds 67108864 bytes"),
     ];
-    for source in [nested_loops, endless_macro, deep_list, deep_json].into_iter().chain(wide) {
+    let deep = [
+        (nested_loops, steps),
+        (endless_macro, "recursion limit exceeded"),
+        (deep_list, steps),
+        (deep_json, "a value is nested deeper than 64 levels"),
+    ];
+    for (source, reason) in deep.into_iter().chain(wide) {
         let start = Instant::now();
         let err = failure(source);
-        assert!(err.starts_with("chat template \"default\": "), "{source}: {err}");
-        assert!(!err.contains("reads the input panicked"), "{source}: {err}");
+        assert!(err.starts_with("chat template \"default\": ") && err.contains(reason), "{source}: {err}");
         assert!(start.elapsed() < Duration::from_secs(20), "{source} took {:?}", start.elapsed());
     }
 }

@@ -49,8 +49,8 @@ pub fn image_size(own: Size, factor: usize, bounds: PixelBounds) -> Result<Size>
     Ok(within(own, factor, 1, 1, bounds))
 }
 
-/// As [`image_size`], but with no more than `bounds.most` pixels if that is room for one `factor` by `factor`. A strip is
-/// cut at its long side, because its short side cannot shrink.
+/// As [`image_size`], but with no more than `bounds.most` pixels if that is room for one `factor` by `factor`. A strip
+/// is cut at its long side, because its short side cannot shrink.
 ///
 /// # Errors
 /// As [`image_size`].

@@ -1,6 +1,6 @@
 //! The memory that the decoder of lossless WebP takes for its tables. It follows from the prefix codes before the
-//! pixels: a file of a few megabytes may have 65,536 groups of codes, of which the pixels use one. So the codes are read
-//! here, and not the pixels. Format: RFC 9649, section 3.
+//! pixels: a file of a few megabytes may have 65,536 groups of codes, of which the pixels use one. So the codes are
+//! read here, and not the pixels. Format: RFC 9649, section 3.
 
 use crate::{Result, VisionError, work_limit};
 

@@ -14,6 +14,28 @@ struct Case {
     expected: SafetensorsFile,
 }
 
+/// How many comparisons were made.
+#[derive(Debug, Default, PartialEq)]
+struct Compared {
+    decoded: usize,
+    resized: usize,
+    /// Pixel values of pictures and videos.
+    values: usize,
+}
+
+/// The comparisons for which a folder has data of the reference.
+fn expected_of(folder: &str) -> Compared {
+    match folder {
+        "vlm_qwen3_5" => Compared { decoded: 10, resized: 21, values: 2 },
+        "vlm_gemma3" => Compared { decoded: 0, resized: 19, values: 2 },
+        _ => Compared { decoded: 0, resized: 15, values: 2 },
+    }
+}
+
+/// The only picture that this crate decodes differently: the reference clips 16-bit grey values to 255, and this crate
+/// keeps their upper 8 bits.
+const CLIPPED: &str = "e_gray16";
+
 fn cases(folder: &Path) -> Vec<Case> {
     let text = std::fs::read_to_string(folder.join("cases.json")).expect("readable");
     let all: Value = serde_json::from_str(&text).expect("JSON");
@@ -29,6 +51,16 @@ fn cases(folder: &Path) -> Vec<Case> {
 fn load(folder: &Path, name: &Value) -> Picture {
     let path = folder.join("images").join(name.as_str().expect("a name"));
     decode(&std::fs::read(path).expect("readable"), DecodeLimits::default()).expect("decodes")
+}
+
+/// A picture of 16-bit grey values, clipped as the reference does.
+fn load_clipped(folder: &Path, name: &Value) -> Picture {
+    let path = folder.join("images").join(name.as_str().expect("a name"));
+    let image::DynamicImage::ImageLuma16(grey) = image::open(path).expect("decodes") else {
+        panic!("{name} has no 16-bit grey values")
+    };
+    let rgb = grey.iter().flat_map(|&value| [u8::try_from(value).unwrap_or(u8::MAX); 3]).collect();
+    Picture { width: grey.width() as usize, height: grey.height() as usize, rgb }
 }
 
 fn largest_difference(got: &[u8], want: &[u8]) -> u8 {
@@ -60,14 +92,16 @@ impl Case {
     }
 
     /// Compares the pictures. Returns their spans in the prompt.
-    fn check_images(&self, folder: &Path, name: &str) -> Vec<ImageSpan> {
+    fn check_images(&self, folder: &Path, name: &str, compared: &mut Compared) -> Vec<ImageSpan> {
         let files = ProcessorFiles::read(folder).expect("sound");
         let processor = files.image(&self.settings()).expect("sound");
         let (mut values, mut spans, mut number) = (Vec::new(), Vec::new(), 0);
         for file in self.json["images"].as_array().into_iter().flatten() {
-            let picture = load(folder, file);
-            if let Some(want) = self.bytes("decoded_u8") {
+            let is_clipped = self.name() == CLIPPED;
+            let picture = if is_clipped { load_clipped(folder, file) } else { load(folder, file) };
+            if let Some(want) = self.bytes("decoded_u8").filter(|_| !is_clipped) {
                 self.compare(file, &picture.rgb, &want, "decoded");
+                compared.decoded += 1;
             }
             let processed = processor.process(&picture).expect("a sound size");
             let merged = processed[0].grid.patches() / 4;
@@ -76,25 +110,24 @@ impl Case {
             for one in processed {
                 let want = self.bytes(&format!("resized_u8.{number}")).expect("every picture is there");
                 self.compare(file, &one.resized.rgb, &want, &format!("{name}: resized {number}"));
+                compared.resized += 1;
                 values.extend(one.values);
                 number += 1;
             }
         }
         if let Some(want) = self.numbers("pixel_values") {
             assert!(floats(&values) == floats(&want), "{name} {}: pixel values differ", self.name());
+            compared.values += 1;
         }
         spans
     }
 
     fn compare(&self, file: &Value, got: &[u8], want: &[u8], what: &str) {
-        if self.name() == "e_gray16" {
-            return; // the reference clips 16 bits to 255
-        }
         let levels = largest_difference(got, want);
         assert_eq!(levels, 0, "{} {what} of {file}", self.name());
     }
 
-    fn check_video(&self, folder: &Path) -> Vec<VideoSpan> {
+    fn check_video(&self, folder: &Path, compared: &mut Compared) -> Vec<VideoSpan> {
         let video = &self.json["video"];
         let Some(frames) = video["frames"].as_array() else { return Vec::new() };
         let mut settings = Map::new();
@@ -107,8 +140,10 @@ impl Case {
         let processed = processor.process(&taken).expect("a sound size");
         let rgb: Vec<u8> = processed.resized.iter().flat_map(|frame| frame.rgb.clone()).collect();
         assert_eq!(largest_difference(&rgb, &self.bytes("resized_u8_video").expect("there")), 0);
+        compared.resized += 1;
         if let Some(want) = self.numbers("pixel_values_videos") {
             assert!(floats(&processed.values) == floats(&want), "{}: pixel values", self.name());
+            compared.values += 1;
         }
         let (grid, merge) = (processed.grid, processor.merge());
         let seconds = timestamps(&indices, fps, processor.frames_per_patch());
@@ -136,12 +171,12 @@ fn placeholders(name: &str) -> Placeholders {
 
 #[test]
 fn pictures_videos_and_prompts_are_those_of_the_reference() {
-    let mut checked = 0;
     for name in VLM {
         let Some(folder) = vlm_fixture(name) else { continue };
+        let mut compared = Compared::default();
         for case in cases(&folder) {
-            let images = case.check_images(&folder, name);
-            let videos = case.check_video(&folder);
+            let images = case.check_images(&folder, name, &mut compared);
+            let videos = case.check_video(&folder, &mut compared);
             let prompt = case.json["prompt"].as_str().expect("text");
             let expanded = expand(prompt, &placeholders(name), &images, &videos).expect("counts fit");
             let want = case.json["expanded_prompt"].as_str().expect("text");
@@ -149,8 +184,7 @@ fn pictures_videos_and_prompts_are_those_of_the_reference() {
             let markers = ("<|vision_start|><0.", "<|vision_end|><|vision_end|>");
             let without = want.replace(markers.0, "<0.").replace(markers.1, "<|vision_end|>");
             assert_eq!(expanded, without, "{name} {}", case.name());
-            checked += 1;
         }
+        assert_eq!(compared, expected_of(name), "{name}");
     }
-    println!("{checked} cases");
 }

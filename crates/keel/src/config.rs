@@ -3,8 +3,10 @@
 //! A key is the long name of an option. At the top of the file it applies to every command that has the option. In a
 //! table named after a command, it applies to that command (`[bench.serve]` for `keel bench serve`), which also takes
 //! the options of all commands. The command line and the environment take precedence, also over options of the file
-//! that exclude theirs. A value at the top that a command cannot use does not apply to it.
+//! that exclude theirs. A value at the top that a command cannot use does not apply to it. One that no command can use
+//! is an error.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -13,6 +15,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
+use crate::failure::usage;
 use crate::input;
 
 /// Names a file to use instead of the usual one. An empty value means no file.
@@ -128,7 +131,8 @@ impl Config {
             for (key, value) in serve {
                 let Some(arg) = plan.get_arguments().find(|arg| names(&key, arg)) else { continue };
                 // A plan is of one model, and is made in one process.
-                let is_taken = suits(&value, arg) && !NODES.contains(&arg.get_long().unwrap_or_default());
+                let is_taken =
+                    suits(&value, arg).is_ok() && !NODES.contains(&arg.get_long().unwrap_or_default());
                 if is_taken && entry(own, arg).is_none() {
                     own.insert(key, value);
                 }
@@ -201,13 +205,37 @@ impl Config {
             _ => false,
         };
         let is_for_others = NODES.contains(&option) && !RUN_BY_NODES.contains(&command);
-        !is_refused && !is_for_others && suits(value, arg)
+        !is_refused && !is_for_others && suits(value, arg).is_ok()
     }
 }
 
-/// Whether an option takes this many values.
-fn suits(value: &Value, arg: &Arg) -> bool {
-    !value.is_array() || matches!(arg.get_action(), ArgAction::Append)
+/// Whether an option takes this value.
+fn suits(value: &Value, arg: &Arg) -> Result<(), String> {
+    if is_flag(arg) {
+        return if value.is_bool() { Ok(()) } else { Err("expected true or false".into()) };
+    }
+    if value.is_array() && !matches!(arg.get_action(), ArgAction::Append) {
+        return Err("expected one value, not a list".into());
+    }
+    let words = words(value).unwrap_or_default();
+    if words.is_empty() {
+        return Ok(());
+    }
+    // The values are parsed alone: the options that this one excludes or requires do not matter here.
+    let mut alone = Arg::new(arg.get_id().clone()).action(arg.get_action().clone()).num_args(1..=words.len());
+    alone = alone.value_parser(arg.get_value_parser().clone()).required(true);
+    alone = alone.value_names(arg.get_value_names().unwrap_or_default().iter().cloned());
+    if let Some(delimiter) = arg.get_value_delimiter() {
+        alone = alone.value_delimiter(delimiter);
+    }
+    let words = std::iter::once("--".to_string()).chain(words);
+    let parsed = Command::new("keel").no_binary_name(true).arg(alone).try_get_matches_from(words);
+    parsed.map(drop).map_err(|error| {
+        let text = error.to_string();
+        // Advice about the command follows after an empty line.
+        let reason = text.split("\n\n").next().unwrap_or_default();
+        reason.trim_start_matches("error: ").into()
+    })
 }
 
 /// The options that all commands have.
@@ -266,7 +294,7 @@ fn entry<'t>(table: &'t Table, arg: &Arg) -> Option<&'t Value> {
     table.iter().find(|(key, value)| !value.is_table() && names(key, arg)).map(|(_, value)| value)
 }
 
-/// Refuses keys that no command reads.
+/// Refuses keys that no command reads, and values at the top that no command can use.
 fn check(table: &Table, command: &Command, globals: &[Arg], path: &mut Vec<String>) -> Result<()> {
     let whose = if path.is_empty() { "any command".to_string() } else { format!("keel {}", path.join(" ")) };
     for (key, value) in table {
@@ -279,24 +307,31 @@ fn check(table: &Table, command: &Command, globals: &[Arg], path: &mut Vec<Strin
             path.pop();
             continue;
         }
-        let is_global = |arg: &&Arg| names(key, arg) && !is_fixed(arg);
-        let Some(arg) = find(command, key).or_else(|| globals.iter().find(is_global).cloned()) else {
-            bail!("{key}: {whose} has no option --{}", key.replace('_', "-"))
-        };
-        if is_flag(&arg) && !value.is_bool() {
+        let mut args = all_args(command);
+        args.extend(globals);
+        args.retain(|arg| names(key, arg) && !is_fixed(arg));
+        if args.is_empty() {
+            bail!("{key}: {whose} has no option --{}", key.replace('_', "-"));
+        }
+        if args.iter().all(|arg| is_flag(arg)) && !value.is_bool() {
             bail!("{key}: expected true or false");
         }
         if words(value).is_none() {
             bail!("{key}: expected a text, a number, true or false, or a list of these");
         }
+        // In the table of a command its parser refuses the value.
+        let reasons: Option<BTreeSet<String>> = args.iter().map(|arg| suits(value, arg).err()).collect();
+        if let Some(reasons) = reasons.filter(|_| path.is_empty()) {
+            let reasons: Vec<String> = reasons.into_iter().collect();
+            return Err(usage(format!("{key}: {}", reasons.join("; "))));
+        }
     }
     Ok(())
 }
 
-/// Finds an option of a command or of its subcommands.
-fn find(command: &Command, key: &str) -> Option<Arg> {
-    let own = command.get_arguments().find(|arg| names(key, arg)).cloned();
-    own.or_else(|| command.get_subcommands().find_map(|sub| find(sub, key)))
+/// The options of a command and of its subcommands.
+fn all_args(command: &Command) -> Vec<&Arg> {
+    command.get_arguments().chain(command.get_subcommands().flat_map(all_args)).collect()
 }
 
 fn is_flag(arg: &Arg) -> bool {

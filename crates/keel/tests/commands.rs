@@ -283,7 +283,7 @@ fn a_reader_that_leaves_is_no_failure() {
 }
 
 #[test]
-fn bench_measures_beside_a_floor_and_draws() {
+fn bench_compares_with_a_floor_and_draws() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let plot = dir.path().join("memory.svg");
     let flags = ["bench", "--prompt", "70", "--gen", "6", "--repeat", "2", "--json", "--plot", arg(&plot)];

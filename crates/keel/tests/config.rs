@@ -65,6 +65,24 @@ fn what_a_command_cannot_use_at_the_top_does_not_make_it_fail() {
     assert_eq!(run(home.path(), &["plan", "--serve"]), run(empty.path(), &options));
     let file = written("memory-limit = '2G'\nsequences = 3\n");
     assert_eq!(run(file.path(), &["plan", "--batch", "2"]), run(empty.path(), &["plan", "--batch", "2"]));
+    // `images` is a flag of `chat` and a number of `serve`; `prompt` is a text of `generate` and a number of `bench`.
+    let file = written("images = 2\nprompt = 'hello'\n");
+    assert_eq!(
+        run(file.path(), &["config", "chat"])["settings"],
+        run(empty.path(), &["config", "chat"])["settings"]
+    );
+    assert_eq!(
+        run(file.path(), &["plan", "--serve"]),
+        run(empty.path(), &["plan", "--serve", "--images", "2"])
+    );
+    let bench = keel(file.path(), &["bench", "--model", "/nowhere/at/all"]);
+    assert!(
+        bench.status.code() == Some(1) && stderr(&bench).contains("/nowhere/at/all"),
+        "{}",
+        stderr(&bench)
+    );
+    let flag = written("images = true\n");
+    assert_eq!(run(flag.path(), &["plan", "--serve"]), run(empty.path(), &["plan", "--serve"]));
     // In a command's own table it is a mistake.
     let own = keel(written("[fit]\nmemory-limit = '2G'\n").path(), &["fit"]);
     assert_eq!(own.status.code(), Some(2), "{}", stderr(&own));
@@ -156,6 +174,7 @@ fn a_file_with_what_nobody_reads_is_refused() {
         ("temprature = 0", "temprature: any command has no option --temprature"),
         ("[generate]\nport = 3", "keel generate has no option --port"),
         ("[sing]\na = 1", "[sing]"),
+        ("config = 'x'", "config: any command has no option --config"),
         ("[generate]\nquiet = 'a lot'", "expected true or false"),
         ("a = ", "is no configuration"),
     ];
@@ -170,6 +189,10 @@ fn a_file_with_what_nobody_reads_is_refused() {
     let home = written("");
     let output = keel(home.path(), &["generate", "Once", "--config", "/nowhere/at/all.toml"]);
     assert!(stderr(&output).contains("cannot read /nowhere/at/all.toml"), "{}", stderr(&output));
+    let refused = keel(written("images = 'a lot'").path(), &["generate", "Once"]);
+    let message = stderr(&refused);
+    assert!(refused.status.code() == Some(2) && message.lines().count() == 1, "{message}");
+    assert!(message.contains("images: expected true or false; invalid value 'a lot' for '<N>'"), "{message}");
     let home = written("max-tokens = 'many'");
     let output = keel(home.path(), &["generate", "Once"]);
     assert!(

@@ -134,9 +134,9 @@ fn compare(form: Form, quantization: Value) {
     let want = logits(dense_folder.path(), &["--compute", "f32"]);
     let error = relative_error(&logits(packed_folder.path(), &["--compute", "f32"]), &want);
     assert!(error <= 1e-4, "{method}: {error:.1e}");
-    // The fast kernels round activations.
+    // The fast kernels round activations: 1.1e-2 with AWQ and 4.5e-3 with GPTQ, to 8 bits in groups.
     let error = relative_error(&logits(packed_folder.path(), &[]), &want);
-    assert!(error <= 0.1, "{method}, fast: {error:.1e}");
+    assert!(error <= 0.03, "{method}, fast: {error:.1e}");
 }
 
 #[test]

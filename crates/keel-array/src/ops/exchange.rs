@@ -97,7 +97,7 @@ impl Array {
     /// `[1]`, is the number of elements. It exists so that a program can ask for the transfer.
     ///
     /// # Memory
-    /// None besides the result: the device waits until its peer has the elements.
+    /// None except the result: the device waits until its peer has the elements.
     ///
     /// # Errors
     /// If this is no f32 array.

@@ -1,8 +1,8 @@
 //! Operations with memory: convolution windows, gated-delta states and KV pages.
 //!
 //! State lives in separate arrays, allocated once and written in place. An operation takes them as inputs and mutates
-//! them. Operations on the same state that are evaluated together run in the order in which they were built. Everything
-//! that changes from step to step (rows of each sequence, positions, page tables) is data in small arrays, so a prepared
+//! them. Operations on the same state that are evaluated together run in the order in which they were built. All that
+//! changes from step to step (rows of each sequence, positions, page tables) is data in small arrays. So a prepared
 //! program is run again without being rebuilt.
 //!
 //! # Rows that may be taken back

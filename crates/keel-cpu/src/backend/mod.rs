@@ -88,6 +88,15 @@ impl CpuBackend {
         self.pool.isa()
     }
 
+    /// Refuses work if the system did not start the threads. The work would be slow without a word.
+    fn expect_threads(&self, op: &str) -> Result<(), ArrayError> {
+        if self.pool.workers() == self.workers {
+            return Ok(());
+        }
+        let reason = format!("the system did not start {} threads; give fewer (--threads)", self.workers);
+        Err(ArrayError::Kernel { op: op.into(), reason })
+    }
+
     /// The memory that `make` allocates. When planning, only its number of bytes.
     fn memory(
         &self,
@@ -161,6 +170,7 @@ impl Memory for CpuBackend {
         if self.options.planning {
             return Ok(());
         }
+        self.expect_threads("pack")?;
         weights::pack(&self.pool, spec, HostMemory::of(memory), offset, block)
     }
 }
@@ -181,6 +191,7 @@ impl Submission for CpuBackend {
             let reason = "a planning backend has no memory to work on".into();
             return Err(ArrayError::Kernel { op: "launch".into(), reason });
         }
+        self.expect_threads("launch")?;
         let watch = launch::Watch {
             isa: self.isa(),
             profile: self.options.profile.then_some(&self.profile),

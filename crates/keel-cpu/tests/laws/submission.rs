@@ -2,8 +2,14 @@
 
 use super::watched::Watched;
 use super::{active, backend, counting, runtime, runtime_with};
-use keel_array::{Array, Category, DType, Runtime, RuntimeOptions};
-use std::sync::atomic::Ordering;
+use keel_array::{
+    Array, Backend, Category, Compute, DType, DeviceMemory, Runtime, RuntimeOptions, Weight, WeightFormat,
+    WeightSpec,
+};
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -70,8 +76,8 @@ fn a_panic_in_queued_work_is_its_error_and_nobody_waits_for_it() {
         // The same on this thread, which sees the panic itself.
         watched.panics.store(true, Ordering::Relaxed);
         let alone = x.exp().expect("floats");
-        let evaluates = std::panic::AssertUnwindSafe(|| alone.eval());
-        assert!(std::panic::catch_unwind(evaluates).is_err(), "it goes on to the caller");
+        let evaluates = AssertUnwindSafe(|| alone.eval());
+        assert!(catch_unwind(evaluates).is_err(), "it goes on to the caller");
         assert!(alone.to_vec::<f32>().expect_err("it has no value").to_string().contains("planted"));
         drop((x, lost, next, alone));
         runtime.clear_cache();
@@ -184,6 +190,68 @@ fn nothing_runs_between_two_pieces_of_a_submitted_run() {
         done.store(true, Ordering::Release);
         assert_eq!(wrong, None, "an intermediate was lost in this round");
     });
+}
+
+/// A backend that says it queues, and counts allocations.
+#[derive(Default)]
+struct Queueing {
+    lasting: AtomicUsize,
+    others: AtomicUsize,
+}
+
+impl Interceptor for Queueing {
+    fn is_queueing(&self) -> bool {
+        true
+    }
+
+    fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.others.fetch_add(1, Ordering::Relaxed);
+        backend.allocate(bytes)
+    }
+
+    fn allocate_lasting(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.lasting.fetch_add(1, Ordering::Relaxed);
+        backend.allocate_lasting(bytes)
+    }
+}
+
+/// The double of a queue runs launches at once. It must still find a host that reads too early.
+#[test]
+fn what_a_launch_under_way_writes_is_not_settled() {
+    let backend = InterceptedBackend::new(Arc::new(backend()), Arc::new(Queueing::default()));
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
+    let [x, out, other] = [8; 3].map(|n| counting(&runtime, &[n]));
+    let run =
+        runtime.trace(|| runtime.prepare(&[(&x.neg().expect("floats"), &out)]).expect("the arena fits"));
+    let read = |array: &Array| {
+        let mut bytes = [0; 4];
+        array.read_settled_bytes(28, &mut bytes).expect("the backend reads");
+        f32::from_le_bytes(bytes)
+    };
+    let pending = run.submit(&out);
+    assert_eq!(read(&other), 7.0);
+    let early =
+        catch_unwind(AssertUnwindSafe(|| read(&out))).expect_err("the launch has not been waited for");
+    let message = early.downcast_ref::<String>().expect("a message");
+    assert!(message.contains("bytes 28..32 are read as settled"), "{message}");
+    pending.wait(&mut [0; 32]).expect("it runs");
+    assert_eq!(read(&out), -7.0);
+}
+
+/// Where a backend places weights is its own affair, also when a test watches it.
+#[test]
+fn weights_of_a_watched_backend_lie_where_its_own_do() {
+    let watch = Arc::new(Queueing::default());
+    let runtime = Runtime::new(
+        InterceptedBackend::new(Arc::new(backend()), Arc::clone(&watch)),
+        RuntimeOptions::default(),
+    );
+    let format = WeightFormat::Dense(DType::F32);
+    let spec = WeightSpec { experts: 1, rows: 4, cols: 8, format, compute: Compute::F32 };
+    let weight = Weight::allocate(&runtime, spec).expect("there is memory");
+    let counts = || [&watch.lasting, &watch.others].map(|count| count.load(Ordering::Relaxed));
+    assert_eq!(counts(), [1, 0]);
+    drop(weight);
 }
 
 /// A prepared run does not ask again whether what it reads was ever computed.

@@ -174,7 +174,7 @@ impl<'a> Call<'a> {
         ArrayError::Kernel { op: self.kernel.op.name().into(), reason }
     }
 
-    /// Refuses an operand that does not begin at a multiple of `bytes` bytes, of which a kernel reads as many at a time.
+    /// Refuses an operand that does not begin at a multiple of `bytes` bytes, because a kernel reads `bytes` at a time.
     /// An intermediate begins at a multiple of 16; memory from outside, and a part of either, may not.
     pub fn expect_aligned(&self, operand: &Bound<'_>, bytes: u64) -> Result<(), ArrayError> {
         if operand.address.is_multiple_of(bytes) { Ok(()) } else { Err(self.misaligned(operand, bytes)) }

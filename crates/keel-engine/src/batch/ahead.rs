@@ -81,6 +81,12 @@ impl StepRows {
     }
 }
 
+/// The position of an item. The search begins at `from`: steps have their sequences in the order of the batch.
+fn position_from<T>(items: &[T], from: usize, mut is_it: impl FnMut(&T) -> bool) -> Option<usize> {
+    let (before, after) = items.split_at(from);
+    after.iter().position(&mut is_it).map(|at| from + at).or_else(|| before.iter().position(is_it))
+}
+
 impl Batcher {
     /// Whether the next step is submitted before the last one is taken.
     pub(super) fn goes_ahead(&self) -> bool {
@@ -214,6 +220,7 @@ impl Batcher {
         self.prefixes.make_room(&mut self.engine.cache, pages);
         let before: &[StepRows] = self.pending.back().map_or(&[], |pending| &pending.parts);
         let mut work = Vec::with_capacity(parts.len());
+        let mut of_before = 0;
         for (running, part) in members(&mut self.running, &indices).zip(&parts) {
             let draw = if part.draws { running.draw_next() } else { None };
             let at = running.virtual_len();
@@ -223,8 +230,9 @@ impl Batcher {
             } else if let Some(&token) = running.tokens.get(at) {
                 WorkRows::Token(token)
             } else {
-                let of = before.iter().position(|part| part.id == running.id);
-                WorkRows::Drawn(of.unwrap_or_else(|| unreachable!("the step before draws its token")))
+                let of = position_from(before, of_before, |part| part.id == running.id);
+                of_before = of.unwrap_or_else(|| unreachable!("the step before draws its token"));
+                WorkRows::Drawn(of_before)
             };
             let (ahead, by_host) = (running.ahead.rows, part.by_host);
             work.push(Work { ahead, sequence: &mut running.cache, rows, draw, by_host });
@@ -314,12 +322,13 @@ impl Batcher {
     }
 
     fn take_parts(&mut self, parts: Vec<StepRows>, tokens: Vec<Option<u32>>) {
-        let mut ended = Vec::new();
+        let (mut ended, mut last) = (Vec::new(), 0);
         for (item, (part, token)) in parts.into_iter().zip(tokens).enumerate() {
-            let Some(i) = self.running.iter().position(|running| running.id == part.id) else {
+            let Some(i) = position_from(&self.running, last, |running| running.id == part.id) else {
                 // The sequence has left the batch.
                 continue;
             };
+            last = i;
             let hidden = self.hidden_after(item, &part);
             let running = &mut self.running[i];
             // The token of an answer that was run.
@@ -330,7 +339,7 @@ impl Batcher {
             let done = running.cache.len();
             let mut kept = Ok(());
             if part.is_prompt {
-                if !running.is_run_again() {
+                if !running.is_run_again {
                     self.emit(part.id, BatchEvent::Prefilled(done));
                 }
                 match self.engine.runs_microbatches() {
@@ -347,10 +356,7 @@ impl Batcher {
                     Some(token) => self.running[i].take_ahead(token),
                     None => self.draw_kept(i, item),
                 };
-                let drawn = kept.and(drawn).and_then(|drawn| {
-                    self.note_hidden(i, run, hidden?, &drawn);
-                    Ok(drawn)
-                });
+                let drawn = kept.and(drawn).inspect(|drawn| self.note_hidden(i, run, hidden, drawn));
                 ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
             } else if let Err(error) = kept {
                 ended.extend(self.report(i, Err(error)).map(|end| (part.id, end)));
@@ -369,10 +375,16 @@ impl Batcher {
         if is_needed { self.engine.hidden_of(item).map(|hidden| Some(hidden.to_vec())) } else { Ok(None) }
     }
 
-    /// Keeps a hidden state for the MTP head: after the token `run` that gave `drawn`, or after a prompt.
-    fn note_hidden(&mut self, i: usize, run: Option<u32>, hidden: Option<Vec<f32>>, drawn: &Drawn) {
+    /// Keeps a hidden state for the MTP head: after the token `run` that gave `drawn`, or after a prompt. An answer
+    /// whose hidden state cannot be read goes on without drafts.
+    fn note_hidden(&mut self, i: usize, run: Option<u32>, hidden: Result<Option<Vec<f32>>>, drawn: &Drawn) {
         let time = self.engine.taken.share();
-        let (running, Some(hidden)) = (&mut self.running[i], hidden) else { return };
+        let running = &mut self.running[i];
+        let hidden = match hidden {
+            Ok(Some(hidden)) => hidden,
+            Ok(None) => return,
+            Err(_) => return self.draft_no_more(i),
+        };
         match (run, &mut running.speculation, drawn.tokens.first()) {
             (None, ..) => running.speculation = Some(Speculation::new(self.options.speculation, hidden)),
             (Some(run), Some(speculation), Some((token, _))) => {

@@ -32,7 +32,7 @@ impl Batcher {
         self.plain_steps = 0;
         let mut ended = Vec::new();
         for (i, drawn) in self.decode_rows(&rows) {
-            let drawn = self.keep_state(i).and(drawn);
+            let drawn = drawn.and_then(|drawn| self.keep_state(i).map(|()| drawn));
             if let Some(end) = self.report(i, drawn) {
                 ended.push((i, end));
             }
@@ -54,7 +54,7 @@ impl Batcher {
 
     /// Runs answers that outgrow their rotary frequencies again as prompts.
     fn run_outgrown_again(&mut self) {
-        for i in 0..self.running.len() {
+        for i in (0..self.running.len()).rev() {
             let running = &mut self.running[i];
             if !running.is_decoding() || self.engine.can_grow(&running.cache, running.cache.len() + 1) {
                 continue;
@@ -64,13 +64,18 @@ impl Batcher {
                 Ok(()) => {
                     running.cache.set_long(true);
                     running.run_again();
-                    // The MTP head would lag behind rows that are gone, so the answer drafts no more.
-                    if let Some(speculation) = running.speculation.take() {
-                        self.speculation.add(speculation.counters());
-                    }
+                    // The MTP head would need rows that are gone.
+                    self.draft_no_more(i);
                 }
-                Err(error) => return self.fail(i, error.into()),
+                Err(error) => self.fail(i, error.into()),
             }
+        }
+    }
+
+    /// An answer makes no more drafts.
+    pub(super) fn draft_no_more(&mut self, i: usize) {
+        if let Some(speculation) = self.running[i].speculation.take() {
+            self.speculation.add(speculation.counters());
         }
     }
 
@@ -89,7 +94,8 @@ impl Batcher {
 
     /// Whether the states of answers are kept at grid points.
     pub(super) fn keeps_state(&self) -> bool {
-        self.options.reuse_generated && self.engine.cache().spec().is_recurrent()
+        let cache = self.engine.cache();
+        self.options.reuse_generated && cache.spec().is_recurrent() && self.prefixes.keeps_states(cache)
     }
 
     /// How many more pages the next `rows` tokens of a sequence need.
@@ -101,14 +107,11 @@ impl Batcher {
     /// Keeps the state of an answer at its last grid point for a next turn.
     pub(super) fn keep_state(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
-        if !self.options.reuse_generated || !running.is_at_grid_of_answer() {
+        if !self.keeps_state() || !running.is_at_grid_of_answer() {
             return Ok(());
         }
         let at = running.cache.len();
         self.commit(i)?;
-        if !self.engine.cache().spec().is_recurrent() {
-            return Ok(());
-        }
         let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
         if let Some(saved) = &mut running.rolling {
             cache.overwrite_checkpoint(&running.cache, &saved.checkpoint)?;

@@ -10,14 +10,27 @@ use crate::{EngineError, Result};
 impl Batcher {
     /// Decodes these answers, whose numbers ascend, and returns the outcome of each.
     pub(super) fn decode_rows(&mut self, rows: &[usize]) -> Vec<(usize, Result<Drawn>)> {
-        let mut cause = String::new();
+        let (mut cause, mut whole) = (String::new(), rows.to_vec());
+        let mut outcomes = Vec::with_capacity(rows.len());
         for _ in 0..2 {
-            match self.round(rows) {
-                Ok(drawn) => return rows.iter().copied().zip(drawn).collect(),
+            match self.round(&whole) {
+                Ok(drawn) => {
+                    outcomes.extend(whole.drain(..).zip(drawn));
+                    break;
+                }
                 Err(error) => self.note_failed_step(&mut cause, &error),
             }
+            // A sequence whose state is torn cannot be run again.
+            whole.retain(|&i| self.is_whole(i));
         }
-        rows.iter().map(|&i| (i, self.decode_alone(i, &mut cause))).collect()
+        for i in whole {
+            outcomes.push((i, self.decode_alone(i, &mut cause)));
+        }
+        let torn: Vec<usize> =
+            rows.iter().copied().filter(|i| outcomes.iter().all(|(of, _)| of != i)).collect();
+        outcomes.extend(torn.into_iter().map(|i| (i, Err(EngineError::Step(cause.clone())))));
+        outcomes.sort_by_key(|(i, _)| *i);
+        outcomes
     }
 
     fn decode_alone(&mut self, i: usize, cause: &mut String) -> Result<Drawn> {
@@ -34,10 +47,24 @@ impl Batcher {
 
     /// Makes the open rows of an answer part of its state. A failure is retried once if the sequence is still whole.
     pub(super) fn commit(&mut self, i: usize) -> Result<()> {
-        self.engine.commit(&mut self.running[i].cache).or_else(|error| {
-            self.count_failed_step(&error);
-            if self.is_whole(i) { self.engine.commit(&mut self.running[i].cache) } else { Err(error) }
-        })
+        self.twice(&[i], |batch| batch.engine.commit(&mut batch.running[i].cache))
+    }
+
+    /// Runs a step of these sequences. If it fails and leaves all of them whole, it is run once more.
+    pub(super) fn twice<T>(
+        &mut self,
+        rows: &[usize],
+        mut step: impl FnMut(&mut Batcher) -> Result<T>,
+    ) -> Result<T> {
+        let first = match step(self) {
+            Err(error) => error,
+            done => return done,
+        };
+        self.count_failed_step(&first);
+        if rows.iter().any(|&i| !self.is_whole(i)) {
+            return Err(first);
+        }
+        step(self).inspect_err(|error| self.count_failed_step(error))
     }
 
     pub(super) fn is_whole(&self, i: usize) -> bool {

@@ -1,11 +1,12 @@
 //! Continuous batching: many sequences on one engine, which join and leave between steps.
 //!
-//! A request waits until the pages for its prompt and all its tokens can be promised (`policy.rs`). Then it runs to its
-//! end: an admitted request never fails for memory. If the engine has host memory to park sequences in, more requests
-//! are admitted than can be promised (`overcommit.rs`); they do not fail for memory either. Each [`Batcher::step`]
-//! advances every answer by a token, and prompts by chunks under a token budget. Everything here is synchronous and has
-//! no clock: the caller says what time it is.
+//! A request waits until the pages for its prompt and all its tokens can be promised (`admission.rs`). Then it runs
+//! to its end: an admitted request never fails for memory. If the engine has host memory to park sequences in, more
+//! requests are admitted than can be promised (`overcommit.rs`); they do not fail for memory either. Each
+//! [`Batcher::step`] advances every answer by a token, and prompts by chunks under a token budget. Everything here
+//! is synchronous and has no clock: the caller says what time it is.
 
+mod admission;
 mod ahead;
 mod answers;
 mod attempts;
@@ -28,7 +29,6 @@ use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use keel_array::AttentionSpec;
-use keel_cache::PrefixHit;
 
 pub use features::PictureKey;
 pub use logprobs::TokenLogprobs;
@@ -44,8 +44,6 @@ use crate::vision::EncodeJob;
 use crate::{Engine, EngineError, Result, Sampler, SpeculationCounters};
 use ahead::Pending;
 use features::FeatureStore;
-use overcommit::PageDemand;
-use pictures::Pictures;
 use prefixes::Prefixes;
 use sequence::{Drawn, Running, pages_at_full_length};
 
@@ -68,11 +66,22 @@ struct Waiting {
     since: Instant,
 }
 
+impl Waiting {
+    /// When it fails if it has not started.
+    fn expiry(&self, timeout: Duration) -> Option<Instant> {
+        self.request.deadline.into_iter().chain(self.since.checked_add(timeout)).min()
+    }
+}
+
 /// Requests on one engine.
 pub struct Batcher {
     engine: Engine,
     options: BatchOptions,
     waiting: VecDeque<Waiting>,
+    /// No request that waits expires before this.
+    next_expiry: Option<Instant>,
+    /// Numbers of requests whose end was not handed out yet.
+    in_use: HashSet<SequenceId>,
     /// In the order in which they started.
     running: Vec<Running>,
     /// Steps under way, the oldest first.
@@ -125,6 +134,8 @@ impl Batcher {
             engine,
             options,
             waiting: VecDeque::new(),
+            next_expiry: None,
+            in_use: HashSet::new(),
             running: Vec::new(),
             pending: VecDeque::new(),
             is_careful: false,
@@ -154,9 +165,9 @@ impl Batcher {
         self.engine
     }
 
-    /// Whether nothing runs or waits.
+    /// Whether nothing runs or waits, and no event is left for the next step.
     pub fn is_idle(&self) -> bool {
-        self.running.is_empty() && self.parked.is_empty() && self.waiting.is_empty()
+        self.running.is_empty() && self.parked.is_empty() && self.waiting.is_empty() && self.events.is_empty()
     }
 
     /// Puts a request into the queue.
@@ -187,16 +198,19 @@ impl Batcher {
         for (request, sampler) in requests.into_iter().zip(samplers) {
             let vision = request.vision.as_ref();
             let key = vision.map(|vision| self.prefixes.name_pictures(&request.prompt, vision));
-            self.waiting.push_back(Waiting { request, key, sampler, since: now });
+            self.in_use.insert(request.id);
+            let waiting = Waiting { request, key, sampler, since: now };
+            let expiry = waiting.expiry(self.options.queue_timeout);
+            self.next_expiry = self.next_expiry.into_iter().chain(expiry).min();
+            self.waiting.push_back(waiting);
         }
         Ok(())
     }
 
-    /// Whether a request with this number waits, runs or is parked, or has rows in a step under way.
+    /// Whether a request with this number waits, runs or is parked, has an event that was not handed out, or has rows
+    /// in a step under way.
     fn has(&self, id: SequenceId) -> bool {
-        self.waiting.iter().any(|waiting| waiting.request.id == id)
-            || self.running.iter().chain(&self.parked).any(|running| running.id == id)
-            || self.pending.iter().any(|step| step.has(id))
+        self.in_use.contains(&id) || self.pending.iter().any(|step| step.has(id))
     }
 
     fn check(&self, request: &BatchRequest) -> Result<Sampler> {
@@ -239,6 +253,10 @@ impl Batcher {
 
     /// Ends a request in any state and takes its memory back. Does nothing if it has ended already.
     pub fn cancel(&mut self, id: SequenceId) {
+        if !self.in_use.remove(&id) {
+            return;
+        }
+        self.events.retain(|event| event.id != id);
         self.waiting.retain(|w| w.request.id != id);
         if let Some(at) = self.running.iter().position(|r| r.id == id) {
             self.leave(at);
@@ -251,6 +269,8 @@ impl Batcher {
     /// Ends everything.
     pub fn cancel_all(&mut self) {
         self.waiting.clear();
+        self.events.clear();
+        self.in_use.clear();
         while !self.running.is_empty() {
             self.leave(0);
         }
@@ -316,109 +336,16 @@ impl Batcher {
         if !has_run && self.running.iter().any(|running| running.awaits_mask) {
             std::thread::sleep(MASK_POLL);
         }
+        for SequenceEvent { id, event } in &self.events {
+            if event.is_end() {
+                self.in_use.remove(id);
+            }
+        }
         std::mem::take(&mut self.events)
     }
 
     fn emit(&mut self, id: SequenceId, event: BatchEvent) {
         self.events.push(SequenceEvent { id, event });
-    }
-
-    fn expire(&mut self, now: Instant) {
-        let timeout = self.options.queue_timeout;
-        let events = &mut self.events;
-        self.waiting.retain(|w| {
-            let error = if w.request.deadline.is_some_and(|deadline| now >= deadline) {
-                EngineError::Deadline
-            } else if now.saturating_duration_since(w.since) >= timeout {
-                EngineError::QueueTimeout { seconds: timeout.as_secs_f64() }
-            } else {
-                return true;
-            };
-            events.push(SequenceEvent { id: w.request.id, event: BatchEvent::Failed(error) });
-            false
-        });
-        let is_late = |r: &Running| r.deadline.is_some_and(|deadline| now >= deadline);
-        while let Some(at) = self.running.iter().position(is_late) {
-            self.fail(at, EngineError::Deadline);
-        }
-        self.expire_parked(is_late);
-    }
-
-    /// Starts requests in the order of arrival as long as the next one fits. A request whose prompt another sequence is
-    /// just running keeps its place and lets later requests pass. No request starts while a sequence is parked.
-    fn let_in(&mut self, now: Instant) {
-        let mut at = 0;
-        while self.parked.is_empty() && self.running.len() < self.engine.options().sequences {
-            let Some(next) = self.waiting.get(at) else { return };
-            let is_long = self.engine.is_long(next.request.prompt.len());
-            let shares = next.request.shares_prefixes();
-            let key = next.key.as_ref().unwrap_or(&next.request.prompt);
-            let hit = match shares {
-                true => self.prefixes.find(key, is_long),
-                false => prefixes::nothing(0),
-            };
-            let turns_alike = |r: &&Running| r.cache.is_long() == is_long;
-            let running = &mut self.running.iter().filter(turns_alike);
-            if shares && running.any(|r| r.will_leave(key, hit.len)) {
-                at += 1;
-                continue;
-            }
-            let Some(hit) = self.promise(&next.request, hit) else { return };
-            let Some(waiting) = self.waiting.remove(at) else { return };
-            let id = waiting.request.id;
-            let queued = now.saturating_duration_since(waiting.since);
-            match self.start(waiting, &hit) {
-                Ok(()) => self.emit(id, BatchEvent::Started { cached_tokens: hit.len, queued }),
-                Err(error) => self.emit(id, BatchEvent::Failed(error)),
-            }
-        }
-    }
-
-    /// The part of a hit that can be used without breaking a promise; `None` if the request has to wait.
-    fn promise(&self, request: &BatchRequest, hit: PrefixHit) -> Option<PrefixHit> {
-        let shared = hit.len / AttentionSpec::PAGE;
-        let pinned = self.prefixes.evictable_of(self.engine.cache(), &hit.pages);
-        if self.can_see(request, hit.len) && self.can_start(request, shared, pinned) {
-            return Some(hit);
-        }
-        // The pages that it would share may take the room that it needs, so try without them.
-        let anew = prefixes::nothing(hit.known_len);
-        (self.can_see(request, 0) && self.can_start(request, 0, 0)).then_some(anew)
-    }
-
-    /// Whether there is room for a request that shares `shared` pages and pins `pinned` pages.
-    fn can_start(&self, request: &BatchRequest, shared: usize, pinned: usize) -> bool {
-        let all = pages_at_full_length(request.prompt.len(), request.max_tokens);
-        if let Some(crowd) = self.overcommit_policy() {
-            let newcomer = PageDemand::new(0, request.prompt.len().div_ceil(AttentionSpec::PAGE), all);
-            let running = self.running_holdings();
-            return crowd.can_start(self.available_pages(), &running, newcomer, shared, pinned);
-        }
-        // Promises are kept by free pages and by those of prefixes. Shared pages are there already, but can no longer
-        // be evicted.
-        let promised: usize = self.running.iter().map(Running::pages_missing).sum();
-        self.available_pages() >= promised + (all - shared) + pinned
-    }
-
-    fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {
-        let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
-        // The sequence holds what it shares, so making room may forget the prefix.
-        let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
-        self.prefixes.make_room(self.engine.cache_mut(), copies);
-        self.engine.cache_mut().own_last_page(&mut sequence)?;
-        let Waiting { mut request, key, sampler, .. } = waiting;
-        sequence.set_long(self.engine.is_long(request.prompt.len()));
-        let stops = if self.prefixes.keeps_states(self.engine.cache()) && request.shares_prefixes() {
-            prefixes::save_points(request.prompt.len(), hit.len, hit.known_len, &request.marks)
-        } else {
-            Vec::new()
-        };
-        let pictures = Pictures::new(request.vision.take(), key);
-        let mut running = Running::new(request, sequence, stops, sampler, self.engine.runs_ahead());
-        running.pictures = pictures;
-        self.hold_pictures(&mut running, hit.len);
-        self.running.push(running);
-        Ok(())
     }
 
     /// Reports tokens. Returns how the sequence ended if it did.

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_finds_its_prompt_and_a_page_for_everybody() {
+    fn a_start_finds_its_prompt_and_a_page_for_each_sequence() {
         let policy = policy(8, 100);
         let running = [holding(3, 8), PageDemand::new(1, 2, 8)];
         // One page for the first sequence, two for the second, three for the newcomer with a prompt of two pages.
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_comes_to_an_end_within_every_bound() {
+    fn every_sequence_comes_to_an_end_within_every_bound() {
         let mut seed = 11u64;
         let mut random = |below: usize| {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1);

@@ -46,8 +46,8 @@ impl Batcher {
         saved
     }
 
-    /// The name of saved prefixes of a model. Another kind of device has other bits. Texts with answers, whose rows were
-    /// decoded, are none for a batch that reuses no answers.
+    /// The name of saved prefixes of a model. Another kind of device has other bits. The name says whether texts may
+    /// contain answers. A batch that reuses no answers does not take such texts.
     fn name_of_prefixes(&self, model: &str) -> String {
         let device = self.engine.runtime().backend().name();
         let kind = device.split(':').next().unwrap_or(device);

@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_gets_a_turn() {
+    fn every_sequence_gets_a_turn() {
         let prompts = [rest(640); 9];
         let mut sums = vec![0; prompts.len()];
         for turn in 0..9 {

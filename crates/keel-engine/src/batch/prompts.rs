@@ -104,11 +104,8 @@ impl Batcher {
 
     /// Runs the parts. Retries once if that failed and left all sequences whole.
     fn run_twice(&mut self, parts: &[PromptRows]) -> Result<Vec<Option<u32>>> {
-        self.run_parts(parts).or_else(|error| {
-            self.count_failed_step(&error);
-            let is_whole = parts.iter().all(|part| self.is_whole(part.i));
-            if is_whole { self.run_parts(parts) } else { Err(error) }
-        })
+        let rows: Vec<usize> = parts.iter().map(|part| part.i).collect();
+        self.twice(&rows, |batch| batch.run_parts(parts))
     }
 
     /// Runs one part of a failed step alone. `cause` is the error of that step.
@@ -153,7 +150,7 @@ impl Batcher {
         for (row, (part, token)) in parts.iter().zip(drawn).enumerate() {
             let running = &self.running[part.i];
             let (id, done) = (running.id, running.cache.len());
-            if !running.is_run_again() {
+            if !running.is_run_again {
                 self.emit(id, BatchEvent::Prefilled(done));
             }
             let outcome =
@@ -188,8 +185,10 @@ impl Batcher {
             return read;
         }
         if self.engine.options().drafts > 0 {
-            let hidden = self.engine.last_hidden_of(row)?;
-            self.running[i].speculation = Some(Speculation::new(self.options.speculation, hidden));
+            // Without the hidden state the answer makes no drafts.
+            let hidden = self.engine.last_hidden_of(row).ok();
+            let drafting = hidden.map(|hidden| Speculation::new(self.options.speculation, hidden));
+            self.running[i].speculation = drafting;
         }
         match drawn {
             Some(token) => self.running[i].take_drawn(token),

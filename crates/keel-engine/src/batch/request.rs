@@ -146,6 +146,13 @@ pub enum BatchEvent {
     Failed(EngineError),
 }
 
+impl BatchEvent {
+    /// Whether no event of its sequence follows.
+    pub fn is_end(&self) -> bool {
+        matches!(self, BatchEvent::Finished(_) | BatchEvent::Failed(_))
+    }
+}
+
 /// Bounds of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchOptions {

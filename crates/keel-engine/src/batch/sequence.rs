@@ -24,6 +24,8 @@ pub(super) struct Running {
     pub prompt_len: usize,
     /// How many tokens are run as a prompt: the prompt itself, and more if the sequence had to be run again.
     run_len: usize,
+    /// Whether tokens of its answer are run as a prompt, because it has new rotary frequencies.
+    pub is_run_again: bool,
     pub cached_tokens: usize,
     /// Grid positions where the prompt's state is saved, ascending.
     pub save_points: Vec<usize>,
@@ -65,9 +67,14 @@ pub(super) struct Drawn {
     pub finish: Option<FinishReason>,
 }
 
-/// Pages of a request at full length. The last token is drawn but not run.
+/// Rows of a request at full length. The last token is drawn but not run.
+pub(super) fn rows_at_full_length(prompt_len: usize, max_tokens: usize) -> usize {
+    prompt_len + max_tokens.max(1) - 1
+}
+
+/// Pages of a request at full length.
 pub(super) fn pages_at_full_length(prompt_len: usize, max_tokens: usize) -> usize {
-    (prompt_len + max_tokens.max(1) - 1).div_ceil(AttentionSpec::PAGE)
+    rows_at_full_length(prompt_len, max_tokens).div_ceil(AttentionSpec::PAGE)
 }
 
 impl Running {
@@ -89,6 +96,7 @@ impl Running {
             cache,
             prompt_len: request.prompt.len(),
             run_len: request.prompt.len(),
+            is_run_again: false,
             tokens: request.prompt,
             save_points: stops,
             rolling: None,
@@ -130,11 +138,6 @@ impl Running {
         at >= self.run_len && self.tokens.len() == self.run_len
     }
 
-    /// Whether tokens of its answer are run as a prompt, because it has new rotary frequencies.
-    pub fn is_run_again(&self) -> bool {
-        self.run_len > self.prompt_len
-    }
-
     /// The token at this position, if it is run as part of a prompt.
     pub fn next_of_prompt(&self, at: usize) -> Option<u32> {
         self.tokens[..self.run_len].get(at).copied()
@@ -143,6 +146,7 @@ impl Running {
     /// Called after its cache was reset: all its tokens but the last are run as a prompt.
     pub fn run_again(&mut self) {
         self.run_len = self.tokens.len() - 1;
+        self.is_run_again = true;
     }
 
     /// How many tokens it holds once all steps under way are taken.
@@ -207,6 +211,10 @@ impl Running {
     pub fn is_at_grid_of_answer(&self) -> bool {
         let at = self.cache.len();
         at > self.prompt_len && at.is_multiple_of(PREFILL_GRID)
+    }
+
+    pub fn rows_at_full_length(&self) -> usize {
+        rows_at_full_length(self.prompt_len, self.max_tokens)
     }
 
     pub fn pages_at_full_length(&self) -> usize {

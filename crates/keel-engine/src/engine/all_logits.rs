@@ -98,6 +98,7 @@ impl Engine {
         }
         let width = self.model().config.hidden;
         let mut sequence = self.open()?;
+        self.choose_rope_frequencies(&mut sequence, prompt.len());
         sequence.set_vision_inputs(vision);
         let (regime, step) =
             if one_by_one { (Regime::Decode, 1) } else { (Regime::Prefill, self.options.prefill_step) };

@@ -23,11 +23,13 @@ impl Engine {
         if options.drafts > 0 {
             let sequence =
                 Speculation::bytes_max(config.hidden) + options.drafts * SamplerChooser::DRAFT_BYTES;
-            // The rows of a round, where many are read at once.
-            bytes += options.sequences * sequence + options.decode_rows() * hidden_bytes;
+            // Hidden states: of the rows of a round until the next one, of the rows that a pass of the head takes, and
+            // a row of each sequence in the step taken last.
+            let hidden_rows = 2 * options.decode_rows() + options.sequences;
+            bytes += options.sequences * sequence + hidden_rows * hidden_bytes;
         } else if self.stages() > 1 {
             // Steps of micro-batches that wait to be taken, one of prompts, and the one taken last keep logits.
-            let rows = (self.stages() + 2) * self.stepper.buckets().host_rows();
+            let rows = (self.stages() + 2) * options.host_rows();
             bytes += rows * config.vocab * size_of::<f32>();
         }
         // Rows that are added up to their mean, and features of pictures on their way to the device.

@@ -11,7 +11,7 @@ use crate::speculation::Costs;
 use crate::step::{LOGITS_ROWS, Outcome, StepKind, StepList, StepShape, Stepper};
 use crate::vision::VisionRunner;
 
-/// Work besides running steps, for which a request may have to wait.
+/// Work other than running steps, for which a request may have to wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LateWork {
     /// Steps traced.

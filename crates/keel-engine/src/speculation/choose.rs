@@ -83,8 +83,8 @@ pub trait Chooser {
     /// cannot go back, the chooser fails from then on.
     fn abandon(&mut self);
 
-    /// Ends drafting: the drafts do not count as tokens any more. Random numbers that they took stay taken; a draft must
-    /// not be judged with the number that it was drawn with.
+    /// Ends drafting: the drafts do not count as tokens any more. Random numbers that they took stay taken: a draft
+    /// must not be judged with the number that it was drawn with.
     fn retract(&mut self);
 
     /// Chooses the token after a row with these logits, which are overwritten. `draft` is the draft for its place.

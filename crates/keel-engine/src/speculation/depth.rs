@@ -133,11 +133,18 @@ impl Shares {
     }
 }
 
+/// The size of a pass of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct PassSize {
+    sequences: usize,
+    rows: usize,
+}
+
 /// Seconds of passes without a sequence. They read all weights, but no states, keys or values.
 #[derive(Debug, Default)]
 struct Empty {
-    /// By number of sequences and of rows.
-    verify: BTreeMap<(usize, usize), f64>,
+    verify: BTreeMap<PassSize, f64>,
+    /// By number of sequences.
     draft: BTreeMap<usize, f64>,
 }
 
@@ -167,7 +174,7 @@ impl Costs {
 
     /// Records the time of a pass of this shape without a sequence.
     pub fn note_empty(&mut self, shape: &StepShape, seconds: f64) {
-        let pass = (shape.sequences, shape.rows);
+        let pass = PassSize { sequences: shape.sequences, rows: shape.rows };
         match shape.outcome {
             Outcome::Draft => self.empty.draft.insert(shape.sequences, seconds),
             // Where plain steps run ahead, none is a pass with one open row for each sequence.
@@ -176,22 +183,22 @@ impl Costs {
         };
     }
 
-    /// The pass that holds `rows` rows of this many sequences: its sequences, and its rows.
-    fn padded(&self, rows: usize, sequences: usize) -> (usize, usize) {
-        let Some(buckets) = &self.buckets else { return (sequences, rows) };
+    /// The pass that holds `rows` rows of this many sequences.
+    fn padded(&self, rows: usize, sequences: usize) -> PassSize {
+        let Some(buckets) = &self.buckets else { return PassSize { sequences, rows } };
         let shape = buckets.fit(StepKind::decode(Outcome::OpenRows), rows, sequences);
-        (shape.sequences, shape.rows)
+        PassSize { sequences: shape.sequences, rows: shape.rows }
     }
 
     /// Records the time of a pass of the model over `rows` rows of `sequences` sequences.
     pub fn note_pass(&mut self, rows: usize, sequences: usize, seconds: f64) {
-        let (sequences, rows) = self.padded(rows, sequences);
+        let PassSize { sequences, rows } = self.padded(rows, sequences);
         note(self.verify.entry(sequences).or_default(), rows, seconds);
     }
 
     /// Records that a plain step of `sequences` sequences took at most this time.
     pub fn note_plain_bound(&mut self, sequences: usize, seconds: f64) {
-        let (sequences, rows) = self.padded(sequences, sequences);
+        let PassSize { sequences, rows } = self.padded(sequences, sequences);
         let times = self.verify.entry(sequences).or_default();
         let mean = times.entry(rows).or_insert(Mean { seconds, is_first: true });
         mean.seconds = mean.seconds.min(seconds);
@@ -199,8 +206,8 @@ impl Costs {
 
     /// Records the time of a pass of the MTP head for `sequences` sequences.
     pub fn note_draft(&mut self, sequences: usize, seconds: f64) {
-        let (padded, _) = self.padded(sequences, sequences);
-        note(&mut self.draft, padded, seconds);
+        let padded = self.padded(sequences, sequences);
+        note(&mut self.draft, padded.sequences, seconds);
     }
 
     /// Records how many drafts of a sequence's round were accepted.
@@ -214,7 +221,7 @@ impl Costs {
 
     /// Whether a plain round of this many sequences should be measured now.
     fn wants_plain(&self, sequences: usize) -> bool {
-        let (sequences, rows) = self.padded(sequences, sequences);
+        let PassSize { sequences, rows } = self.padded(sequences, sequences);
         let is_known = self.verify.get(&sequences).is_some_and(|times| times.contains_key(&rows));
         self.since_plain >= PLAIN_EVERY || !is_known
     }
@@ -222,21 +229,20 @@ impl Costs {
     /// Estimated seconds of a round of depth `k` for this many sequences.
     fn round(&self, sequences: usize, k: usize) -> f64 {
         let per_row = ROW_COST_GUESS / sequences as f64;
-        let (padded, plain) = self.padded(sequences, sequences);
-        let (_, rows) = self.padded(sequences * (k + 1), sequences);
+        let plain = self.padded(sequences, sequences);
+        let pass = self.padded(sequences * (k + 1), sequences);
         let unknown = Times::new();
-        let measured = self.verify.get(&padded).unwrap_or(&unknown);
-        let empty = |rows| self.empty.verify.get(&(padded, rows));
-        let verify = match (empty(plain), empty(rows)) {
+        let measured = self.verify.get(&plain.sequences).unwrap_or(&unknown);
+        let verify = match (self.empty.verify.get(&plain), self.empty.verify.get(&pass)) {
             // Not measured yet: the plain step's time, plus the difference of the two passes without a sequence.
-            (Some(one), Some(all)) if !measured.contains_key(&rows) => {
-                estimate(measured, plain, per_row) + (all - one).max(0.0)
+            (Some(one), Some(all)) if !measured.contains_key(&pass.rows) => {
+                estimate(measured, plain.rows, per_row) + (all - one).max(0.0)
             }
-            _ => estimate(measured, rows, per_row),
+            _ => estimate(measured, pass.rows, per_row),
         };
-        let draft = match self.empty.draft.get(&padded) {
-            Some(&empty) if !self.draft.contains_key(&padded) => empty,
-            _ => estimate(&self.draft, padded, per_row),
+        let draft = match self.empty.draft.get(&plain.sequences) {
+            Some(&empty) if !self.draft.contains_key(&plain.sequences) => empty,
+            _ => estimate(&self.draft, plain.sequences, per_row),
         };
         verify + k as f64 * draft
     }

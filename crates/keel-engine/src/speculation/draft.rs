@@ -15,7 +15,7 @@ use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, Result};
 
 impl Engine {
-    /// Runs rows that the head lags behind, if they reach `MTP_LAG_MAX` or are more than a drafting pass holds.
+    /// Runs rows that the head has not run yet, if they reach `MTP_LAG_MAX` or are more than a drafting pass holds.
     /// Returns how many.
     pub(super) fn catch_up(
         &mut self,
@@ -33,7 +33,7 @@ impl Engine {
         Ok(rows)
     }
 
-    /// Runs the first `rows` rows that the head lags behind.
+    /// Runs the first `rows` rows that the head has not run yet.
     fn run_lag(&mut self, cache: &SequenceCache, speculation: &mut Speculation, rows: usize) -> Result<()> {
         self.fetch_lags([&mut *speculation])?;
         let lag = &speculation.lag;
@@ -49,9 +49,9 @@ impl Engine {
         self.in_flight.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
     }
 
-    /// Runs rows that the head lags behind these sequences after the step submitted last, in one pass. It ends with
-    /// that step. Rows that it does not hold wait for the next one. If it fails on the device, drafts are worse. In a
-    /// split, the step after it is lost, too.
+    /// Submits one pass of the MTP head after the step submitted last. It runs the rows of these sequences that the
+    /// head has not run. It ends with that step. Rows that it does not hold wait for the next one. If it fails on the
+    /// device, drafts are worse. In a split, the step after it is lost, too.
     pub(crate) fn catch_up_ahead(&mut self, all: &mut [(&SequenceCache, &mut Speculation)]) -> Result<()> {
         self.fetch_lags(all.iter_mut().map(|(_, speculation)| &mut **speculation))?;
         let rows_max = if all.len() == 1 { MTP_LAG_MAX } else { self.options.open_rows() };
@@ -73,8 +73,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs the rows that the MTP head lags behind, if there are more than `DRAFTS_MAX`: with more, `Depth::Auto` does
-    /// not draft. No step is under way.
+    /// Runs the rows that the MTP head has not run yet, if there are more than `DRAFTS_MAX`: with more, `Depth::Auto`
+    /// does not draft. No step is under way.
     pub(crate) fn catch_up_plainly(
         &mut self,
         cache: &SequenceCache,

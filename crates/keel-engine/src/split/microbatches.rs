@@ -9,7 +9,7 @@
 //! A step is submitted when the host knows the tokens of its micro-batch. Each device but the lead then gets its
 //! program and runs it after those of earlier steps. The lead's program runs on the caller's thread, when the step is
 //! taken. So the lead's results stay until the next step is taken, and a micro-batch needs no memory of its own on any
-//! device.
+//! device. The plan has host memory for the logits of rows whose tokens the host draws.
 //!
 //! While a step is under way, a device may wait for the lead. So nothing else may wait for a device before the lead has
 //! run its programs ([`Engine::finish_microbatches`]); the results then wait on the host until the step is taken.
@@ -148,6 +148,8 @@ impl Engine {
         let is_known = |work: &Work<'_>| {
             Some(work.rows.regime()) == regime && !matches!(work.rows, WorkRows::Drawn(_)) && work.ahead == 0
         };
+        let for_host = work.iter().filter(|work| work.by_host).count();
+        let for_host_max = self.options.host_rows();
         let is_under_way = |work: &Work<'_>| steps.iter().any(|s| s.slots.contains(&work.sequence.slot()));
         let reason = if groups == 1 {
             "steps of a model on several devices are under way only in a pipeline, without drafts and parking: use \
@@ -165,6 +167,10 @@ impl Engine {
             "a step of a pipeline runs tokens that the host knows, of answers or of prompts".into()
         } else if work.iter().any(is_under_way) {
             "a sequence of a step under way; take its token first".into()
+        } else if for_host > for_host_max {
+            format!(
+                "the host draws {for_host} tokens of a step; the logits of at most {for_host_max} are kept"
+            )
         } else {
             return Ok(());
         };

@@ -218,7 +218,8 @@ impl Buckets {
             format!("prompts of a step:          1 or up to {}", self.prompts),
         ];
         if !self.open_rows.is_empty() {
-            let rows: Vec<usize> = self.open_rows_of(self.sequences.len()).collect();
+            let most = self.sequences.last().copied().unwrap_or(1);
+            let rows: Vec<usize> = self.open_rows_of(most).collect();
             lines.push(format!("rows of a sequence that drafts: {}", numbers(&rows)));
         }
         lines.push(format!("programs: {}", self.list().len()));

@@ -30,7 +30,7 @@ pub(crate) use staging::{Rows, TokensAt};
 pub(crate) use trace::{Pairs, trace};
 use vision::VisionStaging;
 
-/// How many prepared steps are kept besides those of the list. Shapes that serving does not need replace each other.
+/// How many prepared steps are kept other than those of the list. Shapes that serving does not need replace each other.
 const OTHERS_MAX: usize = 32;
 
 /// How many rows of logits are computed at a time when every row is wanted.
@@ -266,7 +266,7 @@ impl Stepper {
     }
 
     /// The program that keeps these rows of the logits of the step of this regime that was submitted last, ready to
-    /// run. A token comes to the host with it, which says nothing.
+    /// run. One token comes to the host with it and is ignored.
     pub fn keeping_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<PreparedStep> {
         self.kept()?.fill(regime, rows)?;
         self.keeping(self.buckets.keeping(regime))
@@ -288,7 +288,7 @@ impl Stepper {
     }
 
     /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to
-    /// run. A token comes to the host with it, which says nothing.
+    /// run. One token comes to the host with it and is ignored.
     pub fn keeping_hidden(&mut self, step: u64) -> Result<PreparedStep> {
         self.keeping(Buckets::keeping_hidden(HiddenPlace::of(step)))
     }

@@ -97,11 +97,27 @@ pub fn queueing(piece: usize) -> (Runtime, Arc<Queueing>) {
     (Runtime::new(InterceptedBackend::new(Arc::new(inner), Arc::clone(&queueing)), options), queueing)
 }
 
-/// Fills the arena with NaN before the first kernel of a program.
-pub fn poison_arena(backend: &dyn Backend, launch: &Launch<'_>) {
-    if launch.has_arena() && launch.prepared().is_some_and(|piece| piece.first_kernel == 0) {
-        let arena = launch.arena();
-        backend.write(arena.memory(), 0, &vec![0xff; arena.bytes()]);
+/// Gives the short list of a backend that compiles, and fills the arena with NaN before each program.
+pub struct Poison {
+    /// Whether the backend says that it queues.
+    pub queues: bool,
+}
+
+impl Interceptor for Poison {
+    fn is_queueing(&self) -> bool {
+        self.queues
+    }
+
+    fn is_compiling(&self, _: &dyn Backend) -> bool {
+        true
+    }
+
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        if launch.has_arena() && launch.prepared().is_some_and(|piece| piece.first_kernel == 0) {
+            let arena = launch.arena();
+            backend.write(arena.memory(), 0, &vec![0xff; arena.bytes()]);
+        }
+        backend.launch(launch)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use keel_array::DType;
-use keel_weights::quantize::{Dequantized, RowSource};
+use keel_weights::quantize::{Dequantized, RowSource, expert_of};
 use keel_weights::{Checkpoint, TensorSpec, WeightsError};
 
 use super::names::Names;
@@ -78,7 +78,7 @@ impl<'a> CheckpointAsGguf<'a> {
             if name == "lm_head.weight" && config.tied {
                 continue;
             }
-            if let Some((stack, number)) = expert(&name) {
+            if let Some((stack, number, _)) = expert_of(&name) {
                 experts.entry(stack).or_default().insert(number, spec);
                 continue;
             }
@@ -122,13 +122,6 @@ fn text_name(name: &str) -> Option<String> {
         .split('.')
         .any(|part| part == "visual" || part == "multi_modal_projector" || part.starts_with("vision"));
     (is_text && !is_vision && !name.ends_with("rotary_emb.inv_freq")).then(|| name.into())
-}
-
-/// The stack and the number of an expert that is a separate tensor.
-fn expert(name: &str) -> Option<(String, usize)> {
-    let (layer, rest) = name.split_once(".experts.")?;
-    let (number, part) = rest.split_once('.')?;
-    Some((format!("{layer}.switch_mlp.{part}"), number.parse().ok()?))
 }
 
 /// Builds the tensors of the file.

@@ -10,7 +10,7 @@ use crate::loading::Loader;
 use crate::model_types::transformer::{self, Defaults, HeadNorms, Traits};
 use crate::{HybridConfig, Result};
 
-/// The numbers.
+/// The numbers, and those of `qwen2`.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
     transformer::activation(&fields)?;

@@ -420,22 +420,25 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named() {
-        for (key, value) in [
-            ("depth", json!(null)),
-            ("num_heads", json!(5)),
-            ("num_position_embeddings", json!(80)),
-            ("out_hidden_size", json!(97)),
-            ("deepstack_visual_indexes", json!([0, 2])),
-            ("deepstack_visual_indexes", json!([1, 1])),
-            ("hidden_act", json!("relu")),
-            ("in_channels", json!(1)),
-            ("patch_size", json!(0)),
+        for (key, value, named) in [
+            ("depth", json!(null), "depth"),
+            ("num_heads", json!(5), "hidden_size 48 is not a multiple of the 5 heads"),
+            ("num_position_embeddings", json!(80), "num_position_embeddings"),
+            ("out_hidden_size", json!(97), "out_hidden_size"),
+            (
+                "deepstack_visual_indexes",
+                json!([0, 2]),
+                "deepstack_visual_indexes [0, 2] name blocks beyond 2",
+            ),
+            ("deepstack_visual_indexes", json!([1, 1]), "deepstack_visual_indexes [1, 1] name a block twice"),
+            ("hidden_act", json!("relu"), "hidden_act"),
+            ("in_channels", json!(1), "in_channels"),
+            ("patch_size", json!(0), "patch_size"),
         ] {
             let mut config = minimal();
             config["vision_config"][key] = value;
             let message = read(config).expect_err(key).to_string();
-            let named = message.contains(key) || message.contains("heads");
-            assert!(named && message.contains("vision_config"), "{key}: {message}");
+            assert!(message.contains(named) && message.contains("vision_config"), "{key}: {message}");
         }
     }
 }

@@ -50,7 +50,7 @@ pub trait Fetch: Debug + Send + Sync {
     fn fetch(&self, url: &str, limits: FetchLimits) -> Result<Vec<u8>, String>;
 }
 
-/// Where pictures may come from besides the request itself.
+/// Where pictures may come from, other than the request itself.
 #[derive(Clone, Debug)]
 pub struct PictureSources {
     /// Folders whose files may be shown.

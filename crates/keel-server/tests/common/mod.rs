@@ -217,10 +217,13 @@ pub struct Reply {
     pub status: u16,
     pub headers: Vec<(String, String)>,
     pub body: String,
+    /// Whether the body came to its end: its last chunk, or all of its length.
+    pub is_complete: bool,
 }
 
 impl Reply {
     pub fn json(&self) -> Value {
+        assert!(self.is_complete, "the body was cut off: {}", self.body);
         serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {}", self.body))
     }
 
@@ -230,6 +233,7 @@ impl Reply {
 
     /// The JSON events of a stream. The stream must end properly.
     pub fn events(&self) -> Vec<Value> {
+        assert!(self.is_complete, "the stream was cut off: {}", self.body);
         let mut data: Vec<&str> = self.body.lines().filter_map(|l| l.strip_prefix("data: ")).collect();
         assert_eq!(data.pop(), Some("[DONE]"), "{}", self.body);
         data.into_iter().map(|text| serde_json::from_str(text).expect("JSON")).collect()
@@ -272,7 +276,7 @@ pub fn request(
     read(send(address, method, path, headers, body))
 }
 
-/// Reads a whole response.
+/// Reads a response to its end, or to where the connection ends.
 pub fn read(stream: TcpStream) -> Reply {
     let mut reader = BufReader::new(stream);
     let mut line = String::new();
@@ -286,24 +290,33 @@ pub fn read(stream: TcpStream) -> Reply {
         headers.push((name.to_ascii_lowercase(), value.to_string()));
     }
     let chunked = headers.iter().any(|(n, v)| n == "transfer-encoding" && v == "chunked");
+    let length =
+        headers.iter().find(|(n, _)| n == "content-length").map(|(_, v)| v.parse().expect("a number"));
     let mut body = Vec::new();
-    if chunked {
-        while let Some(chunk) = read_chunk(&mut reader) {
-            body.extend(chunk);
+    let is_complete = if chunked {
+        loop {
+            match read_chunk(&mut reader) {
+                Some(chunk) if chunk.is_empty() => break true,
+                Some(chunk) => body.extend(chunk),
+                None => break false,
+            }
         }
     } else {
-        // The server may close before the client has sent everything.
-        let _ = reader.read_to_end(&mut body);
-    }
-    Reply { status, headers, body: String::from_utf8(body).expect("UTF-8") }
+        // The server may close before the client has sent everything. Then the read fails after the body.
+        let read = reader.read_to_end(&mut body);
+        length.map_or(read.is_ok(), |length: usize| body.len() == length)
+    };
+    Reply { status, headers, body: String::from_utf8(body).expect("UTF-8"), is_complete }
 }
 
+/// The next chunk, empty if it is the last one. `None` if it does not come whole.
 fn read_chunk(reader: &mut impl BufRead) -> Option<Vec<u8>> {
     let mut line = String::new();
     reader.read_line(&mut line).ok()?;
-    let size = usize::from_str_radix(line.trim(), 16).ok().filter(|&size| size > 0)?;
+    let size = usize::from_str_radix(line.trim(), 16).ok()?;
     let mut chunk = vec![0; size + 2];
     reader.read_exact(&mut chunk).ok()?;
+    chunk.ends_with(b"\r\n").then_some(())?;
     chunk.truncate(size);
     Some(chunk)
 }

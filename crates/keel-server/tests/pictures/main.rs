@@ -94,7 +94,7 @@ fn said(reply: &Value) -> &str {
 }
 
 /// Whether texts are the same. Where bytes of a token are no character, the reference replaces its neighbours, too:
-/// what it has besides must come in order.
+/// the rest of it must come in order.
 fn is_alike(text: &str, reference: &str) -> bool {
     let mut rest = text;
     reference.split(char::REPLACEMENT_CHARACTER).filter(|part| !part.is_empty()).all(|part| {

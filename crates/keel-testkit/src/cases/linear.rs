@@ -23,6 +23,9 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (1030, 70, 384),
 ];
 
+/// `(T, N, K)` for every number of bits with every size of groups: few rows and many.
+pub const FOR_EACH_KIND: &[(usize, usize, usize)] = &[(17, 65, 256), (130, 64, 256)];
+
 /// `(N, K)` of large products. In the first three, W has enough rows that a device with 100 to 200 multiprocessors
 /// needs several passes. The others have long rows, and the last two as many row tiles as two to four blocks of each
 /// multiprocessor. Kernels cut these in special ways.

@@ -2,29 +2,32 @@
 
 use super::{Check, FLOATS, INTEGERS, download, expect, layouts, rounded, upload};
 use crate::cases::elementwise::{BROADCASTS, SHAPES};
+use crate::compare::assert_each_close;
 use crate::naive::elementwise::{binary, gelu, gelu_tanh, select, sigmoid, softplus};
 use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
+use crate::tolerance;
+use half::f16;
 use keel_array::{Array, DType, Result, Runtime};
 
 pub(super) const CHECKS: &[Check] = &[
-    Check { op: "neg", run: |r| unary(r, "neg", Array::neg, |x| -x, -9.0) },
+    Check { op: "neg", run: |r| unary(r, "neg", Array::neg, |x| -x, -9.0, TINY) },
     Check { op: "neg", run: |r| integer_unary(r, "neg", Array::neg, |x| -x) },
-    Check { op: "abs", run: |r| unary(r, "abs", Array::abs, f64::abs, -9.0) },
+    Check { op: "abs", run: |r| unary(r, "abs", Array::abs, f64::abs, -9.0, TINY) },
     Check { op: "abs", run: |r| integer_unary(r, "abs", Array::abs, f64::abs) },
-    Check { op: "exp", run: |r| unary(r, "exp", Array::exp, f64::exp, -9.0) },
-    Check { op: "log", run: |r| unary(r, "log", Array::log, f64::ln, 0.01) },
-    Check { op: "sqrt", run: |r| unary(r, "sqrt", Array::sqrt, f64::sqrt, 0.0) },
-    Check { op: "rsqrt", run: |r| unary(r, "rsqrt", Array::rsqrt, |x| 1.0 / x.sqrt(), 0.01) },
-    Check { op: "sin", run: |r| unary(r, "sin", Array::sin, f64::sin, -9.0) },
-    Check { op: "cos", run: |r| unary(r, "cos", Array::cos, f64::cos, -9.0) },
-    Check { op: "tanh", run: |r| unary(r, "tanh", Array::tanh, f64::tanh, -9.0) },
-    Check { op: "sigmoid", run: |r| unary(r, "sigmoid", Array::sigmoid, sigmoid, -9.0) },
-    Check { op: "silu", run: |r| unary(r, "silu", Array::silu, silu, -9.0) },
-    Check { op: "softplus", run: |r| unary(r, "softplus", Array::softplus, softplus, -30.0) },
-    Check { op: "gelu", run: |r| unary(r, "gelu", Array::gelu, gelu, -9.0) },
-    Check { op: "gelu_tanh", run: |r| unary(r, "gelu_tanh", Array::gelu_tanh, gelu_tanh, -9.0) },
+    Check { op: "exp", run: |r| unary(r, "exp", Array::exp, f64::exp, -9.0, TINY) },
+    Check { op: "log", run: |r| unary(r, "log", Array::log, f64::ln, 0.01, TINY) },
+    Check { op: "sqrt", run: |r| unary(r, "sqrt", Array::sqrt, f64::sqrt, 0.0, TINY) },
+    Check { op: "rsqrt", run: |r| unary(r, "rsqrt", Array::rsqrt, |x| 1.0 / x.sqrt(), 0.01, TINY) },
+    Check { op: "sin", run: |r| unary(r, "sin", Array::sin, f64::sin, -9.0, TINY) },
+    Check { op: "cos", run: |r| unary(r, "cos", Array::cos, f64::cos, -9.0, TINY) },
+    Check { op: "tanh", run: |r| unary(r, "tanh", Array::tanh, f64::tanh, -9.0, TINY) },
+    Check { op: "sigmoid", run: |r| unary(r, "sigmoid", Array::sigmoid, sigmoid, -9.0, TINY) },
+    Check { op: "silu", run: |r| unary(r, "silu", Array::silu, silu, -9.0, TINY) },
+    Check { op: "softplus", run: |r| unary(r, "softplus", Array::softplus, softplus, -30.0, TINY) },
+    Check { op: "gelu", run: |r| unary(r, "gelu", Array::gelu, gelu, -9.0, 1.0) },
+    Check { op: "gelu_tanh", run: |r| unary(r, "gelu_tanh", Array::gelu_tanh, gelu_tanh, -9.0, 1e-3) },
     Check { op: "not", run: not },
     Check { op: "add", run: |r| arithmetic(r, "add", Array::add, |a, b| a + b) },
     Check { op: "sub", run: |r| arithmetic(r, "sub", Array::sub, |a, b| a - b) },
@@ -49,14 +52,38 @@ pub(super) const CHECKS: &[Check] = &[
 type UnaryFn = fn(&Array) -> Result<Array>;
 type BinaryFn = fn(&Array, &Array) -> Result<Array>;
 
-fn unary(runtime: &Runtime, op: &str, apply: UnaryFn, oracle: fn(f64) -> f64, low: f32) {
+/// Results below this have a bound relative to this. It is wide enough for results that are flushed to zero because
+/// they are smaller than every normal f32.
+const TINY: f64 = 1e-30;
+
+/// Each result has a bound relative to its own size, or to `small` if it is smaller: there the function cancels. Also
+/// for inputs where the exponential of its argument overflows.
+fn unary(runtime: &Runtime, op: &str, apply: UnaryFn, oracle: fn(f64) -> f64, low: f32, small: f64) {
     let mut random = Random::new(1);
+    let far: Vec<f64> = [-100.0, -20.0, 20.0, 100.0].into_iter().filter(|x| low < 0.0 || *x > 0.0).collect();
     for dtype in FLOATS {
-        for shape in SHAPES {
-            let x = rounded(&Tensor::random(&mut random, shape, low, low.abs().max(9.0)), dtype);
+        let (tolerance, small) = match dtype {
+            DType::F16 => (tolerance::F16_STORED, small.max(f16::MIN_POSITIVE.to_f64())),
+            DType::BF16 => (tolerance::BF16_STORED, small),
+            _ => (tolerance::F32, small),
+        };
+        let mut inputs: Vec<Tensor> = vec![Tensor { shape: vec![far.len()], values: far.clone() }];
+        inputs.extend(
+            SHAPES
+                .iter()
+                .map(|shape| rounded(&Tensor::random(&mut random, shape, low, low.abs().max(9.0)), dtype)),
+        );
+        for x in inputs {
+            let want = x.map(oracle);
+            // What overflows the type is infinite. Other results are not rounded: the tolerance is for that.
+            let stored = rounded(&want, dtype).values.into_iter().zip(&want.values);
+            let want: Vec<f64> = stored.map(|(y, want)| if y.is_infinite() { y } else { *want }).collect();
             for (layout, array) in layouts(runtime, &x, dtype) {
                 let y = apply(&array).expect("defined for floats");
-                expect(&format!("{op} of {dtype} {shape:?} {layout}"), &y, &x.map(oracle));
+                assert_eq!(y.shape()[..], x.shape[..], "{op}: shape");
+                let y: Vec<f32> = download(&y).into_iter().map(|y| y as f32).collect();
+                let what = format!("{op} of {dtype} {:?} {layout}", x.shape);
+                assert_each_close(&what, &y, &want, tolerance, small);
             }
         }
     }

@@ -5,6 +5,7 @@ use super::sequence::{batch, draw, up};
 use super::share::is_mine;
 use super::{download, rounded};
 use crate::cases::linear::weights;
+use crate::compare::largest_distance;
 use crate::naive::linear::{Affine, e4m3_rows, e4m3_weights, linear};
 use crate::naive::matmul::matmul_transposed;
 use crate::naive::rms_norm::rms_norm;
@@ -95,8 +96,7 @@ pub(super) fn in_fp8(runtime: &Runtime) {
             let exact = onto(&linear(&input, &w));
             let coded = onto(&matmul_transposed(&codes(&input), &e4m3_weights(&w, bits), k));
             let y = download(&y.expect("extents fit"));
-            let far = |want: &[f64]| y.iter().zip(want).map(|(y, want)| (y - want).abs()).fold(0.0, f64::max);
-            let (from_exact, from_coded) = (far(&exact), far(&coded));
+            let (from_exact, from_coded) = (largest_distance(&y, &exact), largest_distance(&y, &coded));
             let wide: Vec<f64> = input.iter().copied().map(f64::from).collect();
             let step = tolerance::ONE_OF_TWO_ROUNDINGS * typical_sum(&wide, &w);
             let what = format!("{form} [{t}, {n}, {k}] of {bits} bits in groups of {group}, {compute:?}");

@@ -30,7 +30,7 @@ fn no_rows_of_a_weight(runtime: &Runtime) {
     expect_within("linear after blocks without rows", &y, &linear(&floats(&x), &w), tolerance::F32);
 }
 
-/// Asserts that a product is right. A device may instead ask for a copy of x, because it reads several values at a time.
+/// Asserts that a product is right. A device may instead ask for a copy of x: it may read several values at a time.
 #[track_caller]
 fn expect_right_or_refused(what: &str, y: &Array, want: &[f64], within: f64) {
     match y.eval() {

@@ -22,26 +22,31 @@ pub(super) const CHECKS: &[Check] = &[
 
 fn gathered(runtime: &Runtime) {
     let mut random = Random::new(54);
-    for (tokens, choices, experts, n, k, compute, limit) in [
-        (1, 2, 5, 33, 64, Compute::F32, tolerance::F32),
-        (7, 3, 4, 17, 128, Compute::F32, tolerance::F32),
-        (65, 2, 9, 31, 64, Compute::F32, tolerance::F32),
-        (1, 3, 5, 65, 192, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
-        (33, 4, 7, 95, 128, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
-        (95, 3, 257, 33, 64, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
-        (400, 3, 512, 17, 64, Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+    for (tokens, choices, experts, n, k, (bits, group), compute, limit) in [
+        (1, 2, 5, 33, 64, (4, 32), Compute::F32, tolerance::F32),
+        (7, 3, 4, 17, 128, (4, 32), Compute::F32, tolerance::F32),
+        (65, 2, 9, 31, 64, (4, 32), Compute::F32, tolerance::F32),
+        (1, 3, 5, 65, 192, (4, 32), Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (33, 4, 7, 95, 128, (4, 32), Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (95, 3, 257, 33, 64, (4, 32), Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (400, 3, 512, 17, 64, (4, 32), Compute::Bf16, tolerance::BF16_ACTIVATIONS),
+        (1, 3, 5, 33, 192, (4, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+        (33, 4, 7, 65, 128, (4, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+        (1, 3, 5, 65, 192, (8, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+        (65, 2, 9, 31, 128, (8, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
     ] {
-        let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, 4, 32)).collect();
-        let weight = affine_weight(runtime, &stack, 4, compute);
+        let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, bits, group)).collect();
+        let weight = affine_weight(runtime, &stack, bits, compute);
         let chosen = Tensor::integers(&mut random, &[tokens, choices], 0, experts as i64);
         let choice: Vec<u32> = chosen.values.iter().map(|&e| e as u32).collect();
         for shape in [&[tokens, k][..], &[tokens, choices, k]] {
             let x = rounded(&Tensor::random(&mut random, shape, -1.0, 1.0), DType::F32);
+            let want = gather_linear(&floats(&x), &stack, &choice);
             for dtype in [DType::U32, DType::I32] {
                 let y =
                     upload(runtime, &x, DType::F32).gather_linear(&weight, &upload(runtime, &chosen, dtype));
-                let want = gather_linear(&floats(&x), &stack, &choice);
-                let what = format!("gather_linear of {shape:?}, {compute:?}");
+                let what =
+                    format!("gather_linear of {shape:?}, {bits} bits in groups of {group}, {compute:?}");
                 expect_within(&what, &y.expect("extents fit"), &want, limit);
             }
         }

@@ -148,5 +148,5 @@ fn a_token_depends_on_its_row_alone(runtime: &Runtime) {
     let got = drawn(runtime, &logits, width, &some);
     (1..rows)
         .step_by(3)
-        .for_each(|i| assert_eq!(got[i], together[i], "row {i} beside rows that are left out"));
+        .for_each(|i| assert_eq!(got[i], together[i], "row {i} among rows that are left out"));
 }

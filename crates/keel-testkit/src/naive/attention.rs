@@ -1,5 +1,7 @@
 //! Causal attention with grouped heads over one sequence's keys and values.
 
+use crate::remembered::{Inputs, remembered};
+
 /// Sizes, scale and window.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
@@ -30,6 +32,14 @@ pub fn attention_until(
     v: &[f32],
     until: &[usize],
 ) -> Vec<f64> {
+    let Shape { heads, kv_heads, head_dim, scale, window } = shape;
+    let sizes = [heads, kv_heads, head_dim, usize::from(window.is_some()), window.unwrap_or(0), first];
+    let inputs = Inputs::of("attention").sizes(&sizes).sizes(until).floats(&[scale]);
+    let inputs = inputs.floats(q).floats(k).floats(v);
+    remembered(inputs, || each_row(shape, q, first, k, v, until))
+}
+
+fn each_row(shape: Shape, q: &[f32], first: usize, k: &[f32], v: &[f32], until: &[usize]) -> Vec<f64> {
     let Shape { heads, kv_heads, head_dim, scale, window } = shape;
     let rows = q.len() / (heads * head_dim);
     let mut y = vec![0.0; q.len()];

@@ -20,6 +20,9 @@ pub fn gelu_tanh(x: f64) -> f64 {
 /// `0.5 x (1 + erf(x / sqrt 2))`, with `erf(z) = 2 / sqrt(pi) e^(-z^2) sum_n 2^n z^(2n+1) / (1 3 .. (2n+1))`.
 pub fn gelu(x: f64) -> f64 {
     let z = x / 2f64.sqrt();
+    if z.abs() > 6.0 {
+        return 0.5 * x * (1.0 + z.signum()); // In f64, erf is 1 or -1 there.
+    }
     let terms = (1..400).scan(z, |term, n| {
         let now = *term;
         *term *= 2.0 * z * z / f64::from(2 * n + 1);

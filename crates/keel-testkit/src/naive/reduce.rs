@@ -11,6 +11,16 @@ pub fn reduce(x: &Tensor, f: impl Fn(&[f64]) -> f64) -> Tensor {
     Tensor { shape, values }
 }
 
+/// The largest element; NaN if any element is.
+pub fn largest(row: &[f64]) -> f64 {
+    row.iter().fold(f64::NEG_INFINITY, |a, &b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) })
+}
+
+/// The smallest element; NaN if any element is.
+pub fn smallest(row: &[f64]) -> f64 {
+    row.iter().fold(f64::INFINITY, |a, &b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) })
+}
+
 /// `exp(x - max) / sum` of each row.
 pub fn softmax(x: &Tensor) -> Tensor {
     let row = |row: &[f64]| {
@@ -23,16 +33,17 @@ pub fn softmax(x: &Tensor) -> Tensor {
 
 /// Running sums of each row.
 pub fn cumsum(x: &Tensor, reverse: bool, exclusive: bool) -> Tensor {
-    Tensor::from_fn(&x.shape, |index| {
-        let (lead, last) = (&index[..index.len() - 1], index[index.len() - 1]);
-        let range = match (reverse, exclusive) {
-            (false, false) => 0..last + 1,
-            (false, true) => 0..last,
-            (true, false) => last..x.width(),
-            (true, true) => last + 1..x.width(),
-        };
-        range.map(|i| x.at(&[lead, &[i]].concat())).sum()
-    })
+    let row = |row: &[f64]| {
+        let (mut sums, mut sum) = (vec![0.0; row.len()], 0.0);
+        for i in 0..row.len() {
+            let at = if reverse { row.len() - 1 - i } else { i };
+            let next = sum + row[at];
+            sums[at] = if exclusive { sum } else { next };
+            sum = next;
+        }
+        sums
+    };
+    Tensor { shape: x.shape.clone(), values: x.rows().flat_map(row).collect() }
 }
 
 /// Indices that sort a row: by value, then by index; NaN last.

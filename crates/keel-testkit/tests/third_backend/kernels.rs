@@ -7,7 +7,7 @@ use keel_testkit::naive::indexing::{
     concatenate, random_bits, random_normal, random_uniform, slice_update, take, take_along,
 };
 use keel_testkit::naive::matmul::matmul;
-use keel_testkit::naive::reduce::{argsort, cumsum, layer_norm, reduce, softmax, sorted};
+use keel_testkit::naive::reduce::{argsort, cumsum, largest, layer_norm, reduce, smallest, softmax, sorted};
 use keel_testkit::naive::silu;
 use keel_testkit::naive::tensor::Tensor;
 
@@ -205,8 +205,8 @@ fn reduced(reduction: Reduction, row: &[f64]) -> f64 {
     match reduction {
         Reduction::Sum => row.iter().sum::<f64>() + 0.0,
         Reduction::Mean => row.iter().sum::<f64>() / row.len() as f64,
-        Reduction::Max => row.iter().copied().fold(f64::NEG_INFINITY, f64::max),
-        Reduction::Min => row.iter().copied().fold(f64::INFINITY, f64::min),
+        Reduction::Max => largest(row),
+        Reduction::Min => smallest(row),
         Reduction::Prod => row.iter().product(),
         Reduction::Any => f64::from(u8::from(row.iter().any(|&x| x != 0.0))),
         Reduction::All => f64::from(u8::from(row.iter().all(|&x| x != 0.0))),

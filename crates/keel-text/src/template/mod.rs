@@ -14,6 +14,7 @@ mod tojson;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::error::Error as _;
 use std::fmt;
 use std::path::Path;
 
@@ -210,7 +211,12 @@ fn failure(name: &str, err: &minijinja::Error) -> TextError {
         ErrorKind::OutOfFuel => "it takes too many steps for a conversation of this length".to_string(),
         kind => kind.to_string(),
     };
-    if let Some(detail) = err.detail() {
+    let detail = match err.kind() {
+        // The source says which limit the output exceeds.
+        ErrorKind::WriteFailure => err.source().map(ToString::to_string),
+        _ => err.detail().map(str::to_string),
+    };
+    if let Some(detail) = detail {
         reason = format!("{reason}: {detail}");
     }
     if let Some(line) = err.line() {

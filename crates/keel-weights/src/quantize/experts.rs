@@ -33,7 +33,7 @@ impl Experts {
         let mut first: BTreeMap<String, (Vec<usize>, keel_array::DType)> = BTreeMap::new();
         for TensorSpec { name, dtype, shape } in tensors {
             let info = TensorInfo { dtype: *dtype, shape };
-            let Some((stack, number)) = module_of(name, &info).and_then(expert) else { continue };
+            let Some((stack, number)) = module_of(name, &info).and_then(projection_of) else { continue };
             let kind = (shape.clone(), *dtype);
             if *first.entry(stack.clone()).or_insert_with(|| kind.clone()) == kind {
                 apart.entry(stack).or_default().insert(number, name.clone());
@@ -49,8 +49,8 @@ impl Experts {
     /// The conversion of tensor `name` of a module that can be quantised. `None` for all but the first of separate
     /// experts: the first converts the whole stack.
     pub(super) fn stacks_of(&self, name: &str, module: &str, info: &TensorInfo<'_>) -> Option<Stacks> {
-        let found =
-            expert(module).and_then(|(stack, number)| Some((number, self.apart.get_key_value(&stack)?)));
+        let found = projection_of(module)
+            .and_then(|(stack, number)| Some((number, self.apart.get_key_value(&stack)?)));
         if let Some((number, (stack, experts))) = found {
             let shape = [&[experts.len()], info.shape].concat();
             return (number == 0).then(|| Stacks {
@@ -90,12 +90,16 @@ impl Experts {
     }
 }
 
-/// The stack and the number of expert module `<layer>.experts.<number>.<projection>`.
-fn expert(module: &str) -> Option<(String, usize)> {
-    let (layer, rest) = module.split_once(".experts.")?;
-    let (number, projection) = rest.split_once('.')?;
-    if !["gate_proj", "up_proj", "down_proj"].contains(&projection) {
-        return None;
-    }
-    Some((format!("{layer}.switch_mlp.{projection}"), number.parse().ok()?))
+/// For the name `<layer>.experts.<number>.<part>` of an expert that is stored by itself: the name of its stack, the
+/// number and the part.
+pub fn expert_of(name: &str) -> Option<(String, usize, &str)> {
+    let (layer, rest) = name.split_once(".experts.")?;
+    let (number, part) = rest.split_once('.')?;
+    Some((format!("{layer}.switch_mlp.{part}"), number.parse().ok()?, part))
+}
+
+/// The stack and the number of a module that is one of an expert's projections.
+fn projection_of(module: &str) -> Option<(String, usize)> {
+    let (stack, number, part) = expert_of(module)?;
+    ["gate_proj", "up_proj", "down_proj"].contains(&part).then_some((stack, number))
 }

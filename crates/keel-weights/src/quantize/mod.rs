@@ -7,6 +7,7 @@ mod recipe;
 mod run;
 mod source;
 
+pub use experts::expert_of;
 pub use gguf::{GgufRecipe, is_written, metadata_of, write_gguf};
 pub use recipe::QuantizeRecipe;
 pub use run::{

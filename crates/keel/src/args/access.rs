@@ -46,7 +46,7 @@ pub struct AccessArgs {
 }
 
 impl AccessArgs {
-    /// Where pictures may come from besides the request itself.
+    /// Where pictures may come from, in addition to the request itself.
     ///
     /// # Errors
     /// A folder that is none; hosts for a program that was built without downloads.

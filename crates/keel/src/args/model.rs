@@ -67,7 +67,7 @@ pub struct EngineArgs {
     pub compute: ComputeArg,
     /// Arithmetic of prompts' products: 8bit rounds activations and quantised weights to 8-bit floats with one scale
     /// for each row, in steps of more than 256 rows on a GPU that multiplies such floats. It is faster and changes the
-    /// result. On other GPUs it only rounds gates to f16, and on the CPU it changes nothing.
+    /// result. On other GPUs it only rounds gate, up and the result of attention to f16. On the CPU it changes nothing.
     #[arg(long, value_enum, default_value = "auto", conflicts_with_all = ["compute", "deterministic"])]
     pub prefill_compute: PrefillComputeArg,
     /// Bits of each stored key and value: 32, 16 (f16), or 8 or 4 with one scale for each 32 values. Fewer bits take

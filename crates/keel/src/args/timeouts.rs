@@ -36,7 +36,8 @@ pub struct TimeoutArgs {
     /// needs its memory.
     #[arg(long, value_name = "SECONDS", value_parser = seconds())]
     keep_alive: Option<u64>,
-    /// Seconds that requests may continue after SIGTERM before they are cut off. Remembered prefixes are saved after them.
+    /// Seconds that requests may continue after SIGTERM before they are cut off. Remembered prefixes are saved after
+    /// them.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = RangedU64ValueParser::<u64>::new().range(0..=SECONDS_MAX))]
     grace: u64,
 }

@@ -131,4 +131,6 @@ fn what_nobody_reads_is_refused() {
     assert!(refused("[sing]\na = 1").contains("[sing]"));
     assert!(refused("quiet = 'yes'").contains("expected true or false"));
     assert!(refused("context = 1979-05-27").contains("expected a text"));
+    assert!(refused("context = 'much'").contains("context: invalid value 'much' for '<context>'"));
+    assert!(refused("context = [1, 2]").contains("context: expected one value, not a list"));
 }

@@ -117,6 +117,7 @@ fn unary<S: Simd>(s: S, op: Unary, x: &[f32], y: &mut [f32]) {
 
 /// `0.5 x (1 + erf(x / sqrt 2))`. erf is the quotient of two polynomials that Eigen uses for f32: within a few units in
 /// the last place for arguments up to 4 in size. Larger arguments are clamped to that size, where |erf| is 1 in f32.
+/// The quotient there is not quite -1. That error would grow with x, so the result below is zero.
 #[inline(always)]
 fn gelu<S: Simd>(s: S, x: S::V) -> S::V {
     const ABOVE: [f32; 7] = [
@@ -132,16 +133,17 @@ fn gelu<S: Simd>(s: S, x: S::V) -> S::V {
     let z = s.mul(x, s.splat(std::f32::consts::FRAC_1_SQRT_2));
     // A minimum, as a maximum between two negations.
     let zero = s.splat(0.0);
-    let z = s.sub(zero, s.max(s.sub(zero, z), s.splat(-4.0)));
-    let z = s.max(z, s.splat(-4.0));
-    let square = s.mul(z, z);
+    let top = s.sub(zero, s.max(s.sub(zero, z), s.splat(-4.0)));
+    let clamped = s.max(top, s.splat(-4.0));
+    let square = s.mul(clamped, clamped);
     let of = |coefficients: &[f32]| {
         coefficients[1..]
             .iter()
             .fold(s.splat(coefficients[0]), |sum, c| s.add(s.mul(sum, square), s.splat(*c)))
     };
-    let erf = s.div(s.mul(z, of(&ABOVE)), of(&BELOW));
-    s.mul(s.mul(s.splat(0.5), x), s.add(s.splat(1.0), erf))
+    let erf = s.div(s.mul(clamped, of(&ABOVE)), of(&BELOW));
+    let y = s.mul(s.mul(s.splat(0.5), x), s.add(s.splat(1.0), erf));
+    s.select_lt(z, s.splat(-4.0), zero, y)
 }
 
 /// `ln(1 + e^x)`; above 20 it equals x in f32.

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn bf16_on_tiles_gives_a_row_the_same_bits_beside_any_others() {
+    fn bf16_on_tiles_gives_a_row_the_same_bits_among_any_others() {
         for (n, k) in [(50, 256), (33, 77), (16, 1573)] {
             let layout = PackedLayout::new(n, k, WeightFormat::Dense(FloatType::Bf16)).unwrap();
             let mut weights = vec![0; layout.bytes()];

@@ -45,7 +45,6 @@ fn sees_later_keys(kernel: &Kernel) -> bool {
 pub(super) fn surely_leaves_half(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> bool {
     (spec.regime, spec.window, mode.precision) == (Regime::Prefill, None, Precision::Fast)
         && kernel.inputs[3].dtype != DType::F32
-        && kernel.inputs[0].layout.shape[2].is_multiple_of(16)
 }
 
 fn rotated_bytes(q: &Shape) -> usize {
@@ -385,9 +384,7 @@ impl<'a> Task<'a> {
             most.min((self.rows * group).div_ceil(tile) + self.sequences)
         };
         let head = self.kv_head();
-        let tensor = self.call.mode.precision == Precision::Fast
-            && self.call.inputs[3].dtype != DType::F32
-            && self.size.is_multiple_of(16);
+        let tensor = self.call.mode.precision == Precision::Fast && self.call.inputs[3].dtype != DType::F32;
         let shared_max = self.call.gpu.device.shared_bytes_max;
         if let Some(keys) = self.wide_keys() {
             let geometry = Geometry {

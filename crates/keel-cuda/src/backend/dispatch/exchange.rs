@@ -135,8 +135,7 @@ fn exchange(
         return Ok(());
     }
     group(call).with(peers, work).map_err(|e| e.in_op(call.kernel.op.name()))?;
-    // The library's kernels wait for all kernels before them, and need not be followed by the kernel's own end: so the
-    // next kernel must not start early.
+    // NCCL's kernels do not take part in the overlap of launches. So the next kernel is launched without overlap.
     call.gpu.hold_next();
     call.settle();
     Ok(())

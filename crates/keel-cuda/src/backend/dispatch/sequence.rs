@@ -271,8 +271,8 @@ fn delta_chunked(
     let (sequences, dk) = (slot.len(), spec.key_dim);
     let chunks = chunks(qkv.layout.shape[0], sequences);
     let stage_bytes = stage_bytes(dk);
-    // Chunks that a block keeps in shared memory. One sequence has few blocks, so each has copies under way. With several,
-    // two blocks share a multiprocessor and hide each other's waits.
+    // Chunks that a block keeps in shared memory. One sequence has few blocks, so each has copies under way. With
+    // several, two blocks share a multiprocessor and hide each other's waits.
     let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(if sequences == 1 { 3 } else { 1 });
     if stages == 0 {
         return Err(call.error(format!("key heads of {dk} do not fit this GPU; use --compute f32")));

@@ -6,7 +6,7 @@
 use super::sequence::{CONV_TILE, chunked, chunks, prepare_shared_bytes};
 use super::{COUNTERS, custom, linear};
 use crate::backend::Mode;
-use keel_array::{GatedDeltaSpec, Kernel, Op, Regime, RowLog, Shape};
+use keel_array::{AttentionSpec, GatedDeltaSpec, Kernel, Op, Regime, RowLog, Shape};
 
 /// Blocks that a grid has along y and z, at most.
 pub(super) const GRID_MAX: usize = 65_535;
@@ -130,9 +130,10 @@ fn gated_delta(spec: &GatedDeltaSpec, rows: usize, sequences: usize, mode: Mode)
 
 fn attention(q: &Shape, k: &Shape, table: &Shape) -> Result<(), String> {
     let (size, kv_heads, sequences) = (q[2], k[1], table[0]);
-    if !size.is_multiple_of(8) || size > HEAD_MAX {
+    let unit = AttentionSpec::HEAD_UNIT;
+    if !size.is_multiple_of(unit) || size > HEAD_MAX {
         return Err(format!(
-            "heads of {size}; the GPU takes multiples of 8 up to {HEAD_MAX}. Run this model on the CPU (--device cpu)"
+            "heads of {size}; the GPU takes multiples of {unit} up to {HEAD_MAX}. Run this model on the CPU (--device cpu)"
         ));
     }
     at_most("key heads", kv_heads, GRID_MAX)?;

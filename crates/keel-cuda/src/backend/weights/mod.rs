@@ -311,7 +311,7 @@ mod tests {
         for dtype in [DType::BF16, DType::F16] {
             assert_eq!([256, 257, 264, 265].map(|rows| bytes(1, rows, dtype) / 256), [256, 264, 264, 272]);
         }
-        assert_eq!(bytes(3, 257, DType::BF16), 3 * 257 * 256, "experts lie one behind the other");
+        assert_eq!(bytes(3, 257, DType::BF16), 3 * 257 * 256, "experts lie one after the other");
         assert_eq!(bytes(1, 257, DType::F32), 257 * 512, "f32 never goes through the library");
     }
 

@@ -74,13 +74,12 @@ impl Machine {
 
     fn measure_cpu(device: &DeviceArgs) -> Machine {
         let backend = CpuBackend::planning(device.options().cpu_options());
-        let (threads, isa) = (backend.threads(), backend.isa());
-        let pool = ThreadPool::new(threads);
+        let (pool, isa) = (ThreadPool::new(backend.threads()), backend.isa());
         let peaks = floors::peaks(&pool, isa, PEAK_BUDGET);
         Machine {
             device: "cpu".into(),
             instructions: isa.to_string(),
-            threads,
+            threads: pool.workers(),
             read_bytes_per_s: floors::weights_bandwidth(&pool, BUFFER_BYTES, BANDWIDTH_BUDGET),
             f32_fma: peaks.f32_fma,
             int8_dot: peaks.int8_dot,

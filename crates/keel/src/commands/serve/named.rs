@@ -29,14 +29,19 @@ impl Named {
     }
 }
 
-/// The default name of a model: that of its folder or file, and `OWNER/NAME` for a folder of the hub's.
+/// The default name of a model: that of its folder or file, and `OWNER/NAME` for a folder of the hub's. The file
+/// `model.safetensors` has the name of its folder. Another weights file has its name without `.safetensors`.
 pub fn of(model: &ModelFiles) -> String {
     of_path(&model.path)
 }
 
 fn of_path(path: &Path) -> String {
     let name = path.file_name().and_then(|name| name.to_str());
-    hub_name(path).unwrap_or_else(|| name.unwrap_or("keel").to_string())
+    match name.and_then(|name| name.split_once(".safetensors")) {
+        Some(("model", _)) => path.parent().map_or("keel".into(), of_path),
+        Some((stem, _)) => stem.into(),
+        None => hub_name(path).unwrap_or_else(|| name.unwrap_or("keel").to_string()),
+    }
 }
 
 /// The name of the repository whose snapshot a folder is: `models--OWNER--NAME/snapshots/COMMIT`.
@@ -56,6 +61,10 @@ mod tests {
         assert_eq!(of_path(hub.as_ref()), "Qwen/Qwen3-0.6B");
         assert_eq!(of_path(format!("{hub}/q4.gguf").as_ref()), "q4.gguf");
         assert_eq!(of_path("models/snapshots/a".as_ref()), "a");
+        assert_eq!(of_path(format!("{hub}/model.safetensors").as_ref()), "Qwen/Qwen3-0.6B");
+        assert_eq!(of_path("models/two/model.safetensors.index.json".as_ref()), "two");
+        assert_eq!(of_path("models/two/a.safetensors".as_ref()), "a", "its folder may hold another model");
+        assert_eq!(of_path("model.safetensors".as_ref()), "keel");
     }
 
     #[test]

@@ -11,7 +11,7 @@ const WARPS: usize = 8;
 const ITEM_BYTES: usize = 16;
 const COST_RATIO: usize = 8;
 
-/// Shared memory of a block besides: what its sources declare, and what the driver keeps.
+/// Other shared memory of a block: what its sources declare, and what the driver keeps.
 const STATIC_BYTES: usize = 256;
 const RESERVED_BYTES: usize = 1024;
 

@@ -16,7 +16,7 @@ pub(super) const WIDE_TILE: usize = 128;
 /// Blocks that keep a device's memory busy.
 pub(super) const BLOCKS_WANTED: usize = 132;
 
-/// Splits at most: each writes partial results to scratch.
+/// Most splits that are cut evenly, in decode and in prefill: each writes partial results to scratch.
 const SPLITS_MAX: usize = 64;
 const PREFILL_SPLITS_MAX: usize = 16;
 
