@@ -214,8 +214,8 @@ fn hybrid_with(short: f64, long: f64, original: usize, options: EngineOptions) -
 fn the_head_turns_the_keys_of_a_long_prompt_as_the_model_does() {
     let options = EngineOptions { drafts: 1, ..exact() };
     let logits = |mut engine: Engine| all_logits(&mut engine, &prompt(100), false, true).1;
-    let switching = logits(hybrid(ORIGINAL, options.clone()));
-    assert!(switching == logits(hybrid_with(3.0, 3.0, 4000, options.clone())));
+    let switching = logits(hybrid(ORIGINAL, options));
+    assert!(switching == logits(hybrid_with(3.0, 3.0, 4000, options)));
     assert!(switching != logits(hybrid_with(1.0, 1.0, 4000, options)), "the lists make no difference");
 }
 
