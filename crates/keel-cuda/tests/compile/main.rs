@@ -77,7 +77,8 @@ fn holds_entry(code: &[u8], entry: &str) -> bool {
 fn every_kernel_compiles_for_every_architecture() {
     let keys = keys();
     let hoppers = |key: &KernelKey| {
-        key.entry == "attention_prefill_wide" || key.defines.contains(&("BULK", "1".into()))
+        let has = |name, value: &str| key.defines.contains(&(name, value.into()));
+        key.entry == "attention_prefill_wide" || has("BULK", "1") || has("BT", "256")
     };
     // Ampere has no 8-bit floats.
     let lacks = |key: &KernelKey, capability| key.file == "fp8.cu" && capability < (8, 9);

@@ -120,8 +120,9 @@ fn decoded(keys: &mut Keys, weight: &[(&'static str, &'static str)], exact: &[(&
         &["group_rows", "to_half_tiles", "linear_grouped"],
         &[&exact[..2], weight, &grouped].concat(),
     );
+    // The last one is Hopper's.
     for (parts, groups, panel, x_stages) in
-        [("1", "3", "128", "3"), ("4", "2", "64", "3"), ("1", "3", "256", "5"), ("2", "2", "160", "4")]
+        [("1", "3", "128", "3"), ("4", "2", "64", "3"), ("1", "3", "256", "5")]
     {
         let cut = [("SPLITS", parts), ("GROUPS", groups), ("X_STAGES", x_stages), ("W_STAGES", "3")];
         let panels = [("BT", panel), ("HALF_PANEL", panel)];
@@ -180,7 +181,8 @@ pub fn block_keys(keys: &mut Keys) {
                     ("HALF_PANEL", "32"),
                     ("SPLITS", "4"),
                     ("GROUPS", "3"),
-                    ("STAGES", "6"),
+                    ("X_STAGES", "6"),
+                    ("W_STAGES", "6"),
                 ]),
             );
             let fetched = [("DIM_T", "1"), ("SWIGLU", "1"), ("BULK", "1"), ("STAGES", "2")];

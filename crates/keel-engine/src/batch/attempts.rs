@@ -22,6 +22,9 @@ impl Batcher {
             }
             // A sequence whose state is torn cannot be run again.
             whole.retain(|&i| self.is_whole(i));
+            if whole.is_empty() {
+                break;
+            }
         }
         for i in whole {
             outcomes.push((i, self.decode_alone(i, &mut cause)));
