@@ -10,7 +10,7 @@ use crate::{EngineError, Result};
 impl Batcher {
     /// Decodes these answers, whose numbers ascend, and returns the outcome of each.
     pub(super) fn decode_rows(&mut self, rows: &[usize]) -> Vec<(usize, Result<Drawn>)> {
-        let (mut cause, mut whole) = (String::new(), rows.to_vec());
+        let (mut cause, mut whole, mut torn) = (String::new(), rows.to_vec(), Vec::new());
         let mut outcomes = Vec::with_capacity(rows.len());
         for _ in 0..2 {
             match self.round(&whole) {
@@ -21,7 +21,7 @@ impl Batcher {
                 Err(error) => self.note_failed_step(&mut cause, &error),
             }
             // A sequence whose state is torn cannot be run again.
-            whole.retain(|&i| self.is_whole(i));
+            torn.extend(whole.extract_if(.., |i| !self.is_whole(*i)));
             if whole.is_empty() {
                 break;
             }
@@ -29,8 +29,6 @@ impl Batcher {
         for i in whole {
             outcomes.push((i, self.decode_alone(i, &mut cause)));
         }
-        let torn: Vec<usize> =
-            rows.iter().copied().filter(|i| outcomes.iter().all(|(of, _)| of != i)).collect();
         outcomes.extend(torn.into_iter().map(|i| (i, Err(EngineError::Step(cause.clone())))));
         outcomes.sort_by_key(|(i, _)| *i);
         outcomes
