@@ -1,0 +1,63 @@
+//! Batches of more sequences than most tests have.
+
+use std::time::Instant;
+
+use crate::common::batching::{Outcome, assert_all_is_back, finish_from, run, step};
+use crate::common::queueing::queueing;
+use crate::common::{demo, engine, fixture};
+use keel_array::RESULT_BYTES_MAX;
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::{EngineOptions, FinishReason, SamplerOptions};
+
+fn batcher(folder: &std::path::Path, runtime: &keel_array::Runtime, sequences: usize) -> Batcher {
+    let options = EngineOptions { context: 256, sequences, prefill_step: 64, ..EngineOptions::default() };
+    let batch = BatchOptions { step_tokens: 64, queue_limit: sequences, ..BatchOptions::default() };
+    Batcher::new(engine(folder, runtime, options), batch)
+}
+
+/// Their tokens do not come to the host with one step, so each step is waited for.
+#[test]
+fn more_answers_than_tokens_come_with_a_step_all_end() {
+    let answers = RESULT_BYTES_MAX / size_of::<u32>() + 1;
+    let (runtime, _) = queueing(512);
+    let mut batcher = batcher(&fixture("qwen3_5"), &runtime, answers);
+    let all = (0..answers).map(|id| BatchRequest::new(id as u64, vec![id as u32 % 500], 4));
+    let outcomes = run(&mut batcher, all.collect());
+    assert_eq!(batcher.status().failed_steps, 0);
+    for (id, outcome) in outcomes.iter().enumerate() {
+        assert_eq!((outcome.tokens.len(), outcome.finish), (4, Some(FinishReason::Length)), "answer {id}");
+    }
+    assert_all_is_back(&mut batcher);
+}
+
+/// The logits of 16 answers and of 16 prompts are kept for the host, so 10 and 7 do not end the steps ahead.
+#[test]
+fn answers_and_prompts_for_the_host_have_places_of_their_own() {
+    let (runtime, _) = queueing(512);
+    let mut batcher = batcher(&demo(), &runtime, 20);
+    let request = |id: usize, len: u32| {
+        let ids = (0..len).map(|j| (j * 7 + id as u32 * 131 + 5) % 500).collect();
+        let sampler = SamplerOptions { repetition_penalty: 1.2, ..SamplerOptions::default() };
+        BatchRequest { sampler, ..BatchRequest::new(id as u64, ids, 40) }
+    };
+    let now = Instant::now();
+    let mut outcomes: Vec<Outcome> = (0..17).map(|_| Outcome::default()).collect();
+    (0..10).for_each(|id| batcher.submit(request(id, 20), now).expect("accepted"));
+    while outcomes[..10].iter().any(|outcome| outcome.tokens.len() < 2) {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    (10..17).for_each(|id| batcher.submit(request(id, 150), now).expect("accepted"));
+    let (mut steps, mut under_way) = (0, 0);
+    while outcomes[10..].iter().all(|outcome| outcome.tokens.is_empty()) {
+        step(&mut batcher, now, &mut outcomes);
+        steps += 1;
+        under_way += batcher.engine().steps_in_flight();
+    }
+    assert!(
+        steps > 2 && under_way >= steps - 1,
+        "after {under_way} of {steps} steps the next one is under way"
+    );
+    let outcomes = finish_from(&mut batcher, outcomes);
+    assert!(outcomes.iter().all(|outcome| outcome.tokens.len() == 40));
+    assert_all_is_back(&mut batcher);
+}

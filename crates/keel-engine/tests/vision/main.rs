@@ -1,0 +1,12 @@
+//! Models that read pictures.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod batch;
+mod experts;
+mod kept_features;
+mod laws;
+mod mmproj;
+mod tower_forms;
+mod tower_thread;

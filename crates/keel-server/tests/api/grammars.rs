@@ -1,0 +1,66 @@
+//! Slow compilation of grammars does not delay other requests.
+
+use std::time::{Duration, Instant};
+
+use crate::common::{Running, engine_options, read, request, send};
+use keel_server::ServerOptions;
+use serde_json::{Value, json};
+
+/// A schema of about 49 KB with many names and patterns. Many more properties exceed the parser's limit of 2,000 items.
+fn large_schema() -> Value {
+    let property = |i: usize| {
+        let pattern = format!("^[a-z]{{{},{}}}(x|y{i}|z)*[0-9]{{1,{}}}$", 1 + i % 7, 9 + i % 11, 3 + i % 5);
+        (format!("a_property_of_this_large_object_number_{i}"), json!({"type": "string", "pattern": pattern}))
+    };
+    let properties: serde_json::Map<String, Value> = (0..450).map(property).collect();
+    json!({"type": "object", "properties": properties, "additionalProperties": false})
+}
+
+fn body(n: usize) -> String {
+    let format = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": large_schema()}});
+    json!({"prompt": "x", "max_tokens": 4, "n": n, "response_format": format}).to_string()
+}
+
+#[test]
+fn health_is_answered_while_grammars_are_compiled() {
+    let server = Running::start();
+    let body = body(8);
+    assert!(body.len() > 40_000, "{}", body.len());
+    let start = Instant::now();
+    let clients: Vec<_> =
+        (0..4).map(|_| send(server.address, "POST", "/v1/completions", &[], body.as_bytes())).collect();
+    let replies = std::thread::spawn(move || clients.into_iter().map(read).collect::<Vec<_>>());
+    let (mut slowest, mut asked_count) = (Duration::ZERO, 0);
+    while !replies.is_finished() {
+        let asked = Instant::now();
+        assert_eq!(request(server.address, "GET", "/health", &[], b"").status, 200);
+        slowest = slowest.max(asked.elapsed());
+        asked_count += 1;
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let grammars = start.elapsed();
+    let mut compiled = 0;
+    for reply in replies.join().expect("every request is answered") {
+        let code = reply.json()["error"]["code"].clone();
+        compiled += usize::from(reply.status == 200 || code == "grammar_too_slow");
+        assert!(matches!(reply.status, 200 | 400 | 429), "{} {}", reply.status, reply.body);
+    }
+    println!(
+        "health took {slowest:?} at most, asked {asked_count} times; {compiled} requests with grammars {grammars:?}"
+    );
+    assert!(compiled > 0, "no request came to its grammar");
+    assert!(asked_count >= 5, "{grammars:?} are too short to tell");
+    // A machine whose cores have other work needs more than the 100 ms that hold on a dedicated one.
+    let most = Duration::from_millis(500).max(grammars / 4);
+    assert!(slowest < most, "{slowest:?} of {grammars:?}");
+    server.assert_all_is_back();
+}
+
+#[test]
+fn a_grammar_that_takes_too_long_is_refused() {
+    let options = ServerOptions { grammar_time: Duration::from_millis(1), ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
+    let reply = read(send(server.address, "POST", "/v1/completions", &[], body(1).as_bytes()));
+    assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (400, Some("grammar_too_slow")));
+    server.assert_all_is_back();
+}

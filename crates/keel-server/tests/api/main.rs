@@ -1,0 +1,15 @@
+//! What clients ask for: the APIs and their answers.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod embeddings;
+mod grammars;
+mod openai;
+mod other_apis;
+mod pictures;
+mod saved_prefixes;
+mod split;
+mod split_tensor;
+mod videos;
+mod wire;
