@@ -247,7 +247,8 @@ pub trait Programs: Send + Sync {
     fn workspace_bytes(&self, kernel: &Kernel) -> usize;
 
     /// True if `reader` can run `producer` within itself, from the producer's inputs. The value of input `input` is
-    /// then never in memory. Asked for every reader of the value; only about producers that change no state.
+    /// then never in memory. Asked for every reader of the value; only about producers that change no state. The input
+    /// may be a view of the value, for example its elements under another shape: compare the two layouts.
     fn absorbs(&self, reader: &Kernel, input: usize, producer: &Kernel) -> bool {
         let _ = (reader, input, producer);
         false

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Array, ArrayError, BlockFormat, Buffer, Category, DType, Result, Runtime};
+use crate::{ArrayError, BlockFormat, Buffer, Category, DType, Result, Runtime};
 
 /// How the elements of a weight are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -171,11 +171,6 @@ impl Weight {
     /// Bytes in memory.
     pub fn bytes(&self) -> usize {
         self.place.len()
-    }
-
-    /// The packed bytes as an operand.
-    pub(crate) fn as_array(&self) -> Array {
-        Array::of_weight(self)
     }
 }
 

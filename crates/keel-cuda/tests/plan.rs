@@ -1,8 +1,9 @@
 //! The kernels of a program, as planned. This needs no GPU.
 
 use keel_array::{
-    Array, AttentionSpec, Backend, Batch, Category, Compute, ConvWindow, DType, KvPool, Program, Regime,
-    RopeSpec, Routing, RowLog, Runtime, RuntimeOptions, SharedExpert, Weight, WeightFormat, WeightSpec,
+    Array, AttentionSpec, Backend, Batch, Category, Compute, ConvWindow, DType, KvPool, Memory, MemoryAt,
+    MemoryCopy, MemoryRange, Program, Regime, RopeSpec, Routing, RowLog, Runtime, RuntimeOptions,
+    SharedExpert, Weight, WeightFormat, WeightSpec,
 };
 use keel_cuda::{CudaBackend, CudaOptions, Determinism};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
@@ -377,4 +378,39 @@ fn an_arena_is_planned_in_whole_granules() {
         assert_eq!(planned, (granules * GRANULE) as u64, "{bytes}");
     }
     assert_eq!(runtime.ledger().peak_total(), own + (5 * GRANULE) as u64, "never two arenas at a time");
+}
+
+#[test]
+fn a_plan_runs_nothing_and_says_so() {
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
+    let array = || Array::persistent(&runtime, Category::Activations, [3], DType::F32).expect("memory");
+    let (x, place) = (array(), array());
+    let twice = || x.add(&x).expect("shapes fit");
+    let program = runtime.trace(|| runtime.prepare(&[(&twice(), &place)])).expect("a program");
+    let mut bytes = [7; 12];
+    let failed = program.run().expect_err("there is no device");
+    assert_eq!(failed.has_mutated(&x), Some(false));
+    for error in [
+        twice().eval().expect_err("there is no device").to_string(),
+        failed.to_string(),
+        program.submit(&place).wait(&mut bytes).expect_err("there is no device").to_string(),
+    ] {
+        assert!(error.contains("launch: this backend plans programs and has no device"), "{error}");
+    }
+    x.read_settled_bytes(0, &mut bytes).expect("zeros");
+    assert_eq!(bytes, [0; 12]);
+}
+
+#[test]
+fn a_plan_touches_no_memory() {
+    let backend = CudaBackend::planning(&CudaOptions::default());
+    let counted = backend.allocate(8).expect("it is only counted");
+    let memory = &*counted;
+    backend.write(memory, 0, &[1; 8]);
+    let at = |offset| MemoryAt { memory, offset };
+    backend.copy(&[MemoryCopy { from: at(0), to: at(4), bytes: 4 }]);
+    backend.clear(&[MemoryRange { memory, bytes: 0..8 }]);
+    let mut bytes = [7; 8];
+    backend.read(memory, 0, &mut bytes).expect("zeros");
+    assert_eq!(bytes, [0; 8]);
 }

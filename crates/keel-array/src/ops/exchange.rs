@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Op;
+use super::fast::expect_f32_in;
 use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
 
 /// A device's place in its group, as its backend knows it.
@@ -102,7 +103,7 @@ impl Array {
     /// # Errors
     /// If this is no f32 array.
     pub fn send(&self, to: usize) -> Result<Array> {
-        expect_f32("send", self)?;
+        expect_f32_in("send", "x", self)?;
         Array::build(Op::Send { to }, &[self], Shape::from([1]), DType::U32)
     }
 
@@ -120,7 +121,7 @@ impl Array {
     /// # Errors
     /// If this is no f32 array.
     pub fn all_reduce(&self, peers: Peers) -> Result<Array> {
-        expect_f32("all_reduce", self)?;
+        expect_f32_in("all_reduce", "x", self)?;
         Array::build(Op::AllReduce { peers }, &[self], self.shape().clone(), DType::F32)
     }
 
@@ -129,7 +130,7 @@ impl Array {
     /// # Errors
     /// If this is no f32 array, or the result is too large to address.
     pub fn all_gather(&self, peers: Peers) -> Result<Array> {
-        expect_f32("all_gather", self)?;
+        expect_f32_in("all_gather", "x", self)?;
         let shape = [peers.count].into_iter().chain(self.shape().iter().copied()).collect();
         Array::build(Op::AllGather { peers }, &[self], shape, DType::F32)
     }
@@ -150,7 +151,7 @@ impl Array {
     /// # Errors
     /// If this is no f32 array, or its first axis cannot be cut into a part for each peer.
     pub fn reduce_scatter(&self, peers: Peers) -> Result<Array> {
-        expect_f32("reduce_scatter", self)?;
+        expect_f32_in("reduce_scatter", "x", self)?;
         // A group without devices is refused by `check_exchange`, as for the other exchanges.
         let (shape, count) = (self.shape(), peers.count.max(1));
         let reason = match shape.split_first() {
@@ -165,13 +166,6 @@ impl Array {
             None => format!("x {shape} has no rows that {count} devices can share; reshape it to [n, ..]"),
         };
         Err(ArrayError::Argument { op: "reduce_scatter", reason })
-    }
-}
-
-fn expect_f32(op: &'static str, x: &Array) -> Result<()> {
-    match x.dtype() {
-        DType::F32 => Ok(()),
-        got => Err(ArrayError::DType { op, operand: "x", expected: "f32", got }),
     }
 }
 

@@ -288,10 +288,16 @@ impl Array {
     }
 }
 
+/// `Ok` if all operands are f32.
 pub(crate) fn expect_f32(op: &'static str, operands: &[&Array]) -> Result<()> {
-    match operands.iter().find(|a| a.dtype() != DType::F32) {
-        None => Ok(()),
-        Some(a) => Err(ArrayError::DType { op, operand: "every operand", expected: "f32", got: a.dtype() }),
+    operands.iter().try_for_each(|x| expect_f32_in(op, "every operand", x))
+}
+
+/// `Ok` if x is f32; otherwise an error that calls it `operand`.
+pub(crate) fn expect_f32_in(op: &'static str, operand: &'static str, x: &Array) -> Result<()> {
+    match x.dtype() {
+        DType::F32 => Ok(()),
+        got => Err(ArrayError::DType { op, operand, expected: "f32", got }),
     }
 }
 

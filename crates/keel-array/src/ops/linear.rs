@@ -1,7 +1,7 @@
 //! Matrix products: of arrays, and with packed weights.
 
 use super::Op;
-use super::fast::expect_f32;
+use super::fast::{expect_f32, expect_f32_in};
 use super::indexing::expect_index;
 use crate::error::expect_shape;
 use crate::{Array, ArrayError, DType, Result, Shape, Weight};
@@ -66,7 +66,7 @@ impl Array {
         }
         let shape: Shape = lead.iter().copied().chain([spec.rows]).collect();
         let op = Op::Linear { weight: spec, residual: residual.is_some() };
-        let packed = weight.as_array();
+        let packed = Array::of_weight(weight);
         match residual {
             None => Array::build(op, &[self, &packed], shape, DType::F32),
             Some(r) => {
@@ -100,7 +100,7 @@ impl Array {
         let shape = Shape::from([choices[0], choices[1], spec.rows]);
         Array::build(
             Op::GatherLinear { weight: spec },
-            &[self, &weight.as_array(), experts],
+            &[self, &Array::of_weight(weight), experts],
             shape,
             DType::F32,
         )
@@ -121,15 +121,13 @@ impl Array {
             });
         }
         let shape = self.shape().iter().copied().chain([spec.cols]).collect();
-        Array::build(Op::Embedding { weight: spec }, &[self, &weight.as_array()], shape, DType::F32)
+        Array::build(Op::Embedding { weight: spec }, &[self, &Array::of_weight(weight)], shape, DType::F32)
     }
 }
 
 /// The axes before the last, after a check that the last is `cols` and the type f32.
 fn leading<'a>(op: &'static str, x: &'a Array, cols: usize) -> Result<&'a [usize]> {
-    if x.dtype() != DType::F32 {
-        return Err(ArrayError::DType { op, operand: "x", expected: "f32", got: x.dtype() });
-    }
+    expect_f32_in(op, "x", x)?;
     match &x.shape()[..] {
         [lead @ .., last] if *last == cols => Ok(lead),
         _ => Err(ArrayError::Shape {

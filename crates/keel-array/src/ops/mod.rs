@@ -217,7 +217,7 @@ pub enum Op {
         /// The rank of the device that sends it.
         from: usize,
     },
-    /// The sum of the operands of several devices, in the order of their ranks.
+    /// The sum of the operands of several devices. [`Array::all_reduce`](crate::Array::all_reduce) has its order.
     AllReduce {
         /// The devices, this one among them.
         peers: Peers,

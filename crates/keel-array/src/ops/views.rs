@@ -148,8 +148,11 @@ impl Array {
         Array::build(Op::Concatenate { axis }, arrays, shape.into(), first.dtype())
     }
 
-    /// This array with the block at `starts` replaced by `update`. Written in place if this is the only handle to the
-    /// array.
+    /// This array with the block at `starts` replaced by `update`.
+    ///
+    /// # Memory
+    /// Written in place if the array is in memory, this is its only handle, and this update is what is evaluated. In a
+    /// chain of updates that is evaluated as a whole, the first one copies the array.
     ///
     /// # Errors
     /// If the block is not within the array, or the types differ.

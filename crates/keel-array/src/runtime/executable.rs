@@ -33,6 +33,7 @@ impl Runtime {
     /// `results[i].0` to the persistent storage `results[i].1`. The arena is made large enough.
     ///
     /// # Errors
+    /// - A value or a destination belongs to another runtime.
     /// - A value is evaluated already, or listed twice.
     /// - A pair differs in shape or type.
     /// - A destination is not contiguous memory, overlaps another, or is written while the graph still reads it.
@@ -40,6 +41,7 @@ impl Runtime {
     /// - The arena cannot be allocated.
     /// - The evaluation of an array that the graph reads, or of a destination, has failed.
     pub fn prepare(&self, results: &[(&Array, &Array)]) -> Result<Executable> {
+        self.expect_own("prepare", results.iter().flat_map(|&(value, destination)| [value, destination]))?;
         for (i, (value, _)) in results.iter().enumerate() {
             if value.is_evaluated()
                 || results[..i].iter().any(|(earlier, _)| Arc::ptr_eq(&earlier.0, &value.0))

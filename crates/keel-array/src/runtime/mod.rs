@@ -22,7 +22,7 @@ use crate::program::graph::{Collected, Purpose, collect};
 use crate::program::{
     Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache, ProgramCacheUse,
 };
-use crate::{DeviceReading, Layout, Result};
+use crate::{ArrayError, DeviceReading, Layout, Result};
 
 use arena::Arena;
 pub use copies::{ElementCopy, clear_entries, copy_all};
@@ -177,12 +177,20 @@ impl Runtime {
     }
 
     /// Does all preparation for the first run of these programs, without running them: see
-    /// [`make_ready`](crate::Programs::make_ready).
+    /// [`make_ready`](crate::Programs::make_ready). The arena is made large enough.
     ///
     /// # Errors
-    /// As the first run would return.
+    /// As the first run would return; or if a program belongs to another runtime.
     pub fn make_ready(&self, programs: &[&Executable], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        let arena = self.0.arena.get();
+        if let Some(program) = programs.iter().find(|program| !self.is_same(program.runtime())) {
+            let other = program.runtime();
+            let reason =
+                format!("a program belongs to another runtime, {other:?}; make it ready with that one");
+            return Err(ArrayError::Argument { op: "make_ready", reason });
+        }
+        // `clear_cache` may have freed the arena that was reserved when the programs were prepared.
+        let bytes = programs.iter().map(|program| program.program().arena_bytes()).max();
+        let arena = self.arena(bytes.unwrap_or(0))?;
         let launches: Vec<Launch<'_>> =
             programs.iter().flat_map(|program| program.launches(arena.as_ref())).collect();
         self.exclusive(|backend| backend.make_ready(&launches, progress))
@@ -201,8 +209,9 @@ impl Runtime {
     /// Arrays that were evaluated before keep their values.
     ///
     /// # Errors
-    /// If the memory limit would be exceeded, or a kernel fails.
+    /// If an array belongs to another runtime, the memory limit would be exceeded, or a kernel fails.
     pub fn eval(&self, arrays: &[&Array]) -> Result<()> {
+        self.expect_own("eval", arrays.iter().copied())?;
         self.submit(arrays, Stream::run)?;
         arrays.iter().try_for_each(|a| a.wait())
     }
@@ -210,8 +219,10 @@ impl Runtime {
     /// Submits arrays for evaluation and returns; reading one waits for it.
     ///
     /// # Errors
-    /// If the memory limit would be exceeded. A kernel's error is returned when an array is read.
+    /// If an array belongs to another runtime, or the memory limit would be exceeded. A kernel's error is returned when
+    /// an array is read.
     pub fn async_eval(&self, arrays: &[&Array]) -> Result<()> {
+        self.expect_own("async_eval", arrays.iter().copied())?;
         self.submit(arrays, Stream::enqueue)
     }
 
@@ -254,6 +265,14 @@ impl Runtime {
     /// Operations built and not yet evaluated.
     pub fn pending_ops(&self) -> usize {
         self.0.pending_ops.load(Ordering::Relaxed)
+    }
+
+    /// Refuses arrays of another runtime: their memory is of another device, and their work has another stream.
+    fn expect_own<'a>(&self, op: &'static str, arrays: impl IntoIterator<Item = &'a Array>) -> Result<()> {
+        match arrays.into_iter().find(|array| !self.is_same(array.runtime())) {
+            None => Ok(()),
+            Some(array) => Err(ArrayError::Argument { op, reason: of_another_runtime(array) }),
+        }
     }
 
     pub(crate) fn exclusive<R>(&self, access: impl FnOnce(&dyn Backend) -> R) -> R {
@@ -350,6 +369,14 @@ impl Runtime {
         how(&self.0.stream, Work { program, bindings: Arc::new(bindings), arena, needs, fence });
         Ok(())
     }
+}
+
+/// Why an array of another runtime is refused.
+fn of_another_runtime(array: &Array) -> String {
+    let runtime = array.runtime();
+    format!(
+        "{array:?} belongs to another runtime, {runtime:?}; use that one, or copy the array through the host"
+    )
 }
 
 /// The memory that a graph reads.

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::executable::{Executable, FailedRun};
+use super::of_another_runtime;
 use super::stream::Failure;
 use crate::Buffer;
 use crate::backend::{Backend, LAUNCHES_MAX, MemoryRange, RESULT_BYTES_MAX, Ticket};
@@ -41,8 +42,8 @@ impl Executable {
     /// of at most [`RESULT_BYTES_MAX`] bytes, such as a destination of this program. The host gets its bytes as this
     /// run leaves them; later runs do not change them.
     ///
-    /// [`PendingRun::wait`] returns all errors. They include: `result` is too large, not whole words of 4 bytes or not
-    /// in memory; [`RUNS_MAX`] runs are under way already.
+    /// [`PendingRun::wait`] returns all errors. They include: `result` belongs to another runtime, is too large, not
+    /// whole words of 4 bytes or not in memory; [`RUNS_MAX`] runs are under way already.
     pub fn submit(&self, result: &Array) -> PendingRun {
         let in_flight = self.runtime.0.stream.lock().begin_run();
         let mut run = PendingRun {
@@ -53,7 +54,9 @@ impl Executable {
             result_bytes: result.bytes(),
             failure: None,
         };
-        let refusal = if run.result.is_none() {
+        let refusal = if !self.runtime.is_same(result.runtime()) {
+            Some(of_another_runtime(result))
+        } else if run.result.is_none() {
             Some(format!("{result:?} is not contiguous in memory"))
         } else if result.bytes() > RESULT_BYTES_MAX {
             Some(format!("{result:?} takes {} bytes, more than {RESULT_BYTES_MAX}", result.bytes()))

@@ -80,8 +80,7 @@ impl Geometry {
 impl Gpu {
     /// Puts a kernel on the stream.
     pub(super) fn launch(&self, key: &KernelKey, geometry: Geometry, mut arguments: Arguments) -> Result<()> {
-        if let Some(listed) = self.listed().as_mut() {
-            listed.push((key.clone(), geometry.shared_bytes));
+        if self.listing.takes(key, geometry.shared_bytes) {
             return Ok(());
         }
         let function = self.modules.function(key, geometry.shared_bytes)?;

@@ -10,12 +10,15 @@ use keel_array::ArrayError;
 pub(super) struct FailedTransfer(Option<CudaError>);
 
 impl FailedTransfer {
-    /// Notes the outcome of a transfer.
+    /// Notes the outcome of a transfer. After a failure that is not of a peer, further ones are its consequences, or it
+    /// comes again: a delivery notes its failure, and so does the write that has asked for the delivery.
     pub fn note(&mut self, outcome: Result<()>) {
         let Err(error) = outcome else { return };
-        tracing::error!("{error}");
         if self.0.as_ref().is_none_or(is_of_peer) {
+            tracing::error!("{error}");
             self.0 = Some(error);
+        } else {
+            tracing::debug!("after another failure: {error}");
         }
     }
 

@@ -341,10 +341,8 @@ impl Session {
         mode: Mode,
         launches: &[Launch<'_>],
     ) -> Result<Vec<(KernelKey, usize)>, ArrayError> {
-        *gpu.listed() = Some(Vec::new());
-        let outcome = launches.iter().try_for_each(|launch| self.record(gpu, mode, launch, Pace::Free));
-        let listed = gpu.listed().take().unwrap_or_default();
-        outcome.map_err(Unrecorded::into_error)?;
+        let record = || launches.iter().try_for_each(|launch| self.record(gpu, mode, launch, Pace::Free));
+        let listed = gpu.listing.of(record).map_err(Unrecorded::into_error)?;
         let mut most: HashMap<KernelKey, usize> = HashMap::new();
         for (key, shared_bytes) in listed {
             let bytes = most.entry(key).or_default();
@@ -359,10 +357,15 @@ impl Session {
             self.header.note_right(slot, header);
             return Ok(());
         };
-        let kernel = &kernels[wrong.kernel];
-        let reason = dispatch::describe_fault(kernel, wrong.what, wrong.number, wrong.bound);
-        Err(ArrayError::Kernel { op: kernel.op.name().into(), reason })
+        Err(dispatch::fault(&kernels[wrong.kernel], wrong))
     }
+}
+
+/// The error of a launch on a backend that only plans.
+pub(super) fn runs_nothing(launch: &Launch<'_>) -> ArrayError {
+    launch.note_done(0);
+    let reason = "this backend plans programs and has no device: open one with CudaBackend::new to run them";
+    ArrayError::Argument { op: "launch", reason: reason.into() }
 }
 
 /// Addresses of a launch's results; destinations of prepared programs are gap-free.

@@ -6,6 +6,7 @@ mod failed_transfer;
 mod fault;
 mod group;
 mod launch;
+mod listing;
 mod mode;
 mod operand;
 mod queue;
@@ -16,14 +17,14 @@ mod weights;
 
 use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules, OPENING, explained};
 use crate::error::Result;
-use crate::kernels::KernelKey;
 use group::Membership;
 pub use group::{CudaGroup, GroupIds, PeerProcesses, Role};
 use keel_array::{
     ArrayError, Backend, DeviceMemory, DeviceUsage, Group, Kernel, KernelGroup, Launch, Memory, MemoryAt,
     MemoryCopy, MemoryRange, OwnMemory, Preparations, Programs, RowBlock, Submission, Ticket, WeightSpec,
 };
-use launch::Session;
+use launch::{Session, runs_nothing};
+use listing::Listing;
 use mode::Mode;
 pub use mode::{Determinism, Precision};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -70,8 +71,8 @@ struct Gpu {
     membership: Option<Membership>,
     modules: Modules,
     blas: Blas,
-    /// While kernels are listed instead of launched: those listed so far, with their dynamic shared memory.
-    listed: Mutex<Option<Vec<(KernelKey, usize)>>>,
+    /// Takes kernels that are to be listed instead of launched.
+    listing: Listing,
     /// Whether the next kernel must not start before what is on the stream has ended.
     is_held: AtomicBool,
     /// Graphs captured.
@@ -127,21 +128,18 @@ impl CudaBackend {
     pub fn wait_count(&self) -> u64 {
         self.gpu.as_ref().map_or(0, |gpu| gpu.session().waits())
     }
-
-    /// The device. A planning backend has none, and the runtime asks it for nothing that needs one.
-    fn gpu(&self) -> &Gpu {
-        self.gpu.as_ref().unwrap_or_else(|| unreachable!("a plan touches no memory"))
-    }
 }
 
 impl Gpu {
     fn open(device: &Arc<Device>, group: Option<&CudaGroup>) -> Result<Gpu> {
+        // A missing library is found before a group counts on this device.
+        let (modules, blas) = (Modules::new(device)?, Blas::new(device)?);
         let gpu = Gpu {
             session: Mutex::new(Session::new(device)?),
             membership: group.map(|group| Membership::new(group, device)).transpose()?,
-            modules: Modules::new(device),
-            blas: Blas::new(device)?,
-            listed: Mutex::default(),
+            modules,
+            blas,
+            listing: Listing::default(),
             is_held: AtomicBool::new(false),
             captured: AtomicU64::new(0),
             device: Arc::clone(device),
@@ -163,10 +161,6 @@ impl Gpu {
         self.session.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn listed(&self) -> MutexGuard<'_, Option<Vec<(KernelKey, usize)>>> {
-        self.listed.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
     /// Makes the next kernel start only when everything before it has ended.
     fn hold_next(&self) {
         self.is_held.store(true, Ordering::Relaxed);
@@ -179,7 +173,7 @@ impl Gpu {
 
     /// Whether kernels are only listed, not put on the stream.
     fn is_listing(&self) -> bool {
-        self.listed().is_some()
+        self.listing.is_under_way()
     }
 }
 
@@ -251,7 +245,7 @@ impl Memory for CudaBackend {
     }
 
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]) {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return };
         gpu.session().write(gpu, CudaMemory::of(memory), offset, bytes);
     }
 
@@ -270,13 +264,13 @@ impl Memory for CudaBackend {
         offset: usize,
         bytes: &mut [u8],
     ) -> Result<(), ArrayError> {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return self.read(memory, offset, bytes) };
         let outcome = gpu.session().read_settled(gpu, CudaMemory::of(memory), offset, bytes);
         outcome.map_err(|e| e.in_op("read"))
     }
 
     fn copy(&self, copies: &[MemoryCopy<'_>]) {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return };
         let moves = copies.iter().map(|&MemoryCopy { from, to, bytes }| {
             let address = |at: MemoryAt<'_>| CudaMemory::of(at.memory).range(at.offset, bytes);
             Move { to: address(to), from: Some(address(from)), bytes }
@@ -285,7 +279,7 @@ impl Memory for CudaBackend {
     }
 
     fn clear(&self, ranges: &[MemoryRange<'_>]) {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return };
         let moves = ranges.iter().map(|MemoryRange { memory, bytes }| {
             let to = CudaMemory::of(*memory).range(bytes.start, bytes.len());
             Move { to, from: None, bytes: bytes.len() }
@@ -318,7 +312,7 @@ impl Memory for CudaBackend {
         offset: usize,
         block: &RowBlock<'_>,
     ) -> Result<(), ArrayError> {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return Ok(()) };
         if weights::keeps_fp8(spec) && !gpu.has_wgmma() {
             let (major, minor) = gpu.device.capability;
             let reason = format!(
@@ -389,7 +383,7 @@ impl Programs for CudaBackend {
 
 impl Submission for CudaBackend {
     fn launch(&self, launch: &Launch<'_>) -> Result<(), ArrayError> {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return Err(runs_nothing(launch)) };
         gpu.session().run(gpu, self.mode, launch)
     }
 
@@ -398,7 +392,7 @@ impl Submission for CudaBackend {
     }
 
     fn enqueue(&self, launch: &Launch<'_>, result: Option<MemoryRange<'_>>) -> Result<Ticket, ArrayError> {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return Err(runs_nothing(launch)) };
         let result = result.map(|MemoryRange { memory, bytes }| {
             let start = CudaMemory::of(memory).range(bytes.start, bytes.len());
             start..start + bytes.len() as u64
@@ -407,7 +401,7 @@ impl Submission for CudaBackend {
     }
 
     fn wait(&self, ticket: Ticket, launch: &Launch<'_>, result: &mut [u8]) -> Result<(), ArrayError> {
-        let gpu = self.gpu();
+        let Some(gpu) = &self.gpu else { return Err(runs_nothing(launch)) };
         gpu.session().wait(gpu, ticket.number, launch, result)
     }
 

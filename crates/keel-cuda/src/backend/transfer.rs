@@ -86,18 +86,21 @@ impl Session {
         Ok(unsafe { self.outgoing.address().add(start) })
     }
 
-    /// Puts the waiting small writes on the stream.
+    /// Puts the waiting small writes on the stream. If that fails, they are lost, and the failure is noted for launches
+    /// and reads after it, whoever has asked for the delivery.
     pub(super) fn deliver(&mut self, gpu: &Gpu) -> Result<()> {
         // Locked until the kernel is on the stream. Another thread that frees memory either takes its writes off this
         // list, or frees it after the kernel.
         let mut waiting = gpu.device.deliveries();
-        // If the launch fails, these writes are lost, and nothing reads their bytes.
+        // If the launch fails, nothing reads their bytes.
         self.outgoing_ring.put_all();
         if waiting.is_empty() {
             return Ok(());
         }
         let moves: Vec<Move> = waiting.drain(..).map(Move::from).collect();
-        launch_moves(gpu, &moves)
+        let outcome = launch_moves(gpu, &moves);
+        self.failed.note(outcome.clone());
+        outcome
     }
 
     /// Copies device bytes to the host, after what is on the stream. Fails if a transfer before it has failed.
@@ -116,11 +119,7 @@ impl Session {
         }
         self.ahead.forget();
         gpu.device.bind()?;
-        if let Err(error) = self.deliver(gpu) {
-            // The writes that were to be delivered are missing for launches, too.
-            self.failed.note(Err(error.clone()));
-            return Err(error);
-        }
+        self.deliver(gpu)?;
         for (i, piece) in bytes.chunks_mut(STAGING_BYTES).enumerate() {
             let from = memory.range(offset + i * STAGING_BYTES, piece.len());
             let to = self.incoming.address().cast();

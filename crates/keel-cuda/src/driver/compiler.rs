@@ -52,7 +52,7 @@ pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
 /// # Errors
 /// If the compiler is not there, or refuses the source.
 pub fn compile(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
-    is_present()?;
+    has_compiler()?;
     let path = path_of(key, architecture);
     if let Some(code) = path.as_deref().and_then(read) {
         return Ok(code);
@@ -64,7 +64,8 @@ pub fn compile(key: &KernelKey, architecture: Architecture) -> Result<Vec<u8>> {
     Ok(code)
 }
 
-fn is_present() -> Result<()> {
+/// An error if the compiler is missing.
+pub(super) fn has_compiler() -> Result<()> {
     // SAFETY: asks the loader whether the library can be opened.
     if unsafe { sys::is_culib_present() } {
         return Ok(());
@@ -76,7 +77,7 @@ fn is_present() -> Result<()> {
 
 /// The compiler's version.
 pub(super) fn version() -> Result<(u32, u32)> {
-    is_present()?;
+    has_compiler()?;
     let (major, minor) = compiler_version();
     Ok((major as u32, minor as u32))
 }

@@ -25,6 +25,7 @@ pub(crate) use blas::{
     WORKSPACE_BYTES as BLAS_WORKSPACE_BYTES,
 };
 pub(crate) use compiler::cached;
+use compiler::has_compiler;
 pub use compiler::{Architecture, compile};
 pub(crate) use device::{DRAIN, Delivery, Device, overlap};
 pub(crate) use event::Event;

@@ -1,6 +1,6 @@
 //! Compiled kernels that are loaded on a device.
 
-use super::{Device, cached, compile, driver};
+use super::{Device, cached, compile, driver, has_compiler};
 use crate::error::Result;
 use crate::kernels::KernelKey;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
@@ -43,8 +43,13 @@ unsafe impl Send for Modules {}
 unsafe impl Sync for Modules {}
 
 impl Modules {
-    pub fn new(device: &Arc<Device>) -> Modules {
-        Modules { device: Arc::clone(device), loaded: Mutex::default(), compiled: AtomicU64::new(0) }
+    /// No kernels yet.
+    ///
+    /// # Errors
+    /// The compiler is missing. It is needed for kernels on disk, too: the compiler's version is part of their names.
+    pub fn new(device: &Arc<Device>) -> Result<Modules> {
+        has_compiler()?;
+        Ok(Modules { device: Arc::clone(device), loaded: Mutex::default(), compiled: AtomicU64::new(0) })
     }
 
     fn loaded(&self) -> MutexGuard<'_, HashMap<KernelKey, Module>> {

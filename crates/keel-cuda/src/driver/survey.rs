@@ -38,7 +38,7 @@ impl GpuFacts {
 pub struct Survey {
     /// The CUDA version that the driver supports.
     pub driver: Result<Version>,
-    /// The GPUs; none without a driver.
+    /// The GPUs that answer; none without a driver.
     pub gpus: Vec<GpuFacts>,
     /// NVRTC, which compiles kernels.
     pub compiler: Result<Version>,
@@ -53,7 +53,7 @@ impl Survey {
     /// driver.
     pub fn take() -> Survey {
         let driver = driver_version();
-        let gpus = if driver.is_ok() { gpus().unwrap_or_default() } else { Vec::new() };
+        let gpus = if driver.is_ok() { gpus() } else { Vec::new() };
         Survey {
             driver,
             gpus,
@@ -88,12 +88,25 @@ fn driver_version() -> Result<Version> {
     Ok((found as u32 / 1000, found as u32 % 1000 / 10))
 }
 
-/// All devices of an initialised driver.
-fn gpus() -> Result<Vec<GpuFacts>> {
+/// The devices of an initialised driver.
+fn gpus() -> Vec<GpuFacts> {
     let mut count = 0;
     // SAFETY: the pointer is to a local.
-    unsafe { driver!(cuDeviceGetCount(&mut count))? };
-    (0..count).map(facts).collect()
+    match unsafe { driver!(cuDeviceGetCount(&mut count)) } {
+        Ok(()) => those_that_answer((0..count).map(|ordinal| (ordinal, facts(ordinal)))),
+        Err(error) => {
+            tracing::warn!("the driver does not tell which GPUs there are: {error}");
+            Vec::new()
+        }
+    }
+}
+
+/// The facts of the devices that answer. One that is broken must not hide the others, so its error is only logged.
+fn those_that_answer(all: impl Iterator<Item = (i32, Result<GpuFacts>)>) -> Vec<GpuFacts> {
+    all.filter_map(|(ordinal, facts)| {
+        facts.inspect_err(|error| tracing::warn!("cuda:{ordinal} is left out: {error}")).ok()
+    })
+    .collect()
 }
 
 pub(super) fn facts(ordinal: i32) -> Result<GpuFacts> {
@@ -128,6 +141,20 @@ mod tests {
         if let Err(error) = &survey.driver {
             assert!(survey.obstacle().is_some_and(|o| o.to_string() == error.to_string()));
         }
+    }
+
+    #[test]
+    fn a_gpu_that_does_not_answer_hides_no_other() {
+        let gpu = |ordinal: i32| GpuFacts {
+            ordinal: ordinal as usize,
+            name: format!("GPU {ordinal}"),
+            capability: (9, 0),
+            total_bytes: 80 << 30,
+            free_bytes: None,
+        };
+        let lost = || CudaError::Driver { call: "cuDeviceTotalMem_v2", reason: "injected".into() };
+        let answer = |ordinal| (ordinal, if ordinal == 1 { Err(lost()) } else { Ok(gpu(ordinal)) });
+        assert_eq!(those_that_answer((0..3).map(answer)), [gpu(0), gpu(2)]);
     }
 
     #[test]

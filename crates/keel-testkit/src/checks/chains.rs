@@ -1,5 +1,6 @@
 //! Sequences of operations that a backend may run as one. The result must be the same as one by one.
 
+mod reshaped;
 mod rotations;
 
 use super::share::is_mine;
@@ -25,6 +26,12 @@ pub(super) const CHECKS: &[Check] = &[
     Check { op: "combine_experts", run: given_experts },
     Check { op: "paged_attention", run: rotation_then_attention },
     Check { op: "paged_attention", run: rotation_then_prompt },
+    Check { op: "swiglu", run: reshaped::product_then_gate },
+    Check { op: "gather_linear", run: reshaped::gate_then_experts },
+    Check { op: "combine_experts", run: reshaped::experts_then_combination },
+    Check { op: "route_top_k", run: reshaped::copy_then_routing },
+    Check { op: "norm_rope", run: reshaped::copy_then_rotation },
+    Check { op: "linear", run: reshaped::gate_then_product },
 ];
 
 /// Checks that compare a backend with itself, so that its precision does not matter.
@@ -407,7 +414,7 @@ fn given_experts(runtime: &Runtime) {
             if chosen.values.contains(&0.0) {
                 let error =
                     combined(&|x| x, &wrong).expect("extents fit").eval().expect_err("no such expert");
-                assert!(error.to_string().contains("expert 9 of a stack of 5"), "{error}");
+                assert!(error.to_string().contains("gather_linear: expert 9 of a stack of 5"), "{error}");
             }
         }
     }

@@ -1,5 +1,5 @@
 //! How rows of the gated delta rule are divided into steps does not change a bit, for states in f32 and in f16. Decays
-//! of very different strength follow the oracle.
+//! of very different strength follow the oracle. Decays may follow from what the step computes.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::compare::assert_close;
 use crate::naive::gated_delta::{Inputs, Shape, gated_delta};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
-use keel_array::{Array, DType, DeltaState, GatedDeltaSpec, Regime, RowLog, Runtime};
+use keel_array::{Array, DType, DeltaState, GatedDeltaSpec, Regime, Result, RowLog, Runtime};
 
 /// Open rows of a slot.
 const OPEN: usize = 4;
@@ -39,6 +39,14 @@ pub(super) fn strong_decays(runtime: &Runtime, within: f64) {
             a.fill(if t % 20 < 10 { 100.0 } else { -9.0 });
         }
         case.prompt_follows_the_oracle(120, within);
+    }
+}
+
+/// The parameters of the decay are results of the step's own kernels. A layer before has the same batch. A backend may
+/// check this batch once, and then nothing else comes between those kernels and the second layer.
+pub(super) fn computed_decays(runtime: &Runtime) {
+    for shape in cases::gated_delta::SHAPES.iter().filter(|shape| is_mine(&("computed_decays", shape))) {
+        Case::new(runtime, *shape, DType::F32).decays_may_be_computed();
     }
 }
 
@@ -143,6 +151,34 @@ impl Case<'_> {
         let what = format!("decays of {:?}", self.shape);
         assert_close(&what, &y, &outputs.y, within);
         expect_within(&format!("state after {what}"), &state.state, &want, within);
+    }
+
+    fn decays_may_be_computed(&self) {
+        const ROWS: usize = 3;
+        let part = |x: &Tensor| {
+            let width = x.shape[1];
+            let values = x.values[..ROWS * width].to_vec();
+            up(self.runtime, &Tensor { shape: vec![ROWS, width], values })
+        };
+        let (qkv, a, b) = (part(&self.qkv), part(&self.a), part(&self.b));
+        let (a_log, dt_bias) = (up(self.runtime, &self.a_log), up(self.runtime, &self.dt_bias));
+        let batch = batch(self.runtime, &[(0, ROWS)], 1);
+        let outputs = |is_apart: bool| -> Result<Array> {
+            let states = [self.state(), self.state()];
+            let delta = |a_log: &Array, dt_bias: &Array, state: &DeltaState| {
+                let spec = self.spec(Regime::Decode, RowLog::None);
+                qkv.gated_delta(&a, &b, a_log, dt_bias, state, &batch, spec)
+            };
+            let before = delta(&a_log, &dt_bias, &states[0])?;
+            let (computed, bias) = (a_log.add(&dt_bias)?, dt_bias.sub(&a_log)?);
+            if is_apart {
+                self.runtime.eval(&[&before, &computed, &bias])?;
+            }
+            Array::concatenate(&[&before, &delta(&computed, &bias, &states[1])?], 0)
+        };
+        let [apart, together] =
+            [true, false].map(|is_apart| download(&outputs(is_apart).expect("shapes fit")));
+        assert!(apart == together, "computed decays of {:?}: outputs differ", self.shape);
     }
 
     fn rows_of_a_step_are_steps_of_a_row(&self) {

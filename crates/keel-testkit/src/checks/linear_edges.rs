@@ -8,12 +8,13 @@ use crate::naive::matmul::matmul_transposed;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
-use keel_array::{Array, Compute, DType, RowBlock, RowData, Runtime};
+use keel_array::{Array, Category, Compute, DType, RowBlock, RowData, Runtime};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "linear", run: no_rows_of_a_weight },
     Check { op: "linear", run: rows_that_begin_anywhere },
     Check { op: "gather_linear", run: rows_of_experts_that_begin_anywhere },
+    Check { op: "linear", run: results_that_begin_anywhere },
     Check { op: "linear", run: long_dense_rows },
 ];
 
@@ -35,11 +36,13 @@ fn no_rows_of_a_weight(runtime: &Runtime) {
 fn expect_right_or_refused(what: &str, y: &Array, want: &[f64], within: f64) {
     match y.eval() {
         Ok(()) => expect_within(what, y, want, within),
-        Err(error) => {
-            let error = error.to_string();
-            assert!(error.contains("bytes; make it contiguous"), "{what}: {error}");
-        }
+        Err(error) => expect_refused(what, &error.to_string()),
     }
+}
+
+#[track_caller]
+fn expect_refused(what: &str, error: &str) {
+    assert!(error.contains("bytes; make it contiguous"), "{what}: {error}");
 }
 
 /// Rows of x that begin at any element of memory. A device may refuse to read them; it takes a copy of them.
@@ -98,6 +101,32 @@ fn rows_of_experts_that_begin_anywhere(runtime: &Runtime) {
         let want = gather_linear(&floats(&flat)[first..], &stack, &choice);
         let what = format!("gather_linear of {rows} rows from element {first} on, {n} rows, {compute:?}");
         expect_right_or_refused(&what, &y, &want, tolerance::BF16_ACTIVATIONS);
+    }
+}
+
+/// Results that begin at any element of a destination. The weight's rows are long and few, so a device may cut its
+/// columns into parts and add up their sums.
+fn results_that_begin_anywhere(runtime: &Runtime) {
+    const ROWS: usize = 17;
+    const N: usize = 64;
+    const K: usize = 4096;
+    let mut random = Random::new(67);
+    let w = weights(&mut random, N, K, 4, 64);
+    let weight = affine_weight(runtime, std::slice::from_ref(&w), 4, Compute::Bf16);
+    let x = rounded(&Tensor::random(&mut random, &[ROWS, K], -1.0, 1.0), DType::F32);
+    let (array, want) = (upload(runtime, &x, DType::F32), linear(&floats(&x), &w));
+    for first in [0, 1, 2, 4] {
+        let what = format!("linear of {ROWS} rows to element {first} on");
+        let memory = Array::persistent(runtime, Category::User, [first + ROWS * N], DType::F32);
+        let place = memory.and_then(|memory| memory.entries(first, ROWS * N)).expect("memory");
+        let step = runtime.trace(|| {
+            let y = array.linear(&weight).and_then(|y| y.reshape([ROWS * N])).expect("extents fit");
+            runtime.prepare(&[(&y, &place)]).expect("a program")
+        });
+        match step.run() {
+            Ok(()) => expect_within(&what, &place, &want, tolerance::BF16_ACTIVATIONS),
+            Err(error) => expect_refused(&what, &error.to_string()),
+        }
     }
 }
 

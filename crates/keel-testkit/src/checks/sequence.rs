@@ -29,6 +29,7 @@ pub(super) const BY_CASE: &[Check] = &[
     Check { op: "gated_delta", run: |r| delta(r, Regime::Prefill, DType::F16, tolerance::F16_STATE) },
     Check { op: "gated_delta", run: delta_cuts::check },
     Check { op: "gated_delta", run: |r| delta_cuts::strong_decays(r, EXACT_DELTA) },
+    Check { op: "gated_delta", run: delta_cuts::computed_decays },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Prefill, KvFormat::F32, EXACT) },
     Check { op: "paged_attention", run: |r| attend(r, Regime::Decode, KvFormat::F16, EXACT) },

@@ -3,6 +3,7 @@
 
 mod elements;
 mod kernels;
+mod runtimes;
 
 use elements::Bytes;
 use keel_array::{

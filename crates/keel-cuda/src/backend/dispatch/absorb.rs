@@ -11,23 +11,36 @@
 //! | rotation, gate | a copy of heads from strides |
 //! | attention in decode | the rotations of queries and keys |
 //! | attention in prefill, without a window | the same, of whole heads and without a norm; not of coded keys |
+//!
+//! A reshape may lie between the two: the reader then sees the producer's elements in their order, under another shape.
+//! So each pair compares the extents that its kernel takes from one of the two for the other.
 
 use super::elementwise::runs_by_four;
 use super::linear::{self, Biased, combination};
 use crate::backend::Mode;
 use crate::backend::operand::head_strides;
 use crate::backend::weights::TILE_ROWS;
-use keel_array::{DType, Kernel, Layout, Op, Operand, OperandMemory, Regime, WeightSpec};
+use keel_array::{DType, Kernel, Layout, Op, Operand, OperandMemory, Regime, Shape, WeightSpec};
 
 /// Widest head that a product absorbs: one warp must have all tiles of a head.
 const HEAD_MAX: usize = 512;
 
 /// See `Programs::absorbs`.
 pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kernel, mode: Mode) -> bool {
-    if !whole(&reader.inputs[input].layout, producer) {
+    let (seen, made) = (&reader.inputs[input].layout, &producer.outputs[0].layout.shape);
+    if !whole(seen, made) {
         return false;
     }
     match (&reader.op, input) {
+        // The kernels of these readers take the producer's rows, choices or heads for their own.
+        (
+            Op::CombineExperts { .. }
+            | Op::RouteTopK { .. }
+            | Op::Rope(_)
+            | Op::NormRope { .. }
+            | Op::PagedAttention(_),
+            _,
+        ) if seen.shape != *made => false,
         (Op::Linear { weight, .. }, 0) if linear::takes_few_rows(weight, reader, mode) => {
             // Gates of heads come before weights whose columns several devices may share. One device reads slices of
             // these columns and cannot absorb. To keep the bits, no device does.
@@ -45,6 +58,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             let aligned = x.layout.is_contiguous() && x.layout.offset.is_multiple_of(2);
             // One device may read slices of these columns, too.
             matches!(producer.op, Op::SwiGlu)
+                && made.last() == Some(&weight.cols)
                 && !mode.spans_devices()
                 && producer.absorbed.is_empty()
                 && aligned
@@ -52,7 +66,9 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         }
         (Op::SwiGlu, 0) => match &producer.op {
             Op::Linear { weight, residual: false } | Op::GatherLinear { weight } => {
-                linear::takes_few_rows(weight, producer, mode) && weight.rows.is_multiple_of(2 * TILE_ROWS)
+                linear::takes_few_rows(weight, producer, mode)
+                    && weight.rows.is_multiple_of(2 * TILE_ROWS)
+                    && seen.shape.last() == Some(&weight.rows)
             }
             _ => false,
         },
@@ -81,12 +97,6 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         {
             false
         }
-        // The kernel that rotates takes a row and a head of attention for those of the rotation.
-        (Op::PagedAttention(_), 0 | 1)
-            if reader.inputs[input].layout.shape != producer.outputs[0].layout.shape =>
-        {
-            false
-        }
         (Op::PagedAttention(spec), 0 | 1) => match spec.regime {
             Regime::Decode => matches!(producer.op, Op::Rope(_) | Op::NormRope { .. }),
             // With a window, rows are written and attended in several launches.
@@ -96,11 +106,9 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
     }
 }
 
-/// Whether a reader sees all elements of the value, in their order.
-fn whole(seen: &Layout, producer: &Kernel) -> bool {
-    seen.offset == 0
-        && seen.is_contiguous()
-        && seen.shape.elements() == producer.outputs[0].layout.shape.elements()
+/// Whether a reader sees all elements of the value, in their order. The shape that it sees may be another one.
+fn whole(seen: &Layout, made: &Shape) -> bool {
+    seen.offset == 0 && seen.is_contiguous() && seen.shape.elements() == made.elements()
 }
 
 /// Whether the producer is the norm of the rows that a weight multiplies.
@@ -116,12 +124,13 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
         Op::SigmoidGate => 1,
         _ => return false,
     };
-    let Some(&size) = producer.outputs[0].layout.shape.last() else { return false };
+    // The heads are those of the source: a gate that is a copy may have been reshaped since.
+    let read = producer.source(gate);
+    let Some(&size) = read.layout.shape.last() else { return false };
     let fits = match gate {
         1 => size.is_multiple_of(8) && size <= HEAD_MAX,
         _ => size.is_power_of_two() && (64..=HEAD_MAX).contains(&size),
     };
-    let read = producer.source(gate);
     // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
     let strides = head_strides(&read.layout).filter(|_| matches!(read.memory, OperandMemory::Temp(_)));
     let aligned = strides.is_some_and(|(row, head)| row.is_multiple_of(4) && head.is_multiple_of(4));

@@ -19,6 +19,7 @@ mod support;
 
 use super::Mode;
 use super::call::{COUNTERS, Call, Geometry};
+use super::fault::Wrong;
 use super::operand::{Bound, BoundKernel};
 pub(super) use absorb::absorbs;
 use keel_array::{ArrayError, Kernel, KernelGroup, Op};
@@ -114,14 +115,30 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
     }
 }
 
-/// Describes the wrong data that a kernel has reported.
-pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32) -> String {
-    match (&kernel.op, what) {
+/// `Wrong::what` of an expert that does not exist. No other kernel reports this number.
+const WRONG_EXPERT: u32 = 1;
+
+/// The error for the wrong data that a kernel has reported, in the name of the operation that reads the data.
+pub(super) fn fault(kernel: &Kernel, Wrong { what, number, bound, .. }: Wrong) -> ArrayError {
+    let reader = match what {
+        WRONG_EXPERT => product_with_experts(kernel),
+        _ => kernel,
+    };
+    let reason = describe_fault(&kernel.op, what, number, bound);
+    ArrayError::Kernel { op: reader.op.name().into(), reason }
+}
+
+/// The product that reads the chosen experts: the kernel itself, or one that it has absorbed.
+fn product_with_experts(kernel: &Kernel) -> &Kernel {
+    let product = kernel.absorbed.iter().find(|absorbed| matches!(absorbed.op, Op::GatherLinear { .. }));
+    product.unwrap_or(kernel)
+}
+
+fn describe_fault(op: &Op, what: u32, number: u32, bound: u32) -> String {
+    match (op, what) {
+        (_, WRONG_EXPERT) => format!("expert {number} of a stack of {bound}"),
         (Op::CausalConv(_) | Op::GatedDelta(_) | Op::PagedAttention(_), _) => {
             batch::describe_fault(what, number, bound)
-        }
-        (Op::GatherLinear { .. } | Op::CombineExperts { .. }, _) => {
-            format!("expert {number} of a stack of {bound}")
         }
         (Op::RotatePairs, _) => format!("a pair names column {number} of {bound}"),
         // An index that is negative as an i32 is out of every range.
@@ -129,5 +146,37 @@ pub(super) fn describe_fault(kernel: &Kernel, what: u32, number: u32, bound: u32
             format!("index {} is out of range for {bound} entries", number as i32)
         }
         _ => format!("index {number} is out of range for {bound} entries"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keel_array::{Compute, DType, WeightFormat, WeightSpec};
+
+    fn kernel(op: Op, absorbed: Vec<Kernel>) -> Kernel {
+        let (inputs, outputs) = (Vec::new(), Vec::new());
+        Kernel { op, inputs, outputs, workspace: None, absorbed, regime: None }
+    }
+
+    #[test]
+    fn a_wrong_expert_is_reported_in_the_name_of_the_product_that_was_absorbed() {
+        let format = WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype: DType::BF16 };
+        let weight = WeightSpec { experts: 5, rows: 128, cols: 64, format, compute: Compute::Auto };
+        let gathered = || kernel(Op::GatherLinear { weight }, Vec::new());
+        let shared = || kernel(Op::Linear { weight, residual: false }, Vec::new());
+        let combined = Op::CombineExperts { shared: true, residual: false };
+        let text =
+            |kernel: Kernel, what| fault(&kernel, Wrong { kernel: 0, what, number: 9, bound: 5 }).to_string();
+        for reader in [
+            gathered(),
+            kernel(Op::SwiGlu, vec![gathered()]),
+            kernel(combined.clone(), vec![gathered(), shared()]),
+            kernel(combined, vec![shared(), gathered()]),
+        ] {
+            assert_eq!(text(reader, WRONG_EXPERT), "gather_linear: expert 9 of a stack of 5");
+        }
+        assert_eq!(text(kernel(Op::RotatePairs, Vec::new()), 0), "rotate_pairs: a pair names column 9 of 5");
+        assert_eq!(text(kernel(Op::Take, Vec::new()), 0), "take: index 9 is out of range for 5 entries");
     }
 }

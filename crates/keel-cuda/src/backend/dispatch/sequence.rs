@@ -2,6 +2,7 @@
 
 use super::batch::{BatchCheck, Log, check_batch};
 use super::linear::{self, Convolution};
+use super::support::SHARED_BYTES;
 use super::{Bound, Call, Geometry, attention};
 use crate::backend::{Mode, Precision};
 use crate::kernels::{CAUSAL_CONV, GATED_DELTA, GATED_DELTA_ANY, GATED_DELTA_CHUNKED, KernelKey};
@@ -211,7 +212,8 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     if spec.regime == Regime::Prefill && chunked(spec, call.mode.precision) && aligned(qkv) {
         return delta_chunked(spec, constants, call);
     }
-    let early = [state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
+    // What the kernel reads before it waits.
+    let early = [a_log, dt_bias, state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
     let key = constants(KernelKey::new(GATED_DELTA, "gated_delta")).define("EARLY", u8::from(early));
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);
     call.launch(&key, Geometry { grid, block: (128, 1, 1), shared_bytes: 0 }, &parameters)?;
@@ -219,9 +221,13 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     Ok(())
 }
 
+/// Widest head of the kernels on tensor cores. A chunk of it fits a block's shared memory on every generation.
+const CHUNKED_HEAD_MAX: usize = 256;
+const _: () = assert!(stage_bytes(CHUNKED_HEAD_MAX) <= SHARED_BYTES);
+
 /// Whether prefill works on tensor cores, in chunks.
 pub(super) fn chunked(spec: &GatedDeltaSpec, precision: Precision) -> bool {
-    let fits = |size: usize| size.is_multiple_of(16) && size <= 256;
+    let fits = |size: usize| size.is_multiple_of(16) && size <= CHUNKED_HEAD_MAX;
     precision == Precision::Fast && fits(spec.key_dim) && fits(spec.value_dim)
 }
 
@@ -231,7 +237,7 @@ pub(super) fn chunks(rows: usize, sequences: usize) -> usize {
 }
 
 /// Bytes of a chunk's k and q of a key head, of a value head's two matrices, and of its gates.
-fn key_tiles(key_dim: usize) -> usize {
+const fn key_tiles(key_dim: usize) -> usize {
     2 * CHUNK * (key_dim + 8) * size_of::<u16>()
 }
 const PAIR_TILES: usize = 2 * CHUNK * (CHUNK + 8) * size_of::<u16>();
@@ -243,7 +249,7 @@ fn chunk_bytes(spec: &GatedDeltaSpec) -> usize {
 }
 
 /// `sizeof(Stage)` of the source: a chunk of a value head in shared memory.
-fn stage_bytes(key_dim: usize) -> usize {
+const fn stage_bytes(key_dim: usize) -> usize {
     key_tiles(key_dim) + PAIR_TILES + CHUNK * (COLUMNS + 4) * size_of::<f32>() + GATES
 }
 
@@ -268,15 +274,12 @@ fn delta_chunked(
     let [qkv, a, b, a_log, dt_bias, state, row_start, slot, ..] = &call.inputs[..] else {
         unreachable!("nine operands")
     };
-    let (sequences, dk) = (slot.len(), spec.key_dim);
+    let sequences = slot.len();
     let chunks = chunks(qkv.layout.shape[0], sequences);
-    let stage_bytes = stage_bytes(dk);
+    let stage_bytes = stage_bytes(spec.key_dim);
     // Chunks that a block keeps in shared memory. One sequence has few blocks, so each has copies under way. With
     // several, two blocks share a multiprocessor and hide each other's waits.
     let stages = (call.gpu.device.shared_bytes_max / stage_bytes).min(if sequences == 1 { 3 } else { 1 });
-    if stages == 0 {
-        return Err(call.error(format!("key heads of {dk} do not fit this GPU; use --compute f32")));
-    }
     let key = |entry| constants(KernelKey::new(GATED_DELTA_CHUNKED, entry)).define("STAGES", stages);
     let (workspace, row_start) = (call.scratch, row_start.address);
     let parameters = GatedDeltaPrepare {

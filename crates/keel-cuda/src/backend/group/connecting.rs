@@ -57,10 +57,10 @@ impl CudaGroup {
     }
 
     fn connect_in_turn(&self) -> Result<()> {
-        // Forgotten before the ids are announced: absences noted from then on concern this connection.
-        self.forget_absent();
         let nccl = self.wiring()?.nccl;
         let ids = GroupIds::make(self.ids_needed(), || nccl.make_id())?;
+        // Forgotten right before the ids are announced: absences noted from then on concern this connection.
+        self.forget_absent();
         let others = self.shared.role.others();
         let peer = |reason| CudaError::Peer { reason };
         others.map_or(Ok(()), |others| others.announce(&ids)).map_err(peer)?;

@@ -139,8 +139,7 @@ impl Planned<'_> {
             && weight.cols <= COLS_MAX
             && tokens * width == logits.layout.shape.elements()
             && (1..=GRID_MAX / (choices + 1)).contains(&tokens)
-            && product.inputs[2].is_same(experts)
-            && product.inputs[2].layout.shape.elements() == experts.layout.shape.elements()
+            && is_unchanged(&product.inputs[2], experts)
             && self.is_apart(&[parts.route, parts.chosen])
     }
 
@@ -181,10 +180,15 @@ impl Planned<'_> {
         let Some(down) = combination.producer(0) else { return false };
         let experts_max = self.rows.weight.experts;
         matches!(&down.op, Op::GatherLinear { weight } if weight.experts == experts_max)
-            && combination.inputs[1].is_same(probabilities)
-            && down.inputs[2].is_same(experts)
+            && is_unchanged(&combination.inputs[1], probabilities)
+            && is_unchanged(&down.inputs[2], experts)
             && !combination.outputs[0].may_overlap(self.parts.route.source(0))
     }
+}
+
+/// Whether an operand is this result of the routing, a row of choices for each token. After a reshape it is not.
+fn is_unchanged(operand: &Operand, result: &Operand) -> bool {
+    operand.is_same(result) && operand.layout.shape == result.layout.shape
 }
 
 /// The calls of a mixture, and the numbers of its launch.

@@ -224,6 +224,7 @@ pub(super) fn in_panels(
     if is_whole {
         return Ok(());
     }
+    call.expect_aligned(&call.outputs[0], 16)?;
     residual.map_or(Ok(()), |residual| call.expect_aligned(residual, 16))?;
     let elements = rows * weight.rows;
     let (residual, y) = (address(residual), call.outputs[0].address);
