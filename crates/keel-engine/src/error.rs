@@ -95,6 +95,14 @@ pub enum EngineError {
     /// A step that this sequence shared with others failed.
     #[error("a step of the batch failed: {0}")]
     Step(String),
+    /// A device of a split model has failed.
+    #[error("{device}: {error}")]
+    Device {
+        /// The device's name.
+        device: String,
+        /// What has failed on it.
+        error: Box<EngineError>,
+    },
     /// The model has no vision tower.
     #[error("this model reads only text: it has no vision tower")]
     NoVisionTower,
@@ -150,6 +158,7 @@ impl EngineError {
             EngineError::Array(error)
             | EngineError::Model(ModelError::Array(error))
             | EngineError::Cache(CacheError::Array(error)) => lost(error),
+            EngineError::Device { error, .. } => error.is_device_lost(),
             _ => false,
         }
     }

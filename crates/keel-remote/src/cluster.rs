@@ -1,9 +1,10 @@
 //! The nodes, as the leader sees them.
 
+use std::collections::BTreeSet;
 use std::io::BufReader;
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -55,11 +56,19 @@ pub(crate) struct Node {
 pub struct Cluster {
     nodes: Vec<Node>,
     members: OnceLock<Arc<dyn Members>>,
-    /// How often the devices of all processes were connected. An absence of an earlier round is old news.
-    round: AtomicU64,
+    round: Mutex<Round>,
     lost: Mutex<Option<String>>,
     /// Called when a node is lost.
     watchers: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
+}
+
+/// The last round in which the devices of all processes were connected. An absence of an earlier round is old news.
+#[derive(Default)]
+struct Round {
+    number: u64,
+    /// Ranks of the nodes' devices that have ended its exchanges. When all have, absences of this round are old news,
+    /// too: the leader's devices forget them before the next round begins.
+    ended: BTreeSet<usize>,
 }
 
 impl Cluster {
@@ -76,8 +85,9 @@ impl Cluster {
             nodes.push(node);
             readers.push(reader);
         }
-        let (members, lost, watchers) = (OnceLock::new(), Mutex::default(), Mutex::default());
-        let cluster = Arc::new(Cluster { nodes, members, round: AtomicU64::new(0), lost, watchers });
+        let (members, round) = (OnceLock::new(), Mutex::default());
+        let (lost, watchers) = (Mutex::default(), Mutex::default());
+        let cluster = Arc::new(Cluster { nodes, members, round, lost, watchers });
         for (i, reader) in readers.into_iter().enumerate() {
             let weak = Arc::downgrade(&cluster);
             spawn("keel-control", move || listen(&weak, i, reader))?;
@@ -154,7 +164,10 @@ impl Cluster {
         if let Some(reason) = self.lost() {
             return Err(RemoteError::Gone(reason));
         }
-        let round = self.round.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut present = locked(&self.round);
+        let round = present.number + 1;
+        *present = Round { number: round, ended: BTreeSet::new() };
+        drop(present);
         self.tell(&ControlMessage::Connect { round }, ids, None);
         Ok(())
     }
@@ -164,7 +177,7 @@ impl Cluster {
     /// # Errors
     /// Why a node has not.
     pub fn finish(&self) -> Result<()> {
-        let round = self.round.load(Ordering::SeqCst);
+        let round = locked(&self.round).number;
         // All are waited for, so that no answer is left for a later round.
         let outcomes: Vec<Result<()>> = self.nodes.iter().map(|node| self.wait(node, Some(round))).collect();
         outcomes.into_iter().collect()
@@ -211,7 +224,7 @@ impl Cluster {
 
     /// Tells all nodes that a device does not come to its exchanges any more.
     pub fn abandon(&self, rank: usize) {
-        let round = self.round.load(Ordering::SeqCst);
+        let round = locked(&self.round).number;
         self.tell(&ControlMessage::Absent { rank, round }, &[], None);
     }
 
@@ -221,12 +234,28 @@ impl Cluster {
         if let Some(members) = self.members.get() {
             members.note_absent(rank);
         }
-        let round = self.round.load(Ordering::SeqCst);
+        let round = locked(&self.round).number;
         self.tell(&ControlMessage::Absent { rank, round }, &[], from.map(|node| node.number));
+    }
+
+    /// A node says the same of a device and a round.
+    fn hear_absent(&self, rank: usize, round: u64, from: &Node) {
+        let devices: usize = self.nodes.iter().map(|node| node.devices.len()).sum();
+        let present = locked(&self.round);
+        if present.number != round || present.ended.len() == devices {
+            return;
+        }
+        // Under the lock: what is noted after the end of the round would concern the next one.
+        if let Some(members) = self.members.get() {
+            members.note_absent(rank);
+        }
+        drop(present);
+        self.tell(&ControlMessage::Absent { rank, round }, &[], Some(from.number));
     }
 
     /// A device of a node is ready to meet again.
     pub(crate) fn note_rejoined(&self, rank: usize) {
+        locked(&self.round).ended.insert(rank);
         if let Some(members) = self.members.get() {
             members.note_rejoined(rank);
         }
@@ -375,13 +404,12 @@ fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
             Ok(ControlMessage::Connected { round, outcome }) => {
                 reader.hear(&cluster, from, NodeReply::Connected { round, outcome });
             }
-            Ok(ControlMessage::Absent { rank, round }) => {
-                if round == cluster.round.load(Ordering::SeqCst) {
-                    cluster.note_absent(rank, Some(from));
-                }
-            }
+            Ok(ControlMessage::Absent { rank, round }) => cluster.hear_absent(rank, round, from),
             Ok(ControlMessage::Here | ControlMessage::Open(_) | ControlMessage::Connect { .. }) => {}
             Err(error) => return cluster.lose(from, &silence_or(&error)),
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

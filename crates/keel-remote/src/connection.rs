@@ -29,10 +29,22 @@ pub(crate) fn open(address: &str, hello: &Hello) -> std::io::Result<TcpStream> {
                 frame::write(&mut stream, hello, &[])?;
                 return Ok(stream);
             }
-            Err(error) => last = error,
+            Err(error) => last = unconnected(error),
         }
     }
     Err(last)
+}
+
+/// The error of a connection that was not made. Without an answer in time, nothing has been said on it yet, so it is no
+/// silence.
+fn unconnected(error: std::io::Error) -> std::io::Error {
+    match error.kind() {
+        std::io::ErrorKind::TimedOut => std::io::Error::other(format!(
+            "no connection within {} s: check the address, the port and the firewall",
+            CONNECT_MAX.as_secs()
+        )),
+        _ => error,
+    }
 }
 
 /// The same, and the node's answer. From then on a silent connection is lost.
@@ -118,4 +130,20 @@ pub(crate) fn silence_or(error: &std::io::Error) -> String {
 pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let started = std::thread::Builder::new().name(name.into()).spawn(run);
     started.map(drop).map_err(|error| RemoteError::NoThread { reason: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_is_not_made_is_not_called_silent() {
+        let timeout = || std::io::Error::from(ErrorKind::TimedOut);
+        let reason = silence_or(&unconnected(timeout()));
+        assert_eq!(reason, "no connection within 2 s: check the address, the port and the firewall");
+        assert_eq!(silence_or(&timeout()), "it has said nothing for 5 s");
+        assert_eq!(unconnected(ErrorKind::ConnectionRefused.into()).kind(), ErrorKind::ConnectionRefused);
+    }
 }

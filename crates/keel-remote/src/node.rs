@@ -217,11 +217,13 @@ struct Ending<'a> {
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
+        let is_asked = self.session.is_asked.load(Ordering::SeqCst);
         match self.session.end(END_MAX) {
-            true => tracing::info!("the leader is gone; its memory is freed"),
+            true if is_asked => tracing::info!("the leader is gone; its memory is freed"),
+            true => tracing::debug!("the leader is gone; it has opened nothing"),
             false => tracing::error!("the leader is gone; a device has not ended its work after {END_MAX:?}"),
         }
-        if self.session.is_asked.load(Ordering::SeqCst) {
+        if is_asked {
             (self.node.closed)();
         }
         *locked(&self.node.present) = None;
@@ -241,6 +243,10 @@ fn follow(session: &Arc<Session>, open: &dyn Fn(OpenRequest) -> Result<OpenDevic
             Ok(ControlMessage::Connect { round }) => session.connect(round, std::mem::take(&mut bytes)),
             Ok(ControlMessage::Absent { rank, round }) => session.note_absent(rank, round),
             Ok(ControlMessage::Here | ControlMessage::Opened(_) | ControlMessage::Connected { .. }) => {}
+            // A leader that waits for another node comes and goes every 2 s.
+            Err(error) if !session.is_asked.load(Ordering::SeqCst) => {
+                return tracing::debug!("the leader has left: {}", silence_or(&error));
+            }
             Err(error) => return tracing::info!("the leader is lost: {}", silence_or(&error)),
         }
     }

@@ -43,8 +43,9 @@ pub fn processor(file: &[u8]) -> bool {
     }
     match image {
         Ok(processor) => {
-            // A file may ask for a size that takes gigabytes. The engine refuses such a plan before it gets here.
-            if processor.values_max().is_some_and(|values| values < 1 << 22) {
+            // A file may ask for a size that takes gigabytes. Callers compare this number with their memory first.
+            let work = processor.work_bytes(picture.width, picture.height);
+            if work.is_ok_and(|bytes| bytes < 1 << 25) {
                 let _ = processor.process(&picture);
             }
             true

@@ -176,6 +176,7 @@ fn webp_bytes(bytes: &[u8], width: u32, height: u32, own: u64, converted: u64) -
 pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
     work_limit::check()?;
     let Opened { format, mut decoder, .. } = open(bytes, limits)?;
+    let (width, height) = decoder.dimensions();
     let orientation = decoder.orientation().map_err(broken)?;
     let mut decoded = match format {
         ImageFormat::Jpeg => {
@@ -188,6 +189,13 @@ pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
         }
         _ => DynamicImage::from_decoder(decoder).map_err(broken)?,
     };
+    // A caller has planned for the size in the header. Two decoders may find two headers in a JPEG.
+    if (decoded.width(), decoded.height()) != (width, height) {
+        let got = format!("{} x {}", decoded.width(), decoded.height());
+        return Err(VisionError::Decode(format!(
+            "its header says {width} x {height}, and its pixels are {got}"
+        )));
+    }
     decoded.apply_orientation(orientation);
     Ok(picture_of(decoded))
 }
@@ -251,4 +259,32 @@ fn picture_of(decoded: DynamicImage) -> Picture {
         other => other.into_rgb8().into_raw(),
     };
     Picture { width, height, rgb }
+}
+
+#[cfg(test)]
+mod tests {
+    use image::codecs::jpeg::JpegEncoder;
+
+    use super::*;
+
+    fn jpeg(side: u32) -> Vec<u8> {
+        let mut file = Vec::new();
+        JpegEncoder::new(&mut file).encode_image(&RgbImage::new(side, side)).expect("coded");
+        file
+    }
+
+    /// By the standard the marker FF01 has no length. The library skips one, and with it a whole picture here.
+    #[test]
+    fn a_jpeg_with_two_sizes_is_refused() {
+        let (skipped, seen) = (jpeg(256), jpeg(16));
+        let mut file = vec![0xff, 0xd8, 0xff, 0x01];
+        file.extend(u16::try_from(skipped.len()).expect("it is short").to_be_bytes());
+        file.extend(&skipped[2..]);
+        file.extend(&seen[2..]);
+        let limits = DecodeLimits::default();
+        let Measured { width, height, .. } = measure(&file, limits).expect("it has a header");
+        assert_eq!((width, height), (16, 16));
+        let message = decode(&file, limits).expect_err("it has two sizes").to_string();
+        assert!(message.contains("16 x 16") && message.contains("256 x 256"), "{message}");
+    }
 }

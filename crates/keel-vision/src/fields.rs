@@ -40,6 +40,14 @@ impl Fields<'_> {
         }
     }
 
+    /// As [`Fields::whole`], of at most `most`.
+    pub fn whole_to(&self, key: &str, value: &Value, most: usize) -> Result<usize> {
+        match self.whole(key, value)? {
+            n if n <= most => Ok(n),
+            n => Err(self.error(format!("{key} is {n}, expected at most {most}"))),
+        }
+    }
+
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64().filter(|x| x.is_finite() && *x > 0.0) {

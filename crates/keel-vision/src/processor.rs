@@ -15,7 +15,7 @@ use crate::fields::Fields;
 use crate::patches::{PatchShape, patches, planes};
 use crate::pixels::ScaleDefaults;
 use crate::resample::resize_bytes;
-use crate::size::{image_size, pixels_max, size_at_most};
+use crate::size::{image_size, size_at_most};
 use crate::{
     Filter, Grid, Picture, PixelBounds, PixelScale, Result, Size, VideoProcessor, VisionError, resize,
     work_limit,
@@ -30,6 +30,12 @@ pub(crate) const SMALL_BYTES: u64 = 64 << 10;
 
 /// Limit on a processor file. Real ones have a few hundred bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// The longest side of pictures that a tower reads at one size. Gemma's towers have 896 pixels.
+const SIDE_MAX: usize = 8192;
+
+/// The largest lower bound on the pixels of a picture. A picture with fewer pixels is enlarged.
+const LEAST_PIXELS_MAX: usize = SIDE_MAX * SIDE_MAX;
 
 /// The processor files of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -106,11 +112,6 @@ impl ProcessorFiles {
             (None, None, None) => return Err(missing(VIDEO)),
         };
         VideoProcessor::from_json(file, &merged(json, instead))
-    }
-
-    /// Tokens per picture, if a file fixes the number.
-    pub fn image_seq_length(&self) -> Option<usize> {
-        self.processor.as_ref()?.get("image_seq_length")?.as_u64().map(|n| n as usize)
     }
 }
 
@@ -203,7 +204,7 @@ impl ImageProcessor {
             class.starts_with("Gemma3") || fields.get("size").is_some_and(|s| s["height"].is_number());
         let (layout, filter, defaults) = if whole {
             let side = |key: &str| match fields.get("size").and_then(|size| size.get(key)) {
-                Some(value) => fields.whole(key, value),
+                Some(value) => fields.whole_to(key, value, SIDE_MAX),
                 None => Ok(224),
             };
             let layout = Layout::Whole { height: side("height")?, width: side("width")? };
@@ -251,27 +252,6 @@ impl ImageProcessor {
             self.settings.push_str(&format!(" at most {pixels}"));
         }
         Ok(self)
-    }
-
-    /// The settings in one line. They serve to compare processors.
-    pub fn settings(&self) -> &str {
-        &self.settings
-    }
-
-    /// Largest number of values of a picture. `None` if it depends on the picture's own size.
-    pub fn values_max(&self) -> Option<usize> {
-        match self.layout {
-            Layout::Whole { height, width } => height.checked_mul(width)?.checked_mul(3),
-            Layout::Patches { side, merge, frames, pixels } if self.resizes => {
-                let factor = side * merge;
-                let most = match self.is_limited {
-                    true => pixels.most.max(factor * factor),
-                    false => pixels_max(factor, pixels),
-                };
-                most.checked_mul(3 * frames)
-            }
-            Layout::Patches { .. } => None,
-        }
     }
 
     /// The most bytes of heap while a picture of `width` by `height` is prepared, in addition to its own. What is
@@ -367,18 +347,19 @@ pub(crate) fn patch_shape(fields: &Fields<'_>, side: usize) -> Result<PatchShape
 /// Smallest and largest number of pixels. The keys are `min_pixels` and `max_pixels`, or `size.shortest_edge` and
 /// `longest_edge`, which are counts of pixels in spite of their names.
 pub(crate) fn pixel_bounds(fields: &Fields<'_>, default: PixelBounds) -> Result<PixelBounds> {
-    let bound = |older: &str, edge: &str, default: usize| {
+    let bound = |older: &str, edge: &str, default: usize, limit: usize| {
         let nested = fields.get("size").and_then(|size| {
             [edge, older].into_iter().find_map(|key| size.get(key).filter(|value| !value.is_null()))
         });
         match (fields.get(older), nested) {
-            (Some(value), _) => fields.whole(older, value),
-            (None, Some(value)) => fields.whole(edge, value),
+            (Some(value), _) => fields.whole_to(older, value, limit),
+            (None, Some(value)) => fields.whole_to(edge, value, limit),
             (None, None) => Ok(default),
         }
     };
-    let least = bound("min_pixels", "shortest_edge", default.least)?;
-    let most = bound("max_pixels", "longest_edge", default.most)?;
+    let least = bound("min_pixels", "shortest_edge", default.least, LEAST_PIXELS_MAX)?;
+    // The decoder bounds the pixels of a picture, so a large bound here means none.
+    let most = bound("max_pixels", "longest_edge", default.most, usize::MAX)?;
     if least > most {
         return Err(fields.error(format!("at least {least} and at most {most} pixels cannot be")));
     }

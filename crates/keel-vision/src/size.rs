@@ -65,18 +65,6 @@ pub(crate) fn size_at_most(own: Size, factor: usize, bounds: PixelBounds) -> Res
     })
 }
 
-/// The most pixels that [`image_size`] gives. It can be more than `bounds.most`, because a side has at least `factor`
-/// pixels, and because a picture that is too small is rounded up.
-pub(crate) fn pixels_max(factor: usize, bounds: PixelBounds) -> usize {
-    let PixelBounds { least, most } = bounds;
-    let (f, aspect) = (factor as f64, ASPECT_MAX as f64);
-    let clamped = f * f.max((aspect * most as f64).sqrt());
-    let sides = (aspect.sqrt() + aspect.sqrt().recip()) * (least as f64).sqrt();
-    let grown = least as f64 + f * sides + f * f;
-    // A conversion to an integer saturates.
-    most.max(clamped.max(grown).ceil() as usize)
-}
-
 /// As [`image_size`], but the bounds count the pixels of all `frames`.
 ///
 /// # Errors
@@ -145,24 +133,6 @@ mod tests {
 
     fn bounds(least: usize, most: usize) -> PixelBounds {
         PixelBounds { least, most }
-    }
-
-    #[test]
-    fn no_size_has_more_pixels_than_the_most() {
-        let cases = [(32, 1024, 65536), (7688, 8192, 24476), (248, 0, 1), (28, 100, 200), (1, 9, 9)];
-        for (factor, least, most) in cases {
-            let pixels = bounds(least, most);
-            let most = pixels_max(factor, pixels);
-            for (height, width) in [(1, 1), (5, 3), (1, 200), (600, 3), (47, 99), (4000, 3000), (9999, 50)] {
-                let size =
-                    image_size(sized(height, width), factor, pixels).expect("its sides are near enough");
-                assert!(
-                    size.pixels() <= most,
-                    "{width} x {height} becomes {size}, {most} pixels at most, {factor} {pixels:?}"
-                );
-            }
-        }
-        assert_eq!(pixels_max(32, bounds(65536, 16_777_216)), 16_777_216, "a published processor");
     }
 
     /// A strip keeps its short side, and one that is thinner than half a factor gets a side of one.

@@ -78,16 +78,6 @@ impl VideoProcessor {
         })
     }
 
-    /// The settings in one line. They serve to compare processors.
-    pub fn settings(&self) -> &str {
-        &self.settings
-    }
-
-    /// Patches along a side of a block, which becomes one token.
-    pub fn merge(&self) -> usize {
-        self.shape.merge
-    }
-
     /// Chooses frames of a video with `total` frames at `fps` frames per second. Returns their indices.
     ///
     /// # Errors
@@ -307,7 +297,7 @@ mod tests {
         for (frame_pixels, pixels) in [(65536, 1 << 20), (1 << 20, 65536), (16384, 16384), (1 << 24, 1 << 30)]
         {
             let limited = plain.clone().limited_to(VideoBounds { frame_pixels, pixels });
-            assert_ne!(plain.settings(), limited.settings());
+            assert_ne!(plain.settings, limited.settings);
             for frames in 1..=9 {
                 for own in sizes {
                     let size = limited.frame_size(frames, own).expect("it has room");

@@ -26,7 +26,6 @@ use std::time::Instant;
 use keel_array::{Regime, RowLog};
 use keel_cache::SequenceCache;
 
-use crate::engine::failures::first_cause_of;
 use crate::engine::in_flight::{EndedRun, EndedStep, InFlightStep, Item, Taken};
 use crate::step::{Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
@@ -306,7 +305,7 @@ impl Engine {
         }
         if let Some(run) = catch_up.filter(|run| self.is_split() && run.has_failed()) {
             // The devices have met again without the steps under way, whose results are undefined now.
-            let cause = first_cause_of([run]).to_string();
+            let cause = self.first_cause_of([run]).to_string();
             self.in_flight.iter_mut().for_each(|step| step.refusal = Some(EngineError::Step(cause.clone())));
         }
         if let Some(rows) = self.taken.plain_rows() {
@@ -396,7 +395,7 @@ impl Engine {
         let runs = || ended.iter().flat_map(|step| &step.runs);
         runs().for_each(|run| self.cache.note_ahead(run.slots.iter().copied()));
         match runs().any(EndedRun::has_failed) {
-            true => Err(first_cause_of(ended.into_iter().flat_map(EndedStep::into_all))),
+            true => Err(self.first_cause_of(ended.into_iter().flat_map(EndedStep::into_all))),
             false => Ok(()),
         }
     }

@@ -4,7 +4,6 @@ use keel_array::RowLog;
 use keel_cache::{CommitProgress, SequenceCache};
 
 use crate::engine::in_flight::EndedRun;
-use crate::split::step::first_cause;
 use crate::step::StepKind;
 use crate::{Engine, EngineError};
 
@@ -33,7 +32,7 @@ impl Engine {
                 self.cache.note_ahead(slots);
             }
         }
-        refusal.unwrap_or_else(|| first_cause_of(ended.into_iter().chain(later)))
+        refusal.unwrap_or_else(|| self.first_cause_of(ended.into_iter().chain(later)))
     }
 
     /// The results of a step that has run are lost. Its rows are taken back. Without a log they cannot be where there
@@ -45,9 +44,9 @@ impl Engine {
             self.cache.note_ahead(sequences.map(|sequence| sequence.slot()));
         }
     }
-}
 
-/// The first cause of the failures of these programs, at least one of which has failed.
-pub(crate) fn first_cause_of(ended: impl IntoIterator<Item = EndedRun>) -> EngineError {
-    first_cause(ended.into_iter().flat_map(|run| run.devices))
+    /// The first cause of the failures of these programs, at least one of which has failed.
+    pub(crate) fn first_cause_of(&self, ended: impl IntoIterator<Item = EndedRun>) -> EngineError {
+        self.first_cause(ended.into_iter().flat_map(|run| run.devices))
+    }
 }

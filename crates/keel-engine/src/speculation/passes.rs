@@ -15,7 +15,6 @@ use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
 use super::lag::RoundHidden;
 use super::round::{Proposal, RoundSequence, RoundTimes};
-use crate::engine::failures::first_cause_of;
 use crate::engine::in_flight::{EndedRun, InFlightRun};
 use crate::step::{Outcome, Rows, StepKind};
 use crate::{Engine, Result};
@@ -69,7 +68,7 @@ impl Engine {
         }
         // A pass that failed ended those after it.
         let failed = std::mem::take(&mut passes.failed);
-        let outcome = if failed.is_empty() { submitted } else { Err(first_cause_of(failed)) };
+        let outcome = if failed.is_empty() { submitted } else { Err(self.first_cause_of(failed)) };
         if let Err(error) = outcome {
             // Devices are ready again for what is begun next.
             let error = self.finish_in_flight().err().unwrap_or(error);

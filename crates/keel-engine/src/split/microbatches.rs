@@ -24,7 +24,6 @@ use keel_cache::{CommitProgress, SlotId};
 use crate::device_thread::{DeferredJob, FinishedJob, JobHandle};
 use crate::engine::ahead::{NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
 use crate::engine::in_flight::Item;
-use crate::split::step::first_cause;
 use crate::step::{Rows, StepKind, ids_of};
 use crate::{Engine, EngineError, Result};
 
@@ -220,7 +219,7 @@ impl Engine {
             let slots = std::mem::take(&mut self.microbatches.steps[at + step].slots);
             self.note_devices(ended, slots, CommitProgress::default(), true);
         }
-        let cause = first_cause(all.into_iter().flatten());
+        let cause = self.first_cause(all.into_iter().flatten());
         for step in self.microbatches.steps.iter_mut().skip(at + 1) {
             step.drawn = Err(EngineError::Step(cause.to_string()));
         }

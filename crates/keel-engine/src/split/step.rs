@@ -269,7 +269,22 @@ impl Engine {
         }
         self.rejoin();
         self.note_devices(&ended, rows.iter().map(|row| row.sequence.slot()), settled, commits_rows);
-        Err(first_cause(ended))
+        Err(self.first_cause(ended))
+    }
+
+    /// The error of devices' programs, at least one of which has failed: that of the first cause. In a split it names
+    /// the device.
+    pub(crate) fn first_cause(&self, ended: impl IntoIterator<Item = FinishedJob>) -> EngineError {
+        let failed = |FinishedJob { step, outcome }| outcome.err().map(|failure| (step, failure));
+        let mut failures: Vec<(Executable, Failure)> = ended.into_iter().filter_map(failed).collect();
+        let cause = failures.iter().position(|(_, failure)| !failure.is_consequence()).unwrap_or(0);
+        let (step, failure) = failures.swap_remove(cause);
+        let error = failure.into_error();
+        let mut devices = self.devices().filter(|_| self.is_split());
+        match devices.find(|(_, runtime)| runtime.is_same(step.runtime())) {
+            Some((device, _)) => EngineError::Device { device, error: Box::new(error) },
+            None => error,
+        }
     }
 
     /// Makes the devices ready for a next step after one that failed. None of them runs.
@@ -309,11 +324,4 @@ pub(crate) fn all_steppers<'a>(
     lead: &'a mut Stepper,
 ) -> impl Iterator<Item = &'a mut Stepper> {
     peers.iter_mut().map(|peer| &mut peer.stepper).chain([lead])
-}
-
-/// The error of devices' programs, at least one of which has failed: that of the first cause.
-pub(crate) fn first_cause(ended: impl IntoIterator<Item = FinishedJob>) -> EngineError {
-    let mut failures: Vec<Failure> = ended.into_iter().filter_map(|ended| ended.outcome.err()).collect();
-    let cause = failures.iter().position(|failure| !failure.is_consequence()).unwrap_or(0);
-    failures.swap_remove(cause).into_error()
 }

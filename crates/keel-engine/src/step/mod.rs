@@ -235,7 +235,7 @@ impl Stepper {
     pub fn step_for(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<&Executable> {
         // A step that only commits has one row of no sequence.
         let count = rows.iter().map(|r| r.tokens.len()).sum::<usize>().max(1);
-        let has_pictures = rows.iter().any(Rows::has_pictures);
+        let has_pictures = rows.iter().any(|row| row.needs_pictures(kind.outcome));
         let shape = StepShape { has_pictures, ..self.buckets.fit(kind, count, rows.len()) };
         self.staging.filling(rows, shape, kind.outcome == Outcome::OpenRows).write()?;
         match &self.vision {

@@ -53,6 +53,11 @@ impl Outcome {
     /// Commits in all layers.
     pub const COMMIT: Outcome = Outcome::Commit(CommitProgress { windows: 0, states: 0 });
 
+    /// Whether it is a pass of the MTP head over hidden states in staging.
+    pub fn reads_hidden(self) -> bool {
+        matches!(self, Outcome::Draft | Outcome::MtpState)
+    }
+
     /// How many tokens a step of these rows draws: one after each row that is left open, else one for each sequence.
     pub fn tokens_drawn(self, rows: &[Rows<'_>]) -> usize {
         match self {
@@ -102,9 +107,9 @@ impl StepShape {
         StepKind { regime: self.regime, outcome: self.outcome }
     }
 
-    /// Whether it is a pass of the MTP head over hidden states in staging.
+    /// As [`Outcome::reads_hidden`].
     pub fn reads_hidden(self) -> bool {
-        matches!(self.outcome, Outcome::Draft | Outcome::MtpState)
+        self.outcome.reads_hidden()
     }
 
     /// Whether its rows find their tokens in the pool.

@@ -1,5 +1,7 @@
 //! Buffers for the rows of pictures in a step.
 
+use std::ops::Range;
+
 use keel_array::{Array, Category, DType, Regime, Runtime};
 use keel_models::blocks::{NextVisionRows, VisionRows};
 use keel_models::vision::VisionConfig;
@@ -25,7 +27,22 @@ pub(super) struct VisionStaging {
 impl Rows<'_> {
     /// Whether a row, or the token after one, belongs to a picture.
     pub fn has_pictures(&self) -> bool {
-        let tokens = self.first..self.first + self.tokens.len() + 1;
+        self.has_picture_in(self.first..self.first + self.tokens.len() + 1)
+    }
+
+    /// Whether a step with this outcome needs pictures.
+    ///
+    /// A pass of the MTP head over staged hidden states reads the tokens after its rows, and not those of its rows. The
+    /// features of these may be gone, because the prompt has been run. If a prompt ends with a picture's token, the
+    /// pass rotates its row by the first of its three positions. Drafts may then be worse.
+    pub fn needs_pictures(&self, outcome: Outcome) -> bool {
+        match outcome.reads_hidden() {
+            true => self.has_picture_in(self.first + 1..self.first + self.tokens.len() + 1),
+            false => self.has_pictures(),
+        }
+    }
+
+    fn has_picture_in(&self, tokens: Range<usize>) -> bool {
         self.sequence.vision_inputs().is_some_and(|vision| vision.has_picture_in(tokens))
     }
 }
@@ -84,7 +101,8 @@ impl VisionStaging {
 
     /// Fills the buffers for the rows of a step of this shape. Padding rows see nothing.
     pub fn fill(&self, rows: &[Rows<'_>], shape: StepShape) -> Result<()> {
-        let shift = usize::from(shape.outcome == Outcome::MtpHidden);
+        // The MTP head reads the tokens after its rows.
+        let shift = usize::from(shape.outcome == Outcome::MtpHidden || shape.reads_hidden());
         fill_features(rows, shape.rows, shift, &self.is_picture, &self.features)?;
         if let Some(NextVisionRows { is_picture, features }) = &self.next {
             fill_features(rows, shape.rows, 1, is_picture, std::slice::from_ref(features))?;

@@ -56,6 +56,8 @@ pub struct PatchGrid {
 
 /// A tower and its buffers. Every layer writes its keys and values to the same pages.
 pub(crate) struct VisionRunner {
+    /// Runs the pieces of a tower with a device of its own. It is dropped first: its last piece uses what follows.
+    thread: Option<TowerThread>,
     tower: Tower,
     passes: Passes,
     input: InputBuffers,
@@ -71,8 +73,6 @@ pub(crate) struct VisionRunner {
     traced: u64,
     /// The number of the job that the buffers belong to.
     current: u64,
-    /// Runs the pieces of a tower with a device of its own.
-    thread: Option<TowerThread>,
 }
 
 /// The buffers that the host fills before a pass.

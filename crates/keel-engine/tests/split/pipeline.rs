@@ -295,12 +295,14 @@ fn a_device_that_fails_ends_the_step_of_all_and_the_next_step_runs() {
     let mut whole = engine(&fixture("qwen3_5"), &runtime(1), drafting());
     for rank in 0..2 {
         let (mut parts, fault) = faulty(rank, drafting());
+        let names = ["the left one", "the right one"];
+        parts.name_devices(names.map(String::from).to_vec());
         let want = decoded(&mut whole, &prompt(64), &[5, 6, 7]);
         let mut sequence = decoded(&mut parts, &prompt(64), &[5]);
         let start = Instant::now();
         fault.0.store(0, Ordering::Relaxed);
         let error = parts.decode(&mut [&mut sequence], &[6]).expect_err("a device has failed");
-        assert!(error.to_string().contains("injected"), "device {rank}: {error}");
+        assert_eq!(error.to_string(), format!("{}: launch: injected", names[rank]));
         assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for a device that has failed");
         // With a log a step happens, or leaves nothing.
         for token in [6, 7] {

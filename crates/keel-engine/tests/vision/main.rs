@@ -4,6 +4,7 @@
 mod common;
 
 mod batch;
+mod drafts;
 mod experts;
 mod kept_features;
 mod laws;

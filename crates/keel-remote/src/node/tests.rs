@@ -6,7 +6,7 @@ use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 use super::*;
 
 /// Tells the test what devices hear.
-struct Heard(Sender<String>);
+pub(crate) struct Heard(pub(crate) Sender<String>);
 
 impl Members for Heard {
     fn note_absent(&self, rank: usize) {
@@ -180,4 +180,56 @@ fn a_node_is_told_when_a_leader_that_asked_for_its_devices_is_gone() {
     frame::write(&mut asking, &ControlMessage::Open(seats), &[]).expect("it listens");
     drop(asking);
     told.recv_timeout(Duration::from_secs(60)).expect("the second did");
+}
+
+/// Counts what is logged at INFO and above.
+#[derive(Default)]
+struct Logged(AtomicUsize);
+
+impl tracing::Subscriber for Logged {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() <= tracing::Level::INFO
+    }
+
+    fn new_span(&self, _span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &tracing::span::Id, _values: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &tracing::span::Id, _follows: &tracing::span::Id) {}
+
+    fn event(&self, _event: &tracing::Event<'_>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn enter(&self, _span: &tracing::span::Id) {}
+
+    fn exit(&self, _span: &tracing::span::Id) {}
+}
+
+/// While a node is away, its leader comes to the others every 2 s and leaves them again.
+#[test]
+fn a_leader_that_has_opened_nothing_is_no_news() {
+    let none = |_: OpenRequest| -> Result<OpenDevices, String> { Err("it has none".into()) };
+    for (is_asked, lines) in [(false, 0), (true, 2)] {
+        let (session, leader) = session(1);
+        session.is_asked.store(is_asked, Ordering::SeqCst);
+        let node = Node {
+            devices: Box::new(Vec::<DeviceFacts>::new),
+            open: Box::new(none),
+            closed: Box::new(|| ()),
+            present: Mutex::default(),
+            sessions: AtomicU64::new(0),
+            hellos: AtomicUsize::new(0),
+        };
+        drop(leader);
+        let logged = Arc::new(Logged::default());
+        tracing::subscriber::with_default(Arc::clone(&logged), || {
+            let ending = Ending { session: &session, node: &node };
+            follow(&session, &none);
+            drop(ending);
+        });
+        assert_eq!(logged.0.load(Ordering::SeqCst), lines, "asked: {is_asked}");
+    }
 }

@@ -38,7 +38,7 @@ fn a_limit_lowers_the_largest_size() {
     let patches = |processor: &ImageProcessor| processor.process(&picture).expect("fits")[0].grid.patches();
     let limited = processor.clone().limited_to(16384).expect("above the least");
     assert!(patches(&processor) > 64 && patches(&limited) <= 64);
-    assert_ne!(limited.settings(), processor.settings());
+    assert_ne!(limited.settings, processor.settings);
     assert_eq!(processor.clone().limited_to(1 << 20).expect("no limit"), processor);
     assert!(processor.limited_to(1000).expect_err("below the least").to_string().contains("1024"));
 }
@@ -68,6 +68,13 @@ fn wrong_values_are_named() {
         (json!({"image_std": [0.5, 0.5]}), "image_std"),
         (json!({"image_std": 0}), "image_std"),
         (json!({"min_pixels": 10, "max_pixels": 5}), "10"),
+        (
+            json!({"min_pixels": 1 << 27, "max_pixels": 1 << 28}),
+            "min_pixels is 134217728, expected at most 67108864",
+        ),
+        (json!({"size": {"shortest_edge": 1 << 27, "longest_edge": 1 << 28}}), "shortest_edge is 134217728"),
+        (json!({"size": {"height": 8193, "width": 16}}), "height is 8193, expected at most 8192"),
+        (json!({"size": {"height": 16, "width": 1u64 << 32}}), "width is 4294967296"),
         (json!({"do_resize": 3}), "do_resize"),
     ] {
         let message = ImageProcessor::from_json("f.json", &json).expect_err("unsound").to_string();

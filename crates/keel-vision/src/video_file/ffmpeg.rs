@@ -31,6 +31,8 @@ const MESSAGE_BYTES_MAX: u64 = 2048;
 const ASK_TIME: Duration = Duration::from_millis(20);
 /// The most bytes of a line of its list of packets.
 const LINE_BYTES_MAX: u64 = 4096;
+/// The most bytes of an argument. Linux starts no program with 128 KiB, which include the zero at the end.
+const ARGUMENT_BYTES_MAX: usize = (128 << 10) - 1;
 
 /// A coded video in a file of its own, which goes when this is dropped.
 pub(super) struct FfmpegVideo {
@@ -38,6 +40,8 @@ pub(super) struct FfmpegVideo {
     demuxer: &'static str,
     ffmpeg: PathBuf,
     limits: VideoFileLimits,
+    /// Frames in the list of packets.
+    frames: usize,
     /// Width and height as the list of packets has them.
     size: (usize, usize),
 }
@@ -76,19 +80,36 @@ impl FfmpegVideo {
         let kept = |error: std::io::Error| failed(format!("its file cannot be kept for ffmpeg: {error}"));
         let mut file = NamedTempFile::new().map_err(kept)?;
         file.write_all(bytes).and_then(|()| file.flush()).map_err(kept)?;
-        let mut coded = FfmpegVideo { file, demuxer, ffmpeg: ffmpeg.to_path_buf(), limits, size: (0, 0) };
+        let ffmpeg = ffmpeg.to_path_buf();
+        let mut coded = FfmpegVideo { file, demuxer, ffmpeg, limits, frames: 0, size: (0, 0) };
         let list = ["-c", "copy", "-f", "framecrc", "-"].map(String::from);
         let count = coded.run(&list, |output| packets(output, limits.frames))?;
-        coded.size = (count.width, count.height);
+        (coded.frames, coded.size) = (count.frames, (count.width, count.height));
         Ok((coded, count))
     }
 
-    pub fn take(&self, numbers: &[usize], sink: &mut FrameSink<'_>) -> Result<()> {
+    /// The arguments that let through the frames with these numbers. They are few if all frames are asked for.
+    fn choice(&self, numbers: &[usize]) -> Result<[String; 2]> {
+        let asked = numbers.len();
+        if numbers.iter().copied().eq(0..self.frames) {
+            return Ok(["-frames:v".into(), asked.to_string()]);
+        }
         let filter = format!("select='{}'", selection(numbers));
-        let how = ["-vf", &filter, "-fps_mode", "passthrough"];
+        if filter.len() > ARGUMENT_BYTES_MAX {
+            let most = asked * ARGUMENT_BYTES_MAX / filter.len();
+            return Err(failed(format!(
+                "{asked} of its {} frames are asked for, and ffmpeg takes the numbers of about {most}: sample fewer",
+                self.frames
+            )));
+        }
+        Ok(["-vf".into(), filter])
+    }
+
+    pub fn take(&self, numbers: &[usize], sink: &mut FrameSink<'_>) -> Result<()> {
+        let how = self.choice(numbers)?;
         // Frames of more than 8 bits are rounded.
-        let form = ["-pix_fmt", "rgb24", "-f", "image2pipe", "-c:v", "ppm", "-"];
-        let args: Vec<String> = how.iter().chain(&form).map(ToString::to_string).collect();
+        let form = ["-fps_mode", "passthrough", "-pix_fmt", "rgb24", "-f", "image2pipe", "-c:v", "ppm", "-"];
+        let args: Vec<String> = how.into_iter().chain(form.map(String::from)).collect();
         let (width, height) = self.size;
         let mut left = numbers.len();
         self.run(&args, |output| {

@@ -78,7 +78,8 @@ impl ChatImages {
         if before == PICTURES_MAX {
             bail!("the conversation already has {PICTURES_MAX} pictures; /reset begins a new one");
         }
-        let picture = load::picture(&Origin::File(Path::new(file).to_path_buf()))?;
+        let origin = Origin::File(Path::new(file).to_path_buf());
+        let picture = load::picture(&origin, load::room(), |w, h| self.processor.work_bytes(w, h))?;
         let processed = self.processor.process(&picture)?;
         let mut features = Features::default();
         for one in &processed {

@@ -78,7 +78,9 @@ pub fn prepare(model: &ModelFiles, text: &ModelText, conversation: &Conversation
     if let Some(config) = vision.as_ref().filter(|_| conversation.has_pictures()) {
         let files = processor_files(model)?;
         for part in &conversation.images {
-            let mut processed = files.image(&conversation.settings)?.process(&load::picture(part)?)?;
+            let processor = files.image(&conversation.settings)?;
+            let picture = load::picture(part, load::room(), |w, h| processor.work_bytes(w, h))?;
+            let mut processed = processor.process(&picture)?;
             let tokens = processed.first().map_or(0, |one| config.rows_of(one.grid.h, one.grid.w));
             image_spans.push(ImageSpan { tokens, crops: processed.len() - 1 });
             images.append(&mut processed);
@@ -148,8 +150,13 @@ fn prepare_video(
         VideoFrames::Listed(frames, fps) => {
             let taken = processor.sample(frames.len(), *fps)?;
             let mut builder = VideoBuilder::new(&processor, taken.len());
-            for &i in &taken {
-                builder.add(&load::picture(&frames[i])?)?;
+            for (number, &i) in taken.iter().enumerate() {
+                // The resized frames and what they become are counted once.
+                let work = |width, height| match number {
+                    0 => processor.work_bytes(taken.len(), width, height),
+                    _ => Ok(0),
+                };
+                builder.add(&load::picture(&frames[i], load::room(), work)?)?;
             }
             (builder.finish()?, taken, *fps)
         }
@@ -158,6 +165,10 @@ fn prepare_video(
             load::with_bytes(origin, limits.file_bytes, |bytes| {
                 let video = VideoFile::open(bytes, limits)?;
                 let taken = processor.sample(video.frames(), video.fps())?;
+                let (width, height) = video.size();
+                let work = video.frame_bytes() + processor.work_bytes(taken.len(), width, height)?;
+                let what = format!("a video of {} chosen frames of {width} x {height}", taken.len());
+                load::expect_room(&what, work, load::room())?;
                 let mut builder = VideoBuilder::new(&processor, taken.len());
                 video.take(&taken, &mut |frame| builder.add(&frame))?;
                 Ok((builder.finish()?, taken, video.fps()))

@@ -57,6 +57,36 @@ fn no_sum_of_chosen_frames_has_many_terms() {
     assert_eq!(sums(&many), many.matches('(').count() - 768, "each sum has parentheses of its own");
 }
 
+/// Where all frames are asked for, none is named.
+#[test]
+fn all_frames_of_a_long_video_are_read() {
+    const FRAMES: usize = 20_000;
+    let list =
+        format!("printf '#tb 0: 1/100\\n#dimensions 0: 1x1\\n'; yes '0, 0, 0, 1, 9, 0x1' | head -n {FRAMES}");
+    let frames = format!("yes 'P6 1 1 255 abc' | head -n {FRAMES} | tr -d '\\n'");
+    let script = format!(
+        "case \"$*\" in *framecrc*) {list};; *select*) exit 3;; *'-frames:v {FRAMES} '*) {frames};; *) exit 4;; esac"
+    );
+    let (_folder, program) = program(&script);
+    let video = VideoFile::open_with(MP4, VideoFileLimits::default(), &program).expect("sound");
+    assert_eq!(video.frames(), FRAMES);
+    let mut taken = 0;
+    let mut sink = |frame: Picture| -> Result<()> {
+        assert_eq!(frame.rgb, b"abc");
+        taken += 1;
+        Ok(())
+    };
+    video.take(&(0..FRAMES).collect::<Vec<_>>(), &mut sink).expect("they are there");
+    assert_eq!(taken, FRAMES);
+    // The numbers of nearly all frames are more than an argument holds.
+    let most: Vec<usize> = (1..FRAMES).collect();
+    let message = video.take(&most, &mut |_| Ok(())).expect_err("too many").to_string();
+    assert!(message.contains("19999 of its 20000 frames") && message.ends_with("sample fewer"), "{message}");
+    let few: Vec<usize> = (0..FRAMES).step_by(4).collect();
+    let message = video.take(&few, &mut |_| Ok(())).expect_err("the stand-in ends").to_string();
+    assert!(message.contains("ffmpeg cannot read it") || message.contains("ends before"), "{message}");
+}
+
 #[test]
 fn what_a_phone_has_cut_off_is_still_counted() {
     let script = format!("case \"$*\" in *'-ignore_editlist 1'*) ;; *) exit 3;; esac; {LIST}");
