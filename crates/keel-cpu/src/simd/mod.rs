@@ -16,6 +16,7 @@ mod portable;
 
 use crate::isa::Isa;
 pub(crate) use math::{exp, sigmoid, silu};
+pub(crate) use portable::lanewise;
 
 /// Lanes of a vector at every level.
 pub(crate) const LANES: usize = 16;

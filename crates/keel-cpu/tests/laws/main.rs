@@ -10,6 +10,7 @@ mod random_graphs;
 mod refusals;
 mod submission;
 mod watched;
+mod weights;
 
 use keel_array::{Array, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};

@@ -139,13 +139,13 @@ impl Batcher {
         self.engine.cache_mut().own_last_page(&mut sequence)?;
         let Waiting { mut request, key, sampler, .. } = waiting;
         sequence.set_long(self.engine.is_long(request.prompt.len()));
-        let stops = if self.prefixes.keeps_states(self.engine.cache()) && request.shares_prefixes() {
+        let save_points = if self.prefixes.keeps_states(self.engine.cache()) && request.shares_prefixes() {
             prefixes::save_points(request.prompt.len(), hit.len, hit.known_len, &request.marks)
         } else {
             Vec::new()
         };
         let pictures = Pictures::new(request.vision.take(), key);
-        let mut running = Running::new(request, sequence, stops, sampler, self.engine.runs_ahead());
+        let mut running = Running::new(request, sequence, save_points, sampler, self.engine.runs_ahead());
         running.pictures = pictures;
         self.hold_pictures(&mut running, hit.len);
         self.running.push(running);

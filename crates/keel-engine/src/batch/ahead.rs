@@ -287,8 +287,8 @@ impl Batcher {
         parts
     }
 
-    /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's stops, and at an answer's
-    /// last grid point. With micro-batches it is saved when the step is taken.
+    /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's save points, and at an
+    /// answer's last grid point. With micro-batches it is saved when the step is taken.
     fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<SavedState> {
         let running = &self.running[i];
         let at = running.virtual_len();
@@ -400,7 +400,7 @@ impl Batcher {
         self.draw_from(i, |engine, logits| engine.kept_logits(item, logits))
     }
 
-    /// Remembers a prompt that has come to one of its stops, with its saved state if there is one.
+    /// Remembers a prompt that has come to one of its save points, with its saved state if there is one.
     fn remember_stop(&mut self, i: usize, saved: Option<SavedState>) {
         let running = &self.running[i];
         let at = running.cache.len();

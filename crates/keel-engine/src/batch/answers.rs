@@ -23,15 +23,16 @@ impl Batcher {
         self.ask_masks(Running::is_decoding);
         let holds = self.make_way(pages);
         self.running.iter_mut().zip(holds).for_each(|(running, holds)| running.holds = holds);
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
-        if rows.is_empty() {
+        let indices: Vec<usize> =
+            (0..self.running.len()).filter(|&i| self.running[i].decodes_now()).collect();
+        if indices.is_empty() {
             return;
         }
-        let missing = rows.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
+        let missing = indices.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
         self.prefixes.make_room(self.engine.cache_mut(), missing);
         self.plain_steps = 0;
         let mut ended = Vec::new();
-        for (i, drawn) in self.decode_rows(&rows) {
+        for (i, drawn) in self.decode_rows(&indices) {
             let drawn = drawn.and_then(|drawn| self.keep_state(i).map(|()| drawn));
             if let Some(end) = self.report(i, drawn) {
                 ended.push((i, end));
@@ -80,12 +81,12 @@ impl Batcher {
     }
 
     /// One or more tokens for each of these answers.
-    pub(super) fn round(&mut self, rows: &[usize]) -> Result<Vec<Result<Drawn>>> {
+    pub(super) fn round(&mut self, indices: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let keeps_state = self.keeps_state();
-        let decoding = members(&mut self.running, rows);
+        let decoding = members(&mut self.running, indices);
         let mut batch: Vec<RoundSequence<'_>> = decoding.map(|r| r.in_round(keeps_state)).collect();
         let rounds = self.engine.round(&mut batch)?;
-        let decoding = members(&mut self.running, rows);
+        let decoding = members(&mut self.running, indices);
         let take = |(r, round): (&mut Running, Result<Round>)| {
             round.map(|round| r.take(&round.tokens, round.is_last))
         };

@@ -9,9 +9,9 @@ use crate::{EngineError, Result};
 
 impl Batcher {
     /// Decodes these answers, whose numbers ascend, and returns the outcome of each.
-    pub(super) fn decode_rows(&mut self, rows: &[usize]) -> Vec<(usize, Result<Drawn>)> {
-        let (mut cause, mut whole, mut torn) = (String::new(), rows.to_vec(), Vec::new());
-        let mut outcomes = Vec::with_capacity(rows.len());
+    pub(super) fn decode_rows(&mut self, indices: &[usize]) -> Vec<(usize, Result<Drawn>)> {
+        let (mut cause, mut whole, mut torn) = (String::new(), indices.to_vec(), Vec::new());
+        let mut outcomes = Vec::with_capacity(indices.len());
         for _ in 0..2 {
             match self.round(&whole) {
                 Ok(drawn) => {
@@ -54,7 +54,7 @@ impl Batcher {
     /// Runs a step of these sequences. If it fails and leaves all of them whole, it is run once more.
     pub(super) fn twice<T>(
         &mut self,
-        rows: &[usize],
+        indices: &[usize],
         mut step: impl FnMut(&mut Batcher) -> Result<T>,
     ) -> Result<T> {
         let first = match step(self) {
@@ -62,7 +62,7 @@ impl Batcher {
             done => return done,
         };
         self.count_failed_step(&first);
-        if rows.iter().any(|&i| !self.is_whole(i)) {
+        if indices.iter().any(|&i| !self.is_whole(i)) {
             return Err(first);
         }
         step(self).inspect_err(|error| self.count_failed_step(error))

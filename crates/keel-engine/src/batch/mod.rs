@@ -54,8 +54,12 @@ pub(crate) const MASK_PATIENCE: Duration = Duration::from_millis(1);
 const MASK_POLL: Duration = Duration::from_millis(1);
 
 /// The running sequences with these numbers, in order.
-fn members<'a>(running: &'a mut [Running], rows: &'a [usize]) -> impl Iterator<Item = &'a mut Running> {
-    running.iter_mut().enumerate().filter(|(i, _)| rows.binary_search(i).is_ok()).map(|(_, running)| running)
+fn members<'a>(running: &'a mut [Running], indices: &'a [usize]) -> impl Iterator<Item = &'a mut Running> {
+    running
+        .iter_mut()
+        .enumerate()
+        .filter(|(i, _)| indices.binary_search(i).is_ok())
+        .map(|(_, running)| running)
 }
 
 struct Waiting {

@@ -227,10 +227,10 @@ pub(super) fn save_points(prompt_len: usize, start: usize, known_len: usize, mar
     let last = prompt_len.saturating_sub(1);
     let positions = marks.iter().copied().chain([known_len, last]);
     let on_grid = positions.map(|at| at.min(last) / PREFILL_GRID * PREFILL_GRID);
-    let mut stops: Vec<usize> = on_grid.filter(|&at| at > start).collect();
-    stops.sort_unstable();
-    stops.dedup();
-    stops
+    let mut save_points: Vec<usize> = on_grid.filter(|&at| at > start).collect();
+    save_points.sort_unstable();
+    save_points.dedup();
+    save_points
 }
 
 #[cfg(test)]

@@ -61,8 +61,8 @@ impl Batcher {
         };
         let waits = |running: &Running| keeps_logits && !running.draws_ahead() && may_end(running);
         let runs = |running: &Running| is_prompt(running) && !waits(running);
-        let rows: Vec<usize> = (0..self.running.len()).filter(|&i| runs(&self.running[i])).collect();
-        let rests: Vec<PromptRest> = rows.iter().map(|&i| self.running[i].prompt_rest()).collect();
+        let indices: Vec<usize> = (0..self.running.len()).filter(|&i| runs(&self.running[i])).collect();
+        let rests: Vec<PromptRest> = indices.iter().map(|&i| self.running[i].prompt_rest()).collect();
         let is_drawn = self.running.iter().all(Running::draws_ahead);
         let turn = if is_drawn { self.turn } else { self.turn / 2 };
         let mut shares = share_prefill(&rests, budget, turn, self.engine.chunks_max());
@@ -70,7 +70,7 @@ impl Batcher {
         if let (Some(only), None) = (all.next(), all.next()) {
             *only = self.engine.chunk_rows(*only);
         }
-        let shares = rows.into_iter().zip(shares).filter(|(_, share)| *share > 0);
+        let shares = indices.into_iter().zip(shares).filter(|(_, share)| *share > 0);
         let mut shares = shares.map(|(i, rows)| PromptRows { i, rows }).collect();
         self.keep_pictures_whole(&mut shares);
         shares
@@ -104,8 +104,8 @@ impl Batcher {
 
     /// Runs the parts. Retries once if that failed and left all sequences whole.
     fn run_twice(&mut self, parts: &[PromptRows]) -> Result<Vec<Option<u32>>> {
-        let rows: Vec<usize> = parts.iter().map(|part| part.i).collect();
-        self.twice(&rows, |batch| batch.run_parts(parts))
+        let indices: Vec<usize> = parts.iter().map(|part| part.i).collect();
+        self.twice(&indices, |batch| batch.run_parts(parts))
     }
 
     /// Runs one part of a failed step alone. `cause` is the error of that step.
@@ -121,9 +121,9 @@ impl Batcher {
     }
 
     fn run_parts(&mut self, parts: &[PromptRows]) -> Result<Vec<Option<u32>>> {
-        let rows: Vec<usize> = parts.iter().map(|part| part.i).collect();
+        let indices: Vec<usize> = parts.iter().map(|part| part.i).collect();
         let mut chunks = Vec::with_capacity(parts.len());
-        for (running, part) in members(&mut self.running, &rows).zip(parts) {
+        for (running, part) in members(&mut self.running, &indices).zip(parts) {
             let at = running.cache.len();
             let next = running.next_of_prompt(at + part.rows);
             let draws = running.reading.is_none() && running.awaits_first_at(at + part.rows);
@@ -138,7 +138,7 @@ impl Batcher {
             self.prompt_rate = count as f64 / begin.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
         } else {
             let drawing = chunks.iter().map(|chunk| chunk.draw.is_some()).collect::<Vec<_>>();
-            let drawing = members(&mut self.running, &rows).zip(drawing).filter(|(_, draws)| *draws);
+            let drawing = members(&mut self.running, &indices).zip(drawing).filter(|(_, draws)| *draws);
             drawing.for_each(|(running, _)| running.abandon_draws());
         }
         outcome
@@ -168,7 +168,7 @@ impl Batcher {
         outcomes.into_iter().filter_map(report).collect()
     }
 
-    /// Saves the state of a prompt at its stops, where other requests may go on from it.
+    /// Saves the state of a prompt at its save points, where other requests may go on from it.
     pub(super) fn save_at_save_point(&mut self, i: usize) -> Result<()> {
         let running = &self.running[i];
         if running.is_at_save_point() {

@@ -78,12 +78,12 @@ pub(super) fn pages_at_full_length(prompt_len: usize, max_tokens: usize) -> usiz
 }
 
 impl Running {
-    /// A sequence that holds the first tokens of the prompt and will save its state at `stops`. `draws_rows` says that
-    /// the device draws after drafts, too. A text that it draws is the same with drafts.
+    /// A sequence that holds the first tokens of the prompt and will save its state at `save_points`. `draws_rows` says
+    /// that the device draws after drafts, too. A text that it draws is the same with drafts.
     pub fn new(
         request: BatchRequest,
         cache: SequenceCache,
-        stops: Vec<usize>,
+        save_points: Vec<usize>,
         sampler: Sampler,
         draws_rows: bool,
     ) -> Running {
@@ -98,7 +98,7 @@ impl Running {
             run_len: request.prompt.len(),
             is_run_again: false,
             tokens: request.prompt,
-            save_points: stops,
+            save_points,
             rolling: None,
             deadline: request.deadline,
             holds: false,

@@ -2,6 +2,7 @@
 //! code.
 
 use super::{LANES, Lanes};
+use crate::simd::lanewise;
 use half::f16;
 use std::array::from_fn;
 
@@ -56,10 +57,9 @@ impl Lanes for Portable {
     }
     #[inline(never)]
     unsafe fn dot_bf16(acc: Self::F, w: Self::I, x: Self::I) -> Self::F {
-        from_fn(|i| {
-            let low = bf16(w[i] & 0xffff).mul_add(bf16(x[i] & 0xffff), acc[i]);
-            bf16(w[i] >> 16).mul_add(bf16(x[i] >> 16), low)
-        })
+        let (low, high) = (|a: u32| bf16(a & 0xffff), |a: u32| bf16(a >> 16));
+        let sums = lanewise::fma(&w.map(low), &x.map(low), &acc);
+        lanewise::fma(&w.map(high), &x.map(high), &sums)
     }
     #[inline(always)]
     unsafe fn to_f32(a: Self::I) -> Self::F {
@@ -147,9 +147,9 @@ impl Lanes for Portable {
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
         from_fn(|i| a[i] * b[i])
     }
-    #[inline(never)]
+    #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        from_fn(|i| a[i].mul_add(b[i], c[i]))
+        lanewise::fma(&a, &b, &c)
     }
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
