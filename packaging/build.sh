@@ -38,7 +38,8 @@ trap 'rm -rf "$work"' EXIT
 stage=$work/$name
 mkdir -p "$stage/completions" "$stage/systemd"
 install -m 755 "$binary" "$stage/keel"
-install -m 644 README.md CHANGELOG.md LICENSE-MIT LICENSE-APACHE "$stage"
+install -m 644 LICENSE-MIT LICENSE-APACHE "$stage"
+python3 "$here/readme.py" stage "$stage"
 install -m 644 models/demo/README.md "$stage/BUILT-IN-MODEL.md"
 install -m 644 packaging/keel.service "$stage/systemd"
 "$binary" man "$stage/man"

@@ -31,6 +31,15 @@ nameless = [part["name"] for part in document["components"] if part["type"] == "
 assert not nameless, f"no licence: {nameless}"
 PY
 say "the list of components is complete"
+python3 "$here/readme.py" check "$work"
+python3 - "$folder"/evenkeel-*.whl <<'PY'
+import re, sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
+dead = [target for target in re.findall(r"\]\(([^)]+)\)", metadata) if not target.startswith("http")]
+assert not dead, f"the page of the wheel links to files: {dead}"
+PY
+say "the links of its documents lead somewhere"
 
 # A root with the program, what the loader needs for it, and a place for temporary files.
 root=$work/root

@@ -19,7 +19,7 @@ class Keel < Formula
     bash_completion.install "completions/keel.bash" => "keel"
     zsh_completion.install "completions/_keel"
     fish_completion.install "completions/keel.fish"
-    doc.install "README.md", "CHANGELOG.md", "BUILT-IN-MODEL.md", "keel.cdx.json"
+    doc.install Dir["*.md"], "docs", "models", "packaging", "keel.cdx.json"
   end
 
   service do

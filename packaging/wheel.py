@@ -14,6 +14,8 @@ import time
 import zipfile
 from pathlib import Path
 
+import readme
+
 NAME = "evenkeel"
 REPO = Path(__file__).resolve().parent.parent
 METADATA = """\
@@ -57,8 +59,7 @@ def main(binary, version, folder):
     program = Path(binary).read_bytes()
     platform = platform_of(program)
     info = f"{NAME}-{version}.dist-info"
-    readme = (REPO / "README.md").read_text()
-    metadata = METADATA.format(name=NAME, version=version, readme=readme)
+    metadata = METADATA.format(name=NAME, version=version, readme=readme.plain())
     files = {
         f"{NAME}-{version}.data/scripts/keel": program,
         f"{info}/METADATA": metadata.encode(),

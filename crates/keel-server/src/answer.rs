@@ -78,6 +78,7 @@ pub struct Usage {
 const HELD_ENTRIES_MAX: usize = 60;
 
 /// How the tokens of an answer become parts.
+#[derive(Clone)]
 pub struct AnswerStyle {
     /// Finds the strings that end the answer.
     pub stops: StopMatcher,

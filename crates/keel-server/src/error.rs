@@ -80,7 +80,10 @@ pub enum ServerError {
         seconds: f64,
     },
     /// No such endpoint.
-    #[error("there is no {method} {path} here")]
+    #[error(
+        "there is no {method} {path} here; /openapi.json lists the endpoints, OpenAI's base URL ends in /v1, and Ollama's /api \
+         is not served"
+    )]
     UnknownEndpoint {
         /// The method.
         method: String,
@@ -185,13 +188,19 @@ pub enum ServerError {
     /// The engine's thread has ended.
     #[error("the engine has stopped; restart the server")]
     EngineStopped,
+    /// The engine has failed for good, and no other can be loaded in its place. The server has ended because of it.
+    #[error("the engine has stopped for good, and the server with it")]
+    EngineLost {
+        /// The failure. `None` if the engine's thread has panicked, which was reported then.
+        source: Option<Box<EngineError>>,
+    },
     /// The server cannot listen on the address.
-    #[error("cannot listen on {address}")]
+    #[error("cannot listen on {address}: {reason}{}", another_port(.reason))]
     Listen {
         /// The address.
         address: String,
-        /// The system's reason.
-        source: std::io::Error,
+        /// The system's reason. It is a part of the message.
+        reason: std::io::Error,
     },
     /// The operating system reported an error.
     #[error(transparent)]
@@ -230,6 +239,15 @@ fn longer_context(prompt: usize, context: usize, context_max: usize) -> String {
         format!("; this model takes at most {context_max}, with --context {context_max}")
     } else {
         "; it is the longest that this model takes".into()
+    }
+}
+
+/// The end of advice: another port, if a program has this one.
+fn another_port(reason: &std::io::Error) -> &'static str {
+    if reason.kind() == std::io::ErrorKind::AddrInUse {
+        "; another program listens there, --port N takes another"
+    } else {
+        ""
     }
 }
 
@@ -297,7 +315,9 @@ impl ServerError {
             ServerError::GrammarTime { .. } => reply(S::BAD_REQUEST, INVALID, "grammar_too_slow"),
             ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
             ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
-            ServerError::EngineStopped => reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped"),
+            ServerError::EngineStopped | ServerError::EngineLost { .. } => {
+                reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped")
+            }
             ServerError::Listen { .. } | ServerError::Setting { .. } | ServerError::Io(_) => {
                 reply(S::INTERNAL_SERVER_ERROR, OURS, "system_failure")
             }

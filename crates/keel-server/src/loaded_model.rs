@@ -114,36 +114,71 @@ impl LoadedModel {
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
-    /// Starts the answers to all prompts of a request. Waits until the first answer to each prompt runs. `endpoint` is
-    /// the path of the request. An error ends all answers of the request.
+    /// Starts the answers to all prompts of a request, which arrive together. Waits until the first one runs. `endpoint`
+    /// is the path of the request. An error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
         asks: Vec<EngineRequest>,
     ) -> Result<Vec<Answer>> {
-        let mut answers = Vec::new();
+        if self.is_draining() {
+            return Err(ServerError::Draining);
+        }
         let deadline = caller.arrived.checked_add(self.options.deadline);
+        let (mut requests, mut styles) = (Vec::new(), Vec::new());
         for ask in asks {
-            let started = self.start_into(&mut answers, endpoint, caller, ask, deadline).await;
-            // The reason is known before the answers are dropped.
-            started.map_err(|error| caller.failed(error))?;
+            // What its answers have in common.
+            let style = AnswerStyle {
+                stops: StopMatcher::new(&ask.stop)?,
+                form: ask.form.clone(),
+                one_call: ask.one_call,
+                listing: ask.top_logprobs.map(|_| ask.listing),
+            };
+            let made = self.requests_of(ask, deadline).await?;
+            styles.extend(std::iter::repeat_n(style, made.len()));
+            requests.extend(made);
+        }
+        let sizes: Vec<_> =
+            requests.iter().map(|request| (request.prompt.len(), request.max_tokens)).collect();
+        // The others may wait for the first ones.
+        let wait_max = Some(self.options.batch.queue_timeout);
+        let submitted = self.engine.submit(requests, wait_max, || caller.meter.part()).await?;
+        let mut answers = Vec::with_capacity(submitted.len());
+        for (((id, events), style), (prompt, max_tokens)) in submitted.into_iter().zip(styles).zip(sizes) {
+            let span = tracing::info_span!(
+                "request",
+                id,
+                request_id = &*caller.id,
+                key = caller.key.as_deref(),
+                endpoint,
+                model = self.id,
+                prompt,
+                max_tokens,
+                cached = Empty,
+                generated = Empty,
+                reason = Empty
+            );
+            span.in_scope(|| tracing::debug!("arrived"));
+            let timer = RequestTimer::new(self.metrics.clone(), span, prompt, caller.arrived);
+            let mut answer = Answer::new(events, &self.text.tokenizer, style, prompt, timer);
+            answer.keep(Arc::clone(caller));
+            answers.push(answer);
+        }
+        // The others may have to wait until the first has ended. Its tokens must be sent meanwhile, so only it is
+        // awaited. The reason of an error is known before the answers are dropped.
+        if let Some(first) = answers.first_mut() {
+            first.started().await.map_err(|error| caller.failed(error))?;
         }
         Ok(answers)
     }
 
-    /// Appends the answers to one prompt.
-    async fn start_into(
+    /// The requests for the answers to one prompt.
+    async fn requests_of(
         self: &Arc<Self>,
-        answers: &mut Vec<Answer>,
-        endpoint: &'static str,
-        caller: &Arc<Caller>,
         mut ask: EngineRequest,
         deadline: Option<Instant>,
-    ) -> Result<()> {
-        if self.is_draining() {
-            return Err(ServerError::Draining);
-        }
+    ) -> Result<Vec<BatchRequest>> {
         if ask.choices == 0 || ask.choices > self.options.choices_max {
             return Err(wrong(
                 "n",
@@ -154,12 +189,11 @@ impl LoadedModel {
         let max_tokens = self.max_tokens(&ask)?;
         let mut grammars = self.compile(ask.grammar.take(), ask.choices).await?.into_iter();
         let seed = ask.seed.unwrap_or_else(fresh_seed);
-        let mut requests = Vec::with_capacity(ask.choices);
-        for choice in 0..ask.choices {
-            let grammar = grammars.next();
-            let constraint = grammar.map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
+        let request = |choice| {
+            let constraint =
+                grammars.next().map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
-            requests.push(BatchRequest {
+            BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
                 vision: ask.vision.clone(),
                 end_tokens,
@@ -170,41 +204,8 @@ impl LoadedModel {
                 // With drafts, a seed does not determine a sampled text.
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
-            });
-        }
-        let stops = StopMatcher::new(&ask.stop)?;
-        // Later answers of a request may wait for its first ones.
-        let earlier = answers.len();
-        let wait_max = (earlier == 0).then_some(self.options.batch.queue_timeout);
-        for (id, events) in self.engine.submit(requests, wait_max, || caller.meter.part()).await? {
-            let stops = stops.clone();
-            let style = AnswerStyle {
-                stops,
-                form: ask.form.clone(),
-                one_call: ask.one_call,
-                listing: ask.top_logprobs.map(|_| ask.listing),
-            };
-            let span = tracing::info_span!(
-                "request",
-                id,
-                request_id = &*caller.id,
-                key = caller.key.as_deref(),
-                endpoint,
-                model = self.id,
-                prompt = ask.prompt.len(),
-                max_tokens,
-                cached = Empty,
-                generated = Empty,
-                reason = Empty
-            );
-            span.in_scope(|| tracing::debug!("arrived"));
-            let timer = RequestTimer::new(self.metrics.clone(), span, ask.prompt.len(), caller.arrived);
-            let mut answer = Answer::new(events, &self.text.tokenizer, style, ask.prompt.len(), timer);
-            answer.keep(Arc::clone(caller));
-            answers.push(answer);
-        }
-        // Later answers may have to wait until the first has ended. Its tokens must be sent meanwhile, so only it is
-        // awaited.
-        answers[earlier].started().await
+            }
+        };
+        Ok((0..ask.choices).map(request).collect())
     }
 }

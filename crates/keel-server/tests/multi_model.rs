@@ -9,9 +9,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use common::{Reply, cpu, demo, engine, engine_options, read, request, send, wait_for};
+use keel_array::{ArrayError, Backend, Launch};
 use keel_server::{
     LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, ServerOptions, bind,
 };
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_text::TextFiles;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -36,15 +38,33 @@ fn planned() -> u64 {
     engine(cpu(), engine_options()).runtime().ledger().active().total()
 }
 
+/// Whether the device of the first engine of `fragile` is lost.
+static IS_LOST: AtomicBool = AtomicBool::new(false);
+
+struct Fragile;
+
+impl Interceptor for Fragile {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        if IS_LOST.load(Ordering::Acquire) {
+            return Err(ArrayError::DeviceLost { op: "launch".into(), reason: "injected".into() });
+        }
+        backend.launch(launch)
+    }
+}
+
 fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> ServedModel {
-    let (loads, fails) = (Arc::clone(loads), id == "broken");
+    let (loads, fails, is_fragile) = (Arc::clone(loads), id == "broken", id == "fragile");
     let load = move || {
-        loads.fetch_add(1, Ordering::AcqRel);
+        let earlier = loads.fetch_add(1, Ordering::AcqRel);
         if fails {
             return Err("its file has a hole".into());
         }
+        let backend: Arc<dyn Backend> = match is_fragile && earlier == 0 {
+            true => InterceptedBackend::new(cpu(), Arc::new(Fragile)),
+            false => cpu(),
+        };
         let text = ServedText::new(&TextFiles::read(&demo())?)?;
-        Ok(LoadOutput { engine: engine(cpu(), engine_options()), text, prefix_store: None })
+        Ok(LoadOutput { engine: engine(backend, engine_options()), text, prefix_store: None })
     };
     ServedModel {
         id: id.into(),
@@ -278,6 +298,20 @@ fn a_model_that_must_go_ends_its_answers_first() {
     });
     assert_eq!((server.loaded(), server.loads()), (vec!["b".into()], 2), "two requests wait for one load");
     assert_eq!(server.allocated(), planned() as f64);
+}
+
+/// A server of several models goes on after a failure of one engine: the model is loaded again.
+#[test]
+fn an_engine_that_has_failed_is_loaded_again() {
+    let _turn = alone();
+    let server = Several::start(&["a", "fragile"], 2 * planned(), None);
+    let text = server.text("fragile");
+    IS_LOST.store(true, Ordering::Release);
+    let reply = server.complete("fragile", 12);
+    assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
+    wait_for("its thread has ended", || server.complete("fragile", 12).status == 200);
+    assert_eq!((server.text("fragile"), server.loads()), (text.clone(), 2));
+    assert_eq!((server.text("a"), server.get("/health").status), (text, 200));
 }
 
 #[test]

@@ -163,13 +163,13 @@ fn weights_path(path: &Path) -> Result<PathBuf> {
     if metadata.is_dir() {
         let candidates = [path.join(SINGLE_FILE), path.join(INDEX_FILE)];
         let found = candidates.into_iter().find(|candidate| candidate.exists());
-        return found.ok_or_else(|| WeightsError::NoWeights { path: path.into() });
+        return found.ok_or_else(|| WeightsError::no_weights(path));
     }
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
         return Ok(path.into());
     }
-    Err(WeightsError::NoWeights { path: path.into() })
+    Err(WeightsError::no_weights(path))
 }
 
 fn read_config(folder: &Path) -> Result<Value> {
@@ -341,6 +341,16 @@ mod tests {
         assert!(error(empty.path()).starts_with("no weights at "));
         assert!(error(&empty.path().join("notes.txt")).starts_with("no weights at "));
         assert!(error(&empty.path().join("nothing")).starts_with("cannot open "));
+        let gguf = folder(&[("b.gguf", b""), ("a.GGUF", b""), ("mmproj-a.gguf", b"")]);
+        let advice = "or the path of a .safetensors or .gguf file; the folder has a.GGUF, b.gguf: give the path of one";
+        assert!(error(gguf.path()).ends_with(advice), "{}", error(gguf.path()));
+        fs::remove_file(gguf.path().join("b.gguf")).unwrap();
+        assert!(error(gguf.path()).ends_with("the folder has a.GGUF: give the path of that file"));
+        for name in ["c.gguf", "d.gguf", "e.gguf", "f.gguf"] {
+            fs::write(gguf.path().join(name), b"").unwrap();
+        }
+        let advice = "the folder has a.GGUF, c.gguf, d.gguf and 2 more: give the path of one";
+        assert!(error(gguf.path()).ends_with(advice), "{}", error(gguf.path()));
         let no_config = folder(&[("model.safetensors", &bytes)]);
         assert!(error(no_config.path()).contains("config.json is missing"));
         let bad_config = folder(&[("model.safetensors", &bytes), ("config.json", b"{")]);

@@ -1,6 +1,6 @@
 //! Errors of checkpoints and weights files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use keel_array::DType;
 
@@ -22,11 +22,13 @@ pub enum WeightsError {
     /// The path is neither a weights file nor a folder that holds one.
     #[error(
         "no weights at {}: expected a folder with model.safetensors or model.safetensors.index.json, \
-         or the path of a .safetensors file", path.display()
+         or the path of a .safetensors or .gguf file{}", path.display(), choice(.gguf_files)
     )]
     NoWeights {
         /// The path that was opened.
         path: PathBuf,
+        /// Names of the GGUF models that the folder holds, in alphabetical order.
+        gguf_files: Vec<String>,
     },
 
     /// A checkpoint without its configuration.
@@ -282,10 +284,39 @@ pub enum HeaderProblem {
 }
 
 impl WeightsError {
+    /// The error for a path without weights. If it is a folder, it names the GGUF models there, which are opened by
+    /// their own paths.
+    pub(crate) fn no_weights(path: &Path) -> WeightsError {
+        // Vision towers have `mmproj` in their names.
+        let is_gguf = |name: &String| {
+            let name = name.to_ascii_lowercase();
+            name.ends_with(".gguf") && !name.contains("mmproj")
+        };
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        let mut gguf_files: Vec<String> = names.filter(is_gguf).collect();
+        gguf_files.sort();
+        WeightsError::NoWeights { path: path.into(), gguf_files }
+    }
+
     /// An error of the operating system, for use in `map_err`.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| WeightsError::Io { action, path, source }
+    }
+}
+
+/// Most files that a message names.
+const FILES_NAMED: usize = 3;
+
+/// The end of advice: the files of a folder of which one may be meant.
+fn choice(files: &[String]) -> String {
+    let named = files[..files.len().min(FILES_NAMED)].join(", ");
+    match files.len() {
+        0 => String::new(),
+        1 => format!("; the folder has {named}: give the path of that file"),
+        2..=FILES_NAMED => format!("; the folder has {named}: give the path of one"),
+        count => format!("; the folder has {named} and {} more: give the path of one", count - FILES_NAMED),
     }
 }
 

@@ -25,7 +25,7 @@ impl MappedFile {
     /// Maps the regular file at `path`.
     pub(crate) fn open(path: &Path) -> Result<MappedFile> {
         if path.is_dir() {
-            return Err(WeightsError::NoWeights { path: path.into() });
+            return Err(WeightsError::no_weights(path));
         }
         let file = open_regular(path).map_err(WeightsError::io("open", path))?;
         // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it. What remains is

@@ -197,16 +197,24 @@ impl Config {
     fn is_taken_from_top(&self, path: &[String], arg: &Arg, value: &Value) -> bool {
         let command = path.first().map(String::as_str).unwrap_or_default();
         let option = arg.get_long().unwrap_or_default();
-        let is_refused = match command {
+        let is_refused_now = match command {
             "plan" if self.plans_a_server => OF_A_RUN.contains(&option),
             "plan" => OF_A_SERVER.contains(&option),
+            _ => false,
+        };
+        !is_refused_now && !is_refused(command, option) && suits(value, arg).is_ok()
+    }
+}
+
+/// Whether a command has an option, as one of a group that it shares with other commands, and always refuses it.
+pub fn is_refused(command: &str, option: &str) -> bool {
+    let is_for_others = NODES.contains(&option) && !RUN_BY_NODES.contains(&command);
+    is_for_others
+        || match command {
             "fit" => option == "memory-limit",
             "inspect" => ["memory-limit", "devices", "split"].contains(&option),
             _ => false,
-        };
-        let is_for_others = NODES.contains(&option) && !RUN_BY_NODES.contains(&command);
-        !is_refused && !is_for_others && suits(value, arg).is_ok()
-    }
+        }
 }
 
 /// Whether an option takes this value.

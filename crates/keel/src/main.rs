@@ -72,6 +72,17 @@ enum Command {
     Man(commands::completions::ManArgs),
 }
 
+/// The command line. The help of a command leaves out the options that it always refuses.
+fn command_line() -> clap::Command {
+    Cli::command().mut_subcommands(|sub| {
+        let name = sub.get_name().to_string();
+        sub.mut_args(|arg| {
+            let is_refused = arg.get_long().is_some_and(|option| config::is_refused(&name, option));
+            if is_refused { arg.hide(true) } else { arg }
+        })
+    })
+}
+
 fn main() -> ExitCode {
     failure::guard(|| {
         if renderer::is_asked_for() {
@@ -113,10 +124,10 @@ fn main() -> ExitCode {
             Command::List(args) => commands::list::run(&args),
             #[cfg(feature = "hub")]
             Command::Rm(args) => commands::rm::run(&args),
-            Command::Config(args) => commands::config::run(&args, &config, &Cli::command()),
+            Command::Config(args) => commands::config::run(&args, &config, &command_line()),
             Command::Doctor(args) => commands::doctor::run(&args),
-            Command::Completions(args) => commands::completions::run(&args, Cli::command()),
-            Command::Man(args) => commands::completions::run_man(&args, Cli::command()),
+            Command::Completions(args) => commands::completions::run(&args, command_line()),
+            Command::Man(args) => commands::completions::run_man(&args, command_line()),
         }
     })
 }
@@ -131,17 +142,17 @@ fn plans_a_server(matches: &ArgMatches) -> bool {
 /// Parses the command line. Values of the configuration file apply where neither the command line nor the environment
 /// sets an option or one that excludes it.
 fn parse(config: &config::Config) -> anyhow::Result<Cli> {
-    let parse = |config: &config::Config| anyhow::Ok(config.apply(Cli::command())?.try_get_matches());
+    let parse = |config: &config::Config| anyhow::Ok(config.apply(command_line())?.try_get_matches());
     let mut matches = parse(config)?;
     let of_server;
     let mut config = config;
     if matches.as_ref().is_ok_and(plans_a_server) {
-        of_server = config.for_plan_of_server(&Cli::command());
+        of_server = config.for_plan_of_server(&command_line());
         config = &of_server;
         matches = parse(config)?;
     }
     let without = matches.as_ref().ok().filter(|_| config.is_there).and_then(|matches| {
-        let mut command = Cli::command();
+        let mut command = command_line();
         command.build();
         config.without_conflicts(&command, matches)
     });

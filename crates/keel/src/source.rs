@@ -51,7 +51,13 @@ pub fn locate(model: &str, tower: &TowerFile) -> Result<PathBuf> {
     if HubName::looks_like(model) {
         return download(model, *tower == TowerFile::NextToModel);
     }
-    bail!("--model {model}: there is no such file or folder")
+    bail!("--model {model}: there is no such file or folder{}", hub_advice(model))
+}
+
+/// The end of advice: what a name without a folder may have been meant as.
+fn hub_advice(model: &str) -> &'static str {
+    let is_bare = !model.contains(['/', '\\']);
+    if cfg!(feature = "hub") && is_bare { "; a model of the hub is OWNER/NAME" } else { "" }
 }
 
 #[cfg(feature = "hub")]

@@ -16,7 +16,7 @@ fn doctor_tells_what_there_is() {
         found["advice"].is_array() && found["caches"].as_array().is_some_and(|c| !c.is_empty()),
         "{found}"
     );
-    for library in ["driver", "nvrtc", "cublaslt"] {
+    for library in ["driver", "nvrtc", "cublaslt", "nccl"] {
         assert!(found[library].get("version").is_some(), "{library}: {found}");
     }
     #[cfg(target_os = "linux")]
@@ -25,7 +25,7 @@ fn doctor_tells_what_there_is() {
         assert!(found["memory"]["free"].as_u64() <= found["memory"]["total"].as_u64(), "{found}");
     }
     let text = succeed(&["doctor"]);
-    for name in ["cores", "instructions", "memory", "GPU", "driver", "NVRTC", "cuBLASLt", "kernels"] {
+    for name in ["cores", "instructions", "memory", "GPU", "driver", "NVRTC", "cuBLASLt", "NCCL", "kernels"] {
         assert!(text.lines().any(|line| line.starts_with(name)), "{name}: {text}");
     }
 }

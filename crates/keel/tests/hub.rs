@@ -310,7 +310,7 @@ fn a_model_that_the_hub_does_not_have_is_one_line() {
     let home = tempfile::tempdir().expect("a temporary folder");
     let hub = Hub::start(Vec::new(), Manners::default());
     for (endpoint, reason) in
-        [(hub.endpoint.as_str(), "it has no such model"), (NO_RANK, "it cannot be reached")]
+        [(hub.endpoint.as_str(), "it has no such model"), (NO_RANK, "HTTPS_PROXY names a proxy, HF_ENDPOINT")]
     {
         let named = ["generate", "--model", "owner/other", "--ids", "1"];
         let output = keel_with_hub(endpoint, home.path(), &named, &[]);

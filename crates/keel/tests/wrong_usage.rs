@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{arg, fail, fixture, keel, misuse, stderr};
+use common::{arg, fail, fixture, keel, misuse, stderr, succeed};
 
 #[test]
 fn options_out_of_range() {
@@ -17,7 +17,9 @@ fn options_out_of_range() {
     with(&["--top-p", "0"], "top-p is 0, expected 1.1754944e-38 to 1.0");
     // Without a driver the message names its library, with a driver the device.
     with(&["--device", "cuda:99"], "cuda");
-    fail(&["generate", "--model", "no-owner", "x"], "there is no such file or folder");
+    let hub = if cfg!(feature = "hub") { "; a model of the hub is OWNER/NAME" } else { "" };
+    let reason = format!("--model no-owner: there is no such file or folder{hub}");
+    fail(&["generate", "--model", "no-owner", "x"], &reason);
     fail(&["generate", "--model", "/nowhere/at/all", "x"], "there is no such file or folder");
     let not_here = if cfg!(feature = "hub") {
         "HF_HUB_OFFLINE forbids to download it"
@@ -121,6 +123,32 @@ fn options_that_contradict_each_other_are_refused() {
     misuse(&["generate", "x", "--one-by-one", "--speculate", "2"], "--one-by-one does not run");
     misuse(&["generate", "x", "--chat", "--echo"], "--echo is for a text that is continued");
     misuse(&["generate", "--ids", "1", "--echo"], "--echo prints a text");
+}
+
+#[test]
+fn help_leaves_out_what_a_command_always_refuses() {
+    for (command, options) in [
+        ("plan", &["--nodes", "--node"][..]),
+        ("fit", &["--nodes", "--node", "--memory-limit"]),
+        ("inspect", &["--nodes", "--node", "--memory-limit", "--devices", "--split"]),
+        ("logits", &["--nodes", "--node"]),
+        ("eval", &["--nodes", "--node"]),
+        ("embed", &["--nodes", "--node"]),
+    ] {
+        let help = succeed(&[command, "--help"]);
+        for option in options {
+            assert!(!help.contains(&format!("{option} <")), "keel {command} {option}: {help}");
+        }
+    }
+    misuse(&["inspect", "--memory-limit", "1Gi"], "nothing is loaded here");
+    misuse(&["fit", "--memory-limit", "1Gi"], "nothing is loaded here");
+    // Others take them.
+    let serve = succeed(&["serve", "--help"]);
+    for option in ["--nodes <", "--memory-limit <", "--devices <", "--split <"] {
+        assert!(serve.contains(option), "{option}: {serve}");
+    }
+    let plan = succeed(&["plan", "--help"]);
+    assert!(plan.contains("Only with --serve: the server's limit"), "{plan}");
 }
 
 #[test]

@@ -209,7 +209,7 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
 }
 
 /// Fields of a chat that mean the same here. Anthropic's API has none of them.
-const SHARED: [&str; 7] = [
+pub(crate) const SHARED: [&str; 7] = [
     "seed",
     "min_p",
     "presence_penalty",

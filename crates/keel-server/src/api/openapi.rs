@@ -1,9 +1,9 @@
 //! `/openapi.json`: describes the endpoints.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-/// The document.
-pub(crate) fn document() -> Value {
+/// The document. `choices_max` is the largest number of answers per request.
+pub(crate) fn document(choices_max: usize) -> Value {
     json!({
         "openapi": "3.1.0",
         "info": {
@@ -14,6 +14,7 @@ pub(crate) fn document() -> Value {
         "paths": {
             "/health": {"get": read("Whether requests are answered")},
             "/v1/models": {"get": read("The models that can be asked for, and which of them are loaded")},
+            "/v1/models/{id}": {"get": one_model()},
             "/v1/chat/completions": {"post": write("Answer a conversation", "Chat")},
             "/v1/completions": {"post": write("Continue a text", "Completion")},
             "/v1/responses": {"post": write("Answer an input", "Response")},
@@ -22,7 +23,7 @@ pub(crate) fn document() -> Value {
              /rerank", "Rerank")},
             "/v1/messages": {"post": write("Answer a conversation, in Anthropic's form", "Messages")},
             "/v1/messages/count_tokens": {"post": write("Count the tokens of a conversation", "CountTokens")},
-            "/tokenize": {"post": write("Ids of a text", "Tokenize")},
+            "/tokenize": {"post": write("Ids of a text, which has one of three names", "Tokenize")},
             "/detokenize": {"post": write("The text of ids", "Detokenize")},
             "/metrics": {"get": read("Metrics in Prometheus' form")},
             "/status": {"get": read("Memory by category and the running sequences")},
@@ -32,7 +33,7 @@ pub(crate) fn document() -> Value {
         "security": [{"key": []}, {}],
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "schemas": schemas(),
+            "schemas": schemas(choices_max),
         },
     })
 }
@@ -59,6 +60,13 @@ fn read(summary: &str) -> Value {
     json!({"summary": summary, "responses": responses()})
 }
 
+fn one_model() -> Value {
+    let mut operation = read("One model, by its name; a name may have a slash");
+    let name = json!({"type": "string", "minLength": 1});
+    operation["parameters"] = json!([{"name": "id", "in": "path", "required": true, "schema": name}]);
+    operation
+}
+
 fn write(summary: &str, schema: &str) -> Value {
     let reference = format!("#/components/schemas/{schema}");
     json!({
@@ -76,9 +84,9 @@ fn number(low: f64, high: f64) -> Value {
     json!({"type": ["number", "null"], "minimum": low, "maximum": high})
 }
 
+/// The fields of `SamplingFields`, which all APIs of answers have.
 fn sampling() -> Value {
     json!({
-        "model": {"type": ["string", "null"]},
         "temperature": number(0.0, 2.0),
         "top_p": number(0.0, 1.0),
         "top_k": {"type": ["integer", "null"]},
@@ -88,21 +96,33 @@ fn sampling() -> Value {
         "frequency_penalty": number(-2.0, 2.0),
         "repetition_penalty": number(0.01, 100.0),
         "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
-        "max_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "n": {"type": ["integer", "null"], "minimum": 1},
-        "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
-        "stream": {"type": ["boolean", "null"]},
-        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
         "ignore_eos": {"type": ["boolean", "null"]},
     })
 }
 
-fn with_sampling(properties: Value) -> Value {
-    let mut all = sampling();
-    if let (Value::Object(all), Value::Object(properties)) = (&mut all, properties) {
-        all.extend(properties);
-    }
-    all
+/// The fields that chats and completions have, besides sampling.
+fn answers(choices_max: usize) -> Value {
+    json!({
+        "model": {"type": ["string", "null"]},
+        "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "n": {"type": ["integer", "null"], "minimum": 1, "maximum": choices_max},
+        "stop": stop(),
+        "stream": {"type": ["boolean", "null"]},
+        "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
+    })
+}
+
+fn stop() -> Value {
+    json!({"type": ["string", "array", "null"], "items": {"type": "string"}})
+}
+
+/// The properties of all these objects.
+fn joined<const N: usize>(parts: [Value; N]) -> Value {
+    let fields = parts.into_iter().flat_map(|part| match part {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    });
+    Value::Object(fields.collect())
 }
 
 /// The form of an answer. `schema` is the field with the schema; it depends on the endpoint.
@@ -151,10 +171,10 @@ fn tool_choice() -> Value {
     ]})
 }
 
-fn schemas() -> Value {
+fn schemas(choices_max: usize) -> Value {
     let tools = json!({"type": ["array", "null"], "maxItems": 1024, "items": tool()});
     let message = object(
-        &["role", "content"],
+        &["role"],
         json!({
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
             "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
@@ -173,7 +193,7 @@ fn schemas() -> Value {
         properties.remove("max_tokens");
     }
     json!({
-        "Chat": object(&["messages"], with_sampling(json!({
+        "Chat": object(&["messages"], joined([answers(choices_max), sampling(), json!({
             "messages": {"type": "array", "minItems": 1, "items": message},
             "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1},
             "logprobs": {"type": ["boolean", "null"]},
@@ -183,8 +203,9 @@ fn schemas() -> Value {
             "parallel_tool_calls": {"type": ["boolean", "null"]},
             "response_format": format(&nested),
             "chat_template_kwargs": {"type": ["object", "null"]},
-        }))),
-        "Completion": object(&["prompt"], with_sampling(json!({
+            "reasoning_effort": {"type": ["string", "null"]},
+        })])),
+        "Completion": object(&["prompt"], joined([answers(choices_max), sampling(), json!({
             "prompt": {"oneOf": [
                 {"type": "string", "minLength": 1},
                 {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
@@ -194,33 +215,31 @@ fn schemas() -> Value {
             "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20},
             "echo": {"type": ["boolean", "null"]},
             "response_format": format(&nested),
-        }))),
+        })])),
         "Embedding": embedding(),
         "Rerank": rerank(),
-        "Response": object(&["input"], json!({
+        "Response": object(&["input"], joined([sampling(), json!({
             "model": {"type": ["string", "null"]},
             "input": {"type": ["string", "array"], "items": {"type": "object"}},
             "instructions": {"type": ["string", "null"]},
             "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
-            "temperature": number(0.0, 2.0),
-            "top_p": number(0.0, 1.0),
+            "stop": stop(),
             "tools": tools,
             "tool_choice": tool_choice(),
+            "parallel_tool_calls": {"type": ["boolean", "null"]},
+            "chat_template_kwargs": {"type": ["object", "null"]},
             "text": {"type": ["object", "null"], "properties": {"format": format(&flat)}},
             "reasoning": {"type": ["object", "null"]},
             "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
             "store": {"type": ["boolean", "null"]},
             "truncation": {"enum": ["auto", "disabled", null]},
             "include": {"type": ["array", "null"], "items": {"const": "reasoning.encrypted_content"}},
+            "previous_response_id": {"type": "null", "description": "responses are not stored"},
             "stream": {"type": ["boolean", "null"]},
-        })),
+        })])),
         "Messages": messages,
         "CountTokens": count_tokens,
-        "Tokenize": object(&["text"], json!({
-            "model": {"type": ["string", "null"]},
-            "text": {"type": "string"},
-            "add_special_tokens": {"type": "boolean"},
-        })),
+        "Tokenize": tokenize(),
         "Detokenize": object(&["tokens"], json!({
             "model": {"type": ["string", "null"]},
             "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4_294_967_295u32}},
@@ -228,42 +247,62 @@ fn schemas() -> Value {
     })
 }
 
+/// A text, under one of its three names.
+fn tokenize() -> Value {
+    let names = ["text", "content", "prompt"];
+    let mut schema = object(
+        &[],
+        json!({"model": {"type": ["string", "null"]}, "add_special_tokens": {"type": "boolean"}}),
+    );
+    for name in names {
+        schema["properties"][name] = json!({"type": "string", "description": "the text"});
+    }
+    schema["oneOf"] = names.iter().map(|name| json!({"required": [name]})).collect();
+    schema
+}
+
+/// A form of the answer as Anthropic's API has it: a schema.
+fn anthropic_format() -> Value {
+    json!({"anyOf": [
+        {"type": "null"},
+        object(&["type", "schema"], json!({"type": {"const": "json_schema"}, "schema": {"type": "object"}})),
+    ]})
+}
+
 /// A conversation in Anthropic's form.
 fn messages() -> Value {
     object(
         &["messages", "max_tokens"],
-        json!({
-            "model": {"type": ["string", "null"]},
-            "max_tokens": {"type": "integer", "minimum": 1},
-            "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
-            "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
-                "role": {"enum": ["user", "assistant"]},
-                "content": {"type": ["string", "array"], "items": {"type": "object"}},
-            }))},
-            "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
-            "temperature": number(0.0, 2.0),
-            "top_p": number(0.0, 1.0),
-            "top_k": {"type": ["integer", "null"]},
-            "tools": {"type": ["array", "null"], "maxItems": 1024, "items": object(&["name"], json!({
-                "name": {"type": "string", "minLength": 1},
-                "description": {"type": ["string", "null"]},
-                "input_schema": {"type": ["object", "null"]},
-            }))},
-            "tool_choice": {"anyOf": [
-                {"type": "null"},
-                object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
-                object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
-            ]},
-            "thinking": {"anyOf": [
-                {"type": "null"},
-                object(&["type"], json!({"type": {"enum": ["enabled", "adaptive", "disabled"]}})),
-            ]},
-            "output_config": {"type": ["object", "null"], "properties": {"format": {"anyOf": [
-                {"type": "null"},
-                object(&["type", "schema"], json!({"type": {"const": "json_schema"}, "schema": {"type": "object"}})),
-            ]}}},
-            "stream": {"type": ["boolean", "null"]},
-        }),
+        joined([
+            sampling(),
+            json!({
+                "model": {"type": ["string", "null"]},
+                "max_tokens": {"type": "integer", "minimum": 1},
+                "system": {"type": ["string", "array", "null"], "items": {"type": "object"}},
+                "messages": {"type": "array", "minItems": 1, "items": object(&["role", "content"], json!({
+                    "role": {"enum": ["user", "assistant"]},
+                    "content": {"type": ["string", "array"], "items": {"type": "object"}},
+                }))},
+                "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
+                "tools": {"type": ["array", "null"], "maxItems": 1024, "items": object(&["name"], json!({
+                    "name": {"type": "string", "minLength": 1},
+                    "description": {"type": ["string", "null"]},
+                    "input_schema": {"type": ["object", "null"]},
+                }))},
+                "tool_choice": {"anyOf": [
+                    {"type": "null"},
+                    object(&["type"], json!({"type": {"enum": ["auto", "any", "none"]}})),
+                    object(&["type", "name"], json!({"type": {"const": "tool"}, "name": {"type": "string"}})),
+                ]},
+                "thinking": {"anyOf": [
+                    {"type": "null"},
+                    object(&["type"], json!({"type": {"enum": ["enabled", "adaptive", "disabled"]}})),
+                ]},
+                "output_config": {"type": ["object", "null"], "properties": {"format": anthropic_format()}},
+                "output_format": anthropic_format(),
+                "stream": {"type": ["boolean", "null"]},
+            }),
+        ]),
     )
 }
 
@@ -304,24 +343,4 @@ fn rerank() -> Value {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::document;
-
-    #[test]
-    fn counting_tokens_asks_for_no_number_of_tokens() {
-        let document = document();
-        let schema = &document["components"]["schemas"]["CountTokens"];
-        assert!(schema["properties"]["messages"].is_object() && schema["properties"]["max_tokens"].is_null());
-        assert_eq!(schema["required"], serde_json::json!(["messages"]));
-    }
-
-    #[test]
-    fn every_reference_has_a_schema() {
-        let document = document();
-        let text = document.to_string();
-        for part in text.split("\"#/components/schemas/").skip(1) {
-            let name = part.split('"').next().expect("a name");
-            assert!(document["components"]["schemas"][name].is_object(), "{name}");
-        }
-    }
-}
+mod tests;

@@ -1,5 +1,11 @@
 //! Refuses unsupported fields that would change the answer, because a silently different answer is worse than none.
 //! Fields that change nothing, such as `user` or `metadata`, are ignored.
+//!
+//! Hints are accepted and ignored, too: clients send them whatever the model, and an answer without them is right.
+//!
+//! - `verbosity` of a chat, `text.verbosity` of a response: how long the answer should be.
+//! - `thinking.budget_tokens` and `output_config.effort` of messages: how long the model should reason.
+//! - `max_tool_calls` of a response: it counts calls of tools that the server runs, and this server runs none.
 
 use serde_json::{Map, Value, json};
 
@@ -10,9 +16,16 @@ const SCHEMA: &str =
     "is not understood; response_format takes a JSON schema, a grammar or a regular expression";
 const TOOLS: &str = "is the old form; use tools and tool_choice";
 const LENGTH: &str = "is not a field of this API; use max_tokens, in /v1/responses max_output_tokens";
-const KWARGS: &str = "is not a field of this API; use chat_template_kwargs: {\"enable_thinking\": false}";
-const THINKING: &str = "is not a field of this API; use thinking: {\"type\": \"disabled\"}";
+const KWARGS: &str =
+    "is not a field of this API; use chat_template_kwargs: {\"enable_thinking\": true} or false";
+const THINKING: &str =
+    "is not a field of this API; use thinking: {\"type\": \"enabled\"} or {\"type\": \"disabled\"}";
 const SYSTEM: &str = "is not a field of this API; use a message with the role system";
+const OF_A_CHAT: &str = "is a field of a chat; use /v1/chat/completions";
+const BEFORE_PROMPT: &str =
+    "is a field of a chat; begin the prompt with its text, or use /v1/chat/completions";
+const OPTIONS: &str =
+    "is not understood; give its fields in the body itself, and a limit of tokens instead of num_predict";
 const NONE: &str = "is not supported here; leave it out";
 
 /// A field, its values that change nothing, and the advice.
@@ -86,6 +99,27 @@ const FIELDS: &[Unsupported] = &[
     unless("num_beams", || json!([1])),
     never("truncate_prompt_tokens"),
     unless("prompt_logprobs", || json!([false])),
+    unless("include_stop_str_in_output", || json!([false])),
+    // The text of an answer has none.
+    unless("skip_special_tokens", || json!([true])),
+    // `/v1/completions` has it.
+    unless("echo", || json!([false])),
+    // From 0 down it is off.
+    unless("top_n_sigma", || json!([0, -1])),
+    unless("dynatemp_range", || json!([0])),
+    // -1 is the whole text.
+    Unsupported {
+        neutral: || json!([-1]),
+        ..instead("repeat_last_n", "is not supported here; penalties read the whole text: leave it out")
+    },
+    never("samplers"),
+    instead("thinking_budget", "is not supported here; the limit of tokens counts reasoning, too"),
+    Unsupported {
+        neutral: || json!([0]),
+        ..instead("n_probs", "is not a field of this API; use logprobs, in a chat with top_logprobs")
+    },
+    // From 0 down it is off.
+    unless("t_max_predict_ms", || json!([0, -1])),
     never("conversation"),
     never("container"),
     never("mcp_servers"),
@@ -104,10 +138,9 @@ const CHAT: &[Unsupported] = &[
     instead("text", SCHEMA),
     instead("format", SCHEMA),
     instead("output_config", SCHEMA),
-    instead(
-        "options",
-        "is not understood; give its fields next to messages, max_tokens instead of num_predict",
-    ),
+    instead("options", OPTIONS),
+    // The template writes them.
+    unless("add_special_tokens", || json!([false])),
 ];
 
 /// Fields that `/v1/completions` does not take.
@@ -115,9 +148,18 @@ const COMPLETIONS: &[Unsupported] = &[
     instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
     instead("max_output_tokens", "is a field of /v1/responses; use max_tokens"),
     instead("stop_sequences", "is a field of /v1/messages; use stop"),
-    instead("messages", "is a field of a chat; use /v1/chat/completions"),
-    instead("tools", "is a field of a chat; use /v1/chat/completions"),
+    instead("messages", OF_A_CHAT),
+    instead("tools", OF_A_CHAT),
     instead("thinking", "is a field of /v1/messages, for a chat"),
+    instead("enable_thinking", OF_A_CHAT),
+    instead("reasoning_effort", OF_A_CHAT),
+    instead("chat_template_kwargs", OF_A_CHAT),
+    instead("system", BEFORE_PROMPT),
+    instead("instructions", BEFORE_PROMPT),
+    instead("format", SCHEMA),
+    instead("options", OPTIONS),
+    // As the tokenizer adds them.
+    unless("add_special_tokens", || json!([true])),
     Unsupported {
         neutral: || json!([0]),
         ..instead("top_logprobs", "is a field of a chat; use logprobs: N")
@@ -133,6 +175,13 @@ const RESPONSES: &[Unsupported] = &[
     instead("messages", "is a field of a chat; use input"),
     instead("enable_thinking", KWARGS),
     instead("thinking", KWARGS),
+    instead("system", "is a field of /v1/messages; use instructions"),
+    instead("stop_sequences", "is a field of /v1/messages; use stop"),
+    instead("output_config", "is a field of /v1/messages; use text.format"),
+    instead("format", "is not understood; use text.format"),
+    instead("options", OPTIONS),
+    // The template writes them.
+    unless("add_special_tokens", || json!([false])),
     unless("n", || json!([1])),
     unless("logprobs", || json!([false])),
     unless("top_logprobs", || json!([0])),
@@ -150,9 +199,20 @@ const MESSAGES: &[Unsupported] = &[
     instead("enable_thinking", THINKING),
     instead("chat_template_kwargs", THINKING),
     instead("reasoning_effort", THINKING),
+    instead("reasoning", THINKING),
+    instead("format", "is not understood; use output_config.format"),
+    instead("options", OPTIONS),
+    // The template writes them.
+    unless("add_special_tokens", || json!([false])),
     unless("n", || json!([1])),
     unless("logprobs", || json!([false])),
     unless("top_logprobs", || json!([0])),
+];
+
+/// Fields that `/v1/embeddings` does not take.
+const EMBEDDINGS: &[Unsupported] = &[
+    // As the tokenizer adds them.
+    unless("add_special_tokens", || json!([true])),
 ];
 
 /// Refuses unsupported fields if one of them would change the answer.
@@ -199,6 +259,15 @@ pub(crate) fn check_messages(rest: &Map<String, Value>) -> Result<()> {
     refuse(MESSAGES, rest)
 }
 
+/// The same for `/v1/embeddings`.
+///
+/// # Errors
+/// The field, and the advice.
+pub(crate) fn check_embedding(rest: &Map<String, Value>) -> Result<()> {
+    check(rest)?;
+    refuse(EMBEDDINGS, rest)
+}
+
 fn refuse(fields: &[Unsupported], rest: &Map<String, Value>) -> Result<()> {
     let asks = |unsupported: &&Unsupported| {
         rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))
@@ -226,69 +295,4 @@ fn changes(value: &Value, unsupported: &Unsupported) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn refused(body: Value) -> Option<&'static str> {
-        check(body.as_object().expect("an object")).err().and_then(|error| error.field())
-    }
-
-    #[test]
-    fn what_changes_the_answer_is_refused_and_what_does_not_is_not() {
-        assert_eq!(refused(json!({"lora": "x"})), Some("lora"));
-        assert_eq!(refused(json!({"suffix": "}"})), Some("suffix"));
-        assert_eq!(refused(json!({"modalities": ["text", "audio"]})), Some("modalities"));
-        assert_eq!(refused(json!({"best_of": 4, "user": "me"})), Some("best_of"));
-        assert_eq!(refused(json!({"prompt_logprobs": 0})), Some("prompt_logprobs"));
-        for field in ["repeat_penalty", "n_predict", "max_new_tokens"] {
-            assert_eq!(refused(json!({field: 2})), Some(field));
-        }
-        for fine in [
-            json!({}),
-            json!({"user": "me", "metadata": {"a": 1}, "store": false, "service_tier": "auto"}),
-            json!({"suffix": null, "lora": "", "modalities": ["text"], "functions": [], "best_of": 1.0, "typical_p": 1.0,
-                "repeat_penalty": 1.0}),
-        ] {
-            assert_eq!(refused(fine.clone()), None, "{fine}");
-        }
-    }
-
-    #[test]
-    fn fields_of_another_api_are_refused_with_what_to_use() {
-        type Check = fn(&Map<String, Value>) -> Result<()>;
-        for (check, body, advice) in [
-            (check_chat as Check, json!({"stop_sequences": ["x"]}), "use stop"),
-            (check_chat, json!({"max_output_tokens": 2}), "use max_tokens"),
-            (check_chat, json!({"reasoning": {"effort": "low"}}), "use reasoning_effort"),
-            (check_chat, json!({"num_predict": 2}), "use max_tokens"),
-            (check_completion, json!({"max_completion_tokens": 1}), "use max_tokens"),
-            (check_completion, json!({"top_logprobs": 2}), "use logprobs"),
-            (check_messages, json!({"instructions": "be brief"}), "use system"),
-            (check_messages, json!({"max_output_tokens": 2}), "use max_tokens"),
-        ] {
-            let error = check(body.as_object().expect("an object")).expect_err("it would change the answer");
-            assert!(error.to_string().contains(advice), "{body}: {error}");
-        }
-        assert!(check_completion(json!({"top_logprobs": 0}).as_object().expect("an object")).is_ok());
-    }
-
-    #[test]
-    fn each_api_says_how_it_is_asked_for_reasoning() {
-        let apis = [
-            (check_chat as fn(&Map<String, Value>) -> Result<()>, "chat_template_kwargs: "),
-            (check_response, "chat_template_kwargs: "),
-            (check_messages, "thinking: {"),
-        ];
-        for (check, advice) in apis {
-            let body = json!({"enable_thinking": false});
-            let error = check(body.as_object().expect("an object")).expect_err("it is not understood");
-            assert!(
-                error.field() == Some("enable_thinking") && error.to_string().contains(advice),
-                "{error}"
-            );
-        }
-        let body = json!({"thinking": {"type": "disabled"}});
-        assert!(check_chat(body.as_object().expect("an object")).is_err());
-        assert!(check_messages(body.as_object().expect("an object")).is_ok());
-    }
-}
+mod tests;

@@ -1,17 +1,22 @@
 //! An engine as other threads see it: counts as of the last step, and the memory of its devices.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 use keel_array::{DeviceReading, Gauge, Ledger, MemoryReport, Runtime};
 use keel_engine::batch::{BatchStatus, Batcher};
+use tokio::sync::Notify;
 
 /// The state that an engine's thread and the handles to it share. Holding it does not keep the thread alive.
 pub(crate) struct EngineView {
     pub next_id: AtomicU64,
     status: Mutex<BatchStatus>,
     pub aborted: AtomicBool,
-    pub stopped: AtomicBool,
+    stopped: AtomicBool,
+    /// Told when `stopped` is set.
+    stop: Notify,
+    /// Why no later step can succeed.
+    failure: OnceLock<String>,
     /// Number of checks at idle that found pages or bytes missing.
     pub leaks: AtomicU64,
     /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
@@ -59,6 +64,8 @@ impl EngineView {
             status: Mutex::new(batcher.status()),
             aborted: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
+            stop: Notify::new(),
+            failure: OnceLock::new(),
             leaks: AtomicU64::new(0),
             devices: engine.devices().map(books).collect(),
             lead: engine.lead_rank(),
@@ -78,6 +85,35 @@ impl EngineView {
     /// A step has ended.
     pub fn set_status(&self, status: BatchStatus) {
         *self.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
+    }
+
+    /// Records why no later step can succeed. The first reason stays.
+    pub fn note_failure(&self, reason: String) {
+        let _ = self.failure.set(reason);
+    }
+
+    /// Why no later step can succeed.
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    /// The engine's thread has ended.
+    pub fn note_stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        self.stop.notify_one();
+    }
+
+    /// Whether the engine's thread has ended.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    /// Completes when the engine's thread has ended. One task may wait for it at a time.
+    pub async fn stopped(&self) {
+        // A note that comes before the wait is kept until then.
+        while !self.is_stopped() {
+            self.stop.notified().await;
+        }
     }
 
     /// Number of checks at idle that found pages or bytes missing.

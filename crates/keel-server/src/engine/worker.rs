@@ -149,7 +149,7 @@ impl EngineHandle {
 
     /// Whether the thread has ended. While a handle exists, it ends only after a failure.
     pub fn is_stopped(&self) -> bool {
-        self.shared.stopped.load(Ordering::Acquire)
+        self.shared.is_stopped()
     }
 
     /// Ends all running and waiting requests, and refuses new ones.
@@ -226,12 +226,22 @@ struct Worker {
     checked_at: Option<u64>,
 }
 
+/// Why a step has lost a device: the first failure among its events.
+fn failure_of(events: &[SequenceEvent]) -> String {
+    let failure = events.iter().find_map(|of| match &of.event {
+        BatchEvent::Failed(EngineError::Step(reason)) => Some(reason.clone()),
+        BatchEvent::Failed(error) => Some(error.to_string()),
+        _ => None,
+    });
+    failure.unwrap_or_else(|| "a device is lost".into())
+}
+
 /// Records that the thread has ended for any reason.
 struct StopNote(Arc<EngineView>);
 
 impl Drop for StopNote {
     fn drop(&mut self) {
-        self.0.stopped.store(true, Ordering::Release);
+        self.0.note_stop();
     }
 }
 
@@ -247,7 +257,10 @@ impl Worker {
                 }
             }
             if !self.step() {
-                tracing::error!("the engine stops, because a device is lost");
+                let reason = self.shared.failure().unwrap_or("a device is lost");
+                tracing::error!("the engine stops for good: {reason}");
+                // Clients are told before the engine is freed, which may take long on a lost device.
+                self.live.clear();
                 return;
             }
         }
@@ -272,10 +285,13 @@ impl Worker {
         span.record("running", status.running.len());
         span.record("waiting", status.waiting);
         span.record("parked", status.parking.parked);
+        let can_go_on = !status.is_device_lost;
+        if !can_go_on {
+            self.shared.note_failure(failure_of(&events));
+        }
         for SequenceEvent { id, event } in events {
             self.deliver(id, event);
         }
-        let can_go_on = !status.is_device_lost;
         self.shared.set_status(status);
         can_go_on
     }

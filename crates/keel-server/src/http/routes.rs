@@ -10,7 +10,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use serde_json::json;
+use serde_json::{Value, json};
 use tower_http::cors::{AllowHeaders, AllowOrigin, Any, CorsLayer};
 
 use crate::access::caller::{KeyName, RequestMeter, name_request};
@@ -43,7 +43,7 @@ pub fn router(manager: Arc<ModelManager>, listens: SocketAddr) -> Router {
         .route("/rerank", post(rerank::create))
         .route("/v1/messages", post(anthropic::create))
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
-        .route("/openapi.json", get(async || Json(openapi::document())))
+        .route("/openapi.json", get(describe))
         .route("/status", get(status::status))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
@@ -148,6 +148,10 @@ async fn count_refusals(State(manager): State<Arc<ModelManager>>, request: Reque
         manager.metrics.refused(code);
     }
     response
+}
+
+async fn describe(State(manager): State<Arc<ModelManager>>) -> Json<Value> {
+    Json(openapi::document(manager.options.choices_max))
 }
 
 async fn unknown(method: Method, uri: Uri) -> Response {

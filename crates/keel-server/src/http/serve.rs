@@ -4,6 +4,7 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use keel_engine::Engine;
@@ -28,6 +29,10 @@ pub struct Server {
 
 /// Time for connections to close after an abort.
 const ABORT_TIME: Duration = Duration::from_secs(2);
+/// Time for an engine that has failed to free what it holds. A device that is lost may never let go.
+const FREE_TIME: Duration = Duration::from_secs(10);
+/// Time between two looks whether it has.
+const FREE_ROUND: Duration = Duration::from_millis(10);
 
 /// Number of connections that may wait to be accepted, if the system allows it. If more arrive at once, the system
 /// drops some, and their clients try again after one second.
@@ -38,7 +43,7 @@ const BACKLOG: u32 = 4096;
 /// # Errors
 /// [`ServerError::Listen`].
 pub async fn bind(address: &str) -> Result<TcpListener> {
-    let failed = |source| ServerError::Listen { address: address.into(), source };
+    let failed = |reason| ServerError::Listen { address: address.into(), reason };
     let mut problem = std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
     for address in tokio::net::lookup_host(address).await.map_err(failed)? {
         match listen(address) {
@@ -95,8 +100,11 @@ impl Server {
     /// remembered prefixes are saved as soon as nothing runs. When `abort` completes, running requests are ended, too.
     /// Returns when all memory of sequences is free and the engine is dropped.
     ///
+    /// If the engine fails for good, and no other can be loaded in its place, the server drains by itself: its requests
+    /// are answered with the failure, and whoever supervises the process can start it again.
+    ///
     /// # Errors
-    /// The socket fails.
+    /// The socket fails; [`ServerError::EngineLost`].
     pub async fn run(
         self,
         listener: TcpListener,
@@ -113,7 +121,10 @@ impl Server {
         let sweeping = tokio::spawn(Arc::clone(&manager).sweep(sweep_stops));
         let mut abort = pin!(abort);
         let drained = async {
-            drain.await;
+            tokio::select! {
+                () = drain => {}
+                () = manager.failed() => tracing::error!("the server ends, because its engine has stopped"),
+            }
             manager.drain();
         };
         let is_aborted = tokio::select! {
@@ -131,14 +142,28 @@ impl Server {
         resting.abort();
         drop(stop_sweep);
         let _ = sweeping.await;
+        let failure = manager.failure();
         let threads = manager.close().await;
         drop(manager);
         // A thread ends when the last handle is gone; a stream that is still being dropped may hold one.
         for thread in threads {
-            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+            if failure.is_none() || ends_soon(&thread).await {
+                let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+            }
         }
-        Ok(())
+        failure.map_or(Ok(()), Err)
     }
+}
+
+/// Waits until the thread of an engine that has failed ends. Returns whether it has ended in time. If not, it is left
+/// alone: the end of the process frees what it holds.
+async fn ends_soon(thread: &JoinHandle<()>) -> bool {
+    let end = async {
+        while !thread.is_finished() {
+            tokio::time::sleep(FREE_ROUND).await;
+        }
+    };
+    tokio::time::timeout(FREE_TIME, end).await.is_ok()
 }
 
 /// Waits until running requests have ended, at most for the grace of the options.

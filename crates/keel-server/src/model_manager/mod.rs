@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use keel_engine::EngineError;
 use keel_engine::batch::BatchStatus;
 use tokio::sync::oneshot;
 
@@ -381,10 +382,31 @@ impl ModelManager {
         }
     }
 
+    /// The engine whose model cannot be loaded again, if there is one and the server has not closed it.
+    fn lasting(&self) -> Option<Arc<EngineView>> {
+        let entry = self.entries.iter().find(|entry| entry.load.is_none())?;
+        entry.resident().as_ref().map(|resident| resident.model.engine.view())
+    }
+
     /// Whether an engine has failed whose model cannot be loaded again.
     pub(crate) fn has_failed(&self) -> bool {
-        let failed = |entry: &Entry| entry.resident().as_ref().is_some_and(|r| r.model.engine.is_stopped());
-        self.entries.iter().any(|entry| entry.load.is_none() && failed(entry))
+        self.lasting().is_some_and(|engine| engine.is_stopped())
+    }
+
+    /// Completes when such an engine has failed. A server of several models goes on: an engine that has failed is
+    /// loaded again when it is asked for.
+    pub(crate) async fn failed(&self) {
+        match self.lasting() {
+            Some(engine) => engine.stopped().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// The error that ends the server, if such an engine has failed.
+    pub(crate) fn failure(&self) -> Option<ServerError> {
+        let engine = self.lasting().filter(|engine| engine.is_stopped())?;
+        let source = engine.failure().map(|reason| Box::new(EngineError::Step(reason.into())));
+        Some(ServerError::EngineLost { source })
     }
 
     /// Ends all running and waiting requests of all models.

@@ -196,11 +196,13 @@ fn the_document_names_every_endpoint_and_status_adds_up() {
     let server = Running::start();
     let document = server.get("/openapi.json").json();
     for (path, methods) in document["paths"].as_object().expect("paths") {
+        let path = path.replace("{id}", "demo");
         for method in methods.as_object().expect("methods").keys() {
-            let reply = if method == "get" { server.get(path) } else { server.post(path, &json!({})) };
+            let reply = if method == "get" { server.get(&path) } else { server.post(&path, &json!({})) };
             assert!(reply.status != 404, "{method} {path} is in the document and not served");
         }
     }
+    assert!(document["paths"]["/v1/models/{id}"].is_object(), "a model by its name");
     let status = server.get("/status").json();
     let sum = |part: &Value| -> u64 {
         part.as_object().expect("categories").values().filter_map(Value::as_u64).sum()
@@ -227,6 +229,41 @@ fn ids_may_be_written_as_whole_floats_and_no_others() {
     assert_eq!(server.ask("/v1/embeddings", &json!({"input": [72.0]}))["usage"]["prompt_tokens"], 1);
     let part = json!({"prompt": "a", "max_tokens": 2.5});
     assert_eq!(server.post("/v1/completions", &part).status, 400);
+}
+
+/// Claude Code, Codex and other clients send these whatever the model.
+#[test]
+fn hints_about_effort_and_length_are_ignored() {
+    let server = Running::start();
+    let messages = json!([{"role": "user", "content": "Hello!"}]);
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2, "verbosity": "low"})),
+        (
+            "/v1/responses",
+            json!({"input": "Hello!", "max_output_tokens": 2, "text": {"verbosity": "low"}, "max_tool_calls": 3}),
+        ),
+        (
+            "/v1/messages",
+            json!({"messages": messages, "max_tokens": 2, "output_config": {"effort": "low"},
+                "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        ),
+    ] {
+        server.ask(path, &body);
+    }
+}
+
+#[test]
+fn a_path_of_another_server_is_told_where_to_go() {
+    let server = Running::start();
+    for path in ["/api/chat", "/api/generate", "/completion", "/chat/completions", "/props"] {
+        let reply = server.post(path, &json!({}));
+        assert_eq!(reply.status, 404);
+        let message = reply.json()["error"]["message"].to_string();
+        assert!(message.contains(&format!("there is no POST {path} here")), "{message}");
+        for advice in ["/openapi.json", "base URL ends in /v1", "/api is not served"] {
+            assert!(message.contains(advice), "{message}");
+        }
+    }
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub struct Running {
     tasks: tokio::runtime::Handle,
     drain: Option<oneshot::Sender<()>>,
     abort: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<keel_server::Result<()>>>,
 }
 
 impl Running {
@@ -129,8 +129,8 @@ impl Running {
                         std::future::pending::<()>().await;
                     }
                 };
-                server.run(listener, either(drained), either(aborted)).await.expect("serves");
-            });
+                server.run(listener, either(drained), either(aborted)).await
+            })
         });
         let (address, model, tasks) = receiver.recv().expect("the server starts");
         Running { address, model, tasks, drain: Some(drain), abort: Some(abort), thread: Some(thread) }
@@ -152,10 +152,15 @@ impl Running {
     }
 
     /// Waits until the server has ended. It ends only when all handles are dropped, including this one.
-    pub fn join(mut self) {
+    pub fn join(self) {
+        self.outcome().expect("the server ends well");
+    }
+
+    /// The same for a server that may end with an error.
+    pub fn outcome(mut self) -> keel_server::Result<()> {
         let thread = self.thread.take().expect("once");
         drop(self);
-        thread.join().expect("the server ends well");
+        thread.join().expect("the server does not panic")
     }
 
     pub fn get(&self, path: &str) -> Reply {

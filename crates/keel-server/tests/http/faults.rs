@@ -12,7 +12,7 @@ use keel_array::{
 };
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
-use keel_server::ServerOptions;
+use keel_server::{ServerError, ServerOptions};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 use serde_json::json;
@@ -105,9 +105,10 @@ fn a_fault_that_passes_fails_nobody() {
     server.assert_all_is_back();
 }
 
-/// A device that is lost answers no request again. A supervisor learns it from `/health`.
+/// A device that is lost answers no request again, and no other takes its place. So the server ends with the cause, and
+/// a supervisor starts it again.
 #[test]
-fn a_lost_device_stops_the_engine() {
+fn a_lost_device_ends_the_server() {
     let failing = Arc::new(Failing::default());
     failing.is_lost.store(true, Ordering::SeqCst);
     let server = Running::on(
@@ -124,8 +125,11 @@ fn a_lost_device_stops_the_engine() {
         assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
     }
     wait_for("the engine stops", || server.model.engine.is_stopped());
-    let after = server.post("/v1/completions", &completion(20));
-    assert_eq!((after.status, server.get("/health").status), (503, 503), "{}", after.body);
+    // No signal has come.
+    let error = server.outcome().expect_err("its engine has failed");
+    let ServerError::EngineLost { source: Some(cause) } = &error else { panic!("{error:?}") };
+    assert!(cause.to_string().contains("launch: injected; the device can no longer be used"), "{cause}");
+    assert_eq!(error.reply().code, "engine_stopped");
 }
 
 #[test]
@@ -182,12 +186,21 @@ fn many_idle_connections_and_many_streams() {
 #[derive(Default)]
 struct NoMemory(AtomicBool);
 
+impl NoMemory {
+    fn check(&self) -> Result<(), String> {
+        if self.0.load(Ordering::SeqCst) { Err("injected".into()) } else { Ok(()) }
+    }
+}
+
 impl Interceptor for NoMemory {
     fn allocate(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
-        if self.0.load(Ordering::SeqCst) {
-            return Err("injected".into());
-        }
+        self.check()?;
         backend.allocate(bytes)
+    }
+
+    fn allocate_lasting(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.check()?;
+        backend.allocate_lasting(bytes)
     }
 }
 

@@ -104,6 +104,7 @@ fn the_answers_of_a_request_enter_the_queue_together() {
     let one = post(&server, &body(1));
     wait_for("it waits", || waiting() == 1);
     refused(&body(2), 1);
+    refused(&json!({"prompt": [[5], [5]], "max_tokens": 5}), 1);
     drop(one);
     wait_for("it is gone", || waiting() == 0);
     let many = post(&server, &body(3));
@@ -113,21 +114,36 @@ fn the_answers_of_a_request_enter_the_queue_together() {
     server.assert_all_is_back();
 }
 
-/// The answers to the first prompt run when the second prompt is refused. They end for its reason, not because a client
-/// left.
+/// How many tokens the prompts have that began to run.
+fn prompt_tokens(server: &Running) -> u64 {
+    let metrics = server.get("/metrics").body;
+    let count = metrics.lines().find_map(|line| line.strip_prefix("keel_prompt_tokens_total "));
+    count.and_then(|count| count.parse().ok()).expect("a counter")
+}
+
+/// No prompt runs for an answer that cannot come whole.
 #[test]
-fn all_answers_of_a_request_end_for_the_reason_of_the_one_that_failed() {
+fn all_prompts_of_a_request_run_or_none() {
     let server = Running::start();
-    let counts = |reason: &str, count: usize| {
-        let line = format!("keel_requests_finished_total{{reason=\"{reason}\"}} {count}\n");
-        let metrics = server.get("/metrics").body;
-        assert!(metrics.contains(&line) || count == 0 && !metrics.contains(reason), "{reason}: {metrics}");
-    };
     let prompts = json!([[5], vec![5; engine_options().context]]);
     let reply = server.post("/v1/completions", &json!({"prompt": prompts, "max_tokens": 1000}));
     assert_eq!(reply.status, 400, "{}", reply.body);
-    counts("context_length_exceeded", 1);
-    counts("cancelled", 0);
+    assert_eq!(reply.json()["error"]["code"], "context_length_exceeded");
+    assert_eq!(prompt_tokens(&server), 0);
+    server.assert_all_is_back();
+}
+
+/// The prompts of a request arrive together, so they are one batch.
+#[test]
+fn prompts_of_a_request_do_not_wait_for_each_other() {
+    let server = Running::start();
+    let body = json!({"prompt": [[5], [6]], "max_tokens": 300, "ignore_eos": true, "stream": true});
+    let stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
+    wait_for("both run", || server.model.engine.status().running.len() == 2);
+    assert_eq!(
+        read(stream).events().iter().filter(|event| event["choices"][0]["finish_reason"] == "length").count(),
+        2
+    );
     server.assert_all_is_back();
 }
 
@@ -184,14 +200,12 @@ fn a_deadline_is_that_of_all_prompts_together() {
     let options = ServerOptions { deadline: Duration::from_millis(30), ..ServerOptions::default() };
     let server = Running::with(EngineOptions { sequences: 1, ..engine_options() }, options);
     let mut body = long(false);
-    body["prompt"] = json!(vec!["Once"; 20]);
+    body["prompt"] = json!(vec![[5]; 20]);
     let reply = server.post("/v1/completions", &body);
     assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (504, Some("deadline_exceeded")));
     server.assert_all_is_back();
-    let metrics = server.get("/metrics").body;
-    let ended = metrics.lines().filter_map(|line| line.strip_prefix("keel_requests_finished_total{"));
-    let ended: u64 = ended.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok()).sum();
-    assert!(ended <= 3, "{ended} of 20 sequences");
+    let begun = prompt_tokens(&server);
+    assert!(begun <= 3, "{begun} of 20 prompts");
 }
 
 #[test]

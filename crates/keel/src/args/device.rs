@@ -43,9 +43,10 @@ pub struct DeviceArgs {
     #[arg(long)]
     resident: bool,
     /// Give the same bits however work is cut: results do not depend on the prefill step, on other sequences, on drafts
-    /// or on reused prefixes. Slower on a GPU. On the CPU this always holds. With --deterministic=devices, 1, 2 and 4
-    /// of --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU
-    /// plain --deterministic does it.
+    /// or on reused prefixes. So answers are not reused: a next turn runs the last answer again. Slower on a GPU. On
+    /// the CPU only a reused answer changes bits without this option. With --deterministic=devices, 1, 2 and 4 of
+    /// --devices also give the same bits. On GPUs that costs a tenth to more than half of the speed; on the CPU plain
+    /// --deterministic does it.
     #[arg(
         long, value_name = "WHAT", value_parser = determinism_parser(),
         num_args = 0..=1, require_equals = true, default_missing_value = "steps",
@@ -148,6 +149,11 @@ impl DeviceArgs {
     /// The same for one of several devices, by rank.
     pub fn options_of(&self, rank: usize) -> DeviceOptions {
         DeviceOptions { memory_limit: self.limit_of(rank), ..self.options() }
+    }
+
+    /// Whether bits must not depend on how work is cut.
+    pub fn is_deterministic(&self) -> bool {
+        self.deterministic.is_some()
     }
 
     /// Whether tensor memory has a limit.

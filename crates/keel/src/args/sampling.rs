@@ -12,23 +12,26 @@ pub struct SamplingArgs {
     /// Most tokens to generate.
     #[arg(long, short = 'n', aliases = ["n-predict", "num-predict", "max-new-tokens"], value_name = "N", default_value_t = 256)]
     pub max_tokens: usize,
-    /// Temperature, which divides the logits. 0 always takes the most probable token.
+    /// Temperature, which divides the logits. 0 always takes the most probable token. By default as the model
+    /// recommends (generation_config.json), else 0.
     #[arg(long, short = 't', alias = "temp", value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Draw from the smallest set of most probable tokens that together have this probability.
+    /// Draw from the smallest set of most probable tokens that together have this probability. By default as the model
+    /// recommends, else 1, which is all tokens.
     #[arg(long, value_name = "P")]
     top_p: Option<f32>,
-    /// Draw from the K most probable tokens. 0 means all tokens.
+    /// Draw from the K most probable tokens. 0 means all tokens. By default as the model recommends, else 0.
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Leave out tokens whose probability is below P times that of the most probable token.
+    /// Leave out tokens whose probability is below P times that of the most probable token. By default as the model
+    /// recommends, else 0, which is none.
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
     /// Seed of the random numbers. The same seed draws the same text. With a seed, the number of drafts follows from
     /// nominal costs, because measured costs differ from run to run. [default: 0, and measured costs]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Penalty on tokens that occurred before. 1 changes nothing.
+    /// Penalty on tokens that occurred before. 1 changes nothing. By default as the model recommends, else 1.
     #[arg(long, alias = "repeat-penalty", value_name = "X")]
     repetition_penalty: Option<f32>,
     /// Subtracted from the logits of tokens generated before.
@@ -113,6 +116,25 @@ mod tests {
         assert_eq!(options(&["--temperature", "0"], &defaults).temperature, 0.0);
         defaults.do_sample = None;
         assert_eq!(options(&[], &defaults), SamplerOptions::default());
+    }
+
+    /// What the help says is the default without a recommendation.
+    #[test]
+    fn the_help_tells_the_defaults() {
+        let command = <Cli as clap::CommandFactory>::command();
+        let none = recommended(&GenerationDefaults::default());
+        for (option, default) in [
+            ("temperature", none.temperature.to_string()),
+            ("top_p", none.top_p.to_string()),
+            ("top_k", none.top_k.to_string()),
+            ("min_p", none.min_p.to_string()),
+            ("repetition_penalty", none.repetition_penalty.to_string()),
+        ] {
+            let arg = command.get_arguments().find(|arg| arg.get_id() == option).expect(option);
+            let help = arg.get_help().expect(option).to_string();
+            let (_, said) = help.split_once("By default as the model recommends").expect(option);
+            assert!(said.contains(&format!("else {default}")), "{option}: {help}");
+        }
     }
 
     #[test]

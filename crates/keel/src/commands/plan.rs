@@ -24,6 +24,11 @@ use evenkeel::{DriverMemory, FreeMemory, on_device, on_host};
 /// Default context of `generate`, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
 
+/// The help of an option that a plan of `keel generate` refuses.
+const MEMORY_LIMIT_HELP: &str = "Only with --serve: the server's limit on tensor memory, for example 800M or 1.5Gi; \
+     with --devices, of each device, or one for each: 8Gi,4Gi. Sizes that are not given are lowered until the plan \
+     fits. Otherwise --limit and keel fit print what fits into a number of bytes";
+
 /// Print the memory that a run takes, by category, without loading weights.
 ///
 /// With --serve, or with an option on which only a server's memory depends, the numbers are those of `keel serve` with
@@ -32,6 +37,7 @@ const CONTEXT_DEFAULT: usize = 4096;
 /// the memory of its driver is measured and printed, too. --verbose also prints the shapes of steps, and the
 /// launches of a step (of a model on one device). `keel fit` shows what fits.
 #[derive(Debug, Args)]
+#[command(mut_arg("memory_limit", |arg| arg.help(MEMORY_LIMIT_HELP)))]
 pub struct PlanArgs {
     #[command(flatten, next_help_heading = "Model")]
     subject: SubjectArgs,

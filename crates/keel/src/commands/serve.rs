@@ -134,7 +134,8 @@ struct ListenArgs {
 /// Bounds of requests.
 #[derive(Debug, Args)]
 struct RequestArgs {
-    /// Remember only prompts, not answers. Reused prefixes then give the bits of a fresh run.
+    /// Remember only prompts, not answers. Reused prefixes then give the bits of a fresh run. --deterministic does so,
+    /// too.
     #[arg(long, conflicts_with = "no_prefix_reuse")]
     exact_prefix_reuse: bool,
     /// Folder in which remembered prefixes are saved when the server ends, and from which the next server restores
@@ -374,13 +375,15 @@ fn prefix_store(args: &ServeOptions, model: &ModelFiles, own: Option<&str>) -> R
 
 /// The options that do not depend on the model.
 fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
+    // Answers are run row by row and prompts in chunks, which sum in different orders.
+    let exact = args.requests.exact_prefix_reuse || args.device.is_deterministic();
     let mut options = ServerOptions {
         batch: BatchOptions {
             step_tokens: args.requests.step_tokens,
             queue_limit: args.requests.queue,
             queue_timeout: Duration::from_secs(args.requests.queue_timeout),
             reuse_prefixes: !args.holding.no_prefix_reuse,
-            reuse_generated: !args.holding.no_prefix_reuse && !args.requests.exact_prefix_reuse,
+            reuse_generated: !args.holding.no_prefix_reuse && !exact,
             speculation: args.drafts.options(args.holding.drafts)?,
         },
         max_tokens_default: args.requests.max_tokens,
@@ -397,4 +400,31 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
     };
     args.patience.apply(&mut options);
     Ok(options)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        serve: ServeArgs,
+    }
+
+    #[test]
+    fn answers_are_reused_unless_bits_must_not_depend_on_it() {
+        let reuses = |flags: &[&str]| {
+            let cli = Cli::try_parse_from(["keel"].iter().chain(flags)).unwrap_or_else(|e| panic!("{e}"));
+            server_options(&cli.serve.options).expect("right").batch.reuse_generated
+        };
+        assert!(reuses(&[]));
+        for flag in
+            ["--deterministic", "--deterministic=devices", "--exact-prefix-reuse", "--no-prefix-reuse"]
+        {
+            assert!(!reuses(&[flag]), "{flag}");
+        }
+    }
 }

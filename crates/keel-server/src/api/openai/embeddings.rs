@@ -110,7 +110,7 @@ pub(crate) async fn create(
 
 /// Encodes each text.
 pub(crate) fn prompts(text: &ServedText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
-    unsupported::check(&body.rest)?;
+    unsupported::check_embedding(&body.rest)?;
     // An embedding needs no room for an answer after the prompt.
     let bounds = Bounds { answer_min: 0, ..*bounds };
     check_count("input", body.input.count())?;

@@ -46,7 +46,7 @@ enum Input {
 }
 
 /// Fields that mean the same in a chat.
-const SHARED: [&str; 16] = [
+pub(crate) const SHARED: [&str; 16] = [
     "model",
     "temperature",
     "top_p",

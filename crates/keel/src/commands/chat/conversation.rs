@@ -22,6 +22,9 @@ pub struct Manner {
     pub stop: Vec<String>,
     pub end_tokens: Vec<u32>,
     pub speculation: Option<SpeculationOptions>,
+    /// Whether a turn may go on from the answer before it. Otherwise it runs that answer as a part of its prompt, and
+    /// has the bits of a first turn with this prompt.
+    pub reuses_answers: bool,
 }
 
 /// One conversation.
@@ -43,6 +46,8 @@ pub struct Conversation {
     /// The sequence between turns. [`Conversation::cached_ids`] are its tokens.
     cached: Option<SequenceCache>,
     cached_ids: Vec<u32>,
+    /// How many of them are a prompt.
+    prompt_len: usize,
 }
 
 impl Conversation {
@@ -71,6 +76,7 @@ impl Conversation {
             retries: 0,
             cached: None,
             cached_ids: Vec::new(),
+            prompt_len: 0,
         }
     }
 
@@ -254,7 +260,8 @@ impl Conversation {
         let PromptWithImages { tokens: prompt, key, vision_inputs } = prompt;
         // Keys of long sequences may be rotated by other frequencies than those of short ones.
         let keeps_turns = sequence.is_long() == self.session.engine.is_long(prompt.len());
-        let common = if keeps_turns { common_len(&self.cached_ids, &key) } else { 0 };
+        let reusable = reusable(&self.cached_ids, self.prompt_len, self.manner.reuses_answers);
+        let common = if keeps_turns { common_len(reusable, &key) } else { 0 };
         let common = common / PREFILL_GRID * PREFILL_GRID;
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
         sequence.set_vision_inputs(vision_inputs);
@@ -282,6 +289,7 @@ impl Conversation {
         bar.finish_and_clear();
         session::release_idle_memory(&runtimes);
         let mut tokens = tokens?;
+        self.prompt_len = key.len();
         self.cached_ids = key;
         let (mut is_interrupted, mut drawn) = (false, 0);
         for id in tokens.by_ref() {
@@ -330,6 +338,11 @@ fn is_refusal(error: &anyhow::Error) -> bool {
     }
 }
 
+/// The cached tokens that a turn may go on from, of which the first `prompt_len` were run as a prompt.
+fn reusable(cached: &[u32], prompt_len: usize, reuses_answers: bool) -> &[u32] {
+    if reuses_answers { cached } else { &cached[..prompt_len.min(cached.len())] }
+}
+
 /// Length of the common prefix, without the prompt's last token: that token must run, because its logits are needed.
 fn common_len(cached: &[u32], prompt: &[u32]) -> usize {
     let same = cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
@@ -345,6 +358,14 @@ mod tests {
         let notice = cut_notice(256, 256, 4096);
         assert_eq!(notice, "\n(cut at --max-tokens 256; /set max-tokens 1024 allows more)");
         assert!(cut_notice(9, 256, 4096).contains("the context of 4096 tokens"));
+    }
+
+    #[test]
+    fn a_turn_whose_bits_must_not_change_goes_on_from_prompts_alone() {
+        let cached = [1, 2, 3, 4];
+        assert_eq!(reusable(&cached, 2, true), cached);
+        assert_eq!(reusable(&cached, 2, false), [1, 2]);
+        assert_eq!(reusable(&[], 2, false), [0u32; 0]);
     }
 
     #[test]

@@ -85,7 +85,8 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     close(model);
     session.make_rounds_ready()?;
     let end_tokens = if args.sampling.ignore_eos { Vec::new() } else { text.end_tokens() };
-    let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation };
+    let reuses_answers = !args.device.is_deterministic();
+    let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation, reuses_answers };
     let lines = Lines::open()?;
     let interrupt = if lines.is_terminal() { Interrupt::listen()? } else { Interrupt::default() };
     let mut conversation =

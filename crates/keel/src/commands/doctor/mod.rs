@@ -1,6 +1,7 @@
 //! `keel doctor`: facts about the machine, and advice on missing parts.
 
 mod host;
+mod nccl;
 
 use std::path::{Path, PathBuf};
 
@@ -14,6 +15,7 @@ use crate::output;
 use evenkeel::human_bytes;
 use evenkeel::machine;
 use host::{Memory, Processor};
+use nccl::Nccl;
 
 /// Free memory below this leads to advice.
 const LITTLE_BYTES: u64 = 1 << 30;
@@ -56,6 +58,7 @@ struct Findings {
     isa: Isa,
     memory: Memory,
     survey: Survey,
+    nccl: Option<Nccl>,
     nvidia_devices: usize,
     caches: Vec<CacheFacts>,
 }
@@ -74,6 +77,7 @@ impl Findings {
             isa: Isa::best(),
             memory: Memory::look(),
             survey,
+            nccl: Nccl::look(),
             nvidia_devices: host::nvidia_devices(),
             caches,
         }
@@ -110,6 +114,9 @@ impl Findings {
             advice.extend(
                 libraries.into_iter().filter_map(|found| found.as_ref().err()).map(CudaError::to_string),
             );
+        }
+        if self.survey.gpus.len() > 1 {
+            advice.extend(nccl::problem(self.nccl.as_ref()));
         }
         for gpu in self.survey.gpus.iter().filter(|gpu| !gpu.is_supported()) {
             advice.push(format!("{} is of a generation before 8.0 and is not used", gpu.name));
@@ -157,6 +164,7 @@ impl Findings {
             "driver": found_json(&self.survey.driver),
             "nvrtc": found_json(&self.survey.compiler),
             "cublaslt": found_json(&self.survey.blas),
+            "nccl": nccl::to_json(self.nccl.as_ref()),
             "caches": self.caches.iter().map(cache).collect::<Vec<_>>(),
             "advice": self.advice(),
         })
@@ -180,6 +188,7 @@ impl Findings {
         rows.push(("driver", found_in_words(&self.survey.driver, "supports CUDA ")));
         rows.push(("NVRTC", found_in_words(&self.survey.compiler, "")));
         rows.push(("cuBLASLt", found_in_words(&self.survey.blas, "")));
+        rows.push(("NCCL", nccl::in_words(self.nccl.as_ref())));
         for cache in &self.caches {
             let folder =
                 cache.folder.as_ref().map_or("nowhere".into(), |folder| folder.display().to_string());
@@ -303,6 +312,7 @@ mod tests {
             isa: Isa::Avx2,
             memory: Memory { total: Some(8 << 30), available: Some(4 << 30), ..Memory::default() },
             survey,
+            nccl: None,
             nvidia_devices: 0,
             caches: Vec::new(),
         }
@@ -332,6 +342,21 @@ mod tests {
             text.contains("AVX2; not AMX; kernels for AVX2 run")
                 && text.contains("4.0 GiB available of 8.0 GiB")
         );
+    }
+
+    #[test]
+    fn several_gpus_need_a_library_more_than_one_does() {
+        let mut findings = found();
+        let lacks_it =
+            |findings: &Findings| findings.advice().concat().contains("libnccl.so.2 was not found");
+        findings.survey.gpus = vec![gpu()];
+        assert!(!lacks_it(&findings));
+        findings.survey.gpus.push(gpu());
+        assert!(lacks_it(&findings));
+        assert!(findings.to_text().contains("NCCL          none (libnccl.so.2 was not found)\n"));
+        findings.nccl = Some(Nccl { file: "/x/libnccl.so.2".into(), version: Some((2, 27)) });
+        assert!(!lacks_it(&findings) && findings.to_text().contains("NCCL          2.27, /x/libnccl.so.2\n"));
+        assert_eq!(findings.to_json()["nccl"]["version"], "2.27");
     }
 
     #[test]

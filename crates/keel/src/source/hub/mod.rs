@@ -13,7 +13,7 @@ mod settings;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 pub use super::hub_name::HubName;
 pub use cache::{Cache, Entry};
@@ -21,7 +21,7 @@ pub use settings::{Settings, cache_folder};
 
 use crate::progress;
 use choice::Wanted;
-use client::{Client, RemoteFile};
+use client::{Client, HubError, RemoteFile};
 use download::{Origin, download};
 use evenkeel::human_bytes;
 
@@ -77,7 +77,7 @@ pub fn pull(name: &HubName, settings: &Settings, towers: Towers) -> Result<Pulle
     }
     let failed = || format!("cannot download {name} from {}", settings.endpoint);
     let client = Client::new(settings);
-    let listing = client.listing(name).with_context(failed)?;
+    let listing = client.listing(name).map_err(advised).with_context(failed)?;
     let commit = &listing.commit;
     let folder = cache.snapshot(name, commit);
     let mut wanted = Wanted::choose(name, &listing.files, &|path| folder.join(path).is_file())?;
@@ -114,6 +114,17 @@ pub fn pull(name: &HubName, settings: &Settings, towers: Towers) -> Result<Pulle
     cache.note_revision(name, commit)?;
     let path = if let Wanted::Gguf { model, .. } = &wanted { folder.join(&model.path) } else { folder };
     Ok(Pulled { path, commit: commit.clone(), new_bytes })
+}
+
+/// The error, with the settings that matter if no connection was made.
+fn advised(error: HubError) -> anyhow::Error {
+    match error {
+        HubError::Unreachable(_) => anyhow!(
+            "{error}; HTTPS_PROXY names a proxy, HF_ENDPOINT another address of the hub, and with HF_HUB_OFFLINE=1 only models \
+             that are here are used"
+        ),
+        error => error.into(),
+    }
 }
 
 /// The name of a file's contents on disk. If the hub reports no hash, the name is made of commit and path.
