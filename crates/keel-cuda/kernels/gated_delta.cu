@@ -19,7 +19,7 @@
 //
 // Macros: HK, HV, DK, DV (DV a multiple of 4), QKV_STRIDE, A_STRIDE, B_STRIDE (any number; qkv and its v part need only
 // be 4-byte aligned), LOG (records of a slot; 0 without a log), STATE_F16. EARLY=1: no kernel that may still run
-// writes the state, slot or row_start, so they are fetched while earlier kernels finish.
+// writes the state, slot, row_start, a_log or dt_bias, so they are fetched while earlier kernels finish.
 // Launch: block 128; grid (HV * ceil(DV / 32), B). Shared memory: static. A block holds 32 columns of one head's state
 // in registers: thread (group of 16, lane of 8) has rows group, group + 16, ... of 4 columns. Any number of rows.
 // counters: u32 [B, HK], zero before the first launch and left zero; only read where keep_open.

@@ -81,8 +81,8 @@ pub enum ServerError {
     },
     /// No such endpoint.
     #[error(
-        "there is no {method} {path} here; /openapi.json lists the endpoints, OpenAI's base URL ends in /v1, and Ollama's /api \
-         is not served"
+        "there is no {method} {path} here; /openapi.json lists the endpoints. The base URL of OpenAI's clients ends in /v1, that \
+         of Anthropic's does not, and Ollama's /api is not served"
     )]
     UnknownEndpoint {
         /// The method.
@@ -245,7 +245,7 @@ fn longer_context(prompt: usize, context: usize, context_max: usize) -> String {
 /// The end of advice: another port, if a program has this one.
 fn another_port(reason: &std::io::Error) -> &'static str {
     if reason.kind() == std::io::ErrorKind::AddrInUse {
-        "; another program listens there, --port N takes another"
+        "; another program listens there: choose another port with --port"
     } else {
         ""
     }

@@ -106,9 +106,18 @@ impl LoadedModel {
         }
     }
 
-    /// Compiles the grammar of a request once, for all of its answers.
-    async fn compile(self: &Arc<Self>, grammar: Option<Grammar>, answers: usize) -> Result<Vec<Compiled>> {
-        let Some(grammar) = grammar else { return Ok(Vec::new()) };
+    /// Compiles the grammar that all prompts of a request have, once for all of its answers. A request of which an answer
+    /// can never run is refused before.
+    async fn compile(self: &Arc<Self>, asks: &[EngineRequest]) -> Result<Vec<Compiled>> {
+        for ask in asks {
+            let (choices, choices_max) = (ask.choices, self.options.choices_max);
+            if choices == 0 || choices > choices_max {
+                return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
+            }
+            self.max_tokens(ask)?;
+        }
+        let Some(grammar) = asks.first().and_then(|ask| ask.grammar.clone()) else { return Ok(Vec::new()) };
+        let answers = asks.iter().map(|ask| ask.choices).sum();
         let model = Arc::clone(self);
         let compile = move || model.text.grammars.compile(&grammar, answers);
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
@@ -127,6 +136,7 @@ impl LoadedModel {
         }
         let deadline = caller.arrived.checked_add(self.options.deadline);
         let (mut requests, mut styles) = (Vec::new(), Vec::new());
+        let mut grammars = self.compile(&asks).await?.into_iter();
         for ask in asks {
             // What its answers have in common.
             let style = AnswerStyle {
@@ -135,7 +145,7 @@ impl LoadedModel {
                 one_call: ask.one_call,
                 listing: ask.top_logprobs.map(|_| ask.listing),
             };
-            let made = self.requests_of(ask, deadline).await?;
+            let made = self.requests_of(ask, &mut grammars, deadline)?;
             styles.extend(std::iter::repeat_n(style, made.len()));
             requests.extend(made);
         }
@@ -173,21 +183,14 @@ impl LoadedModel {
         Ok(answers)
     }
 
-    /// The requests for the answers to one prompt.
-    async fn requests_of(
-        self: &Arc<Self>,
-        mut ask: EngineRequest,
+    /// The requests for the answers to one prompt. Each takes one of the grammars, if there are some.
+    fn requests_of(
+        &self,
+        ask: EngineRequest,
+        grammars: &mut impl Iterator<Item = Compiled>,
         deadline: Option<Instant>,
     ) -> Result<Vec<BatchRequest>> {
-        if ask.choices == 0 || ask.choices > self.options.choices_max {
-            return Err(wrong(
-                "n",
-                format!("{} answers, expected 1 to {}", ask.choices, self.options.choices_max),
-            ));
-        }
-        // This check is first, so that a request that can never run is neither compiled nor copied.
         let max_tokens = self.max_tokens(&ask)?;
-        let mut grammars = self.compile(ask.grammar.take(), ask.choices).await?.into_iter();
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         let request = |choice| {
             let constraint =

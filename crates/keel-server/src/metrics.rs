@@ -111,6 +111,9 @@ impl Default for Metrics {
     }
 }
 
+/// Reasons of refusals that have an alert. They are there from the start, because a counter that appears has no increase.
+const ALERTED: [&str; 2] = ["engine_stopped", "model_load_failure"];
+
 impl Metrics {
     /// Creates the metrics, all at zero.
     pub fn new() -> Metrics {
@@ -145,6 +148,9 @@ impl Metrics {
             accepted: Family::default(),
             exposing: Mutex::default(),
         };
+        for code in ALERTED {
+            drop(inner.refused.get_or_create(&Reason { reason: Word(code) }));
+        }
         inner.register();
         Metrics(Arc::new(inner))
     }

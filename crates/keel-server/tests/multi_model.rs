@@ -2,7 +2,8 @@
 
 mod common;
 
-use std::net::SocketAddr;
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread::JoinHandle;
@@ -11,7 +12,8 @@ use std::time::Duration;
 use common::{Reply, cpu, demo, engine, engine_options, read, request, send, wait_for};
 use keel_array::{ArrayError, Backend, Launch};
 use keel_server::{
-    LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, ServerOptions, bind,
+    LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, ServerError, ServerOptions,
+    bind,
 };
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_text::TextFiles;
@@ -31,14 +33,14 @@ struct Several {
     address: SocketAddr,
     loads: Arc<AtomicUsize>,
     drain: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<keel_server::Result<()>>>,
 }
 
 fn planned() -> u64 {
     engine(cpu(), engine_options()).runtime().ledger().active().total()
 }
 
-/// Whether the device of the first engine of `fragile` is lost.
+/// Whether the device of the first engine of `fragile` and `gone` is lost.
 static IS_LOST: AtomicBool = AtomicBool::new(false);
 
 struct Fragile;
@@ -53,10 +55,11 @@ impl Interceptor for Fragile {
 }
 
 fn offer(id: &str, bytes: u64, loads: &Arc<AtomicUsize>) -> ServedModel {
-    let (loads, fails, is_fragile) = (Arc::clone(loads), id == "broken", id == "fragile");
+    let (loads, fails, is_gone) = (Arc::clone(loads), id == "broken", id == "gone");
+    let is_fragile = is_gone || id == "fragile";
     let load = move || {
         let earlier = loads.fetch_add(1, Ordering::AcqRel);
-        if fails {
+        if fails || is_gone && earlier > 0 {
             return Err("its file has a hole".into());
         }
         let backend: Arc<dyn Backend> = match is_fragile && earlier == 0 {
@@ -103,8 +106,8 @@ impl Several {
                 let server = Server::of_several(offers, fleet, ServerOptions::default()).expect("starts");
                 assert!(server.last_used().is_none(), "nothing is loaded before it is asked for");
                 let drained = async { drop(drained.await) };
-                server.run(listener, drained, std::future::pending()).await.expect("serves");
-            });
+                server.run(listener, drained, std::future::pending()).await
+            })
         });
         let address = receiver.recv().expect("the server starts");
         Several { address, loads, drain: Some(drain), thread: Some(thread) }
@@ -161,8 +164,8 @@ impl Several {
 impl Drop for Several {
     fn drop(&mut self) {
         let _ = self.drain.take().expect("once").send(());
-        let ended = self.thread.take().expect("once").join();
-        assert!(ended.is_ok() || std::thread::panicking(), "the server ends well");
+        let Some(thread) = self.thread.take() else { return };
+        assert!(matches!(thread.join(), Ok(Ok(()))) || std::thread::panicking(), "the server ends well");
     }
 }
 
@@ -304,6 +307,7 @@ fn a_model_that_must_go_ends_its_answers_first() {
 #[test]
 fn an_engine_that_has_failed_is_loaded_again() {
     let _turn = alone();
+    IS_LOST.store(false, Ordering::Release);
     let server = Several::start(&["a", "fragile"], 2 * planned(), None);
     let text = server.text("fragile");
     IS_LOST.store(true, Ordering::Release);
@@ -312,6 +316,34 @@ fn an_engine_that_has_failed_is_loaded_again() {
     wait_for("its thread has ended", || server.complete("fragile", 12).status == 200);
     assert_eq!((server.text("fragile"), server.loads()), (text.clone(), 2));
     assert_eq!((server.text("a"), server.get("/health").status), (text, 200));
+}
+
+/// A broken context of a GPU stays broken in this process, so a supervisor should start a new one.
+#[test]
+fn a_server_ends_when_no_model_can_be_loaded_after_a_failure() {
+    let _turn = alone();
+    IS_LOST.store(false, Ordering::Release);
+    let mut server = Several::start(&["gone", "broken"], 2 * planned(), None);
+    assert_eq!(server.complete("broken", 1).status, 500);
+    assert_eq!(server.get("/health").status, 200, "no engine has failed yet");
+    server.text("gone");
+    IS_LOST.store(true, Ordering::Release);
+    let reply = server.complete("gone", 12);
+    assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
+    let thread = server.thread.take().expect("once");
+    // A request that comes before the engine's thread has ended is refused without a load.
+    let asked = Mutex::new(Vec::new());
+    wait_for("the server ends", || {
+        if let Ok(mut stream) = TcpStream::connect(server.address) {
+            let body = r#"{"model": "gone", "prompt": "Once", "max_tokens": 1}"#;
+            let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json";
+            let _ = write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+            asked.lock().expect("alone").push(stream);
+        }
+        thread.is_finished()
+    });
+    let error = thread.join().expect("no panic").expect_err("no model can run");
+    assert!(matches!(error, ServerError::EngineLost { source: Some(_) }), "{error:?}");
 }
 
 #[test]

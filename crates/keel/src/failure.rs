@@ -6,7 +6,12 @@ use std::panic::{self, AssertUnwindSafe, PanicHookInfo};
 use std::process::ExitCode;
 
 use anyhow::{Error, Result};
+use keel_server::ServerError;
 
+use crate::signals;
+
+/// Exit code of a failure.
+const FAILURE: i32 = 1;
 /// Exit code of wrong usage, the same as clap's.
 const WRONG_USAGE: u8 = 2;
 
@@ -38,17 +43,22 @@ pub fn guard(program: impl FnOnce() -> Result<()>) -> ExitCode {
         inject();
         program()
     };
-    let (line, code) = match panic::catch_unwind(AssertUnwindSafe(program)) {
+    let (line, code, is_device_lost) = match panic::catch_unwind(AssertUnwindSafe(program)) {
         Ok(Ok(())) => return ExitCode::SUCCESS,
         Ok(Err(error)) if is_closed_pipe(&error) => return ExitCode::SUCCESS,
         Ok(Err(error)) => {
             let code = if error.is::<Usage>() { ExitCode::from(WRONG_USAGE) } else { ExitCode::FAILURE };
-            (one_line(&with_causes(&error)), code)
+            let is_device_lost = matches!(error.downcast_ref(), Some(ServerError::EngineLost { .. }));
+            (one_line(&with_causes(&error)), code, is_device_lost)
         }
         Err(_) => return ExitCode::FAILURE,
     };
     // Standard error may be closed, too.
     let _ = io::stderr().write_all(format!("keel: {line}\n").as_bytes());
+    if is_device_lost {
+        // A thread may still wait for the device.
+        signals::end_at_once(FAILURE);
+    }
     code
 }
 

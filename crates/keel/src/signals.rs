@@ -8,13 +8,13 @@ use keel_server::wait_for_signal;
 use tokio::sync::watch;
 
 /// The exit code of a process that a signal has ended, as a shell gives it for Ctrl-C.
-const INTERRUPTED: i32 = 130;
+pub const INTERRUPTED: i32 = 130;
 
-/// Ends the process because of a signal, whatever its threads do. Files that it has not finished are removed. Exit
+/// Ends the process with this exit code, whatever its threads do. Files that it has not finished are removed. Exit
 /// handlers of libraries do not run: those of a GPU's driver would free what the threads use.
-pub fn end_at_once() -> ! {
+pub fn end_at_once(code: i32) -> ! {
     keel_weights::remove_unfinished();
-    signal_hook::low_level::exit(INTERRUPTED)
+    signal_hook::low_level::exit(code)
 }
 
 /// Watches for signals in a process that serves, downloads or converts a model. A download and a conversion end at
@@ -53,7 +53,7 @@ impl Signals {
                 waiting.block_on(wait_for_signal());
                 tell.send_replace(true);
                 if !serves.load(Ordering::SeqCst) {
-                    end_at_once();
+                    end_at_once(INTERRUPTED);
                 }
             }
         })?;

@@ -91,7 +91,7 @@ fn a_port_in_use_is_an_error_of_one_line() {
     assert_eq!(output.status.code(), Some(1));
     let message = stderr(&output);
     let start = format!("keel: cannot listen on 127.0.0.1:{port}: ");
-    let advice = "; another program listens there, --port N takes another";
+    let advice = "; another program listens there: choose another port with --port";
     assert!(message.starts_with(&start) && message.trim_end().ends_with(advice), "{message}");
     assert_eq!(message.trim_end().lines().count(), 1, "{message}");
 }

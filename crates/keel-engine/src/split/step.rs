@@ -279,8 +279,10 @@ impl Engine {
         let mut failures: Vec<(Executable, Failure)> = ended.into_iter().filter_map(failed).collect();
         let cause = failures.iter().position(|(_, failure)| !failure.is_consequence()).unwrap_or(0);
         let (step, failure) = failures.swap_remove(cause);
+        // If each waited for another one, as where a network has failed, none of them is to blame.
+        let is_cause = !failure.is_consequence();
         let error = failure.into_error();
-        let mut devices = self.devices().filter(|_| self.is_split());
+        let mut devices = self.devices().filter(|_| self.is_split() && is_cause);
         match devices.find(|(_, runtime)| runtime.is_same(step.runtime())) {
             Some((device, _)) => EngineError::Device { device, error: Box::new(error) },
             None => error,

@@ -212,9 +212,10 @@ impl EngineHandle {
 }
 
 struct Worker {
-    batcher: Batcher,
+    // Dropped before the batcher: clients are told before the engine is freed, which may take long on a lost device.
     commands: Receiver<Command>,
     live: HashMap<SequenceId, Listener>,
+    batcher: Batcher,
     shared: Arc<EngineView>,
     store: Option<PrefixStore>,
     /// Number of steps so far.
@@ -226,11 +227,11 @@ struct Worker {
     checked_at: Option<u64>,
 }
 
-/// Why a step has lost a device: the first failure among its events.
+/// Why a step has lost a device: the failure of the step among its events. Others are of single requests.
 fn failure_of(events: &[SequenceEvent]) -> String {
     let failure = events.iter().find_map(|of| match &of.event {
         BatchEvent::Failed(EngineError::Step(reason)) => Some(reason.clone()),
-        BatchEvent::Failed(error) => Some(error.to_string()),
+        BatchEvent::Failed(error) if error.is_device_lost() => Some(error.to_string()),
         _ => None,
     });
     failure.unwrap_or_else(|| "a device is lost".into())
@@ -259,8 +260,6 @@ impl Worker {
             if !self.step() {
                 let reason = self.shared.failure().unwrap_or("a device is lost");
                 tracing::error!("the engine stops for good: {reason}");
-                // Clients are told before the engine is freed, which may take long on a lost device.
-                self.live.clear();
                 return;
             }
         }

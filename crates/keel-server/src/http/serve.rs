@@ -17,7 +17,7 @@ use crate::http::connections::Connections;
 use crate::http::routes::router;
 use crate::loaded_model::LoadedModel;
 use crate::memory::requests::check_limit;
-use crate::model_manager::{ModelManager, ModelManagerOptions, ServedModel};
+use crate::model_manager::{FREE_TIME, ModelManager, ModelManagerOptions, ServedModel};
 use crate::options::ServerOptions;
 use crate::shared::Shared;
 use crate::text::ServedText;
@@ -29,8 +29,6 @@ pub struct Server {
 
 /// Time for connections to close after an abort.
 const ABORT_TIME: Duration = Duration::from_secs(2);
-/// Time for an engine that has failed to free what it holds. A device that is lost may never let go.
-const FREE_TIME: Duration = Duration::from_secs(10);
 /// Time between two looks whether it has.
 const FREE_ROUND: Duration = Duration::from_millis(10);
 

@@ -6,6 +6,7 @@
 //! running requests end. Then its engine's thread ends, all its memory is freed, and its ledger is checked.
 
 mod entry;
+mod failures;
 mod served_model;
 
 use std::ops::Deref;
@@ -13,7 +14,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use keel_engine::EngineError;
 use keel_engine::batch::BatchStatus;
 use tokio::sync::oneshot;
 
@@ -24,6 +24,8 @@ use crate::loaded_model::LoadedModel;
 use crate::shared::Shared;
 use crate::text::ServedText;
 use entry::{Entry, Resident};
+pub(crate) use failures::FREE_TIME;
+use failures::Lost;
 pub use served_model::{Load, LoadOutput, Modalities, ModelManagerOptions, ServedModel};
 use served_model::{Needs, Shortage};
 
@@ -44,6 +46,7 @@ pub struct ModelManager {
     /// Held while a model is loaded or unloaded.
     turn: tokio::sync::Mutex<()>,
     departed: Mutex<UnloadedTotals>,
+    lost: Lost,
 }
 
 /// Counters of unloaded models.
@@ -53,6 +56,8 @@ struct UnloadedTotals {
     leaks: u64,
     /// Models that are being unloaded.
     leaving: Vec<Arc<EngineView>>,
+    /// Why an engine has failed for good since a model was last loaded.
+    failure: Option<String>,
 }
 
 /// Counters over all models.
@@ -156,7 +161,7 @@ impl ModelManager {
 
     fn with(shared: Arc<Shared>, entries: Vec<Entry>, options: ModelManagerOptions) -> Arc<ModelManager> {
         let (turn, departed) = (tokio::sync::Mutex::new(()), Mutex::default());
-        Arc::new(ModelManager { shared, entries, options, turn, departed })
+        Arc::new(ModelManager { shared, entries, options, turn, departed, lost: Lost::default() })
     }
 
     /// Returns the model that a request names, or the first model if it names none. Loads it if necessary.
@@ -281,7 +286,9 @@ impl ModelManager {
         let manager = Arc::clone(&self);
         let load = move || drop(done.send(manager.load(at)));
         std::thread::Builder::new().name("keel-load".into()).stack_size(STACK_BYTES).spawn(load)?;
-        loaded.await.map_err(|_| std::io::Error::other("its thread ended"))?
+        let loaded = loaded.await.map_err(|_| std::io::Error::other("its thread ended").into()).flatten();
+        self.note_load(loaded.is_ok());
+        loaded
     }
 
     fn refuse_if_draining(&self) -> Result<()> {
@@ -339,7 +346,11 @@ impl ModelManager {
         let (done, ended) = oneshot::channel();
         let join = move || drop(done.send(thread.join()));
         if std::thread::Builder::new().name("keel-unload".into()).spawn(join).is_ok() {
-            let _ = ended.await;
+            // A device that is lost may never let go.
+            let patience = if view.failure().is_some() { FREE_TIME } else { Duration::MAX };
+            if tokio::time::timeout(patience, ended).await.is_err() {
+                tracing::error!(model = entry.id, "its lost device has given nothing back for {patience:?}");
+            }
         }
         {
             let mut departed = self.departed();
@@ -347,10 +358,11 @@ impl ModelManager {
             departed.status.add(&view.status());
             departed.status.forget_gauges();
             departed.leaks += view.leaks();
+            departed.failure = view.failure().map(String::from).or(departed.failure.take());
         }
         // The thread has freed the engine. Views and requests that end just now hold none of it.
         let left: u64 = view.devices().iter().map(|device| device.allocated.total()).sum();
-        if left > 0 {
+        if left > 0 && view.failure().is_none() {
             self.departed().leaks += 1;
             tracing::error!(
                 "a bug in keel, please report it: {:?} was given back and {left} bytes of it are left",
@@ -380,33 +392,6 @@ impl ModelManager {
                 }
             }
         }
-    }
-
-    /// The engine whose model cannot be loaded again, if there is one and the server has not closed it.
-    fn lasting(&self) -> Option<Arc<EngineView>> {
-        let entry = self.entries.iter().find(|entry| entry.load.is_none())?;
-        entry.resident().as_ref().map(|resident| resident.model.engine.view())
-    }
-
-    /// Whether an engine has failed whose model cannot be loaded again.
-    pub(crate) fn has_failed(&self) -> bool {
-        self.lasting().is_some_and(|engine| engine.is_stopped())
-    }
-
-    /// Completes when such an engine has failed. A server of several models goes on: an engine that has failed is
-    /// loaded again when it is asked for.
-    pub(crate) async fn failed(&self) {
-        match self.lasting() {
-            Some(engine) => engine.stopped().await,
-            None => std::future::pending().await,
-        }
-    }
-
-    /// The error that ends the server, if such an engine has failed.
-    pub(crate) fn failure(&self) -> Option<ServerError> {
-        let engine = self.lasting().filter(|engine| engine.is_stopped())?;
-        let source = engine.failure().map(|reason| Box::new(EngineError::Step(reason.into())));
-        Some(ServerError::EngineLost { source })
     }
 
     /// Ends all running and waiting requests of all models.

@@ -260,7 +260,7 @@ fn a_path_of_another_server_is_told_where_to_go() {
         assert_eq!(reply.status, 404);
         let message = reply.json()["error"]["message"].to_string();
         assert!(message.contains(&format!("there is no POST {path} here")), "{message}");
-        for advice in ["/openapi.json", "base URL ends in /v1", "/api is not served"] {
+        for advice in ["/openapi.json", "clients ends in /v1", "/api is not served"] {
             assert!(message.contains(advice), "{message}");
         }
     }

@@ -44,7 +44,8 @@ fn a_disk_that_is_full_in_the_middle_of_a_text_stops_nothing_and_leaves_no_half_
         return;
     }
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let name = "a_disk_that_is_full_in_the_middle_of_a_text_stops_nothing_and_leaves_no_half_file";
+    let this = std::thread::current();
+    let name = this.name().expect("the harness names it");
     let child = std::process::Command::new("sh")
         .args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().expect("this program"))

@@ -45,18 +45,24 @@ fn streams_run_with_idle_connections() {
     assert!(!healthy[0].is_empty());
 
     let body = |i: usize| {
-        json!({"prompt": format!("Story {i}."), "max_tokens": 20, "temperature": 0, "ignore_eos": true,
+        json!({"prompt": format!("Story {}.", i % 2), "max_tokens": 20, "temperature": 0, "ignore_eos": true,
             "stream": true, "stream_options": {"include_usage": true}})
     };
     let post = |i| send(server.address, "POST", "/v1/completions", &[], body(i).to_string().as_bytes());
     let streams: Vec<TcpStream> = (0..STREAMS).map(post).collect();
+    let mut texts: Vec<String> = Vec::new();
     for stream in streams {
         let reply = read(stream);
         assert_eq!(reply.status, 200, "{}", reply.body);
         let events = reply.events();
         let usage = events.iter().rev().find_map(|e| e["usage"]["completion_tokens"].as_u64());
         assert_eq!(usage, Some(20));
+        texts.push(events.iter().filter_map(|e| e["choices"][0]["text"].as_str()).collect());
     }
+    assert!(
+        texts[0] != texts[1] && texts.iter().enumerate().all(|(i, text)| *text == texts[i % 2]),
+        "{texts:?}"
+    );
     // The connections are still the same. If the server had closed one, this request would fail.
     for connection in &mut idle {
         ask_and_keep(connection);

@@ -129,21 +129,13 @@ fn all_prompts_of_a_request_run_or_none() {
     let reply = server.post("/v1/completions", &json!({"prompt": prompts, "max_tokens": 1000}));
     assert_eq!(reply.status, 400, "{}", reply.body);
     assert_eq!(reply.json()["error"]["code"], "context_length_exceeded");
-    assert_eq!(prompt_tokens(&server), 0);
-    server.assert_all_is_back();
-}
-
-/// The prompts of a request arrive together, so they are one batch.
-#[test]
-fn prompts_of_a_request_do_not_wait_for_each_other() {
-    let server = Running::start();
-    let body = json!({"prompt": [[5], [6]], "max_tokens": 300, "ignore_eos": true, "stream": true});
-    let stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    wait_for("both run", || server.model.engine.status().running.len() == 2);
-    assert_eq!(
-        read(stream).events().iter().filter(|event| event["choices"][0]["finish_reason"] == "length").count(),
-        2
+    let reply = server.post("/v1/completions", &json!({"prompt": vec![[5]; 9], "n": 16, "max_tokens": 1}));
+    assert!(
+        reply.status == 400 && reply.body.contains("144 answers, expected at most 128"),
+        "{}",
+        reply.body
     );
+    assert_eq!(prompt_tokens(&server), 0);
     server.assert_all_is_back();
 }
 
@@ -208,17 +200,20 @@ fn a_deadline_is_that_of_all_prompts_together() {
     assert!(begun <= 3, "{begun} of 20 prompts");
 }
 
+/// Answers to one prompt, and to several.
 #[test]
 fn a_stream_begins_with_its_first_answer() {
     let server = Running::with(EngineOptions { sequences: 1, ..engine_options() }, ServerOptions::default());
-    let mut body = long(true);
-    body["n"] = json!(2);
-    let mut stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    stream.read_exact(&mut [0; 12]).expect("a status line");
-    // The second answer starts when the first has ended, which takes many steps more.
-    wait_for("the second answer waits", || server.model.engine.status().waiting == 1);
-    drop(stream);
-    server.assert_all_is_back();
+    for (field, value) in [("n", json!(2)), ("prompt", json!([[5], [6]]))] {
+        let mut body = long(true);
+        body[field] = value;
+        let mut stream = send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
+        stream.read_exact(&mut [0; 12]).expect("a status line");
+        // The second answer starts when the first has ended, which takes many steps more.
+        wait_for("the second answer waits", || server.model.engine.status().waiting == 1);
+        drop(stream);
+        server.assert_all_is_back();
+    }
 }
 
 #[test]

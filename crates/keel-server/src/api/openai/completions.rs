@@ -31,6 +31,8 @@ use crate::text::{Bounds, ServedText};
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: usize = 16;
 const PROMPTS_MAX: usize = 64;
+/// Answers to all prompts of a request. They arrive together, and the queue should have room for other requests.
+const ANSWERS_MAX: usize = 128;
 
 /// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
@@ -139,6 +141,13 @@ pub(crate) fn asks(
     let choices_max = bounds.choices_max;
     if choices > choices_max {
         return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
+    }
+    if count * choices > ANSWERS_MAX {
+        let problem = format!(
+            "{count} prompts with {choices} answers each are {} answers, expected at most {ANSWERS_MAX}: send fewer at a time",
+            count * choices
+        );
+        return Err(wrong("prompt", problem));
     }
     let copy = bytes_of_copy(&stop, &sampler, grammar.as_ref(), &AnswerForm::default());
     bounds.settle(prompts.iter().map(Vec::len).sum(), choices);

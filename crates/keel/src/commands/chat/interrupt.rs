@@ -6,7 +6,7 @@ use std::thread;
 
 use anyhow::Result;
 
-use crate::signals::end_at_once;
+use crate::signals::{INTERRUPTED, end_at_once};
 
 /// Whether Ctrl-C was pressed.
 #[derive(Clone, Default)]
@@ -27,7 +27,7 @@ impl Interrupt {
             runtime.block_on(async move {
                 while presses.next().await {
                     if pressed.swap(true, Ordering::AcqRel) {
-                        end_at_once();
+                        end_at_once(INTERRUPTED);
                     }
                 }
             });

@@ -10,7 +10,7 @@ use evenkeel::Error;
 use keel_cuda::{CudaError, Survey};
 use keel_engine::EngineError;
 use keel_remote::RemoteError;
-use keel_server::wait_for_signal;
+use keel_server::{ServerError, wait_for_signal};
 
 use crate::args::{DeviceArgs, NodeArgs, SplitArgs, nodes};
 use crate::renderer::own_program;
@@ -142,6 +142,7 @@ fn is_of_device(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         let of_library = cause.downcast_ref::<Error>();
         cause.is::<EngineError>()
+            || matches!(cause.downcast_ref(), Some(ServerError::EngineLost { .. }))
             || cause.is::<CudaError>()
             || cause.is::<RemoteError>()
             || matches!(
