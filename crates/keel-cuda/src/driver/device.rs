@@ -10,7 +10,7 @@ use keel_array::DeviceUsage;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -103,6 +103,8 @@ pub(crate) struct Device {
     watch: OnceLock<Watch>,
     /// Whether [`Device::is_done`] has waited for [`DRAIN`] in vain. It does not wait that long a second time.
     is_stuck: AtomicBool,
+    /// Bytes that are lost to this process, because the device has not ended what may use them.
+    pub(super) unfreed: AtomicU64,
 }
 
 // SAFETY: the driver's handles may be used from any thread that has made the context current, which every method does.
@@ -173,6 +175,7 @@ impl Device {
             capturing: Mutex::default(),
             watch: OnceLock::new(),
             is_stuck: AtomicBool::new(false),
+            unfreed: AtomicU64::new(0),
         })
     }
 

@@ -133,7 +133,7 @@ impl Drop for CudaMemory {
         }
         if !device.is_done() {
             // Memory that a kernel may still use is lost to this process, and never given to anyone else.
-            tracing::error!("{bytes} bytes are not freed: the device has not ended what may use them");
+            note_unfreed(device, bytes);
             std::mem::forget(self.reservation.take());
             return;
         }
@@ -141,6 +141,15 @@ impl Drop for CudaMemory {
             // SAFETY: allocated by `zeroed`, freed once, and the stream has passed its last use.
             let _ = unsafe { driver!(cuMemFree_v2(self.start)) };
         }
+    }
+}
+
+/// Reports memory that a device may still use, so that it is not freed. A lost device has thousands of buffers, so only
+/// the first is an error in the log.
+fn note_unfreed(device: &Device, bytes: usize) {
+    match device.unfreed.fetch_add(bytes as u64, Ordering::Relaxed) {
+        0 => tracing::error!("{}: memory is not freed, because the device has not ended what may use it", device.name),
+        before => tracing::debug!("{}: {} bytes are not freed", device.name, before + bytes as u64),
     }
 }
 
@@ -197,7 +206,7 @@ impl Drop for PinnedBuffer {
         let _ = self.device.bind();
         if !self.device.is_done() {
             // A kernel may still report to it.
-            tracing::error!("{} pinned bytes are not freed: the device has not ended its work", self.bytes);
+            note_unfreed(&self.device, self.bytes);
             return;
         }
         // SAFETY: allocated by `new`, freed once, and the stream has passed its last use.
