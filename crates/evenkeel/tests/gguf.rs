@@ -2,7 +2,7 @@
 
 use evenkeel::array::DType;
 use evenkeel::models;
-use evenkeel::text::{TextFiles, TokenKind, Tokenizer, Vocabulary};
+use evenkeel::text::{GenerationDefaults, TextFiles, TokenKind, Tokenizer, Vocabulary};
 use evenkeel::weights::gguf::{GgmlType, GgufFile, GgufMetadata, GgufTensorSpec, GgufWriter};
 
 /// A file with a small embedding.
@@ -77,6 +77,36 @@ fn a_factor_of_positions_without_a_type_is_linear() {
     assert_eq!(scaling(&metadata), linear);
     metadata.string("llama.rope.scaling.type", "none");
     assert!(scaling(&metadata).is_null());
+}
+
+#[test]
+fn settings_of_sampling_go_into_a_file_and_come_back() {
+    let vocabulary = Vocabulary {
+        model: "gpt2",
+        pre: "qwen2",
+        tokens: vec![("a", TokenKind::Normal), ("</s>", TokenKind::Control)],
+        eos: Some(1),
+        ..Vocabulary::default()
+    };
+    let files = TextFiles::from_vocabulary(&vocabulary).expect("known");
+    let back = |defaults: &GenerationDefaults| {
+        let mut metadata = GgufMetadata::default();
+        evenkeel::gguf::write_vocabulary(&files.vocabulary(4).expect("it has a name"), &mut metadata);
+        evenkeel::gguf::write_sampling(defaults, &mut metadata);
+        let files = evenkeel::gguf::text_files(&written(&metadata), "model.gguf".into()).expect("it is read");
+        GenerationDefaults::new(&files).expect("in range").recommended()
+    };
+    let qwen = GenerationDefaults {
+        do_sample: Some(true),
+        top_k: Some(20),
+        top_p: Some(0.95),
+        repetition_penalty: Some(1.05),
+        ..GenerationDefaults::default()
+    };
+    let greedy = GenerationDefaults { do_sample: None, ..qwen.clone() };
+    for defaults in [qwen, greedy, GenerationDefaults::default()] {
+        assert_eq!(back(&defaults), defaults.recommended(), "{defaults:?}");
+    }
 }
 
 #[test]

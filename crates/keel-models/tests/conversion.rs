@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use keel_array::DType;
 use keel_models::HybridConfig;
 use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, config, metadata};
-use keel_weights::gguf::GgufFile;
+use keel_weights::gguf::{GgmlType, GgufFile, GgufTensorSpec, GgufWriter};
 use keel_weights::quantize::{GgufRecipe, SafetensorsForm, write_gguf, write_safetensors};
 use keel_weights::{Checkpoint, Result, SafetensorsWriter, TensorSpec, WeightsError};
 use serde_json::json;
@@ -79,6 +79,39 @@ fn to_safetensors(file: &GgufFile, config: &HybridConfig, target: &Path) -> Resu
     let tensors = GgufAsCheckpoint::new(file, config).expect("all tensors have names");
     let form = SafetensorsForm::Dense(None);
     write_safetensors(&tensors, target, &BTreeMap::new(), &form, &mut |_| ()).map(drop)
+}
+
+/// Tensors that the config does not explain are errors.
+#[test]
+fn recurrent_tensors_without_recurrent_layers_are_refused() {
+    let root = folder("recurrent");
+    write_llama(&root, 128);
+    let config = open(&root).1;
+    let name = "model.layers.0.linear_attn.in_proj_qkvz.weight";
+    let spec = TensorSpec { name: name.into(), dtype: DType::F32, shape: vec![8, 128] };
+    let mut writer = SafetensorsWriter::create(
+        &root.join("model.safetensors"),
+        std::slice::from_ref(&spec),
+        &BTreeMap::new(),
+    )
+    .expect("writable");
+    writer.append(name, &[0; 8 * 128 * 4]).expect("the size fits");
+    writer.finish().expect("complete");
+    let source = Checkpoint::open(&root).expect("it was just written");
+    let error = CheckpointAsGguf::new(&source, &config).map(drop).expect_err("llama has none").to_string();
+    assert!(error.contains(name), "{error}");
+
+    // A scalar where a convolution has two dimensions.
+    let path = root.join("scalar.gguf");
+    let (kind, name) = (GgmlType::Plain(DType::F32), "blk.0.ssm_conv1d.weight");
+    let tensor = GgufTensorSpec { name: name.into(), kind, shape: vec![] };
+    let metadata = metadata(source.config(), &config, false).expect("files can say it");
+    let mut writer = GgufWriter::create(&path, &metadata, &[tensor]).expect("writable");
+    writer.append(name, &[0; 4]).expect("the size fits");
+    writer.finish().expect("complete");
+    let file = GgufFile::open(&path).expect("it was just written");
+    let error = GgufAsCheckpoint::new(&file, &config).map(drop).expect_err("one number").to_string();
+    assert!(error.contains(name), "{error}");
 }
 
 #[cfg(unix)]

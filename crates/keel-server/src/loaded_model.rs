@@ -106,16 +106,8 @@ impl LoadedModel {
         }
     }
 
-    /// Compiles the grammar that all prompts of a request have, once for all of its answers. A request of which an answer
-    /// can never run is refused before.
+    /// Compiles the grammar of prompts once, for all of their answers.
     async fn compile(self: &Arc<Self>, asks: &[EngineRequest]) -> Result<Vec<Compiled>> {
-        for ask in asks {
-            let (choices, choices_max) = (ask.choices, self.options.choices_max);
-            if choices == 0 || choices > choices_max {
-                return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
-            }
-            self.max_tokens(ask)?;
-        }
         let Some(grammar) = asks.first().and_then(|ask| ask.grammar.clone()) else { return Ok(Vec::new()) };
         let answers = asks.iter().map(|ask| ask.choices).sum();
         let model = Arc::clone(self);
@@ -123,18 +115,48 @@ impl LoadedModel {
         self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
     }
 
-    /// Starts the answers to all prompts of a request, which arrive together. Waits until the first one runs. `endpoint`
-    /// is the path of the request. An error ends all answers of the request.
+    /// Starts the answers to all prompts of a request. They arrive together, and the first one is waited for. Prompts
+    /// with a grammar arrive one after the other: each answer has a compiled grammar of its own, which is large.
+    /// `endpoint` is the path of the request. An error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
-        asks: Vec<EngineRequest>,
+        mut asks: Vec<EngineRequest>,
     ) -> Result<Vec<Answer>> {
         if self.is_draining() {
             return Err(ServerError::Draining);
         }
+        // If one answer can never run, none runs.
+        for ask in &asks {
+            let (choices, choices_max) = (ask.choices, self.options.choices_max);
+            if choices == 0 || choices > choices_max {
+                return Err(wrong("n", format!("{choices} answers, expected 1 to {choices_max}")));
+            }
+            self.max_tokens(ask)?;
+        }
         let deadline = caller.arrived.checked_add(self.options.deadline);
+        let mut answers = Vec::new();
+        while !asks.is_empty() {
+            let has_grammar = asks.iter().any(|ask| ask.grammar.is_some());
+            let later = asks.split_off(if has_grammar { 1 } else { asks.len() });
+            let together = std::mem::replace(&mut asks, later);
+            let started = self.start_together(&mut answers, endpoint, caller, together, deadline).await;
+            // The reason is known before the answers are dropped.
+            started.map_err(|error| caller.failed(error))?;
+        }
+        Ok(answers)
+    }
+
+    /// Appends the answers to prompts that arrive together and have the same grammar.
+    async fn start_together(
+        self: &Arc<Self>,
+        answers: &mut Vec<Answer>,
+        endpoint: &'static str,
+        caller: &Arc<Caller>,
+        asks: Vec<EngineRequest>,
+        deadline: Option<Instant>,
+    ) -> Result<()> {
         let (mut requests, mut styles) = (Vec::new(), Vec::new());
         let mut grammars = self.compile(&asks).await?.into_iter();
         for ask in asks {
@@ -151,10 +173,10 @@ impl LoadedModel {
         }
         let sizes: Vec<_> =
             requests.iter().map(|request| (request.prompt.len(), request.max_tokens)).collect();
-        // The others may wait for the first ones.
-        let wait_max = Some(self.options.batch.queue_timeout);
+        // Later answers of a request may wait for its first ones.
+        let earlier = answers.len();
+        let wait_max = (earlier == 0).then_some(self.options.batch.queue_timeout);
         let submitted = self.engine.submit(requests, wait_max, || caller.meter.part()).await?;
-        let mut answers = Vec::with_capacity(submitted.len());
         for (((id, events), style), (prompt, max_tokens)) in submitted.into_iter().zip(styles).zip(sizes) {
             let span = tracing::info_span!(
                 "request",
@@ -176,11 +198,8 @@ impl LoadedModel {
             answers.push(answer);
         }
         // The others may have to wait until the first has ended. Its tokens must be sent meanwhile, so only it is
-        // awaited. The reason of an error is known before the answers are dropped.
-        if let Some(first) = answers.first_mut() {
-            first.started().await.map_err(|error| caller.failed(error))?;
-        }
-        Ok(answers)
+        // awaited.
+        answers[earlier].started().await
     }
 
     /// The requests for the answers to one prompt. Each takes one of the grammars, if there are some.

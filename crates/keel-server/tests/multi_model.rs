@@ -324,9 +324,9 @@ fn a_server_ends_when_no_model_can_be_loaded_after_a_failure() {
     let _turn = alone();
     IS_LOST.store(false, Ordering::Release);
     let mut server = Several::start(&["gone", "broken"], 2 * planned(), None);
+    server.text("gone");
     assert_eq!(server.complete("broken", 1).status, 500);
     assert_eq!(server.get("/health").status, 200, "no engine has failed yet");
-    server.text("gone");
     IS_LOST.store(true, Ordering::Release);
     let reply = server.complete("gone", 12);
     assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);

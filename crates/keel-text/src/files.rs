@@ -34,11 +34,12 @@ pub struct TextFiles<'a> {
     pub(crate) config: Option<TextFile<'a>>,
     pub(crate) generation_config: Option<TextFile<'a>>,
     pub(crate) chat_template: Option<TextFile<'a>>,
+    pub(crate) processor_template: Option<TextFile<'a>>,
 }
 
 impl TextFiles<'static> {
-    /// Reads `tokenizer.json`, and those of `tokenizer_config.json`, `config.json`, `generation_config.json` and
-    /// `chat_template.jinja` that are in the same folder.
+    /// Reads `tokenizer.json`, and those of `tokenizer_config.json`, `config.json`, `generation_config.json`,
+    /// `chat_template.jinja` and `chat_template.json` that are in the same folder.
     ///
     /// # Errors
     /// [`TextError::Read`] if `tokenizer.json` is missing or a file cannot be read,
@@ -54,6 +55,7 @@ impl TextFiles<'static> {
             config: optional("config.json", CONFIG_BYTES_MAX)?,
             generation_config: optional("generation_config.json", CONFIG_BYTES_MAX)?,
             chat_template: optional("chat_template.jinja", TEMPLATE_BYTES_MAX)?,
+            processor_template: optional("chat_template.json", TEMPLATE_BYTES_MAX)?,
         })
     }
 }
@@ -67,6 +69,7 @@ impl<'a> TextFiles<'a> {
             config: None,
             generation_config: None,
             chat_template: None,
+            processor_template: None,
         }
     }
 
@@ -92,6 +95,13 @@ impl<'a> TextFiles<'a> {
     /// Adds the bytes of a `generation_config.json`.
     pub fn with_generation_config(mut self, bytes: &'a [u8]) -> Self {
         self.generation_config = Some(named("generation_config.json", bytes));
+        self
+    }
+
+    /// Adds the bytes of a `chat_template.json`, in which processors of older checkpoints have the template. It counts
+    /// where no other file has one.
+    pub fn with_processor_template(mut self, bytes: &'a [u8]) -> Self {
+        self.processor_template = Some(named("chat_template.json", bytes));
         self
     }
 

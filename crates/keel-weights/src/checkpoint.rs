@@ -161,15 +161,26 @@ impl TensorSource for Checkpoint {
 fn weights_path(path: &Path) -> Result<PathBuf> {
     let metadata = std::fs::metadata(path).map_err(WeightsError::io("open", path))?;
     if metadata.is_dir() {
-        let candidates = [path.join(SINGLE_FILE), path.join(INDEX_FILE)];
-        let found = candidates.into_iter().find(|candidate| candidate.exists());
-        return found.ok_or_else(|| WeightsError::no_weights(path));
+        let (single, index) = (path.join(SINGLE_FILE), path.join(INDEX_FILE));
+        return match (single.exists(), index.exists()) {
+            // Some tools keep what they do not change, such as an MTP head, in another file. The index has both.
+            (true, true) if names_single_file(&index) => Ok(index),
+            (true, _) => Ok(single),
+            (false, true) => Ok(index),
+            (false, false) => Err(WeightsError::no_weights(path)),
+        };
     }
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
         return Ok(path.into());
     }
     Err(WeightsError::no_weights(path))
+}
+
+/// Whether an index is one of the folder's single file, too. Another one may be left from shards that are gone.
+fn names_single_file(index: &Path) -> bool {
+    let index: Result<ShardIndex> = json::read(index, INDEX_BYTES_MAX);
+    index.is_ok_and(|index| index.weight_map.values().any(|file| file == SINGLE_FILE))
 }
 
 fn read_config(folder: &Path) -> Result<Value> {
@@ -279,6 +290,29 @@ mod tests {
             checkpoint.release_rows("m.a", 0..100);
             assert_eq!(checkpoint.tensor("m.a").unwrap().bytes(), [1, 2]);
         }
+    }
+
+    /// As tools write it that leave an MTP head as it is.
+    #[test]
+    fn an_index_adds_files_to_a_single_one() {
+        let index = |main: &str| {
+            format!(r#"{{"weight_map": {{"a": "{main}", "mtp.a": "model_extra_tensors.safetensors"}}}}"#)
+        };
+        let (main, extra) = (weights(&[("a", &[1, 2])]), weights(&[("mtp.a", &[3])]));
+        let whole = index("model.safetensors");
+        let files: [(&str, &[u8]); 4] = [
+            ("model.safetensors", &main),
+            ("model_extra_tensors.safetensors", &extra),
+            ("model.safetensors.index.json", whole.as_bytes()),
+            ("config.json", b"{}"),
+        ];
+        let folder = folder(&files);
+        let names = || Checkpoint::open(folder.path()).unwrap().names().map(String::from).collect::<Vec<_>>();
+        assert_eq!(names(), ["a", "mtp.a"]);
+        // An index that is left from shards that are gone.
+        let left = index("model-00001-of-00002.safetensors");
+        fs::write(folder.path().join("model.safetensors.index.json"), left).unwrap();
+        assert_eq!(names(), ["a"]);
     }
 
     #[test]

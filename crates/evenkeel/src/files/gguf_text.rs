@@ -1,6 +1,6 @@
 //! Converts the text side of a GGUF file from and to its metadata.
 
-use keel_text::{ExportedVocabulary, TextFiles, TokenKind, Vocabulary};
+use keel_text::{ExportedVocabulary, GenerationDefaults, TextFiles, TokenKind, Vocabulary};
 use keel_weights::gguf::{GgufFile, GgufMetadata, GgufValue};
 
 use crate::Result;
@@ -124,6 +124,35 @@ pub fn write_vocabulary(vocabulary: &ExportedVocabulary, metadata: &mut GgufMeta
     }
     if let Some(template) = &vocabulary.chat_template {
         metadata.string("tokenizer.chat_template", template);
+    }
+}
+
+/// Writes the settings of sampling that [`text_files`] reads, those that differ from greedy decoding. Its keys are
+/// those of llama.cpp.
+///
+/// ```
+/// use evenkeel::{gguf, text::GenerationDefaults, weights::gguf::GgufMetadata};
+/// let defaults = GenerationDefaults { do_sample: Some(true), top_k: Some(20), ..GenerationDefaults::default() };
+/// let mut metadata = GgufMetadata::default();
+/// gguf::write_sampling(&defaults, &mut metadata);
+/// assert!(metadata.contains("general.sampling.temp") && metadata.contains("general.sampling.top_k"));
+/// ```
+pub fn write_sampling(defaults: &GenerationDefaults, metadata: &mut GgufMetadata) {
+    let recommended = defaults.recommended();
+    let key = |name: &str| format!("general.sampling.{name}");
+    if defaults.do_sample == Some(true) {
+        metadata.f32(&key("temp"), recommended.temperature);
+        if recommended.top_k > 0 {
+            metadata.u32(&key("top_k"), recommended.top_k as u32);
+        }
+        for (name, value, neutral) in [("top_p", recommended.top_p, 1.0), ("min_p", recommended.min_p, 0.0)] {
+            if value != neutral {
+                metadata.f32(&key(name), value);
+            }
+        }
+    }
+    if recommended.repetition_penalty != 1.0 {
+        metadata.f32(&key("penalty_repeat"), recommended.repetition_penalty);
     }
 }
 

@@ -148,7 +148,10 @@ impl Drop for CudaMemory {
 /// the first is an error in the log.
 fn note_unfreed(device: &Device, bytes: usize) {
     match device.unfreed.fetch_add(bytes as u64, Ordering::Relaxed) {
-        0 => tracing::error!("{}: memory is not freed, because the device has not ended what may use it", device.name),
+        0 => tracing::error!(
+            "{}: memory is not freed, because the device has not ended what may use it",
+            device.name
+        ),
         before => tracing::debug!("{}: {} bytes are not freed", device.name, before + bytes as u64),
     }
 }

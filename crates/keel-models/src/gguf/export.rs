@@ -176,7 +176,9 @@ impl Builder<'_> {
 
     /// Splits the projection of `qwen3_next` into two. It holds q, k, v and z for one key head after the other.
     fn split_qkvz(&self, layer: &str, spec: &TensorSpec) -> Result<Vec<Tensor>> {
-        let c = self.config.recurrent_layers();
+        let c = self.config.recurrent.ok_or_else(|| {
+            ModelError::Config(format!("{} is of a recurrent layer, and the config has none", spec.name))
+        })?;
         let values = c.value_heads / c.key_heads * c.value_dim;
         let stride = 2 * c.key_dim + 2 * values;
         let rows =

@@ -94,6 +94,10 @@ fn parameter_of(
         *first /= rows.share();
     }
     if name.ends_with("conv1d.weight") {
+        if shape.len() != 2 {
+            let (name, expected) = (stored.name.clone(), "two dimensions".into());
+            return Err(ModelError::Shape { name, expected, got: format!("{shape:?}") });
+        }
         shape.insert(1, 1);
     }
     let change = if name.ends_with("A_log") {

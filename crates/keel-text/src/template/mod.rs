@@ -74,7 +74,8 @@ impl ChatTemplate {
     }
 
     /// Compiles the template found in the files; `None` if there is none. `chat_template.jinja` takes precedence over
-    /// `chat_template` in `tokenizer_config.json`, which may be one template or a list of named templates.
+    /// `chat_template` in `tokenizer_config.json`, which may be one template or a list of named templates. Last comes
+    /// `chat_template.json`.
     ///
     /// # Errors
     /// [`TextError::Template`] if it does not compile, [`TextError::Json`] and [`TextError::Field`] if

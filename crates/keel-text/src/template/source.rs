@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use crate::files::TextFile;
 use crate::json::Object;
 use crate::{TextError, TextFiles};
 
@@ -28,7 +29,7 @@ impl Sources {
     }
 }
 
-/// Finds the templates: in `chat_template.jinja`, else in `tokenizer_config.json`.
+/// Finds the templates: in `chat_template.jinja`, else in `tokenizer_config.json`, else in `chat_template.json`.
 pub(super) fn find(files: &TextFiles<'_>) -> Result<Option<Sources>, TextError> {
     if let Some(file) = &files.chat_template {
         let text = std::str::from_utf8(&file.bytes).map_err(|err| TextError::Template {
@@ -37,7 +38,17 @@ pub(super) fn find(files: &TextFiles<'_>) -> Result<Option<Sources>, TextError> 
         })?;
         return Ok(Some(Sources::one(text.to_string())));
     }
-    let Some(file) = &files.tokenizer_config else { return Ok(None) };
+    for file in [&files.tokenizer_config, &files.processor_template].into_iter().flatten() {
+        let found = in_settings(file)?;
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+/// The templates in a JSON file, under `chat_template`.
+fn in_settings(file: &TextFile<'_>) -> Result<Option<Sources>, TextError> {
     let config = Object::parse(file)?;
     match config.get("chat_template") {
         None => Ok(None),
@@ -113,6 +124,14 @@ mod tests {
         assert_eq!(default_of(&files).as_deref(), Some("from the config"));
         let files = files.with_chat_template(b"from the file");
         assert_eq!(default_of(&files).as_deref(), Some("from the file"));
+        let processor = br#"{"chat_template": "from the processor"}"#;
+        let files = files.with_processor_template(processor);
+        assert_eq!(default_of(&files).as_deref(), Some("from the file"));
+        let files = TextFiles::in_memory(b"").with_processor_template(processor);
+        assert_eq!(default_of(&files).as_deref(), Some("from the processor"));
+        let files = files.with_tokenizer_config(b"{}");
+        assert_eq!(default_of(&files).as_deref(), Some("from the processor"));
+        assert_eq!(default_of(&files.with_tokenizer_config(config)).as_deref(), Some("from the config"));
         assert_eq!(default_of(&TextFiles::in_memory(b"")), None);
         assert_eq!(default_of(&TextFiles::in_memory(b"").with_tokenizer_config(b"{}")), None);
     }

@@ -105,6 +105,7 @@ impl TextFiles<'static> {
             config: None,
             generation_config: Some(file(vocabulary.generation_config().to_string())),
             chat_template: None,
+            processor_template: None,
         })
     }
 }

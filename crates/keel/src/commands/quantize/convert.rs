@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use keel_models::HybridConfig;
 use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint};
-use keel_text::TextFiles;
+use keel_text::{GenerationDefaults, TextFiles};
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::{
@@ -77,6 +77,7 @@ fn from_checkpoint(
         let vocabulary =
             files.vocabulary(config.vocab).context("the tokenizer cannot be written into a GGUF file")?;
         gguf::write_vocabulary(&vocabulary, &mut metadata);
+        gguf::write_sampling(&GenerationDefaults::new(&files)?, &mut metadata);
     } else {
         metadata.string("tokenizer.ggml.model", "none");
     }

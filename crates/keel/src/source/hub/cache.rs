@@ -297,13 +297,16 @@ fn is_checkpoint(folder: &Path) -> bool {
     if !folder.join("config.json").is_file() {
         return false;
     }
-    if folder.join("model.safetensors").is_file() {
-        return true;
-    }
+    const SINGLE: &str = "model.safetensors";
+    let has_single = folder.join(SINGLE).is_file();
     let index = read_regular(&folder.join("model.safetensors.index.json"), INDEX_BYTES_MAX).ok();
     let index: Option<Value> = index.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let shards = index.as_ref().and_then(|index| index["weight_map"].as_object());
-    shards.is_some_and(|map| map.values().all(|file| file.as_str().is_some_and(|f| folder.join(f).is_file())))
+    let Some(shards) = index.as_ref().and_then(|index| index["weight_map"].as_object()) else {
+        return has_single;
+    };
+    let are_there = shards.values().all(|file| file.as_str().is_some_and(|f| folder.join(f).is_file()));
+    // An index of other files may be left from shards that are gone.
+    are_there || has_single && !shards.values().any(|file| file == SINGLE)
 }
 
 fn gguf_files(folder: &Path) -> Vec<String> {

@@ -77,10 +77,11 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     if weights.is_empty() || !in_root().any(|file| file.path == "config.json") {
         return Vec::new();
     }
-    // The same weights may also exist under the names of another program.
-    let is_usual = |file: &&&RemoteFile| file.path.starts_with("model");
-    let has_usual = weights.iter().any(|file| is_usual(&file));
-    let weights = weights.iter().filter(|file| !has_usual || is_usual(file)).copied();
+    // The same weights may also exist under the names of another program. Other names are parts, such as an MTP head.
+    let is_other =
+        |file: &&&RemoteFile| ["consolidated", "adapter"].iter().any(|name| file.path.starts_with(name));
+    let has_usual = weights.iter().any(|file| file.path.starts_with("model"));
+    let weights = weights.iter().filter(|file| !has_usual || !is_other(file)).copied();
     let is_text = |file: &&RemoteFile| file.path.ends_with(".json") || file.path.ends_with(".jinja");
     let pooling = files.iter().filter(|file| file.path.ends_with("_Pooling/config.json"));
     in_root().filter(is_text).chain(pooling).chain(weights).collect()
@@ -208,11 +209,12 @@ mod tests {
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
             "model.safetensors.index.json",
+            "mtp.safetensors",
             "onnx/config.json",
             "pytorch_model.bin",
             "tokenizer.json",
         ];
-        let want = [paths[0], paths[1], paths[3], paths[4], paths[5], paths[8]];
+        let want = [paths[0], paths[1], paths[3], paths[4], paths[5], paths[6], paths[9]];
         assert_eq!(chosen("a/b", &paths).expect("a checkpoint"), want);
     }
 
