@@ -48,13 +48,15 @@ class Server:
         return socket.create_connection((HOST, self.port), timeout=timeout)
 
     def ask(self, method, path, body=None, headers=None, timeout=120.0):
-        """Status and body of a request."""
+        """Status and body of a request. Status 0: the connection was closed. Status -1: there was no answer in time."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)
         try:
             data = body if body is None or isinstance(body, (bytes, str)) else json.dumps(body)
             connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
             reply = connection.getresponse()
             return reply.status, reply.read()
+        except socket.timeout:
+            return -1, b""
         except (OSError, http.client.HTTPException):
             # Large bodies are refused while they are sent.
             return 0, b""

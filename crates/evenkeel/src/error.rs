@@ -67,7 +67,10 @@ pub enum Error {
     #[error(transparent)]
     OutOfMemory(#[from] Box<OutOfMemory>),
     /// More tokens than the model was made for.
-    #[error("{tokens} tokens are more than the model's context of {context_max} (max_position_embeddings)")]
+    #[error(
+        "{tokens} tokens are more than the model's context of {context_max} (max_position_embeddings; with a rope scaling of \
+         type yarn also factor times original_max_position_embeddings)"
+    )]
     Context {
         /// Tokens asked for.
         tokens: usize,

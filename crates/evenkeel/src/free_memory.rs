@@ -2,9 +2,10 @@
 
 use keel_array::{MemoryReport, Runtime};
 use keel_cpu::memory::{self, Bound};
+use keel_engine::EngineOptions;
 
 use crate::driver::{DRIVER_ROOM_BYTES, DriverMemory};
-use crate::human_bytes;
+use crate::{OutOfMemory, Result, human_bytes};
 
 /// Host memory that a plan leaves free for the program itself, its heap and its threads.
 const HOST_ROOM_BYTES: u64 = 64 << 20;
@@ -67,6 +68,29 @@ impl FreeMemory {
             bytes: driver.limit(),
             why: format!("free memory of the GPU, minus {room} for its driver"),
         }
+    }
+
+    /// Compares the part of a plan that takes this memory, `needed` bytes, with what is free.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if it is more.
+    ///
+    /// ```
+    /// use evenkeel::{FreeMemory, LoadOptions, ModelFiles, engine::EngineOptions};
+    /// let planned = ModelFiles::built_in()?.plan(&LoadOptions::default())?;
+    /// let room = FreeMemory { bytes: planned.total(), why: "the memory limit".into() };
+    /// let options = EngineOptions::default();
+    /// assert!(room.check(planned.total(), &planned, &options).is_ok());
+    /// assert!(room.check(planned.total() + 1, &planned, &options).is_err());
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn check(&self, needed: u64, planned: &MemoryReport, options: &EngineOptions) -> Result<()> {
+        if needed <= self.bytes {
+            return Ok(());
+        }
+        let EngineOptions { context, sequences, .. } = *options;
+        let (limit, whose, planned) = (self.bytes, self.why.clone(), *planned);
+        Err(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned }).into())
     }
 }
 

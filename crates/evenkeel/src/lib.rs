@@ -68,7 +68,7 @@ pub use error::{Error, OutOfMemory, Result};
 pub use files::gguf_text as gguf;
 pub use files::{ModelFiles, OpenTower, TowerFile, WeightFiles, is_gguf, is_vision};
 pub use free_memory::{FreeMemory, on_device, on_host};
-pub use loading::{LoadOptions, bound, context_for, plan};
+pub use loading::{LoadOptions, check_and_limit, context_for, plan};
 pub use model::{Model, Request, Sequence};
 pub use placement::{Placement, place, room_on_gpu};
 pub use text_side::{ModelText, TextStream, recommended};

@@ -7,7 +7,7 @@ use keel_models::loading::Parameters;
 use serde_json::Value;
 
 use crate::free_memory::{FreeMemory, on_device, on_host};
-use crate::{DeviceOptions, Error, ModelFiles, OutOfMemory, Result, place};
+use crate::{DeviceOptions, Error, ModelFiles, Result, place};
 
 /// Default context, unless the model's own is shorter.
 const CONTEXT_DEFAULT: usize = 4096;
@@ -134,40 +134,33 @@ pub fn plan(
 /// [`Error::OutOfMemory`] if the plan does not fit.
 ///
 /// ```
-/// use evenkeel::{DeviceOptions, Error, LoadOptions, ModelFiles, bound};
+/// use evenkeel::{DeviceOptions, Error, LoadOptions, ModelFiles, check_and_limit};
 /// let (files, options) = (ModelFiles::built_in()?, LoadOptions::default());
 /// let planned = files.plan(&options)?;
 /// let engine = options.engine_options(&files.config)?;
 /// let runtime = options.device.runtime(engine.compute)?;
-/// bound(&options.device, &runtime, &planned, &engine)?;
+/// check_and_limit(&options.device, &runtime, &planned, &engine)?;
 /// let small = DeviceOptions { memory_limit: Some(planned.total() - 1), ..options.device };
-/// assert!(matches!(bound(&small, &runtime, &planned, &engine), Err(Error::OutOfMemory(_))));
+/// assert!(matches!(check_and_limit(&small, &runtime, &planned, &engine), Err(Error::OutOfMemory(_))));
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
-pub fn bound(
+pub fn check_and_limit(
     device: &DeviceOptions,
     runtime: &Runtime,
     planned: &MemoryReport,
     options: &EngineOptions,
 ) -> Result<()> {
-    let check = |needed: u64, room: &FreeMemory| {
-        if needed <= room.bytes {
-            return Ok(());
-        }
-        let EngineOptions { context, sequences, .. } = *options;
-        let (limit, whose, planned) = (room.bytes, room.why.clone(), *planned);
-        Err(Box::new(OutOfMemory { needed, limit, whose, context, sequences, planned }))
-    };
     let is_gpu = device.is_gpu();
     if let Some(bytes) = device.memory_limit {
-        check(planned.total(), &FreeMemory { bytes, why: "the memory limit".into() })?;
+        let room = FreeMemory { bytes, why: "the memory limit".into() };
+        room.check(planned.total(), planned, options)?;
     }
     if let Some(host) = FreeMemory::of_host() {
-        check(on_host(planned, is_gpu), &host)?;
+        host.check(on_host(planned, is_gpu), planned, options)?;
     }
     let of_gpu = FreeMemory::of(runtime).filter(|_| is_gpu);
     if let Some(room) = &of_gpu {
-        check(on_device(planned, is_gpu), room)?;
+        room.check(on_device(planned, is_gpu), planned, options)?;
     }
     let free = of_gpu.map(|room| room.bytes + planned.on_host());
     runtime.ledger().set_limit(device.memory_limit.or(free));

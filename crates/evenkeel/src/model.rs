@@ -11,7 +11,9 @@ use serde_json::Value;
 
 use crate::answer::{Answer, Chat};
 use crate::loading::PlacedLoad;
-use crate::{Batch, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, bound};
+use crate::{
+    Batch, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, check_and_limit,
+};
 
 /// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
 ///
@@ -143,7 +145,7 @@ impl Model {
     pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(u64)) -> Result<Model> {
         let PlacedLoad { device, engine: options, planned, placement } = PlacedLoad::new(files, options)?;
         let runtime = device.runtime(options.compute)?;
-        bound(&device, &runtime, &planned, &options)?;
+        check_and_limit(&device, &runtime, &planned, &options)?;
         let text = files.has_tokenizer().then(|| ModelText::open_for_grammars(files)).transpose()?;
         Ok(Model {
             engine: Engine::load(&runtime, &*files.parameters(), &files.json, options, progress)?,
@@ -240,7 +242,7 @@ impl Model {
     ///
     /// See the example of [`Chat`].
     pub fn chat(&mut self, messages: &[Message], tools: &[Value], request: Request) -> Result<Chat<'_>> {
-        let (prompt, form) = self.text()?.encode_request(messages, tools)?;
+        let (prompt, form) = self.text()?.encode_request(messages, tools, request.grammar.is_some())?;
         let cache = self.engine.open()?;
         Ok(Chat::new(self.answer(cache, Vec::new(), prompt, &form, request)?, form))
     }

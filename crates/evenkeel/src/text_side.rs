@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use keel_engine::SamplerOptions;
 use keel_text::{
     AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, GrammarFactory, GrammarSource, GrammarState,
-    Message, Recommended, StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
+    Message, ReasoningMarkers, Recommended, StopMatcher, StreamDetokenizer, TextFiles, Tokenizer,
 };
 use serde_json::Value;
 
@@ -121,22 +121,18 @@ impl ModelText {
     }
 
     /// As [`ModelText::encode_chat`], with the tools that the model may call, in OpenAI's form. Also returns the parts
-    /// that the answer may have.
+    /// that the answer may have. `has_grammar`: the answer follows a grammar.
     pub(crate) fn encode_request(
         &self,
         messages: &[Message],
         tools: &[Value],
+        has_grammar: bool,
     ) -> Result<(Vec<u32>, AnswerForm)> {
         refuse_pictures(messages)?;
         let given = Some(tools).filter(|tools| !tools.is_empty());
         let request = ChatRequest { tools: given, ..ChatRequest::new(messages) };
         let prompt = self.template()?.render(&request)?;
-        let form = AnswerForm {
-            reasoning: AnswerForm::reasoning_end(&self.tokenizer).is_some(),
-            begins_in_reasoning: AnswerForm::is_in_reasoning(&prompt),
-            tools: tools.to_vec(),
-            marked_calls: false,
-        };
+        let form = AnswerForm::of_chat(&self.tokenizer, &prompt, tools.to_vec(), has_grammar);
         Ok((self.tokenizer.encode(&prompt, false)?, form))
     }
 
@@ -226,7 +222,7 @@ fn refuse_pictures(messages: &[Message]) -> Result<()> {
 /// The token that ends the reasoning, if the prompt ends inside it.
 fn end_of_reasoning(tokenizer: &Tokenizer, prompt: &[u32]) -> Result<Option<u32>> {
     let tail = tokenizer.decode(&prompt[prompt.len().saturating_sub(TAIL_TOKENS)..], false)?;
-    Ok(AnswerForm::reasoning_end(tokenizer).filter(|_| AnswerForm::is_in_reasoning(&tail)))
+    Ok(ReasoningMarkers::begun_at_end(&tail).and_then(|markers| markers.end_token(tokenizer)))
 }
 
 /// The checkpoint's recommended sampling. The penalty holds with and without sampling.
@@ -281,13 +277,13 @@ impl TextStream {
         TextStream::of_answer(tokenizer, &AnswerForm::default(), stops)
     }
 
-    /// As [`TextStream::new`]. If the answer has parts, the special tokens around them belong to the text.
+    /// As [`TextStream::new`]. The special tokens around the answer's parts belong to the text.
     pub(crate) fn of_answer(
         tokenizer: &Tokenizer,
         form: &AnswerForm,
         stops: &[String],
     ) -> Result<TextStream> {
-        let detokenizer = if form.has_parts() { tokenizer.answer_stream() } else { tokenizer.stream(true) };
+        let detokenizer = tokenizer.answer_stream(form);
         Ok(TextStream { detokenizer, stops: StopMatcher::new(stops)?, text: String::new(), stopped: false })
     }
 
@@ -379,6 +375,25 @@ mod tests {
             let end = |prompt: &[u32]| end_of_reasoning(&tokenizer, prompt).expect("it decodes");
             assert_eq!((end(&[2, 3, 0]), end(&[0, 2, 1]), end(&[])), (Some(1), None, None), "{markers:?}");
         }
+    }
+
+    /// The server makes the form with the same function.
+    #[test]
+    fn reasoning_needs_no_token_of_its_own() {
+        let files = ModelFiles::built_in().and_then(|files| files.text_files()).expect("it is there");
+        let files = files.with_chat_template(b"{{ messages[0].content }}<think>\n");
+        let tokenizer = Tokenizer::new(&files).expect("sound");
+        assert_eq!(tokenizer.token_to_id("</think>"), None);
+        let text = ModelText { tokenizer, defaults: GenerationDefaults::default(), files, grammars: None };
+        let parts = |has_grammar: bool| {
+            let request = text.encode_request(&[Message::new("user", "Hi")], &[], has_grammar);
+            let (mut parser, mut parts) = (AnswerParser::new(request.expect("it renders").1), Vec::new());
+            parser.push("Hm.</think>Yes.", &mut parts);
+            parser.finish(&mut parts);
+            parts
+        };
+        assert_eq!(parts(false), [AnswerPart::Reasoning("Hm.".into()), AnswerPart::Text("Yes.".into())]);
+        assert_eq!(parts(true), [AnswerPart::Text("Hm.</think>Yes.".into())]);
     }
 
     #[test]

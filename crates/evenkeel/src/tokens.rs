@@ -1,8 +1,8 @@
 //! The tokens of one sequence, alone or within a schema or a grammar.
 
 use keel_cache::SequenceCache;
-use keel_engine::speculation::SamplerChooser;
-use keel_engine::{Engine, GenerateOptions, Result, Sampler, TokenIterator};
+use keel_engine::batch::Constraint;
+use keel_engine::{Engine, GenerateOptions, Result, TokenIterator};
 
 use crate::constrained::GrammarConstraint;
 
@@ -31,7 +31,7 @@ impl TokenOptions {
     /// `progress` gets the number of prompt tokens done.
     ///
     /// # Errors
-    /// As [`TokenIterator::new`] and [`TokenIterator::with_chooser`].
+    /// As [`TokenIterator::within`].
     ///
     /// See the example of [`TokenOptions`].
     pub fn start<'e>(
@@ -41,14 +41,7 @@ impl TokenOptions {
         prompt: &[u32],
         progress: &mut dyn FnMut(usize),
     ) -> Result<TokenIterator<'e>> {
-        let TokenOptions { options, grammar: form } = self;
-        let Some(form) = form else {
-            return TokenIterator::new(engine, sequence, prompt, options, progress);
-        };
-        options.sampler.check_tokens(engine.model().config.vocab)?;
-        let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat())?;
-        let chooser = SamplerChooser::new(sampler, Some(Box::new(form)), options.end_tokens.clone());
-        let options = GenerateOptions { speculation: None, ..options };
-        TokenIterator::with_chooser(engine, sequence, prompt, options, Box::new(chooser), progress)
+        let constraint = self.grammar.map(|grammar| Box::new(grammar) as Box<dyn Constraint>);
+        TokenIterator::within(engine, sequence, prompt, self.options, constraint, progress)
     }
 }

@@ -158,11 +158,10 @@ impl Ledger {
             return Err(ArrayError::Frozen { category, requested: bytes });
         }
         let used = books.active_total;
-        match books.limit {
-            Some(limit) if used.saturating_add(bytes) > limit => {
-                return Err(ArrayError::Limit { category, requested: bytes, used, limit });
-            }
-            _ => {}
+        // No allocation is larger than what a pointer can reach. Backends that only count would grant it.
+        let limit = books.limit.unwrap_or(u64::MAX).min(isize::MAX as u64);
+        if used.checked_add(bytes).is_none_or(|sum| sum > limit) {
+            return Err(ArrayError::Limit { category, requested: bytes, used, limit });
         }
         books.charges += 1;
         books.active_total += bytes;
@@ -266,6 +265,19 @@ mod tests {
         drop(held);
         assert_eq!((ledger.active().total(), ledger.peak_total()), (0, 70));
         assert!(ledger.charge(Category::Kv, 100).is_ok());
+    }
+
+    #[test]
+    fn bytes_that_cannot_be_addressed_are_refused_without_a_limit() {
+        let ledger = Ledger::default();
+        let _held = ledger.charge(Category::Kv, 1).expect("fits");
+        for bytes in [isize::MAX as u64, u64::MAX] {
+            assert!(
+                matches!(ledger.charge(Category::Weights, bytes), Err(ArrayError::Limit { .. })),
+                "{bytes}"
+            );
+        }
+        assert_eq!((ledger.active().total(), ledger.peak_total()), (1, 1));
     }
 
     #[test]

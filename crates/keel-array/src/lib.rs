@@ -25,6 +25,7 @@ mod ledger;
 mod ops;
 mod panics;
 mod program;
+pub mod random;
 mod runtime;
 pub mod sampling;
 mod shape;

@@ -48,6 +48,20 @@ impl Draw {
     }
 }
 
+/// The greatest of the numbers that count, or negative infinity. NaN does not count.
+#[inline(always)]
+pub fn greatest(x: &[f32], counts: impl Fn(f32) -> bool) -> f32 {
+    // 32 independent maxima, which the compiler turns into vectors. With an index in each comparison it
+    // would not.
+    let mut greatest = [f32::NEG_INFINITY; 32];
+    for chunk in x.chunks(greatest.len()) {
+        for (greatest, &x) in greatest.iter_mut().zip(chunk) {
+            *greatest = if x > *greatest && counts(x) { x } else { *greatest };
+        }
+    }
+    greatest.into_iter().fold(f32::NEG_INFINITY, f32::max)
+}
+
 /// The least `(l - max) / temperature` with a weight above 0: `2^40 e^-27.75` is 0.98.
 pub const EXPONENT_MIN: f32 = -27.75;
 

@@ -2,7 +2,8 @@
 //!
 //! A folder holds one cache file for each text ([`ModelCache::save`](crate::ModelCache::save)), and `index.json`. The
 //! index names the files with their sizes and checksums, and the pictures of each text by their hashes. It is written
-//! last: files without an index are never read.
+//! last: files without an index are never read. Texts are what users wrote, so no file of a text stays that the index
+//! does not name.
 
 use std::collections::HashSet;
 use std::io::{self, BufReader, Read};
@@ -80,13 +81,41 @@ impl PrefixFolder<'_> {
         self.index().map(drop)
     }
 
-    /// Removes the index, before the first of its files is replaced.
+    /// Removes the index, once the first of its files is replaced or its texts are forgotten. Until then the checksum
+    /// says that the file is another.
     ///
     /// # Errors
     /// The index cannot be removed, or what stands in its place is not a file.
     pub fn remove_index(&self) -> Result<(), Unwritten> {
         let Some(index) = self.index()? else { return Ok(()) };
         std::fs::remove_file(&index).map_err(|error| Unwritten::new(&index, &error))
+    }
+
+    /// Removes the files of texts that are not among these. What is not a regular file stays.
+    ///
+    /// # Errors
+    /// A file cannot be removed.
+    pub fn remove_others(&self, texts: &[SavedPrefix]) -> Result<(), Unwritten> {
+        let named: HashSet<&str> = texts.iter().map(SavedPrefix::name).collect();
+        self.remove_files(|name| !named.contains(name))
+    }
+
+    /// Removes the files of all texts if no index names them, after an error that is already to be reported.
+    pub fn remove_unnamed(&self) {
+        if matches!(self.index(), Ok(None)) {
+            let _ = self.remove_files(|_| true);
+        }
+    }
+
+    /// Tries to remove the files of all texts with these names. The error is that of the first that stays.
+    fn remove_files(&self, of: impl Fn(&str) -> bool) -> Result<(), Unwritten> {
+        let mut outcome = Ok(());
+        for path in (0..Self::TEXTS_MAX).filter(|&i| of(&name_of(i))).map(|i| self.file_of(i)) {
+            let is_file = std::fs::symlink_metadata(&path).is_ok_and(|found| found.is_file());
+            let removed = if is_file { std::fs::remove_file(&path) } else { Ok(()) };
+            outcome = outcome.and(removed.map_err(|error| Unwritten::new(&path, &error)));
+        }
+        outcome
     }
 
     /// The path of the index, if there is one.
@@ -266,6 +295,32 @@ mod tests {
         saved.remove_index().expect("it is a file");
         assert!(saved.read_index().expect("none").is_none(), "files without an index are not read");
         saved.remove_index().expect("there is none");
+    }
+
+    #[test]
+    fn files_that_the_index_does_not_name_are_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let saved = PrefixFolder::new("a model", folder.path());
+        let last = PrefixFolder::TEXTS_MAX - 1;
+        let all = [0, 1, last];
+        let there = || all.map(|i| saved.file_of(i).exists());
+        let write = || all.iter().for_each(|&i| std::fs::write(saved.file_of(i), "text").expect("written"));
+        write();
+        let others = ["notes.txt", "256.safetensors"].map(|name| folder.path().join(name));
+        others.iter().for_each(|path| std::fs::write(path, "another's").expect("written"));
+        let entry = saved.entry(1, Vec::new()).expect("there");
+        saved.remove_others(std::slice::from_ref(&entry)).expect("removed");
+        assert_eq!(there(), [false, true, false]);
+        write();
+        saved.write_index(&[entry]).expect("written");
+        saved.remove_unnamed();
+        assert_eq!(there(), [true; 3], "there is an index");
+        saved.remove_index().expect("removed");
+        saved.remove_unnamed();
+        assert_eq!(there(), [false; 3]);
+        std::fs::create_dir(saved.file_of(0)).expect("made");
+        saved.remove_others(&[]).expect("a folder is not removed");
+        assert!(saved.file_of(0).is_dir() && others.iter().all(|path| path.exists()));
     }
 
     #[cfg(unix)]

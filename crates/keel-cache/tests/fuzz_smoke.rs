@@ -50,10 +50,7 @@ fn mutate(text: &[u8], random: &mut Random) -> Vec<u8> {
 fn survive(sound: &[u8], check: impl Fn(&[u8]) -> bool) {
     assert!(check(sound), "an undamaged file is accepted");
     let count = mutations(MUTATIONS);
-    let accepted = (1..=count).filter(|seed| {
-        let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        check(&mutate(sound, &mut random))
-    });
+    let accepted = (1..=count).filter(|seed| check(&mutate(sound, &mut Random::of_case(*seed))));
     let accepted = accepted.count() as u64;
     assert!(accepted > 0 && accepted < count, "{accepted} of {count} were accepted");
 }

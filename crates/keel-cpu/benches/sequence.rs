@@ -362,7 +362,6 @@ fn row_wise(machine: &Machine) {
         let conv = CausalConv {
             x: Rows::whole(&x, channels),
             weight: &weight,
-            bias: None,
             batch: Batch { row_start: &[0, rows as u32], position: &[0] },
             slot: &[0],
             window: SharedMut::new(&mut window),
@@ -378,7 +377,7 @@ fn row_wise(machine: &Machine) {
                 assert_close(
                     "causal_conv",
                     y,
-                    &naive::causal_conv::causal_conv(&x, &weight, None, channels, &mut window),
+                    &naive::causal_conv::causal_conv(&x, &weight, channels, &mut window),
                     1e-6,
                 );
             }

@@ -91,7 +91,9 @@ pub fn peaks(pool: &ThreadPool, isa: Isa, budget: Duration) -> Peaks {
             Isa::Amx if crate::amx::bf16::usable() => {
                 rate(crate::amx::hardware::BF16_ROUND_OPS, x86::amx_bf16)
             }
-            Isa::Avx512Vnni | Isa::Amx => rate(24.0 * 32.0 * 2.0, x86::bf16_512),
+            Isa::Avx512Vnni | Isa::Amx if crate::isa::has_avx512_bf16() => {
+                rate(24.0 * 32.0 * 2.0, x86::bf16_512)
+            }
             _ => None,
         },
     };
@@ -182,6 +184,7 @@ mod tests {
         for isa in Isa::available() {
             let peaks = peaks(&pool, isa, Duration::ZERO);
             assert_eq!(peaks.int8_dot.is_some(), isa >= Isa::Avx512Vnni);
+            assert_eq!(peaks.bf16_dot.is_some(), isa.has_bf16_dots());
             assert!(peaks.f32_fma.is_none_or(|rate| rate > 1e8), "{peaks:?}");
         }
         assert!(read_bandwidth(&pool, &[1; 4096], Duration::ZERO) > 1e6);

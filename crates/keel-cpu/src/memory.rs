@@ -48,7 +48,9 @@ fn kib(meminfo: &str, key: &str) -> Option<u64> {
 /// Names of the files of one version of control groups.
 struct Version {
     mount: &'static str,
-    limit: &'static str,
+    /// The lowest of these is the limit. Above `memory.high` a process is not killed, but slowed down until it gives
+    /// memory back.
+    limits: &'static [&'static str],
     used: &'static str,
     /// Entries of `memory.stat` that count file pages.
     file_pages: [&'static str; 2],
@@ -56,14 +58,14 @@ struct Version {
 
 const V1: Version = Version {
     mount: "sys/fs/cgroup/memory",
-    limit: "memory.limit_in_bytes",
+    limits: &["memory.limit_in_bytes"],
     used: "memory.usage_in_bytes",
     file_pages: ["total_active_file", "total_inactive_file"],
 };
 
 const V2: Version = Version {
     mount: "sys/fs/cgroup",
-    limit: "memory.max",
+    limits: &["memory.max", "memory.high"],
     used: "memory.current",
     file_pages: ["active_file", "inactive_file"],
 };
@@ -92,7 +94,8 @@ fn left_of_line(root: &Path, line: &str) -> Option<u64> {
 fn left(group: &Path, version: &Version) -> Option<u64> {
     let number = |file: &str| std::fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
     // Without a limit, version 2 writes "max". Version 1 writes a number beyond any memory, which is never the minimum.
-    let (limit, used) = (number(version.limit)?, number(version.used)?);
+    let limit = version.limits.iter().filter_map(|file| number(file)).min()?;
+    let used = number(version.used)?;
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let entry = |key: &str| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse::<u64>().ok());
     let file_pages: u64 = version.file_pages.iter().filter_map(|key| entry(key)).sum();
@@ -150,6 +153,22 @@ mod tests {
         let system = System::new("v2", &files);
         let expected = FreeMemory { bytes: 550_000, bound: Bound::ControlGroup };
         assert_eq!(free_under(&system.0), Some(expected));
+    }
+
+    #[test]
+    fn a_group_is_also_limited_to_the_bytes_above_which_it_is_slowed_down() {
+        for (most, high) in [("2000000", "1000000"), ("max", "1000000"), ("1000000", "max")] {
+            let files = [
+                MEMINFO,
+                ("proc/self/cgroup", "0::/a\n"),
+                ("sys/fs/cgroup/a/memory.max", most),
+                ("sys/fs/cgroup/a/memory.high", high),
+                ("sys/fs/cgroup/a/memory.current", "10"),
+            ];
+            let system = System::new(&format!("high-{most}-{high}"), &files);
+            let expected = FreeMemory { bytes: 999_990, bound: Bound::ControlGroup };
+            assert_eq!(free_under(&system.0), Some(expected), "max {most}, high {high}");
+        }
     }
 
     #[test]

@@ -9,7 +9,9 @@ mod meeting;
 use crate::isa::Isa;
 use crate::sync::{Arc, Mutex};
 use meeting::{COUNT_BITS, Meeting};
+use std::any::Any;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread::JoinHandle;
 
 /// The closure of the current job, with its lifetime erased.
@@ -35,7 +37,9 @@ impl Worker<'_> {
     /// Waits until all workers are here. Everything written before the barrier is visible to all of them after it.
     #[inline]
     pub fn barrier(&self) {
-        assert!(self.meeting.barrier(), "another worker of this pool panicked");
+        if !self.meeting.barrier() {
+            leave_job();
+        }
     }
 
     /// This worker's fixed share of `0..total`, cut at multiples of `grain`.
@@ -83,9 +87,23 @@ impl Worker<'_> {
     }
 }
 
+/// The payload with which a worker leaves a job because another worker has panicked.
+struct OtherPanicked;
+
+/// Ends this worker's part of a job in which another worker has panicked. Nothing is printed: the pool raises the panic
+/// of the other worker.
+#[cold]
+fn leave_job() -> ! {
+    resume_unwind(Box::new(OtherPanicked))
+}
+
+/// The first panic of the current job.
+type FirstPanic = Mutex<Option<Box<dyn Any + Send>>>;
+
 /// A fixed set of threads; the caller of [`ThreadPool::run`] is one of them.
 pub struct ThreadPool {
     meeting: Arc<Meeting<Job>>,
+    panic: Arc<FirstPanic>,
     isa: Isa,
     threads: Vec<JoinHandle<()>>,
     /// One job at a time.
@@ -103,12 +121,13 @@ impl ThreadPool {
     pub fn at(workers: usize, isa: Isa) -> ThreadPool {
         let (workers, isa) = (workers.max(1), isa.min(Isa::best()));
         let meeting = Arc::new(Meeting::new(workers));
-        let mut pool = ThreadPool { meeting, isa, threads: Vec::new(), running: Mutex::new(()) };
+        let panic = Arc::new(FirstPanic::new(None));
+        let mut pool = ThreadPool { meeting, panic, isa, threads: Vec::new(), running: Mutex::new(()) };
         for index in 1..workers {
-            let meeting = Arc::clone(&pool.meeting);
+            let (meeting, panic) = (Arc::clone(&pool.meeting), Arc::clone(&pool.panic));
             let thread = std::thread::Builder::new()
                 .name(format!("keel-cpu-{index}"))
-                .spawn(move || serve(&Worker { index, count: workers, isa, meeting: &meeting }));
+                .spawn(move || serve(&Worker { index, count: workers, isa, meeting: &meeting }, &panic));
             match thread {
                 Ok(thread) => pool.threads.push(thread),
                 Err(_) => {
@@ -134,7 +153,7 @@ impl ThreadPool {
     /// Runs `job` once on every worker and returns when all have finished.
     ///
     /// # Panics
-    /// If the job panics on any worker. The pool stays usable.
+    /// If the job panics on any worker: with the first worker's panic. The pool stays usable.
     pub fn run<F: Fn(&Worker<'_>) + Sync>(&self, job: F) {
         let _one_at_a_time = self.running.lock().unwrap_or_else(|e| e.into_inner());
         let job: &(dyn Fn(&Worker<'_>) + Sync) = &job;
@@ -144,34 +163,37 @@ impl ThreadPool {
         let meeting = &*self.meeting;
         meeting.begin(Job { run });
         let worker = Worker { index: 0, count: meeting.workers(), isa: self.isa, meeting };
-        let outcome = run_guarded(&worker, Job { run });
+        run_guarded(&worker, Job { run }, &self.panic);
         meeting.end();
-        if let Err(panic) = outcome {
-            std::panic::resume_unwind(panic);
+        if meeting.is_poisoned() {
+            let panic = self.panic.lock().unwrap_or_else(|e| e.into_inner()).take();
+            resume_unwind(panic.expect("a worker keeps its panic before it poisons the meeting"));
         }
-        assert!(!meeting.is_poisoned(), "a worker thread panicked while running a kernel");
     }
 }
 
-/// Runs the job. A panic is recorded where the barrier sees it, so that no other worker waits for this one.
-fn run_guarded(worker: &Worker<'_>, job: Job) -> std::thread::Result<()> {
-    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+/// Runs the job. A panic is recorded where the barrier sees it, so that no other worker waits for this one, and kept if
+/// it is the job's first.
+fn run_guarded(worker: &Worker<'_>, job: Job, first: &FirstPanic) {
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: `ThreadPool::run` keeps the closure alive until every worker has counted itself finished.
         unsafe { (*job.run)(worker) }
     }));
-    if outcome.is_err() {
+    // A worker that leaves for another's panic comes after that one, and has nothing to report.
+    if let Err(panic) = outcome
+        && !panic.is::<OtherPanicked>()
+    {
+        first.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(panic);
         worker.meeting.poison();
     }
-    outcome
 }
 
 /// The life of a helper thread: wait for a job, run it, count itself finished.
-fn serve(worker: &Worker<'_>) {
+fn serve(worker: &Worker<'_>, first: &FirstPanic) {
     let mut seen = 0;
     while let Some((generation, job)) = worker.meeting.next_job(seen) {
         seen = generation;
-        // `run_guarded` has recorded a panic; the caller of `run` raises it.
-        let _ = run_guarded(worker, job);
+        run_guarded(worker, job, first);
         worker.meeting.finish();
     }
 }
@@ -266,13 +288,14 @@ mod tests {
     #[test]
     fn a_panicking_job_is_raised_and_the_pool_stays_usable() {
         let pool = ThreadPool::new(2);
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let result = catch_unwind(AssertUnwindSafe(|| {
             pool.run(|worker| {
                 assert!(worker.index != 1, "planted");
                 worker.barrier();
             });
         }));
-        assert!(result.is_err());
+        let panic = result.expect_err("a worker panicked");
+        assert_eq!(keel_array::panic_message(&*panic), "planted", "not that another worker panicked");
         let ran = AtomicUsize::new(0);
         pool.run(|_| {
             ran.fetch_add(1, Ordering::Relaxed);

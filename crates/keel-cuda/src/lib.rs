@@ -14,6 +14,7 @@ mod backend;
 mod driver;
 mod error;
 pub mod kernels;
+pub mod nccl;
 mod parameters;
 mod peaks;
 

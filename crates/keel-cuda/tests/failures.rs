@@ -3,6 +3,7 @@
 
 use keel_array::{Array, ArraySpec, CudaSource, CustomKernel, DType, Runtime, RuntimeOptions};
 use keel_cuda::{CudaBackend, CudaOptions};
+use keel_testkit::checks::ownership::{self, counting};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,33 +17,10 @@ fn runtime() -> Option<Runtime> {
     Some(Runtime::new(Arc::new(backend), RuntimeOptions::default()))
 }
 
-fn counting(runtime: &Runtime, shape: &[usize]) -> Array {
-    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
-    Array::from_slice(runtime, &values, shape).expect("memory")
-}
-
-/// Failure 1: a slice that outlives its parent pins at most twice its own bytes.
 #[test]
 fn tails_of_chunks_do_not_pin_the_chunks() {
     let Some(runtime) = runtime() else { return };
-    let mut growth = Vec::new();
-    let mut kept = Vec::new();
-    for i in 0..20 {
-        let first = Array::full(&runtime, [1], DType::F32, i as f32).expect("an addressable shape");
-        let input = counting(&runtime, &[512, 64]).add(&first).expect("shapes broadcast");
-        input.eval().expect("a chunk runs");
-        let tail = input.slice(&[510, 0], &[512, 64]).expect("within the chunk");
-        tail.eval().expect("a slice runs");
-        drop(input);
-        kept.push(tail);
-        growth.push(runtime.ledger().active().total());
-    }
-    let tail_bytes = kept[0].bytes() as u64;
-    assert!(growth[1..].windows(2).all(|pair| pair[1] - pair[0] == tail_bytes), "{growth:?}");
-    for (i, tail) in kept.iter().enumerate() {
-        let want: Vec<f32> = (510 * 64..512 * 64).map(|x| x as f32 + i as f32).collect();
-        assert_eq!(tail.to_vec::<f32>().expect("evaluated"), want);
-    }
+    ownership::tails_do_not_pin_their_chunks(&runtime);
 }
 
 /// Bytes that the backend holds for itself.
@@ -51,22 +29,10 @@ fn own_bytes(runtime: &Runtime) -> u64 {
     own.device_bytes + own.host_bytes
 }
 
-/// Failure 3: an evaluated array has no parents.
 #[test]
 fn the_last_handle_frees_at_once() {
     let Some(runtime) = runtime() else { return };
-    // Without what the backend holds for itself.
-    let before = runtime.ledger().active().total();
-    let active = || runtime.ledger().active().total() - before;
-    let (x, w) = (counting(&runtime, &[64, 64]), counting(&runtime, &[64, 64]));
-    let bytes = x.bytes() as u64;
-    let y = x.matmul(&w).and_then(|y| y.softmax(1)).and_then(|y| y.matmul(&x)).expect("extents fit");
-    drop((x, w));
-    y.eval().expect("a graph runs");
-    runtime.clear_cache();
-    assert_eq!(active(), bytes, "an evaluated array holds itself");
-    drop(y);
-    assert_eq!(active(), 0);
+    ownership::the_last_handle_frees_at_once(&runtime);
 }
 
 const KERNELS: usize = 64;

@@ -1,14 +1,22 @@
 //! Every operation against its oracle, over the case lists that all backends share, in f32; then the operations for
-//! which the fast modes have kernels of their own. Needs a GPU: `KEEL_TEST_CUDA=1`.
+//! which the fast modes have kernels of their own, and products that keep more bits of x than other backends do. Needs a
+//! GPU: `KEEL_TEST_CUDA=1`.
 //!
 //! - `KEEL_TEST_OPS=linear,sort` runs these operations alone.
 //! - `KEEL_TEST_KERNELS=FILE` writes a line for each case and each kernel that it launches, with a tab between the two.
 //! - `KEEL_TEST_CASES=FILE` runs only the cases that such a file names; parts of its lines are enough. It is for tools
 //!   under which all cases take too long.
 
-use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_array::{
+    Array, Backend, Compute, DType, RowBlock, RowData, Runtime, RuntimeOptions, Weight, WeightFormat,
+    WeightSpec,
+};
 use keel_cuda::{CudaBackend, CudaOptions, Determinism, Precision};
 use keel_testkit::checks::{self, Listed, watch_cases};
+use keel_testkit::compare::assert_close;
+use keel_testkit::naive::matmul::matmul_transposed;
+use keel_testkit::random::Random;
+use keel_testkit::tolerance;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -88,6 +96,44 @@ fn every_operation_agrees_with_its_oracle() {
     }
     let wrong = wrong.into_inner().expect("no check panics here");
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Few rows meet a dense bf16 weight as the sum of two bf16. With `Compute::Bf16` many rows do, too.
+#[test]
+fn a_dense_weight_of_bf16_meets_two_parts_of_x() {
+    if !keel_testkit::has_gpu!() {
+        return;
+    }
+    for determinism in [Determinism::Off, Determinism::Steps] {
+        let options = CudaOptions { determinism, ..CudaOptions::default() };
+        let backend = Arc::new(CudaBackend::new(&options).expect("a GPU"));
+        let runtime = Runtime::new(backend as Arc<dyn Backend>, RuntimeOptions::default());
+        let mut random = Random::new(3);
+        for (t, n, k) in [(1, 67, 1032), (5, 130, 648), (16, 96, 2568), (17, 67, 1032), (130, 96, 648)] {
+            let to_bf16 = |x: f32| f32::from_bits(x.to_bits() & 0xffff_0000);
+            let w: Vec<f32> = random.uniforms(n * k, -1.0, 1.0).into_iter().map(to_bf16).collect();
+            let x = random.uniforms(t * k, -1.0, 1.0);
+            let want = matmul_transposed(&x, &w, k);
+            let array = Array::from_slice(&runtime, &x, [t, k]).expect("memory");
+            // In the deterministic mode rows without a regime are those of a prompt.
+            let are_few = t <= 16 && determinism == Determinism::Off;
+            for compute in if are_few { &[Compute::Bf16, Compute::Auto][..] } else { &[Compute::Bf16] } {
+                let y = array.linear(&dense_bf16(&runtime, &w, [n, k], *compute)).expect("extents fit");
+                let what = format!("[{t}, {n}, {k}], {compute:?}, {determinism:?}");
+                assert_close(&what, &y.to_vec::<f32>().expect("it runs"), &want, tolerance::TWO_BF16);
+            }
+        }
+    }
+}
+
+/// A weight of values that bf16 holds exactly.
+fn dense_bf16(runtime: &Runtime, values: &[f32], [rows, cols]: [usize; 2], compute: Compute) -> Weight {
+    let spec = WeightSpec { experts: 1, rows, cols, format: WeightFormat::Dense(DType::BF16), compute };
+    let weight = Weight::allocate(runtime, spec).expect("memory");
+    let bytes: Vec<u8> = values.iter().flat_map(|x| ((x.to_bits() >> 16) as u16).to_le_bytes()).collect();
+    let block = RowBlock { expert: 0, first_row: 0, rows, data: RowData::Dense(&bytes) };
+    weight.fill(&block).expect("whole rows");
+    weight
 }
 
 /// Runs a check with a runtime of its own. Returns its error; `None` if it passes.

@@ -124,10 +124,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 fn text(engine: &mut Engine, tokens: usize) -> Result<Vec<u32>> {
     let sequence = engine.open()?;
     let options = GenerateOptions { max_tokens: tokens, ..GenerateOptions::default() };
-    let mut iterator = TokenIterator::new(engine, sequence, &PROMPT, options, &mut |_| ())?;
-    let ids = iterator.by_ref().collect();
-    iterator.release();
-    ids
+    TokenIterator::new(engine, sequence, &PROMPT, options, &mut |_| ())?.collect()
 }
 
 /// Seconds of plain decoding and of rounds, for the same text.

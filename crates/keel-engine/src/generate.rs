@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
+use crate::batch::Constraint;
 use crate::options::MTP_LAG_MAX;
 use crate::speculation::{Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation};
 use crate::{
@@ -97,14 +98,30 @@ impl<'e> TokenIterator<'e> {
         engine: &'e mut Engine,
         sequence: SequenceCache,
         prompt: &[u32],
-        mut options: GenerateOptions,
+        options: GenerateOptions,
         progress: &mut dyn FnMut(usize),
     ) -> Result<TokenIterator<'e>> {
+        TokenIterator::within(engine, sequence, prompt, options, None, progress)
+    }
+
+    /// As [`TokenIterator::new`]. If there is a constraint, the tokens obey it, and the text makes no drafts.
+    ///
+    /// # Errors
+    /// As [`TokenIterator::new`]; errors of the constraint.
+    pub fn within(
+        engine: &'e mut Engine,
+        sequence: SequenceCache,
+        prompt: &[u32],
+        mut options: GenerateOptions,
+        constraint: Option<Box<dyn Constraint>>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<TokenIterator<'e>> {
+        options.speculation = options.speculation.filter(|_| constraint.is_none());
         let is_sampled = options.sampler.temperature > 0.0;
         options.speculation.iter_mut().for_each(|how| how.repeatable &= is_sampled);
         options.sampler.check_tokens(engine.model().config.vocab)?;
         let sampler = Sampler::new(options.sampler.clone(), &[&options.seen[..], prompt].concat())?;
-        let chooser = SamplerChooser::new(sampler, None, options.end_tokens.clone());
+        let chooser = SamplerChooser::new(sampler, constraint, options.end_tokens.clone());
         TokenIterator::with_chooser(engine, sequence, prompt, options, Box::new(chooser), progress)
     }
 
@@ -171,9 +188,6 @@ impl<'e> TokenIterator<'e> {
         let sequence = self.leave();
         sequence.unwrap_or_else(|| unreachable!("the sequence is given away only here"))
     }
-
-    /// Ends the iteration and releases the sequence's memory, as dropping it does.
-    pub fn release(self) {}
 
     /// Takes back the rows after the last token given out.
     fn leave(&mut self) -> Option<SequenceCache> {

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use keel_array::sampling::{EXPONENT_MIN, enough, id_of, order, target, weight};
+use keel_array::sampling::{EXPONENT_MIN, enough, greatest, id_of, order, target, weight};
 
 use crate::SamplerOptions;
 use crate::batch::TokenLogprobs;
@@ -67,7 +67,7 @@ impl LogitsRow {
     /// The tokens that the options allow, by their logits. The temperature is above 0.
     pub(crate) fn distribution(&mut self, options: &SamplerOptions) -> Distribution<'_> {
         let LogitsRow { values: logits, orders, weights, .. } = self;
-        let greatest = greatest(logits, f32::MAX);
+        let greatest = greatest(logits, |logit| logit <= f32::MAX);
         let exponent = |logit: f32| (logit - greatest) / options.temperature;
         // The range is a little too wide, so some candidates may have weight 0. They come after all others.
         let span = options.temperature * -EXPONENT_MIN;
@@ -169,20 +169,8 @@ impl<'a> Distribution<'a> {
 
 /// Index of the greatest logit; the first among equals. NaN never wins.
 pub(crate) fn argmax(logits: &[f32]) -> u32 {
-    let greatest = greatest(logits, f32::INFINITY);
+    let greatest = greatest(logits, |_| true);
     logits.iter().position(|&logit| logit == greatest).unwrap_or(0) as u32
-}
-
-/// The greatest logit that is at most `most`.
-fn greatest(logits: &[f32], most: f32) -> f32 {
-    // 32 independent maxima, which the compiler vectorises. With an index in each comparison it would not.
-    let mut greatest = [f32::NEG_INFINITY; 32];
-    for chunk in logits.chunks(greatest.len()) {
-        for (greatest, &logit) in greatest.iter_mut().zip(chunk) {
-            *greatest = if logit > *greatest && logit <= most { logit } else { *greatest };
-        }
-    }
-    greatest.into_iter().fold(f32::NEG_INFINITY, f32::max)
 }
 
 #[cfg(test)]

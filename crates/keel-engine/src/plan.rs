@@ -24,32 +24,16 @@ pub fn plan(
     config: &Value,
     options: EngineOptions,
 ) -> Result<MemoryReport> {
-    assert!(backend.is_planning(), "a plan is made on a planning backend");
-    let runtime = Runtime::new(Arc::clone(backend), RuntimeOptions::default());
-    let engine = Engine::load(&runtime, parameters, config, options, &|_| ())?;
-    let report = runtime.ledger().active();
-    drop(engine);
-    Ok(report)
+    let devices = [PlacedPart::whole(Arc::clone(backend))];
+    Ok(plan_on(&devices, None, parameters, config, options)?.swap_remove(0))
 }
 
-/// As [`plan`], of a model with a part on each device, by rank: the bytes of each device.
+/// As [`plan`], of a model with a part on each device, by rank: the bytes of each device. Those of a vision tower on a
+/// device of its own are the last.
 ///
 /// # Errors
 /// As [`Engine::load_on`].
 pub fn plan_on(
-    devices: &[PlacedPart<Arc<dyn Backend>>],
-    parameters: &dyn Parameters,
-    config: &Value,
-    options: EngineOptions,
-) -> Result<Vec<MemoryReport>> {
-    plan_with_tower_on(devices, None, parameters, config, options)
-}
-
-/// As [`plan_on`], with the vision tower on a device of its own: its bytes are the last.
-///
-/// # Errors
-/// As [`Engine::load_on`].
-pub fn plan_with_tower_on(
     devices: &[PlacedPart<Arc<dyn Backend>>],
     tower: Option<&Arc<dyn Backend>>,
     parameters: &dyn Parameters,
@@ -65,7 +49,7 @@ pub fn plan_with_tower_on(
     };
     let devices: Vec<_> = devices.iter().map(on_runtime).collect();
     let tower = tower.map(runtime);
-    let engine = Engine::load_with_tower_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
+    let engine = Engine::load_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
     let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
     drop(engine);
     Ok(reports)
@@ -86,7 +70,7 @@ pub fn at_least(
 }
 
 /// The shapes of steps of an engine with these options on these devices, and of the passes of its tower, as text. All
-/// of them are part of [`plan_with_tower_on`].
+/// of them are part of [`plan_on`].
 ///
 /// # Errors
 /// Errors of the config.

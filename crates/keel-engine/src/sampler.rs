@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 
+use keel_array::random::SplitMix64;
 use keel_array::sampling::Draw;
 
 use crate::logits_row::{Distribution, LogitsRow, argmax};
@@ -85,7 +86,7 @@ impl SamplerOptions {
 #[derive(Clone, Debug)]
 pub struct Sampler {
     options: SamplerOptions,
-    random: u64,
+    random: SplitMix64,
     /// Tokens of the prompt and generated ones. The value counts how often a token was generated. Empty without
     /// penalties.
     seen: HashMap<u32, u32>,
@@ -102,7 +103,7 @@ impl Sampler {
     /// [`EngineError::Option`] naming the option that is out of range.
     pub fn new(options: SamplerOptions, prompt: &[u32]) -> Result<Sampler> {
         options.check()?;
-        let mut sampler = Sampler { random: options.seed, options, seen: HashMap::new() };
+        let mut sampler = Sampler { random: SplitMix64(options.seed), options, seen: HashMap::new() };
         if sampler.has_penalties() {
             sampler.seen.extend(prompt.iter().map(|&id| (id, 0)));
         }
@@ -155,12 +156,12 @@ impl Sampler {
 
     /// The random state, from which the next draw follows.
     pub(crate) fn random(&self) -> u64 {
-        self.random
+        self.random.0
     }
 
     /// Goes back to a state that [`Sampler::random`] returned.
     pub(crate) fn set_random(&mut self, random: u64) {
-        self.random = random;
+        self.random = SplitMix64(random);
     }
 
     /// Counts a token as generated, if there are penalties. Returns whether it is new: neither in the prompt nor
@@ -209,13 +210,9 @@ impl Sampler {
         }
     }
 
-    /// The next random number in `[0, 1)`, by splitmix64.
+    /// The next random number in `[0, 1)`.
     pub(crate) fn uniform(&mut self) -> f32 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.random;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 40) as f32 / (1u64 << 24) as f32
+        (self.random.bits() >> 40) as f32 / (1u64 << 24) as f32
     }
 }
 

@@ -1,5 +1,5 @@
-//! Drawing on the host takes memory for the engine, which is planned, and not for each sequence. It is the only test of
-//! its process, because it counts the heap.
+//! Drawing on the host takes memory for the engine, which is planned, and not for each sequence. Sums of hidden states
+//! are planned, too. It is the only test of its process, because it counts the heap.
 
 mod common;
 
@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use common::{demo, engine, runtime};
 use keel_array::Category;
-use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
+use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, Readout};
 use keel_engine::{Depth, EngineOptions, LogitsRow, SamplerOptions, SpeculationOptions};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 
@@ -34,8 +34,58 @@ fn request(id: u64) -> BatchRequest {
 /// What a sequence has in addition: its prompt, its tokens and its pages.
 const OWN_BYTES: usize = 8 << 10;
 
+/// The planned host memory of an engine.
+fn planned(batch: &Batcher) -> usize {
+    batch.engine().runtime().ledger().active().get(Category::Host) as usize
+}
+
+/// The heap that a batch takes for its requests in some steps.
+fn taken(batch: &mut Batcher, requests: impl Iterator<Item = BatchRequest>, steps: usize) -> usize {
+    let before = heap_bytes();
+    requests.for_each(|request| batch.submit(request, Instant::now()).expect("fits"));
+    for _ in 0..steps {
+        batch.step(Instant::now());
+    }
+    heap_bytes().saturating_sub(before)
+}
+
 #[test]
-fn drawing_takes_the_host_memory_that_was_planned() {
+fn sequences_take_the_host_memory_that_was_planned() {
+    drawing();
+    means();
+}
+
+/// Each of the prompts is in several steps, so that its sums wait on the host.
+fn means() {
+    const STEP: usize = 64;
+    let load = |row_hidden| {
+        let options = EngineOptions {
+            row_hidden,
+            context: 512,
+            sequences: SEQUENCES,
+            prefill_step: STEP,
+            ..EngineOptions::default()
+        };
+        Batcher::new(engine(&demo(), &runtime(2), options), BatchOptions::default())
+    };
+    let without = planned(&load(false));
+    let mut batch = load(true);
+    let hidden = batch.engine().model().config.hidden;
+    let (rows, sums) = (STEP * hidden * size_of::<f32>(), SEQUENCES * hidden * size_of::<f64>());
+    assert_eq!(planned(&batch) - without, rows + sums);
+    let request = |id: u64| {
+        let prompt = (0..4 * STEP as u32).map(|j| (j * 7 + id as u32 * 131 + 5) % 500).collect();
+        BatchRequest::to_read(id, prompt, Readout::MeanHidden)
+    };
+    let taken = taken(&mut batch, (0..SEQUENCES as u64).map(request), 2 * SEQUENCES);
+    let running = batch.status().running;
+    assert_eq!(running.len(), SEQUENCES);
+    assert!(running.iter().all(|of| (1..of.prompt_tokens).contains(&of.prefilled_tokens)), "{running:?}");
+    let most = rows + sums + SEQUENCES * OWN_BYTES;
+    assert!(taken < most, "{taken} bytes of heap, {most} expected");
+}
+
+fn drawing() {
     for drafts in [0, DRAFTS] {
         let options =
             EngineOptions { drafts, context: 256, sequences: SEQUENCES, ..EngineOptions::default() };
@@ -43,15 +93,11 @@ fn drawing_takes_the_host_memory_that_was_planned() {
         let speculation = SpeculationOptions { depth, ..SpeculationOptions::default() };
         let batch = BatchOptions { speculation, ..BatchOptions::default() };
         let mut batch = Batcher::new(engine(&demo(), &runtime(2), options), batch);
-        let planned = batch.engine().runtime().ledger().active().get(Category::Host) as usize;
+        let planned = planned(&batch);
         // This part is there before the first request.
         let row = batch.engine().model().config.vocab * LogitsRow::TOKEN_BYTES;
-        let before = heap_bytes();
-        (0..SEQUENCES as u64).for_each(|id| batch.submit(request(id), Instant::now()).expect("fits"));
-        for _ in 0..6 {
-            batch.step(Instant::now());
-        }
-        let (taken, status) = (heap_bytes() - before, batch.status());
+        let taken = taken(&mut batch, (0..SEQUENCES as u64).map(request), 6);
+        let status = batch.status();
         assert_eq!(status.running.len(), SEQUENCES);
         assert!(status.running.iter().all(|sequence| sequence.generated_tokens > 2));
         assert_eq!(drafts > 0, status.running.iter().any(|sequence| sequence.drafted > 0));

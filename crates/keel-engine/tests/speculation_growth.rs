@@ -47,9 +47,12 @@ fn memory_does_not_grow_over_256_speculative_steps() {
         let before = held(&runtime);
         run(&mut tokens, 20 + 256);
         let after = held(&runtime);
-        tokens.release();
+        drop(tokens);
         assert_eq!(before.0, after.0, "bytes in the ledger");
-        let (Some(before), Some(after)) = (before.1, after.1) else { continue };
+        let (Some(before), Some(after)) = (before.1, after.1) else {
+            keel_testkit::skipped!("this system does not tell the resident set");
+            continue;
+        };
         // New tokens touch planned pages. One copied state per step would be far above this bound.
         let kv_bytes = 256.0 * 6.0 * engine.cache().spec().token_bytes() as f64;
         assert!(256.0 * copy_bytes > 20.0 * kv_bytes, "the bound tells the two apart");
@@ -73,13 +76,15 @@ fn twenty_requests_leave_what_two_left() {
         let speculation = SpeculationOptions { repeatable: true, ..SpeculationOptions::default() };
         let mut tokens = common::drafting(&mut engine, sequence, &prompt, options, speculation);
         assert_eq!(tokens.by_ref().map_while(Result::ok).count(), 120);
-        tokens.release();
+        drop(tokens);
         readings.push(held(&runtime));
     }
     let (second, last) = (readings[1], readings[19]);
     assert_eq!(second.0, last.0, "live bytes");
     if let (Some(second), Some(last)) = (second.1, last.1) {
         assert!((last / second - 1.0).abs() <= 0.01, "{second} bytes resident, then {last}");
+    } else {
+        keel_testkit::skipped!("this system does not tell the resident set");
     }
     assert!(engine.cache().is_idle());
 }

@@ -1,4 +1,5 @@
-//! The numbers of a model, read from config.json. A plain transformer is a hybrid without recurrent layers.
+//! The numbers of a model and the traits of its blocks, read from config.json. A plain transformer is a hybrid without
+//! recurrent layers.
 //!
 //! Both layouts are accepted: all keys at the top level, or the text model's under `text_config`; rope keys under
 //! `rope_parameters`, or `rope_theta` and `partial_rotary_factor` next to the other keys.
@@ -11,7 +12,7 @@ pub(crate) mod shapes;
 use keel_array::AttentionSpec;
 use serde_json::Value;
 
-use crate::model_types::transformer;
+use crate::model_types::transformer::{self, Traits};
 use crate::{ModelError, Result};
 use fields::Fields;
 use rope::{Contexts, RopeScaling};
@@ -115,7 +116,7 @@ pub struct HybridConfig {
     pub eps: f32,
     /// True if the output head is the embedding.
     pub tied: bool,
-    /// Most positions that the model supports.
+    /// Most positions that the model supports: `max_position_embeddings`, or more if YaRN stretches the context.
     pub context_max: usize,
     /// `H`.
     pub heads: usize,
@@ -136,7 +137,7 @@ pub struct HybridConfig {
     /// Scaling of the rotary frequencies of sliding layers.
     pub sliding_rope_scaling: RopeScaling,
     /// Layers whose queries and keys are not rotated.
-    pub unturned: Vec<usize>,
+    pub unrotated_layers: Vec<usize>,
     /// Tokens that a row of a sliding layer sees, itself included; `None` without such layers.
     pub window: Option<usize>,
     /// Factor on `q . k`, without the factor of a rope scaling: see [`HybridConfig::score_scale`].
@@ -151,6 +152,8 @@ pub struct HybridConfig {
     pub intermediate: Option<usize>,
     /// Experts, if there are any.
     pub moe: Option<MixtureConfig>,
+    /// How the blocks of a plain transformer differ from others. Models with recurrent layers have the default.
+    pub(crate) traits: Traits,
 }
 
 impl HybridConfig {
@@ -176,7 +179,7 @@ impl HybridConfig {
             mtp_layers: fields.size_or("mtp_num_hidden_layers", 0)?,
             eps: fields.number_or("rms_norm_eps", 1e-6)? as f32,
             tied: fields.flag("tie_word_embeddings"),
-            context_max: fields.size_or("max_position_embeddings", 32768)?,
+            context_max: rope_scaling.context_max(fields.size_or("max_position_embeddings", 32768)?),
             heads: fields.size("num_attention_heads")?,
             kv_heads: fields.size("num_key_value_heads")?,
             head_dim,
@@ -186,7 +189,7 @@ impl HybridConfig {
             rope_scaling,
             sliding_rope_theta: rope_theta,
             sliding_rope_scaling: RopeScaling::None,
-            unturned: Vec::new(),
+            unrotated_layers: Vec::new(),
             window: None,
             attention_scale: (head_dim as f64).powf(-0.5),
             query_growth: None,
@@ -194,6 +197,7 @@ impl HybridConfig {
             recurrent,
             intermediate: fields.size_if_any("intermediate_size")?,
             moe: fields.moe(HYBRID_SHARED_WIDTH)?,
+            traits: Traits::default(),
             model_type: fields.model_type(),
         };
         parsed.check()?;
@@ -214,13 +218,19 @@ impl HybridConfig {
         let recurrent = if has(MixerKind::GatedDelta) { &recurrent[..] } else { &[] };
         let window = [("sliding_window", self.window.unwrap_or(0))];
         let window = if has(MixerKind::SlidingAttention) { &window[..] } else { &[] };
+        let context_key = match self.rope_scaling {
+            RopeScaling::Yarn { .. } => {
+                "max_position_embeddings, or factor times original_max_position_embeddings of yarn,"
+            }
+            _ => "max_position_embeddings",
+        };
         let positive = [
             ("hidden_size", self.hidden),
             ("vocab_size", self.vocab),
             ("num_attention_heads", self.heads),
             ("num_key_value_heads", self.kv_heads),
             ("head_dim", self.head_dim),
-            ("max_position_embeddings", self.context_max),
+            (context_key, self.context_max),
         ];
         let mut positive = positive.iter().chain(recurrent).chain(window);
         if let Some((key, value)) = positive.find(|(_, v)| *v == 0 || *v > EXTENT_MAX) {

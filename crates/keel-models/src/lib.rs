@@ -53,9 +53,7 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
         ModelError::UnknownModelType { .. } => model_types::unknown::error(config, parameters),
         error => error,
     })?;
-    let has =
-        |head: &str| ["weight", "qweight"].iter().any(|kind| parameters.contains(&format!("{head}.{kind}")));
-    parsed.tied |= !naming::OUTPUT_HEADS.iter().any(|head| has(head));
+    parsed.tied |= !naming::OUTPUT_HEADS.iter().any(|head| naming::has_linear(parameters, head));
     Ok(parsed)
 }
 
@@ -68,14 +66,15 @@ pub fn load(loader: &Loader<'_>, config: &Value) -> Result<HybridModel> {
     let parsed = read_config_of(config, loader.parameters())?;
     let (family, share) = (model_types::family_of(config)?, loader.part().share);
     if share.count == 1 {
-        return (family.load)(loader, config, parsed);
+        return (family.load)(loader, parsed);
     }
     let own = share.config(&parsed)?;
     let parameters = ShareParameters::new(loader.parameters(), &parsed, share, loader.order());
-    (family.load)(&loader.reading(&parameters), config, own)
+    (family.load)(&loader.reading(&parameters), own)
 }
 
-/// Whether the config has a multi-token-prediction head and the checkpoint contains it: some converters drop it.
+/// Whether the config has a multi-token-prediction head and the checkpoint contains it, under any of its names: some
+/// converters move it, and others drop it.
 pub fn has_mtp_head(config: &HybridConfig, parameters: &dyn loading::Parameters) -> bool {
-    config.mtp_layers > 0 && parameters.contains("mtp.fc.weight")
+    config.mtp_layers > 0 && naming::mtp_root(parameters).is_some()
 }

@@ -60,7 +60,7 @@ fn survive(sound: &Value, check: fn(&[u8]) -> bool) -> u64 {
     assert!(check(sound.to_string().as_bytes()), "{sound}");
     let mut accepted = 0;
     for seed in 1..=mutations(MUTATED_CONFIGS / 10) {
-        let (mut config, mut random) = (sound.clone(), Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+        let (mut config, mut random) = (sound.clone(), Random::of_case(seed));
         for _ in 0..1 + random.below(3) {
             mutate(&mut config, &mut random);
         }
@@ -99,7 +99,7 @@ fn mutated_configs_of_towers_never_panic() {
         let mut tower = config["vision_config"].clone();
         for seed in 1..=mutations(MUTATED_CONFIGS / 10) {
             // Most mutations above are of the text part.
-            let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let mut random = Random::of_case(seed);
             (0..1 + random.below(3)).for_each(|_| mutate(&mut tower, &mut random));
             let mut config = config.clone();
             config["vision_config"] = std::mem::replace(&mut tower, config["vision_config"].clone());

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use keel_models::gguf::{config, metadata};
+use keel_models::gguf::{config, metadata, transformers_config};
 use keel_models::{HybridConfig, QueryGrowth, RopeScaling, read_config};
 use keel_testkit::fixtures::{GgufBuilder, GgufTensor};
 use keel_weights::gguf::GgufFile;
@@ -86,6 +86,46 @@ fn whole_heads_rotate_unless_the_file_says_otherwise() {
         let json = read("rotary", arch, |file| file.size(&format!("{arch}.rope.dimension_count"), &4.into()));
         assert_eq!(numbers(&json.expect("complete")).rotary, 4, "{arch}");
     }
+}
+
+#[test]
+fn yarn_lengthens_the_context() {
+    let context = |original: Option<usize>| {
+        let json = read("yarn", "qwen3", |file| {
+            file.text("qwen3.rope.scaling.type", "yarn");
+            file.float("qwen3.rope.scaling.factor", 4.0);
+            if let Some(original) = original {
+                file.size("qwen3.rope.scaling.original_context_length", &original.into());
+            }
+        });
+        numbers(&json.expect("complete")).context_max
+    };
+    // The file's own context is 256. Without another length it is the one that is stretched.
+    assert_eq!([Some(128), Some(32), None].map(context), [512, 256, 1024]);
+}
+
+/// The tensors are written with `model.` before their names, as those of a text model.
+#[test]
+fn a_written_checkpoint_has_the_model_type_of_a_text_model() {
+    let experts = |file: &mut GgufBuilder| {
+        for key in ["expert_count", "expert_used_count", "expert_feed_forward_length"] {
+            file.size(&format!("qwen35moe.{key}"), &16.into());
+        }
+    };
+    for (json, text, class) in [
+        (read("text", "qwen35", |_| ()), "qwen3_5_text", "Qwen3_5ForCausalLM"),
+        (read("text", "qwen35moe", experts), "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    ] {
+        let json = json.expect("complete");
+        let written = transformers_config(&json);
+        assert_eq!((&written["model_type"], &written["architectures"]), (&json!(text), &json!([class])));
+        let (from, mut to) = (numbers(&json), numbers(&written));
+        to.model_type.clone_from(&from.model_type);
+        assert_eq!(to, from, "{text}");
+        metadata(&written, &numbers(&written), false).expect("it can be a file again");
+    }
+    let llama = read("text", "llama", |_| ()).expect("complete");
+    assert_eq!(transformers_config(&llama), llama);
 }
 
 #[test]

@@ -8,7 +8,8 @@ use keel_array::{
     Backend, Compute, DType, DeviceMemory, Kernel, Launch, Memory, Programs, RowBlock, Runtime,
     RuntimeOptions, Submission, WeightFormat, WeightSpec,
 };
-use keel_models::loading::{CheckpointParameters, Loader, Parameters, RandomParameters, RowSink, SourceRows};
+use keel_models::loading::{Altered, CheckpointParameters, Loader, Parameters, RandomParameters, SourceRows};
+use keel_models::{has_mtp_head, read_config, shape_with_mtp_head};
 use keel_weights::{RotationValues, TensorInfo, TensorSource, TensorView};
 
 /// A backend whose memory holds nothing.
@@ -78,43 +79,27 @@ fn runtime() -> Runtime {
 /// All layers rotate their input.
 struct Rotated(RandomParameters);
 
-impl Parameters for Rotated {
-    fn contains(&self, name: &str) -> bool {
-        self.0.contains(name)
-    }
-
-    fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.0.shape(name)
-    }
-
-    fn linear_format(
-        &self,
-        module: &str,
-        experts: Option<usize>,
-        rows: usize,
-        cols: usize,
-    ) -> keel_models::Result<WeightFormat> {
-        self.0.linear_format(module, experts, rows, cols)
-    }
-
-    fn linear_rows(
-        &self,
-        module: &str,
-        expert: Option<usize>,
-        rows: Range<usize>,
-        spec: &WeightSpec,
-        sink: &mut RowSink<'_>,
-    ) -> keel_models::Result<()> {
-        self.0.linear_rows(module, expert, rows, spec, sink)
+impl Altered for Rotated {
+    fn inner(&self) -> &dyn Parameters {
+        &self.0
     }
 
     fn rotation(&self, _: &str) -> keel_models::Result<Option<RotationValues>> {
         Ok(Some(RotationValues { scales: vec![1.0; 32], pairs: (0..32).collect(), angles: vec![0.5; 16] }))
     }
+}
 
-    fn values(&self, name: &str, elements: usize) -> keel_models::Result<Vec<f32>> {
-        self.0.values(name, elements)
+/// A default instead of the answer of the others would make another model.
+#[test]
+fn what_is_not_altered_is_that_of_the_others() {
+    let dense = || RandomParameters { format: WeightFormat::Dense(DType::F32) };
+    let (others, altered) = (dense(), Rotated(dense()));
+    let [others, altered]: [&dyn Parameters; 2] = [&others, &altered];
+    for parameters in [others, altered] {
+        assert!(parameters.rows_are_alike() && parameters.norms_are_scales());
     }
+    assert!(others.rotation("lm_head").expect("there is none").is_none());
+    assert!(altered.rotation("lm_head").expect("it is sound").is_some());
 }
 
 #[test]
@@ -177,5 +162,42 @@ fn bare_stacks_are_released_while_they_are_read_and_after_the_last_own_expert() 
         let of = |expert| vec![SourceRows::expert(STACK, expert, experts, rows)];
         loader.experts(&own.clone().map(of).collect::<Vec<_>>(), cols).expect("the stack is sound");
         assert_eq!(*source.released.lock().expect("no test panics with it"), expected, "{own:?}");
+    }
+}
+
+/// A checkpoint of one tensor.
+struct Named<'a>(&'a str);
+
+impl TensorSource for Named<'_> {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new([self.0].into_iter())
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        name == self.0
+    }
+
+    fn info(&self, name: &str) -> keel_weights::Result<TensorInfo<'_>> {
+        unreachable!("the shape of {name} is not needed")
+    }
+
+    fn tensor(&self, name: &str) -> keel_weights::Result<TensorView<'_>> {
+        unreachable!("the bytes of {name} are not needed")
+    }
+}
+
+#[test]
+fn a_head_is_found_under_all_of_its_names_packed_or_not() {
+    let json = shape_with_mtp_head("qwen3.5-0.8b").expect("a shape with a head");
+    let config = read_config(&json).expect("complete");
+    let has = |name: &str| has_mtp_head(&config, &CheckpointParameters(&Named(name)));
+    for root in ["mtp", "language_model.mtp", "model.mtp", "model.language_model.mtp"] {
+        for kind in ["weight", "qweight"] {
+            let name = format!("{root}.fc.{kind}");
+            assert!(has(&name), "{name}");
+        }
+    }
+    for other in ["mtp.norm.weight", "visual.mtp.fc.weight", "mtp.fc.bias"] {
+        assert!(!has(other), "{other}");
     }
 }

@@ -142,7 +142,7 @@ impl Answer {
             AnswerEvent::End(..) => 0,
         };
         let Some(caller) = &self.caller else { return Ok(()) };
-        caller.meter.take(bytes).map_err(|error| caller.failed(error))
+        caller.meter.take(bytes).map_err(|refused| caller.failed(refused.into()))
     }
 
     /// Creates an answer from `events`.
@@ -156,11 +156,7 @@ impl Answer {
         Answer {
             events,
             tokenizer: tokenizer.clone(),
-            detokenizer: if style.form.has_parts() {
-                tokenizer.answer_stream()
-            } else {
-                tokenizer.stream(true)
-            },
+            detokenizer: tokenizer.answer_stream(&style.form),
             stops: style.stops,
             parser: AnswerParser::new(style.form),
             one_call: style.one_call,

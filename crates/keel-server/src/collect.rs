@@ -18,6 +18,7 @@ use crate::collected::Collected;
 use crate::error::{Result, ServerError};
 use crate::http::body::{error_json, sse};
 use crate::loaded_model::LoadedModel;
+use crate::memory::charge::Refused;
 use crate::memory::requests::Meter;
 
 /// Waits for all answers.
@@ -176,16 +177,17 @@ impl Outbox {
         loop {
             // Read before the attempt: what is given back meanwhile makes this too large, never too small.
             let unread = self.waiting.held();
-            let Err(error) = self.waiting.take(bytes) else { break };
+            let Err(refused) = self.waiting.take(bytes) else { break };
             // The client reads, and so makes room in the stream's own bytes.
             if bytes <= STREAM_BYTES as u64
                 && let Ok(room) = Arc::clone(&self.own).acquire_many_owned(own).await
             {
                 return Ok(Room::Own(room));
             }
-            let never = matches!(error, ServerError::RequestTooLarge { needed, limit } if needed.saturating_sub(unread) > limit);
+            let never =
+                matches!(refused, Refused::Always { needed, limit } if needed.saturating_sub(unread) > limit);
             if never || Instant::now() >= until {
-                return Err(error);
+                return Err(refused.into());
             }
             tokio::time::sleep(NO_ROOM_PAUSE).await;
         }

@@ -35,7 +35,7 @@ mod text;
 
 pub use access::keys::{ApiKey, KeyLimits};
 pub use api::requests;
-pub use engine::view::DeviceReport;
+pub use engine::view::{DeviceReport, EngineView};
 pub use engine::worker::EngineHandle;
 pub use error::{Reply, Result, ServerError};
 pub use events::Events;

@@ -52,6 +52,16 @@ impl Shared {
         self.draining.load(Ordering::Acquire)
     }
 
+    /// Number of grammars whose compilation has begun since the start.
+    pub fn grammars_begun(&self) -> u64 {
+        self.works.grammars_begun()
+    }
+
+    /// Number of grammars whose compilation has ended since the start, whatever its outcome.
+    pub fn grammars_ended(&self) -> u64 {
+        self.works.grammars_ended()
+    }
+
     /// Seconds since 1970, by the wall clock.
     pub(crate) fn now(&self) -> u64 {
         seconds_since_1970((self.options.wall_clock)())

@@ -1,9 +1,7 @@
 //! The text side of the served model.
 
 use keel_engine::batch::RequestVision;
-use keel_text::{
-    AnswerForm, ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer,
-};
+use keel_text::{ChatRequest, ChatTemplate, GenerationDefaults, Message, TextError, TextFiles, Tokenizer};
 use serde_json::{Map, Value};
 
 use crate::engine::grammar::GrammarFactory;
@@ -71,12 +69,12 @@ impl Bounds<'_> {
 
     /// Charges bytes to the request until the result is dropped.
     pub fn hold(&self, bytes: u64) -> Result<Option<Hold<'_>>> {
-        self.meter.map(|meter| meter.hold(bytes)).transpose()
+        Ok(self.meter.map(|meter| meter.hold(bytes)).transpose()?)
     }
 
     /// Charges bytes to the request until it ends.
     pub fn keep(&self, bytes: u64) -> Result<()> {
-        self.meter.map_or(Ok(()), |meter| meter.take(bytes))
+        Ok(self.meter.map_or(Ok(()), |meter| meter.take(bytes))?)
     }
 
     /// Reduces the request's charge to its prompts: `tokens` ids for each answer, and once more.
@@ -125,11 +123,6 @@ impl ServedText {
     pub fn takes(&self) -> Modalities {
         let videos = self.preprocessor.as_ref().is_some_and(ImagePreprocessor::takes_videos);
         Modalities { pictures: self.preprocessor.is_some(), videos }
-    }
-
-    /// Whether the model marks the end of its reasoning.
-    pub fn reasons(&self) -> bool {
-        AnswerForm::reasoning_end(&self.tokenizer).is_some()
     }
 
     /// Renders and encodes a conversation.

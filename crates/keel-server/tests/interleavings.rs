@@ -9,7 +9,7 @@ mod sync {
     pub(crate) use loom::sync::{Arc, atomic};
 }
 
-use charge::{Budget, Charge, Refused};
+use charge::{Budget, Meter, Refused};
 use loom::sync::Arc;
 use loom::thread;
 
@@ -26,7 +26,7 @@ fn charges_never_exceed_the_budget_and_all_come_back() {
         let client = |bytes: u64| {
             let budget = Arc::clone(&budget);
             move || {
-                let charge = Charge::new(&budget);
+                let charge = Meter::new(&budget);
                 let taken = charge.take(bytes);
                 assert!(budget.used() <= LIMIT, "{}", budget.used());
                 assert_eq!(charge.held(), if taken.is_ok() { bytes } else { 0 });
@@ -47,7 +47,7 @@ fn charges_never_exceed_the_budget_and_all_come_back() {
 fn parts_of_a_request_keep_one_account() {
     loom::model(|| {
         let budget = budget();
-        let request = Charge::new(&budget);
+        let request = Meter::new(&budget);
         let part = request.part();
         let other = thread::spawn(move || {
             let taken = part.take(30).is_ok();

@@ -50,6 +50,16 @@ pub fn largest_distance(got: &[f64], want: &[f64]) -> f64 {
     got.iter().zip(want).map(|(got, want)| or_infinite((got - want).abs())).fold(0.0, f64::max)
 }
 
+/// The square root of the mean square of the distances between elements. NaN if an element is not a number.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn mean_distance(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let squares: f64 = got.iter().zip(want).map(|(got, want)| (got - want).powi(2)).sum();
+    (squares / got.len() as f64).sqrt()
+}
+
 /// A NaN is worse than every number.
 fn or_infinite(error: f64) -> f64 {
     if error.is_nan() { f64::INFINITY } else { error }
@@ -112,6 +122,12 @@ mod tests {
     fn not_a_number_is_far_from_everything() {
         assert_eq!(largest_distance(&[1.0, f64::NAN, 2.0], &[1.0; 3]), f64::INFINITY);
         assert_eq!(largest_distance(&[1.0, 3.0, 2.0], &[1.0; 3]), 2.0);
+    }
+
+    #[test]
+    fn large_distances_weigh_most_in_the_mean() {
+        assert_eq!(mean_distance(&[1.0, 2.0, 3.0, 8.0], &[1.0, 2.0, 3.0, 4.0]), 2.0);
+        assert!(mean_distance(&[1.0, f64::NAN], &[1.0, 2.0]).is_nan());
     }
 
     #[test]

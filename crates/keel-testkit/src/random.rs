@@ -10,6 +10,11 @@ impl Random {
         Random(seed)
     }
 
+    /// The generator of a numbered case. Generators of neighbouring cases have unrelated sequences.
+    pub fn of_case(case: u64) -> Random {
+        Random(case.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6b65_656c)
+    }
+
     /// The next 64 bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -39,5 +44,26 @@ pub fn mutations(default: u64) -> u64 {
     match std::env::var("KEEL_FUZZ_MUTATIONS") {
         Ok(count) => count.parse().expect("KEEL_FUZZ_MUTATIONS is a number"),
         Err(_) => default,
+    }
+}
+
+/// Damages a file in one place: changes, removes, inserts or repeats bytes, or cuts off the rest. `words` have a meaning
+/// for the parser.
+pub fn mutate<W: AsRef<[u8]>>(file: &mut Vec<u8>, words: &[W], random: &mut Random) {
+    let at = random.below(file.len() + 1);
+    let end = (at + random.below(24)).min(file.len());
+    let word = words[random.below(words.len())].as_ref();
+    match random.below(7) {
+        0 if at < file.len() => file[at] = random.below(256) as u8,
+        1 if at < file.len() => file[at] ^= 1 << random.below(8),
+        2 => drop(file.drain(at..end)),
+        3 => drop(file.splice(at..end, word.iter().copied())),
+        4 => drop(file.splice(at..at, word.iter().copied())),
+        5 => {
+            // A repeated stretch makes duplicates and nesting.
+            let stretch = file[at..end].to_vec();
+            drop(file.splice(at..at, stretch));
+        }
+        _ => file.truncate(at),
     }
 }

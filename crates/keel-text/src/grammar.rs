@@ -132,6 +132,7 @@ impl GrammarFactory {
             let json: Value = serde_json::from_slice(&files.tokenizer.bytes)
                 .map_err(|source| TextError::Json { file: files.tokenizer.name.clone(), source })?;
             let mut words = llguidance::token_bytes_from_tokenizer_json(&json).map_err(refused)?;
+            correct_added(&mut words, &json, tokenizer)?;
             // Configs may name ids that are no tokens.
             let ends = || tokenizer.eos_ids().iter().copied().filter(|&id| (id as usize) < words.len());
             let named = tokenizer.special_tokens().eos.as_deref().and_then(|eos| tokenizer.token_to_id(eos));
@@ -186,6 +187,20 @@ impl GrammarFactory {
             }
         })
     }
+}
+
+/// Gives added tokens the bytes that the decoder makes of them. The library takes their spelling. In SentencePiece's
+/// vocabularies a token of two spaces is spelled with two `\u{2581}`. Special tokens keep their spelling after a
+/// marker, because no text has them.
+fn correct_added(words: &mut [Vec<u8>], json: &Value, tokenizer: &Tokenizer) -> Result<(), TextError> {
+    for token in json["added_tokens"].as_array().into_iter().flatten() {
+        let id = token["id"].as_u64().and_then(|id| u32::try_from(id).ok());
+        let Some(id) = id.filter(|_| token["special"] != true) else { continue };
+        if let Some(word) = words.get_mut(id as usize) {
+            *word = tokenizer.token_bytes(id)?;
+        }
+    }
+    Ok(())
 }
 
 /// A position within a grammar.

@@ -43,7 +43,7 @@ mod template;
 mod tokenizer;
 mod vocabulary;
 
-pub use answer::{AnswerForm, AnswerParser, AnswerPart};
+pub use answer::{AnswerForm, AnswerParser, AnswerPart, ReasoningMarkers};
 pub use cancel::Cancel;
 pub use defaults::{GenerationDefaults, Recommended};
 pub use error::TextError;

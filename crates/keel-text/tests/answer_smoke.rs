@@ -7,7 +7,7 @@ mod answering;
 use answering::{exercise_answer, exercise_grammar};
 use keel_testkit::random::Random;
 
-const ANSWERS: [&str; 11] = [
+const ANSWERS: [&str; 15] = [
     "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
     "<tool_call>\n<function=f>\n<parameter=x>\na\nb\n</parameter>\n<parameter=y>\n7\n</parameter>\n</function>\n</tool_call>",
     "{\"name\": \"get\", \"parameters\": {\"a\": [1, {\"b\": null}]}}",
@@ -18,6 +18,10 @@ const ANSWERS: [&str; 11] = [
     "<|tool_call|>[{\"name\": \"get\", \"arguments\": {}}]<|/tool_call|> c",
     "f\n{\"x\": \"1\"}\nget\n{}",
     "<function_calls>f(x='a\\n', y=-2)\nget(a=[1, {'b': None}])</function_calls> d",
+    "a\n<function=f>\n<parameter=x>\n</function> </tool_call>\n</parameter>\n</function>\n</tool_call> b",
+    "<tool_call>\n<function=f>\n<parameter=x>\na\n<parameter=y>\n7\n</function>\n</tool_call>\n<tool_call>get</tool_call>",
+    "{\"name\": \"f\", \"parameters\": {}}; {\"name\": \"get\", \"parameters\": {}}",
+    "{\"a\": \"<tool_call>\", \"b\": 1} <tool_call>get<arg_key>a</arg_key>b</arg_value></tool_call>",
     "a</think>  <tool_call>{\"name\": \"get\"}</tool_call><tool_call>{\"name\": \"nobody\"}</tool_call> b",
 ];
 
@@ -115,7 +119,7 @@ fn survive(
     exercise: fn(&[u8]) -> bool,
 ) -> u64 {
     let run = |case: u64| {
-        let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+        let mut random = Random::of_case(case);
         let mut data = base(&mut random);
         let first = data.remove(0);
         mutate(&mut data, words, &mut random);

@@ -110,6 +110,22 @@ fn a_template_without_a_place_for_tools_gets_them_as_text() {
     assert!(asked(&both, None).starts_with(call));
 }
 
+/// Over Anthropic's API a message of the user has results and text.
+#[test]
+fn a_template_of_strict_turns_takes_results_and_text() {
+    let source = std::fs::read_to_string(asset("templates").join("gemma_like.jinja")).unwrap();
+    let called = serde_json::json!({"role": "assistant", "content": "",
+        "tool_calls": [{"function": {"name": "f"}}]});
+    let result = serde_json::json!({"role": "tool", "content": "one"});
+    let messages =
+        [Message::new("user", "Go."), message(&called), message(&result), Message::new("user", "And now?")];
+    let text = compile(&source).render(&ChatRequest::new(&messages)).unwrap();
+    let turns = "<bos><start_of_turn>user\nGo.<end_of_turn>\n<start_of_turn>model\n<tool_call>\n{\"name\": \"f\", \
+                 \"arguments\": {}}\n</tool_call><end_of_turn>\n<start_of_turn>user\n<tool_response>\none\n\
+                 </tool_response>\nAnd now?<end_of_turn>\n<start_of_turn>model\n";
+    assert_eq!(text, turns);
+}
+
 /// The user chooses a request's variables. They must not replace the conversation.
 #[test]
 fn variables_cannot_replace_what_the_template_relies_on() {

@@ -9,7 +9,7 @@ mod exercise;
 
 use common::{asset, files_of};
 use exercise::{Input, exercise};
-use keel_testkit::random::{Random, mutations};
+use keel_testkit::random::{Random, mutate, mutations};
 
 const MUTATIONS: u64 = 20_000;
 const WORKERS: usize = 4;
@@ -36,9 +36,9 @@ fn damaged_files_never_panic() {
 
 /// Runs one mutation. Returns whether everything opened. A panic is reported with the number of the case.
 fn run_case(bases: &[Input], case: u64) -> bool {
-    let mut random = Random::new(case.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x6B65_656C);
+    let mut random = Random::of_case(case);
     let mut input = bases[random.below(bases.len())].clone();
-    mutate(&mut input, &mut random);
+    damage(&mut input, &mut random);
     match std::panic::catch_unwind(|| exercise(&input)) {
         Ok(opened) => opened,
         Err(_) => panic!("case {case} panicked"),
@@ -63,8 +63,8 @@ fn bases() -> Vec<Input> {
     bases
 }
 
-/// Damages one file of the input in one to four places, and removes the files that do not interact with it.
-fn mutate(input: &mut Input, random: &mut Random) {
+/// Damages one file of the input in one to three places, and removes the files that do not interact with it.
+fn damage(input: &mut Input, random: &mut Random) {
     let file = match random.below(7) {
         0..3 => {
             input.template.clear();
@@ -78,8 +78,11 @@ fn mutate(input: &mut Input, random: &mut Random) {
         _ if random.below(2) == 0 => &mut input.config,
         _ => &mut input.generation_config,
     };
-    for _ in 0..=random.below(4) {
-        mutate_once(file, random);
+    for _ in 0..1 + random.below(3) {
+        match random.below(7) {
+            0 | 1 => copy_value(file, random),
+            _ => mutate(file, &WORDS, random),
+        }
     }
 }
 
@@ -126,25 +129,6 @@ const WORDS: [&str; 40] = [
     " * 3",
     "loop.",
 ];
-
-fn mutate_once(file: &mut Vec<u8>, random: &mut Random) {
-    let at = random.below(file.len() + 1);
-    let end = (at + random.below(24)).min(file.len());
-    let word = WORDS[random.below(WORDS.len())].as_bytes();
-    match random.below(7) {
-        0 if at < file.len() => file[at] = random.bits() as u8,
-        1 if at < file.len() => file[at] ^= 1 << random.below(8),
-        2 => drop(file.drain(at..end)),
-        3 => drop(file.splice(at..end, word.iter().copied())),
-        4 => drop(file.splice(at..at, word.iter().copied())),
-        5 => {
-            let piece = file[at..end].to_vec();
-            let to = random.below(file.len() + 1);
-            drop(file.splice(to..to, piece));
-        }
-        _ => copy_value(file, random),
-    }
-}
 
 /// Copies one piece between commas over another. This keeps most JSON well-formed and puts values in wrong places.
 fn copy_value(file: &mut Vec<u8>, random: &mut Random) {

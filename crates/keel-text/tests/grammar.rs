@@ -197,6 +197,31 @@ fn a_long_chain_of_rules_needs_no_more_stack_than_there_is() {
     drop(factory.start(&GrammarSource::JsonSchema(json!({"$defs": schemas, "$ref": "#/$defs/d0"}))));
 }
 
+/// Gemma lists runs of spaces as added tokens that are not special.
+#[test]
+fn an_added_token_of_spaces_means_spaces() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/assets/byte_tokens");
+    let read = |name| std::fs::read(folder.join(name)).expect("it is there");
+    let mut json: Value = serde_json::from_slice(&read("tokenizer.json")).expect("JSON");
+    let added = json["added_tokens"].as_array_mut().expect("a list");
+    let mut spaces = added[0].clone();
+    (spaces["id"], spaces["content"], spaces["special"]) =
+        (json!(400), json!("\u{2581}\u{2581}"), json!(false));
+    added.push(spaces);
+    let (json, config) = (json.to_string(), read("tokenizer_config.json"));
+    let files = TextFiles::in_memory(json.as_bytes()).with_tokenizer_config(&config);
+    let tokenizer = Tokenizer::new(&files).expect("it is right");
+    let factory = GrammarFactory::new(&files, &tokenizer).expect("its vocabulary is made of bytes");
+    let letter = tokenizer.token_to_id("a").expect("a letter");
+    for (regex, fits) in [("a  b", true), ("a[^ ]+", false)] {
+        let mut state = factory.start(&GrammarSource::Regex(regex.into())).expect("the grammar is right");
+        state.accept(letter).expect("it begins so");
+        let mut logits = vec![0.0f32; 401];
+        state.mask(&mut logits).expect("within bounds");
+        assert_eq!(logits[400].is_finite(), fits, "{regex}");
+    }
+}
+
 #[test]
 fn end_ids_that_are_no_tokens_are_passed_over() {
     let file = keel_testkit::fixtures::demo().join("tokenizer.json");

@@ -193,9 +193,17 @@ fn an_answers_markers_are_text_though_they_are_special() {
     let text = "a é[TOOL_CALLS]f[ARGS]{\"x\": \"ü\"}<|im_end|>";
     let ids = tokenizer.encode(text, false).unwrap();
     assert!(ids.contains(&357) && ids.contains(&358));
-    let mut stream = tokenizer.answer_stream();
-    let mut shown: String = ids.iter().map(|&id| stream.push(id).unwrap().to_string()).collect();
-    shown.push_str(stream.finish().unwrap());
-    assert_eq!(shown, "a é[TOOL_CALLS]f[ARGS]{\"x\": \"ü\"}");
+    let shown = |form: &keel_text::AnswerForm| {
+        let mut stream = tokenizer.answer_stream(form);
+        let mut shown: String = ids.iter().map(|&id| stream.push(id).unwrap().to_string()).collect();
+        shown.push_str(stream.finish().unwrap());
+        shown
+    };
+    let tools = vec![serde_json::json!({"name": "f"})];
+    let calls = keel_text::AnswerForm { tools, ..Default::default() };
+    assert_eq!(shown(&calls), "a é[TOOL_CALLS]f[ARGS]{\"x\": \"ü\"}");
+    // Without tools there are no calls, and their markers are no text.
+    let reasoning = keel_text::AnswerForm { reasoning: true, ..Default::default() };
+    assert_eq!(shown(&reasoning), "a éf{\"x\": \"ü\"}");
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), "a éf{\"x\": \"ü\"}");
 }

@@ -53,7 +53,7 @@ pub fn gguf(file: &[u8]) -> bool {
         end = entry.range.end;
         let kind = entry.kind.expect("only known types have a length");
         let values: usize = entry.shape.iter().product();
-        assert_eq!(values / kind.block_values() * kind.block_bytes(), entry.range.len(), "{name}");
+        assert_eq!(kind.row_bytes(values), Some(entry.range.len()), "{name}");
     }
     true
 }

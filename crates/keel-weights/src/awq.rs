@@ -21,6 +21,7 @@ use keel_array::DType;
 
 use crate::{
     LinearFormat, LinearInfo, RawTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError, float,
+    unsupported::CHECKPOINT_ADVICE,
 };
 
 /// First bit of output `i` of eight in its word.
@@ -137,7 +138,7 @@ impl<'a> AwqTensor<'a> {
             let (group, stored) = (k / group_size, k / self.stored_group);
             let starts = k % group_size == 0;
             if starts {
-                let bytes = self.scales.row_bytes(stored..stored + 1)?;
+                let bytes = self.scales.bytes_of_rows(stored..stored + 1)?;
                 float::decode(self.scales.dtype(), bytes, &mut group_scales);
             }
             for (i, row) in range.clone().enumerate() {
@@ -218,7 +219,7 @@ fn sizes<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<Sizes> {
     let wrong = |problem: String| Err(WeightsError::Module { module: module.into(), problem });
     let gptq = source.quantization().and_then(|quantization| quantization.gptq());
     if let Some(bits) = gptq.map(|gptq| gptq.bits).filter(|&bits| bits != 4) {
-        return wrong(format!("config.json gives GPTQ with {bits} bits; 4 are read"));
+        return wrong(format!("config.json gives GPTQ with {bits} bits; {CHECKPOINT_ADVICE}"));
     }
     let matrix = |info: TensorInfo<'_>| match info.shape {
         &[rows, cols] if rows > 0 && cols > 0 => Some((rows, cols)),

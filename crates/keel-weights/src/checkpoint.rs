@@ -1,12 +1,14 @@
 //! A checkpoint: config.json and one or more safetensors files.
 
+mod files;
+
 use std::{
     collections::BTreeMap,
     ops::Range,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
 
-use serde::Deserialize;
+use files::{SINGLE_FILE, Shards, has_weights, is_index, open_shards, weights_path};
 use serde_json::Value;
 
 use crate::{
@@ -15,10 +17,7 @@ use crate::{
 };
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
-/// Most bytes of the index of a checkpoint's weights files.
-pub const INDEX_BYTES_MAX: u64 = 256 << 20;
-const SINGLE_FILE: &str = "model.safetensors";
-const INDEX_FILE: &str = "model.safetensors.index.json";
+const CONFIG_FILE: &str = "config.json";
 
 /// An opened checkpoint: its configuration, and the tensors of all shards by name.
 #[derive(Debug)]
@@ -45,7 +44,7 @@ impl Checkpoint {
         let weights = weights_path(path)?;
         let folder = weights.parent().unwrap_or(Path::new("")).to_path_buf();
         let config = read_config(&folder)?;
-        let Shards { files, owners } = if weights.extension().is_some_and(|extension| extension == "json") {
+        let Shards { files, owners } = if is_index(&weights) {
             open_shards(&weights, &folder)?
         } else {
             let file = SafetensorsFile::open(&weights)?;
@@ -75,6 +74,12 @@ impl Checkpoint {
             files: vec![file],
             owners,
         })
+    }
+
+    /// Whether `folder` has a config.json and all weights files that [`open`](Self::open) would open there. Headers are
+    /// not read.
+    pub fn is_complete(folder: &Path) -> bool {
+        folder.join(CONFIG_FILE).is_file() && has_weights(folder)
     }
 
     /// The parsed config.json.
@@ -157,34 +162,8 @@ impl TensorSource for Checkpoint {
     }
 }
 
-/// The weights file or shard index at `path`.
-fn weights_path(path: &Path) -> Result<PathBuf> {
-    let metadata = std::fs::metadata(path).map_err(WeightsError::io("open", path))?;
-    if metadata.is_dir() {
-        let (single, index) = (path.join(SINGLE_FILE), path.join(INDEX_FILE));
-        return match (single.exists(), index.exists()) {
-            // Some tools keep what they do not change, such as an MTP head, in another file. The index has both.
-            (true, true) if names_single_file(&index) => Ok(index),
-            (true, _) => Ok(single),
-            (false, true) => Ok(index),
-            (false, false) => Err(WeightsError::no_weights(path)),
-        };
-    }
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
-        return Ok(path.into());
-    }
-    Err(WeightsError::no_weights(path))
-}
-
-/// Whether an index is one of the folder's single file, too. Another one may be left from shards that are gone.
-fn names_single_file(index: &Path) -> bool {
-    let index: Result<ShardIndex> = json::read(index, INDEX_BYTES_MAX);
-    index.is_ok_and(|index| index.weight_map.values().any(|file| file == SINGLE_FILE))
-}
-
 fn read_config(folder: &Path) -> Result<Value> {
-    let path = folder.join("config.json");
+    let path = folder.join(CONFIG_FILE);
     if !path.exists() {
         return Err(WeightsError::NoConfig { path });
     }
@@ -196,54 +175,6 @@ fn check_config(config: Value, folder: &Path) -> Result<Value> {
         return Ok(config);
     }
     Err(WeightsError::Json { path: folder.join("config.json"), problem: "it is not a JSON object".into() })
-}
-
-#[derive(Deserialize)]
-struct ShardIndex {
-    weight_map: BTreeMap<String, String>,
-}
-
-/// The files of a checkpoint.
-struct Shards {
-    files: Vec<SafetensorsFile>,
-    /// For each tensor, the number of its file.
-    owners: BTreeMap<String, usize>,
-}
-
-/// Opens the files named by an index, and checks that each holds the tensors that the index says.
-fn open_shards(index: &Path, folder: &Path) -> Result<Shards> {
-    let problem = |problem: String| WeightsError::Json { path: index.into(), problem };
-    let ShardIndex { weight_map } = json::read(index, INDEX_BYTES_MAX)?;
-    let mut numbers = BTreeMap::new();
-    for file in weight_map.values() {
-        numbers.insert(file.clone(), 0);
-    }
-    if numbers.is_empty() {
-        return Err(problem("its weight_map is empty".into()));
-    }
-    let mut files = Vec::with_capacity(numbers.len());
-    for (name, number) in &mut numbers {
-        if !is_plain_name(name) {
-            return Err(problem(format!("'{name}' is not the name of a file in the same folder")));
-        }
-        *number = files.len();
-        files.push(SafetensorsFile::open(&folder.join(name))?);
-    }
-    let mut owners = BTreeMap::new();
-    for (tensor, file) in weight_map {
-        let number = numbers[&file];
-        if !files[number].contains(&tensor) {
-            return Err(problem(format!("it places tensor '{tensor}' in {file}, which does not hold it")));
-        }
-        owners.insert(tensor, number);
-    }
-    Ok(Shards { files, owners })
-}
-
-/// Whether `name` is one ordinary path component. So an index cannot name files outside its folder.
-fn is_plain_name(name: &str) -> bool {
-    let mut components = Path::new(name).components();
-    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
 }
 
 #[cfg(test)]
@@ -309,10 +240,15 @@ mod tests {
         let folder = folder(&files);
         let names = || Checkpoint::open(folder.path()).unwrap().names().map(String::from).collect::<Vec<_>>();
         assert_eq!(names(), ["a", "mtp.a"]);
+        assert!(Checkpoint::is_complete(folder.path()));
+        // The other file has not come yet.
+        fs::remove_file(folder.path().join("model_extra_tensors.safetensors")).unwrap();
+        assert!(!Checkpoint::is_complete(folder.path()));
         // An index that is left from shards that are gone.
         let left = index("model-00001-of-00002.safetensors");
         fs::write(folder.path().join("model.safetensors.index.json"), left).unwrap();
         assert_eq!(names(), ["a"]);
+        assert!(Checkpoint::is_complete(folder.path()));
     }
 
     #[test]
@@ -349,6 +285,18 @@ mod tests {
         assert_eq!(checkpoint.tensor("b").unwrap().bytes(), [3]);
         assert_eq!(checkpoint.total_bytes(), 3);
         assert!(Checkpoint::open(&folder.path().join("model.safetensors.index.json")).is_ok());
+        assert!(Checkpoint::is_complete(folder.path()));
+        for file in ["1.safetensors", "config.json"] {
+            let (path, aside) = (folder.path().join(file), folder.path().join("aside"));
+            fs::rename(&path, &aside).unwrap();
+            assert!(!Checkpoint::is_complete(folder.path()), "without {file}");
+            fs::rename(&aside, &path).unwrap();
+        }
+        // What cannot be opened is not complete.
+        for index in [r#"{"weight_map":{}}"#, "{"] {
+            fs::write(folder.path().join("model.safetensors.index.json"), index).unwrap();
+            assert!(!Checkpoint::is_complete(folder.path()), "{index}");
+        }
     }
 
     #[test]

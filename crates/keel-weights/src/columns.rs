@@ -68,7 +68,7 @@ impl<'a> ColumnsTensor<'a> {
     ///
     /// # Errors
     /// [`WeightsError::Rows`](crate::WeightsError::Rows) if the rows do not exist.
-    pub fn rows_bytes(&self, range: Range<usize>) -> Result<Vec<u8>> {
+    pub fn bytes_of_rows(&self, range: Range<usize>) -> Result<Vec<u8>> {
         let (rows, cols, size) = (self.rows, self.cols, self.view.dtype().size());
         let count = range.len().saturating_mul(cols);
         check_rows(self.view.name(), self.experts * rows, cols, &range, count)?;
@@ -105,7 +105,7 @@ impl<'a> ColumnsTensor<'a> {
     /// [`WeightsError::Rows`](crate::WeightsError::Rows) if the rows do not exist or `out` has another length.
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         check_rows(self.view.name(), self.experts * self.rows, self.cols, &range, out.len())?;
-        float::decode(self.view.dtype(), &self.rows_bytes(range)?, out);
+        float::decode(self.view.dtype(), &self.bytes_of_rows(range)?, out);
         Ok(())
     }
 }
@@ -186,7 +186,7 @@ mod tests {
             assert_eq!(row, [16.0, 21.0, 26.0]);
             let mut bytes = vec![0; 3 * dtype.size()];
             float::encode(dtype, &row, &mut bytes);
-            assert_eq!(RowSource::rows_bytes(&source, &spec, 6..7).unwrap(), bytes);
+            assert_eq!(RowSource::bytes_of_rows(&source, &spec, 6..7).unwrap(), bytes);
         }
     }
 

@@ -138,6 +138,17 @@ pub enum WeightsError {
         needed: &'static str,
     },
 
+    /// A weight in a form that is not read.
+    #[error("tensor '{name}' is stored as {found}, which keel does not read; {advice}")]
+    UnsupportedForm {
+        /// The tensor.
+        name: String,
+        /// The element type, and the method that made it.
+        found: String,
+        /// The forms that are read, and what to do.
+        advice: &'static str,
+    },
+
     /// A linear layer whose tensors, shapes and config do not agree, or whose quantisation is not supported.
     #[error("module '{module}': {problem}")]
     Module {

@@ -79,7 +79,7 @@ impl<'a> Fp4Tensor<'a> {
         const LEVELS: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
         let cols = self.info.cols;
         check_rows(self.weight.name(), self.weight.rows(), cols, &range, out.len())?;
-        let (codes, scales) = (self.weight.row_bytes(range.clone())?, self.scales.row_bytes(range)?);
+        let (codes, scales) = (self.weight.bytes_of_rows(range.clone())?, self.scales.bytes_of_rows(range)?);
         for (i, out) in out.iter_mut().enumerate() {
             let code = codes[i / 2] >> (i % 2 * 4);
             let scale = scales[i / self.mode.group_size()];
@@ -102,7 +102,7 @@ impl<'a> Fp4Tensor<'a> {
     /// If the mode is not `mxfp4`.
     pub fn rows_blocks(&self, range: Range<usize>) -> Result<Vec<u8>> {
         assert_eq!(self.mode, Fp4Mode::Mxfp4);
-        let (codes, scales) = (self.weight.row_bytes(range.clone())?, self.scales.row_bytes(range)?);
+        let (codes, scales) = (self.weight.bytes_of_rows(range.clone())?, self.scales.bytes_of_rows(range)?);
         let mut blocks = Vec::with_capacity(scales.len() * BlockFormat::MXFP4.bytes());
         for (codes, scale) in codes.as_chunks::<16>().0.iter().zip(scales) {
             blocks.push(*scale);

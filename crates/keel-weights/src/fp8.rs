@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use crate::{
     LinearFormat, LinearInfo, RawTensor, Result, TensorSource, TensorView, WeightsError, linear,
-    view::check_rows,
+    unsupported::CHECKPOINT_ADVICE, view::check_rows,
 };
 
 /// Rows and columns of a block.
@@ -93,7 +93,7 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
     }
     let problem = format!(
         "weight {dtype} {shape:?} with weight_scale_inv {} {:?} is not F8_E4M3 [N, K] with one float, or one for each \
-         block of {BLOCK} by {BLOCK}",
+         block of {BLOCK} by {BLOCK}; {CHECKPOINT_ADVICE}",
         scales.dtype, scales.shape
     );
     Err(WeightsError::Module { module: module.into(), problem })

@@ -46,11 +46,12 @@ mod regular;
 mod safetensors;
 mod source;
 mod stream;
+mod unsupported;
 mod view;
 
 pub use affine::{AffineFormat, AffineTensor, ModuleQuantization, Quantization};
 pub use awq::{AwqTensor, RotationValues};
-pub use checkpoint::{Checkpoint, INDEX_BYTES_MAX};
+pub use checkpoint::Checkpoint;
 pub use columns::ColumnsTensor;
 pub use error::{HeaderProblem, WeightsError};
 pub use fp4::{Fp4Mode, Fp4Tensor};
@@ -63,7 +64,7 @@ pub use safetensors::{
     TensorSpec,
 };
 pub use source::{RawTensor, TensorInfo, TensorSource};
-pub use view::TensorView;
+pub use view::{TensorView, cols, rows};
 
 /// The result of this crate's operations.
 pub type Result<T, E = WeightsError> = std::result::Result<T, E>;

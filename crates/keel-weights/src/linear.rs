@@ -8,10 +8,13 @@ use crate::{
     Result, TensorInfo, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
     awq::{self, AwqTensor},
+    cols,
     columns::ColumnsTensor,
     fp4::{self, Fp4Mode, Fp4Tensor},
     fp8::{self, Fp8Tensor},
     gguf::BlockTensor,
+    rows,
+    unsupported::{self, CHECKPOINT_ADVICE},
 };
 
 /// Sizes and format of a linear layer, from headers and config.
@@ -60,8 +63,7 @@ impl LinearInfo {
             [experts, matrix @ ..] if matrix.len() == 2 => (Some(*experts), matrix),
             matrix => (None, matrix),
         };
-        let (cols, rows) = matrix.split_last().map_or((1, 1), |(&cols, rows)| (cols, rows.iter().product()));
-        LinearInfo { experts, rows, cols, format }
+        LinearInfo { experts, rows: rows(matrix), cols: cols(matrix), format }
     }
 
     /// Bytes in the checkpoint: values, or codes with their scales and biases.
@@ -149,6 +151,10 @@ impl LinearTensor<'_> {
 
 /// The implementation of [`TensorSource::linear_info`].
 pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
+    find(source, module).map_err(|error| unsupported::explained(source, module, error))
+}
+
+fn find<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
     let scales = format!("{module}.scales");
     if source.contains(&format!("{module}.qweight")) {
         awq::info(source, module)
@@ -166,6 +172,10 @@ pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result
 
 /// The implementation of [`TensorSource::linear`].
 pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<LinearTensor<'a>> {
+    read(source, module).map_err(|error| unsupported::explained(source, module, error))
+}
+
+fn read<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<LinearTensor<'a>> {
     if source.contains(&format!("{module}.qweight")) {
         return AwqTensor::open(source, module).map(LinearTensor::Awq);
     }
@@ -247,8 +257,8 @@ fn affine_format<S: TensorSource + ?Sized>(
         }
         Some(ModuleQuantization::Unsupported(what)) => {
             return problem(format!(
-                "config.json gives {what}; read are affine quantisation with bits 2, 3, 4, 5, 6 or 8 and groups of 32, 64 \
-                or 128, and the modes mxfp4 (groups of 32) and nvfp4 (16)"
+                "config.json gives {what}; of weights with scales, keel reads bits 2, 3, 4, 5, 6 or 8 with groups of 32, 64 or \
+                128, and the modes mxfp4 (groups of 32) and nvfp4 (16); {CHECKPOINT_ADVICE}"
             ));
         }
         Some(ModuleQuantization::Fp4(_)) => {

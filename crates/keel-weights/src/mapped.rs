@@ -66,7 +66,7 @@ impl MappedFile {
     /// [`release`](Self::release)s some rows of a tensor with this shape at bytes `tensor`. Rows after the last are
     /// ignored.
     pub(crate) fn release_rows(&self, tensor: &Range<usize>, shape: &[usize], rows: Range<usize>) {
-        let count = shape.split_last().map_or(1, |(_, leading)| leading.iter().product());
+        let count = crate::rows(shape);
         let row_bytes = tensor.len() / usize::max(count, 1);
         let offset = |row: usize| tensor.start + row.min(count) * row_bytes;
         self.release(offset(rows.start)..offset(rows.end));

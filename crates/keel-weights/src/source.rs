@@ -47,7 +47,8 @@ pub trait TensorSource: Sync {
     ///
     /// # Errors
     /// [`WeightsError::MissingTensor`], or
-    /// [`WeightsError::UnsupportedDType`] if it is stored in a type that [`DType`] lacks.
+    /// [`WeightsError::UnsupportedDType`] if it is stored in a type that [`DType`] lacks, or
+    /// [`WeightsError::UnsupportedForm`] if it is in blocks of a type that is not read.
     fn info(&self, name: &str) -> Result<TensorInfo<'_>>;
 
     /// A tensor's bytes. A mapped file is only read when they are touched.
@@ -100,8 +101,9 @@ pub trait TensorSource: Sync {
     /// its weight without `.weight`.
     ///
     /// # Errors
-    /// [`WeightsError::MissingTensor`], [`WeightsError::UnsupportedDType`], or
-    /// [`WeightsError::Module`] if its tensors do not fit each other or the config.
+    /// [`WeightsError::MissingTensor`], [`WeightsError::UnsupportedDType`], [`WeightsError::UnsupportedForm`] if it is
+    /// quantised in a way that is not read, or [`WeightsError::Module`] if its tensors do not fit each other or the
+    /// config.
     fn linear_info(&self, module: &str) -> Result<LinearInfo> {
         linear::info(self, module)
     }

@@ -53,12 +53,12 @@ impl<'a> TensorView<'a> {
 
     /// The product of all dimensions but the last; 1 for a scalar.
     pub fn rows(&self) -> usize {
-        self.shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+        rows(self.shape)
     }
 
     /// The last dimension; 1 for a scalar.
     pub fn cols(&self) -> usize {
-        self.shape.last().copied().unwrap_or(1)
+        cols(self.shape)
     }
 
     /// This view, after a check that it has the shape that the model needs.
@@ -102,7 +102,7 @@ impl<'a> TensorView<'a> {
     ///
     /// # Errors
     /// [`WeightsError::Rows`] if the rows do not exist.
-    pub fn row_bytes(&self, range: Range<usize>) -> Result<&'a [u8]> {
+    pub fn bytes_of_rows(&self, range: Range<usize>) -> Result<&'a [u8]> {
         let row_bytes = self.cols() * self.dtype.size();
         check_rows(self.name, self.rows(), self.cols(), &range, range.len().saturating_mul(self.cols()))?;
         Ok(&self.bytes[range.start * row_bytes..range.end * row_bytes])
@@ -116,6 +116,16 @@ impl<'a> TensorView<'a> {
         float::decode(self.dtype, bytes, out);
         Ok(())
     }
+}
+
+/// The product of all dimensions of a shape but the last; 1 for a scalar.
+pub fn rows(shape: &[usize]) -> usize {
+    shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+}
+
+/// The last dimension of a shape; 1 for a scalar.
+pub fn cols(shape: &[usize]) -> usize {
+    shape.last().copied().unwrap_or(1)
 }
 
 /// Checks that `range` is within `rows`, and that it decodes to `out` values.
@@ -160,7 +170,7 @@ mod tests {
                 let mut rows = vec![0.0; 134];
                 view.rows_f32(1..3, &mut rows).unwrap();
                 assert_eq!(rows, values[67..], "{dtype}");
-                assert_eq!(view.row_bytes(1..2).unwrap(), bytes_of(&values[67..134], dtype));
+                assert_eq!(view.bytes_of_rows(1..2).unwrap(), bytes_of(&values[67..134], dtype));
             }
         }
     }
@@ -200,8 +210,8 @@ mod tests {
         assert!(view.rows_f32(0..1, &mut [0.0; 4]).is_err());
         let reversed = Range { start: 2, end: 1 };
         assert!(view.rows_f32(reversed.clone(), &mut []).is_err());
-        assert!(view.row_bytes(reversed).is_err());
-        assert!(view.row_bytes(0..usize::MAX).is_err());
+        assert!(view.bytes_of_rows(reversed).is_err());
+        assert!(view.bytes_of_rows(0..usize::MAX).is_err());
         assert_eq!(
             message(TensorView::new("w", DType::U32, &[2, 3], &bytes).unwrap().to_f32().unwrap_err()),
             "tensor 'w' is stored as u32; f32, f16 or bf16 is needed here"

@@ -1,11 +1,12 @@
 //! Compares GPTQ's packing, 8-bit floats in blocks and MLX's 4-bit floats, read through the public API, with plain
 //! decoders. Shapes and groups that do not fit are refused.
 
-use std::fs;
 use std::path::Path;
 
 use half::f16;
 use keel_array::{BlockFormat, DType};
+use keel_testkit::fixtures::safetensors::FileTensor;
+use keel_testkit::fixtures::write_model;
 use keel_weights::quantize::{Dequantized, RowSource};
 use keel_weights::{Checkpoint, Fp4Mode, LinearFormat, LinearTensor, TensorSource};
 use serde_json::{Value, json};
@@ -13,23 +14,12 @@ use serde_json::{Value, json};
 /// Name, type name in files, shape, bytes.
 type Tensor = (&'static str, &'static str, Vec<usize>, Vec<u8>);
 
-/// A checkpoint of these tensors. Written by hand, because the writer does not know all these types.
+/// A checkpoint of these tensors.
 fn checkpoint(folder: &Path, quantization: Value, tensors: &[Tensor]) -> Checkpoint {
-    let mut header = serde_json::Map::new();
-    let mut data = Vec::new();
-    for (name, kind, shape, bytes) in tensors {
-        let begin = data.len();
-        data.extend(bytes);
-        header.insert(
-            (*name).into(),
-            json!({"dtype": kind, "shape": shape, "data_offsets": [begin, data.len()]}),
-        );
-    }
-    let header = Value::Object(header).to_string();
-    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
-    fs::write(folder.join("model.safetensors"), file).unwrap();
+    let stored = |(name, kind, shape, bytes): &Tensor| FileTensor::new(name, kind, shape, bytes.clone());
+    let tensors: Vec<FileTensor> = tensors.iter().map(stored).collect();
     let config = json!({"quantization_config": quantization});
-    fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    write_model(folder, &config.to_string(), &tensors, None).unwrap();
     Checkpoint::open(folder).unwrap()
 }
 
@@ -298,4 +288,74 @@ fn types_of_the_parts_are_checked() {
     let message = source.linear_info("m").unwrap_err().to_string();
     assert!(message.contains("scales f32 [2, 2]"), "{message}");
     assert_eq!(source.tensor("m.scales").unwrap().dtype(), DType::F32);
+}
+
+/// Forms that other programs publish, with the tensors and configs of their checkpoints.
+#[test]
+fn forms_that_are_not_read_are_named_with_a_remedy() {
+    let i32s = vec![0; 4 * 64];
+    let packed: Vec<Tensor> = vec![
+        ("m.weight_packed", "I32", vec![16, 4], i32s.clone()),
+        ("m.weight_scale", "BF16", vec![16, 1], vec![0; 32]),
+        ("m.weight_shape", "I64", vec![2], vec![0; 16]),
+    ];
+    let channels: Vec<Tensor> = vec![
+        ("m.weight", "F8_E4M3", vec![16, 32], vec![0; 16 * 32]),
+        ("m.weight_scale", "F32", vec![16, 1], vec![0; 64]),
+    ];
+    let nf4: Vec<Tensor> = vec![
+        ("m.weight", "U8", vec![256, 1], vec![0; 256]),
+        ("m.weight.absmax", "U8", vec![8], vec![0; 8]),
+        ("m.weight.quant_map", "F32", vec![16], vec![0; 64]),
+    ];
+    let aqlm: Vec<Tensor> = vec![
+        ("m.codebooks", "F16", vec![1, 16, 1, 8], vec![0; 256]),
+        ("m.codes", "I8", vec![16, 4, 1], vec![0; 64]),
+        ("m.scales", "F16", vec![16, 1, 1, 1], vec![0; 32]),
+    ];
+    let hqq: Vec<Tensor> =
+        vec![("m.W_q", "U8", vec![16, 16], vec![0; 256]), ("m.zero", "F16", vec![16], vec![0; 32])];
+    let pack = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
+    let float = json!({"quant_method": "compressed-tensors", "format": "float-quantized"});
+    let in_words = "quant_method 'compressed-tensors', format";
+    let cases = [
+        (pack.clone(), &packed, format!("'m.weight_packed' is stored as i32 ({in_words} 'pack-quantized')")),
+        (Value::Null, &packed, "'m.weight_packed' is stored as i32 (compressed-tensors)".into()),
+        (float, &channels, format!("'m.weight' is stored as F8_E4M3 ({in_words} 'float-quantized')")),
+        (Value::Null, &channels, "'m.weight' is stored as F8_E4M3 (8 or 4 bits with weight_scale)".into()),
+        (
+            json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
+            &nf4,
+            "'m.weight' is stored as u8 (quant_method 'bitsandbytes')".into(),
+        ),
+        (Value::Null, &nf4, "'m.weight' is stored as u8 (bitsandbytes)".into()),
+        (json!({"quant_method": "aqlm"}), &aqlm, "stored as f16 (quant_method 'aqlm')".into()),
+        (Value::Null, &hqq, "'m.W_q' is stored as u8 (HQQ)".into()),
+    ];
+    for (config, tensors, expected) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let source = checkpoint(folder.path(), config, tensors);
+        // A conversion refuses them, too: it would copy the parts as they are.
+        let errors =
+            [source.linear_info("m").err(), source.linear("m").err(), Dequantized::new(&source).err()];
+        for error in errors {
+            let message = error.expect("it is not read").to_string();
+            assert!(message.contains(", which keel does not read; read are bf16"), "{message}");
+            assert!(message.contains("keel quantize") && message.contains("Q4_K_M"), "{message}");
+        }
+        let message = source.linear_info("m").unwrap_err().to_string();
+        assert!(message.contains(&expected), "{message}");
+    }
+
+    // Experts are looked for as a stack. A weight that is missing stays missing.
+    let experts: [Tensor; 2] = [
+        ("mlp.experts.0.up_proj.weight_packed", "I32", vec![16, 4], i32s),
+        ("mlp.gate.weight", "F32", vec![2, 2], vec![0; 16]),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let source = checkpoint(folder.path(), pack, &experts);
+    let message = source.linear_info("mlp.experts.gate_up_proj").unwrap_err().to_string();
+    assert!(message.contains("'mlp.experts.0.up_proj.weight_packed' is stored as i32"), "{message}");
+    let message = source.linear_info("attn.q_proj").unwrap_err().to_string();
+    assert!(message.contains("tensor 'attn.q_proj.weight' is not in"), "{message}");
 }

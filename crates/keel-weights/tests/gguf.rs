@@ -164,7 +164,14 @@ fn types_that_are_not_read_stay_out_of_the_way() {
     std::fs::write(&path, builder.data(32, 128)).unwrap();
     let file = GgufFile::open(&path).unwrap();
     assert!(file.tensor("a.weight").unwrap_err().to_string().contains("stored as type 16"));
-    assert!(file.linear("a").is_err() && file.linear_info("a").is_err());
+    for error in [file.linear("a").err(), file.linear_info("a").err()] {
+        let message = error.expect("it is not read").to_string();
+        assert!(
+            message.starts_with("tensor 'a.weight' is stored as type 16 (IQ2_XXS), which keel"),
+            "{message}"
+        );
+        assert!(message.contains("Q2_K to Q6_K") && message.contains("such as Q4_K_M"), "{message}");
+    }
     assert_eq!(file.tensor("b.weight").unwrap().to_f32().unwrap(), [0.0; 8]);
 }
 

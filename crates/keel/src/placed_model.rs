@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use evenkeel::{machine, on_device, place, room_on_gpu};
 use keel_array::{Backend, MemoryReport};
-use keel_engine::plan::plan_with_tower_on;
+use keel_engine::plan::plan_on;
 use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
 use keel_engine::{Depth, EngineOptions, SpeculationOptions};
 use keel_models::Part;
@@ -65,14 +65,14 @@ impl<'a> PlacedModel<'a> {
     /// Plans the bytes of each device.
     ///
     /// # Errors
-    /// Devices or a model that cannot be split, 8-bit floats with --deterministic; as [`plan_with_tower_on`].
+    /// Devices or a model that cannot be split, 8-bit floats with --deterministic; as [`plan_on`].
     pub fn plans(&self, options: EngineOptions) -> Result<Plans> {
         self.device.check_compute(options.compute)?;
         let options = self.device.options().engine_options(options);
         let planned_on = self.planning_devices(options)?;
         let tower = self.device.tower()?.filter(|_| options.vision.is_some());
         let tower = tower.map(|tower| tower.planning_backend(options.compute));
-        let planned = plan_with_tower_on(&planned_on, tower.as_ref(), self.parameters, self.config, options);
+        let planned = plan_on(&planned_on, tower.as_ref(), self.parameters, self.config, options);
         let mut planned = planned.map_err(evenkeel::Error::from)?;
         let tower = tower.and_then(|_| planned.pop());
         let parts = planned_on.iter().map(|placed| placed.part.clone());

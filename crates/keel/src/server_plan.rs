@@ -59,21 +59,21 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>, models: Models) -
     args.device.check()?;
     let (engine, step_tokens) = (args.engine.options(), args.step_tokens());
     choose_device(&args.device, |device| {
-        let planner = Planner::new(&args.holding, subject, device, engine, step_tokens)?;
+        let planner = Planner::new(&args.memory, subject, device, engine, step_tokens)?;
         planner.model.plan(planner.wanted)
     });
-    let mut planner = Planner::new(&args.holding, subject, &args.device, engine, step_tokens)?;
+    let mut planner = Planner::new(&args.memory, subject, &args.device, engine, step_tokens)?;
     let room = room(&args.device, planner.wanted.compute);
     let known = room.as_ref().map(|room| room.bytes).or(args.device.least_limit());
     if let Some(bytes) = known.filter(|_| models == Models::One && args.device.device() != Device::Cpu) {
         planner.take_more_sequences(bytes)?;
     }
-    let holding = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
-    if args.holding.swap.is_some_and(|swap| swap > holding.options.swap_bytes as u64) {
-        let all = human_bytes(holding.options.swap_bytes as u64);
+    let fitted = planner.fit_into(room.as_ref().map(|room| room.bytes))?;
+    if args.memory.swap.is_some_and(|swap| swap > fitted.options.swap_bytes as u64) {
+        let all = human_bytes(fitted.options.swap_bytes as u64);
         tracing::info!("--swap: {all} are enough for all sequences at full length; the rest is not taken");
     }
-    let has_shrunk = holding.options != planner.wanted;
+    let has_shrunk = fitted.options != planner.wanted;
     let limit =
         if has_shrunk { planner.model.plans(planner.wanted)?.beyond_limit(&args.device) } else { None };
     let whose =
@@ -84,12 +84,12 @@ pub fn plan_server(args: &ServeOptions, subject: &Subject<'_>, models: Models) -
             "{} are {}: reduced to {} sequences of up to {} tokens and {} of keys and values, to fit",
             human_bytes(room.bytes),
             room.why,
-            holding.options.sequences,
-            holding.options.context,
-            human_bytes(holding.plans.model().get(Category::Kv))
+            fitted.options.sequences,
+            fitted.options.context,
+            human_bytes(fitted.plans.model().get(Category::Kv))
         );
     }
-    Ok(holding)
+    Ok(fitted)
 }
 
 /// Free memory, before there is a runtime; of several GPUs, of the one that has least. Returns `None` if it is unknown,

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use evenkeel::{DriverMemory, FreeMemory, ModelFiles, bound, is_vision};
+use evenkeel::{DriverMemory, FreeMemory, ModelFiles, check_and_limit, is_vision};
 use indicatif::ProgressBar;
 use keel_array::{Category, Compute, MemoryReport, Runtime};
 use keel_engine::split::PlacedPart;
@@ -39,7 +39,7 @@ impl Session {
         let device = model.device;
         let options = device.options().engine_options(options);
         let plans = model.plans(options)?;
-        bound(&device.options(), runtime, &plans.model(), &options)?;
+        check_and_limit(&device.options(), runtime, &plans.model(), &options)?;
         if let Some(tower) = &plans.tower {
             check_host(FreeMemory::of_host(), &plans.model(), tower, &options)?;
         }
@@ -93,7 +93,7 @@ impl Session {
         let bar = progress::bytes("loading", planned.get(Category::Weights));
         let step = |bytes| bar.inc(bytes);
         let PlacedModel { parameters, config, .. } = model;
-        let engine = Engine::load_with_tower_on(devices, tower, parameters, config, options, &step);
+        let engine = Engine::load_on(devices, tower, parameters, config, options, &step);
         bar.finish_and_clear();
         let mut engine = engine?;
         engine.name_devices(named.iter().map(|plan| plan.name.clone()).collect());
@@ -185,10 +185,7 @@ fn check_host(
 ) -> Result<()> {
     let needed = model.on_host() + tower.total();
     let planned = [*model, *tower].into_iter().sum();
-    match host.filter(|host| needed > host.bytes) {
-        Some(host) => Err(split_model::too_little(needed, &planned, host.bytes, host.why, options)),
-        None => Ok(()),
-    }
+    Ok(host.map_or(Ok(()), |host| host.check(needed, &planned, options))?)
 }
 
 /// Memory of the device's driver before a model is loaded. `None` on the CPU, or if there is no such GPU.

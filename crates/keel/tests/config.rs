@@ -123,7 +123,7 @@ fn an_option_that_is_given_excludes_those_of_the_file() {
     assert_eq!(text(home.path(), &[]), text(empty.path(), &["--raw"]), "the file's value");
     assert_ne!(text(empty.path(), &["--chat"]), text(empty.path(), &["--raw"]));
     assert_eq!(text(home.path(), &["--chat"]), text(empty.path(), &["--chat"]));
-    let served = keel(home.path(), &["serve", "--model", "/nowhere/at/all"]);
+    let served = keel(home.path(), &["serve", "--port", "0", "--model", "/nowhere/at/all"]);
     assert!(!served.status.success() && stderr(&served).contains("/nowhere/at/all"), "{}", stderr(&served));
 }
 

@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
@@ -253,6 +254,24 @@ fn a_gguf_model_comes_with_its_vision_tower() {
     assert!(list.contains("m-Q8_0.gguf, mmproj-m-BF16.gguf"), "{list}");
     run(&["rm", "owner/name:Q8_0"]);
     assert!(!blobs(home.path()).exists(), "the tower goes with its last model");
+}
+
+/// A download can take hours, so a server that cannot start says so first.
+#[test]
+fn a_server_without_its_port_or_its_keys_downloads_nothing() {
+    let hub = Hub::start(files_of(&fixture("qwen3_5")), Manners::default());
+    let home = tempfile::tempdir().expect("a temporary folder");
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("bound").port().to_string();
+    let one = ["serve", "--model", "owner/name"];
+    let two = ["serve", "--model", "a=owner/name", "--model", "b=owner/name"];
+    for models in [&one[..], &two[..]] {
+        let serve = |flags: &[&str]| hub.keel(home.path(), &[models, flags].concat(), &[]);
+        refused(&serve(&["--port", &port]), &format!("cannot listen on 127.0.0.1:{port}"));
+        refused(&serve(&["--port", "0", "--api-key-file", "no/such/file"]), "cannot read no/such/file");
+    }
+    assert_eq!(hub.take_asked(), []);
+    assert!(!blobs(home.path()).exists());
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod common;
 use std::path::Path;
 
 use common::written::{Numbers, Tensors, f16_exact, f16s, save, set_quantization, words};
-use common::{arg, copy_of, floats, relative_error, succeed};
+use common::{arg, copy_of, fail, floats, relative_error, succeed};
 use half::bf16;
 use keel_weights::{SafetensorsFile, TensorSource};
 use serde_json::{Value, json};
@@ -165,4 +165,39 @@ fn fp8_in_blocks_as_qwen_publishes_it() {
         json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
             "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}),
     );
+}
+
+/// The first layer that is read in a form that is not. Every command says so in the same words.
+#[test]
+fn a_form_that_is_not_read_is_named() {
+    let folder = copy_of("llama");
+    let path = folder.path().join("model.safetensors");
+    let file = SafetensorsFile::open(&path).expect("a fixture");
+    let mut tensors = Tensors::new();
+    for name in file.names() {
+        let tensor = file.tensor(name).expect("it is there");
+        match name.strip_suffix("_proj.weight") {
+            Some(module) => {
+                let shape = vec![tensor.shape()[0], tensor.shape()[1] / 8];
+                let bytes = vec![0; 4 * shape[0] * shape[1]];
+                tensors.insert(format!("{module}_proj.weight_packed"), ("I32", shape, bytes));
+            }
+            None => {
+                tensors.insert(name.into(), ("BF16", tensor.shape().to_vec(), tensor.bytes().to_vec()));
+            }
+        }
+    }
+    drop(file);
+    save(folder.path(), &tensors);
+    let quantization = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
+    set_quantization(folder.path(), quantization);
+    let reason = "weight_packed' is stored as i32 (quant_method 'compressed-tensors', format 'pack-quantized'), which keel \
+                  does not read; read are bf16";
+    let model = arg(folder.path());
+    let out = tempfile::tempdir().expect("a temporary folder");
+    let converted = out.path().join("converted.gguf");
+    fail(&["plan", "--model", model], reason);
+    fail(&["generate", "--model", model, "--ids", "1,2,3", "--max-tokens", "2"], reason);
+    fail(&["quantize", model, arg(&converted)], reason);
+    assert!(!converted.exists(), "nothing is written");
 }

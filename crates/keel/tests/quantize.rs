@@ -110,6 +110,14 @@ fn a_model_keeps_its_words_in_every_form() {
     let want = greedy(&demo);
     assert_eq!(greedy(&file), want);
     assert_eq!(greedy(&folder), want);
+    let config = |folder: &Path| -> Value {
+        let text = std::fs::read_to_string(folder.join("config.json")).expect("the model is complete");
+        serde_json::from_str(&text).expect("JSON")
+    };
+    // transformers reads a text model with its keys at the top level under these names.
+    let dense = config(&folder);
+    assert_eq!(dense["model_type"], "qwen3_5_text");
+    assert_eq!(dense["architectures"], serde_json::json!(["Qwen3_5ForCausalLM"]));
     let facts = json(&["inspect", arg(&file), "--json"]);
     assert_eq!(facts["model_type"], "qwen3_5");
     assert_eq!(facts["chat_template"], true);
@@ -121,6 +129,7 @@ fn a_model_keeps_its_words_in_every_form() {
     assert_eq!(greedy(&mixed).0, want.0, "the tokenizer came along");
     succeed(&["quantize", arg(&mixed), arg(&again), "--bits", "8"]);
     assert_eq!(greedy(&again).0, want.0);
+    assert_eq!(config(&again)["model_type"], "qwen3_5", "mlx-lm knows no other name");
 }
 
 /// Copies the built-in model with other names for its tensors. The config says that the output head is a tensor.

@@ -302,9 +302,9 @@ fn pictures_are_planned_and_shown_and_zero_of_them_is_text_alone() {
 
 #[test]
 fn options_for_pictures_that_make_no_sense_are_wrong_usage() {
-    common::misuse(&["serve", "--images", "3"], "reads only text");
-    common::misuse(&["serve", "--image-pixels", "0"], "--image-pixels");
-    common::misuse(&["serve", "--image-pixels", "18446744073709551615"], "--image-pixels");
+    common::misuse(&["serve", "--port", "0", "--images", "3"], "reads only text");
+    common::misuse(&["serve", "--port", "0", "--image-pixels", "0"], "--image-pixels");
+    common::misuse(&["serve", "--port", "0", "--image-pixels", "18446744073709551615"], "--image-pixels");
     common::misuse(&["serve", "--allow-image-files", "no/such/folder"], "no folder");
     common::misuse(&["serve", "--allow-image-urls", "http://x.org/"], "names of hosts");
 }
@@ -380,7 +380,7 @@ fn the_first_process_of_a_container_ends_at_a_signal_before_it_serves() {
     }
     let hub = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let endpoint = format!("http://{}", hub.local_addr().expect("bound"));
-    for command in [&["serve", "--model", "owner/name"][..], &["pull", "owner/name"]] {
+    for command in [&["serve", "--port", "0", "--model", "owner/name"][..], &["pull", "owner/name"]] {
         let home = tempfile::tempdir().expect("a temporary folder");
         let mut child = Command::new("unshare")
             .args(namespace)

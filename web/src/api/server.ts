@@ -37,6 +37,8 @@ export interface Status {
   running: Sequence[];
   /** Present if several devices share the model. */
   devices?: Device[];
+  /** All models of the server. */
+  models?: { id: string }[];
 }
 
 export interface Model {

@@ -4,7 +4,7 @@ import { type ChatMessage, type ChatRequest, type ContentPart, type Part, stream
 import { ApiError } from "../api/client";
 import { type Attached } from "../text/attached";
 import { asPrompt } from "../text/files";
-import { app, notify } from "./app";
+import { app, modelOf, notify } from "./app";
 import { change, createChat, keep, titleOf } from "./chats";
 import { isRunning, setRunning } from "./running";
 import { freshId, lastGood, newestEnd, pathTo, withMessage, withoutBranch } from "./tree";
@@ -67,7 +67,8 @@ export function requestFor(path: Message[], options: ChatOptions): ChatRequest {
   const messages: ChatMessage[] = path.map((message) => ({ role: message.role, content: contentOf(message) }));
   if (options.system?.trim()) messages.unshift({ role: "system", content: options.system });
   const body: ChatRequest = { messages };
-  if (options.model) body.model = options.model;
+  const model = modelOf(options);
+  if (model) body.model = model;
   if (options.temperature !== undefined) body.temperature = options.temperature;
   if (options.topP !== undefined) body.top_p = options.topP;
   if (options.seed !== undefined) body.seed = options.seed;
@@ -163,7 +164,7 @@ async function answer(chatId: string, askedId: string): Promise<void> {
   change(chatId, (each) => ({ ...withMessage(withMessage(each, clean), message), leaf: message.id }));
   const draft = new Draft(chatId, message);
   const controller = new AbortController();
-  setRunning(chatId, controller);
+  setRunning(chatId, { controller, messageId: message.id });
   void keep(chatId);
   try {
     const body = requestFor(pathTo(chat, askedId), chat.options);

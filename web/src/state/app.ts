@@ -62,6 +62,9 @@ function savePreferences(): void {
 /** Narrower pages show side panels on top of the chat, so they begin closed. */
 export const isNarrow = (): boolean => matchMedia("(max-width: 1100px)").matches;
 
+/** Still narrower pages show the list of chats on top of the chat. */
+export const isPhone = (): boolean => matchMedia("(max-width: 760px)").matches;
+
 const kept = preferences();
 
 export const app = new Store<AppState>({
@@ -127,16 +130,26 @@ export function currentOptions(state: AppState = app.state): ChatOptions {
   return currentChat(state)?.options ?? state.draftOptions;
 }
 
+/** The model that requests with these options name. The server refuses a name that it does not list, so such a name is not
+ * sent, and the first model answers. A remembered or imported name can be one of another server. */
+export function modelOf(options: ChatOptions, models: Model[] = app.state.models): string | undefined {
+  return models.find((model) => model.id === options.model)?.id;
+}
+
+/** The model that answers in the chat that is shown. */
+function answering(state: AppState): Model | undefined {
+  const named = modelOf(currentOptions(state), state.models);
+  return state.models.find((model) => model.id === named) ?? state.models[0];
+}
+
 /** Tokens of a sequence, prompt and answer together, of the model that the chat uses. */
 export function contextLength(state: AppState = app.state): number | undefined {
-  const asked = currentOptions(state).model;
-  return (state.models.find((model) => model.id === asked) ?? state.models[0])?.context_length;
+  return answering(state)?.context_length;
 }
 
 /** What the model that the chat uses takes besides text. Models with videos take pictures, too. */
 export function takes(state: AppState = app.state): "text" | "pictures" | "videos" {
-  const asked = currentOptions(state).model;
-  const kinds = (state.models.find((each) => each.id === asked) ?? state.models[0])?.input_modalities ?? [];
+  const kinds = answering(state)?.input_modalities ?? [];
   if (kinds.includes("video")) return "videos";
   return kinds.includes("image") ? "pictures" : "text";
 }

@@ -2,8 +2,9 @@
 
 import { ATTACHED_BYTES_MAX } from "../text/attached";
 import { app, currentChat, notify, setDraftOptions } from "./app";
-import { deleteChat, readChat, readChats, writeChat } from "./database";
-import { isRunning, stop } from "./running";
+import { deleteChat, exchange, type Outcome, readChats } from "./database";
+import { merged, withoutStale } from "./merge";
+import { isWriting, stop } from "./running";
 import { branchAt, freshId, newestEnd, withoutBranch } from "./tree";
 import type { Chat, ChatOptions } from "./types";
 
@@ -17,6 +18,9 @@ const TITLE_CHARS_MAX = 60;
 
 /** Chats whose last change is not in the browser's storage. */
 const unkept = new Set<string>();
+
+/** Chats that this tab is deleting. */
+const deleting = new Set<string>();
 
 const tabs = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("keel-chats");
 
@@ -39,9 +43,13 @@ function put(chat: Chat): void {
   app.set({ chats: byChange([chat, ...others]) });
 }
 
+function copyOf(id: string): Chat | undefined {
+  return app.state.chats.find((each) => each.id === id);
+}
+
 /** Changes a chat. Nothing happens if it is gone. Keeping it on disk is the caller's to ask for. */
 export function change(id: string, how: (chat: Chat) => Chat): void {
-  const chat = app.state.chats.find((each) => each.id === id);
+  const chat = copyOf(id);
   if (chat) put(how(chat));
 }
 
@@ -55,9 +63,41 @@ function limitProblem(chat: Chat): string | null {
   return null;
 }
 
+/** The stored form of a chat that another tab may have changed, together with the changes of this tab. */
+function written(id: string, stored: Chat | undefined, before: Chat | undefined): Outcome | undefined {
+  const mine = copyOf(id);
+  if (!mine) return undefined;
+  if (!stored && before) {
+    deletedElsewhere(id);
+    return undefined;
+  }
+  const base = stored ? merged(mine, withoutStale(stored, mine), before, isWriting) : mine;
+  if (base !== mine) put(base);
+  return { base, write: true };
+}
+
+/** Takes over what another tab has changed. */
+function followed(id: string, stored: Chat | undefined, before: Chat | undefined): Outcome | undefined {
+  if (deleting.has(id)) return undefined;
+  if (!stored) {
+    deletedElsewhere(id);
+    return undefined;
+  }
+  const mine = copyOf(id);
+  const base = withoutStale(stored, mine);
+  put(mine ? merged(mine, base, before, isWriting) : base);
+  return { base, write: false };
+}
+
+function deletedElsewhere(id: string): void {
+  stop(id);
+  app.set({ chats: app.state.chats.filter((each) => each.id !== id) });
+  keepOthers(id);
+}
+
 /** Writes a chat to the browser's storage. */
 export async function keep(id: string): Promise<void> {
-  const chat = app.state.chats.find((each) => each.id === id);
+  const chat = copyOf(id);
   unkept.delete(id);
   if (!chat) return;
   const problem = limitProblem(chat);
@@ -67,7 +107,7 @@ export async function keep(id: string): Promise<void> {
   if (shown !== app.state.storageProblem) app.set({ storageProblem: shown });
   if (problem) return;
   try {
-    await writeChat(chat);
+    await exchange(id, (stored, before) => written(id, stored, before));
     tabs?.postMessage(id);
   } catch {
     unkept.add(id);
@@ -86,9 +126,9 @@ function keepOthers(deleted: string): void {
 /** Reads all chats, and follows what other tabs do. */
 export async function restoreChats(): Promise<void> {
   try {
-    const chats = await readChats();
     // An answer that was being written when the page was closed ends there.
-    app.set({ chats: byChange([...app.state.chats, ...chats.map(endWriting)]) });
+    const chats = await readChats(endWriting);
+    app.set({ chats: byChange([...app.state.chats, ...chats.filter(({ id }) => !copyOf(id))]) });
   } catch {
     app.set({ storageProblem: "This browser does not keep chats (a private window?). Export what you need." });
   }
@@ -96,11 +136,11 @@ export async function restoreChats(): Promise<void> {
 }
 
 async function follow(id: string): Promise<void> {
-  if (isRunning(id)) return;
-  const chat = await readChat(id);
-  if (chat) return put(chat);
-  app.set({ chats: app.state.chats.filter((each) => each.id !== id) });
-  keepOthers(id);
+  try {
+    await exchange(id, (stored, before) => followed(id, stored, before));
+  } catch {
+    // The next change is followed again, and merged with what this tab has.
+  }
 }
 
 function endWriting(chat: Chat): Chat {
@@ -138,7 +178,7 @@ export function renameChat(id: string, title: string): void {
 
 /** Removes a chat and stops its answer. Offers to bring it back once the browser's storage has forgotten it. */
 export async function removeChat(id: string): Promise<void> {
-  const chat = app.state.chats.find((each) => each.id === id);
+  const chat = copyOf(id);
   if (!chat) return;
   stop(id);
   app.set({
@@ -146,7 +186,9 @@ export async function removeChat(id: string): Promise<void> {
     current: app.state.current === id ? null : app.state.current,
     storageProblem: null,
   });
+  deleting.add(id);
   await deleteChat(id).then(() => tabs?.postMessage(id), () => undefined);
+  deleting.delete(id);
   keepOthers(id);
   const undo = () => {
     // An answer that was being written has been stopped.
@@ -177,7 +219,7 @@ export function removeMessage(chatId: string, messageId: string): void {
 
 /** Goes on in a chat of its own from a message. */
 export function branchChat(chatId: string, messageId: string): void {
-  const chat = app.state.chats.find((each) => each.id === chatId);
+  const chat = copyOf(chatId);
   if (!chat) return;
   const branch = branchAt(chat, messageId, Date.now());
   put(branch);

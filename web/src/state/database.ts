@@ -5,6 +5,11 @@ import type { Chat } from "./types";
 const NAME = "keel";
 const STORE = "chats";
 
+/** Each chat as this tab last read or wrote it. */
+const seen = new Map<string, Chat>();
+
+let database: Promise<IDBDatabase> | undefined;
+
 function settled<T>(request: IDBRequest<T>): Promise<T> {
   return new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
@@ -12,43 +17,97 @@ function settled<T>(request: IDBRequest<T>): Promise<T> {
   });
 }
 
-function open(): Promise<IDBDatabase> {
+/** Has the next access open a connection. What the storage holds may have been cleared meanwhile. */
+function disconnect(): void {
+  database = undefined;
+  seen.clear();
+}
+
+async function open(): Promise<IDBDatabase> {
   const request = indexedDB.open(NAME, 1);
   request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
-  return settled(request);
+  const opened = await settled(request);
+  opened.onclose = disconnect;
+  opened.onversionchange = () => {
+    opened.close();
+    disconnect();
+  };
+  return opened;
 }
 
-let database: Promise<IDBDatabase> | undefined;
+async function begin(mode: IDBTransactionMode): Promise<IDBObjectStore> {
+  const connection = (database ??= open());
+  try {
+    return (await connection).transaction(STORE, mode).objectStore(STORE);
+  } catch (error) {
+    if (database === connection) disconnect();
+    throw error;
+  }
+}
 
+/** Begins a transaction. A browser may lose a connection, so a second try opens another one. */
 async function store(mode: IDBTransactionMode): Promise<IDBObjectStore> {
-  database ??= open();
-  return (await database).transaction(STORE, mode).objectStore(STORE);
+  try {
+    return await begin(mode);
+  } catch {
+    return begin(mode);
+  }
 }
 
-export async function readChats(): Promise<Chat[]> {
-  return settled<Chat[]>((await store("readonly")).getAll());
+/** Reads all chats; `take` sees each as it is, and gives it as this tab has it. */
+export async function readChats(take: (stored: Chat) => Chat): Promise<Chat[]> {
+  const chats = (await settled<Chat[]>((await store("readonly")).getAll())).map(take);
+  for (const chat of chats) seen.set(chat.id, chat);
+  return chats;
 }
 
-export async function readChat(id: string): Promise<Chat | undefined> {
-  return settled<Chat | undefined>((await store("readonly")).get(id));
-}
-
-/** Makes one change durable. It is committed at once: a transaction that is still open when its page goes away is undone. */
-async function change(run: (chats: IDBObjectStore) => void): Promise<void> {
-  const chats = await store("readwrite");
-  run(chats);
-  const { transaction } = chats;
+/** Resolves when the changes of a transaction are durable. */
+function durable({ transaction }: IDBObjectStore): Promise<void> {
   return new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve();
     transaction.onabort = () => reject(transaction.error);
-    transaction.commit();
   });
 }
 
-export function writeChat(chat: Chat): Promise<void> {
-  return change((chats) => chats.put(chat));
+/** What comes of a look at a stored chat. */
+export interface Outcome {
+  /** The chat as this tab then knows it to be stored. */
+  base: Chat;
+  /** Whether it has yet to be written. */
+  write: boolean;
 }
 
-export function deleteChat(id: string): Promise<void> {
-  return change((chats) => chats.delete(id));
+/** Reads a chat, and writes what `decide` makes of it, in one transaction: no other tab changes the chat in between.
+ * `decide` is given the chat as stored, and as this tab last saw it there. It runs before any later access to the chats. */
+export async function exchange(
+  id: string,
+  decide: (stored: Chat | undefined, before: Chat | undefined) => Outcome | undefined,
+): Promise<void> {
+  const chats = await store("readwrite");
+  const request = chats.get(id) as IDBRequest<Chat | undefined>;
+  let restore = () => {};
+  request.onsuccess = () => {
+    const before = seen.get(id);
+    restore = () => void (before ? seen.set(id, before) : seen.delete(id));
+    const outcome = decide(request.result, before);
+    if (outcome) seen.set(id, outcome.base);
+    else seen.delete(id);
+    if (outcome?.write) chats.put(outcome.base);
+    // Committed at once: a transaction that is still open when its page goes away is undone.
+    chats.transaction.commit();
+  };
+  try {
+    await durable(chats);
+  } catch (error) {
+    restore();
+    throw error;
+  }
+}
+
+export async function deleteChat(id: string): Promise<void> {
+  seen.delete(id);
+  const chats = await store("readwrite");
+  chats.delete(id);
+  chats.transaction.commit();
+  await durable(chats);
 }

@@ -1,4 +1,4 @@
-// Follows the server: memory and sequences while they are shown, models at the start and whenever it comes back.
+// Follows the server: memory and sequences while they are shown, and models whenever they can have changed.
 
 import { ApiError } from "../api/client";
 import { readModels, readStatus } from "../api/server";
@@ -9,7 +9,8 @@ import { record } from "./history";
 const WATCH_MS = 500;
 const IDLE_MS = 4000;
 
-let known = false;
+/** Names of the models in the status with which they were read; `null` has them read again. */
+let listed: string | null = null;
 let timer = 0;
 
 async function poll(): Promise<void> {
@@ -23,13 +24,14 @@ async function ask(): Promise<void> {
   try {
     const status = await readStatus();
     record(status.now);
-    if (!known) {
+    const names = JSON.stringify((status.models ?? []).map(({ id }) => id));
+    if (names !== listed) {
       app.set({ models: await readModels() });
-      known = true;
+      listed = names;
     }
     app.set({ status, reachable: true, keyNeeded: false });
   } catch (error) {
-    known = false;
+    listed = null;
     const needsKey = error instanceof ApiError && error.status === 401;
     app.set({ reachable: needsKey, keyNeeded: needsKey });
   }
@@ -43,5 +45,10 @@ export function refresh(): void {
 
 export function followServer(): void {
   void poll();
-  document.addEventListener("visibilitychange", () => document.hidden || refresh());
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) return;
+    // Meanwhile another server may have started in the place of this one, with the same names.
+    listed = null;
+    refresh();
+  });
 }

@@ -3,6 +3,7 @@
 import type { Chat, ChatOptions, Message, Picture } from "../state/types";
 import { pathTo } from "../state/tree";
 import { asPrompt } from "./files";
+import { schemaProblem } from "./schema";
 
 const FORMAT = "keel-chats";
 const VERSION = 1;
@@ -68,7 +69,7 @@ function checkChat(value: unknown): Chat {
 /** The fields that are needed, and those of the others that have the right form. */
 function checkMessage(value: unknown): Message {
   if (!isRecord(value)) throw damaged();
-  const { id, parent, role, content, at, files, pictures, videos, reasoning, cut, json } = value;
+  const { id, parent, role, content, at, files, pictures, videos, reasoning, cut, json, state, problem } = value;
   if (!isText(id) || !isId(parent) || !isText(content) || !isNumber(at)) throw damaged();
   if (role !== "user" && role !== "assistant") throw damaged();
   const message: Message = { id, parent, role, content, at };
@@ -82,6 +83,12 @@ function checkMessage(value: unknown): Message {
   if (isText(reasoning)) message.reasoning = reasoning;
   if (cut === true) message.cut = true;
   if (json === true) message.json = true;
+  // Without its state, a message that the server refused would go with each later request.
+  if (state === "stopped" || state === "failed") message.state = state;
+  if (state === "writing") message.state = "stopped";
+  if (isRecord(problem) && isText(problem.code) && isText(problem.message)) {
+    message.problem = { code: problem.code, message: problem.message };
+  }
   return message;
 }
 
@@ -98,6 +105,7 @@ function checkOptions(value: Record<string, unknown>): ChatOptions {
     const text = value[name];
     if (isText(text)) options[name] = text;
   }
+  if (options.schema !== undefined && schemaProblem(options.schema) !== null) delete options.schema;
   for (const name of ["temperature", "topP", "seed", "maxTokens"] as const) {
     const number = value[name];
     if (isNumber(number)) options[name] = number;

@@ -44,6 +44,8 @@ export interface Block {
   source: string;
   /** Without one, the text is shown as it is. */
   token?: Token;
+  /** The link definitions of the whole text, in a block that may refer to them. */
+  links?: string;
 }
 
 /** A longer text is not read as Markdown. */
@@ -58,7 +60,11 @@ export function blocksOf(text: string): Block[] {
   if (text.length > CHARS_MAX) return plainBlock(text);
   try {
     const tokens = marked.lexer(text);
-    return tokens.filter((token) => token.type !== "space" && token.type !== "def").map((token) => ({ source: token.raw, token }));
+    const links = JSON.stringify(tokens.links);
+    const refers = ({ type, raw }: Token) => type !== "code" && raw.includes("[");
+    return tokens
+      .filter((token) => token.type !== "space" && token.type !== "def")
+      .map((token) => ({ source: token.raw, token, links: refers(token) ? links : "" }));
   } catch {
     // Thousands of nested quotes or lists are more than the stack holds.
     return plainBlock(text);

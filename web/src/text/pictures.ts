@@ -32,7 +32,12 @@ async function smaller(file: File): Promise<Blob> {
     const bitmap = await createImageBitmap(file);
     const scale = Math.min(1, SIDE_MAX / Math.max(bitmap.width, bitmap.height));
     const canvas = new OffscreenCanvas(Math.max(1, Math.round(bitmap.width * scale)), Math.max(1, Math.round(bitmap.height * scale)));
-    canvas.getContext("2d")?.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+    const context = canvas.getContext("2d");
+    if (!context) throw new Error("The browser has no canvas.");
+    // JPEG has no transparency, and would make it black.
+    context.fillStyle = "#fff";
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
     bitmap.close();
     return await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 });
   } catch {

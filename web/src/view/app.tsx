@@ -1,12 +1,13 @@
 // The page: chats on the left, the conversation, a panel on the right.
 
-import { app, currentChat, dismissToast, showPanel } from "../state/app";
+import { app, currentChat, dismissToast, isNarrow, isPhone, showPanel } from "../state/app";
 import { stop } from "../state/running";
 import { useStore } from "../state/store";
 import { useEffect } from "preact/hooks";
 import { Composer } from "./composer";
 import { Conversation } from "./conversation";
 import { KeyDialog } from "./keydialog";
+import { isComposing } from "./keys";
 import { MemoryPanel } from "./memory";
 import { SettingsPanel } from "./settings";
 import { Sidebar } from "./sidebar";
@@ -44,10 +45,10 @@ export function App() {
 
 /** Esc stops the answer. Where something lies on top of the chat, that is closed first. */
 function onKey(event: KeyboardEvent): void {
-  if (event.key !== "Escape" || event.isComposing || event.defaultPrevented || document.querySelector("dialog[open], :popover-open")) return;
-  if (stop(app.state.current)) event.preventDefault();
-  else if (app.state.sidebar) app.set({ sidebar: false });
-  else if (app.state.panel && matchMedia("(max-width: 1100px)").matches) showPanel(null);
+  if (event.key !== "Escape" || isComposing(event) || event.defaultPrevented || document.querySelector("dialog[open], :popover-open")) return;
+  if (app.state.sidebar && isPhone()) app.set({ sidebar: false });
+  else if (app.state.panel && isNarrow()) showPanel(null);
+  else if (stop(app.state.current)) event.preventDefault();
 }
 
 function Banner() {

@@ -93,3 +93,11 @@ export function VideoChips({ videos, remove }: { videos: Video[]; remove: (index
     </ul>
   );
 }
+
+/** Shown while files are being read. A message is sent after them. */
+export function ReadingLine({ count }: { count: number }) {
+  if (count === 0) return null;
+  return (
+    <p class="reading" role="status"><Icon name="file" />{count === 1 ? "Reading a file…" : `Reading ${count} files…`}</p>
+  );
+}

@@ -3,10 +3,12 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { regenerate, resend } from "../state/answer";
 import { branchChat, removeMessage, showVersion } from "../state/chats";
+import { isWriting } from "../state/running";
 import type { Counts, Message } from "../state/types";
 import { copyText } from "../text/copy";
 import { count, seconds, tokens } from "../text/format";
 import { Icon, IconButton } from "./icons";
+import { isComposing } from "./keys";
 import { FileList, PictureList, VideoList } from "./filelist";
 import { Prose } from "./prose";
 
@@ -67,7 +69,8 @@ function Refusal({ message }: { message: Message }) {
 }
 
 function AnswerMessage({ chatId, message, versions, busy }: MessageProps) {
-  const writing = message.state === "writing";
+  const unfinished = message.state === "writing";
+  const writing = unfinished && isWriting(message.id);
   const empty = !message.content && !message.reasoning;
   return (
     <article class="message answer" aria-label="Answer" aria-busy={writing}>
@@ -78,6 +81,7 @@ function AnswerMessage({ chatId, message, versions, busy }: MessageProps) {
         <div class="problem" role="alert"><Icon name="alert" /><div><strong>The answer broke off.</strong> {message.problem.message}</div></div>
       )}
       {message.state === "stopped" && <p class="note">{empty ? "Stopped before the first token." : "Stopped."}</p>}
+      {unfinished && !writing && <p class="note">Another tab is writing this answer, or was closed before its end.</p>}
       {message.cut && <p class="note">The answer reached its length. More tokens can be allowed in the settings of this chat.</p>}
       {!writing && (
         <div class="actions">
@@ -170,7 +174,8 @@ function Editor({ message, busy, save, cancel }: EditorProps) {
   const hasFiles = (message.files?.length ?? 0) + (message.pictures?.length ?? 0) + (message.videos?.length ?? 0) > 0;
   const canSave = !busy && (text.trim() !== "" || hasFiles);
   const onKeyDown = (event: KeyboardEvent) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (isComposing(event)) return;
+    if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
       const written = (event.currentTarget as HTMLTextAreaElement).value;
       if (!busy && (written.trim() || hasFiles)) save(written);

@@ -5,13 +5,13 @@ import { useMemo, useRef } from "preact/hooks";
 import { copyText } from "../text/copy";
 import { type Block, blocksOf, elementsOf, plainBlock } from "../text/markdown";
 
-/** A block keeps its elements as long as its text is the same: a reader's selection survives while the answer grows. */
+/** A block keeps its elements as long as its text and links are the same: a reader's selection survives while the answer grows. */
 class BlockView extends Component<{ block: Block }> {
   readonly #element = createRef<HTMLDivElement>();
 
   override shouldComponentUpdate(next: { block: Block }): boolean {
-    const { source, token } = this.props.block;
-    return next.block.source !== source || !next.block.token !== !token;
+    const { source, token, links } = this.props.block;
+    return next.block.source !== source || !next.block.token !== !token || next.block.links !== links;
   }
 
   override componentDidMount(): void {

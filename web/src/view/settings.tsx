@@ -1,16 +1,18 @@
 // How answers of a chat are made. What is left empty is the server's to choose.
 
-import { useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { app, currentChat, currentOptions } from "../state/app";
 import { setOptions } from "../state/chats";
 import { useStore } from "../state/store";
 import type { ChatOptions } from "../state/types";
+import { schemaProblem } from "../text/schema";
 import { PanelHead } from "./panel";
 
 export function SettingsPanel() {
   const id = useStore(app, (state) => state.current);
   const inChat = useStore(app, (state) => currentChat(state) !== null);
   const options = useStore(app, currentOptions);
+  const [clearings, setClearings] = useState(0);
   /** Sets a field, or takes it out. */
   const set = <K extends keyof ChatOptions>(name: K, value: ChatOptions[K] | undefined) => {
     const { [name]: _, ...rest } = options;
@@ -33,13 +35,13 @@ export function SettingsPanel() {
         <Whole label="Seed" value={options.seed} min={0} set={(value) => set("seed", value)} />
         <Whole label="Length" hint="tokens" value={options.maxTokens} min={1} set={(value) => set("maxTokens", value)} />
       </div>
-      <SchemaField value={options.schema ?? ""} set={(value) => set("schema", value)} />
+      <SchemaField key={clearings} value={options.schema ?? ""} set={(value) => set("schema", value)} />
       <label class="check">
         <input type="checkbox" checked={options.noReasoning ?? false}
           onChange={(event) => set("noReasoning", event.currentTarget.checked || undefined)} />
         Answer without reasoning, where the model can
       </label>
-      <button type="button" onClick={() => setOptions(options.model ? { model: options.model } : {})}>Clear all</button>
+      <button type="button" onClick={() => { setOptions({}); setClearings(clearings + 1); }}>Clear all</button>
     </aside>
   );
 }
@@ -96,13 +98,20 @@ function Whole({ label, hint, value, min, set }: WholeProps) {
   );
 }
 
-/** A schema is taken over only when it is JSON; until then the field says what is wrong. */
+/** A schema is in force only while it is JSON. Otherwise there is none, and the field says what is wrong. */
 function SchemaField({ value, set }: { value: string; set: (value: string) => void }) {
   const [text, setText] = useState(value);
+  const taken = useRef(value);
+  if (value !== taken.current) {
+    // Changed from outside, such as in another tab.
+    taken.current = value;
+    setText(value);
+  }
   const problem = schemaProblem(text);
   const take = (next: string) => {
     setText(next);
-    if (schemaProblem(next) === null) set(next.trim());
+    taken.current = schemaProblem(next) === null ? next.trim() : "";
+    set(taken.current);
   };
   return (
     <label class="field">
@@ -112,14 +121,4 @@ function SchemaField({ value, set }: { value: string; set: (value: string) => vo
       <span id="schema-hint" class={problem ? "wrong" : "faint"}>{problem ?? "Answers are JSON that follows it."}</span>
     </label>
   );
-}
-
-function schemaProblem(text: string): string | null {
-  if (text.trim() === "") return null;
-  try {
-    const schema: unknown = JSON.parse(text);
-    return typeof schema === "object" && schema !== null && !Array.isArray(schema) ? null : "A schema is a JSON object.";
-  } catch (error) {
-    return `Not JSON yet, so not in force: ${error instanceof Error ? error.message : error}`;
-  }
 }

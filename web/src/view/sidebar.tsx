@@ -7,6 +7,7 @@ import { useStore } from "../state/store";
 import type { Chat } from "../state/types";
 import { download, fileName, fromJson, toJson, toMarkdown } from "../text/export";
 import { Icon, IconButton, Mark } from "./icons";
+import { isComposing } from "./keys";
 import { Menu, MenuItem } from "./menu";
 
 export function Sidebar() {
@@ -73,6 +74,7 @@ function Rename({ chat, done }: { chat: Chat; done: () => void }) {
       onFocus={(event) => event.currentTarget.select()}
       onBlur={(event) => finish(event.currentTarget.value)}
       onKeyDown={(event) => {
+        if (isComposing(event)) return;
         if (event.key === "Enter") finish(event.currentTarget.value);
         if (event.key === "Escape") {
           event.preventDefault();

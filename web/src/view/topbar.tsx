@@ -1,6 +1,6 @@
 // The line above the conversation: what is shown, which model answers, and the buttons of the panels.
 
-import { app, currentChat, currentOptions, isNarrow, setTheme, showPanel, type Panel, type Theme } from "../state/app";
+import { app, currentChat, currentOptions, isNarrow, modelOf, setTheme, showPanel, type Panel, type Theme } from "../state/app";
 import { setOptions } from "../state/chats";
 import { useStore } from "../state/store";
 import { IconButton, type IconName } from "./icons";
@@ -42,7 +42,7 @@ function ModelName() {
     <select
       class="model"
       aria-label="Model"
-      value={options.model ?? models[0]?.id ?? ""}
+      value={modelOf(options, models) ?? models[0]?.id ?? ""}
       onChange={(event) => setOptions({ ...options, model: event.currentTarget.value })}
     >
       {models.map((model) => <option key={model.id} value={model.id}>{model.id}</option>)}

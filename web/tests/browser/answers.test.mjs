@@ -105,6 +105,14 @@ test("the policy lets no code in that the server did not send", () =>
     assert.equal(await page.evaluate(() => { try { document.body.insertAdjacentHTML("beforeend", "<b>x</b>"); return "in"; } catch { return "out"; } }), "out");
   }));
 
+test("references become links when their definition comes", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "references");
+    const link = answers(page).getByRole("link", { name: "the manual" });
+    assert.equal(await link.getAttribute("href"), "https://example.com/manual");
+    assert.equal(await answers(page).getByRole("link").count(), 2);
+  }));
+
 test("reasoning is folded away", () =>
   browser.visit({}, async ({ page, stub }) => {
     await ask(page, "reason about it");

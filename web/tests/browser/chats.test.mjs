@@ -15,6 +15,14 @@ async function saved(page, click) {
   return { name: download.suggestedFilename(), text: readFileSync(await download.path(), "utf8"), path: await download.path() };
 }
 
+/** The chats in the browser's storage. */
+const stored = (page) => page.evaluate(() => new Promise((resolve) => {
+  const opened = indexedDB.open("keel", 1);
+  opened.onsuccess = () => {
+    opened.result.transaction("chats").objectStore("chats").getAll().onsuccess = (event) => resolve(event.target.result);
+  };
+}));
+
 test("chats are kept in the browser, and go on after a reload", () =>
   browser.visit({}, async ({ page, stub }) => {
     await ask(page, "First question");
@@ -186,4 +194,99 @@ test("two chats are written at once, and another tab follows", () =>
     await row(page, "slow one").getByRole("button").first().click();
     await settled(page);
     assert.match(await answers(page).innerText(), /word399/);
+  }));
+
+test("two tabs that go on with one chat keep the messages of both", () =>
+  browser.visit({}, async ({ page, stub, profile }) => {
+    await ask(page, "Begin");
+    const other = await profile.newPage();
+    await other.goto(stub.url);
+    await row(other, "Begin").getByRole("button").first().click();
+    await say(page, "slow one");
+    await page.getByText("word20").waitFor();
+    await ask(other, "Quick one");
+    await answers(other).getByText("to “Quick one”").waitFor();
+    await settled(page);
+    await answers(page).last().waitFor();
+    await page.waitForTimeout(300);
+    for (const each of [page, other]) {
+      await each.reload();
+      await row(each, "Begin").getByRole("button").first().click();
+      const [kept] = await stored(each);
+      const messages = Object.values(kept.messages);
+      const text = messages.map(({ content }) => content).join("\n");
+      for (const part of ["Begin", "slow one", "word399", "Quick one", "to “Quick one”"]) assert.ok(text.includes(part), part);
+      assert.equal(messages.length, 6);
+      assert.deepEqual(messages.filter(({ state }) => state).map(({ state }) => state), []);
+    }
+  }));
+
+test("an answer of a tab that was closed can be asked for again in another", () =>
+  browser.visit({}, async ({ page, stub, profile }) => {
+    const other = await profile.newPage();
+    await other.goto(stub.url);
+    await other.getByLabel("Your message").waitFor();
+    await say(other, "slow one");
+    await row(page, "slow one").getByRole("button").first().click();
+    await page.getByText("Another tab is writing this answer, or was closed before its end.").waitFor();
+    await other.close();
+    await page.getByRole("button", { name: "Another answer" }).click();
+    await page.getByText("word399").waitFor();
+    await settled(page);
+    await page.getByRole("button", { name: "Earlier version" }).click();
+    await page.reload();
+    await row(page, "slow one").getByRole("button").first().click();
+    assert.equal(await page.getByLabel(/Version . of 2/).count(), 1);
+  }));
+
+test("a chat that is deleted in one tab goes from another, where its answer stops", () =>
+  browser.visit({}, async ({ page, stub, profile }) => {
+    await say(page, "slow one");
+    await page.getByText("word20").waitFor();
+    const other = await profile.newPage();
+    await other.goto(stub.url);
+    await menu(other, "slow one").click();
+    await other.getByRole("button", { name: "Delete" }).click();
+    await row(page, "slow one").waitFor({ state: "detached" });
+    await page.waitForTimeout(500);
+    assert.equal(stub.running, 0);
+    await page.reload();
+    await page.getByText("Kept in this browser").waitFor();
+    await page.waitForTimeout(200);
+    assert.equal(await page.locator(".chat-row").count(), 0);
+  }));
+
+test("a lost connection to the storage is opened again", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "First question");
+    await page.evaluate(() => {
+      const { transaction } = IDBDatabase.prototype;
+      IDBDatabase.prototype.transaction = function () {
+        IDBDatabase.prototype.transaction = transaction;
+        throw new DOMException("The connection was closed.", "InvalidStateError");
+      };
+    });
+    await ask(page, "Second question");
+    assert.equal(await page.locator(".banner").count(), 0);
+    await page.reload();
+    await row(page, "First question").getByRole("button").first().click();
+    assert.deepEqual(await page.locator(".bubble").allInnerTexts(), ["First question", "Second question"]);
+  }));
+
+test("a storage that could not be opened is tried again", () =>
+  browser.visit({}, async ({ page }) => {
+    await page.addInitScript(() => {
+      const { open } = IDBFactory.prototype;
+      let left = 2;
+      IDBFactory.prototype.open = function (...all) {
+        left -= 1;
+        if (left >= 0) throw new DOMException("Not now.", "UnknownError");
+        return open.apply(this, all);
+      };
+    });
+    await page.reload();
+    await page.getByText("This browser does not keep chats").waitFor();
+    await ask(page, "Kept after all");
+    await page.getByText("This browser does not keep chats").waitFor({ state: "detached" });
+    assert.deepEqual((await stored(page)).map(({ title }) => title), ["Kept after all"]);
   }));

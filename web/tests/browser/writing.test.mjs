@@ -121,6 +121,26 @@ test("settings go with the request, and belong to their chat", () =>
     assert.equal(await page.getByLabel("Seed").inputValue(), "42", "new chats begin with what was set for new chats");
   }));
 
+test("a schema is in force while it is JSON, and goes with all other settings", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    await page.getByRole("button", { name: "Settings of this chat" }).click();
+    const field = page.getByLabel("JSON schema");
+    await ask(page, "Hello");
+    await field.fill('{"type": "object"}');
+    await field.fill('{"type": "object"');
+    await page.getByText("Not JSON yet, so not in force").waitFor();
+    await ask(page, "Plain");
+    assert.equal(stub.requests.at(-1).response_format, undefined);
+    assert.equal(await field.inputValue(), '{"type": "object"', "what is being written stays");
+    await page.getByRole("button", { name: "Clear all" }).click();
+    assert.equal(await field.inputValue(), "");
+    await field.fill('{"type": "array"}');
+    await page.getByRole("button", { name: "Clear all" }).click();
+    assert.equal(await field.inputValue(), "");
+    await ask(page, "Plain again");
+    assert.equal(stub.requests.at(-1).response_format, undefined);
+  }));
+
 test("a model is chosen where there are several", () =>
   browser.visit({ stub: { models: ["small", "large"] } }, async ({ page, stub }) => {
     await page.getByLabel("Model").selectOption("large");
@@ -320,4 +340,40 @@ test("a large picture is sent smaller, and one that is broken is refused", () =>
       return [image.naturalWidth, image.naturalHeight];
     }, url);
     assert.deepEqual(size, [1536, 768]);
+  }));
+
+test("the Enter that confirms a word of an input method sends nothing", () =>
+  browser.visit({}, async ({ page, stub }) => {
+    // Safari sends it after the composition has ended, with this code alone.
+    const confirm = (label, key) => page.getByLabel(label).evaluate((area, key) => {
+      area.dispatchEvent(new KeyboardEvent("keydown", { key, keyCode: 229, bubbles: true, cancelable: true }));
+    }, key);
+    await page.getByLabel("Your message").fill("日本");
+    await confirm("Your message", "Enter");
+    await page.waitForTimeout(100);
+    assert.equal(stub.requests.length, 0);
+    await ask(page, "日本語");
+    await page.locator(".message.user").hover();
+    await page.getByRole("button", { name: "Edit and send again" }).click();
+    await confirm("Edit your message", "Enter");
+    await confirm("Edit your message", "Escape");
+    await page.waitForTimeout(100);
+    assert.equal(await page.getByLabel("Edit your message").count(), 1);
+    assert.equal(stub.requests.length, 1);
+  }));
+
+test("on a phone Esc closes what lies on top of the chat before it stops the answer", () =>
+  browser.visit({ viewport: PHONE }, async ({ page, stub }) => {
+    await say(page, "slow");
+    await page.getByText("word20").waitFor();
+    await page.getByRole("button", { name: "Memory", exact: true }).click();
+    await page.locator(".plan-bar").waitFor();
+    await page.keyboard.press("Escape");
+    await page.locator(".plan-bar").waitFor({ state: "detached" });
+    await page.getByRole("button", { name: "Chats", exact: true }).click();
+    await page.keyboard.press("Escape");
+    await page.locator(".page:not(.with-sidebar)").waitFor();
+    assert.equal(stub.running, 1);
+    await page.keyboard.press("Escape");
+    await page.getByText("Stopped.").waitFor();
   }));

@@ -86,6 +86,9 @@ export function answerTo(text, number) {
   if (text.includes("json")) return pieces('{"name": "Ada", "age": 36}', 7);
   if (text.includes("break off")) return { parts: ["Half an ans"], ending: "break" };
   if (text.includes("fail late")) return { parts: ["Half an ans"], ending: "error" };
+  if (text.includes("references")) {
+    return { delayMs: 200, parts: ["Read [the manual][m] and [m].\n\nIt is long.\n\n", "[m]: https://example.com/", "manual\n"] };
+  }
   if (text.includes("cut")) return { parts: ["It goes on and"], finish: "length" };
   return { parts: ["Answer ", `number ${number} `, `to “${text.slice(0, 40)}”.`] };
 }

@@ -59,7 +59,7 @@ export async function startStub() {
     }));
     return {
       model: stub.models[0], now: stub.allocated ? now : {}, planned: PLANNED, allocated: stub.allocated ? PLANNED : none,
-      peak: stub.allocated ? PLANNED : none, waiting: 0, running, ...(stub.devices && { devices: shares(stub.devices) }),
+      peak: stub.allocated ? PLANNED : none, waiting: 0, running, models: stub.models.map((id) => ({ id })), ...(stub.devices && { devices: shares(stub.devices) }),
     };
   }
 }
@@ -106,6 +106,9 @@ async function chat(stub, body, response) {
   }
   if (stub.refuseVideos && Array.isArray(content) && content.some(({ type }) => type === "video_url")) {
     return refuse(response, 400, "invalid_image", "video 1: this is not a video that is read here");
+  }
+  if (body.model !== undefined && !stub.models.includes(body.model)) {
+    return refuse(response, 404, "model_not_found", `there is no model ${body.model}`);
   }
   if (text.includes("busy")) return refuse(response, 429, "queue_full", "3 requests wait already");
   const { parts, delayMs = 0, ending, finish = "stop" } = answerTo(text, stub.requests.length);

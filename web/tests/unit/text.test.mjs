@@ -7,6 +7,7 @@ const { asPrompt, readTextFile, FILE_BYTES_MAX } = await load("text/files.ts");
 const { ATTACHED_BYTES_MAX, NOTHING, sendingProblem, sentBytesOf, withMore } = await load("text/attached.ts");
 const { isVideo, readVideo } = await load("text/videos.ts");
 const { toJson, toMarkdown, fromJson, fileName } = await load("text/export.ts");
+const { lastGood } = await load("state/tree.ts");
 const { bytes, seconds, tokens } = await load("text/format.ts");
 
 test("events are read whatever pieces they come in", () => {
@@ -70,6 +71,26 @@ const chat = {
 
 test("an exported chat comes back with all its versions", () => {
   assert.deepEqual(fromJson(toJson([chat])), [chat]);
+});
+
+test("what the server refused, and what broke off, comes back as such", () => {
+  const problem = { code: "queue_full", message: "3 requests wait already" };
+  const refused = { id: "d", parent: "b", role: "user", content: "Again", at: 4, state: "failed", problem };
+  const ended = { ...chat.messages.x, state: "stopped" };
+  const whole = { ...chat, leaf: "d", messages: { ...chat.messages, x: ended, d: refused } };
+  const [read] = fromJson(toJson([whole]));
+  assert.deepEqual(read, whole);
+  assert.equal(lastGood(read), "b");
+  const writing = { ...whole, messages: { ...whole.messages, x: { ...ended, state: "writing" } } };
+  assert.deepEqual(fromJson(toJson([writing])), [whole]);
+});
+
+test("a schema that is no JSON object is dropped", () => {
+  const schemas = ["{", "[1]", "null", '{"type": "object"}'].map((schema) => {
+    const [read] = fromJson(toJson([{ ...chat, options: { schema } }]));
+    return read.options;
+  });
+  assert.deepEqual(schemas, [{}, {}, {}, { schema: '{"type": "object"}' }]);
 });
 
 test("pictures and videos come back, and addresses in their place do not", () => {

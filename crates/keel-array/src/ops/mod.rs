@@ -332,6 +332,20 @@ impl Op {
         }
     }
 
+    /// Checks that no state shares memory with another of the `inputs`, which a user's graph can cause. `overlaps` tells
+    /// whether two inputs share memory.
+    ///
+    /// # Errors
+    /// One sentence.
+    pub fn check_states(&self, inputs: usize, overlaps: impl Fn(usize, usize) -> bool) -> Result<(), String> {
+        for state in self.mutated_inputs() {
+            if let Some(other) = (0..inputs).find(|&other| other != state && overlaps(state, other)) {
+                return Err(format!("operands {state} and {other} share memory, but {state} is written"));
+            }
+        }
+        Ok(())
+    }
+
     /// Whether it commits rows that the step before has left open. So it has work even if its own step has no rows.
     pub fn commits_open_rows(&self) -> bool {
         match self {

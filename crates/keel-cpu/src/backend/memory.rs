@@ -11,6 +11,7 @@ use std::any::Any;
 use std::ops::Range;
 
 use super::slab::SlabRange;
+use crate::pool::ThreadPool;
 
 /// Smallest allocation that is mapped. Mapped pages come when they are touched and go when they are freed. The heap
 /// zeroes memory that it takes from free blocks, and keeps it when it is freed.
@@ -106,13 +107,38 @@ impl HostMemory {
         self
     }
 
-    /// Makes the system back all of it now, instead of each page at its first write.
-    pub fn touch(&self) {
-        let last = self.bytes.checked_sub(1);
-        for offset in (0..self.bytes).step_by(PAGE).chain(last) {
-            // SAFETY: within the memory, which is zeroed and which nothing else uses yet.
-            unsafe { self.start.add(offset).write_volatile(0) };
+    /// Passes `bytes` to `work` in pieces, on all threads of the pool. No two pieces share a large page. For work that
+    /// makes the system back pages: threads that write to the same new page at the same time each clear a page, and the
+    /// system keeps one.
+    pub fn each_large_page(
+        &self,
+        pool: &ThreadPool,
+        bytes: Range<usize>,
+        work: impl Fn(Range<usize>) + Sync,
+    ) {
+        // Bytes before the first one in its large page.
+        let before = self.start.wrapping_add(bytes.start).addr() % LARGE_PAGE;
+        let pages = (before + bytes.len()).div_ceil(LARGE_PAGE);
+        if pages <= 1 {
+            return work(bytes);
         }
+        pool.run(|worker| {
+            for page in worker.claim(pages, 1) {
+                let edge = |page: usize| bytes.start + (page * LARGE_PAGE).saturating_sub(before);
+                work(edge(page.start)..edge(page.end).min(bytes.end));
+            }
+        });
+    }
+
+    /// Makes the system back all of it now, instead of each page at its first write.
+    pub fn touch(&self, pool: &ThreadPool) {
+        self.each_large_page(pool, 0..self.bytes, |bytes| {
+            let last = bytes.clone().next_back();
+            for offset in bytes.step_by(PAGE).chain(last) {
+                // SAFETY: within the memory, which is zeroed and which nothing else uses yet.
+                unsafe { self.start().add(offset).write_volatile(0) };
+            }
+        });
     }
 
     /// Asks the system to back these bytes now. The contents stay. Without an effect where the system knows no such
@@ -278,7 +304,7 @@ mod tests {
     fn touched_memory_is_backed_by_pages() {
         for bytes in [5 * PAGE, 3 * LARGE_PAGE + 1] {
             let memory = HostMemory::zeroed(bytes).expect("there is memory");
-            memory.touch();
+            memory.touch(&ThreadPool::new(2));
             assert_ne!(memory.is_backed(), Some(false), "{bytes} bytes");
         }
     }

@@ -108,7 +108,7 @@ impl CpuBackend {
         }
         let memory = make(bytes)?.poisoned_when_freed(self.options.poison_freed);
         if self.options.resident {
-            memory.touch();
+            memory.touch(&self.pool);
         }
         Ok(Box::new(memory))
     }
@@ -223,6 +223,19 @@ mod tests {
             let backend = CpuBackend::new(options);
             backend.pool.run(|worker| assert_eq!(worker.isa, isa));
             assert_eq!(backend.isa(), isa);
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn resident_memory_is_backed_when_it_is_allocated() {
+        let options = CpuOptions { threads: Some(2), resident: true, ..CpuOptions::default() };
+        let backend = CpuBackend::new(options);
+        for bytes in [100, memory::LARGE_PAGE + 5, 5 * memory::LARGE_PAGE] {
+            for memory in [backend.allocate(bytes), backend.allocate_lasting(bytes)] {
+                let memory = memory.expect("there is memory");
+                assert_ne!(HostMemory::of(&*memory).is_backed(), Some(false), "{bytes} bytes");
+            }
         }
     }
 }

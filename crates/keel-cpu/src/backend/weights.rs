@@ -1,6 +1,7 @@
 //! Weights of the array runtime in the layout of the linear kernels.
 
-use super::memory::{HostMemory, LARGE_PAGE};
+use super::memory::HostMemory;
+use crate::error::Error;
 use crate::isa::Isa;
 use crate::kernels::blocks::{self, BlockWeight};
 use crate::kernels::linear::{self, Compute, FloatType, Linear, PAIR_ROWS, PackedLayout, Rows, WeightFormat};
@@ -28,8 +29,12 @@ pub(super) fn blocks<'a>(spec: &WeightSpec, bytes: &'a [u8]) -> Option<BlockWeig
     raw_blocks(spec).map(|format| BlockWeight { format, bytes, n: spec.rows, k: spec.cols })
 }
 
-/// The layout of a packed weight.
+/// The layout of a packed weight, which has memory and so can be addressed.
 pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
+    try_layout(spec).unwrap_or_else(|e| panic!("the runtime has checked the weight: {e}"))
+}
+
+fn try_layout(spec: &WeightSpec) -> Result<PackedLayout, Error> {
     let format = match spec.format {
         keel_array::WeightFormat::Dense(dtype) => WeightFormat::Dense(float_type(dtype)),
         keel_array::WeightFormat::Affine { bits, group_size, scale_dtype } => WeightFormat::Affine {
@@ -40,14 +45,13 @@ pub(super) fn layout(spec: &WeightSpec) -> PackedLayout {
         keel_array::WeightFormat::Blocks(format) => WeightFormat::Blocks(format),
     };
     PackedLayout::stacked(spec.experts, spec.rows, spec.cols, format)
-        .unwrap_or_else(|e| panic!("the runtime has checked the weight: {e}"))
 }
 
-/// Size of a stored weight in bytes. Saturates for a weight that cannot be addressed; no allocation grants that size.
+/// Size of a stored weight in bytes; `usize::MAX` for a weight that cannot be addressed, which no allocation grants.
 pub(super) fn packed_bytes(spec: &WeightSpec) -> usize {
     match raw_blocks(spec) {
         Some(format) => blocks::packed_bytes(format, spec.experts.saturating_mul(spec.rows), spec.cols),
-        None => layout(spec).bytes(),
+        None => try_layout(spec).map_or(usize::MAX, |layout| layout.bytes()),
     }
 }
 
@@ -75,7 +79,7 @@ pub(super) fn linear(spec: &WeightSpec, isa: Isa) -> Linear {
     let layout = layout(spec);
     let compute = match spec.compute {
         keel_array::Compute::F32 => Compute::F32,
-        keel_array::Compute::Bf16 if Compute::Bf16.takes(layout.format()) && isa >= Isa::Avx512Vnni => {
+        keel_array::Compute::Bf16 if Compute::Bf16.takes(layout.format()) && isa.has_bf16_dots() => {
             Compute::Bf16
         }
         keel_array::Compute::Bf16 => Compute::F32,
@@ -99,9 +103,9 @@ pub(super) fn pack(
         let first = block.expert * spec.rows + block.first_row;
         let start = offset + blocks::packed_bytes(format, first, spec.cols);
         assert!(start + bytes.len() <= memory.bytes(), "a weight outside its memory");
-        // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
-        let out = unsafe { std::slice::from_raw_parts_mut(memory.start().add(start), bytes.len()) };
-        out.copy_from_slice(bytes);
+        memory.each_large_page(pool, start..start + bytes.len(), |piece| {
+            memory.write(piece.start, &bytes[piece.start - start..piece.end - start]);
+        });
         return Ok(());
     }
     let layout = layout(spec);
@@ -114,7 +118,8 @@ pub(super) fn pack(
     let range = layout.row_bytes(block.expert, rows);
     assert!(offset + layout.bytes() <= memory.bytes(), "a weight outside its memory");
     if range.start == 0 {
-        populate(pool, memory, offset..offset + layout.bytes());
+        // Neighbouring rows share pages, so the pages come before the threads that pack rows.
+        memory.each_large_page(pool, offset..offset + layout.bytes(), |bytes| memory.populate(bytes));
     }
     // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
     let out = unsafe { SharedMut::from_raw(memory.start().add(offset + range.start), range.len()) };
@@ -129,21 +134,6 @@ pub(super) fn pack(
         }
     });
     Ok(())
-}
-
-/// Has the system back a weight's memory, each large page on one thread.
-///
-/// Threads that pack neighbouring rows write to the same new page at the same time. Then each of them clears a page,
-/// and the system keeps one.
-fn populate(pool: &ThreadPool, memory: &HostMemory, bytes: Range<usize>) {
-    // Bytes before the first one in its large page.
-    let before = memory.start().wrapping_add(bytes.start).addr() % LARGE_PAGE;
-    pool.run(|worker| {
-        for page in worker.claim((before + bytes.len()).div_ceil(LARGE_PAGE), 1) {
-            let edge = |page: usize| bytes.start + (page * LARGE_PAGE).saturating_sub(before);
-            memory.populate(edge(page.start)..edge(page.end).min(bytes.end));
-        }
-    });
 }
 
 /// Packs some rows of a block.
@@ -219,5 +209,22 @@ mod tests {
         pack_rows(0, 5);
         assert_eq!(memory.is_backed(), Some(true));
         assert_eq!(last(), packed, "other rows stay");
+    }
+
+    /// Over several large pages, which different threads copy.
+    #[test]
+    fn raw_blocks_lie_in_memory_as_they_came() {
+        let (rows, cols, format) = (4096, 1024, keel_array::WeightFormat::Blocks(BlockFormat::Q8_0));
+        let spec = WeightSpec { experts: 1, rows: rows + 3, cols, format, compute: Compute::F32 };
+        let (pool, offset, row_bytes) = (ThreadPool::new(2), 192, cols / 32 * BlockFormat::Q8_0.bytes());
+        let memory = HostMemory::zeroed(offset + packed_bytes(&spec)).unwrap();
+        let bytes: Vec<u8> = (0..rows * row_bytes).map(|i| ((i * 2_654_435_761) >> 11) as u8 | 1).collect();
+        let block = RowBlock { expert: 0, first_row: 2, rows, data: RowData::Blocks(&bytes) };
+        pack(&pool, &spec, &memory, offset, &block).unwrap();
+        let mut all = vec![9; memory.bytes()];
+        memory.read(0, &mut all);
+        let packed = offset + 2 * row_bytes..offset + (2 + rows) * row_bytes;
+        assert!(all[packed.clone()] == bytes);
+        assert!(all[..packed.start].iter().chain(&all[packed.end..]).all(|byte| *byte == 0));
     }
 }

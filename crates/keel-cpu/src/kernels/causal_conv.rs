@@ -1,6 +1,6 @@
 //! Depthwise causal convolution with SiLU, over the rows of a batch and the window that each sequence keeps.
 //!
-//! `y[t, c] = silu(bias[c] + sum_j weight[j, c] * x[t - (W - 1) + j, c])`, `W` the width (usually 4).
+//! `y[t, c] = silu(sum_j weight[j, c] * x[t - (W - 1) + j, c])`, `W` the width (usually 4).
 //! Rows before a sequence's first one in this step come from its window.
 //!
 //! # The window
@@ -17,7 +17,6 @@ use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, silu};
 use std::array::from_fn;
-use std::ops::Range;
 
 /// Channels that a worker takes at a time where rows are few.
 const BLOCK: usize = 8 * LANES;
@@ -49,8 +48,6 @@ pub struct CausalConv<'a> {
     pub x: Rows<'a>,
     /// `[W, C]`: the checkpoint's `[C, 1, W]` transposed.
     pub weight: &'a [f32],
-    /// `[C]`
-    pub bias: Option<&'a [f32]>,
     /// Rows of each sequence. Positions are not read.
     pub batch: Batch<'a>,
     /// Slot of each sequence, `[B]`, all different.
@@ -70,7 +67,6 @@ pub struct CausalConv<'a> {
 pub fn causal_conv(conv: &CausalConv<'_>, worker: &Worker<'_>) {
     let channels = conv.x.width();
     assert!(channels > 0 && conv.weight.len().is_multiple_of(channels) && !conv.weight.is_empty());
-    assert!(conv.bias.is_none_or(|bias| bias.len() == channels));
     assert!(
         conv.y.width() == channels && conv.x.len() >= conv.batch.rows() && conv.y.len() >= conv.batch.rows()
     );
@@ -206,7 +202,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         for c in (0..self.len).step_by(LANES) {
             let lanes = c..(c + LANES).min(self.len);
             s.prefetch(next.wrapping_add(c).cast());
-            let mut sum = self.bias(s, lanes.clone());
+            let mut sum = s.splat(0.0);
             for j in 0..W {
                 sum = s.fma(load(s, &weights[j][lanes.clone()]), load(s, &inputs[j][lanes.clone()]), sum);
             }
@@ -220,7 +216,7 @@ impl<'a, 'c> Channels<'a, 'c> {
         let y = self.output(i);
         for c in (0..self.len).step_by(LANES) {
             let lanes = c..(c + LANES).min(self.len);
-            let mut sum = self.bias(s, lanes.clone());
+            let mut sum = s.splat(0.0);
             for j in 0..=self.before {
                 let input = load(s, &self.input(i + j)[lanes.clone()]);
                 sum = s.fma(load(s, &self.weight(j)[lanes.clone()]), input, sum);
@@ -232,15 +228,6 @@ impl<'a, 'c> Channels<'a, 'c> {
     #[inline(always)]
     fn weight(&self, j: usize) -> &'a [f32] {
         &self.conv.weight[j * self.conv.x.width() + self.start..][..self.len]
-    }
-
-    /// The bias of some of the channels, or zero.
-    #[inline(always)]
-    fn bias<S: Simd>(&self, s: S, lanes: Range<usize>) -> S::V {
-        match self.conv.bias {
-            Some(bias) => load(s, &bias[self.start + lanes.start..self.start + lanes.end]),
-            None => s.splat(0.0),
-        }
     }
 
     /// Start of the row to prefetch. The hardware does not foresee the next rows, because they are too far away.

@@ -16,6 +16,3 @@ pub mod rope;
 pub mod rows;
 pub(crate) mod sample;
 mod small_gemm;
-
-#[cfg(test)]
-mod same_bits_everywhere;

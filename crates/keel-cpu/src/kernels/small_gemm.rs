@@ -6,8 +6,7 @@
 
 #![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
 
-use super::attention::KvElement;
-use crate::simd::{LANES, Simd};
+use crate::simd::{Element, LANES, Simd};
 
 /// Rows and vectors of a full tile.
 const TILE_ROWS: usize = 8;
@@ -52,7 +51,7 @@ pub(super) struct SmallGemm<'a, E> {
     pub start: Start<'a>,
 }
 
-impl<E: KvElement> SmallGemm<'_, E> {
+impl<E: Element> SmallGemm<'_, E> {
     /// Computes `c`, whose rows are `c_stride` apart.
     ///
     /// # Panics

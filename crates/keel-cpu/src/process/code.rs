@@ -1,4 +1,4 @@
-//! Pages of code and constants of the program and its libraries.
+//! Pages of code and constants of the program and of C's libraries.
 
 /// Drops the pages of code and constants that this process has read so far: loading a model takes other code than
 /// running it. Pages that are needed again come from the system's page cache within microseconds. This is only a hint:
@@ -19,6 +19,13 @@ mod linux {
     /// model's process holds 1.2 MB more.
     const PIECE: usize = 8 << 10;
 
+    /// A process may have 65,530 mappings where the system has its default. Threads and memory need the others.
+    const PIECES_MAX: usize = 16 << 10;
+
+    /// Libraries that stay until the process ends and are small. Those of a GPU have hundreds of megabytes, and NVML is
+    /// unloaded: what is mapped in its place must not be dropped.
+    const LIBRARIES: [&str; 4] = ["libc.so", "libm.so", "libgcc_s.so", "ld-linux"];
+
     pub fn give_back() {
         static CODE: OnceLock<Vec<Range<usize>>> = OnceLock::new();
         for range in CODE.get_or_init(cut_code) {
@@ -34,7 +41,8 @@ mod linux {
         else {
             return Vec::new();
         };
-        let code = unchanged_code(&maps, &program);
+        let mut code = unchanged_code(&maps, &program);
+        code.truncate(within(&code, PIECES_MAX));
         for range in &code {
             for start in range.clone().step_by(2 * PIECE) {
                 advise(start..range.end.min(start + PIECE), libc::MADV_DONTDUMP);
@@ -43,14 +51,25 @@ mod linux {
         code
     }
 
+    /// How many of the first mappings make at most `most` pieces together.
+    pub fn within(code: &[Range<usize>], most: usize) -> usize {
+        let mut pieces = 0;
+        code.iter()
+            .take_while(|range| {
+                pieces += range.len().div_ceil(PIECE);
+                pieces <= most
+            })
+            .count()
+    }
+
     fn advise(range: Range<usize>, advice: libc::c_int) {
-        // SAFETY: the range lies within a private mapping of the program or a library, which stays until the process
-        // ends and cannot be written. None of its pages differs from the file, so a dropped page is read back when it
+        // SAFETY: the range lies within a private mapping of the program or one of `LIBRARIES`, which stays until the
+        // process ends and cannot be written. None of its pages differs from the file, so a dropped page is read back when it
         // is used.
         unsafe { libc::madvise(range.start as *mut libc::c_void, range.len(), advice) };
     }
 
-    /// Addresses of read-only mappings of the program and of libraries. Mappings in which the loader or a debugger has
+    /// Addresses of read-only mappings of the program and of `LIBRARIES`. Mappings in which the loader or a debugger has
     /// changed a page are left out: such pages differ from the file.
     pub fn unchanged_code(smaps: &str, program: &Path) -> Vec<Range<usize>> {
         let mut found = Vec::new();
@@ -70,10 +89,11 @@ mod linux {
         let mut words = mapping.split_ascii_whitespace();
         let (start, end) = words.next()?.split_once('-')?;
         let is_constant = ["r-xp", "r--p"].contains(&words.next()?);
-        let path = words.nth(3)?;
-        let is_code = Path::new(path) == program || path.ends_with(".so") || path.contains(".so.");
+        let path = Path::new(words.nth(3)?);
+        let name = path.file_name()?.to_str()?;
+        let is_code = path == program || LIBRARIES.iter().any(|library| name.starts_with(library));
         let address = |text| usize::from_str_radix(text, 16).ok();
-        (is_constant && is_code && path.starts_with('/')).then_some(address(start)?..address(end)?)
+        (is_constant && is_code && path.is_absolute()).then_some(address(start)?..address(end)?)
     }
 }
 
@@ -93,6 +113,8 @@ mod tests {
             mapping("5000-6000 r--p 00004000 fe:00 12                         /bin/keel", 4),
             mapping("6000-7000 rw-p 00005000 fe:00 12                         /bin/keel", 0),
             mapping("7000-8000 r-xp 00000000 fe:00 13                         /lib/libc.so.6", 0),
+            mapping("10000000-40000000 r-xp 00000000 fe:00 15                 /lib/libcublasLt.so.13", 0),
+            mapping("50000000-50100000 r-xp 00000000 fe:00 16                 /lib/libnvidia-ml.so.1", 0),
             mapping("8000-9000 r-xs 00000000 fe:00 13                         /lib/libc.so.6", 0),
             mapping("9000-a000 r--p 00000000 fe:00 14                         /models/a.gguf", 0),
             mapping("a000-b000 r--p 00000000 00:00 0 ", 0),
@@ -101,6 +123,15 @@ mod tests {
         let found = linux::unchanged_code(&smaps.concat(), Path::new("/bin/keel"));
         assert_eq!(found, [0x1000..0x3000, 0x3000..0x5000, 0x7000..0x8000]);
         assert_eq!(linux::unchanged_code("nonsense\n\n:\nAnonymous:\n1-2 r-xp", Path::new("/")), []);
+    }
+
+    /// A program of 200 MB would leave no mapping to the rest of the process.
+    #[test]
+    fn mappings_are_cut_only_as_far_as_the_system_can_bear() {
+        let mappings = [0..16 << 10, 0..8 << 20, 0..200 << 20, 0..4096];
+        assert_eq!(linux::within(&mappings, 16 << 10), 2);
+        assert_eq!(linux::within(&mappings, 2), 1);
+        assert_eq!(linux::within(&mappings, 1 << 20), 4);
     }
 
     #[test]

@@ -11,10 +11,12 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod element;
 mod math;
 mod portable;
 
 use crate::isa::Isa;
+pub(crate) use element::Element;
 pub(crate) use math::{exp, sigmoid, silu};
 pub(crate) use portable::lanewise;
 

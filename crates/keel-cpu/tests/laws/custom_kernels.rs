@@ -98,7 +98,8 @@ fn what_a_kernel_says_is_the_error_and_a_panic_is_one_too() {
         Ok(())
     });
     let y = panicking.apply(&[&x]).expect("one runtime").remove(0);
-    assert!(y.eval().expect_err("it panics").to_string().contains("panicking: the kernel panicked"));
+    let error = y.eval().expect_err("it panics").to_string();
+    assert!(error.contains("panicking: the kernel panicked: planted"), "{error}");
     let works = CustomKernel::new("works", outputs(), 2.0, |_| Ok(()));
     let y = works.apply(&[&x]).expect("one runtime").remove(0);
     assert_eq!(y.to_vec::<f32>().expect("the pool still works"), [2.0; 3]);

@@ -12,8 +12,9 @@ mod submission;
 mod watched;
 mod weights;
 
-use keel_array::{Array, Runtime, RuntimeOptions};
+use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
+use keel_testkit::checks::ownership::counting;
 use std::sync::Arc;
 
 /// Two workers; freed memory is filled with NaN.
@@ -32,10 +33,4 @@ fn runtime() -> Runtime {
 /// Bytes that the ledger counts, of all categories.
 fn active(runtime: &Runtime) -> u64 {
     runtime.ledger().active().total()
-}
-
-/// `0, 1, 2, ..` with this shape.
-fn counting(runtime: &Runtime, shape: &[usize]) -> Array {
-    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
-    Array::from_slice(runtime, &values, shape).expect("there is memory")
 }

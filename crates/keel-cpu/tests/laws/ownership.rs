@@ -2,35 +2,11 @@
 
 use super::{active, counting, runtime};
 use keel_array::{Array, DType};
+use keel_testkit::checks::ownership;
 
-/// Failure 1. A layer keeps the last rows of each chunk of its input; these rows must not keep the chunks in memory.
 #[test]
 fn a_slice_that_outlives_its_parent_holds_at_most_twice_its_bytes() {
-    let runtime = runtime();
-    let chunk = |i: usize| {
-        let first = Array::full(&runtime, [1], DType::F32, i as f32).expect("an addressable shape");
-        counting(&runtime, &[512, 64]).add(&first).expect("shapes broadcast")
-    };
-    let mut kept = Vec::new();
-    let mut growth = Vec::new();
-    for i in 0..20 {
-        let input = chunk(i);
-        input.eval().expect("a chunk runs");
-        let tail = input.slice(&[510, 0], &[512, 64]).expect("within the chunk");
-        tail.eval().expect("a slice runs");
-        drop(input);
-        assert!(tail.held_bytes().expect("evaluated") <= 2 * tail.bytes());
-        kept.push(tail);
-        growth.push(active(&runtime));
-    }
-    let tail_bytes = kept[0].bytes() as u64;
-    for pair in growth[1..].windows(2) {
-        assert_eq!(pair[1] - pair[0], tail_bytes, "each chunk may leave its tail behind and nothing else");
-    }
-    for (i, tail) in kept.iter().enumerate() {
-        let want: Vec<f32> = (510 * 64..512 * 64).map(|x| x as f32 + i as f32).collect();
-        assert_eq!(tail.to_vec::<f32>().expect("evaluated"), want);
-    }
+    ownership::tails_do_not_pin_their_chunks(&runtime());
 }
 
 /// The test above would detect the failure. Handles that share memory, as slices would without the law, keep the chunks
@@ -57,24 +33,9 @@ fn a_view_of_most_of_its_parent_shares_the_memory() {
     assert_eq!(view.to_vec::<f32>().expect("evaluated")[479], 479.0);
 }
 
-/// Failure 3.
 #[test]
 fn an_evaluated_array_has_no_parents_and_the_last_handle_frees_at_once() {
-    let runtime = runtime();
-    let x = counting(&runtime, &[64, 64]);
-    let w = counting(&runtime, &[64, 64]);
-    let bytes = x.bytes() as u64;
-    let y = x.matmul(&w).and_then(|y| y.softmax(1)).and_then(|y| y.matmul(&x)).expect("extents fit");
-    drop((x, w));
-    assert_eq!(active(&runtime), 2 * bytes, "a lazy array holds its inputs");
-    y.eval().expect("a graph runs");
-    runtime.clear_cache();
-    assert_eq!(active(&runtime), bytes, "an evaluated one holds itself");
-    let other = y.clone();
-    drop(y);
-    assert_eq!(active(&runtime), bytes);
-    drop(other);
-    assert_eq!(active(&runtime), 0);
+    ownership::the_last_handle_frees_at_once(&runtime());
 }
 
 /// Bytes in use after each step of a loop that computes each state from the last one, as a generation does. `hold` gets

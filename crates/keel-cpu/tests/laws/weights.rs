@@ -1,6 +1,10 @@
-//! Rows of a weight as weights of their own.
+//! Rows of a weight as weights of their own, and weights that have no memory.
 
-use keel_array::{Array, Compute, DType, RowBlock, RowData, Runtime, Weight, WeightFormat, WeightSpec};
+use keel_array::{
+    Array, Compute, DType, RowBlock, RowData, Runtime, RuntimeOptions, Weight, WeightFormat, WeightSpec,
+};
+use keel_cpu::{CpuBackend, CpuOptions};
+use std::sync::Arc;
 
 /// A weight of 4 bits with varying codes.
 fn weight(runtime: &Runtime, rows: usize, compute: Compute) -> Weight {
@@ -33,5 +37,19 @@ fn rows_of_a_weight_give_what_they_give_within_it() {
         for rows in [16..64, 32..80, 32..32, 32..121] {
             assert!(whole.rows(rows.clone()).is_none(), "{rows:?}");
         }
+    }
+}
+
+/// Its elements can be counted, but not the bytes of its packed form.
+#[test]
+fn a_weight_that_cannot_be_addressed_is_refused_also_in_a_plan() {
+    let backend = CpuBackend::planning(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+    let planning = Runtime::new(Arc::new(backend), RuntimeOptions::default());
+    for runtime in [planning, crate::runtime()] {
+        let _other = weight(&runtime, 32, Compute::Auto);
+        let format = WeightFormat::Dense(DType::F32);
+        let spec = WeightSpec { experts: 1, rows: 1, cols: 1 << 57, format, compute: Compute::Auto };
+        let error = Weight::allocate(&runtime, spec).expect_err("no memory is as large").to_string();
+        assert!(error.contains(&format!("requested {} bytes", usize::MAX)), "{error}");
     }
 }

@@ -11,14 +11,11 @@ use keel_testkit::random::Random;
 struct Weights {
     shape: Shape,
     weight: Vec<f32>,
-    bias: Option<Vec<f32>>,
 }
 
 impl Weights {
     fn random(shape: Shape) -> Weights {
-        let mut random = Random::new(3);
-        let weight = random.uniforms(shape.width * shape.channels, -1.0, 1.0);
-        Weights { shape, weight, bias: shape.bias.then(|| random.uniforms(shape.channels, -1.0, 1.0)) }
+        Weights { shape, weight: Random::new(3).uniforms(shape.width * shape.channels, -1.0, 1.0) }
     }
 
     fn window_len(&self) -> usize {
@@ -47,7 +44,6 @@ fn step(
     let conv = CausalConv {
         x: Rows::new(&wide, channels + 5, 2..channels + 2),
         weight: &weights.weight,
-        bias: weights.bias.as_deref(),
         batch: Batch { row_start: &row_start, position: &position },
         slot,
         window: SharedMut::new(window),
@@ -73,8 +69,8 @@ fn it_follows_the_oracle_whatever_the_batch_and_the_workers() {
                 let part = &x[from..from + rows * shape.channels];
                 let slot = slot as usize * len..(slot as usize + 1) * len;
                 let mut window = start[slot.clone()].to_vec();
-                let (weight, bias) = (&weights.weight, weights.bias.as_deref());
-                want.extend(naive::causal_conv::causal_conv(part, weight, bias, shape.channels, &mut window));
+                let weight = &weights.weight;
+                want.extend(naive::causal_conv::causal_conv(part, weight, shape.channels, &mut window));
                 want_window[slot].copy_from_slice(&window);
                 from += part.len();
             }

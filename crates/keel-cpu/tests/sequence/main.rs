@@ -5,6 +5,7 @@ mod causal_conv;
 mod delta_steps;
 mod gated_delta;
 mod rows;
+mod same_bits_everywhere;
 
 /// The first row of each sequence, given the number of rows of each, then the total.
 fn row_starts(rows: impl IntoIterator<Item = usize>) -> Vec<u32> {

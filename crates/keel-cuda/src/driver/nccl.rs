@@ -10,19 +10,14 @@ pub(crate) use settings::{
 };
 
 use super::Device;
-use crate::CudaError;
 use crate::error::Result;
+use crate::nccl::{NAMES, missing, refusal};
+use crate::{CudaError, Version};
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-
-/// The library, by the name that every package installs.
-const LIBRARIES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-
-/// The oldest version that frees the communicators of one process in any order: 2.18.
-const VERSION_MIN: c_int = 21_800;
 
 /// `ncclFloat32`, `ncclSum` and results of the library.
 const FLOAT32: c_int = 7;
@@ -88,22 +83,20 @@ impl Nccl {
     /// It is not there, or too old.
     pub fn load() -> Result<Arc<Nccl>> {
         apply_settings();
-        Nccl::open(&LIBRARIES)
+        Nccl::open(&NAMES)
     }
 
     /// Opens the library by the first of these names that exists.
     fn open(names: &[&str]) -> Result<Arc<Nccl>> {
-        let advice = "a model on several GPUs needs it; it comes with the packages libnccl2 and nvidia-nccl-cu13; install \
-                      either, and name its folder in LD_LIBRARY_PATH";
-        let missing = CudaError::Missing { library: "libnccl.so.2", advice };
         // SAFETY: a library of the driver's maker, whose loading runs nothing that depends on this process.
-        let library = names.iter().find_map(|name| unsafe { Library::new(*name) }.ok()).ok_or(missing)?;
+        let opened = names.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
+        let library = opened.ok_or_else(missing)?;
         macro_rules! function {
             ($name:literal) => {{
                 // SAFETY: the library's functions of these names have the types of their fields.
                 let found = unsafe { library.get(concat!($name, "\0").as_bytes()) };
-                *found
-                    .map_err(|_| CudaError::Driver { call: $name, reason: "libnccl.so.2 lacks it".into() })?
+                let lacks = || CudaError::Driver { call: $name, reason: format!("{} lacks it", NAMES[0]) };
+                *found.map_err(|_| lacks())?
             }};
         }
         let functions = Functions {
@@ -123,21 +116,20 @@ impl Nccl {
             receive: function!("ncclRecv"),
         };
         let nccl = Nccl { functions, _library: ManuallyDrop::new(library) };
-        let found = nccl.version()?;
-        if found < VERSION_MIN {
-            let (major, minor) = (found / 10_000, found % 10_000 / 100);
-            let reason =
-                format!("libnccl.so.2 is version {major}.{minor}, and 2.18 or newer is needed: update it");
-            return Err(CudaError::Driver { call: "ncclGetVersion", reason });
+        match refusal(nccl.version()?) {
+            Some(reason) => Err(CudaError::Driver { call: "ncclGetVersion", reason }),
+            None => Ok(Arc::new(nccl)),
         }
-        Ok(Arc::new(nccl))
     }
 
-    fn version(&self) -> Result<c_int> {
+    fn version(&self) -> Result<Version> {
         let mut version = 0;
         // SAFETY: the pointer is to a local.
         let code = unsafe { (self.functions.version)(&mut version) };
-        self.check("ncclGetVersion", code).map(|()| version)
+        self.check("ncclGetVersion", code)?;
+        // 21805 is 2.18.5.
+        let version = u32::try_from(version).unwrap_or(0);
+        Ok((version / 10_000, version % 10_000 / 100))
     }
 
     fn check(&self, call: &'static str, code: c_int) -> Result<()> {
@@ -316,6 +308,7 @@ impl Drop for Communicator {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nccl::VERSION_MIN;
 
     #[test]
     fn a_machine_without_the_library_gets_a_sentence() {

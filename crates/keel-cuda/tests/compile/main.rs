@@ -10,6 +10,7 @@ mod sequences;
 use keel_cuda::kernels::{KernelKey, SOURCES, Source};
 use keel_cuda::{Architecture, CudaError, compile};
 use keys::Keys;
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -73,6 +74,19 @@ fn holds_entry(code: &[u8], entry: &str) -> bool {
     code.windows(section.len()).any(|bytes| bytes == section)
 }
 
+/// A compilation: compute capability, and the entry points that it must hold.
+type Program<'k> = ((u32, u32), Vec<&'k KernelKey>);
+
+/// Keys grouped into what is compiled once: the same file with the same constants for the same architecture.
+fn programs<'k>(keys: impl Iterator<Item = ((u32, u32), &'k KernelKey)>) -> Vec<Program<'k>> {
+    let mut programs = BTreeMap::new();
+    for (capability, key) in keys {
+        let keys: &mut Vec<_> = programs.entry((capability, key.file, &key.defines)).or_default();
+        keys.push(key);
+    }
+    programs.into_iter().map(|((capability, ..), keys)| (capability, keys)).collect()
+}
+
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let keys = keys();
@@ -82,32 +96,58 @@ fn every_kernel_compiles_for_every_architecture() {
     };
     // Ampere has no 8-bit floats.
     let lacks = |key: &KernelKey, capability| key.file == "fp8.cu" && capability < (8, 9);
-    let tasks: Vec<_> = ARCHITECTURES
-        .into_iter()
-        .flat_map(|capability| keys.iter().map(move |key| (capability, key)))
-        .filter(|(capability, key)| *capability == (9, 0) || !hoppers(key))
-        .collect();
+    let programs = programs(
+        ARCHITECTURES
+            .into_iter()
+            .flat_map(|capability| keys.iter().map(move |key| (capability, key)))
+            .filter(|(capability, key)| *capability == (9, 0) || !hoppers(key)),
+    );
     let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let compile_all = || {
-        while let Some((capability, key)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match compile(key, Architecture { capability: *capability, is_portable: false }) {
-                // An entry point does not exist if a constant that it needs is missing.
-                Ok(code) if !lacks(key, *capability) && !holds_entry(&code, key.entry) => {
-                    failures.lock().expect("no test panics").push(format!("{} has no code", key.name()))
+        while let Some((capability, keys)) = programs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match compile(keys[0], Architecture { capability: *capability, is_portable: false }) {
+                Ok(code) => {
+                    assert!(!code.is_empty(), "{}", keys[0].name());
+                    // An entry point does not exist if a constant that it needs is missing.
+                    for key in keys.iter().filter(|key| !lacks(key, *capability)) {
+                        if !holds_entry(&code, key.entry) {
+                            let failure = format!("{} has no code", key.name());
+                            failures.lock().expect("no test panics").push(failure);
+                        }
+                    }
                 }
-                Ok(code) => assert!(!code.is_empty(), "{}", key.name()),
                 Err(error @ CudaError::Missing { .. })
                     if std::env::var_os("KEEL_REQUIRE_NVRTC").is_none() =>
                 {
                     keel_testkit::skipped!("needs the compiler of kernels: {error}");
                     return;
                 }
-                Err(error) => failures.lock().expect("nobody panics").push(error.to_string()),
+                Err(error) => failures.lock().expect("no test panics").push(error.to_string()),
             }
         }
     };
     let workers = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| (0..workers).for_each(|_| _ = scope.spawn(compile_all)));
-    let failures = failures.into_inner().expect("nobody panics");
+    let failures = failures.into_inner().expect("no test panics");
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// What is compiled holds all entry points that its constants allow, so entry points with the same constants need it
+/// only once.
+#[test]
+fn entry_points_with_the_same_constants_are_one_program() {
+    let both = |entry| KernelKey::new(SOURCES[0], entry).define("DIM_N", 96);
+    let (first, second) = (both("first"), both("second"));
+    let of_other_constants = KernelKey::new(SOURCES[0], "first").define("DIM_N", 97);
+    let of_other_file = KernelKey::new(SOURCES[1], "first").define("DIM_N", 96);
+    let keys = [&first, &of_other_constants, &second, &of_other_file];
+    let programs = programs(keys.into_iter().flat_map(|key| [((8, 0), key), ((9, 0), key)]));
+    assert_eq!(programs.len(), 2 * 3, "three programs for each of two architectures");
+    assert_eq!(programs.iter().map(|(_, keys)| keys.len()).sum::<usize>(), 2 * 4, "no key is lost");
+    for (capability, keys) in &programs {
+        let entries: Vec<_> = keys.iter().map(|key| key.entry).collect();
+        let is_shared = keys[0].file == first.file && keys[0].defines == first.defines;
+        let want = if is_shared { &["first", "second"][..] } else { &["first"] };
+        assert_eq!(entries, want, "{capability:?}: {}", keys[0].name());
+    }
 }

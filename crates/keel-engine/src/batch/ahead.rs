@@ -13,9 +13,7 @@
 //! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
 //! leads to it and before the next.
 //!
-//! Where the engine drafts, steps run ahead while no answer wants drafts. Answers of a batch are asked together, after
-//! each round and once in [`PLAIN_STEPS`] steps, because a round and the return to steps that run ahead cost all of
-//! them. The MTP (multi-token-prediction) head catches up with all answers at once, too, after a step under way.
+//! Where the engine drafts, steps run ahead while no answer wants drafts (`drafting.rs`).
 //!
 //! If a step fails, the step after it is given up, and sequences with torn states end. The others run in a step that is
 //! waited for, and one by one if it fails, too (`attempts.rs`).
@@ -24,16 +22,9 @@ use super::prompts::PromptRows;
 use super::request::{BatchEvent, SequenceId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
-use crate::options::MTP_LAG_MAX;
-use crate::speculation::{Depth, Speculation};
+use crate::speculation::Speculation;
 use crate::{EngineError, PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::SavedState;
-
-/// How many steps of a batch run ahead before its answers may draft again.
-const PLAIN_STEPS: usize = MTP_LAG_MAX;
-
-/// How many rows the MTP head may lag behind an answer before it catches up.
-const LAG_MAX: usize = 5;
 
 /// A step under way.
 pub(super) struct Pending {
@@ -107,52 +98,6 @@ impl Batcher {
             && self.finds_pages_ahead()
     }
 
-    /// Whether an answer wants drafts, and it is time to make them.
-    fn wants_drafts(&self) -> bool {
-        let answers = self.running.iter().filter(|running| running.is_answering());
-        let count = answers.clone().count();
-        let is_time = count == 1
-            || self.options.speculation.depth != Depth::Auto
-            || matches!(self.plain_steps, 0 | PLAIN_STEPS..);
-        let keeps_state = self.keeps_state();
-        is_time && answers.into_iter().any(|running| running.wants_drafts(&self.engine, keeps_state, count))
-    }
-
-    /// Lets the MTP head catch up with all answers in a pass after the step under way. So they may draft at any time.
-    /// If each step has prompts, there is no room for that pass. Once the head lags 64 rows (`MTP_LAG_MAX`), the steps
-    /// under way are taken first, which may end answers.
-    pub(super) fn catch_up(&mut self) {
-        if !self.running.iter().any(Running::is_answering) {
-            self.plain_steps = 0;
-        }
-        if self.engine.options().drafts == 0 || !self.engine.runs_ahead() {
-            return;
-        }
-        let lag = self.running.iter().map(Running::lag).max().unwrap_or(0);
-        if lag >= MTP_LAG_MAX {
-            self.settle();
-            self.catch_up_plainly();
-        } else if lag > LAG_MAX && self.engine.can_catch_up_ahead() {
-            let all = self.running.iter_mut();
-            let all = all.filter_map(|running| Some((&running.cache, running.speculation.as_mut()?)));
-            let mut all: Vec<_> = all.filter(|(_, speculation)| speculation.lag_after(0) > 1).collect();
-            if !all.is_empty() && self.engine.catch_up_ahead(&mut all).is_err() {
-                // The error comes again in a round.
-                self.is_careful = true;
-            }
-        }
-    }
-
-    fn catch_up_plainly(&mut self) {
-        for Running { cache, speculation, .. } in &mut self.running {
-            let Some(speculation) = speculation else { continue };
-            if self.engine.catch_up_plainly(cache, speculation).is_err() {
-                // The error comes again in a round.
-                self.is_careful = true;
-            }
-        }
-    }
-
     /// Commits open rows of the last round, and reads the hidden states of its rows: steps that run ahead add more.
     fn commit_round(&mut self) -> Result<()> {
         if self.engine.options().drafts == 0 || !self.pending.is_empty() {
@@ -165,10 +110,7 @@ impl Batcher {
 
     /// Submits the next step, or the next two if none is under way, and takes the first.
     pub(super) fn step_ahead(&mut self) {
-        if self.plain_steps >= PLAIN_STEPS {
-            // The answers were asked for drafts and want none.
-            self.plain_steps = 0;
-        }
+        self.note_asked();
         if self.commit_round().is_err() {
             // The error comes again in a step that is waited for.
             self.is_careful = true;
@@ -259,14 +201,6 @@ impl Batcher {
         Ok(true)
     }
 
-    /// Counts a step that was submitted, unless an answer is so new that it was not asked for drafts.
-    fn note_plain_step(&mut self) {
-        let mut answers = self.running.iter().filter(|running| running.is_answering()).peekable();
-        if answers.peek().is_some() && answers.all(|running| running.speculation.is_some()) {
-            self.plain_steps += 1;
-        }
-    }
-
     /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
     /// drawn. Each with the number of its running sequence, ascending.
     fn next_parts(&mut self) -> Vec<(usize, StepRows)> {
@@ -337,17 +271,16 @@ impl Batcher {
             running.ahead.rows -= part.rows;
             running.ahead.steps -= 1;
             let done = running.cache.len();
-            let mut kept = Ok(());
             if part.is_prompt {
                 if !running.is_run_again {
                     self.emit(part.id, BatchEvent::Prefilled(done));
                 }
                 match self.engine.runs_microbatches() {
-                    true => kept = self.save_at_save_point(i),
+                    true => self.save_at_save_point(i),
                     false => self.remember_stop(i, part.saved),
                 }
             } else if self.engine.runs_microbatches() {
-                kept = self.keep_state(i);
+                self.keep_state(i);
             } else if part.saved.is_some() {
                 self.running[i].rolling = part.saved;
             }
@@ -356,10 +289,8 @@ impl Batcher {
                     Some(token) => self.running[i].take_ahead(token),
                     None => self.draw_kept(i, item),
                 };
-                let drawn = kept.and(drawn).inspect(|drawn| self.note_hidden(i, run, hidden, drawn));
+                let drawn = drawn.inspect(|drawn| self.note_hidden(i, run, hidden, drawn));
                 ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
-            } else if let Err(error) = kept {
-                ended.extend(self.report(i, Err(error)).map(|end| (part.id, end)));
             }
         }
         for (id, end) in ended {

@@ -33,7 +33,9 @@ impl Batcher {
         self.plain_steps = 0;
         let mut ended = Vec::new();
         for (i, drawn) in self.decode_rows(&indices) {
-            let drawn = drawn.and_then(|drawn| self.keep_state(i).map(|()| drawn));
+            if drawn.is_ok() {
+                self.keep_state(i);
+            }
             if let Some(end) = self.report(i, drawn) {
                 ended.push((i, end));
             }
@@ -105,23 +107,27 @@ impl Batcher {
         running.pages_needed(rows.min(running.rows_max(false)))
     }
 
-    /// Keeps the state of an answer at its last grid point for a next turn.
-    pub(super) fn keep_state(&mut self, i: usize) -> Result<()> {
+    /// Keeps the state of an answer at its last grid point for a next turn. A failure is counted and costs no token:
+    /// the answer goes on without that state. If its own state is torn, its next step says so.
+    pub(super) fn keep_state(&mut self, i: usize) {
         let running = &self.running[i];
-        if !self.keeps_state() || !running.is_at_grid_of_answer() {
-            return Ok(());
+        // If open rows cannot be committed, which is counted there, the state before this one stays.
+        if !self.keeps_state() || !running.is_at_grid_of_answer() || self.commit(i).is_err() {
+            return;
         }
-        let at = running.cache.len();
-        self.commit(i)?;
         let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
-        if let Some(saved) = &mut running.rolling {
-            cache.overwrite_checkpoint(&running.cache, &saved.checkpoint)?;
-            saved.position = at;
-        } else {
-            let saved = self.prefixes.save_checkpoint(cache, &running.cache)?;
-            running.rolling = saved.map(|checkpoint| SavedState { position: at, checkpoint });
-        }
-        Ok(())
+        let saved = match running.rolling.take() {
+            // A copy that fails halfway leaves neither state.
+            Some(SavedState { checkpoint, .. }) => cache
+                .overwrite_checkpoint(&running.cache, &checkpoint)
+                .map(|()| Some(checkpoint))
+                .map_err(Into::into),
+            None => self.prefixes.save_checkpoint(cache, &running.cache),
+        };
+        let kept = self.kept_or_counted(saved);
+        let running = &mut self.running[i];
+        let position = running.cache.len();
+        running.rolling = kept.map(|checkpoint| SavedState { position, checkpoint });
     }
 
     /// Draws the next token of an answer from row `row` of the logits.

@@ -29,7 +29,8 @@ impl Batcher {
             && self.running.iter().all(can_go)
     }
 
-    fn answers(&self) -> usize {
+    /// How many sequences are answered.
+    pub(super) fn answers(&self) -> usize {
         self.running.iter().filter(|running| running.is_answering()).count()
     }
 

@@ -10,6 +10,7 @@ mod admission;
 mod ahead;
 mod answers;
 mod attempts;
+mod drafting;
 mod features;
 mod leaving;
 mod logprobs;
@@ -108,11 +109,13 @@ pub struct Batcher {
     refused: Vec<(SequenceId, EngineError)>,
     /// Counts of sequences that have ended.
     speculation: SpeculationCounters,
-    /// Counts steps, so that prompts take turns.
+    /// Counts calls of [`Batcher::step`]: answers that have waited longest come first.
     turn: usize,
+    /// Counts steps with prompts, so that prompts take turns.
+    prompt_turn: usize,
     /// Rows in a second of the last step of prompts that was waited for; 0 before the first.
     prompt_rate: f64,
-    /// Steps of answers that ran ahead since answers were last asked for drafts.
+    /// Steps of answers that ran ahead since answers were last asked for drafts, or more if they are asked sooner.
     plain_steps: usize,
     /// Failed steps, whether retried or not.
     failed_steps: u64,
@@ -147,6 +150,7 @@ impl Batcher {
             parking: ParkingStatus::default(),
             speculation: SpeculationCounters::default(),
             turn: 0,
+            prompt_turn: 0,
             prompt_rate: 0.0,
             plain_steps: 0,
             failed_steps: 0,

@@ -26,7 +26,8 @@ impl Batcher {
     ///
     /// # Errors
     /// An error of the disk, or of a device that cannot be read. The folder then has no file of this call. If it failed
-    /// before the first text was written, the texts of an earlier call stay.
+    /// before the first text was written, the texts of an earlier call stay. Otherwise they are removed, too: no index
+    /// names them.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
         self.settle();
         let model = &self.name_of_prefixes(model);
@@ -35,13 +36,16 @@ impl Batcher {
         let mut written = Vec::new();
         let saved = self.write_texts(model, folder, &mut written).and_then(|texts| {
             if !texts.is_empty() || self.prefixes.tree().is_empty() {
+                folder.remove_index()?;
+                folder.remove_others(&texts)?;
                 folder.write_index(&texts)?;
             }
             Ok(texts.len())
         });
         if saved.is_err() {
-            // Files without an index are never read.
+            // Files without an index are never read, but hold what users wrote.
             written.iter().for_each(|path| drop(std::fs::remove_file(path)));
+            folder.remove_unnamed();
         }
         saved
     }

@@ -64,8 +64,10 @@ impl Batcher {
         let indices: Vec<usize> = (0..self.running.len()).filter(|&i| runs(&self.running[i])).collect();
         let rests: Vec<PromptRest> = indices.iter().map(|&i| self.running[i].prompt_rest()).collect();
         let is_drawn = self.running.iter().all(Running::draws_ahead);
-        let turn = if is_drawn { self.turn } else { self.turn / 2 };
+        let turn = if is_drawn { self.prompt_turn } else { self.prompt_turn / 2 };
         let mut shares = share_prefill(&rests, budget, turn, self.engine.chunks_max());
+        // One that finds no pages has had its turn, too.
+        self.prompt_turn = self.prompt_turn.wrapping_add(usize::from(!indices.is_empty()));
         let mut all = shares.iter_mut().filter(|share| **share > 0);
         if let (Some(only), None) = (all.next(), all.next()) {
             *only = self.engine.chunk_rows(*only);
@@ -153,8 +155,8 @@ impl Batcher {
             if !running.is_run_again {
                 self.emit(id, BatchEvent::Prefilled(done));
             }
-            let outcome =
-                self.add_rows(part.i, first, part.rows).and_then(|()| self.save_at_save_point(part.i));
+            let outcome = self.add_rows(part.i, first, part.rows);
+            self.save_at_save_point(part.i);
             first += part.rows;
             if outcome.is_err() || self.running[part.i].awaits_first() {
                 outcomes.push((part.i, outcome.and_then(|()| self.first_token(part.i, row, token))));
@@ -168,15 +170,18 @@ impl Batcher {
         outcomes.into_iter().filter_map(report).collect()
     }
 
-    /// Saves the state of a prompt at its save points, where other requests may go on from it.
-    pub(super) fn save_at_save_point(&mut self, i: usize) -> Result<()> {
+    /// Saves the state of a prompt at its save points, where other requests may go on from it. A failure is counted.
+    /// The prompt goes on, and other requests find no state there.
+    pub(super) fn save_at_save_point(&mut self, i: usize) {
         let running = &self.running[i];
-        if running.is_at_save_point() {
-            let cache = self.engine.cache_mut();
-            let state = self.prefixes.save_checkpoint(cache, &running.cache)?;
-            self.prefixes.remember(cache, &running.key(running.cache.len()), &running.cache, state);
+        if !running.is_at_save_point() {
+            return;
         }
-        Ok(())
+        let saved = self.prefixes.save_checkpoint(self.engine.cache_mut(), &running.cache);
+        let state = self.kept_or_counted(saved);
+        let running = &self.running[i];
+        let (key, cache) = (running.key(running.cache.len()), self.engine.cache_mut());
+        self.prefixes.remember(cache, &key, &running.cache, state);
     }
 
     /// The token after a prompt, which was row `row` of the last step.

@@ -308,8 +308,11 @@ impl Engine {
             let cause = self.first_cause_of([run]).to_string();
             self.in_flight.iter_mut().for_each(|step| step.refusal = Some(EngineError::Step(cause.clone())));
         }
-        if let Some(rows) = self.taken.plain_rows() {
-            self.note_plain_time(rows, time);
+        let answers = self.taken.answers();
+        if answers > 0 {
+            // The answers of a step with prompts took no longer than the step.
+            let is_plain = answers == self.taken.items.len();
+            self.note_plain_time(answers, if is_plain { time } else { time.of_part() });
         }
         let drawn: Vec<(Regime, Vec<u32>)> = ended.iter().map(|run| (run.regime, run.tokens())).collect();
         let token = |item: &Item| {
@@ -325,8 +328,8 @@ impl Engine {
     /// It could not be read.
     pub(crate) fn hidden_of(&mut self, item: usize) -> Result<&[f32]> {
         let width = self.model().config.hidden;
+        let answers = self.taken.answers();
         let Taken { step, items, hidden, .. } = &mut self.taken;
-        let answers = items.iter().filter(|item| item.regime == Regime::Decode).count();
         if hidden.is_empty() {
             let read = self.stepper.append_kept_hidden(*step, answers, items.len() - answers, hidden);
             read.inspect_err(|_| hidden.clear())?;

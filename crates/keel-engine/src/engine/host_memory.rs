@@ -34,6 +34,8 @@ impl Engine {
         }
         // Rows that are added up to their mean, and features of pictures on their way to the device.
         bytes += (usize::from(options.row_hidden) + usize::from(options.vision.is_some())) * prompt_bytes;
+        // The sums of a prompt of each sequence.
+        bytes += usize::from(options.row_hidden) * options.sequences * config.hidden * size_of::<f64>();
         let charge = self.runtime().ledger().charge(Category::Host, bytes as u64)?;
         let logits_row = match self.runtime().backend().is_planning() {
             true => LogitsRow::default(),

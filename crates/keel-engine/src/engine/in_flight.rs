@@ -54,6 +54,15 @@ pub(crate) enum StepTime {
     AtMost(Duration),
 }
 
+impl StepTime {
+    /// The same as a bound on the time of a part of the step.
+    pub fn of_part(self) -> StepTime {
+        match self {
+            StepTime::Known(time) | StepTime::AtMost(time) => StepTime::AtMost(time),
+        }
+    }
+}
+
 /// Finds out how long steps take on the device, from what the host sees.
 ///
 /// The host sees the end of a step if it waited for it. A step that was submitted before the end of the step before it
@@ -111,10 +120,9 @@ impl Taken {
         self.waited / self.items.len().max(1) as u32
     }
 
-    /// How many answers it had, if it had no prompts.
-    pub fn plain_rows(&self) -> Option<usize> {
-        let is_plain = self.items.iter().all(|item| item.regime == Regime::Decode);
-        is_plain.then_some(self.items.len())
+    /// How many answers it had.
+    pub fn answers(&self) -> usize {
+        self.items.iter().filter(|item| item.regime == Regime::Decode).count()
     }
 }
 

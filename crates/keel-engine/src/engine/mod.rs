@@ -83,31 +83,17 @@ impl Engine {
         options: EngineOptions,
         progress: &dyn Fn(u64),
     ) -> Result<Engine> {
-        Engine::load_on(&[PlacedPart::whole(runtime.clone())], parameters, config, options, progress)
+        Engine::load_on(&[PlacedPart::whole(runtime.clone())], None, parameters, config, options, progress)
     }
 
     /// As [`Engine::load`], with a part of the model on each device, by rank. The last one leads: its results are
-    /// those of the model.
+    /// those of the model. The vision tower may have a runtime of its own, for its weights, its buffers and the
+    /// features of pictures. Without pictures in the options that runtime holds nothing.
     ///
     /// # Errors
     /// As [`Engine::load`]; devices that are not one group, in this order; parts that are no split of the model, or lie
     /// on devices of another rank.
     pub fn load_on(
-        devices: &[PlacedPart<Runtime>],
-        parameters: &dyn Parameters,
-        config: &Value,
-        options: EngineOptions,
-        progress: &dyn Fn(u64),
-    ) -> Result<Engine> {
-        Engine::load_with_tower_on(devices, None, parameters, config, options, progress)
-    }
-
-    /// As [`Engine::load_on`], with the vision tower on a runtime of its own: its weights, its buffers and the features
-    /// of pictures. Without pictures in the options it holds nothing.
-    ///
-    /// # Errors
-    /// As [`Engine::load_on`].
-    pub fn load_with_tower_on(
         devices: &[PlacedPart<Runtime>],
         tower: Option<&Runtime>,
         parameters: &dyn Parameters,

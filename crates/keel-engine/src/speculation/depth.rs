@@ -40,7 +40,7 @@ const RETRY_AFTER_MAX: u64 = 32 * MTP_LAG_MAX as u64;
 /// Each failed trial multiplies the number by this.
 const RETRY_GROWTH: u64 = 4;
 /// After this many plain rounds in a row, depths are compared only once in this many rounds.
-const COMPARED_EVERY: u64 = 8;
+pub(crate) const COMPARED_EVERY: u64 = 8;
 /// One in this many drafting rounds makes one draft more than seems best. The cost of a depth is known only from trying
 /// it, and the first trial may have been disturbed.
 const DEEPER_EVERY: u64 = 16;
@@ -220,7 +220,7 @@ impl Costs {
     }
 
     /// Whether a plain round of this many sequences should be measured now.
-    fn wants_plain(&self, sequences: usize) -> bool {
+    pub fn wants_plain(&self, sequences: usize) -> bool {
         let PassSize { sequences, rows } = self.padded(sequences, sequences);
         let is_known = self.verify.get(&sequences).is_some_and(|times| times.contains_key(&rows));
         self.since_plain >= PLAIN_EVERY || !is_known

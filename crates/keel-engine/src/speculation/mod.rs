@@ -29,7 +29,7 @@ mod round;
 
 pub use choose::{Choice, Chooser, Draft, SamplerChooser};
 pub use counters::SpeculationCounters;
-pub(crate) use depth::Costs;
+pub(crate) use depth::{COMPARED_EVERY, Costs};
 pub use depth::Depth;
 pub(crate) use lag::RoundHidden;
 pub use round::{Round, RoundSequence};

@@ -173,14 +173,14 @@ impl Engine {
         speculation.control.choose(&self.costs, sequences, most, lag, ahead) > 0
     }
 
-    /// Records the time of a plain step of `rows` sequences that ran ahead.
-    pub(crate) fn note_plain_time(&mut self, rows: usize, time: StepTime) {
+    /// Records the time of a plain step of `answers` sequences that ran ahead.
+    pub(crate) fn note_plain_time(&mut self, answers: usize, time: StepTime) {
         if self.options.drafts == 0 {
             return;
         }
         match time {
-            StepTime::Known(time) => self.costs.note_pass(rows, rows, time.as_secs_f64()),
-            StepTime::AtMost(time) => self.costs.note_plain_bound(rows, time.as_secs_f64()),
+            StepTime::Known(time) => self.costs.note_pass(answers, answers, time.as_secs_f64()),
+            StepTime::AtMost(time) => self.costs.note_plain_bound(answers, time.as_secs_f64()),
         }
         self.costs.note_round(true);
     }

@@ -242,3 +242,31 @@ fn both_attempts_at_a_prompt_are_counted() {
     assert_eq!(batcher.status().failed_steps, 2);
     assert_all_is_back(&mut batcher);
 }
+
+/// A state that cannot be kept for a next turn costs no token, not even those of the same round.
+#[test]
+fn a_state_that_is_not_kept_ends_no_answer() {
+    // The answer's last round ends on the grid, and its state is committed after it.
+    let (rows, max_tokens) = (100, 29);
+    let prompt = || (0..rows).map(|j| (j * 7 + 5) % 500).collect::<Vec<u32>>();
+    let answer =
+        |batcher: &mut Batcher| run(batcher, vec![BatchRequest::new(0, prompt(), max_tokens)]).remove(0);
+    let next_turn = |batcher: &mut Batcher, tokens: &[u32]| {
+        let text = [&prompt()[..], tokens].concat();
+        run(batcher, vec![BatchRequest::new(0, text, 1)]).remove(0).cached
+    };
+    let (mut batcher, faults) = batcher(&demo(), 2);
+    let before = faults.launches();
+    let good = answer(&mut batcher);
+    let launches = faults.launches() - before;
+    assert_eq!((good.tokens.len(), next_turn(&mut batcher, &good.tokens)), (max_tokens, 128));
+
+    batcher.forget_prefixes();
+    let failed = batcher.status().failed_steps;
+    faults.fail([launches - 1, launches]);
+    let outcome = answer(&mut batcher);
+    assert_eq!((&outcome.tokens, outcome.finish), (&good.tokens, good.finish), "{outcome:?}");
+    assert_eq!(batcher.status().failed_steps, failed + 2, "both attempts to commit");
+    assert_eq!(next_turn(&mut batcher, &outcome.tokens), 64, "the state of the prompt alone was kept");
+    assert_all_is_back(&mut batcher);
+}

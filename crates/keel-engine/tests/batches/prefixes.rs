@@ -1,5 +1,7 @@
 //! Prefixes that a batch saves to a folder and another restores.
 
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -163,6 +165,57 @@ fn a_folder_keeps_its_texts_if_none_can_be_saved() {
     let mut second = batcher("qwen3_5", BatchOptions::default());
     assert!(second.restore_prefixes("m", dir.path()).texts >= 1);
     assert_eq!(run(&mut second, vec![request(1, 2)])[0].cached, 192);
+}
+
+/// The names of the files of a folder.
+fn names_in(folder: &Path) -> BTreeSet<String> {
+    let files = std::fs::read_dir(folder).expect("a folder").map(|file| file.expect("it can be listed"));
+    files.map(|file| file.file_name().into_string().expect("text")).collect()
+}
+
+/// Files hold what users wrote, so those of texts that were forgotten go.
+#[test]
+fn a_folder_has_only_files_that_its_index_names() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
+    let ask = |batcher: &mut Batcher, salt| {
+        run(batcher, vec![BatchRequest::new(0, prompt("qwen3_5", salt, 200), 2)]);
+    };
+    let saved = |batcher: &mut Batcher| {
+        let texts = batcher.save_prefixes("m", dir.path()).expect("saves");
+        let files = (0..texts).map(|i| format!("{i}.safetensors"));
+        let named: BTreeSet<String> = files.chain(["index.json".to_string()]).collect();
+        assert_eq!(names_in(dir.path()), named);
+        texts
+    };
+    (1..=3).for_each(|salt| ask(&mut batcher, salt));
+    let three = saved(&mut batcher);
+    batcher.forget_prefixes();
+    ask(&mut batcher, 4);
+    let one = saved(&mut batcher);
+    assert!(0 < one && one < three, "{one} and {three} texts");
+    batcher.forget_prefixes();
+    assert_eq!(saved(&mut batcher), 0);
+    (1..=3).for_each(|salt| ask(&mut batcher, salt));
+    assert_eq!(saved(&mut batcher), three);
+    assert_all_is_back(&mut batcher);
+}
+
+/// A save that fails once a text is written leaves none of an earlier save: their index is gone.
+#[cfg(unix)]
+#[test]
+fn a_save_that_fails_late_leaves_no_text() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let mut batcher = batcher("qwen3_5", BatchOptions::default());
+    let request = |salt| BatchRequest::new(0, prompt("qwen3_5", salt, 200), 2);
+    (1..=3).for_each(|salt| drop(run(&mut batcher, vec![request(salt)])));
+    assert!(batcher.save_prefixes("m", dir.path()).expect("saves") >= 3);
+    let pipe = dir.path().join("1.safetensors");
+    std::fs::remove_file(&pipe).expect("there");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("it runs").success());
+    batcher.save_prefixes("m", dir.path()).expect_err("a pipe is no file");
+    assert_eq!(names_in(dir.path()), BTreeSet::from(["1.safetensors".to_string()]));
+    assert_all_is_back(&mut batcher);
 }
 
 /// In a pool that does not hold all texts at once, the last one used comes back.

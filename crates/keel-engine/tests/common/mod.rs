@@ -160,11 +160,8 @@ pub fn drafting<'e>(
 pub fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     let sequence = engine.open().expect("a slot is free");
     let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
-    let mut tokens =
-        TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("the prompt fits");
-    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-    tokens.release();
-    got
+    let tokens = TokenIterator::new(engine, sequence, prompt, options, &mut |_| ()).expect("the prompt fits");
+    tokens.collect::<Result<_, _>>().expect("every step runs")
 }
 
 /// Bytes that the process holds in memory.

@@ -57,10 +57,10 @@ fn load_as_planned(
 ) -> Result<Engine, EngineError> {
     let count = parts.len();
     let planners = PlacedPart::each(planners, parts.iter().cloned());
-    let planned = plan::plan_on(&planners, parameters, config, options)?;
+    let planned = plan::plan_on(&planners, None, parameters, config, options)?;
     let runtimes = backends.into_iter().map(|backend| Runtime::new(backend, RuntimeOptions::default()));
     let devices = PlacedPart::each(runtimes, parts.iter().cloned());
-    let engine = Engine::load_on(&devices, parameters, config, options, &|_| ())?;
+    let engine = Engine::load_on(&devices, None, parameters, config, options, &|_| ())?;
     for (rank, (runtime, planned)) in engine.runtimes().zip(&planned).enumerate() {
         assert_eq!(runtime.ledger().active(), *planned, "device {rank} of {count}");
         assert!(planned.total() > 0, "device {rank} of {count} holds something");
@@ -124,7 +124,7 @@ pub fn load_on_gpus(
     };
     let group = CudaGroup::of(parts.len(), parts.len()).into_iter().enumerate();
     let devices = PlacedPart::each(group.map(gpu), parts.iter().cloned());
-    Engine::load_on(&devices, parameters, config, options, &|_| ())
+    Engine::load_on(&devices, None, parameters, config, options, &|_| ())
 }
 
 /// Runs a test that needs this many GPUs, if they are there, or if NCCL may connect a GPU with itself

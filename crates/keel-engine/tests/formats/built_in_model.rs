@@ -23,7 +23,7 @@ fn greedy_tokens_and_first_drafts_are_those_of_the_reference() {
         let mut tokens = TokenIterator::new(&mut engine, sequence, &prompt, options, &mut |_| ())
             .expect("the prompt fits");
         let got: Vec<u32> = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-        tokens.release();
+        drop(tokens);
         assert_eq!(got, greedy, "{}", case["prompt"]);
         // The draft after a token reads the hidden state of the token before it.
         let whole = [&prompt[..], &greedy].concat();

@@ -12,7 +12,9 @@ use keel_testkit::fixtures::{HYBRID, PLAIN};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
-use keel_weights::quantize::{GgufRecipe, SafetensorsForm, write_config, write_gguf, write_safetensors};
+use keel_weights::quantize::{
+    GgufRecipe, RowSource, SafetensorsForm, write_config, write_gguf, write_safetensors,
+};
 use serde_json::Value;
 
 /// Fixtures that GGUF files can hold. These cannot be held:
@@ -91,6 +93,34 @@ fn fixtures_survive_the_way_there_and_back() {
     for (name, folder) in held() {
         there_and_back(name, &folder, scratch.path());
     }
+}
+
+/// Qwen3-Next's checkpoints have such a head. A file's number of blocks would not count its layers.
+#[test]
+fn a_head_that_the_config_does_not_count_is_left_out() {
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let folder = fixture("qwen3_5");
+    let source = Checkpoint::open(&folder).expect("the checkpoint opens");
+    let mut json = source.config().clone();
+    json["text_config"]["mtp_num_hidden_layers"] = Value::Null;
+    let config = keel_models::read_config(&json).expect("the config is complete");
+    let tensors = CheckpointAsGguf::new(&source, &config).expect("all other tensors have names");
+    assert!(!tensors.has_mtp_head());
+    for spec in tensors.tensors().expect("all types are known") {
+        let block =
+            spec.name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        assert!(block.is_none_or(|block| block < config.layers.len()), "{}", spec.name);
+    }
+    let metadata = keel_models::gguf::metadata(&json, &config, tensors.has_mtp_head()).expect("known");
+    let path = scratch.path().join("headless.gguf");
+    let recipe = GgufRecipe::from_name("F32").expect("a recipe");
+    write_gguf(&tensors, &path, metadata, &recipe, &mut |_| ()).expect("written");
+    let file = GgufFile::open(&path).expect("it was just written");
+    let json = keel_models::gguf::config(&file).expect("complete");
+    let config = keel_models::read_config(&json).expect("complete");
+    let want = expected(&folder);
+    let parameters = GgufParameters::new(&file, &config);
+    check_logits("headless", (&want.ids[..], &want.logits[..]), &parameters, &json);
 }
 
 /// Logits of a file in two shares: to rounding those of the whole file, and in the fixed order of sums its bits. False

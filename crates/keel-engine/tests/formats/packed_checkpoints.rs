@@ -6,35 +6,13 @@ use std::path::Path;
 
 use crate::common::{all_logits, engine, exact, expected, fixture, relative_error, runtime};
 use half::f16;
+use keel_testkit::fixtures::safetensors::FileTensor;
+use keel_testkit::fixtures::write_model;
 use keel_weights::{Checkpoint, TensorSource};
-use serde_json::{Map, Value, json};
-
-/// Name, type, shape and bytes of a tensor.
-type Stored = (String, &'static str, Vec<usize>, Vec<u8>);
+use serde_json::{Value, json};
 
 /// A way to pack a matrix. Returns its tensors, without the module's name, and the values that they stand for.
-type Pack = fn(&[f32], usize, usize) -> (Vec<Stored>, Vec<f32>);
-
-/// Writes a checkpoint by hand, because the writer does not know all these types.
-fn write(folder: &Path, config: &Value, tensors: &[Stored]) {
-    let (mut header, mut data) = (Map::new(), Vec::new());
-    for (name, kind, shape, bytes) in tensors {
-        let begin = data.len();
-        data.extend(bytes);
-        header.insert(
-            name.clone(),
-            json!({"dtype": kind, "shape": shape, "data_offsets": [begin, data.len()]}),
-        );
-    }
-    let header = Value::Object(header).to_string();
-    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
-    fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
-    fs::write(folder.join("config.json"), config.to_string()).expect("the folder is writable");
-}
-
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
-}
+type Pack = fn(&[f32], usize, usize) -> (Vec<FileTensor>, Vec<f32>);
 
 /// Packs eight codes into a word, lowest bits first.
 fn words(codes: impl Iterator<Item = u8>) -> Vec<u8> {
@@ -46,7 +24,7 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |a, b| a.max(b.abs()))
 }
 
-fn gptq(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
+fn gptq(values: &[f32], n: usize, k: usize) -> (Vec<FileTensor>, Vec<f32>) {
     const GROUP: usize = 64;
     let groups = k / GROUP;
     let scale =
@@ -62,23 +40,14 @@ fn gptq(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     });
     let lines =
         (0..k / 8).flat_map(|line| (0..n).flat_map(move |row| (0..8).map(move |i| (row, line * 8 + i))));
-    let scales = (0..groups).flat_map(|g| (0..n).map(move |row| (row, g)));
+    let group_of: Vec<u32> = (0..k).map(|col| (col / GROUP) as u32).collect();
+    let scales = (0..groups * n).map(|i| scale(i % n, i / n));
     let tensors = vec![
-        ("qweight".into(), "I32", vec![k / 8, n], words(lines.map(|(row, col)| code(row, col)))),
+        FileTensor::new("qweight", "I32", &[k / 8, n], words(lines.map(|(row, col)| code(row, col)))),
         // Zero points are stored minus 1.
-        ("qzeros".into(), "I32", vec![groups, n / 8], words((0..groups * n).map(|i| zero(i % n) - 1))),
-        (
-            "scales".into(),
-            "F16",
-            vec![groups, n],
-            scales.flat_map(|(row, g)| f16::from_f32(scale(row, g)).to_le_bytes()).collect(),
-        ),
-        (
-            "g_idx".into(),
-            "I32",
-            vec![k],
-            (0..k).flat_map(|col| ((col / GROUP) as i32).to_le_bytes()).collect(),
-        ),
+        FileTensor::new("qzeros", "I32", &[groups, n / 8], words((0..groups * n).map(|i| zero(i % n) - 1))),
+        FileTensor::f16("scales", &[groups, n], &scales.collect::<Vec<_>>()),
+        FileTensor::words("g_idx", "I32", &[k], &group_of),
     ];
     (tensors, decoded.collect())
 }
@@ -95,7 +64,7 @@ fn nearest_e4m3(value: f32) -> (u8, f32) {
     if value < 0.0 { (code | 0x80, -magnitude) } else { (code, magnitude) }
 }
 
-fn fp8(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
+fn fp8(values: &[f32], n: usize, k: usize) -> (Vec<FileTensor>, Vec<f32>) {
     let shape = [n.div_ceil(128), k.div_ceil(128)];
     // Powers of two, so that bf16 holds the products exactly.
     let scale = |row: usize, col: usize| 2f32.powi((row / 128 + 2 * (col / 128)) as i32 - 9);
@@ -104,8 +73,8 @@ fn fp8(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
     let scales: Vec<f32> =
         (0..shape[0] * shape[1]).map(|i| scale(i / shape[1] * 128, i % shape[1] * 128)).collect();
     let tensors = vec![
-        ("weight".into(), "F8_E4M3", vec![n, k], coded.iter().map(|(code, _)| *code).collect()),
-        ("weight_scale_inv".into(), "F32", shape.into(), bytes_of(&scales)),
+        FileTensor::new("weight", "F8_E4M3", &[n, k], coded.iter().map(|(code, _)| *code).collect()),
+        FileTensor::f32("weight_scale_inv", &shape, &scales),
     ];
     (tensors, decoded)
 }
@@ -117,7 +86,7 @@ fn fp4(
     k: usize,
     group: usize,
     round: fn(f32) -> (u8, f32),
-) -> (Vec<Stored>, Vec<f32>) {
+) -> (Vec<FileTensor>, Vec<f32>) {
     const LEVELS: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
     let scales: Vec<(u8, f32)> =
         values.chunks_exact(group).map(|values| round(largest(values) / 6.0)).collect();
@@ -130,41 +99,38 @@ fn fp4(
     let decoded = (0..n * k).map(|i| LEVELS[code(i).0] * code(i).1 * scales[i / group].1).collect();
     let codes = (0..n * k).map(|i| code(i).0 as u8 | if code(i).1 < 0.0 { 8 } else { 0 });
     let tensors = vec![
-        ("weight".into(), "U32", vec![n, k / 8], words(codes)),
-        ("scales".into(), "U8", vec![n, k / group], scales.iter().map(|scale| scale.0).collect()),
+        FileTensor::new("weight", "U32", &[n, k / 8], words(codes)),
+        FileTensor::new("scales", "U8", &[n, k / group], scales.iter().map(|scale| scale.0).collect()),
     ];
     (tensors, decoded)
 }
 
-fn mxfp4(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
+fn mxfp4(values: &[f32], n: usize, k: usize) -> (Vec<FileTensor>, Vec<f32>) {
     fp4(values, n, k, 32, |scale| {
         let exponent = scale.log2().ceil() as i32;
         ((exponent + 127) as u8, 2f32.powi(exponent))
     })
 }
 
-fn nvfp4(values: &[f32], n: usize, k: usize) -> (Vec<Stored>, Vec<f32>) {
+fn nvfp4(values: &[f32], n: usize, k: usize) -> (Vec<FileTensor>, Vec<f32>) {
     fp4(values, n, k, 16, nearest_e4m3)
 }
 
 /// The fixture with packed projections, and with the values that these stand for.
-fn pack(source: &Checkpoint, pack: Pack) -> (Vec<Stored>, Vec<Stored>) {
+fn pack(source: &Checkpoint, pack: Pack) -> (Vec<FileTensor>, Vec<FileTensor>) {
     let (mut packed, mut dense) = (Vec::new(), Vec::new());
     for name in source.names() {
         let view = source.tensor(name).expect("there");
         let values = view.to_f32().expect("a float");
-        let stored = |values: &[f32]| (name.to_string(), "F32", view.shape().to_vec(), bytes_of(values));
+        let stored = |values: &[f32]| FileTensor::f32(name, view.shape(), values);
         let (Some(module), &[n, k]) = (name.strip_suffix("_proj.weight"), view.shape()) else {
             packed.push(stored(&values));
             dense.push(stored(&values));
             continue;
         };
         let (tensors, decoded) = pack(&values, n, k);
-        packed.extend(
-            tensors
-                .into_iter()
-                .map(|(part, kind, shape, bytes)| (format!("{module}_proj.{part}"), kind, shape, bytes)),
-        );
+        let named = |part: FileTensor| FileTensor { name: format!("{module}_proj.{}", part.name), ..part };
+        packed.extend(tensors.into_iter().map(named));
         dense.push(stored(&decoded));
     }
     (packed, dense)
@@ -191,10 +157,11 @@ fn packed_weights_give_the_logits_of_what_they_stand_for() {
         let (packed_tensors, dense_tensors) = pack(&source, how);
         fs::create_dir(&packed).expect("the folder is writable");
         fs::create_dir(&dense).expect("the folder is writable");
-        write(&dense, source.config(), &dense_tensors);
+        let config = source.config().to_string();
+        write_model(&dense, &config, &dense_tensors, None).expect("the folder is writable");
         let mut config = source.config().clone();
         config["quantization_config"] = quantization;
-        write(&packed, &config, &packed_tensors);
+        write_model(&packed, &config.to_string(), &packed_tensors, None).expect("the folder is writable");
         let error = relative_error(&logits(&packed), &logits(&dense));
         assert!(error <= 1e-5, "{kind}: logits differ by {error:.1e}");
     }

@@ -65,7 +65,6 @@ fn penalties_and_constraints_bind_drafts_and_tokens_alike() {
                 .expect("fits");
         let ids: Vec<u32> = tokens.by_ref().map(|token| token.expect("every round runs")).collect();
         let counters = tokens.counters().expect("it drafts").clone();
-        tokens.release();
         (ids, counters)
     };
     for (is_bound, len) in [(false, 300), (true, 203)] {

@@ -1,15 +1,18 @@
-//! MTP heads other than one bf16 layer: several layers, which run one after the other, and quantised layers.
+//! MTP heads other than one bf16 layer of Hugging Face's: several layers, which run one after the other, quantised
+//! layers, and other names.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::common::{all_logits, engine, exact, expected, fixture, relative_error, runtime};
+use half::f16;
 use keel_array::{Compute, DType};
 use keel_engine::{Depth, Engine, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
+use keel_models::gguf::CheckpointAsGguf;
 use keel_testkit::fixtures::foreign_fixture;
-use keel_weights::quantize::{QuantizeRecipe, quantize_checkpoint};
+use keel_weights::quantize::{QuantizeRecipe, RowSource, quantize_checkpoint};
 use keel_weights::{AffineFormat, Checkpoint, SafetensorsWriter, TensorSource, TensorSpec};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A fixture with an MTP head, and the first logits of the last row from `reference/qwen3_5.py`, for a head of two
 /// layers that both have the weights of its one layer.
@@ -95,14 +98,13 @@ fn expect_same_text(engine: &mut Engine, prompt: &[u32], what: &str) {
     let sequence = engine.open().expect("a slot is free");
     let mut plain = TokenIterator::new(engine, sequence, prompt, options(), &mut |_| ()).expect("fits");
     let want: Vec<u32> = plain.by_ref().map(|token| token.expect("runs")).collect();
-    plain.release();
+    drop(plain);
     for depth in [Depth::Auto, Depth::Fixed(1), Depth::Fixed(3), Depth::Fixed(8)] {
         let sequence = engine.open().expect("a slot is free");
         let how = SpeculationOptions { depth, ..Default::default() };
         let mut tokens = crate::common::drafting(engine, sequence, prompt, options(), how);
         let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
         assert!(tokens.counters().expect("it drafts").drafted_total() > 0);
-        tokens.release();
         assert_eq!(got, want, "{what}, {depth:?}");
     }
 }
@@ -192,4 +194,141 @@ fn a_head_may_be_quantized_or_stay_in_bf16() {
             expect_same_text(&mut engine, &want.ids, name);
         }
     }
+}
+
+/// Writes a fixture with its head under `root`. In MLX's form the layers have other names, too, the convolution is
+/// transposed, and norms are stored as scales.
+fn with_head_under(root: &str, is_mlx: bool, source: &Checkpoint, folder: &Path) {
+    let mut tensors: Vec<(TensorSpec, Vec<u8>)> = Vec::new();
+    for name in source.names().filter(|name| !name.contains("visual")) {
+        let tensor = source.tensor(name).expect("listed");
+        let moved = match name.strip_prefix("mtp.") {
+            Some(part) => format!("{root}.{part}"),
+            None if is_mlx && name.starts_with("lm_head.") => format!("language_model.{name}"),
+            None if is_mlx => name.replace("model.language_model.", "language_model.model."),
+            None => name.to_string(),
+        };
+        let (mut dtype, mut shape, mut bytes) =
+            (tensor.dtype(), tensor.shape().to_vec(), tensor.bytes().to_vec());
+        if is_mlx && name.ends_with("conv1d.weight") {
+            // One of the two dimensions is 1, so the bytes stay in their places.
+            shape.swap(1, 2);
+        } else if is_mlx && name.contains("norm") && !name.contains("linear_attn.") {
+            let offsets = tensor.to_f32().expect("a float");
+            dtype = DType::F32;
+            bytes = offsets.iter().flat_map(|offset| (offset + 1.0).to_le_bytes()).collect();
+        }
+        tensors.push((TensorSpec { name: moved, dtype, shape }, bytes));
+    }
+    write(folder, &tensors, source.config());
+}
+
+/// The tensors of the head in a GGUF file of a checkpoint, with their values.
+fn head_in_gguf(source: &Checkpoint) -> Vec<(String, Vec<f32>)> {
+    let config = keel_models::read_config(source.config()).expect("the config is complete");
+    let file = CheckpointAsGguf::new(source, &config).expect("all tensors have names");
+    assert!(file.has_mtp_head());
+    let block = format!("blk.{}.", config.layers.len());
+    let specs = file.tensors().expect("all types are known").into_iter();
+    let values = |spec: TensorSpec| {
+        let cols = *spec.shape.last().expect("a vector or a matrix");
+        let rows = spec.shape.iter().product::<usize>() / cols;
+        let mut values = vec![0.0; rows * cols];
+        file.rows_f32(&spec.name, 0..rows, &mut values).expect("all of its rows");
+        (spec.name, values)
+    };
+    specs.filter(|spec| spec.name.starts_with(&block)).map(values).collect()
+}
+
+/// Converters that keep the head write it next to or into the language model.
+#[test]
+fn a_head_runs_and_is_exported_under_the_names_of_converters() {
+    let folder = fixture("qwen3_5");
+    let (source, want) = (Checkpoint::open(&folder).expect("the fixture opens"), expected(&folder));
+    let want_head = want.mtp_logits.expect("the fixture has a head");
+    let exported = head_in_gguf(&source);
+    assert!(exported.iter().any(|(name, _)| name.contains(".nextn.")));
+    for (root, is_mlx) in [
+        ("language_model.mtp", true),
+        ("language_model.mtp", false),
+        ("model.mtp", true),
+        ("model.mtp", false),
+        ("model.language_model.mtp", false),
+    ] {
+        let what = format!("{root}, MLX's form: {is_mlx}");
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        with_head_under(root, is_mlx, &source, dir.path());
+        let mut exact = engine(dir.path(), &runtime(2), exact());
+        let (logits, head) = all_logits(&mut exact, &want.ids, false, true);
+        for (got, want) in [(&logits, &want.logits), (&head, &want_head)] {
+            let error = relative_error(got, want);
+            assert!(error < 1e-4, "{what}: {error:.1e}");
+        }
+        let moved = Checkpoint::open(dir.path()).expect("it was just written");
+        assert!(head_in_gguf(&moved) == exported, "{what}: the exported head differs");
+        if is_mlx {
+            let mut engine = engine(dir.path(), &runtime(2), drafting());
+            expect_same_text(&mut engine, &want.ids, &what);
+        }
+    }
+}
+
+/// A matrix in GPTQ's form, and its values in f32. Codes follow a pattern; all zeros are 8 and all scales 1/64.
+fn gptq(module: &str, rows: usize, cols: usize) -> (Vec<(TensorSpec, Vec<u8>)>, Vec<u8>) {
+    const GROUP: usize = 64;
+    let code = |row: usize, col: usize| ((5 * row + 3 * col + row * col) % 16) as u8;
+    let mut words = Vec::with_capacity(rows * cols / 2);
+    // A word holds eight inputs of an output, lowest bits first.
+    for word in 0..cols / 8 {
+        for row in 0..rows {
+            words.extend(
+                (8 * word..8 * word + 8).step_by(2).map(|col| code(row, col) | code(row, col + 1) << 4),
+            );
+        }
+    }
+    let groups = cols / GROUP;
+    let scales = f16::from_f32(1.0 / 64.0).to_le_bytes().repeat(groups * rows);
+    let part = |part: &str, dtype, shape: [usize; 2], bytes| {
+        (TensorSpec { name: format!("{module}.{part}"), dtype, shape: shape.into() }, bytes)
+    };
+    let tensors = vec![
+        part("qweight", DType::I32, [cols / 8, rows], words),
+        // Zero points are stored minus 1.
+        part("qzeros", DType::I32, [groups, rows / 8], vec![0x77; groups * rows / 2]),
+        part("scales", DType::F16, [groups, rows], scales),
+    ];
+    let value = |i: usize| (f32::from(code(i / cols, i % cols)) - 8.0) / 64.0;
+    (tensors, (0..rows * cols).flat_map(|i| value(i).to_le_bytes()).collect())
+}
+
+#[test]
+fn a_head_whose_projection_is_packed_is_found() {
+    let folder = fixture("qwen3_5");
+    let (source, ids) = (Checkpoint::open(&folder).expect("the fixture opens"), expected(&folder).ids);
+    let (mut packed, mut dense) = (Vec::new(), Vec::new());
+    for name in source.names().filter(|name| !name.contains("visual")) {
+        let tensor = source.tensor(name).expect("listed");
+        let spec = TensorSpec { name: name.into(), dtype: tensor.dtype(), shape: tensor.shape().to_vec() };
+        if name == "mtp.fc.weight" {
+            let (tensors, values) = gptq("mtp.fc", spec.shape[0], spec.shape[1]);
+            packed.extend(tensors);
+            dense.push((TensorSpec { dtype: DType::F32, ..spec }, values));
+        } else {
+            packed.push((spec.clone(), tensor.bytes().to_vec()));
+            dense.push((spec, tensor.bytes().to_vec()));
+        }
+    }
+    let dirs = [(); 2].map(|()| tempfile::tempdir().expect("a temporary folder"));
+    let mut config = source.config().clone();
+    write(dirs[1].path(), &dense, &config);
+    config["quantization_config"] = json!({"quant_method": "gptq", "bits": 4, "group_size": 64});
+    write(dirs[0].path(), &packed, &config);
+    let [got, want] = dirs.each_ref().map(|dir| {
+        let mut engine = engine(dir.path(), &runtime(2), exact());
+        let logits = all_logits(&mut engine, &ids, false, true).1;
+        (logits, head_in_gguf(&Checkpoint::open(dir.path()).expect("it was just written")))
+    });
+    let error = relative_error(&got.0, &want.0);
+    assert!(error < 1e-5, "logits of the head differ by {error:.1e}");
+    assert!(got.1 == want.1, "the exported head differs");
 }

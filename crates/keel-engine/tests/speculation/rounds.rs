@@ -40,7 +40,7 @@ fn greedy_text_does_not_depend_on_speculation() {
                 let mut got = crate::common::drafting(&mut engine, sequence, &prompt, until(tokens), depth);
                 let ids: Vec<u32> = got.by_ref().collect::<Result<_, _>>().expect("every round runs");
                 let counters = got.counters().expect("it drafts").clone();
-                got.release();
+                drop(got);
                 assert_eq!(ids, want, "{}: {depth:?}", folder.display());
                 assert_eq!(counters.tokens as usize, tokens - 1);
                 if let Depth::Fixed(depth) = depth.depth {
@@ -78,7 +78,6 @@ fn sampled_sequences_follow_measured_costs_unless_they_must_come_again() {
         let plain_first = tokens.counters().expect("it drafts").plain_rounds;
         let rest: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
         let drafted = tokens.counters().expect("it drafts").drafted_total();
-        tokens.release();
         ([first, rest].concat(), plain_first, drafted)
     };
     // Without measurements a plain round comes first. Nominal costs are known from the start.
@@ -278,7 +277,6 @@ fn optimistic_rounds_take_every_draft() {
             tokens.counters().expect("it drafts").accepted,
             tokens.counters().expect("it drafts").drafted
         );
-        tokens.release();
     }
 }
 

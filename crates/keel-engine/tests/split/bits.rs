@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use keel_array::{BlockFormat, Compute, DType, WeightFormat, WeightSpec};
 use keel_engine::{Engine, EngineOptions};
-use keel_models::loading::{Parameters, RandomParameters, RowSink};
+use keel_models::loading::{Altered, Parameters, RandomParameters, RowSink};
 use keel_models::{MixtureCut, Part, Result, SumOrder};
 use serde_json::{Value, json};
 
@@ -19,23 +19,14 @@ const AFFINE8: WeightFormat = WeightFormat::Affine { bits: 8, group_size: 64, sc
 /// Random parameters of which each row follows from its place, so that a share has the rows of the whole.
 struct RowsByPlace(RandomParameters);
 
-impl Parameters for RowsByPlace {
-    fn contains(&self, name: &str) -> bool {
-        self.0.contains(name)
+impl Altered for RowsByPlace {
+    fn inner(&self) -> &dyn Parameters {
+        &self.0
     }
 
-    fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.0.shape(name)
-    }
-
-    fn linear_format(
-        &self,
-        module: &str,
-        experts: Option<usize>,
-        rows: usize,
-        cols: usize,
-    ) -> Result<WeightFormat> {
-        self.0.linear_format(module, experts, rows, cols)
+    fn rows_are_alike(&self) -> bool {
+        // A device that repeats rows has those of other places.
+        false
     }
 
     fn linear_rows(
@@ -47,10 +38,6 @@ impl Parameters for RowsByPlace {
         sink: &mut RowSink<'_>,
     ) -> Result<()> {
         rows.try_for_each(|row| self.0.linear_rows(&format!("{module} {row}"), expert, 0..1, spec, sink))
-    }
-
-    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
-        self.0.values(name, elements)
     }
 }
 

@@ -33,7 +33,7 @@ fn planned(
         planner(CudaOptions { ordinal, determinism, group: Some(group), ..CudaOptions::default() })
     };
     let devices = PlacedPart::each(groups.map(gpu), parts);
-    plan::plan_on(&devices, &parameters, config, options).map_err(|error| error.to_string())
+    plan::plan_on(&devices, None, &parameters, config, options).map_err(|error| error.to_string())
 }
 
 #[test]

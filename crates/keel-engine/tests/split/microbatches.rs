@@ -155,7 +155,7 @@ fn answers_of_groups_on_gpus_are_those_of_requests_alone() {
             Runtime::new(Arc::new(backend), RuntimeOptions::default())
         };
         let devices = PlacedPart::each(groups.map(gpu), parts);
-        let engine = Engine::load_on(&devices, source.0, source.1, options(), &|_| ());
+        let engine = Engine::load_on(&devices, None, source.0, source.1, options(), &|_| ());
         let mut engine = engine.expect("the model loads");
         engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
         expect_answers_of_requests_alone(&mut batcher(engine), "qwen3_5_moe", grid.0);
@@ -164,6 +164,37 @@ fn answers_of_groups_on_gpus_are_those_of_requests_alone() {
     receiver.recv_timeout(Duration::from_secs(300)).expect("no device waits without end");
     // Its devices close at its end. The program must not end meanwhile.
     thread.join().expect("its devices close");
+}
+
+/// With two groups a step of prompts follows after each three calls, and there are three prompts.
+#[test]
+fn prompts_next_to_groups_take_turns() {
+    let mut batcher = batcher(engine_on(&fixture("qwen3_5"), options(), (2, 1), |_, backend| backend));
+    let (now, answers, prompts) = (Instant::now(), 16, 3);
+    let mut outcomes: Vec<Outcome> = (0..answers + prompts).map(|_| Outcome::default()).collect();
+    let request = |id: usize, len: usize, max_tokens: usize| {
+        let prompt = (0..len).map(|j| ((j * 7 + id * 131 + 5) % 90) as u32).collect();
+        BatchRequest::new(id as u64, prompt, max_tokens)
+    };
+    (0..answers).for_each(|id| batcher.submit(request(id, 10, 200), now).expect("accepted"));
+    while outcomes[..answers].iter().any(|outcome| outcome.tokens.is_empty()) {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    let long = answers..answers + prompts;
+    long.clone().for_each(|id| batcher.submit(request(id, 500, 1), now).expect("accepted"));
+    let mut with_steps = 0;
+    for _ in 0..12 {
+        step(&mut batcher, now, &mut outcomes);
+        with_steps += usize::from(batcher.engine().steps_in_flight() > 1);
+    }
+    assert!(with_steps > 8, "groups have steps under way: {with_steps}");
+    let running = batcher.status().running;
+    let done: Vec<usize> =
+        running.iter().filter(|of| long.contains(&(of.id as usize))).map(|of| of.prefilled_tokens).collect();
+    assert!(done.len() == prompts && done.iter().all(|&rows| rows > 0), "rows of each prompt: {done:?}");
+    batcher.cancel_all();
+    assert_all_is_back(&mut batcher);
+    end(batcher.into_engine());
 }
 
 /// Answers in the test of failures: two groups of 8, or three.

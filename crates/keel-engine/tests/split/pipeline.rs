@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use crate::common::splitting::{self, Fault, backends, end};
 use crate::common::{decoded, engine, exact, expect_same_state, fixture, recurrent_bytes, runtime};
-use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions, WeightFormat, WeightSpec};
+use keel_array::{ArrayError, Backend, Compute, Launch, Runtime, RuntimeOptions, WeightSpec};
 use keel_cache::CacheError;
 use keel_engine::split::PlacedPart;
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
-use keel_models::loading::{CheckpointParameters, Parameters, RowSink};
+use keel_models::loading::{Altered, CheckpointParameters, Parameters, RowSink};
 use keel_models::{ModelError, Part};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
@@ -57,7 +57,7 @@ fn devices_that_are_no_group_are_refused() {
     let parts = pipeline(&checkpoint, exact(), 2).expect("it has two layers");
     let refusal = |runtimes: Vec<Runtime>, options| {
         let devices = PlacedPart::each(runtimes, parts.clone());
-        let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), options, &|_| ());
+        let engine = Engine::load_on(&devices, None, &parameters, checkpoint.config(), options, &|_| ());
         engine.err().expect("refused").to_string()
     };
     let alone = refusal(vec![runtime(1), runtime(1)], exact());
@@ -76,23 +76,9 @@ struct Unreadable<'a> {
     reads: AtomicUsize,
 }
 
-impl Parameters for Unreadable<'_> {
-    fn contains(&self, name: &str) -> bool {
-        self.checkpoint.contains(name)
-    }
-
-    fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.checkpoint.shape(name)
-    }
-
-    fn linear_format(
-        &self,
-        module: &str,
-        experts: Option<usize>,
-        rows: usize,
-        cols: usize,
-    ) -> Result<WeightFormat, ModelError> {
-        self.checkpoint.linear_format(module, experts, rows, cols)
+impl Altered for Unreadable<'_> {
+    fn inner(&self) -> &dyn Parameters {
+        &self.checkpoint
     }
 
     fn linear_rows(
@@ -115,10 +101,6 @@ impl Parameters for Unreadable<'_> {
         self.reads.fetch_add(1, Ordering::SeqCst);
         self.checkpoint.linear_rows(module, expert, rows, spec, sink)
     }
-
-    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>, ModelError> {
-        self.checkpoint.values(name, elements)
-    }
 }
 
 #[test]
@@ -134,7 +116,7 @@ fn a_device_that_cannot_load_its_part_stops_the_others() {
         };
         let group = backends(2, false).into_iter().map(|b| Runtime::new(b, RuntimeOptions::default()));
         let devices = PlacedPart::each(group, parts.clone());
-        let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), exact(), &|_| ());
+        let engine = Engine::load_on(&devices, None, &parameters, checkpoint.config(), exact(), &|_| ());
         assert_eq!(engine.err().expect("it fails").to_string(), "it cannot be read");
         let reads = parameters.reads.into_inner();
         assert!(reads <= 2, "{of}: the other device has read {reads} layers");
@@ -149,7 +131,7 @@ fn parts_that_lie_on_devices_of_another_rank_are_refused() {
         let group = backends(parts.len(), false).into_iter();
         let runtimes = group.map(|backend| Runtime::new(backend, RuntimeOptions::default()));
         let devices = PlacedPart::each(runtimes, parts);
-        let engine = Engine::load_on(&devices, &parameters, checkpoint.config(), exact(), &|_| ());
+        let engine = Engine::load_on(&devices, None, &parameters, checkpoint.config(), exact(), &|_| ());
         engine.err().expect("refused").to_string()
     };
     let mut swapped = Part::pipeline(&[0..2, 2..4]);

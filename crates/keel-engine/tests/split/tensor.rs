@@ -17,7 +17,7 @@ use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
-use keel_models::loading::{Parameters, RowSink};
+use keel_models::loading::{Altered, Parameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use serde_json::{Value, json};
@@ -185,23 +185,9 @@ struct ReadByTwo {
     changed: Condvar,
 }
 
-impl Parameters for ReadByTwo {
-    fn contains(&self, name: &str) -> bool {
-        FLOATS.contains(name)
-    }
-
-    fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        FLOATS.shape(name)
-    }
-
-    fn linear_format(
-        &self,
-        module: &str,
-        experts: Option<usize>,
-        rows: usize,
-        cols: usize,
-    ) -> Result<WeightFormat, ModelError> {
-        FLOATS.linear_format(module, experts, rows, cols)
+impl Altered for ReadByTwo {
+    fn inner(&self) -> &dyn Parameters {
+        &FLOATS
     }
 
     fn linear_rows(
@@ -219,14 +205,6 @@ impl Parameters for ReadByTwo {
         let waited = self.changed.wait_timeout_while(begun, Duration::from_secs(20), is_alone);
         assert!(!waited.expect("no device has panicked").1.timed_out(), "one device loads after the other");
         FLOATS.linear_rows(module, expert, rows, spec, sink)
-    }
-
-    fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>, ModelError> {
-        FLOATS.values(name, elements)
-    }
-
-    fn norms_are_scales(&self) -> bool {
-        FLOATS.norms_are_scales()
     }
 }
 
@@ -348,12 +326,12 @@ fn drafts_of_shared_heads_leave_the_text_without_drafts() {
         let mut plain =
             TokenIterator::new(&mut engine, sequence, &prompt, until(), &mut |_| ()).expect("fits");
         let want: Vec<u32> = plain.by_ref().collect::<Result<_, _>>().expect("every step runs");
-        plain.release();
+        drop(plain);
         let sequence = engine.open().expect("a slot is free");
         let speculation = SpeculationOptions::default();
         let mut drafted = crate::common::drafting(&mut engine, sequence, &prompt, until(), speculation);
         let got: Vec<u32> = drafted.by_ref().collect::<Result<_, _>>().expect("every round runs");
-        drafted.release();
+        drop(drafted);
         assert_eq!(got, want, "on {count} devices");
         assert_eq!(got.len(), 24);
         end(engine);
@@ -398,7 +376,8 @@ fn shares_in_another_order_are_refused() {
     let runtimes =
         backends(2, false).into_iter().rev().map(|b| Runtime::new(Arc::clone(&b), RuntimeOptions::default()));
     let devices = PlacedPart::each(runtimes, parts);
-    let error = Engine::load_on(&devices, &FLOATS, &config(12, 6), exact(), &|_| ()).err().expect("refused");
+    let error =
+        Engine::load_on(&devices, None, &FLOATS, &config(12, 6), exact(), &|_| ()).err().expect("refused");
     assert!(error.to_string().contains("is not device 0 of a group of 2"), "{error}");
 }
 

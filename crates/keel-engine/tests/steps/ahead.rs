@@ -58,7 +58,6 @@ fn tokens_are_those_of_a_host_that_waits() {
                     let got: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
                     assert_eq!(got, want, "{}: {drafts} drafts, {sampler:?}", folder.display());
                     assert_eq!(tokens.finish_reason(), Some(FinishReason::Length));
-                    tokens.release();
                 }
             }
             assert!(engine.cache().is_idle());
@@ -76,7 +75,6 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
         queueing.take_events();
         assert_eq!(tokens.by_ref().count(), 6);
         assert_eq!(queueing.take_events(), steps, "of 5 steps");
-        tokens.release();
     }
     // A sampler that needs the host between two steps waits for each.
     let penalised = SamplerOptions { repetition_penalty: 1.2, ..sampled() };
@@ -85,7 +83,6 @@ fn a_step_is_submitted_before_the_one_before_it_is_waited_for() {
     queueing.take_events();
     assert_eq!(tokens.by_ref().count(), 4);
     assert_eq!(queueing.take_events(), "LWLWLW");
-    tokens.release();
 }
 
 #[test]
@@ -144,7 +141,6 @@ fn a_sampled_text_is_the_same_with_drafts() {
                     assert_eq!(got, want, "{}, {depth:?}, {sampler:?}", folder.display());
                     let drafted = tokens.counters().expect("it drafts").drafted_total();
                     assert!(depth == Depth::Auto || drafted > 0);
-                    tokens.release();
                 }
             }
             assert!(engine.cache().is_idle());
@@ -168,7 +164,6 @@ fn steps_run_ahead_between_rounds_of_drafts() {
             let mut tokens = iterator(&mut engine, how);
             let drawn: Vec<u32> = tokens.by_ref().map(|token| token.expect("runs")).collect();
             let counters = tokens.counters().expect("it drafts").clone();
-            tokens.release();
             assert!(counters.plain_rounds > 64 && counters.drafted_total() > 4, "{counters:?}");
             (drawn, counters.rounds, counters.plain_rounds, counters.drafted, counters.accepted)
         };
@@ -379,7 +374,7 @@ fn a_step_that_fails_is_the_one_that_says_so() {
         queueing.take_events();
         assert_eq!(tokens.by_ref().count(), STEPS + 1);
         let launches = queueing.take_events().matches('L').count();
-        tokens.release();
+        drop(tokens);
         let pieces = launches / STEPS;
         assert_eq!(pieces * STEPS, launches);
         for at in (0..launches).step_by(if pieces > 3 { 3 } else { 1 }) {

@@ -20,10 +20,8 @@ fn options() -> EngineOptions {
 fn iterated(engine: &mut Engine, sampler: SamplerOptions) -> Vec<u32> {
     let sequence = engine.open().expect("a slot is free");
     let options = GenerateOptions { max_tokens: TOKENS, sampler, ..GenerateOptions::default() };
-    let mut tokens = TokenIterator::new(engine, sequence, &prompt(), options, &mut |_| ()).expect("fits");
-    let got = tokens.by_ref().collect::<Result<_, _>>().expect("every step runs");
-    tokens.release();
-    got
+    let tokens = TokenIterator::new(engine, sequence, &prompt(), options, &mut |_| ()).expect("fits");
+    tokens.collect::<Result<_, _>>().expect("every step runs")
 }
 
 /// The same tokens, drawn by the host from all logits.

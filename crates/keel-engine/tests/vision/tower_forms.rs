@@ -1,16 +1,16 @@
 //! A vision tower in other forms of safetensors files: MLX's names, order of axes and packed groups, and 8-bit floats
 //! in blocks. The features are those of a file with the same values in f32.
 
-use std::fs;
 use std::path::Path;
 
 use crate::common::looking::{outcome, seeing};
 use crate::common::{relative_error, runtime};
 use keel_engine::Engine;
 use keel_models::loading::CheckpointParameters;
-use keel_testkit::fixtures::seeing_fixture;
+use keel_testkit::fixtures::safetensors::FileTensor;
+use keel_testkit::fixtures::{seeing_fixture, write_model};
 use keel_weights::{Checkpoint, LinearFormat, TensorSource};
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 const ERROR_MAX: f64 = 2e-5;
 
@@ -18,17 +18,10 @@ const ERROR_MAX: f64 = 2e-5;
 const GROUP: usize = 64;
 const BLOCK: usize = 128;
 
-/// Name, type, shape and bytes of a tensor.
-type Stored = (String, &'static str, Vec<usize>, Vec<u8>);
-
 /// A matrix in a packed form, and the same values in f32.
 struct Packed {
-    parts: Vec<Stored>,
+    parts: Vec<FileTensor>,
     values: Vec<f32>,
-}
-
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// A code for each element, which depends on its place.
@@ -44,9 +37,9 @@ fn affine(module: &str, rows: usize, cols: usize) -> Packed {
     let value = |i: usize| scales[i / GROUP] * f32::from(code(i)) + biases[i / GROUP];
     let codes = (0..rows * cols).map(code).collect();
     let parts = vec![
-        (format!("{module}.weight"), "U32", vec![rows, cols / 4], codes),
-        (format!("{module}.scales"), "F32", vec![rows, groups], bytes_of(&scales)),
-        (format!("{module}.biases"), "F32", vec![rows, groups], bytes_of(&biases)),
+        FileTensor::new(&format!("{module}.weight"), "U32", &[rows, cols / 4], codes),
+        FileTensor::f32(&format!("{module}.scales"), &[rows, groups], &scales),
+        FileTensor::f32(&format!("{module}.biases"), &[rows, groups], &biases),
     ];
     Packed { parts, values: (0..rows * cols).map(value).collect() }
 }
@@ -62,25 +55,12 @@ fn float8(module: &str, rows: usize, cols: usize) -> Packed {
         let scale = scales[i / cols / BLOCK * across + i % cols / BLOCK];
         if stored(i) < 0x80 { magnitude * scale } else { -magnitude * scale }
     };
+    let codes = (0..rows * cols).map(stored).collect();
     let parts = vec![
-        (format!("{module}.weight"), "F8_E4M3", vec![rows, cols], (0..rows * cols).map(stored).collect()),
-        (format!("{module}.weight_scale_inv"), "F32", vec![down, across], bytes_of(&scales)),
+        FileTensor::new(&format!("{module}.weight"), "F8_E4M3", &[rows, cols], codes),
+        FileTensor::f32(&format!("{module}.weight_scale_inv"), &[down, across], &scales),
     ];
     Packed { parts, values: (0..rows * cols).map(value).collect() }
-}
-
-fn write(folder: &Path, config: &Value, tensors: &[Stored]) {
-    let (mut header, mut data) = (Map::new(), Vec::new());
-    for (name, kind, shape, bytes) in tensors {
-        let begin = data.len();
-        data.extend(bytes);
-        let entry = json!({"dtype": kind, "shape": shape, "data_offsets": [begin, data.len()]});
-        header.insert(name.clone(), entry);
-    }
-    let header = Value::Object(header).to_string();
-    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
-    fs::write(folder.join("model.safetensors"), file).expect("writable");
-    fs::write(folder.join("config.json"), config.to_string()).expect("writable");
 }
 
 /// A tensor's name in MLX's files of models with vision.
@@ -127,20 +107,20 @@ fn write_both(
                 true => channels_last(&shape, &values),
                 false => (shape.clone(), values.clone()),
             };
-            as_packed.push((own, "F32", stored, bytes_of(&own_values)));
-            as_dense.push((name.into(), "F32", shape, bytes_of(&values)));
+            as_packed.push(FileTensor::f32(&own, &stored, &own_values));
+            as_dense.push(FileTensor::f32(name, &shape, &values));
             continue;
         };
         count += 1;
         as_packed.extend(parts);
-        as_dense.push((name.into(), "F32", shape, bytes_of(&values)));
+        as_dense.push(FileTensor::f32(name, &shape, &values));
     }
     let mut config = source.config().clone();
-    write(dense, &config, &as_dense);
+    write_model(dense, &config.to_string(), &as_dense, None).expect("writable");
     if is_mlx {
         config["quantization"] = json!({"group_size": GROUP, "bits": 8});
     }
-    write(packed, &config, &as_packed);
+    write_model(packed, &config.to_string(), &as_packed, None).expect("writable");
     count
 }
 

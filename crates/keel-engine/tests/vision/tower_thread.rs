@@ -38,12 +38,10 @@ fn a_tower_on_another_device_sees_the_same() {
         let (model, tower) = (runtime(2), runtime(2));
         let devices = [PlacedPart::whole(model.clone())];
         let mut apart =
-            Engine::load_with_tower_on(&devices, Some(&tower), &parameters, json, seeing(), &|_| ())
-                .expect("it loads");
+            Engine::load_on(&devices, Some(&tower), &parameters, json, seeing(), &|_| ()).expect("it loads");
         apart.make_ready(&mut |_, _, _| ()).expect("it is made ready");
         let planned = [PlacedPart::whole(cpu_plan())];
-        let planned = plan::plan_with_tower_on(&planned, Some(&cpu_plan()), &parameters, json, seeing())
-            .expect("plans");
+        let planned = plan::plan_on(&planned, Some(&cpu_plan()), &parameters, json, seeing()).expect("plans");
         let held = || vec![model.ledger().active(), tower.ledger().active()];
         assert_eq!(planned, held(), "{name}");
         for _ in 0..2 {
@@ -141,7 +139,7 @@ fn load(name: &str, model: &Runtime, tower: Option<&Runtime>) -> Engine {
     let source = Checkpoint::open(&seeing_fixture(name)).expect("opens");
     let model = [PlacedPart::whole(model.clone())];
     let parameters = CheckpointParameters(&source);
-    Engine::load_with_tower_on(&model, tower, &parameters, source.config(), cut(), &|_| ()).expect("it loads")
+    Engine::load_on(&model, tower, &parameters, source.config(), cut(), &|_| ()).expect("it loads")
 }
 
 impl Apart {

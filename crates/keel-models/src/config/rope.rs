@@ -141,6 +141,16 @@ impl RopeScaling {
         }
     }
 
+    /// Most positions of a model whose config gives `stated` as `max_position_embeddings`. YaRN stretches the original
+    /// context by its factor. Model cards tell users to add it to a config and to leave the stated context as it is.
+    pub(crate) fn context_max(&self, stated: usize) -> usize {
+        match self {
+            // A product beyond the range saturates, and is refused with the config.
+            RopeScaling::Yarn { factor, original, .. } => stated.max((factor * original).round() as usize),
+            _ => stated,
+        }
+    }
+
     /// The scaling for sequences longer than the original context; `None` if it is the same.
     pub fn of_long_sequences(&self) -> Option<RopeScaling> {
         match self {

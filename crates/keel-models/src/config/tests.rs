@@ -146,3 +146,30 @@ fn divisors_are_one_for_each_frequency() {
     config["rope_scaling"]["divisors"] = json!([1.0, 2.0, 4.0, 8.0]);
     crate::read_config(&config).expect("they fit");
 }
+
+/// Qwen's model cards tell users to add this to the config of a published model.
+#[test]
+fn yarn_lengthens_the_context() {
+    let yarn = |kind: &str, factor: f64, original: usize| {
+        json!({kind: "yarn", "factor": factor, "original_max_position_embeddings": original,
+            "rope_theta": 5000.0, "partial_rotary_factor": 0.25})
+    };
+    let context = |model_type: &str, key: &str, rope: Value| {
+        let mut config = minimal();
+        config["model_type"] = model_type.into();
+        config["max_position_embeddings"] = 40_960.into();
+        config[key] = rope;
+        crate::read_config(&config).map(|c| c.context_max).map_err(|error| error.to_string())
+    };
+    for model_type in ["qwen3_5", "qwen3"] {
+        for (key, kind) in [("rope_parameters", "rope_type"), ("rope_scaling", "type")] {
+            let of = |factor, original| context(model_type, key, yarn(kind, factor, original));
+            assert_eq!(of(4.0, 32_768), Ok(131_072), "{model_type}, {key}");
+            assert_eq!(of(4.0, 8192), Ok(40_960), "{model_type}: the stated context is longer");
+            let message = of(1e6, 32_768).expect_err("it is out of range");
+            assert!(message.contains("factor times original_max_position_embeddings"), "{message}");
+        }
+        let linear = json!({"rope_type": "linear", "factor": 4.0});
+        assert_eq!(context(model_type, "rope_scaling", linear), Ok(40_960), "{model_type}");
+    }
+}

@@ -5,11 +5,12 @@ use std::ops::Range;
 
 use keel_array::DType;
 use keel_weights::quantize::{Dequantized, RowSource, expert_of};
-use keel_weights::{Checkpoint, TensorSpec, WeightsError};
+use keel_weights::{Checkpoint, TensorSpec, WeightsError, cols, rows as rows_of};
 
 use super::names::Names;
 use super::order::{Orders, RowOrder};
 use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture_of, is_offset_norm};
+use crate::naming::part_of_mtp_head;
 use crate::{HybridConfig, ModelError, Result, RopeScaling};
 
 /// The tensors of a checkpoint with the names, shapes and row order of a GGUF file. Quantised tensors are decoded.
@@ -71,11 +72,17 @@ impl<'a> CheckpointAsGguf<'a> {
             norms_are_offsets: !is_mlx,
             config,
         };
-        let mut tensors = BTreeMap::new();
+        let has_head = specs.iter().any(|spec| part_of_mtp_head(&spec.name) == Some("fc.weight"));
+        let mtp_layers = if has_head { config.mtp_layers } else { 0 };
+        let (mut tensors, mut left_out) = (BTreeMap::new(), 0);
         let mut experts: BTreeMap<String, BTreeMap<usize, TensorSpec>> = BTreeMap::new();
         for spec in specs {
             let Some(name) = text_name(&spec.name) else { continue };
             if name == "lm_head.weight" && config.tied {
+                continue;
+            }
+            if is_uncounted(&name, mtp_layers) {
+                left_out += 1;
                 continue;
             }
             if let Some((stack, number, _)) = expert_of(&name) {
@@ -90,6 +97,14 @@ impl<'a> CheckpointAsGguf<'a> {
             let tensor = builder.stack(&stack, experts)?;
             tensors.insert(tensor.spec.name.clone(), tensor);
         }
+        if left_out > 0 {
+            tracing::warn!(
+                "{left_out} tensors of the multi-token-prediction head are left out: config.json counts {} of its layers \
+                 (mtp_num_hidden_layers), and the checkpoint {} its projection fc",
+                config.mtp_layers,
+                if has_head { "has" } else { "does not have" }
+            );
+        }
         if !tensors.contains_key("token_embd.weight") {
             let reason = "the checkpoint has no token embedding under any known name";
             return Err(ModelError::Config(reason.into()));
@@ -103,9 +118,23 @@ impl<'a> CheckpointAsGguf<'a> {
     }
 }
 
+/// Whether a tensor is of a layer of the multi-token-prediction head that the file's metadata do not count, or of a
+/// head without layers. Other programs refuse files with such tensors. Qwen3-Next's configs do not count their head.
+fn is_uncounted(name: &str, mtp_layers: usize) -> bool {
+    let Some(part) = name.strip_prefix("mtp.") else { return false };
+    let layer = part.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    layer.unwrap_or(0usize) >= mtp_layers
+}
+
 /// A tensor's name with the prefix of a checkpoint that is a language model and nothing else; `None` for a tensor
 /// outside the language model.
 fn text_name(name: &str) -> Option<String> {
+    if name.ends_with("rotary_emb.inv_freq") {
+        return None;
+    }
+    if let Some(part) = part_of_mtp_head(name) {
+        return Some(format!("mtp.{part}"));
+    }
     // Embedding models are saved without a prefix.
     if ["embed_tokens.", "layers.", "norm."].iter().any(|part| name.starts_with(part)) {
         return Some(format!("model.{name}"));
@@ -117,11 +146,11 @@ fn text_name(name: &str) -> Option<String> {
             return Some(format!("{stands_for}{rest}"));
         }
     }
-    let is_text = ["model.", "mtp.", "lm_head."].iter().any(|root| name.starts_with(root));
+    let is_text = ["model.", "lm_head."].iter().any(|root| name.starts_with(root));
     let is_vision = name
         .split('.')
         .any(|part| part == "visual" || part == "multi_modal_projector" || part.starts_with("vision"));
-    (is_text && !is_vision && !name.ends_with("rotary_emb.inv_freq")).then(|| name.into())
+    (is_text && !is_vision).then(|| name.into())
 }
 
 /// Builds the tensors of the file.
@@ -227,7 +256,7 @@ impl Builder<'_> {
         let (rows, columns) = (self.orders.rows(name), self.orders.cols(name));
         let (count, width) = match shape[..] {
             [count] => (count, 1),
-            _ => (rows_of(&shape), shape.last().copied().unwrap_or(1)),
+            _ => (rows_of(&shape), cols(&shape)),
         };
         // Tensors that join two layers are not taken apart here.
         if !matches!(rows, RowOrder::EveryOther { .. }) {
@@ -253,10 +282,6 @@ fn divisors(config: &HybridConfig) -> BTreeMap<&'static str, Vec<f32>> {
         }
         _ => BTreeMap::new(),
     }
-}
-
-fn rows_of(shape: &[usize]) -> usize {
-    shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
 }
 
 /// A row of a tensor of the checkpoint.
@@ -345,7 +370,7 @@ impl RowSource for CheckpointAsGguf<'_> {
 
 impl CheckpointAsGguf<'_> {
     fn matrix_rows(&self, tensor: &Tensor, rows: Range<usize>, out: &mut [f32]) -> keel_weights::Result<()> {
-        let cols = tensor.spec.shape.last().copied().unwrap_or(1);
+        let cols = cols(&tensor.spec.shape);
         let mut row = rows.start;
         while row < rows.end {
             let (from, count) = match tensor.rows {
@@ -367,7 +392,7 @@ impl CheckpointAsGguf<'_> {
     }
 
     fn release_runs(&self, tensor: &Tensor, rows: Range<usize>) {
-        let cols = tensor.spec.shape.last().copied().unwrap_or(1);
+        let cols = cols(&tensor.spec.shape);
         let mut row = rows.start;
         while let (true, Some(FoundRow { source, row: at })) = (row < rows.end, tensor.find(row)) {
             let count = tensor.run(row).min(rows.end - row);

@@ -6,12 +6,34 @@ use std::ops::Range;
 use keel_array::DType;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::RowSource;
-use keel_weights::{TensorSource, TensorSpec, WeightsError};
+use keel_weights::{TensorSource, TensorSpec, WeightsError, cols};
+use serde_json::{Value, json};
 
 use super::names::{Names, split};
 use super::order::{Orders, RowOrder};
 use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture, is_offset_norm};
 use crate::{HybridConfig, ModelError, Result};
+
+/// Model types that transformers reads with a `text_config` alone. For each: its name of a text model whose keys are at
+/// the top level, and the class of that model.
+const TEXT_TYPES: [(&str, &str, &str); 2] = [
+    ("qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+    ("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+];
+
+/// A [config](fn@super::config) without a vision tower as transformers expects it, for a checkpoint of safetensors. All
+/// of its keys are at the top level. transformers has other names of model types for such a config. mlx-lm does not
+/// know them, and reads the names that `config` gives.
+#[must_use]
+pub fn transformers_config(config: &Value) -> Value {
+    let mut config = config.clone();
+    let known = TEXT_TYPES.iter().find(|(name, ..)| config["model_type"] == *name);
+    if let Some((_, text, class)) = known {
+        config["model_type"] = json!(text);
+        config["architectures"] = json!([class]);
+    }
+    config
+}
 
 /// The tensors of a GGUF file with the names, shapes and row order of a checkpoint of its model type. Experts are
 /// stacked as in MLX. Values in blocks become f16; others keep their type.
@@ -88,7 +110,7 @@ fn parameter_of(
 ) -> Result<Parameter> {
     let (rows, columns) = (orders.rows(&name), orders.cols(&name));
     rows.check(&stored.name, stored.shape.first().copied().unwrap_or(1), &stored.shape)?;
-    columns.check(&stored.name, stored.shape.last().copied().unwrap_or(1), &stored.shape)?;
+    columns.check(&stored.name, cols(&stored.shape), &stored.shape)?;
     let mut shape = stored.shape.clone();
     if let Some(first) = shape.first_mut() {
         *first /= rows.share();
@@ -113,7 +135,7 @@ fn parameter_of(
     Ok(Parameter {
         tensor: stored.name.clone(),
         // If a vector has a row order, each of its elements is a row.
-        cols: if is_vector && rows != RowOrder::Same { 1 } else { stored.shape.last().copied().unwrap_or(1) },
+        cols: if is_vector && rows != RowOrder::Same { 1 } else { cols(&stored.shape) },
         rows,
         columns,
         change,
@@ -158,7 +180,7 @@ impl RowSource for GgufAsCheckpoint<'_> {
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
         let Some(parameter) = self.tensors.get(name) else { return };
-        let all: usize = parameter.spec.shape.iter().rev().skip(1).product();
+        let all = keel_weights::rows(&parameter.spec.shape);
         if parameter.rows == RowOrder::Same {
             RowSource::release_rows(self.file, &parameter.tensor, rows);
         } else if rows.end >= all {

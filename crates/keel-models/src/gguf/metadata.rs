@@ -4,8 +4,6 @@ use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
 
 use super::{SMOLLM3_INTERVAL, architecture_of};
-use crate::blocks::Activation;
-use crate::config::fields::Fields;
 use crate::model_types::{gemma3_text, transformer};
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
@@ -26,7 +24,7 @@ pub fn metadata(json: &Value, config: &HybridConfig, has_mtp_head: bool) -> Resu
     keys.axes(json)?;
     keys.turning()?;
     keys.rope()?;
-    keys.check_silent(json)?;
+    keys.check_silent()?;
     Ok(keys.metadata)
 }
 
@@ -150,13 +148,11 @@ impl Keys<'_> {
     }
 
     /// Refuses numbers and functions that files do not contain, and that are not those of the architecture.
-    fn check_silent(&self, json: &Value) -> Result<()> {
+    fn check_silent(&self) -> Result<()> {
         let c = self.config;
-        let fields = Fields::new(json);
-        let (key, used, usual) = match self.arch {
-            "gemma3" => (gemma3_text::ACTIVATION, gemma3_text::activation(&fields)?, Activation::GeluTanh),
-            _ => ("hidden_act", transformer::activation(&fields)?, Activation::Silu),
-        };
+        let gemma = self.arch == "gemma3";
+        let (key, usual) = if gemma { gemma3_text::ACTIVATION } else { transformer::ACTIVATION };
+        let used = c.traits.activation;
         let (layers, per_head) = (c.layers.len() as u64, (c.hidden / c.heads.max(1)) as u64);
         let scalar = super::query_scalar(self.arch, layers, per_head, c.head_dim as u64);
         let is_usual = (c.attention_scale * (scalar as f64).sqrt() - 1.0).abs() <= 1e-9;
@@ -192,7 +188,7 @@ impl Keys<'_> {
     fn turning(&mut self) -> Result<()> {
         let c = self.config;
         let every = |layer: &usize| self.arch == "smollm3" && (layer + 1).is_multiple_of(SMOLLM3_INTERVAL);
-        if c.unturned != (0..c.layers.len()).filter(every).collect::<Vec<_>>() {
+        if c.unrotated_layers != (0..c.layers.len()).filter(every).collect::<Vec<_>>() {
             let reason = format!("GGUF files of {} cannot say which layers know no positions", self.arch);
             return Err(ModelError::Config(reason));
         }

@@ -19,7 +19,7 @@ use crate::{HybridConfig, ModelError, Result};
 
 pub use config::config;
 pub use export::CheckpointAsGguf;
-pub use import::GgufAsCheckpoint;
+pub use import::{GgufAsCheckpoint, transformers_config};
 pub use metadata::metadata;
 pub use parameters::GgufParameters;
 pub use tower::{add_tower, may_see, processor};

@@ -3,36 +3,20 @@
 use std::ops::Range;
 
 use keel_array::{RowData, WeightFormat, WeightSpec};
+use keel_weights::LinearTensor;
 use keel_weights::gguf::GgufFile;
-use keel_weights::{LinearFormat, LinearTensor, TensorSource};
 
 use super::architecture;
 use super::names::Names;
 use super::order::{Orders, RowOrder};
 use super::tower_tensors::TowerTensors;
-use crate::loading::{BLOCK_ROWS, Parameters, RowSink, expect_linear};
+use crate::loading::{BLOCK_ROWS, CheckpointParameters, Parameters, RowSink};
 use crate::{HybridConfig, ModelError, Result};
-
-/// The coding of a matrix of the file, after a check of its sizes.
-pub(super) fn format_of(
-    file: &GgufFile,
-    tensor: &str,
-    experts: Option<usize>,
-    rows: usize,
-    cols: usize,
-) -> Result<WeightFormat> {
-    let info = file.linear_info(tensor)?;
-    expect_linear(tensor, &info, experts, rows, cols)?;
-    match info.format {
-        LinearFormat::Dense(dtype) => Ok(WeightFormat::Dense(dtype)),
-        LinearFormat::Blocks(format) => Ok(WeightFormat::Blocks(format)),
-        other => Err(ModelError::Config(format!("{tensor}: format {other:?} is not supported"))),
-    }
-}
 
 /// The parameters of a GGUF file.
 pub struct GgufParameters<'a> {
-    file: &'a GgufFile,
+    /// The same parameters under the names of the file, and with its order of rows.
+    stored: CheckpointParameters<'a>,
     names: Names,
     orders: Orders,
     conv_width: Option<usize>,
@@ -45,7 +29,8 @@ impl<'a> GgufParameters<'a> {
         let arch = architecture(file);
         let (names, orders) = (Names::new(arch, config.layers.len()), Orders::new(arch, config));
         let conv_width = config.recurrent.map(|r| r.conv_width);
-        GgufParameters { file, names, orders, conv_width, tower: None }
+        let stored = CheckpointParameters(file);
+        GgufParameters { stored, names, orders, conv_width, tower: None }
     }
 
     /// The same parameters, and those of a vision tower in a file of its own.
@@ -77,15 +62,14 @@ impl Parameters for GgufParameters<'_> {
         if let Some(tower) = self.tower_of(name) {
             return tower.contains(name);
         }
-        self.names.tensor(name).is_some_and(|tensor| self.file.contains(&tensor))
+        self.names.tensor(name).is_some_and(|tensor| self.stored.contains(&tensor))
     }
 
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
         if let Some(tower) = self.tower_of(name) {
             return tower.shape(name);
         }
-        let tensor = self.names.tensor(name)?;
-        self.file.info(&tensor).ok().map(|info| info.shape.to_vec())
+        self.stored.shape(&self.names.tensor(name)?)
     }
 
     fn linear_format(
@@ -98,8 +82,8 @@ impl Parameters for GgufParameters<'_> {
         if let Some(tower) = self.tower_of(module) {
             return tower.linear_format(module, rows, cols);
         }
-        let tensor = self.module(module)?;
-        format_of(self.file, &tensor, experts, rows * self.order(module).share(), cols)
+        let rows = rows * self.order(module).share();
+        self.stored.linear_format(&self.module(module)?, experts, rows, cols)
     }
 
     fn linear_rows(
@@ -107,40 +91,33 @@ impl Parameters for GgufParameters<'_> {
         module: &str,
         expert: Option<usize>,
         rows: Range<usize>,
-        _spec: &WeightSpec,
+        spec: &WeightSpec,
         sink: &mut RowSink<'_>,
     ) -> Result<()> {
         if let Some(tower) = self.tower_of(module) {
-            return tower.linear_rows(module, rows, sink);
+            return tower.linear_rows(module, rows, spec, sink);
         }
-        let tensor = self.file.linear(&self.module(module)?)?;
-        let (order, base) = (self.order(module), expert.unwrap_or(0) * tensor.info().rows);
-        let bytes = |rows: Range<usize>| -> Result<&[u8]> {
-            match &tensor {
-                LinearTensor::Dense(view) => Ok(view.row_bytes(rows)?),
-                LinearTensor::Blocks(blocks) => Ok(blocks.rows_bytes(rows)?),
-                other => Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
-            }
-        };
-        let stored_name = format!("{}.weight", self.module(module)?);
+        let (name, order) = (self.module(module)?, self.order(module));
+        if order == RowOrder::Same {
+            return self.stored.linear_rows(&name, expert, rows, spec, sink);
+        }
+        let tensor = self.stored.0.linear(&name)?;
+        let base = expert.unwrap_or(0) * tensor.info().rows;
         let mut gathered = Vec::new();
         for first in rows.clone().step_by(BLOCK_ROWS) {
             let block = first..rows.end.min(first + BLOCK_ROWS);
-            if order == RowOrder::Same {
-                let bytes = bytes(base + block.start..base + block.end)?;
-                sink(block.len(), row_data(&tensor, bytes))?;
-                // Release the file's pages while the weight grows, so that a tensor is never in memory twice.
-                self.file.release_rows(&stored_name, base + block.start..base + block.end);
-                continue;
-            }
             gathered.clear();
             for row in block.clone() {
                 let at = base + order.row(row);
-                gathered.extend_from_slice(bytes(at..at + 1)?);
+                gathered.extend_from_slice(match &tensor {
+                    LinearTensor::Dense(view) => view.bytes_of_rows(at..at + 1)?,
+                    LinearTensor::Blocks(blocks) => blocks.bytes_of_rows(at..at + 1)?,
+                    other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
+                });
             }
             sink(block.len(), row_data(&tensor, &gathered))?;
         }
-        Ok(self.file.check_intact()?)
+        Ok(self.stored.0.check_intact()?)
     }
 
     fn release(&self, module: &str) {
@@ -148,7 +125,7 @@ impl Parameters for GgufParameters<'_> {
             return tower.release(module);
         }
         if let Some(tensor) = self.names.module(module) {
-            self.file.release_linear(&tensor);
+            self.stored.release(&tensor);
         }
     }
 
@@ -156,8 +133,7 @@ impl Parameters for GgufParameters<'_> {
         if let Some(tower) = self.tower_of(name) {
             return tower.values(name);
         }
-        let mut values = self.file.tensor(&self.tensor(name)?)?.to_f32()?;
-        self.file.check_intact()?;
+        let mut values = self.stored.values(&self.tensor(name)?, elements)?;
         if name.ends_with("A_log") {
             // Files store -e^A_log.
             values.iter_mut().for_each(|a| *a = (-*a).ln());

@@ -2,15 +2,14 @@
 
 use std::ops::Range;
 
-use keel_array::{RowData, WeightFormat};
+use keel_array::{WeightFormat, WeightSpec};
+use keel_weights::TensorSource;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::RowSource;
-use keel_weights::{LinearTensor, TensorSource};
 
 use super::names::split;
-use super::parameters::format_of;
 use super::tower::Keys;
-use crate::loading::{BLOCK_ROWS, RowSink};
+use crate::loading::{CheckpointParameters, Parameters, RowSink};
 use crate::{ModelError, Result};
 
 /// The roots of a tower's parameters in checkpoints.
@@ -128,24 +127,17 @@ impl<'a> TowerTensors<'a> {
     }
 
     pub fn linear_format(&self, module: &str, rows: usize, cols: usize) -> Result<WeightFormat> {
-        let tensor = self.named(module)?;
-        format_of(self.file, &tensor, None, rows, cols)
+        CheckpointParameters(self.file).linear_format(&self.named(module)?, None, rows, cols)
     }
 
-    pub fn linear_rows(&self, module: &str, rows: Range<usize>, sink: &mut RowSink<'_>) -> Result<()> {
-        let name = self.named(module)?;
-        let tensor = self.file.linear(&name)?;
-        for first in rows.clone().step_by(BLOCK_ROWS) {
-            let block = first..rows.end.min(first + BLOCK_ROWS);
-            let data = match &tensor {
-                LinearTensor::Dense(view) => RowData::Dense(view.row_bytes(block.clone())?),
-                LinearTensor::Blocks(blocks) => RowData::Blocks(blocks.rows_bytes(block.clone())?),
-                other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
-            };
-            sink(block.len(), data)?;
-            TensorSource::release_rows(self.file, &format!("{name}.weight"), block);
-        }
-        Ok(TensorSource::check_intact(self.file)?)
+    pub fn linear_rows(
+        &self,
+        module: &str,
+        rows: Range<usize>,
+        spec: &WeightSpec,
+        sink: &mut RowSink<'_>,
+    ) -> Result<()> {
+        CheckpointParameters(self.file).linear_rows(&self.named(module)?, None, rows, spec, sink)
     }
 
     pub fn release(&self, module: &str) {

@@ -13,7 +13,7 @@ use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::{ModelError, Result};
 
 /// Checks the sizes of the linear layer `name`.
-pub(crate) fn expect_linear(
+fn expect_linear(
     name: &str,
     info: &LinearInfo,
     experts: Option<usize>,
@@ -98,10 +98,10 @@ impl Parameters for CheckpointParameters<'_> {
             let stored = base + block.start..base + block.end;
             match &tensor {
                 LinearTensor::Dense(view) => {
-                    sink(stored.len(), RowData::Dense(view.row_bytes(stored.clone())?))?
+                    sink(stored.len(), RowData::Dense(view.bytes_of_rows(stored.clone())?))?
                 }
                 LinearTensor::Columns(columns) => {
-                    sink(stored.len(), RowData::Dense(&columns.rows_bytes(stored.clone())?))?
+                    sink(stored.len(), RowData::Dense(&columns.bytes_of_rows(stored.clone())?))?
                 }
                 LinearTensor::Affine(affine) => affine_block(affine, stored.clone(), sink)?,
                 LinearTensor::Awq(awq) => awq_block(awq, stored.clone(), sink)?,
@@ -110,7 +110,7 @@ impl Parameters for CheckpointParameters<'_> {
                 }
                 LinearTensor::Fp4(_) | LinearTensor::Fp8(_) => decoded_block(&tensor, stored.clone(), sink)?,
                 LinearTensor::Blocks(blocks) => {
-                    sink(stored.len(), RowData::Blocks(blocks.rows_bytes(stored.clone())?))?
+                    sink(stored.len(), RowData::Blocks(blocks.bytes_of_rows(stored.clone())?))?
                 }
                 other => return Err(ModelError::Config(format!("{module}: {other:?} is not supported"))),
             }
@@ -160,14 +160,14 @@ fn affine_block(affine: &AffineTensor<'_>, stored: Range<usize>, sink: &mut RowS
     let cols = affine.cols();
     let groups = cols / affine.format().group_size();
     let mut codes = vec![0; stored.len() * cols];
-    let packed = affine.weight().row_bytes(stored.clone())?;
+    let packed = affine.weight().bytes_of_rows(stored.clone())?;
     let row_bytes = packed.len() / stored.len();
     for (packed, codes) in packed.chunks_exact(row_bytes).zip(codes.chunks_exact_mut(cols)) {
         unpack_row(affine.format(), packed, codes);
     }
     let floats = |view: TensorView<'_>| -> Result<Vec<f32>> {
         let mut values = vec![0.0; stored.len() * groups];
-        float::decode(view.dtype(), view.row_bytes(stored.clone())?, &mut values);
+        float::decode(view.dtype(), view.bytes_of_rows(stored.clone())?, &mut values);
         Ok(values)
     };
     let (scales, biases) = (floats(affine.scales())?, floats(affine.biases())?);

@@ -1,5 +1,6 @@
 //! Loads named parameters into weights in device memory.
 
+mod altered;
 mod assembler;
 mod checkpoint;
 mod projection;
@@ -21,8 +22,8 @@ use crate::split::columns::columns_together;
 use crate::split::sums::Sums;
 use crate::{Part, Result, SumOrder};
 
+pub use altered::Altered;
 pub use checkpoint::CheckpointParameters;
-pub(crate) use checkpoint::expect_linear;
 pub use projection::{Projection, input};
 pub use random::RandomParameters;
 pub use row_parallel::RowParallel;
@@ -35,7 +36,8 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 /// Receives the next rows of a linear layer: their number and their elements.
 pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
 
-/// A source of parameters. Several devices may read it at the same time.
+/// A source of parameters. Several devices may read it at the same time. A source that differs from another in a few
+/// methods implements [`Altered`].
 pub trait Parameters: Sync {
     /// True if there is a parameter of this name.
     fn contains(&self, name: &str) -> bool;

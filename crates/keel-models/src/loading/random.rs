@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
+use keel_array::random::SplitMix64;
 use keel_array::{BlockFormat, DType, RowData, WeightFormat, WeightSpec};
 
 use super::{BLOCK_ROWS, Parameters, RowSink};
@@ -18,29 +19,19 @@ pub struct RandomParameters {
     pub format: WeightFormat,
 }
 
-/// splitmix64: a full-period generator with one word of state.
-struct Generator(u64);
+/// Random bits, and elements made of them.
+struct Generator(SplitMix64);
 
 impl Generator {
     fn of_name(name: &str) -> Generator {
         // FNV-1a.
-        Generator(
-            name.bytes()
-                .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)),
-        )
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        let hash = |h: u64, b: u8| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3);
+        Generator(SplitMix64(name.bytes().fold(0xcbf2_9ce4_8422_2325, hash)))
     }
 
     /// Uniform in `[-1, 1) * deviation * sqrt(3)`: mean 0 and this deviation.
     fn value(&mut self) -> f32 {
-        ((self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * DEVIATION * 1.732
+        ((self.0.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * DEVIATION * 1.732
     }
 }
 
@@ -81,7 +72,7 @@ impl Parameters for RandomParameters {
         sink: &mut RowSink<'_>,
     ) -> Result<()> {
         let mut generator = Generator::of_name(module);
-        generator.0 ^= expert.unwrap_or(0) as u64;
+        generator.0.0 ^= expert.unwrap_or(0) as u64;
         for first in rows.clone().step_by(BLOCK_ROWS) {
             let count = rows.end.min(first + BLOCK_ROWS) - first;
             random_block(&mut generator, spec, count, sink)?;
@@ -156,7 +147,7 @@ fn random_block(
 fn random_bytes(generator: &mut Generator, count: usize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(count + 8);
     while bytes.len() < count {
-        bytes.extend(generator.next().to_le_bytes());
+        bytes.extend(generator.0.bits().to_le_bytes());
     }
     bytes.truncate(count);
     bytes

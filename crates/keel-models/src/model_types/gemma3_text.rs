@@ -8,13 +8,11 @@ use serde_json::Value;
 use crate::blocks::Activation;
 use crate::config::fields::Fields;
 use crate::config::rope;
-use crate::hybrid::HybridModel;
-use crate::loading::Loader;
 use crate::model_types::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
-/// The config's key of the function of the feed-forward half.
-pub(crate) const ACTIVATION: &str = "hidden_activation";
+/// The config's key of the function of the feed-forward half, and its default.
+pub(crate) const ACTIVATION: (&str, Activation) = ("hidden_activation", Activation::GeluTanh);
 
 /// The numbers. Published configs leave out keys whose value is the reference's default.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
@@ -39,8 +37,8 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     {
         transformer::refuse(&fields, key)?;
     }
-    activation(&fields)?;
-    let mut parsed = transformer::config(&fields, Defaults::default())?;
+    let defaults = Defaults { activation: ACTIVATION, ..Defaults::default() };
+    let mut parsed = transformer::config(&fields, defaults)?;
     parsed.tied = fields.get("tie_word_embeddings").is_none_or(|tied| *tied != Value::Bool(false));
     let scalar = fields.number_or("query_pre_attn_scalar", 256.0)?;
     parsed.attention_scale = scalar.powf(-0.5);
@@ -66,17 +64,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     if !parsed.layers.contains(&MixerKind::SlidingAttention) {
         parsed.window = None;
     }
-    Ok(parsed)
-}
-
-/// The function of the feed-forward half.
-pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
-    transformer::activation_in(fields, ACTIVATION, Activation::GeluTanh)
-}
-
-/// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let traits = Traits {
+    parsed.traits = Traits {
         head_norms: HeadNorms::Each,
         norms: NormNames {
             mixer: Some("input_layernorm"),
@@ -86,10 +74,9 @@ pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> R
         },
         offset_norms: true,
         scaled_embedding: true,
-        activation: activation(&Fields::new(json))?,
-        ..Traits::default()
+        ..parsed.traits
     };
-    transformer::load(loader, config, traits)
+    Ok(parsed)
 }
 
 #[cfg(test)]

@@ -6,15 +6,12 @@
 use serde_json::Value;
 
 use crate::config::fields::Fields;
-use crate::hybrid::HybridModel;
-use crate::loading::Loader;
 use crate::model_types::transformer::{self, Defaults, NormNames, Traits};
 use crate::{HybridConfig, Result};
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::activation(&fields)?;
     let defaults = Defaults {
         kv_heads: Some(2),
         head_dim: Some(128),
@@ -25,17 +22,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     };
     let mut config = transformer::config(&fields, defaults)?;
     config.window = None;
-    Ok(config)
-}
-
-/// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    transformer::load(loader, config, traits(json)?)
-}
-
-fn traits(json: &Value) -> Result<Traits> {
-    let fields = Fields::new(json);
-    Ok(Traits {
+    config.traits = Traits {
         qkv_bias: fields.flag_or("attention_bias", true),
         norms: NormNames {
             mixer: Some("input_layernorm"),
@@ -44,10 +31,10 @@ fn traits(json: &Value) -> Result<Traits> {
             ff_out: Some("post_mlp_layernorm"),
         },
         fused_gate_up: true,
-        turns_neighbours: true,
-        activation: transformer::activation(&fields)?,
-        ..Traits::default()
-    })
+        rotates_neighbours: true,
+        ..config.traits
+    };
+    Ok(config)
 }
 
 #[cfg(test)]
@@ -57,12 +44,12 @@ mod tests {
 
     #[test]
     fn queries_have_biases_unless_the_config_says_otherwise() {
-        for (json, expected) in [
-            (json!({}), true),
-            (json!({"attention_bias": true}), true),
-            (json!({"attention_bias": false}), false),
-        ] {
-            assert_eq!(traits(&json).expect("the rest are defaults").qkv_bias, expected, "{json}");
+        let mut json = json!({"model_type": "glm4", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 100,
+            "num_hidden_layers": 2, "num_attention_heads": 4});
+        assert!(config(&json).expect("the rest are defaults").traits.qkv_bias);
+        for given in [true, false] {
+            json["attention_bias"] = given.into();
+            assert_eq!(config(&json).expect("the rest are defaults").traits.qkv_bias, given);
         }
     }
 }

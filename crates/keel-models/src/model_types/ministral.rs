@@ -8,19 +8,16 @@ use crate::config::fields::Fields;
 use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, Result};
 
-pub(crate) use crate::model_types::mistral::load;
-
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::activation(&fields)?;
     let defaults =
         Defaults { kv_heads: Some(8), context: 131_072, window: Some(4096), ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
     if fields.get("layer_types").is_none() {
         transformer::windows_everywhere(&mut config);
     }
-    transformer::settle_windows(&mut config);
+    transformer::drop_unused_windows(&mut config);
     Ok(config)
 }
 

@@ -10,8 +10,6 @@ use crate::config::rope_config::QueryGrowth;
 use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, ModelError, Result};
 
-pub(crate) use crate::model_types::mistral::load;
-
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let mut config = config.clone();
@@ -22,7 +20,6 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
             "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1});
     }
     let fields = Fields::new(&config);
-    transformer::activation(&fields)?;
     let defaults = Defaults {
         kv_heads: Some(8),
         head_dim: Some(128),

@@ -6,9 +6,7 @@
 use serde_json::Value;
 
 use crate::config::fields::Fields;
-use crate::hybrid::HybridModel;
-use crate::loading::Loader;
-use crate::model_types::transformer::{self, Defaults, Traits};
+use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, Result};
 
 /// Window of a config without the key. Configs of models without a window contain null.
@@ -17,18 +15,11 @@ const WINDOW: usize = 4096;
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::activation(&fields)?;
     let defaults =
         Defaults { kv_heads: Some(8), context: 131_072, window: Some(WINDOW), ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
     transformer::windows_everywhere(&mut config);
     Ok(config)
-}
-
-/// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let activation = transformer::activation(&Fields::new(json))?;
-    transformer::load(loader, config, Traits { activation, ..Traits::default() })
 }
 
 #[cfg(test)]

@@ -45,41 +45,35 @@ pub const MODEL_TYPES: [&str; 15] = [
 /// The functions that read models of one type.
 pub(crate) struct Family {
     pub config: fn(&Value) -> Result<HybridConfig>,
-    pub load: fn(&Loader<'_>, &Value, HybridConfig) -> Result<HybridModel>,
-}
-
-macro_rules! family {
-    ($module:ident) => {
-        Ok(Family { config: $module::config, load: $module::load })
-    };
+    pub load: fn(&Loader<'_>, HybridConfig) -> Result<HybridModel>,
 }
 
 pub(crate) fn family_of(config: &Value) -> Result<Family> {
-    let hybrid = HybridConfig::from_json;
-    match config["model_type"].as_str().unwrap_or_default() {
+    let plain: fn(&Value) -> Result<HybridConfig> = match config["model_type"].as_str().unwrap_or_default() {
         "qwen3_5" | "qwen3_5_moe" | "qwen3_5_text" | "qwen3_5_moe_text" => {
-            Ok(Family { config: hybrid, load: qwen3_5::load })
+            return Ok(Family { config: HybridConfig::from_json, load: qwen3_5::load });
         }
-        "qwen3_next" => Ok(Family { config: hybrid, load: qwen3_next::load }),
-        "llama" => family!(llama),
-        "qwen2" => family!(qwen2),
-        "qwen3" | "qwen3_vl" | "qwen3_vl_text" => family!(qwen3),
-        "qwen3_moe" => family!(qwen3_moe),
-        "qwen3_vl_moe" | "qwen3_vl_moe_text" => family!(qwen3_vl_moe),
-        "gemma3_text" | "gemma3" => family!(gemma3_text),
-        "mistral" => family!(mistral),
-        "ministral" => family!(ministral),
-        "ministral3" => family!(ministral3),
+        "qwen3_next" => return Ok(Family { config: HybridConfig::from_json, load: qwen3_next::load }),
+        "llama" => llama::config,
+        "qwen2" => qwen2::config,
+        "qwen3" | "qwen3_vl" | "qwen3_vl_text" => qwen3::config,
+        "qwen3_moe" => qwen3_moe::config,
+        "qwen3_vl_moe" | "qwen3_vl_moe_text" => qwen3_vl_moe::config,
+        "gemma3_text" | "gemma3" => gemma3_text::config,
+        "mistral" => mistral::config,
+        "ministral" => ministral::config,
+        "ministral3" => ministral3::config,
         // A checkpoint with a vision tower and one of two language models.
-        "mistral3" if config["text_config"]["model_type"] == "ministral3" => family!(ministral3),
-        "mistral3" => family!(mistral),
-        "smollm3" => family!(smollm3),
-        "phi3" => family!(phi3),
-        "olmo3" => family!(olmo3),
-        "glm4" => family!(glm4),
+        "mistral3" if config["text_config"]["model_type"] == "ministral3" => ministral3::config,
+        "mistral3" => mistral::config,
+        "smollm3" => smollm3::config,
+        "phi3" => phi3::config,
+        "olmo3" => olmo3::config,
+        "glm4" => glm4::config,
         other => {
             let supported = MODEL_TYPES.join(", ");
-            Err(ModelError::UnknownModelType { found: other.into(), supported })
+            return Err(ModelError::UnknownModelType { found: other.into(), supported });
         }
-    }
+    };
+    Ok(Family { config: plain, load: transformer::load })
 }

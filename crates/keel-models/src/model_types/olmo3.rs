@@ -7,8 +7,6 @@ use serde_json::Value;
 
 use crate::config::fields::Fields;
 use crate::config::rope;
-use crate::hybrid::HybridModel;
-use crate::loading::Loader;
 use crate::model_types::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
@@ -18,7 +16,6 @@ const FULL_EVERY: usize = 4;
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::activation(&fields)?;
     let defaults =
         Defaults { context: 2048, eps: 1e-5, theta: 500_000.0, window: Some(4096), ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
@@ -33,15 +30,9 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     if !rope::is_by_layer_type(&fields) {
         config.sliding_rope_scaling = RopeScaling::None;
     }
-    transformer::settle_windows(&mut config);
-    Ok(config)
-}
-
-/// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let fields = Fields::new(json);
+    transformer::drop_unused_windows(&mut config);
     let bias = fields.flag("attention_bias");
-    let traits = Traits {
+    config.traits = Traits {
         qkv_bias: bias,
         output_bias: bias,
         head_norms: HeadNorms::Together,
@@ -51,10 +42,9 @@ pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> R
             ff: None,
             ff_out: Some("post_feedforward_layernorm"),
         },
-        activation: transformer::activation(&fields)?,
-        ..Traits::default()
+        ..config.traits
     };
-    transformer::load(loader, config, traits)
+    Ok(config)
 }
 
 #[cfg(test)]

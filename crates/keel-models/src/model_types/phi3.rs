@@ -6,24 +6,15 @@
 use serde_json::Value;
 
 use crate::config::fields::Fields;
-use crate::hybrid::HybridModel;
-use crate::loading::Loader;
-use crate::model_types::transformer::{self, Defaults, Traits};
+use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, Result};
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::activation(&fields)?;
     let defaults = Defaults { context: 4096, eps: 1e-5, ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
     transformer::windows_everywhere(&mut config);
+    (config.traits.fused_qkv, config.traits.fused_gate_up) = (true, true);
     Ok(config)
-}
-
-/// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let activation = transformer::activation(&Fields::new(json))?;
-    let traits = Traits { fused_qkv: true, fused_gate_up: true, activation, ..Traits::default() };
-    transformer::load(loader, config, traits)
 }

@@ -4,16 +4,13 @@
 
 use serde_json::Value;
 
-use crate::config::fields::Fields;
-use crate::hybrid::HybridModel;
-use crate::loading::Loader;
-use crate::model_types::transformer::{self, Traits};
+use crate::model_types::qwen3;
+use crate::model_types::transformer::Traits;
 use crate::{HybridConfig, Result};
 
-pub(crate) use crate::model_types::qwen3::config;
-
-/// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, json: &Value, config: HybridConfig) -> Result<HybridModel> {
-    let activation = transformer::activation(&Fields::new(json))?;
-    transformer::load(loader, config, Traits { qkv_bias: true, activation, ..Traits::default() })
+/// The numbers, which are those of `qwen3`. The biases do not depend on the config.
+pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
+    let mut config = qwen3::config(config)?;
+    config.traits = Traits { qkv_bias: true, activation: config.traits.activation, ..Traits::default() };
+    Ok(config)
 }

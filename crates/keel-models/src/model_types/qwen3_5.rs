@@ -2,16 +2,14 @@
 //!
 //! Source: the Hugging Face checkpoints and their conversion by MLX. Vision parameters are not read.
 
-use serde_json::Value;
-
 use crate::blocks::GatedDeltaNet;
 use crate::hybrid::{Block, HybridModel, Mixer, MtpHead};
 use crate::loading::{Loader, SourceRows};
-use crate::naming::FamilyReader;
+use crate::naming::{FamilyReader, mtp_root};
 use crate::{HybridConfig, MixerKind, Result};
 
 /// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
+pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig) -> Result<HybridModel> {
     load_with(loader, config, gated_delta_net)
 }
 
@@ -110,28 +108,25 @@ pub(crate) fn recurrent_layer(
 /// layer. With several, a wrong choice would make drafts worse but change no text.)
 fn mtp_head(reader: &FamilyReader<'_>) -> Result<Option<MtpHead>> {
     let c = reader.config;
-    let known = reader.loader.parameters();
-    let present = known.contains("mtp.fc.weight");
-    if c.mtp_layers == 0 || !present {
-        if c.mtp_layers > 0 {
-            tracing::info!(
-                "the config names a multi-token-prediction head that the checkpoint does not have"
-            );
-        }
+    if c.mtp_layers == 0 {
         return Ok(None);
     }
+    let Some(root) = mtp_root(reader.loader.parameters()) else {
+        tracing::info!("the config names a multi-token-prediction head that the checkpoint does not have");
+        return Ok(None);
+    };
     let blocks = (0..c.mtp_layers)
         .map(|i| {
-            let prefix = format!("mtp.layers.{i}.");
+            let prefix = format!("{root}layers.{i}.");
             let mixer = Mixer::Attention(reader.attention(&format!("{prefix}self_attn."))?);
             block(reader, &prefix, mixer)
         })
         .collect::<Result<_>>()?;
     Ok(Some(MtpHead {
-        embedding_norm: reader.norm("mtp.pre_fc_norm_embedding", c.hidden)?,
-        hidden_norm: reader.norm("mtp.pre_fc_norm_hidden", c.hidden)?,
-        fc: reader.loader.linear(SourceRows::whole("mtp.fc", c.hidden), 2 * c.hidden)?,
+        embedding_norm: reader.norm(&format!("{root}pre_fc_norm_embedding"), c.hidden)?,
+        hidden_norm: reader.norm(&format!("{root}pre_fc_norm_hidden"), c.hidden)?,
+        fc: reader.loader.linear(SourceRows::whole(format!("{root}fc"), c.hidden), 2 * c.hidden)?,
         blocks,
-        norm: reader.norm("mtp.norm", c.hidden)?,
+        norm: reader.norm(&format!("{root}norm"), c.hidden)?,
     }))
 }

@@ -5,10 +5,9 @@
 use serde_json::Value;
 
 use crate::config::fields::Fields;
+use crate::model_types::qwen3;
 use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, ModelError, Result};
-
-pub(crate) use crate::model_types::qwen3::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
@@ -16,6 +15,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     transformer::silu_alone(&fields)?;
     let defaults = Defaults { window: transformer::WINDOW_ON_REQUEST, ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
+    config.traits = qwen3::traits(&fields, config.traits);
     // All layers see the window, unlike those of `qwen3`.
     if fields.flag("use_sliding_window") {
         transformer::windows_everywhere(&mut config);

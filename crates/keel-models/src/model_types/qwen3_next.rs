@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use serde_json::Value;
-
 use crate::blocks::GatedDeltaNet;
 use crate::hybrid::HybridModel;
 use crate::loading::{Loader, SourceRows};
@@ -11,7 +9,7 @@ use crate::naming::FamilyReader;
 use crate::{HybridConfig, Result};
 
 /// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, _json: &Value, config: HybridConfig) -> Result<HybridModel> {
+pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig) -> Result<HybridModel> {
     crate::model_types::qwen3_5::load_with(loader, config, gated_delta_net)
 }
 

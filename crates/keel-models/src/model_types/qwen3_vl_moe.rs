@@ -8,8 +8,6 @@ use serde_json::Value;
 use crate::model_types::transformer;
 use crate::{HybridConfig, Result};
 
-pub(crate) use crate::model_types::qwen3::load;
-
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let mut config = crate::model_types::qwen3_moe::config(config)?;

@@ -5,44 +5,43 @@
 use serde_json::Value;
 
 use crate::config::fields::Fields;
+use crate::model_types::llama;
 use crate::model_types::transformer::{self, Defaults};
 use crate::{HybridConfig, MixerKind, ModelError, Result};
-
-pub(crate) use crate::model_types::llama::load;
 
 /// The numbers.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
-    transformer::activation(&fields)?;
     let defaults = Defaults { kv_heads: Some(4), theta: 2e6, tied: true, ..Defaults::default() };
     let mut config = transformer::config(&fields, defaults)?;
-    config.unturned = unturned(&fields, config.layers.len())?;
+    config.traits = llama::traits(&fields, config.traits);
+    config.unrotated_layers = unrotated_layers(&fields, config.layers.len())?;
     let slides = fields.flag("use_sliding_window") && config.window.is_some();
     if !slides && fields.get("layer_types").is_none() {
         config.layers.fill(MixerKind::Attention);
     } else if fields.get("layer_types").is_none() {
-        config.unturned.iter().for_each(|&layer| config.layers[layer] = MixerKind::SlidingAttention);
+        config.unrotated_layers.iter().for_each(|&layer| config.layers[layer] = MixerKind::SlidingAttention);
     }
-    transformer::settle_windows(&mut config);
+    transformer::drop_unused_windows(&mut config);
     Ok(config)
 }
 
 /// The layers without rotation: those with 0 in `no_rope_layers`, or every `no_rope_layer_interval`th.
-fn unturned(fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
-    let Some(turned) = fields.get("no_rope_layers") else {
+fn unrotated_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<usize>> {
+    let Some(rotated) = fields.get("no_rope_layers") else {
         let every = fields.size_or("no_rope_layer_interval", 4)?;
         if every == 0 {
             return Err(ModelError::Config("no_rope_layer_interval is 0, expected at least 1".into()));
         }
         return Ok((0..layers).filter(|layer| (layer + 1).is_multiple_of(every)).collect());
     };
-    let listed = turned.as_array().filter(|list| list.len() >= layers).ok_or_else(|| {
+    let listed = rotated.as_array().filter(|list| list.len() >= layers).ok_or_else(|| {
         ModelError::Config(format!(
-            "no_rope_layers is {turned}, expected a number for each of {layers} layers"
+            "no_rope_layers is {rotated}, expected a number for each of {layers} layers"
         ))
     })?;
-    let is_unturned = |layer: &usize| listed[*layer] == 0 || listed[*layer] == false;
-    Ok((0..layers).filter(is_unturned).collect())
+    let is_unrotated = |layer: &usize| listed[*layer] == 0 || listed[*layer] == false;
+    Ok((0..layers).filter(is_unrotated).collect())
 }
 
 #[cfg(test)]
@@ -60,9 +59,9 @@ mod tests {
     #[test]
     fn layers_without_positions_are_listed_or_come_at_an_interval() {
         let c = read(json!({})).expect("defaults");
-        assert_eq!((&c.unturned[..], c.tied, c.rope_theta), (&[3, 7][..], true, 2e6));
+        assert_eq!((&c.unrotated_layers[..], c.tied, c.rope_theta), (&[3, 7][..], true, 2e6));
         let listed = json!({"no_rope_layers": [1, 0, 1, 1, 1, 1, 1, 0], "no_rope_layer_interval": 2});
-        assert_eq!(read(listed).expect("complete").unturned, [1, 7]);
+        assert_eq!(read(listed).expect("complete").unrotated_layers, [1, 7]);
         let message = read(json!({"no_rope_layers": [1]})).expect_err("too short").to_string();
         assert!(message.contains("no_rope_layers"), "{message}");
     }

@@ -17,7 +17,7 @@ use crate::{HybridConfig, MixerKind, ModelError, Result};
 pub(crate) const LAYERS_MAX: usize = 4096;
 
 /// Differences between the blocks of the model types.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Traits {
     /// Queries, keys and values have biases.
     pub qkv_bias: bool,
@@ -38,7 +38,7 @@ pub(crate) struct Traits {
     /// Gate and up are one layer, `gate_up_proj`.
     pub fused_gate_up: bool,
     /// Elements `2 j` and `2 j + 1` of a head rotate together, not `j` and `j + rotary / 2`.
-    pub turns_neighbours: bool,
+    pub rotates_neighbours: bool,
     /// Function of the feed-forward half.
     pub activation: Activation,
 }
@@ -55,7 +55,7 @@ pub(crate) enum HeadNorms {
 }
 
 /// The names of a block's norms; `None` if there is no such norm.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NormNames {
     /// Before attention.
     pub mixer: Option<&'static str>,
@@ -93,7 +93,12 @@ pub(crate) struct Defaults {
     pub tied: bool,
     /// `sliding_window`.
     pub window: Option<usize>,
+    /// The key of the function of the feed-forward half, and its default.
+    pub activation: (&'static str, Activation),
 }
+
+/// Where most model types give the function of the feed-forward half.
+pub(crate) const ACTIVATION: (&str, Activation) = ("hidden_act", Activation::Silu);
 
 impl Default for Defaults {
     fn default() -> Defaults {
@@ -106,15 +111,17 @@ impl Default for Defaults {
             rotary: 1.0,
             tied: false,
             window: None,
+            activation: ACTIVATION,
         }
     }
 }
 
-/// Reads the numbers whose keys all model types share.
+/// Reads the numbers whose keys all model types share. Of the traits it reads the activation.
 ///
 /// # Errors
 /// [`ModelError::Config`] naming the key that is missing or wrong.
 pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridConfig> {
+    let traits = Traits { activation: activation(fields, defaults.activation)?, ..Traits::default() };
     let (hidden, heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
     let head_dim = fields.size_or("head_dim", defaults.head_dim.unwrap_or(hidden / heads.max(1)))?;
     let rotary = (head_dim as f64 * fields.rope("partial_rotary_factor", defaults.rotary)?) as usize;
@@ -124,6 +131,7 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
             "num_hidden_layers is {layers}, at most {LAYERS_MAX} are read"
         )));
     }
+    let rope_scaling = fields.rope_scaling("full_attention")?;
     Ok(HybridConfig {
         model_type: fields.model_type(),
         hidden,
@@ -132,17 +140,17 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
         mtp_layers: 0,
         eps: fields.number_or("rms_norm_eps", defaults.eps)? as f32,
         tied: fields.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(defaults.tied),
-        context_max: fields.size_or("max_position_embeddings", defaults.context)?,
+        context_max: rope_scaling.context_max(fields.size_or("max_position_embeddings", defaults.context)?),
         heads,
         kv_heads: fields.size_or("num_key_value_heads", defaults.kv_heads.unwrap_or(heads))?,
         head_dim,
         rope_theta: fields.rope_theta("full_attention", defaults.theta)?,
         rotary,
         rope_sections: fields.rope_sections()?,
-        rope_scaling: fields.rope_scaling("full_attention")?,
+        rope_scaling,
         sliding_rope_theta: fields.rope_theta("sliding_attention", defaults.theta)?,
         sliding_rope_scaling: fields.rope_scaling("sliding_attention")?,
-        unturned: Vec::new(),
+        unrotated_layers: Vec::new(),
         window: match fields.is_mentioned("sliding_window") || defaults.window.is_none() {
             true => fields.size_if_any("sliding_window")?,
             false => defaults.window,
@@ -153,6 +161,7 @@ pub(crate) fn config(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridCo
         recurrent: None,
         intermediate: fields.size_if_any("intermediate_size")?,
         moe: None,
+        traits,
     })
 }
 
@@ -169,18 +178,18 @@ pub(crate) fn windows_on_request(fields: &Fields<'_>, config: &mut HybridConfig)
         let from = fields.size_or("max_window_layers", WINDOWED_FROM)?;
         config.layers.iter_mut().skip(from).for_each(|kind| *kind = MixerKind::SlidingAttention);
     }
-    settle_windows(config);
+    drop_unused_windows(config);
     Ok(())
 }
 
 /// Gives all layers the window, if there is one, for model types that ignore `layer_types`.
 pub(crate) fn windows_everywhere(config: &mut HybridConfig) {
     config.layers.fill(MixerKind::SlidingAttention);
-    settle_windows(config);
+    drop_unused_windows(config);
 }
 
 /// Makes sliding layers full-attention layers if no window ends within the context and both kinds rotate alike.
-pub(crate) fn settle_windows(config: &mut HybridConfig) {
+pub(crate) fn drop_unused_windows(config: &mut HybridConfig) {
     let slides = config.layers.contains(&MixerKind::SlidingAttention);
     if !slides || config.window.is_none_or(|window| window >= config.context_max) {
         let alike = (config.rope_theta, &config.rope_scaling)
@@ -196,19 +205,11 @@ pub(crate) fn windows_nowhere(config: &mut HybridConfig) {
     config.window = None;
 }
 
-/// The function in `hidden_act`.
-///
-/// # Errors
-/// If the function is not supported.
-pub(crate) fn activation(fields: &Fields<'_>) -> Result<Activation> {
-    activation_in(fields, "hidden_act", Activation::Silu)
-}
-
 /// The function in `key`; `default` if it is missing.
 ///
 /// # Errors
 /// If the function is not supported.
-pub(crate) fn activation_in(fields: &Fields<'_>, key: &str, default: Activation) -> Result<Activation> {
+fn activation(fields: &Fields<'_>, (key, default): (&str, Activation)) -> Result<Activation> {
     let Some(function) = fields.get(key) else { return Ok(default) };
     match function.as_str() {
         Some("silu" | "swish") => Ok(Activation::Silu),
@@ -224,7 +225,7 @@ pub(crate) fn activation_in(fields: &Fields<'_>, key: &str, default: Activation)
 /// # Errors
 /// If `hidden_act` is another function.
 pub(crate) fn silu_alone(fields: &Fields<'_>) -> Result<()> {
-    if activation(fields)? == Activation::Silu { Ok(()) } else { refuse(fields, "hidden_act") }
+    if activation(fields, ACTIVATION)? == Activation::Silu { Ok(()) } else { refuse(fields, "hidden_act") }
 }
 
 /// Returns an error if the config sets a key that is not supported.
@@ -239,9 +240,9 @@ pub(crate) fn refuse(fields: &Fields<'_>, key: &str) -> Result<()> {
 }
 
 /// Reads a model.
-pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig, traits: Traits) -> Result<HybridModel> {
+pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig) -> Result<HybridModel> {
     let mut reader = FamilyReader::new(loader, &config)?;
-    reader.norms_are_offsets = traits.offset_norms && !loader.parameters().norms_are_scales();
+    reader.norms_are_offsets = config.traits.offset_norms && !loader.parameters().norms_are_scales();
     let root = &reader.root;
     let embedding = reader.embedding()?;
     let slides = reader.part().of(&config.layers).any(|(_, kind)| *kind == MixerKind::SlidingAttention);
@@ -250,22 +251,22 @@ pub(crate) fn load(loader: &Loader<'_>, config: HybridConfig, traits: Traits) ->
     let mut blocks = Vec::new();
     for (i, kind) in reader.part().of(&config.layers) {
         let prefix = format!("{root}layers.{i}.");
-        let mut mixer = attention(&reader, &format!("{prefix}self_attn."), traits)?;
+        let mut mixer = attention(&reader, &format!("{prefix}self_attn."))?;
         mixer.scale = config.score_scale(*kind) as f32;
         let is_sliding = *kind == MixerKind::SlidingAttention;
         mixer.window = config.window.filter(|_| is_sliding);
         mixer.rotation = match &sliding {
-            _ if config.unturned.contains(&i) => {
+            _ if config.unrotated_layers.contains(&i) => {
                 mixer.scale = config.attention_scale as f32;
                 None
             }
             Some(sliding) if is_sliding => Some(sliding.clone()),
             _ => Some(reader.rotation()?),
         };
-        blocks.push(block(&reader, &prefix, i, mixer, traits)?);
+        blocks.push(block(&reader, &prefix, i, mixer)?);
     }
     let output = reader.output(embedding.as_ref())?;
-    let embedding_scale = traits.scaled_embedding.then(|| (config.hidden as f32).sqrt());
+    let embedding_scale = config.traits.scaled_embedding.then(|| (config.hidden as f32).sqrt());
     let embedding_scale = embedding_scale.map(|scale| loader.constant(&[scale])).transpose()?;
     let growing_queries = growing_queries(loader, &config)?;
     let part = loader.part().clone();
@@ -282,8 +283,8 @@ fn growing_queries(loader: &Loader<'_>, config: &HybridConfig) -> Result<Option<
 }
 
 /// The rows of queries, keys and values.
-fn qkv_sources(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<SourceRows> {
-    let d = config.head_dim;
+fn qkv_sources(config: &HybridConfig, prefix: &str) -> Vec<SourceRows> {
+    let (d, traits) = (config.head_dim, config.traits);
     let parts = [("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads)];
     let total = (config.heads + 2 * config.kv_heads) * d;
     let mut start = 0;
@@ -291,7 +292,7 @@ fn qkv_sources(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<Sourc
         let first = if traits.fused_qkv { start } else { 0 };
         start += heads * d;
         let rows = match name {
-            "q_proj" | "k_proj" if traits.turns_neighbours => {
+            "q_proj" | "k_proj" if traits.rotates_neighbours => {
                 (0..heads).flat_map(|head| halves(first + head * d, d, config.rotary)).collect()
             }
             _ => std::iter::once(first..first + heads * d).collect(),
@@ -307,14 +308,14 @@ fn qkv_sources(config: &HybridConfig, prefix: &str, traits: Traits) -> Vec<Sourc
 /// Brings the rows of a head with rotating neighbours into the order of a head with rotating halves. Scores do not
 /// change if queries and keys are reordered in the same way.
 fn halves(first: usize, size: usize, rotary: usize) -> impl Iterator<Item = Range<usize>> {
-    let turning = (0..2).flat_map(move |half| (0..rotary / 2).map(move |i| first + 2 * i + half));
+    let rotating = (0..2).flat_map(move |half| (0..rotary / 2).map(move |i| first + 2 * i + half));
     let rest = first + rotary..first + size;
-    turning.map(|row| row..row + 1).chain((!rest.is_empty()).then_some(rest))
+    rotating.map(|row| row..row + 1).chain((!rest.is_empty()).then_some(rest))
 }
 
-fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<Attention> {
+fn attention(reader: &FamilyReader<'_>, prefix: &str) -> Result<Attention> {
     let c = reader.config;
-    let (d, loader) = (c.head_dim, reader.loader);
+    let (d, traits, loader) = (c.head_dim, c.traits, reader.loader);
     if traits.head_norms == HeadNorms::Together && reader.part().share.count > 1 {
         let reason = format!(
             "{} norms all heads together, so its heads are not split: use --split pipeline",
@@ -322,7 +323,7 @@ fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<
         );
         return Err(ModelError::Part(reason));
     }
-    let sources = qkv_sources(c, prefix, traits);
+    let sources = qkv_sources(c, prefix);
     let bias = traits.qkv_bias.then(|| loader.biases(&sources)).transpose()?;
     let mut projection = loader.projection(sources, c.hidden)?;
     projection.bias = bias;
@@ -354,32 +355,22 @@ fn attention(reader: &FamilyReader<'_>, prefix: &str, traits: Traits) -> Result<
     })
 }
 
-fn block(
-    reader: &FamilyReader<'_>,
-    prefix: &str,
-    layer: usize,
-    mixer: Attention,
-    traits: Traits,
-) -> Result<Block> {
-    let hidden = reader.config.hidden;
+fn block(reader: &FamilyReader<'_>, prefix: &str, layer: usize, mixer: Attention) -> Result<Block> {
+    let (hidden, norms) = (reader.config.hidden, reader.config.traits.norms);
     let norm =
         |name: Option<&str>| name.map(|name| reader.norm(&format!("{prefix}{name}"), hidden)).transpose();
     Ok(Block {
-        mixer_norm: norm(traits.norms.mixer)?,
+        mixer_norm: norm(norms.mixer)?,
         mixer: Mixer::Attention(mixer),
-        mixer_out_norm: norm(traits.norms.mixer_out)?,
-        ff_norm: norm(traits.norms.ff)?,
-        ff: feed_forward(reader, &format!("{prefix}mlp."), layer, traits)?,
-        ff_out_norm: norm(traits.norms.ff_out)?,
+        mixer_out_norm: norm(norms.mixer_out)?,
+        ff_norm: norm(norms.ff)?,
+        ff: feed_forward(reader, &format!("{prefix}mlp."), layer)?,
+        ff_out_norm: norm(norms.ff_out)?,
     })
 }
 
-fn feed_forward(
-    reader: &FamilyReader<'_>,
-    prefix: &str,
-    layer: usize,
-    traits: Traits,
-) -> Result<FeedForward> {
+fn feed_forward(reader: &FamilyReader<'_>, prefix: &str, layer: usize) -> Result<FeedForward> {
+    let traits = reader.config.traits;
     let dense = reader.config.moe.as_ref().is_none_or(|moe| moe.dense_layers.contains(&layer));
     if !dense {
         return reader.feed_forward(prefix);

@@ -120,45 +120,20 @@ fn fields(config: &Value) -> impl Iterator<Item = String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::loading::RandomParameters;
+    use crate::loading::{Altered, RandomParameters};
     use keel_array::{DType, WeightFormat};
     use serde_json::json;
 
     /// Has every tensor except norms of heads.
     struct Llama(RandomParameters);
 
-    impl Parameters for Llama {
+    impl Altered for Llama {
+        fn inner(&self) -> &dyn Parameters {
+            &self.0
+        }
+
         fn contains(&self, name: &str) -> bool {
             !FURTHER_PARTS.iter().any(|part| name.ends_with(part))
-        }
-
-        fn shape(&self, name: &str) -> Option<Vec<usize>> {
-            self.0.shape(name)
-        }
-
-        fn linear_format(
-            &self,
-            module: &str,
-            experts: Option<usize>,
-            rows: usize,
-            cols: usize,
-        ) -> crate::Result<WeightFormat> {
-            self.0.linear_format(module, experts, rows, cols)
-        }
-
-        fn linear_rows(
-            &self,
-            module: &str,
-            expert: Option<usize>,
-            rows: std::ops::Range<usize>,
-            spec: &keel_array::WeightSpec,
-            sink: &mut crate::loading::RowSink<'_>,
-        ) -> crate::Result<()> {
-            self.0.linear_rows(module, expert, rows, spec, sink)
-        }
-
-        fn values(&self, name: &str, elements: usize) -> crate::Result<Vec<f32>> {
-            self.0.values(name, elements)
         }
     }
 

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use keel_array::{WeightFormat, WeightSpec};
 use keel_weights::RotationValues;
 
-use crate::loading::{Parameters, RowSink};
+use crate::loading::{Altered, Parameters, RowSink};
 use crate::split::columns::{Columns, columns_together, pick_columns};
 use crate::{HybridConfig, MixtureCut, ModelError, Result, Share, SumOrder};
 
@@ -172,9 +172,9 @@ fn within(ranges: &[Range<usize>], range: Range<usize>) -> Vec<Range<usize>> {
     parts
 }
 
-impl Parameters for ShareParameters<'_> {
-    fn contains(&self, name: &str) -> bool {
-        self.whole.contains(name)
+impl Altered for ShareParameters<'_> {
+    fn inner(&self) -> &dyn Parameters {
+        self.whole
     }
 
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -201,7 +201,7 @@ impl Parameters for ShareParameters<'_> {
         };
         let format = self.whole.linear_format(module, experts, rows, whole_cols)?;
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).insert(module.into(), rows);
-        let (together, tiles) = (columns_together(format), self.column_tiles(module));
+        let (together, tiles) = (columns_together(format), self.whole.column_tiles(module));
         if whole_cols != cols && !cols.is_multiple_of(tiles * together) {
             let of_tiles = if tiles == 1 { String::new() } else { format!("{tiles} tiles of ") };
             return Err(ModelError::Part(format!(
@@ -228,9 +228,7 @@ impl Parameters for ShareParameters<'_> {
         let whole_rows = rows_of.get(module).copied().unwrap_or_default();
         drop(rows_of);
         match self.cut(module, whole_rows) {
-            Cut::Whole => self.whole.linear_rows(module, expert, rows, spec, sink),
-            Cut::Rows(_) if self.rows_are_alike() => self.whole.linear_rows(module, expert, rows, spec, sink),
-            Cut::Rows(ranges) => {
+            Cut::Rows(ranges) if !self.whole.rows_are_alike() => {
                 let parts = within(&ranges, rows);
                 parts
                     .into_iter()
@@ -239,11 +237,12 @@ impl Parameters for ShareParameters<'_> {
             Cut::Columns => {
                 let whole = WeightSpec { cols: spec.cols * self.share.count, ..*spec };
                 let Share { index, count, .. } = self.share;
-                let columns = Columns { tiles: self.column_tiles(module), index, count };
+                let columns = Columns { tiles: self.whole.column_tiles(module), index, count };
                 self.whole.linear_rows(module, expert, rows, &whole, &mut |count, data| {
                     pick_columns(count, data, &columns, sink)
                 })
             }
+            Cut::Whole | Cut::Rows(_) => self.whole.linear_rows(module, expert, rows, spec, sink),
         }
     }
 
@@ -254,10 +253,6 @@ impl Parameters for ShareParameters<'_> {
     fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
         let values = self.whole.shared_rotation(prefix, module)?;
         values.map(|values| self.own_rotation(module, values)).transpose()
-    }
-
-    fn release(&self, module: &str) {
-        self.whole.release(module);
     }
 
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {
@@ -282,17 +277,5 @@ impl Parameters for ShareParameters<'_> {
             }
             _ => self.whole.values(name, elements),
         }
-    }
-
-    fn rows_are_alike(&self) -> bool {
-        self.whole.rows_are_alike()
-    }
-
-    fn norms_are_scales(&self) -> bool {
-        self.whole.norms_are_scales()
-    }
-
-    fn column_tiles(&self, module: &str) -> usize {
-        self.whole.column_tiles(module)
     }
 }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, Ending, Usage};
 use crate::api::numbers::whole_number;
-use crate::api::openai::chat::{ChatBody, ask_apart};
+use crate::api::openai::chat::{ChatBody, engine_request_on_worker};
 use crate::api::unsupported;
 use crate::collect::{Outbox, StreamRoom, collect, respond};
 use crate::collected::Collected;
@@ -125,7 +125,7 @@ pub(crate) async fn create(
     }
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let (model, chat) = chat_apart(&manager, &caller, body).await?;
-    let ask = ask_apart(&model, &caller, chat, model.engine.context()).await?;
+    let ask = engine_request_on_worker(&model, &caller, chat, model.engine.context()).await?;
     let mut answers = model.start("/v1/messages", &caller, vec![ask]).await?;
     let id = model.id.clone();
     if let Some(room) = room {
@@ -143,7 +143,7 @@ pub(crate) async fn count_tokens(
     Message(body, caller): Message,
 ) -> Result<Response, AnthropicError> {
     let (model, chat) = chat_apart(&manager, &caller, body).await?;
-    let ask = ask_apart(&model, &caller, chat, usize::MAX).await?;
+    let ask = engine_request_on_worker(&model, &caller, chat, usize::MAX).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 

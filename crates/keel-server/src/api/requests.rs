@@ -46,16 +46,17 @@ pub fn read(endpoint: Endpoint, body: &[u8], text: &ServedText, vocab: usize) ->
     let bounds =
         Bounds { vocab, context, context_max, answer_min: 1, choices_max, sources: None, meter: None };
     let asks = match endpoint {
-        Endpoint::Chat => vec![chat::ask(text, &bounds, parse(body)?)?],
-        Endpoint::Responses => vec![chat::ask(text, &bounds, responses::chat(parse(body)?)?)?],
-        Endpoint::Messages => vec![chat::ask(text, &bounds, anthropic::chat(parse(body)?)?)?],
-        Endpoint::Completions => completions::asks(text, &bounds, parse(body)?)?.0,
+        Endpoint::Chat => vec![chat::engine_request(text, &bounds, parse(body)?)?],
+        Endpoint::Responses => vec![chat::engine_request(text, &bounds, responses::chat(parse(body)?)?)?],
+        Endpoint::Messages => vec![chat::engine_request(text, &bounds, anthropic::chat(parse(body)?)?)?],
+        Endpoint::Completions => completions::engine_requests(text, &bounds, parse(body)?)?.0,
         Endpoint::Embeddings => {
             let prompts = embeddings::prompts(text, &bounds, &parse(body)?)?;
             return Ok(prompts.iter().map(Vec::len).sum());
         }
         Endpoint::Rerank => {
-            return Ok(rerank::asks(text, &bounds, &parse(body)?)?.prompts.iter().map(Vec::len).sum());
+            let prompts = rerank::readout_request(text, &bounds, &parse(body)?)?.prompts;
+            return Ok(prompts.iter().map(Vec::len).sum());
         }
         Endpoint::Tokenize => {
             let body: TokenizeBody = parse(body)?;

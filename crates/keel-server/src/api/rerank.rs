@@ -82,7 +82,7 @@ pub(crate) async fn create(
     // made, and take a seat of their size.
     let most = body.prompt_bytes() * BYTES_PER_PROMPT_BYTE;
     caller.meter.take(most)?;
-    let work = move |caller: &_| Ok((asks(&worker.text, &worker.bounds(caller), &body)?, body));
+    let work = move |caller: &_| Ok((readout_request(&worker.text, &worker.bounds(caller), &body)?, body));
     let (ask, body) = model.work(&caller, work).await?;
     let ids: usize = ask.prompts.iter().map(Vec::capacity).sum();
     caller.meter.give_back(most.saturating_sub((ids * size_of::<u32>()) as u64));
@@ -108,7 +108,11 @@ pub(crate) async fn create(
 }
 
 /// Makes one prompt per document.
-pub(crate) fn asks(text: &ServedText, bounds: &Bounds<'_>, body: &RerankBody) -> Result<ReadoutRequest> {
+pub(crate) fn readout_request(
+    text: &ServedText,
+    bounds: &Bounds<'_>,
+    body: &RerankBody,
+) -> Result<ReadoutRequest> {
     unsupported::check(&body.rest)?;
     check_count("documents", body.documents.len())?;
     if body.top_n == Some(0) {

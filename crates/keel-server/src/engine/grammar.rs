@@ -16,15 +16,15 @@ pub struct Grammar(pub GrammarSource);
 /// Compiles grammars, if the model's vocabulary supports them.
 pub(crate) struct GrammarFactory {
     factory: Result<keel_text::GrammarFactory, String>,
-    /// The token that ends reasoning. No grammar applies to reasoning.
-    think_end: Option<u32>,
+    /// Knows the token that ends reasoning. No grammar applies to reasoning.
+    tokenizer: Tokenizer,
 }
 
 impl GrammarFactory {
     pub fn new(files: &TextFiles<'_>, tokenizer: &Tokenizer) -> GrammarFactory {
         GrammarFactory {
             factory: keel_text::GrammarFactory::new(files, tokenizer).map_err(|e| e.to_string()),
-            think_end: AnswerForm::reasoning_end(tokenizer),
+            tokenizer: tokenizer.clone(),
         }
     }
 
@@ -41,7 +41,7 @@ impl GrammarFactory {
 
     /// A constraint for one answer.
     pub fn constraint(&self, compiled: Compiled, form: &AnswerForm) -> Box<dyn Constraint> {
-        let begins_after = self.think_end.filter(|_| form.begins_in_reasoning);
+        let begins_after = form.begins_in_reasoning.and_then(|markers| markers.end_token(&self.tokenizer));
         let masks = MaskAhead::new(compiled.state, compiled.first, compiled.took);
         Box::new(Masked { masks, begins_after, has_begun: false, bound: 0 })
     }

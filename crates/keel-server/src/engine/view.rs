@@ -4,31 +4,31 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use keel_array::{DeviceReading, Gauge, Ledger, MemoryReport, Runtime};
-use keel_engine::batch::{BatchStatus, Batcher};
+use keel_engine::batch::{BatchStatus, Batcher, Readout};
 use tokio::sync::Notify;
 
 /// The state that an engine's thread and the handles to it share. Holding it does not keep the thread alive.
-pub(crate) struct EngineView {
-    pub next_id: AtomicU64,
+pub struct EngineView {
+    pub(super) next_id: AtomicU64,
     status: Mutex<BatchStatus>,
-    pub aborted: AtomicBool,
+    pub(super) aborted: AtomicBool,
     stopped: AtomicBool,
     /// Told when `stopped` is set.
     stop: Notify,
     /// Why no later step can succeed.
     failure: OnceLock<String>,
     /// Number of checks at idle that found pages or bytes missing.
-    pub leaks: AtomicU64,
+    pub(super) leaks: AtomicU64,
     /// The memory of each device, by rank. The arrays belong to the engine's threads alone, so all is freed when these
     /// have ended.
     devices: Vec<DeviceBooks>,
     /// The rank of the device with the output head.
     lead: usize,
-    pub context: usize,
-    pub context_max: usize,
-    pub vocab: usize,
-    pub hidden: usize,
-    pub pools_rows: bool,
+    context: usize,
+    context_max: usize,
+    vocab: usize,
+    hidden: usize,
+    pools_rows: bool,
 }
 
 /// The books of a device.
@@ -52,7 +52,7 @@ pub struct DeviceReport {
 }
 
 impl EngineView {
-    pub fn new(batcher: &Batcher) -> EngineView {
+    pub(super) fn new(batcher: &Batcher) -> EngineView {
         let engine = batcher.engine();
         let books = |(name, runtime): (String, &Runtime)| DeviceBooks {
             name,
@@ -77,46 +77,72 @@ impl EngineView {
         }
     }
 
+    /// Largest number of tokens of a sequence.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// The model's own limit on them.
+    pub fn context_max(&self) -> usize {
+        self.context_max
+    }
+
+    /// Number of logits per row.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// Width of the hidden states.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// The hidden states that embeddings are made of: the mean of all tokens if the engine was made for it, else the
+    /// last.
+    pub fn pooling(&self) -> Readout {
+        if self.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
+    }
+
     /// Counts as of the last step.
     pub fn status(&self) -> BatchStatus {
         self.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
     /// A step has ended.
-    pub fn set_status(&self, status: BatchStatus) {
+    pub(super) fn set_status(&self, status: BatchStatus) {
         *self.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
     }
 
     /// Records why no later step can succeed. The first reason stays.
-    pub fn note_failure(&self, reason: String) {
+    pub(super) fn note_failure(&self, reason: String) {
         let _ = self.failure.set(reason);
     }
 
     /// Why no later step can succeed.
-    pub fn failure(&self) -> Option<&str> {
+    pub(crate) fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
     }
 
     /// The engine's thread has ended.
-    pub fn note_stop(&self) {
+    pub(super) fn note_stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.stop.notify_one();
     }
 
-    /// Whether the engine's thread has ended.
+    /// Whether the engine's thread has ended. While a handle exists, it ends only after a failure.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
     /// Completes when the engine's thread has ended. One task may wait for it at a time.
-    pub async fn stopped(&self) {
+    pub(crate) async fn stopped(&self) {
         // A note that comes before the wait is kept until then.
         while !self.is_stopped() {
             self.stop.notified().await;
         }
     }
 
-    /// Number of checks at idle that found pages or bytes missing.
+    /// Number of checks at idle that found pages or bytes missing. Each is a bug, and a line in the log.
     pub fn leaks(&self) -> u64 {
         self.leaks.load(Ordering::Acquire)
     }
@@ -138,17 +164,18 @@ impl EngineView {
         Some((name.clone(), gauge.device_usage()?))
     }
 
-    /// The ledger of the device with the output head.
+    /// The ledger of the device; of a split model, of the one with the output head.
     pub fn ledger(&self) -> &Ledger {
         self.devices[self.lead].gauge.ledger()
     }
 
+    /// The memory that the engine had allocated when it was ready, on all devices. It never needs more.
     pub fn planned(&self) -> MemoryReport {
         self.devices.iter().map(|books| books.planned).sum()
     }
 
     /// Whether each device has as many bytes as when the engine was ready.
-    pub fn is_level(&self) -> bool {
+    pub(super) fn is_level(&self) -> bool {
         self.devices.iter().all(|books| books.gauge.ledger().active() == books.planned)
     }
 }

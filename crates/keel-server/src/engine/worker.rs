@@ -4,21 +4,19 @@
 //! when a client is gone for any reason, its sequence ends within one step.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use keel_array::{DeviceReading, Ledger, MemoryReport};
-use keel_engine::batch::{
-    BatchEvent, BatchOptions, BatchRequest, BatchStatus, Batcher, Readout, SequenceEvent, SequenceId,
-};
+use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, SequenceEvent, SequenceId};
 use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
-use crate::engine::view::{DeviceReport, EngineView};
+use crate::engine::view::EngineView;
 use crate::error::{Result, ServerError};
 use crate::events::{Events, Listener, Patience, waiting_bytes};
 use crate::memory::requests::Meter;
@@ -34,6 +32,7 @@ enum Command {
         requests: Vec<(BatchRequest, Listener)>,
         accepted: Accepted,
     },
+    /// Only of tests.
     ForgetPrefixes(oneshot::Sender<()>),
     /// The server is shutting down: prefixes are saved as soon as nothing runs.
     SavePrefixes,
@@ -49,7 +48,7 @@ pub(crate) fn batcher(engine: Engine, options: BatchOptions) -> Batcher {
 #[derive(Clone)]
 pub struct EngineHandle {
     inbox: SyncSender<Command>,
-    shared: Arc<EngineView>,
+    view: Arc<EngineView>,
 }
 
 impl EngineHandle {
@@ -71,90 +70,29 @@ impl EngineHandle {
     /// A handle, and the worker that its commands reach.
     fn of(batcher: Batcher, store: Option<PrefixStore>) -> (EngineHandle, Worker) {
         let (inbox, commands) = sync_channel(INBOX);
-        let shared = Arc::new(EngineView::new(&batcher));
+        let view = Arc::new(EngineView::new(&batcher));
         let worker = Worker {
             batcher,
             commands,
             live: HashMap::new(),
-            shared: Arc::clone(&shared),
+            view: Arc::clone(&view),
             store,
             steps: 0,
             saved_at: None,
             saves_when_idle: false,
             checked_at: None,
         };
-        (EngineHandle { inbox, shared }, worker)
+        (EngineHandle { inbox, view }, worker)
     }
 
     /// A view that does not keep the thread alive.
     pub(crate) fn view(&self) -> Arc<EngineView> {
-        Arc::clone(&self.shared)
-    }
-
-    /// Largest number of tokens of a sequence.
-    pub fn context(&self) -> usize {
-        self.shared.context
-    }
-
-    /// The model's own limit on them.
-    pub fn context_max(&self) -> usize {
-        self.shared.context_max
-    }
-
-    /// Number of logits per row.
-    pub fn vocab(&self) -> usize {
-        self.shared.vocab
-    }
-
-    /// Width of the hidden states.
-    pub fn hidden(&self) -> usize {
-        self.shared.hidden
-    }
-
-    /// The hidden states that embeddings are made of: the mean of all tokens if the engine was made for it, else the
-    /// last.
-    pub fn pooling(&self) -> Readout {
-        if self.shared.pools_rows { Readout::MeanHidden } else { Readout::LastHidden }
-    }
-
-    /// The ledger of the device; of a split model, of the one with the output head.
-    pub fn ledger(&self) -> &Ledger {
-        self.shared.ledger()
-    }
-
-    /// The memory of each device, by rank.
-    pub fn devices(&self) -> Vec<DeviceReport> {
-        self.shared.devices()
-    }
-
-    /// Memory of the device according to its driver, and the driver's own part of it. `None` on the CPU.
-    pub fn device_usage(&self) -> Option<DeviceReading> {
-        Some(self.shared.device_usage()?.1)
-    }
-
-    /// The memory that the engine had allocated when it was ready, on all devices. It never needs more.
-    pub fn planned(&self) -> MemoryReport {
-        self.shared.planned()
-    }
-
-    /// Counts as of the last step.
-    pub fn status(&self) -> BatchStatus {
-        self.shared.status()
-    }
-
-    /// Number of checks at idle that found pages or bytes missing. Each is a bug, and a line in the log.
-    pub fn leaks(&self) -> u64 {
-        self.shared.leaks()
-    }
-
-    /// Whether the thread has ended. While a handle exists, it ends only after a failure.
-    pub fn is_stopped(&self) -> bool {
-        self.shared.is_stopped()
+        Arc::clone(&self.view)
     }
 
     /// Ends all running and waiting requests, and refuses new ones.
     pub fn abort(&self) {
-        self.shared.aborted.store(true, Ordering::Release);
+        self.view.aborted.store(true, Ordering::Release);
     }
 
     /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. `meter` makes the
@@ -172,7 +110,7 @@ impl EngineHandle {
         let mut all = Vec::with_capacity(requests.len());
         let mut patience = wait_max.map(|limit| Patience { since: Instant::now(), limit });
         for mut request in requests {
-            request.id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
+            request.id = self.view.next_id.fetch_add(1, Ordering::Relaxed);
             // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
             // events.
             let (sender, receiver) = mpsc::unbounded_channel();
@@ -186,10 +124,12 @@ impl EngineHandle {
         Ok(all)
     }
 
-    /// Forgets remembered prefixes.
+    /// Forgets remembered prefixes. For tests, which then find all memory free: a server keeps prefixes until their
+    /// memory is needed.
     ///
     /// # Errors
     /// [`ServerError::Busy`], [`ServerError::EngineStopped`].
+    #[doc(hidden)]
     pub async fn forget_prefixes(&self) -> Result<()> {
         let (done, answer) = oneshot::channel();
         self.send(Command::ForgetPrefixes(done))?;
@@ -211,12 +151,20 @@ impl EngineHandle {
     }
 }
 
+impl Deref for EngineHandle {
+    type Target = EngineView;
+
+    fn deref(&self) -> &EngineView {
+        &self.view
+    }
+}
+
 struct Worker {
     // Dropped before the batcher: clients are told before the engine is freed, which may take long on a lost device.
     commands: Receiver<Command>,
     live: HashMap<SequenceId, Listener>,
     batcher: Batcher,
-    shared: Arc<EngineView>,
+    view: Arc<EngineView>,
     store: Option<PrefixStore>,
     /// Number of steps so far.
     steps: u64,
@@ -237,6 +185,16 @@ fn failure_of(events: &[SequenceEvent]) -> String {
     failure.unwrap_or_else(|| "a device is lost".into())
 }
 
+/// Whether a request goes on. If its client has left, it is cancelled. A client may leave at any moment, so that is
+/// asked once: a request that is no longer listed can never be cancelled.
+fn goes_on(mut is_closed: impl FnMut() -> bool, cancel: impl FnOnce()) -> bool {
+    let has_left = is_closed();
+    if has_left {
+        cancel();
+    }
+    !has_left
+}
+
 /// Records that the thread has ended for any reason.
 struct StopNote(Arc<EngineView>);
 
@@ -248,17 +206,17 @@ impl Drop for StopNote {
 
 impl Worker {
     fn run(mut self) {
-        let _note = StopNote(Arc::clone(&self.shared));
+        let _note = StopNote(Arc::clone(&self.view));
         while self.take_commands() {
             self.end_impatient(Instant::now());
-            if self.shared.aborted.load(Ordering::Acquire) {
+            if self.view.aborted.load(Ordering::Acquire) {
                 self.batcher.cancel_all();
                 for (_, events) in self.live.drain() {
                     events.send(Err(ServerError::Draining));
                 }
             }
             if !self.step() {
-                let reason = self.shared.failure().unwrap_or("a device is lost");
+                let reason = self.view.failure().unwrap_or("a device is lost");
                 tracing::error!("the engine stops for good: {reason}");
                 return;
             }
@@ -286,12 +244,12 @@ impl Worker {
         span.record("parked", status.parking.parked);
         let can_go_on = !status.is_device_lost;
         if !can_go_on {
-            self.shared.note_failure(failure_of(&events));
+            self.view.note_failure(failure_of(&events));
         }
         for SequenceEvent { id, event } in events {
             self.deliver(id, event);
         }
-        self.shared.set_status(status);
+        self.view.set_status(status);
         can_go_on
     }
 
@@ -303,10 +261,10 @@ impl Worker {
         self.checked_at = Some(self.steps);
         let status = self.batcher.status();
         let held = status.free_pages + status.idle_prefix_pages;
-        if held == status.pages && status.idle_prefix_pages == status.prefix_pages && self.shared.is_level() {
+        if held == status.pages && status.idle_prefix_pages == status.prefix_pages && self.view.is_level() {
             return;
         }
-        self.shared.leaks.fetch_add(1, Ordering::AcqRel);
+        self.view.leaks.fetch_add(1, Ordering::AcqRel);
         tracing::error!(
             "a bug in keel, please report it: nothing runs, but of {} pages {} are free and {} remembered ({} of them by nobody \
              else), and {} bytes are allocated of {} planned",
@@ -314,8 +272,8 @@ impl Worker {
             status.free_pages,
             status.prefix_pages,
             status.idle_prefix_pages,
-            self.shared.devices().iter().map(|device| device.allocated.total()).sum::<u64>(),
-            self.shared.planned().total(),
+            self.view.devices().iter().map(|device| device.allocated.total()).sum::<u64>(),
+            self.view.planned().total(),
         );
     }
 
@@ -379,12 +337,7 @@ impl Worker {
     /// Cancels requests whose client has disconnected.
     fn end_abandoned(&mut self) {
         let batcher = &mut self.batcher;
-        self.live.retain(|&id, events| {
-            if events.sender.is_closed() {
-                batcher.cancel(id);
-            }
-            !events.sender.is_closed()
-        });
+        self.live.retain(|&id, events| goes_on(|| events.sender.is_closed(), || batcher.cancel(id)));
     }
 
     /// Fails requests that have waited too long.
@@ -410,7 +363,7 @@ impl Worker {
             self.batcher.cancel(id);
             ends = true;
         }
-        events.send(charged.map(|()| event));
+        events.send(charged.map(|()| event).map_err(ServerError::from));
         if ends {
             self.live.remove(&id);
         }

@@ -4,6 +4,7 @@
 //! wait for them. When a client disconnects, its place in the queue is freed, and its running work is cancelled.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use keel_text::Cancel;
@@ -27,6 +28,14 @@ pub(crate) struct BlockingWork {
     large: Arc<Semaphore>,
     grammars: Arc<Semaphore>,
     pictures: Arc<Semaphore>,
+    compilations: Arc<Compilations>,
+}
+
+/// Numbers of compilations since the start.
+#[derive(Default)]
+struct Compilations {
+    begun: AtomicU64,
+    ended: AtomicU64,
 }
 
 impl BlockingWork {
@@ -37,7 +46,18 @@ impl BlockingWork {
             large: seats(LARGE_SEATS),
             grammars: seats(GRAMMAR_SEATS),
             pictures: seats(PICTURE_SEATS),
+            compilations: Arc::default(),
         }
+    }
+
+    /// Number of compilations that a thread has begun.
+    pub fn grammars_begun(&self) -> u64 {
+        self.compilations.begun.load(Ordering::Acquire)
+    }
+
+    /// Number of compilations that a thread has ended, whatever their outcome.
+    pub fn grammars_ended(&self) -> u64 {
+        self.compilations.ended.load(Ordering::Acquire)
     }
 
     /// Runs work for a request that takes `bytes` bytes.
@@ -68,8 +88,23 @@ impl BlockingWork {
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let seat = seat(&self.grammars, wait).await?;
+        let compilations = Arc::clone(&self.compilations);
+        let work = move || {
+            compilations.begun.fetch_add(1, Ordering::AcqRel);
+            let _ended = EndOnDrop(compilations);
+            work()
+        };
         let compiled = tokio::time::timeout(limit, run_on(seat, work)).await;
         compiled.unwrap_or(Err(ServerError::GrammarTime { seconds: limit.as_secs_f64() }))
+    }
+}
+
+/// Counts a compilation as ended, also if it panics.
+struct EndOnDrop(Arc<Compilations>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::AcqRel);
     }
 }
 
@@ -140,11 +175,17 @@ mod tests {
         };
         tokio::time::sleep(Duration::from_millis(1200)).await;
         assert!(!waiting.is_finished(), "it waits for a seat");
+        assert_eq!(works.grammars_ended(), 0);
         drop(end);
         assert_eq!(waiting.await.expect("it ends").expect("its own time is short"), 7);
         for other in others {
             other.await.expect("it ends").expect("it had time");
         }
+        assert_eq!(
+            (works.grammars_begun(), works.grammars_ended()),
+            (3, 3),
+            "the one without a seat never began"
+        );
         let slow = || {
             std::thread::sleep(Duration::from_millis(200));
             Ok(())

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::OnceLock;
 
 use axum::body::Bytes;
-use axum::extract::Path;
+use axum::extract::{Path, RawQuery};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use flate2::Compression;
@@ -13,6 +13,12 @@ use flate2::write::GzEncoder;
 /// The page's security policy. The page may run and load files from this server, and call this server. HTML becomes
 /// elements only through DOMPurify. The browser tests in `web/` use the same policy.
 const POLICY: &str = include_str!("../../assets/page/policy.txt");
+
+/// A browser asks again at each use.
+const NO_CACHE: &str = "no-cache";
+
+/// A browser does not ask again for a year.
+const FOR_GOOD: &str = "public, max-age=31536000, immutable";
 
 /// A file of the page. It is built from `web/`; the README there says how.
 struct Asset {
@@ -45,19 +51,34 @@ static ASSETS: [Asset; 4] = [
 
 /// The page. It contains no data, so it needs no key.
 pub(crate) async fn page(headers: HeaderMap) -> Response {
-    // The page names its files with their hashes. So only the page itself must be revalidated.
-    INDEX.respond(&headers, "no-cache")
+    // The page names its files with their hashes. So browsers need to ask again only for the page itself.
+    INDEX.respond(&headers, NO_CACHE)
 }
 
-/// A file of the page.
-pub(crate) async fn asset(Path(name): Path<String>, headers: HeaderMap) -> Response {
-    match ASSETS.iter().find(|asset| asset.name == name) {
-        Some(asset) => asset.respond(&headers, "public, max-age=31536000, immutable"),
-        None => StatusCode::NOT_FOUND.into_response(),
-    }
+/// A file of the page. A browser may keep it for good if it asks with the hash of this content. A page of another
+/// version asks with another hash. A browser must not keep this content under that hash, because that page would then
+/// run with it.
+pub(crate) async fn asset(
+    Path(name): Path<String>,
+    RawQuery(query): RawQuery,
+    headers: HeaderMap,
+) -> Response {
+    let Some(asset) = ASSETS.iter().find(|asset| asset.name == name) else {
+        return StatusCode::NOT_FOUND.into_response();
+    };
+    let asked = query.as_deref().and_then(|query| query.strip_prefix("v="));
+    let is_of_this_content = asked.is_some() && asked == asset.hash();
+    asset.respond(&headers, if is_of_this_content { FOR_GOOD } else { NO_CACHE })
 }
 
 impl Asset {
+    /// The hash in the name by which the page loads this file; `None` for a file that the page does not load.
+    fn hash(&self) -> Option<&'static str> {
+        let start = format!("/page/{}?v=", self.name);
+        let html = std::str::from_utf8(INDEX.bytes).unwrap_or_default();
+        html.split('"').find_map(|part| part.strip_prefix(start.as_str()))
+    }
+
     fn respond(&'static self, headers: &HeaderMap, cache: &'static str) -> Response {
         let common = [
             (header::CONTENT_TYPE, self.kind),

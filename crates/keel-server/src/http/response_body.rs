@@ -8,6 +8,7 @@ use axum::body::{Body, Bytes, HttpBody};
 use axum::response::{IntoResponse, Response};
 use http_body::{Frame, SizeHint};
 
+use crate::error::ServerError;
 use crate::http::connections::READ_BYTES_MAX;
 use crate::memory::requests::Meter;
 
@@ -56,7 +57,7 @@ pub(crate) fn paced(charge: Arc<Meter>, response: Response) -> Response {
     };
     match charge.set(bytes) {
         Ok(()) => response.map(|body| Body::new(ChargedBody { body, rest: Bytes::new(), charge })),
-        Err(error) => error.into_response(),
+        Err(refused) => ServerError::from(refused).into_response(),
     }
 }
 

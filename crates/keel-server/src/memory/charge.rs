@@ -68,22 +68,22 @@ impl Budget {
 
 /// Bytes of a budget that one owner holds. Owners of one request share `request`. Dropping it returns its bytes.
 #[derive(Debug)]
-pub(crate) struct Charge {
+pub(crate) struct Meter {
     budget: Arc<Budget>,
     /// Bytes that all owners of the request hold.
     request: Arc<AtomicU64>,
     held: AtomicU64,
 }
 
-impl Charge {
+impl Meter {
     /// The charge of a new request.
-    pub fn new(budget: &Arc<Budget>) -> Charge {
-        Charge { budget: Arc::clone(budget), request: Arc::new(AtomicU64::new(0)), held: AtomicU64::new(0) }
+    pub fn new(budget: &Arc<Budget>) -> Meter {
+        Meter { budget: Arc::clone(budget), request: Arc::new(AtomicU64::new(0)), held: AtomicU64::new(0) }
     }
 
     /// Another owner's charge of the same request.
-    pub fn part(&self) -> Charge {
-        Charge {
+    pub fn part(&self) -> Meter {
+        Meter {
             budget: Arc::clone(&self.budget),
             request: Arc::clone(&self.request),
             held: AtomicU64::new(0),
@@ -131,15 +131,24 @@ impl Charge {
     /// Charges bytes until the returned [`Hold`] is dropped.
     ///
     /// # Errors
-    /// As [`Charge::take`].
+    /// As [`Meter::take`].
     pub fn hold(&self, bytes: u64) -> Result<Hold<'_>, Refused> {
         self.take(bytes)?;
-        Ok(Hold { charge: self, bytes })
+        Ok(Hold { meter: self, bytes })
     }
 
     /// Reduces the charge to `bytes`, if it is larger.
     pub fn settle(&self, bytes: u64) {
         self.give_back(self.held().saturating_sub(bytes));
+    }
+
+    /// Raises or reduces the charge to `bytes`.
+    ///
+    /// # Errors
+    /// As [`Meter::take`].
+    pub fn set(&self, bytes: u64) -> Result<(), Refused> {
+        self.settle(bytes);
+        self.take(bytes - self.held())
     }
 
     /// Bytes that this owner holds now.
@@ -148,16 +157,16 @@ impl Charge {
     }
 }
 
-impl Drop for Charge {
+impl Drop for Meter {
     fn drop(&mut self) {
         self.settle(0);
     }
 }
 
-/// Bytes of a [`Charge`] that are charged for a while.
+/// Bytes of a [`Meter`] that are charged for a while.
 #[derive(Debug)]
 pub(crate) struct Hold<'a> {
-    charge: &'a Charge,
+    meter: &'a Meter,
     bytes: u64,
 }
 
@@ -165,7 +174,7 @@ impl Hold<'_> {
     /// Reduces it to `bytes`, if it is larger.
     pub fn reduce(&mut self, bytes: u64) {
         let rest = self.bytes.saturating_sub(bytes);
-        self.charge.give_back(rest);
+        self.meter.give_back(rest);
         self.bytes -= rest;
     }
 
@@ -178,6 +187,6 @@ impl Hold<'_> {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        self.charge.give_back(self.bytes);
+        self.meter.give_back(self.bytes);
     }
 }

@@ -9,7 +9,8 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::error::{Result, ServerError, setting};
-use crate::memory::charge::{Budget, Charge, Hold, Refused};
+pub(crate) use crate::memory::charge::Meter;
+use crate::memory::charge::{Budget, Refused};
 
 /// The least memory of requests. With less there is no room for a request next to the connections.
 pub const REQUEST_MEMORY_MIN: u64 = 1 << 20;
@@ -69,56 +70,7 @@ impl RequestMemory {
 
     /// The meter of a new request.
     pub(crate) fn meter(&self) -> Meter {
-        Meter(Charge::new(&self.0))
-    }
-}
-
-/// The charge of a request, or of a part of one. Dropping it returns all its bytes.
-#[derive(Debug)]
-pub(crate) struct Meter(Charge);
-
-impl Meter {
-    /// A meter of the same request. What it holds counts as the request's, and is given back by itself.
-    pub fn part(&self) -> Meter {
-        Meter(self.0.part())
-    }
-
-    /// Charges bytes.
-    ///
-    /// # Errors
-    /// [`ServerError::RequestTooLarge`] if the request exceeds even an unused budget, [`ServerError::RequestMemory`] if
-    /// other requests use too much of it.
-    pub fn take(&self, bytes: u64) -> Result<()> {
-        Ok(self.0.take(bytes)?)
-    }
-
-    /// Returns charged bytes.
-    pub fn give_back(&self, bytes: u64) {
-        self.0.give_back(bytes);
-    }
-
-    /// Charges bytes until the returned [`Hold`] is dropped.
-    pub fn hold(&self, bytes: u64) -> Result<Hold<'_>> {
-        Ok(self.0.hold(bytes)?)
-    }
-
-    /// Reduces the charge to `bytes`, if it is larger.
-    pub fn settle(&self, bytes: u64) {
-        self.0.settle(bytes);
-    }
-
-    /// Raises or reduces the charge to `bytes`.
-    ///
-    /// # Errors
-    /// As [`Meter::take`].
-    pub fn set(&self, bytes: u64) -> Result<()> {
-        self.settle(bytes);
-        self.take(bytes - self.held())
-    }
-
-    /// Bytes that this meter holds now.
-    pub fn held(&self) -> u64 {
-        self.0.held()
+        Meter::new(&self.0)
     }
 }
 
@@ -233,8 +185,8 @@ mod tests {
         first.take(6 << 20).expect("there is room");
         let hold = first.hold(1 << 20).expect("there is room for this, too");
         assert_eq!(memory.used(), 7 << 20);
-        assert!(matches!(second.take(1 << 20), Err(ServerError::RequestMemory { .. })));
-        assert!(matches!(second.take(8 << 20), Err(ServerError::RequestTooLarge { .. })), "never");
+        assert!(matches!(second.take(1 << 20), Err(Refused::Now { .. })));
+        assert!(matches!(second.take(8 << 20), Err(Refused::Always { .. })), "never");
         second.take(1 << 10).expect("small ones have a share of their own");
         first.take(0).expect("nothing more is no refusal");
         drop(hold);
@@ -250,10 +202,7 @@ mod tests {
         let request = memory.meter();
         let part = request.part();
         part.take(6 << 20).expect("there is room");
-        assert!(
-            matches!(request.take(2 << 20), Err(ServerError::RequestTooLarge { .. })),
-            "other requests hold nothing"
-        );
+        assert!(matches!(request.take(2 << 20), Err(Refused::Always { .. })), "other requests hold nothing");
         assert_eq!((request.held(), part.held(), memory.used()), (0, 6 << 20, 6 << 20));
         drop(part);
         request.set(2 << 20).expect("there is room");
@@ -271,10 +220,7 @@ mod tests {
         assert_eq!(memory.used(), 7 << 20);
         let waiting = large.part();
         waiting.take(100).expect("an eighth is free for small ones");
-        assert!(
-            matches!(large.take(1 << 20), Err(ServerError::RequestMemory { .. })),
-            "but not for large ones"
-        );
+        assert!(matches!(large.take(1 << 20), Err(Refused::Now { .. })), "but not for large ones");
     }
 
     #[test]

@@ -286,6 +286,17 @@ fn the_page_and_its_files_are_served_under_a_strict_policy_and_without_a_key() {
         assert!(!policy.contains("unsafe"), "{path}: {policy}");
         assert_eq!(file.header("x-content-type-options"), Some("nosniff"));
     }
+    // A page of an older version names another content. A browser must not keep this one under that name.
+    for path in [
+        "/page/app.js?v=000000000000",
+        "/page/app.js?v=",
+        "/page/app.js?v",
+        "/page/app.js",
+        "/page/licences.txt",
+    ] {
+        let file = server.get(path);
+        assert_eq!((file.status, file.header("cache-control")), (200, Some("no-cache")), "{path}");
+    }
     assert_eq!(server.get("/page/other.js").status, 404);
     assert_eq!(server.get("/page/..%2F..%2FCargo.toml").status, 404);
 }

@@ -88,7 +88,7 @@ fn the_ledger_of_a_server_whose_tower_is_apart_is_that_of_the_model() {
         ..engine_options()
     };
     let config = checkpoint.config();
-    let engine = Engine::load_with_tower_on(&devices, Some(&tower), &parameters, config, options, &|_| ())
+    let engine = Engine::load_on(&devices, Some(&tower), &parameters, config, options, &|_| ())
         .expect("the model loads");
     let (handle, thread) =
         EngineHandle::start(Batcher::new(engine, BatchOptions::default()), None).expect("it starts");

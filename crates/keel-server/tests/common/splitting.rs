@@ -30,5 +30,5 @@ pub fn engine_on(
     };
     let groups = CpuGroup::of(stages * shares).into_iter().enumerate();
     let devices = PlacedPart::each(groups.map(runtime), parts);
-    Engine::load_on(&devices, &parameters, config, options, &|_| ()).expect("the model loads")
+    Engine::load_on(&devices, None, &parameters, config, options, &|_| ()).expect("the model loads")
 }

@@ -8,17 +8,15 @@ pub struct Shape {
     pub channels: usize,
     /// W
     pub width: usize,
-    /// Whether there is a bias.
-    pub bias: bool,
 }
 
 /// The shapes.
 pub const SHAPES: &[Shape] = &[
-    Shape { channels: 1, width: 4, bias: true },
-    Shape { channels: 15, width: 4, bias: false },
-    Shape { channels: 33, width: 3, bias: true },
-    Shape { channels: 160, width: 4, bias: false },
-    Shape { channels: 129, width: 2, bias: false },
+    Shape { channels: 1, width: 4 },
+    Shape { channels: 15, width: 4 },
+    Shape { channels: 33, width: 3 },
+    Shape { channels: 160, width: 4 },
+    Shape { channels: 129, width: 2 },
 ];
 
 /// Rows of each sequence of a batch.

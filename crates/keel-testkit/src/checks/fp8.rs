@@ -1,19 +1,24 @@
 //! Products in 8-bit floats.
 
-use super::linear::{affine_weight, floats, takes, typical_sum};
+use super::linear::{affine_weight, floats, takes};
+use super::linear_blocks::{blocks, decoded, weight_of_blocks};
+use super::nearest::typical_sum;
 use super::sequence::{batch, draw, up};
 use super::share::is_mine;
 use super::{download, rounded};
 use crate::cases::linear::weights;
 use crate::compare::largest_distance;
-use crate::naive::linear::{Affine, e4m3_rows, e4m3_weights, linear};
+use crate::naive::linear::{Affine, e4m3_below, e4m3_rows, e4m3_weights, linear};
 use crate::naive::matmul::matmul_transposed;
 use crate::naive::rms_norm::rms_norm;
 use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
-use keel_array::{Array, AttentionSpec, Category, Compute, DType, KvFormat, KvPool, Regime, Runtime};
+use keel_array::{
+    Array, AttentionSpec, BlockFormat, Category, Compute, DType, KvFormat, KvPool, Regime, Runtime,
+};
+use std::ops::Range;
 
 /// The kinds of arithmetic that may round to 8 bits, as far as a backend has them.
 fn computes(runtime: &Runtime) -> Vec<Compute> {
@@ -95,17 +100,91 @@ pub(super) fn in_fp8(runtime: &Runtime) {
             let codes = |values: &[f32]| e4m3_rows(values, k);
             let exact = onto(&linear(&input, &w));
             let coded = onto(&matmul_transposed(&codes(&input), &e4m3_weights(&w, bits), k));
-            let y = download(&y.expect("extents fit"));
-            let (from_exact, from_coded) = (largest_distance(&y, &exact), largest_distance(&y, &coded));
-            let wide: Vec<f64> = input.iter().copied().map(f64::from).collect();
-            let step = tolerance::ONE_OF_TWO_ROUNDINGS * typical_sum(&wide, &w);
             let what = format!("{form} [{t}, {n}, {k}] of {bits} bits in groups of {group}, {compute:?}");
-            let near = from_exact.min(from_coded);
-            assert!(near <= step, "{what}: {from_exact} and {from_coded} from the oracles, {step} allowed");
-            if t <= few_rows_max(compute) {
-                assert!(from_exact <= step, "{what}: few rows are not rounded to 8-bit floats");
-            }
+            let typical = typical_sum(&input, &w.weights(), k);
+            expect_one_of_two(
+                &what,
+                &y.expect("extents fit"),
+                &exact,
+                &coded,
+                typical,
+                t <= few_rows_max(compute),
+            );
         }
+    }
+}
+
+/// Asserts that y is near the product of exact factors, or near that of rounded ones. Few rows are never rounded.
+#[track_caller]
+fn expect_one_of_two(what: &str, y: &Array, exact: &[f64], coded: &[f64], typical: f64, are_few: bool) {
+    let y = download(y);
+    let (from_exact, from_coded) = (largest_distance(&y, exact), largest_distance(&y, coded));
+    let (step, near) = (tolerance::ONE_OF_TWO_ROUNDINGS * typical, from_exact.min(from_coded));
+    assert!(near <= step, "{what}: {from_exact} and {from_coded} from the oracles, {step} allowed");
+    assert!(!are_few || from_exact <= step, "{what}: few rows are not rounded to 8-bit floats");
+}
+
+/// Weights in blocks. How W is rounded does not depend on what comes before the product, so x alone has to do. The
+/// second shape has long rows, which several blocks of a GPU may round; the last has few rows for one arithmetic.
+pub(super) fn of_blocks(runtime: &Runtime) {
+    let (mut random, computes) = (Random::new(63), computes(runtime));
+    let cases = [
+        (BlockFormat::Q4K, (270, 80, 512)),
+        (BlockFormat::Q4K, (257, 64, 2304)),
+        (BlockFormat::Q4K, (140, 96, 768)),
+        (BlockFormat::Q8_0, (270, 80, 512)),
+        (BlockFormat::Q8_0, (140, 96, 768)),
+    ];
+    for (compute, (format, (t, n, k))) in
+        cases.into_iter().flat_map(|case| computes.iter().map(move |&compute| (compute, case)))
+    {
+        if !is_mine(&("blocks in eight bits", compute, format, t, n, k)) {
+            continue;
+        }
+        let bytes = even_blocks(&mut random, format, n * k / format.values());
+        let w = decoded(format, &bytes);
+        let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F16);
+        let weight = weight_of_blocks(runtime, format, &bytes, [1, n, k], compute);
+        let y = up(runtime, &x).linear(&weight).expect("extents fit");
+        let x = floats(&x);
+        let exact = matmul_transposed(&x, &w, k);
+        let coded = e4m3_below(&w, k, &magnitudes(format, &bytes, k));
+        let coded = matmul_transposed(&e4m3_rows(&x, k), &coded, k);
+        let what = format!("x [{t}, {n}, {k}] in {format}, {compute:?}");
+        expect_one_of_two(&what, &y, &exact, &coded, typical_sum(&x, &w, k), t <= few_rows_max(compute));
+    }
+}
+
+/// Random blocks whose scales are alike, so that the sums of all rows are about as large.
+fn even_blocks(random: &mut Random, format: BlockFormat, count: usize) -> Vec<u8> {
+    let mut bytes = blocks(random, format, count, 0.08..0.1);
+    if format == BlockFormat::Q4K {
+        // Bits 5 and 7 of these bytes are the highest bits of the 16 scales and mins of six bits.
+        let scales = bytes.chunks_exact_mut(format.bytes()).flat_map(|block| &mut block[4..12]);
+        scales.for_each(|byte| *byte |= 0xa0);
+    }
+    bytes
+}
+
+/// The greatest magnitude that the scales of each row of blocks can express.
+fn magnitudes(format: BlockFormat, bytes: &[u8], k: usize) -> Vec<f32> {
+    let (codes, least_and_greatest) = codes(format);
+    let [least, greatest] = least_and_greatest.map(|code| {
+        let mut bytes = bytes.to_vec();
+        bytes.chunks_exact_mut(format.bytes()).for_each(|block| block[codes.clone()].fill(code));
+        decoded(format, &bytes)
+    });
+    let top = |row: &[f32]| row.iter().fold(0.0f32, |top, x| top.max(x.abs()));
+    let rows = least.chunks_exact(k).zip(greatest.chunks_exact(k));
+    rows.map(|(least, greatest)| top(least).max(top(greatest))).collect()
+}
+
+/// The bytes of a block that hold its codes, and a byte of the least and one of the greatest levels.
+fn codes(format: BlockFormat) -> (Range<usize>, [u8; 2]) {
+    match format {
+        BlockFormat::Q4K => (16..144, [0x00, 0xff]),
+        BlockFormat::Q8_0 => (2..34, [0x80, 0x7f]),
+        other => unreachable!("{other} is in no case"),
     }
 }
 
@@ -126,7 +205,7 @@ pub(super) fn feed_forward(runtime: &Runtime) {
         let wide = weights(&mut random, 2 * inner, k, bits, group);
         let down = weights(&mut random, n, inner, bits, group);
         // Gates of about 1.
-        let size = 2.0 / typical_sum(&[1.0], &wide) as f32;
+        let size = 2.0 / typical_sum(&[1.0], &wide.weights(), k) as f32;
         let x = rounded(&Tensor::random(&mut random, &[t, k], -size, size), DType::F16);
         let weight = |w: &Affine| affine_weight(runtime, std::slice::from_ref(w), bits, compute);
         let y = up(runtime, &x).linear(&weight(&wide)).and_then(|wide| wide.swiglu()?.linear(&weight(&down)));
@@ -179,7 +258,7 @@ pub(super) fn after_attention(runtime: &Runtime) {
 #[track_caller]
 fn expect_near(what: &str, y: &[f64], x: &[f32], w: &Affine, coded: Option<&[f64]>) {
     let n = w.quants.len() / w.k;
-    let of_one = typical_sum(&[1.0], w);
+    let of_one = typical_sum(&[1.0], &w.weights(), w.k);
     let square = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
     let typical: Vec<f64> =
         x.chunks_exact(w.k).map(|row| of_one * (square(row) / w.k as f64).sqrt()).collect();

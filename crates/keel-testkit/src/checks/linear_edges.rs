@@ -130,10 +130,11 @@ fn results_that_begin_anywhere(runtime: &Runtime) {
     }
 }
 
-/// One dense row that takes more shared memory than a block has on some GPUs.
+/// One dense row that takes more shared memory than a block has on some GPUs. W has enough rows for tensor cores, whose
+/// kernel would keep x in that memory.
 fn long_dense_rows(runtime: &Runtime) {
     let mut random = Random::new(65);
-    let (n, k) = (19, 25_600);
+    let (n, k) = (80, 25_600);
     let x = rounded(&Tensor::random(&mut random, &[1, k], -1.0, 1.0), DType::F32);
     let w = floats(&rounded(&Tensor::random(&mut random, &[n, k], -1.0, 1.0), DType::BF16));
     let weight = dense_weight(runtime, &w, n, k, DType::BF16, Compute::Auto);

@@ -1,11 +1,12 @@
 //! The mixture of experts: products of gathered experts, routing, and the sum of their outputs.
 
-use super::linear::{affine_weight, floats};
-use super::{Check, expect, expect_within, rounded, upload};
-use crate::cases::linear::weights;
+use super::linear::{affine_scaled_by, affine_weight, dense_stack, floats};
+use super::nearest::{expect_nearest, typical_sum};
+use super::{Check, FLOATS, expect, expect_within, rounded, upload};
+use crate::cases::linear::{SCALES, weights, weights_scaled_by};
 use crate::compare::assert_close;
 use crate::naive::experts;
-use crate::naive::linear::{Affine, gather_linear};
+use crate::naive::linear::{Affine, gather_linear, gather_stack};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
@@ -13,6 +14,7 @@ use keel_array::{Array, Compute, DType, Runtime, SharedExpert};
 
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "gather_linear", run: gathered },
+    Check { op: "gather_linear", run: gathered_from_dense },
     Check { op: "gather_linear", run: more_rows_than_a_grid_has_blocks },
     Check { op: "gather_linear", run: expert_out_of_range },
     Check { op: "route_top_k", run: routing },
@@ -22,7 +24,7 @@ pub(super) const CHECKS: &[Check] = &[
 
 fn gathered(runtime: &Runtime) {
     let mut random = Random::new(54);
-    for (tokens, choices, experts, n, k, (bits, group), compute, limit) in [
+    let cases = [
         (1, 2, 5, 33, 64, (4, 32), Compute::F32, tolerance::F32),
         (7, 3, 4, 17, 128, (4, 32), Compute::F32, tolerance::F32),
         (65, 2, 9, 31, 64, (4, 32), Compute::F32, tolerance::F32),
@@ -34,20 +36,66 @@ fn gathered(runtime: &Runtime) {
         (33, 4, 7, 65, 128, (4, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
         (1, 3, 5, 65, 192, (8, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
         (65, 2, 9, 31, 128, (8, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
-    ] {
-        let stack: Vec<Affine> = (0..experts).map(|_| weights(&mut random, n, k, bits, group)).collect();
-        let weight = affine_weight(runtime, &stack, bits, compute);
+        (1, 3, 5, 80, 192, (3, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+        (70, 2, 5, 80, 192, (3, 32), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+        (5, 2, 5, 80, 192, (6, 32), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+        (70, 2, 5, 80, 192, (6, 64), Compute::Auto, tolerance::INT8_ACTIVATIONS),
+    ];
+    for (case, (tokens, choices, experts, n, k, (bits, group), compute, limit)) in
+        cases.into_iter().enumerate()
+    {
+        let scale_dtype = SCALES[case % SCALES.len()];
+        let stack: Vec<Affine> =
+            (0..experts).map(|_| weights_scaled_by(&mut random, [n, k], bits, group, scale_dtype)).collect();
+        let weight = affine_scaled_by(runtime, &stack, bits, scale_dtype, compute);
+        let all: Vec<f32> = stack.iter().flat_map(Affine::weights).collect();
         let chosen = Tensor::integers(&mut random, &[tokens, choices], 0, experts as i64);
         let choice: Vec<u32> = chosen.values.iter().map(|&e| e as u32).collect();
         for shape in [&[tokens, k][..], &[tokens, choices, k]] {
             let x = rounded(&Tensor::random(&mut random, shape, -1.0, 1.0), DType::F32);
-            let want = gather_linear(&floats(&x), &stack, &choice);
+            let array = upload(runtime, &x, DType::F32);
+            let x = floats(&x);
+            let multiplied = |x: &[f32]| gather_stack(x, &all, [experts, k], &choice);
+            let (want, typical) = (gather_linear(&x, &stack, &choice), typical_sum(&x, &all, k));
             for dtype in [DType::U32, DType::I32] {
-                let y =
-                    upload(runtime, &x, DType::F32).gather_linear(&weight, &upload(runtime, &chosen, dtype));
-                let what =
-                    format!("gather_linear of {shape:?}, {bits} bits in groups of {group}, {compute:?}");
-                expect_within(&what, &y.expect("extents fit"), &want, limit);
+                let y = array.gather_linear(&weight, &upload(runtime, &chosen, dtype)).expect("extents fit");
+                let what = format!(
+                    "gather_linear of {shape:?}, {bits} bits in groups of {group} by {scale_dtype}, {compute:?}"
+                );
+                expect_within(&what, &y, &want, limit);
+                if compute == Compute::Auto {
+                    expect_nearest(&what, &y, &x, &[group], typical, multiplied);
+                }
+            }
+        }
+    }
+}
+
+/// Stacks of floats. Those of 16 bits have enough rows for tensor cores, or too few.
+fn gathered_from_dense(runtime: &Runtime) {
+    const EXPERTS: usize = 7;
+    const CHOICES: usize = 2;
+    // Whole eights of columns, and no whole tile.
+    const K: usize = 72;
+    let mut random = Random::new(60);
+    for dtype in FLOATS {
+        for n in [80, 33] {
+            let stack = floats(&rounded(&Tensor::random(&mut random, &[EXPERTS, n, K], -1.0, 1.0), dtype));
+            for (compute, limit) in
+                [(Compute::F32, tolerance::F32), (Compute::Auto, tolerance::BF16_ACTIVATIONS)]
+            {
+                let weight = dense_stack(runtime, &stack, [EXPERTS, n, K], dtype, compute);
+                for tokens in [1, 5, 70] {
+                    let x = rounded(&Tensor::random(&mut random, &[tokens, K], -1.0, 1.0), DType::F32);
+                    let choice: Vec<u32> =
+                        (0..tokens * CHOICES).map(|_| random.below(EXPERTS) as u32).collect();
+                    let chosen = Array::from_slice(runtime, &choice, [tokens, CHOICES]).expect("memory");
+                    let y = upload(runtime, &x, DType::F32).gather_linear(&weight, &chosen);
+                    let what =
+                        format!("gather_linear [{tokens}, {CHOICES}, {n}, {K}] of {dtype}, {compute:?}");
+                    let want = gather_stack(&floats(&x), &stack, [EXPERTS, K], &choice);
+                    expect_within(&what, &y.expect("extents fit"), &want, limit);
+                }
             }
         }
     }

@@ -2,7 +2,8 @@
 //! keep it: 16-bit operands of prompts saturate instead.
 
 use super::Check;
-use super::linear::{affine_weight, block_weight, dense_weight, floats, takes};
+use super::linear::{affine_weight, dense_weight, floats, takes};
+use super::linear_blocks::block_weight;
 use super::sequence::{batch, draw, up};
 use crate::cases::linear::weights;
 use crate::compare::assert_same_bits;

@@ -100,7 +100,7 @@ fn conv(runtime: &Runtime) {
             let want: Vec<Vec<f64>> = (0..SEQUENCES)
                 .map(|b| {
                     let x = &rows_of(&values, &sequences, b, channels)[..round.stay[b] * channels];
-                    causal_conv(x, &taps, None, channels, &mut windows[SEQUENCES - b])
+                    causal_conv(x, &taps, channels, &mut windows[SEQUENCES - b])
                 })
                 .collect();
             let what = format!("causal_conv {shape:?}, round {i}");

@@ -136,7 +136,7 @@ fn conv(runtime: &Runtime) {
                 let want: Vec<f64> = (0..rows.len())
                     .flat_map(|b| {
                         let x = rows_of(&values, &sequences, b, channels);
-                        causal_conv(x, &taps, None, channels, &mut windows[rows.len() - b])
+                        causal_conv(x, &taps, channels, &mut windows[rows.len() - b])
                     })
                     .collect();
                 let what = format!("causal_conv {shape:?} of {rows:?}, step {step}");

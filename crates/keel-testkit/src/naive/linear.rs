@@ -53,6 +53,14 @@ pub fn gather_linear(x: &[f32], experts: &[Affine], choice: &[u32]) -> Vec<f64> 
     choice.iter().enumerate().flat_map(|(r, e)| linear(row(r), &experts[*e as usize])).collect()
 }
 
+/// As [`gather_linear`], with the weights of a stack `[E, N, K]` as they are.
+pub fn gather_stack(x: &[f32], stack: &[f32], [experts, k]: [usize; 2], choice: &[u32]) -> Vec<f64> {
+    let (all, n) = (matmul_transposed(x, stack, k), stack.len() / experts / k);
+    let fanout = choice.len() / (x.len() / k);
+    let row = |(r, e): (usize, &u32)| all[(r / fanout * experts + *e as usize) * n..][..n].to_vec();
+    choice.iter().enumerate().flat_map(row).collect()
+}
+
 /// Values after rounding to 8-bit floats (e4m3: 3 bits of mantissa, exponents from -6, at most 448), ties to even. Each
 /// row of `width` values has the scale `c = max |x| / 448`; codes are those of `x * (448 / max |x|)`.
 pub fn e4m3_rows(x: &[f32], width: usize) -> Vec<f32> {
@@ -68,7 +76,7 @@ pub fn e4m3_weights(w: &Affine, bits: usize) -> Vec<f32> {
 }
 
 /// Values after rounding to 8-bit floats, with `max |x|` of each row given.
-fn e4m3_below(x: &[f32], width: usize, tops: &[f32]) -> Vec<f32> {
+pub fn e4m3_below(x: &[f32], width: usize, tops: &[f32]) -> Vec<f32> {
     const MAX: f32 = 448.0;
     let code = |x: f32| {
         // The distance of neighbouring codes: an eighth of the power of 2 below x, and no less than 2^-9.
@@ -103,6 +111,18 @@ mod tests {
         // 448 sets the scale to 1. 17 lies between 16 and 18, 19 between 18 and 20: ties go to the even mantissa.
         let row = [448.0, 17.0, 19.0, -16.9, 0.001, 0.0012, 300.0, 0.0];
         assert_eq!(e4m3_rows(&row, 8), [448.0, 16.0, 20.0, -16.0, 0.001953125, 0.001953125, 288.0, 0.0]);
+    }
+
+    #[test]
+    fn a_row_of_a_stack_is_multiplied_by_its_expert() {
+        let affine =
+            |quants: Vec<u8>| Affine { k: 2, group: 2, quants, scales: vec![1.0; 2], biases: vec![0.0; 2] };
+        let experts = [affine(vec![1, 2, 3, 0]), affine(vec![0, 1, 2, 2]), affine(vec![3, 3, 1, 0])];
+        let stack: Vec<f32> = experts.iter().flat_map(Affine::weights).collect();
+        let (x, choice) = ([1.0f32, 10.0, 100.0, 1000.0], [2u32, 0, 1, 1]);
+        let want = gather_linear(&x, &experts, &choice);
+        assert_eq!(want[..4], [33.0, 1.0, 21.0, 3.0]);
+        assert_eq!(gather_stack(&x, &stack, [3, 2], &choice), want);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The end of an answer that the limit of tokens cut off.
 
-use super::markers::{CALLS, FUNCTOOLS, MISTRAL, Markers, PYTHON_TAG, overlap};
+use super::bare_call::{after, fits};
+use super::markers::{CALLS, FUNCTION, MISTRAL, Markers, PYTHON_TAG, overlap};
 use super::tool_call::{names, parse_calls};
 use super::{AnswerParser, AnswerPart, State};
 
@@ -13,10 +14,11 @@ impl AnswerParser {
     /// Ends an answer that its limit of tokens cut off. A call that was cut off is left out: it can neither be made nor
     /// read. The text and the calls before it are kept.
     pub fn cut_off(&mut self, parts: &mut Vec<AnswerPart>) {
+        self.release_mention(parts);
         let tools = &self.form.tools;
         match self.state {
-            State::Start | State::Text if !tools.is_empty() => {
-                let begins = CALLS.map(|markers| markers.begin).into_iter().chain([PYTHON_TAG]);
+            State::Start | State::Text | State::Value if !tools.is_empty() => {
+                let begins = CALLS.map(|markers| markers.begin).into_iter();
                 let begun = begins.map(|marker| overlap(&self.held, marker)).max().unwrap_or(0);
                 let text = self.held[..self.held.len() - begun].trim_end().len();
                 let is_alone = begun > 0 && text == 0 && !self.has_spoken;
@@ -24,19 +26,38 @@ impl AnswerParser {
                     self.held.truncate(text);
                 }
             }
-            State::Call(Markers { begin, end }) => {
-                // The notation of calls without an end marker depends on the begin marker.
-                let begin = if end.is_none() { begin } else { "" };
-                let calls = format!("{begin}{}", self.held);
+            State::Call(markers) if may_begin_calls(&self.notation(markers), tools) => {
+                let calls = self.notation(markers);
                 self.keep_whole_calls(&calls, parts);
             }
-            State::BareCall if begins_call(&self.held, tools) => {
+            // The text may still become a call, else the state would be another.
+            State::BareCall => {
                 let calls = self.held.clone();
                 self.keep_whole_calls(&calls, parts);
             }
+            State::Closer => self.held.clear(),
             _ => {}
         }
         self.finish(parts);
+    }
+
+    /// The text of the current call in its notation.
+    fn notation(&self, markers: Markers) -> String {
+        let begin = if markers.in_notation { markers.begin } else { "" };
+        format!("{begin}{}", self.held)
+    }
+
+    /// Treats a begin marker as text if no call follows it. The text after it may have another call.
+    fn release_mention(&mut self, parts: &mut Vec<AnswerPart>) {
+        let State::Call(markers) = self.state else { return };
+        if may_begin_calls(&self.notation(markers), &self.form.tools) {
+            return;
+        }
+        let rest = std::mem::take(&mut self.held);
+        self.emit_as_text(markers.begin, "", parts);
+        self.held = rest;
+        self.enter(State::Text);
+        while self.advance(parts) {}
     }
 
     /// Appends the calls that are complete, and drops the rest.
@@ -61,29 +82,13 @@ fn ends_open(calls: &str, tools: &[Value]) -> bool {
     calls.starts_with("<function=") && !calls.ends_with("</function>") || names(tools).any(has_keys)
 }
 
-/// Whether a text at the begin of an answer, which has no markers, is a call and not a JSON value or a sentence.
-fn begins_call(text: &str, tools: &[Value]) -> bool {
+/// Whether the text of a call is, or may become, a call of one of the tools in any notation.
+fn may_begin_calls(text: &str, tools: &[Value]) -> bool {
     let text = text.trim_start();
-    if text.starts_with(PYTHON_TAG) || text.starts_with(FUNCTOOLS) {
-        return true;
-    }
-    // GLM-4 writes the arguments below the name.
-    let is_named = |name| {
-        let below = text.strip_prefix(name).and_then(|rest| rest.strip_prefix('\n'));
-        below.is_some_and(|rest| rest.trim().is_empty() || rest.trim_start().starts_with('{'))
-    };
-    let object = after(text, "[").unwrap_or(text);
-    let value = ["{", "\"name\"", ":", "\""].into_iter().try_fold(object, after);
-    let names_it = |name: &str| {
-        let begun = |value: &str| value.strip_prefix(name).is_some_and(|rest| rest.starts_with('"'));
-        value.is_some_and(|value| begun(value) || name.starts_with(value))
-    };
-    names(tools).any(|name| is_named(name) || names_it(name))
-}
-
-/// The text after `word`, without the white space between.
-fn after<'a>(text: &'a str, word: &str) -> Option<&'a str> {
-    text.strip_prefix(word).map(str::trim_start)
+    let text =
+        text.strip_prefix(MISTRAL).or_else(|| text.strip_prefix(PYTHON_TAG)).unwrap_or(text).trim_start();
+    let is_call = |name: &str| fits(text, name) || fits(text, &format!("{}{name}>", FUNCTION.begin));
+    fits(text, "{") || fits(text, "[") || names(tools).any(is_call)
 }
 
 #[cfg(test)]
@@ -134,6 +139,7 @@ mod tests {
                 "</tool_call>",
             ),
             ("[TOOL_CALLS]", "weather[ARGS]{\"city\": \"Bern\"}", ""),
+            ("<function=", "weather>\n<parameter=city>\nBern\n</parameter>\n", "</function>"),
             ("<tool_call>", "weather\n", "</tool_call>"),
         ] {
             let before = format!("Look: {begin}");
@@ -169,5 +175,27 @@ mod tests {
         }
         check(r#"{"name": "weather", "arguments": {}}"#, "", 1);
         check("a  <tool_call>no</tool_call> \n<tool_call>weather", "a  <tool_call>no</tool_call>", 0);
+        check("Look.<|python_tag|>{\"name\": \"wea", "Look.", 0);
+        let function = "<function=weather>\n</function>";
+        for end in ["", "\n", "\n</tool_", "\n</tool_call>"] {
+            check(&format!("Look. {function}{end}"), "Look.", 1);
+        }
+    }
+
+    /// Only a call is left out, not the text after a marker that the model writes about.
+    #[test]
+    fn text_after_a_mention_of_a_marker_is_kept() {
+        for same in [
+            "Use <tool_call> tags, then more",
+            "Use [TOOL_CALLS] or <tool_call> and <function=NAME> here",
+            "Use <function=NAME> tags",
+            "Use <|python_tag|> so",
+            "<tool_call><function=other>\n<parameter=city>",
+            "{\"a\": \"<tool_call>\", \"b",
+        ] {
+            check(same, same, 0);
+        }
+        check("Use <tool_call> tags:\n<tool_call>{\"name\": \"wea", "Use <tool_call> tags:", 0);
+        check("Use <tool_call> tags:\n<tool_ca", "Use <tool_call> tags:", 0);
     }
 }

@@ -6,10 +6,16 @@ pub(super) struct Markers {
     pub begin: &'static str,
     /// `None` if everything after `begin` belongs to it.
     pub end: Option<&'static str>,
+    /// The notation of the calls begins with `begin`.
+    pub in_notation: bool,
 }
 
 const fn pair(begin: &'static str, end: &'static str) -> Markers {
-    Markers { begin, end: Some(end) }
+    Markers { begin, end: Some(end), in_notation: false }
+}
+
+const fn to_the_end(begin: &'static str) -> Markers {
+    Markers { begin, end: None, in_notation: true }
 }
 
 /// Markers around reasoning: those of most models, then Mistral's.
@@ -21,28 +27,31 @@ pub(super) const MISTRAL: &str = "[TOOL_CALLS]";
 pub(super) const MISTRAL_ARGUMENTS: &str = "[ARGS]";
 pub(super) const MISTRAL_ID: &str = "[CALL_ID]";
 
+/// Llama writes this before calls, also after text. The calls end with the answer.
+pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
+/// Phi-4-mini writes this before calls if it leaves out its markers. The calls end with the answer.
+pub(super) const FUNCTOOLS: &str = "functools[";
+
+/// Hermes, Qwen, SmolLM3, GLM from 4.5 on.
+pub(super) const TOOL_CALL: Markers = pair("<tool_call>", "</tool_call>");
+/// A call of Qwen3-Coder. The model often leaves out the begin marker of [`TOOL_CALL`] before it.
+pub(super) const FUNCTION: Markers =
+    Markers { begin: "<function=", end: Some("</function>"), in_notation: true };
+
 /// Markers around calls that may appear anywhere in an answer.
-pub(super) const CALLS: [Markers; 4] = [
-    // Hermes, Qwen, SmolLM3, GLM from 4.5 on.
-    pair("<tool_call>", "</tool_call>"),
+pub(super) const CALLS: [Markers; 6] = [
+    TOOL_CALL,
     // Phi-4-mini.
     pair("<|tool_call|>", "<|/tool_call|>"),
     // OLMo 3.
     pair("<function_calls>", "</function_calls>"),
-    Markers { begin: MISTRAL, end: None },
+    to_the_end(MISTRAL),
+    to_the_end(PYTHON_TAG),
+    FUNCTION,
 ];
 
-/// Llama writes this before calls, and so does Phi-4-mini without its markers ([`FUNCTOOLS`]). The calls end with the
-/// answer.
-pub(super) const PYTHON_TAG: &str = "<|python_tag|>";
-pub(super) const FUNCTOOLS: &str = "functools[";
-
-/// Tokens that belong to an answer's form. They are part of its text, also if they are special tokens.
-pub(crate) const SHOWN: [&str; 16] = [
-    "<think>",
-    "</think>",
-    "[THINK]",
-    "[/THINK]",
+/// Tokens around calls and inside them. They are part of an answer's text, also if they are special tokens.
+pub(super) const CALL_TOKENS: [&str; 16] = [
     "<tool_call>",
     "</tool_call>",
     "<|tool_call|>",
@@ -54,10 +63,34 @@ pub(crate) const SHOWN: [&str; 16] = [
     MISTRAL_ID,
     PYTHON_TAG,
     "<arg_key>",
+    "</arg_key>",
     "<arg_value>",
+    "</arg_value>",
+    "</parameter>",
+    "</function>",
 ];
 
 /// Length of the longest suffix of `text` that is a proper prefix of `marker`.
 pub(super) fn overlap(text: &str, marker: &str) -> usize {
     (1..marker.len()).rev().find(|&n| text.ends_with(&marker[..n])).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A special token that is not listed would be missing from the text that is parsed.
+    #[test]
+    fn markers_that_are_read_reach_the_text() {
+        let source = include_str!("tool_call.rs");
+        let is_marker = |text: &&str| text.starts_with('<') && text.ends_with('>') && text.len() > 2;
+        let mut read: Vec<&str> = source.split('"').filter(is_marker).collect();
+        assert!(read.contains(&"</arg_key>") && read.contains(&"</arg_value>"), "{read:?}");
+        read.extend(CALLS.iter().filter(|markers| **markers != FUNCTION).map(|markers| markers.begin));
+        read.extend(CALLS.iter().filter_map(|markers| markers.end));
+        read.extend([MISTRAL_ARGUMENTS, MISTRAL_ID]);
+        for marker in read {
+            assert!(CALL_TOKENS.contains(&marker), "{marker}");
+        }
+    }
 }

@@ -7,20 +7,21 @@
 //! A marker may be split between two pieces. The parser therefore holds back the end of the text while it could become
 //! a marker. `markers.rs` lists the markers that models use, `tool_call.rs` the notations of calls.
 
+mod bare_call;
 mod cut;
+mod form;
 mod markers;
 mod pythonic;
 mod search;
 #[cfg(test)]
+mod tag_tests;
+#[cfg(test)]
 mod tests;
 mod tool_call;
 
-use serde_json::Value;
-
-use crate::Tokenizer;
-
-pub(crate) use markers::SHOWN;
-use markers::{CALLS, FUNCTOOLS, Markers, PYTHON_TAG, REASONING, overlap};
+use bare_call::may_be_call;
+pub use form::{AnswerForm, ReasoningMarkers};
+use markers::{CALLS, FUNCTION, FUNCTOOLS, Markers, REASONING, TOOL_CALL, overlap};
 use search::MarkerSearch;
 use tool_call::{Call, names, parse_between_markers, parse_calls};
 
@@ -47,46 +48,21 @@ pub enum AnswerPart {
     },
 }
 
-/// The parts that an answer may have.
-#[derive(Clone, Debug, Default)]
-pub struct AnswerForm {
-    /// The model marks its reasoning.
-    pub reasoning: bool,
-    /// The prompt ends inside the reasoning.
-    pub begins_in_reasoning: bool,
-    /// The tools that may be called, in OpenAI's form. Without tools, calls are text.
-    pub tools: Vec<Value>,
-    /// A grammar allows calls only between markers. A JSON value is then a value, also if it looks like a call.
-    pub marked_calls: bool,
-}
-
-impl AnswerForm {
-    /// Whether the answer may have parts other than text.
-    pub fn has_parts(&self) -> bool {
-        self.reasoning || self.begins_in_reasoning || !self.tools.is_empty()
-    }
-
-    /// Whether a prompt that ends with `tail` ends inside the reasoning.
-    pub fn is_in_reasoning(tail: &str) -> bool {
-        REASONING.iter().any(|markers| tail.trim_end().ends_with(markers.begin))
-    }
-
-    /// The token that ends the model's reasoning. `None` if the model does not mark its reasoning.
-    pub fn reasoning_end(tokenizer: &Tokenizer) -> Option<u32> {
-        REASONING.iter().filter_map(|markers| tokenizer.token_to_id(markers.end?)).next()
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Only white space so far, or only white space since the reasoning.
     Start,
-    Reasoning,
+    /// Inside reasoning, between these markers.
+    Reasoning(Markers),
     Text,
     /// Inside a call, between these markers.
     Call(Markers),
+    /// After a call without its begin marker. Its end marker may follow.
+    Closer,
     /// Calls without markers: everything to the first marker of a call, or to the end of the answer.
     BareCall,
+    /// A text that began as [`State::BareCall`] and is no call. A marker inside one of its JSON strings is text.
+    Value,
 }
 
 /// Splits an answer into parts, piece by piece. How the text is cut into pieces does not change the parts, once
@@ -102,6 +78,9 @@ pub struct AnswerParser {
     gap: String,
     /// The search in `held` for the marker that ends the current call.
     search: MarkerSearch,
+    /// A parameter without an end came. From then on markers count inside parameters, too. Otherwise each later call
+    /// would search the same text again.
+    ignores_tags: bool,
     /// Reasoning may begin, because there was none yet.
     may_reason: bool,
     /// The next text begins a part, so its leading white space is dropped.
@@ -113,15 +92,16 @@ pub struct AnswerParser {
 impl AnswerParser {
     /// Creates a parser for one answer.
     pub fn new(form: AnswerForm) -> AnswerParser {
-        let state = if form.begins_in_reasoning { State::Reasoning } else { State::Start };
+        let begun = form.begins_in_reasoning;
         AnswerParser {
-            at_start: form.begins_in_reasoning,
+            at_start: begun.is_some(),
             may_reason: form.reasoning,
             form,
-            state,
+            state: begun.map_or(State::Start, |markers| State::Reasoning(markers.0)),
             held: String::new(),
             gap: String::new(),
             search: MarkerSearch::default(),
+            ignores_tags: false,
             has_spoken: false,
         }
     }
@@ -145,9 +125,11 @@ impl AnswerParser {
         let mut may_be_mention = true;
         loop {
             match (self.state, self.search.hidden()) {
-                (State::Reasoning | State::Start | State::Text, _) => break,
-                // A string that never ends hid the end marker.
-                (State::Call(markers), Some(at)) => self.close_call(markers, at, parts),
+                // A string or a parameter that never ends hid the end marker.
+                (State::Call(markers), Some(at)) => {
+                    self.ignores_tags |= self.search.is_in_tags();
+                    self.close_call(markers, at, parts);
+                }
                 (State::Call(markers), None) => {
                     let rest = std::mem::take(&mut self.held);
                     if !self.take_calls(markers, &rest, parts) {
@@ -164,35 +146,39 @@ impl AnswerParser {
                         self.emit_calls(calls, parts);
                         self.enter(State::Text);
                     }
-                    (None, Some(at)) => self.end_bare_call(at, parts),
+                    (None, Some(at)) => self.end_value(at, parts),
                     (None, None) => break,
                 },
+                (State::Value, Some(at)) => self.end_value(at, parts),
+                _ => break,
             }
             while self.advance(parts) {}
         }
         let rest = std::mem::take(&mut self.held);
-        let rest = if self.state == State::Reasoning { without_gap(&rest) } else { &rest };
+        let rest = if self.is_reasoning() { without_gap(&rest) } else { &rest };
         self.emit(rest, parts);
     }
 
     /// Whether the next text belongs to the reasoning.
     pub fn is_reasoning(&self) -> bool {
-        self.state == State::Reasoning
+        matches!(self.state, State::Reasoning(_))
     }
 
     fn enter(&mut self, state: State) {
         self.state = state;
-        self.search =
-            if state == State::BareCall { MarkerSearch::in_json() } else { MarkerSearch::default() };
+        self.search = match state {
+            State::BareCall => MarkerSearch::in_json(),
+            State::Call(markers) => MarkerSearch::in_call(markers, !self.ignores_tags),
+            _ => MarkerSearch::default(),
+        };
     }
 
     /// Makes one decision. Returns false if the next decision needs more text.
     fn advance(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
         match self.state {
             State::Start => self.begin(),
-            State::Reasoning => {
-                let ends = REASONING.map(|markers| (markers.end.unwrap_or_default(), State::Start));
-                self.until(&ends, parts)
+            State::Reasoning(markers) => {
+                self.until(&[(markers.end.unwrap_or_default(), State::Start)], parts)
             }
             State::Text if self.form.tools.is_empty() => {
                 let text = std::mem::take(&mut self.held);
@@ -208,11 +194,25 @@ impl AnswerParser {
                 }
                 found.is_some()
             }
+            State::Closer => self.drop_closer(),
+            State::BareCall if !may_be_call(&self.held, &self.form.tools) => {
+                // The search goes on.
+                self.state = State::Value;
+                true
+            }
             State::BareCall => {
                 let found = self.search.find(&self.held, &CALLS.map(|markers| markers.begin));
                 match found {
                     Some(at) => self.end_bare_call(at, parts),
                     None => self.bound_call("", parts),
+                }
+                found.is_some()
+            }
+            State::Value => {
+                let found = self.search.find(&self.held, &CALLS.map(|markers| markers.begin));
+                match found {
+                    Some(at) => self.end_value(at, parts),
+                    None => self.emit_value(parts),
                 }
                 found.is_some()
             }
@@ -229,18 +229,16 @@ impl AnswerParser {
         let could_be = |marker: &str| marker.starts_with(text) || text.starts_with(marker);
         let calls = !self.form.tools.is_empty() && !self.form.marked_calls;
         if self.may_reason && REASONING.iter().any(|markers| could_be(markers.begin)) {
-            let Some(begun) = REASONING.iter().find_map(|markers| text.strip_prefix(markers.begin)) else {
-                return false;
-            };
-            self.held = begun.to_string();
+            let begun = |markers: Markers| Some((markers, text.strip_prefix(markers.begin)?));
+            let Some((markers, rest)) = REASONING.into_iter().find_map(begun) else { return false };
+            self.held = rest.to_string();
             (self.may_reason, self.at_start) = (false, true);
-            self.enter(State::Reasoning);
+            self.enter(State::Reasoning(markers));
             return true;
         }
         // GLM-4 writes the tool's name on a line of its own.
         let lines = names(&self.form.tools).map(|name| format!("{name}\n"));
-        let bare: Vec<String> =
-            [PYTHON_TAG, FUNCTOOLS, "{", "[{"].map(String::from).into_iter().chain(lines).collect();
+        let bare: Vec<String> = [FUNCTOOLS, "{", "[{"].map(String::from).into_iter().chain(lines).collect();
         if calls && bare.iter().any(|marker| could_be(marker)) {
             if !bare.iter().any(|marker| text.starts_with(marker.as_str())) {
                 return false;
@@ -282,19 +280,54 @@ impl AnswerParser {
         let call: String = self.held.drain(..at + end.len()).collect();
         if !self.take_calls(markers, &call[..at], parts) {
             self.emit_as_text(markers.begin, &call, parts);
+            self.enter(State::Text);
+        } else {
+            self.enter(if markers == FUNCTION { State::Closer } else { State::Text });
+        }
+    }
+
+    /// Drops the end marker of a call whose begin marker is missing. Returns false if it may still come.
+    fn drop_closer(&mut self) -> bool {
+        let closer = TOOL_CALL.end.unwrap_or_default();
+        let text = self.held.trim_start();
+        if self.held.len() - text.len() <= GAP_BYTES_MAX {
+            if let Some(rest) = text.strip_prefix(closer) {
+                self.held = rest.to_string();
+            } else if closer.starts_with(text) {
+                return false;
+            }
         }
         self.enter(State::Text);
+        true
     }
 
     /// Ends calls without markers where a call with markers begins.
     fn end_bare_call(&mut self, at: usize, parts: &mut Vec<AnswerPart>) {
+        match parse_calls(&self.held[..at], &self.form.tools) {
+            Some(calls) => {
+                self.held.drain(..at);
+                self.emit_calls(calls, parts);
+                self.enter(State::Text);
+            }
+            None => self.end_value(at, parts),
+        }
+    }
+
+    /// Ends a text without markers, which is no call, where a call with markers begins.
+    fn end_value(&mut self, at: usize, parts: &mut Vec<AnswerPart>) {
         let before = without_gap(&self.held[..at]).to_string();
         self.held.drain(..before.len());
-        match parse_calls(&before, &self.form.tools) {
-            Some(calls) => self.emit_calls(calls, parts),
-            None => self.emit(&before, parts),
-        }
+        self.emit(&before, parts);
         self.enter(State::Text);
+    }
+
+    /// Emits the part of such a text in which no marker can begin.
+    fn emit_value(&mut self, parts: &mut Vec<AnswerPart>) {
+        let certain = without_gap(&self.held[..self.search.certain()]).len();
+        let text: String = self.held.drain(..certain).collect();
+        self.search.forget(certain);
+        self.emit(&text, parts);
+        self.bound_call("", parts);
     }
 
     /// Treats a call as text once it is too long to be a call.
@@ -310,10 +343,9 @@ impl AnswerParser {
     fn take_calls(&mut self, markers: Markers, inside: &str, parts: &mut Vec<AnswerPart>) -> bool {
         let tools = &self.form.tools;
         let calls_from = |from: usize| {
-            let calls = match markers.end {
-                Some(_) => parse_between_markers(&inside[from..], tools),
-                // The notation of calls without an end marker depends on the begin marker.
-                None => parse_calls(&format!("{}{}", markers.begin, &inside[from..]), tools),
+            let calls = match markers.in_notation {
+                true => parse_calls(&format!("{}{}", markers.begin, &inside[from..]), tools),
+                false => parse_between_markers(&inside[from..], tools),
             };
             calls.map(|calls| (from, calls))
         };
@@ -321,7 +353,11 @@ impl AnswerParser {
         let last = || inside.rfind(markers.begin).map(|at| at + markers.begin.len());
         let Some((from, calls)) = calls_from(0).or_else(|| calls_from(last()?)) else { return false };
         if from > 0 {
-            let mention = without_gap(&inside[..from - markers.begin.len()]);
+            let mut mention = without_gap(&inside[..from - markers.begin.len()]);
+            // After a mention of its begin, a function may have the markers around it.
+            if markers == FUNCTION {
+                mention = mention.strip_suffix(TOOL_CALL.begin).map_or(mention, without_gap);
+            }
             self.emit_as_text(markers.begin, mention, parts);
         }
         self.gap.clear();
@@ -347,7 +383,7 @@ impl AnswerParser {
         }
         (self.at_start, self.has_spoken) = (false, true);
         parts.push(match self.state {
-            State::Reasoning => AnswerPart::Reasoning(text.into()),
+            State::Reasoning(_) => AnswerPart::Reasoning(text.into()),
             _ => AnswerPart::Text(text.into()),
         });
     }

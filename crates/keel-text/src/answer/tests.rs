@@ -1,9 +1,9 @@
 //! Whole answers and their parts.
 
 use super::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
-fn tools() -> Vec<Value> {
+pub(super) fn tools() -> Vec<Value> {
     vec![json!({"type": "function", "function": {"name": "weather", "parameters": {
         "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}})]
 }
@@ -27,17 +27,17 @@ fn parts(form: &AnswerForm, answer: &str, size: usize) -> Vec<AnswerPart> {
     joined
 }
 
-fn check(form: &AnswerForm, answer: &str, expected: &[AnswerPart]) {
+pub(super) fn check(form: &AnswerForm, answer: &str, expected: &[AnswerPart]) {
     for size in [1, 2, 3, 7, 1000] {
         assert_eq!(parts(form, answer, size), expected, "{answer:?} in pieces of {size}");
     }
 }
 
-fn text(text: &str) -> AnswerPart {
+pub(super) fn text(text: &str) -> AnswerPart {
     AnswerPart::Text(text.into())
 }
 
-fn call(arguments: &str) -> AnswerPart {
+pub(super) fn call(arguments: &str) -> AnswerPart {
     AnswerPart::ToolCall { name: "weather".into(), arguments: arguments.into() }
 }
 
@@ -46,7 +46,8 @@ fn reasoning_is_separated() {
     let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
     let expected = [AnswerPart::Reasoning("Hm.\nYes <b>".into()), text("So: yes. <think>")];
     check(&form, "<think>\nHm.\nYes <b>\n</think>\n\nSo: yes. <think>", &expected);
-    let inside = AnswerForm { begins_in_reasoning: true, ..form.clone() };
+    let inside =
+        AnswerForm { begins_in_reasoning: ReasoningMarkers::begun_at_end("<think>"), ..form.clone() };
     check(&inside, "Hm.\nYes <b>\n</think>\n\nSo: yes. <think>", &expected);
     check(&form, " plain <tool_call>", &[text(" plain <tool_call>")]);
     check(&inside, "never ends", &[AnswerPart::Reasoning("never ends".into())]);
@@ -80,6 +81,7 @@ fn a_value_without_quotes_has_a_type_that_the_schema_allows() {
         "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
         "open": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Place"}]},
         "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "flag": {"type": "boolean"},
     });
     let tool = json!({"function": {"name": "weather", "parameters": {"properties": properties}}});
     let form = AnswerForm { tools: vec![tool], ..AnswerForm::default() };
@@ -96,6 +98,14 @@ fn a_value_without_quotes_has_a_type_that_the_schema_allows() {
         ("open", "{\"a\":1}", json!({"a": 1})),
         ("count", "12", json!(12)),
         ("unknown", "12", json!(12)),
+        // As Python writes them.
+        ("flag", "True", json!(true)),
+        ("flag", "false", json!(false)),
+        ("count", "None", json!(null)),
+        ("maybe", "None", json!(null)),
+        ("list", "True", json!("True")),
+        ("code", "None", json!("None")),
+        ("unknown", "False", json!(false)),
     ] {
         let expected = json!({ key: expected }).to_string();
         let tags = format!("<function=weather>\n<parameter={key}>\n{value}\n</parameter>\n</function>");
@@ -122,6 +132,8 @@ fn calls_come_in_the_notations_of_many_houses() {
         ("SmolLM3", format!("<tool_call>{}</tool_call>\n<tool_call>{}</tool_call>", named(first), named(second))),
         ("Phi-4-mini", format!("<|tool_call|>{list}<|/tool_call|>")),
         ("Phi-4-mini without its tokens", format!("functools{list}")),
+        ("Llama 3.2", format!("{}; {}", named(first), named(second).replace("arguments", "parameters"))),
+        ("the same with its marker", format!("<|python_tag|>{};\n{}", named(first), named(second))),
         ("GLM-4", format!("weather\n{first}\nweather\n{second}")),
         (
             "GLM-4.5",
@@ -140,12 +152,27 @@ fn calls_come_in_the_notations_of_many_houses() {
     }
     let spoken = "Let me see.[TOOL_CALLS][{\"name\": \"weather\", \"arguments\": {}}]";
     check(&form, spoken, &[text("Let me see."), call("{}")]);
+    let spoken = "Let me check.<|python_tag|>{\"name\":\"weather\",\"parameters\":{}}";
+    check(&form, spoken, &[text("Let me check."), call("{}")]);
 }
 
 #[test]
 fn mistral_marks_its_reasoning_otherwise() {
     let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
-    check(&form, "[THINK]Hm.[/THINK]Yes.", &[AnswerPart::Reasoning("Hm.".into()), text("Yes.")]);
+    check(&form, "[THINK]Hm.[/THINK]Yes.", &[reasoning("Hm."), text("Yes.")]);
+}
+
+#[test]
+fn reasoning_ends_with_the_marker_of_its_own_pair() {
+    for (begin, other, end) in [("<think>", "[/THINK]", "</think>"), ("[THINK]", "</think>", "[/THINK]")] {
+        let form = AnswerForm { reasoning: true, ..AnswerForm::default() };
+        let inside =
+            AnswerForm { begins_in_reasoning: ReasoningMarkers::begun_at_end(begin), ..form.clone() };
+        let expected = [reasoning(&format!("It writes {other} then.")), text("Yes.")];
+        let answer = format!("It writes {other} then.{end}Yes.");
+        check(&form, &format!("{begin}{answer}"), &expected);
+        check(&inside, &answer, &expected);
+    }
 }
 
 #[test]
@@ -278,10 +305,13 @@ fn calls_without_markers_may_follow_reasoning() {
     {
         let expected = [reasoning("Hm."), call("{}")];
         check(&form, &format!("<think>\nHm.\n</think>\n\n{notation}"), &expected);
-        let inside = AnswerForm { begins_in_reasoning: true, ..form.clone() };
+        let inside =
+            AnswerForm { begins_in_reasoning: ReasoningMarkers::begun_at_end("<think>"), ..form.clone() };
         check(&inside, &format!("Hm.</think>{notation}"), &expected);
         let marked = AnswerForm { marked_calls: true, ..form.clone() };
-        check(&marked, &format!("<think>Hm.</think>\n{notation}"), &[reasoning("Hm."), text(&notation)]);
+        // Llama's marker is a marker.
+        let after = if notation.starts_with('<') { call("{}") } else { text(&notation) };
+        check(&marked, &format!("<think>Hm.</think>\n{notation}"), &[reasoning("Hm."), after]);
     }
     let again = "<think>a</think> <think>b</think>";
     check(&form, again, &[reasoning("a"), text("<think>b</think>")]);
@@ -301,17 +331,48 @@ fn parser_after(form: &AnswerForm, answer: &str, size: usize) -> (AnswerParser, 
 fn a_call_is_searched_once_however_it_is_cut() {
     let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
     let long = "x".repeat(100_000);
-    for begin in ["<tool_call>", "{"] {
+    let tags = "<tool_call>\n<function=weather>\n<parameter=city>\n";
+    for begin in ["<tool_call>", "{\"name\": \"weather\", \"a\": ", tags, &tags[12..]] {
         let (parser, parts) = parser_after(&form, &format!("{begin}{long}"), 1);
         assert!(parts.is_empty());
         assert!(parser.search.work < 2 * long.len(), "{} bytes were read", parser.search.work);
+    }
+    let (parser, _) = parser_after(&form, &format!("{{{long}"), 1);
+    assert!(parser.search.work < 2 * long.len(), "{} bytes were read", parser.search.work);
+    assert!(parser.held.is_empty(), "{} bytes", parser.held.len());
+}
+
+/// Text that cannot become a call is not held back until the answer ends.
+#[test]
+fn values_and_sentences_are_streamed_with_tools() {
+    let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
+    for (answer, shown) in [
+        ("{\"a\": 1, ", "{\"a\": 1,"),
+        ("[{\"a\": \"b\"", "[{\"a\": \"b\""),
+        ("{\"name\": \"Anna\",", "{\"name\": \"Anna\","),
+        ("weather\nis nice", "weather\nis nice"),
+        // A marker in a string that may end is held back, for the string may not end.
+        ("{\"a\": \"b <tool_call> c", "{\"a\": \"b"),
+        ("{\"a\": \"b <tool_call> c\"", "{\"a\": \"b <tool_call> c\""),
+        ("{\"name\": \"weather\", \"arguments\": {", ""),
+        ("weather\n{\"city\": ", ""),
+    ] {
+        for size in [1, 3, 1000] {
+            let (_, parts) = parser_after(&form, answer, size);
+            let texts = parts.iter().map(|part| match part {
+                AnswerPart::Text(text) => text.as_str(),
+                part => panic!("{part:?}"),
+            });
+            assert_eq!(texts.collect::<String>(), shown, "{answer} in pieces of {size}");
+        }
     }
 }
 
 #[test]
 fn only_little_white_space_is_held() {
     let plain = AnswerForm { tools: tools(), reasoning: true, ..AnswerForm::default() };
-    let inside = AnswerForm { begins_in_reasoning: true, ..plain.clone() };
+    let inside =
+        AnswerForm { begins_in_reasoning: ReasoningMarkers::begun_at_end("<think>"), ..plain.clone() };
     let gap = "\n".repeat(5 * GAP_BYTES_MAX);
     let kept = "\n".repeat(4 * GAP_BYTES_MAX);
     for (form, before) in [(&plain, ""), (&plain, "a"), (&inside, "a"), (&inside, "a</think>")] {

@@ -2,7 +2,7 @@
 //!
 //! | who | notation |
 //! |---|---|
-//! | Hermes, Qwen, Llama, SmolLM3 | a JSON object with `name` and `arguments` (or `parameters`) |
+//! | Hermes, Qwen, Llama, SmolLM3 | a JSON object with `name` and `arguments` (or `parameters`), one after the other |
 //! | Phi-4-mini, Mistral up to 2024 | a JSON list of such objects |
 //! | Mistral from 2025 on | `[TOOL_CALLS]NAME[ARGS]{...}`, one after the other |
 //! | Qwen3-Coder | `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>` |
@@ -69,16 +69,20 @@ pub(super) fn names(tools: &[Value]) -> impl Iterator<Item = &str> {
     definitions(tools).filter_map(|tool| tool["name"].as_str())
 }
 
-/// Parses JSON objects, and lists of them, one after the other.
+/// Parses JSON objects, and lists of them, one after the other. A comma, or Llama's semicolon, may follow each.
 fn parse_json(text: &str) -> Parsed {
     let mut calls = Vec::new();
-    for value in Deserializer::from_str(text).into_iter::<Value>() {
-        match value.ok()? {
+    let mut rest = text.trim_start();
+    while !rest.is_empty() {
+        let mut values = Deserializer::from_str(rest).into_iter::<Value>();
+        match values.next()?.ok()? {
             Value::Array(list) => {
                 calls.extend(list.into_iter().map(parse_object).collect::<Option<Vec<_>>>()?)
             }
             value => calls.push(parse_object(value)?),
         }
+        rest = rest[values.byte_offset()..].trim_start();
+        rest = rest.strip_prefix([';', ',']).unwrap_or(rest).trim_start();
     }
     Some(calls)
 }
@@ -130,14 +134,18 @@ fn parse_tags(text: &str, tools: &[Value]) -> Parsed {
     let mut rest = text;
     while !rest.is_empty() {
         let (name, body) = rest.strip_prefix("<function=")?.split_once('>')?;
+        let properties = find(tools, name).map_or(&Value::Null, |tool| &tool["parameters"]["properties"]);
         let mut arguments = Map::new();
         rest = body.trim_start();
         while let Some(parameter) = rest.strip_prefix("<parameter=") {
             let (key, after) = parameter.split_once('>')?;
-            let (value, after) = after.split_once("</parameter>")?;
+            let is_open =
+                |next: &str| next != key && properties.get(next).is_some() && !arguments.contains_key(next);
+            let (value, after) = split_value(after, is_open)?;
             let value = value.strip_prefix('\n').unwrap_or(value);
             let value = value.strip_suffix('\n').unwrap_or(value);
-            arguments.insert(key.to_string(), typed(value, name, key, tools));
+            let value = typed(value, name, key, tools);
+            arguments.insert(key.to_string(), value);
             rest = after.trim_start();
         }
         calls.push(ParsedCall { name: name.into(), arguments });
@@ -150,33 +158,88 @@ fn parse_tags(text: &str, tools: &[Value]) -> Parsed {
     Some(calls)
 }
 
-fn parse_keys(call: &str, tools: &[Value]) -> Option<ParsedCall> {
-    let (name, _) = call.split_once("<arg_key>")?;
-    let (name, mut rest) = (name.trim(), call);
-    let mut arguments = Map::new();
-    while let Some((_, pair)) = rest.split_once("<arg_key>") {
-        let (key, after) = pair.split_once("</arg_key>")?;
-        let (_, value) = after.split_once("<arg_value>")?;
-        let (value, after) = value.split_once("</arg_value>")?;
-        arguments.insert(key.trim().to_string(), typed(value, name, key.trim(), tools));
-        rest = after;
+/// Splits a parameter's value from the text after it. `is_open` says whether a key may be the next one.
+///
+/// The value may contain its own end marker. So the marker counts only if a next parameter, the end of the function or
+/// the end of the text follows it. [`MarkerSearch`](super::search::MarkerSearch) has the same rule. The model may leave
+/// out the marker. A value without it ends at a next parameter on a new line, at the end of the function, or at the end
+/// of the text.
+fn split_value(text: &str, is_open: impl Fn(&str) -> bool) -> Option<(&str, &str)> {
+    let mut has_marker = false;
+    for (at, _) in text.match_indices('<') {
+        let (value, rest) = text.split_at(at);
+        if let Some(after) = rest.strip_prefix("</parameter>") {
+            let after = after.trim_start();
+            if after.is_empty() || ["<parameter=", "</function>"].iter().any(|tag| after.starts_with(tag)) {
+                return Some((value, after));
+            }
+            has_marker = true;
+        }
+        if has_marker {
+            continue;
+        }
+        if let Some(next) = rest.strip_prefix("<parameter=").filter(|_| value.ends_with('\n')) {
+            let end = next.find(['>', '<', '\n']).filter(|&end| next[end..].starts_with('>'));
+            if end.is_some_and(|end| is_open(&next[..end])) {
+                return Some((value, rest));
+            }
+        }
+        let after = rest.strip_prefix("</function>").map(str::trim_start);
+        if after.is_some_and(|after| after.is_empty() || after.starts_with("<function=")) {
+            return Some((value, rest));
+        }
     }
-    Some(ParsedCall { name: name.into(), arguments })
+    (!has_marker).then_some((text, ""))
+}
+
+/// Parses a call with keys and values in tags. The begin marker of a value may be missing.
+fn parse_keys(call: &str, tools: &[Value]) -> Option<ParsedCall> {
+    let (name, mut pairs) = call.split_once("<arg_key>")?;
+    let name = name.trim();
+    let mut arguments = Map::new();
+    loop {
+        let (key, after) = pairs.split_once("</arg_key>")?;
+        let after = after.trim_start();
+        let (value, after) = after.strip_prefix("<arg_value>").unwrap_or(after).split_once("</arg_value>")?;
+        // The end of the value is missing.
+        if value.contains("<arg_key>") {
+            return None;
+        }
+        arguments.insert(key.trim().to_string(), typed(value, name, key.trim(), tools));
+        let after = after.trim_start();
+        if after.is_empty() {
+            return Some(ParsedCall { name: name.into(), arguments });
+        }
+        pairs = after.strip_prefix("<arg_key>")?;
+    }
 }
 
 /// Reads a value that is written without quotes. It is a string if it is not valid JSON, or if the tool's schema allows
-/// a string there and not the JSON's own type.
+/// a string there and not the JSON's own type. Templates write some values as Python does, and models answer so.
 fn typed(value: &str, name: &str, key: &str, tools: &[Value]) -> Value {
     let schema = find(tools, name).map_or(&Value::Null, |tool| &tool["parameters"]["properties"][key]);
     let types = types(schema);
+    let takes_text = types.contains(&"string");
     let fits = |parsed: &Value| match type_of(parsed) {
-        _ if !types.contains(&"string") => true,
+        _ if !takes_text => true,
         "string" => false,
         "number" => types.iter().any(|kind| ["integer", "number", ANY].contains(kind)),
         kind => types.contains(&kind) || types.contains(&ANY),
     };
     let parsed = serde_json::from_str(value).ok().filter(fits);
-    parsed.unwrap_or_else(|| Value::String(value.to_string()))
+    parsed.or_else(|| python_literal(value, &types)).unwrap_or_else(|| Value::String(value.to_string()))
+}
+
+/// Reads `True`, `False` and `None`, in upper or lower case, where the types allow their values.
+fn python_literal(value: &str, types: &[&str]) -> Option<Value> {
+    let takes_text = types.contains(&"string");
+    let takes = |kind: &str| types.contains(&kind) || types.contains(&ANY) && !takes_text;
+    match value.trim().to_ascii_lowercase().as_str() {
+        "true" if takes("boolean") => Some(Value::Bool(true)),
+        "false" if takes("boolean") => Some(Value::Bool(false)),
+        "none" | "null" if takes("null") || !takes_text => Some(Value::Null),
+        _ => None,
+    }
 }
 
 /// Stands for all types in a schema that names none.

@@ -5,7 +5,8 @@
 //!
 //! - the tools are a part of the system message, which is added where there is none;
 //! - a call is text of the assistant's message;
-//! - results that follow each other are one message of the user.
+//! - results that follow each other are one message of the user. A message of the user next to them is part of it,
+//!   because some templates refuse two turns of the user in a row.
 //!
 //! [`AnswerParser`]: crate::AnswerParser
 
@@ -28,14 +29,20 @@ pub(super) fn as_text<'a>(request: &ChatRequest<'a>) -> Cow<'a, [Message]> {
         return Cow::Borrowed(request.messages);
     }
     let mut messages: Vec<Message> = Vec::with_capacity(request.messages.len() + 1);
-    let mut is_after_result = false;
+    // Whether the last message has results.
+    let mut has_results = false;
     for message in request.messages {
         let is_result = message.role == TOOL;
-        match messages.last_mut() {
-            Some(results) if is_result && is_after_result => append(results, &result(message)),
-            _ => messages.push(plain(message)),
+        let last = messages.last_mut().filter(|last| last.role == USER);
+        match last {
+            Some(user) if is_result => append(user, &result(message)),
+            Some(results) if has_results && message.role == USER => join(results, &message.content),
+            _ => {
+                messages.push(plain(message));
+                has_results = false;
+            }
         }
-        is_after_result = is_result;
+        has_results |= is_result;
     }
     if let Some(tools) = tools {
         if messages.first().is_none_or(|first| first.role != SYSTEM) {
@@ -110,6 +117,25 @@ fn append(message: &mut Message, text: &str) {
     }
 }
 
+/// Appends the content of another message. Its parts stay parts.
+fn join(message: &mut Message, content: &Value) {
+    let Value::Array(more) = content else {
+        append(message, &text_of(content));
+        return;
+    };
+    if !message.content.is_array() {
+        message.content = json!([{"type": "text", "text": text_of(&message.content)}]);
+    }
+    let Value::Array(parts) = &mut message.content else { return };
+    for (n, part) in more.iter().enumerate() {
+        let mut part = part.clone();
+        if let Some(text) = part["text"].as_str().filter(|_| n == 0) {
+            part["text"] = Value::String(format!("\n{text}"));
+        }
+        parts.push(part);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -178,5 +204,28 @@ mod tests {
         ];
         let expected = expected.map(|(role, text)| (role.to_string(), Value::String(text)));
         assert_eq!(contents(&messages, None), expected);
+    }
+
+    #[test]
+    fn results_and_the_users_message_are_one_turn() {
+        let user = |text: &str| Message::new("user", text);
+        let tool = |text: &str| with("tool", json!(text), json!({}));
+        let response = |text: &str| format!("<tool_response>\n{text}\n</tool_response>");
+        let said = contents(&[tool("one"), tool("two"), user("And?"), user("So?")], None);
+        let turn = format!("{}\n{}\nAnd?\nSo?", response("one"), response("two"));
+        assert_eq!(said, [("user".to_string(), json!(turn))]);
+        let said = contents(&[user("a"), user("Go."), tool("one"), user("And?")], None);
+        let turn = format!("Go.\n{}\nAnd?", response("one"));
+        assert_eq!(said, [("user".to_string(), json!("a")), ("user".to_string(), json!(turn))]);
+        // Parts, such as pictures, stay parts.
+        let parts = json!([{"type": "text", "text": "And?"}, {"type": "image"}]);
+        let said = contents(&[tool("one"), with("user", parts, json!({})), tool("two")], None);
+        let expected = json!([
+            {"type": "text", "text": response("one")},
+            {"type": "text", "text": "\nAnd?"},
+            {"type": "image"},
+            {"type": "text", "text": format!("\n{}", response("two"))},
+        ]);
+        assert_eq!(said, [("user".to_string(), expected)]);
     }
 }

@@ -10,12 +10,11 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::answer::SHOWN;
 use crate::cancel;
 use crate::panics::catch_panics;
 use crate::special::eos_ids;
 use crate::vocabulary::bytes::spelled_bytes;
-use crate::{SpecialTokens, StreamDetokenizer, TextError, TextFiles};
+use crate::{AnswerForm, SpecialTokens, StreamDetokenizer, TextError, TextFiles};
 
 pub(crate) use read::TOKENS_MAX;
 
@@ -164,10 +163,10 @@ impl Tokenizer {
         StreamDetokenizer::new(self.clone(), skip_special, Vec::new())
     }
 
-    /// As [`Tokenizer::stream`] without special tokens, for an [`AnswerParser`](crate::AnswerParser). Tokens that
-    /// models write around reasoning and calls are part of the text, also if they are special.
-    pub fn answer_stream(&self) -> StreamDetokenizer {
-        let mut shown: Vec<u32> = SHOWN.iter().filter_map(|token| self.token_to_id(token)).collect();
+    /// As [`Tokenizer::stream`] without special tokens, for an [`AnswerParser`](crate::AnswerParser) of the same form.
+    /// Tokens that models write around the parts of this form are part of the text, also if they are special.
+    pub fn answer_stream(&self, form: &AnswerForm) -> StreamDetokenizer {
+        let mut shown: Vec<u32> = form.tokens().filter_map(|token| self.token_to_id(token)).collect();
         shown.sort_unstable();
         StreamDetokenizer::new(self.clone(), true, shown)
     }

@@ -3,7 +3,8 @@
 use std::sync::LazyLock;
 
 use keel_text::{
-    AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, TextError, TextFiles, Tokenizer,
+    AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, ReasoningMarkers, TextError,
+    TextFiles, Tokenizer,
 };
 use serde_json::{Value, json};
 
@@ -46,9 +47,10 @@ pub fn exercise_answer(data: &[u8]) -> bool {
     let string = json!({"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "y": {"type": "integer"}}}});
     let tools =
         if kind & 1 == 0 { vec![] } else { vec![json!({"function": string}), json!({"name": "get"})] };
+    let begun = if kind & 16 == 0 { "<think>" } else { "[THINK]" };
     let form = AnswerForm {
         reasoning: kind & 2 != 0,
-        begins_in_reasoning: kind & 4 != 0,
+        begins_in_reasoning: ReasoningMarkers::begun_at_end(begun).filter(|_| kind & 4 != 0),
         tools,
         marked_calls: kind & 8 != 0,
     };

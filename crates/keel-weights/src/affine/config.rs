@@ -55,7 +55,9 @@ impl Quantization {
         if let Some(method) =
             section.get("quant_method").and_then(Value::as_str).filter(|&name| name != "mlx")
         {
-            let default = ModuleQuantization::Unsupported(format!("quant_method '{method}'"));
+            let detail = |key: &str| Some(format!(", {key} '{}'", section.get(key)?.as_str()?));
+            let details: String = ["format", "quant_algo"].into_iter().filter_map(detail).collect();
+            let default = ModuleQuantization::Unsupported(format!("quant_method '{method}'{details}"));
             let gptq = (method == "gptq").then(|| Gptq {
                 bits: section.get("bits").and_then(Value::as_u64).unwrap_or(4),
                 zero_offset: u8::from(section.get("checkpoint_format").is_none_or(|form| form != "gptq_v2")),
@@ -170,6 +172,10 @@ mod tests {
         assert_eq!(
             default(json!({"quant_method": "awq", "bits": 4, "group_size": 64})),
             "quant_method 'awq'"
+        );
+        assert_eq!(
+            default(json!({"quant_method": "compressed-tensors", "format": "pack-quantized"})),
+            "quant_method 'compressed-tensors', format 'pack-quantized'"
         );
         assert_eq!(default(json!({"bits": 7, "group_size": 64})), "bits 7, group_size 64");
         assert_eq!(default(json!({"bits": "4"})), "bits \"4\", group_size missing");

@@ -102,9 +102,9 @@ impl<'a> AffineTensor<'a> {
         let mut scales = vec![0.0; groups];
         let mut biases = vec![0.0; groups];
         for (row, out) in range.zip(out.chunks_exact_mut(self.cols)) {
-            float::decode(self.scales.dtype(), self.scales.row_bytes(row..row + 1)?, &mut scales);
-            float::decode(self.biases.dtype(), self.biases.row_bytes(row..row + 1)?, &mut biases);
-            dequantize_row(self.format, self.weight.row_bytes(row..row + 1)?, &scales, &biases, out);
+            float::decode(self.scales.dtype(), self.scales.bytes_of_rows(row..row + 1)?, &mut scales);
+            float::decode(self.biases.dtype(), self.biases.bytes_of_rows(row..row + 1)?, &mut biases);
+            dequantize_row(self.format, self.weight.bytes_of_rows(row..row + 1)?, &scales, &biases, out);
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use std::{
 use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue};
 use crate::{
     LinearFormat, LinearInfo, LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError,
-    linear, mapped::MappedFile, source::missing,
+    linear, mapped::MappedFile, source::missing, unsupported::GGUF_ADVICE,
 };
 
 /// The number of files that a model is split into. A part has only some of the tensors.
@@ -84,14 +84,18 @@ impl TensorSource for GgufFile {
 
     fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
         let (name, entry) = self.entry(name)?;
-        let (found, needed) = match entry.kind {
-            Ok(kind) => match kind.dtype() {
-                Some(dtype) => return Ok(TensorInfo { dtype, shape: &entry.shape }),
-                None => (kind.to_string(), "a type without blocks"),
-            },
-            Err(id) => (format!("type {id}"), "a type that is read here"),
-        };
-        Err(WeightsError::UnsupportedDType { name: name.into(), found, needed })
+        let kind = entry.kind.map_err(|id| WeightsError::UnsupportedForm {
+            name: name.into(),
+            found: GgmlType::describe_unread(id),
+            advice: GGUF_ADVICE,
+        })?;
+        match kind.dtype() {
+            Some(dtype) => Ok(TensorInfo { dtype, shape: &entry.shape }),
+            None => {
+                let (found, needed) = (kind.to_string(), "a type without blocks");
+                Err(WeightsError::UnsupportedDType { name: name.into(), found, needed })
+            }
+        }
     }
 
     fn tensor(&self, name: &str) -> Result<TensorView<'_>> {

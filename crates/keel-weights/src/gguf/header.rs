@@ -167,15 +167,14 @@ impl RawTensor {
     fn check(&self, alignment: u64, data_start: usize, available: usize) -> Result<GgufEntry, HeaderProblem> {
         let name = || self.name.clone();
         let kind = GgmlType::from_id(self.kind).ok_or(self.kind);
-        let dtype = || kind.map_or_else(|id| format!("type {id}"), |kind| kind.to_string());
+        let dtype = || kind.map_or_else(GgmlType::describe_unread, |kind| kind.to_string());
         let overflow = || HeaderProblem::Overflow { name: name(), dtype: dtype(), shape: self.dims.clone() };
         let shape: Option<Vec<usize>> = self.dims.iter().map(|&dim| dim.try_into().ok()).collect();
         let shape = shape.filter(|shape| element_count(shape).is_some()).ok_or_else(overflow)?;
         let bytes = match kind {
             Err(_) => 0,
             Ok(kind) => {
-                let (cols, leading) =
-                    shape.split_last().map_or((1, &[][..]), |(&cols, leading)| (cols, leading));
+                let cols = crate::cols(&shape);
                 let row_bytes = kind.row_bytes(cols).ok_or_else(|| {
                     syntax(format!(
                         "tensor '{}' has rows of {cols} values, which are not whole blocks of {kind}",
@@ -183,7 +182,7 @@ impl RawTensor {
                     ))
                 })?;
                 // Cannot overflow: a block takes fewer bytes than its values would with eight bytes each.
-                leading.iter().product::<usize>() * row_bytes
+                crate::rows(&shape) * row_bytes
             }
         };
         if !self.offset.is_multiple_of(alignment) {

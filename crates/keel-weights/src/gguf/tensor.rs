@@ -38,12 +38,12 @@ impl<'a> BlockTensor<'a> {
 
     /// The product of all dimensions but the last.
     pub fn rows(&self) -> usize {
-        self.shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
+        crate::rows(self.shape)
     }
 
     /// The last dimension.
     pub fn cols(&self) -> usize {
-        self.shape.last().copied().unwrap_or(1)
+        crate::cols(self.shape)
     }
 
     /// Decodes rows `range` (all leading dimensions counted through) into `out`.
@@ -55,8 +55,8 @@ impl<'a> BlockTensor<'a> {
     /// [`WeightsError::Rows`](crate::WeightsError::Rows) if the rows do not exist or `out` has another length.
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         check_rows(self.name, self.rows(), self.cols(), &range, out.len())?;
-        let row_bytes = self.row_bytes();
-        self.format.decode(&self.bytes[range.start * row_bytes..range.end * row_bytes], out);
+        let row_size = self.row_size();
+        self.format.decode(&self.bytes[range.start * row_size..range.end * row_size], out);
         Ok(())
     }
 
@@ -64,14 +64,14 @@ impl<'a> BlockTensor<'a> {
     ///
     /// # Errors
     /// [`WeightsError::Rows`](crate::WeightsError::Rows) if the rows do not exist.
-    pub fn rows_bytes(&self, range: Range<usize>) -> Result<&'a [u8]> {
+    pub fn bytes_of_rows(&self, range: Range<usize>) -> Result<&'a [u8]> {
         check_rows(self.name, self.rows(), self.cols(), &range, range.len().saturating_mul(self.cols()))?;
-        let row_bytes = self.row_bytes();
-        Ok(&self.bytes[range.start * row_bytes..range.end * row_bytes])
+        let row_size = self.row_size();
+        Ok(&self.bytes[range.start * row_size..range.end * row_size])
     }
 
     /// Bytes of a row; its columns are whole blocks.
-    fn row_bytes(&self) -> usize {
+    fn row_size(&self) -> usize {
         self.cols() / self.format.values() * self.format.bytes()
     }
 }

@@ -39,6 +39,26 @@ const TYPES: [(u32, GgmlType); 18] = {
     ]
 };
 
+/// Names of types that are not read here, by their numbers.
+const NOT_READ: [(u32, &str); 16] = [
+    (9, "Q8_1"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (24, "I8"),
+    (25, "I16"),
+    (28, "F64"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (40, "NVFP4"),
+    (41, "Q1_0"),
+];
+
 impl GgmlType {
     /// The type with this number in files; `None` for a type that is not read here.
     pub(super) fn from_id(id: u32) -> Option<GgmlType> {
@@ -59,22 +79,17 @@ impl GgmlType {
         TYPES.iter().map(|(_, kind)| *kind).find(|kind| kind.to_string().eq_ignore_ascii_case(name))
     }
 
+    /// A type that is not read here, in words: its number, and its name if it is known.
+    pub fn describe_unread(id: u32) -> String {
+        match NOT_READ.iter().find(|(number, _)| *number == id) {
+            Some((_, name)) => format!("type {id} ({name})"),
+            None => format!("type {id}"),
+        }
+    }
+
     /// The dtype of elements that are stored one by one; `None` for blocks.
     pub fn dtype(self) -> Option<DType> {
         if let GgmlType::Plain(dtype) = self { Some(dtype) } else { None }
-    }
-
-    /// Values in a block; 1 for elements that are stored one by one.
-    pub fn block_values(self) -> usize {
-        if let GgmlType::Blocks(format) = self { format.values() } else { 1 }
-    }
-
-    /// Bytes of a block, or of one element.
-    pub fn block_bytes(self) -> usize {
-        match self {
-            GgmlType::Plain(dtype) => dtype.size(),
-            GgmlType::Blocks(format) => format.bytes(),
-        }
     }
 
     /// Bytes of a row of `cols` values; `None` if they are not whole blocks or too many.

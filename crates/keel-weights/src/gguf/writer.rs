@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path};
 
 use super::{GgmlType, metadata::ALIGNMENT_KEY};
 use crate::{
-    Result, WeightsError,
+    Result, WeightsError, cols, rows,
     source::element_count,
     stream::{StreamedFile, TensorSpan, TensorSpans},
 };
@@ -101,8 +101,7 @@ impl GgufTensorSpec {
     /// Bytes of the tensor; `None` if they overflow or a row is not whole blocks.
     pub fn bytes(&self) -> Option<usize> {
         element_count(&self.shape)?;
-        let (&cols, leading) = self.shape.split_last().unwrap_or((&1, &[]));
-        leading.iter().try_fold(self.kind.row_bytes(cols)?, |bytes, &dim| bytes.checked_mul(dim))
+        self.kind.row_bytes(cols(&self.shape))?.checked_mul(rows(&self.shape))
     }
 }
 

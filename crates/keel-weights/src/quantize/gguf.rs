@@ -3,17 +3,14 @@
 use std::{collections::BTreeMap, path::Path};
 
 use keel_array::{BlockFormat, DType};
-use rayon::prelude::*;
 
 use super::{
-    QuantizeProgress, QuantizeReport,
-    recipe::is_tail,
-    run::{CHUNK_VALUES, decode},
-    source::{RowSource, cols, rows},
+    QuantizeProgress, QuantizeReport, plan::TensorConversion, recipe::is_tail, run::write_weights,
+    source::RowSource,
 };
 use crate::{
-    Result, TensorSpec, WeightsError, float,
-    gguf::{GgmlType, GgufMetadata, GgufTensorSpec, GgufWriter, can_encode, encode},
+    Result, TensorSpec, WeightsError, cols,
+    gguf::{GgmlType, GgufMetadata, GgufTensorSpec, GgufWriter, can_encode},
 };
 
 /// The type of each tensor of a GGUF file.
@@ -141,22 +138,14 @@ pub fn write_gguf(
     metadata.u32("general.file_type", recipe.file_type());
     metadata.u32("general.quantization_version", 2);
     let mut writer = GgufWriter::create(target, &metadata, &outputs)?;
-    let mut report = QuantizeReport {
-        source_bytes: tensors.iter().map(|spec| source.stored_bytes(spec)).sum(),
-        output_bytes: outputs.iter().filter_map(GgufTensorSpec::bytes).map(|bytes| bytes as u64).sum(),
-        other_forms,
-        ..Default::default()
+    let conversion = |(spec, output): (&TensorSpec, &GgufTensorSpec)| {
+        TensorConversion::whole(spec, spec.dtype.is_float().then_some(output.kind))
     };
-    let (mut done_bytes, total_bytes) = (0, report.source_bytes);
-    for (spec, output) in tensors.iter().zip(&outputs) {
-        write_tensor(source, spec, output, &mut writer)?;
-        done_bytes += source.stored_bytes(spec);
-        progress(QuantizeProgress { tensor: &spec.name, done_bytes, total_bytes });
-        let is_quantized = output.kind.dtype().is_none();
-        *(if is_quantized { &mut report.quantized } else { &mut report.copied }) += 1;
-    }
+    let tensors: Vec<_> = tensors.iter().zip(&outputs).map(conversion).collect();
+    let report = write_weights(source, &tensors, &mut |name, bytes| writer.append(name, bytes), progress)?;
     writer.finish()?;
-    Ok(report)
+    let output_bytes = outputs.iter().filter_map(GgufTensorSpec::bytes).map(|bytes| bytes as u64).sum();
+    Ok(QuantizeReport { output_bytes, other_forms, ..report })
 }
 
 /// The tensors of the file, and how many of them have another type than the recipe's.
@@ -189,60 +178,6 @@ fn outputs(tensors: &[TensorSpec], recipe: &GgufRecipe) -> Result<(Vec<GgufTenso
     Ok((tensors.iter().map(output).collect(), other_forms))
 }
 
-fn write_tensor(
-    source: &dyn RowSource,
-    spec: &TensorSpec,
-    output: &GgufTensorSpec,
-    writer: &mut GgufWriter,
-) -> Result<()> {
-    let (all, cols) = (rows(&spec.shape), cols(&spec.shape));
-    if all == 0 || cols == 0 {
-        return Ok(());
-    }
-    let blocks = match output.kind {
-        GgmlType::Blocks(format) => source.blocks(&spec.name, format),
-        GgmlType::Plain(_) => None,
-    };
-    let mut values = Vec::new();
-    let chunk_rows = (CHUNK_VALUES / cols).max(1);
-    for start in (0..all).step_by(chunk_rows) {
-        let rows = start..(start + chunk_rows).min(all);
-        if let Some(blocks) = blocks {
-            let row_bytes = blocks.len() / all;
-            writer.append(&spec.name, &blocks[rows.start * row_bytes..rows.end * row_bytes])?;
-        } else if spec.dtype.is_float() {
-            decode(source, spec, rows.clone(), &mut values)?;
-            writer.append(&spec.name, &encode_rows(output, start, cols, &values)?)?;
-        } else {
-            writer.append(&spec.name, &source.rows_bytes(spec, rows.clone())?)?;
-        }
-        source.check_intact()?;
-        source.release_rows(&spec.name, rows);
-    }
-    Ok(())
-}
-
-/// Rows from `start` on, in the output's type.
-fn encode_rows(output: &GgufTensorSpec, start: usize, cols: usize, values: &[f32]) -> Result<Vec<u8>> {
-    let format = match output.kind {
-        GgmlType::Plain(dtype) => {
-            let mut bytes = vec![0; values.len() * dtype.size()];
-            float::encode(dtype, values, &mut bytes);
-            return Ok(bytes);
-        }
-        GgmlType::Blocks(format) => format,
-    };
-    let row_bytes = cols / format.values() * format.bytes();
-    let mut bytes = vec![0; values.len() / cols * row_bytes];
-    let rows = bytes.par_chunks_exact_mut(row_bytes).zip(values.par_chunks_exact(cols)).enumerate();
-    rows.try_for_each(|(row, (bytes, values))| {
-        let encoded = encode(format, values, bytes);
-        let damaged = || WeightsError::NotFinite { name: output.name.clone(), row: start + row };
-        encoded.then_some(()).ok_or_else(damaged)
-    })?;
-    Ok(bytes)
-}
-
 /// The metadata of a file, for another file of the same model.
 pub fn metadata_of(file: &crate::gguf::GgufFile) -> GgufMetadata {
     let mut metadata = GgufMetadata::default();
@@ -257,6 +192,7 @@ pub fn metadata_of(file: &crate::gguf::GgufFile) -> GgufMetadata {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quantize::run::CHUNK_VALUES;
 
     fn spec(name: &str, shape: &[usize]) -> TensorSpec {
         TensorSpec { name: name.into(), dtype: DType::BF16, shape: shape.into() }

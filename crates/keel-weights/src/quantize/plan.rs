@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::experts::Experts;
 use super::recipe::{QuantizeRecipe, is_tail, module_of};
-use crate::{AffineFormat, Result, TensorInfo, TensorSpec, WeightsError};
+use crate::{AffineFormat, Result, TensorInfo, TensorSpec, WeightsError, gguf::GgmlType};
 use keel_array::DType;
 
 /// The conversion of one tensor of the source.
@@ -23,8 +23,10 @@ pub(super) struct TensorConversion {
 /// An output of rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// Rows are copied to this tensor, of the same type or another float type.
-    Copy(String, DType),
+    /// Rows are copied to this tensor, of the same type.
+    Copy(String),
+    /// Rows are checked for values that are not finite, and encoded in this tensor's type.
+    Encode(String, GgmlType),
     /// Rows are quantised.
     Quantize {
         /// Codes, scales and biases, in this order.
@@ -56,7 +58,8 @@ impl Conversion {
             let is_matrix = source.dtype.is_float() && source.shape.len() > 1;
             let dtype = dtype.filter(|_| is_matrix).unwrap_or(source.dtype);
             conversion.outputs.push(TensorSpec { dtype, ..source.clone() });
-            conversion.tensors.push(TensorConversion::copy(source, dtype));
+            let kind = (dtype != source.dtype).then_some(GgmlType::Plain(dtype));
+            conversion.tensors.push(TensorConversion::whole(source, kind));
         }
         conversion
     }
@@ -78,7 +81,7 @@ impl Conversion {
             let info = TensorInfo { dtype, shape: &source.shape };
             let Some(module) = module_of(name, &info) else {
                 conversion.outputs.push(source.clone());
-                conversion.tensors.push(TensorConversion::copy(source, dtype));
+                conversion.tensors.push(TensorConversion::whole(source, None));
                 continue;
             };
             let Some(stacks) = experts.stacks_of(name, module, &info) else { continue };
@@ -98,7 +101,7 @@ impl Conversion {
                         let name = if stacks.is_moved { format!("{stack}.weight") } else { name.clone() };
                         let shape = stacks.shape.clone();
                         conversion.outputs.push(TensorSpec { name: name.clone(), dtype, shape });
-                        Target::Copy(name, dtype)
+                        Target::Copy(name)
                     }
                 });
                 match format {
@@ -135,9 +138,14 @@ impl Conversion {
 }
 
 impl TensorConversion {
-    fn copy(source: &TensorSpec, dtype: DType) -> TensorConversion {
-        let targets = vec![Target::Copy(source.name.clone(), dtype)];
-        TensorConversion { source: source.clone(), targets, turn_rows: 0 }
+    /// Encodes all rows in this type, or copies them if there is none.
+    pub(super) fn whole(source: &TensorSpec, kind: Option<GgmlType>) -> TensorConversion {
+        let name = source.name.clone();
+        let target = match kind {
+            Some(kind) => Target::Encode(name, kind),
+            None => Target::Copy(name),
+        };
+        TensorConversion { source: source.clone(), targets: vec![target], turn_rows: 0 }
     }
 }
 

@@ -9,11 +9,14 @@ use serde_json::Value;
 use super::{
     plan::{Conversion, Target, TensorConversion},
     recipe::QuantizeRecipe,
-    source::{RowSource, cols, rows},
+    source::RowSource,
 };
 use crate::{
     AffineFormat, Checkpoint, Result, ShardedWriter, TensorSource, TensorSpec, WeightsError,
-    affine::quantize_rows, float, json,
+    affine::quantize_rows,
+    cols, float,
+    gguf::{GgmlType, encode},
+    json, rows,
 };
 
 /// Values decoded at a time: 16 MiB of f32.
@@ -113,9 +116,12 @@ pub fn write_safetensors(
         SafetensorsForm::Affine(recipe) => (Conversion::affine(&tensors, recipe)?, recipe.shard_bytes_max),
     };
     prepare_target(target)?;
-    let writer = ShardedWriter::create(target, &conversion.outputs, metadata, shard_bytes_max)?;
-    let report = write_weights(source, &conversion, writer, progress)?;
-    Ok((report, conversion.section))
+    let Conversion { tensors, outputs, section, other_forms } = conversion;
+    let mut writer = ShardedWriter::create(target, &outputs, metadata, shard_bytes_max)?;
+    let report = write_weights(source, &tensors, &mut |name, bytes| writer.append(name, bytes), progress)?;
+    writer.finish()?;
+    let output_bytes = outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum();
+    Ok((QuantizeReport { output_bytes, other_forms, ..report }, section))
 }
 
 /// Writes config.json with a `quantization` section; without one if that is null. This completes the checkpoint.
@@ -158,31 +164,34 @@ fn prepare_target(target: &Path) -> Result<()> {
     Ok(())
 }
 
-fn write_weights(
+/// Appends bytes to a tensor of the output.
+type Append<'w> = dyn FnMut(&str, &[u8]) -> Result<()> + 'w;
+
+/// Converts `tensors` in this order. The report leaves the output's bytes and other forms to the caller.
+pub(super) fn write_weights(
     source: &dyn RowSource,
-    conversion: &Conversion,
-    mut writer: ShardedWriter,
+    tensors: &[TensorConversion],
+    append: &mut Append<'_>,
     progress: &mut dyn FnMut(QuantizeProgress<'_>),
 ) -> Result<QuantizeReport> {
-    let mut report = QuantizeReport {
-        source_bytes: conversion.tensors.iter().map(|tensor| source.stored_bytes(&tensor.source)).sum(),
-        output_bytes: conversion.outputs.iter().filter_map(TensorSpec::bytes).map(|bytes| bytes as u64).sum(),
-        other_forms: conversion.other_forms,
-        ..Default::default()
-    };
-    let (mut done_bytes, total_bytes) = (0, report.source_bytes);
-    for tensor in &conversion.tensors {
+    let source_bytes = tensors.iter().map(|tensor| source.stored_bytes(&tensor.source)).sum();
+    let mut report = QuantizeReport { source_bytes, ..Default::default() };
+    let (mut done_bytes, total_bytes) = (0, source_bytes);
+    for tensor in tensors {
         let (before, rows_all) = (done_bytes, rows(&tensor.source.shape).max(1) as u64);
         let (mut rows_done, tensor_bytes) = (0, source.stored_bytes(&tensor.source));
-        write_tensor(source, tensor, &mut writer, &mut |rows| {
+        write_tensor(source, tensor, append, &mut |rows| {
             rows_done += rows as u64;
             done_bytes = before + tensor_bytes * rows_done / rows_all;
             progress(QuantizeProgress { tensor: &tensor.source.name, done_bytes, total_bytes });
         })?;
-        let is_quantized = tensor.targets.iter().any(|target| matches!(target, Target::Quantize { .. }));
+        let is_quantized = tensor.targets.iter().any(|target| match target {
+            Target::Quantize { .. } => true,
+            Target::Encode(_, kind) => kind.dtype().is_none(),
+            Target::Copy(_) => false,
+        });
         *(if is_quantized { &mut report.quantized } else { &mut report.copied }) += 1;
     }
-    writer.finish()?;
     Ok(report)
 }
 
@@ -190,7 +199,7 @@ fn write_weights(
 fn write_tensor(
     source: &dyn RowSource,
     tensor: &TensorConversion,
-    writer: &mut ShardedWriter,
+    append: &mut Append<'_>,
     advance: &mut dyn FnMut(usize),
 ) -> Result<()> {
     let spec = &tensor.source;
@@ -206,15 +215,17 @@ fn write_tensor(
         for start in (turn..turn + turn_rows).step_by(chunk_rows) {
             let rows = start..(start + chunk_rows).min(turn + turn_rows);
             match target {
-                Target::Copy(to, dtype) if *dtype == spec.dtype => {
-                    writer.append(to, &source.rows_bytes(spec, rows.clone())?)?;
-                }
-                Target::Copy(to, dtype) => {
-                    decode(source, spec, rows.clone(), &mut values)?;
-                    let mut bytes = vec![0; values.len() * dtype.size()];
-                    float::encode(*dtype, &values, &mut bytes);
-                    writer.append(to, &bytes)?;
-                }
+                Target::Copy(to) => append(to, &source.bytes_of_rows(spec, rows.clone())?)?,
+                Target::Encode(to, kind) => match blocks_of(source, &spec.name, *kind) {
+                    Some(blocks) => {
+                        let row_bytes = blocks.len() / all;
+                        append(to, &blocks[rows.start * row_bytes..rows.end * row_bytes])?;
+                    }
+                    None => {
+                        decode(source, spec, rows.clone(), &mut values)?;
+                        append(to, &encode_rows(to, *kind, rows.start, cols, &values)?)?;
+                    }
+                },
                 Target::Quantize { outputs, format } => {
                     decode(source, spec, rows.clone(), &mut values)?;
                     let buffers = match &mut buffers {
@@ -222,7 +233,7 @@ fn write_tensor(
                         other => other.insert(QuantizeBuffers::new(*format, spec, chunk_rows)),
                     };
                     for (name, bytes) in outputs.iter().zip(buffers.quantize(spec, rows.start, &values)?) {
-                        writer.append(name, bytes)?;
+                        append(name, bytes)?;
                     }
                 }
             }
@@ -234,8 +245,33 @@ fn write_tensor(
     Ok(())
 }
 
+/// The blocks of a tensor, if the source has them in this type.
+fn blocks_of<'s>(source: &'s dyn RowSource, name: &str, kind: GgmlType) -> Option<&'s [u8]> {
+    if let GgmlType::Blocks(format) = kind { source.blocks(name, format) } else { None }
+}
+
+/// Rows of `name` from `start` on, in this type.
+fn encode_rows(name: &str, kind: GgmlType, start: usize, cols: usize, values: &[f32]) -> Result<Vec<u8>> {
+    let format = match kind {
+        GgmlType::Plain(dtype) => {
+            let mut bytes = vec![0; values.len() * dtype.size()];
+            float::encode(dtype, values, &mut bytes);
+            return Ok(bytes);
+        }
+        GgmlType::Blocks(format) => format,
+    };
+    let row_bytes = cols / format.values() * format.bytes();
+    let mut bytes = vec![0; values.len() / cols * row_bytes];
+    let rows = bytes.par_chunks_exact_mut(row_bytes).zip(values.par_chunks_exact(cols)).enumerate();
+    rows.try_for_each(|(row, (bytes, values))| {
+        let encoded = encode(format, values, bytes);
+        encoded.then_some(()).ok_or_else(|| WeightsError::NotFinite { name: name.into(), row: start + row })
+    })?;
+    Ok(bytes)
+}
+
 /// Decodes rows on all threads. Values that are not finite are an error.
-pub(super) fn decode(
+fn decode(
     source: &dyn RowSource,
     spec: &TensorSpec,
     rows: std::ops::Range<usize>,
@@ -294,7 +330,7 @@ impl QuantizeBuffers {
     }
 }
 
-pub(super) fn check_finite(name: &str, row: usize, values: &[f32]) -> Result<()> {
+fn check_finite(name: &str, row: usize, values: &[f32]) -> Result<()> {
     // Without an early exit, the loop compiles to vector code.
     if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
         return Ok(());

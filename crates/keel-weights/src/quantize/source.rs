@@ -6,8 +6,9 @@ use keel_array::{BlockFormat, DType};
 
 use crate::{
     Checkpoint, ColumnsTensor, LinearFormat, LinearTensor, Result, TensorSource, TensorSpec, WeightsError,
-    float,
+    cols, float,
     gguf::{GgmlType, GgufFile},
+    unsupported,
 };
 
 /// Tensors to be converted.
@@ -30,7 +31,7 @@ pub trait RowSource: Sync {
     ///
     /// # Errors
     /// As [`rows_f32`](RowSource::rows_f32).
-    fn rows_bytes(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
+    fn bytes_of_rows(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
         let mut values = vec![0.0; rows.len() * cols(&spec.shape)];
         self.rows_f32(&spec.name, rows, &mut values)?;
         let mut bytes = vec![0; values.len() * spec.dtype.size()];
@@ -62,16 +63,6 @@ pub trait RowSource: Sync {
     fn check_intact(&self) -> Result<()>;
 }
 
-/// The last dimension.
-pub(super) fn cols(shape: &[usize]) -> usize {
-    shape.last().copied().unwrap_or(1)
-}
-
-/// The product of the other dimensions.
-pub(super) fn rows(shape: &[usize]) -> usize {
-    shape.split_last().map_or(1, |(_, leading)| leading.iter().product())
-}
-
 impl RowSource for Checkpoint {
     fn tensors(&self) -> Result<Vec<TensorSpec>> {
         self.names().map(|name| spec_of(self, name)).collect()
@@ -84,13 +75,11 @@ impl RowSource for Checkpoint {
         }
     }
 
-    fn rows_bytes(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
-        if let Some(columns) = ColumnsTensor::find(self, &spec.name) {
-            return Ok(Cow::Owned(columns.rows_bytes(rows)?));
-        }
-        let view = self.tensor(&spec.name)?;
-        let row_bytes = view.cols() * view.dtype().size();
-        Ok(Cow::Borrowed(&view.bytes()[rows.start * row_bytes..rows.end * row_bytes]))
+    fn bytes_of_rows(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        Ok(match ColumnsTensor::find(self, &spec.name) {
+            Some(columns) => Cow::Owned(columns.bytes_of_rows(rows)?),
+            None => Cow::Borrowed(self.tensor(&spec.name)?.bytes_of_rows(rows)?),
+        })
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
@@ -123,7 +112,8 @@ impl<'a> Dequantized<'a> {
     /// The tensors of `checkpoint`. Each quantised module becomes one weight.
     ///
     /// # Errors
-    /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is rotated first (ParoQuant).
+    /// [`WeightsError::Module`] if a module's tensors do not fit, or its input is rotated first (ParoQuant);
+    /// [`WeightsError::UnsupportedForm`] if a module is quantised in a way that is not read.
     pub fn new(checkpoint: &'a Checkpoint) -> Result<Dequantized<'a>> {
         // Scales of activations are not used: they are not rounded to 8 bits.
         const PARTS: [&str; 7] =
@@ -151,7 +141,9 @@ impl<'a> Dequantized<'a> {
             } else if PARTS.contains(&part) {
                 continue;
             } else {
-                spec_of(checkpoint, name)?
+                unsupported::check_part(checkpoint, name)?;
+                spec_of(checkpoint, name)
+                    .map_err(|error| unsupported::explained(checkpoint, module, error))?
             };
             tensors.insert(spec.name.clone(), spec);
         }
@@ -178,7 +170,7 @@ impl RowSource for Dequantized<'_> {
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        let is_last = self.tensors.get(name).is_some_and(|spec| rows.end >= self::rows(&spec.shape));
+        let is_last = self.tensors.get(name).is_some_and(|spec| rows.end >= crate::rows(&spec.shape));
         match name.strip_suffix(".weight") {
             // With the last rows of a module, all of its scales and zeros have been read.
             Some(module) if is_last => self.checkpoint.release_linear(module),

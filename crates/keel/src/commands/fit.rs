@@ -9,7 +9,7 @@ use keel_engine::EngineOptions;
 use serde_json::{Value, json};
 
 use crate::args::{
-    Device, DeviceArgs, EngineArgs, MemoryArgs, Split, Subject, SubjectArgs, count, parse_bytes, quoted,
+    Device, DeviceArgs, EngineArgs, MemoryArgs, Split, Subject, SubjectArgs, count, parse_bytes,
 };
 use crate::commands::serve::STEP_TOKENS_DEFAULT;
 use crate::failure::usage;
@@ -135,8 +135,8 @@ fn variants<'a>(args: &'a FitArgs, model: Option<&'a ModelFiles>) -> Result<Vec<
     let Some(model) = model else {
         return args.subject.in_other_formats().into_iter().map(Variant::of_shape).collect();
     };
-    let name = args.path.as_ref().or(args.subject.model.as_ref()).map(|name| quoted(name));
-    Ok(Variant::of_model(model, name.as_deref(), &args.subject.tower.flag()))
+    let name = args.path.as_deref().or(args.subject.model.as_deref());
+    Ok(Variant::of_model(model, name, &args.subject.tower.flag()))
 }
 
 /// Adds the lines for one form of the weights. A line is added only if its context is longer than those of earlier
@@ -277,14 +277,14 @@ impl Form<'_> {
 
     fn line_on(&self, args: &FitArgs, on: &DeviceArgs, steps: Steps) -> Result<Line> {
         let Form { variant, kv, sequences, context } = *self;
-        let holding = MemoryArgs {
+        let memory = MemoryArgs {
             sequences: Some(sequences),
             context: Some(context),
             whole_contexts: true,
             ..MemoryArgs::default()
         };
         let engine = EngineArgs { kv_bits: Some(kv), ..args.engine.clone() };
-        let planner = Planner::new(&holding, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;
+        let planner = Planner::new(&memory, &variant.subject, on, engine.options(), STEP_TOKENS_DEFAULT)?;
         let options = EngineOptions { largest_steps: steps == Steps::Largest, ..planner.wanted };
         let plans = variant.subject.on(on).plans(options)?;
         let planned = plans.model();

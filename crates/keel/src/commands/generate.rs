@@ -67,18 +67,18 @@ pub struct GenerateArgs {
 }
 
 /// The settings of a run, checked before the model is loaded.
-struct Course {
+struct RunSettings {
     how: TokenOptions,
     stream: Option<TextStream>,
 }
 
-impl Course {
+impl RunSettings {
     fn new(
         args: &GenerateArgs,
         model: &ModelFiles,
         text: Option<&ModelText>,
         prompt: &Prompt,
-    ) -> Result<Course> {
+    ) -> Result<RunSettings> {
         let defaults = text.map_or(GenerationDefaults::default(), |text| text.defaults.clone());
         let end_tokens = text.filter(|_| !args.sampling.ignore_eos).map_or(Vec::new(), ModelText::end_tokens);
         let mut options = GenerateOptions {
@@ -114,7 +114,7 @@ impl Course {
         }
         let speculation = args.speculate.for_model(model, &args.device, &args.sampling)?;
         options.speculation = speculation.filter(|_| !args.one_by_one && form.is_none());
-        Ok(Course { how: TokenOptions { options, grammar: form }, stream })
+        Ok(RunSettings { how: TokenOptions { options, grammar: form }, stream })
     }
 }
 
@@ -158,8 +158,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     check_ids(&model.config, &prompt.ids)?;
     let context = context(args, &model, prompt.ids.len())?;
     let vision = prompt.pictures.as_ref().and_then(Prepared::vision_options);
-    let mut course = Course::new(args, &model, text.as_ref(), &prompt)?;
-    let how = &mut course.how.options;
+    let mut settings = RunSettings::new(args, &model, text.as_ref(), &prompt)?;
+    let how = &mut settings.how.options;
     let options = EngineOptions { context, vision, ..args.engine.options() };
     let ResolvedOptions { options, speculation } =
         PlacedModel::new(&args.device, &*model.parameters(), &model.json)
@@ -168,7 +168,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let mut session = Session::load(&args.device, &model, options)?;
     close(model);
     session.make_rounds_ready()?;
-    let outcome = generate(args, &mut session, &prompt, course)?;
+    let outcome = generate(args, &mut session, &prompt, settings)?;
     report(args, &outcome)
 }
 
@@ -240,8 +240,13 @@ fn template(args: &GenerateArgs, text: &ModelText) -> Result<Option<ChatTemplate
     Ok(template)
 }
 
-fn generate(args: &GenerateArgs, session: &mut Session, prompt: &Prompt, course: Course) -> Result<Outcome> {
-    let Course { how, mut stream } = course;
+fn generate(
+    args: &GenerateArgs,
+    session: &mut Session,
+    prompt: &Prompt,
+    settings: RunSettings,
+) -> Result<Outcome> {
+    let RunSettings { how, mut stream } = settings;
     let speculation = how.options.speculation;
     let mut tokens = start(&mut session.engine, prompt, how)?;
     let prefill = tokens.prefill_time();

@@ -6,9 +6,9 @@ use anyhow::Result;
 use clap::Args;
 use keel_array::Category;
 use keel_engine::EngineOptions;
-use keel_models::{HybridConfig, MixerKind};
+use keel_models::{HybridConfig, MixerKind, has_mtp_head};
 use keel_text::ChatTemplate;
-use keel_weights::gguf::GgufFile;
+use keel_weights::gguf::{GgmlType, GgufFile};
 use keel_weights::{Checkpoint, TensorSource};
 use serde_json::{Value, json};
 
@@ -75,7 +75,7 @@ fn facts(model: &ModelFiles, device: &DeviceArgs) -> Result<Value> {
         "vocabulary": config.vocab,
         "context": config.context_max,
         "experts": config.moe.as_ref().map(|moe| json!({"of_a_layer": moe.experts, "for_a_token": moe.chosen})),
-        "mtp_layers": if parameters.contains("mtp.fc.weight") { config.mtp_layers } else { 0 },
+        "mtp_layers": if has_mtp_head(config, &*parameters) { config.mtp_layers } else { 0 },
         "files": match &model.weights {
             WeightFiles::Checkpoint(checkpoint) => checkpoint.files().len(),
             WeightFiles::Gguf(_) => 1,
@@ -121,7 +121,7 @@ impl Count {
     fn of_gguf(file: &GgufFile) -> Count {
         let mut count = Count::default();
         for entry in file.header().tensors().values() {
-            let kind = entry.kind.map_or_else(|id| format!("type {id}"), |kind| kind.to_string());
+            let kind = entry.kind.map_or_else(GgmlType::describe_unread, |kind| kind.to_string());
             *count.dtypes.entry(kind).or_default() += 1;
             count.parameters += entry.shape.iter().product::<usize>() as u64;
             count.bytes += entry.range.len() as u64;

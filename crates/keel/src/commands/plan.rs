@@ -69,7 +69,7 @@ impl PlanArgs {
 
 /// Runs the command.
 pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
-    let (device, holding) = (&args.server.device, &args.server.holding);
+    let (device, memory) = (&args.server.device, &args.server.memory);
     let is_server = args.is_of_a_server();
     // A server's sizes that the user did not set are lowered until it fits. A plan without a server has none.
     if device.is_limited() && !is_server {
@@ -81,7 +81,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         check_no_run(args)?;
     }
     let model = args.subject.open()?;
-    let drafts = args.speculate.wants_head() || holding.drafts.is_some_and(|drafts| drafts > 0);
+    let drafts = args.speculate.wants_head() || memory.drafts.is_some_and(|drafts| drafts > 0);
     let subject = args.subject.subject(model.as_ref(), drafts)?;
     let placed = subject.on(device);
     if is_server {
@@ -89,7 +89,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
         let requests = Some(args.server.request_memory());
         return Printed { placed, options, plans, requests }.print(args.json, verbose);
     }
-    let context = holding.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
+    let context = memory.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
     let sequences = args.batch.unwrap_or(1);
     let speculation = args.speculate.for_subject(&subject, device, model.is_none())?;

@@ -11,12 +11,14 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::Args;
 use keel_array::Category;
-use keel_engine::EngineOptions;
 use keel_engine::batch::BatchOptions;
+use keel_engine::{EngineOptions, VisionOptions};
 use keel_server::{
     PrefixStore, REQUEST_MEMORY_MIN, ServedText, Server, ServerOptions, WORK_THREADS, bind, wait_for_signal,
 };
 use keel_text::TextFiles;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
 
 use crate::args::{
     AccessArgs, DeviceArgs, DraftArgs, EngineArgs, MemoryArgs, ShapeArgs, Subject, TimeoutArgs, TowerArgs,
@@ -84,7 +86,7 @@ pub struct ServeOptions {
     #[command(flatten, next_help_heading = "Access")]
     access: AccessArgs,
     #[command(flatten, next_help_heading = "Memory")]
-    pub holding: MemoryArgs,
+    pub memory: MemoryArgs,
     #[command(flatten, next_help_heading = "Speculation")]
     drafts: DraftArgs,
     #[command(flatten, next_help_heading = "Requests")]
@@ -108,7 +110,7 @@ impl ServeOptions {
         let RequestArgs { step_tokens, request_memory, .. } = self.requests;
         let differs =
             step_tokens != STEP_TOKENS_DEFAULT || Ok(request_memory) != request_bytes(REQUEST_MEMORY_DEFAULT);
-        differs || self.holding.is_of_a_server()
+        differs || self.memory.is_of_a_server()
     }
 
     /// Tokens of a step at most.
@@ -224,18 +226,28 @@ fn serve(args: &ServeArgs) -> Result<()> {
     }
 }
 
-/// Where the server's tasks run.
-fn tasks() -> Result<tokio::runtime::Runtime> {
-    Ok(tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .max_blocking_threads(BLOCKING_THREADS)
-        .enable_all()
-        .build()?)
+/// The server's port, and the runtime of the tasks that will answer there.
+struct Port {
+    tasks: Runtime,
+    listener: TcpListener,
+}
+
+impl Port {
+    /// Binds the port. This comes before a model is downloaded or loaded, so that a port in use is reported at once.
+    fn bind(args: &ServeOptions) -> Result<Port> {
+        let tasks = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .max_blocking_threads(BLOCKING_THREADS)
+            .enable_all()
+            .build()?;
+        let listener = tasks.block_on(bind(&format!("{}:{}", args.server.host, args.server.port)))?;
+        Ok(Port { tasks, listener })
+    }
 }
 
 /// The device, which `keel serve` takes all planned memory of at the start.
 fn device(args: &ServeOptions) -> DeviceArgs {
-    if args.holding.on_demand { args.device.clone() } else { args.device.with_resident_memory() }
+    if args.memory.on_demand { args.device.clone() } else { args.device.with_resident_memory() }
 }
 
 fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
@@ -247,17 +259,19 @@ fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
 }
 
 fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) -> Result<()> {
+    // The model may be downloaded, which can take hours. Wrong keys and a port in use are reported before that.
+    let mut server_options = server_options(args)?;
+    let port = Port::bind(args)?;
     let model = source::open(named.map(|named| named.model.as_str()), mmproj)?;
     let text = ServedText::new(&model.text_files()?)?;
-    let mut server_options = server_options(args)?;
     server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
         Some(name) => name,
         None => named::of(&model),
     };
     server_options.prefix_store = prefix_store(args, &model, None)?;
     let options = server_plan::plan_server(args, &Subject::of(&model), server_plan::Models::One)?.options;
-    let text = with_image_preprocessor(text, args, &model, &options)?;
-    listen(args, text, server_options, options, |device| {
+    let text = with_image_preprocessor(text, args.memory.image_pixels(), &model, options.vision)?;
+    listen(args, port, text, server_options, options, |device| {
         let session = Session::load(device, &model, options)?;
         session::close(model);
         Ok(session)
@@ -266,7 +280,7 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) 
 
 /// Serves a shape with random weights, and with a stand-in for the tokenizer.
 fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
-    let subject = shape.subject(args.holding.drafts.is_some_and(|drafts| drafts > 0))?;
+    let subject = shape.subject(args.memory.drafts.is_some_and(|drafts| drafts > 0))?;
     let text = ServedText::new(&TextFiles::of_bytes(subject.config.vocab)?)?;
     let mut server_options = server_options(args)?;
     server_options.model_id = args.server.name.clone().unwrap_or_else(|| subject.name.clone());
@@ -279,24 +293,24 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         "the weights of {} are random: answers mean nothing, and texts are read and written in bytes",
         subject.name
     );
-    listen(args, text, server_options, options, |device| {
+    listen(args, Port::bind(args)?, text, server_options, options, |device| {
         let session = Session::start(subject.on(device), options)?;
         session::forget();
         Ok(session)
     })
 }
 
-/// Loads the one model and serves it.
+/// Loads the one model and serves it at this port.
 fn listen(
     args: &ServeOptions,
+    port: Port,
     text: ServedText,
     server_options: ServerOptions,
     options: EngineOptions,
     load: impl FnOnce(&DeviceArgs) -> Result<Session>,
 ) -> Result<()> {
-    tasks()?.block_on(async {
-        // The port is bound before the model is loaded, so that a port in use is reported at once.
-        let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
+    let Port { tasks, listener } = port;
+    tasks.block_on(async {
         let mut session = load(&device(args))?;
         session.make_ready()?;
         tracing::info!(
@@ -323,19 +337,23 @@ fn listen(
         }
         let requests = human_bytes(server_options.request_memory);
         tracing::info!("up to {requests} more are used for requests: bodies, texts and their copies");
-        if args.holding.overcommit {
+        if args.memory.overcommit {
             let swap = human_bytes(session.planned.get(Category::Swap));
             tracing::info!("--overcommit: {swap} of host memory hold parked sequences");
         }
         let address = listener.local_addr()?;
         warn_if_open(address, &server_options);
         tracing::info!("{} is served at http://{address}", server_options.model_id);
-        let server = Server::new(session.engine, text, server_options)?;
-        let nodes = &args.device.split.nodes;
-        let drain = node::signal_or_loss(nodes);
-        let _serving = nodes.signals.as_ref().map(Signals::serving);
-        Ok(server.run(listener, drain, second_signal()).await?)
+        run_server(Server::new(session.engine, text, server_options)?, listener, args).await
     })
+}
+
+/// Serves until a signal, or until a node is lost.
+async fn run_server(server: Server, listener: TcpListener, args: &ServeOptions) -> Result<()> {
+    let nodes = &args.device.split.nodes;
+    let drain = node::signal_or_loss(nodes);
+    let _serving = nodes.signals.as_ref().map(Signals::serving);
+    Ok(server.run(listener, drain, second_signal()).await?)
 }
 
 async fn second_signal() {
@@ -343,16 +361,15 @@ async fn second_signal() {
     wait_for_signal().await;
 }
 
-/// The text side of a model that is shown pictures, if any are planned for.
+/// The text side of a model that is shown pictures of at most this many pixels, if any are planned for.
 fn with_image_preprocessor(
     text: ServedText,
-    args: &ServeOptions,
+    pixels: usize,
     model: &ModelFiles,
-    options: &EngineOptions,
+    vision: Option<VisionOptions>,
 ) -> Result<ServedText> {
-    let Some(vision) = options.vision else { return Ok(text) };
-    let preprocessor =
-        vision::image_preprocessor(model, &text.tokenizer, args.holding.image_pixels(), vision.pictures)?;
+    let Some(VisionOptions { pictures, .. }) = vision else { return Ok(text) };
+    let preprocessor = vision::image_preprocessor(model, &text.tokenizer, pixels, pictures)?;
     Ok(text.with_preprocessor(preprocessor))
 }
 
@@ -382,9 +399,9 @@ fn server_options(args: &ServeOptions) -> Result<ServerOptions> {
             step_tokens: args.requests.step_tokens,
             queue_limit: args.requests.queue,
             queue_timeout: Duration::from_secs(args.requests.queue_timeout),
-            reuse_prefixes: !args.holding.no_prefix_reuse,
-            reuse_generated: !args.holding.no_prefix_reuse && !exact,
-            speculation: args.drafts.options(args.holding.drafts)?,
+            reuse_prefixes: !args.memory.no_prefix_reuse,
+            reuse_generated: !args.memory.no_prefix_reuse && !exact,
+            speculation: args.drafts.options(args.memory.drafts)?,
         },
         max_tokens_default: args.requests.max_tokens,
         deadline: Duration::from_secs(args.requests.deadline),

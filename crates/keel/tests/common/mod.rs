@@ -89,6 +89,13 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// The bytes of all categories of a plan or a report of memory.
+pub fn total(categories: &Value) -> u64 {
+    let categories = categories.as_object().expect("categories").iter();
+    // The memory of requests is a bound, which no ledger has.
+    categories.filter(|(name, _)| *name != "requests").filter_map(|(_, bytes)| bytes.as_u64()).sum()
+}
+
 /// A path as an argument.
 pub fn arg(path: &Path) -> &str {
     path.to_str().expect("UTF-8")

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use half::f16;
-use serde_json::{Value, json};
+use keel_testkit::fixtures::safetensors::{FileTensor, file};
+use serde_json::Value;
 
 /// Pseudo-random numbers.
 pub struct Numbers(pub u64);
@@ -43,16 +44,11 @@ pub fn words(values: &[u32], shifts: [u32; 8]) -> Vec<u8> {
 
 /// Writes tensors as the weights of a folder.
 pub fn save(folder: &Path, tensors: &Tensors) {
-    let mut header = serde_json::Map::new();
-    let mut data = Vec::new();
-    for (name, (dtype, shape, bytes)) in tensors {
-        let offsets = [data.len(), data.len() + bytes.len()];
-        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
-        data.extend_from_slice(bytes);
-    }
-    let header = serde_json::to_vec(&header).expect("JSON");
-    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
-    std::fs::write(folder.join("model.safetensors"), file).expect("the folder is writable");
+    let tensors: Vec<FileTensor> = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| FileTensor::new(name, dtype, shape, bytes.clone()))
+        .collect();
+    std::fs::write(folder.join("model.safetensors"), file(&tensors, None)).expect("the folder is writable");
 }
 
 /// Sets the quantisation in a folder's config.

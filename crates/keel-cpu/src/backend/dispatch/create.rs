@@ -1,9 +1,10 @@
 //! Constants, progressions, random numbers.
 
 use super::Call;
-use crate::kernels::generic::create::{generate, random_bits, random_normal, random_uniform};
+use crate::kernels::generic::create::{generate, random_normal, random_uniform};
 use crate::kernels::generic::scalar::{Scalar, with_scalar};
 use crate::pool::Worker;
+use keel_array::random::random_bits;
 use keel_array::{Op, RandomKind};
 
 pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) {

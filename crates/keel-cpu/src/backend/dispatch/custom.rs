@@ -3,7 +3,7 @@
 use super::{Bound, Call};
 use crate::kernels::generic::scalar::{Plain, Scalar};
 use crate::pool::Worker;
-use keel_array::{ArrayError, CustomKernel, DType, HostCall, HostSlice, HostSliceMut};
+use keel_array::{ArrayError, CustomKernel, DType, HostCall, HostSlice, HostSliceMut, panic_message};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError> {
@@ -18,7 +18,7 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>, worker: &Worker<'_>) -
     };
     // A panic in the user's code is the user's error, not the end of the pool.
     catch_unwind(AssertUnwindSafe(|| kernel.call(&mut host)))
-        .unwrap_or_else(|_| Err(call.error("the kernel panicked".into())))
+        .unwrap_or_else(|panic| Err(call.error(format!("the kernel panicked: {}", panic_message(&*panic)))))
 }
 
 fn input<'a>(x: &Bound<'a>) -> HostSlice<'a> {

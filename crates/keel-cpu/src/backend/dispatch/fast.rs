@@ -18,7 +18,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
             rms_norm(x.rows(1), call.inputs[1].values(), eps.get(), y.rows_mut(1), worker);
         }
         Op::AddRmsNorm { eps } => {
-            call.bring(1, 0, worker);
+            call.copy_input_to_output(1, 0, worker);
             let (sum, norm) = (y.rows_mut(1), call.outputs[1].rows_mut(1));
             add_rms_norm(x.rows(1), sum, call.inputs[2].values(), eps.get(), norm, worker);
         }

@@ -25,7 +25,7 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         }
         Op::Linear { weight, residual } => {
             let epilogue = if *residual {
-                call.bring(2, 0, worker);
+                call.copy_input_to_output(2, 0, worker);
                 Epilogue::Add
             } else {
                 Epilogue::Store

@@ -47,7 +47,7 @@ impl<'a> Call<'a> {
     }
 
     /// Copies input `from` to output `to` and waits for the other workers. Does nothing if both are the same memory.
-    fn bring(&self, from: usize, to: usize, worker: &Worker<'_>) {
+    fn copy_input_to_output(&self, from: usize, to: usize, worker: &Worker<'_>) {
         let (x, y) = (&self.inputs[from], &self.outputs[to]);
         if x.starts_at(y) {
             return;

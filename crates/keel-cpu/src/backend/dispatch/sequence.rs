@@ -26,9 +26,9 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
     if call.inputs[0].len() == 0 && !call.kernel.op.commits_open_rows() {
         return Ok(());
     }
-    if let Some((state, other)) = shared_state(call) {
-        return Err(call.error(format!("operands {state} and {other} share memory, but {state} is written")));
-    }
+    let inputs = call.inputs;
+    let checked = call.kernel.op.check_states(inputs.len(), |i, j| inputs[i].overlaps(&inputs[j]));
+    checked.map_err(|reason| call.error(reason))?;
     let outcome = match &call.kernel.op {
         Op::CausalConv(spec) => conv(spec, call, worker),
         Op::GatedDelta(spec) if call.inputs[5].dtype == DType::F16 => delta::<f16>(spec, call, worker),
@@ -42,14 +42,6 @@ pub(super) fn run(call: &Call<'_>, worker: &Worker<'_>) -> Result<(), ArrayError
         op => unreachable!("{} has no memory", op.name()),
     };
     outcome.map_err(|reason| call.error(reason))
-}
-
-/// A state and another operand that share memory. A user's graph can cause this.
-fn shared_state(call: &Call<'_>) -> Option<(usize, usize)> {
-    let states = call.kernel.op.mutated_inputs();
-    let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
-    let mut pairs = pairs.filter(|(state, other)| state != other);
-    pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other]))
 }
 
 pub(super) fn workspace_bytes(kernel: &Kernel, workers: usize) -> usize {
@@ -92,7 +84,6 @@ fn conv(spec: &ConvSpec, call: &Call<'_>, worker: &Worker<'_>) -> Result<(), Str
     let task = CausalConv {
         x: x.rows(1),
         weight: weight.values(),
-        bias: None,
         batch: rows,
         slot: slots,
         window: window.shared(),

@@ -11,7 +11,8 @@
 
 use super::page::{score_tile, softmax_page, weigh_values};
 use super::segments::{pages_of, segment_of};
-use super::{Attention, HEAD_DIM_MAX, KvRead, MASKED, PAGE, TILE};
+use super::{Attention, HEAD_DIM_MAX, KvRead, MASKED, PAGE, TILE, first_seen};
+use crate::kernels::rows::{Batch, RowsMut};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp};
@@ -40,6 +41,15 @@ pub fn attention_decode<P: KvRead>(
     workspace: SharedMut<'_, f32>,
     worker: &Worker<'_>,
 ) {
+    P::decode(attention, workspace, worker);
+}
+
+/// [`attention_decode`] over pages of any form.
+pub(super) fn run<P: KvRead>(
+    attention: &Attention<'_, P>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
     attention.check();
     let size = attention.pages.head_dim();
     assert!(size.is_multiple_of(LANES) && size <= HEAD_DIM_MAX, "attention_decode: heads of {size} values");
@@ -58,7 +68,9 @@ pub fn attention_decode<P: KvRead>(
     let partials = Partials { data: workspace, heads: attention.heads(), segments: segments(pages), size };
     simd::run_at(worker.isa, Sweep { attention, partials, scratch, worker });
     worker.barrier();
-    simd::run_at(worker.isa, Join { attention, partials, worker });
+    let Attention { batch, window, y, .. } = *attention;
+    let heads = attention.heads();
+    simd::run_at(worker.isa, Join { batch, window, heads, y, partials, worker });
 }
 
 /// One segment's contribution to one query: the weighted values, then the largest score, then the sum of weights.
@@ -81,10 +93,10 @@ impl<'a> Partials<'a> {
     }
 }
 
-/// The pages that rows at `positions` see.
+/// The pages that rows at `positions` see under a window.
 #[inline(always)]
-fn pages_seen<P: KvRead>(attention: &Attention<'_, P>, positions: Range<usize>) -> Range<usize> {
-    attention.first_seen(positions.start) / PAGE..(positions.end - 1) / PAGE + 1
+fn pages_seen(window: Option<usize>, positions: Range<usize>) -> Range<usize> {
+    first_seen(window, positions.start) / PAGE..(positions.end - 1) / PAGE + 1
 }
 
 /// The positions of the rows of sequence `b`.
@@ -119,7 +131,7 @@ impl<P: KvRead> VectorKernel for Sweep<'_, '_, P> {
             if positions.is_empty() {
                 continue;
             }
-            let (seen, held) = (pages_seen(attention, positions), pages_of(unit.segment));
+            let (seen, held) = (pages_seen(attention.window, positions), pages_of(unit.segment));
             let pages = seen.start.max(held.start)..seen.end.min(held.end);
             if !pages.is_empty() {
                 sweep_segment(s, attention, &self.partials, unit, pages, &mut *self.scratch);
@@ -238,7 +250,8 @@ impl<P: KvRead> PageSweep<'_, '_, P> {
             // SAFETY: only this unit has these queries on this segment.
             let partial = unsafe { self.partials.get(row(i), head(i), self.segment) };
             let (output, state) = partial.split_at_mut(size);
-            let factor = softmax_page(s, weights, seen, attention.scale, state);
+            let [largest, sum] = state else { unreachable!("two values after the output") };
+            let factor = softmax_page(s, weights, seen, attention.scale, largest, sum);
             for output in output.as_chunks_mut::<LANES>().0 {
                 s.store(s.mul(s.load(output), s.splat(factor)), output);
             }
@@ -250,28 +263,31 @@ impl<P: KvRead> PageSweep<'_, '_, P> {
     }
 }
 
-struct Join<'a, 'w, P> {
-    attention: &'a Attention<'a, P>,
+/// The second phase. It reads no pages, so it is the same for pages of all forms.
+struct Join<'a, 'w> {
+    batch: Batch<'a>,
+    window: Option<usize>,
+    heads: usize,
+    y: RowsMut<'a>,
     partials: Partials<'a>,
     worker: &'a Worker<'w>,
 }
 
-impl<P: KvRead> VectorKernel for Join<'_, '_, P> {
+impl VectorKernel for Join<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let attention = self.attention;
-        let heads = attention.heads();
-        for unit in self.worker.claim(attention.batch.rows() * heads, 1).flatten() {
+        let (batch, heads) = (self.batch, self.heads);
+        for unit in self.worker.claim(batch.rows() * heads, 1).flatten() {
             let (t, head) = (unit / heads, unit % heads);
-            let b = attention.batch.sequence_of(t);
-            let position = attention.batch.position[b] as usize + t - attention.batch.rows_of(b).start;
-            let pages = pages_seen(attention, position..position + 1);
+            let b = batch.sequence_of(t);
+            let position = batch.position[b] as usize + t - batch.rows_of(b).start;
+            let pages = pages_seen(self.window, position..position + 1);
             self.join_segments(s, t, head, segment_of(pages.start)..segment_of(pages.end - 1) + 1);
         }
     }
 }
 
-impl<P: KvRead> Join<'_, '_, P> {
+impl Join<'_, '_> {
     /// `y = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p`, segments `p` in order.
     #[inline(always)]
     fn join_segments<S: Simd>(&self, s: S, t: usize, head: usize, segments: Range<usize>) {
@@ -279,7 +295,7 @@ impl<P: KvRead> Join<'_, '_, P> {
         // SAFETY: the sweep is over, so partials are only read. Each row and head of `y` is claimed once.
         let (partial, y) = unsafe {
             let partial = |segment| &*self.partials.get(t, head, segment);
-            (partial, self.attention.y.part(t, head * size..(head + 1) * size))
+            (partial, self.y.part(t, head * size..(head + 1) * size))
         };
         let largest = segments.clone().map(|segment| partial(segment)[size]).fold(MASKED, f32::max);
         let mut sum = 0.0;

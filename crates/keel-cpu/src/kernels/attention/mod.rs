@@ -56,6 +56,12 @@ pub struct Attention<'a, P> {
     pub y: RowsMut<'a>,
 }
 
+/// First position that a row at `position` sees under a window.
+#[inline]
+fn first_seen(window: Option<usize>, position: usize) -> usize {
+    window.map_or(0, |window| (position + 1).saturating_sub(window))
+}
+
 impl<P: KvRead> Attention<'_, P> {
     /// Query heads.
     fn heads(&self) -> usize {
@@ -64,7 +70,7 @@ impl<P: KvRead> Attention<'_, P> {
 
     /// First position that the row at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
-        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+        first_seen(self.window, position)
     }
 
     /// One past the last position that row `t` of sequence `b`, which is at `position`, sees.

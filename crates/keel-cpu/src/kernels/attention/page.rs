@@ -2,8 +2,8 @@
 
 #![allow(clippy::needless_range_loop, reason = "registers are numbered, not iterated")]
 
-use super::{KvElement, PAGE, TILE};
-use crate::simd::{LANES, Simd, exp};
+use super::{PAGE, TILE};
+use crate::simd::{Element, LANES, Simd, exp};
 use std::ops::Range;
 
 /// Distance of prefetching in a tile of keys, in rows of 64 values.
@@ -15,7 +15,7 @@ const VALUE_ROWS: usize = 16;
 
 /// `scores[i][tile * 64 ..][..64] = queries[..][i] . key` for the 64 keys of a tile `[D, 64]`.
 #[inline(always)]
-pub(super) fn score_tile<S: Simd, E: KvElement, const Q: usize>(
+pub(super) fn score_tile<S: Simd, E: Element, const Q: usize>(
     s: S,
     queries: &[[f32; Q]],
     keys: &[E],
@@ -45,40 +45,41 @@ pub(super) fn score_tile<S: Simd, E: KvElement, const Q: usize>(
     }
 }
 
-/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`, and updates the query's `state` (largest
-/// score, sum). Returns the factor that rescales earlier sums to the new largest score.
+/// Turns scores into `e^(scale * score - largest)`, zero outside `seen`, and updates the query's largest score and sum.
+/// Returns the factor that rescales earlier sums to the new largest score.
 #[inline(always)]
 pub(super) fn softmax_page<S: Simd>(
     s: S,
     scores: &mut [f32],
     seen: Range<usize>,
     scale: f32,
-    state: &mut [f32],
+    largest: &mut f32,
+    total: &mut f32,
 ) -> f32 {
     scores[..seen.start].fill(f32::NEG_INFINITY);
     scores[seen.end..].fill(f32::NEG_INFINITY);
     let (chunks, _) = scores.as_chunks_mut::<LANES>();
-    let mut largest = s.splat(state[0]);
+    let mut high = s.splat(*largest);
     for chunk in chunks.iter_mut() {
         let scaled = s.mul(s.load(chunk), s.splat(scale));
-        largest = s.max(scaled, largest);
+        high = s.max(scaled, high);
         s.store(scaled, chunk);
     }
-    let largest = s.max_lane(largest);
+    let before = std::mem::replace(largest, s.max_lane(high));
     let mut sum = s.splat(0.0);
     for chunk in chunks {
-        let weight = exp(s, s.sub(s.load(chunk), s.splat(largest)));
+        let weight = exp(s, s.sub(s.load(chunk), s.splat(*largest)));
         sum = s.add(sum, weight);
         s.store(weight, chunk);
     }
-    let factor = s.to_array(exp(s, s.splat(state[0] - largest)))[0];
-    (state[0], state[1]) = (largest, state[1] * factor + s.sum(sum));
+    let factor = s.to_array(exp(s, s.splat(before - *largest)))[0];
+    *total = *total * factor + s.sum(sum);
     factor
 }
 
 /// `outputs[i] += sum_j weights[i][j] * values[j]` over the keys `seen`.
 #[inline(always)]
-pub(super) fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
+pub(super) fn weigh_values<S: Simd, E: Element, const Q: usize>(
     s: S,
     weights: &[[f32; PAGE]; Q],
     values: &[E],
@@ -103,7 +104,7 @@ pub(super) fn weigh_values<S: Simd, E: KvElement, const Q: usize>(
 
 /// Adds the values of the keys `seen` to `N` vectors of columns from `d` on; returns the number of columns.
 #[inline(always)]
-fn weigh_columns<S: Simd, E: KvElement, const Q: usize, const N: usize>(
+fn weigh_columns<S: Simd, E: Element, const Q: usize, const N: usize>(
     s: S,
     weights: &[[f32; PAGE]; Q],
     values: &[E],

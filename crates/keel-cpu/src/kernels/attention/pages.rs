@@ -8,10 +8,11 @@
 //! Writing one token touches one cache line (64 bytes) for each of its `KV * D` key values. With 2 heads of 256 that is
 //! 32 KB a layer, as much as reading the f16 keys of 32 tokens.
 
+use super::{Attention, decode, prefill};
 use crate::kernels::rows::{Batch, Rows};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::Simd;
+use crate::simd::Element;
 use half::f16;
 use std::ops::Range;
 
@@ -21,51 +22,79 @@ pub const PAGE: usize = 256;
 pub const TILE: usize = 64;
 
 /// A number type that keys and values are kept in.
-pub trait KvElement: sealed::Load {}
-impl KvElement for f32 {}
-impl KvElement for f16 {}
+pub trait KvElement: Element + sealed::Attend {}
 
-/// Keeps this crate's vector types out of its public interface.
-pub(crate) mod sealed {
-    use super::{Simd, f16};
+mod sealed {
+    use super::{Attention, Batch, KvPages, KvPagesMut, PageTable, Rows, SharedMut, Worker};
 
-    pub trait Load: Copy + Send + Sync + 'static {
-        /// Rounds to nearest, ties to even. A value beyond the range becomes the nearest end of the range.
-        fn from_f32(x: f32) -> Self;
-        /// Sixteen values at `p`, widened.
-        ///
-        /// # Safety
-        /// `p` must be valid for reading sixteen values.
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V;
-    }
+    /// The kernels over pages of one element.
+    pub trait Attend: Sized {
+        /// [`attention_decode`](crate::kernels::attention::attention_decode)
+        fn decode(
+            attention: &Attention<'_, KvPages<'_, Self>>,
+            workspace: SharedMut<'_, f32>,
+            worker: &Worker<'_>,
+        );
 
-    impl Load for f32 {
-        #[inline(always)]
-        fn from_f32(x: f32) -> f32 {
-            x
-        }
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const f32) -> S::V {
-            // SAFETY: the caller's promise.
-            unsafe { s.load_ptr(p) }
-        }
-    }
+        /// [`attention_prefill`](crate::kernels::attention::attention_prefill)
+        fn prefill(
+            attention: &Attention<'_, KvPages<'_, Self>>,
+            workspace: SharedMut<'_, f32>,
+            worker: &Worker<'_>,
+        );
 
-    impl Load for f16 {
-        #[inline(always)]
-        fn from_f32(x: f32) -> f16 {
-            f16::from_f32(x.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const()))
-        }
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const f16) -> S::V {
-            // SAFETY: the caller's promise; f16 is a transparent u16.
-            unsafe { s.load_f16_ptr(p.cast()) }
-        }
+        /// [`kv_write`](crate::kernels::attention::kv_write)
+        fn write_rows(
+            k: Rows<'_>,
+            v: Rows<'_>,
+            batch: Batch<'_>,
+            table: PageTable<'_>,
+            pages: KvPagesMut<'_, Self>,
+            worker: &Worker<'_>,
+        );
     }
 }
+
+/// Implements the kernels for each element without type parameters. So they are compiled in this crate, and not again
+/// in each program that calls them.
+macro_rules! kv_elements {
+    ($($element:ty)+) => { $(
+        impl KvElement for $element {}
+
+        impl sealed::Attend for $element {
+            #[inline(never)]
+            fn decode(
+                attention: &Attention<'_, KvPages<'_, $element>>,
+                workspace: SharedMut<'_, f32>,
+                worker: &Worker<'_>,
+            ) {
+                decode::run(attention, workspace, worker);
+            }
+
+            #[inline(never)]
+            fn prefill(
+                attention: &Attention<'_, KvPages<'_, $element>>,
+                workspace: SharedMut<'_, f32>,
+                worker: &Worker<'_>,
+            ) {
+                prefill::run(attention, workspace, worker);
+            }
+
+            #[inline(never)]
+            fn write_rows(
+                k: Rows<'_>,
+                v: Rows<'_>,
+                batch: Batch<'_>,
+                table: PageTable<'_>,
+                pages: KvPagesMut<'_, $element>,
+                worker: &Worker<'_>,
+            ) {
+                write_rows(k, v, batch, table, pages, worker);
+            }
+        }
+    )+ };
+}
+kv_elements!(f32 f16);
 
 /// The pools of one layer's pages, to read.
 #[derive(Clone, Copy)]
@@ -111,6 +140,18 @@ pub trait KvRead: Copy + Send + Sync {
         tokens: Range<usize>,
         scratch: &'s mut [f32],
     ) -> &'s [Self::Element];
+
+    /// [`attention_decode`](super::attention_decode) over these pages.
+    #[doc(hidden)]
+    fn decode(attention: &Attention<'_, Self>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+        decode::run(attention, workspace, worker);
+    }
+
+    /// [`attention_prefill`](super::attention_prefill) over these pages.
+    #[doc(hidden)]
+    fn prefill(attention: &Attention<'_, Self>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+        prefill::run(attention, workspace, worker);
+    }
 }
 
 impl<E: KvElement> KvRead for KvPages<'_, E> {
@@ -138,6 +179,14 @@ impl<E: KvElement> KvRead for KvPages<'_, E> {
     fn values<'s>(&'s self, page: usize, head: usize, _: Range<usize>, _: &'s mut [f32]) -> &'s [E] {
         let start = (page * self.kv_heads + head) * PAGE * self.head_dim;
         &self.values[start..start + PAGE * self.head_dim]
+    }
+
+    fn decode(attention: &Attention<'_, Self>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+        E::decode(attention, workspace, worker);
+    }
+
+    fn prefill(attention: &Attention<'_, Self>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+        E::prefill(attention, workspace, worker);
     }
 }
 
@@ -170,6 +219,19 @@ pub trait KvWrite: Copy + Send + Sync {
     /// # Panics
     /// If the token lies outside the pool.
     unsafe fn write(&self, page: usize, head: usize, slot: usize, key: &[f32], value: &[f32]);
+
+    /// [`kv_write`] to these pages.
+    #[doc(hidden)]
+    fn write_rows(
+        k: Rows<'_>,
+        v: Rows<'_>,
+        batch: Batch<'_>,
+        table: PageTable<'_>,
+        pages: Self,
+        worker: &Worker<'_>,
+    ) {
+        write_rows(k, v, batch, table, pages, worker);
+    }
 }
 
 impl<E: KvElement> KvWrite for KvPagesMut<'_, E> {
@@ -195,6 +257,17 @@ impl<E: KvElement> KvWrite for KvPagesMut<'_, E> {
         for (y, &x) in row.iter_mut().zip(value) {
             *y = E::from_f32(x);
         }
+    }
+
+    fn write_rows(
+        k: Rows<'_>,
+        v: Rows<'_>,
+        batch: Batch<'_>,
+        table: PageTable<'_>,
+        pages: Self,
+        worker: &Worker<'_>,
+    ) {
+        E::write_rows(k, v, batch, table, pages, worker);
     }
 }
 
@@ -224,6 +297,18 @@ impl PageTable<'_> {
 /// # Panics
 /// If the shapes disagree or a page lies outside the pool.
 pub fn kv_write<P: KvWrite>(
+    k: Rows<'_>,
+    v: Rows<'_>,
+    batch: Batch<'_>,
+    table: PageTable<'_>,
+    pages: P,
+    worker: &Worker<'_>,
+) {
+    P::write_rows(k, v, batch, table, pages, worker);
+}
+
+/// [`kv_write`] to pages of any form.
+fn write_rows<P: KvWrite>(
     k: Rows<'_>,
     v: Rows<'_>,
     batch: Batch<'_>,

@@ -6,11 +6,12 @@
 //!
 //! Floor: `4 * D` operations for each query head and visible pair of positions; `n` tokens have about `n^2 / 2` pairs.
 
+use super::page::softmax_page;
 use super::{Attention, KvRead, MASKED, PAGE, TILE};
 use crate::kernels::small_gemm::{Matrix, SmallGemm, Start};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
-use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
+use crate::simd::{self, LANES, Simd, VectorKernel, lanes};
 use std::ops::Range;
 
 /// Positions of a block of queries.
@@ -32,6 +33,15 @@ fn worker_len(head_dim: usize) -> usize {
 /// # Panics
 /// If the shapes disagree, `D` is not a multiple of 16, the workspace is too small, or a page lies outside the pool.
 pub fn attention_prefill<P: KvRead>(
+    attention: &Attention<'_, P>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
+    P::prefill(attention, workspace, worker);
+}
+
+/// [`attention_prefill`] over pages of any form.
+pub(super) fn run<P: KvRead>(
     attention: &Attention<'_, P>,
     workspace: SharedMut<'_, f32>,
     worker: &Worker<'_>,
@@ -126,7 +136,8 @@ impl<P: KvRead> Block<'_, '_, P> {
             for i in 0..self.positions.len() {
                 let row = &mut scores[i * PAGE..][tiles.clone()];
                 let seen = self.seen(i, page * PAGE + tiles.start, row.len());
-                factors[i] = softmax_row(s, row, seen, &mut largest[i], &mut sums[i]);
+                // The queries are scaled. A scale of 1 changes no bit and leaves no instruction.
+                factors[i] = softmax_page(s, row, seen, 1.0, &mut largest[i], &mut sums[i]);
             }
             self.weigh(s, scores, page, seen, Rescaled { factors, outputs }, pages);
         }
@@ -218,33 +229,4 @@ impl<P: KvRead> Block<'_, '_, P> {
     fn kv_head(&self) -> usize {
         self.head / (self.attention.heads() / self.attention.pages.kv_heads())
     }
-}
-
-/// Turns scores into `e^(score - largest)`, zero outside `seen`, and updates the row's largest score and sum. Returns
-/// the factor that rescales earlier sums to the new largest score.
-#[inline(always)]
-fn softmax_row<S: Simd>(
-    s: S,
-    scores: &mut [f32],
-    seen: Range<usize>,
-    largest: &mut f32,
-    sum: &mut f32,
-) -> f32 {
-    scores[..seen.start].fill(f32::NEG_INFINITY);
-    scores[seen.end..].fill(f32::NEG_INFINITY);
-    let (chunks, _) = scores.as_chunks_mut::<LANES>();
-    let mut high = s.splat(*largest);
-    for chunk in chunks.iter() {
-        high = s.max(s.load(chunk), high);
-    }
-    let before = std::mem::replace(largest, s.max_lane(high));
-    let mut part = s.splat(0.0);
-    for chunk in chunks {
-        let weight = exp(s, s.sub(s.load(chunk), s.splat(*largest)));
-        part = s.add(part, weight);
-        s.store(weight, chunk);
-    }
-    let factor = s.to_array(exp(s, s.splat(before - *largest)))[0];
-    *sum = *sum * factor + s.sum(part);
-    factor
 }

@@ -101,6 +101,11 @@ pub fn gated_delta<E: StateElement>(
     workspace: SharedMut<'_, f32>,
     worker: &Worker<'_>,
 ) {
+    E::step(task, workspace, worker);
+}
+
+/// [`gated_delta`] for a state of any element.
+fn run<E: StateElement>(task: &GatedDelta<'_, E>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
     let shape = &task.inputs.shape;
     task.inputs.check(task.batch.rows());
     assert_eq!(task.slot.len(), task.batch.sequences());

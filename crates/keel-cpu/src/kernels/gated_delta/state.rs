@@ -2,92 +2,50 @@
 
 use half::f16;
 
-use crate::kernels::generic::scalar::Plain;
-use crate::simd::{LANES, Simd};
+use super::GatedDelta;
+use crate::kernels::gated_delta_chunked;
+use crate::pool::Worker;
+use crate::shared_slice::SharedMut;
+use crate::simd::{Element, LANES, Simd};
 
 /// An element of a state: f32, or f16 for half of the memory and traffic. Arithmetic is in f32. A state in f16 is
 /// rounded after each update, so a row that another row follows in its step has the bits of a row whose state went to
 /// memory.
-pub trait StateElement: Plain + element::Vectors {}
+pub trait StateElement: Element + sealed::Rule {}
 
-impl StateElement for f32 {}
-impl StateElement for f16 {}
+mod sealed {
+    use super::{GatedDelta, SharedMut, Worker};
 
-pub(super) mod element {
-    use super::{LANES, Simd, f16};
+    /// The kernels over states of one element.
+    pub trait Rule: Sized {
+        /// [`gated_delta`](crate::kernels::gated_delta::gated_delta)
+        fn step(task: &GatedDelta<'_, Self>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>);
 
-    pub trait Vectors: Sized {
-        /// Sixteen values at `p`, widened.
-        ///
-        /// # Safety
-        /// `p` must be valid for reading sixteen values.
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V;
-
-        /// Writes sixteen values that [`Vectors::kept`] gave.
-        ///
-        /// # Safety
-        /// `p` must be valid for writing sixteen values.
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn store<S: Simd>(s: S, x: S::V, p: *mut Self);
-
-        /// `x` as memory keeps it. f16: rounded to nearest, ties to even, and at most 65,504 in magnitude.
-        #[allow(private_bounds, private_interfaces)]
-        fn kept<S: Simd>(s: S, x: S::V) -> S::V;
-    }
-
-    impl Vectors for f32 {
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const f32) -> S::V {
-            // SAFETY: the caller's promise.
-            unsafe { s.load_ptr(p) }
-        }
-
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn store<S: Simd>(s: S, x: S::V, p: *mut f32) {
-            // SAFETY: the caller's promise.
-            unsafe { s.store_ptr(x, p) }
-        }
-
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        fn kept<S: Simd>(_: S, x: S::V) -> S::V {
-            x
-        }
-    }
-
-    impl Vectors for f16 {
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn load<S: Simd>(s: S, p: *const f16) -> S::V {
-            // SAFETY: the caller's promise; f16 is a transparent u16.
-            unsafe { s.load_f16_ptr(p.cast()) }
-        }
-
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        unsafe fn store<S: Simd>(s: S, x: S::V, p: *mut f16) {
-            // SAFETY: the caller's promise; f16 is a transparent u16.
-            unsafe { s.store_f16_ptr(x, p.cast()) }
-        }
-
-        #[inline(always)]
-        #[allow(private_bounds, private_interfaces)]
-        fn kept<S: Simd>(s: S, x: S::V) -> S::V {
-            let (low, high) = (s.splat(f16::MIN.to_f32_const()), s.splat(f16::MAX.to_f32_const()));
-            // A NaN stays one: it is less than nothing.
-            let x = s.select_lt(x, low, low, s.select_lt(high, x, high, x));
-            let mut halves = [0u16; LANES];
-            // SAFETY: the array has sixteen values.
-            unsafe {
-                s.store_f16_ptr(x, halves.as_mut_ptr());
-                s.load_f16_ptr(halves.as_ptr())
-            }
-        }
+        /// [`gated_delta_chunked`](crate::kernels::gated_delta_chunked::gated_delta_chunked)
+        fn chunks(task: &GatedDelta<'_, Self>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>);
     }
 }
+
+/// Implements the kernels for each element without type parameters. So they are compiled in this crate, and not again
+/// in each program that calls them.
+macro_rules! state_elements {
+    ($($element:ty)+) => { $(
+        impl StateElement for $element {}
+
+        impl sealed::Rule for $element {
+            #[inline(never)]
+            fn step(task: &GatedDelta<'_, $element>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+                super::run(task, workspace, worker);
+            }
+
+            #[inline(never)]
+            fn chunks(task: &GatedDelta<'_, $element>, workspace: SharedMut<'_, f32>, worker: &Worker<'_>) {
+                gated_delta_chunked::run(task, workspace, worker);
+            }
+        }
+    )+ };
+}
+state_elements!(f32 f16);
 
 /// `N` vectors of a row. With N = 1, `x` may be shorter than a vector.
 #[inline(always)]
@@ -108,7 +66,7 @@ pub(super) fn load_row<E: StateElement, S: Simd, const N: usize>(s: S, x: &[E]) 
     row
 }
 
-/// Writes the values that [`load_row`] reads. They must be [`element::Vectors::kept`].
+/// Writes the values that [`load_row`] reads. They must be [`Element::kept`].
 #[inline(always)]
 pub(super) fn store_row<E: StateElement, S: Simd, const N: usize>(s: S, row: [S::V; N], x: &mut [E]) {
     if N == 1 && x.len() < LANES {
@@ -136,7 +94,7 @@ pub(crate) fn widen<E: StateElement, S: Simd>(s: S, from: &[E], to: &mut [f32]) 
     to.for_each(|rest| rest.fill(0.0));
 }
 
-/// Writes the front of `from`, which is [`element::Vectors::kept`].
+/// Writes the front of `from`, which is [`Element::kept`].
 #[inline(always)]
 #[allow(private_bounds)]
 pub(crate) fn narrow<E: StateElement, S: Simd>(s: S, from: &[f32], to: &mut [E]) {

@@ -62,8 +62,7 @@ impl<E: StateElement> VectorKernel for Step<'_, '_, E> {
             while start < end {
                 let unit = Unit { step: &self, b, head, start };
                 start += match (end - start) / LANES {
-                    0 => unit.run::<S, 1>(s, end - start),
-                    1 => unit.run::<S, 1>(s, LANES),
+                    0..2 => unit.run::<S, 1>(s, (end - start).min(LANES)),
                     2..4 => unit.run::<S, 2>(s, 2 * LANES),
                     4..8 => unit.run::<S, 4>(s, 4 * LANES),
                     _ => unit.run::<S, 8>(s, 8 * LANES),

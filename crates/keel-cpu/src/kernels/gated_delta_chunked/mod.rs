@@ -64,6 +64,15 @@ pub fn gated_delta_chunked<E: StateElement>(
     workspace: SharedMut<'_, f32>,
     worker: &Worker<'_>,
 ) {
+    E::chunks(task, workspace, worker);
+}
+
+/// [`gated_delta_chunked`] for a state of any element.
+pub(super) fn run<E: StateElement>(
+    task: &GatedDelta<'_, E>,
+    workspace: SharedMut<'_, f32>,
+    worker: &Worker<'_>,
+) {
     let shape = &task.inputs.shape;
     task.inputs.check(task.batch.rows());
     assert_eq!(task.slot.len(), task.batch.sequences());

@@ -1,6 +1,6 @@
 //! Moving elements: copies out of strides, joins, block replacement, conversion.
 
-use super::scalar::{Plain, Scalar};
+use super::scalar::{Plain, Scalar, Wide};
 use super::strided::Strided;
 use super::{BLOCK, GRAIN};
 use crate::pool::Worker;
@@ -18,24 +18,36 @@ pub fn copy<T: Plain>(x: Strided<'_, T>, y: SharedMut<'_, T>, worker: &Worker<'_
     }
 }
 
-/// `y[i] = x[i]` in another type.
+/// `y[i] = x[i]` in another type: floats by way of f32, all others by way of i64.
 ///
 /// # Panics
 /// If the lengths differ.
 pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker: &Worker<'_>) {
     assert_eq!(x.len(), y.len());
-    let mut block = [S::default(); BLOCK];
+    let mut block = [S::Wide::default(); BLOCK];
     for range in worker.claim(y.len(), GRAIN) {
         for start in range.clone().step_by(BLOCK) {
-            let len = BLOCK.min(range.end - start);
-            x.read(start, &mut block[..len]);
+            let block = &mut block[..BLOCK.min(range.end - start)];
+            read_wide(&x, start, block);
             // SAFETY: each range is claimed once.
-            let y = unsafe { y.range(start..start + len) };
-            for (y, x) in y.iter_mut().zip(&block[..len]) {
-                *y = if S::IS_FLOAT { D::from_f32(x.to_f32()) } else { D::from_i64(x.to_i64()) };
-            }
+            write_wide(block, unsafe { y.range(start..start + block.len()) });
         }
     }
+}
+
+/// Elements from `start` on, widened, at most a block. This and [`write_wide`] are functions of their own, so that the
+/// loops over elements are compiled for each type, not for each pair of types.
+#[inline(never)]
+fn read_wide<S: Scalar>(x: &Strided<'_, S>, start: usize, to: &mut [S::Wide]) {
+    let mut block = [S::default(); BLOCK];
+    let block = &mut block[..to.len()];
+    x.read(start, block);
+    to.iter_mut().zip(block).for_each(|(to, x)| *to = x.wide());
+}
+
+#[inline(never)]
+fn write_wide<W: Wide, D: Scalar>(from: &[W], y: &mut [D]) {
+    y.iter_mut().zip(from).for_each(|(y, x)| *y = x.narrow());
 }
 
 /// One operand of [`concatenate`]: its elements, and the number of them for each index of the leading axes.

@@ -1,7 +1,6 @@
 //! Arrays without inputs: constants, progressions, random numbers.
 //!
-//! Random element `i` of seed `s` depends only on `splitmix64(s, i)`, so any worker can compute any part:
-//! `z = s + (i + 1) * 0x9e3779b97f4a7c15`, then the finaliser of that generator.
+//! Random element `i` of seed `s` depends only on [`random_bits`]`(s, i)`, so any worker can compute any part.
 //! A uniform number is the upper 24 bits over `2^24`; a normal one is `sqrt(-2 ln(1 - u)) cos(2 pi v)` in f64, from
 //! the uniform numbers `2 i` and `2 i + 1`.
 
@@ -9,6 +8,7 @@ use super::GRAIN;
 use super::scalar::Plain;
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
+use keel_array::random::random_bits;
 
 /// `y[i] = f(i)`
 pub fn generate<T: Plain>(y: SharedMut<'_, T>, worker: &Worker<'_>, f: impl Fn(usize) -> T) {
@@ -18,14 +18,6 @@ pub fn generate<T: Plain>(y: SharedMut<'_, T>, worker: &Worker<'_>, f: impl Fn(u
         let y = unsafe { y.range(range) };
         y.iter_mut().enumerate().for_each(|(i, y)| *y = f(start + i));
     }
-}
-
-/// 64 random bits that depend only on seed and counter.
-pub fn random_bits(seed: u64, counter: u64) -> u64 {
-    let z = seed.wrapping_add(counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// A number uniformly distributed in `[0, 1)`.

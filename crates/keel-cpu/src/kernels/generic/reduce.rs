@@ -10,6 +10,7 @@ use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 use crate::simd::{self, LANES, Simd, VectorKernel, exp, lanes};
 use keel_array::Reduction;
+use keel_array::sampling::greatest;
 
 /// Work on one row; a trait because closures cannot be generic.
 trait RowFn<T> {
@@ -291,14 +292,7 @@ pub fn argmax_divided(
 
 /// Value and index of the first of the greatest numbers; NaN and 0 if there is no number.
 fn first_greatest(x: &[f32]) -> (f32, usize) {
-    // 32 independent maxima, which the compiler turns into vectors.
-    let mut greatest = [f32::NEG_INFINITY; 32];
-    for chunk in x.chunks(greatest.len()) {
-        for (greatest, &x) in greatest.iter_mut().zip(chunk) {
-            *greatest = if x > *greatest { x } else { *greatest };
-        }
-    }
-    let greatest = greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let greatest = greatest(x, |_| true);
     x.iter().position(|&x| x == greatest).map_or((f32::NAN, 0), |at| (greatest, at))
 }
 

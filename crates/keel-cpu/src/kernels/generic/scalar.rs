@@ -25,6 +25,10 @@ plain!(u8 u16 u32 u64 i32 i64 f16 bf16 f32 Flag);
 pub trait Scalar: Plain {
     /// True for float types.
     const IS_FLOAT: bool;
+    /// The type that it is computed in.
+    type Wide: Wide;
+    /// In the type that it is computed in.
+    fn wide(self) -> Self::Wide;
     /// As f32; exact for floats, nearest for integers.
     fn to_f32(self) -> f32;
     /// Nearest float; integers truncate towards zero and saturate, NaN is zero; a flag is `x != 0`.
@@ -35,9 +39,34 @@ pub trait Scalar: Plain {
     fn from_i64(x: i64) -> Self;
 }
 
+/// A type that numbers are computed in: f32 or i64.
+pub trait Wide: Plain {
+    /// As another type: [`Scalar::from_f32`] or [`Scalar::from_i64`].
+    fn narrow<T: Scalar>(self) -> T;
+}
+
+impl Wide for f32 {
+    #[inline(always)]
+    fn narrow<T: Scalar>(self) -> T {
+        T::from_f32(self)
+    }
+}
+
+impl Wide for i64 {
+    #[inline(always)]
+    fn narrow<T: Scalar>(self) -> T {
+        T::from_i64(self)
+    }
+}
+
 macro_rules! integer {
     ($($t:ty)*) => { $(impl Scalar for $t {
         const IS_FLOAT: bool = false;
+        type Wide = i64;
+        #[inline(always)]
+        fn wide(self) -> i64 {
+            self.to_i64()
+        }
         #[inline(always)]
         fn to_f32(self) -> f32 {
             self as f32
@@ -71,6 +100,11 @@ fn to_odd(x: i64) -> f32 {
 macro_rules! float {
     ($($t:ty, $to:expr, $from:expr, $integer:expr;)*) => { $(impl Scalar for $t {
         const IS_FLOAT: bool = true;
+        type Wide = f32;
+        #[inline(always)]
+        fn wide(self) -> f32 {
+            self.to_f32()
+        }
         #[inline(always)]
         fn to_f32(self) -> f32 {
             $to(self)
@@ -97,6 +131,11 @@ float! {
 
 impl Scalar for Flag {
     const IS_FLOAT: bool = false;
+    type Wide = i64;
+    #[inline(always)]
+    fn wide(self) -> i64 {
+        self.to_i64()
+    }
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self.to_i64() as f32

@@ -63,7 +63,7 @@ pub fn sort<T: Scalar>(
         // SAFETY: each row is claimed once.
         let (values, indices) = unsafe { (values.range(range.clone()), indices.range(range)) };
         indices.iter_mut().enumerate().for_each(|(i, index)| *index = i as u32);
-        indices.sort_unstable_by(|&i, &j| order.compare(x, i as usize, j as usize));
+        sort_indices(x, order, indices);
         gather(x, indices, values);
     }
 }
@@ -110,7 +110,13 @@ pub(super) fn largest<T: Scalar>(x: &[T], kept: &mut [u32]) {
             sift_down(x, order, kept, 0);
         }
     }
-    kept.sort_unstable_by(|&i, &j| order.compare(x, i as usize, j as usize));
+    sort_indices(x, order, kept);
+}
+
+/// Sorts indices of elements of `x`. One function for both callers: the library's sort is compiled for each type once.
+#[inline(never)]
+fn sort_indices<T: Scalar>(x: &[T], order: Order, indices: &mut [u32]) {
+    indices.sort_unstable_by(|&i, &j| order.compare(x, i as usize, j as usize));
 }
 
 fn sift_down<T: Scalar>(x: &[T], order: Order, heap: &mut [u32], mut root: usize) {

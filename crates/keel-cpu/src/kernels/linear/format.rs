@@ -231,14 +231,6 @@ pub(super) struct Units {
     pub stride: usize,
 }
 
-/// Bytes of a packed `[N, K]` matrix, for memory plans: [`PackedLayout::bytes`].
-///
-/// # Errors
-/// As [`PackedLayout::new`].
-pub fn packed_bytes(n: usize, k: usize, format: WeightFormat) -> Result<usize, Error> {
-    PackedLayout::new(n, k, format).map(|layout| layout.bytes())
-}
-
 const fn unit_bytes(format: WeightFormat) -> usize {
     match format {
         WeightFormat::Dense(float) => TILE_ROWS * float.bytes(),
@@ -253,25 +245,29 @@ mod tests {
 
     const Q4: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, params: FloatType::Bf16 };
 
+    fn bytes(n: usize, k: usize, format: WeightFormat) -> usize {
+        PackedLayout::new(n, k, format).unwrap().bytes()
+    }
+
     #[test]
     fn packed_matrices_take_no_more_than_their_checkpoint_and_the_padding_of_the_last_tile() {
         for bits in [2, 3, 4, 5, 6, 8] {
             for group in [32, 64, 128] {
                 let format = WeightFormat::Affine { bits, group, params: FloatType::F16 };
                 let canonical = |n: usize, k: usize| n * k * bits / 8 + n * k / group * 4;
-                assert_eq!(packed_bytes(48, 384, format).unwrap(), canonical(48, 384));
-                assert_eq!(packed_bytes(33, 384, format).unwrap(), canonical(48, 384));
+                assert_eq!(bytes(48, 384, format), canonical(48, 384));
+                assert_eq!(bytes(33, 384, format), canonical(48, 384));
             }
         }
-        assert_eq!(packed_bytes(16, 7, WeightFormat::Dense(FloatType::F32)).unwrap(), 16 * 7 * 4);
-        assert_eq!(packed_bytes(17, 7, WeightFormat::Dense(FloatType::F16)).unwrap(), 32 * 7 * 2);
-        assert_eq!(packed_bytes(17, 7, WeightFormat::Dense(FloatType::Bf16)).unwrap(), 32 * 8 * 2);
+        assert_eq!(bytes(16, 7, WeightFormat::Dense(FloatType::F32)), 16 * 7 * 4);
+        assert_eq!(bytes(17, 7, WeightFormat::Dense(FloatType::F16)), 32 * 7 * 2);
+        assert_eq!(bytes(17, 7, WeightFormat::Dense(FloatType::Bf16)), 32 * 8 * 2);
     }
 
     #[test]
     fn blocks_take_little_more_than_in_their_file() {
         for format in BlockFormat::ALL {
-            let packed = packed_bytes(32, 512, WeightFormat::Blocks(format)).unwrap();
+            let packed = bytes(32, 512, WeightFormat::Blocks(format));
             let file = 32 * format.row_bytes(512).unwrap();
             assert!((file..=file * 105 / 100).contains(&packed), "{format}: {packed} of {file} bytes");
         }
@@ -314,7 +310,7 @@ mod tests {
             (5, 96, Q4, "K must be a multiple of the group"),
             (usize::MAX / 4, 64, Q4, "the packed bytes exceed the address space"),
         ] {
-            let message = packed_bytes(n, k, format).unwrap_err().to_string();
+            let message = PackedLayout::new(n, k, format).unwrap_err().to_string();
             assert!(message.contains(reason) && message.contains(&format!("[1, {n}, {k}]")), "{message}");
         }
     }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Activations and results are f32. Weights are packed once, at load, and stay packed: 4 bits stay 4 bits.
-//! [`PackedLayout`] defines where everything lies, [`packed_bytes`] the size.
+//! [`PackedLayout`] defines where everything lies, and the size.
 //!
 //! ```
 //! use keel_cpu::isa::Isa;
@@ -51,7 +51,7 @@ mod routing;
 mod rows;
 mod schedule;
 
-pub use format::{FloatType, PAIR_ROWS, PackedLayout, TILE_ROWS, WeightFormat, packed_bytes};
+pub use format::{FloatType, PAIR_ROWS, PackedLayout, TILE_ROWS, WeightFormat};
 pub use pack::{Rows, pack, unpack_row};
 
 use crate::isa::Isa;
@@ -76,9 +76,13 @@ pub enum Compute {
 impl Compute {
     /// The fastest arithmetic on `isa` that loses no more precision than the weights' format has lost already.
     pub fn fastest(format: WeightFormat, isa: Isa) -> Compute {
+        Compute::fastest_where(format, isa.has_bf16_dots())
+    }
+
+    fn fastest_where(format: WeightFormat, has_bf16_dots: bool) -> Compute {
         match format {
             WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => Compute::Int8,
-            WeightFormat::Dense(FloatType::Bf16) if isa >= Isa::Avx512Vnni => Compute::Bf16,
+            WeightFormat::Dense(FloatType::Bf16) if has_bf16_dots => Compute::Bf16,
             WeightFormat::Dense(_) => Compute::F32,
         }
     }
@@ -118,8 +122,13 @@ impl Linear {
     /// If `compute` does not take the layout's format, or this machine lacks `isa`.
     pub fn new(layout: PackedLayout, compute: Compute, isa: Isa) -> Linear {
         assert!(isa <= Isa::best(), "kernels for {isa} cannot run here: this machine has {}", Isa::best());
+        let blocks = block::block_fns(isa, Linear::kernel(&layout, compute), &layout);
+        Linear { layout, compute, isa, blocks }
+    }
+
+    fn kernel(layout: &PackedLayout, compute: Compute) -> Kernel {
         assert!(compute.takes(layout.format()), "{compute:?} arithmetic with {:?} weights", layout.format());
-        let kernel = match (layout.format(), compute) {
+        match (layout.format(), compute) {
             (WeightFormat::Affine { bits, .. }, Compute::Int8) => Kernel::Int8(bits),
             (WeightFormat::Affine { bits, .. }, _) => Kernel::AffineF32(bits),
             (WeightFormat::Blocks(format), _) => Kernel::Coded(format),
@@ -127,8 +136,7 @@ impl Linear {
             (WeightFormat::Dense(FloatType::F32), _) => Kernel::F32,
             (WeightFormat::Dense(FloatType::Bf16), _) => Kernel::Bf16,
             (WeightFormat::Dense(FloatType::F16), _) => Kernel::F16,
-        };
-        Linear { layout, compute, isa, blocks: block::block_fns(isa, kernel, &layout) }
+        }
     }
 
     /// The weights' layout.
@@ -275,6 +283,21 @@ mod tests {
     use super::*;
     use crate::pool::ThreadPool;
 
+    /// A layer at the portable level. [`Linear::new`] refers to the kernels of all levels, so that these tests would
+    /// compile all of them.
+    fn portable(layout: PackedLayout, compute: Compute) -> Linear {
+        let blocks = block::portable_fns(Linear::kernel(&layout, compute));
+        Linear { layout, compute, isa: Isa::Portable, blocks }
+    }
+
+    #[test]
+    fn bf16_weights_are_multiplied_in_f32_where_bf16_dots_are_missing() {
+        let bf16 = WeightFormat::Dense(FloatType::Bf16);
+        assert_eq!(Compute::fastest_where(bf16, true), Compute::Bf16);
+        assert_eq!(Compute::fastest_where(bf16, false), Compute::F32);
+        assert_eq!(Compute::fastest(bf16, Isa::Avx512), Compute::F32);
+    }
+
     fn run(linear: &Linear, weights: &[u8], x: &[f32]) -> Vec<u32> {
         let rows = x.len() / linear.layout.k();
         let mut y = vec![0.0; rows * linear.layout.n()];
@@ -300,7 +323,7 @@ mod tests {
                 let biases: Vec<f32> = scales.iter().map(|scale| -3.0 * scale).collect();
                 let rows = Rows::Affine { quants: &quants, scales: &scales, biases: &biases };
                 pack(&layout, rows, &mut weights);
-                let small = Linear::new(layout, Compute::Int8, Isa::Portable);
+                let small = portable(layout, Compute::Int8);
                 let tiled = Linear { blocks: block::soft_tile_fns(bits), ..small };
                 for rows in [7, 16, 45] {
                     let x = &x[..rows * k];
@@ -319,7 +342,7 @@ mod tests {
             let values: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.61).cos()).collect();
             pack(&layout, Rows::Dense(&values), &mut weights);
             let x: Vec<f32> = (0..45 * k).map(|i| (i as f32 * 0.37).sin()).collect();
-            let dots = Linear::new(layout, Compute::Bf16, Isa::Portable);
+            let dots = portable(layout, Compute::Bf16);
             let tiled = Linear { blocks: block::soft_bf16_tile_fns(), ..dots };
             let alone: Vec<u32> = x.chunks(k).flat_map(|row| run(&tiled, &weights, row)).collect();
             assert_eq!(run(&tiled, &weights, &x), alone, "N = {n}, K = {k}");
@@ -343,7 +366,7 @@ mod tests {
         let x: Vec<f32> = (0..40 * k).map(|i| (i as f32 * 0.37).sin()).collect();
         // Rows of experts 1 and 2 are not evenly spaced.
         let chosen: Vec<u32> = (0..40u32).map(|row| row * row % 7 % experts as u32).collect();
-        let dots = Linear::new(layout, Compute::Bf16, Isa::Portable);
+        let dots = portable(layout, Compute::Bf16);
         let tiled = Linear { blocks: block::soft_bf16_tile_fns(), ..dots };
         let gathered = |linear: &Linear, x: &[f32], chosen: &[u32]| {
             let mut y = vec![0.0; chosen.len() * n];

@@ -2,7 +2,7 @@
 
 use crate::isa::Isa;
 use crate::simd::{self, Simd, VectorKernel};
-use keel_array::sampling::{self, EXPONENT_MIN, enough, id_of, order, target, weight};
+use keel_array::sampling::{self, EXPONENT_MIN, enough, greatest, id_of, order, target, weight};
 use std::ops::Range;
 
 /// Number of buckets for candidates that have a weight.
@@ -78,14 +78,7 @@ impl<'a> Row<'a> {
     pub fn first_of(&self, share: Range<usize>) -> u64 {
         let x = &self.logits[share.clone()];
         let most = if self.draws() { f32::MAX } else { f32::INFINITY };
-        // 32 independent maxima, which the compiler turns into vectors.
-        let mut greatest = [f32::NEG_INFINITY; 32];
-        for chunk in x.chunks(greatest.len()) {
-            for (greatest, &x) in greatest.iter_mut().zip(chunk) {
-                *greatest = if x > *greatest && x <= most { x } else { *greatest };
-            }
-        }
-        let greatest = greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+        let greatest = greatest(x, |x| x <= most);
         let is_candidate = !self.draws() || greatest.is_finite();
         let at = x.iter().position(|&x| x == greatest).filter(|_| is_candidate);
         at.map_or(0, |at| order(greatest, (share.start + at) as u32))

@@ -21,7 +21,7 @@ const _: () = assert!(CHUNK == PREFILL_GRID);
 const COLUMNS: usize = 32;
 
 pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
-    refuse_shared_state(call)?;
+    check_states(call)?;
     match &call.kernel.op {
         Op::CausalConv(spec) => conv(spec, call),
         Op::GatedDelta(spec) => delta(spec, call),
@@ -30,18 +30,10 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     }
 }
 
-/// Refuses a state that lies in the same memory as another operand, which the user may have asked for.
-fn refuse_shared_state(call: &Call<'_>) -> Result<(), ArrayError> {
-    let states = call.kernel.op.mutated_inputs();
-    let pairs = states.flat_map(|state| (0..call.inputs.len()).map(move |other| (state, other)));
-    let mut pairs = pairs.filter(|(state, other)| state != other);
-    match pairs.find(|&(state, other)| call.inputs[state].overlaps(&call.inputs[other])) {
-        None => Ok(()),
-        Some((state, other)) => {
-            let reason = format!("operands {state} and {other} share memory, but {state} is written");
-            Err(call.error(reason))
-        }
-    }
+fn check_states(call: &Call<'_>) -> Result<(), ArrayError> {
+    let inputs = &call.inputs;
+    let checked = call.kernel.op.check_states(inputs.len(), |i, j| inputs[i].overlaps(&inputs[j]));
+    checked.map_err(|reason| call.error(reason))
 }
 
 pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
@@ -132,7 +124,7 @@ pub(super) fn is_convolved(product: &Kernel, conv: &Kernel, mode: Mode) -> bool 
 
 /// Runs a product and the convolution that reads its columns in one launch.
 pub(super) fn run_convolved(product: &Call<'_>, conv: &Call<'_>) -> Result<(), ArrayError> {
-    refuse_shared_state(conv)?;
+    check_states(conv)?;
     let (Op::CausalConv(spec), [x, taps, window, row_start, slot]) = (&conv.kernel.op, &conv.inputs[..])
     else {
         unreachable!("a convolution without a log")

@@ -80,7 +80,7 @@ pub(crate) async fn create(
     let model = manager.model_for(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let ask = ask_apart(&model, &caller, body, model.engine.context()).await?;
+    let ask = engine_request_on_worker(&model, &caller, body, model.engine.context()).await?;
     let answers = model.start("/v1/chat/completions", &caller, vec![ask]).await?;
     let (id, created) = (fresh_id("chatcmpl-"), model.now());
     let head = ChunkHeader { id, created, model: model.id.clone(), with_usage };
@@ -93,7 +93,7 @@ pub(crate) async fn create(
 
 /// Converts the request on a worker thread, because templates and tokenizers take long for long conversations. A prompt
 /// that surely has more than `context` tokens, by its bytes, is refused.
-pub(crate) async fn ask_apart(
+pub(crate) async fn engine_request_on_worker(
     model: &Arc<LoadedModel>,
     caller: &Arc<Caller>,
     body: ChatBody,
@@ -103,13 +103,17 @@ pub(crate) async fn ask_apart(
     let shows = body.messages.iter().any(ChatMessage::shows_pictures);
     let work = move |caller: &Caller| {
         let bounds = Bounds { context, ..worker.bounds(caller) };
-        ask(&worker.text, &bounds, body)
+        engine_request(&worker.text, &bounds, body)
     };
     if shows { model.work_on_pictures(caller, work).await } else { model.work(caller, work).await }
 }
 
 /// Converts the request to the engine's terms.
-pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Result<EngineRequest> {
+pub(crate) fn engine_request(
+    text: &ServedText,
+    bounds: &Bounds<'_>,
+    body: ChatBody,
+) -> Result<EngineRequest> {
     unsupported::check_chat(&body.rest)?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let parallel = body.parallel_tool_calls.unwrap_or(true);
@@ -129,7 +133,6 @@ pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Res
     let offered = (!tools.offered.is_empty()).then_some(&tools.offered[..]);
     let prompt = text.encode_chat(&messages, offered, Some(&variables), &media.spans, bounds)?;
     drop(messages);
-    let reasons = text.reasons();
     let vision = text.preprocessor.as_ref().map_or(Ok(None), |images| images.vision(&prompt.ids, media))?;
     let choices = body.n.unwrap_or(1).min(bounds.choices_max);
     bounds.settle_with(prompt.ids.len(), choices, vision.as_ref());
@@ -145,10 +148,8 @@ pub(crate) fn ask(text: &ServedText, bounds: &Bounds<'_>, body: ChatBody) -> Res
         listing: Listing::Objects,
         one_call: tools.one_call,
         form: AnswerForm {
-            reasoning: reasons,
-            begins_in_reasoning: reasons && AnswerForm::is_in_reasoning(&prompt.tail),
-            tools: tools.offered,
             marked_calls: tools.grammar.is_some(),
+            ..AnswerForm::of_chat(&text.tokenizer, &prompt.tail, tools.offered, tools.grammar.is_some())
         },
         grammar: tools.grammar,
         prompt: prompt.ids,
@@ -268,7 +269,41 @@ async fn stream(head: ChunkHeader, answers: Vec<Answer>, outbox: Outbox) -> Resu
 
 #[cfg(test)]
 mod tests {
+    use keel_text::{AnswerParser, TextFiles};
+
     use super::*;
+
+    /// The parser reads markers in text. Only a grammar needs the token that ends the reasoning.
+    #[test]
+    fn reasoning_needs_no_token_of_its_own() {
+        let files = TextFiles::read(&keel_testkit::fixtures::demo()).expect("there");
+        let text = ServedText::new(&files.with_chat_template(b"{{ messages[0].content }}<think>\n"));
+        let text = text.expect("sound");
+        assert_eq!(text.tokenizer.token_to_id("</think>"), None);
+        let bounds = Bounds {
+            vocab: 1 << 16,
+            context: 256,
+            context_max: 256,
+            answer_min: 1,
+            choices_max: 1,
+            sources: None,
+            meter: None,
+        };
+        let parts = |more: Value| {
+            let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+            body.as_object_mut().expect("an object").extend(more.as_object().cloned().unwrap_or_default());
+            let body = serde_json::from_value(body).expect("a body");
+            let form = engine_request(&text, &bounds, body).expect("a request").form;
+            let (mut parser, mut parts) = (AnswerParser::new(form), Vec::new());
+            parser.push("Hm.</think>Yes.", &mut parts);
+            parser.finish(&mut parts);
+            parts
+        };
+        let apart = [AnswerPart::Reasoning("Hm.".into()), AnswerPart::Text("Yes.".into())];
+        assert_eq!(parts(json!({})), apart);
+        let grammar = json!({"response_format": {"type": "json_object"}});
+        assert_eq!(parts(grammar), [AnswerPart::Text("Hm.</think>Yes.".into())]);
+    }
 
     #[test]
     fn templates_read_the_effort_of_reasoning() {

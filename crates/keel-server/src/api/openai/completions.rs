@@ -99,8 +99,8 @@ pub(crate) async fn create(
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
     let choices = body.n.unwrap_or(1);
     let worker = Arc::clone(&model);
-    let (asks, echoes) =
-        model.work(&caller, move |caller| asks(&worker.text, &worker.bounds(caller), body)).await?;
+    let work = move |caller: &_| engine_requests(&worker.text, &worker.bounds(caller), body);
+    let (asks, echoes) = model.work(&caller, work).await?;
     let answers = model.start("/v1/completions", &caller, asks).await?;
     let (id, created) = (fresh_id("cmpl-"), model.now());
     let shared = ChunkHeader { id, created, model: model.id.clone(), with_usage };
@@ -113,8 +113,8 @@ pub(crate) async fn create(
     Ok(Json(whole(&head, &answers, &echoes)).into_response())
 }
 
-/// Returns one ask per prompt, and the text to echo at the start of each choice.
-pub(crate) fn asks(
+/// Returns the request of each prompt, and the text to echo at the start of each choice.
+pub(crate) fn engine_requests(
     text: &ServedText,
     bounds: &Bounds<'_>,
     body: CompletionBody,

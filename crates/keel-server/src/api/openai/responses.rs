@@ -11,7 +11,7 @@ use keel_text::AnswerPart;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::chat::{ChatBody, ask_apart};
+use super::chat::{ChatBody, engine_request_on_worker};
 use crate::answer::{Ending, Usage};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
@@ -98,7 +98,7 @@ pub(crate) async fn create(
     let chat = manager.work(&caller, move |_| chat(body)).await?;
     let model = manager.model_for(chat.model()).await?;
     head.model.clone_from(&model.id);
-    let ask = ask_apart(&model, &caller, chat, model.engine.context()).await?;
+    let ask = engine_request_on_worker(&model, &caller, chat, model.engine.context()).await?;
     let mut answers = model.start("/v1/responses", &caller, vec![ask]).await?;
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.

@@ -50,3 +50,13 @@ fn clients_that_have_left_keep_no_place_in_the_queue() {
     assert!(matches!(outcome, Ok(Ok(()))), "{outcome:?}");
     assert_eq!(worker.batcher.status().waiting, 1);
 }
+
+/// A client may leave between two looks at its channel.
+#[test]
+fn a_request_that_leaves_the_list_is_cancelled() {
+    for (looks, stays) in [([false, true], true), ([true, true], false), ([false, false], true)] {
+        let (mut looks, mut cancelled) = (looks.into_iter(), false);
+        let goes_on = goes_on(|| looks.next().expect("two looks at most"), || cancelled = true);
+        assert_eq!((goes_on, cancelled), (stays, !stays));
+    }
+}

@@ -142,7 +142,6 @@ fn iterate(engine: &mut Engine, prompt: usize, wanted: usize, how: SpeculationOp
     let tokens = iterator.by_ref().collect::<Result<Vec<u32>, _>>()?;
     let rate = rate(wanted - 1, start.elapsed());
     let counters = iterator.counters().cloned().unwrap_or_default();
-    iterator.release();
     Ok(Decoded { tokens: vec![tokens], rate, counters })
 }
 

@@ -18,7 +18,7 @@ use evenkeel::TokenOptions;
 use evenkeel::{ModelText, TextStream};
 
 /// How answers start and end, for the whole conversation.
-pub struct Manner {
+pub struct AnswerSettings {
     pub stop: Vec<String>,
     pub end_tokens: Vec<u32>,
     pub speculation: Option<SpeculationOptions>,
@@ -33,7 +33,7 @@ pub struct Conversation {
     /// Counters over all turns, if there is speculation.
     pub speculation: Option<SpeculationReport>,
     pub session: Session,
-    manner: Manner,
+    answers: AnswerSettings,
     text: ModelText,
     chat_images: Option<ChatImages>,
     template: ChatTemplate,
@@ -57,16 +57,16 @@ impl Conversation {
         text: ModelText,
         chat_images: Option<ChatImages>,
         template: ChatTemplate,
-        manner: Manner,
+        answers: AnswerSettings,
         settings: Settings,
         interrupt: Interrupt,
     ) -> Conversation {
         let report = |options| SpeculationReport { options, counters: Default::default() };
         Conversation {
             settings,
-            speculation: manner.speculation.map(report),
+            speculation: answers.speculation.map(report),
             session,
-            manner,
+            answers,
             text,
             chat_images,
             pictures: Vec::new(),
@@ -260,7 +260,7 @@ impl Conversation {
         let PromptWithImages { tokens: prompt, key, vision_inputs } = prompt;
         // Keys of long sequences may be rotated by other frequencies than those of short ones.
         let keeps_turns = sequence.is_long() == self.session.engine.is_long(prompt.len());
-        let reusable = reusable(&self.cached_ids, self.prompt_len, self.manner.reuses_answers);
+        let reusable = reusable(&self.cached_ids, self.prompt_len, self.answers.reuses_answers);
         let common = if keeps_turns { common_len(reusable, &key) } else { 0 };
         let common = common / PREFILL_GRID * PREFILL_GRID;
         let at = self.session.engine.cache_mut().rewind(&mut sequence, common)?;
@@ -271,14 +271,14 @@ impl Conversation {
         let options = GenerateOptions {
             max_tokens: self.settings.max_tokens,
             sampler,
-            end_tokens: self.manner.end_tokens.clone(),
-            speculation: self.manner.speculation,
+            end_tokens: self.answers.end_tokens.clone(),
+            speculation: self.answers.speculation,
             one_by_one: false,
             seen: prompt[..at].to_vec(),
             // The next turn rewinds to the prefill grid anyway.
             disposable: true,
         };
-        let mut stream = TextStream::new(&self.text.tokenizer, &self.manner.stop)?;
+        let mut stream = TextStream::new(&self.text.tokenizer, &self.answers.stop)?;
         let how = TokenOptions { options, grammar: None };
         let bar = progress::tokens("prompt", prompt.len());
         let runtimes: Vec<_> = self.session.engine.runtimes().cloned().collect();

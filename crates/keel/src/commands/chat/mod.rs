@@ -19,7 +19,7 @@ use crate::placed_model::{PlacedModel, ResolvedOptions};
 use crate::session::{Session, close};
 use crate::speculation::SpeculationReport;
 use crate::vision::ChatImages;
-use conversation::{Conversation, Manner};
+use conversation::{AnswerSettings, Conversation};
 use evenkeel::context_for;
 use evenkeel::{ModelText, TextStream};
 use input::Input;
@@ -86,11 +86,12 @@ pub fn run(args: &ChatArgs) -> Result<()> {
     session.make_rounds_ready()?;
     let end_tokens = if args.sampling.ignore_eos { Vec::new() } else { text.end_tokens() };
     let reuses_answers = !args.device.is_deterministic();
-    let manner = Manner { stop: args.sampling.stop.clone(), end_tokens, speculation, reuses_answers };
+    let answers =
+        AnswerSettings { stop: args.sampling.stop.clone(), end_tokens, speculation, reuses_answers };
     let lines = Lines::open()?;
     let interrupt = if lines.is_terminal() { Interrupt::listen()? } else { Interrupt::default() };
     let mut conversation =
-        Conversation::new(session, text, chat_images, template, manner, settings, interrupt);
+        Conversation::new(session, text, chat_images, template, answers, settings, interrupt);
     conversation.set_system(args.system.as_deref().unwrap_or_default());
     talk(&mut conversation, lines)
 }

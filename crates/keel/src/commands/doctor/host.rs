@@ -124,14 +124,16 @@ fn bounds(groups: &str, root: &Path) -> Vec<(u64, u64)> {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
         // Version 2 of control groups has one tree for all controllers, version 1 has one tree per controller.
-        let (base, limit, used) = match controllers {
-            "" => (root.to_path_buf(), "memory.max", "memory.current"),
-            "memory" => (root.join("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        // Above `memory.high` a process is slowed down until it gives memory back.
+        let (base, limits, used) = match controllers {
+            "" => (root.to_path_buf(), &["memory.max", "memory.high"][..], "memory.current"),
+            "memory" => (root.join("memory"), &["memory.limit_in_bytes"][..], "memory.usage_in_bytes"),
             _ => continue,
         };
         let own = base.join(path.trim_start_matches('/'));
         for folder in own.ancestors().take_while(|folder| folder.starts_with(&base)) {
-            found.extend(number(folder.join(limit)).zip(number(folder.join(used))));
+            let limit = limits.iter().filter_map(|file| number(folder.join(file))).min();
+            found.extend(limit.zip(number(folder.join(used))));
         }
     }
     found
@@ -183,6 +185,10 @@ mod tests {
         assert_eq!((memory.total, memory.available), (Some(8_192_000), Some(5_120_000)));
         assert_eq!((memory.limit, memory.left_of_limit), (Some(4_000_000), Some(500_000)));
         assert_eq!(memory.free(), Some(500_000));
+        fs::write(root.path().join("a/memory.high"), "3900000\n").expect("writable");
+        let memory = Memory::parse(info, "0::/a/b/c\n", root.path());
+        assert_eq!((memory.limit, memory.left_of_limit), (Some(3_900_000), Some(400_000)));
+        fs::write(root.path().join("a/memory.high"), "max\n").expect("writable");
         let free = Memory::parse(info, "0::/\n", root.path());
         assert_eq!((free.limit, free.free()), (None, Some(5_120_000)));
         put("a", "9000000\n", "0\n");

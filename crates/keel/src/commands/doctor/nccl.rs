@@ -5,13 +5,10 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use keel_cuda::{CudaError, Version};
+use keel_cuda::Version;
+use keel_cuda::nccl::{NAMES, missing, refusal};
 use serde_json::{Value, json};
 
-/// The names by which `keel` opens the library, in this order.
-const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// The oldest version that `keel` uses.
-const VERSION_MIN: Version = (2, 18);
 /// Paths of libraries in the loader's cache, each with a zero byte after it.
 const CACHE: &str = "/etc/ld.so.cache";
 /// Folders that the loader knows by itself.
@@ -46,10 +43,6 @@ impl Nccl {
         let version = version_of(&file);
         Some(Nccl { file, version })
     }
-
-    fn is_too_old(&self) -> bool {
-        self.version.is_some_and(|version| version < VERSION_MIN)
-    }
 }
 
 fn in_cache(cache: &[u8], name: &str) -> Option<PathBuf> {
@@ -70,17 +63,8 @@ fn version_of(file: &Path) -> Option<Version> {
 /// What keeps several GPUs from exchanging arrays, in the words of the error that a run would give.
 pub fn problem(found: Option<&Nccl>) -> Option<String> {
     match found {
-        None => {
-            let advice = "a model on several GPUs needs it; it comes with the packages libnccl2 and nvidia-nccl-cu13; \
-                          install either, and name its folder in LD_LIBRARY_PATH";
-            Some(CudaError::Missing { library: NAMES[0], advice }.to_string())
-        }
-        Some(nccl) if nccl.is_too_old() => {
-            let ((major, minor), (least_major, least_minor)) = (nccl.version?, VERSION_MIN);
-            let needed = format!("{least_major}.{least_minor} or newer is needed: update it");
-            Some(format!("{} is version {major}.{minor}, and {needed}", NAMES[0]))
-        }
-        Some(_) => None,
+        None => Some(missing().to_string()),
+        Some(nccl) => refusal(nccl.version?),
     }
 }
 

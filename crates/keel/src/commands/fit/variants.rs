@@ -1,13 +1,11 @@
 //! The forms that a model's weights can have.
 
-use std::ops::Range;
-
 use anyhow::Result;
-use keel_array::{DType, WeightFormat, WeightSpec};
-use keel_models::loading::{Parameters, RowSink};
-use keel_weights::{RotationValues, TensorSource};
+use keel_array::{DType, WeightFormat};
+use keel_models::loading::{Altered, Parameters};
+use keel_weights::TensorSource;
 
-use crate::args::{Subject, SubjectArgs};
+use crate::args::{Subject, SubjectArgs, quoted};
 use evenkeel::{ModelFiles, WeightFiles};
 
 /// Bits per weight to try for a model that can be quantised.
@@ -38,9 +36,9 @@ impl<'a> Variant<'a> {
     }
 
     /// The model as it is, and quantised to fewer bits where that is possible.
-    /// `source` is its name for a shell, `None` for the built-in model; `tower` the option of its vision tower.
+    /// `source` is its name as the user gave it, `None` for the built-in model; `tower` the option of its vision tower.
     pub fn of_model(model: &'a ModelFiles, source: Option<&str>, tower: &str) -> Vec<Variant<'a>> {
-        let named = source.map_or(String::new(), |source| format!(" --model {source}"));
+        let named = source.map_or(String::new(), |source| format!(" --model {}", quoted(source)));
         let command = format!("keel serve{named}{tower}");
         let mut variants = vec![Variant { name: "as it is".into(), subject: Subject::of(model), command }];
         let file_bits = match &model.weights {
@@ -64,13 +62,24 @@ impl<'a> Variant<'a> {
             // `keel quantize` of a GGUF file leaves the tower, which is a file of its own.
             let with_tower = of_file.with_tower && matches!(model.weights, WeightFiles::Checkpoint(_));
             let subject = Subject { parameters, quantised: true, with_tower, ..of_file };
-            let out = format!("{}-{bits}bit", source.trim_matches('\'').trim_end_matches(".gguf"));
-            let out = crate::args::quoted(out.trim_end_matches('/'));
-            let command = format!("keel quantize {source} {out} --bits {bits} && keel serve --model {out}");
+            let (from, to) = (quoted(source), quoted(&name_of_copy(source, bits)));
+            let command = format!("keel quantize {from} {to} --bits {bits} && keel serve --model {to}");
             variants.push(Variant { name: format!("{bits} bits"), subject, command });
         }
         variants
     }
+}
+
+/// The name of a quantised copy. It is next to the source, also where the source ends with a slash.
+fn name_of_copy(source: &str, bits: u8) -> String {
+    let mut name = source.trim_end_matches('/').to_string();
+    // These two are no names. With the bits appended they would be a name inside the source.
+    if matches!(name.rsplit('/').next(), Some("." | ".."))
+        && let Ok(path) = std::fs::canonicalize(source)
+    {
+        name = path.display().to_string();
+    }
+    format!("{}-{bits}bit", name.trim_end_matches(".gguf"))
 }
 
 /// Parameters with quantised linear layers, for plans only. Their rows are never read.
@@ -79,13 +88,9 @@ struct Quantised<'a> {
     format: WeightFormat,
 }
 
-impl Parameters for Quantised<'_> {
-    fn contains(&self, name: &str) -> bool {
-        self.inner.contains(name)
-    }
-
-    fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        self.inner.shape(name)
+impl Altered for Quantised<'_> {
+    fn inner(&self) -> &dyn Parameters {
+        &*self.inner
     }
 
     fn linear_format(
@@ -98,35 +103,34 @@ impl Parameters for Quantised<'_> {
         let own = self.inner.linear_format(module, experts, rows, cols)?;
         Ok(if cols.is_multiple_of(usize::from(GROUP_SIZE)) { self.format } else { own })
     }
+}
 
-    fn linear_rows(
-        &self,
-        module: &str,
-        expert: Option<usize>,
-        rows: Range<usize>,
-        spec: &WeightSpec,
-        sink: &mut RowSink<'_>,
-    ) -> keel_models::Result<()> {
-        self.inner.linear_rows(module, expert, rows, spec, sink)
+#[cfg(test)]
+mod tests {
+    use keel_testkit::fixtures::fixture;
+
+    use super::*;
+
+    #[test]
+    fn a_quantised_copy_is_next_to_its_source() {
+        assert_eq!(name_of_copy("models/a/", 3), "models/a-3bit");
+        assert_eq!(name_of_copy("models/a//", 3), "models/a-3bit");
+        assert_eq!(name_of_copy("models/a-Q8_0.gguf", 4), "models/a-Q8_0-4bit");
+        assert_eq!(name_of_copy("owner/name", 4), "owner/name-4bit");
+        let here = std::env::current_dir().expect("there is one").display().to_string();
+        assert_eq!(name_of_copy(".", 4), format!("{here}-4bit"));
+        assert_eq!(name_of_copy("./", 4), format!("{here}-4bit"));
     }
 
-    fn rotation(&self, module: &str) -> keel_models::Result<Option<RotationValues>> {
-        self.inner.rotation(module)
-    }
-
-    fn shared_rotation(&self, prefix: &str, module: &str) -> keel_models::Result<Option<RotationValues>> {
-        self.inner.shared_rotation(prefix, module)
-    }
-
-    fn values(&self, name: &str, elements: usize) -> keel_models::Result<Vec<f32>> {
-        self.inner.values(name, elements)
-    }
-
-    fn norms_are_scales(&self) -> bool {
-        self.inner.norms_are_scales()
-    }
-
-    fn column_tiles(&self, module: &str) -> usize {
-        self.inner.column_tiles(module)
+    #[test]
+    fn a_name_is_quoted_once() {
+        let model = ModelFiles::open(fixture("qwen3_5")).expect("the fixture opens");
+        let last = |source| Variant::of_model(&model, Some(source), "").pop().expect("variants").command;
+        assert_eq!(
+            last("it's/"),
+            r"keel quantize 'it'\''s/' 'it'\''s-3bit' --bits 3 && keel serve --model 'it'\''s-3bit'"
+        );
+        let first = Variant::of_model(&model, Some("it's"), "").swap_remove(0).command;
+        assert_eq!(first, r"keel serve --model 'it'\''s'");
     }
 }

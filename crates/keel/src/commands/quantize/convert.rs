@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use keel_models::HybridConfig;
-use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint};
+use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, transformers_config};
 use keel_text::{GenerationDefaults, TextFiles};
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
@@ -109,7 +109,9 @@ fn from_gguf(
             std::fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
         }
     }
-    write_config(target, &json, section)?;
+    // mlx-lm does not know the names that transformers has for text models.
+    let written = if let Output::Mlx(_) = output { json } else { transformers_config(&json) };
+    write_config(target, &written, section)?;
     let source_bytes = file.header().tensors().values().map(|entry| entry.range.len() as u64).sum();
     Ok(QuantizeReport { source_bytes, ..report })
 }

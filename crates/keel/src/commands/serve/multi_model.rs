@@ -3,17 +3,18 @@
 use std::path::Path;
 
 use anyhow::Result;
-use keel_server::{LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, bind};
+use keel_server::{LoadOutput, ModelManagerOptions, ServedModel, ServedText, Server};
 
 use super::named::{self, Named};
-use super::{ServeOptions, device, node, prefix_store, second_signal, server_options, tasks, warn_if_open};
+use super::{
+    Port, ServeOptions, device, prefix_store, run_server, server_options, warn_if_open,
+    with_image_preprocessor,
+};
 use crate::args::Subject;
 use crate::failure::usage;
 use crate::server_plan::{self, Models, ServerPlan};
 use crate::session::{self, Session};
-use crate::signals::Signals;
 use crate::source;
-use crate::vision;
 use evenkeel::{FreeMemory, human_bytes};
 
 /// Serves models that are loaded on request.
@@ -24,14 +25,15 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
     if args.server.name.is_some() {
         return Err(usage("--name is for a single model; give each model its name with --model NAME=MODEL"));
     }
+    // The models may be downloaded, which can take hours. Wrong keys and a port in use are reported before that.
     let options = server_options(args)?;
+    let Port { tasks, listener } = Port::bind(args)?;
     let offers = models.iter().map(|named| offer(args, named, mmproj)).collect::<Result<Vec<_>>>()?;
     let room = server_plan::room(&args.device, args.engine.options().compute);
     let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
     let tower_limit = FreeMemory::of_host().map_or(u64::MAX, |host| host.bytes);
     let (count, all) = (offers.len(), offers.iter().map(|offer| offer.bytes).sum::<u64>());
-    tasks()?.block_on(async {
-        let listener = bind(&format!("{}:{}", args.server.host, args.server.port)).await?;
+    tasks.block_on(async {
         let keep_alive = args.patience.keep_alive();
         let fleet =
             ModelManagerOptions { memory_limit, tower_limit, keep_alive, trim_allocator: session::forget };
@@ -48,10 +50,7 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
             None => tracing::info!("all of them hold {all}"),
         }
         tracing::info!("a choice of {count} models is served at http://{address}");
-        let nodes = &args.device.split.nodes;
-        let drain = node::signal_or_loss(nodes);
-        let _serving = nodes.signals.as_ref().map(Signals::serving);
-        Ok(server.run(listener, drain, second_signal()).await?)
+        run_server(server, listener, args).await
     })
 }
 
@@ -75,25 +74,16 @@ fn offer(args: &ServeOptions, named: &Named, mmproj: Option<&Path>) -> Result<Se
         options.sequences,
         options.context
     );
-    let pixels = args.holding.image_pixels();
-    let takes = match options.vision {
-        Some(vision) => {
-            let preprocessor = vision::image_preprocessor(&model, &text.tokenizer, pixels, vision.pictures)?;
-            text.with_preprocessor(preprocessor).takes()
-        }
-        None => Modalities::default(),
-    };
+    let pixels = args.memory.image_pixels();
+    let takes = with_image_preprocessor(text, pixels, &model, options.vision)?.takes();
     let prefix_store = prefix_store(args, &model, Some(&id))?;
     session::close(model);
     let (device, path) = (device(args), named.model.clone());
     let mmproj = mmproj.map(Path::to_path_buf);
     let load = move || -> Result<LoadOutput> {
         let model = source::open(Some(&path), mmproj.as_deref())?;
-        let mut text = ServedText::new(&model.text_files()?)?;
-        if let Some(vision) = options.vision {
-            let preprocessor = vision::image_preprocessor(&model, &text.tokenizer, pixels, vision.pictures)?;
-            text = text.with_preprocessor(preprocessor);
-        }
+        let text = ServedText::new(&model.text_files()?)?;
+        let text = with_image_preprocessor(text, pixels, &model, options.vision)?;
         let mut session = Session::load(&device, &model, options)?;
         session::close(model);
         session.make_ready()?;

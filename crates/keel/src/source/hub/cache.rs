@@ -12,8 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
-use keel_weights::{INDEX_BYTES_MAX, read_regular};
-use serde_json::Value;
+use keel_weights::{Checkpoint, read_regular};
 
 use crate::input;
 
@@ -105,7 +104,7 @@ impl Cache {
 
     fn find_in(&self, name: &HubName, commit: &str) -> Option<PathBuf> {
         let folder = self.snapshot(name, commit);
-        if name.pick.is_none() && is_checkpoint(&folder) {
+        if name.pick.is_none() && Checkpoint::is_complete(&folder) {
             return Some(folder);
         }
         let mut picked = gguf_files(&folder);
@@ -277,7 +276,7 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, St
     let snapshot = folder.join("snapshots").join(commit);
     let files = files_below(&snapshot, "");
     let facts = |file: &String| fs::metadata(snapshot.join(file)).ok();
-    let is_whole = is_checkpoint(&snapshot);
+    let is_whole = Checkpoint::is_complete(&snapshot);
     let gguf = gguf_files(&snapshot);
     let is_tower = |file: &&String| !is_whole && is_gguf_tower(file) && snapshot.join(file).is_file();
     Entry {
@@ -290,23 +289,6 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, St
         bytes: files.iter().filter_map(facts).map(|facts| facts.len()).sum(),
         changed: files.iter().filter_map(facts).filter_map(|facts| facts.modified().ok()).max(),
     }
-}
-
-/// Whether a folder has a config, and all weights files in its index.
-fn is_checkpoint(folder: &Path) -> bool {
-    if !folder.join("config.json").is_file() {
-        return false;
-    }
-    const SINGLE: &str = "model.safetensors";
-    let has_single = folder.join(SINGLE).is_file();
-    let index = read_regular(&folder.join("model.safetensors.index.json"), INDEX_BYTES_MAX).ok();
-    let index: Option<Value> = index.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    let Some(shards) = index.as_ref().and_then(|index| index["weight_map"].as_object()) else {
-        return has_single;
-    };
-    let are_there = shards.values().all(|file| file.as_str().is_some_and(|f| folder.join(f).is_file()));
-    // An index of other files may be left from shards that are gone.
-    are_there || has_single && !shards.values().any(|file| file == SINGLE)
 }
 
 fn gguf_files(folder: &Path) -> Vec<String> {

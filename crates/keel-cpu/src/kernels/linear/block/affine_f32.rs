@@ -4,14 +4,14 @@ use super::super::WeightFormat;
 use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
 use super::unpack::{for_each_quad, params, quad};
-use super::{Block, PAIR};
+use super::{Block, PAIR, at};
 
 /// # Safety
 /// As [`Lanes`]; `block` describes affine weights of `BITS` bits and `M` rows of f32 activations.
 #[inline(always)]
 pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(block: &Block<'_>) {
     let WeightFormat::Affine { group, params: float, .. } = block.layout.format() else { unreachable!() };
-    let x = block.x.map(|row| row.cast::<f32>());
+    let x = block.x;
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         let mut sums = [[S::splat(0.0); PAIR]; M];
@@ -21,13 +21,13 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>();
             }
-            let at = tiles.map(|tile| tile.add(group * BITS * 2));
-            let scale = [params::<S>(at[0], float), params::<S>(at[1], float)];
-            let at = at.map(|at| at.add(TILE_ROWS * float.bytes()));
-            let bias = [params::<S>(at[0], float), params::<S>(at[1], float)];
+            let scales = at(tiles, group * BITS * 2);
+            let scale = [params::<S>(scales[0], float), params::<S>(scales[1], float)];
+            let biases = at(scales, TILE_ROWS * float.bytes());
+            let bias = [params::<S>(biases[0], float), params::<S>(biases[1], float)];
             let mut dots = [[S::splat(0.0); PAIR]; M];
             for part in 0..group / BLOCK {
-                let w = tiles.map(|tile| tile.add(part * 64 * BITS));
+                let w = at(tiles, part * 64 * BITS);
                 // Through memory, so that the multiply-adds are a loop instead of 32 copies of the same code.
                 let mut quads = [[S::splat_i(0); PAIR]; BLOCK / 4];
                 for_each_quad!(J => {
@@ -62,7 +62,7 @@ unsafe fn input<S: Lanes, const SHIFT: u32, const M: usize>(
     quads: [S::I; PAIR],
     scale: [S::F; PAIR],
     bias: [S::F; PAIR],
-    x: &[*const f32; super::MAX_ROWS],
+    x: &[*const u8; super::MAX_ROWS],
     k: usize,
 ) {
     // SAFETY: as the caller promises.
@@ -73,7 +73,7 @@ unsafe fn input<S: Lanes, const SHIFT: u32, const M: usize>(
             w[t] = S::fma(S::to_f32(S::and(S::shr::<SHIFT>(quads[t]), byte)), scale[t], bias[t]);
         }
         for m in 0..M {
-            let x = S::splat(*x[m].add(k));
+            let x = S::splat(*x[m].cast::<f32>().add(k));
             for t in 0..PAIR {
                 dots[m][t] = S::fma(w[t], x, dots[m][t]);
             }

@@ -6,7 +6,7 @@
 
 use super::super::format::TILE_ROWS;
 use super::super::lanes::Lanes;
-use super::{Block, PAIR, dense};
+use super::{Block, PAIR, at, dense};
 use crate::amx::TILE;
 use crate::amx::bf16::{Bf16Tiles, STEP, Sums};
 
@@ -43,7 +43,7 @@ pub(super) unsafe fn bf16<S: Lanes, T: Bf16Tiles, const M: usize>(block: &Block<
             let inputs = CHUNK.min(k - start);
             let (steps, rest) = (inputs / STEP, inputs % STEP);
             if steps > 0 {
-                let tiles = block.tiles.map(|tile| tile.add(start * TILE_ROWS * 2));
+                let tiles = at(block.tiles, start * TILE_ROWS * 2);
                 let (x, stride) = match spacing {
                     Some(stride) => (block.x[0].add(start * 2), stride),
                     None => {
@@ -110,7 +110,8 @@ unsafe fn add<S: Lanes, const M: usize>(totals: &mut [[S::F; PAIR]; M], sums: &S
         for (t, total) in totals.iter_mut().enumerate() {
             // SAFETY: row m of 16 of the tile's sums.
             unsafe {
-                let [even, odd] = [0, 1].map(|parity| S::load(sums[parity][t].as_ptr().add(m * TILE)));
+                let even = S::load(sums[0][t].as_ptr().add(m * TILE));
+                let odd = S::load(sums[1][t].as_ptr().add(m * TILE));
                 *total = S::add(*total, S::add(even, odd));
             }
         }

@@ -2,7 +2,7 @@
 
 use super::super::format::TILE_ROWS;
 use super::super::lanes::Lanes;
-use super::{Block, MAX_ROWS, PAIR};
+use super::{Block, MAX_ROWS, PAIR, at};
 use std::ops::Range;
 
 /// Inputs that are summed before the sum is added to the row's result.
@@ -10,9 +10,6 @@ pub(super) const CHUNK: usize = 256;
 
 /// A type of dense weights and the activations it is multiplied with.
 pub(super) trait Weights {
-    /// One activation.
-    type X: Copy;
-
     /// Adds the products of `inputs`, which start at an even input, to `dots`.
     ///
     /// # Safety
@@ -20,7 +17,7 @@ pub(super) trait Weights {
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
-        x: &[*const Self::X; MAX_ROWS],
+        x: &[*const u8; MAX_ROWS],
         inputs: Range<usize>,
     );
 }
@@ -35,49 +32,47 @@ pub(super) struct Bf16;
 pub(super) struct Bf16Dots;
 
 impl Weights for F32 {
-    type X = f32;
-
     #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
-        x: &[*const f32; MAX_ROWS],
+        x: &[*const u8; MAX_ROWS],
         inputs: Range<usize>,
     ) {
         for k in inputs {
-            let at = tiles.map(|tile| tile.cast::<f32>().wrapping_add(k * TILE_ROWS));
             // SAFETY: as the caller promises.
-            unsafe { input::<S, M>(dots, [S::load(at[0]), S::load(at[1])], x, k) }
+            unsafe {
+                let [left, right] = at(tiles, k * TILE_ROWS * size_of::<f32>());
+                input::<S, M>(dots, [S::load(left.cast()), S::load(right.cast())], x, k);
+            }
         }
     }
 }
 
 impl Weights for F16 {
-    type X = f32;
-
     #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
-        x: &[*const f32; MAX_ROWS],
+        x: &[*const u8; MAX_ROWS],
         inputs: Range<usize>,
     ) {
         for k in inputs {
-            let at = tiles.map(|tile| tile.cast::<u16>().wrapping_add(k * TILE_ROWS));
             // SAFETY: as the caller promises.
-            unsafe { input::<S, M>(dots, [S::load_f16(at[0]), S::load_f16(at[1])], x, k) }
+            unsafe {
+                let [left, right] = at(tiles, k * TILE_ROWS * size_of::<u16>());
+                input::<S, M>(dots, [S::load_f16(left.cast()), S::load_f16(right.cast())], x, k);
+            }
         }
     }
 }
 
 impl Weights for Bf16 {
-    type X = f32;
-
     #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
-        x: &[*const f32; MAX_ROWS],
+        x: &[*const u8; MAX_ROWS],
         inputs: Range<usize>,
     ) {
         // SAFETY: as the caller promises.
@@ -85,8 +80,8 @@ impl Weights for Bf16 {
             let high = S::splat_i(-65536);
             let mut k = inputs.start;
             while k < inputs.end {
-                let at = tiles.map(|tile| tile.add(k * TILE_ROWS * 2));
-                let w = [S::load_i(at[0]), S::load_i(at[1])];
+                let [left, right] = at(tiles, k * TILE_ROWS * 2);
+                let w = [S::load_i(left), S::load_i(right)];
                 let even = [S::as_f32(S::shl::<16>(w[0])), S::as_f32(S::shl::<16>(w[1]))];
                 input::<S, M>(dots, even, x, k);
                 // The padding of an odd K has no activation.
@@ -101,23 +96,21 @@ impl Weights for Bf16 {
 }
 
 impl Weights for Bf16Dots {
-    type X = u16;
-
     #[inline(always)]
     unsafe fn multiply<S: Lanes, const M: usize>(
         dots: &mut [[S::F; PAIR]; M],
         tiles: [*const u8; PAIR],
-        x: &[*const u16; MAX_ROWS],
+        x: &[*const u8; MAX_ROWS],
         inputs: Range<usize>,
     ) {
         // SAFETY: as the caller promises.
         unsafe {
             let mut k = inputs.start;
             while k < inputs.end {
-                let at = tiles.map(|tile| tile.add(k * TILE_ROWS * 2));
-                let w = [S::load_i(at[0]), S::load_i(at[1])];
+                let [left, right] = at(tiles, k * TILE_ROWS * 2);
+                let w = [S::load_i(left), S::load_i(right)];
                 for m in 0..M {
-                    let x = S::splat_i(x[m].add(k).cast::<i32>().read_unaligned());
+                    let x = S::splat_i(x[m].add(2 * k).cast::<i32>().read_unaligned());
                     for t in 0..PAIR {
                         dots[m][t] = S::dot_bf16(dots[m][t], w[t], x);
                     }
@@ -136,13 +129,13 @@ impl Weights for Bf16Dots {
 unsafe fn input<S: Lanes, const M: usize>(
     dots: &mut [[S::F; PAIR]; M],
     w: [S::F; PAIR],
-    x: &[*const f32; MAX_ROWS],
+    x: &[*const u8; MAX_ROWS],
     k: usize,
 ) {
     // SAFETY: as the caller promises.
     unsafe {
         for m in 0..M {
-            let x = S::splat(*x[m].add(k));
+            let x = S::splat(*x[m].cast::<f32>().add(k));
             for t in 0..PAIR {
                 dots[m][t] = S::fma(w[t], x, dots[m][t]);
             }
@@ -155,7 +148,7 @@ unsafe fn input<S: Lanes, const M: usize>(
 #[inline(always)]
 pub(super) unsafe fn dense<S: Lanes, D: Weights, const M: usize>(block: &Block<'_>) {
     let k = block.layout.k();
-    let x = &block.x.map(|row| row.cast::<D::X>());
+    let x = block.x;
     // SAFETY: every pointer stays within the tile or the rows that the caller vouches for.
     unsafe {
         let mut sums = [[S::splat(0.0); PAIR]; M];
@@ -165,7 +158,7 @@ pub(super) unsafe fn dense<S: Lanes, D: Weights, const M: usize>(block: &Block<'
                 ahead.ask::<S>();
             }
             let mut dots = [[S::splat(0.0); PAIR]; M];
-            D::multiply::<S, M>(&mut dots, block.tiles, x, start..k.min(start + CHUNK));
+            D::multiply::<S, M>(&mut dots, block.tiles, &x, start..k.min(start + CHUNK));
             for m in 0..M {
                 for t in 0..PAIR {
                     sums[m][t] = S::add(sums[m][t], dots[m][t]);

@@ -56,29 +56,37 @@ impl BlockFns {
 }
 
 /// The functions of `kernel` for weights of `layout` at `isa`.
+///
+/// Kernels without dot products are those of AVX-512 at all levels from it on. Block codings without VNNI are fastest
+/// in the 256-bit vectors of AVX2.
 pub(in super::super) fn block_fns(isa: Isa, kernel: Kernel, layout: &PackedLayout) -> BlockFns {
     match (isa, kernel) {
         (Isa::Portable, _) => portable::fns(kernel),
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2, _) => avx2::fns(kernel),
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, Kernel::Coded(format)) => avx2::coded_fns(format),
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512, _) => avx512::fns(kernel),
-        #[cfg(target_arch = "x86_64")]
         (Isa::Avx512Vnni, Kernel::Int8(bits)) => overlapped::fns(bits, layout.group()),
-        #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512Vnni, _) => avx512_dots::fns(kernel),
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         (Isa::Amx, Kernel::Int8(bits)) => amx::fns(bits),
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         (Isa::Amx, Kernel::Bf16Dots) if crate::amx::bf16::usable() => amx::bf16_fns(),
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        (Isa::Amx, _) => avx512_dots::fns(kernel),
-        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512Vnni | Isa::Amx, Kernel::Coded(format)) => vnni::coded_fns(format),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512Vnni | Isa::Amx, Kernel::Bf16Dots) if crate::isa::has_avx512_bf16() => bf16_dots::fns(),
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512 | Isa::Avx512Vnni | Isa::Amx, _) => avx512::fns(kernel),
+        #[cfg(not(target_arch = "x86_64"))]
         _ => unreachable!("{isa} is not found on this platform"),
     }
 }
+
+/// The portable functions. Unlike [`block_fns`] it does not refer to those of other levels.
+#[cfg(test)]
+pub(in super::super) fn portable_fns(kernel: Kernel) -> BlockFns {
+    portable::fns(kernel)
+}
+
 /// The function for each number of rows: `f::<arg, rows>`.
 macro_rules! by_rows {
     ($f:ident $arg:tt [$($rows:literal)+]) => {
@@ -89,95 +97,145 @@ macro_rules! by_rows {
     };
 }
 
-/// The module of one level: every kernel as a function compiled for the level's features.
-macro_rules! level {
-    ($name:ident, $lanes:ty, $rows:tt, $coded_rows:tt $(, $features:literal)?) => {
-        mod $name {
-            use super::*;
-            use crate::kernels::linear::block::{affine_f32, coded, dense, int8};
+/// Within the module of a level: the kernel of affine weights and i8 activations, compiled for the level's features.
+macro_rules! int8_kernel {
+    ($lanes:ty $(, $features:tt)?) => {
+        $(#[target_feature(enable = $features)])?
+        pub(super) unsafe fn int8<const BITS: usize, const M: usize>(block: &Block<'_>) {
+            // SAFETY: as the caller promises.
+            unsafe { super::super::int8::int8::<$lanes, BITS, M>(block) }
+        }
+    };
+}
 
-            $(#[target_feature(enable = $features)])?
-            pub(super) unsafe fn int8<const BITS: usize, const M: usize>(block: &Block<'_>) {
-                // SAFETY: as the caller promises.
-                unsafe { int8::int8::<$lanes, BITS, M>(block) }
-            }
-            $(#[target_feature(enable = $features)])?
-            unsafe fn affine_f32<const BITS: usize, const M: usize>(block: &Block<'_>) {
-                // SAFETY: as the caller promises.
-                unsafe { affine_f32::affine_f32::<$lanes, BITS, M>(block) }
-            }
-            $(#[target_feature(enable = $features)])?
-            unsafe fn dense<D: dense::Weights, const M: usize>(block: &Block<'_>) {
-                // SAFETY: as the caller promises.
-                unsafe { dense::dense::<$lanes, D, M>(block) }
-            }
+/// Within the module of a level: the kernels of block codings, compiled for the level's features.
+macro_rules! coded_kernels {
+    ($lanes:ty, $rows:tt $(, $features:tt)?) => {
+        $(#[target_feature(enable = $features)])?
+        unsafe fn coded<C: super::super::coded::Coded, const M: usize>(block: &Block<'_>) {
+            // SAFETY: as the caller promises.
+            unsafe { super::super::coded::int8::<$lanes, C, M>(block) }
+        }
 
-            $(#[target_feature(enable = $features)])?
-            unsafe fn coded<C: coded::Coded, const M: usize>(block: &Block<'_>) {
-                // SAFETY: as the caller promises.
-                unsafe { coded::int8::<$lanes, C, M>(block) }
-            }
-
-            pub(super) fn coded_fns(format: BlockFormat) -> BlockFns {
-                use coded::codings;
-                match format {
-                    BlockFormat::Q4_0 => by_rows!(coded codings::Q4_0, $coded_rows),
-                    BlockFormat::Q4_1 => by_rows!(coded codings::Q4_1, $coded_rows),
-                    BlockFormat::Q5_0 => by_rows!(coded codings::Q5_0, $coded_rows),
-                    BlockFormat::Q5_1 => by_rows!(coded codings::Q5_1, $coded_rows),
-                    BlockFormat::Q8_0 => by_rows!(coded codings::Q8_0, $coded_rows),
-                    BlockFormat::Q2K => by_rows!(coded codings::Q2K, $coded_rows),
-                    BlockFormat::Q3K => by_rows!(coded codings::Q3K, $coded_rows),
-                    BlockFormat::Q4K => by_rows!(coded codings::Q4K, $coded_rows),
-                    BlockFormat::Q5K => by_rows!(coded codings::Q5K, $coded_rows),
-                    BlockFormat::Q6K => by_rows!(coded codings::Q6K, $coded_rows),
-                    BlockFormat::IQ4NL => by_rows!(coded codings::IQ4NL, $coded_rows),
-                    BlockFormat::IQ4XS => by_rows!(coded codings::IQ4XS, $coded_rows),
-                    BlockFormat::MXFP4 => by_rows!(coded codings::MXFP4, $coded_rows),
-                }
-            }
-
-            pub(super) fn fns(kernel: Kernel) -> BlockFns {
-                match kernel {
-                    Kernel::Coded(format) => coded_fns(format),
-                    Kernel::Int8(2) => by_rows!(int8 2 $rows),
-                    Kernel::Int8(3) => by_rows!(int8 3 $rows),
-                    Kernel::Int8(4) => by_rows!(int8 4 $rows),
-                    Kernel::Int8(5) => by_rows!(int8 5 $rows),
-                    Kernel::Int8(6) => by_rows!(int8 6 $rows),
-                    Kernel::Int8(_) => by_rows!(int8 8 $rows),
-                    Kernel::AffineF32(2) => by_rows!(affine_f32 2 $rows),
-                    Kernel::AffineF32(3) => by_rows!(affine_f32 3 $rows),
-                    Kernel::AffineF32(4) => by_rows!(affine_f32 4 $rows),
-                    Kernel::AffineF32(5) => by_rows!(affine_f32 5 $rows),
-                    Kernel::AffineF32(6) => by_rows!(affine_f32 6 $rows),
-                    Kernel::AffineF32(_) => by_rows!(affine_f32 8 $rows),
-                    Kernel::F32 => by_rows!(dense dense::F32, $rows),
-                    Kernel::F16 => by_rows!(dense dense::F16, $rows),
-                    Kernel::Bf16 => by_rows!(dense dense::Bf16, $rows),
-                    Kernel::Bf16Dots => by_rows!(dense dense::Bf16Dots, $rows),
-                }
+        pub(super) fn coded_fns(format: BlockFormat) -> BlockFns {
+            use super::super::coded::codings;
+            match format {
+                BlockFormat::Q4_0 => by_rows!(coded codings::Q4_0, $rows),
+                BlockFormat::Q4_1 => by_rows!(coded codings::Q4_1, $rows),
+                BlockFormat::Q5_0 => by_rows!(coded codings::Q5_0, $rows),
+                BlockFormat::Q5_1 => by_rows!(coded codings::Q5_1, $rows),
+                BlockFormat::Q8_0 => by_rows!(coded codings::Q8_0, $rows),
+                BlockFormat::Q2K => by_rows!(coded codings::Q2K, $rows),
+                BlockFormat::Q3K => by_rows!(coded codings::Q3K, $rows),
+                BlockFormat::Q4K => by_rows!(coded codings::Q4K, $rows),
+                BlockFormat::Q5K => by_rows!(coded codings::Q5K, $rows),
+                BlockFormat::Q6K => by_rows!(coded codings::Q6K, $rows),
+                BlockFormat::IQ4NL => by_rows!(coded codings::IQ4NL, $rows),
+                BlockFormat::IQ4XS => by_rows!(coded codings::IQ4XS, $rows),
+                BlockFormat::MXFP4 => by_rows!(coded codings::MXFP4, $rows),
             }
         }
     };
 }
 
-level!(portable, Portable, [1], [1]);
+/// Within the module of a level: the other kernels, compiled for the level's features, and the functions of all
+/// kernels. Those of block codings are `$coded_fns`.
+macro_rules! kernels {
+    ($lanes:ty, $rows:tt, $coded_fns:path $(, $features:tt)?) => {
+        use super::super::{affine_f32, dense};
+
+        int8_kernel!($lanes $(, $features)?);
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn affine_f32<const BITS: usize, const M: usize>(block: &Block<'_>) {
+            // SAFETY: as the caller promises.
+            unsafe { affine_f32::affine_f32::<$lanes, BITS, M>(block) }
+        }
+        $(#[target_feature(enable = $features)])?
+        unsafe fn dense<D: dense::Weights, const M: usize>(block: &Block<'_>) {
+            // SAFETY: as the caller promises.
+            unsafe { dense::dense::<$lanes, D, M>(block) }
+        }
+
+        pub(super) fn fns(kernel: Kernel) -> BlockFns {
+            match kernel {
+                Kernel::Coded(format) => $coded_fns(format),
+                Kernel::Int8(2) => by_rows!(int8 2 $rows),
+                Kernel::Int8(3) => by_rows!(int8 3 $rows),
+                Kernel::Int8(4) => by_rows!(int8 4 $rows),
+                Kernel::Int8(5) => by_rows!(int8 5 $rows),
+                Kernel::Int8(6) => by_rows!(int8 6 $rows),
+                Kernel::Int8(_) => by_rows!(int8 8 $rows),
+                Kernel::AffineF32(2) => by_rows!(affine_f32 2 $rows),
+                Kernel::AffineF32(3) => by_rows!(affine_f32 3 $rows),
+                Kernel::AffineF32(4) => by_rows!(affine_f32 4 $rows),
+                Kernel::AffineF32(5) => by_rows!(affine_f32 5 $rows),
+                Kernel::AffineF32(6) => by_rows!(affine_f32 6 $rows),
+                Kernel::AffineF32(_) => by_rows!(affine_f32 8 $rows),
+                Kernel::F32 => by_rows!(dense dense::F32, $rows),
+                Kernel::F16 => by_rows!(dense dense::F16, $rows),
+                Kernel::Bf16 => by_rows!(dense dense::Bf16, $rows),
+                Kernel::Bf16Dots => by_rows!(dense dense::Bf16Dots, $rows),
+            }
+        }
+    };
+}
+
+mod portable {
+    use super::*;
+    coded_kernels!(Portable, [1]);
+    kernels!(Portable, [1], coded_fns);
+}
+
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Avx2, [4 2 1], [2 1], "avx2,fma,f16c");
+mod avx2 {
+    use super::*;
+    coded_kernels!(Avx2, [2 1], "avx2,fma,f16c");
+    kernels!(Avx2, [4 2 1], coded_fns, "avx2,fma,f16c");
+}
+
 #[cfg(target_arch = "x86_64")]
-level!(avx512, Avx512<false>, [8 4 2 1], [4 1], "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+mod avx512 {
+    use super::*;
+    kernels!(
+        Avx512<false>,
+        [8 4 2 1],
+        avx2::coded_fns,
+        "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+    );
+}
+
+/// Kernels with the dot products of VNNI.
 #[cfg(target_arch = "x86_64")]
-level!(
-    avx512_dots,
-    Avx512<true>,
-    [8 4 2 1],
-    [6 4 2 1],
-    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"
-);
+mod vnni {
+    use super::*;
+    int8_kernel!(Avx512<true>, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c");
+    coded_kernels!(
+        Avx512<true>,
+        [6 4 2 1],
+        "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
+    );
+}
+
+/// The kernel with the dot products of AVX512-BF16.
+#[cfg(target_arch = "x86_64")]
+mod bf16_dots {
+    use super::super::dense;
+    use super::*;
+
+    pub(super) fn fns() -> BlockFns {
+        by_rows!(bf16 dense::Bf16Dots, [8 4 2 1])
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn bf16<D: dense::Weights, const M: usize>(block: &Block<'_>) {
+        // SAFETY: as the caller promises.
+        unsafe { dense::dense::<Avx512<true>, D, M>(block) }
+    }
+}
 
 /// Int8 in blocks of up to 6 rows: a second block would read the weights again. Blocks of 5 and 6 rows do their
-/// conversions between dot products; smaller ones use the functions of `avx512_dots`.
+/// conversions between dot products; smaller ones use the functions of `vnni`.
 #[cfg(target_arch = "x86_64")]
 mod overlapped {
     use super::*;
@@ -199,10 +257,10 @@ mod overlapped {
                         &[
                             int8::<$bits, $group, 6> as BlockFn,
                             int8::<$bits, $group, 5>,
-                            avx512_dots::int8::<$bits, 4>,
-                            avx512_dots::int8::<$bits, 3>,
-                            avx512_dots::int8::<$bits, 2>,
-                            avx512_dots::int8::<$bits, 1>,
+                            vnni::int8::<$bits, 4>,
+                            vnni::int8::<$bits, 3>,
+                            vnni::int8::<$bits, 2>,
+                            vnni::int8::<$bits, 1>,
                         ]
                     },
                 }
@@ -211,14 +269,14 @@ mod overlapped {
         of!(2 3 4 5 6 8)
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn int8<const BITS: usize, const GROUP: usize, const M: usize>(block: &Block<'_>) {
         // SAFETY: as the caller promises.
         unsafe { super::super::int8_overlapped::int8::<Avx512<true>, BITS, GROUP, M>(block) }
     }
 }
 
-/// AMX: int8 in blocks of 16 rows, with the functions of `avx512_dots` for smaller blocks; bf16 in blocks of any size.
+/// AMX: int8 in blocks of 16 rows, with the functions of `vnni` for smaller blocks; bf16 in blocks of any size.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx {
     use super::*;
@@ -231,10 +289,10 @@ mod amx {
                     fns: const {
                         &[
                             int8::<$bits> as BlockFn,
-                            avx512_dots::int8::<$bits, 8>,
-                            avx512_dots::int8::<$bits, 4>,
-                            avx512_dots::int8::<$bits, 2>,
-                            avx512_dots::int8::<$bits, 1>,
+                            vnni::int8::<$bits, 8>,
+                            vnni::int8::<$bits, 4>,
+                            vnni::int8::<$bits, 2>,
+                            vnni::int8::<$bits, 1>,
                         ]
                     },
                 }
@@ -257,14 +315,14 @@ mod amx {
         }
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn bf16<const M: usize>(block: &Block<'_>) {
         use crate::amx::bf16::hardware::Amx;
         // SAFETY: as the caller promises.
         unsafe { super::super::amx_bf16::bf16::<Avx512<true>, Amx, M>(block) }
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn int8<const BITS: usize>(block: &Block<'_>) {
         // SAFETY: as the caller promises.
         unsafe { super::super::amx::int8::<Avx512<true>, crate::amx::hardware::Amx, BITS>(block) }

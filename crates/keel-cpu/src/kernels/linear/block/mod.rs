@@ -30,7 +30,7 @@ use super::format::{PAIR, TILE_ROWS};
 use super::lanes::Lanes;
 pub(super) use dispatch::{BlockFns, Kernel, block_fns};
 #[cfg(test)]
-pub(super) use dispatch::{soft_bf16_tile_fns, soft_tile_fns};
+pub(super) use dispatch::{portable_fns, soft_bf16_tile_fns, soft_tile_fns};
 
 /// Most rows of x computed together.
 pub(super) const MAX_ROWS: usize = 16;
@@ -147,6 +147,18 @@ fn step(layout: &super::PackedLayout) -> usize {
         super::WeightFormat::Blocks(format) => layout.unit_bytes() / Coding::of(format).blocks,
     };
     PAIR * step.min(layout.tile_bytes())
+}
+
+/// Both tiles, `bytes` further on.
+///
+/// A function and not `map`: for each kernel, `map` would compile the closure and the array functions again.
+///
+/// # Safety
+/// Each tile has this many bytes from there on.
+#[inline(always)]
+unsafe fn at([left, right]: [*const u8; PAIR], bytes: usize) -> [*const u8; PAIR] {
+    // SAFETY: as the caller promises.
+    unsafe { [left.add(bytes), right.add(bytes)] }
 }
 
 /// Prefetches the cache lines of `M` rows that [`store`] will write: with many rows none of them is in a near cache.

@@ -1,9 +1,10 @@
-//! One 512-bit vector per value; dot products with VNNI and BF16 where `DOTS` says so.
+//! One 512-bit vector per value; dot products are instructions where `DOTS` says so.
 
 use super::Lanes;
 use std::arch::x86_64::*;
 
-/// AVX-512 F, BW, DQ and VL; with VNNI and BF16 if `DOTS`.
+/// AVX-512 F, BW, DQ and VL. If `DOTS`, [`Lanes::dot_u8_i8`] also needs VNNI, and [`Lanes::dot_bf16`] AVX512-BF16. A
+/// kernel needs the instructions of those that it calls.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Avx512<const DOTS: bool>;
 

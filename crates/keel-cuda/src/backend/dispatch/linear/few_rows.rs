@@ -311,7 +311,7 @@ fn gate_constants(key: KernelKey, gate: Bound<'_>) -> KernelKey {
 
 #[cfg(test)]
 mod tests {
-    use super::super::SelectBy;
+    use super::super::{LinearKernel, SelectBy, linear_kernel};
     use super::*;
     use crate::agreement::assert_values;
     use keel_array::{BlockFormat, Compute, DType, Layout, Shape};
@@ -350,6 +350,18 @@ mod tests {
             ];
             assert_values(product.key(&tuning, rows, fused), &values);
         }
+    }
+
+    /// `keel_testkit` has a case of this shape, the only one of a single row that `prepare_rows` prepares.
+    #[test]
+    fn a_row_that_does_not_fit_a_block_is_prepared_by_another_kernel() {
+        let format = WeightFormat::Dense(DType::BF16);
+        let of = |cols| WeightSpec { experts: 1, rows: 80, cols, format, compute: Compute::Auto };
+        let [short, long] = [4096, 25_600].map(of);
+        assert!(is_fused(&short, 1, false) && !is_fused(&long, 1, false));
+        assert_eq!(linear_kernel(&long, 1, SelectBy::Rows), LinearKernel::FewRows);
+        let narrow = WeightSpec { rows: 19, ..long };
+        assert_eq!(linear_kernel(&narrow, 1, SelectBy::Rows), LinearKernel::ExactRows);
     }
 
     /// Each kernel fits a block of the generations with the least shared memory, once fetches through it are dropped.

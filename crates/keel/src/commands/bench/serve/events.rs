@@ -37,7 +37,7 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::bench::serve::load::Random;
+    use keel_testkit::random::Random;
 
     const STREAM: &str = "data: {\"a\": \"\u{1f600}\u{e9}\"}\n\n: ping\n\ndata: [1, {\"b\": null}]\r\n\nevent: x\n\
                           data: \"\"\n\ndata: [DONE]\n\n";
@@ -66,7 +66,7 @@ mod tests {
     fn damaged_streams_are_errors_and_never_panics() {
         let mut failed = 0;
         for case in 0..5000 {
-            let mut random = Random(case);
+            let mut random = Random::new(case);
             let mut body = STREAM.as_bytes().to_vec();
             for _ in 0..3 {
                 let at = random.below(body.len());

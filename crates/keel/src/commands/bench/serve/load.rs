@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use anyhow::{Context, Error, Result, bail};
+use keel_array::random::SplitMix64;
 use serde::Deserialize;
 
 /// A number, or a range to draw from.
@@ -53,37 +54,23 @@ const WORDS: [&str; 32] = [
     "warm", "they", "played", "until", "night",
 ];
 
-/// splitmix64. It is good enough for lengths and times.
-pub struct Random(pub u64);
+/// Random lengths, words and times.
+struct Random(SplitMix64);
 
 impl Random {
-    /// A number below `end`.
-    #[cfg(test)]
-    pub fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     fn within(&mut self, lengths: Lengths) -> usize {
-        lengths.min + (self.next() % (lengths.max - lengths.min + 1) as u64) as usize
+        lengths.min + (self.0.bits() % (lengths.max - lengths.min + 1) as u64) as usize
     }
 
     fn words(&mut self, count: usize) -> String {
         let words: Vec<&str> =
-            (0..count).map(|_| WORDS[(self.next() % WORDS.len() as u64) as usize]).collect();
+            (0..count).map(|_| WORDS[(self.0.bits() % WORDS.len() as u64) as usize]).collect();
         words.join(" ")
     }
 
     /// Draws the seconds to the next arrival of a Poisson process with `rate` arrivals per second.
     fn gap(&mut self, rate: f64) -> f64 {
-        let uniform = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
+        let uniform = (self.0.bits() >> 11) as f64 / (1u64 << 53) as f64;
         -(1.0 - uniform).ln() / rate
     }
 }
@@ -98,7 +85,7 @@ impl Load {
         rate: f64,
         seed: u64,
     ) -> Load {
-        let mut random = Random(seed);
+        let mut random = Random(SplitMix64(seed));
         let prefix = random.words(shared);
         let requests = (0..count).map(|_| {
             let own = random.within(prompt);
@@ -123,7 +110,7 @@ impl Load {
         if requests.is_empty() {
             bail!("the file has no requests");
         }
-        Ok(Load::arriving(requests, rate, Random(seed)))
+        Ok(Load::arriving(requests, rate, Random(SplitMix64(seed))))
     }
 
     fn arriving(requests: Vec<(String, usize)>, rate: f64, mut random: Random) -> Load {
@@ -174,7 +161,7 @@ mod tests {
             ["null", "-1", "1e99", "18446744073709551616", "\n", "{}", "[[", "\"prompt\""];
         let mut read = 0;
         for case in 0..5000 {
-            let mut random = Random(case);
+            let mut random = keel_testkit::random::Random::new(case);
             let mut file: Vec<char> = FILE.chars().collect();
             for _ in 0..=random.below(3) {
                 let at = random.below(file.len());

@@ -1,22 +1,22 @@
 //! Every sequence kernel gives the same bits on every instruction set.
 
-use super::activation::{sigmoid_gate, swiglu};
-use super::attention::{
+use half::f16;
+use keel_cpu::isa::Isa;
+use keel_cpu::kernels::activation::{sigmoid_gate, swiglu};
+use keel_cpu::kernels::attention::{
     Attention, KvPages, KvPagesMut, PAGE, PageTable, attention_decode, attention_prefill,
     decode_workspace_len, kv_write, prefill_workspace_len,
 };
-use super::causal_conv::{CausalConv, causal_conv};
-use super::gated_delta::{
+use keel_cpu::kernels::causal_conv::{CausalConv, causal_conv};
+use keel_cpu::kernels::gated_delta::{
     GatedDelta, GatedDeltaInputs, GatedDeltaShape, StateElement, gated_delta, gated_delta_workspace_len,
 };
-use super::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
-use super::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
-use super::rope::{HeadNorm, Rope, rope};
-use super::rows::{Batch, Rows, RowsMut};
-use crate::isa::Isa;
-use crate::pool::ThreadPool;
-use crate::shared_slice::SharedMut;
-use half::f16;
+use keel_cpu::kernels::gated_delta_chunked::{gated_delta_chunked, gated_delta_chunked_workspace_len};
+use keel_cpu::kernels::rms_norm::{add_rms_norm, gated_rms_norm, rms_norm};
+use keel_cpu::kernels::rope::{HeadNorm, Rope, rope};
+use keel_cpu::kernels::rows::{Batch, Rows, RowsMut};
+use keel_cpu::pool::ThreadPool;
+use keel_cpu::shared_slice::SharedMut;
 use keel_testkit::compare::assert_same_bits;
 use keel_testkit::random::Random;
 
@@ -81,7 +81,6 @@ fn row_wise_kernels() {
         let conv = CausalConv {
             x: narrow,
             weight: &taps,
-            bias: Some(&weight),
             batch: BATCH,
             slot: &[0],
             window: SharedMut::new(window),

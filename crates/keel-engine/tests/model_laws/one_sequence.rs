@@ -6,6 +6,9 @@ use crate::common::{
 use keel_array::Compute;
 use keel_engine::EngineOptions;
 
+/// `steps/deterministic.rs` leaves laws of both to this file where there is no GPU.
+const ARITHMETICS: [Compute; 2] = [Compute::F32, Compute::Auto];
+
 /// A prompt that spans several steps of the smallest size, with a partial chunk at its end.
 fn long_prompt(ids: &[u32]) -> Vec<u32> {
     ids.iter().cycle().take(300).enumerate().map(|(i, id)| (id + i as u32 * 7) % 500).collect()
@@ -16,7 +19,7 @@ fn the_prefill_step_does_not_change_a_bit() {
     for name in models() {
         let folder = fixture(name);
         let prompt = long_prompt(&expected(&folder).ids);
-        for compute in [Compute::F32, Compute::Auto] {
+        for compute in ARITHMETICS {
             let logits = |prefill_step, threads| {
                 let options = EngineOptions { prefill_step, compute, ..exact() };
                 all_logits(&mut engine(&folder, &runtime(threads), options), &prompt, false, false).0
@@ -35,17 +38,18 @@ fn the_prefill_step_does_not_change_a_bit() {
 #[test]
 fn a_saved_and_loaded_cache_continues_with_the_same_bits() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    for name in models() {
+    for (name, compute) in models().flat_map(|name| ARITHMETICS.map(|compute| (name, compute))) {
         let folder = fixture(name);
+        let options = EngineOptions { compute, ..exact() };
         let prompt = long_prompt(&expected(&folder).ids);
-        let path = dir.path().join(name);
-        let whole = all_logits(&mut engine(&folder, &runtime(2), exact()), &prompt, false, false).0;
-        let mut first = engine(&folder, &runtime(2), exact());
+        let path = dir.path().join(format!("{name}-{compute:?}"));
+        let whole = all_logits(&mut engine(&folder, &runtime(2), options), &prompt, false, false).0;
+        let mut first = engine(&folder, &runtime(2), options);
         let mut sequence = first.open().expect("a slot is free");
         first.prefill(&mut sequence, &prompt[..64], &mut Vec::new(), &mut |_| ()).expect("runs");
         first.cache().save(&sequence, &prompt[..64], name, &path).expect("saves");
         drop(first);
-        let mut second = engine(&folder, &runtime(1), exact());
+        let mut second = engine(&folder, &runtime(1), options);
         assert!(
             second.cache_mut().load("another", &path).is_err(),
             "a cache of another model must be refused"
@@ -59,7 +63,7 @@ fn a_saved_and_loaded_cache_continues_with_the_same_bits() {
         };
         second.all_logits(&mut sequence, &prompt[64..], false, &mut sink, None).expect("runs");
         let vocab = second.model().config.vocab;
-        assert!(rest == whole[64 * vocab..], "{name}: the continuation differs");
+        assert!(rest == whole[64 * vocab..], "{name}, {compute:?}: the continuation differs");
         second.release(sequence);
         assert!(second.cache().is_idle());
     }
@@ -133,10 +137,11 @@ fn what_a_checkpoint_saves_lies_together() {
 
 #[test]
 fn rewinding_and_running_again_is_as_if_never_left() {
-    for name in HYBRID {
+    for (name, compute) in HYBRID.into_iter().flat_map(|name| ARITHMETICS.map(|compute| (name, compute))) {
         let folder = fixture(name);
         let prompt = long_prompt(&expected(&folder).ids);
-        let mut engine = engine(&folder, &runtime(2), EngineOptions { checkpoints: 3, ..exact() });
+        let options = EngineOptions { checkpoints: 3, compute, ..exact() };
+        let mut engine = engine(&folder, &runtime(2), options);
         let (mut straight, mut again) = (Vec::new(), Vec::new());
         let mut sequence = engine.open().expect("a slot is free");
         engine.prefill(&mut sequence, &prompt[..200], &mut straight, &mut |_| ()).expect("runs");
@@ -145,7 +150,7 @@ fn rewinding_and_running_again_is_as_if_never_left() {
         let back = engine.cache_mut().rewind(&mut sequence, 200).expect("rewinds");
         assert_eq!(back, 192, "{name}: the last grid point before the end of the prompt has a checkpoint");
         engine.prefill(&mut sequence, &prompt[192..200], &mut again, &mut |_| ()).expect("runs");
-        assert!(straight == again, "{name}");
+        assert!(straight == again, "{name}, {compute:?}");
         // The twin shares pages with a sequence that was rewound and written again. This must not change the twin.
         let mut twin = twin;
         let (mut a, mut b) = (Vec::new(), Vec::new());
@@ -153,7 +158,7 @@ fn rewinding_and_running_again_is_as_if_never_left() {
         engine.logits(0, &mut a).expect("there");
         engine.decode(&mut [&mut twin], &[9]).expect("runs");
         engine.logits(0, &mut b).expect("there");
-        assert!(a == b, "{name}: the fork differs");
+        assert!(a == b, "{name}, {compute:?}: the fork differs");
         engine.release(sequence);
         engine.release(twin);
         assert!(engine.cache().is_idle());
