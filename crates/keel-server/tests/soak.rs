@@ -181,8 +181,8 @@ fn after_many_requests_nothing_is_left() {
     server.assert_all_is_back();
     stop(server);
 
-    // The first server may leave values that are created only once. A second server must leave nothing, and its heap must
-    // not grow while it runs.
+    // The first server may leave values that are created only once. A second server must leave nothing, and its heap
+    // must not grow while it runs.
     let heap = heap_bytes();
     let server = start();
     run(&server, 0, FIRST);

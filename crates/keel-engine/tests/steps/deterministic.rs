@@ -1,5 +1,6 @@
 //! How work is cut never changes a bit. With `KEEL_TEST_CUDA=1` this is tested on a GPU in its deterministic mode, else
-//! on the CPU. On the CPU some of it is left out, because `model_laws/one_sequence.rs` holds it there on smaller models.
+//! on the CPU. On the CPU some of it is left out, because `model_laws/one_sequence.rs` holds it there on smaller
+//! models.
 
 use std::sync::Arc;
 
