@@ -3,7 +3,7 @@
 //! A folder holds one cache file for each text ([`ModelCache::save`](crate::ModelCache::save)), and `index.json`. The
 //! index names the files with their sizes and checksums, and the pictures of each text by their hashes. It is written
 //! last: files without an index are never read. Texts are what users wrote, so no file of a text stays that the index
-//! does not name.
+//! does not name, unless it cannot be removed.
 
 use std::collections::HashSet;
 use std::io::{self, BufReader, Read};

@@ -92,6 +92,20 @@ pub enum EngineError {
         /// The system's reason.
         reason: String,
     },
+    /// Remembered prefixes are saved, but a file of an earlier save stays.
+    #[error(
+        "{path}: this file of an earlier save cannot be removed: {reason}; it holds what users wrote, so remove it; the \
+         {texts} remembered prefixes are saved",
+        path = path.display()
+    )]
+    StalePrefix {
+        /// The first file that stays.
+        path: std::path::PathBuf,
+        /// The system's reason.
+        reason: String,
+        /// Texts that were saved.
+        texts: usize,
+    },
     /// A step that this sequence shared with others failed.
     #[error("a step of the batch failed: {0}")]
     Step(String),

@@ -27,8 +27,8 @@ pub enum ServerError {
     },
     /// The prompt leaves no room for an answer.
     #[error(
-        "the prompt has {prompt} tokens, and the context of prompt and answer together is {context}: shorten the conversation by at \
-         least {} tokens{}", prompt + 1 - context, longer_context(*prompt, *context, *context_max)
+        "This model's maximum context length is {context} tokens here, for prompt and answer together; the prompt has {prompt} \
+         tokens: {}", shorter_prompt(*prompt, *context, *context_max)
     )]
     PromptTooLong {
         /// Tokens of the prompt.
@@ -40,8 +40,8 @@ pub enum ServerError {
     },
     /// A text is surely too long, by its bytes alone. It has not been made into tokens.
     #[error(
-        "the text has {bytes} bytes, which are at least {tokens} tokens, and the context of prompt and answer together is {context}: \
-         a text of more than {bytes_most} bytes never fits{}", longer_context(*context_max, *context, *context_max)
+        "This model's maximum context length is {context} tokens here, for prompt and answer together; the text has {bytes} \
+         bytes, which are at least {tokens} tokens: {}", shorter_text(*bytes_most, *context, *context_max)
     )]
     TextTooLong {
         /// Bytes of the text.
@@ -148,6 +148,12 @@ pub enum ServerError {
         /// Bytes accepted.
         limit: usize,
     },
+    /// The body is compressed.
+    #[error("the body is encoded as {found}; send it as it is, without content-encoding")]
+    BodyEncoding {
+        /// The declared codings.
+        found: String,
+    },
     /// The body ended too early.
     #[error("the body is not complete: {0}")]
     IncompleteBody(String),
@@ -165,7 +171,8 @@ pub enum ServerError {
     },
     /// The request needs more than the whole budget.
     #[error(
-        "the request needs {needed} bytes, but all requests together have {limit}; a larger --request-memory allows it"
+        "the request needs {needed} bytes, but all requests together have {limit}; make it smaller, or start the server with a \
+         larger --request-memory"
     )]
     RequestTooLarge {
         /// Bytes that the request needs.
@@ -221,15 +228,36 @@ pub struct Reply {
     pub code: &'static str,
     /// Seconds after which a new try is useful.
     pub retry_after: Option<u32>,
+    /// Whether a new try at once is known to be useless. Clients repeat each 5xx otherwise.
+    pub is_final: bool,
 }
 
 const fn reply(status: StatusCode, kind: &'static str, code: &'static str) -> Reply {
-    Reply { status, kind, code, retry_after: None }
+    Reply { status, kind, code, retry_after: None, is_final: false }
 }
 
 const fn later(status: StatusCode, kind: &'static str, code: &'static str, seconds: u32) -> Reply {
-    Reply { status, kind, code, retry_after: Some(seconds) }
+    Reply { status, kind, code, retry_after: Some(seconds), is_final: false }
 }
+
+const fn last(status: StatusCode, kind: &'static str, code: &'static str) -> Reply {
+    Reply { status, kind, code, retry_after: None, is_final: true }
+}
+
+/// The advice for a prompt that is too long.
+fn shorter_prompt(prompt: usize, context: usize, context_max: usize) -> String {
+    let longer = longer_context(prompt, context, context_max);
+    format!("shorten the conversation by at least {} tokens{longer}", prompt + 1 - context)
+}
+
+/// The advice for a text that is too long.
+fn shorter_text(bytes_most: usize, context: usize, context_max: usize) -> String {
+    let longer = longer_context(context_max, context, context_max);
+    format!("a text of more than {bytes_most} bytes never fits{longer}")
+}
+
+/// The advice for a request that the engine found too long.
+const SHORTER_REQUEST: &str = "shorten the prompt, or start the server with a larger --context";
 
 /// The end of advice: a longer context, if the model has one.
 fn longer_context(prompt: usize, context: usize, context_max: usize) -> String {
@@ -273,8 +301,8 @@ impl ServerError {
                     later(S::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", 1)
                 }
                 EngineError::QueueTimeout { .. } => later(S::SERVICE_UNAVAILABLE, OURS, "queue_timeout", 5),
-                EngineError::Deadline => reply(S::GATEWAY_TIMEOUT, OURS, "deadline_exceeded"),
-                _ => reply(S::INTERNAL_SERVER_ERROR, OURS, "engine_failure"),
+                EngineError::Deadline => last(S::GATEWAY_TIMEOUT, OURS, "deadline_exceeded"),
+                _ => last(S::INTERNAL_SERVER_ERROR, OURS, "engine_failure"),
             },
             ServerError::Text(error) => match error {
                 TextError::Refused { .. } | TextError::Template { .. } => {
@@ -309,6 +337,9 @@ impl ServerError {
             ServerError::KeyBusy { .. } => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "key_busy", 1),
             ServerError::Method { .. } => reply(S::METHOD_NOT_ALLOWED, INVALID, "method_not_allowed"),
             ServerError::BodyTooLarge { .. } => reply(S::PAYLOAD_TOO_LARGE, INVALID, "body_too_large"),
+            ServerError::BodyEncoding { .. } => {
+                reply(S::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_encoding")
+            }
             ServerError::IncompleteBody(_) => reply(S::BAD_REQUEST, INVALID, "incomplete_body"),
             ServerError::RequestMemory { .. } => later(S::SERVICE_UNAVAILABLE, OURS, "request_memory", 1),
             ServerError::RequestTooLarge { .. } => reply(S::PAYLOAD_TOO_LARGE, INVALID, "request_too_large"),
@@ -316,7 +347,7 @@ impl ServerError {
             ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
             ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
             ServerError::EngineStopped | ServerError::EngineLost { .. } => {
-                reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped")
+                last(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped")
             }
             ServerError::Listen { .. } | ServerError::Setting { .. } | ServerError::Io(_) => {
                 reply(S::INTERNAL_SERVER_ERROR, OURS, "system_failure")
@@ -329,14 +360,64 @@ impl ServerError {
         if self.reply().status == StatusCode::INTERNAL_SERVER_ERROR {
             return "the server failed at this request; its log says why".into();
         }
-        self.to_string()
+        match self {
+            // The engine's own message, in the words by which clients recognise a full context.
+            ServerError::Engine(EngineError::Context { needed, context }) => format!(
+                "This model's maximum context length is {context} tokens here, for prompt and answer together; the request \
+                 needs {needed}: {SHORTER_REQUEST}"
+            ),
+            _ => self.to_string(),
+        }
+    }
+
+    /// The message for a client of Anthropic's API. These clients recognise a full context by other words, and some of
+    /// them read both numbers.
+    pub fn public_message_for_anthropic(&self) -> String {
+        let (tokens, words, context, advice) = match self {
+            ServerError::PromptTooLong { prompt, context, context_max } => {
+                (*prompt, "", *context, shorter_prompt(*prompt, *context, *context_max))
+            }
+            ServerError::TextTooLong { tokens, bytes_most, context, context_max, .. } => {
+                (*tokens, "at least ", *context, shorter_text(*bytes_most, *context, *context_max))
+            }
+            ServerError::Engine(EngineError::Context { needed, context }) => {
+                (*needed, "", *context, SHORTER_REQUEST.into())
+            }
+            _ => return self.public_message(),
+        };
+        // A prompt as long as the context is too long, because an answer has at least one token.
+        let maximum = context.min(tokens.saturating_sub(1));
+        format!("prompt is too long: {words}{tokens} tokens > {maximum} maximum; {advice}")
     }
 
     /// The name of the field, if a field is wrong.
     pub fn field(&self) -> Option<&'static str> {
         match self {
             ServerError::Field { field, .. } => Some(field),
+            ServerError::UnknownModel { .. } => Some("model"),
+            ServerError::Text(TextError::StopString { .. }) => Some("stop"),
             _ => None,
+        }
+    }
+
+    /// Whether the prompt is wrong. Each API has a name of its own for the field with the prompt.
+    pub(crate) fn is_of_prompt(&self) -> bool {
+        match self {
+            ServerError::PromptTooLong { .. } | ServerError::TextTooLong { .. } => true,
+            ServerError::Engine(error) => matches!(
+                error,
+                EngineError::Context { .. }
+                    | EngineError::EmptyPrompt
+                    | EngineError::TokenId { .. }
+                    | EngineError::NoVisionTower
+                    | EngineError::PicturePatches { .. }
+                    | EngineError::PicturesNeverFit { .. }
+            ),
+            ServerError::Text(error) => matches!(
+                error,
+                TextError::Refused { .. } | TextError::Template { .. } | TextError::Tokenize { .. }
+            ),
+            _ => false,
         }
     }
 }
@@ -352,18 +433,4 @@ pub(crate) fn setting(what: &'static str, problem: impl Into<String>) -> ServerE
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_the_client_can_mend_is_4xx_and_names_no_file() {
-        let context = ServerError::from(EngineError::Context { needed: 9000, context: 4096 });
-        assert_eq!((context.reply().status.as_u16(), context.reply().code), (400, "context_length_exceeded"));
-        assert!(context.public_message().contains("9000"));
-        let full = ServerError::from(EngineError::QueueFull { waiting: 3, arriving: 1, limit: 3 });
-        assert_eq!((full.reply().status.as_u16(), full.reply().retry_after), (429, Some(1)));
-        let ours = ServerError::from(std::io::Error::other("/secret/path"));
-        assert_eq!(ours.reply().status.as_u16(), 500);
-        assert!(!ours.public_message().contains("secret"));
-    }
-}
+mod tests;

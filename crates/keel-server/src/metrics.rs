@@ -287,7 +287,8 @@ impl Inner {
         r.register("requests_waiting", "Requests in the queue", self.waiting.clone());
         r.register("requests_parked", "Sequences in host memory", self.parked.clone());
         r.register("parkings", "Times that a sequence was parked", self.parkings.clone());
-        r.register("failed_steps", "Steps that failed, tried again or not", self.failed_steps.clone());
+        let failed = "Steps that failed, tried again or not, and states that could not be saved";
+        r.register("failed_steps", failed, self.failed_steps.clone());
         r.register("late_work", "What was prepared after the start, by kind", self.late_work.clone());
         r.register(
             "idle_losses",

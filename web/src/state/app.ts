@@ -130,8 +130,8 @@ export function currentOptions(state: AppState = app.state): ChatOptions {
   return currentChat(state)?.options ?? state.draftOptions;
 }
 
-/** The model that requests with these options name. The server refuses a name that it does not list, so such a name is not
- * sent, and the first model answers. A remembered or imported name can be one of another server. */
+/** The model that requests with these options name. The server refuses a name that it does not list, so such a name is
+ * not sent, and the first model answers. A remembered or imported name can be one of another server. */
 export function modelOf(options: ChatOptions, models: Model[] = app.state.models): string | undefined {
   return models.find((model) => model.id === options.model)?.id;
 }

@@ -77,28 +77,45 @@ export interface Outcome {
   write: boolean;
 }
 
+type Decide = (stored: Chat | undefined, before: Chat | undefined) => Outcome | undefined;
+
+/** Exchanges that have not read their chat yet: what each does if its page goes away meanwhile. */
+const waiting = new Set<() => void>();
+
+addEventListener("pagehide", () => waiting.forEach((write) => write()));
+
 /** Reads a chat, and writes what `decide` makes of it, in one transaction: no other tab changes the chat in between.
- * `decide` is given the chat as stored, and as this tab last saw it there. It runs before any later access to the chats. */
-export async function exchange(
-  id: string,
-  decide: (stored: Chat | undefined, before: Chat | undefined) => Outcome | undefined,
-): Promise<void> {
-  const chats = await store("readwrite");
-  const request = chats.get(id) as IDBRequest<Chat | undefined>;
+ * `decide` is given the chat as stored, and as this tab last saw it there. No later access to the chats runs before. */
+export async function exchange(id: string, decide: Decide): Promise<void> {
+  let chats = await store("readwrite");
+  let left = false;
   let restore = () => {};
-  request.onsuccess = () => {
-    const before = seen.get(id);
+  const finish = (stored: Chat | undefined, before: Chat | undefined) => {
+    waiting.delete(leave);
     restore = () => void (before ? seen.set(id, before) : seen.delete(id));
-    const outcome = decide(request.result, before);
+    const outcome = decide(stored, before);
     if (outcome) seen.set(id, outcome.base);
     else seen.delete(id);
     if (outcome?.write) chats.put(outcome.base);
     // Committed at once: a transaction that is still open when its page goes away is undone.
     chats.transaction.commit();
   };
+  // There is no time to read, so the chat is taken to be as this tab last saw it.
+  const leave = () => {
+    left = true;
+    const { transaction } = chats;
+    transaction.abort();
+    chats = transaction.db.transaction(STORE, "readwrite").objectStore(STORE);
+    finish(seen.get(id), seen.get(id));
+  };
+  waiting.add(leave);
+  const request = chats.get(id) as IDBRequest<Chat | undefined>;
+  request.onsuccess = () => finish(request.result, seen.get(id));
   try {
     await durable(chats);
   } catch (error) {
+    if (left) return;
+    waiting.delete(leave);
     restore();
     throw error;
   }

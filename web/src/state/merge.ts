@@ -1,7 +1,7 @@
 // Several tabs change one chat. Each tab has a copy; the browser's storage has another. All functions are pure.
 //
-// A tab remembers the chat as it last read or wrote it, the base. A message that differs from the base, by identity, was
-// changed by this tab. Any other message is as the storage has it: added, changed or removed by another tab.
+// A tab remembers the chat as it last read or wrote it, the base. A message that differs from the base, by identity,
+// was changed by this tab. Any other message is as the storage has it: added, changed or removed by another tab.
 
 import { childrenOf, newestEnd, pathTo } from "./tree";
 import type { Chat, Message } from "./types";
@@ -13,8 +13,8 @@ function charsOf(message: Message): number {
   return message.content.length + (message.reasoning?.length ?? 0);
 }
 
-/** The stored chat, with this tab's form of answers that are stored as unfinished and have no more text than here. The tab
- * that wrote such an answer may have been closed. If it has not, the stored text grows again. */
+/** The stored chat, with this tab's form of answers that are stored as unfinished and have no more text than here.
+ * The tab that wrote such an answer may have been closed. If it has not, the stored text grows again. */
 export function withoutStale(stored: Chat, mine: Chat | undefined): Chat {
   const messages = Object.entries(stored.messages).map(([id, theirs]) => {
     const ours = mine?.messages[id];

@@ -261,9 +261,11 @@ test("a lost connection to the storage is opened again", () =>
     await ask(page, "First question");
     await page.evaluate(() => {
       const { transaction } = IDBDatabase.prototype;
-      IDBDatabase.prototype.transaction = function () {
-        IDBDatabase.prototype.transaction = transaction;
-        throw new DOMException("The connection was closed.", "InvalidStateError");
+      let lost;
+      IDBDatabase.prototype.transaction = function (...all) {
+        lost ??= this;
+        if (this === lost) throw new DOMException("The connection was closed.", "InvalidStateError");
+        return transaction.apply(this, all);
       };
     });
     await ask(page, "Second question");
@@ -280,8 +282,10 @@ test("a storage that could not be opened is tried again", () =>
       let left = 2;
       IDBFactory.prototype.open = function (...all) {
         left -= 1;
-        if (left >= 0) throw new DOMException("Not now.", "UnknownError");
-        return open.apply(this, all);
+        if (left < 0) return open.apply(this, all);
+        // A version lower than that of the database makes a request fail.
+        open.call(this, "other", 2);
+        return open.call(this, "other", 1);
       };
     });
     await page.reload();

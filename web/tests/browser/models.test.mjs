@@ -7,10 +7,10 @@ const browser = withBrowser();
 
 test("a remembered model that the server no longer has is not asked for", () =>
   browser.visit({ stub: { models: ["small", "large"] } }, async ({ page, stub }) => {
-    await page.getByLabel("Model").selectOption("large");
+    await page.getByLabel("Model", { exact: true }).selectOption("large");
     await ask(page, "Hello");
     await page.getByRole("button", { name: "New chat", exact: true }).click();
-    await page.getByLabel("Model").selectOption("large");
+    await page.getByLabel("Model", { exact: true }).selectOption("large");
     stub.models = ["small"];
     await page.reload();
     await page.locator("span.model", { hasText: "small" }).waitFor();
@@ -25,17 +25,17 @@ test("a remembered model that the server no longer has is not asked for", () =>
     stub.models = ["other", "large"];
     await page.reload();
     await page.locator(".chat-name", { hasText: "Hello" }).click();
-    assert.equal(await page.getByLabel("Model").inputValue(), "large", "the choice is remembered");
+    assert.equal(await page.getByLabel("Model", { exact: true }).inputValue(), "large", "the choice is remembered");
     await page.getByRole("button", { name: "Settings of this chat" }).click();
     await page.getByRole("button", { name: "Clear all" }).click();
-    assert.equal(await page.getByLabel("Model").inputValue(), "other");
+    assert.equal(await page.getByLabel("Model", { exact: true }).inputValue(), "other");
   }));
 
 test("models that change between two looks at the server are read again", () =>
   browser.visit({}, async ({ page, stub }) => {
     await page.locator("span.model", { hasText: "demo" }).waitFor();
     stub.models = ["small", "large"];
-    await page.getByLabel("Model").selectOption("large");
+    await page.getByLabel("Model", { exact: true }).selectOption("large");
     await ask(page, "Hello");
     assert.equal(stub.requests.at(-1).model, "large");
   }));

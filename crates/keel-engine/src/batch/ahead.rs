@@ -243,7 +243,7 @@ impl Batcher {
             None => self.prefixes.save_checkpoint_ahead(cache, &running.cache),
         };
         // A state that cannot be kept is computed again when it is needed.
-        saved.ok().flatten().map(|checkpoint| SavedState { position: at, checkpoint })
+        self.kept_or_counted(saved).map(|checkpoint| SavedState { position: at, checkpoint })
     }
 
     /// Takes the first step under way.
@@ -368,3 +368,6 @@ impl Batcher {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

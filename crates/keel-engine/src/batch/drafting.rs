@@ -8,7 +8,7 @@
 use super::Batcher;
 use super::sequence::Running;
 use crate::options::{DRAFTS_MAX, MTP_LAG_MAX};
-use crate::speculation::{COMPARED_EVERY, Depth};
+use crate::speculation::{BOUNDS_MAX, COMPARED_EVERY, Depth};
 
 /// How many steps of a batch run ahead before its answers are asked for drafts again.
 const PLAIN_STEPS: usize = MTP_LAG_MAX;
@@ -18,8 +18,9 @@ const PLAIN_STEPS: usize = MTP_LAG_MAX;
 /// for a draft before a grid point is elsewhere next time.
 const ASKED_LAST: usize = PLAIN_STEPS + COMPARED_EVERY as usize - 1;
 
-/// How many steps run ahead to measure a plain step. The time of the first may be known only as a bound.
-const MEASURING_STEPS: usize = 4;
+/// How many steps run ahead to measure a plain step. The time of the first may be known only as a bound. The last is
+/// still under way when answers are asked again.
+const MEASURING_STEPS: usize = BOUNDS_MAX as usize + 1;
 
 /// How many steps run ahead where no draft fits before the next grid point. The first ends there, and the second is
 /// submitted with it.
@@ -122,4 +123,4 @@ impl Batcher {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -117,7 +117,7 @@ pub struct Batcher {
     prompt_rate: f64,
     /// Steps of answers that ran ahead since answers were last asked for drafts, or more if they are asked sooner.
     plain_steps: usize,
-    /// Failed steps, whether retried or not.
+    /// Failed steps, whether retried or not, and states that could not be saved.
     failed_steps: u64,
     /// Whether one has failed because a device is lost.
     is_device_lost: bool,

@@ -25,19 +25,21 @@ impl Batcher {
     /// none is written, and the texts of an earlier call stay. Returns how many texts were written.
     ///
     /// # Errors
-    /// An error of the disk, or of a device that cannot be read. The folder then has no file of this call. If it failed
-    /// before the first text was written, the texts of an earlier call stay. Otherwise they are removed, too: no index
-    /// names them.
+    /// - An error of the disk, or of a device that cannot be read. The folder then has no file of this call. If it
+    ///   failed before the first text was written, the texts of an earlier call stay. Otherwise they are removed, too:
+    ///   no index names them.
+    /// - [`EngineError::StalePrefix`]: all texts are written, but a file of an earlier call cannot be removed.
     pub fn save_prefixes(&mut self, model: &str, folder: &Path) -> Result<usize> {
         self.settle();
         let model = &self.name_of_prefixes(model);
         let folder = PrefixFolder::new(model, folder);
         folder.begin()?;
-        let mut written = Vec::new();
+        let (mut written, mut stale) = (Vec::new(), Ok(()));
         let saved = self.write_texts(model, folder, &mut written).and_then(|texts| {
             if !texts.is_empty() || self.prefixes.tree().is_empty() {
                 folder.remove_index()?;
-                folder.remove_others(&texts)?;
+                // A file that stays does no harm to the others: the index does not name it, so it is never read.
+                stale = folder.remove_others(&texts);
                 folder.write_index(&texts)?;
             }
             Ok(texts.len())
@@ -47,7 +49,9 @@ impl Batcher {
             written.iter().for_each(|path| drop(std::fs::remove_file(path)));
             folder.remove_unnamed();
         }
-        saved
+        let texts = saved?;
+        stale.map_err(|Unwritten { path, reason }| EngineError::StalePrefix { path, reason, texts })?;
+        Ok(texts)
     }
 
     /// The name of saved prefixes of a model. Another kind of device has other bits. The name says whether texts may

@@ -156,7 +156,9 @@ impl Batcher {
                 self.emit(id, BatchEvent::Prefilled(done));
             }
             let outcome = self.add_rows(part.i, first, part.rows);
-            self.save_at_save_point(part.i);
+            if outcome.is_ok() {
+                self.save_at_save_point(part.i);
+            }
             first += part.rows;
             if outcome.is_err() || self.running[part.i].awaits_first() {
                 outcomes.push((part.i, outcome.and_then(|()| self.first_token(part.i, row, token))));

@@ -279,7 +279,7 @@ pub struct BatchStatus {
     pub pictures: PictureStatus,
     /// Counts of speculation, for all sequences that have ended.
     pub speculation: SpeculationCounters,
-    /// Failed steps, whether retried or not.
+    /// Failed steps, whether retried or not, and states that could not be saved.
     pub failed_steps: u64,
     /// Whether a device has failed for good. Every later step fails, too.
     pub is_device_lost: bool,

@@ -46,6 +46,8 @@ pub(crate) const COMPARED_EVERY: u64 = 8;
 const DEEPER_EVERY: u64 = 16;
 /// A plain round is measured again after this many rounds with drafts.
 const PLAIN_EVERY: u64 = 256;
+/// If a measurement is due, this many bounds take its place: each step may have prompts.
+pub(crate) const BOUNDS_MAX: u64 = 3;
 /// The share of a pass's time that another row is assumed to add, until it has been measured.
 const ROW_COST_GUESS: f64 = 0.04;
 
@@ -66,8 +68,18 @@ pub enum Depth {
 #[derive(Clone, Copy, Debug)]
 struct Mean {
     seconds: f64,
-    /// Whether it is a single measurement. The first run of a shape includes its preparation.
-    is_first: bool,
+    source: Source,
+}
+
+/// What a time follows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    /// A step that may have had prompts, too, or whose end was seen late. A plain step takes at most this time.
+    Bound,
+    /// A single measurement. The first run of a shape includes its preparation.
+    First,
+    /// Several measurements.
+    Measurements,
 }
 
 /// Seconds by number of rows.
@@ -85,6 +97,8 @@ pub(crate) struct Costs {
     buckets: Option<Buckets>,
     /// Rounds since all sequences decoded plainly.
     since_plain: u64,
+    /// Bounds on plain steps since a measurement is due.
+    bounds: u64,
     /// Drafts of all sequences.
     shares: Shares,
 }
@@ -196,12 +210,28 @@ impl Costs {
         note(self.verify.entry(sequences).or_default(), rows, seconds);
     }
 
-    /// Records that a plain step of `sequences` sequences took at most this time.
+    /// Records that a plain step of `sequences` sequences took at most this time. This is no measurement of a plain
+    /// step. If one is due and only bounds come, rounds with drafts go on.
     pub fn note_plain_bound(&mut self, sequences: usize, seconds: f64) {
-        let PassSize { sequences, rows } = self.padded(sequences, sequences);
-        let times = self.verify.entry(sequences).or_default();
-        let mean = times.entry(rows).or_insert(Mean { seconds, is_first: true });
+        let plain = self.padded(sequences, sequences);
+        let times = self.verify.entry(plain.sequences).or_default();
+        // Fewer rows cannot take longer.
+        let seconds = times.range(plain.rows + 1..).fold(seconds, |least, (_, more)| least.min(more.seconds));
+        let bound = Mean { seconds, source: Source::Bound };
+        let mean = times.entry(plain.rows).or_insert(bound);
         mean.seconds = mean.seconds.min(seconds);
+        if self.since_plain < PLAIN_EVERY {
+            return;
+        }
+        self.bounds += 1;
+        if self.bounds < BOUNDS_MAX {
+            return;
+        }
+        if self.empty.verify.contains_key(&plain) {
+            // The time is out of date, and contexts have grown. A better one follows from passes with drafts.
+            *mean = bound;
+        }
+        (self.since_plain, self.bounds) = (0, 0);
     }
 
     /// Records the time of a pass of the MTP head for `sequences` sequences.
@@ -216,7 +246,11 @@ impl Costs {
     }
 
     pub fn note_round(&mut self, was_plain: bool) {
-        self.since_plain = if was_plain { 0 } else { self.since_plain + 1 };
+        if was_plain {
+            (self.since_plain, self.bounds) = (0, 0);
+        } else {
+            self.since_plain += 1;
+        }
     }
 
     /// Whether a plain round of this many sequences should be measured now.
@@ -236,8 +270,9 @@ impl Costs {
         let verify = match (self.empty.verify.get(&plain), self.empty.verify.get(&pass)) {
             // Not measured yet: the plain step's time, plus the difference of the two passes without a sequence.
             (Some(one), Some(all)) if !measured.contains_key(&pass.rows) => {
-                estimate(measured, plain.rows, per_row) + (all - one).max(0.0)
+                self.plain_step(measured, plain, per_row) + (all - one).max(0.0)
             }
+            _ if k == 0 => self.plain_step(measured, plain, per_row),
             _ => estimate(measured, pass.rows, per_row),
         };
         let draft = match self.empty.draft.get(&plain.sequences) {
@@ -246,19 +281,33 @@ impl Costs {
         };
         verify + k as f64 * draft
     }
+
+    /// Estimated seconds of a plain step. `measured` has the times of passes of as many sequences. If there is only a
+    /// bound, which may be the time of prompts, the time follows from that of the smallest pass with drafts, less the
+    /// difference of the two passes without a sequence.
+    fn plain_step(&self, measured: &Times, plain: PassSize, per_row: f64) -> f64 {
+        let seconds = estimate(measured, plain.rows, per_row);
+        let is_bound = measured.get(&plain.rows).is_some_and(|mean| mean.source == Source::Bound);
+        let Some(&one) = self.empty.verify.get(&plain).filter(|_| is_bound) else { return seconds };
+        let from_pass = measured.range(plain.rows + 1..).find_map(|(&rows, mean)| {
+            let all = self.empty.verify.get(&PassSize { rows, ..plain })?;
+            Some(mean.seconds - (all - one).max(0.0))
+        });
+        from_pass.map_or(seconds, |time| time.max(one).min(seconds))
+    }
 }
 
 fn note(times: &mut Times, rows: usize, seconds: f64) {
-    let mean = times.entry(rows).or_insert(Mean { seconds: f64::NAN, is_first: false });
-    *mean = if mean.seconds.is_nan() {
-        Mean { seconds, is_first: true }
-    } else if mean.is_first {
-        Mean { seconds: seconds.min(mean.seconds), is_first: false }
-    } else {
-        // An interrupted pass says nothing about the next, so a measurement counts as at most twice the mean.
-        let change = seconds.min(2.0 * mean.seconds) - mean.seconds;
-        let weight = if change < 0.0 { LOWER_COST_WEIGHT } else { COST_WEIGHT };
-        Mean { seconds: mean.seconds + weight * change, is_first: false }
+    let mean = times.entry(rows).or_insert(Mean { seconds: f64::INFINITY, source: Source::Bound });
+    *mean = match mean.source {
+        Source::Bound => Mean { seconds: seconds.min(mean.seconds), source: Source::First },
+        Source::First => Mean { seconds: seconds.min(mean.seconds), source: Source::Measurements },
+        Source::Measurements => {
+            // An interrupted pass says nothing about the next, so a measurement counts as at most twice the mean.
+            let change = seconds.min(2.0 * mean.seconds) - mean.seconds;
+            let weight = if change < 0.0 { LOWER_COST_WEIGHT } else { COST_WEIGHT };
+            Mean { seconds: mean.seconds + weight * change, ..*mean }
+        }
     };
     // Fewer rows cannot take longer. A longer mean is out of date or was disturbed.
     times.range_mut(..rows).for_each(|(_, mean)| mean.seconds = mean.seconds.min(seconds));

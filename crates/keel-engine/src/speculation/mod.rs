@@ -29,8 +29,8 @@ mod round;
 
 pub use choose::{Choice, Chooser, Draft, SamplerChooser};
 pub use counters::SpeculationCounters;
-pub(crate) use depth::{COMPARED_EVERY, Costs};
 pub use depth::Depth;
+pub(crate) use depth::{BOUNDS_MAX, COMPARED_EVERY, Costs};
 pub(crate) use lag::RoundHidden;
 pub use round::{Round, RoundSequence};
 

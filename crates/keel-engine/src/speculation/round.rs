@@ -179,10 +179,12 @@ impl Engine {
             return;
         }
         match time {
-            StepTime::Known(time) => self.costs.note_pass(answers, answers, time.as_secs_f64()),
+            StepTime::Known(time) => {
+                self.costs.note_pass(answers, answers, time.as_secs_f64());
+                self.costs.note_round(true);
+            }
             StepTime::AtMost(time) => self.costs.note_plain_bound(answers, time.as_secs_f64()),
         }
-        self.costs.note_round(true);
     }
 
     /// Returns how the device draws the token after each of `rows` rows, or `None` if the host needs the logits. The

@@ -218,6 +218,54 @@ fn a_save_that_fails_late_leaves_no_text() {
     assert_all_is_back(&mut batcher);
 }
 
+/// A file that not even root can remove, until this is dropped.
+#[cfg(target_os = "linux")]
+struct Immutable(std::path::PathBuf);
+
+#[cfg(target_os = "linux")]
+impl Immutable {
+    /// `None` if the user or the file system does not allow it.
+    fn new(path: std::path::PathBuf) -> Option<Immutable> {
+        Immutable::set(&path, "+i").then_some(Immutable(path))
+    }
+
+    fn set(path: &Path, attribute: &str) -> bool {
+        let outcome = std::process::Command::new("chattr").arg(attribute).arg(path).output();
+        outcome.is_ok_and(|outcome| outcome.status.success())
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Drop for Immutable {
+    fn drop(&mut self) {
+        Immutable::set(&self.0, "-i");
+    }
+}
+
+/// The index does not name such a file, so the texts that it names are saved all the same.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_file_that_cannot_be_removed_costs_no_text() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let stale = dir.path().join("200.safetensors");
+    std::fs::write(&stale, "an earlier text").expect("written");
+    let Some(kept) = Immutable::new(stale.clone()) else {
+        keel_testkit::skipped!("needs a user and a file system with `chattr +i`");
+        return;
+    };
+    let mut saving = batcher("qwen3_5", BatchOptions::default());
+    run(&mut saving, vec![BatchRequest::new(0, prompt("qwen3_5", 1, 200), 2)]);
+    let error = saving.save_prefixes("m", dir.path()).expect_err("a file stays");
+    let EngineError::StalePrefix { path, texts, .. } = &error else { panic!("{error}") };
+    assert!(*path == stale && *texts >= 1, "{error}");
+    let restored = batcher("qwen3_5", BatchOptions::default()).restore_prefixes("m", dir.path());
+    assert!(restored.texts == *texts && restored.problems.is_empty(), "{restored:?}");
+    drop(kept);
+    assert_eq!(saving.save_prefixes("m", dir.path()).expect("saves"), *texts);
+    assert!(!stale.exists());
+    assert_all_is_back(&mut saving);
+}
+
 /// In a pool that does not hold all texts at once, the last one used comes back.
 #[test]
 fn a_long_text_is_restored_to_its_end() {

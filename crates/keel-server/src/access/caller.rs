@@ -13,8 +13,8 @@ use crate::memory::requests::{Meter, RequestMemory};
 use crate::shared::fresh_id;
 
 /// The headers of an answer that name its request: OpenAI's and Anthropic's. A client may choose the name in OpenAI's.
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-const ANTHROPICS_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(crate) const ANTHROPICS_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const ID_BYTES_MAX: usize = 128;
 
 /// The name of a request.

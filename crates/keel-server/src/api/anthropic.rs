@@ -1,5 +1,7 @@
 //! Anthropic's API: `/v1/messages` and its token count. Requests are translated to a chat in OpenAI's form.
 
+mod translation;
+
 use std::sync::Arc;
 
 use axum::Json;
@@ -12,9 +14,8 @@ use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, Ending, Usage};
-use crate::api::numbers::whole_number;
+use crate::api::numbers::{check_limit, whole_number};
 use crate::api::openai::chat::{ChatBody, engine_request_on_worker};
-use crate::api::unsupported;
 use crate::collect::{Outbox, StreamRoom, collect, respond};
 use crate::collected::Collected;
 use crate::error::{Result, ServerError, wrong};
@@ -22,6 +23,8 @@ use crate::http::body::Body;
 use crate::loaded_model::LoadedModel;
 use crate::model_manager::ModelManager;
 use crate::shared::fresh_id;
+
+pub(crate) use translation::chat;
 
 /// An error in Anthropic's form.
 pub(crate) struct AnthropicError(ServerError);
@@ -44,7 +47,7 @@ fn error_json(error: &ServerError) -> Value {
         500 => "api_error",
         _ => "invalid_request_error",
     };
-    json!({"type": "error", "error": {"type": kind, "message": error.public_message()}})
+    json!({"type": "error", "error": {"type": kind, "message": error.public_message_for_anthropic()}})
 }
 
 impl IntoResponse for AnthropicError {
@@ -58,6 +61,7 @@ impl IntoResponse for AnthropicError {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with messages")]
 pub(crate) struct MessagesBody {
     model: Option<String>,
     #[serde(default, deserialize_with = "whole_number")]
@@ -82,6 +86,7 @@ pub(crate) struct MessagesBody {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "a message, an object with role and content")]
 struct InputMessage {
     role: String,
     content: Value,
@@ -118,6 +123,7 @@ pub(crate) async fn create(
     if body.max_tokens.is_none() {
         return Err(wrong("max_tokens", "it is missing").into());
     }
+    check_limit("max_tokens", body.max_tokens)?;
     if body.messages.last().is_some_and(|message| message.role == "assistant") {
         let problem =
             "the last one is the assistant's, and answers are not continued here; end with the user's";
@@ -137,7 +143,7 @@ pub(crate) async fn create(
     Ok(Json(whole(&id, &answer)).into_response())
 }
 
-/// Counts the tokens of a conversation of any length.
+/// Counts the tokens of a conversation. It may exceed the context, but not the memory of requests.
 pub(crate) async fn count_tokens(
     State(manager): State<Arc<ModelManager>>,
     Message(body, caller): Message,
@@ -145,67 +151,6 @@ pub(crate) async fn count_tokens(
     let (model, chat) = chat_apart(&manager, &caller, body).await?;
     let ask = engine_request_on_worker(&model, &caller, chat, usize::MAX).await?;
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
-}
-
-/// Translates the request to a chat.
-pub(crate) fn chat(body: MessagesBody) -> Result<ChatBody> {
-    serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))
-}
-
-fn to_chat(body: MessagesBody) -> Result<Value> {
-    unsupported::check_messages(&body.rest)?;
-    let mut messages = Vec::new();
-    if let Some(system) = body.system.filter(|s| !s.is_null()) {
-        messages.push(json!({"role": "system", "content": system}));
-    }
-    for message in body.messages {
-        translate(message, &mut messages)?;
-    }
-    let tools = body.tools.map(|tools| tools.into_iter().map(tool).collect::<Result<_>>()).transpose()?;
-    let choice = match &body.tool_choice {
-        None | Some(Value::Null) => Value::Null,
-        Some(choice) => match choice["type"].as_str() {
-            Some("auto") => json!("auto"),
-            Some("none") => json!("none"),
-            Some("any") => json!("required"),
-            Some("tool") => json!({"type": "function", "function": {"name": choice["name"]}}),
-            _ => return Err(wrong("tool_choice", "type is one of auto, any, tool, none")),
-        },
-    };
-    let parallel =
-        body.tool_choice.as_ref().and_then(|c| c["disable_parallel_tool_use"].as_bool()) != Some(true);
-    let mut variables = Map::new();
-    match &body.thinking {
-        None | Some(Value::Null) => {}
-        Some(thinking) => {
-            let thinks = match thinking["type"].as_str() {
-                Some("enabled" | "adaptive") => true,
-                Some("disabled") => false,
-                _ => return Err(wrong("thinking", "type is one of enabled, adaptive, disabled")),
-            };
-            variables.insert("enable_thinking".into(), json!(thinks));
-        }
-    }
-    let mut chat = json!({
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "tool_choice": choice,
-        "parallel_tool_calls": parallel,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "chat_template_kwargs": variables,
-    });
-    // The values are moved, because the macro would copy them.
-    chat["messages"] = Value::Array(messages);
-    chat["tools"] = tools.map_or(Value::Null, Value::Array);
-    chat["response_format"] = answer_format(body.output_config, body.output_format)?;
-    for (key, value) in body.rest {
-        if SHARED.contains(&key.as_str()) {
-            chat[key] = value;
-        }
-    }
-    Ok(chat)
 }
 
 /// Fields of a chat that mean the same here. Anthropic's API has none of them.
@@ -218,106 +163,6 @@ pub(crate) const SHARED: [&str; 7] = [
     "logit_bias",
     "ignore_eos",
 ];
-
-/// The form of the answer, which is a schema; null if there is none.
-fn answer_format(config: Option<Value>, earlier: Option<Value>) -> Result<Value> {
-    let given = config.map(|mut config| config.get_mut("format").map(Value::take).unwrap_or_default());
-    let format = given.filter(|format| !format.is_null()).or(earlier).unwrap_or_default();
-    match format["type"].as_str() {
-        Some("json_schema") if format["schema"].is_object() => Ok(format),
-        None if format.is_null() => Ok(format),
-        _ => Err(wrong("output_config", "its format is {\"type\": \"json_schema\", \"schema\": {...}}")),
-    }
-}
-
-fn tool(tool: Value) -> Result<Value> {
-    if !matches!(tool["type"].as_str(), None | Some("custom")) {
-        let problem =
-            format!("a tool of type {}: the server runs no tools; describe one of yours", tool["type"]);
-        return Err(wrong("tools", problem));
-    }
-    Ok(json!({"type": "function", "function": {
-        "name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}}))
-}
-
-/// Translates a message. A message with results of tools becomes several.
-fn translate(message: InputMessage, messages: &mut Vec<Value>) -> Result<()> {
-    let blocks = match message.content {
-        Value::Array(blocks) => blocks,
-        content => {
-            messages.push(json!({"role": message.role, "content": content}));
-            return Ok(());
-        }
-    };
-    let (mut parts, mut thinking, mut calls) = (Vec::new(), String::new(), Vec::new());
-    for mut block in blocks {
-        match block["type"].as_str() {
-            Some("text") => {
-                parts.push(json!({"type": "text", "text": block["text"].as_str().unwrap_or_default()}))
-            }
-            Some("image") => parts.push(image(&mut block)?),
-            Some("thinking") => thinking.push_str(block["thinking"].as_str().unwrap_or_default()),
-            Some("redacted_thinking") => {}
-            Some("tool_use") => calls.push(json!({"id": block["id"], "type": "function",
-                "function": {"name": block["name"], "arguments": block["input"]}})),
-            Some("tool_result") => messages.push(tool_result(block)?),
-            other => {
-                return Err(wrong(
-                    "messages",
-                    format!("a block of type {other:?}: text and image can be read"),
-                ));
-            }
-        }
-    }
-    if parts.is_empty() && thinking.is_empty() && calls.is_empty() {
-        return Ok(());
-    }
-    let mut one = json!({"role": message.role});
-    one["content"] = Value::Array(parts);
-    if !thinking.is_empty() {
-        one["reasoning_content"] = json!(thinking);
-    }
-    if !calls.is_empty() {
-        one["tool_calls"] = json!(calls);
-    }
-    messages.push(one);
-    Ok(())
-}
-
-/// The result of a tool, whose blocks may be pictures, too.
-fn tool_result(mut block: Value) -> Result<Value> {
-    let mut one = json!({"role": "tool", "tool_call_id": block["tool_use_id"]});
-    one["content"] = match block["content"].take() {
-        Value::Array(mut blocks) => {
-            for block in blocks.iter_mut().filter(|block| block["type"] == "image") {
-                *block = image(block)?;
-            }
-            Value::Array(blocks)
-        }
-        content => content,
-    };
-    Ok(one)
-}
-
-/// A picture in OpenAI's form. Its bytes are copied once, into the URL.
-fn image(block: &mut Value) -> Result<Value> {
-    let source = &block["source"];
-    let url = match (source["type"].as_str(), source["media_type"].as_str(), source["data"].as_str()) {
-        (Some("base64"), kind, Some(data)) => format!("data:{};base64,{data}", kind.unwrap_or("image")),
-        (Some("url"), ..) if source["url"].is_string() => {
-            source["url"].as_str().unwrap_or_default().to_string()
-        }
-        _ => {
-            let problem = "an image block has no source of the form {\"type\": \"base64\", \"media_type\", \"data\"} or \
-                           {\"type\": \"url\", \"url\"}";
-            return Err(wrong("messages", problem));
-        }
-    };
-    *block = Value::Null;
-    let mut part = json!({"type": "image_url"});
-    part["image_url"] = Value::String(url);
-    Ok(part)
-}
 
 fn stop_reason(ending: Ending, stop: Option<&str>) -> &'static str {
     match ending {

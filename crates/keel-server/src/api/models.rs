@@ -6,22 +6,20 @@ use std::time::{Duration, UNIX_EPOCH};
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, Uri};
 use axum::response::{IntoResponse, Response};
 use keel_text::date_and_time;
 use serde_json::{Value, json};
 
 use crate::api::anthropic::AnthropicError;
 use crate::error::{Result, ServerError, wrong};
+use crate::http::body::is_anthropics;
 use crate::model_manager::{Modalities, ModelFacts, ModelManager};
 
-/// Anthropic's clients send this header with each request.
-const ANTHROPIC: &str = "anthropic-version";
-
 /// Lists the models.
-pub(crate) async fn list(State(manager): State<Arc<ModelManager>>, headers: HeaderMap) -> Response {
+pub(crate) async fn list(State(manager): State<Arc<ModelManager>>, uri: Uri, headers: HeaderMap) -> Response {
     let facts = manager.all_facts();
-    if !headers.contains_key(ANTHROPIC) {
+    if !is_anthropics(&uri, &headers) {
         let data: Vec<_> = facts.iter().map(|facts| openai(manager.created, facts)).collect();
         return Json(json!({"object": "list", "data": data})).into_response();
     }
@@ -34,10 +32,11 @@ pub(crate) async fn list(State(manager): State<Arc<ModelManager>>, headers: Head
 /// One model.
 pub(crate) async fn one(
     State(manager): State<Arc<ModelManager>>,
+    uri: Uri,
     headers: HeaderMap,
     id: Result<Path<String>, PathRejection>,
 ) -> Response {
-    let is_anthropic = headers.contains_key(ANTHROPIC);
+    let is_anthropic = is_anthropics(&uri, &headers);
     match facts(&manager, id) {
         Ok(facts) if is_anthropic => Json(anthropic(manager.created, &facts)).into_response(),
         Ok(facts) => Json(openai(manager.created, &facts)).into_response(),

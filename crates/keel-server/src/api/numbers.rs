@@ -5,6 +5,8 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use serde_json::Number;
 
+use crate::error::{Result, wrong};
+
 /// A whole number.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Whole<T>(pub T);
@@ -17,8 +19,23 @@ impl<'de, T: TryFrom<i128>> Deserialize<'de> for Whole<T> {
         let whole = number.as_i128().or_else(|| float().map(|float| float as i128));
         match whole.and_then(|whole| T::try_from(whole).ok()) {
             Some(whole) => Ok(Whole(whole)),
-            None => Err(D::Error::custom(format!("{number} is no whole number, or out of range"))),
+            None => Err(D::Error::custom(match (whole, T::try_from(-1)) {
+                (Some(1..), _) => format!("{number} is too large"),
+                (_, Err(_)) => format!("expected a whole number from 0, not {number}"),
+                (_, Ok(_)) => format!("expected a whole number, not {number}"),
+            })),
         }
+    }
+}
+
+/// Refuses a limit of no tokens.
+///
+/// # Errors
+/// The field with the limit.
+pub(crate) fn check_limit(field: &'static str, limit: Option<usize>) -> Result<()> {
+    match limit {
+        Some(0) => Err(wrong(field, "0 tokens, expected at least 1")),
+        _ => Ok(()),
     }
 }
 
@@ -52,6 +69,20 @@ mod tests {
 
     fn read(json: Value) -> Option<(Option<usize>, Option<i64>)> {
         serde_json::from_value(json).ok().map(|Fields { count, seed }| (count, seed))
+    }
+
+    #[test]
+    fn errors_say_which_numbers_are_right() {
+        for (json, expected) in [
+            (json!({"count": -1}), "expected a whole number from 0, not -1"),
+            (json!({"count": 2.5}), "expected a whole number from 0, not 2.5"),
+            (json!({"count": 1e25}), "is too large"),
+            (json!({"seed": 2.5}), "expected a whole number, not 2.5"),
+            (json!({"seed": u64::MAX}), "18446744073709551615 is too large"),
+        ] {
+            let error = serde_json::from_value::<Fields>(json).err().expect("out of range");
+            assert!(error.to_string().contains(expected), "{error}");
+        }
     }
 
     #[test]

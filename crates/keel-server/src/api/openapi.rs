@@ -242,7 +242,8 @@ fn schemas(choices_max: usize) -> Value {
         "Tokenize": tokenize(),
         "Detokenize": object(&["tokens"], json!({
             "model": {"type": ["string", "null"]},
-            "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4_294_967_295u32}},
+            "tokens": {"type": "array", "description": "ids of the model's vocabulary", "items":
+                {"type": "integer", "minimum": 0, "maximum": 4_294_967_295u32}},
         })),
     })
 }
@@ -252,7 +253,10 @@ fn tokenize() -> Value {
     let names = ["text", "content", "prompt"];
     let mut schema = object(
         &[],
-        json!({"model": {"type": ["string", "null"]}, "add_special_tokens": {"type": "boolean"}}),
+        json!({
+            "model": {"type": ["string", "null"]},
+            "add_special_tokens": {"type": "boolean", "default": false, "description": "also named add_special"},
+        }),
     );
     for name in names {
         schema["properties"][name] = json!({"type": "string", "description": "the text"});

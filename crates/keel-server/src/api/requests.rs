@@ -60,11 +60,11 @@ pub fn read(endpoint: Endpoint, body: &[u8], text: &ServedText, vocab: usize) ->
         }
         Endpoint::Tokenize => {
             let body: TokenizeBody = parse(body)?;
-            return Ok(text.tokenizer.encode(&body.text, body.add_special_tokens)?.len());
+            return Ok(text.tokenizer.encode(body.text()?, body.add_special_tokens)?.len());
         }
         Endpoint::Detokenize => {
             let body: DetokenizeBody = parse(body)?;
-            text.tokenizer.decode(&body.tokens, false)?;
+            text.tokenizer.decode(body.tokens(vocab)?, false)?;
             return Ok(body.tokens.len());
         }
     };

@@ -12,6 +12,8 @@ use keel_engine::batch::Readout;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::access::caller::Caller;
+use crate::api::field_names::{EndpointError, about};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::engine::readout::{ReadoutRequest, check_count};
@@ -23,6 +25,7 @@ use crate::text::{Bounds, ServedText};
 
 /// A query and documents.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with a query and documents")]
 pub(crate) struct RerankBody {
     model: Option<String>,
     query: String,
@@ -51,7 +54,7 @@ const FRAME_BYTES: usize = "<Instruct>: \n<Query>: \n<Document>: ".len();
 const BYTES_PER_PROMPT_BYTE: u64 = 2 * size_of::<u32>() as u64;
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a document is a text or an object with a text")]
 enum Document {
     Text(String),
     Object { text: String },
@@ -75,7 +78,11 @@ const TAIL: &str = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
 pub(crate) async fn create(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<RerankBody>,
-) -> Result<Json<Value>> {
+) -> Result<Json<Value>, EndpointError> {
+    ranked(&manager, &caller, body).await.map_err(about("documents"))
+}
+
+async fn ranked(manager: &Arc<ModelManager>, caller: &Arc<Caller>, body: RerankBody) -> Result<Json<Value>> {
     let model = manager.model_for(body.model.as_deref()).await?;
     let worker = Arc::clone(&model);
     // Each prompt repeats the query, so the prompts may be far larger than the body. They are charged before they are
@@ -83,10 +90,10 @@ pub(crate) async fn create(
     let most = body.prompt_bytes() * BYTES_PER_PROMPT_BYTE;
     caller.meter.take(most)?;
     let work = move |caller: &_| Ok((readout_request(&worker.text, &worker.bounds(caller), &body)?, body));
-    let (ask, body) = model.work(&caller, work).await?;
+    let (ask, body) = model.work(caller, work).await?;
     let ids: usize = ask.prompts.iter().map(Vec::capacity).sum();
     caller.meter.give_back(most.saturating_sub((ids * size_of::<u32>()) as u64));
-    let read = model.read("/v1/rerank", &caller, ask).await?;
+    let read = model.read("/v1/rerank", caller, ask).await?;
     let mut scores: Vec<(usize, f64)> =
         read.values.iter().enumerate().map(|(i, logits)| (i, score(logits))).collect();
     scores.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));

@@ -28,7 +28,7 @@ pub(crate) struct SamplingFields {
 
 /// One string or several.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "stop is a text or a list of texts")]
 pub(crate) enum OneOrMany {
     One(String),
     Many(Vec<String>),

@@ -4,24 +4,42 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use keel_engine::EngineError;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
+use crate::api::field_names::{EndpointError, about};
 use crate::api::numbers::ids;
-use crate::error::Result;
+use crate::api::unsupported;
+use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::model_manager::ModelManager;
 use crate::text::Bounds;
 
 /// A text to tokenize.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with a text")]
 pub(crate) struct TokenizeBody {
     #[serde(alias = "content", alias = "prompt")]
-    pub text: String,
-    #[serde(default)]
+    pub text: Option<String>,
+    #[serde(default, alias = "add_special")]
     pub add_special_tokens: bool,
     model: Option<String>,
+    /// All other fields.
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+impl TokenizeBody {
+    /// The text.
+    ///
+    /// # Errors
+    /// There is none, or a field is not supported.
+    pub fn text(&self) -> Result<&str> {
+        unsupported::check_tokenize(&self.rest)?;
+        self.text.as_deref().ok_or_else(|| wrong("text", "it is missing"))
+    }
 }
 
 /// The ids of a text. They are serialized directly: as JSON values they would take twenty times the memory.
@@ -37,26 +55,48 @@ const ANSWER_BYTES_PER_ID: u64 = 24;
 
 /// Ids to decode.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with tokens")]
 pub(crate) struct DetokenizeBody {
     #[serde(deserialize_with = "ids")]
     pub tokens: Vec<u32>,
     model: Option<String>,
 }
 
+impl DetokenizeBody {
+    /// The ids, all of which a model has.
+    ///
+    /// # Errors
+    /// An id that is not below `vocab`.
+    pub fn tokens(&self, vocab: usize) -> Result<&[u32]> {
+        match self.tokens.iter().find(|&&id| id as usize >= vocab) {
+            Some(&id) => Err(EngineError::TokenId { id, vocab }.into()),
+            None => Ok(&self.tokens),
+        }
+    }
+}
+
 /// Encodes a text.
 pub(crate) async fn tokenize(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<TokenizeBody>,
+) -> Result<Json<Tokenized>, EndpointError> {
+    encoded(&manager, &caller, body).await.map_err(about("text"))
+}
+
+async fn encoded(
+    manager: &Arc<ModelManager>,
+    caller: &Arc<Caller>,
+    body: TokenizeBody,
 ) -> Result<Json<Tokenized>> {
     let model = manager.model_for(body.model.as_deref()).await?;
     let context = model.engine.context();
     let worker = Arc::clone(&model);
     let encode = move |caller: &Caller| {
-        // A text of any length may be counted.
+        // A counted text may exceed the context, but not the memory of requests.
         let bounds = Bounds { context: usize::MAX, ..worker.bounds(caller) };
-        bounds.encode(&worker.text.tokenizer, &body.text, body.add_special_tokens)
+        bounds.encode(&worker.text.tokenizer, body.text()?, body.add_special_tokens)
     };
-    let tokens = model.work(&caller, encode).await?;
+    let tokens = model.work(caller, encode).await?;
     caller.meter.take(tokens.len() as u64 * ANSWER_BYTES_PER_ID)?;
     Ok(Json(Tokenized { count: tokens.len(), tokens, max_model_len: context }))
 }
@@ -65,10 +105,21 @@ pub(crate) async fn tokenize(
 pub(crate) async fn detokenize(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<DetokenizeBody>,
+) -> Result<Json<Value>, EndpointError> {
+    decoded(&manager, &caller, body).await.map_err(about("tokens"))
+}
+
+async fn decoded(
+    manager: &Arc<ModelManager>,
+    caller: &Arc<Caller>,
+    body: DetokenizeBody,
 ) -> Result<Json<Value>> {
     let model = manager.model_for(body.model.as_deref()).await?;
     let worker = Arc::clone(&model);
-    let decode = move |_: &Caller| Ok(worker.text.tokenizer.decode(&body.tokens, false)?);
-    let text = model.work(&caller, decode).await?;
+    let decode = move |_: &Caller| {
+        let tokens = body.tokens(worker.engine.vocab())?;
+        Ok(worker.text.tokenizer.decode(tokens, false)?)
+    };
+    let text = model.work(caller, decode).await?;
     Ok(Json(json!({"text": text, "content": text})))
 }

@@ -60,7 +60,6 @@ const FIELDS: &[Unsupported] = &[
     never("web_search_options"),
     never("documents"),
     never("chat_template"),
-    unless("best_of", || json!([1])),
     unless("continue_final_message", || json!([false])),
     unless("add_generation_prompt", || json!([true])),
     instead("functions", TOOLS),
@@ -125,6 +124,9 @@ const FIELDS: &[Unsupported] = &[
     never("mcp_servers"),
     unless("background", || json!([false])),
 ];
+
+/// Completions take it if it is `n`.
+const BEST_OF: &[Unsupported] = &[unless("best_of", || json!([1]))];
 
 /// Fields that `/v1/chat/completions` does not take.
 const CHAT: &[Unsupported] = &[
@@ -215,12 +217,22 @@ const EMBEDDINGS: &[Unsupported] = &[
     unless("add_special_tokens", || json!([true])),
 ];
 
+/// Fields of `/tokenize` of other servers.
+const TOKENIZE: &[Unsupported] = &[
+    instead("messages", "is not understood; send the text of the conversation"),
+    unless("with_pieces", || json!([false])),
+    unless("return_token_strs", || json!([false])),
+    // Special tokens in a text are read as such.
+    unless("parse_special", || json!([true])),
+];
+
 /// Refuses unsupported fields if one of them would change the answer.
 ///
 /// # Errors
 /// The field, and the advice.
 pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
-    refuse(FIELDS, rest)
+    refuse(FIELDS, rest)?;
+    refuse(BEST_OF, rest)
 }
 
 /// The same for `/v1/chat/completions`.
@@ -237,8 +249,20 @@ pub(crate) fn check_chat(rest: &Map<String, Value>) -> Result<()> {
 /// # Errors
 /// The field, and the advice.
 pub(crate) fn check_completion(rest: &Map<String, Value>) -> Result<()> {
-    check(rest)?;
+    refuse(FIELDS, rest)?;
     refuse(COMPLETIONS, rest)
+}
+
+/// Refuses `best_of` of `/v1/completions` unless it is the number of answers. With more, some would be thrown away.
+///
+/// # Errors
+/// The value, and the expected one.
+pub(crate) fn check_best_of(rest: &Map<String, Value>, choices: usize) -> Result<()> {
+    let is_asked = |value: &&Value| !is_empty(value) && value.as_f64() != Some(choices as f64);
+    match rest.get("best_of").filter(is_asked) {
+        Some(value) => Err(wrong("best_of", format!("{value}, expected {choices}, the value of n"))),
+        None => Ok(()),
+    }
 }
 
 /// The same for `/v1/responses`.
@@ -268,6 +292,14 @@ pub(crate) fn check_embedding(rest: &Map<String, Value>) -> Result<()> {
     refuse(EMBEDDINGS, rest)
 }
 
+/// The same for `/tokenize`.
+///
+/// # Errors
+/// The field, and the advice.
+pub(crate) fn check_tokenize(rest: &Map<String, Value>) -> Result<()> {
+    refuse(TOKENIZE, rest)
+}
+
 fn refuse(fields: &[Unsupported], rest: &Map<String, Value>) -> Result<()> {
     let asks = |unsupported: &&Unsupported| {
         rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))
@@ -278,20 +310,23 @@ fn refuse(fields: &[Unsupported], rest: &Map<String, Value>) -> Result<()> {
     }
 }
 
-fn changes(value: &Value, unsupported: &Unsupported) -> bool {
-    let is_empty = match value {
+fn is_empty(value: &Value) -> bool {
+    match value {
         Value::Null => true,
         Value::String(text) => text.is_empty(),
         Value::Array(items) => items.is_empty(),
         Value::Object(fields) => fields.is_empty(),
         Value::Bool(_) | Value::Number(_) => false,
-    };
+    }
+}
+
+fn changes(value: &Value, unsupported: &Unsupported) -> bool {
     // 1 and 1.0 are the same number.
     let is_same = |neutral: &Value| match (neutral.as_f64(), value.as_f64()) {
         (Some(neutral), Some(value)) => neutral == value,
         _ => neutral == value,
     };
-    !is_empty && !(unsupported.neutral)().as_array().is_some_and(|neutral| neutral.iter().any(is_same))
+    !is_empty(value) && !(unsupported.neutral)().as_array().is_some_and(|neutral| neutral.iter().any(is_same))
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::{FromRequest, Request};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri, header};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::{Stream, StreamExt};
@@ -28,6 +28,7 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<ModelManager>> for Bo
 
     async fn from_request(request: Request, manager: &Arc<ModelManager>) -> Result<Body<T>> {
         check_media_type(request.headers())?;
+        check_encoding(request.headers())?;
         let caller = Arc::new(Caller::new(&request, &manager.memory));
         let bytes = collect(request, manager.options.body_bytes_max, &caller.meter).await?;
         let taken = caller.meter.held();
@@ -94,6 +95,30 @@ pub(crate) fn check_media_type(headers: &HeaderMap) -> Result<()> {
     Err(ServerError::MediaType { found: String::from_utf8_lossy(declared).into_owned() })
 }
 
+/// Refuses compressed bodies. A small one could become larger than any limit on bodies.
+fn check_encoding(headers: &HeaderMap) -> Result<()> {
+    let is_plain = |coding: &[u8]| coding.is_empty() || coding.eq_ignore_ascii_case(b"identity");
+    for value in headers.get_all(header::CONTENT_ENCODING) {
+        let mut codings = value.as_bytes().split(|&byte| byte == b',');
+        if !codings.all(|coding| is_plain(coding.trim_ascii())) {
+            let found = String::from_utf8_lossy(value.as_bytes()).into_owned();
+            return Err(ServerError::BodyEncoding { found });
+        }
+    }
+    Ok(())
+}
+
+/// Anthropic's clients send this header with each request.
+const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
+
+/// Whether a request is of Anthropic's API. Its refusals then have that form, and the list of models, too.
+pub(crate) fn is_anthropics(uri: &Uri, headers: &HeaderMap) -> bool {
+    uri.path().starts_with("/v1/messages") || headers.contains_key(ANTHROPIC_VERSION)
+}
+
+/// Tells OpenAI's and Anthropic's clients whether to repeat a request.
+pub(crate) const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+
 /// Parses a body as JSON.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| ServerError::Body(error.to_string()))
@@ -119,6 +144,9 @@ impl IntoResponse for ServerError {
         let mut response = (reply.status, Json(error_json(&self))).into_response();
         if let Some(seconds) = reply.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if reply.is_final {
+            response.headers_mut().insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         if reply.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

@@ -2,10 +2,10 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, Method, Uri, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -13,12 +13,12 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 use tower_http::cors::{AllowHeaders, AllowOrigin, Any, CorsLayer};
 
-use crate::access::caller::{KeyName, RequestMeter, name_request};
+use crate::access::caller::{ANTHROPICS_REQUEST_ID, KeyName, REQUEST_ID, RequestMeter, name_request};
 use crate::access::host_check::{HostCheck, plain_origin};
 use crate::api::anthropic::AnthropicError;
 use crate::api::{anthropic, models, openai, openapi, rerank, tokenize};
 use crate::error::{Result, ServerError};
-use crate::http::body::Refusal;
+use crate::http::body::{Refusal, SHOULD_RETRY, is_anthropics};
 use crate::http::response_body::{paced, with_guard};
 use crate::http::{page, status};
 use crate::model_manager::ModelManager;
@@ -67,13 +67,13 @@ pub fn router(manager: Arc<ModelManager>, listens: SocketAddr) -> Router {
 async fn check_site(State(gate): State<Arc<HostCheck>>, request: Request, next: Next) -> Response {
     match gate.check(request.version(), request.uri(), request.headers()) {
         Ok(()) => next.run(request).await,
-        Err(error) => refusal(request.uri(), error),
+        Err(error) => refusal(request.uri(), request.headers(), error),
     }
 }
 
-/// An error in the form of the API that the path belongs to.
-fn refusal(uri: &Uri, error: ServerError) -> Response {
-    match uri.path().starts_with("/v1/messages") {
+/// An error in the form of the API that the request is of.
+fn refusal(uri: &Uri, headers: &HeaderMap, error: ServerError) -> Response {
+    match is_anthropics(uri, headers) {
         true => AnthropicError::from(error).into_response(),
         false => error.into_response(),
     }
@@ -111,6 +111,11 @@ async fn harden(mut response: Response) -> Response {
     response
 }
 
+/// Headers of answers that a page of a named site may read.
+const EXPOSED: [HeaderName; 4] = [REQUEST_ID, ANTHROPICS_REQUEST_ID, header::RETRY_AFTER, SHOULD_RETRY];
+/// Time for which a browser remembers that it may send a request, and does not ask before each one. The default is 5 s.
+const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
+
 /// Allows calls from the named sites only.
 fn cors(origins: &[String]) -> Option<CorsLayer> {
     if origins.is_empty() {
@@ -119,7 +124,9 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     // The headers are named, because `*` does not stand for `authorization`.
     let layer = CorsLayer::new()
         .allow_methods([Method::GET, Method::POST])
-        .allow_headers(AllowHeaders::mirror_request());
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers(EXPOSED)
+        .max_age(PREFLIGHT_AGE);
     if origins.iter().any(|origin| origin == "*") {
         return Some(layer.allow_origin(Any));
     }
@@ -132,7 +139,7 @@ async fn check_key(State(manager): State<Arc<ModelManager>>, mut request: Reques
     let is_work = request.method() == Method::POST;
     let pass = match manager.keys.enter(request.headers(), is_work, Instant::now()) {
         Ok(pass) => pass,
-        Err(error) => return refusal(request.uri(), error),
+        Err(error) => return refusal(request.uri(), request.headers(), error),
     };
     if let Some(pass) = &pass {
         request.extensions_mut().insert(KeyName(Arc::clone(&pass.name)));
@@ -154,14 +161,14 @@ async fn describe(State(manager): State<Arc<ModelManager>>) -> Json<Value> {
     Json(openapi::document(manager.options.choices_max))
 }
 
-async fn unknown(method: Method, uri: Uri) -> Response {
+async fn unknown(method: Method, uri: Uri, headers: HeaderMap) -> Response {
     let (method, path) = (method.to_string(), uri.path().to_string());
-    refusal(&uri, ServerError::UnknownEndpoint { method, path })
+    refusal(&uri, &headers, ServerError::UnknownEndpoint { method, path })
 }
 
-async fn other_method(method: Method, uri: Uri) -> Response {
+async fn other_method(method: Method, uri: Uri, headers: HeaderMap) -> Response {
     let (method, path) = (method.to_string(), uri.path().to_string());
-    refusal(&uri, ServerError::Method { method, path })
+    refusal(&uri, &headers, ServerError::Method { method, path })
 }
 
 async fn health(State(manager): State<Arc<ModelManager>>) -> Result<Response> {

@@ -5,6 +5,7 @@ mod common;
 
 mod embeddings;
 mod grammars;
+mod named_fields;
 mod openai;
 mod other_apis;
 mod pictures;

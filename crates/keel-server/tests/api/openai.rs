@@ -187,7 +187,7 @@ fn an_answer_is_as_long_as_the_context_allows_and_a_prompt_that_does_not_fit_is_
         let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
         digits.parse().expect("a number")
     };
-    assert_eq!((number("the text has "), number("together is ")), (6 << 20, 2048));
+    assert_eq!((number("the text has "), number("context length is ")), (6 << 20, 2048));
     assert!(number("at least ") > 2048 && message.ends_with("with --context 4096"), "{message}");
     let most = number("more than ");
     let reply =

@@ -97,6 +97,18 @@ fn messages_follow_a_schema_and_a_seed() {
         json!({"messages": [{"role": "user", "content": "A dog."}, {"role": "assistant", "content": "A"}]});
     assert!(server.ask("/v1/messages/count_tokens", &ended)["input_tokens"].is_u64());
     let long = json!({"max_tokens": 1, "messages": [{"role": "user", "content": "word ".repeat(20_000)}]});
+    let full = |content: String| {
+        let body = json!({"max_tokens": 1, "messages": [{"role": "user", "content": content}]});
+        let reply = server.post("/v1/messages", &body);
+        let message = reply.json()["error"]["message"].as_str().expect("a message").to_string();
+        // Anthropic's clients recognise a full context by these words.
+        assert!(reply.status == 400 && message.starts_with("prompt is too long: "), "{message}");
+        assert!(message.contains(" tokens > 2048 maximum; "), "{message}");
+        message
+    };
+    // One is refused by its tokens, the other by its bytes alone.
+    assert!(full("word ".repeat(2500)).contains("shorten the conversation by at least "));
+    assert!(full("word ".repeat(20_000)).contains(" bytes never fits"));
     assert_eq!(server.post("/v1/messages", &long).status, 400, "it exceeds the context");
     let count = server.ask("/v1/messages/count_tokens", &long)["input_tokens"].as_u64();
     assert!(count > Some(20_000), "{count:?}");

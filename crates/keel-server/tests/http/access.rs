@@ -50,6 +50,20 @@ fn bodies_are_declared_as_json() {
 }
 
 #[test]
+fn bodies_that_are_compressed_are_refused() {
+    let server = Running::start();
+    for coding in ["gzip", "identity, br"] {
+        let reply = post(&server, &[("content-encoding", coding)]);
+        assert_eq!(code(&reply), (415, "unsupported_encoding".into()));
+        assert!(reply.body.contains(&format!("encoded as {coding}; send it as it is")), "{}", reply.body);
+    }
+    let message =
+        request(server.address, "POST", "/v1/messages", &[("content-encoding", "gzip")], b"\x1f\x8b");
+    assert_eq!((message.status, &message.json()["type"]), (415, &json!("error")));
+    assert_eq!(post(&server, &[("content-encoding", "Identity")]).status, 200);
+}
+
+#[test]
 fn sites_that_are_named_may_call() {
     let options =
         ServerOptions { cors_origins: vec!["https://Example.org/".into()], ..ServerOptions::default() };
@@ -58,6 +72,10 @@ fn sites_that_are_named_may_call() {
     let allowed = get(&server, &named);
     assert_eq!(allowed.header("access-control-allow-origin"), Some("https://example.org"));
     assert_eq!(allowed.header("cross-origin-resource-policy"), None);
+    let exposed = allowed.header("access-control-expose-headers").expect("pages may read headers");
+    for name in ["x-request-id", "request-id", "retry-after", "x-should-retry"] {
+        assert!(exposed.split(',').any(|one| one.trim() == name), "{name}: {exposed}");
+    }
     let headers = "authorization,content-type";
     let preflight =
         [named[0], ("access-control-request-method", "POST"), ("access-control-request-headers", headers)];
@@ -71,6 +89,7 @@ fn sites_that_are_named_may_call() {
         Some(headers),
         "`*` does not cover authorization"
     );
+    assert_eq!(asked.header("access-control-max-age"), Some("600"));
     assert_eq!(get(&server, &[("origin", "https://example.com")]).status, 403);
 }
 
@@ -115,6 +134,18 @@ fn a_key_is_asked_for_everywhere_but_at_health() {
         "message": message.json()["error"]["message"]}});
     assert_eq!((message.status, message.header("www-authenticate")), (401, Some("Bearer")));
     assert_eq!(message.json(), error);
+    // So have its clients on every path. They send this header.
+    let anthropics = [("anthropic-version", "2023-06-01")];
+    for path in ["/v1/models", "/v1/models/demo"] {
+        let reply = request(server.address, "GET", path, &anthropics, b"");
+        assert_eq!((reply.status, reply.json()), (401, error.clone()), "{path}");
+    }
+    for (method, path, status) in [("GET", "/v1/complete", 404), ("DELETE", "/health", 405)] {
+        let reply = request(server.address, method, path, &anthropics, b"");
+        assert_eq!((reply.status, &reply.json()["type"]), (status, &json!("error")), "{path}");
+        let reply = request(server.address, method, path, &[], b"");
+        assert_eq!((reply.status, &reply.json()["type"]), (status, &json!(null)), "{path}");
+    }
 }
 
 #[test]

@@ -1,9 +1,9 @@
-//! Many connections at once: 256 are kept open and idle, and 32 stream.
+//! Many connections at once: 256 are kept open and idle, and 32 stream. Clients that leave.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 
-use crate::common::{Running, cpu, engine_options, read, send};
+use crate::common::{Running, completion, cpu, engine_options, read, send, wait_for};
 use keel_engine::EngineOptions;
 use keel_server::ServerOptions;
 use serde_json::json;
@@ -68,5 +68,30 @@ fn streams_run_with_idle_connections() {
         ask_and_keep(connection);
     }
     drop(idle);
+    server.assert_all_is_back();
+}
+
+/// A request ends with its client, also if the client has sent bytes after it: a line break after the body, or another
+/// request.
+#[test]
+fn a_client_that_leaves_ends_its_request_whatever_follows_it() {
+    const ANSWERS: usize = 8;
+    let server = Running::start();
+    let mut body = completion(1500);
+    body["n"] = json!(ANSWERS);
+    let body = body.to_string();
+    let length = body.len();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json";
+    for (i, rest) in ["", "\r\n", "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"].into_iter().enumerate() {
+        let mut client = TcpStream::connect(server.address).expect("the server listens");
+        let request = format!("{head}\r\ncontent-length: {length}\r\n\r\n{body}{rest}");
+        client.write_all(request.as_bytes()).expect("sent");
+        wait_for("all answers run", || server.model.engine.status().running.len() == ANSWERS);
+        drop(client);
+        server.wait_until_idle();
+        // Answers that came to their end would be counted as `length`.
+        let count = format!("keel_requests_finished_total{{reason=\"cancelled\"}} {}\n", (i + 1) * ANSWERS);
+        wait_for("all answers are counted as cancelled", || server.get("/metrics").body.contains(&count));
+    }
     server.assert_all_is_back();
 }

@@ -63,6 +63,7 @@ fn a_full_queue_is_429() {
     wait_for("it waits", || server.model.engine.status().waiting == 1);
     let third = read(post(&server, &long(true)));
     assert_eq!((third.status, third.header("retry-after")), (429, Some("1")), "{}", third.body);
+    assert_eq!(third.header("x-should-retry"), None);
     drop((first, second));
     server.assert_all_is_back();
     let metrics = server.get("/metrics").body;
@@ -145,6 +146,7 @@ fn a_long_wait_is_503() {
         occupied(BatchOptions { queue_timeout: Duration::from_millis(1), ..BatchOptions::default() });
     let second = read(post(&server, &long(true)));
     assert_eq!((second.status, second.header("retry-after")), (503, Some("5")), "{}", second.body);
+    assert_eq!(second.header("x-should-retry"), None);
     drop(first);
     server.assert_all_is_back();
 }
@@ -183,6 +185,11 @@ fn a_deadline_ends_a_request() {
     let server = Running::with(engine_options(), options);
     let reply = server.post("/v1/completions", &long(false));
     assert_eq!((reply.status, reply.json()["error"]["code"].as_str()), (504, Some("deadline_exceeded")));
+    assert_eq!(reply.header("x-should-retry"), Some("false"), "a new try would take as long");
+    let message =
+        json!({"messages": [{"role": "user", "content": "Once"}], "max_tokens": 1500, "ignore_eos": true});
+    let reply = server.post("/v1/messages", &message);
+    assert_eq!((reply.status, reply.header("x-should-retry")), (504, Some("false")), "{}", reply.body);
     server.assert_all_is_back();
 }
 

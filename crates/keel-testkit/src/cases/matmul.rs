@@ -1,6 +1,5 @@
 //! Sizes of matrix products: around tiles of 16 and 32 columns, blocks of 8 rows (of x and of W) and chunks of 256
-//! inputs. The last three have few rows of x and long rows of W, with K a multiple of 8: devices may multiply these on
-//! tensor cores.
+//! inputs.
 
 /// `(T, N, K)` of `x w^T` with `x [T, K]` and `w [N, K]`.
 pub const SHAPES: &[(usize, usize, usize)] = &[
@@ -17,10 +16,11 @@ pub const SHAPES: &[(usize, usize, usize)] = &[
     (65, 129, 257),
     (130, 64, 15),
     (1, 64, 513),
-    (1, 67, 1032),
-    (5, 130, 648),
-    (16, 96, 2568),
 ];
+
+/// The same with few rows of x and long rows of W, K a multiple of 8: devices may multiply these on tensor cores. They
+/// may refuse an x that does not begin at a multiple of 16 bytes.
+pub const FEW_ROWS: &[(usize, usize, usize)] = &[(1, 67, 1032), (5, 130, 648), (16, 96, 2568)];
 
 /// `[batch, M, N, K]` of products of two activations.
 pub const BATCHED: &[[usize; 4]] =

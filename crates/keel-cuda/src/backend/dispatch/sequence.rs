@@ -90,7 +90,7 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
         block: (CONV_BLOCK, 1, 1),
         shared_bytes: 0,
     };
-    if log.is_none() && rows > CONV_TILE * sequences {
+    if log.is_none() && runs_in_tiles(rows, sequences) {
         let tiles = rows.div_ceil(CONV_TILE) + sequences;
         let parameters = CausalConvPrefill { x, w, window, row_start, slot, sequences, y };
         return call.launch(&key("causal_conv_prefill"), geometry(tiles), &parameters);
@@ -98,6 +98,12 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     let LogArguments { records: open, accepted, keep_open } = LogArguments::of(log);
     let parameters = CausalConv { x, w, window, open, row_start, slot, accepted, keep_open, y };
     call.launch(&key("causal_conv"), geometry(sequences), &parameters)
+}
+
+/// Whether rows are divided into tiles. Otherwise one block goes over all rows of a sequence, of which a decode step has
+/// one. A step of prompts has room for more sequences than take part, so their number tells nothing of their length.
+fn runs_in_tiles(rows: usize, sequences: usize) -> bool {
+    rows > sequences
 }
 
 /// The name of a group of a product and a convolution of its columns.
@@ -306,6 +312,13 @@ fn delta_chunked(
 mod tests {
     use super::*;
     use crate::agreement::{assert_values, key_of};
+
+    /// Two prompts of 512 rows in a step for 32: each block of the other kernel would go over 512 rows.
+    #[test]
+    fn a_convolution_of_prompts_runs_in_tiles() {
+        assert!(runs_in_tiles(1024, 32) && runs_in_tiles(33, 32) && runs_in_tiles(2, 1));
+        assert!(!runs_in_tiles(32, 32) && !runs_in_tiles(1, 1));
+    }
 
     #[test]
     fn the_sources_have_the_same_numbers() {

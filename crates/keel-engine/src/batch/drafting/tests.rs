@@ -27,7 +27,7 @@ const SEQUENCES: usize = 4;
 const ANSWERS: u64 = 2;
 
 /// A batch whose drafts are all accepted.
-fn batcher(drafts: usize, checkpoints: usize) -> Batcher {
+pub(in crate::batch) fn batcher(drafts: usize, checkpoints: usize) -> Batcher {
     let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
     let backend = InterceptedBackend::new(Arc::new(cpu), Arc::new(Queues));
     let runtime = Runtime::new(backend, RuntimeOptions::default());
@@ -59,7 +59,7 @@ fn times(drafts: usize) -> Costs {
     costs
 }
 
-fn request(id: u64, len: u64, max_tokens: usize) -> BatchRequest {
+pub(in crate::batch) fn request(id: u64, len: u64, max_tokens: usize) -> BatchRequest {
     BatchRequest::new(id, (0..len).map(|i| ((id + 1) * 37 + i * 7) as u32 % 90).collect(), max_tokens)
 }
 

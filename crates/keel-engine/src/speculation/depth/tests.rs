@@ -168,6 +168,59 @@ fn a_bound_on_a_plain_step_only_makes_it_shorter() {
     assert_eq!(costs.round(1, 0), 5e-4);
 }
 
+/// One sequence whose plain steps all had prompts and took 100 ms. A pass of two rows took 20 ms, and 8 ms more than a
+/// plain step without a sequence.
+fn next_to_prompts() -> Costs {
+    let mut costs = Costs::default();
+    let shape = |outcome, rows| StepKind::decode(outcome).of(rows, 1);
+    costs.note_empty(&shape(Outcome::Ahead, 1), 8e-3);
+    costs.note_empty(&shape(Outcome::OpenRows, 2), 16e-3);
+    costs.note_draft(1, 1e-4);
+    costs.note_plain_bound(1, 0.1);
+    costs.note_pass(2, 1, 20e-3);
+    costs
+}
+
+#[test]
+fn a_step_with_prompts_does_not_speak_for_drafts() {
+    let mut costs = next_to_prompts();
+    let mut control = DepthControl::new(Depth::Auto, false);
+    let shares = &mut control.shares;
+    (shares.accepted[0], shares.prior_weight[0], shares.observed[0]) = (0.3, 0.0, 100);
+    for _ in 0..2 {
+        assert_eq!(control.choose(&costs, 1, 8, 1, 0), 0, "1 token in 12 ms, or 1.3 in 20");
+        assert!((costs.round(1, 0) - 12e-3).abs() < 1e-9, "{}", costs.round(1, 0));
+        // A bound that is greater than the time of more rows says nothing.
+        costs.note_plain_bound(1, 0.1);
+    }
+    control.shares.accepted[0] = 0.8;
+    assert!(control.choose(&costs, 1, 8, 1, 0) > 0, "1.8 tokens in 20 ms");
+    costs.note_plain_bound(1, 9e-3);
+    assert_eq!(costs.round(1, 0), 9e-3, "it cannot take longer");
+}
+
+#[test]
+fn a_plain_step_is_waited_for_until_only_bounds_come() {
+    let mut costs = next_to_prompts();
+    costs.note_pass(1, 1, 5e-3);
+    costs.note_round(true);
+    let rounds = |costs: &mut Costs| (0..PLAIN_EVERY).for_each(|_| costs.note_round(false));
+    rounds(&mut costs);
+    for _ in 0..BOUNDS_MAX {
+        assert!(costs.wants_plain(1), "a bound is no measurement");
+        assert_eq!(costs.round(1, 0), 5e-3);
+        costs.note_plain_bound(1, 0.1);
+    }
+    assert!(!costs.wants_plain(1), "each step has prompts");
+    assert!((costs.round(1, 0) - 12e-3).abs() < 1e-9, "contexts have grown: {}", costs.round(1, 0));
+    rounds(&mut costs);
+    costs.note_plain_bound(1, 0.1);
+    costs.note_pass(1, 1, 7e-3);
+    costs.note_round(true);
+    assert!(!costs.wants_plain(1));
+    assert_eq!(costs.round(1, 0), 7e-3, "it is measured");
+}
+
 #[test]
 fn a_plain_round_that_was_disturbed_does_not_speak_for_drafts() {
     let mut costs = costs();

@@ -16,7 +16,8 @@ use super::tools::{Tools, response_grammar};
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, chat_logprobs, finish_reason, total, usage_json};
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, Usage};
-use crate::api::numbers::whole_number;
+use crate::api::field_names::{EndpointError, about};
+use crate::api::numbers::{check_limit, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
 use crate::collect::{Outbox, StreamRoom, collect, error_event, merge, respond};
@@ -32,6 +33,7 @@ use crate::text::{Bounds, ServedText};
 
 /// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with messages")]
 pub(crate) struct ChatBody {
     model: Option<String>,
     messages: Vec<ChatMessage>,
@@ -68,6 +70,7 @@ impl ChatBody {
 }
 
 #[derive(Debug, Default, Deserialize)]
+#[serde(expecting = "an object of options")]
 pub(super) struct StreamOptions {
     pub include_usage: Option<bool>,
 }
@@ -76,12 +79,20 @@ pub(super) struct StreamOptions {
 pub(crate) async fn create(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<ChatBody>,
-) -> Result<Response> {
+) -> Result<Response, EndpointError> {
+    answered(&manager, &caller, body).await.map_err(about("messages"))
+}
+
+async fn answered(manager: &Arc<ModelManager>, caller: &Arc<Caller>, body: ChatBody) -> Result<Response> {
+    check_limit("max_completion_tokens", body.max_completion_tokens)?;
+    if body.max_completion_tokens.is_none() {
+        check_limit("max_tokens", body.max_tokens)?;
+    }
     let model = manager.model_for(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
-    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
-    let ask = engine_request_on_worker(&model, &caller, body, model.engine.context()).await?;
-    let answers = model.start("/v1/chat/completions", &caller, vec![ask]).await?;
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), caller)?;
+    let ask = engine_request_on_worker(&model, caller, body, model.engine.context()).await?;
+    let answers = model.start("/v1/chat/completions", caller, vec![ask]).await?;
     let (id, created) = (fresh_id("chatcmpl-"), model.now());
     let head = ChunkHeader { id, created, model: model.id.clone(), with_usage };
     if let Some(room) = room {

@@ -14,8 +14,10 @@ use serde_json::{Map, Value, json};
 use super::chat::StreamOptions;
 use super::tools::response_grammar;
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, finish_reason, finite, total, usage_json};
+use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, TokenInfo, Usage};
-use crate::api::numbers::{Whole, whole_number};
+use crate::api::field_names::{EndpointError, about};
+use crate::api::numbers::{Whole, check_limit, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
 use crate::collect::{Outbox, StreamRoom, collect, error_event, merge, respond};
@@ -36,6 +38,7 @@ const ANSWERS_MAX: usize = 128;
 
 /// The supported fields. An unsupported field is refused if it would change the answer.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with a prompt")]
 pub(crate) struct CompletionBody {
     model: Option<String>,
     prompt: Prompt,
@@ -58,7 +61,10 @@ pub(crate) struct CompletionBody {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "expected a text, a list of texts, a list of token ids, or a list of such lists"
+)]
 pub(crate) enum Prompt {
     Text(String),
     Ids(Vec<Whole<u32>>),
@@ -93,15 +99,24 @@ impl Prompt {
 pub(crate) async fn create(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<CompletionBody>,
+) -> Result<Response, EndpointError> {
+    continued(&manager, &caller, body).await.map_err(about("prompt"))
+}
+
+async fn continued(
+    manager: &Arc<ModelManager>,
+    caller: &Arc<Caller>,
+    body: CompletionBody,
 ) -> Result<Response> {
+    check_limit("max_tokens", body.max_tokens)?;
     let model = manager.model_for(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
-    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), caller)?;
     let choices = body.n.unwrap_or(1);
     let worker = Arc::clone(&model);
     let work = move |caller: &_| engine_requests(&worker.text, &worker.bounds(caller), body);
-    let (asks, echoes) = model.work(&caller, work).await?;
-    let answers = model.start("/v1/completions", &caller, asks).await?;
+    let (asks, echoes) = model.work(caller, work).await?;
+    let answers = model.start("/v1/completions", caller, asks).await?;
     let (id, created) = (fresh_id("cmpl-"), model.now());
     let shared = ChunkHeader { id, created, model: model.id.clone(), with_usage };
     let head = CompletionHeader { shared, choices };
@@ -120,6 +135,7 @@ pub(crate) fn engine_requests(
     body: CompletionBody,
 ) -> Result<(Vec<EngineRequest>, Vec<String>)> {
     unsupported::check_completion(&body.rest)?;
+    unsupported::check_best_of(&body.rest, body.n.unwrap_or(1))?;
     let count = body.prompt.count();
     if count == 0 || count > PROMPTS_MAX {
         return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));

@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::completions::Prompt;
+use crate::access::caller::Caller;
+use crate::api::field_names::{EndpointError, about};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::engine::readout::{ReadoutRequest, check_count};
@@ -22,6 +24,7 @@ use crate::text::{Bounds, ServedText};
 
 /// The supported fields. An unsupported field is refused if it would change the result.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with an input")]
 pub(crate) struct EmbeddingBody {
     model: Option<String>,
     input: Prompt,
@@ -75,6 +78,14 @@ struct EmbeddingUsage {
 pub(crate) async fn create(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<EmbeddingBody>,
+) -> Result<Response, EndpointError> {
+    embedded(&manager, &caller, body).await.map_err(about("input"))
+}
+
+async fn embedded(
+    manager: &Arc<ModelManager>,
+    caller: &Arc<Caller>,
+    body: EmbeddingBody,
 ) -> Result<Response> {
     let model = manager.model_for(body.model.as_deref()).await?;
     let width = model.engine.hidden();
@@ -85,9 +96,9 @@ pub(crate) async fn create(
     let encoding = body.encoding_format.unwrap_or_default();
     let worker = Arc::clone(&model);
     let prompts = move |caller: &_| prompts(&worker.text, &worker.bounds(caller), &body);
-    let prompts = model.work(&caller, prompts).await?;
+    let prompts = model.work(caller, prompts).await?;
     let ask = ReadoutRequest { prompts, shared_len: 0, readout: model.engine.pooling() };
-    let read = model.read("/v1/embeddings", &caller, ask).await?;
+    let read = model.read("/v1/embeddings", caller, ask).await?;
     let embedding = |(index, values): (usize, Vec<f32>)| {
         let values = direction(values, dimensions)?;
         let embedding = match encoding {

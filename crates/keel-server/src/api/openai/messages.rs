@@ -9,6 +9,7 @@ use crate::pictures::{MediaSource, VideoInput, VideoSource};
 
 /// A message of a conversation.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "a message, an object with a role")]
 pub(crate) struct ChatMessage {
     role: String,
     #[serde(default)]
@@ -20,7 +21,7 @@ pub(crate) struct ChatMessage {
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "content is a text or a list of parts")]
 enum Content {
     #[default]
     None,
@@ -197,6 +198,9 @@ fn text(part: &Map<String, Value>) -> Result<String> {
     let kind = kind_of(part);
     match (kind, part.get("text").or(part.get("refusal")).and_then(Value::as_str)) {
         ("text" | "input_text" | "output_text" | "refusal", Some(text)) => Ok(text.to_string()),
+        ("text" | "input_text" | "output_text" | "refusal", None) => {
+            Err(wrong("messages", format!("a part of type {kind:?} has no text")))
+        }
         _ => Err(wrong(
             "messages",
             format!("a part of type {kind:?}: text, image_url and video_url can be read"),

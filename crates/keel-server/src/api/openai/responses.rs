@@ -12,12 +12,15 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::chat::{ChatBody, engine_request_on_worker};
+use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
-use crate::api::numbers::whole_number;
+use crate::api::field_names::{EndpointError, about, renamed};
+use crate::api::numbers::{check_limit, whole_number};
+use crate::api::passed_on::check_types;
 use crate::api::unsupported;
 use crate::collect::{StreamRoom, collect, error_event, respond};
 use crate::collected::Collected;
-use crate::error::{Result, ServerError, wrong};
+use crate::error::{Result, wrong};
 use crate::http::body::Body;
 use crate::memory::requests::{Meter, bytes_of_value};
 use crate::model_manager::ModelManager;
@@ -25,6 +28,7 @@ use crate::shared::fresh_id;
 
 /// The fields that differ from those of a chat. The others are passed on.
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object with an input")]
 pub(crate) struct ResponseBody {
     input: Input,
     instructions: Option<String>,
@@ -39,7 +43,7 @@ pub(crate) struct ResponseBody {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "input is a text or a list of items")]
 enum Input {
     Text(String),
     Items(Vec<Value>),
@@ -69,12 +73,16 @@ pub(crate) const SHARED: [&str; 16] = [
 pub(crate) async fn create(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<ResponseBody>,
-) -> Result<Response> {
+) -> Result<Response, EndpointError> {
+    answered(&manager, &caller, body).await.map_err(about("input"))
+}
+
+async fn answered(manager: &Arc<ModelManager>, caller: &Arc<Caller>, body: ResponseBody) -> Result<Response> {
     if body.previous_response_id.is_some() {
         return Err(wrong("previous_response_id", "responses are not stored; send the whole conversation"));
     }
     check(&body.rest)?;
-    let room = StreamRoom::wanted(body.stream.unwrap_or(false), &caller)?;
+    let room = StreamRoom::wanted(body.stream.unwrap_or(false), caller)?;
     let charged = caller.meter.part();
     let given = |field: &str| body.rest.get(field).filter(|value| !value.is_null());
     let mut head = ChunkHeader {
@@ -95,11 +103,12 @@ pub(crate) async fn create(
     };
     // Kept until the answer ends; copied to an event, and written as text.
     head.charged.take(3 * bytes_of_value(&head.echoed))?;
-    let chat = manager.work(&caller, move |_| chat(body)).await?;
+    let chat = manager.work(caller, move |_| chat(body)).await?;
     let model = manager.model_for(chat.model()).await?;
     head.model.clone_from(&model.id);
-    let ask = engine_request_on_worker(&model, &caller, chat, model.engine.context()).await?;
-    let mut answers = model.start("/v1/responses", &caller, vec![ask]).await?;
+    let ask = engine_request_on_worker(&model, caller, chat, model.engine.context()).await;
+    let ask = ask.map_err(|error| renamed(error, &OWN_NAMES))?;
+    let mut answers = model.start("/v1/responses", caller, vec![ask]).await?;
     if let Some(room) = room {
         // There is exactly one answer, because this API has no `n`.
         let answer = answers.swap_remove(0);
@@ -138,13 +147,23 @@ fn check(rest: &Map<String, Value>) -> Result<()> {
     }
 }
 
+/// Fields of a chat, and their names here.
+const OWN_NAMES: [(&str, &str); 2] = [("messages", "input"), ("response_format", "text.format")];
+
 /// Translates the request to a chat.
 pub(crate) fn chat(body: ResponseBody) -> Result<ChatBody> {
-    serde_json::from_value(to_chat(body)?).map_err(|error| ServerError::Body(error.to_string()))
+    // The types of all other fields are checked before.
+    serde_json::from_value(to_chat(body)?).map_err(|error| wrong("input", error.to_string()))
 }
 
 fn to_chat(body: ResponseBody) -> Result<Value> {
     unsupported::check_response(&body.rest)?;
+    check_types(&SHARED, &body.rest)?;
+    check_limit("max_output_tokens", body.max_output_tokens)?;
+    let effort = part("reasoning", body.reasoning, "effort")?;
+    if !(effort.is_null() || effort.is_string()) {
+        return Err(wrong("reasoning", "its effort is no text"));
+    }
     let mut messages = Vec::new();
     messages.extend(body.instructions.map(|text| json!({"role": "system", "content": text})));
     match body.input {
@@ -164,7 +183,7 @@ fn to_chat(body: ResponseBody) -> Result<Value> {
     chat.insert("messages".into(), Value::Array(messages));
     chat.insert("max_tokens".into(), json!(body.max_output_tokens));
     chat.insert("response_format".into(), part("text", body.text, "format")?);
-    chat.insert("reasoning_effort".into(), part("reasoning", body.reasoning, "effort")?);
+    chat.insert("reasoning_effort".into(), effort);
     Ok(Value::Object(chat))
 }
 
@@ -179,6 +198,9 @@ fn part(name: &'static str, field: Option<Value>, key: &str) -> Result<Value> {
 
 /// Appends an item to a chat. Calls belong to the assistant's turn before them, as templates expect.
 fn append(mut item: Value, messages: &mut Vec<Value>) -> Result<()> {
+    if !item.is_object() {
+        return Err(wrong("input", "an item is no object"));
+    }
     messages.push(match item["type"].as_str() {
         None | Some("message") => json!({"role": item["role"], "content": item["content"]}),
         Some("function_call") => {

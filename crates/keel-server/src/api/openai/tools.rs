@@ -59,6 +59,11 @@ impl Tools {
             }
             asked => asked,
         };
+        if grammar.is_none() && tools.iter().any(|tool| tool["function"]["strict"] == true) {
+            tracing::debug!(
+                "a strict tool: its schema binds calls that tool_choice requires, and this request requires none"
+            );
+        }
         Ok(Tools { offered: tools, grammar, one_call: !parallel })
     }
 }
@@ -113,7 +118,7 @@ pub(crate) fn response_grammar(format: Option<&Value>) -> Result<Option<Grammar>
             let schema = format["json_schema"].get("schema").or(format.get("schema"));
             match schema {
                 Some(schema @ Value::Object(_)) => GrammarSource::JsonSchema(schema.clone()),
-                _ => return Err(wrong(FORMAT, "json_schema.schema is missing or no JSON schema")),
+                _ => return Err(wrong(FORMAT, "its schema is missing or no JSON schema")),
             }
         }
         Some("grammar") => match format["grammar"].as_str() {

@@ -93,9 +93,16 @@ fn a_text_has_one_of_three_names() {
         let name = alternative["required"][0].as_str().expect("a name");
         assert_eq!(schema["properties"][name]["type"], "string");
         let body = json!({name: "a"}).to_string();
-        assert_eq!(parse::<TokenizeBody>(body.as_bytes()).expect("a text").text, "a");
+        assert_eq!(parse::<TokenizeBody>(body.as_bytes()).expect("a text").text.as_deref(), Some("a"));
     }
     assert!(parse::<TokenizeBody>(br#"{"text": "a", "prompt": "a"}"#).is_err());
+    for (body, adds) in [
+        (&br#"{"text": "a"}"#[..], false),
+        (br#"{"text": "a", "add_special": true}"#, true),
+        (br#"{"text": "a", "add_special_tokens": true}"#, true),
+    ] {
+        assert_eq!(parse::<TokenizeBody>(body).expect("a text").add_special_tokens, adds);
+    }
 }
 
 #[test]

@@ -56,6 +56,22 @@ fn fields_of_other_servers_are_refused_unless_their_value_is_neutral() {
 }
 
 #[test]
+fn completions_take_best_of_if_it_is_the_number_of_answers() {
+    let accepts = |best_of: Value, choices: usize| {
+        let body = json!({"best_of": best_of});
+        let fields = body.as_object().expect("an object");
+        check_completion(fields).is_ok() && check_best_of(fields, choices).is_ok()
+    };
+    assert!(
+        accepts(json!(1), 1) && accepts(json!(2), 2) && accepts(json!(2.0), 2) && accepts(json!(null), 2)
+    );
+    assert!(!accepts(json!(1), 2) && !accepts(json!(2), 1) && !accepts(json!(true), 1));
+    for check in [check_chat as Check, check_response, check_messages] {
+        assert!(check(json!({"best_of": 2}).as_object().expect("an object")).is_err());
+    }
+}
+
+#[test]
 fn special_tokens_are_added_as_each_api_does() {
     let accepts = |check: Check, adds: bool| {
         check(json!({"add_special_tokens": adds}).as_object().expect("an object")).is_ok()

@@ -1,8 +1,9 @@
 //! Connections: their number, their timeouts, and their end.
 //!
 //! Each connection is a separate task with a [`Link`], which records its current phase. One watch checks all links and
-//! closes connections that exceed a timeout. If there is no room for a new connection, the connection that has waited
-//! longest without a request is closed. So half-open connections neither stay nor keep others out.
+//! closes connections that exceed a timeout, and those whose client has left. If there is no room for a new connection,
+//! the connection that has waited longest without a request is closed. So half-open connections neither stay nor keep
+//! others out.
 
 mod link;
 mod stream;
@@ -17,14 +18,15 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Body;
 use axum::response::Response;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, FutureExt};
 use hyper::Request;
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWriteExt, Interest};
+use tokio::net::tcp::OwnedReadHalf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -64,7 +66,26 @@ pub(crate) struct Connections {
 #[derive(Default)]
 struct Links {
     next: u64,
-    open: BTreeMap<u64, Arc<Link>>,
+    open: BTreeMap<u64, Open>,
+}
+
+/// An open connection.
+struct Open {
+    link: Arc<Link>,
+    reader: Arc<OwnedReadHalf>,
+}
+
+impl Open {
+    /// Whether the client has closed its side of the connection while its request is being answered. hyper looks for
+    /// that only while it holds no byte that follows the request. A line break after a body is enough to keep it from
+    /// looking.
+    fn has_left(&self) -> bool {
+        if self.link.phase() != Phase::Answering {
+            return false;
+        }
+        let ready = self.reader.ready(Interest::READABLE).now_or_never();
+        matches!(ready, Some(Ok(ready)) if ready.is_read_closed())
+    }
 }
 
 impl Connections {
@@ -131,7 +152,7 @@ impl Connections {
 
     /// Closes all connections in any phase.
     pub fn close_all(&self) {
-        self.links().open.values().for_each(|link| link.close.notify_one());
+        self.links().open.values().for_each(|open| open.link.close.notify_one());
     }
 
     fn take(self: &Arc<Self>, stream: TcpStream, routes: &Router) {
@@ -140,30 +161,34 @@ impl Connections {
             return;
         }
         send_at_once(&stream);
-        let link = Link::new(Instant::now());
+        let (reader, writer) = stream.into_split();
+        let (reader, link) = (Arc::new(reader), Link::new(Instant::now()));
         let number = {
             let mut links = self.links();
             links.next += 1;
             let number = links.next;
-            links.open.insert(number, Arc::clone(&link));
+            links.open.insert(number, Open { link: Arc::clone(&link), reader: Arc::clone(&reader) });
             number
         };
         let entry = Entry { connections: Arc::clone(self), number };
-        tokio::spawn(serve(entry, link, stream, routes.clone(), self.draining.subscribe()));
+        let io = Watched { reader, writer, link };
+        tokio::spawn(serve(entry, io, routes.clone(), self.draining.subscribe()));
     }
 
     /// Closes the connection with the first rank of [`Link::dispensable`]. Returns false if all are being answered.
     fn make_room(&self) -> bool {
         let mut links = self.links();
-        let waiting = links.open.iter().filter_map(|(&number, link)| Some((link.dispensable()?, number)));
+        let waiting =
+            links.open.iter().filter_map(|(&number, open)| Some((open.link.dispensable()?, number)));
         let Some((_, number)) = waiting.min() else { return false };
-        if let Some(link) = links.open.remove(&number) {
-            link.close.notify_one();
+        if let Some(open) = links.open.remove(&number) {
+            open.link.close.notify_one();
         }
         true
     }
 
-    /// Starts the watch, which closes connections that exceed a timeout. It ends when the result is dropped.
+    /// Starts the watch, which closes connections that exceed a timeout or whose client has left. It ends when the result
+    /// is dropped.
     pub fn watch(self: &Arc<Self>) -> JoinSet<()> {
         let connections = Arc::clone(self);
         let mut watch = JoinSet::new();
@@ -177,10 +202,11 @@ impl Connections {
     }
 
     fn close_overdue(&self, now: Instant) {
-        for link in self.links().open.values() {
-            if let Some(reason) = link.overdue(now, &self.times) {
+        for open in self.links().open.values() {
+            let left = || open.has_left().then_some("the client has left");
+            if let Some(reason) = open.link.overdue(now, &self.times).or_else(left) {
                 tracing::debug!("a connection is closed: {reason}");
-                link.close.notify_one();
+                open.link.close.notify_one();
             }
         }
     }
@@ -215,15 +241,10 @@ async fn refuse(mut stream: TcpStream) {
     let _ = tokio::time::timeout(Duration::from_secs(1), said).await;
 }
 
-async fn serve(
-    _entry: Entry,
-    link: Arc<Link>,
-    stream: TcpStream,
-    routes: Router,
-    mut draining: watch::Receiver<bool>,
-) {
+async fn serve(_entry: Entry, io: Watched, routes: Router, mut draining: watch::Receiver<bool>) {
+    let link = Arc::clone(&io.link);
     let entrance = Entrance { routes: TowerToHyperService::new(routes), link: Arc::clone(&link) };
-    let io = TokioIo::new(Watched { stream, link: Arc::clone(&link) });
+    let io = TokioIo::new(io);
     let mut builder = http1::Builder::new();
     let builder = builder.timer(TokioTimer::new()).header_read_timeout(None).max_buf_size(READ_BYTES_MAX);
     let mut connection = pin!(builder.serve_connection(io, entrance));

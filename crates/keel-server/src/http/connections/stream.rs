@@ -3,19 +3,22 @@
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use axum::body::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 use super::link::{Link, Phase};
 
 /// A connection that reports its reads and writes to its [`Link`].
 pub(super) struct Watched {
-    pub stream: TcpStream,
+    /// Shared with the watch over all connections, which asks whether the client has left.
+    pub reader: Arc<OwnedReadHalf>,
+    pub writer: OwnedWriteHalf,
     pub link: Arc<Link>,
 }
 
@@ -28,17 +31,25 @@ impl Watched {
 
 impl AsyncRead for Watched {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
-        let bytes = buffer.filled().len() - before;
-        if bytes > 0 {
-            self.link.read(bytes);
+        let stream: &TcpStream = (*self.reader).as_ref();
+        loop {
+            ready!(stream.poll_read_ready(context))?;
+            match stream.try_read_buf(buffer) {
+                Ok(bytes) => {
+                    if bytes > 0 {
+                        self.link.read(bytes);
+                    }
+                    return Poll::Ready(Ok(()));
+                }
+                // The readiness was out of date, and is cleared now.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
         }
-        polled
     }
 }
 
@@ -48,7 +59,7 @@ impl AsyncWrite for Watched {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        let written = Pin::new(&mut self.writer).poll_write(context, bytes);
         self.note(written)
     }
 
@@ -57,20 +68,20 @@ impl AsyncWrite for Watched {
         context: &mut Context<'_>,
         parts: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        let written = Pin::new(&mut self.writer).poll_write_vectored(context, parts);
         self.note(written)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        self.writer.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        Pin::new(&mut self.writer).poll_flush(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        Pin::new(&mut self.writer).poll_shutdown(context)
     }
 }
 

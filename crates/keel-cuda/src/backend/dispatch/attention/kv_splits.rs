@@ -45,7 +45,8 @@ pub(super) fn splits(
     let count = match spec.regime {
         Regime::Prefill if mode.is_deterministic() || spec.window.is_some() => 1,
         Regime::Prefill => {
-            let units = (q[0] * q[1] / kv_heads.max(1)).div_ceil(WIDE_TILE) + sequences - 1;
+            // Of the rows alone: a step has room for more sequences than take part.
+            let units = (q[0] * q[1] / kv_heads.max(1)).div_ceil(WIDE_TILE);
             let fill = BLOCKS_WANTED / (units * kv_heads).max(1);
             fill.clamp(1, PREFILL_SPLITS_MAX).min(worth(PREFILL_SPLIT_KEYS))
         }
@@ -101,5 +102,7 @@ mod tests {
         let prefill = |rows, pages| count(Regime::Prefill, [rows, 1, pages], Determinism::Off);
         assert_eq!([64, 100, 300, 1024, 2048].map(|rows| prefill(rows, 512)), [16, 8, 3, 1, 1]);
         assert_eq!([1, 2, 7].map(|pages| prefill(64, pages)), [1, 2, 7]);
+        let in_a_crowd = |rows| count(Regime::Prefill, [rows, 32, 512], Determinism::Off);
+        assert!([64, 100, 300, 1024, 2048].into_iter().all(|rows| in_a_crowd(rows) == prefill(rows, 512)));
     }
 }

@@ -1,0 +1,86 @@
+//! The names of fields in errors. Code that all endpoints share does not know how the endpoint calls its prompt.
+
+use axum::Json;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use serde_json::json;
+
+use crate::error::ServerError;
+use crate::http::body::error_json;
+
+/// An error of an endpoint, in OpenAI's form. Its `param` is the endpoint's own name of the field.
+#[derive(Debug)]
+pub(crate) struct EndpointError {
+    error: ServerError,
+    /// The field with the prompt.
+    prompt: &'static str,
+}
+
+/// Makes errors of the endpoint whose prompt is in the field `prompt`.
+pub(crate) fn about(prompt: &'static str) -> impl Fn(ServerError) -> EndpointError {
+    move |error| EndpointError { error, prompt }
+}
+
+impl EndpointError {
+    fn param(&self) -> Option<&'static str> {
+        self.error.field().or_else(|| self.error.is_of_prompt().then_some(self.prompt))
+    }
+}
+
+impl IntoResponse for EndpointError {
+    fn into_response(self) -> Response {
+        let mut body = error_json(&self.error);
+        body["error"]["param"] = json!(self.param());
+        let (mut parts, _) = self.error.into_response().into_parts();
+        parts.headers.remove(header::CONTENT_LENGTH);
+        (parts, Json(body)).into_response()
+    }
+}
+
+/// The error with the endpoint's own name of a field. `names` has pairs of the name in a chat and the own name.
+pub(crate) fn renamed(error: ServerError, names: &[(&str, &'static str)]) -> ServerError {
+    match error {
+        ServerError::Field { field, problem } => {
+            let own = names.iter().find(|(chat, _)| *chat == field);
+            ServerError::Field { field: own.map_or(field, |&(_, own)| own), problem }
+        }
+        error => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use keel_engine::EngineError;
+    use keel_text::TextError;
+
+    use super::*;
+    use crate::error::wrong;
+
+    #[test]
+    fn an_error_names_the_field_as_its_endpoint_does() {
+        let context = || ServerError::from(EngineError::Context { needed: 9, context: 4 });
+        let stop = TextError::StopString { index: 1, count: 1, reason: "it is empty".into() };
+        for (error, param) in [
+            (context(), Some("input")),
+            (EngineError::EmptyPrompt.into(), Some("input")),
+            (
+                ServerError::TextTooLong { bytes: 9, bytes_most: 4, tokens: 9, context: 4, context_max: 4 },
+                Some("input"),
+            ),
+            (ServerError::PromptTooLong { prompt: 9, context: 4, context_max: 4 }, Some("input")),
+            (stop.into(), Some("stop")),
+            (ServerError::UnknownModel { asked: "a".into(), served: "b is".into() }, Some("model")),
+            (wrong("top_p", "2, expected 0 to 1"), Some("top_p")),
+            (EngineError::Deadline.into(), None),
+        ] {
+            assert_eq!(about("input")(error).param(), param);
+        }
+        let own = [("messages", "input"), ("response_format", "text.format")];
+        for (chat, own_name) in
+            [("messages", "input"), ("response_format", "text.format"), ("tools", "tools")]
+        {
+            assert_eq!(renamed(wrong(chat, "x"), &own).field(), Some(own_name));
+        }
+        assert_eq!(renamed(context(), &own).reply(), context().reply());
+    }
+}
