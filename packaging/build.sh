@@ -4,9 +4,9 @@
 #   packaging/build.sh [--binary FILE] [--url URL] [FOLDER]
 #
 # FOLDER (dist) then holds the archive, the list of what the binary is made of (SBOM), the Homebrew formula, the wheel and
-# SHA256SUMS. Archives, lists and wheels of other versions are removed from it. Without --binary the release is built
-# first. URL is where the archive will be downloaded from; by default the formula points at FOLDER. Two runs on the same
-# commit and binary make the same bytes.
+# SHA256SUMS. All other archives, lists and wheels, also those of another target, are removed from it, with a line on
+# standard error for each. Without --binary the release is built first. URL is where the archive will be downloaded from;
+# by default the formula points at FOLDER. Two runs on the same commit and binary make the same bytes.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 repo=$(cd "$here/.." && pwd)
@@ -49,8 +49,13 @@ install -m 644 packaging/keel.service "$stage/systemd"
 "$binary" completions fish >"$stage/completions/keel.fish"
 python3 "$here/sbom.py" "$target" "$binary" >"$stage/keel.cdx.json"
 
-# FOLDER is one release: a file of another version would have no checksum, and check.sh would not know which to try.
-rm -f "$folder"/keel-[0-9]*.tar.gz "$folder"/keel-[0-9]*.cdx.json "$folder"/evenkeel-[0-9]*.whl "$folder/SHA256SUMS"
+# FOLDER is one release for one target: another file would have no checksum, and check.sh would not know which to try.
+for old in "$folder"/keel-[0-9]*.tar.gz "$folder"/keel-[0-9]*.cdx.json "$folder"/evenkeel-[0-9]*.whl; do
+    [ -e "$old" ] || continue
+    echo "packaging/build.sh: removing $old" >&2
+    rm "$old"
+done
+rm -f "$folder/SHA256SUMS"
 archive=$folder/$name.tar.gz
 tar --create --directory "$work" --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
     --mtime="@$SOURCE_DATE_EPOCH" "$name" | gzip --no-name >"$archive"

@@ -98,6 +98,11 @@ impl<'m> Answer<'m> {
         }
     }
 
+    /// Whether something but the model ended the text: the limit of tokens, or a stop string.
+    fn is_cut_off(&self) -> bool {
+        self.stream.is_stopped() || self.finish_reason() == Some(FinishReason::Length)
+    }
+
     /// The next piece, which may be empty; `None` at the end.
     fn piece(&mut self) -> Result<Option<String>> {
         let Some(tokens) = self.tokens.as_mut().filter(|_| !self.has_ended) else { return Ok(None) };
@@ -133,8 +138,8 @@ impl Iterator for Answer<'_> {
     }
 }
 
-/// The parts of an answer to messages: reasoning, text and calls of tools. A call that `max_tokens` cuts off is left
-/// out.
+/// The parts of an answer to messages: reasoning, text and calls of tools. A call that `max_tokens` or a stop string
+/// cuts off is left out.
 ///
 /// ```
 /// use evenkeel::text::{AnswerPart, Message};
@@ -186,9 +191,9 @@ impl Iterator for Chat<'_> {
                 }
                 None => {
                     let mut parser = self.parser.take()?;
-                    match self.answer.finish_reason() {
-                        Some(FinishReason::Length) => parser.cut_off(&mut parts),
-                        _ => parser.finish(&mut parts),
+                    match self.answer.is_cut_off() {
+                        true => parser.cut_off(&mut parts),
+                        false => parser.finish(&mut parts),
                     }
                 }
             }
@@ -232,9 +237,14 @@ mod tests {
 
     /// A text that fails after [`HALF`].
     fn failing<'m>(model: &'m mut Model, form: &AnswerForm) -> Answer<'m> {
+        scripted(model, form, HALF, &[])
+    }
+
+    /// A text that fails after `script`, if it has none of `stops`.
+    fn scripted<'m>(model: &'m mut Model, form: &AnswerForm, script: &str, stops: &[String]) -> Answer<'m> {
         let text = model.text().expect("it has a tokenizer");
-        let script = text.tokenizer.encode(HALF, false).expect("it is known");
-        let stream = TextStream::of_answer(&text.tokenizer, form, &[]).expect("no stop strings");
+        let script = text.tokenizer.encode(script, false).expect("it is known");
+        let stream = TextStream::of_answer(&text.tokenizer, form, stops).expect("few stop strings");
         let sampler = Sampler::new(SamplerOptions::default(), &[]).expect("in range");
         let chooser = Box::new(SamplerChooser::new(sampler, Some(Box::new(Script(script.into()))), vec![]));
         let options = GenerateOptions { max_tokens: 100, ..GenerateOptions::default() };
@@ -256,11 +266,30 @@ mod tests {
         assert!(model.engine().cache().is_idle());
     }
 
+    fn form() -> AnswerForm {
+        let tools = vec![serde_json::json!({"type": "function", "function": {"name": "f"}})];
+        AnswerForm { tools, ..AnswerForm::default() }
+    }
+
+    #[test]
+    fn a_call_that_a_stop_string_cuts_off_is_left_out() {
+        let mut model = Model::built_in(&LoadOptions::default()).expect("it loads");
+        let script = "Look.<tool_call>\n<function=f>\n<parameter=text>\nfirst\n</function>END";
+        let stops = ["END".to_string()];
+        let mut chat = Chat::new(scripted(&mut model, &form(), script, &stops), form());
+        let parts: Result<Vec<_>> = chat.by_ref().collect();
+        let texts = parts.expect("it stops before the script ends").into_iter().map(|part| match part {
+            AnswerPart::Text(text) => text,
+            part => panic!("{part:?}"),
+        });
+        assert_eq!(texts.collect::<String>(), "Look.");
+        assert_eq!(chat.answer().finish_reason(), Some(FinishReason::Stop));
+    }
+
     #[test]
     fn a_call_that_a_failure_cuts_off_is_left_out() {
         let mut model = Model::built_in(&LoadOptions::default()).expect("it loads");
-        let tools = vec![serde_json::json!({"type": "function", "function": {"name": "f"}})];
-        let form = AnswerForm { tools, ..AnswerForm::default() };
+        let form = form();
         let chat = Chat::new(failing(&mut model, &form), form);
         let items: Vec<_> = chat.collect();
         assert!(matches!(items[..], [Err(Error::Engine(EngineError::Constraint(_)))]), "{items:?}");

@@ -130,12 +130,4 @@ mod tests {
         assert_eq!(Features { avx512: false, ..vnni }.level(), Isa::Avx2);
         assert_eq!(Features { avx2: false, ..vnni }.level(), Isa::Portable);
     }
-
-    #[test]
-    fn bf16_dots_belong_to_levels_with_dot_products() {
-        for isa in Isa::available() {
-            assert!(isa >= Isa::Avx512Vnni || !isa.has_bf16_dots(), "{isa}");
-            assert!(isa < Isa::Avx512Vnni || !has_avx512_bf16() || isa.has_bf16_dots(), "{isa}");
-        }
-    }
 }

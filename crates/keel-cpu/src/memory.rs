@@ -1,6 +1,6 @@
 //! Memory that the system has free for this process.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Bytes free, and the source of that number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +20,53 @@ pub enum Bound {
     ControlGroup,
 }
 
+/// Memory of the machine and of this process's control groups. All is unknown on other systems than Linux.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SystemMemory {
+    /// Bytes of the machine: `MemTotal`.
+    pub total: Option<u64>,
+    /// Free bytes of the machine, including caches that can be dropped: `MemAvailable`.
+    pub available: Option<u64>,
+    /// The control group with the fewest bytes left; `None` if no group has less than the machine.
+    pub group: Option<GroupMemory>,
+}
+
+/// Memory of a control group with a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupMemory {
+    /// Bytes that the group may use. Above `memory.high` it is not killed, but slowed down until it gives memory back.
+    pub limit: u64,
+    /// Bytes of the limit that are left. File pages in memory count as left.
+    pub left: u64,
+}
+
+impl SystemMemory {
+    /// What the system reports now.
+    pub fn look() -> SystemMemory {
+        SystemMemory::under(Path::new("/"))
+    }
+
+    /// Like [`SystemMemory::look`], with the system's files under `root`.
+    fn under(root: &Path) -> SystemMemory {
+        let text = |file: &str| std::fs::read_to_string(root.join(file)).unwrap_or_default();
+        let (meminfo, lines) = (text("proc/meminfo"), text("proc/self/cgroup"));
+        let bytes = |key: &str| kib(&meminfo, key).map(|kib| kib * 1024);
+        let (total, available) = (bytes("MemTotal:"), bytes("MemAvailable:"));
+        // Version 1 writes a number beyond any memory where there is no limit.
+        let binds = |group: &GroupMemory| {
+            total.is_none_or(|total| group.limit < total)
+                || available.is_some_and(|available| group.left < available)
+        };
+        let groups = lines.lines().flat_map(|line| groups_of_line(root, line)).filter(binds);
+        SystemMemory { total, available, group: groups.min_by_key(|group| group.left) }
+    }
+
+    /// Bytes that can still be taken.
+    pub fn free(&self) -> Option<u64> {
+        self.available.into_iter().chain(self.group.map(|group| group.left)).min()
+    }
+}
+
 /// Free memory now; `None` where the system does not report it (other systems than Linux).
 ///
 /// It is the minimum of `MemAvailable` and of the rest of the limit of each control group above the process (version 1
@@ -30,13 +77,13 @@ pub fn free() -> Option<FreeMemory> {
 
 /// Like [`free`], with the system's files under `root`.
 fn free_under(root: &Path) -> Option<FreeMemory> {
-    let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).ok()?;
-    let machine = FreeMemory { bytes: kib(&meminfo, "MemAvailable:")? * 1024, bound: Bound::Machine };
-    let groups = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let of_groups = groups.lines().filter_map(|line| left_of_line(root, line)).min();
-    Some(match of_groups {
-        Some(bytes) if bytes < machine.bytes => FreeMemory { bytes, bound: Bound::ControlGroup },
-        _ => machine,
+    let SystemMemory { available, group, .. } = SystemMemory::under(root);
+    let available = available?;
+    Some(match group {
+        Some(GroupMemory { left, .. }) if left < available => {
+            FreeMemory { bytes: left, bound: Bound::ControlGroup }
+        }
+        _ => FreeMemory { bytes: available, bound: Bound::Machine },
     })
 }
 
@@ -48,8 +95,7 @@ fn kib(meminfo: &str, key: &str) -> Option<u64> {
 /// Names of the files of one version of control groups.
 struct Version {
     mount: &'static str,
-    /// The lowest of these is the limit. Above `memory.high` a process is not killed, but slowed down until it gives
-    /// memory back.
+    /// The lowest of these is the limit.
     limits: &'static [&'static str],
     used: &'static str,
     /// Entries of `memory.stat` that count file pages.
@@ -70,40 +116,39 @@ const V2: Version = Version {
     file_pages: ["active_file", "inactive_file"],
 };
 
-/// Bytes left by the groups of one line of `/proc/self/cgroup`: `ID:CONTROLLERS:PATH`.
-fn left_of_line(root: &Path, line: &str) -> Option<u64> {
+/// The groups with a limit of one line of `/proc/self/cgroup`, `ID:CONTROLLERS:PATH`: from the process's own up to the
+/// root.
+fn groups_of_line(root: &Path, line: &str) -> Vec<GroupMemory> {
     let mut parts = line.splitn(3, ':').skip(1);
-    let (controllers, path) = (parts.next()?, parts.next()?);
+    let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { return Vec::new() };
     let version = match controllers {
         "" => V2,
         names if names.split(',').any(|name| name == "memory") => V1,
-        _ => return None,
+        _ => return Vec::new(),
     };
     let mount = root.join(version.mount);
-    let mut group: PathBuf = mount.join(path.trim_start_matches('/'));
+    let own = mount.join(path.trim_start_matches('/'));
+    let above = own.ancestors().take_while(|group| group.starts_with(&mount) && *group != mount);
     // In a container the mount may be the group itself, whatever the path says.
-    let mut least = left(&mount, &version);
-    while group.starts_with(&mount) && group != mount {
-        least = least.into_iter().chain(left(&group, &version)).min();
-        group.pop();
-    }
-    least
+    above.chain([mount.as_path()]).filter_map(|group| memory_of(group, &version)).collect()
 }
 
-/// Bytes left of the limit of one group; `None` without a limit.
-fn left(group: &Path, version: &Version) -> Option<u64> {
+/// The memory of one group; `None` without a limit.
+fn memory_of(group: &Path, version: &Version) -> Option<GroupMemory> {
     let number = |file: &str| std::fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
-    // Without a limit, version 2 writes "max". Version 1 writes a number beyond any memory, which is never the minimum.
+    // Without a limit, version 2 writes "max".
     let limit = version.limits.iter().filter_map(|file| number(file)).min()?;
     let used = number(version.used)?;
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let entry = |key: &str| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse::<u64>().ok());
     let file_pages: u64 = version.file_pages.iter().filter_map(|key| entry(key)).sum();
-    Some(limit.saturating_sub(used.saturating_sub(file_pages)))
+    Some(GroupMemory { limit, left: limit.saturating_sub(used.saturating_sub(file_pages)) })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     /// A root folder with these files.
@@ -183,6 +228,50 @@ mod tests {
         let system = System::new("v1", &files);
         let expected = FreeMemory { bytes: 1_000_000, bound: Bound::ControlGroup };
         assert_eq!(free_under(&system.0), Some(expected));
+    }
+
+    /// As `keel doctor` prints it.
+    #[test]
+    fn the_group_with_the_fewest_bytes_left_is_reported() {
+        let group_of = |name: &str, most: &str, high: &str, group: &str| {
+            let line = format!("0::{group}\n");
+            let files = [
+                MEMINFO,
+                ("proc/self/cgroup", line.as_str()),
+                ("sys/fs/cgroup/a/memory.max", most),
+                ("sys/fs/cgroup/a/memory.high", high),
+                ("sys/fs/cgroup/a/memory.current", "3500000\n"),
+                ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+                ("sys/fs/cgroup/a/b/memory.current", "10\n"),
+                ("sys/fs/cgroup/a/b/c/memory.max", "2000000\n"),
+                ("sys/fs/cgroup/a/b/c/memory.current", "10\n"),
+            ];
+            let system = System::new(name, &files);
+            let memory = SystemMemory::under(&system.0);
+            assert_eq!((memory.total, memory.available), (Some(9000 * 1024), Some(8000 * 1024)));
+            assert_eq!(memory.free(), free_under(&system.0).map(|free| free.bytes), "as plans have it");
+            memory.group.map(|group| (group.limit, group.left))
+        };
+        assert_eq!(group_of("max", "4000000\n", "max\n", "/a/b/c"), Some((4_000_000, 500_000)));
+        assert_eq!(group_of("high", "4000000\n", "3900000\n", "/a/b/c"), Some((3_900_000, 400_000)));
+        assert_eq!(group_of("root", "4000000\n", "max\n", "/"), None);
+        assert_eq!(group_of("large", "99000000\n", "max\n", "/a"), None, "more than there is limits nothing");
+    }
+
+    #[test]
+    fn controllers_of_version_1_may_share_a_hierarchy() {
+        let files = [
+            MEMINFO,
+            ("proc/self/cgroup", "4:cpu,memory:/a\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "4000000\n"),
+            ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "5000000\n"),
+            ("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "3000000\n"),
+            ("sys/fs/cgroup/memory/a/memory.stat", "total_inactive_file 1000000\n"),
+        ];
+        let system = System::new("shared", &files);
+        let group = GroupMemory { limit: 5_000_000, left: 3_000_000 };
+        assert_eq!(SystemMemory::under(&system.0).group, Some(group));
     }
 
     #[cfg(target_os = "linux")]

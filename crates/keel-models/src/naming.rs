@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 
 use keel_array::{Array, Weight};
+use keel_weights::MTP_ROOTS;
 
 use crate::blocks::{
     Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
@@ -16,18 +17,9 @@ use crate::{
 /// The names of the output head, alone and next to a vision tower in MLX's form.
 pub(crate) const OUTPUT_HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"];
 
-/// Prefixes of the multi-token-prediction head's parameters: Hugging Face's, and those of converters that move the head
-/// next to or into the language model. Everything that looks for the head, or writes it, goes through this list.
-const MTP_ROOTS: [&str; 4] = ["mtp.", "language_model.mtp.", "model.mtp.", "model.language_model.mtp."];
-
 /// The prefix of the multi-token-prediction head's parameters; `None` if there is no head: some converters drop it.
 pub(crate) fn mtp_root(parameters: &dyn Parameters) -> Option<&'static str> {
     MTP_ROOTS.into_iter().find(|root| has_linear(parameters, &format!("{root}fc")))
-}
-
-/// A name without the prefix of the multi-token-prediction head; `None` if the parameter does not belong to the head.
-pub(crate) fn part_of_mtp_head(name: &str) -> Option<&str> {
-    MTP_ROOTS.iter().find_map(|root| name.strip_prefix(root))
 }
 
 /// Whether there is a linear layer of this name. AWQ and GPTQ pack it as `qweight`.

@@ -1,26 +1,25 @@
 //! Seeded numbers: the same on every machine and in every run.
 
-/// A small generator (SplitMix64).
+use keel_array::random::SplitMix64;
+
+/// A small generator.
 #[derive(Clone, Debug)]
-pub struct Random(u64);
+pub struct Random(SplitMix64);
 
 impl Random {
     /// A generator. `seed` determines its whole sequence.
     pub fn new(seed: u64) -> Random {
-        Random(seed)
+        Random(SplitMix64(seed))
     }
 
     /// The generator of a numbered case. Generators of neighbouring cases have unrelated sequences.
     pub fn of_case(case: u64) -> Random {
-        Random(case.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6b65_656c)
+        Random::new(case.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6b65_656c)
     }
 
     /// The next 64 bits.
     pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
+        self.0.bits()
     }
 
     /// A number in `0..n`.

@@ -5,7 +5,7 @@
 mod answering;
 
 use answering::{exercise_answer, exercise_grammar};
-use keel_testkit::random::Random;
+use keel_testkit::random::{Random, mutate};
 
 const ANSWERS: [&str; 15] = [
     "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
@@ -93,24 +93,6 @@ const GRAMMAR_WORDS: [&str; 20] = [
     "\u{1f600}",
 ];
 
-fn mutate(text: &mut Vec<u8>, words: &[&str], random: &mut Random) {
-    for _ in 0..=random.below(3) {
-        let at = random.below(text.len() + 1);
-        let end = (at + random.below(16)).min(text.len());
-        let word = words[random.below(words.len())].as_bytes();
-        match random.below(6) {
-            0 if at < text.len() => text[at] = random.below(256) as u8,
-            1 => drop(text.drain(at..end)),
-            2 => drop(text.splice(at..end, word.iter().copied())),
-            3 | 4 => drop(text.splice(at..at, word.iter().copied())),
-            _ => {
-                let stretch = text[at..end].to_vec();
-                drop(text.splice(at..at, stretch));
-            }
-        }
-    }
-}
-
 /// Runs `cases` mutations and returns how many `exercise` accepted. A panic is reported with its case.
 fn survive(
     cases: u64,
@@ -122,7 +104,7 @@ fn survive(
         let mut random = Random::of_case(case);
         let mut data = base(&mut random);
         let first = data.remove(0);
-        mutate(&mut data, words, &mut random);
+        (0..=random.below(3)).for_each(|_| mutate(&mut data, words, &mut random));
         data.insert(0, first);
         match std::panic::catch_unwind(|| exercise(&data)) {
             Ok(taken) => taken,

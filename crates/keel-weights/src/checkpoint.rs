@@ -62,7 +62,7 @@ impl Checkpoint {
     /// # Errors
     /// [`WeightsError::Json`] or [`WeightsError::Header`] if a part is broken.
     pub fn in_memory(name: &Path, config: &[u8], weights: &'static [u8]) -> Result<Checkpoint> {
-        let config = check_config(json::parse(&name.join("config.json"), config)?, name)?;
+        let config = check_config(json::parse(&name.join(CONFIG_FILE), config)?, name)?;
         let file = SafetensorsFile::in_memory(&name.join(SINGLE_FILE), weights)?;
         let owners = file.names().map(|tensor| (tensor.to_string(), 0)).collect();
         let quantization = Quantization::from_config(&config);
@@ -174,7 +174,7 @@ fn check_config(config: Value, folder: &Path) -> Result<Value> {
     if config.is_object() {
         return Ok(config);
     }
-    Err(WeightsError::Json { path: folder.join("config.json"), problem: "it is not a JSON object".into() })
+    Err(WeightsError::Json { path: folder.join(CONFIG_FILE), problem: "it is not a JSON object".into() })
 }
 
 #[cfg(test)]
@@ -292,10 +292,15 @@ mod tests {
             assert!(!Checkpoint::is_complete(folder.path()), "without {file}");
             fs::rename(&aside, &path).unwrap();
         }
-        // What cannot be opened is not complete.
-        for index in [r#"{"weight_map":{}}"#, "{"] {
-            fs::write(folder.path().join("model.safetensors.index.json"), index).unwrap();
-            assert!(!Checkpoint::is_complete(folder.path()), "{index}");
+        // What cannot be opened is not complete. A file outside the folder is there, but is not opened.
+        let inner = folder.path().join("inner");
+        fs::create_dir(&inner).unwrap();
+        fs::write(inner.join("config.json"), "{}").unwrap();
+        let outside = r#"{"weight_map":{"b":"../1.safetensors"}}"#;
+        for index in [r#"{"weight_map":{}}"#, "{", outside] {
+            fs::write(inner.join("model.safetensors.index.json"), index).unwrap();
+            assert!(Checkpoint::open(&inner).is_err(), "{index}");
+            assert!(!Checkpoint::is_complete(&inner), "{index}");
         }
     }
 

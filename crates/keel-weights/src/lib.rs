@@ -40,6 +40,7 @@ pub mod gguf;
 mod json;
 mod linear;
 mod mapped;
+mod mtp;
 mod partial;
 pub mod quantize;
 mod regular;
@@ -57,6 +58,7 @@ pub use error::{HeaderProblem, WeightsError};
 pub use fp4::{Fp4Mode, Fp4Tensor};
 pub use fp8::Fp8Tensor;
 pub use linear::{LinearFormat, LinearInfo, LinearTensor};
+pub use mtp::{MTP_ROOTS, part_of_mtp_head};
 pub use partial::{remove_unfinished, write_whole};
 pub use regular::{open_regular, read_regular};
 pub use safetensors::{

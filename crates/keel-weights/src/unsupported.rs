@@ -11,6 +11,9 @@ pub(crate) const CHECKPOINT_ADVICE: &str = "read are bf16, f16 and f32, MLX's af
 pub(crate) const GGUF_ADVICE: &str = "read are F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4; use a file \
      of the model in one of these, such as Q4_K_M";
 
+/// Methods whose forms are read, as config.json names them: a tensor in another form is not explained by the method.
+const READ_METHODS: [&str; 4] = ["awq", "gptq", "fp8", "paroquant"];
+
 /// Last parts of names that only forms have that are not read, and the form.
 const SIGNS: [(&str, &str); 8] = [
     ("weight_packed", "compressed-tensors"),
@@ -47,18 +50,33 @@ pub(crate) fn explained<S: TensorSource + ?Sized>(
     module: &str,
     error: WeightsError,
 ) -> WeightsError {
+    let method = configured(source, module);
     let name = match &error {
         WeightsError::UnsupportedDType { name, .. } => Some(name.clone()),
-        WeightsError::MissingTensor { .. } => unknown_part(source, module),
+        WeightsError::MissingTensor { .. } => unknown_part(source, module, method),
         _ => None,
     };
     let Some(name) = name else { return error };
     let has = |part: &str| source.contains(&format!("{module}.{part}"));
     let by_name = form_of(&name).or_else(|| SIGNS.iter().find(|(part, _)| has(part)).map(|(_, form)| *form));
-    match configured(source, module).or(by_name) {
-        Some(form) => refusal(source, name, form),
+    match described(method, by_name) {
+        Some(form) => refusal(source, name, &form),
         None => error,
     }
+}
+
+/// The form in words: the config's method if it is known, with the form that the tensors' names tell if the method
+/// alone does not say what is not read.
+fn described(method: Option<&str>, by_name: Option<&str>) -> Option<String> {
+    match (method, by_name) {
+        (Some(method), Some(form)) if is_read(method) => Some(format!("{method}, {form}")),
+        (method, by_name) => method.or(by_name).map(String::from),
+    }
+}
+
+/// Whether a method, as [`configured`] gives it, has forms that are read.
+fn is_read(method: &str) -> bool {
+    READ_METHODS.iter().any(|name| method.starts_with(&format!("quant_method '{name}'")))
 }
 
 /// Checks that a tensor is no part of a form that is not read.
@@ -68,7 +86,8 @@ pub(crate) fn explained<S: TensorSource + ?Sized>(
 pub(crate) fn check_part<S: TensorSource + ?Sized>(source: &S, name: &str) -> Result<()> {
     let Some(form) = form_of(name) else { return Ok(()) };
     let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
-    Err(refusal(source, name.into(), configured(source, module).unwrap_or(form)))
+    let form = described(configured(source, module), Some(form)).unwrap_or_else(|| form.into());
+    Err(refusal(source, name.into(), &form))
 }
 
 /// The method that the config gives for a module, if it is not MLX's. Tensors may tell more: AWQ, for example, is read.
@@ -86,14 +105,17 @@ fn form_of(name: &str) -> Option<&'static str> {
 }
 
 /// A tensor that stores a module's weight in a form that is not read. The experts of a stack may be stored one by one,
-/// next to where the stack would be.
-fn unknown_part<S: TensorSource + ?Sized>(source: &S, module: &str) -> Option<String> {
-    let mut names = source.names();
-    let of_module = names.find(|name| part_of(name, module).is_some_and(|part| !KNOWN_PARTS.contains(&part)));
-    let found = of_module.or_else(|| {
-        let (parent, _) = module.rsplit_once('.')?;
-        source.names().find(|name| part_of(name, parent).is_some() && form_of(name).is_some())
-    });
+/// next to where the stack would be. A tensor whose name tells no form is one only if the config's method is not read:
+/// else it may be another parameter of a module whose weight is missing.
+fn unknown_part<S: TensorSource + ?Sized>(source: &S, module: &str, method: Option<&str>) -> Option<String> {
+    let tells_form =
+        |parent: &str| source.names().find(|name| part_of(name, parent).is_some() && form_of(name).is_some());
+    let unknown = || {
+        let is_unknown = |name: &&str| part_of(name, module).is_some_and(|part| !KNOWN_PARTS.contains(&part));
+        source.names().find(is_unknown).filter(|_| method.is_some_and(|method| !is_read(method)))
+    };
+    let parent = || module.rsplit_once('.').map(|(parent, _)| parent);
+    let found = tells_form(module).or_else(unknown).or_else(|| tells_form(parent()?));
     found.map(str::to_string)
 }
 

@@ -331,6 +331,12 @@ fn forms_that_are_not_read_are_named_with_a_remedy() {
         (Value::Null, &nf4, "'m.weight' is stored as u8 (bitsandbytes)".into()),
         (json!({"quant_method": "aqlm"}), &aqlm, "stored as f16 (quant_method 'aqlm')".into()),
         (Value::Null, &hqq, "'m.W_q' is stored as u8 (HQQ)".into()),
+        // Another form of the method is read, so its name alone does not say what is not.
+        (
+            json!({"quant_method": "fp8"}),
+            &channels,
+            "'m.weight' is stored as F8_E4M3 (quant_method 'fp8', 8 or 4 bits with weight_scale)".into(),
+        ),
     ];
     for (config, tensors, expected) in cases {
         let folder = tempfile::tempdir().unwrap();
@@ -358,4 +364,13 @@ fn forms_that_are_not_read_are_named_with_a_remedy() {
     assert!(message.contains("'mlp.experts.0.up_proj.weight_packed' is stored as i32"), "{message}");
     let message = source.linear_info("attn.q_proj").unwrap_err().to_string();
     assert!(message.contains("tensor 'attn.q_proj.weight' is not in"), "{message}");
+
+    // A missing weight of a method that is read is not explained by another parameter of the module.
+    let router: [Tensor; 1] = [("mlp.gate.e_score_correction_bias", "F32", vec![2], vec![0; 8])];
+    for method in ["gptq", "awq", "fp8", "paroquant"] {
+        let folder = tempfile::tempdir().unwrap();
+        let source = checkpoint(folder.path(), json!({"quant_method": method}), &router);
+        let message = source.linear_info("mlp.gate").unwrap_err().to_string();
+        assert!(message.contains("tensor 'mlp.gate.weight' is not in"), "{method}: {message}");
+    }
 }

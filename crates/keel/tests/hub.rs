@@ -4,11 +4,12 @@
 
 mod common;
 
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
 
-use common::hub::{Asked, COMMIT, Hub, Manners, keel_with_hub, sha256};
+use common::hub::{Asked, COMMIT, Hub, Manners, command_with_hub, keel_with_hub, sha256};
 use common::{arg, fixture, json, stderr, succeed};
 use keel_testkit::fixtures::{MmprojForm, mmproj, vlm_fixture};
 use serde_json::{Value, json};
@@ -272,6 +273,39 @@ fn a_server_without_its_port_or_its_keys_downloads_nothing() {
     }
     assert_eq!(hub.take_asked(), []);
     assert!(!blobs(home.path()).exists());
+}
+
+/// A port that listens during a download would look ready, and its clients would wait for hours.
+#[test]
+fn a_server_does_not_listen_while_it_downloads() {
+    let one = ["serve", "--model", "owner/name"];
+    let two = ["serve", "--model", "a=owner/name", "--model", "b=owner/name"];
+    for models in [&one[..], &two[..]] {
+        let manners = Manners { holds_back: Some(WEIGHTS), ..Manners::default() };
+        let hub = Hub::start(files_of(&fixture("qwen3_5")), manners);
+        let home = tempfile::tempdir().expect("a temporary folder");
+        let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = free.local_addr().expect("bound");
+        drop(free);
+        let port = address.port().to_string();
+        let args = [models, &["--port", &port]].concat();
+        let mut server = command_with_hub(&hub.endpoint, home.path(), &args)
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("keel starts");
+        let start = Instant::now();
+        while !hub.take_asked().iter().any(|asked| asked.path.ends_with(WEIGHTS)) {
+            assert!(start.elapsed() < Duration::from_secs(60), "it has not asked for the weights");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let connection = TcpStream::connect(address);
+        let ended = server.try_wait().expect("its state is known");
+        server.kill().expect("it is there");
+        server.wait().expect("it ends");
+        hub.behave(Manners::default());
+        assert!(ended.is_none(), "it waits for the weights: {ended:?}");
+        assert!(connection.is_err(), "nothing would answer at {address}");
+    }
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Memory of the CPU backend.
 //!
 //! The bytes have no Rust owner that could lend them as slices for long. Kernels, the host's reads and writes and the
-//! packing of weights all reach them by pointer. These uses never overlap in time: the runtime's stream calls the
-//! backend one call at a time, and within a launch the workers meet at a barrier between kernels.
+//! packing of weights all reach them by pointer. These uses never overlap: the runtime's stream calls the backend one
+//! call at a time, and within a call the workers take disjoint ranges or meet at a barrier between kernels.
 
 use keel_array::{ALIGNMENT, DeviceMemory};
 use memmap2::{Advice, MmapMut, MmapRaw};
@@ -54,7 +54,8 @@ enum Region {
 
 // SAFETY: the memory belongs only to this value; the module's first comment says who touches the bytes and when.
 unsafe impl Send for HostMemory {}
-// SAFETY: as above; only methods that the stream calls one at a time touch the bytes.
+// SAFETY: as above. Where several workers of one call write through `&self`, `each_large_page` gives each its own
+// bytes.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
@@ -135,7 +136,7 @@ impl HostMemory {
         self.each_large_page(pool, 0..self.bytes, |bytes| {
             let last = bytes.clone().next_back();
             for offset in bytes.step_by(PAGE).chain(last) {
-                // SAFETY: within the memory, which is zeroed and which nothing else uses yet.
+                // SAFETY: within the memory, which is zeroed and which nothing else uses yet. One worker has each byte.
                 unsafe { self.start().add(offset).write_volatile(0) };
             }
         });
@@ -197,11 +198,12 @@ impl HostMemory {
         );
     }
 
-    /// Copies bytes in.
+    /// Copies bytes in. Workers that write at the same time must write disjoint ranges.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         self.check(offset, bytes.len());
         if !self.start.is_null() {
-            // SAFETY: within the memory; the stream lets nothing else touch it meanwhile.
+            // SAFETY: within the memory. Nothing else touches these bytes meanwhile: the stream calls one method at a
+            // time, and the workers of one call write disjoint ranges.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(offset), bytes.len()) };
         }
     }

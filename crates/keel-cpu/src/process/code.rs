@@ -64,13 +64,13 @@ mod linux {
 
     fn advise(range: Range<usize>, advice: libc::c_int) {
         // SAFETY: the range lies within a private mapping of the program or one of `LIBRARIES`, which stays until the
-        // process ends and cannot be written. None of its pages differs from the file, so a dropped page is read back when it
-        // is used.
+        // process ends and cannot be written. None of its pages differs from the file, so a dropped page is read back
+        // when it is used.
         unsafe { libc::madvise(range.start as *mut libc::c_void, range.len(), advice) };
     }
 
-    /// Addresses of read-only mappings of the program and of `LIBRARIES`. Mappings in which the loader or a debugger has
-    /// changed a page are left out: such pages differ from the file.
+    /// Addresses of read-only mappings of the program and of `LIBRARIES`. Mappings in which the loader or a debugger
+    /// has changed a page are left out: such pages differ from the file.
     pub fn unchanged_code(smaps: &str, program: &Path) -> Vec<Range<usize>> {
         let mut found = Vec::new();
         let mut mapping = None;

@@ -20,6 +20,7 @@ use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, Speculati
 use keel_models::loading::{Altered, Parameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_weights::RotationValues;
 use serde_json::{Value, json};
 
 /// Sums in another order differ by less than this.
@@ -100,8 +101,26 @@ impl Parameters for Placed {
         Ok((0..elements).map(of).collect())
     }
 
+    fn rotation(&self, _: &str) -> Result<Option<RotationValues>, ModelError> {
+        Ok(None)
+    }
+
+    fn shared_rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>, ModelError> {
+        Ok(None)
+    }
+
+    fn release(&self, _: &str) {}
+
+    fn rows_are_alike(&self) -> bool {
+        false
+    }
+
     fn norms_are_scales(&self) -> bool {
         true
+    }
+
+    fn column_tiles(&self, _: &str) -> usize {
+        1
     }
 }
 

@@ -12,7 +12,7 @@ use keel_engine::Engine;
 use keel_models::loading::{CheckpointParameters, Parameters, RowSink};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_testkit::random::Random;
-use keel_weights::Checkpoint;
+use keel_weights::{Checkpoint, RotationValues};
 use serde_json::{Value, json};
 
 /// f32 parameters that are derived from their names, large enough that scores matter.
@@ -66,6 +66,28 @@ impl Parameters for MadeUp {
     fn values(&self, name: &str, elements: usize) -> keel_models::Result<Vec<f32>> {
         let mean = if name.contains("norm") { 1.0 } else { 0.0 };
         Ok(made_up(name, elements, 0.5, mean))
+    }
+
+    fn rotation(&self, _: &str) -> keel_models::Result<Option<RotationValues>> {
+        Ok(None)
+    }
+
+    fn shared_rotation(&self, _: &str, _: &str) -> keel_models::Result<Option<RotationValues>> {
+        Ok(None)
+    }
+
+    fn release(&self, _: &str) {}
+
+    fn rows_are_alike(&self) -> bool {
+        false
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        false
+    }
+
+    fn column_tiles(&self, _: &str) -> usize {
+        1
     }
 }
 

@@ -5,12 +5,11 @@ use std::ops::Range;
 
 use keel_array::DType;
 use keel_weights::quantize::{Dequantized, RowSource, expert_of};
-use keel_weights::{Checkpoint, TensorSpec, WeightsError, cols, rows as rows_of};
+use keel_weights::{Checkpoint, TensorSpec, WeightsError, cols, part_of_mtp_head, rows as rows_of};
 
 use super::names::Names;
 use super::order::{Orders, RowOrder};
 use super::{DIVISORS, LONG_DIVISORS, SHORT_DIVISORS, architecture_of, is_offset_norm};
-use crate::naming::part_of_mtp_head;
 use crate::{HybridConfig, ModelError, Result, RopeScaling};
 
 /// The tensors of a checkpoint with the names, shapes and row order of a GGUF file. Quantised tensors are decoded.

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use keel_array::{RowData, WeightFormat, WeightSpec};
-use keel_weights::LinearTensor;
 use keel_weights::gguf::GgufFile;
+use keel_weights::{LinearTensor, RotationValues};
 
 use super::architecture;
 use super::names::Names;
@@ -120,6 +120,14 @@ impl Parameters for GgufParameters<'_> {
         Ok(self.stored.0.check_intact()?)
     }
 
+    fn rotation(&self, _: &str) -> Result<Option<RotationValues>> {
+        Ok(None)
+    }
+
+    fn shared_rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>> {
+        Ok(None)
+    }
+
     fn release(&self, module: &str) {
         if let Some(tower) = self.tower_of(module) {
             return tower.release(module);
@@ -148,6 +156,10 @@ impl Parameters for GgufParameters<'_> {
             }
         }
         Ok(values)
+    }
+
+    fn rows_are_alike(&self) -> bool {
+        false
     }
 
     fn norms_are_scales(&self) -> bool {

@@ -11,7 +11,7 @@ use crate::Result;
 macro_rules! forward {
     ($(fn $name:ident(&self $(, $argument:ident: $kind:ty)*) $(-> $result:ty)?;)*) => {
         /// Parameters that differ from others in the methods that an implementation defines. All other methods are
-        /// those of the others. So an implementation cannot forget one whose default would make another model.
+        /// those of the others.
         pub trait Altered: Sync {
             /// The others.
             fn inner(&self) -> &dyn Parameters;
@@ -37,7 +37,7 @@ macro_rules! forward {
     };
 }
 
-// All methods of `Parameters`. One that is missing here would have its default in all altered parameters.
+// All methods of `Parameters`.
 forward! {
     fn contains(&self, name: &str) -> bool;
     fn shape(&self, name: &str) -> Option<Vec<usize>>;

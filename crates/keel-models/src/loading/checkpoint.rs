@@ -136,6 +136,18 @@ impl Parameters for CheckpointParameters<'_> {
         self.0.check_intact()?;
         Ok(values)
     }
+
+    fn rows_are_alike(&self) -> bool {
+        false
+    }
+
+    fn norms_are_scales(&self) -> bool {
+        false
+    }
+
+    fn column_tiles(&self, _: &str) -> usize {
+        1
+    }
 }
 
 /// Rows decoded to bf16.

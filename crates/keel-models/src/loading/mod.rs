@@ -37,7 +37,8 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
 
 /// A source of parameters. Several devices may read it at the same time. A source that differs from another in a few
-/// methods implements [`Altered`].
+/// methods implements [`Altered`]. No method has a default: the compiler then finds one that [`Altered`] does not pass
+/// on, which would make another model.
 pub trait Parameters: Sync {
     /// True if there is a parameter of this name.
     fn contains(&self, name: &str) -> bool;
@@ -75,25 +76,17 @@ pub trait Parameters: Sync {
     ///
     /// # Errors
     /// If it is misshapen.
-    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
-        let _ = module;
-        Ok(None)
-    }
+    fn rotation(&self, module: &str) -> Result<Option<RotationValues>>;
 
     /// As [`rotation`](Parameters::rotation), for a rotation that `module` shares with other layers. Its parameters'
     /// names begin with `prefix`.
     ///
     /// # Errors
     /// If it is misshapen.
-    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
-        let _ = (prefix, module);
-        Ok(None)
-    }
+    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>>;
 
     /// Called after a layer, or one expert of it, has been read.
-    fn release(&self, module: &str) {
-        let _ = module;
-    }
+    fn release(&self, module: &str);
 
     /// A small parameter of `elements` values, as f32.
     ///
@@ -103,22 +96,15 @@ pub trait Parameters: Sync {
 
     /// True if all rows of a linear layer are equally good, so that a device may repeat some of them: for made-up
     /// models.
-    fn rows_are_alike(&self) -> bool {
-        false
-    }
+    fn rows_are_alike(&self) -> bool;
 
     /// True if norms are always stored as scales, even for model types that store offsets from one.
-    fn norms_are_scales(&self) -> bool {
-        false
-    }
+    fn norms_are_scales(&self) -> bool;
 
     /// How many tiles a layer's columns have. All tiles are equally long, and each has columns of every key head. It is
     /// 1 except for the output projection of recurrent layers in GGUF files: its columns are those of the first value
     /// head of every key head, then those of the second, and so on.
-    fn column_tiles(&self, module: &str) -> usize {
-        let _ = module;
-        1
-    }
+    fn column_tiles(&self, module: &str) -> usize;
 }
 
 /// Loads parameters into a runtime.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use keel_array::random::SplitMix64;
 use keel_array::{BlockFormat, DType, RowData, WeightFormat, WeightSpec};
+use keel_weights::RotationValues;
 
 use super::{BLOCK_ROWS, Parameters, RowSink};
 use crate::Result;
@@ -80,12 +81,26 @@ impl Parameters for RandomParameters {
         Ok(())
     }
 
+    fn rotation(&self, _: &str) -> Result<Option<RotationValues>> {
+        Ok(None)
+    }
+
+    fn shared_rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>> {
+        Ok(None)
+    }
+
+    fn release(&self, _: &str) {}
+
     fn rows_are_alike(&self) -> bool {
         true
     }
 
     fn norms_are_scales(&self) -> bool {
         true
+    }
+
+    fn column_tiles(&self, _: &str) -> usize {
+        1
     }
 
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>> {

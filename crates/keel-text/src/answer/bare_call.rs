@@ -1,41 +1,82 @@
-//! Calls at the begin of an answer that have no markers.
+//! Whether a text may become a call.
 
 use serde_json::Value;
 
-use super::markers::FUNCTOOLS;
+use super::markers::{END_BEGIN, FUNCTION, FUNCTOOLS, Markers, PARAMETER};
 use super::tool_call::names;
 
-/// Bytes at the begin of an answer that decide whether it may be a call. More of them are not read again and again.
+/// Bytes at the begin of a text that decide whether it may be a call. More of them are not read again and again.
 const DECIDING_BYTES_MAX: usize = 4096;
 
-/// Whether a text at the begin of an answer may be, or become, a call without markers. Otherwise it is a JSON value or
-/// a sentence. A text that may not become a call does not become one if it grows.
-pub(super) fn may_be_call(text: &str, tools: &[Value]) -> bool {
+/// The part of the text that decides.
+fn head(text: &str) -> &str {
     let mut end = text.len().min(DECIDING_BYTES_MAX);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    let text = text[..end].trim_start();
+    &text[..end]
+}
+
+/// Whether the text after the begin marker of `markers` may be, or become, a call. Otherwise the text only mentions the
+/// marker. A text that may not become a call does not become one if it grows.
+pub(super) fn may_be_marked_call(markers: Markers, text: &str, tools: &[Value]) -> bool {
+    let text = head(text);
+    if markers.is_tags() {
+        return may_be_function(text, tools);
+    }
+    let text = text.trim_start();
+    if let Some(function) = text.strip_prefix(FUNCTION.begin) {
+        return may_be_function(function, tools);
+    }
+    let first = after(text, "[").unwrap_or(text);
+    let is_named = |name: &str| {
+        let rest = after(first, name);
+        name.starts_with(first)
+            || rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['{', '[', '(', '<']))
+    };
+    [FUNCTION.begin, FUNCTOOLS].iter().any(|word| fits(text, word))
+        || names(tools).any(is_named)
+        || may_be_object(text, tools, true)
+}
+
+/// The same for the text after the begin of a function in tags. A parameter or an end must follow the name.
+fn may_be_function(text: &str, tools: &[Value]) -> bool {
+    let is_named = |name: &str| match text.strip_prefix(name).map(|rest| (rest, after(rest, ">"))) {
+        Some((_, Some(body))) => fits(body, PARAMETER) || fits(body, END_BEGIN),
+        Some((rest, None)) => rest.is_empty(),
+        None => name.starts_with(text),
+    };
+    names(tools).any(is_named)
+}
+
+/// Whether a text at the begin of an answer may be, or become, a call without markers. Otherwise it is a JSON value or
+/// a sentence. A text that may not become a call does not become one if it grows.
+pub(super) fn may_be_call(text: &str, tools: &[Value]) -> bool {
+    let text = head(text).trim_start();
     // GLM-4 writes the arguments below the name.
     let is_named = |name: &str| {
         let below = text.strip_prefix(name).and_then(|rest| rest.strip_prefix('\n')).map(str::trim_start);
         below.is_some_and(|rest| rest.is_empty() || rest.starts_with('{'))
     };
-    names(tools).any(is_named) || may_be_object(text, tools)
+    names(tools).any(is_named) || may_be_object(text, tools, false)
 }
 
-/// The same for a JSON object, or a list of objects. Its first key decides, and for some keys the value.
-fn may_be_object(text: &str, tools: &[Value]) -> bool {
+/// The same for a JSON object, or a list of objects. Its first key decides, and for some keys the value. After a begin
+/// marker any key may come first.
+fn may_be_object(text: &str, tools: &[Value], is_marked: bool) -> bool {
     let list = text.strip_prefix(FUNCTOOLS.trim_end_matches('[')).unwrap_or(text);
     let object = after(list, "[").unwrap_or(list);
     let Some(members) = after(object, "{") else { return object.is_empty() };
     let Some(key) = members.strip_prefix('"') else { return members.is_empty() };
     let keys = ["name", "type", "function", "parameters", "arguments", "id"];
-    let Some((key, rest)) = key.split_once('"') else { return keys.iter().any(|name| name.starts_with(key)) };
+    let Some((key, rest)) = key.split_once('"') else {
+        return is_marked || keys.iter().any(|name| name.starts_with(key));
+    };
     let rest = rest.trim_start();
-    let Some(value) = after(rest, ":") else { return rest.is_empty() && keys.contains(&key) };
+    let Some(value) = after(rest, ":") else { return rest.is_empty() && (is_marked || keys.contains(&key)) };
     match key {
         "name" => names(tools).any(|name| fits(value, &Value::from(name).to_string())),
+        _ if is_marked => true,
         "type" => fits(value, "\"function") || fits(value, "\"tool"),
         "id" => fits(value, "\""),
         key => keys.contains(&key),
@@ -43,7 +84,7 @@ fn may_be_object(text: &str, tools: &[Value]) -> bool {
 }
 
 /// Whether `text` begins with `word`, or is a part of it that may grow.
-pub(super) fn fits(text: &str, word: &str) -> bool {
+fn fits(text: &str, word: &str) -> bool {
     text.starts_with(word) || word.starts_with(text)
 }
 
@@ -57,6 +98,48 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::answer::markers::TOOL_CALL;
+
+    /// A marker is mentioned if no call can follow it. What decides stays decided if the text grows.
+    #[test]
+    fn text_after_a_marker_is_a_call_or_a_mention() {
+        let tools = [json!({"function": {"name": "weather"}})];
+        for (markers, text) in [
+            (TOOL_CALL, "\n{\"id\": 1, \"name\": \"weather\""),
+            (TOOL_CALL, "{\"name\": \"weather\", "),
+            (TOOL_CALL, "[{\"arguments\": {"),
+            (TOOL_CALL, "[weather(city="),
+            (TOOL_CALL, "weather\n<arg_key>"),
+            (TOOL_CALL, "weather [ARGS]{"),
+            (TOOL_CALL, "weather \n{\"city\""),
+            (TOOL_CALL, "functools[{"),
+            (TOOL_CALL, "\n<function=weather>\n<parameter=city>"),
+            (FUNCTION, "weather>\n</function>"),
+            (FUNCTION, "weather></tool_call>"),
+        ] {
+            for end in 0..=text.len() {
+                assert!(may_be_marked_call(markers, &text[..end], &tools), "{}", &text[..end]);
+            }
+        }
+        for (markers, text) in [
+            (TOOL_CALL, " tags"),
+            (TOOL_CALL, "[sic]"),
+            (TOOL_CALL, "weather is"),
+            (TOOL_CALL, "weathers"),
+            (TOOL_CALL, "{name"),
+            (TOOL_CALL, "{}"),
+            (TOOL_CALL, "{\"name\": \"weathers"),
+            (TOOL_CALL, "<function=weather>Use"),
+            (TOOL_CALL, "</"),
+            (FUNCTION, "NAME>"),
+            (FUNCTION, "weather> or"),
+            (FUNCTION, "weather "),
+        ] {
+            for more in ["", "\"", ": {}", "\", \"name\": \"weather\"}", "\n{", "</tool_call>"] {
+                assert!(!may_be_marked_call(markers, &format!("{text}{more}"), &tools), "{text}{more}");
+            }
+        }
+    }
 
     #[test]
     fn the_begin_decides_and_what_follows_changes_nothing() {

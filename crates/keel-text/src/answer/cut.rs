@@ -1,94 +1,157 @@
-//! The end of an answer that the limit of tokens cut off.
-
-use super::bare_call::{after, fits};
-use super::markers::{CALLS, FUNCTION, MISTRAL, Markers, PYTHON_TAG, overlap};
-use super::tool_call::{names, parse_calls};
-use super::{AnswerParser, AnswerPart, State};
+//! The end of an answer, which the limit of tokens or a stop string may cut off.
 
 use serde_json::Value;
+
+use super::bare_call::{after, may_be_call};
+use super::markers::{
+    CALLS, FUNCTION, FUNCTION_END, KEY, MISTRAL, PARAMETER, PARAMETER_END, PYTHON_TAG, overlap,
+};
+use super::tool_call::{Call, leading_calls, names, parse_calls};
+use super::{AnswerParser, AnswerPart, State, without_gap};
 
 /// Fewest bytes of a marker's beginning that are left out after text. Fewer may as well be text, such as `<` in `a <`.
 const MARKER_PART_MIN: usize = 5;
 
 impl AnswerParser {
-    /// Ends an answer that its limit of tokens cut off. A call that was cut off is left out: it can neither be made nor
-    /// read. The text and the calls before it are kept.
+    /// Ends the answer and appends the text that was held back.
+    pub fn finish(&mut self, parts: &mut Vec<AnswerPart>) {
+        self.end(false, parts);
+    }
+
+    /// Ends an answer that its limit of tokens or a stop string cut off. A call that was cut off is left out: it can
+    /// neither be made nor read. The text and the calls before it are kept.
     pub fn cut_off(&mut self, parts: &mut Vec<AnswerPart>) {
-        self.release_mention(parts);
-        let tools = &self.form.tools;
-        match self.state {
-            State::Start | State::Text | State::Value if !tools.is_empty() => {
-                let begins = CALLS.map(|markers| markers.begin).into_iter();
-                let begun = begins.map(|marker| overlap(&self.held, marker)).max().unwrap_or(0);
-                let text = self.held[..self.held.len() - begun].trim_end().len();
-                let is_alone = begun > 0 && text == 0 && !self.has_spoken;
-                if is_alone || begun >= MARKER_PART_MIN {
-                    self.held.truncate(text);
+        self.end(true, parts);
+    }
+
+    fn end(&mut self, is_cut: bool, parts: &mut Vec<AnswerPart>) {
+        // The text after a begin marker is read again only once, so that the time stays linear.
+        let mut may_be_mention = true;
+        loop {
+            match (self.state, self.search.last_end(is_cut)) {
+                // A string or a parameter that never ends hid the end marker. A string may be cut off.
+                (State::Call(markers), Some(at)) if !is_cut || self.search.is_in_tags() => {
+                    self.trusts_ends |= self.search.is_in_tags();
+                    let end = markers.end.unwrap_or_default();
+                    let rest = self.held.split_off(at + end.len());
+                    self.close_call(markers, at, parts);
+                    self.push(&rest, parts);
                 }
+                (State::Call(markers), _) => {
+                    let rest = std::mem::take(&mut self.held);
+                    let begin = if markers.in_notation { markers.begin } else { "" };
+                    let is_call = match is_cut {
+                        true => self.keep_whole_calls(begin, &rest, parts),
+                        false => self.take_calls(markers, &rest, false, parts),
+                    };
+                    // The begin marker may be a mention of it, and a call of another notation may follow. A parameter
+                    // that never ends has no calls.
+                    let is_mention = !is_call && may_be_mention && !self.search.is_in_tags();
+                    if !is_call {
+                        self.emit_as_text(markers.begin, if is_mention { "" } else { &rest }, parts);
+                    }
+                    self.enter(State::Text);
+                    if is_mention {
+                        may_be_mention = false;
+                        self.push(&rest, parts);
+                    }
+                }
+                (State::BareCall | State::Unmarked, hidden) => {
+                    let held = std::mem::take(&mut self.held);
+                    if self.state == State::BareCall && self.take_bare_calls(&held, is_cut, parts) {
+                        self.enter(State::Text);
+                        break;
+                    }
+                    self.held = held;
+                    let Some(at) = hidden else { break };
+                    let rest = self.held.split_off(at);
+                    self.end_value(at, parts);
+                    self.push(&rest, parts);
+                }
+                _ => break,
             }
-            State::Call(markers) if may_begin_calls(&self.notation(markers), tools) => {
-                let calls = self.notation(markers);
-                self.keep_whole_calls(&calls, parts);
-            }
-            // The text may still become a call, else the state would be another.
-            State::BareCall => {
-                let calls = self.held.clone();
-                self.keep_whole_calls(&calls, parts);
-            }
-            State::Closer => self.held.clear(),
-            _ => {}
         }
-        self.finish(parts);
-    }
-
-    /// The text of the current call in its notation.
-    fn notation(&self, markers: Markers) -> String {
-        let begin = if markers.in_notation { markers.begin } else { "" };
-        format!("{begin}{}", self.held)
-    }
-
-    /// Treats a begin marker as text if no call follows it. The text after it may have another call.
-    fn release_mention(&mut self, parts: &mut Vec<AnswerPart>) {
-        let State::Call(markers) = self.state else { return };
-        if may_begin_calls(&self.notation(markers), &self.form.tools) {
-            return;
+        if is_cut {
+            self.drop_begun_marker();
         }
         let rest = std::mem::take(&mut self.held);
-        self.emit_as_text(markers.begin, "", parts);
-        self.held = rest;
-        self.enter(State::Text);
-        while self.advance(parts) {}
+        let rest = if self.is_reasoning() { without_gap(&rest) } else { &rest };
+        self.emit(rest, parts);
     }
 
-    /// Appends the calls that are complete, and drops the rest.
-    fn keep_whole_calls(&mut self, calls: &str, parts: &mut Vec<AnswerPart>) {
-        let tools = &self.form.tools;
-        let whole = if ends_open(calls, tools) { None } else { parse_calls(calls, tools) };
-        // Of Mistral's calls only the last one can be unfinished.
-        let earlier = || calls.rfind(MISTRAL).and_then(|last| parse_calls(&calls[..last], tools));
-        let whole = whole.or_else(earlier).unwrap_or_default();
-        self.emit_calls(whole, parts);
-        self.held.clear();
-        self.gap.clear();
-        self.enter(State::Text);
+    /// Emits the calls without markers that end the answer. Returns false if the text is no call.
+    fn take_bare_calls(&mut self, text: &str, is_cut: bool, parts: &mut Vec<AnswerPart>) -> bool {
+        if is_cut {
+            return self.keep_whole_calls("", text, parts);
+        }
+        let calls = parse_calls(text, &self.form.tools);
+        calls.map(|calls| self.emit_calls(calls, parts)).is_some()
     }
+
+    /// Emits the calls that are complete, and drops the one that is cut off. Returns false if there is no call: then
+    /// the text is text.
+    fn keep_whole_calls(&mut self, begin: &str, inside: &str, parts: &mut Vec<AnswerPart>) -> bool {
+        let Some(calls) = whole_calls(begin, inside, &self.form.tools) else { return false };
+        self.gap.clear();
+        self.emit_calls(calls, parts);
+        true
+    }
+
+    /// Drops the begin of a marker that is cut off.
+    fn drop_begun_marker(&mut self) {
+        if let State::Closer(_) = self.state {
+            self.held.clear();
+        }
+        if self.form.tools.is_empty() || self.is_reasoning() {
+            return;
+        }
+        let begins = CALLS.map(|markers| markers.begin).into_iter();
+        let begun = begins.map(|marker| overlap(&self.held, marker)).max().unwrap_or(0);
+        let text = self.held[..self.held.len() - begun].trim_end().len();
+        let is_alone = begun > 0 && text == 0 && !self.has_spoken;
+        if is_alone || begun >= MARKER_PART_MIN {
+            self.held.truncate(text);
+        }
+    }
+}
+
+/// The complete calls of a text that is cut off. `None` if the text is no call.
+fn whole_calls(begin: &str, inside: &str, tools: &[Value]) -> Option<Vec<Call>> {
+    let text = format!("{begin}{inside}");
+    let whole = if ends_open(&text, tools) { None } else { parse_calls(&text, tools) };
+    // Of Mistral's calls only the last one can be unfinished.
+    let earlier = || parse_calls(&text[..text.rfind(MISTRAL).filter(|_| begin == MISTRAL)?], tools);
+    if let Some(calls) = whole.or_else(earlier) {
+        return Some(calls);
+    }
+    if let Some((calls, rest)) = leading_calls(inside, tools) {
+        // After whole calls comes another one, or the text explains a call.
+        return may_be_call(rest, tools).then_some(calls);
+    }
+    is_begun(inside, tools).then(Vec::new)
 }
 
 /// Whether arguments may follow, although the calls can be parsed. Only tags and keys can be parsed without their end.
 /// A tool's name alone is not parsed here: its arguments may follow, too.
 fn ends_open(calls: &str, tools: &[Value]) -> bool {
     let calls = calls.trim();
-    let has_keys = |name| after(calls, name).is_some_and(|rest| rest.starts_with("<arg_key>"));
-    calls.starts_with("<function=") && !calls.ends_with("</function>") || names(tools).any(has_keys)
+    let calls = after(calls, PYTHON_TAG).unwrap_or(calls);
+    let has_keys = |name| after(calls, name).is_some_and(|rest| rest.starts_with(KEY));
+    // A value without its end may go on after `</function>`, too.
+    let is_whole = calls.ends_with(FUNCTION_END) && calls.rfind(PARAMETER) <= calls.rfind(PARAMETER_END);
+    calls.starts_with(FUNCTION.begin) && !is_whole || names(tools).any(has_keys)
 }
 
-/// Whether the text of a call is, or may become, a call of one of the tools in any notation.
-fn may_begin_calls(text: &str, tools: &[Value]) -> bool {
+/// Whether a text that may become a call is the begin of one. A JSON object is one if it names a tool, or if its first
+/// member is cut off. Many values of JSON begin with the key `id`, as some calls do.
+fn is_begun(text: &str, tools: &[Value]) -> bool {
     let text = text.trim_start();
-    let text =
-        text.strip_prefix(MISTRAL).or_else(|| text.strip_prefix(PYTHON_TAG)).unwrap_or(text).trim_start();
-    let is_call = |name: &str| fits(text, name) || fits(text, &format!("{}{name}>", FUNCTION.begin));
-    fits(text, "{") || fits(text, "[") || names(tools).any(is_call)
+    if !after(text, "[").unwrap_or(text).starts_with('{') {
+        return true;
+    }
+    // No member may go on with this character outside a string. So it decides about a member that is cut off.
+    let is_undecided = || may_be_call(text, tools) && !may_be_call(&format!("{text}\u{1}"), tools);
+    names(tools).any(|name| text.contains(&Value::from(name).to_string())) || is_undecided()
 }
 
 #[cfg(test)]
@@ -167,6 +230,12 @@ mod tests {
             (r#"{"name": "Anna", "a"#, r#"{"name": "Anna", "a"#),
             (r#"{"name": "weatherman", "a"#, r#"{"name": "weatherman", "a"#),
             (r#"[{"a": 1"#, r#"[{"a": 1"#),
+            (r#"{"id": "a", "items": [1"#, r#"{"id": "a", "items": [1"#),
+            (r#"{"parameters": {"a": 1"#, r#"{"parameters": {"a": 1"#),
+            (r#"{"type": "tool", "x"#, r#"{"type": "tool", "x"#),
+            (r#"{"type": "func"#, ""),
+            (r#"{"id": "call_1", "name": "weather", "arg"#, ""),
+            (r#"[{"arguments": {"city": "B"}, "name": "weather""#, ""),
             ("if a <", "if a <"),
             ("<", ""),
             ("<t", ""),
@@ -182,6 +251,44 @@ mod tests {
         }
     }
 
+    /// Of calls in JSON the whole ones are kept, if nothing but another call follows.
+    #[test]
+    fn whole_calls_before_one_that_is_cut_off_are_kept() {
+        let json = r#"{"name": "weather", "arguments": {"city": "Bern"}}"#;
+        for begin in ["<|python_tag|>", "", "<tool_call>"] {
+            for gap in ["; ", ",", "\n"] {
+                for end in ["", "{", "{\"na", &json[..json.len() - 1]] {
+                    check(&format!("{begin}{json}{gap}{end}"), "", 1);
+                }
+                check(&format!("{begin}{json}{gap}{json}{gap}{{\"name\": \"wea"), "", 2);
+            }
+            let explained = format!("{begin}{json} is a call, and");
+            check(&explained, &explained, 0);
+        }
+    }
+
+    /// The marker after the end of the function counts, and not one in a value that may go on.
+    #[test]
+    fn a_call_that_lacks_the_end_of_a_parameter_keeps_the_text_after_it() {
+        let function = "<function=weather>\n<parameter=city>\nBern\n</function>\n</tool_call>";
+        for begin in ["", "<tool_call>\n"] {
+            check(&format!("{begin}{function}\nNow a long text"), "Now a long text", 1);
+            check(&format!("{begin}{function}\nNow a long text <tool_"), "Now a long text", 1);
+        }
+        let values = [
+            "Bern\n</tool_call>",
+            "a </tool_call> b",
+            "a\n</function>",
+            "a\n</function>\nb",
+            "a</parameter>",
+        ];
+        for value in values {
+            check(&format!("<tool_call><function=weather>\n<parameter=city>\n{value}"), "", 0);
+            check(&format!("<function=weather>\n<parameter=city>\n{value}"), "", 0);
+            check(&format!("<|python_tag|><function=weather>\n<parameter=city>\n{value}"), "", 0);
+        }
+    }
+
     /// Only a call is left out, not the text after a marker that the model writes about.
     #[test]
     fn text_after_a_mention_of_a_marker_is_kept() {
@@ -189,6 +296,10 @@ mod tests {
             "Use <tool_call> tags, then more",
             "Use [TOOL_CALLS] or <tool_call> and <function=NAME> here",
             "Use <function=NAME> tags",
+            "Use <function=weather> tags",
+            "Use <tool_call>[sic] and more",
+            "Use <tool_call>weather is a tool",
+            "<tool_call>{\"a\": 1, \"b\": [",
             "Use <|python_tag|> so",
             "<tool_call><function=other>\n<parameter=city>",
             "{\"a\": \"<tool_call>\", \"b",
@@ -196,6 +307,8 @@ mod tests {
             check(same, same, 0);
         }
         check("Use <tool_call> tags:\n<tool_call>{\"name\": \"wea", "Use <tool_call> tags:", 0);
+        let twice = "Use <tool_call> or <tool_call> tags:";
+        check(&format!("{twice} <tool_call>{{\"name\": \"wea"), twice, 0);
         check("Use <tool_call> tags:\n<tool_ca", "Use <tool_call> tags:", 0);
     }
 }

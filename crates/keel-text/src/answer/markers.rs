@@ -10,6 +10,18 @@ pub(super) struct Markers {
     pub in_notation: bool,
 }
 
+impl Markers {
+    /// The calls are written in tags ([`FUNCTION`]).
+    pub(super) fn is_tags(self) -> bool {
+        self == FUNCTION
+    }
+
+    /// An end marker that may follow the call, because the model left out its begin marker.
+    pub(super) fn closer(self) -> Option<&'static str> {
+        TOOL_CALL.end.filter(|_| self.is_tags())
+    }
+}
+
 const fn pair(begin: &'static str, end: &'static str) -> Markers {
     Markers { begin, end: Some(end), in_notation: false }
 }
@@ -36,7 +48,19 @@ pub(super) const FUNCTOOLS: &str = "functools[";
 pub(super) const TOOL_CALL: Markers = pair("<tool_call>", "</tool_call>");
 /// A call of Qwen3-Coder. The model often leaves out the begin marker of [`TOOL_CALL`] before it.
 pub(super) const FUNCTION: Markers =
-    Markers { begin: "<function=", end: Some("</function>"), in_notation: true };
+    Markers { begin: "<function=", end: Some(FUNCTION_END), in_notation: true };
+pub(super) const FUNCTION_END: &str = "</function>";
+/// Begins a parameter of a call in tags.
+pub(super) const PARAMETER: &str = "<parameter=";
+pub(super) const PARAMETER_END: &str = "</parameter>";
+/// Begins each end of a tag.
+pub(super) const END_BEGIN: &str = "</";
+
+/// Around the keys and the values of GLM's calls.
+pub(super) const KEY: &str = "<arg_key>";
+pub(super) const KEY_END: &str = "</arg_key>";
+pub(super) const VALUE: &str = "<arg_value>";
+pub(super) const VALUE_END: &str = "</arg_value>";
 
 /// Markers around calls that may appear anywhere in an answer.
 pub(super) const CALLS: [Markers; 6] = [
@@ -62,12 +86,12 @@ pub(super) const CALL_TOKENS: [&str; 16] = [
     MISTRAL_ARGUMENTS,
     MISTRAL_ID,
     PYTHON_TAG,
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "</parameter>",
-    "</function>",
+    KEY,
+    KEY_END,
+    VALUE,
+    VALUE_END,
+    PARAMETER_END,
+    FUNCTION_END,
 ];
 
 /// Length of the longest suffix of `text` that is a proper prefix of `marker`.
@@ -82,15 +106,24 @@ mod tests {
     /// A special token that is not listed would be missing from the text that is parsed.
     #[test]
     fn markers_that_are_read_reach_the_text() {
-        let source = include_str!("tool_call.rs");
-        let is_marker = |text: &&str| text.starts_with('<') && text.ends_with('>') && text.len() > 2;
-        let mut read: Vec<&str> = source.split('"').filter(is_marker).collect();
-        assert!(read.contains(&"</arg_key>") && read.contains(&"</arg_value>"), "{read:?}");
-        read.extend(CALLS.iter().filter(|markers| **markers != FUNCTION).map(|markers| markers.begin));
+        let mut read = vec![MISTRAL_ARGUMENTS, MISTRAL_ID, KEY, KEY_END, VALUE, VALUE_END, PARAMETER_END];
+        read.extend(CALLS.iter().filter(|markers| !markers.is_tags()).map(|markers| markers.begin));
         read.extend(CALLS.iter().filter_map(|markers| markers.end));
-        read.extend([MISTRAL_ARGUMENTS, MISTRAL_ID]);
         for marker in read {
             assert!(CALL_TOKENS.contains(&marker), "{marker}");
+        }
+        // A literal in another file would be missing from the list above.
+        for source in [
+            include_str!("bare_call.rs"),
+            include_str!("cut.rs"),
+            include_str!("mod.rs"),
+            include_str!("search.rs"),
+            include_str!("tags.rs"),
+            include_str!("tool_call.rs"),
+        ] {
+            let code = source.split("mod tests {").next().unwrap_or_default();
+            let literal = code.lines().find(|line| line.contains("\"<"));
+            assert_eq!(literal, None, "this marker belongs to markers.rs");
         }
     }
 }

@@ -12,17 +12,19 @@ mod cut;
 mod form;
 mod markers;
 mod pythonic;
+mod schema;
 mod search;
 #[cfg(test)]
 mod tag_tests;
+mod tags;
 #[cfg(test)]
 mod tests;
 mod tool_call;
 
-use bare_call::may_be_call;
+use bare_call::{may_be_call, may_be_marked_call};
 pub use form::{AnswerForm, ReasoningMarkers};
-use markers::{CALLS, FUNCTION, FUNCTOOLS, Markers, REASONING, TOOL_CALL, overlap};
-use search::MarkerSearch;
+use markers::{CALLS, FUNCTOOLS, Markers, REASONING, overlap};
+use search::Search;
 use tool_call::{Call, names, parse_between_markers, parse_calls};
 
 /// Bounds the memory for a call that never ends.
@@ -57,12 +59,13 @@ enum State {
     Text,
     /// Inside a call, between these markers.
     Call(Markers),
-    /// After a call without its begin marker. Its end marker may follow.
-    Closer,
+    /// After a call without its begin marker. This end marker may follow.
+    Closer(&'static str),
     /// Calls without markers: everything to the first marker of a call, or to the end of the answer.
     BareCall,
-    /// A text that began as [`State::BareCall`] and is no call. A marker inside one of its JSON strings is text.
-    Value,
+    /// A JSON value or a sentence that began as [`State::BareCall`] and is no call. A marker inside one of its JSON
+    /// strings is text.
+    Unmarked,
 }
 
 /// Splits an answer into parts, piece by piece. How the text is cut into pieces does not change the parts, once
@@ -77,16 +80,19 @@ pub struct AnswerParser {
     /// The white space before the current call. It is text if the call is text.
     gap: String,
     /// The search in `held` for the marker that ends the current call.
-    search: MarkerSearch,
-    /// A parameter without an end came. From then on markers count inside parameters, too. Otherwise each later call
-    /// would search the same text again.
-    ignores_tags: bool,
+    search: Search,
+    /// A parameter without an end hid the end of its call until the answer ended. From then on such an end counts at
+    /// once. Otherwise each later call would search the same text again.
+    trusts_ends: bool,
     /// Reasoning may begin, because there was none yet.
     may_reason: bool,
     /// The next text begins a part, so its leading white space is dropped.
     at_start: bool,
     /// Text or reasoning came since the answer began, or since its last call.
     has_spoken: bool,
+    /// Number of bytes that earlier searches looked at.
+    #[cfg(test)]
+    work: usize,
 }
 
 impl AnswerParser {
@@ -100,9 +106,11 @@ impl AnswerParser {
             state: begun.map_or(State::Start, |markers| State::Reasoning(markers.0)),
             held: String::new(),
             gap: String::new(),
-            search: MarkerSearch::default(),
-            ignores_tags: false,
+            search: Search::default(),
+            trusts_ends: false,
             has_spoken: false,
+            #[cfg(test)]
+            work: 0,
         }
     }
 
@@ -120,56 +128,19 @@ impl AnswerParser {
         }
     }
 
-    /// Ends the answer and appends the text that was held back.
-    pub fn finish(&mut self, parts: &mut Vec<AnswerPart>) {
-        let mut may_be_mention = true;
-        loop {
-            match (self.state, self.search.hidden()) {
-                // A string or a parameter that never ends hid the end marker.
-                (State::Call(markers), Some(at)) => {
-                    self.ignores_tags |= self.search.is_in_tags();
-                    self.close_call(markers, at, parts);
-                }
-                (State::Call(markers), None) => {
-                    let rest = std::mem::take(&mut self.held);
-                    if !self.take_calls(markers, &rest, parts) {
-                        // The begin marker may be a mention of it, and a call of another notation may follow.
-                        self.emit_as_text(markers.begin, if may_be_mention { "" } else { &rest }, parts);
-                        self.held = if may_be_mention { rest } else { String::new() };
-                        may_be_mention = false;
-                    }
-                    self.enter(State::Text);
-                }
-                (State::BareCall, hidden) => match (parse_calls(&self.held, &self.form.tools), hidden) {
-                    (Some(calls), _) => {
-                        self.held.clear();
-                        self.emit_calls(calls, parts);
-                        self.enter(State::Text);
-                    }
-                    (None, Some(at)) => self.end_value(at, parts),
-                    (None, None) => break,
-                },
-                (State::Value, Some(at)) => self.end_value(at, parts),
-                _ => break,
-            }
-            while self.advance(parts) {}
-        }
-        let rest = std::mem::take(&mut self.held);
-        let rest = if self.is_reasoning() { without_gap(&rest) } else { &rest };
-        self.emit(rest, parts);
-    }
-
     /// Whether the next text belongs to the reasoning.
     pub fn is_reasoning(&self) -> bool {
         matches!(self.state, State::Reasoning(_))
     }
 
     fn enter(&mut self, state: State) {
+        #[cfg(test)]
+        (self.work += self.search.work());
         self.state = state;
         self.search = match state {
-            State::BareCall => MarkerSearch::in_json(),
-            State::Call(markers) => MarkerSearch::in_call(markers, !self.ignores_tags),
-            _ => MarkerSearch::default(),
+            State::BareCall => Search::in_json(),
+            State::Call(markers) => Search::in_call(markers, self.trusts_ends),
+            _ => Search::default(),
         };
     }
 
@@ -187,29 +158,39 @@ impl AnswerParser {
             }
             State::Text => self.until(&CALLS.map(|markers| (markers.begin, State::Call(markers))), parts),
             State::Call(markers) => {
-                let found = markers.end.and_then(|end| self.search.find(&self.held, &[end]));
+                let tools = &self.form.tools;
+                let found = markers.end.and_then(|end| self.search.find(&self.held, &[end], tools));
+                // The end marker may have begun. How it is cut must not decide.
+                let begun = || markers.end.map_or(0, |end| overlap(&self.held, end));
+                let inside = &self.held[..found.unwrap_or_else(|| self.held.len() - begun())];
+                if !may_be_marked_call(markers, inside, tools) {
+                    // The marker is only mentioned.
+                    self.emit_as_text(markers.begin, "", parts);
+                    self.enter(State::Text);
+                    return true;
+                }
                 match found {
                     Some(at) => self.close_call(markers, at, parts),
                     None => self.bound_call(markers.begin, parts),
                 }
                 found.is_some()
             }
-            State::Closer => self.drop_closer(),
+            State::Closer(closer) => self.drop_closer(closer),
             State::BareCall if !may_be_call(&self.held, &self.form.tools) => {
                 // The search goes on.
-                self.state = State::Value;
+                self.state = State::Unmarked;
                 true
             }
             State::BareCall => {
-                let found = self.search.find(&self.held, &CALLS.map(|markers| markers.begin));
+                let found = self.find_begin();
                 match found {
                     Some(at) => self.end_bare_call(at, parts),
                     None => self.bound_call("", parts),
                 }
                 found.is_some()
             }
-            State::Value => {
-                let found = self.search.find(&self.held, &CALLS.map(|markers| markers.begin));
+            State::Unmarked => {
+                let found = self.find_begin();
                 match found {
                     Some(at) => self.end_value(at, parts),
                     None => self.emit_value(parts),
@@ -217,6 +198,11 @@ impl AnswerParser {
                 found.is_some()
             }
         }
+    }
+
+    /// The begin of the next call in a text without markers.
+    fn find_begin(&mut self) -> Option<usize> {
+        self.search.find(&self.held, &CALLS.map(|markers| markers.begin), &self.form.tools)
     }
 
     /// Decides which part the answer begins with, or goes on with after the reasoning.
@@ -278,17 +264,16 @@ impl AnswerParser {
     fn close_call(&mut self, markers: Markers, at: usize, parts: &mut Vec<AnswerPart>) {
         let end = markers.end.unwrap_or_default();
         let call: String = self.held.drain(..at + end.len()).collect();
-        if !self.take_calls(markers, &call[..at], parts) {
+        if self.take_calls(markers, &call[..at], true, parts) {
+            self.enter(markers.closer().map_or(State::Text, State::Closer));
+        } else {
             self.emit_as_text(markers.begin, &call, parts);
             self.enter(State::Text);
-        } else {
-            self.enter(if markers == FUNCTION { State::Closer } else { State::Text });
         }
     }
 
     /// Drops the end marker of a call whose begin marker is missing. Returns false if it may still come.
-    fn drop_closer(&mut self) -> bool {
-        let closer = TOOL_CALL.end.unwrap_or_default();
+    fn drop_closer(&mut self, closer: &str) -> bool {
         let text = self.held.trim_start();
         if self.held.len() - text.len() <= GAP_BYTES_MAX {
             if let Some(rest) = text.strip_prefix(closer) {
@@ -340,25 +325,33 @@ impl AnswerParser {
     }
 
     /// Emits the calls that `inside`, the text after a begin marker, consists of. Returns false if it is no call.
-    fn take_calls(&mut self, markers: Markers, inside: &str, parts: &mut Vec<AnswerPart>) -> bool {
+    /// `is_closed`: the end marker follows it.
+    fn take_calls(
+        &mut self,
+        markers: Markers,
+        inside: &str,
+        is_closed: bool,
+        parts: &mut Vec<AnswerPart>,
+    ) -> bool {
         let tools = &self.form.tools;
+        let end = markers.end.filter(|_| is_closed).unwrap_or_default();
         let calls_from = |from: usize| {
-            let calls = match markers.in_notation {
-                true => parse_calls(&format!("{}{}", markers.begin, &inside[from..]), tools),
-                false => parse_between_markers(&inside[from..], tools),
+            let calls = match (markers.in_notation, is_closed) {
+                (true, _) => parse_calls(&format!("{}{}{end}", markers.begin, &inside[from..]), tools),
+                (false, true) => parse_between_markers(&inside[from..], tools),
+                (false, false) => parse_calls(&inside[from..], tools),
             };
             calls.map(|calls| (from, calls))
         };
-        // The marker may be a mention of it, or stand there twice. The call then follows the last one.
-        let last = || inside.rfind(markers.begin).map(|at| at + markers.begin.len());
+        // A malformed call may have no end. Another call then follows the last marker. A parameter may contain markers.
+        let last = || match self.search.is_in_tags() {
+            true => None,
+            false => inside.rfind(markers.begin).map(|at| at + markers.begin.len()),
+        };
         let Some((from, calls)) = calls_from(0).or_else(|| calls_from(last()?)) else { return false };
         if from > 0 {
-            let mut mention = without_gap(&inside[..from - markers.begin.len()]);
-            // After a mention of its begin, a function may have the markers around it.
-            if markers == FUNCTION {
-                mention = mention.strip_suffix(TOOL_CALL.begin).map_or(mention, without_gap);
-            }
-            self.emit_as_text(markers.begin, mention, parts);
+            let before = without_gap(&inside[..from - markers.begin.len()]);
+            self.emit_as_text(markers.begin, before, parts);
         }
         self.gap.clear();
         self.emit_calls(calls, parts);

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::tests::{call, check, text, tools};
+use super::tests::{call, check, text, tools, work};
 use super::*;
 
 fn form() -> AnswerForm {
@@ -108,16 +108,47 @@ fn a_value_may_contain_end_markers() {
     check_each_split(answer, &[call(r#"{"city":"a </tool_call> b"}"#)]);
 }
 
+/// At the end of an answer the last end marker of a value ends it, and a value without an end is no argument.
+#[test]
+fn a_value_is_not_cut_at_a_marker_that_it_contains() {
+    let begin = "<tool_call>\n<function=weather>\n<parameter=city>\n";
+    let end = "\n</function>\n</tool_call>";
+    let value = "see </tool_call> for";
+    let expected = call(&json!({ "city": value }).to_string());
+    check_each_split(&format!("{begin}{value}{end}"), std::slice::from_ref(&expected));
+    check_each_split(
+        &format!("{begin}{value}{end}\n{begin}{value}{end} b"),
+        &[expected.clone(), expected, text("b")],
+    );
+    let value = "a </tool_call>\n<tool_call> b\u{a0}</parameter>\u{a0}</function>";
+    let expected = call(&json!({ "city": value }).to_string());
+    check_each_split(&format!("{begin}{value}\n</parameter>{end}"), &[expected]);
+    for same in [format!("{begin}a </tool_call> b"), format!("{begin}a"), format!("{begin}a\n</function> b")]
+    {
+        check_each_split(&same, &[text(&same)]);
+    }
+    check_each_split(&format!("{begin}a\n</tool_call>"), &[call(r#"{"city":"a"}"#)]);
+    // Without the first marker.
+    let function = format!("{}a{end}", &begin[12..]);
+    let city = call(r#"{"city":"a"}"#);
+    check_each_split(&format!("{function}\n<tool_call>\n{function}"), &[city.clone(), city.clone()]);
+    check_each_split(&format!("{function} b"), &[city, text("b")]);
+}
+
 /// Each of these calls hides its end from the search, and the search for it reaches the end of the answer.
 #[test]
 fn many_parameters_without_an_end_take_little_time() {
-    let one = "<tool_call><function=weather><parameter=city></tool_call>x";
-    let (mut parser, mut parts) = (AnswerParser::new(form()), Vec::new());
-    parser.push(&one.repeat(2_000), &mut parts);
-    assert!(parts.is_empty());
-    parser.finish(&mut parts);
-    let calls = parts.iter().filter(|part| matches!(part, AnswerPart::ToolCall { .. })).count();
-    assert_eq!((calls, parser.ignores_tags), (2_000, true));
+    for (end, calls_each) in [("</function></tool_call>x", 1), ("</tool_call>x", 0)] {
+        let one = format!("<tool_call><function=weather><parameter=city>{end}");
+        let count = CALL_BYTES_MAX / one.len();
+        let (mut parser, mut parts) = (AnswerParser::new(form()), Vec::new());
+        parser.push(&one.repeat(count), &mut parts);
+        assert!(parts.is_empty());
+        parser.finish(&mut parts);
+        let calls = parts.iter().filter(|part| matches!(part, AnswerPart::ToolCall { .. })).count();
+        assert_eq!((calls, parser.trusts_ends), (count * calls_each, calls_each == 1));
+        assert!(work(&parser) < 4 * one.len() * count, "{} bytes were read", work(&parser));
+    }
 }
 
 #[test]

@@ -327,18 +327,24 @@ fn parser_after(form: &AnswerForm, answer: &str, size: usize) -> (AnswerParser, 
     (parser, parts)
 }
 
+/// Number of bytes that all searches for markers looked at.
+pub(super) fn work(parser: &AnswerParser) -> usize {
+    parser.work + parser.search.work()
+}
+
 #[test]
 fn a_call_is_searched_once_however_it_is_cut() {
     let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
     let long = "x".repeat(100_000);
     let tags = "<tool_call>\n<function=weather>\n<parameter=city>\n";
-    for begin in ["<tool_call>", "{\"name\": \"weather\", \"a\": ", tags, &tags[12..]] {
+    let json = "<tool_call>{\"name\": \"weather\", \"a\": ";
+    for begin in [json, &json[11..], "<tool_call>weather(", tags, &tags[12..]] {
         let (parser, parts) = parser_after(&form, &format!("{begin}{long}"), 1);
         assert!(parts.is_empty());
-        assert!(parser.search.work < 2 * long.len(), "{} bytes were read", parser.search.work);
+        assert!(work(&parser) < 2 * long.len(), "{} bytes were read", work(&parser));
     }
     let (parser, _) = parser_after(&form, &format!("{{{long}"), 1);
-    assert!(parser.search.work < 2 * long.len(), "{} bytes were read", parser.search.work);
+    assert!(work(&parser) < 2 * long.len(), "{} bytes were read", work(&parser));
     assert!(parser.held.is_empty(), "{} bytes", parser.held.len());
 }
 
@@ -351,6 +357,15 @@ fn values_and_sentences_are_streamed_with_tools() {
         ("[{\"a\": \"b\"", "[{\"a\": \"b\""),
         ("{\"name\": \"Anna\",", "{\"name\": \"Anna\","),
         ("weather\nis nice", "weather\nis nice"),
+        // A mention of a marker.
+        ("Use <function=NAME> so", "Use <function=NAME> so"),
+        ("Use <function=weather> so", "Use <function=weather> so"),
+        (
+            "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so",
+            "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so",
+        ),
+        ("a <tool_call>[sic] b", "a <tool_call>[sic] b"),
+        ("a <tool_call>\n{\"name\": \"wea", "a"),
         // A marker in a string that may end is held back, for the string may not end.
         ("{\"a\": \"b <tool_call> c", "{\"a\": \"b"),
         ("{\"a\": \"b <tool_call> c\"", "{\"a\": \"b <tool_call> c\""),

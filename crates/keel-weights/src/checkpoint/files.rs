@@ -1,7 +1,7 @@
 //! The weights files of a checkpoint: one file, or those of an index.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::{Component, Path, PathBuf},
 };
 
@@ -54,11 +54,10 @@ fn read_index(path: &Path) -> Result<ShardIndex> {
 
 /// Whether all weights files of a folder are there.
 pub(super) fn has_weights(folder: &Path) -> bool {
-    let is_file = |name: &String| folder.join(name).is_file();
     match weights_path(folder) {
-        Ok(index) if is_index(&index) => {
-            read_index(&index).is_ok_and(|index| index.weight_map.values().all(is_file))
-        }
+        Ok(index) if is_index(&index) => read_index(&index).is_ok_and(|shards| {
+            shards.files(&index).is_ok_and(|names| names.iter().all(|name| folder.join(name).is_file()))
+        }),
         Ok(single) => single.is_file(),
         Err(_) => false,
     }
@@ -67,6 +66,19 @@ pub(super) fn has_weights(folder: &Path) -> bool {
 #[derive(Deserialize)]
 struct ShardIndex {
     weight_map: BTreeMap<String, String>,
+}
+
+impl ShardIndex {
+    /// The names of the files, each once: the index, which is at `path`, has one for each tensor. They are files of the
+    /// index's own folder.
+    fn files(&self, path: &Path) -> Result<BTreeSet<&str>> {
+        let names: BTreeSet<&str> = self.weight_map.values().map(String::as_str).collect();
+        if let Some(name) = names.iter().find(|name| !is_plain_name(name)) {
+            let problem = format!("'{name}' is not the name of a file in the same folder");
+            return Err(WeightsError::Json { path: path.into(), problem });
+        }
+        Ok(names)
+    }
 }
 
 /// The files of a checkpoint.
@@ -78,27 +90,20 @@ pub(super) struct Shards {
 
 /// Opens the files named by an index, and checks that each holds the tensors that the index says.
 pub(super) fn open_shards(index: &Path, folder: &Path) -> Result<Shards> {
-    let problem = |problem: String| WeightsError::Json { path: index.into(), problem };
-    let ShardIndex { weight_map } = read_index(index)?;
-    let mut numbers = BTreeMap::new();
-    for file in weight_map.values() {
-        numbers.insert(file.clone(), 0);
-    }
-    let mut files = Vec::with_capacity(numbers.len());
-    for (name, number) in &mut numbers {
-        if !is_plain_name(name) {
-            return Err(problem(format!("'{name}' is not the name of a file in the same folder")));
-        }
-        *number = files.len();
+    let shards = read_index(index)?;
+    let (mut files, mut numbers) = (Vec::new(), BTreeMap::new());
+    for name in shards.files(index)? {
+        numbers.insert(name, files.len());
         files.push(SafetensorsFile::open(&folder.join(name))?);
     }
     let mut owners = BTreeMap::new();
-    for (tensor, file) in weight_map {
-        let number = numbers[&file];
-        if !files[number].contains(&tensor) {
-            return Err(problem(format!("it places tensor '{tensor}' in {file}, which does not hold it")));
+    for (tensor, file) in &shards.weight_map {
+        let number = numbers[file.as_str()];
+        if !files[number].contains(tensor) {
+            let problem = format!("it places tensor '{tensor}' in {file}, which does not hold it");
+            return Err(WeightsError::Json { path: index.into(), problem });
         }
-        owners.insert(tensor, number);
+        owners.insert(tensor.clone(), number);
     }
     Ok(Shards { files, owners })
 }

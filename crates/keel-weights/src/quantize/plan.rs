@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::experts::Experts;
 use super::recipe::{QuantizeRecipe, is_tail, module_of};
-use crate::{AffineFormat, Result, TensorInfo, TensorSpec, WeightsError, gguf::GgmlType};
+use crate::{AffineFormat, Result, TensorInfo, TensorSpec, WeightsError, gguf::GgmlType, part_of_mtp_head};
 use keel_array::DType;
 
 /// The conversion of one tensor of the source.
@@ -152,11 +152,13 @@ impl TensorConversion {
 /// Hugging Face's prefix for the language model in a checkpoint with a vision tower.
 const NESTED: &str = "model.language_model.";
 
-/// mlx-lm's name for a module of such a model; it looks up overrides under this name.
+/// mlx-lm's name for a module of such a model; it looks up overrides under this name. It does not load the MTP head.
 fn name_in_mlx(module: &str) -> Option<String> {
+    if part_of_mtp_head(module).is_some() {
+        return None;
+    }
     match module.strip_prefix(NESTED) {
         Some(rest) => Some(format!("language_model.model.{rest}")),
-        None if module.starts_with("mtp.") => None,
         None => Some(format!("language_model.{module}")),
     }
 }
@@ -176,4 +178,20 @@ fn outputs(module: &str, format: AffineFormat, dtype: DType, shape: &[usize]) ->
 
 fn describe(format: AffineFormat) -> Value {
     json!({"group_size": format.group_size(), "bits": format.bits()})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MTP_ROOTS;
+
+    #[test]
+    fn modules_of_the_mtp_head_have_no_name_in_mlx() {
+        for root in MTP_ROOTS {
+            assert_eq!(name_in_mlx(&format!("{root}fc")), None, "{root}");
+        }
+        let name = |module: &str| name_in_mlx(module).expect("mlx-lm loads it");
+        assert_eq!(name("lm_head"), "language_model.lm_head");
+        assert_eq!(name("model.language_model.layers.0.mlp.gate"), "language_model.model.layers.0.mlp.gate");
+    }
 }

@@ -49,10 +49,15 @@ impl AccessArgs {
     /// Where pictures may come from, in addition to the request itself.
     ///
     /// # Errors
-    /// A folder that is none; hosts for a program that was built without downloads.
+    /// A folder that is missing or none; hosts for a program that was built without downloads.
     pub fn pictures(&self) -> Result<PictureSources> {
-        if let Some(path) = self.allow_image_files.iter().find(|path| !path.is_dir()) {
-            return Err(usage(format!("--allow-image-files: {} is no folder", path.display())));
+        for path in &self.allow_image_files {
+            // A missing folder may be mounted later, so it is no wrong usage: systemd then starts the server again.
+            let facts = std::fs::metadata(path)
+                .with_context(|| format!("--allow-image-files: cannot find the folder {}", path.display()))?;
+            if !facts.is_dir() {
+                return Err(usage(format!("--allow-image-files: {} is no folder", path.display())));
+            }
         }
         let fetch = match self.allow_image_urls.is_empty() {
             true => None,

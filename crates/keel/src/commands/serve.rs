@@ -226,23 +226,23 @@ fn serve(args: &ServeArgs) -> Result<()> {
     }
 }
 
-/// The server's port, and the runtime of the tasks that will answer there.
-struct Port {
-    tasks: Runtime,
-    listener: TcpListener,
+/// The runtime of the tasks that answer requests. The server's port is free; [`bind_port`] takes it later.
+///
+/// A download of hours may come first. So a port in use is reported now. The port must not listen meanwhile: a load
+/// balancer would send clients to it, and nothing would answer them.
+fn tasks(args: &ServeOptions) -> Result<Runtime> {
+    let tasks = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .enable_all()
+        .build()?;
+    tasks.block_on(bind_port(args)).map(drop)?;
+    Ok(tasks)
 }
 
-impl Port {
-    /// Binds the port. This comes before a model is downloaded or loaded, so that a port in use is reported at once.
-    fn bind(args: &ServeOptions) -> Result<Port> {
-        let tasks = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .max_blocking_threads(BLOCKING_THREADS)
-            .enable_all()
-            .build()?;
-        let listener = tasks.block_on(bind(&format!("{}:{}", args.server.host, args.server.port)))?;
-        Ok(Port { tasks, listener })
-    }
+/// Takes the server's port.
+async fn bind_port(args: &ServeOptions) -> Result<TcpListener> {
+    Ok(bind(&format!("{}:{}", args.server.host, args.server.port)).await?)
 }
 
 /// The device, which `keel serve` takes all planned memory of at the start.
@@ -261,7 +261,7 @@ fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
 fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) -> Result<()> {
     // The model may be downloaded, which can take hours. Wrong keys and a port in use are reported before that.
     let mut server_options = server_options(args)?;
-    let port = Port::bind(args)?;
+    let tasks = tasks(args)?;
     let model = source::open(named.map(|named| named.model.as_str()), mmproj)?;
     let text = ServedText::new(&model.text_files()?)?;
     server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
@@ -271,7 +271,7 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) 
     server_options.prefix_store = prefix_store(args, &model, None)?;
     let options = server_plan::plan_server(args, &Subject::of(&model), server_plan::Models::One)?.options;
     let text = with_image_preprocessor(text, args.memory.image_pixels(), &model, options.vision)?;
-    listen(args, port, text, server_options, options, |device| {
+    listen(args, tasks, text, server_options, options, |device| {
         let session = Session::load(device, &model, options)?;
         session::close(model);
         Ok(session)
@@ -293,24 +293,24 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         "the weights of {} are random: answers mean nothing, and texts are read and written in bytes",
         subject.name
     );
-    listen(args, Port::bind(args)?, text, server_options, options, |device| {
+    listen(args, tasks(args)?, text, server_options, options, |device| {
         let session = Session::start(subject.on(device), options)?;
         session::forget();
         Ok(session)
     })
 }
 
-/// Loads the one model and serves it at this port.
+/// Takes the port, loads the one model and serves it.
 fn listen(
     args: &ServeOptions,
-    port: Port,
+    tasks: Runtime,
     text: ServedText,
     server_options: ServerOptions,
     options: EngineOptions,
     load: impl FnOnce(&DeviceArgs) -> Result<Session>,
 ) -> Result<()> {
-    let Port { tasks, listener } = port;
     tasks.block_on(async {
+        let listener = bind_port(args).await?;
         let mut session = load(&device(args))?;
         session.make_ready()?;
         tracing::info!(

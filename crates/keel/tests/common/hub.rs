@@ -5,6 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
@@ -35,6 +36,8 @@ pub struct Manners {
     pub lies: bool,
     /// Redirects requests for large files to another host.
     pub redirects: bool,
+    /// Does not answer requests for this file until its behaviour changes.
+    pub holds_back: Option<&'static str>,
 }
 
 /// A hub with one model, `owner/name`. It lives as long as the process.
@@ -85,7 +88,13 @@ impl Hub {
 
 /// Runs keel with a hub, and with its cache in `home`.
 pub fn keel_with_hub(endpoint: &str, home: &Path, args: &[&str], variables: &[(&str, &str)]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_keel"))
+    command_with_hub(endpoint, home, args).envs(variables.iter().copied()).output().expect("keel starts")
+}
+
+/// The command that runs keel with a hub, and with its cache in `home`.
+pub fn command_with_hub(endpoint: &str, home: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_keel"));
+    command
         .args(args)
         .env_remove("HF_TOKEN")
         .env_remove("HF_HUB_CACHE")
@@ -93,10 +102,8 @@ pub fn keel_with_hub(endpoint: &str, home: &Path, args: &[&str], variables: &[(&
         .env("HF_ENDPOINT", endpoint)
         .env("HF_HOME", home)
         .env("KEEL_DEVICE", "cpu")
-        .envs(variables.iter().copied())
-        .stdin(Stdio::null())
-        .output()
-        .expect("keel starts")
+        .stdin(Stdio::null());
+    command
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -147,6 +154,9 @@ impl Shelf {
         else {
             return respond(stream, "404 Not Found", "", b"", usize::MAX);
         };
+        while lock(&self.manners).holds_back == Some(name.as_str()) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         if manners.redirects && !is_elsewhere && bytes.len() >= LARGE_BYTES {
             let header = format!("Location: http://localhost:{}/elsewhere/{name}\r\n", self.port);
             return respond(stream, "302 Found", &header, b"", usize::MAX);

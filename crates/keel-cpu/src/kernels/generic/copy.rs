@@ -24,25 +24,25 @@ pub fn copy<T: Plain>(x: Strided<'_, T>, y: SharedMut<'_, T>, worker: &Worker<'_
 /// If the lengths differ.
 pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker: &Worker<'_>) {
     assert_eq!(x.len(), y.len());
-    let mut block = [S::Wide::default(); BLOCK];
+    // Cleared once, and not for each block.
+    let (mut raw, mut wide) = ([S::default(); BLOCK], [S::Wide::default(); BLOCK]);
     for range in worker.claim(y.len(), GRAIN) {
         for start in range.clone().step_by(BLOCK) {
-            let block = &mut block[..BLOCK.min(range.end - start)];
-            read_wide(&x, start, block);
+            let len = BLOCK.min(range.end - start);
+            let wide = &mut wide[..len];
+            read_wide(&x, start, &mut raw[..len], wide);
             // SAFETY: each range is claimed once.
-            write_wide(block, unsafe { y.range(start..start + block.len()) });
+            write_wide(wide, unsafe { y.range(start..start + len) });
         }
     }
 }
 
-/// Elements from `start` on, widened, at most a block. This and [`write_wide`] are functions of their own, so that the
-/// loops over elements are compiled for each type, not for each pair of types.
+/// Elements from `start` on, as they are in `raw`, and widened. This and [`write_wide`] are functions of their own, so
+/// that the loops over elements are compiled for each type, not for each pair of types.
 #[inline(never)]
-fn read_wide<S: Scalar>(x: &Strided<'_, S>, start: usize, to: &mut [S::Wide]) {
-    let mut block = [S::default(); BLOCK];
-    let block = &mut block[..to.len()];
-    x.read(start, block);
-    to.iter_mut().zip(block).for_each(|(to, x)| *to = x.wide());
+fn read_wide<S: Scalar>(x: &Strided<'_, S>, start: usize, raw: &mut [S], wide: &mut [S::Wide]) {
+    x.read(start, raw);
+    wide.iter_mut().zip(raw).for_each(|(wide, x)| *wide = x.wide());
 }
 
 #[inline(never)]

@@ -1,4 +1,4 @@
-//! Facts about the processor and memory. Linux reports them in files; elsewhere many are unknown.
+//! Facts about the processor and the bus. Linux reports them in files; elsewhere many are unknown.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -71,74 +71,6 @@ pub fn instructions() -> Vec<(&'static str, bool)> {
     Vec::new()
 }
 
-/// Memory of the machine and of this process's control groups.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
-    pub total: Option<u64>,
-    /// Free memory, including caches that can be dropped.
-    pub available: Option<u64>,
-    /// The lowest limit of a control group.
-    pub limit: Option<u64>,
-    /// Bytes left in that group.
-    pub left_of_limit: Option<u64>,
-}
-
-impl Memory {
-    pub fn look() -> Memory {
-        let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        Memory::parse(&info, &groups, Path::new("/sys/fs/cgroup"))
-    }
-
-    fn parse(meminfo: &str, groups: &str, root: &Path) -> Memory {
-        let kib = |key: &str| {
-            let line = meminfo.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
-            line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
-        };
-        let total = kib("MemTotal");
-        let bound =
-            bounds(groups, root).into_iter().filter(|(limit, _)| total.is_none_or(|total| *limit < total));
-        let tightest = bound.min_by_key(|(limit, used)| limit.saturating_sub(*used));
-        Memory {
-            total,
-            available: kib("MemAvailable"),
-            limit: tightest.map(|(limit, _)| limit),
-            left_of_limit: tightest.map(|(limit, used)| limit.saturating_sub(used)),
-        }
-    }
-
-    /// Bytes that a program can still allocate.
-    pub fn free(&self) -> Option<u64> {
-        match (self.available, self.left_of_limit) {
-            (Some(available), Some(left)) => Some(available.min(left)),
-            (available, left) => available.or(left),
-        }
-    }
-}
-
-/// Limit and usage of each control group, from this process's own up to the root.
-fn bounds(groups: &str, root: &Path) -> Vec<(u64, u64)> {
-    let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let mut found = Vec::new();
-    for line in groups.lines() {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        // Version 2 of control groups has one tree for all controllers, version 1 has one tree per controller.
-        // Above `memory.high` a process is slowed down until it gives memory back.
-        let (base, limits, used) = match controllers {
-            "" => (root.to_path_buf(), &["memory.max", "memory.high"][..], "memory.current"),
-            "memory" => (root.join("memory"), &["memory.limit_in_bytes"][..], "memory.usage_in_bytes"),
-            _ => continue,
-        };
-        let own = base.join(path.trim_start_matches('/'));
-        for folder in own.ancestors().take_while(|folder| folder.starts_with(&base)) {
-            let limit = limits.iter().filter_map(|file| number(folder.join(file))).min();
-            found.extend(limit.zip(number(folder.join(used))));
-        }
-    }
-    found
-}
-
 /// Number of NVIDIA devices on the PCI bus, with or without a driver.
 pub fn nvidia_devices() -> usize {
     let Ok(devices) = fs::read_dir("/sys/bus/pci/devices") else { return 0 };
@@ -166,36 +98,5 @@ mod tests {
         assert_eq!((processor.name.as_deref(), processor.has_amx), (Some("Some CPU"), true));
         let unknown = Processor::parse("");
         assert_eq!((unknown.logical, unknown.physical, unknown.name), (None, None, None));
-    }
-
-    #[test]
-    fn the_tightest_group_is_the_limit() {
-        let root = tempfile::tempdir().expect("a temporary folder");
-        let put = |folder: &str, limit: &str, used: &str| {
-            let folder = root.path().join(folder);
-            fs::create_dir_all(&folder).expect("writable");
-            fs::write(folder.join("memory.max"), limit).expect("writable");
-            fs::write(folder.join("memory.current"), used).expect("writable");
-        };
-        put("a", "4000000\n", "3500000\n");
-        put("a/b", "max\n", "10\n");
-        put("a/b/c", "2000000\n", "10\n");
-        let info = "MemTotal:  8000 kB\nMemFree: 1 kB\nMemAvailable:   5000 kB\n";
-        let memory = Memory::parse(info, "0::/a/b/c\n", root.path());
-        assert_eq!((memory.total, memory.available), (Some(8_192_000), Some(5_120_000)));
-        assert_eq!((memory.limit, memory.left_of_limit), (Some(4_000_000), Some(500_000)));
-        assert_eq!(memory.free(), Some(500_000));
-        fs::write(root.path().join("a/memory.high"), "3900000\n").expect("writable");
-        let memory = Memory::parse(info, "0::/a/b/c\n", root.path());
-        assert_eq!((memory.limit, memory.left_of_limit), (Some(3_900_000), Some(400_000)));
-        fs::write(root.path().join("a/memory.high"), "max\n").expect("writable");
-        let free = Memory::parse(info, "0::/\n", root.path());
-        assert_eq!((free.limit, free.free()), (None, Some(5_120_000)));
-        put("a", "9000000\n", "0\n");
-        assert_eq!(
-            Memory::parse(info, "0::/a\n", root.path()).limit,
-            None,
-            "more than there is limits nothing"
-        );
     }
 }

@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use clap::Args;
 use keel_cpu::isa::Isa;
+use keel_cpu::memory::{GroupMemory, SystemMemory};
 use keel_cuda::{CudaError, GpuFacts, Survey, Version};
 use serde_json::{Value, json};
 
 use crate::output;
 use evenkeel::human_bytes;
 use evenkeel::machine;
-use host::{Memory, Processor};
+use host::Processor;
 use nccl::Nccl;
 
 /// Free memory below this leads to advice.
@@ -56,7 +57,7 @@ struct Findings {
     processor: Processor,
     instructions: Vec<(&'static str, bool)>,
     isa: Isa,
-    memory: Memory,
+    memory: SystemMemory,
     survey: Survey,
     nccl: Option<Nccl>,
     nvidia_devices: usize,
@@ -75,7 +76,7 @@ impl Findings {
             processor: Processor::look(),
             instructions: host::instructions(),
             isa: Isa::best(),
-            memory: Memory::look(),
+            memory: SystemMemory::look(),
             survey,
             nccl: Nccl::look(),
             nvidia_devices: host::nvidia_devices(),
@@ -157,7 +158,7 @@ impl Findings {
             "memory": {
                 "total": self.memory.total,
                 "available": self.memory.available,
-                "limit": self.memory.limit,
+                "limit": self.memory.group.map(|group| group.limit),
                 "free": self.memory.free(),
             },
             "gpus": self.survey.gpus.iter().map(gpu_json).collect::<Vec<_>>(),
@@ -223,9 +224,9 @@ impl Findings {
 
     fn memory_in_words(&self) -> String {
         let known = |bytes: Option<u64>| bytes.map_or("unknown".to_string(), human_bytes);
-        let Memory { total, available, limit, left_of_limit } = self.memory;
+        let SystemMemory { total, available, group } = self.memory;
         let mut text = format!("{} available of {}", known(available), known(total));
-        if let (Some(limit), Some(left)) = (limit, left_of_limit) {
+        if let Some(GroupMemory { limit, left }) = group {
             text +=
                 &format!("; the control group allows {}, {} are left", human_bytes(limit), human_bytes(left));
         }
@@ -310,7 +311,7 @@ mod tests {
             processor: Processor { usable: 2, ..Processor::default() },
             instructions: vec![("AVX2", true), ("AMX", false)],
             isa: Isa::Avx2,
-            memory: Memory { total: Some(8 << 30), available: Some(4 << 30), ..Memory::default() },
+            memory: SystemMemory { total: Some(8 << 30), available: Some(4 << 30), group: None },
             survey,
             nccl: None,
             nvidia_devices: 0,
@@ -375,7 +376,7 @@ mod tests {
         findings.survey.compiler = missing("libnvrtc");
         findings.survey.blas = missing("libcublasLt");
         findings.processor.has_amx = true;
-        findings.memory.left_of_limit = Some(100 << 20);
+        findings.memory.group = Some(GroupMemory { limit: 1 << 30, left: 100 << 20 });
         findings.caches =
             vec![CacheFacts { what: "kernels", folder: Some("/x".into()), bytes: 0, is_writable: false }];
         let advice = findings.advice().join("\n");

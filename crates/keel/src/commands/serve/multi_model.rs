@@ -7,7 +7,7 @@ use keel_server::{LoadOutput, ModelManagerOptions, ServedModel, ServedText, Serv
 
 use super::named::{self, Named};
 use super::{
-    Port, ServeOptions, device, prefix_store, run_server, server_options, warn_if_open,
+    ServeOptions, bind_port, device, prefix_store, run_server, server_options, tasks, warn_if_open,
     with_image_preprocessor,
 };
 use crate::args::Subject;
@@ -27,7 +27,7 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
     }
     // The models may be downloaded, which can take hours. Wrong keys and a port in use are reported before that.
     let options = server_options(args)?;
-    let Port { tasks, listener } = Port::bind(args)?;
+    let tasks = tasks(args)?;
     let offers = models.iter().map(|named| offer(args, named, mmproj)).collect::<Result<Vec<_>>>()?;
     let room = server_plan::room(&args.device, args.engine.options().compute);
     let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
@@ -37,6 +37,7 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
         let keep_alive = args.patience.keep_alive();
         let fleet =
             ModelManagerOptions { memory_limit, tower_limit, keep_alive, trim_allocator: session::forget };
+        let listener = bind_port(args).await?;
         let address = listener.local_addr()?;
         warn_if_open(address, &options);
         let server = Server::of_several(offers, fleet, options)?;

@@ -4,7 +4,7 @@ use super::super::WeightFormat;
 use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
 use super::unpack::{for_each_quad, params, quad};
-use super::{Block, PAIR, at};
+use super::{Block, PAIR, both_at};
 
 /// # Safety
 /// As [`Lanes`]; `block` describes affine weights of `BITS` bits and `M` rows of f32 activations.
@@ -21,13 +21,13 @@ pub(super) unsafe fn affine_f32<S: Lanes, const BITS: usize, const M: usize>(blo
             if let Some(ahead) = ahead.as_mut() {
                 ahead.ask::<S>();
             }
-            let scales = at(tiles, group * BITS * 2);
+            let scales = both_at(tiles, group * BITS * 2);
             let scale = [params::<S>(scales[0], float), params::<S>(scales[1], float)];
-            let biases = at(scales, TILE_ROWS * float.bytes());
+            let biases = both_at(scales, TILE_ROWS * float.bytes());
             let bias = [params::<S>(biases[0], float), params::<S>(biases[1], float)];
             let mut dots = [[S::splat(0.0); PAIR]; M];
             for part in 0..group / BLOCK {
-                let w = at(tiles, part * 64 * BITS);
+                let w = both_at(tiles, part * 64 * BITS);
                 // Through memory, so that the multiply-adds are a loop instead of 32 copies of the same code.
                 let mut quads = [[S::splat_i(0); PAIR]; BLOCK / 4];
                 for_each_quad!(J => {

@@ -6,7 +6,7 @@
 
 use super::super::format::TILE_ROWS;
 use super::super::lanes::Lanes;
-use super::{Block, PAIR, at, dense};
+use super::{Block, PAIR, both_at, dense};
 use crate::amx::TILE;
 use crate::amx::bf16::{Bf16Tiles, STEP, Sums};
 
@@ -43,7 +43,7 @@ pub(super) unsafe fn bf16<S: Lanes, T: Bf16Tiles, const M: usize>(block: &Block<
             let inputs = CHUNK.min(k - start);
             let (steps, rest) = (inputs / STEP, inputs % STEP);
             if steps > 0 {
-                let tiles = at(block.tiles, start * TILE_ROWS * 2);
+                let tiles = both_at(block.tiles, start * TILE_ROWS * 2);
                 let (x, stride) = match spacing {
                     Some(stride) => (block.x[0].add(start * 2), stride),
                     None => {

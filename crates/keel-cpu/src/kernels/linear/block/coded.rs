@@ -12,7 +12,7 @@ use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
 use super::complete::Complete;
 use super::unpack::{for_each_quad, quad};
-use super::{Block, PAIR, at};
+use super::{Block, PAIR, both_at};
 use keel_array::BlockFormat;
 
 /// A coding as a type.
@@ -111,13 +111,13 @@ pub(super) unsafe fn int8<S: Lanes, C: Coded, const M: usize>(block: &Block<'_>)
         let mut sums = [[S::splat(0.0); PAIR]; M];
         let mut last = Complete::<S, M>::nothing(&none);
         for _ in 0..units {
-            let params = at([left, right], TILE_ROWS * coding.code_bytes());
+            let params = both_at([left, right], TILE_ROWS * coding.code_bytes());
             let params = [Params::<S>::load(coding, params[0]), Params::<S>::load(coding, params[1])];
             for b in 0..coding.blocks {
                 if let Some(ahead) = ahead.as_mut() {
                     ahead.ask::<S>();
                 }
-                let w = at([left, right], b * 64 * coding.bits);
+                let w = both_at([left, right], b * 64 * coding.bits);
                 if coding.group == BLOCK {
                     group::<S, C, M, 0, 8>(w, &params, b, x, &mut last, &mut sums);
                     x = x.add(M * (BLOCK + 8));

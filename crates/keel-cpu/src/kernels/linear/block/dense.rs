@@ -2,7 +2,7 @@
 
 use super::super::format::TILE_ROWS;
 use super::super::lanes::Lanes;
-use super::{Block, MAX_ROWS, PAIR, at};
+use super::{Block, MAX_ROWS, PAIR, both_at};
 use std::ops::Range;
 
 /// Inputs that are summed before the sum is added to the row's result.
@@ -42,7 +42,7 @@ impl Weights for F32 {
         for k in inputs {
             // SAFETY: as the caller promises.
             unsafe {
-                let [left, right] = at(tiles, k * TILE_ROWS * size_of::<f32>());
+                let [left, right] = both_at(tiles, k * TILE_ROWS * size_of::<f32>());
                 input::<S, M>(dots, [S::load(left.cast()), S::load(right.cast())], x, k);
             }
         }
@@ -60,7 +60,7 @@ impl Weights for F16 {
         for k in inputs {
             // SAFETY: as the caller promises.
             unsafe {
-                let [left, right] = at(tiles, k * TILE_ROWS * size_of::<u16>());
+                let [left, right] = both_at(tiles, k * TILE_ROWS * size_of::<u16>());
                 input::<S, M>(dots, [S::load_f16(left.cast()), S::load_f16(right.cast())], x, k);
             }
         }
@@ -80,7 +80,7 @@ impl Weights for Bf16 {
             let high = S::splat_i(-65536);
             let mut k = inputs.start;
             while k < inputs.end {
-                let [left, right] = at(tiles, k * TILE_ROWS * 2);
+                let [left, right] = both_at(tiles, k * TILE_ROWS * 2);
                 let w = [S::load_i(left), S::load_i(right)];
                 let even = [S::as_f32(S::shl::<16>(w[0])), S::as_f32(S::shl::<16>(w[1]))];
                 input::<S, M>(dots, even, x, k);
@@ -107,7 +107,7 @@ impl Weights for Bf16Dots {
         unsafe {
             let mut k = inputs.start;
             while k < inputs.end {
-                let [left, right] = at(tiles, k * TILE_ROWS * 2);
+                let [left, right] = both_at(tiles, k * TILE_ROWS * 2);
                 let w = [S::load_i(left), S::load_i(right)];
                 for m in 0..M {
                     let x = S::splat_i(x[m].add(2 * k).cast::<i32>().read_unaligned());

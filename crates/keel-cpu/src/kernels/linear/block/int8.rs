@@ -8,7 +8,7 @@ use super::super::WeightFormat;
 use super::super::format::{BLOCK, TILE_ROWS};
 use super::super::lanes::Lanes;
 use super::unpack::{for_each_quad, params, quad};
-use super::{Block, PAIR, at};
+use super::{Block, PAIR, both_at};
 
 /// # Safety
 /// As [`Lanes`]; `block` describes affine weights of `BITS` bits and `M` rows of quantised activations.
@@ -27,7 +27,7 @@ pub(super) unsafe fn int8<S: Lanes, const BITS: usize, const M: usize>(block: &B
             }
             let mut dots = [[S::splat_i(0); PAIR]; M];
             for part in 0..group / BLOCK {
-                let w = at(tiles, part * 64 * BITS);
+                let w = both_at(tiles, part * 64 * BITS);
                 for_each_quad!(J => {
                     let w = [quad::<S, BITS, J>(w[0]), quad::<S, BITS, J>(w[1])];
                     for (m, dots) in dots.iter_mut().enumerate() {

@@ -156,7 +156,7 @@ fn step(layout: &super::PackedLayout) -> usize {
 /// # Safety
 /// Each tile has this many bytes from there on.
 #[inline(always)]
-unsafe fn at([left, right]: [*const u8; PAIR], bytes: usize) -> [*const u8; PAIR] {
+unsafe fn both_at([left, right]: [*const u8; PAIR], bytes: usize) -> [*const u8; PAIR] {
     // SAFETY: as the caller promises.
     unsafe { [left.add(bytes), right.add(bytes)] }
 }
