@@ -240,10 +240,6 @@ const fn later(status: StatusCode, kind: &'static str, code: &'static str, secon
     Reply { status, kind, code, retry_after: Some(seconds), is_final: false }
 }
 
-const fn last(status: StatusCode, kind: &'static str, code: &'static str) -> Reply {
-    Reply { status, kind, code, retry_after: None, is_final: true }
-}
-
 /// The advice for a prompt that is too long.
 fn shorter_prompt(prompt: usize, context: usize, context_max: usize) -> String {
     let longer = longer_context(prompt, context, context_max);
@@ -301,8 +297,11 @@ impl ServerError {
                     later(S::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", 1)
                 }
                 EngineError::QueueTimeout { .. } => later(S::SERVICE_UNAVAILABLE, OURS, "queue_timeout", 5),
-                EngineError::Deadline => last(S::GATEWAY_TIMEOUT, OURS, "deadline_exceeded"),
-                _ => last(S::INTERNAL_SERVER_ERROR, OURS, "engine_failure"),
+                EngineError::Deadline => {
+                    Reply { is_final: true, ..reply(S::GATEWAY_TIMEOUT, OURS, "deadline_exceeded") }
+                }
+                // The fault may pass, and a stopped engine may be loaded again. So a new try may succeed.
+                _ => reply(S::INTERNAL_SERVER_ERROR, OURS, "engine_failure"),
             },
             ServerError::Text(error) => match error {
                 TextError::Refused { .. } | TextError::Template { .. } => {
@@ -347,7 +346,7 @@ impl ServerError {
             ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
             ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
             ServerError::EngineStopped | ServerError::EngineLost { .. } => {
-                last(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped")
+                reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped")
             }
             ServerError::Listen { .. } | ServerError::Setting { .. } | ServerError::Io(_) => {
                 reply(S::INTERNAL_SERVER_ERROR, OURS, "system_failure")

@@ -313,6 +313,7 @@ fn an_engine_that_has_failed_is_loaded_again() {
     IS_LOST.store(true, Ordering::Release);
     let reply = server.complete("fragile", 12);
     assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
+    assert_eq!(reply.header("x-should-retry"), None, "a new try loads the model again");
     wait_for("its thread has ended", || server.complete("fragile", 12).status == 200);
     assert_eq!((server.text("fragile"), server.loads()), (text.clone(), 2));
     assert_eq!((server.text("a"), server.get("/health").status), (text, 200));

@@ -7,7 +7,7 @@ mod answering;
 use answering::{exercise_answer, exercise_grammar};
 use keel_testkit::random::{Random, mutate};
 
-const ANSWERS: [&str; 15] = [
+const ANSWERS: [&str; 18] = [
     "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
     "<tool_call>\n<function=f>\n<parameter=x>\na\nb\n</parameter>\n<parameter=y>\n7\n</parameter>\n</function>\n</tool_call>",
     "{\"name\": \"get\", \"parameters\": {\"a\": [1, {\"b\": null}]}}",
@@ -23,9 +23,12 @@ const ANSWERS: [&str; 15] = [
     "{\"name\": \"f\", \"parameters\": {}}; {\"name\": \"get\", \"parameters\": {}}",
     "{\"a\": \"<tool_call>\", \"b\": 1} <tool_call>get<arg_key>a</arg_key>b</arg_value></tool_call>",
     "a</think>  <tool_call>{\"name\": \"get\"}</tool_call><tool_call>{\"name\": \"nobody\"}</tool_call> b",
+    "{\"text\": \"Use <tool_call>get</tool_call> so\"}",
+    "{\"id\": \"a\", \"name\": \"get [TOOL_CALLS]get{} so\"}",
+    "<tool_call>{\"name\": \"nobody\", \"arguments\": {\"x\": \"<tool_call>get</tool_call>\"}}</tool_call>",
 ];
 
-const ANSWER_WORDS: [&str; 26] = [
+const ANSWER_WORDS: [&str; 31] = [
     "<think>",
     "</think>",
     "<tool_call>",
@@ -49,6 +52,11 @@ const ANSWER_WORDS: [&str; 26] = [
     "}",
     "<",
     "get",
+    "get(",
+    "[",
+    "<function=no>\n<parameter=x>",
+    "{\"id\": \"a\", ",
+    "\"name\": \"get\"",
     "\"",
     "\n ",
     "\u{e9}",

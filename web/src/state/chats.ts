@@ -2,7 +2,7 @@
 
 import { ATTACHED_BYTES_MAX } from "../text/attached";
 import { app, currentChat, notify, setDraftOptions } from "./app";
-import { deleteChat, exchange, type Outcome, readChats } from "./database";
+import { deleteChat, exchange, readChats } from "./database";
 import { merged, withoutStale } from "./merge";
 import { isWriting, stop } from "./running";
 import { branchAt, freshId, newestEnd, withoutBranch } from "./tree";
@@ -64,7 +64,7 @@ function limitProblem(chat: Chat): string | null {
 }
 
 /** The stored form of a chat that another tab may have changed, together with the changes of this tab. */
-function written(id: string, stored: Chat | undefined, before: Chat | undefined): Outcome | undefined {
+function written(id: string, stored: Chat | undefined, before: Chat | undefined): Chat | undefined {
   const mine = copyOf(id);
   if (!mine) return undefined;
   if (!stored && before) {
@@ -73,11 +73,11 @@ function written(id: string, stored: Chat | undefined, before: Chat | undefined)
   }
   const base = stored ? merged(mine, withoutStale(stored, mine), before, isWriting) : mine;
   if (base !== mine) put(base);
-  return { base, write: true };
+  return base;
 }
 
 /** Takes over what another tab has changed. */
-function followed(id: string, stored: Chat | undefined, before: Chat | undefined): Outcome | undefined {
+function followed(id: string, stored: Chat | undefined, before: Chat | undefined): Chat | undefined {
   if (deleting.has(id)) return undefined;
   if (!stored) {
     deletedElsewhere(id);
@@ -86,7 +86,7 @@ function followed(id: string, stored: Chat | undefined, before: Chat | undefined
   const mine = copyOf(id);
   const base = withoutStale(stored, mine);
   put(mine ? merged(mine, base, before, isWriting) : base);
-  return { base, write: false };
+  return base;
 }
 
 function deletedElsewhere(id: string): void {
@@ -107,7 +107,7 @@ export async function keep(id: string): Promise<void> {
   if (shown !== app.state.storageProblem) app.set({ storageProblem: shown });
   if (problem) return;
   try {
-    await exchange(id, (stored, before) => written(id, stored, before));
+    await exchange(id, true, (stored, before) => written(id, stored, before));
     tabs?.postMessage(id);
   } catch {
     unkept.add(id);
@@ -137,7 +137,7 @@ export async function restoreChats(): Promise<void> {
 
 async function follow(id: string): Promise<void> {
   try {
-    await exchange(id, (stored, before) => followed(id, stored, before));
+    await exchange(id, false, (stored, before) => followed(id, stored, before));
   } catch {
     // The next change is followed again, and merged with what this tab has.
   }

@@ -69,34 +69,28 @@ function durable({ transaction }: IDBObjectStore): Promise<void> {
   });
 }
 
-/** What comes of a look at a stored chat. */
-export interface Outcome {
-  /** The chat as this tab then knows it to be stored. */
-  base: Chat;
-  /** Whether it has yet to be written. */
-  write: boolean;
-}
+/** Given a chat as stored, and as this tab last saw it there. Gives the chat as this tab then knows it to be stored. */
+type Decide = (stored: Chat | undefined, before: Chat | undefined) => Chat | undefined;
 
-type Decide = (stored: Chat | undefined, before: Chat | undefined) => Outcome | undefined;
-
-/** Exchanges that have not read their chat yet: what each does if its page goes away meanwhile. */
+/** Exchanges that write and have not read their chat yet: what each does if its page goes away meanwhile. */
 const waiting = new Set<() => void>();
 
 addEventListener("pagehide", () => waiting.forEach((write) => write()));
 
-/** Reads a chat, and writes what `decide` makes of it, in one transaction: no other tab changes the chat in between.
- * `decide` is given the chat as stored, and as this tab last saw it there. No later access to the chats runs before. */
-export async function exchange(id: string, decide: Decide): Promise<void> {
+/** Reads a chat in one transaction. With `writes`, the same transaction writes what `decide` makes of the chat, so no
+ * other tab changes it in between. No later access to the chats runs before it ends. */
+export async function exchange(id: string, writes: boolean, decide: Decide): Promise<void> {
   let chats = await store("readwrite");
+  let done = durable(chats);
   let left = false;
   let restore = () => {};
   const finish = (stored: Chat | undefined, before: Chat | undefined) => {
     waiting.delete(leave);
     restore = () => void (before ? seen.set(id, before) : seen.delete(id));
-    const outcome = decide(stored, before);
-    if (outcome) seen.set(id, outcome.base);
+    const base = decide(stored, before);
+    if (base) seen.set(id, base);
     else seen.delete(id);
-    if (outcome?.write) chats.put(outcome.base);
+    if (base && writes) chats.put(base);
     // Committed at once: a transaction that is still open when its page goes away is undone.
     chats.transaction.commit();
   };
@@ -106,15 +100,20 @@ export async function exchange(id: string, decide: Decide): Promise<void> {
     const { transaction } = chats;
     transaction.abort();
     chats = transaction.db.transaction(STORE, "readwrite").objectStore(STORE);
+    done = durable(chats);
     finish(seen.get(id), seen.get(id));
   };
-  waiting.add(leave);
+  // An exchange that only reads has nothing to save, and its page may come back and need the news.
+  if (writes) waiting.add(leave);
   const request = chats.get(id) as IDBRequest<Chat | undefined>;
   request.onsuccess = () => finish(request.result, seen.get(id));
   try {
-    await durable(chats);
+    await done.catch((error) => {
+      if (!left) throw error;
+      // The second transaction may fail, too, and its page may come back.
+      return done;
+    });
   } catch (error) {
-    if (left) return;
     waiting.delete(leave);
     restore();
     throw error;

@@ -23,6 +23,31 @@ const stored = (page) => page.evaluate(() => new Promise((resolve) => {
   };
 }));
 
+/** The next time that the page reads a chat, it is told that it goes away before the answer comes. It stays, as a page
+ * that comes back does. With `fails`, the transaction that is committed next is undone. */
+const leavesAtNextRead = (page, { fails = false } = {}) => page.evaluate((fails) => {
+  const { get } = IDBObjectStore.prototype;
+  const { commit } = IDBTransaction.prototype;
+  IDBObjectStore.prototype.get = function (...all) {
+    IDBObjectStore.prototype.get = get;
+    // What asked goes on first, and no answer comes before a microtask.
+    queueMicrotask(() => dispatchEvent(new Event("pagehide")));
+    return get.apply(this, all);
+  };
+  if (!fails) return;
+  IDBTransaction.prototype.commit = function () {
+    IDBTransaction.prototype.commit = commit;
+    this.abort();
+  };
+}, fails);
+
+async function rename(page, title, name) {
+  await menu(page, title).click();
+  await page.getByRole("button", { name: "Rename" }).click();
+  await page.getByLabel("New name").fill(name);
+  await page.keyboard.press("Enter");
+}
+
 test("chats are kept in the browser, and go on after a reload", () =>
   browser.visit({}, async ({ page, stub }) => {
     await ask(page, "First question");
@@ -41,10 +66,7 @@ test("chats are kept in the browser, and go on after a reload", () =>
 test("a chat is renamed, and a deleted one comes back", () =>
   browser.visit({}, async ({ page }) => {
     await ask(page, "A name to change");
-    await menu(page, "A name to change").click();
-    await page.getByRole("button", { name: "Rename" }).click();
-    await page.getByLabel("New name").fill("A better name");
-    await page.keyboard.press("Enter");
+    await rename(page, "A name to change", "A better name");
     await row(page, "A better name").waitFor();
     await page.reload();
     await menu(page, "A better name").click();
@@ -293,4 +315,69 @@ test("a storage that could not be opened is tried again", () =>
     await ask(page, "Kept after all");
     await page.getByText("This browser does not keep chats").waitFor({ state: "detached" });
     assert.deepEqual((await stored(page)).map(({ title }) => title), ["Kept after all"]);
+  }));
+
+test("a change that is not written yet is written as its page goes away", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "Old name");
+    await leavesAtNextRead(page);
+    await rename(page, "Old name", "New name");
+    await row(page, "New name").waitFor();
+    await page.reload();
+    await row(page, "New name").waitFor();
+    assert.equal(await page.locator(".chat-row").count(), 1);
+  }));
+
+test("a chat whose last write fails as its page goes away stays in a page that comes back", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "Trunk");
+    await leavesAtNextRead(page, { fails: true });
+    await page.getByRole("button", { name: "Branch into a new chat from here" }).click();
+    await page.getByText("This browser does not keep chats").waitFor();
+    await rename(page, "Trunk (branch)", "Branch");
+    await page.getByText("This browser does not keep chats").waitFor({ state: "detached" });
+    await row(page, "Branch").waitFor();
+    assert.deepEqual((await stored(page)).map(({ title }) => title).sort(), ["Branch", "Trunk"]);
+  }));
+
+test("a change that fails as its page goes away is written with the next one", () =>
+  browser.visit({}, async ({ page }) => {
+    await ask(page, "Old name");
+    await leavesAtNextRead(page, { fails: true });
+    await rename(page, "Old name", "New name");
+    await row(page, "New name").waitFor();
+    await ask(page, "Next");
+    await row(page, "New name").waitFor();
+    assert.deepEqual((await stored(page)).map(({ title }) => title), ["New name"]);
+  }));
+
+test("a page that goes away and comes back has the news of another tab", () =>
+  browser.visit({}, async ({ page, stub, profile }) => {
+    await ask(page, "Old name");
+    const other = await profile.newPage();
+    await other.goto(stub.url);
+    await row(other, "Old name").waitFor();
+    await leavesAtNextRead(page);
+    await rename(other, "Old name", "New name");
+    await row(page, "New name").waitFor();
+  }));
+
+test("a page that goes away and comes back has its chats, also after its storage was cleared", () =>
+  browser.visit({}, async ({ page, stub, profile }) => {
+    await ask(page, "Old name");
+    const other = await profile.newPage();
+    await other.goto(stub.url);
+    await row(other, "Old name").waitFor();
+    await page.evaluate(() => new Promise((resolve, reject) => {
+      const request = indexedDB.deleteDatabase("keel");
+      request.onsuccess = resolve;
+      request.onerror = reject;
+    }));
+    await leavesAtNextRead(page);
+    const left = page.evaluate(() => new Promise((resolve) => addEventListener("pagehide", () => resolve())));
+    await rename(other, "Old name", "New name");
+    await left;
+    await page.waitForTimeout(200);
+    assert.equal(await page.locator(".chat-row").count(), 1);
+    assert.equal(await answers(page).count(), 1);
   }));

@@ -217,6 +217,11 @@ impl Costs {
         let times = self.verify.entry(plain.sequences).or_default();
         // Fewer rows cannot take longer.
         let seconds = times.range(plain.rows + 1..).fold(seconds, |least, (_, more)| least.min(more.seconds));
+        // Whether `plain_step` can estimate the time from a pass with drafts. That is better than an old measurement.
+        let has_better = self.empty.verify.contains_key(&plain)
+            && times
+                .range(plain.rows + 1..)
+                .any(|(&rows, _)| self.empty.verify.contains_key(&PassSize { rows, ..plain }));
         let bound = Mean { seconds, source: Source::Bound };
         let mean = times.entry(plain.rows).or_insert(bound);
         mean.seconds = mean.seconds.min(seconds);
@@ -227,8 +232,8 @@ impl Costs {
         if self.bounds < BOUNDS_MAX {
             return;
         }
-        if self.empty.verify.contains_key(&plain) {
-            // The time is out of date, and contexts have grown. A better one follows from passes with drafts.
+        if has_better {
+            // The time is out of date, and contexts have grown.
             *mean = bound;
         }
         (self.since_plain, self.bounds) = (0, 0);

@@ -52,11 +52,7 @@ fn error_json(error: &ServerError) -> Value {
 
 impl IntoResponse for AnthropicError {
     fn into_response(self) -> Response {
-        let body = error_json(&self.0);
-        let response = self.0.into_response();
-        let (mut parts, _) = response.into_parts();
-        parts.headers.remove(axum::http::header::CONTENT_LENGTH);
-        (parts, Json(body)).into_response()
+        self.0.response_with(error_json(&self.0))
     }
 }
 

@@ -1,7 +1,5 @@
 //! The names of fields in errors. Code that all endpoints share does not know how the endpoint calls its prompt.
 
-use axum::Json;
-use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
@@ -31,9 +29,7 @@ impl IntoResponse for EndpointError {
     fn into_response(self) -> Response {
         let mut body = error_json(&self.error);
         body["error"]["param"] = json!(self.param());
-        let (mut parts, _) = self.error.into_response().into_parts();
-        parts.headers.remove(header::CONTENT_LENGTH);
-        (parts, Json(body)).into_response()
+        self.error.response_with(body)
     }
 }
 

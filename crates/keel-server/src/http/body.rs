@@ -137,11 +137,18 @@ pub(crate) fn error_json(error: &ServerError) -> Value {
 
 impl IntoResponse for ServerError {
     fn into_response(self) -> Response {
+        self.response_with(error_json(&self))
+    }
+}
+
+impl ServerError {
+    /// The response with the status and headers of this error. `body` has the error in the form of the endpoint's API.
+    pub(crate) fn response_with(&self, body: Value) -> Response {
         let reply = self.reply();
         if reply.status.is_server_error() {
             tracing::warn!(code = reply.code, "{self}");
         }
-        let mut response = (reply.status, Json(error_json(&self))).into_response();
+        let mut response = (reply.status, Json(body)).into_response();
         if let Some(seconds) = reply.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }

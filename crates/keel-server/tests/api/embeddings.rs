@@ -134,7 +134,10 @@ fn a_text_that_is_too_long_is_told_the_context_of_the_server() {
     ] {
         let message = server.post(path, &body).json()["error"]["message"].clone();
         let message = message.as_str().expect("a message");
-        assert!(message.contains(&format!("together is {}:", engine_options().context)), "{path}: {message}");
+        assert!(
+            message.contains(&format!("length is {} tokens", engine_options().context)),
+            "{path}: {message}"
+        );
     }
 }
 

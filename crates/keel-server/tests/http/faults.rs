@@ -70,7 +70,7 @@ fn a_fault_that_stays_fails_its_requests_and_no_later_one() {
         for client in clients {
             let reply = read(client);
             assert_eq!(reply.status, 500, "{}", reply.body);
-            assert_eq!(reply.header("x-should-retry"), Some("false"));
+            assert_eq!(reply.header("x-should-retry"), None, "the fault may pass");
             assert!(!reply.body.contains("injected"), "details are for the log: {}", reply.body);
         }
         failing.launches.store(0, Ordering::SeqCst);

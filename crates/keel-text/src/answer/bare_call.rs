@@ -2,7 +2,10 @@
 
 use serde_json::Value;
 
-use super::markers::{END_BEGIN, FUNCTION, FUNCTOOLS, Markers, PARAMETER};
+use super::markers::{
+    END_BEGIN, FUNCTION, FUNCTOOLS, KEY, MISTRAL_ARGUMENTS, MISTRAL_ID, Markers, PARAMETER,
+};
+use super::pythonic::is_of_name;
 use super::tool_call::names;
 
 /// Bytes at the begin of a text that decide whether it may be a call. More of them are not read again and again.
@@ -29,24 +32,44 @@ pub(super) fn may_be_marked_call(markers: Markers, text: &str, tools: &[Value]) 
         return may_be_function(function, tools);
     }
     let first = after(text, "[").unwrap_or(text);
-    let is_named = |name: &str| {
-        let rest = after(first, name);
-        name.starts_with(first)
-            || rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['{', '[', '(', '<']))
+    let is_named = |name: &str| match after(first, name) {
+        Some(rest) => {
+            ["{", KEY, MISTRAL_ARGUMENTS, MISTRAL_ID].iter().any(|word| fits(rest, word))
+                || after(rest, "(").is_some_and(may_be_arguments)
+        }
+        None => name.starts_with(first),
     };
     [FUNCTION.begin, FUNCTOOLS].iter().any(|word| fits(text, word))
         || names(tools).any(is_named)
         || may_be_object(text, tools, true)
 }
 
-/// The same for the text after the begin of a function in tags. A parameter or an end must follow the name.
+/// The same for the text after the begin of a function in tags. A function that was not offered counts, too, if a
+/// parameter follows on a new line. So a marker inside its parameters begins no call.
 fn may_be_function(text: &str, tools: &[Value]) -> bool {
+    let rest = text.trim_start_matches(is_of_name);
+    let may_be_unknown = match rest.strip_prefix(">\n") {
+        Some(body) => fits(body, PARAMETER),
+        None => ">\n".starts_with(rest),
+    };
+    may_be_unknown || begins_function(text, tools)
+}
+
+/// The same for the functions that were offered. A parameter or an end must follow the name.
+pub(super) fn begins_function(text: &str, tools: &[Value]) -> bool {
     let is_named = |name: &str| match text.strip_prefix(name).map(|rest| (rest, after(rest, ">"))) {
         Some((_, Some(body))) => fits(body, PARAMETER) || fits(body, END_BEGIN),
         Some((rest, None)) => rest.is_empty(),
         None => name.starts_with(text),
     };
     names(tools).any(is_named)
+}
+
+/// The same for the text after an opening bracket, in Python's notation. A key must follow, or the end.
+fn may_be_arguments(text: &str) -> bool {
+    let rest = text.trim_start_matches(is_of_name);
+    let next = rest.trim_start();
+    next.is_empty() || text.starts_with(')') || next.starts_with('=') && rest.len() < text.len()
 }
 
 /// Whether a text at the begin of an answer may be, or become, a call without markers. Otherwise it is a JSON value or
@@ -61,25 +84,35 @@ pub(super) fn may_be_call(text: &str, tools: &[Value]) -> bool {
     names(tools).any(is_named) || may_be_object(text, tools, false)
 }
 
-/// The same for a JSON object, or a list of objects. Its first key decides, and for some keys the value. After a begin
-/// marker any key may come first.
+/// The same for a JSON object, or a list of objects. Its first key decides, and for some keys the value. After an id or
+/// a type the next key decides. After a begin marker any key may come first.
 fn may_be_object(text: &str, tools: &[Value], is_marked: bool) -> bool {
     let list = text.strip_prefix(FUNCTOOLS.trim_end_matches('[')).unwrap_or(text);
     let object = after(list, "[").unwrap_or(list);
-    let Some(members) = after(object, "{") else { return object.is_empty() };
-    let Some(key) = members.strip_prefix('"') else { return members.is_empty() };
-    let keys = ["name", "type", "function", "parameters", "arguments", "id"];
-    let Some((key, rest)) = key.split_once('"') else {
-        return is_marked || keys.iter().any(|name| name.starts_with(key));
-    };
-    let rest = rest.trim_start();
-    let Some(value) = after(rest, ":") else { return rest.is_empty() && (is_marked || keys.contains(&key)) };
-    match key {
-        "name" => names(tools).any(|name| fits(value, &Value::from(name).to_string())),
-        _ if is_marked => true,
-        "type" => fits(value, "\"function") || fits(value, "\"tool"),
-        "id" => fits(value, "\""),
-        key => keys.contains(&key),
+    let Some(mut members) = after(object, "{") else { return object.is_empty() };
+    let keys = ["name", "type", "parameters", "arguments", "id"];
+    loop {
+        let Some(key) = members.strip_prefix('"') else { return members.is_empty() };
+        let Some((key, rest)) = key.split_once('"') else {
+            return is_marked || keys.iter().any(|name| name.starts_with(key));
+        };
+        let rest = rest.trim_start();
+        let Some(value) = after(rest, ":") else {
+            return rest.is_empty() && (is_marked || keys.contains(&key));
+        };
+        let is_string = match key {
+            "name" => return names(tools).any(|name| fits(value, &Value::from(name).to_string())),
+            _ if is_marked => return true,
+            "type" => fits(value, "\"function") || fits(value, "\"tool"),
+            "id" => fits(value, "\""),
+            key => return keys.contains(&key),
+        };
+        // A string has an end, and the next key comes after it.
+        let string = value.strip_prefix('"').and_then(|string| string.split_once('"'));
+        let Some((_, rest)) = string.filter(|_| is_string) else { return is_string };
+        let rest = rest.trim_start();
+        let Some(next) = after(rest, ",") else { return rest.is_empty() };
+        members = next;
     }
 }
 
@@ -112,10 +145,15 @@ mod tests {
             (TOOL_CALL, "weather\n<arg_key>"),
             (TOOL_CALL, "weather [ARGS]{"),
             (TOOL_CALL, "weather \n{\"city\""),
+            (TOOL_CALL, "weather ( )"),
+            (TOOL_CALL, "weather( city = 1"),
+            (TOOL_CALL, "weather[CALL_ID]a"),
             (TOOL_CALL, "functools[{"),
             (TOOL_CALL, "\n<function=weather>\n<parameter=city>"),
             (FUNCTION, "weather>\n</function>"),
             (FUNCTION, "weather></tool_call>"),
+            // It was not offered.
+            (FUNCTION, "save>\n<parameter=text>"),
         ] {
             for end in 0..=text.len() {
                 assert!(may_be_marked_call(markers, &text[..end], &tools), "{}", &text[..end]);
@@ -125,13 +163,19 @@ mod tests {
             (TOOL_CALL, " tags"),
             (TOOL_CALL, "[sic]"),
             (TOOL_CALL, "weather is"),
+            (TOOL_CALL, "weather (see below"),
+            (TOOL_CALL, "weather (="),
+            (TOOL_CALL, "weather [1"),
+            (TOOL_CALL, "weather <b"),
             (TOOL_CALL, "weathers"),
             (TOOL_CALL, "{name"),
             (TOOL_CALL, "{}"),
             (TOOL_CALL, "{\"name\": \"weathers"),
             (TOOL_CALL, "<function=weather>Use"),
             (TOOL_CALL, "</"),
-            (FUNCTION, "NAME>"),
+            (FUNCTION, "NAME> "),
+            (FUNCTION, "NAME>\nso"),
+            (FUNCTION, "NAME <"),
             (FUNCTION, "weather> or"),
             (FUNCTION, "weather "),
         ] {
@@ -150,6 +194,8 @@ mod tests {
             "{ \"name\" : \"weather\", \"x\": 1}",
             "[{\"type\": \"function\", \"id\"",
             "{\"id\": \"call_1\"",
+            "{\"id\": \"call_1\" , \"type\": \"function\", \"name\": \"weather\"",
+            "{\"type\": \"tool_call\", \"parameters\": {",
             "functools[ {\"name\": \"wea",
             "{\"name\": \"say \\\"it\\\"\"",
             "{\"parameters\": {\"a\": 1}",
@@ -166,6 +212,11 @@ mod tests {
             "{\"name\": \"weathers",
             "{\"name\": 1",
             "{\"id\": 1",
+            "{\"id\": \"a\"}",
+            "{\"id\": \"a\", \"items",
+            "{\"id\": \"a\", \"name\": \"weathers",
+            "{\"function\"",
+            "{\"type\": \"function\", \"function\"",
             "{\"type\": \"object",
             "[{\"b",
             "functools[1",

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::bare_call::{after, may_be_call};
+use super::bare_call::{after, begins_function, may_be_call};
 use super::markers::{
     CALLS, FUNCTION, FUNCTION_END, KEY, MISTRAL, PARAMETER, PARAMETER_END, PYTHON_TAG, overlap,
 };
@@ -19,7 +19,8 @@ impl AnswerParser {
     }
 
     /// Ends an answer that its limit of tokens or a stop string cut off. A call that was cut off is left out: it can
-    /// neither be made nor read. The text and the calls before it are kept.
+    /// neither be made nor read. The text before it is kept. So are the calls before it, if they have markers of their
+    /// own or are written in JSON.
     pub fn cut_off(&mut self, parts: &mut Vec<AnswerPart>) {
         self.end(true, parts);
     }
@@ -41,7 +42,10 @@ impl AnswerParser {
                     let rest = std::mem::take(&mut self.held);
                     let begin = if markers.in_notation { markers.begin } else { "" };
                     let is_call = match is_cut {
-                        true => self.keep_whole_calls(begin, &rest, parts),
+                        true => {
+                            let end = markers.end.map_or(0, |end| overlap(&rest, end));
+                            self.keep_whole_calls(begin, &rest[..rest.len() - end], parts)
+                        }
                         false => self.take_calls(markers, &rest, false, parts),
                     };
                     // The begin marker may be a mention of it, and a call of another notation may follow. A parameter
@@ -50,7 +54,7 @@ impl AnswerParser {
                     if !is_call {
                         self.emit_as_text(markers.begin, if is_mention { "" } else { &rest }, parts);
                     }
-                    self.enter(State::Text);
+                    self.enter(if is_mention { State::after_mention(&rest) } else { State::Text });
                     if is_mention {
                         may_be_mention = false;
                         self.push(&rest, parts);
@@ -63,7 +67,8 @@ impl AnswerParser {
                         break;
                     }
                     self.held = held;
-                    let Some(at) = hidden else { break };
+                    // A string that is cut off hides what it mentions.
+                    let Some(at) = hidden.filter(|_| !is_cut) else { break };
                     let rest = self.held.split_off(at);
                     self.end_value(at, parts);
                     self.push(&rest, parts);
@@ -126,9 +131,10 @@ fn whole_calls(begin: &str, inside: &str, tools: &[Value]) -> Option<Vec<Call>> 
     }
     if let Some((calls, rest)) = leading_calls(inside, tools) {
         // After whole calls comes another one, or the text explains a call.
-        return may_be_call(rest, tools).then_some(calls);
+        let is_next = may_be_call(rest, tools) || names(tools).any(|name| name.starts_with(rest));
+        return is_next.then_some(calls);
     }
-    is_begun(inside, tools).then(Vec::new)
+    is_begun(&text, tools).then(Vec::new)
 }
 
 /// Whether arguments may follow, although the calls can be parsed. Only tags and keys can be parsed without their end.
@@ -142,16 +148,22 @@ fn ends_open(calls: &str, tools: &[Value]) -> bool {
     calls.starts_with(FUNCTION.begin) && !is_whole || names(tools).any(has_keys)
 }
 
-/// Whether a text that may become a call is the begin of one. A JSON object is one if it names a tool, or if its first
-/// member is cut off. Many values of JSON begin with the key `id`, as some calls do.
+/// Whether a text that may become a call is the begin of one. A JSON object is one if it names a tool, or if the member
+/// that decides is cut off. Many values of JSON begin with the key `id`, as some calls do.
 fn is_begun(text: &str, tools: &[Value]) -> bool {
     let text = text.trim_start();
+    let text = [MISTRAL, PYTHON_TAG].iter().find_map(|marker| after(text, marker)).unwrap_or(text);
+    if let Some(function) = text.strip_prefix(FUNCTION.begin) {
+        return begins_function(function, tools);
+    }
     if !after(text, "[").unwrap_or(text).starts_with('{') {
         return true;
     }
     // No member may go on with this character outside a string. So it decides about a member that is cut off.
     let is_undecided = || may_be_call(text, tools) && !may_be_call(&format!("{text}\u{1}"), tools);
-    names(tools).any(|name| text.contains(&Value::from(name).to_string())) || is_undecided()
+    let mut values = text.split("\"name\"").skip(1).filter_map(|rest| after(rest.trim_start(), ":"));
+    let is_name = |value: &str| names(tools).any(|name| value.starts_with(&Value::from(name).to_string()));
+    values.any(is_name) || is_undecided()
 }
 
 #[cfg(test)]
@@ -189,7 +201,9 @@ mod tests {
         let json = r#"{"name": "weather", "arguments": {"city": "Bern"}}"#;
         for (begin, call, end) in [
             ("<tool_call>", json, "</tool_call>"),
-            ("<|tool_call|>", &format!("[{json}]"), "<|/tool_call|>"),
+            ("<tool_call>", &format!("\n{json}"), "\n</tool_call>"),
+            // The call is whole before its list is.
+            ("<|tool_call|>", &format!("[{json}"), "]<|/tool_call|>"),
             ("<function_calls>", "weather(city=\"Bern\")", "</function_calls>"),
             (
                 "<tool_call>",
@@ -211,6 +225,11 @@ mod tests {
                 check(&answer[..at], "Look:", 0);
             }
             check(&format!("{before}{call}{end}"), "Look:", 1);
+            // Whether or not the call is made, nothing of it or of its end marker is text.
+            for at in 1..end.len() {
+                let (text, calls) = cut(&format!("{before}{call}{}", &end[..at]), 3);
+                assert!(text == "Look:" && calls <= 1, "{call} and {}: {text:?}", &end[..at]);
+            }
             // The first call is kept where the second is cut off.
             check(&format!("{before}{call}{end}{begin}{}", &call[..call.len() - 1]), "Look:", 1);
         }
@@ -234,6 +253,17 @@ mod tests {
             (r#"{"parameters": {"a": 1"#, r#"{"parameters": {"a": 1"#),
             (r#"{"type": "tool", "x"#, r#"{"type": "tool", "x"#),
             (r#"{"type": "func"#, ""),
+            (
+                r#"{"type": "function", "function": {"name": "weather""#,
+                r#"{"type": "function", "function": {"name": "weather""#,
+            ),
+            // A string that is no name of a call.
+            (
+                r#"{"id": "a1", "kind": "weather", "items": [1"#,
+                r#"{"id": "a1", "kind": "weather", "items": [1"#,
+            ),
+            (r#"{"arguments": {"kind": "weather", "x"#, r#"{"arguments": {"kind": "weather", "x"#),
+            (r#"{"id": "call_1", "na"#, ""),
             (r#"{"id": "call_1", "name": "weather", "arg"#, ""),
             (r#"[{"arguments": {"city": "B"}, "name": "weather""#, ""),
             ("if a <", "if a <"),
@@ -251,7 +281,7 @@ mod tests {
         }
     }
 
-    /// Of calls in JSON the whole ones are kept, if nothing but another call follows.
+    /// Of calls in JSON, alone or below a name, the whole ones are kept, if nothing but another call follows.
     #[test]
     fn whole_calls_before_one_that_is_cut_off_are_kept() {
         let json = r#"{"name": "weather", "arguments": {"city": "Bern"}}"#;
@@ -265,6 +295,17 @@ mod tests {
             let explained = format!("{begin}{json} is a call, and");
             check(&explained, &explained, 0);
         }
+        for begin in ["[TOOL_CALLS][", "<|tool_call|>[", "functools[", "["] {
+            for end in ["", ", ", ", {\"na", ", {\"name\": \"weather\", \"arg"] {
+                check(&format!("{begin}{json}{end}"), "", 1);
+            }
+            let explained = format!("{begin}{json}] is a call, and");
+            check(&explained, &explained, 0);
+        }
+        for end in ["", "wea", "weather", "weather\n{\"ci"] {
+            check(&format!("weather\n{{}}\n{end}"), "", 1);
+        }
+        check("weather\n{}\nNow a long text", "weather\n{}\nNow a long text", 0);
     }
 
     /// The marker after the end of the function counts, and not one in a value that may go on.
@@ -299,6 +340,16 @@ mod tests {
             "Use <function=weather> tags",
             "Use <tool_call>[sic] and more",
             "Use <tool_call>weather is a tool",
+            "Use <tool_call>weather (see below) and",
+            "Use <tool_call>weather [1] and",
+            "Use <tool_call>weather <b> and",
+            "Use <function=NA",
+            "Use <function=NAME>",
+            // The string that is cut off mentions a call.
+            "{\"text\": \"Use <tool_call>weather</tool_call> to ask",
+            "{\"id\": \"Use <tool_call>weather</tool_call> to",
+            "<tool_call>{\"arguments\": {\"text\": \"see <tool_call>weather</tool_call> an",
+            "<function=other>\n<parameter=city>\n<tool_call>weather</tool_call> an",
             "<tool_call>{\"a\": 1, \"b\": [",
             "Use <|python_tag|> so",
             "<tool_call><function=other>\n<parameter=city>",

@@ -21,7 +21,7 @@ mod tags;
 mod tests;
 mod tool_call;
 
-use bare_call::{may_be_call, may_be_marked_call};
+use bare_call::{after, may_be_call, may_be_marked_call};
 pub use form::{AnswerForm, ReasoningMarkers};
 use markers::{CALLS, FUNCTOOLS, Markers, REASONING, overlap};
 use search::Search;
@@ -63,9 +63,18 @@ enum State {
     Closer(&'static str),
     /// Calls without markers: everything to the first marker of a call, or to the end of the answer.
     BareCall,
-    /// A JSON value or a sentence that began as [`State::BareCall`] and is no call. A marker inside one of its JSON
-    /// strings is text.
+    /// A JSON value or a sentence that is no call. It began as [`State::BareCall`], or came after a begin marker. A
+    /// marker inside one of its JSON strings is text.
     Unmarked,
+}
+
+impl State {
+    /// The state after a begin marker that is only mentioned. `text` comes next.
+    fn after_mention(text: &str) -> State {
+        let text = text.trim_start();
+        // What begins otherwise may be a sentence. A quote in it begins no JSON string.
+        if after(text, "[").unwrap_or(text).starts_with('{') { State::Unmarked } else { State::Text }
+    }
 }
 
 /// Splits an answer into parts, piece by piece. How the text is cut into pieces does not change the parts, once
@@ -93,6 +102,9 @@ pub struct AnswerParser {
     /// Number of bytes that earlier searches looked at.
     #[cfg(test)]
     work: usize,
+    /// Number of bytes that moved to the begin of `held`.
+    #[cfg(test)]
+    moved: usize,
 }
 
 impl AnswerParser {
@@ -111,6 +123,8 @@ impl AnswerParser {
             has_spoken: false,
             #[cfg(test)]
             work: 0,
+            #[cfg(test)]
+            moved: 0,
         }
     }
 
@@ -124,7 +138,16 @@ impl AnswerParser {
             }
             self.held.push_str(&rest[..end]);
             rest = &rest[end..];
-            while self.advance(parts) {}
+            while self.advance(parts) {
+                #[cfg(test)]
+                (self.moved += self.held.len());
+                // A string that turned out to be none hid markers in a long text. Each of them moves what is left.
+                if self.held.len() > PIECE_BYTES_MAX {
+                    let held = std::mem::take(&mut self.held);
+                    self.push(&held, parts);
+                    break;
+                }
+            }
         }
     }
 
@@ -138,7 +161,7 @@ impl AnswerParser {
         (self.work += self.search.work());
         self.state = state;
         self.search = match state {
-            State::BareCall => Search::in_json(),
+            State::BareCall | State::Unmarked => Search::in_json(),
             State::Call(markers) => Search::in_call(markers, self.trusts_ends),
             _ => Search::default(),
         };
@@ -164,9 +187,8 @@ impl AnswerParser {
                 let begun = || markers.end.map_or(0, |end| overlap(&self.held, end));
                 let inside = &self.held[..found.unwrap_or_else(|| self.held.len() - begun())];
                 if !may_be_marked_call(markers, inside, tools) {
-                    // The marker is only mentioned.
                     self.emit_as_text(markers.begin, "", parts);
-                    self.enter(State::Text);
+                    self.enter(State::after_mention(&self.held));
                     return true;
                 }
                 match found {
@@ -177,9 +199,9 @@ impl AnswerParser {
             }
             State::Closer(closer) => self.drop_closer(closer),
             State::BareCall if !may_be_call(&self.held, &self.form.tools) => {
-                // The search goes on.
+                // The search goes on in the same text.
                 self.state = State::Unmarked;
-                true
+                self.advance(parts)
             }
             State::BareCall => {
                 let found = self.find_begin();

@@ -21,6 +21,11 @@ pub(super) fn parse(text: &str) -> Option<Vec<ParsedCall>> {
     (ended && reader.rest.is_empty() && !calls.is_empty()).then_some(calls)
 }
 
+/// Whether a name of a function or of a key may contain this character.
+pub(super) fn is_of_name(c: char) -> bool {
+    c.is_alphanumeric() || "_-.".contains(c)
+}
+
 struct Reader<'a> {
     /// The text that is not read yet. It never begins with white space.
     rest: &'a str,
@@ -43,8 +48,7 @@ impl<'a> Reader<'a> {
     }
 
     fn name(&mut self) -> Option<&'a str> {
-        let end = self.rest.find(|c: char| !(c.is_alphanumeric() || "_-.".contains(c)));
-        let name = self.skip(end.unwrap_or(self.rest.len()));
+        let name = self.skip(self.rest.len() - self.rest.trim_start_matches(is_of_name).len());
         (!name.is_empty()).then_some(name)
     }
 

@@ -192,6 +192,13 @@ fn what_is_no_call_is_text() {
         "functools[1]",
         "<function_calls>weather(city=home())</function_calls>",
         "<|tool_call|>[]<|/tool_call|>",
+        // A call of a tool that was not offered, or without its end, mentions a call.
+        r#"<tool_call>{"name": "save", "arguments": {"text": "<tool_call>weather</tool_call>"}}</tool_call>"#,
+        r#"<tool_call>[ {"name": "save", "arguments": {"text": "<tool_call>weather</tool_call>"}}]</tool_call>"#,
+        r#"<tool_call>{"name": "weather", "arguments": {"city": "see <tool_call>weather</tool_call>"}"#,
+        "<tool_call>\n<function=save>\n<parameter=text>\n<tool_call>weather</tool_call>\n</parameter>\n</function>\n\
+         </tool_call>",
+        "<function=save>\n<parameter=text>\n<tool_call>weather</tool_call>\n</parameter>\n</function>",
     ] {
         check(&form, answer, &[text(answer)]);
     }
@@ -280,6 +287,20 @@ fn a_marker_in_a_string_of_json_ends_no_call() {
     }
 }
 
+/// The line end says that the string is none. Then each of the calls counts that it hid.
+#[test]
+fn many_calls_in_a_string_that_is_none_take_little_time() {
+    let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
+    for begin in ["<tool_call>{\"a</tool_call>", "{\"a ", "{\"id\": \"a "] {
+        let count = 10_000;
+        let answer = format!("{begin}{}\n", "<tool_call>weather</tool_call>".repeat(count));
+        let (parser, parts) = parser_after(&form, &answer, answer.len());
+        let calls = parts.iter().filter(|part| matches!(part, AnswerPart::ToolCall { .. })).count();
+        assert_eq!(calls, count);
+        assert!(parser.moved < 2 * count * 2 * PIECE_BYTES_MAX, "{} bytes were moved", parser.moved);
+    }
+}
+
 #[test]
 fn marked_calls_may_follow_calls_without_markers() {
     let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
@@ -357,6 +378,7 @@ fn values_and_sentences_are_streamed_with_tools() {
         ("[{\"a\": \"b\"", "[{\"a\": \"b\""),
         ("{\"name\": \"Anna\",", "{\"name\": \"Anna\","),
         ("weather\nis nice", "weather\nis nice"),
+        ("{\"id\": \"a\", \"items\"", "{\"id\": \"a\", \"items\""),
         // A mention of a marker.
         ("Use <function=NAME> so", "Use <function=NAME> so"),
         ("Use <function=weather> so", "Use <function=weather> so"),
@@ -365,6 +387,10 @@ fn values_and_sentences_are_streamed_with_tools() {
             "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so",
         ),
         ("a <tool_call>[sic] b", "a <tool_call>[sic] b"),
+        ("a <tool_call>weather (see below) b", "a <tool_call>weather (see below) b"),
+        ("a <tool_call>weather [1] b", "a <tool_call>weather [1] b"),
+        ("a <tool_call>weather <b> b", "a <tool_call>weather <b> b"),
+        ("a <tool_call>{\"name\": \"save\", \"b\"", "a <tool_call>{\"name\": \"save\", \"b\""),
         ("a <tool_call>\n{\"name\": \"wea", "a"),
         // A marker in a string that may end is held back, for the string may not end.
         ("{\"a\": \"b <tool_call> c", "{\"a\": \"b"),

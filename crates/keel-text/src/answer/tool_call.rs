@@ -49,15 +49,15 @@ fn parse(text: &str, tools: &[Value], is_closed: bool) -> Option<Vec<Call>> {
     let calls = if let Some(rest) = text.strip_prefix(MISTRAL) {
         parse_mistral(rest)?
     } else if text.starts_with(FUNCTOOLS) {
-        parse_json(&text[FUNCTOOLS.len() - 1..])?
+        whole(json_calls(&text[FUNCTOOLS.len() - 1..]))?
     } else if text.starts_with(['{', '[']) {
-        parse_json(text).or_else(|| pythonic::parse(text))?
+        whole(json_calls(text)).or_else(|| pythonic::parse(text))?
     } else if text.starts_with(FUNCTION.begin) {
         parse_tags(text, tools, is_closed)?
     } else if text.contains(KEY) {
         vec![parse_keys(text, tools)?]
     } else {
-        parse_named(text, tools).or_else(|| pythonic::parse(text))?
+        whole(named_calls(text, tools)).or_else(|| pythonic::parse(text))?
     };
     known(calls, tools)
 }
@@ -69,10 +69,19 @@ fn known(calls: Vec<ParsedCall>, tools: &[Value]) -> Option<Vec<Call>> {
     (known && !calls.is_empty()).then(|| calls.into_iter().map(as_text).collect())
 }
 
-/// The calls of `tools` that a text in JSON begins with, and the text after them.
+/// The calls of `tools` that a text begins with, and the text after them. They are JSON, alone or below a name. A list
+/// of them may lack its end.
 pub(super) fn leading_calls<'a>(text: &'a str, tools: &[Value]) -> Option<(Vec<Call>, &'a str)> {
-    let (calls, rest) = json_calls(text);
-    Some((known(calls, tools)?, rest))
+    let text = text.trim_start();
+    let list = [FUNCTOOLS, "["].iter().find_map(|begin| text.strip_prefix(begin));
+    let json = [Some(text), list].into_iter().flatten().map(json_calls);
+    let mut all = json.chain([named_calls(text, tools)]);
+    all.find_map(|(calls, rest)| Some((known(calls, tools)?, rest)))
+}
+
+/// The calls, if no text is left after them.
+fn whole((calls, rest): (Vec<ParsedCall>, &str)) -> Parsed {
+    rest.is_empty().then_some(calls)
 }
 
 /// Finds a tool (in OpenAI's form) by its name.
@@ -89,13 +98,8 @@ pub(super) fn names(tools: &[Value]) -> impl Iterator<Item = &str> {
     definitions(tools).filter_map(|tool| tool["name"].as_str())
 }
 
-/// Parses JSON objects, and lists of them, one after the other. A comma, or Llama's semicolon, may follow each.
-fn parse_json(text: &str) -> Parsed {
-    let (calls, rest) = json_calls(text);
-    rest.is_empty().then_some(calls)
-}
-
-/// The same for the begin of a text. Returns the text after the calls, too.
+/// The JSON objects, and lists of them, that a text begins with, and the text after them. A comma, or Llama's
+/// semicolon, may follow each.
 fn json_calls(text: &str) -> (Vec<ParsedCall>, &str) {
     let mut calls = Vec::new();
     let mut rest = text.trim_start();
@@ -130,7 +134,7 @@ fn parse_object(call: Value) -> Option<ParsedCall> {
 /// Parses the text after Mistral's marker: a JSON list, or names with arguments, with the marker between the calls.
 fn parse_mistral(text: &str) -> Parsed {
     if text.trim_start().starts_with(['[', '{']) {
-        return parse_json(text.trim());
+        return whole(json_calls(text));
     }
     let call = |text: &str| {
         let end = text.find(MISTRAL_ARGUMENTS).or_else(|| text.find('{'))?;
@@ -142,18 +146,21 @@ fn parse_mistral(text: &str) -> Parsed {
     text.split(MISTRAL).map(call).collect()
 }
 
-/// Parses calls that are a tool's name, a line end, and the arguments.
-fn parse_named(text: &str, tools: &[Value]) -> Parsed {
-    let mut calls = Vec::new();
-    let mut rest = text;
-    while !rest.is_empty() {
-        let (name, after) = rest.split_once('\n')?;
+/// The calls that a text begins with, and the text after them. Each is a tool's name, a line end, and the arguments.
+fn named_calls<'a>(text: &'a str, tools: &[Value]) -> (Vec<ParsedCall>, &'a str) {
+    let call = |text: &'a str| {
+        let (name, after) = text.split_once('\n')?;
         find(tools, name.trim())?;
         let mut values = Deserializer::from_str(after).into_iter::<Map<String, Value>>();
-        calls.push(ParsedCall { name: name.trim().into(), arguments: values.next()?.ok()? });
-        rest = after[values.byte_offset()..].trim_start();
+        let call = ParsedCall { name: name.trim().into(), arguments: values.next()?.ok()? };
+        Some((call, after[values.byte_offset()..].trim_start()))
+    };
+    let (mut calls, mut rest) = (Vec::new(), text);
+    while let Some((next, after)) = call(rest) {
+        calls.push(next);
+        rest = after;
     }
-    Some(calls)
+    (calls, rest)
 }
 
 /// Parses functions, one after the other.

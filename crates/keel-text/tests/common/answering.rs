@@ -6,7 +6,7 @@ use keel_text::{
     AnswerForm, AnswerParser, AnswerPart, GrammarFactory, GrammarSource, ReasoningMarkers, TextError,
     TextFiles, Tokenizer,
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// A tokenizer with a byte-level vocabulary.
 const TOKENIZER: &[u8] = include_bytes!("../assets/byte_level/tokenizer.json");
@@ -40,6 +40,7 @@ fn parts(form: &AnswerForm, pieces: &[&str], cut: bool) -> Vec<AnswerPart> {
 /// - If the pieces give other parts than the whole.
 /// - If a call names a tool that was not offered.
 /// - If the parts have more text than the answer.
+/// - If a JSON object that is no call becomes one where it is cut off.
 #[allow(dead_code)] // each target uses its part
 pub fn exercise_answer(data: &[u8]) -> bool {
     let Some((&kind, text)) = data.split_first() else { return false };
@@ -62,20 +63,31 @@ pub fn exercise_answer(data: &[u8]) -> bool {
     let pieces: Vec<&str> = cuts.windows(2).map(|cut| &text[cut[0]..cut[1]]).collect();
     assert_eq!(parts(&form, &pieces, false), whole, "pieces of {step} characters");
     assert_eq!(parts(&form, &pieces, true), cut, "cut off, in pieces of {step} characters");
-    let mut bytes = 0;
-    let mut calls = false;
-    for part in &whole {
+    let calls = [&whole, &cut].map(|parts| count_calls(parts, &text, kind));
+    // A string of a JSON object only mentions a call, also if it is cut off.
+    let is_object = text.starts_with('{') && serde_json::from_str::<Map<String, Value>>(&text).is_ok();
+    if is_object && calls[0] == 0 && kind & (4 | 8) == 0 {
+        let begin = &text[..chars[usize::from(kind) * chars.len() / 256]];
+        assert_eq!(count_calls(&parts(&form, &[begin], true), begin, kind), 0, "cut off after {begin}");
+    }
+    calls[0] > 0
+}
+
+/// Checks the parts of an answer and returns the number of calls.
+fn count_calls(parts: &[AnswerPart], answer: &str, kind: u8) -> usize {
+    let (mut bytes, mut calls) = (0, 0);
+    for part in parts {
         match part {
             AnswerPart::Text(text) | AnswerPart::Reasoning(text) => bytes += text.len(),
             AnswerPart::ToolCall { name, arguments } => {
                 assert!(kind & 1 == 1 && (name == "f" || name == "get"), "{name} was not offered");
                 let arguments: Value = serde_json::from_str(arguments).expect("arguments are JSON");
                 assert!(arguments.is_object());
-                calls = true;
+                calls += 1;
             }
         }
     }
-    assert!(bytes <= text.len(), "{bytes} bytes of {}", text.len());
+    assert!(bytes <= answer.len(), "{bytes} bytes of {}", answer.len());
     calls
 }
 

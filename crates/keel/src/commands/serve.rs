@@ -226,21 +226,17 @@ fn serve(args: &ServeArgs) -> Result<()> {
     }
 }
 
-/// The runtime of the tasks that answer requests. The server's port is free; [`bind_port`] takes it later.
-///
-/// A download of hours may come first. So a port in use is reported now. The port must not listen meanwhile: a load
-/// balancer would send clients to it, and nothing would answer them.
-fn tasks(args: &ServeOptions) -> Result<Runtime> {
-    let tasks = tokio::runtime::Builder::new_multi_thread()
+/// The runtime of the tasks that answer requests.
+fn runtime() -> Result<Runtime> {
+    Ok(tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(BLOCKING_THREADS)
         .enable_all()
-        .build()?;
-    tasks.block_on(bind_port(args)).map(drop)?;
-    Ok(tasks)
+        .build()?)
 }
 
-/// Takes the server's port.
+/// Takes the server's port. Before a download the port is only tried, and freed at once. It must not listen meanwhile:
+/// a load balancer would send clients to it, and nothing would answer them.
 async fn bind_port(args: &ServeOptions) -> Result<TcpListener> {
     Ok(bind(&format!("{}:{}", args.server.host, args.server.port)).await?)
 }
@@ -261,7 +257,8 @@ fn warn_if_open(address: SocketAddr, options: &ServerOptions) {
 fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) -> Result<()> {
     // The model may be downloaded, which can take hours. Wrong keys and a port in use are reported before that.
     let mut server_options = server_options(args)?;
-    let tasks = tasks(args)?;
+    let tasks = runtime()?;
+    drop(tasks.block_on(bind_port(args))?);
     let model = source::open(named.map(|named| named.model.as_str()), mmproj)?;
     let text = ServedText::new(&model.text_files()?)?;
     server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
@@ -293,7 +290,7 @@ fn serve_shape(args: &ServeOptions, shape: &ShapeArgs) -> Result<()> {
         "the weights of {} are random: answers mean nothing, and texts are read and written in bytes",
         subject.name
     );
-    listen(args, tasks(args)?, text, server_options, options, |device| {
+    listen(args, runtime()?, text, server_options, options, |device| {
         let session = Session::start(subject.on(device), options)?;
         session::forget();
         Ok(session)

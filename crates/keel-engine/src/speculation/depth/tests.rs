@@ -171,13 +171,19 @@ fn a_bound_on_a_plain_step_only_makes_it_shorter() {
 /// One sequence whose plain steps all had prompts and took 100 ms. A pass of two rows took 20 ms, and 8 ms more than a
 /// plain step without a sequence.
 fn next_to_prompts() -> Costs {
+    let mut costs = without_rounds();
+    costs.note_pass(2, 1, 20e-3);
+    costs
+}
+
+/// The same before the first round with drafts.
+fn without_rounds() -> Costs {
     let mut costs = Costs::default();
     let shape = |outcome, rows| StepKind::decode(outcome).of(rows, 1);
     costs.note_empty(&shape(Outcome::Ahead, 1), 8e-3);
     costs.note_empty(&shape(Outcome::OpenRows, 2), 16e-3);
     costs.note_draft(1, 1e-4);
     costs.note_plain_bound(1, 0.1);
-    costs.note_pass(2, 1, 20e-3);
     costs
 }
 
@@ -219,6 +225,18 @@ fn a_plain_step_is_waited_for_until_only_bounds_come() {
     costs.note_round(true);
     assert!(!costs.wants_plain(1));
     assert_eq!(costs.round(1, 0), 7e-3, "it is measured");
+}
+
+#[test]
+fn a_measured_plain_step_stays_if_no_round_with_drafts_corrects_a_bound() {
+    let mut costs = without_rounds();
+    costs.note_pass(1, 1, 5e-3);
+    costs.note_round(true);
+    // Another number of sequences drafts.
+    (0..PLAIN_EVERY).for_each(|_| costs.note_round(false));
+    (0..BOUNDS_MAX).for_each(|_| costs.note_plain_bound(1, 0.1));
+    assert!(!costs.wants_plain(1), "each step has prompts");
+    assert_eq!(costs.round(1, 0), 5e-3, "the bound is the time of prompts");
 }
 
 #[test]

@@ -78,7 +78,7 @@ struct Open {
 impl Open {
     /// Whether the client has closed its side of the connection while its request is being answered. hyper looks for
     /// that only while it holds no byte that follows the request. A line break after a body is enough to keep it from
-    /// looking.
+    /// looking. As in hyper, a client that closes only its sending side is not answered.
     fn has_left(&self) -> bool {
         if self.link.phase() != Phase::Answering {
             return false;

@@ -7,7 +7,7 @@ use keel_server::{LoadOutput, ModelManagerOptions, ServedModel, ServedText, Serv
 
 use super::named::{self, Named};
 use super::{
-    ServeOptions, bind_port, device, prefix_store, run_server, server_options, tasks, warn_if_open,
+    ServeOptions, bind_port, device, prefix_store, run_server, runtime, server_options, warn_if_open,
     with_image_preprocessor,
 };
 use crate::args::Subject;
@@ -27,7 +27,8 @@ pub fn serve(args: &ServeOptions, models: &[Named], mmproj: Option<&Path>) -> Re
     }
     // The models may be downloaded, which can take hours. Wrong keys and a port in use are reported before that.
     let options = server_options(args)?;
-    let tasks = tasks(args)?;
+    let tasks = runtime()?;
+    drop(tasks.block_on(bind_port(args))?);
     let offers = models.iter().map(|named| offer(args, named, mmproj)).collect::<Result<Vec<_>>>()?;
     let room = server_plan::room(&args.device, args.engine.options().compute);
     let memory_limit = room.as_ref().map_or(u64::MAX, |room| room.bytes);
