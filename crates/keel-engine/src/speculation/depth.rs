@@ -217,11 +217,8 @@ impl Costs {
         let times = self.verify.entry(plain.sequences).or_default();
         // Fewer rows cannot take longer.
         let seconds = times.range(plain.rows + 1..).fold(seconds, |least, (_, more)| least.min(more.seconds));
-        // Whether `plain_step` can estimate the time from a pass with drafts. That is better than an old measurement.
-        let has_better = self.empty.verify.contains_key(&plain)
-            && times
-                .range(plain.rows + 1..)
-                .any(|(&rows, _)| self.empty.verify.contains_key(&PassSize { rows, ..plain }));
+        // An estimate from a pass with drafts is better than an old measurement.
+        let has_better = without_drafts(times, &self.empty.verify, plain).is_some();
         let bound = Mean { seconds, source: Source::Bound };
         let mean = times.entry(plain.rows).or_insert(bound);
         mean.seconds = mean.seconds.min(seconds);
@@ -288,17 +285,12 @@ impl Costs {
     }
 
     /// Estimated seconds of a plain step. `measured` has the times of passes of as many sequences. If there is only a
-    /// bound, which may be the time of prompts, the time follows from that of the smallest pass with drafts, less the
-    /// difference of the two passes without a sequence.
+    /// bound, which may be the time of prompts, the time follows from a pass with drafts.
     fn plain_step(&self, measured: &Times, plain: PassSize, per_row: f64) -> f64 {
         let seconds = estimate(measured, plain.rows, per_row);
         let is_bound = measured.get(&plain.rows).is_some_and(|mean| mean.source == Source::Bound);
-        let Some(&one) = self.empty.verify.get(&plain).filter(|_| is_bound) else { return seconds };
-        let from_pass = measured.range(plain.rows + 1..).find_map(|(&rows, mean)| {
-            let all = self.empty.verify.get(&PassSize { rows, ..plain })?;
-            Some(mean.seconds - (all - one).max(0.0))
-        });
-        from_pass.map_or(seconds, |time| time.max(one).min(seconds))
+        let from_pass = is_bound.then(|| without_drafts(measured, &self.empty.verify, plain)).flatten();
+        from_pass.map_or(seconds, |time| time.min(seconds))
     }
 }
 
@@ -330,6 +322,16 @@ fn estimate(times: &Times, rows: usize, per_row: f64) -> f64 {
         return least.max(mean.seconds * (1.0 + per_row * (rows - known) as f64));
     }
     times.values().next().map_or(0.0, |mean| mean.seconds)
+}
+
+/// Seconds of a plain step by those of the smallest pass with drafts, less the difference of the two passes without a
+/// sequence. `None` if a time is missing.
+fn without_drafts(measured: &Times, empty: &BTreeMap<PassSize, f64>, plain: PassSize) -> Option<f64> {
+    let one = *empty.get(&plain)?;
+    measured.range(plain.rows + 1..).find_map(|(&rows, mean)| {
+        let all = empty.get(&PassSize { rows, ..plain })?;
+        Some((mean.seconds - (all - one).max(0.0)).max(one))
+    })
 }
 
 /// The depth of one sequence.

@@ -17,10 +17,9 @@ use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
 use keel_engine::{Engine, EngineError, EngineOptions, GenerateOptions, SpeculationOptions, TokenIterator};
-use keel_models::loading::{Altered, Parameters, RowSink};
+use keel_models::loading::{Altered, Parameters, RandomParameters, RowSink};
 use keel_models::{MixtureCut, ModelError, Part};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
-use keel_weights::RotationValues;
 use serde_json::{Value, json};
 
 /// Sums in another order differ by less than this.
@@ -52,13 +51,13 @@ fn element(name: &str, row: usize, col: usize) -> f32 {
     ((mixed >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 0.2
 }
 
-impl Parameters for Placed {
-    fn contains(&self, name: &str) -> bool {
-        !name.contains("switch_mlp") && !name.contains("experts.0.")
+impl Altered for Placed {
+    fn inner(&self) -> &dyn Parameters {
+        &RandomParameters { format: WeightFormat::Dense(DType::F32) }
     }
 
-    fn shape(&self, _: &str) -> Option<Vec<usize>> {
-        None
+    fn contains(&self, name: &str) -> bool {
+        !name.contains("switch_mlp") && !name.contains("experts.0.")
     }
 
     fn linear_format(
@@ -101,26 +100,8 @@ impl Parameters for Placed {
         Ok((0..elements).map(of).collect())
     }
 
-    fn rotation(&self, _: &str) -> Result<Option<RotationValues>, ModelError> {
-        Ok(None)
-    }
-
-    fn shared_rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>, ModelError> {
-        Ok(None)
-    }
-
-    fn release(&self, _: &str) {}
-
     fn rows_are_alike(&self) -> bool {
         false
-    }
-
-    fn norms_are_scales(&self) -> bool {
-        true
-    }
-
-    fn column_tiles(&self, _: &str) -> usize {
-        1
     }
 }
 
@@ -223,7 +204,7 @@ impl Altered for ReadByTwo {
         let is_alone = |begun: &mut HashSet<_>| begun.len() < 2;
         let waited = self.changed.wait_timeout_while(begun, Duration::from_secs(20), is_alone);
         assert!(!waited.expect("no device has panicked").1.timed_out(), "one device loads after the other");
-        FLOATS.linear_rows(module, expert, rows, spec, sink)
+        self.inner().linear_rows(module, expert, rows, spec, sink)
     }
 }
 

@@ -9,10 +9,10 @@ use std::ops::Range;
 use crate::common::{all_logits, exact, expected, relative_error, runtime};
 use keel_array::{DType, RowData, WeightFormat, WeightSpec};
 use keel_engine::Engine;
-use keel_models::loading::{CheckpointParameters, Parameters, RowSink};
+use keel_models::loading::{Altered, CheckpointParameters, Parameters, RandomParameters, RowSink};
 use keel_testkit::fixtures_plain::{OTHERS, other_fixture};
 use keel_testkit::random::Random;
-use keel_weights::{Checkpoint, RotationValues};
+use keel_weights::Checkpoint;
 use serde_json::{Value, json};
 
 /// f32 parameters that are derived from their names, large enough that scores matter.
@@ -27,13 +27,13 @@ fn made_up(name: &str, count: usize, deviation: f32, mean: f32) -> Vec<f32> {
     (0..count).map(|_| mean + deviation * value()).collect()
 }
 
-impl Parameters for MadeUp {
-    fn contains(&self, name: &str) -> bool {
-        !name.contains("language_model")
+impl Altered for MadeUp {
+    fn inner(&self) -> &dyn Parameters {
+        &RandomParameters { format: WeightFormat::Dense(DType::F32) }
     }
 
-    fn shape(&self, _name: &str) -> Option<Vec<usize>> {
-        None
+    fn contains(&self, name: &str) -> bool {
+        !name.contains("language_model")
     }
 
     fn linear_format(
@@ -68,26 +68,12 @@ impl Parameters for MadeUp {
         Ok(made_up(name, elements, 0.5, mean))
     }
 
-    fn rotation(&self, _: &str) -> keel_models::Result<Option<RotationValues>> {
-        Ok(None)
-    }
-
-    fn shared_rotation(&self, _: &str, _: &str) -> keel_models::Result<Option<RotationValues>> {
-        Ok(None)
-    }
-
-    fn release(&self, _: &str) {}
-
     fn rows_are_alike(&self) -> bool {
         false
     }
 
     fn norms_are_scales(&self) -> bool {
         false
-    }
-
-    fn column_tiles(&self, _: &str) -> usize {
-        1
     }
 }
 
