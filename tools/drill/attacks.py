@@ -88,7 +88,7 @@ def grammars(server, options):
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     body = {"prompt": "x", "max_tokens": 4, "n": 8, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     statuses = parallel(4, lambda _: server.ask("POST", "/v1/completions", body)[0])
-    assert all(status in (200, 400, 429) for status in statuses), statuses
+    assert all(status in (200, 400, 413, 429, 503) for status in statuses), statuses
     assert 200 in statuses, f"{statuses}: no grammar was ever compiled"
 
 
@@ -109,7 +109,7 @@ def slow_masks(server, options):
         waited.append(time.monotonic() - start)
 
     parallel(6, one)
-    assert len(statuses) == 3 and all(status in (200, 400, 429) for status in statuses), statuses
+    assert len(statuses) == 3 and all(status in (200, 400, 413, 429, 503) for status in statuses), statuses
     assert 200 in statuses, "no mask was ever computed"
     assert len(waited) == 3 and max(waited) < options.masks_s, f"two tokens took {waited} s next to slow masks"
 

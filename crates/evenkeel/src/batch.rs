@@ -99,7 +99,8 @@ impl Batch {
         }
     }
 
-    /// Queues a text to continue. Under a schema or grammar it makes no drafts.
+    /// Queues a text to continue. Under a schema or grammar it makes no drafts. Prompt and text together are as long as
+    /// the context at most. (A [`crate::Model::stream`] gives one token more, because the last token is not run.)
     ///
     /// # Errors
     /// The request can never run, or the queue is full. It has a speculation: a batch drafts by its own options.

@@ -20,11 +20,11 @@
 //! | run many requests at once | [`Model::into_batch`] | `examples/batch.rs` |
 //! | know the memory before it is taken | [`ModelFiles::plan`] | `examples/plan.rs` |
 //! | save a prompt's cache, and load it later | [`Model::save`], [`Model::restore`] | `examples/saved_cache.rs` |
-//! | compute with arrays, and bring a kernel | [`mod@array`], [`DeviceOptions::runtime`] | `examples/custom_kernel.rs` |
+//! | compute with arrays, bring a kernel | [`mod@array`], [`DeviceOptions::runtime`] | `examples/custom_kernel.rs` |
 //!
 //! The device is the first GPU on which the plan fits, else the CPU; [`DeviceOptions`] chooses another. Tokens are
-//! drawn as the checkpoint recommends unless the [`Request`] says otherwise. Models, answers and batches return
-//! [`Error`]; iterators of bare tokens return the engine's.
+//! drawn as the checkpoint recommends unless the [`Request`] says otherwise. All errors are of one type, [`Error`].
+//! Only the items of [`engine::TokenIterator`] have the engine's, which `?` turns into it.
 //!
 //! The crates below are re-exported as modules: [`mod@array`], [`engine`], [`text`], [`weights`], [`models`],
 //! [`cache`], [`cpu`] and [`cuda`].

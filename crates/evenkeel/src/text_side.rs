@@ -190,7 +190,7 @@ impl ModelText {
 
     /// A compiled grammar for the answer to `prompt`.
     pub(crate) fn constraint(&self, state: GrammarState, prompt: &[u32]) -> Result<GrammarConstraint> {
-        Ok(GrammarConstraint { state, begins_after: end_of_reasoning(&self.tokenizer, prompt)? })
+        Ok(GrammarConstraint::new(state, end_of_reasoning(&self.tokenizer, prompt)?))
     }
 
     /// Ids that end a text.

@@ -2,8 +2,9 @@
 
 use keel_cache::SequenceCache;
 use keel_engine::batch::Constraint;
-use keel_engine::{Engine, GenerateOptions, Result, TokenIterator};
+use keel_engine::{Engine, GenerateOptions, TokenIterator};
 
+use crate::Result;
 use crate::constrained::GrammarConstraint;
 
 /// How tokens are drawn.
@@ -31,7 +32,7 @@ impl TokenOptions {
     /// `progress` gets the number of prompt tokens done.
     ///
     /// # Errors
-    /// As [`TokenIterator::within`].
+    /// [`crate::Error::Engine`], as [`TokenIterator::within`].
     ///
     /// See the example of [`TokenOptions`].
     pub fn start<'e>(
@@ -42,6 +43,6 @@ impl TokenOptions {
         progress: &mut dyn FnMut(usize),
     ) -> Result<TokenIterator<'e>> {
         let constraint = self.grammar.map(|grammar| Box::new(grammar) as Box<dyn Constraint>);
-        TokenIterator::within(engine, sequence, prompt, self.options, constraint, progress)
+        Ok(TokenIterator::within(engine, sequence, prompt, self.options, constraint, progress)?)
     }
 }

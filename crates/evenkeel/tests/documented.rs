@@ -122,6 +122,26 @@ fn every_item_and_method_is_shown() {
     assert_eq!(gaps(&items), [""; 0]);
 }
 
+/// The page of a crate or type that is re-exported is that of its own crate.
+#[test]
+fn every_re_export_is_shown() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |file: &str| std::fs::read_to_string(root.join(file)).expect("a source file");
+    let lib = read("src/lib.rs");
+    let crates = lib.lines().filter_map(|line| line.strip_prefix("pub use keel_")?.split_once(" as "));
+    let mut crates: Vec<&str> = crates.map(|(name, _)| name).collect();
+    assert_eq!(crates.len(), 8, "{crates:?}");
+    crates.retain(|name| {
+        let text = read(&format!("../keel-{name}/src/lib.rs"));
+        let docs = text.lines().filter_map(|line| line.strip_prefix("//!")).map(str::to_string).collect();
+        !Item { name: name.to_string(), docs }.example().contains(&format!("use keel_{name}::"))
+    });
+    assert_eq!(crates, [""; 0], "these have no example");
+    let modes = items(&read("../keel-cuda/src/backend/mode.rs"));
+    let determinism = modes.iter().find(|item| item.name == "Determinism").expect("it is public");
+    assert!(determinism.example().contains("assert"));
+}
+
 fn gaps_of(source: &str) -> Vec<String> {
     gaps(&items(source))
 }

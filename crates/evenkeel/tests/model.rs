@@ -5,9 +5,13 @@ use std::time::Duration;
 
 use evenkeel::array::{Category, Compute};
 use evenkeel::engine::batch::BatchOptions;
-use evenkeel::engine::{EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
+use evenkeel::engine::{
+    EngineError, EngineOptions, FinishReason, GenerateOptions, SamplerOptions, SpeculationOptions,
+};
 use evenkeel::text::{AnswerPart, GrammarSource, Message, ToolSignature};
-use evenkeel::{Batch, BatchEvent, Error, LoadOptions, Model, ModelFiles, Request, SequenceEvent};
+use evenkeel::{
+    Batch, BatchEvent, Error, LoadOptions, Model, ModelFiles, Request, SequenceEvent, TokenOptions,
+};
 use serde_json::json;
 
 fn folder() -> &'static Path {
@@ -354,6 +358,16 @@ fn limits_are_errors_with_numbers() {
     let mut model = Model::built_in(&options()).expect("it loads");
     assert!(matches!(model.stream("", greedy(1)).err(), Some(Error::EmptyPrompt)));
     assert!(model.engine().cache().is_idle(), "a refused prompt holds no sequence");
+}
+
+#[test]
+fn bare_tokens_have_the_error_of_this_crate() {
+    let mut model = Model::built_in(&options()).expect("it loads");
+    let sequence = model.engine_mut().open().expect("a sequence is free");
+    let tokens = TokenOptions { options: GenerateOptions::default(), grammar: None };
+    let error = tokens.start(model.engine_mut(), sequence, &[], &mut |_| ()).err().expect("an empty prompt");
+    assert!(matches!(error, Error::Engine(EngineError::EmptyPrompt)), "{error}");
+    assert!(model.engine().cache().is_idle());
 }
 
 /// A sequence holds pages and a state of the model that made it. Another model would write over its own.

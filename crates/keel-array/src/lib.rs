@@ -5,6 +5,19 @@
 //! fused element-wise chains, reused inputs and one arena of known size. [`Runtime::prepare`] keeps such a program
 //! bound to its memory, so that a model's step is traced once and run again without being rebuilt.
 //!
+//! ```
+//! use keel_array::{Array, Result, Runtime};
+//!
+//! /// `x^2 + 1` of each value. Both operations are one kernel, which runs when the values are asked for.
+//! fn squares_and_one(runtime: &Runtime, values: &[f32]) -> Result<Vec<f32>> {
+//!     let x = Array::from_slice(runtime, values, [values.len()])?;
+//!     let one = Array::full(runtime, [1], x.dtype(), 1.0)?;
+//!     x.mul(&x)?.add(&one)?.to_vec()
+//! }
+//! ```
+//!
+//! A runtime needs a backend: the page of `keel-cpu` makes one.
+//!
 //! All memory goes through the [`Ledger`] under a [`Category`]. The limit is hard: an allocation beyond it is an error.
 //!
 //! # Regimes

@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use keel_array::{DType, KvFormat, Runtime, RuntimeOptions};
+use keel_array::{AttentionSpec, DType, KvFormat, Runtime, RuntimeOptions};
 use keel_cache::{CacheFormat, CacheSize, CacheSpec, LayerSpec, ModelCache, PrefixFolder};
 use keel_cpu::{CpuBackend, CpuOptions};
 use tempfile::TempDir;
@@ -61,14 +61,14 @@ impl Bench {
         self.folder.path().join(name)
     }
 
-    /// The file of a sequence of `tokens` tokens.
-    pub fn saved(&mut self, tokens: usize) -> Vec<u8> {
+    /// The file of a sequence of `tokens` tokens, without its first `first_page` pages.
+    pub fn saved(&mut self, first_page: usize, tokens: usize) -> Vec<u8> {
         let mut sequence = self.cache.open().expect("a slot is free");
         self.cache.reserve(&mut sequence, tokens).expect("pages are free");
         sequence.advance(tokens);
         let ids: Vec<u32> = (0..tokens as u32).collect();
         let path = self.at("saved");
-        self.cache.save(&sequence, &ids, MODEL, &path).expect("it is written");
+        self.cache.save_from(first_page, &sequence, &ids, MODEL, &path).expect("it is written");
         let bytes = std::fs::read(path).expect("it is there");
         assert!(bytes.len() as u64 <= self.cache.saved_bytes_max());
         bytes
@@ -77,10 +77,48 @@ impl Bench {
     /// Loads a file of a sequence with this header. The header is followed by as many zeros as it declares. Returns
     /// whether it was accepted.
     pub fn sequence(&mut self, header: &[u8]) -> bool {
-        let mut file = (header.len() as u64).to_le_bytes().to_vec();
-        file.extend_from_slice(header);
-        file.resize(file.len() + declared(header), 0);
-        self.file(&file)
+        self.file(&with_data(header))
+    }
+
+    /// Loads a file of a sequence with this header after pages of another sequence, as many as it asks for. There are
+    /// two. Returns whether it was accepted.
+    ///
+    /// # Panics
+    /// If a refusal holds memory or says nothing, or what was accepted does not share exactly these pages.
+    pub fn continuation(&mut self, header: &[u8]) -> bool {
+        let (path, again) = (self.at("continuation"), self.at("again"));
+        std::fs::write(&path, with_data(header)).expect("written");
+        let mut other = self.cache.open().expect("a slot is free");
+        self.cache.reserve(&mut other, 2 * AttentionSpec::PAGE).expect("pages are free");
+        other.advance(2 * AttentionSpec::PAGE);
+        let free = self.cache.free_pages();
+        let opened = self.cache.open_file(MODEL, &path);
+        let loaded = opened.and_then(|file| {
+            let first_pages = &other.pages()[..file.first_page.min(2)];
+            Ok((self.cache.load_from(&file, first_pages)?, file))
+        });
+        let is_accepted = match loaded {
+            Ok((sequence, file)) => {
+                let (first, own) = sequence.pages().split_at(file.first_page);
+                assert_eq!(first, &other.pages()[..file.first_page]);
+                assert_eq!(self.cache.free_pages(), free - own.len());
+                let alone = self.cache.load(MODEL, &path);
+                assert!(file.first_page == 0 || alone.is_err(), "the pages before it are missing");
+                let saved = self.cache.save_from(file.first_page, &sequence, &file.tokens, MODEL, &again);
+                saved.expect("what was loaded can be saved");
+                let same = self.cache.open_file(MODEL, &again).expect("what was saved can be opened");
+                assert_eq!((same.tokens, same.first_page), (file.tokens, file.first_page));
+                true
+            }
+            Err(problem) => {
+                assert!(!problem.to_string().is_empty());
+                false
+            }
+        };
+        assert_eq!(self.cache.free_pages(), free, "its own pages come back, and only these");
+        drop(other);
+        assert!(self.cache.is_idle(), "the slots come back");
+        is_accepted
     }
 
     /// Loads a file of a sequence. Returns whether it was accepted.
@@ -142,6 +180,14 @@ impl Bench {
         assert_eq!(again, texts);
         true
     }
+}
+
+/// A file with this header and as many zeros as it declares.
+fn with_data(header: &[u8]) -> Vec<u8> {
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header);
+    file.resize(file.len() + declared(header), 0);
+    file
 }
 
 /// Bytes of data that a header declares.

@@ -33,16 +33,17 @@ impl HeldEntries<'_> {
 }
 
 /// Everything that a sequence holds of its first `len` tokens, in the order of the layers. These are all its tokens,
-/// now or after loading.
+/// now or after loading. The first `first_page` pages of layers without a window are left out.
 pub(crate) fn contents<'a>(
     layers: &'a [LayerStorage],
     sequence: &SequenceCache,
+    first_page: usize,
     len: usize,
 ) -> Vec<HeldEntries<'a>> {
     let used = len.div_ceil(AttentionSpec::PAGE);
     let window_used = used.min(sequence.sliding_pages().len());
     let indices = |pages: &[PageId]| pages.iter().map(|page| page.index()).collect::<Vec<_>>();
-    let pages = &indices(&sequence.pages()[..used]);
+    let pages = &indices(&sequence.pages()[first_page..used]);
     let sliding_pages = &indices(&sequence.sliding_pages()[..window_used]);
     let mut contents = Vec::new();
     for (i, layer) in layers.iter().enumerate() {

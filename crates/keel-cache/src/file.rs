@@ -3,7 +3,8 @@
 //! A safetensors file with these tensors:
 //! - `tokens` u32 `[len]`;
 //! - for each attention layer `layers.N.keys` and `.values`: the used pages `[pages, KV, 256, W]`, in sliding layers in
-//!   the order in which they rotate;
+//!   the order in which they rotate. Other layers lack the first pages if the metadata says so: `first_page` is their
+//!   number;
 //! - for each recurrent layer `layers.N.window` and `.state`.
 //!
 //! The metadata names the format and the model, so that no other model loads it. It says `turns: long` if keys are
@@ -12,11 +13,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use keel_array::{Array, DType};
+use keel_array::{Array, AttentionSpec, DType};
 use keel_weights::{SafetensorsFile, SafetensorsWriter, TensorSource, TensorSpec, WeightsError};
 
 use crate::contents::contents;
-use crate::{CacheError, LayerStorage, ModelCache, Result, SequenceCache};
+use crate::{CacheError, LayerStorage, ModelCache, PageId, Result, SequenceCache};
 
 /// Name of the file's layout. A change of the layout changes it.
 const FORMAT: &str = "keel-prompt-cache-1";
@@ -25,6 +26,21 @@ const FORMAT: &str = "keel-prompt-cache-1";
 const TURNS: &str = "turns";
 const LONG: &str = "long";
 
+/// Metadata key of the number of pages that come before those of the file. A file without it has all pages.
+const FIRST_PAGE: &str = "first_page";
+
+/// An opened file of a sequence.
+#[derive(Debug)]
+pub struct SequenceFile {
+    file: SafetensorsFile,
+    /// The tokens of the sequence, also those whose pages are not in the file.
+    pub tokens: Vec<u32>,
+    /// How many of the sequence's first pages are not in the file. All of them are full.
+    pub first_page: usize,
+    /// Whether keys are rotated by the frequencies of long sequences.
+    pub is_long: bool,
+}
+
 impl ModelCache {
     /// Writes the contents of a sequence to `path`, with the model's name and the sequence's tokens.
     ///
@@ -32,12 +48,32 @@ impl ModelCache {
     /// [`CacheError::File`] if the number of tokens is not the sequence's; [`CacheError::OpenRows`]; an error of the
     /// disk. After an error what was at `path` is still there.
     pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
+        self.save_from(0, sequence, tokens, model, path)
+    }
+
+    /// As [`ModelCache::save`], without the first `first_page` pages. [`ModelCache::load_from`] needs them again.
+    ///
+    /// # Errors
+    /// As [`ModelCache::save`].
+    ///
+    /// # Panics
+    /// If fewer pages are full.
+    pub fn save_from(
+        &self,
+        first_page: usize,
+        sequence: &SequenceCache,
+        tokens: &[u32],
+        model: &str,
+        path: &Path,
+    ) -> Result<()> {
         self.expect_settled(sequence)?;
         if tokens.len() != sequence.len() {
             let problem = format!("{} tokens were given for a cache of {}", tokens.len(), sequence.len());
             return Err(CacheError::File { path: path.into(), problem });
         }
-        let contents = contents(self.layers(), sequence, tokens.len());
+        let full_pages = tokens.len() / AttentionSpec::PAGE;
+        assert!(first_page <= full_pages, "{first_page} of {full_pages} full pages are to be left out");
+        let contents = contents(self.layers(), sequence, first_page, tokens.len());
         let mut specs: Vec<TensorSpec> = contents
             .iter()
             .map(|p| TensorSpec { name: p.name.clone(), dtype: p.pool.dtype(), shape: p.shape() })
@@ -48,6 +84,9 @@ impl ModelCache {
         );
         if sequence.is_long() {
             metadata.insert(TURNS.into(), LONG.into());
+        }
+        if first_page > 0 {
+            metadata.insert(FIRST_PAGE.into(), first_page.to_string());
         }
         let mut writer = SafetensorsWriter::create(path, &specs, &metadata)?;
         for held in &contents {
@@ -65,9 +104,18 @@ impl ModelCache {
     /// Opens a sequence with the contents of the file at `path`, and returns it with its tokens.
     ///
     /// # Errors
-    /// [`CacheError::File`] if the file has another format, model or size; or if no slot or page is free. After an
-    /// error no slot or page is held.
+    /// [`CacheError::File`] if the file has another format, model or size, or lacks pages; or if no slot or page is
+    /// free. After an error no slot or page is held.
     pub fn load(&mut self, model: &str, path: &Path) -> Result<(SequenceCache, Vec<u32>)> {
+        let file = self.open_file(model, path)?;
+        Ok((self.load_from(&file, &[])?, file.tokens))
+    }
+
+    /// Opens the file at `path` and reads its tokens. Nothing is taken for them.
+    ///
+    /// # Errors
+    /// [`CacheError::File`] if the file has another format, model or size.
+    pub fn open_file(&self, model: &str, path: &Path) -> Result<SequenceFile> {
         let file = SafetensorsFile::open(path)?;
         let wrong = |problem: String| CacheError::File { path: path.into(), problem };
         for (key, expected) in [("format", FORMAT), ("model", model)] {
@@ -84,19 +132,42 @@ impl ModelCache {
             return Err(wrong(format!("it holds {count} {dtype} tokens, and the context is {context}")));
         }
         let tokens: Vec<u32> = ids_of.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
-        let mut sequence = self.open()?;
-        sequence.set_long(file.metadata().get(TURNS).is_some_and(|turns| turns == LONG));
+        let full_pages = tokens.len() / AttentionSpec::PAGE;
+        let claimed = file.metadata().get(FIRST_PAGE).map_or("0", String::as_str);
+        let Some(first_page) = claimed.parse::<usize>().ok().filter(|&page| page <= full_pages) else {
+            let problem = format!("its {FIRST_PAGE} is {claimed:?}, and its tokens fill {full_pages} pages");
+            return Err(wrong(problem));
+        };
+        let is_long = file.metadata().get(TURNS).is_some_and(|turns| turns == LONG);
+        Ok(SequenceFile { file, tokens, first_page, is_long })
+    }
+
+    /// Opens a sequence with the contents of a file after `first_pages`, which hold the tokens before
+    /// [`SequenceFile::first_page`]. These pages are shared. A partly filled last page is the sequence's own.
+    ///
+    /// # Errors
+    /// As [`ModelCache::load`]; [`CacheError::File`] also if the file continues from another number of pages.
+    pub fn load_from(&mut self, saved: &SequenceFile, first_pages: &[PageId]) -> Result<SequenceCache> {
+        let SequenceFile { file, tokens, first_page, is_long } = saved;
+        let wrong = |problem: String| CacheError::File { path: file.path().into(), problem };
+        let given = first_pages.len();
+        if given != *first_page {
+            let problem = format!("it lacks its first {first_page} pages, and {given} are given");
+            return Err(wrong(problem));
+        }
+        let mut sequence = self.resume(given * AttentionSpec::PAGE, first_pages, None)?;
+        sequence.set_long(*is_long);
         // The tokens and a tensor for each array. A tensor split saves each layer once for each device. A file of
         // another number of devices may have the same shapes with other heads, so the tensors are counted.
-        let expected = contents(self.layers(), &sequence, 0).len() + 1;
+        let expected = contents(self.layers(), &sequence, 0, 0).len() + 1;
         let found = file.names().count();
         if found != expected {
             let problem = format!("it holds {found} tensors, and this engine's cache has {expected}");
             return Err(wrong(problem));
         }
-        self.fill_from(&file, &mut sequence, tokens.len())?;
+        self.fill_from(file, &mut sequence, tokens.len())?;
         file.check_intact()?;
-        Ok((sequence, tokens))
+        Ok(sequence)
     }
 
     /// The most bytes of a file that [`ModelCache::save`] writes.
@@ -115,9 +186,11 @@ impl ModelCache {
         (layers + self.size().context * size_of::<u32>() + HEADER_BYTES) as u64
     }
 
+    /// Extends a sequence of full pages to `len` tokens. The pages that it has already are only read.
     fn fill_from(&mut self, file: &SafetensorsFile, sequence: &mut SequenceCache, len: usize) -> Result<()> {
-        self.reserve(sequence, len)?;
-        for held in contents(self.layers(), sequence, len) {
+        let (first_page, rows) = (sequence.pages().len(), len - sequence.len());
+        self.reserve(sequence, rows)?;
+        for held in contents(self.layers(), sequence, first_page, len) {
             let tensor = file.tensor(&held.name)?.expect_shape(&held.shape())?;
             if tensor.dtype() != held.pool.dtype() {
                 let (found, needed) = (tensor.dtype().to_string(), "the type of this engine's cache");
@@ -128,7 +201,7 @@ impl ModelCache {
                 held.pool.write_bytes(entry * entry_bytes, bytes)?;
             }
         }
-        sequence.advance(len);
+        sequence.advance(rows);
         Ok(())
     }
 }

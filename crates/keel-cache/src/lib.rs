@@ -4,6 +4,16 @@
 //! and a [`CacheSize`] (numbers of sequences and tokens). Later no sequence allocates: it holds page numbers and a slot
 //! number, and gives them back when it is dropped.
 //!
+//! ```
+//! use keel_array::{DType, KvFormat};
+//! use keel_cache::{CacheFormat, CacheSpec, LayerSpec};
+//!
+//! let layer = LayerSpec::Attention { kv_heads: 2, head_dim: 64 };
+//! let format = CacheFormat { kv: KvFormat::F16, state: DType::F32 };
+//! let spec = CacheSpec { layers: vec![layer; 3], format };
+//! assert_eq!(spec.token_bytes(), 3 * (2 * 2 * 64) * 2); // keys and values of three layers
+//! ```
+//!
 //! Ownership of a sequence's tokens, with pages of 256:
 //!
 //! ```text
@@ -39,6 +49,7 @@ mod vision_inputs;
 
 pub use error::{CacheError, Result};
 pub use failed_step::{CommitProgress, FailedStepState};
+pub use file::SequenceFile;
 pub(crate) use ids::HostBlockId;
 pub use ids::{CheckpointId, PageId, SlotId};
 pub use model_cache::ModelCache;

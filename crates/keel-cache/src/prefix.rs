@@ -14,6 +14,7 @@
 //! copy of the partly filled page. So, among the blocks of one page's range of tokens, the deepest names the page that
 //! holds them all.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
 use keel_array::{AttentionSpec, PREFILL_GRID};
@@ -174,13 +175,24 @@ impl PrefixTree {
         let resumable = |id: &NodeId| !self.needs_state || self.node(*id).state.is_some();
         path.truncate(path.iter().rposition(resumable).map_or(0, |last| last + 1));
         self.touch(&path);
-        let deepest_of_each_page = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last);
         PrefixHit {
             len: path.len() * PREFIX_BLOCK,
-            pages: deepest_of_each_page.map(|&id| self.node(id).page).collect(),
+            pages: self.pages_along(&path),
             state: path.last().and_then(|&id| self.state_after(id)),
             known_len,
         }
+    }
+
+    /// The pages that hold `tokens`, with or without a saved state; `None` if not all of the tokens are known.
+    pub fn pages_of(&self, tokens: &[u32]) -> Option<Vec<PageId>> {
+        let path = self.walk(tokens);
+        (path.len() * PREFIX_BLOCK == tokens.len()).then(|| self.pages_along(&path))
+    }
+
+    /// The pages that hold the blocks of a path: the deepest block of each page names it.
+    fn pages_along(&self, path: &[NodeId]) -> Vec<PageId> {
+        let deepest = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last);
+        deepest.map(|&id| self.node(id).page).collect()
     }
 
     /// Notes that the blocks of a text were used just now.
@@ -312,8 +324,8 @@ impl PrefixTree {
         evicted
     }
 
-    /// The `most` remembered texts that were used last, least recently used first. A text ends at a saved state, or at
-    /// a last block if no state is needed.
+    /// The `most` remembered texts that were used last, most recently used first. A text comes after those that it
+    /// begins with. It ends at a saved state, or at a last block if no state is needed.
     pub fn texts(&self, most: usize) -> Vec<RememberedText> {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
@@ -322,17 +334,23 @@ impl PrefixTree {
             .map(NodeId)
             .filter(|&id| self.nodes[id.0].as_ref().is_some_and(is_end))
             .collect();
-        ends.sort_by_key(|&id| self.node(id).last_used);
-        ends.drain(..ends.len().saturating_sub(most));
+        // A block is used whenever one after it is.
+        ends.sort_by_cached_key(|&id| (Reverse(self.node(id).last_used), self.path_to(id).len()));
+        ends.truncate(most);
         ends.into_iter().map(|id| self.text_of(id)).collect()
     }
 
-    fn text_of(&self, end: NodeId) -> RememberedText {
+    /// The nodes from the root to `end`.
+    fn path_to(&self, end: NodeId) -> Vec<NodeId> {
         let mut path: Vec<NodeId> = std::iter::successors(Some(end), |&id| self.node(id).parent).collect();
         path.reverse();
+        path
+    }
+
+    fn text_of(&self, end: NodeId) -> RememberedText {
+        let path = self.path_to(end);
         let tokens = path.iter().flat_map(|&id| self.node(id).block.iter().copied()).collect();
-        let pages = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last).map(|&id| self.node(id).page);
-        RememberedText { tokens, pages: pages.collect(), state: self.state_after(end) }
+        RememberedText { tokens, pages: self.pages_along(&path), state: self.state_after(end) }
     }
 
     /// Removes a leaf, then each ancestor from which and through which nothing can continue.

@@ -1,9 +1,10 @@
 //! Remembered prefixes on disk.
 //!
-//! A folder holds one cache file for each text ([`ModelCache::save`](crate::ModelCache::save)), and `index.json`. The
-//! index names the files with their sizes and checksums, and the pictures of each text by their hashes. It is written
-//! last: files without an index are never read. Texts are what users wrote, so no file of a text stays that the index
-//! does not name, unless it cannot be removed.
+//! A folder holds one cache file for each text ([`ModelCache::save_from`](crate::ModelCache::save_from)), and
+//! `index.json`. A file has no full page that an earlier file has. The index names the files in the order in which they
+//! are to be read, with their sizes and checksums, and the pictures of each text by their hashes. It is written last:
+//! files without an index are never read. Texts are what users wrote, so no file of a text stays that the index does
+//! not name, unless it cannot be removed.
 
 use std::collections::HashSet;
 use std::io::{self, BufReader, Read};
@@ -18,7 +19,7 @@ pub type PictureHash = [u8; 32];
 const INDEX: &str = "index.json";
 /// The size limit of an index. Each entry takes less than 100 bytes, and 70 for each picture.
 const INDEX_BYTES_MAX: u64 = 1 << 20;
-const FORMAT: &str = "keel-prefix-cache-1";
+const FORMAT: &str = "keel-prefix-cache-2";
 
 /// A folder of the texts that a model remembered.
 #[derive(Clone, Copy, Debug)]
@@ -159,7 +160,7 @@ impl PrefixFolder<'_> {
         write_whole(&path, index.to_string().as_bytes()).map_err(|error| Unwritten::new(&path, &error))
     }
 
-    /// The texts of the index. `None` if there is no index.
+    /// The texts of the index, in its order. `None` if there is no index.
     ///
     /// # Errors
     /// One sentence: the index cannot be read, or is of another format or model.

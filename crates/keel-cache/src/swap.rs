@@ -135,7 +135,7 @@ impl ModelCache {
     /// sequence is then unchanged.
     pub fn park(&mut self, sequence: &mut SequenceCache) -> Result<()> {
         self.expect_settled(sequence)?;
-        let contents = contents(&self.layers, sequence, sequence.len());
+        let contents = contents(&self.layers, sequence, 0, sequence.len());
         let image_bytes = contents.iter().map(HeldEntries::bytes).sum::<usize>();
         let blocks = self.take_blocks(image_bytes.div_ceil(BLOCK_BYTES))?;
         let memory = self.swap.memory.bytes_mut();
@@ -173,7 +173,7 @@ impl ModelCache {
         sequence.slot = Some(self.take_slot()?);
         let filled = self.reserve(sequence, 0).and_then(|()| {
             let memory = self.swap.memory.bytes();
-            each_range(&contents(&self.layers, sequence, sequence.len()), blocks, |held, at, host, len| {
+            each_range(&contents(&self.layers, sequence, 0, sequence.len()), blocks, |held, at, host, len| {
                 Ok(held.pool.write_bytes(at, &memory[host..host + len])?)
             })
         });

@@ -70,6 +70,11 @@ impl VisionInputs {
         self.ends.get(token).map_or(token, |&end| end as usize)
     }
 
+    /// The most tokens that see each other; 0 if those of a picture do not. Pictures next to each other are one run.
+    pub fn longest_run(&self) -> usize {
+        self.ends.chunk_by(|end, next| end == next).map(<[u32]>::len).max().unwrap_or(0)
+    }
+
     /// The run of tokens that see each other and contains both `cut - 1` and `cut`, if there is one.
     pub fn run_around(&self, cut: usize) -> Option<std::ops::Range<usize>> {
         let end = self.end(cut.checked_sub(1)?);
@@ -109,6 +114,7 @@ mod tests {
     fn a_cut_within_a_run_is_found() {
         let vision = vision();
         assert_eq!([1, 2, 4, 5].map(|cut| vision.run_around(cut)), [None, Some(1..5), Some(1..5), None]);
+        assert_eq!((vision.longest_run(), VisionInputs::default().longest_run()), (4, 0));
         assert!(vision.has_picture_in(0..2) && !vision.has_picture_in(5..9));
         assert_eq!(vision.feature(0, 3), Some(&[3.0][..]));
         assert_eq!((vision.feature(0, 5), vision.feature(1, 3), vision.position(7)), (None, None, [7; 3]));

@@ -57,13 +57,35 @@ fn survive(sound: &[u8], check: impl Fn(&[u8]) -> bool) {
 
 #[test]
 fn damaged_files_of_sequences_are_refused_and_hold_nothing() {
-    let file = Bench::of_this_thread(|bench| bench.saved(300));
+    let file = Bench::of_this_thread(|bench| bench.saved(0, 300));
     assert!(Bench::of_this_thread(|bench| bench.file(&file)));
     for cut in [0, 7, 8, 9, file.len() / 2, file.len() - 1] {
         assert!(!Bench::of_this_thread(|bench| bench.file(&file[..cut])), "{cut} bytes");
     }
+    survive(header_of(&file), |header| Bench::of_this_thread(|bench| bench.sequence(header)));
+}
+
+fn header_of(file: &[u8]) -> &[u8] {
     let length = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
-    survive(&file[8..8 + length], |header| Bench::of_this_thread(|bench| bench.sequence(header)));
+    &file[8..8 + length]
+}
+
+#[test]
+fn files_without_their_first_pages_continue_from_exactly_these() {
+    let continues = |header: &[u8]| Bench::of_this_thread(|bench| bench.continuation(header));
+    for (first_page, tokens) in [(0, 300), (1, 256), (1, 300), (2, 512), (2, 600)] {
+        let file = Bench::of_this_thread(|bench| bench.saved(first_page, tokens));
+        assert!(continues(header_of(&file)), "{tokens} tokens from page {first_page}");
+    }
+    let file = Bench::of_this_thread(|bench| bench.saved(1, 600));
+    let header = std::str::from_utf8(header_of(&file)).expect("JSON");
+    for claimed in ["0", "2", "3", "-1", "1.0", "one", "", "18446744073709551615", "18446744073709551616"] {
+        let other = header.replace("\"first_page\":\"1\"", &format!("\"first_page\":\"{claimed}\""));
+        assert!(other != header && !continues(other.as_bytes()), "{claimed} pages");
+    }
+    for seed in 1..=mutations(MUTATIONS) {
+        continues(&mutate(header.as_bytes(), &mut Random::of_case(seed)));
+    }
 }
 
 #[test]
@@ -71,7 +93,7 @@ fn damaged_indexes_of_prefixes_lead_nowhere_else() {
     let crc32 = crc32fast::hash(b"text");
     let file = json!({"name": "0.safetensors", "bytes": 4, "crc32": crc32, "pictures": ["ab".repeat(32)]});
     let other = json!({"name": "1.safetensors", "bytes": 9, "crc32": 0, "pictures": []});
-    let index = json!({"format": "keel-prefix-cache-1", "model": "a model", "files": [file, other]});
+    let index = json!({"format": "keel-prefix-cache-2", "model": "a model", "files": [file, other]});
     survive(index.to_string().as_bytes(), |index| Bench::of_this_thread(|bench| bench.prefix_index(index)));
 }
 

@@ -60,14 +60,16 @@ extern "C" __global__ void check_batch(
     u32 what = 0, number = 0, bound = 0;
     if (threadIdx.x == 0) reporter = ~0u;
     __syncthreads();
-    for (u32 b = threadIdx.x; b < sequences; b += blockDim.x) {
+    // Threads of a group share the pages of a sequence: few sequences may have a thousand pages each.
+    const u32 group = max(1u, min(32u, blockDim.x / max(1u, sequences))), lane = threadIdx.x % group;
+    for (u32 b = threadIdx.x / group; b < sequences; b += blockDim.x / group) {
         const u32 first = row_start[b], end = row_start[b + 1];
         if ((b == 0 && first != 0) || first > end || end > rows) { what = ROWS_WRONG; number = end; bound = rows; continue; }
         if (slot) {
             const u32 mine = slot[b];
             if (mine == NO_SLOT && first == end && !(accepted && accepted[b])) continue;
             if (mine >= slots) { what = SLOT_MISSING; number = mine; bound = slots; continue; }
-            for (u32 other = 0; other < b; ++other)
+            for (u32 other = lane; other < b; other += group)
                 if (slot[other] == mine) { what = SLOT_TWICE; number = mine; bound = other << 16 | b; }
         }
         if (accepted && accepted[b] > records) { what = ACCEPTED_MISSING; number = accepted[b]; bound = records << 16 | b; }
@@ -80,7 +82,7 @@ extern "C" __global__ void check_batch(
         const u64 seen = window && start + 1 > window ? (start + 1 - window) / PAGE : 0;
         if (used > table_width) { what = TABLE_SHORT; number = (u32)stop; bound = table_width; continue; }
         const u32 first_written = table[(u64)b * table_width + start / PAGE];
-        for (u64 i = seen; i < used; ++i) {
+        for (u64 i = seen + lane; i < used; i += group) {
             const u32 page = table[(u64)b * table_width + i];
             if (page >= pages) { what = PAGE_MISSING; number = page; bound = pages; }
             // Without a window all earlier keys are seen. Later pages than the first one are looked at below.
@@ -97,10 +99,12 @@ extern "C" __global__ void check_batch(
                     if (table[(u64)b * table_width + i] == table[(u64)b * table_width + j]) { what = PAGE_TWICE; number = (u32)(end_of_run - at); bound = window; }
         }
     }
+    // Below, a thread has other sequences than above, whose tables it reads only if all are sound.
+    const bool sound = !__syncthreads_or(what != 0);
     // One round, unless more pages are written than there are places. Then a round takes the pages of one remainder,
     // which have places in any case.
     const u32 rounds = rows / PAGE + 2 * sequences <= PLACES ? 1 : (pages + PLACES - 1) / PLACES;
-    for (u32 round = 0; table && round < rounds; ++round) {
+    for (u32 round = 0; sound && table && round < rounds; ++round) {
         if (round > 0) {
             __syncthreads();
             free_places(written);

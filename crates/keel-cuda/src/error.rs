@@ -1,5 +1,6 @@
 //! Errors between this crate and a GPU.
 
+use crate::driver::MemoryInfo;
 use keel_array::ArrayError;
 
 /// Errors of the CUDA backend.
@@ -75,15 +76,15 @@ pub enum CudaError {
     #[error(
         "cuda:{ordinal} has too little free memory for {purpose}{}; nvidia-smi shows which programs hold its memory: \
          end one of them, or choose another device ({call}: out of memory)",
-        free_of_total(*free_and_total)
+        free_of_total(*memory)
     )]
     DeviceFull {
         /// The device's number.
         ordinal: usize,
         /// What the memory is for.
         purpose: &'static str,
-        /// Bytes that are free, and all bytes of the device; `None` if nothing tells.
-        free_and_total: Option<(u64, u64)>,
+        /// The device's memory; `None` if nothing tells.
+        memory: Option<MemoryInfo>,
         /// The function of the driver or of a library.
         call: &'static str,
     },
@@ -109,9 +110,9 @@ pub enum CudaError {
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 
 /// In MiB, as nvidia-smi has them.
-fn free_of_total(bytes: Option<(u64, u64)>) -> String {
-    bytes
-        .map_or_else(String::new, |(free, total)| format!(": {} of {} MiB are free", free >> 20, total >> 20))
+fn free_of_total(memory: Option<MemoryInfo>) -> String {
+    let text = |MemoryInfo { free, total }| format!(": {} of {} MiB are free", free >> 20, total >> 20);
+    memory.map_or_else(String::new, text)
 }
 
 impl CudaError {

@@ -1,6 +1,6 @@
 //! Every operation against its oracle, over the case lists that all backends share, in f32; then the operations for
-//! which the fast modes have kernels of their own, and products that keep more bits of x than other backends do. Needs a
-//! GPU: `KEEL_TEST_CUDA=1`.
+//! which the fast modes have kernels of their own, and products that keep more bits of x than other backends do. Needs
+//! a GPU: `KEEL_TEST_CUDA=1`.
 //!
 //! - `KEEL_TEST_OPS=linear,sort` runs these operations alone.
 //! - `KEEL_TEST_KERNELS=FILE` writes a line for each case and each kernel that it launches, with a tab between the two.

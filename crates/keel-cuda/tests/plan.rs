@@ -64,7 +64,7 @@ fn norms_and_gates_disappear_into_products_in_8_bits() {
     }
 }
 
-/// A feed-forward half of intermediates that a norm of 4,096 columns begins.
+/// The kernels of a norm of 4,096 columns, gate and up, SwiGLU, and down, with `rows` rows.
 fn feed_forward_in(compute: Compute, rows: usize) -> Vec<String> {
     const K: usize = 4096;
     let runtime = Runtime::new(planning(), RuntimeOptions::default());

@@ -22,7 +22,7 @@ use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, GroupIds, PeerProcesses, Ro
 const RANK: &str = "KEEL_TEST_PROCESS_RANK";
 const PART: &str = "KEEL_TEST_PROCESS_PART";
 
-/// What the lines begin with that are for the other process. The harness may print something before.
+/// Prefix of the lines that are for the other process. The harness may print something before it.
 const MARK: &str = "to the other process: ";
 
 /// The longest that a test takes, and a process waits for a message.

@@ -10,6 +10,7 @@ use keel_cache::SequenceCache;
 use crate::batch::Constraint;
 use crate::options::MTP_LAG_MAX;
 use crate::speculation::{Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation};
+use crate::step::drafts_not_planned;
 use crate::{
     Engine, EngineError, Result, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, Ticket,
     Work, WorkRows,
@@ -24,7 +25,7 @@ pub struct GenerateOptions {
     pub sampler: SamplerOptions,
     /// Tokens that end the text; they are not part of it.
     pub end_tokens: Vec<u32>,
-    /// How the sequence drafts, if it does. The engine must have been made with drafts. For greedy tokens
+    /// How the sequence drafts, if it does. An engine that was made without drafts refuses it. For greedy tokens
     /// [`SpeculationOptions::repeatable`] is ignored, because they do not need it.
     pub speculation: Option<SpeculationOptions>,
     /// Run the prompt token by token in the decode regime, to compare the two. There are no drafts then.
@@ -138,11 +139,14 @@ impl<'e> TokenIterator<'e> {
         mut chooser: Box<dyn Chooser>,
         progress: &mut dyn FnMut(usize),
     ) -> Result<TokenIterator<'e>> {
+        let speculation = options.speculation.filter(|_| !options.one_by_one);
+        if speculation.is_some() && engine.options().drafts == 0 {
+            return Err(drafts_not_planned());
+        }
         let start = Instant::now();
         let is_known = options.seen.len() == sequence.len();
         let run = if options.one_by_one { run_one_by_one } else { Engine::run_prompt };
         let drawn = run(engine, &mut sequence, prompt, chooser.draw_next(), progress)?;
-        let speculation = options.speculation.filter(|_| !options.one_by_one);
         let drafts = |how| Ok::<_, EngineError>(Speculation::new(how, engine.last_hidden()?));
         let speculation = speculation.map(drafts).transpose()?;
         let first = choose_first(engine, &mut *chooser, drawn)?;

@@ -50,9 +50,6 @@ pub struct EngineOptions {
     pub row_hidden: bool,
     /// Also load the model's vision tower, for pictures up to this size. `None` is for text alone.
     pub vision: Option<VisionOptions>,
-    /// How many tokens of one picture must be in the same step because they see each other; 0 if they do not.
-    /// [`crate::Engine::load`] sets it from the config.
-    pub picture_run: usize,
     /// Only in a plan: count the largest step of each kind alone. See [`crate::plan::at_least`].
     pub largest_steps: bool,
 }
@@ -74,7 +71,6 @@ impl Default for EngineOptions {
             all_logits: false,
             row_hidden: false,
             vision: None,
-            picture_run: 0,
             largest_steps: false,
         }
     }

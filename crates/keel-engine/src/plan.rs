@@ -81,8 +81,9 @@ pub fn steps(
     options: EngineOptions,
 ) -> Result<Vec<String>> {
     let on = devices.iter().map(|placed| (&*placed.device, &placed.part));
-    let mut lines = Buckets::for_devices(&options, on).lines();
-    if let Some((vision, sizes)) = vision::config(config, options.vision)?.zip(options.vision) {
+    let vision = vision::config(config, options.vision)?;
+    let mut lines = Buckets::for_devices(&options, vision.as_ref(), on).lines();
+    if let Some((vision, sizes)) = vision.zip(options.vision) {
         let text = keel_models::read_config(config)?;
         lines.extend(Passes::new(&vision, &text, sizes, tower.is_compiling()).lines());
     }

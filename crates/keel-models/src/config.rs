@@ -23,6 +23,9 @@ const EXTENT_MAX: usize = 1 << 24;
 /// Widest projection to heads. It bounds what is listed for each of its rows.
 const PROJECTED_MAX: usize = 1 << 20;
 
+/// Most layers of a multi-token-prediction head.
+pub(crate) const MTP_LAYERS_MAX: usize = 8;
+
 /// Most experts of a layer.
 const EXPERTS_MAX: usize = 1 << 14;
 
@@ -270,7 +273,7 @@ impl HybridConfig {
             && (!self.sliding_rope_theta.is_finite() || self.sliding_rope_theta <= 1.0)
         {
             Some("the rope_theta of sliding layers is not a number above one")
-        } else if self.layers.len() > 4096 || self.mtp_layers > 8 {
+        } else if self.layers.len() > 4096 || self.mtp_layers > MTP_LAYERS_MAX {
             Some("num_hidden_layers is above 4096 or mtp_num_hidden_layers above 8")
         } else {
             None

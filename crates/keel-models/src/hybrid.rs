@@ -338,7 +338,7 @@ impl HybridModel {
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn mtp_remember(
+    pub fn mtp_write_kv(
         &self,
         head: &MtpHead,
         hidden: &Array,
@@ -357,7 +357,7 @@ impl HybridModel {
         let (Mixer::Attention(mixer), LayerStorage::Attention(pool)) = (&last.mixer, storage) else {
             unreachable!("the layers of a head attend to everything before")
         };
-        Ok(mixer.remember(&normed(last.mixer_norm.as_ref(), &x)?, pool, step)?)
+        Ok(mixer.write_kv(&normed(last.mixer_norm.as_ref(), &x)?, pool, step)?)
     }
 
     fn mtp_input(

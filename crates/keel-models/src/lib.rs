@@ -3,6 +3,14 @@
 //! [`load`] reads a model: numbers from the config, then weights into a [`keel_array::Runtime`]. On a planning backend
 //! the same code counts bytes and reads nothing. A [`HybridModel`] builds the lazy graph of a step. It does not run
 //! anything.
+//!
+//! ```
+//! use keel_models::{read_config, shape};
+//!
+//! let config = read_config(&shape("qwen3.5-4b").expect("a published size"))?;
+//! assert_eq!((config.hidden, config.layers.len()), (2560, 32));
+//! # Ok::<(), keel_models::ModelError>(())
+//! ```
 
 #![forbid(unsafe_code)]
 
@@ -29,6 +37,7 @@ pub use split::share::{MixtureCut, Share, VocabularyShare};
 use split::share_parameters::ShareParameters;
 pub use split::sums::{SumOrder, Sums};
 
+use config::fields::Fields;
 use loading::Loader;
 use serde_json::Value;
 
@@ -42,9 +51,9 @@ pub fn read_config(config: &Value) -> Result<HybridConfig> {
     Ok(parsed)
 }
 
-/// As [`read_config`], with the parameters at hand. Without an output head among them, the embedding serves as one:
-/// embedding models are saved so. If an unknown type's tensors have Llama's names, the error lists the fields that are
-/// not supported.
+/// As [`read_config`], with the parameters at hand. If there is no output head, the embedding is used as one: embedding
+/// models are saved without a head. If an unknown type's tensors have Llama's names, the error lists the fields that
+/// are not supported.
 ///
 /// # Errors
 /// As [`read_config`].
@@ -53,6 +62,10 @@ pub fn read_config_of(config: &Value, parameters: &dyn loading::Parameters) -> R
         ModelError::UnknownModelType { .. } => model_types::unknown::error(config, parameters),
         error => error,
     })?;
+    // Published configs of Qwen3-Next do not count the layers of their head.
+    if parsed.model_type == "qwen3_next" && Fields::new(config).get("mtp_num_hidden_layers").is_none() {
+        parsed.mtp_layers = naming::mtp_layers(parameters);
+    }
     parsed.tied |= !naming::OUTPUT_HEADS.iter().any(|head| naming::has_linear(parameters, head));
     Ok(parsed)
 }

@@ -8,6 +8,7 @@ use keel_weights::MTP_ROOTS;
 use crate::blocks::{
     Activation, Attention, FeedForward, GatedLayer, HeadNorm, MixtureOfExperts, RmsNorm, Rotation,
 };
+use crate::config::MTP_LAYERS_MAX;
 use crate::hybrid::Output;
 use crate::loading::{Loader, Parameters, SourceRows};
 use crate::{
@@ -20,6 +21,13 @@ pub(crate) const OUTPUT_HEADS: [&str; 2] = ["lm_head", "language_model.lm_head"]
 /// The prefix of the multi-token-prediction head's parameters; `None` if there is no head: some converters drop it.
 pub(crate) fn mtp_root(parameters: &dyn Parameters) -> Option<&'static str> {
     MTP_ROOTS.into_iter().find(|root| has_linear(parameters, &format!("{root}fc")))
+}
+
+/// The layers of the multi-token-prediction head among the parameters; 0 if there is no head.
+pub(crate) fn mtp_layers(parameters: &dyn Parameters) -> usize {
+    let Some(root) = mtp_root(parameters) else { return 0 };
+    let has = |i: &usize| parameters.contains(&format!("{root}layers.{i}.input_layernorm.weight"));
+    (0..MTP_LAYERS_MAX).take_while(has).count()
 }
 
 /// Whether there is a linear layer of this name. AWQ and GPTQ pack it as `qweight`.

@@ -1,15 +1,24 @@
 //! What the config of a GGUF file says, and what a config must not say for one to be written.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use keel_models::gguf::{config, metadata, transformers_config};
+use keel_models::gguf::{
+    ARCHITECTURES, GgufAsCheckpoint, config, metadata, portable_config, transformers_config,
+};
 use keel_models::{HybridConfig, QueryGrowth, RopeScaling, read_config};
 use keel_testkit::fixtures::{GgufBuilder, GgufTensor};
 use keel_weights::gguf::GgufFile;
+use keel_weights::quantize::{QuantizeRecipe, RowSource, SafetensorsForm, write_safetensors};
+use keel_weights::{AffineFormat, SafetensorsFile};
 use serde_json::{Value, json};
 
 /// Elements of a head.
 const HEAD_DIM: usize = 16;
+
+/// The path of a file of [`read`].
+fn path_of(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("gguf").join(format!("{name}.gguf"))
+}
 
 /// The config of a file of an architecture, after `change`. `name` is that of the file.
 fn read(name: &str, arch: &str, change: impl FnOnce(&mut GgufBuilder)) -> Result<Value, String> {
@@ -25,7 +34,7 @@ fn read(name: &str, arch: &str, change: impl FnOnce(&mut GgufBuilder)) -> Result
     ] {
         file.size(&format!("{arch}.{key}"), &value.into());
     }
-    if arch.starts_with("qwen35") {
+    if arch.starts_with("qwen35") || arch == "qwen3next" {
         for (key, value) in [
             ("ssm.time_step_rank", 4),
             ("ssm.inner_size", 64),
@@ -38,9 +47,8 @@ fn read(name: &str, arch: &str, change: impl FnOnce(&mut GgufBuilder)) -> Result
     }
     add(&mut file, "token_embd.weight", &[100, 64]);
     change(&mut file);
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gguf");
-    std::fs::create_dir_all(&folder).expect("the target folder is writable");
-    let path = folder.join(format!("{name}.gguf"));
+    let path = path_of(name);
+    std::fs::create_dir_all(path.parent().expect("a folder")).expect("the target folder is writable");
     std::fs::write(&path, file.bytes(|_| false)).expect("writable");
     config(&GgufFile::open(&path).expect("sound")).map_err(|error| error.to_string())
 }
@@ -104,28 +112,117 @@ fn yarn_lengthens_the_context() {
     assert_eq!([Some(128), Some(32), None].map(context), [512, 256, 1024]);
 }
 
+/// Adds three numbers of a mixture of experts.
+fn add_experts(file: &mut GgufBuilder, arch: &str, experts: usize, chosen: usize, width: usize) {
+    for (key, value) in
+        [("expert_count", experts), ("expert_used_count", chosen), ("expert_feed_forward_length", width)]
+    {
+        file.size(&format!("{arch}.{key}"), &value.into());
+    }
+}
+
 /// The tensors are written with `model.` before their names, as those of a text model.
 #[test]
-fn a_written_checkpoint_has_the_model_type_of_a_text_model() {
-    let experts = |file: &mut GgufBuilder| {
-        for key in ["expert_count", "expert_used_count", "expert_feed_forward_length"] {
-            file.size(&format!("qwen35moe.{key}"), &16.into());
-        }
-    };
-    for (json, text, class) in [
-        (read("text", "qwen35", |_| ()), "qwen3_5_text", "Qwen3_5ForCausalLM"),
-        (read("text", "qwen35moe", experts), "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
-    ] {
-        let json = json.expect("complete");
-        let written = transformers_config(&json);
-        assert_eq!((&written["model_type"], &written["architectures"]), (&json!(text), &json!([class])));
-        let (from, mut to) = (numbers(&json), numbers(&written));
+fn a_written_checkpoint_has_a_text_model_of_transformers() {
+    for arch in ARCHITECTURES {
+        let json = read("text", arch, |file| {
+            file.size(&format!("{arch}.attention.sliding_window"), &16.into());
+            if arch.contains("moe") || arch == "qwen3next" {
+                add_experts(file, arch, 16, 16, 16);
+            }
+        });
+        let json = json.unwrap_or_else(|error| panic!("{arch}: {error}"));
+        let from = numbers(&json);
+        let written = transformers_config(&json, &from);
+        let class = written["architectures"][0].as_str().unwrap_or_default();
+        assert!(class.ends_with("ForCausalLM"), "{arch}: {written}");
+        let (text, expected) = match arch {
+            "qwen35" => ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+            "qwen35moe" | "qwen3next" => ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+            "qwen3vl" => ("qwen3", "Qwen3ForCausalLM"),
+            "qwen3vlmoe" => ("qwen3_moe", "Qwen3MoeForCausalLM"),
+            _ => (from.model_type.as_str(), class),
+        };
+        assert_eq!((&written["model_type"], class), (&json!(text), expected), "{arch}");
+        let mut to = numbers(&written);
+        metadata(&written, &to, false).unwrap_or_else(|error| panic!("{arch}, a file again: {error}"));
         to.model_type.clone_from(&from.model_type);
-        assert_eq!(to, from, "{text}");
-        metadata(&written, &numbers(&written), false).expect("it can be a file again");
+        assert_eq!(to, from, "{arch}");
+        assert_eq!(portable_config(&json, &from), json, "{arch}");
     }
-    let llama = read("text", "llama", |_| ()).expect("complete");
-    assert_eq!(transformers_config(&llama), llama);
+}
+
+/// Files of Llama 3.1 have a table of divisors, which other programs do not read from a config.
+#[test]
+fn divisors_of_llama_3_become_its_scaling() {
+    let frequencies = |scaling: &RopeScaling| scaling.inverse_frequencies(500_000.0, HEAD_DIM);
+    let scaling = RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192.0 };
+    let table = |divisors: Vec<f32>| {
+        let json = read("llama3", "llama", |file| {
+            file.float("llama.rope.freq_base", 500_000.0);
+            let (name, shape) = ("rope_freqs.weight".into(), vec![divisors.len()]);
+            file.tensors.push(GgufTensor { name, shape, values: divisors });
+        });
+        json.expect("complete")
+    };
+    let plain = frequencies(&RopeScaling::None);
+    let json = table(plain.iter().zip(frequencies(&scaling)).map(|(plain, slow)| plain / slow).collect());
+    let from = numbers(&json);
+    for written in [transformers_config(&json, &from), portable_config(&json, &from)] {
+        let to = numbers(&written);
+        assert_eq!(to.rope_scaling, scaling, "{written}");
+        let is_close = |(a, b): (f32, f32)| (a / b - 1.0).abs() < 1e-6;
+        assert!(from.inverse_frequencies().into_iter().zip(to.inverse_frequencies()).all(is_close));
+    }
+    let json = table(vec![1.0, 1.0, 1.0, 2.0, 2.0, 4.0, 8.0, 8.0]);
+    assert_eq!(portable_config(&json, &numbers(&json)), json, "it is no scaling of Llama 3");
+}
+
+/// transformers has gate and up of all experts of a layer in one parameter, MLX in two.
+#[test]
+fn experts_have_the_stacks_of_the_form() {
+    let (experts, width, hidden) = (3, 2, 64);
+    // Each value is the number of its row, from `first` on.
+    let stack = |name: &str, shape: [usize; 3], first: usize| {
+        let values = (0..experts * width * hidden).map(|i| (first + i / shape[2]) as f32).collect();
+        GgufTensor { name: format!("blk.0.{name}.weight"), shape: shape.into(), values }
+    };
+    let json = read("experts", "qwen3moe", |file| {
+        add_experts(file, "qwen3moe", experts, 2, width);
+        file.tensors.push(stack("ffn_gate_exps", [experts, width, hidden], 0));
+        file.tensors.push(stack("ffn_up_exps", [experts, width, hidden], 100));
+        file.tensors.push(stack("ffn_down_exps", [experts, hidden, width], 200));
+    });
+    let config = numbers(&json.expect("complete"));
+    let file = GgufFile::open(&path_of("experts")).expect("it was just written");
+    let tensors = GgufAsCheckpoint::new(&file, &config).expect("all tensors have names");
+    let layer = "model.layers.0.mlp";
+    let specs = tensors.tensors().expect("all types are known");
+    let shapes: Vec<_> = specs.into_iter().map(|spec| (spec.name, spec.shape)).collect();
+    let expected = [
+        ("model.embed_tokens.weight".to_string(), vec![100, hidden]),
+        (format!("{layer}.experts.down_proj"), vec![experts, hidden, width]),
+        (format!("{layer}.experts.gate_up_proj"), vec![experts, 2 * width, hidden]),
+    ];
+    assert_eq!(shapes, expected);
+    let mut rows = vec![0.0; 9 * hidden];
+    tensors.rows_f32(&format!("{layer}.experts.gate_up_proj"), 1..10, &mut rows).expect("there");
+    let numbers: Vec<f32> = rows.iter().step_by(hidden).copied().collect();
+    assert_eq!(numbers, [1.0, 100.0, 101.0, 2.0, 3.0, 102.0, 103.0, 4.0, 5.0]);
+
+    let target = path_of("experts").with_extension("mlx");
+    std::fs::remove_dir_all(&target).ok();
+    let recipe = QuantizeRecipe::new(AffineFormat::new(8, 64).expect("a format"));
+    let form = SafetensorsForm::Affine(&recipe);
+    write_safetensors(&tensors, &target, &Default::default(), &form, &mut |_| ()).expect("writable");
+    let written = SafetensorsFile::open(&target.join("model.safetensors")).expect("it was just written");
+    for part in ["gate", "up", "down"] {
+        let name = format!("{layer}.switch_mlp.{part}_proj.weight");
+        assert_eq!(
+            written.header().tensors()[&name].shape[..2],
+            [experts, if part == "down" { hidden } else { width }]
+        );
+    }
 }
 
 #[test]
@@ -172,13 +269,7 @@ fn divisors_are_checked() {
 
 #[test]
 fn a_shared_expert_is_as_wide_as_its_tensors_where_the_file_has_no_number() {
-    let experts = |file: &mut GgufBuilder| {
-        for (key, value) in
-            [("expert_count", 4), ("expert_used_count", 2), ("expert_feed_forward_length", 32)]
-        {
-            file.size(&format!("qwen35moe.{key}"), &value.into());
-        }
-    };
+    let experts = |file: &mut GgufBuilder| add_experts(file, "qwen35moe", 4, 2, 32);
     let shared = |json: Result<Value, String>| {
         numbers(&json.expect("complete")).moe.expect("it has experts").shared_intermediate
     };

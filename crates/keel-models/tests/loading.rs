@@ -9,7 +9,7 @@ use keel_array::{
     RuntimeOptions, Submission, WeightFormat, WeightSpec,
 };
 use keel_models::loading::{Altered, CheckpointParameters, Loader, Parameters, RandomParameters, SourceRows};
-use keel_models::{has_mtp_head, read_config, shape_with_mtp_head};
+use keel_models::{has_mtp_head, read_config, read_config_of, shape_with_mtp_head};
 use keel_weights::{RotationValues, TensorInfo, TensorSource, TensorView};
 
 /// A backend whose memory holds nothing.
@@ -84,12 +84,12 @@ impl Altered for Rotated {
         &self.0
     }
 
-    fn rotation(&self, _: &str) -> keel_models::Result<Option<RotationValues>> {
+    fn rotation(&self, _: &str, _: &str) -> keel_models::Result<Option<RotationValues>> {
         Ok(Some(RotationValues { scales: vec![1.0; 32], pairs: (0..32).collect(), angles: vec![0.5; 16] }))
     }
 }
 
-/// A default instead of the answer of the others would make another model.
+/// `Altered` passes every method on. A method that returned a default instead would load a different model.
 #[test]
 fn what_is_not_altered_is_that_of_the_others() {
     let dense = || RandomParameters { format: WeightFormat::Dense(DType::F32) };
@@ -98,8 +98,8 @@ fn what_is_not_altered_is_that_of_the_others() {
     for parameters in [others, altered] {
         assert!(parameters.rows_are_alike() && parameters.norms_are_scales());
     }
-    assert!(others.rotation("lm_head").expect("there is none").is_none());
-    assert!(altered.rotation("lm_head").expect("it is sound").is_some());
+    assert!(others.rotation("lm_head.", "lm_head").expect("there is none").is_none());
+    assert!(altered.rotation("lm_head.", "lm_head").expect("it is sound").is_some());
 }
 
 #[test]
@@ -107,7 +107,8 @@ fn a_layer_that_cannot_rotate_its_input_is_refused() {
     let parameters = Rotated(RandomParameters { format: WeightFormat::Dense(DType::F32) });
     let runtime = runtime();
     let loader = Loader::new(&runtime, &parameters, Compute::F32, &|_| ());
-    loader.single(SourceRows::whole("model.layers.0.mlp.down_proj", 8), 32).expect("its input is rotated");
+    let rotating = vec![SourceRows::whole("model.layers.0.mlp.down_proj", 8)];
+    loader.projection(rotating, 32).expect("it rotates its input");
     let message = loader.linear(SourceRows::whole("lm_head", 8), 32).expect_err("wrong logits").to_string();
     assert!(message.contains("lm_head: its input is rotated"), "{message}");
 }
@@ -165,16 +166,16 @@ fn bare_stacks_are_released_while_they_are_read_and_after_the_last_own_expert() 
     }
 }
 
-/// A checkpoint of one tensor.
-struct Named<'a>(&'a str);
+/// A checkpoint of some tensors.
+struct Named<'a>(&'a [&'a str]);
 
 impl TensorSource for Named<'_> {
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
-        Box::new([self.0].into_iter())
+        Box::new(self.0.iter().copied())
     }
 
     fn contains(&self, name: &str) -> bool {
-        name == self.0
+        self.0.contains(&name)
     }
 
     fn info(&self, name: &str) -> keel_weights::Result<TensorInfo<'_>> {
@@ -190,7 +191,7 @@ impl TensorSource for Named<'_> {
 fn a_head_is_found_under_all_of_its_names_packed_or_not() {
     let json = shape_with_mtp_head("qwen3.5-0.8b").expect("a shape with a head");
     let config = read_config(&json).expect("complete");
-    let has = |name: &str| has_mtp_head(&config, &CheckpointParameters(&Named(name)));
+    let has = |name: &str| has_mtp_head(&config, &CheckpointParameters(&Named(&[name])));
     for root in ["mtp", "language_model.mtp", "model.mtp", "model.language_model.mtp"] {
         for kind in ["weight", "qweight"] {
             let name = format!("{root}.fc.{kind}");
@@ -200,4 +201,24 @@ fn a_head_is_found_under_all_of_its_names_packed_or_not() {
     for other in ["mtp.norm.weight", "visual.mtp.fc.weight", "mtp.fc.bias"] {
         assert!(!has(other), "{other}");
     }
+}
+
+#[test]
+fn a_head_of_qwen3_next_is_counted_by_its_tensors() {
+    let layers = |model_type: &str, count: serde_json::Value, names: &[&str]| {
+        let mut json = shape_with_mtp_head("qwen3.5-0.8b").expect("a shape with a head");
+        json["model_type"] = model_type.into();
+        json["mtp_num_hidden_layers"] = count;
+        let parameters = Named(names);
+        let config = read_config_of(&json, &CheckpointParameters(&parameters)).expect("complete");
+        assert_eq!(has_mtp_head(&config, &CheckpointParameters(&parameters)), config.mtp_layers > 0);
+        config.mtp_layers
+    };
+    let head = ["mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"];
+    let absent = || serde_json::Value::Null;
+    assert_eq!(layers("qwen3_next", absent(), &head), 1);
+    assert_eq!(layers("qwen3_next", absent(), &head[..1]), 0);
+    assert_eq!(layers("qwen3_next", absent(), &head[1..]), 0);
+    assert_eq!(layers("qwen3_next", 0.into(), &head), 0);
+    assert_eq!(layers("qwen3_5", absent(), &head), 0);
 }

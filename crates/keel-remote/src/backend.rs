@@ -12,13 +12,13 @@ use keel_array::{
     Submission, WeightSpec,
 };
 
+use crate::Cluster;
 use crate::connection::locked;
 use crate::frame::BYTES_MAX;
 use crate::link::Link;
 use crate::message::{
     At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
 };
-use crate::{Cluster, RemoteError};
 
 /// The arena's number among the memories.
 const ARENA: u64 = 0;
@@ -92,12 +92,12 @@ impl RemoteBackend {
         locked(&self.sent)
     }
 
-    /// Waits for an answer without bytes.
-    fn ask(&self, request: &Request) -> Result<DeviceReply, Failure> {
+    /// Waits for an answer, and the bytes that follow it.
+    fn ask(&self, request: &Request) -> Result<(DeviceReply, Vec<u8>), Failure> {
         match self.link.ask(request) {
             Ok((DeviceReply::Failed(failure), _)) => Err(failure),
-            Ok((answer, _)) => Ok(answer),
-            Err(error) => Err(lost(&error)),
+            Ok(answered) => Ok(answered),
+            Err(error) => Err(Failure::new(error.to_string())),
         }
     }
 
@@ -111,16 +111,12 @@ impl RemoteBackend {
     fn read_in_pieces(&self, from: At, bytes: &mut [u8], settled: bool) -> Result<(), Failure> {
         for (i, piece) in bytes.chunks_mut(BYTES_MAX).enumerate() {
             let at = At { offset: from.offset + i * BYTES_MAX, ..from };
-            match self.link.ask(&Request::Read { at, bytes: piece.len(), settled }) {
-                Ok((DeviceReply::Failed(failure), _)) => return Err(failure),
-                Ok((_, read)) if read.len() == piece.len() => piece.copy_from_slice(&read),
-                Ok((_, read)) => {
-                    let reason =
-                        format!("{} sends {} of {} bytes", self.link.name(), read.len(), piece.len());
-                    return Err(Failure::new(reason));
-                }
-                Err(error) => return Err(lost(&error)),
+            let (_, read) = self.ask(&Request::Read { at, bytes: piece.len(), settled })?;
+            if read.len() != piece.len() {
+                let reason = format!("{} sends {} of {} bytes", self.link.name(), read.len(), piece.len());
+                return Err(Failure::new(reason));
             }
+            piece.copy_from_slice(&read);
         }
         Ok(())
     }
@@ -155,10 +151,6 @@ impl RemoteBackend {
             *locked(&self.prepared) = *done;
         }
     }
-}
-
-fn lost(error: &RemoteError) -> Failure {
-    Failure::new(error.to_string())
 }
 
 fn at_of(place: &Place<'_>) -> At {
@@ -209,12 +201,13 @@ impl Memory for RemoteBackend {
     }
 
     fn release_idle_memory(&self, _arena: Option<&dyn DeviceMemory>) {
-        self.link.send(&Request::ReleaseIdleMemory, &[]);
+        // It is waited for, because nothing else may be asked for a long time.
+        let _ = self.ask(&Request::ReleaseIdleMemory);
     }
 
     fn device_usage(&self) -> Option<DeviceUsage> {
         match self.ask(&Request::Usage) {
-            Ok(DeviceReply::Usage(usage)) => usage,
+            Ok((DeviceReply::Usage(usage), _)) => usage,
             _ => None,
         }
     }
@@ -275,7 +268,7 @@ impl Memory for RemoteBackend {
 
     fn repeat_rows(&self, spec: &WeightSpec, memory: &dyn DeviceMemory, offset: usize, rows: usize) -> bool {
         let request = Request::Repeat { spec: *spec, at: at(memory, offset), rows };
-        matches!(self.ask(&request), Ok(DeviceReply::Done))
+        matches!(self.ask(&request), Ok((DeviceReply::Done, _)))
     }
 
     /// A failure is the error of the next request that is waited for, such as a launch or an allocation.
@@ -342,7 +335,7 @@ impl Programs for RemoteBackend {
     ) -> keel_array::Result<()> {
         let numbers: Vec<u64> = launches.iter().map(|launch| self.piece(launch)).collect();
         let count = numbers.len();
-        let answer =
+        let (answer, _) =
             self.ask(&Request::MakeReady { numbers }).map_err(|failure| error_of("compile", failure))?;
         self.note_prepared(&answer);
         progress(count, count);
@@ -360,7 +353,7 @@ impl Submission for RemoteBackend {
         let (number, is_last) = (self.piece(launch), launch.is_last());
         let request = Request::Launch { number, is_last };
         if is_last {
-            let answer = self.ask(&request).map_err(|failure| error_of("step", failure))?;
+            let (answer, _) = self.ask(&request).map_err(|failure| error_of("step", failure))?;
             self.note_prepared(&answer);
         } else {
             self.link.send(&request, &[]);
@@ -394,6 +387,10 @@ impl Group for RemoteBackend {
 
     fn is_concurrent(&self) -> bool {
         self.place().is_concurrent()
+    }
+
+    fn spans_processes(&self) -> bool {
+        true
     }
 
     fn abandon(&self) {

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::connection::{HEARTBEAT, MessageSender, locked, open, send_hello, silence_or, spawn};
+use crate::connection::{MessageSender, locked, open, send_hello, silence_or, spawn};
 use crate::link::Link;
-use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, VERSION};
+use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, version};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
 
 /// How long nodes may take to open their devices, and to connect them.
@@ -25,14 +25,6 @@ const PAUSE: Duration = Duration::from_millis(200);
 
 /// Most answers of a node that wait to be heard. It gives one when its devices are open, and one in each round.
 const SAID_MAX: usize = 16;
-
-/// What a node says of its devices.
-enum NodeReply {
-    /// They are open, or not.
-    Opened(std::result::Result<(), String>),
-    /// They are connected in this round, or not.
-    Connected { round: u64, outcome: std::result::Result<(), String> },
-}
 
 /// A node and its control connection.
 pub(crate) struct Node {
@@ -48,7 +40,7 @@ pub(crate) struct Node {
     /// Ranks of its devices, once they are open.
     ranks: OnceLock<Range<usize>>,
     /// What it says of its devices being opened or connected.
-    replies: Mutex<Receiver<NodeReply>>,
+    replies: Mutex<Receiver<ControlMessage>>,
     links: Mutex<Vec<Weak<Link>>>,
 }
 
@@ -92,16 +84,6 @@ impl Cluster {
             let weak = Arc::downgrade(&cluster);
             spawn("keel-control", move || listen(&weak, i, reader))?;
         }
-        let weak = Arc::downgrade(&cluster);
-        spawn("keel-alive", move || {
-            while let Some(cluster) = weak.upgrade() {
-                for node in &cluster.nodes {
-                    node.links().iter().for_each(|link| link.keep_alive());
-                }
-                drop(cluster);
-                std::thread::sleep(HEARTBEAT);
-            }
-        })?;
         Ok(cluster)
     }
 
@@ -191,8 +173,8 @@ impl Cluster {
         loop {
             let patience = until.saturating_duration_since(Instant::now());
             match (locked(&node.replies).recv_timeout(patience), wanted) {
-                (Ok(NodeReply::Opened(outcome)), None) => return outcome.map_err(refused),
-                (Ok(NodeReply::Connected { round, outcome }), Some(wanted)) if round == wanted => {
+                (Ok(ControlMessage::Opened(outcome)), None) => return outcome.map_err(refused),
+                (Ok(ControlMessage::Connected { round, outcome }), Some(wanted)) if round == wanted => {
                     return outcome.map_err(refused);
                 }
                 // The answer of an earlier round, which was not waited for.
@@ -305,7 +287,8 @@ impl Cluster {
         tracing::error!("{name} is lost: {reason}");
         locked(&self.lost).get_or_insert_with(|| format!("{name} is lost: {reason}"));
         let _ = node.stream.shutdown(Shutdown::Both);
-        node.links().iter().for_each(|link| link.close(reason));
+        let links: Vec<Arc<Link>> = locked(&node.links).iter().filter_map(Weak::upgrade).collect();
+        links.iter().for_each(|link| link.close(reason));
         let ranks = node.ranks.get().cloned().unwrap_or_default();
         ranks.for_each(|rank| self.note_absent(rank, Some(node)));
         self.call_watchers();
@@ -330,7 +313,7 @@ impl Drop for Cluster {
 /// The incoming side of a node's control connection.
 struct Reader {
     stream: BufReader<TcpStream>,
-    replies: SyncSender<NodeReply>,
+    replies: SyncSender<ControlMessage>,
 }
 
 impl Node {
@@ -339,7 +322,7 @@ impl Node {
             |reason: String| RemoteError::Unreachable { node: number, address: address.into(), reason };
         let refused = |reason: String| RemoteError::Refused { node: number, address: address.into(), reason };
         loop {
-            let attempt = send_hello(address, &Hello::Lead { version: VERSION.into() });
+            let attempt = send_hello(address, &Hello::Lead { version: version() });
             let is_last = Instant::now() + PAUSE >= until;
             match attempt {
                 Ok((stream, HelloReply::Accepted { session, devices })) => {
@@ -376,16 +359,11 @@ impl Node {
     fn name(&self) -> String {
         format!("node {} ({})", self.number, self.address)
     }
-
-    /// The connections of its devices.
-    fn links(&self) -> Vec<Arc<Link>> {
-        locked(&self.links).iter().filter_map(Weak::upgrade).collect()
-    }
 }
 
 impl Reader {
     /// Keeps an answer until it is waited for.
-    fn hear(&self, cluster: &Cluster, from: &Node, said: NodeReply) {
+    fn hear(&self, cluster: &Cluster, from: &Node, said: ControlMessage) {
         if self.replies.try_send(said).is_err() {
             cluster.lose(from, "it has sent more answers than it was asked for");
         }
@@ -400,9 +378,8 @@ fn listen(cluster: &Weak<Cluster>, node: usize, mut reader: Reader) {
         let Some(cluster) = cluster.upgrade() else { return };
         let from = &cluster.nodes[node];
         match message {
-            Ok(ControlMessage::Opened(outcome)) => reader.hear(&cluster, from, NodeReply::Opened(outcome)),
-            Ok(ControlMessage::Connected { round, outcome }) => {
-                reader.hear(&cluster, from, NodeReply::Connected { round, outcome });
+            Ok(reply @ (ControlMessage::Opened(_) | ControlMessage::Connected { .. })) => {
+                reader.hear(&cluster, from, reply);
             }
             Ok(ControlMessage::Absent { rank, round }) => cluster.hear_absent(rank, round, from),
             Ok(ControlMessage::Here | ControlMessage::Open(_) | ControlMessage::Connect { .. }) => {}

@@ -39,10 +39,10 @@ struct Worker {
     session: Arc<Session>,
 }
 
-/// Does what comes over the connection of a device until it ends.
+/// Serves the connection of a device until it ends.
 ///
 /// # Errors
-/// How it ended, if the leader did not just go.
+/// The connection fails. A leader that closes it is no error.
 pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut from = BufReader::with_capacity(1 << 20, stream.try_clone()?);
@@ -247,7 +247,6 @@ impl Worker {
                 self.forget_failure();
                 self.session.rejoin(self.backend());
             }
-            Request::Here => {}
         }
         done()
     }

@@ -15,6 +15,9 @@ const HEAD_BYTES_MAX: usize = 256 << 20;
 /// Most bytes after a head. Longer arrays go in several messages.
 pub(crate) const BYTES_MAX: usize = 64 << 20;
 
+/// Most bytes of memory that a reader keeps for later messages. Weights come in long ones, and steps in short ones.
+const KEPT_MAX: usize = 1 << 20;
+
 /// Most bytes of a message.
 #[derive(Clone, Copy)]
 struct Limits {
@@ -41,7 +44,7 @@ pub(crate) fn write(to: &mut impl Write, head: &impl Serialize, parts: &[&[u8]])
     parts.iter().try_for_each(|part| to.write_all(part))
 }
 
-/// Reads a message. Its bytes replace those of `bytes`.
+/// Reads a message. Its bytes replace those of `bytes`, which gives memory back that a longer one has left.
 ///
 /// # Errors
 /// Those of the connection; a message that is too long or has another form.
@@ -67,6 +70,7 @@ fn read_within<T: DeserializeOwned>(from: &mut impl Read, bytes: &mut Vec<u8>, l
     let mut head = Vec::new();
     from.take(head_length as u64).read_to_end(&mut head)?;
     bytes.clear();
+    bytes.shrink_to(length.max(KEPT_MAX));
     from.take(length as u64).read_to_end(bytes)?;
     if head.len() < head_length || bytes.len() < length {
         return Err(std::io::ErrorKind::UnexpectedEof.into());
@@ -96,6 +100,20 @@ mod tests {
         assert_eq!(bytes, b"some bytes");
         assert_eq!(read::<(String, u32)>(&mut from, &mut bytes).expect("whole"), ("next".into(), 8));
         assert!(bytes.is_empty() && from.is_empty());
+    }
+
+    #[test]
+    fn the_memory_of_a_long_message_is_given_back() {
+        let (mut wire, mut bytes) = (Vec::new(), Vec::new());
+        for length in [8 * KEPT_MAX, 100] {
+            write(&mut wire, &"head", &[&vec![7u8; length]]).expect("memory");
+        }
+        let mut from = &wire[..];
+        for (length, kept_max) in [(8 * KEPT_MAX, 16 * KEPT_MAX), (100, KEPT_MAX)] {
+            read::<String>(&mut from, &mut bytes).expect("whole");
+            assert_eq!(bytes.len(), length);
+            assert!(bytes.capacity() <= kept_max, "{length}: {}", bytes.capacity());
+        }
     }
 
     #[test]

@@ -102,19 +102,6 @@ impl Link {
         }
     }
 
-    /// Sends what waits in the buffer, and a sign that the connection is in use, unless another thread is sending.
-    pub fn keep_alive(&self) {
-        let Ok(mut out) = self.out.try_lock() else { return };
-        if out.waiters.is_err() {
-            return;
-        }
-        let written = frame::write(&mut out.stream, &Request::Here, &[]).and_then(|()| out.stream.flush());
-        drop(out);
-        if let Err(error) = written {
-            self.fail(&error.to_string());
-        }
-    }
-
     /// The connection has failed.
     fn fail(&self, reason: &str) {
         self.close(reason);

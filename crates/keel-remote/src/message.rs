@@ -1,18 +1,23 @@
 //! What the leader and a node say to each other.
 
-use keel_array::{DeviceUsage, Kernel, Preparations, WeightSpec};
+use keel_array::{DeviceUsage, Kernel, Preparations, RemoteLaunch, WeightSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Both ends must speak the same language: the version of the crate.
-pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// A hash of the sources that say what messages mean. Many builds have one version of the crate.
+const SOURCES: u64 = RemoteLaunch::hash_of_sources(include_str!("message.rs"));
+
+/// Both ends must speak the same language: the version of the crate, and of its sources.
+pub(crate) fn version() -> String {
+    format!("{}+{SOURCES:016x}", env!("CARGO_PKG_VERSION"))
+}
 
 /// The first message of a connection.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Hello {
     /// A leader opens its control connection.
     Lead {
-        /// [`VERSION`] of the leader.
+        /// [`version`] of the leader.
         version: String,
     },
     /// The leader opens the connection of a device.
@@ -175,8 +180,6 @@ pub(crate) enum Request {
     Usage,
     /// End the device's exchanges after a failure.
     Rejoin,
-    /// Nothing: the connection is in use.
-    Here,
 }
 
 impl Request {
@@ -186,6 +189,7 @@ impl Request {
         match self {
             Request::Allocate { .. }
             | Request::Arena { .. }
+            | Request::ReleaseIdleMemory
             | Request::Read { .. }
             | Request::Repeat { .. }
             | Request::MakeReady { .. }

@@ -12,7 +12,7 @@ use keel_array::{Backend, Runtime};
 use serde_json::Value;
 
 use crate::connection::{HEARTBEAT, MessageSender, SILENCE_MAX, UntilDeadline, locked, silence_or, spawn};
-use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, VERSION};
+use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, version};
 use crate::{Members, device_worker, frame};
 
 /// How long a new connection may take to say what it is.
@@ -90,7 +90,9 @@ struct Devices {
 }
 
 /// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room
-/// for, and `open` opens them. Only connections from `leaders` are served, if there are any.
+/// for, and `open` opens them. Only connections from `leaders` are served. They are asked for again when a connection
+/// comes from another address, at most once a second: a leader may start again with a new one. If they have none, the
+/// last ones stay.
 ///
 /// `closed` is called when a leader that has asked for the devices is gone, before another one is served. The devices
 /// are dropped then, unless one has not ended its work within 15 s. A driver may keep memory of its own until the
@@ -98,35 +100,28 @@ struct Devices {
 pub fn serve(
     listener: &TcpListener,
     devices: impl Fn() -> Vec<DeviceFacts> + Send + Sync + 'static,
-    leaders: &[IpAddr],
+    leaders: impl Fn() -> Vec<IpAddr> + Send + Sync + 'static,
     open: impl Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync + 'static,
     closed: impl Fn() + Send + Sync + 'static,
 ) {
     let node = Arc::new(Node {
         devices: Box::new(devices),
+        leaders: Box::new(leaders),
         open: Box::new(open),
         closed: Box::new(closed),
+        known: Mutex::default(),
         present: Mutex::default(),
         sessions: AtomicU64::new(0),
         hellos: AtomicUsize::new(0),
     });
     for stream in listener.incoming() {
-        let Ok(mut stream) = stream else {
+        let Ok(stream) = stream else {
             // The system has no files left, for example; the next connection may come through.
             std::thread::sleep(HEARTBEAT);
             continue;
         };
-        let peer = stream.peer_addr().map(|peer| peer.ip().to_canonical());
-        let is_foreign = !leaders.is_empty() && !peer.as_ref().is_ok_and(|peer| leaders.contains(peer));
-        if is_foreign {
-            let who = peer.map_or_else(|error| error.to_string(), |peer| peer.to_string());
-            tracing::warn!("a connection from {who} is refused: the leader is {leaders:?}");
-            let reason =
-                format!("its leader is {leaders:?} by its --nodes, and this connection is from {who}");
-            refuse(&mut stream, reason, false);
-            continue;
-        }
-        // On a thread of its own: a connection that says nothing must not keep the leader waiting.
+        // On a thread of its own: neither a connection that says nothing nor a slow look-up of a name must keep the
+        // leader waiting.
         let own = Arc::clone(&node);
         let refused = if node.hellos.fetch_add(1, Ordering::SeqCst) < HELLOS_MAX {
             spawn("keel-session", move || own.receive_hello(stream)).err().map(|error| error.to_string())
@@ -145,11 +140,21 @@ fn refuse(stream: &mut TcpStream, reason: String, may_pass: bool) {
     let _ = frame::write(stream, &HelloReply::Refused { reason, may_pass }, &[]);
 }
 
+/// The addresses that leaders may have.
+#[derive(Default)]
+struct Known {
+    leaders: Vec<IpAddr>,
+    /// When they were asked for.
+    since: Option<Instant>,
+}
+
 /// What all connections of a node share.
 struct Node {
     devices: Box<dyn Fn() -> Vec<DeviceFacts> + Send + Sync>,
+    leaders: Box<dyn Fn() -> Vec<IpAddr> + Send + Sync>,
     open: Box<dyn Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync>,
     closed: Box<dyn Fn() + Send + Sync>,
+    known: Mutex<Known>,
     /// The leader's session.
     present: Mutex<Option<Arc<Session>>>,
     /// Sessions so far.
@@ -160,7 +165,12 @@ struct Node {
 
 impl Node {
     /// Serves a new connection.
-    fn receive_hello(&self, stream: TcpStream) {
+    fn receive_hello(&self, mut stream: TcpStream) {
+        if let Err(reason) = self.expect_leader(&stream) {
+            self.hellos.fetch_sub(1, Ordering::SeqCst);
+            tracing::warn!("a connection is refused: {reason}");
+            return refuse(&mut stream, reason, false);
+        }
         let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + HELLO_TIME_MAX };
         let hello = frame::read_first::<Hello>(&mut until);
         self.hellos.fetch_sub(1, Ordering::SeqCst);
@@ -182,10 +192,34 @@ impl Node {
         }
     }
 
+    /// Refuses a connection that does not come from a leader.
+    fn expect_leader(&self, stream: &TcpStream) -> Result<(), String> {
+        let peer = stream.peer_addr().map_err(|error| error.to_string())?.ip().to_canonical();
+        let mut known = locked(&self.known);
+        let is_old = known.since.is_none_or(|since| since.elapsed() >= HEARTBEAT);
+        if is_old && !known.leaders.contains(&peer) {
+            known.since = Some(Instant::now());
+            drop(known);
+            let leaders = (self.leaders)();
+            known = locked(&self.known);
+            if !leaders.is_empty() {
+                known.leaders = leaders;
+            }
+        }
+        if known.leaders.contains(&peer) {
+            return Ok(());
+        }
+        let leaders = &known.leaders;
+        Err(format!("its leader is {leaders:?} by its --nodes, and this connection is from {peer}"))
+    }
+
     /// Answers a leader. `None` if it is refused.
-    fn welcome(&self, mut stream: TcpStream, version: &str) -> Option<Arc<Session>> {
-        if version != VERSION {
-            let reason = format!("it is version {VERSION}, and the leader {version}: run the same version");
+    fn welcome(&self, mut stream: TcpStream, leader: &str) -> Option<Arc<Session>> {
+        let own = version();
+        if leader != own {
+            let reason = format!(
+                "it is version {own}, and the leader {leader}: run the same build of keel on all nodes"
+            );
             refuse(&mut stream, reason, false);
             return None;
         }
@@ -351,8 +385,7 @@ impl Session {
         let (Some(runtime), Ok(end)) = (runtime, stream.try_clone()) else {
             return tracing::warn!("device {index} is not there, or has a connection");
         };
-        // A leader that is gone is seen on its control connection. While a device runs a step, nothing is read here,
-        // and the leader may then have to wait before it can say that it is there.
+        // A leader that is gone is seen on its control connection. Here it says nothing while it asks for nothing.
         let _ = stream.set_read_timeout(None);
         let session = Arc::clone(self);
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {

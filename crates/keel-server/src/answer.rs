@@ -113,16 +113,11 @@ pub struct Answer {
     ending: Option<Ending>,
     usage: Usage,
     timer: RequestTimer,
-    /// Keeps the request's memory charged until the answer ends.
-    caller: Option<Arc<Caller>>,
+    /// Keeps the request's memory charged until the answer is dropped.
+    caller: Arc<Caller>,
 }
 
 impl Answer {
-    /// Keeps the request's memory charged until the answer is dropped.
-    pub(crate) fn keep(&mut self, caller: Arc<Caller>) {
-        self.caller = Some(caller);
-    }
-
     /// Charges what is kept of the answer to its request.
     ///
     /// # Errors
@@ -141,17 +136,17 @@ impl Answer {
             AnswerEvent::Tokens(tokens) => of_tokens(tokens),
             AnswerEvent::End(..) => 0,
         };
-        let Some(caller) = &self.caller else { return Ok(()) };
-        caller.meter.take(bytes).map_err(|refused| caller.failed(refused.into()))
+        self.caller.meter.take(bytes).map_err(|refused| self.caller.failed(refused.into()))
     }
 
-    /// Creates an answer from `events`.
+    /// Creates an answer to `caller` from `events`.
     pub(crate) fn new(
         events: Events,
         tokenizer: &Tokenizer,
         style: AnswerStyle,
         prompt_tokens: usize,
         timer: RequestTimer,
+        caller: Arc<Caller>,
     ) -> Answer {
         Answer {
             events,
@@ -170,7 +165,7 @@ impl Answer {
             ending: None,
             usage: Usage { prompt: prompt_tokens, ..Usage::default() },
             timer,
-            caller: None,
+            caller,
         }
     }
 
@@ -230,10 +225,7 @@ impl Answer {
 
     fn failed(&mut self, error: ServerError) -> ServerError {
         self.timer.failed(error.reply().code);
-        match &self.caller {
-            Some(caller) => caller.failed(error),
-            None => error,
-        }
+        self.caller.failed(error)
     }
 
     fn take(&mut self, id: u32, logprobs: Option<TokenLogprobs>) -> Result<()> {
@@ -328,7 +320,7 @@ impl Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if let Some(code) = self.caller.as_ref().and_then(|caller| caller.failure()) {
+        if let Some(code) = self.caller.failure() {
             self.timer.failed(code);
         }
     }
@@ -357,7 +349,8 @@ mod tests {
         let files = TextFiles::read(&keel_testkit::fixtures::demo()).expect("there");
         let tokenizer = Tokenizer::new(&files).expect("sound");
         let memory = RequestMemory::new(1 << 20, 0);
-        let meter = Arc::new(Caller::new(&Request::new(Body::empty()), &memory).meter.part());
+        let caller = Arc::new(Caller::new(&Request::new(Body::empty()), &memory));
+        let meter = Arc::new(caller.meter.part());
         let (sender, receiver) = mpsc::unbounded_channel();
         for id in tokenizer.encode(text, false).expect("encodes") {
             let token = BatchEvent::Token { id, logprobs: None };
@@ -368,7 +361,7 @@ mod tests {
         let stops = StopMatcher::new::<String>(&[]).expect("none");
         let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1, Instant::now());
         let style = AnswerStyle { stops, form, one_call, listing: None };
-        let answer = Answer::new(Events { receiver, meter }, &tokenizer, style, 1, timer);
+        let answer = Answer::new(Events { receiver, meter }, &tokenizer, style, 1, timer, caller);
         collect(vec![answer]).await.expect("an answer").swap_remove(0)
     }
 

@@ -94,7 +94,7 @@ enum Room {
     Shared(SharedRoom),
 }
 
-/// Memory of an event that is charged next to the stream's own.
+/// The charge of an event that did not fit into the stream's own memory.
 struct SharedRoom {
     waiting: Arc<Meter>,
     bytes: u64,
@@ -301,9 +301,7 @@ mod tests {
             listing: Some(Listing::Objects),
         };
         let timer = RequestTimer::new(metrics.clone(), tracing::Span::none(), 1, caller.arrived);
-        let mut answer = Answer::new(Events { receiver, meter }, &text.tokenizer, style, 1, timer);
-        answer.keep(caller);
-        answer
+        Answer::new(Events { receiver, meter }, &text.tokenizer, style, 1, timer, caller)
     }
 
     #[tokio::test]

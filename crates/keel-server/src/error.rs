@@ -1,5 +1,7 @@
 //! The errors of requests, and the one table of their HTTP statuses.
 
+use std::borrow::Cow;
+
 use axum::http::StatusCode;
 use keel_engine::EngineError;
 use keel_text::TextError;
@@ -21,7 +23,7 @@ pub enum ServerError {
     #[error("{field}: {problem}")]
     Field {
         /// The field.
-        field: &'static str,
+        field: Cow<'static, str>,
         /// The defect, and the accepted values.
         problem: String,
     },
@@ -193,12 +195,12 @@ pub enum ServerError {
     #[error("too many requests at once; try again later")]
     Busy,
     /// The engine's thread has ended.
-    #[error("the engine has stopped; restart the server")]
+    #[error("the engine has stopped; try again later, and see the server's log if this lasts")]
     EngineStopped,
     /// The engine has failed for good, and no other can be loaded in its place. The server has ended because of it.
     #[error("the engine has stopped for good, and the server with it")]
     EngineLost {
-        /// The failure. `None` if the engine's thread has panicked, which was reported then.
+        /// The failure. `None` after a panic of the engine's thread, which printed its own message.
         source: Option<Box<EngineError>>,
     },
     /// The server cannot listen on the address.
@@ -345,8 +347,9 @@ impl ServerError {
             ServerError::GrammarTime { .. } => reply(S::BAD_REQUEST, INVALID, "grammar_too_slow"),
             ServerError::Draining => later(S::SERVICE_UNAVAILABLE, OURS, "shutting_down", 10),
             ServerError::Busy => later(S::TOO_MANY_REQUESTS, "rate_limit_error", "too_many_requests", 1),
+            // The model is loaded again, or a supervisor starts the server again.
             ServerError::EngineStopped | ServerError::EngineLost { .. } => {
-                reply(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped")
+                later(S::SERVICE_UNAVAILABLE, OURS, "engine_stopped", 10)
             }
             ServerError::Listen { .. } | ServerError::Setting { .. } | ServerError::Io(_) => {
                 reply(S::INTERNAL_SERVER_ERROR, OURS, "system_failure")
@@ -390,7 +393,7 @@ impl ServerError {
     }
 
     /// The name of the field, if a field is wrong.
-    pub fn field(&self) -> Option<&'static str> {
+    pub fn field(&self) -> Option<&str> {
         match self {
             ServerError::Field { field, .. } => Some(field),
             ServerError::UnknownModel { .. } => Some("model"),
@@ -422,8 +425,8 @@ impl ServerError {
 }
 
 /// The error for a field with a wrong value.
-pub(crate) fn wrong(field: &'static str, problem: impl Into<String>) -> ServerError {
-    ServerError::Field { field, problem: problem.into() }
+pub(crate) fn wrong(field: impl Into<Cow<'static, str>>, problem: impl Into<String>) -> ServerError {
+    ServerError::Field { field: field.into(), problem: problem.into() }
 }
 
 /// The error for a setting with a wrong value.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use keel_engine::batch::BatchEvent;
 use tokio::sync::mpsc;
 
+use crate::engine::grammar::Tables;
 use crate::error::{Result, ServerError};
 use crate::memory::requests::Meter;
 
@@ -44,11 +45,21 @@ impl Events {
 pub(crate) struct Listener {
     pub sender: mpsc::UnboundedSender<Sent>,
     pub meter: Arc<Meter>,
+    /// The charge of its grammar, if it has one.
+    pub tables: Option<Tables>,
     /// `None` once it has started, and where it waits for others of its own request.
     pub patience: Option<Patience>,
 }
 
 impl Listener {
+    /// Charges an event that waits, and with a token what the grammar has grown by.
+    pub fn charge(&self, event: &BatchEvent) -> Result<()> {
+        if let (BatchEvent::Token { .. }, Some(tables)) = (event, &self.tables) {
+            tables.charge()?;
+        }
+        Ok(self.meter.take(waiting_bytes(event))?)
+    }
+
     /// Sends an event. A receiver that is gone is noticed before the next step.
     pub fn send(&self, event: Result<BatchEvent>) {
         let _ = self.sender.send((Instant::now(), event));
@@ -62,7 +73,7 @@ pub(crate) struct Patience {
     pub limit: Duration,
 }
 
-/// Bytes of an event that waits. Other events than tokens are few.
+/// Bytes charged for a waiting event. Only tokens are charged: other events are rare.
 pub(crate) fn waiting_bytes(event: &BatchEvent) -> u64 {
     match event {
         BatchEvent::Token { logprobs, .. } => {

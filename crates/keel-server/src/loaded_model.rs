@@ -11,7 +11,7 @@ use tracing::field::Empty;
 
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerStyle};
-use crate::engine::grammar::{Compiled, Grammar};
+use crate::engine::grammar::{Compiled, Grammar, Tables};
 use crate::engine::worker::EngineHandle;
 use crate::error::{Result, ServerError, wrong};
 use crate::memory::requests::{Listing, bytes_of_value};
@@ -106,17 +106,28 @@ impl LoadedModel {
         }
     }
 
-    /// Compiles the grammar of prompts once, for all of their answers.
-    async fn compile(self: &Arc<Self>, asks: &[EngineRequest]) -> Result<Vec<Compiled>> {
-        let Some(grammar) = asks.first().and_then(|ask| ask.grammar.clone()) else { return Ok(Vec::new()) };
-        let answers = asks.iter().map(|ask| ask.choices).sum();
-        let model = Arc::clone(self);
-        let compile = move || model.text.grammars.compile(&grammar, answers);
-        self.works.grammar(self.options.batch.queue_timeout, self.options.grammar_time, compile).await
+    /// The grammars of `count` answers; none if `ask` has no grammar. `compiled` is the one that is left of an earlier
+    /// prompt, so a grammar is compiled once.
+    async fn grammars(
+        self: &Arc<Self>,
+        caller: &Caller,
+        ask: &EngineRequest,
+        compiled: Option<Compiled>,
+        count: usize,
+    ) -> Result<Vec<Compiled>> {
+        let wait = self.options.batch.queue_timeout;
+        if let Some(compiled) = compiled {
+            let bytes = compiled.bytes() * count as u64;
+            return self.works.text(bytes, wait, move || compiled.copies(count)).await;
+        }
+        let Some(grammar) = ask.grammar.clone() else { return Ok(Vec::new()) };
+        let (model, charge) = (Arc::clone(self), caller.meter.part());
+        let compile = move || model.text.grammars.compile(&grammar, charge)?.copies(count);
+        self.works.grammar(wait, self.options.grammar_time, compile).await
     }
 
     /// Starts the answers to all prompts of a request. They arrive together, and the first one is waited for. Prompts
-    /// with a grammar arrive one after the other: each answer has a compiled grammar of its own, which is large.
+    /// with a grammar arrive one after the other: each answer has a copy of the compiled grammar, which is large.
     /// `endpoint` is the path of the request. An error ends all answers of the request.
     pub(crate) async fn start(
         self: &Arc<Self>,
@@ -136,29 +147,34 @@ impl LoadedModel {
             self.max_tokens(ask)?;
         }
         let deadline = caller.arrived.checked_add(self.options.deadline);
-        let mut answers = Vec::new();
+        let (mut answers, mut grammars) = (Vec::new(), Vec::new());
         while !asks.is_empty() {
             let has_grammar = asks.iter().any(|ask| ask.grammar.is_some());
             let later = asks.split_off(if has_grammar { 1 } else { asks.len() });
             let together = std::mem::replace(&mut asks, later);
-            let started = self.start_together(&mut answers, endpoint, caller, together, deadline).await;
+            // One more than its answers need is left for the next prompt.
+            let count = together[0].choices + usize::from(!asks.is_empty());
+            let made = self.grammars(caller, &together[0], grammars.pop(), count).await;
             // The reason is known before the answers are dropped.
+            grammars = made.map_err(|error| caller.failed(error))?;
+            let started =
+                self.start_together(&mut answers, endpoint, caller, together, &mut grammars, deadline).await;
             started.map_err(|error| caller.failed(error))?;
         }
         Ok(answers)
     }
 
-    /// Appends the answers to prompts that arrive together and have the same grammar.
+    /// Appends the answers to prompts that arrive together. Each answer takes one of the grammars, if there are some.
     async fn start_together(
         self: &Arc<Self>,
         answers: &mut Vec<Answer>,
         endpoint: &'static str,
         caller: &Arc<Caller>,
         asks: Vec<EngineRequest>,
+        grammars: &mut Vec<Compiled>,
         deadline: Option<Instant>,
     ) -> Result<()> {
         let (mut requests, mut styles) = (Vec::new(), Vec::new());
-        let mut grammars = self.compile(&asks).await?.into_iter();
         for ask in asks {
             // What its answers have in common.
             let style = AnswerStyle {
@@ -167,12 +183,12 @@ impl LoadedModel {
                 one_call: ask.one_call,
                 listing: ask.top_logprobs.map(|_| ask.listing),
             };
-            let made = self.requests_of(ask, &mut grammars, deadline)?;
+            let made = self.requests_of(ask, grammars, deadline)?;
             styles.extend(std::iter::repeat_n(style, made.len()));
             requests.extend(made);
         }
         let sizes: Vec<_> =
-            requests.iter().map(|request| (request.prompt.len(), request.max_tokens)).collect();
+            requests.iter().map(|(request, _)| (request.prompt.len(), request.max_tokens)).collect();
         // Later answers of a request may wait for its first ones.
         let earlier = answers.len();
         let wait_max = (earlier == 0).then_some(self.options.batch.queue_timeout);
@@ -193,29 +209,28 @@ impl LoadedModel {
             );
             span.in_scope(|| tracing::debug!("arrived"));
             let timer = RequestTimer::new(self.metrics.clone(), span, prompt, caller.arrived);
-            let mut answer = Answer::new(events, &self.text.tokenizer, style, prompt, timer);
-            answer.keep(Arc::clone(caller));
-            answers.push(answer);
+            let caller = Arc::clone(caller);
+            answers.push(Answer::new(events, &self.text.tokenizer, style, prompt, timer, caller));
         }
         // The others may have to wait until the first has ended. Its tokens must be sent meanwhile, so only it is
         // awaited.
         answers[earlier].started().await
     }
 
-    /// The requests for the answers to one prompt. Each takes one of the grammars, if there are some.
+    /// The requests for the answers to one prompt, each with the charge of its grammar.
     fn requests_of(
         &self,
         ask: EngineRequest,
-        grammars: &mut impl Iterator<Item = Compiled>,
+        grammars: &mut Vec<Compiled>,
         deadline: Option<Instant>,
-    ) -> Result<Vec<BatchRequest>> {
+    ) -> Result<Vec<(BatchRequest, Option<Tables>)>> {
         let max_tokens = self.max_tokens(&ask)?;
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         let request = |choice| {
-            let constraint =
-                grammars.next().map(|compiled| self.text.grammars.constraint(compiled, &ask.form));
+            let (constraint, tables) =
+                grammars.pop().map(|compiled| self.text.grammars.constraint(compiled, &ask.form)).unzip();
             let end_tokens = if ask.ignore_eos { Vec::new() } else { self.text.tokenizer.eos_ids().to_vec() };
-            BatchRequest {
+            let request = BatchRequest {
                 sampler: SamplerOptions { seed: seed.wrapping_add(choice as u64), ..ask.sampler.clone() },
                 vision: ask.vision.clone(),
                 end_tokens,
@@ -226,7 +241,8 @@ impl LoadedModel {
                 // With drafts, a seed does not determine a sampled text.
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
-            }
+            };
+            (request, tables)
         };
         Ok((0..ask.choices).map(request).collect())
     }

@@ -111,7 +111,8 @@ impl Default for Metrics {
     }
 }
 
-/// Reasons of refusals that have an alert. They are there from the start, because a counter that appears has no increase.
+/// Reasons of refusals that have an alert. They are there from the start, because a counter that appears has no
+/// increase.
 const ALERTED: [&str; 2] = ["engine_stopped", "model_load_failure"];
 
 impl Metrics {

@@ -20,8 +20,8 @@ pub struct PrefixStore {
 /// Most bytes that a connection takes by itself: the head of its request, the bytes that wait to be written, and its
 /// task.
 pub const CONNECTION_BYTES: u64 = 48 << 10;
-/// Smallest limit on connections.
-const CONNECTIONS_MIN: usize = 4;
+/// Smallest limit on connections, even if there are no descriptors left.
+pub(crate) const CONNECTIONS_MIN: usize = 4;
 
 /// Options of a server. They bound every queue and body.
 #[derive(Clone, Debug)]

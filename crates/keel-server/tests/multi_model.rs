@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::any::Any;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use common::{Reply, cpu, demo, engine, engine_options, read, request, send, wait_for};
-use keel_array::{ArrayError, Backend, Launch};
+use keel_array::{ArrayError, Backend, DeviceMemory, Launch};
 use keel_server::{
     LoadOutput, Modalities, ModelManagerOptions, ServedModel, ServedText, Server, ServerError, ServerOptions,
     bind,
@@ -42,8 +43,26 @@ fn planned() -> u64 {
 
 /// Whether the device of the first engine of `fragile` and `gone` is lost.
 static IS_LOST: AtomicBool = AtomicBool::new(false);
+/// Whether its memory is never freed.
+static KEEPS_MEMORY: AtomicBool = AtomicBool::new(false);
 
 struct Fragile;
+
+struct FragileMemory(Box<dyn DeviceMemory>);
+
+impl DeviceMemory for FragileMemory {
+    fn as_any(&self) -> &dyn Any {
+        self.0.as_any()
+    }
+}
+
+impl Drop for FragileMemory {
+    fn drop(&mut self) {
+        while KEEPS_MEMORY.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
 
 impl Interceptor for Fragile {
     fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
@@ -51,6 +70,10 @@ impl Interceptor for Fragile {
             return Err(ArrayError::DeviceLost { op: "launch".into(), reason: "injected".into() });
         }
         backend.launch(launch)
+    }
+
+    fn allocate_lasting(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        Ok(Box::new(FragileMemory(backend.allocate_lasting(bytes)?)))
     }
 }
 
@@ -163,7 +186,9 @@ impl Several {
 
 impl Drop for Several {
     fn drop(&mut self) {
-        let _ = self.drain.take().expect("once").send(());
+        if let Some(drain) = self.drain.take() {
+            let _ = drain.send(());
+        }
         let Some(thread) = self.thread.take() else { return };
         assert!(matches!(thread.join(), Ok(Ok(()))) || std::thread::panicking(), "the server ends well");
     }
@@ -317,6 +342,51 @@ fn an_engine_that_has_failed_is_loaded_again() {
     wait_for("its thread has ended", || server.complete("fragile", 12).status == 200);
     assert_eq!((server.text("fragile"), server.loads()), (text.clone(), 2));
     assert_eq!((server.text("a"), server.get("/health").status), (text, 200));
+}
+
+/// Nothing of it runs any more, so it makes room before others.
+#[test]
+fn an_engine_that_has_failed_has_no_work() {
+    let _turn = alone();
+    IS_LOST.store(false, Ordering::Release);
+    let server = Several::start(&["a", "fragile", "c"], 2 * planned(), None);
+    server.text("fragile");
+    server.text("a");
+    // Together they are more than run at once.
+    let clients = [engine_options().sequences, 2].map(|n| {
+        let body = json!({"model": "fragile", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": true,
+            "n": n});
+        send(server.address, "POST", "/v1/completions", &[], body.to_string().as_bytes())
+    });
+    wait_for("two wait", || server.metric("keel_requests_waiting") == 2.0);
+    IS_LOST.store(true, Ordering::Release);
+    for client in clients {
+        let reply = read(client);
+        assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
+    }
+    wait_for("none is listed", || {
+        server.metric("keel_requests_waiting") + server.metric("keel_requests_running") == 0.0
+    });
+    server.text("c");
+    assert_eq!(server.loaded(), ["a", "c"], "a works, though it was used before the other");
+}
+
+/// The model of an engine that has failed is not asked for again, so it is still there at the end.
+#[test]
+fn a_device_that_frees_nothing_does_not_hold_up_the_end() {
+    let _turn = alone();
+    IS_LOST.store(false, Ordering::Release);
+    let mut server = Several::start(&["fragile"], planned(), None);
+    server.text("fragile");
+    KEEPS_MEMORY.store(true, Ordering::Release);
+    IS_LOST.store(true, Ordering::Release);
+    let reply = server.complete("fragile", 12);
+    assert!(matches!(reply.status, 500 | 503), "{}: {}", reply.status, reply.body);
+    let _ = server.drain.take().expect("once").send(());
+    let thread = server.thread.take().expect("once");
+    wait_for("the server ends", || thread.is_finished());
+    KEEPS_MEMORY.store(false, Ordering::Release);
+    assert!(matches!(thread.join(), Ok(Ok(()))), "its model could have been loaded again");
 }
 
 /// A broken context of a GPU stays broken in this process, so a supervisor should start a new one.

@@ -1,6 +1,8 @@
 //! Bodies, texts and their copies stay within the memory of requests, for any input. The test counts the heap.
 
 mod common;
+#[path = "request_memory/grammars.rs"]
+mod grammars;
 
 use std::alloc::System;
 use std::io::Write;
@@ -80,7 +82,9 @@ fn assert_bounded(what: &str, server: &Running, watch: Watch) {
 /// This is one test, because the heap of concurrent tests would be counted, too.
 #[test]
 fn requests_stay_within_their_memory() {
+    grammars::states_count_what_they_take();
     what_is_charged_is_what_is_taken();
+    grammars::grammars_without_room_are_refused();
     a_streamed_response_is_charged();
     what_a_response_repeats_is_charged();
     buffers_of_the_network_are_charged();
@@ -96,7 +100,7 @@ fn requests_stay_within_their_memory() {
 
 fn what_is_charged_is_what_is_taken() {
     let mut wrong = Vec::new();
-    let shapes = large_bodies().into_iter().chain(answers_and_copies());
+    let shapes = large_bodies().into_iter().chain(answers_and_copies()).chain(grammars::large_grammars());
     // The peak of charges never falls, so each shape gets its own server.
     for (status, what, path, body) in shapes {
         let options = ServerOptions { request_memory: 1 << 40, ..ServerOptions::default() };

@@ -46,8 +46,8 @@ pub fn mutations(default: u64) -> u64 {
     }
 }
 
-/// Damages a file in one place: changes, removes, inserts or repeats bytes, or cuts off the rest. `words` have a meaning
-/// for the parser.
+/// Damages a file in one place: changes, removes, inserts or repeats bytes, or cuts off the rest. `words` mean
+/// something to the parser.
 pub fn mutate<W: AsRef<[u8]>>(file: &mut Vec<u8>, words: &[W], random: &mut Random) {
     let at = random.below(file.len() + 1);
     let end = (at + random.below(24)).min(file.len());

@@ -1,12 +1,18 @@
 //! Output that must follow a grammar: computes which tokens may come next.
 
+mod memory;
+
+use std::fmt::Display;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
-use llguidance::api::TopLevelGrammar;
+use llguidance::api::{StopReason, TopLevelGrammar};
+use llguidance::panic_utils::catch_unwind;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie};
-use llguidance::{CancellationHandle, Matcher, ParserFactory};
+use llguidance::{CancellationHandle, ParserFactory, TokenParser};
 use serde_json::{Map, Value, json};
 
+use crate::grammar::memory::{bytes_of_grammar, bytes_of_tables, bytes_of_text};
 use crate::panics::{catch_panics, guarded_on_stack};
 use crate::{TextError, TextFiles, Tokenizer};
 
@@ -16,6 +22,9 @@ const SOURCE_BYTES_MAX: usize = 256 << 10;
 /// stack per byte of source.
 const STACK_BYTES_BASE: usize = 64 << 20;
 const STACK_BYTES_PER_SOURCE_BYTE: usize = 1024;
+/// Heap that the compiler takes: the syntax tree, and tables that are dropped at its end.
+const HEAP_BYTES_BASE: usize = 256 << 10;
+const HEAP_BYTES_PER_SOURCE_BYTE: usize = 512;
 
 /// Bound on the work for a grammar's regular expressions, at 50,000 units per millisecond. The largest published
 /// schemas need 500,000.
@@ -76,6 +85,13 @@ impl GrammarSource {
             GrammarSource::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
             GrammarSource::Regex(text) => TopLevelGrammar::from_regex(text),
         }
+    }
+
+    /// The most bytes that compiling takes, of stack and heap.
+    pub fn compile_bytes(&self) -> usize {
+        // A larger source is refused.
+        let bytes = self.bytes().min(SOURCE_BYTES_MAX);
+        HEAP_BYTES_BASE + bytes * (STACK_BYTES_PER_SOURCE_BYTE + HEAP_BYTES_PER_SOURCE_BYTE)
     }
 
     fn bytes(&self) -> usize {
@@ -180,11 +196,12 @@ impl GrammarFactory {
         }
         let stack_bytes = STACK_BYTES_BASE + bytes * STACK_BYTES_PER_SOURCE_BYTE;
         guarded_on_stack("compile a grammar", stack_bytes, || {
-            let matcher = Matcher::new(self.0.create_parser(source.to_grammar())).into_cancellable();
-            match matcher.get_error() {
-                Some(reason) => Err(TextError::Grammar { reason }),
-                None => Ok(GrammarState(matcher)),
-            }
+            let mut parser = self.0.create_parser(source.to_grammar()).map_err(refused)?;
+            parser.start_without_prompt();
+            parser.enable_cancellation();
+            let fixed_bytes = bytes_of_grammar(&parser, bytes)?;
+            let bytes = fixed_bytes + bytes_of_tables(&parser);
+            Ok(GrammarState { parser, fixed_bytes, text_bytes: 0, bytes })
         })
     }
 }
@@ -204,12 +221,20 @@ fn correct_added(words: &mut [Vec<u8>], json: &Value, tokenizer: &Tokenizer) -> 
 }
 
 /// A position within a grammar.
-pub struct GrammarState(Matcher);
+pub struct GrammarState {
+    parser: TokenParser,
+    /// Heap bytes of what never changes.
+    fixed_bytes: usize,
+    /// Heap bytes that the parser keeps of the tokens so far.
+    text_bytes: usize,
+    /// All heap bytes, as of the last mask.
+    bytes: usize,
+}
 
 /// A clone shares no tables with the original, so neither waits for the other. It takes less time than compiling again.
 impl Clone for GrammarState {
     fn clone(&self) -> GrammarState {
-        GrammarState(self.0.deep_clone())
+        GrammarState { parser: self.parser.deep_clone(), ..*self }
     }
 }
 
@@ -226,7 +251,7 @@ impl MaskCanceller {
 impl GrammarState {
     /// Ends the work of this state. Its clones go on.
     pub fn canceller(&self) -> MaskCanceller {
-        MaskCanceller(self.0.cancellation_handle())
+        MaskCanceller(self.parser.cancellation_handle())
     }
 
     /// Sets the logit of a token to negative infinity if the grammar does not allow the token next.
@@ -243,7 +268,14 @@ impl GrammarState {
     /// # Errors
     /// [`TextError::Grammar`] if the grammar exceeds its bounds.
     pub fn allowed(&mut self) -> Result<GrammarMask, TextError> {
-        self.0.compute_mask_or_eos().map(GrammarMask).map_err(refused)
+        let mask = self.run(|parser| match parser.stop_reason() {
+            StopReason::NoExtension | StopReason::EndOfSentence => {
+                Ok(parser.token_env.tok_trie().eos_token_set())
+            }
+            _ => parser.compute_mask(),
+        })?;
+        self.bytes = self.fixed_bytes + self.text_bytes + bytes_of_tables(&self.parser);
+        Ok(GrammarMask(mask))
     }
 
     /// Advances by a token.
@@ -251,7 +283,12 @@ impl GrammarState {
     /// # Errors
     /// [`TextError::Grammar`] if the grammar forbids the token.
     pub fn accept(&mut self, token: u32) -> Result<(), TextError> {
-        self.0.consume_token(token).map_err(refused)
+        let before = self.parser.parser_stats().clone();
+        self.run(|parser| parser.consume_token(token))?;
+        // What is taken back later keeps its room.
+        self.text_bytes += bytes_of_text(&self.parser.parser_stats().delta(&before));
+        self.run(TokenParser::check_stop)?;
+        Ok(())
     }
 
     /// Undoes the last `tokens` accepted tokens.
@@ -259,12 +296,28 @@ impl GrammarState {
     /// # Errors
     /// [`TextError::Grammar`] if fewer tokens were accepted.
     pub fn rollback(&mut self, tokens: usize) -> Result<(), TextError> {
-        self.0.rollback(tokens).map_err(refused)
+        self.run(|parser| parser.rollback(tokens))
     }
 
     /// Whether the grammar allows no further token.
     pub fn is_complete(&self) -> bool {
-        self.0.is_stopped()
+        self.parser.stopped() || self.parser.cancellation_handle().is_some_and(|handle| handle.is_cancelled())
+    }
+
+    /// The most heap bytes that this state holds, as of its last mask. Each clone counts the rules, though clones share
+    /// them.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Runs a step of the parser. After an error, or a panic of the library, all later steps fail.
+    fn run<T, E: Display>(
+        &mut self,
+        step: impl FnOnce(&mut TokenParser) -> Result<T, E>,
+    ) -> Result<T, TextError> {
+        let parser = &mut self.parser;
+        let done = catch_unwind(AssertUnwindSafe(|| Ok(step(parser).map_err(refused))));
+        done.unwrap_or_else(|panic| Err(refused(panic))).inspect_err(|_| self.canceller().cancel())
     }
 }
 
@@ -283,6 +336,6 @@ impl GrammarMask {
     }
 }
 
-fn refused(error: impl std::fmt::Display) -> TextError {
+fn refused(error: impl Display) -> TextError {
     TextError::Grammar { reason: error.to_string() }
 }

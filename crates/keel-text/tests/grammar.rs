@@ -178,6 +178,61 @@ fn what_cannot_be_used_is_refused() {
     }
 }
 
+/// What a rule captures has no bound, and each state of a lexer has a bit for each literal.
+#[test]
+fn what_takes_memory_without_bound_is_refused() {
+    let (factory, _) = factory();
+    let literals: Vec<String> = (0..9_000).map(|i| format!("\"w{i}\"")).collect();
+    for (source, why) in [
+        ("start: a\na[capture]: a \"b\" | \"b\"".to_string(), "remove capture"),
+        ("start: a\na[stop=\".\", stop_capture=\"end\"]: /[a-z]+/".to_string(), "stop_capture"),
+        (format!("start: {}", literals.join(" | ")), "at most 8192"),
+    ] {
+        let error = factory.start(&GrammarSource::Lark(source)).err().expect("it is refused").to_string();
+        assert!(error.contains(why), "{error}");
+    }
+}
+
+#[test]
+fn a_state_counts_more_bytes_with_each_token_and_its_clone_counts_the_same() {
+    let (factory, tokenizer) = factory();
+    let source = GrammarSource::Lark("start: a | b\na: a \"x\" | \"x\"\nb: b \"x\" | \"x\"".into());
+    assert!(source.compile_bytes() > 1000);
+    let mut state = factory.start(&source).expect("the grammar is right");
+    let letter = tokenizer.token_to_id("x").expect("a letter");
+    state.allowed().expect("within bounds");
+    let (first, other) = (state.bytes(), state.clone());
+    for _ in 0..50 {
+        let before = state.bytes();
+        state.accept(letter).expect("it goes on so");
+        state.allowed().expect("within bounds");
+        assert!(state.bytes() > before, "{} bytes after {before}", state.bytes());
+    }
+    // Each row has an item of each rule.
+    assert!(state.bytes() - first > 50 * 6 * size_of::<u64>(), "{first} to {} bytes", state.bytes());
+    assert_eq!(other.bytes(), first, "the other has not moved");
+    let clone = state.clone();
+    assert_eq!(clone.bytes(), state.bytes());
+}
+
+#[test]
+fn nothing_follows_an_error() {
+    let (factory, tokenizer) = factory();
+    let mut state = factory.start(&GrammarSource::Regex("x+y".into())).expect("the grammar is right");
+    let letter = |letter: &str| tokenizer.token_to_id(letter).expect("a letter");
+    state.accept(letter("x")).expect("it begins so");
+    let before = state.clone();
+    state.accept(letter("z")).expect_err("it is forbidden");
+    assert!(state.is_complete());
+    assert!(state.allowed().is_err() && state.accept(letter("x")).is_err() && state.rollback(1).is_err());
+    assert!(state.clone().allowed().is_err(), "also in a clone");
+    let mut before = before;
+    assert!(!before.is_complete());
+    before.accept(letter("y")).expect("the clone goes on");
+    assert!(before.is_complete());
+    before.allowed().expect("the end");
+}
+
 /// The compiler recurses from rule to rule. A stack overflow would end the process.
 #[test]
 fn a_long_chain_of_rules_needs_no_more_stack_than_there_is() {

@@ -18,14 +18,20 @@
 use std::ops::Range;
 
 use keel_array::DType;
+use rayon::prelude::*;
 
 use crate::{
-    LinearFormat, LinearInfo, RawTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError, float,
-    unsupported::CHECKPOINT_ADVICE,
+    LinearFormat, LinearInfo, RawTensor, Result, TensorSource, TensorView, WeightsError,
+    affine::Gptq,
+    float,
+    unsupported::{self, CHECKPOINT_ADVICE},
 };
 
 /// First bit of output `i` of eight in its word.
 const AWQ_SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
+
+/// Rows that one thread unpacks at a time: those of an AWQ word.
+const TASK_ROWS: usize = 8;
 
 /// The largest groups that kernels have. A larger group is read as several with the same scale.
 const GROUP_MAX: usize = 128;
@@ -70,14 +76,51 @@ impl<'a> AwqTensor<'a> {
     /// # Errors
     /// [`WeightsError::Module`] if its tensors do not fit each other.
     pub(crate) fn open<S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<AwqTensor<'a>> {
-        let sizes = sizes(source, module)?;
         let tensor = |part: &str| source.tensor(&format!("{module}.{part}"));
         let (qweight, qzeros, scales) = (tensor("qweight")?, tensor("qzeros")?, tensor("scales")?);
-        let Sizes { packing, rows, cols, stored_group } = sizes;
-        if packing != Packing::Awq && source.contains(&format!("{module}.g_idx")) {
-            check_groups(module, tensor("g_idx")?, cols, stored_group)?;
+        let wrong = |problem: String| Err(WeightsError::Module { module: module.into(), problem });
+        let unread = || unsupported::method_of_words(source, module);
+        let Gptq { bits, zero_offset } =
+            source.quantization().map_or(Ok(Gptq::default()), |q| q.gptq().ok_or_else(unread))?;
+        if bits != 4 {
+            return wrong(format!("config.json gives GPTQ with {bits} bits; {CHECKPOINT_ADVICE}"));
         }
-        Ok(AwqTensor { qweight, qzeros, scales, packing, rows, cols, stored_group })
+        let matrix = |view: TensorView<'_>| match view.shape() {
+            &[rows, cols] if rows > 0 && cols > 0 => Some((rows, cols)),
+            _ => None,
+        };
+        let shapes = (matrix(qweight), matrix(qzeros), matrix(scales));
+        let types = qweight.dtype() == DType::I32
+            && qzeros.dtype() == DType::I32
+            && matches!(scales.dtype(), DType::F16 | DType::BF16);
+        if let (Some((lines, width)), Some((groups, zero_words)), Some((scale_groups, rows))) = shapes
+            && types
+            && zero_words.checked_mul(8) == Some(rows)
+            && groups == scale_groups
+        {
+            let found = match lines.checked_mul(8) {
+                _ if width == zero_words => Some((Packing::Awq, lines)),
+                Some(cols) if width == rows => Some((Packing::Gptq { zero_offset }, cols)),
+                _ => None,
+            };
+            if let Some((packing, cols)) = found.filter(|(_, cols)| cols.is_multiple_of(groups)) {
+                let stored_group = cols / groups;
+                if packing != Packing::Awq && source.contains(&format!("{module}.g_idx")) {
+                    check_groups(module, tensor("g_idx")?, cols, stored_group)?;
+                }
+                return Ok(AwqTensor { qweight, qzeros, scales, packing, rows, cols, stored_group });
+            }
+        }
+        wrong(format!(
+            "qweight {} {:?}, qzeros {} {:?} and scales {} {:?} are neither AWQ's i32 [K, N / 8], i32 [G, N / 8] and f16 \
+             [G, N] nor GPTQ's, which has i32 [K / 8, N] first",
+            qweight.dtype(),
+            qweight.shape(),
+            qzeros.dtype(),
+            qzeros.shape(),
+            scales.dtype(),
+            scales.shape()
+        ))
     }
 
     /// The weight's sizes and format.
@@ -93,7 +136,7 @@ impl<'a> AwqTensor<'a> {
 
     /// Inputs that share a scale.
     pub fn group_size(&self) -> usize {
-        group_size(self.stored_group)
+        if self.stored_group.is_multiple_of(GROUP_MAX) { GROUP_MAX } else { self.stored_group }
     }
 
     /// The code of input `k` of output `row`.
@@ -113,7 +156,7 @@ impl<'a> AwqTensor<'a> {
         }
     }
 
-    /// Rows `range` as affine codes, scales and biases, `weight = scale * code + bias`.
+    /// Rows `range` as affine codes, scales and biases, `weight = scale * code + bias`, on all threads.
     ///
     /// # Shapes
     /// `codes`: `range.len() * cols`; `scales` and `biases`: `range.len() * cols / group_size`.
@@ -127,30 +170,40 @@ impl<'a> AwqTensor<'a> {
         scales: &mut [f32],
         biases: &mut [f32],
     ) -> Result<()> {
-        let (cols, group_size) = (self.cols, self.group_size());
-        let groups = cols / group_size;
+        let (cols, groups) = (self.cols, self.cols / self.group_size());
         crate::view::check_rows(self.qweight.name(), self.rows, cols, &range, codes.len())?;
         for lens in [scales.len(), biases.len()] {
             crate::view::check_rows(self.scales.name(), self.rows, groups, &range, lens)?;
         }
-        let mut group_scales = vec![0.0; self.rows];
-        for k in 0..cols {
-            let (group, stored) = (k / group_size, k / self.stored_group);
-            let starts = k % group_size == 0;
-            if starts {
-                let bytes = self.scales.bytes_of_rows(stored..stored + 1)?;
-                float::decode(self.scales.dtype(), bytes, &mut group_scales);
-            }
-            for (i, row) in range.clone().enumerate() {
-                codes[i * cols + k] = self.code(k, row);
-                if starts {
-                    let scale = group_scales[row];
-                    scales[i * groups + group] = scale;
-                    biases[i * groups + group] = -scale * f32::from(self.zero(stored, row));
+        let offsets =
+            scales.par_chunks_mut(TASK_ROWS * groups).zip(biases.par_chunks_mut(TASK_ROWS * groups));
+        let tasks = codes.par_chunks_mut(TASK_ROWS * cols).zip(offsets).enumerate();
+        tasks.for_each(|(task, (codes, (scales, biases)))| {
+            let first = range.start + task * TASK_ROWS;
+            for k in 0..cols {
+                for (i, codes) in codes.chunks_exact_mut(cols).enumerate() {
+                    codes[k] = self.code(k, first + i);
                 }
             }
-        }
+            self.scales_and_biases(first..first + codes.len() / cols, scales, biases);
+        });
         Ok(())
+    }
+
+    /// The scales and biases of at most [`TASK_ROWS`] rows.
+    fn scales_and_biases(&self, rows: Range<usize>, scales: &mut [f32], biases: &mut [f32]) {
+        let (dtype, groups) = (self.scales.dtype(), self.cols / self.group_size());
+        let mut of_rows = [0.0; TASK_ROWS];
+        let of_rows = &mut of_rows[..rows.len()];
+        for group in 0..groups {
+            let stored = group * self.group_size() / self.stored_group;
+            let bytes = &self.scales.bytes()[(stored * self.rows + rows.start) * dtype.size()..];
+            float::decode(dtype, &bytes[..rows.len() * dtype.size()], of_rows);
+            for (i, scale) in of_rows.iter().enumerate() {
+                scales[i * groups + group] = *scale;
+                biases[i * groups + group] = -scale * f32::from(self.zero(stored, rows.start + i));
+            }
+        }
     }
 
     /// Decodes rows `range` into `out`, `range.len() * cols` values.
@@ -175,11 +228,6 @@ fn nibble(tensor: &TensorView<'_>, word: usize, shift: u32) -> u8 {
     (u32::from_le_bytes(tensor.bytes().as_chunks::<4>().0[word]) >> shift & 15) as u8
 }
 
-/// The size of the groups that kernels see.
-fn group_size(stored: usize) -> usize {
-    if stored.is_multiple_of(GROUP_MAX) { GROUP_MAX } else { stored }
-}
-
 /// Checks that input `k` belongs to group `k / group`.
 fn check_groups(module: &str, groups: TensorView<'_>, cols: usize, group: usize) -> Result<()> {
     let groups = groups.expect_shape(&[cols])?;
@@ -198,59 +246,6 @@ fn check_groups(module: &str, groups: TensorView<'_>, cols: usize, group: usize)
     Err(WeightsError::Module { module: module.into(), problem })
 }
 
-/// A layer's packing and sizes, from its shapes.
-struct Sizes {
-    packing: Packing,
-    rows: usize,
-    cols: usize,
-    stored_group: usize,
-}
-
-/// Sizes and format of an AWQ or GPTQ layer, checked against each other.
-pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
-    let Sizes { rows, cols, stored_group, .. } = sizes(source, module)?;
-    let format = LinearFormat::Awq { group_size: group_size(stored_group) };
-    Ok(LinearInfo { experts: None, rows, cols, format })
-}
-
-fn sizes<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<Sizes> {
-    let part = |part: &str| source.info(&format!("{module}.{part}"));
-    let (qweight, qzeros, scales) = (part("qweight")?, part("qzeros")?, part("scales")?);
-    let wrong = |problem: String| Err(WeightsError::Module { module: module.into(), problem });
-    let gptq = source.quantization().and_then(|quantization| quantization.gptq());
-    if let Some(bits) = gptq.map(|gptq| gptq.bits).filter(|&bits| bits != 4) {
-        return wrong(format!("config.json gives GPTQ with {bits} bits; {CHECKPOINT_ADVICE}"));
-    }
-    let matrix = |info: TensorInfo<'_>| match info.shape {
-        &[rows, cols] if rows > 0 && cols > 0 => Some((rows, cols)),
-        _ => None,
-    };
-    let shapes = (matrix(qweight), matrix(qzeros), matrix(scales));
-    let types = qweight.dtype == DType::I32
-        && qzeros.dtype == DType::I32
-        && matches!(scales.dtype, DType::F16 | DType::BF16);
-    if let (Some((lines, width)), Some((groups, zero_words)), Some((scale_groups, rows))) = shapes
-        && types
-        && zero_words.checked_mul(8) == Some(rows)
-        && groups == scale_groups
-    {
-        let zero_offset = gptq.map_or(1, |gptq| gptq.zero_offset);
-        let found = match lines.checked_mul(8) {
-            _ if width == zero_words => Some((Packing::Awq, lines)),
-            Some(cols) if width == rows => Some((Packing::Gptq { zero_offset }, cols)),
-            _ => None,
-        };
-        if let Some((packing, cols)) = found.filter(|(_, cols)| cols.is_multiple_of(groups)) {
-            return Ok(Sizes { packing, rows, cols, stored_group: cols / groups });
-        }
-    }
-    wrong(format!(
-        "qweight {} {:?}, qzeros {} {:?} and scales {} {:?} are neither AWQ's i32 [K, N / 8], i32 [G, N / 8] and f16 [G, N] nor \
-         GPTQ's, which has i32 [K / 8, N] first",
-        qweight.dtype, qweight.shape, qzeros.dtype, qzeros.shape, scales.dtype, scales.shape
-    ))
-}
-
 /// The rotation of a ParoQuant layer; `None` if there is none. The names of its tensors begin with `prefix`. `module`
 /// is the layer, or one of the layers that share it.
 pub(crate) fn rotation<S: TensorSource + ?Sized>(
@@ -262,7 +257,7 @@ pub(crate) fn rotation<S: TensorSource + ?Sized>(
     if !source.contains(&name("theta")) {
         return Ok(None);
     }
-    let Sizes { cols, stored_group: group_size, .. } = sizes(source, module)?;
+    let AwqTensor { cols, stored_group: group_size, .. } = AwqTensor::open(source, module)?;
     let angles = source.tensor(&name("theta"))?;
     let rounds = angles.rows();
     let angles = angles.expect_shape(&[rounds, cols / 2])?.to_f32()?;

@@ -12,8 +12,8 @@ use files::{SINGLE_FILE, Shards, has_weights, is_index, open_shards, weights_pat
 use serde_json::Value;
 
 use crate::{
-    ColumnsTensor, LinearInfo, LinearTensor, Quantization, RawTensor, Result, SafetensorsFile, TensorInfo,
-    TensorSource, TensorView, WeightsError, json, linear, source::missing,
+    ColumnsTensor, LinearTensor, Quantization, RawTensor, Result, SafetensorsFile, TensorInfo, TensorSource,
+    TensorView, WeightsError, json, linear, source::missing,
 };
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -139,11 +139,6 @@ impl TensorSource for Checkpoint {
 
     fn quantization(&self) -> Option<&Quantization> {
         self.quantization.as_ref()
-    }
-
-    fn linear_info(&self, module: &str) -> Result<LinearInfo> {
-        let columns = ColumnsTensor::find(self, module);
-        columns.map_or_else(|| linear::info(self, module), |columns| Ok(columns.info()))
     }
 
     fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
@@ -292,7 +287,7 @@ mod tests {
             assert!(!Checkpoint::is_complete(folder.path()), "without {file}");
             fs::rename(&aside, &path).unwrap();
         }
-        // What cannot be opened is not complete. A file outside the folder is there, but is not opened.
+        // A folder whose index cannot be read is not complete. A file outside the folder exists, but is not opened.
         let inner = folder.path().join("inner");
         fs::create_dir(&inner).unwrap();
         fs::write(inner.join("config.json"), "{}").unwrap();

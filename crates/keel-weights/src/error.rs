@@ -169,6 +169,20 @@ pub enum WeightsError {
         row: usize,
     },
 
+    /// A value that is too large for the type in which it is to be written.
+    #[error(
+        "tensor '{name}' holds a value at row {row} that is too large for {dtype}: write it in a type with a larger \
+         range, such as f32"
+    )]
+    TooLarge {
+        /// The tensor.
+        name: String,
+        /// The row.
+        row: usize,
+        /// The type.
+        dtype: DType,
+    },
+
     /// A range of rows that the tensor does not have, or an output of the wrong size.
     #[error("tensor '{name}': rows {start}..{end} of {rows} x {cols} into {out} values")]
     Rows {

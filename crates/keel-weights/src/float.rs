@@ -2,6 +2,9 @@
 
 use half::slice::HalfFloatSliceExt;
 use keel_array::DType;
+use rayon::prelude::*;
+
+use crate::view::TASK_VALUES;
 
 /// Decodes little-endian elements of a float `dtype`, exactly.
 ///
@@ -25,12 +28,30 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Encodes `values` as little-endian elements of a float `dtype`, rounding to nearest even.
+/// The smallest magnitude that [`encode`] rounds to infinity.
+pub(crate) fn overflow(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => 65_520.0,
+        DType::BF16 => f32::from_bits(0x7f7f_8000),
+        _ => f32::INFINITY,
+    }
+}
+
+/// Encodes `values` as little-endian elements of a float `dtype`, rounding to nearest even. Many values are encoded on
+/// all threads.
 ///
 /// # Panics
 /// If `dtype` is not a float type, or `out` has not room for exactly `values`.
 pub fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
     assert_eq!(out.len(), values.len() * dtype.size());
+    if values.len() <= TASK_VALUES {
+        return encode_some(dtype, values, out);
+    }
+    let tasks = out.par_chunks_mut(TASK_VALUES * dtype.size()).zip(values.par_chunks(TASK_VALUES));
+    tasks.for_each(|(out, values)| encode_some(dtype, values, out));
+}
+
+fn encode_some(dtype: DType, values: &[f32], out: &mut [u8]) {
     match dtype {
         DType::F32 => {
             for (out, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {

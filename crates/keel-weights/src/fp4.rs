@@ -10,8 +10,10 @@ use std::ops::Range;
 use keel_array::{BlockFormat, DType};
 
 use crate::{
-    LinearFormat, LinearInfo, Result, TensorInfo, TensorSource, TensorView, WeightsError, fp8::e4m3, linear,
-    view::check_rows,
+    LinearFormat, LinearInfo, Result, TensorSource, TensorView, WeightsError,
+    fp8::E4M3,
+    linear,
+    view::{check_rows, fill_rows},
 };
 
 /// The scale of a group of 4-bit floats.
@@ -61,9 +63,32 @@ impl<'a> Fp4Tensor<'a> {
         module: &str,
         mode: Fp4Mode,
     ) -> Result<Fp4Tensor<'a>> {
-        let info = info(source, module, mode)?;
         let tensor = |part: &str| source.tensor(&format!("{module}.{part}"));
-        Ok(Fp4Tensor { mode, info, weight: tensor("weight")?, scales: tensor("scales")? })
+        let (weight, scales) = (tensor("weight")?, tensor("scales")?);
+        let group = mode.group_size();
+        linear::check_matrices(module, weight.shape())?;
+        let split = |view: TensorView<'a>| view.shape().split_last().map(|(&last, leading)| (last, leading));
+        let cols =
+            split(weight).zip(split(scales)).and_then(|((words, leading), (groups, scale_leading))| {
+                let cols = words.checked_mul(8)?;
+                (leading == scale_leading && groups.checked_mul(group) == Some(cols)).then_some(cols)
+            });
+        match cols.filter(|_| weight.dtype() == DType::U32 && scales.dtype() == DType::U8) {
+            Some(cols) => {
+                let info = LinearInfo { cols, ..LinearInfo::new(weight.shape(), LinearFormat::Fp4(mode)) };
+                Ok(Fp4Tensor { mode, info, weight, scales })
+            }
+            None => {
+                let problem = format!(
+                    "weight {} {:?} and scales {} {:?} are not u32 [.., N, K / 8] and u8 [.., N, K / {group}]",
+                    weight.dtype(),
+                    weight.shape(),
+                    scales.dtype(),
+                    scales.shape()
+                );
+                Err(WeightsError::Module { module: module.into(), problem })
+            }
+        }
     }
 
     /// The weight's sizes and format.
@@ -71,26 +96,30 @@ impl<'a> Fp4Tensor<'a> {
         self.info
     }
 
-    /// Decodes rows `range` (of all experts, counted through) into `out`.
+    /// Decodes rows `range` (of all experts, counted through) into `out`, on all threads.
     ///
     /// # Errors
     /// [`WeightsError::Rows`] if the rows do not exist or `out` has another length.
     pub fn rows_f32(&self, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        const LEVELS: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-        let cols = self.info.cols;
+        const LEVELS: [f32; 16] =
+            [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+        let (cols, group) = (self.info.cols, self.mode.group_size());
         check_rows(self.weight.name(), self.weight.rows(), cols, &range, out.len())?;
-        let (codes, scales) = (self.weight.bytes_of_rows(range.clone())?, self.scales.bytes_of_rows(range)?);
-        for (i, out) in out.iter_mut().enumerate() {
-            let code = codes[i / 2] >> (i % 2 * 4);
-            let scale = scales[i / self.mode.group_size()];
-            let scale = match self.mode {
-                Fp4Mode::Mxfp4 => 2f32.powi(i32::from(scale) - 127),
-                Fp4Mode::Nvfp4 => e4m3(scale),
-            };
-            let level = LEVELS[usize::from(code & 7)];
-            *out = if code & 8 == 0 { level } else { -level } * scale;
-        }
-        Ok(())
+        fill_rows(&range, cols, out, |rows, out| {
+            let (codes, scales) =
+                (self.weight.bytes_of_rows(rows.clone())?, self.scales.bytes_of_rows(rows)?);
+            for ((out, codes), scale) in out.chunks_exact_mut(group).zip(codes.chunks(group / 2)).zip(scales)
+            {
+                let scale = match self.mode {
+                    Fp4Mode::Mxfp4 => 2f32.powi(i32::from(*scale) - 127),
+                    Fp4Mode::Nvfp4 => E4M3[usize::from(*scale)],
+                };
+                for (out, &codes) in out.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+                    *out = [codes & 15, codes >> 4].map(|code| LEVELS[usize::from(code)] * scale);
+                }
+            }
+            Ok(())
+        })
     }
 
     /// Rows `range` of an `mxfp4` weight as blocks of [`BlockFormat::MXFP4`], with the same values.
@@ -111,29 +140,5 @@ impl<'a> Fp4Tensor<'a> {
             blocks.extend((0..16).map(|i| code(i) | code(i + 16) << 4));
         }
         Ok(blocks)
-    }
-}
-
-/// Sizes of an FP4 layer, checked against each other.
-pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str, mode: Fp4Mode) -> Result<LinearInfo> {
-    let part = |part: &str| source.info(&format!("{module}.{part}"));
-    let (weight, scales) = (part("weight")?, part("scales")?);
-    let group = mode.group_size();
-    linear::check_matrices(module, weight.shape)?;
-    let split =
-        |info: TensorInfo<'_>| info.shape.split_last().map(|(&last, leading)| (last, leading.to_vec()));
-    let cols = split(weight).zip(split(scales)).and_then(|((words, leading), (groups, scale_leading))| {
-        let cols = words.checked_mul(8)?;
-        (leading == scale_leading && groups.checked_mul(group) == Some(cols)).then_some(cols)
-    });
-    match cols.filter(|_| weight.dtype == DType::U32 && scales.dtype == DType::U8) {
-        Some(cols) => Ok(LinearInfo { cols, ..LinearInfo::new(weight.shape, LinearFormat::Fp4(mode)) }),
-        None => {
-            let problem = format!(
-                "weight {} {:?} and scales {} {:?} are not u32 [.., N, K / 8] and u8 [.., N, K / {group}]",
-                weight.dtype, weight.shape, scales.dtype, scales.shape
-            );
-            Err(WeightsError::Module { module: module.into(), problem })
-        }
     }
 }

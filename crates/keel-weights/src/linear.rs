@@ -5,12 +5,12 @@ use std::ops::Range;
 use keel_array::{BlockFormat, DType};
 
 use crate::{
-    Result, TensorInfo, TensorSource, TensorView, WeightsError,
+    Result, TensorSource, TensorView, WeightsError,
     affine::{AffineFormat, AffineTensor, ModuleQuantization, affine_cols},
-    awq::{self, AwqTensor},
+    awq::AwqTensor,
     cols,
     columns::ColumnsTensor,
-    fp4::{self, Fp4Mode, Fp4Tensor},
+    fp4::{Fp4Mode, Fp4Tensor},
     fp8::{self, Fp8Tensor},
     gguf::BlockTensor,
     rows,
@@ -50,7 +50,7 @@ pub enum LinearFormat {
         /// Inputs that share a scale.
         group_size: usize,
     },
-    /// 8-bit floats with an f32 scale for each block of 128 by 128.
+    /// 8-bit floats with a scale for each block of 128 by 128, for each row, or for all.
     Fp8,
     /// 4-bit floats in MLX's form.
     Fp4(Fp4Mode),
@@ -64,27 +64,6 @@ impl LinearInfo {
             matrix => (None, matrix),
         };
         LinearInfo { experts, rows: rows(matrix), cols: cols(matrix), format }
-    }
-
-    /// Bytes in the checkpoint: values, or codes with their scales and biases.
-    pub fn bytes(&self) -> usize {
-        let rows = self.experts.unwrap_or(1) * self.rows;
-        match self.format {
-            LinearFormat::Dense(dtype) => rows * self.cols * dtype.size(),
-            LinearFormat::Affine { format, scales } => {
-                let groups = self.cols / format.group_size();
-                rows * (format.packed_bytes(self.cols) + 2 * groups * scales.size())
-            }
-            LinearFormat::Awq { group_size } => {
-                let groups = self.cols / group_size;
-                rows * self.cols / 2 + rows * groups / 2 + rows * groups * DType::F16.size()
-            }
-            LinearFormat::Fp8 => {
-                rows * self.cols + rows.div_ceil(128) * self.cols.div_ceil(128) * DType::F32.size()
-            }
-            LinearFormat::Fp4(mode) => rows * (self.cols / 2 + self.cols / mode.group_size()),
-            LinearFormat::Blocks(format) => rows * (self.cols / format.values() * format.bytes()),
-        }
     }
 }
 
@@ -149,27 +128,6 @@ impl LinearTensor<'_> {
     }
 }
 
-/// The implementation of [`TensorSource::linear_info`].
-pub(crate) fn info<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
-    find(source, module).map_err(|error| unsupported::explained(source, module, error))
-}
-
-fn find<S: TensorSource + ?Sized>(source: &S, module: &str) -> Result<LinearInfo> {
-    let scales = format!("{module}.scales");
-    if source.contains(&format!("{module}.qweight")) {
-        awq::info(source, module)
-    } else if source.contains(&format!("{module}.weight_scale_inv")) {
-        fp8::info(source, module)
-    } else if let Some(mode) = fp4_mode(source, module).filter(|_| source.contains(&scales)) {
-        fp4::info(source, module, mode)
-    } else if source.contains(&scales) {
-        affine_info(source, module, source.info(&format!("{module}.weight"))?, source.info(&scales)?)
-    } else {
-        let name = weight_name(source, module);
-        dense_info(module, &name, source.info(&name)?)
-    }
-}
-
 /// The implementation of [`TensorSource::linear`].
 pub(crate) fn open<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<LinearTensor<'a>> {
     read(source, module).map_err(|error| unsupported::explained(source, module, error))
@@ -179,7 +137,7 @@ fn read<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<Lin
     if source.contains(&format!("{module}.qweight")) {
         return AwqTensor::open(source, module).map(LinearTensor::Awq);
     }
-    if source.contains(&format!("{module}.weight_scale_inv")) {
+    if fp8::scales_name(source, module).is_some() {
         return Fp8Tensor::open(source, module).map(LinearTensor::Fp8);
     }
     let scales = format!("{module}.scales");
@@ -187,13 +145,19 @@ fn read<'a, S: TensorSource + ?Sized>(source: &'a S, module: &str) -> Result<Lin
         return Fp4Tensor::open(source, module, mode).map(LinearTensor::Fp4);
     }
     let weight = source.tensor(&weight_name(source, module))?;
-    if !source.contains(&scales) {
-        dense_info(module, weight.name(), TensorInfo { dtype: weight.dtype(), shape: weight.shape() })?;
-        return Ok(LinearTensor::Dense(weight));
+    if source.contains(&scales) {
+        let scales = source.tensor(&scales)?;
+        let format = affine_format(source, module, weight.shape(), scales.shape())?;
+        let biases = source.tensor(&format!("{module}.biases"))?;
+        return AffineTensor::new(format, weight, scales, biases).map(LinearTensor::Affine);
     }
-    let (scales, biases) = (source.tensor(&scales)?, source.tensor(&format!("{module}.biases"))?);
-    let format = affine_format(source, module, weight.shape(), scales.shape())?;
-    AffineTensor::new(format, weight, scales, biases).map(LinearTensor::Affine)
+    if !weight.dtype().is_float() {
+        let (name, found) = (weight.name().into(), weight.dtype().to_string());
+        let needed = "f32, f16 or bf16, or u32 with scales next to it,";
+        return Err(WeightsError::UnsupportedDType { name, found, needed });
+    }
+    check_matrices(module, weight.shape())?;
+    Ok(LinearTensor::Dense(weight))
 }
 
 /// The config's mode of 4-bit floats for a module.
@@ -202,34 +166,6 @@ fn fp4_mode<S: TensorSource + ?Sized>(source: &S, module: &str) -> Option<Fp4Mod
         ModuleQuantization::Fp4(mode) => Some(*mode),
         _ => None,
     }
-}
-
-fn dense_info(module: &str, name: &str, weight: TensorInfo<'_>) -> Result<LinearInfo> {
-    if !weight.dtype.is_float() {
-        let (name, found) = (name.into(), weight.dtype.to_string());
-        let needed = "f32, f16 or bf16, or u32 with scales next to it,";
-        return Err(WeightsError::UnsupportedDType { name, found, needed });
-    }
-    check_matrices(module, weight.shape)?;
-    Ok(LinearInfo::new(weight.shape, LinearFormat::Dense(weight.dtype)))
-}
-
-fn affine_info<S: TensorSource + ?Sized>(
-    source: &S,
-    module: &str,
-    weight: TensorInfo<'_>,
-    scales: TensorInfo<'_>,
-) -> Result<LinearInfo> {
-    if weight.dtype != DType::U32 || !scales.dtype.is_float() {
-        let problem = format!(
-            "weight {} with scales {} is not affine: u32 with f32, f16 or bf16 is",
-            weight.dtype, scales.dtype
-        );
-        return Err(WeightsError::Module { module: module.into(), problem });
-    }
-    let format = affine_format(source, module, weight.shape, scales.shape)?;
-    let packed = LinearInfo::new(weight.shape, LinearFormat::Affine { format, scales: scales.dtype });
-    Ok(LinearInfo { cols: packed.cols * 32 / format.bits(), ..packed })
 }
 
 /// `<module>.weight`, or the bare name of the module if only that exists: stacked experts are bare parameters in
@@ -296,24 +232,26 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::{Quantization, source::missing};
+    use crate::{Quantization, TensorInfo, source::missing};
 
-    /// Headers without data.
-    struct Headers {
-        tensors: BTreeMap<String, (DType, Vec<usize>)>,
+    /// Tensors of zeros.
+    struct Zeros {
+        tensors: BTreeMap<String, (DType, Vec<usize>, Vec<u8>)>,
         quantization: Option<Quantization>,
     }
 
-    impl Headers {
-        fn new(quantization: Value, tensors: &[(&str, DType, &[usize])]) -> Headers {
-            let entry =
-                |&(name, dtype, shape): &(&str, DType, &[usize])| (name.into(), (dtype, shape.into()));
+    impl Zeros {
+        fn new(quantization: Value, tensors: &[(&str, DType, &[usize])]) -> Zeros {
+            let entry = |&(name, dtype, shape): &(&str, DType, &[usize])| {
+                let bytes = vec![0; shape.iter().product::<usize>() * dtype.size()];
+                (name.to_string(), (dtype, shape.to_vec(), bytes))
+            };
             let quantization = Quantization::from_config(&json!({"quantization": quantization}));
-            Headers { tensors: tensors.iter().map(entry).collect(), quantization }
+            Zeros { tensors: tensors.iter().map(entry).collect(), quantization }
         }
     }
 
-    impl TensorSource for Headers {
+    impl TensorSource for Zeros {
         fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
             Box::new(self.tensors.keys().map(String::as_str))
         }
@@ -323,12 +261,14 @@ mod tests {
         }
 
         fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
-            let found = self.tensors.get(name).ok_or_else(|| missing(self, name, "headers".as_ref()))?;
-            Ok(TensorInfo { dtype: found.0, shape: &found.1 })
+            let view = self.tensor(name)?;
+            Ok(TensorInfo { dtype: view.dtype(), shape: view.shape() })
         }
 
         fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
-            unreachable!("the bytes of {name} are not needed")
+            let found = self.tensors.get_key_value(name);
+            let (name, (dtype, shape, bytes)) = found.ok_or_else(|| missing(self, name, "zeros".as_ref()))?;
+            TensorView::new(name, *dtype, shape, bytes)
         }
 
         fn quantization(&self) -> Option<&Quantization> {
@@ -340,38 +280,38 @@ mod tests {
     const U: DType = DType::U32;
 
     #[test]
-    fn sizes_come_from_headers_alone() {
+    fn sizes_come_from_shapes_and_config() {
         let config = json!({"bits": 3, "group_size": 64, "b": {"bits": 8, "group_size": 32}});
-        let headers = Headers::new(
+        let zeros = Zeros::new(
             config,
             &[
                 ("a.weight", U, &[5, 18]),
                 ("a.scales", F, &[5, 3]),
+                ("a.biases", F, &[5, 3]),
                 ("b.weight", U, &[7, 5, 16]),
                 ("b.scales", DType::F32, &[7, 5, 2]),
+                ("b.biases", DType::F32, &[7, 5, 2]),
                 ("c.weight", DType::F16, &[6, 10]),
                 ("experts", F, &[3, 4, 5]),
             ],
         );
         let format = |bits, group_size| AffineFormat::new(bits, group_size).unwrap();
-        let a = headers.linear_info("a").unwrap();
+        let a = zeros.linear_info("a").unwrap();
         let affine = LinearFormat::Affine { format: format(3, 64), scales: F };
         assert_eq!(a, LinearInfo { experts: None, rows: 5, cols: 192, format: affine });
-        assert_eq!(a.bytes(), 5 * 18 * 4 + 2 * 5 * 3 * 2);
-        let b = headers.linear_info("b").unwrap();
+        let b = zeros.linear_info("b").unwrap();
         let affine = LinearFormat::Affine { format: format(8, 32), scales: DType::F32 };
         assert_eq!(b, LinearInfo { experts: Some(7), rows: 5, cols: 64, format: affine });
-        assert_eq!(b.bytes(), 7 * 5 * (16 * 4 + 2 * 2 * 4));
-        let c = headers.linear_info("c").unwrap();
-        assert_eq!((c.experts, c.rows, c.cols, c.bytes()), (None, 6, 10, 120));
-        let experts = headers.linear_info("experts").unwrap();
-        assert_eq!((experts.experts, experts.rows, experts.cols, experts.bytes()), (Some(3), 4, 5, 120));
+        let c = zeros.linear_info("c").unwrap();
+        assert_eq!((c.experts, c.rows, c.cols), (None, 6, 10));
+        let experts = zeros.linear_info("experts").unwrap();
+        assert_eq!((experts.experts, experts.rows, experts.cols), (Some(3), 4, 5));
     }
 
     #[test]
     fn config_and_shapes_must_agree() {
         let message = |config: Value, tensors: &[(&str, DType, &[usize])]| {
-            Headers::new(config, tensors).linear_info("m").unwrap_err().to_string()
+            Zeros::new(config, tensors).linear_info("m").unwrap_err().to_string()
         };
         let four = || json!({"bits": 4, "group_size": 64});
         let plain: &[(&str, DType, &[usize])] = &[("m.weight", U, &[5, 16]), ("m.scales", F, &[5, 2])];
@@ -394,13 +334,18 @@ mod tests {
             let message = message(four(), &[("m.weight", U, words), ("m.scales", F, groups)]);
             assert!(message.contains("do not belong together"), "{message}");
         }
-        let huge = usize::MAX / 8;
-        let overflowing: &[(&str, DType, &[usize])] =
-            &[("m.weight", U, &[1, huge]), ("m.scales", F, &[1, huge])];
-        assert!(message(four(), overflowing).contains("do not belong together"));
-        assert!(
-            message(four(), &[("m.weight", F, &[5, 16]), ("m.scales", F, &[5, 2])]).contains("not affine")
-        );
+        let (none, huge) = (Zeros::new(four(), &[]), [1, usize::MAX / 8]);
+        let overflowing = affine_format(&none, "m", &huge, &huge).unwrap_err().to_string();
+        assert!(overflowing.contains("do not belong together"), "{overflowing}");
+        // What loading refuses, a plan refuses too.
+        assert!(message(four(), plain).contains("'m.biases' is not in"));
+        let with_biases = |weight, shape: &[usize]| {
+            let parts =
+                [("m.weight", weight, &[5, 16][..]), ("m.scales", F, &[5, 2]), ("m.biases", F, shape)];
+            message(four(), &parts)
+        };
+        assert!(with_biases(F, &[5, 2]).contains("'m.weight' is stored as bf16; u32 is needed here"));
+        assert!(with_biases(U, &[5, 1]).contains("'m.biases': expected shape [5, 2]"));
         assert!(message(four(), &[("m.scales", F, &[5, 2])]).contains("'m.weight' is not in"));
         assert!(message(four(), &[("m.weight", U, &[5, 16])]).contains("stored as u32"));
         for shape in [&[5][..], &[2, 3, 4, 5], &[4, 0], &[]] {

@@ -75,20 +75,12 @@ pub trait TensorSource: Sync {
         Ok(RawTensor { dtype: info.dtype.to_string(), shape: info.shape, bytes: view.bytes() })
     }
 
-    /// The rotation before a ParoQuant layer; `None` if there is none.
+    /// The rotation before a ParoQuant layer; `None` if there is none. Its tensors are `<prefix>theta`, `<prefix>pairs`
+    /// and `<prefix>channel_scales`. `module` is the layer, or one of the layers that share the rotation.
     ///
     /// # Errors
     /// As for [`linear_info`](TensorSource::linear_info).
-    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
-        awq::rotation(self, &format!("{module}."), module)
-    }
-
-    /// The rotation that `module` shares with other modules, if there is one. Its tensors are `<prefix>theta`,
-    /// `<prefix>pairs` and `<prefix>channel_scales`.
-    ///
-    /// # Errors
-    /// As for [`linear_info`](TensorSource::linear_info).
-    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+    fn rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
         awq::rotation(self, prefix, module)
     }
 
@@ -97,15 +89,15 @@ pub trait TensorSource: Sync {
         None
     }
 
-    /// Sizes and format of a linear layer or embedding, from headers and config only. `module` is its path: the name of
-    /// its weight without `.weight`.
+    /// Sizes and format of a linear layer or embedding. Its weights are not read. `module` is its path: the name of its
+    /// weight without `.weight`.
     ///
     /// # Errors
     /// [`WeightsError::MissingTensor`], [`WeightsError::UnsupportedDType`], [`WeightsError::UnsupportedForm`] if it is
     /// quantised in a way that is not read, or [`WeightsError::Module`] if its tensors do not fit each other or the
     /// config.
     fn linear_info(&self, module: &str) -> Result<LinearInfo> {
-        linear::info(self, module)
+        Ok(self.linear(module)?.info())
     }
 
     /// The weight of a linear layer or embedding. It is [`LinearTensor::Affine`] if `<module>.scales` exists. Stacked
@@ -120,7 +112,8 @@ pub trait TensorSource: Sync {
     /// [`release`](TensorSource::release)s all tensors of a linear layer.
     fn release_linear(&self, module: &str) {
         self.release(module);
-        for part in ["weight", "scales", "biases", "qweight", "qzeros", "g_idx", "weight_scale_inv"] {
+        let packed = ["scales", "biases", "qweight", "qzeros", "g_idx", "weight_scale_inv", "weight_scale"];
+        for part in ["weight"].into_iter().chain(packed) {
             self.release(&format!("{module}.{part}"));
         }
     }

@@ -4,15 +4,15 @@ use crate::{ModuleQuantization, Result, TensorSource, WeightsError};
 
 /// What to do with a checkpoint of such weights.
 pub(crate) const CHECKPOINT_ADVICE: &str = "read are bf16, f16 and f32, MLX's affine forms, mxfp4 and nvfp4, AWQ and GPTQ in \
-     4 bits, and FP8 with weight_scale_inv for blocks of 128 by 128 or for a whole matrix; use the unquantised weights, which \
-     `keel quantize` makes smaller, or a GGUF file of the model, such as one in Q4_K_M";
+     4 bits, and FP8 (E4M3) with scales for blocks of 128 by 128, for rows or for a whole matrix; use the unquantised weights, \
+     which `keel quantize` makes smaller, or a GGUF file of the model, such as one in Q4_K_M";
 
 /// What to do with a GGUF file of such tensors.
 pub(crate) const GGUF_ADVICE: &str = "read are F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4; use a file \
      of the model in one of these, such as Q4_K_M";
 
 /// Methods whose forms are read, as config.json names them: a tensor in another form is not explained by the method.
-const READ_METHODS: [&str; 4] = ["awq", "gptq", "fp8", "paroquant"];
+const READ_METHODS: [&str; 6] = ["awq", "gptq", "fp8", "paroquant", "auto-round", "intel/auto-round"];
 
 /// Last parts of names that only forms have that are not read, and the form.
 const SIGNS: [(&str, &str); 8] = [
@@ -88,6 +88,11 @@ pub(crate) fn check_part<S: TensorSource + ?Sized>(source: &S, name: &str) -> Re
     let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
     let form = described(configured(source, module), Some(form)).unwrap_or_else(|| form.into());
     Err(refusal(source, name.into(), &form))
+}
+
+/// The error for `qweight` of a method whose order of codes is not known.
+pub(crate) fn method_of_words<S: TensorSource + ?Sized>(source: &S, module: &str) -> WeightsError {
+    refusal(source, format!("{module}.qweight"), configured(source, module).unwrap_or("an unknown method"))
 }
 
 /// The method that the config gives for a module, if it is not MLX's. Tensors may tell more: AWQ, for example, is read.

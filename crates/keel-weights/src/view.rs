@@ -3,8 +3,12 @@
 use std::ops::Range;
 
 use keel_array::DType;
+use rayon::prelude::*;
 
 use crate::{Result, WeightsError, float, source::element_count};
+
+/// Values that one thread converts at a time.
+pub(crate) const TASK_VALUES: usize = 1 << 16;
 
 /// A borrowed tensor: name, dtype, shape and its elements in row-major order, little-endian.
 ///
@@ -142,6 +146,22 @@ pub(crate) fn check_rows(
     }
     let (name, start, end) = (name.into(), range.start, range.end);
     Err(WeightsError::Rows { name, start, end, rows, cols, out })
+}
+
+/// Fills `out` with rows `range` of `cols` values, on all threads: `fill` gets some of the rows and their values.
+pub(crate) fn fill_rows(
+    range: &Range<usize>,
+    cols: usize,
+    out: &mut [f32],
+    fill: impl Fn(Range<usize>, &mut [f32]) -> Result<()> + Sync,
+) -> Result<()> {
+    // Without columns there is nothing to fill.
+    let cols = cols.max(1);
+    let task_rows = (TASK_VALUES / cols).max(1);
+    out.par_chunks_mut(task_rows * cols).enumerate().try_for_each(|(task, out)| {
+        let first = range.start + task * task_rows;
+        fill(first..first + out.len() / cols, out)
+    })
 }
 
 #[cfg(test)]

@@ -53,7 +53,7 @@ fn types_of_another_quantization_stay_out_of_the_way() {
     assert!(checkpoint.tensor(&format!("{name}.theta")).is_ok());
     let pairs = checkpoint.tensor(&format!("{name}.pairs")).unwrap_err().to_string();
     assert!(pairs.contains("is stored as I16"), "{pairs}");
-    let rotation = checkpoint.rotation(name).unwrap().expect("it is rotated");
+    let rotation = checkpoint.rotation(&format!("{name}."), name).unwrap().expect("it is rotated");
     assert_eq!((rotation.scales.len(), rotation.pairs.len(), rotation.angles.len()), (128, 8 * 128, 8 * 64));
     for round in rotation.pairs.chunks_exact(128) {
         let mut columns = round.to_vec();

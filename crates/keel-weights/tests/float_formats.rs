@@ -68,10 +68,13 @@ fn sorted(k: usize) -> i32 {
 
 #[test]
 fn gptq_packs_inputs_and_stores_zeros_less_one() {
-    for (form, offset) in [("gptq", 1.0), ("gptq_v2", 0.0)] {
+    for (method, key, form, offset) in [
+        ("gptq", "checkpoint_format", "gptq", 1.0),
+        ("gptq", "checkpoint_format", "gptq_v2", 0.0),
+        ("auto-round", "packing_format", "auto_round:auto_gptq", 1.0),
+    ] {
         let folder = tempfile::tempdir().unwrap();
-        let config =
-            json!({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": form});
+        let config = json!({"quant_method": method, "bits": 4, "group_size": GROUP, key: form});
         let source = checkpoint(folder.path(), config, &gptq(sorted));
         let info = source.linear_info("m").unwrap();
         assert_eq!((info.experts, info.rows, info.cols), (None, N, K));
@@ -114,7 +117,9 @@ fn activation_order_and_other_bits_are_refused() {
     let message = |config: Value, tensors: &[Tensor]| {
         let folder = tempfile::tempdir().unwrap();
         let source = checkpoint(folder.path(), config, tensors);
-        source.linear("m").unwrap_err().to_string()
+        let error = source.linear("m").unwrap_err().to_string();
+        assert_eq!(source.linear_info("m").unwrap_err().to_string(), error, "a plan refuses it, too");
+        error
     };
     let four = || json!({"quant_method": "gptq", "bits": 4});
     let swapped = gptq(|k| if k == 40 { 0 } else { sorted(k) });
@@ -132,6 +137,52 @@ fn activation_order_and_other_bits_are_refused() {
     let mut wrong = gptq(sorted);
     wrong[0].2 = vec![N, K / 8];
     assert!(message(four(), &wrong).contains("nor GPTQ's"), "{}", message(four(), &wrong));
+
+    // A method may store zeros and codes in another order.
+    for (config, method) in [
+        (json!({"quant_method": "unheard-of", "bits": 4}), "(quant_method 'unheard-of')"),
+        (
+            json!({"quant_method": "auto-round", "packing_format": "auto_round:other", "bits": 4}),
+            "(quant_method 'auto-round', packing_format 'auto_round:other')",
+        ),
+    ] {
+        let refused = message(config, &gptq(sorted));
+        assert!(refused.contains("'m.qweight' is stored as i32 ") && refused.contains(method), "{refused}");
+    }
+}
+
+/// Threads share the rows of a block.
+#[test]
+fn rows_of_a_block_are_those_read_one_by_one() {
+    let (n, k) = (700, 128);
+    let codes: Vec<u8> = (0..n * k).map(finite).collect();
+    let scales = (0..6).flat_map(|i| (0.5 + i as f32).to_le_bytes()).collect();
+    let fp8: [Tensor; 2] = [
+        ("m.weight", "F8_E4M3", vec![n, k], codes.clone()),
+        ("m.weight_scale_inv", "F32", vec![6, 1], scales),
+    ];
+    let nvfp4: [Tensor; 2] = [
+        ("m.weight", "U32", vec![n, k / 8], codes[..n * k / 2].to_vec()),
+        ("m.scales", "U8", vec![n, k / 16], codes[..n * k / 16].to_vec()),
+    ];
+    let gptq = gptq(sorted);
+    for (config, tensors, rows) in [
+        (json!({"quant_method": "fp8"}), &fp8[..], 1..n),
+        (json!({"mode": "nvfp4"}), &nvfp4[..], 1..n),
+        (json!({"quant_method": "gptq"}), &gptq[..], 3..N - 1),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let source = checkpoint(folder.path(), config, tensors);
+        let linear = source.linear("m").unwrap();
+        let cols = linear.info().cols;
+        let mut block = vec![0.0; rows.len() * cols];
+        linear.rows_f32(rows.clone(), &mut block).unwrap();
+        let mut row = vec![0.0; cols];
+        for (at, expected) in rows.zip(block.chunks_exact(cols)) {
+            linear.rows_f32(at..at + 1, &mut row).unwrap();
+            assert!(row == expected, "{:?}, row {at}", linear.info());
+        }
+    }
 }
 
 /// The value of an 8-bit float, from its definition.
@@ -161,7 +212,6 @@ fn eight_bit_floats_have_a_scale_for_each_block() {
     let source = checkpoint(folder.path(), config.clone(), &tensors);
     let info = source.linear_info("m").unwrap();
     assert_eq!((info.rows, info.cols, info.format), (n, k, LinearFormat::Fp8));
-    assert_eq!(info.bytes(), n * k + 6 * 4);
     let mut rows = vec![0.0; 4 * k];
     source.linear("m").unwrap().rows_f32(126..130, &mut rows).unwrap();
     for (i, value) in rows.iter().enumerate() {
@@ -205,30 +255,37 @@ fn eight_bit_floats_have_a_scale_for_each_block() {
     assert!(message.contains("F8_E5M2"), "{message}");
 }
 
-/// Ministral 3 has both kinds of scales next to a weight.
+/// Ministral 3 has both kinds of scales next to a weight. compressed-tensors has a scale for each row.
 #[test]
 fn scales_of_activations_are_no_weights() {
-    let one = || 0.5f32.to_le_bytes().to_vec();
-    let tensors = [
-        ("m.activation_scale", "F32", vec![], one()),
-        ("m.input_scale", "F32", vec![], one()),
-        ("m.weight", "F8_E4M3", vec![2, 3], vec![0x38; 6]),
-        ("m.weight_scale_inv", "F32", vec![], one()),
-    ];
-    let folder = tempfile::tempdir().unwrap();
-    let config = json!({"quant_method": "fp8", "activation_scheme": "static"});
-    let source = checkpoint(folder.path(), config, &tensors);
-    let dense = Dequantized::new(&source).unwrap();
-    let specs = dense.tensors().unwrap();
-    assert_eq!(specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>(), ["m.weight"]);
-    let mut row = [0.0; 3];
-    dense.rows_f32("m.weight", 1..2, &mut row).unwrap();
-    assert_eq!(row, [0.5; 3]);
-    // Released rows can be read again.
-    dense.release_rows("m.weight", 0..1);
-    dense.release_rows("m.weight", 1..2);
-    dense.rows_f32("m.weight", 0..1, &mut row).unwrap();
-    assert_eq!(row, [0.5; 3]);
+    let floats = |values: &[f32]| words(values.iter().map(|x| x.to_bits()));
+    for (name, shape, scales) in [
+        ("m.weight_scale_inv", vec![], &[0.5][..]),
+        ("m.weight_scale", vec![1], &[0.5]),
+        ("m.weight_scale", vec![2, 1], &[0.25, 0.5]),
+    ] {
+        let tensors = [
+            ("m.activation_scale", "F32", vec![], floats(&[0.5])),
+            ("m.input_scale", "F32", vec![], floats(&[0.5])),
+            ("m.weight", "F8_E4M3", vec![2, 3], vec![0x38; 6]),
+            (name, "F32", shape, floats(scales)),
+        ];
+        let folder = tempfile::tempdir().unwrap();
+        let config = json!({"quant_method": "fp8", "activation_scheme": "static"});
+        let source = checkpoint(folder.path(), config, &tensors);
+        assert_eq!(source.linear_info("m").unwrap().format, LinearFormat::Fp8);
+        let dense = Dequantized::new(&source).unwrap();
+        let specs = dense.tensors().unwrap();
+        assert_eq!(specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>(), ["m.weight"]);
+        let mut row = [0.0; 3];
+        dense.rows_f32("m.weight", 1..2, &mut row).unwrap();
+        assert_eq!(row, [0.5; 3], "{name}");
+        // Released rows can be read again.
+        dense.release_rows("m.weight", 0..1);
+        dense.release_rows("m.weight", 1..2);
+        dense.rows_f32("m.weight", 0..1, &mut row).unwrap();
+        assert_eq!(row, [scales[0]; 3], "{name}");
+    }
 }
 
 #[test]
@@ -253,7 +310,6 @@ fn four_bit_floats_are_those_of_mlx() {
             (info.experts, info.rows, info.cols, info.format),
             (Some(experts), n, k, LinearFormat::Fp4(known))
         );
-        assert_eq!(info.bytes(), experts * n * (k / 2 + groups));
         let linear = source.linear("m").unwrap();
         let mut rows = vec![0.0; 3 * k];
         linear.rows_f32(2..5, &mut rows).unwrap();
@@ -293,14 +349,13 @@ fn types_of_the_parts_are_checked() {
 /// Forms that other programs publish, with the tensors and configs of their checkpoints.
 #[test]
 fn forms_that_are_not_read_are_named_with_a_remedy() {
-    let i32s = vec![0; 4 * 64];
     let packed: Vec<Tensor> = vec![
-        ("m.weight_packed", "I32", vec![16, 4], i32s.clone()),
+        ("m.weight_packed", "I32", vec![16, 4], vec![0; 4 * 64]),
         ("m.weight_scale", "BF16", vec![16, 1], vec![0; 32]),
         ("m.weight_shape", "I64", vec![2], vec![0; 16]),
     ];
     let channels: Vec<Tensor> = vec![
-        ("m.weight", "F8_E4M3", vec![16, 32], vec![0; 16 * 32]),
+        ("m.weight", "F8_E5M2", vec![16, 32], vec![0; 16 * 32]),
         ("m.weight_scale", "F32", vec![16, 1], vec![0; 64]),
     ];
     let nf4: Vec<Tensor> = vec![
@@ -319,10 +374,10 @@ fn forms_that_are_not_read_are_named_with_a_remedy() {
     let float = json!({"quant_method": "compressed-tensors", "format": "float-quantized"});
     let in_words = "quant_method 'compressed-tensors', format";
     let cases = [
-        (pack.clone(), &packed, format!("'m.weight_packed' is stored as i32 ({in_words} 'pack-quantized')")),
+        (pack, &packed, format!("'m.weight_packed' is stored as i32 ({in_words} 'pack-quantized')")),
         (Value::Null, &packed, "'m.weight_packed' is stored as i32 (compressed-tensors)".into()),
-        (float, &channels, format!("'m.weight' is stored as F8_E4M3 ({in_words} 'float-quantized')")),
-        (Value::Null, &channels, "'m.weight' is stored as F8_E4M3 (8 or 4 bits with weight_scale)".into()),
+        (float, &channels, format!("'m.weight' is stored as F8_E5M2 ({in_words} 'float-quantized')")),
+        (Value::Null, &channels, "'m.weight' is stored as F8_E5M2 (8 or 4 bits with weight_scale)".into()),
         (
             json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
             &nf4,
@@ -335,7 +390,7 @@ fn forms_that_are_not_read_are_named_with_a_remedy() {
         (
             json!({"quant_method": "fp8"}),
             &channels,
-            "'m.weight' is stored as F8_E4M3 (quant_method 'fp8', 8 or 4 bits with weight_scale)".into(),
+            "'m.weight' is stored as F8_E5M2 (quant_method 'fp8', 8 or 4 bits with weight_scale)".into(),
         ),
     ];
     for (config, tensors, expected) in cases {
@@ -352,13 +407,17 @@ fn forms_that_are_not_read_are_named_with_a_remedy() {
         let message = source.linear_info("m").unwrap_err().to_string();
         assert!(message.contains(&expected), "{message}");
     }
+}
 
-    // Experts are looked for as a stack. A weight that is missing stays missing.
+#[test]
+fn a_missing_weight_is_explained_by_its_own_form_alone() {
+    // Experts are looked for as a stack.
     let experts: [Tensor; 2] = [
-        ("mlp.experts.0.up_proj.weight_packed", "I32", vec![16, 4], i32s),
+        ("mlp.experts.0.up_proj.weight_packed", "I32", vec![16, 4], vec![0; 4 * 64]),
         ("mlp.gate.weight", "F32", vec![2, 2], vec![0; 16]),
     ];
     let folder = tempfile::tempdir().unwrap();
+    let pack = json!({"quant_method": "compressed-tensors", "format": "pack-quantized"});
     let source = checkpoint(folder.path(), pack, &experts);
     let message = source.linear_info("mlp.experts.gate_up_proj").unwrap_err().to_string();
     assert!(message.contains("'mlp.experts.0.up_proj.weight_packed' is stored as i32"), "{message}");

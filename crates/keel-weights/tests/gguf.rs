@@ -91,7 +91,6 @@ fn every_block_type_decodes_as_the_reference_does() {
         let LinearTensor::Blocks(blocks) = linear else { panic!("{name}: {linear:?}") };
         assert_eq!(blocks.format().to_string(), name);
         assert_eq!((linear.info().rows, linear.info().cols), (3, cols));
-        assert_eq!(linear.info().bytes(), bytes.bytes().len());
         let values = values.to_f32().unwrap();
         let (mut first, mut others) = (vec![0.0; cols], vec![0.0; 2 * cols]);
         linear.rows_f32(0..1, &mut first).unwrap();
@@ -142,7 +141,6 @@ fn a_reference_file_reads_whole() {
     let info = file.linear_info("experts").unwrap();
     assert_eq!((info.experts, info.rows, info.cols), (Some(2), 3, 64));
     assert_eq!(info.format, LinearFormat::Blocks(BlockFormat::Q8_0));
-    assert_eq!(info.bytes(), 2 * 3 * 2 * 34);
     let mut decoded = vec![0.0; 2 * 64];
     file.linear("experts").unwrap().rows_f32(4..6, &mut decoded).unwrap();
     file.release("experts.weight");

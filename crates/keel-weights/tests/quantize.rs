@@ -7,10 +7,15 @@ use std::{
 };
 
 use keel_array::DType;
-use keel_testkit::fixtures::foreign_fixture;
+use keel_testkit::fixtures::{foreign_fixture, safetensors::FileTensor, write_model};
 use keel_weights::{
-    AffineFormat, Checkpoint, LinearFormat, LinearTensor, SafetensorsWriter, TensorSource, TensorSpec, float,
-    quantize::{QuantizeRecipe, quantize_checkpoint},
+    AffineFormat, Checkpoint, LinearFormat, LinearTensor, Result, SafetensorsFile, SafetensorsWriter,
+    TensorSource, TensorSpec, float,
+    gguf::GgufMetadata,
+    quantize::{
+        Dequantized, GgufRecipe, QuantizeRecipe, RowSource, SafetensorsForm, quantize_checkpoint, write_gguf,
+        write_safetensors,
+    },
 };
 use serde_json::{Value, json};
 
@@ -235,6 +240,83 @@ fn damaged_weights_are_found_and_leave_no_checkpoint() {
         );
         assert_eq!(fs::read_dir(&folders.target).unwrap().count(), 0, "{damage}");
     }
+}
+
+/// A tensor whose values are all the same, in no type of a file.
+struct Constant(TensorSpec, f32);
+
+impl RowSource for Constant {
+    fn tensors(&self) -> Result<Vec<TensorSpec>> {
+        Ok(vec![self.0.clone()])
+    }
+
+    fn rows_f32(&self, _: &str, _: std::ops::Range<usize>, out: &mut [f32]) -> Result<()> {
+        out.fill(self.1);
+        Ok(())
+    }
+
+    fn check_intact(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn values_that_a_type_cannot_hold_are_refused() {
+    let folders = folders();
+    write_source(&folders.source, DType::F32, |name, values| {
+        if name == "mtp.fc.weight" {
+            values[5 * 128 + 3] = -70_000.0;
+        }
+    });
+    let source = Checkpoint::open(&folders.source).unwrap();
+    let dense = |source: &dyn RowSource, dtype| {
+        let form = SafetensorsForm::Dense(dtype);
+        write_safetensors(source, &folders.target, &BTreeMap::new(), &form, &mut |_| ()).map(drop)
+    };
+    let gguf = || {
+        let (path, recipe) = (folders.target.join("model.gguf"), GgufRecipe::from_name("F16").unwrap());
+        write_gguf(&source, &path, GgufMetadata::default(), &recipe, &mut |_| ()).map(drop)
+    };
+    for written in [dense(&source, Some(DType::F16)), gguf()] {
+        let message = written.unwrap_err().to_string();
+        assert!(
+            message.starts_with("tensor 'mtp.fc.weight' holds a value at row 5 that is too large for f16")
+        );
+        assert_eq!(fs::read_dir(&folders.target).unwrap().count(), 0);
+    }
+    // Values that only have a type in the copy.
+    let constant = |dtype, value| {
+        let spec = TensorSpec { name: "m.weight".into(), dtype, shape: vec![2, 3] };
+        dense(&Constant(spec, value), None)
+    };
+    for (dtype, value) in [(DType::F16, 65_520.0), (DType::BF16, f32::MAX)] {
+        let message = constant(dtype, value).unwrap_err().to_string();
+        assert!(message.contains(&format!("at row 0 that is too large for {dtype}")), "{message}");
+    }
+    constant(DType::F16, 65_519.0).unwrap();
+    let file = SafetensorsFile::open(&folders.target.join("model.safetensors")).unwrap();
+    assert_eq!(file.tensor("m.weight").unwrap().to_f32().unwrap(), [65_504.0; 6]);
+}
+
+/// Buffers, such as positions, lie next to quantised weights.
+#[test]
+fn whole_numbers_of_a_quantised_checkpoint_are_copied() {
+    let folders = folders();
+    let numbers: Vec<u8> = (0..6i64).flat_map(|i| (i << 33).to_le_bytes()).collect();
+    let tensors = [
+        FileTensor::new("m.weight", "F8_E4M3", &[2, 3], vec![0x38; 6]),
+        FileTensor::new("m.weight_scale_inv", "F32", &[1], 0.5f32.to_le_bytes().to_vec()),
+        FileTensor::new("position_ids", "I64", &[2, 3], numbers.clone()),
+    ];
+    let config = json!({"quantization_config": {"quant_method": "fp8"}});
+    write_model(&folders.source, &config.to_string(), &tensors, None).unwrap();
+    let source = Checkpoint::open(&folders.source).unwrap();
+    let dense = Dequantized::new(&source).unwrap();
+    let form = SafetensorsForm::Dense(Some(DType::F16));
+    write_safetensors(&dense, &folders.target, &BTreeMap::new(), &form, &mut |_| ()).unwrap();
+    let file = SafetensorsFile::open(&folders.target.join("model.safetensors")).unwrap();
+    assert_eq!(file.tensor("position_ids").unwrap().bytes(), numbers);
+    assert_eq!(file.tensor("m.weight").unwrap().to_f32().unwrap(), [0.5; 6]);
 }
 
 /// If the fixtures are present: tensors that MLX quantised by the same recipe have the same bytes.

@@ -27,7 +27,7 @@ const SEQUENCES_OF_A_GPU: [usize; 3] = [128, 64, 32];
 const TOKENS_EACH: usize = 2048;
 /// Smallest default number of sequences.
 const SEQUENCES_MIN: usize = 4;
-/// Most drafts by default where more do not fit, and where several devices share a model.
+/// Most drafts by default where more do not fit, and on several devices that draft.
 const DRAFTS_FEW: usize = 2;
 /// Largest number of pages that an engine takes.
 const POOL_PAGES_MAX: usize = 1 << 24;
@@ -128,7 +128,7 @@ pub struct Planner<'a> {
     state_bytes: u64,
     /// Bytes of one sequence's recurrent state.
     slot_bytes: u64,
-    /// Whether the model is for embeddings. Texts then end with their prompts.
+    /// Whether the model is for embeddings. Its requests end with their prompts: there is no answer.
     embeds: bool,
     /// The bounds if memory were unlimited.
     pub wanted: EngineOptions,
@@ -149,13 +149,15 @@ impl<'a> Planner<'a> {
         let context = args.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
         let context = context_for(&subject.config, context).context("--context")?;
         let has_head = subject.config.mtp_layers > 0;
+        let is_gpu = device.device() != Device::Cpu;
         let drafts = match args.drafts {
             _ if !has_head => 0,
             Some(drafts) => usize::from(drafts),
+            // As `auto` of `--speculate`: steps of different answers overlap only in an engine without drafts.
+            None if is_gpu && device.split.waits_for_steps() => 0,
             None if device.split.is_split() => DRAFTS_FEW,
             None => drafts_max(Some(SpeculationOptions::default()), device.device()),
         };
-        let is_gpu = device.device() != Device::Cpu;
         let sequences = args.sequences.unwrap_or(default_sequences(is_gpu));
         let pooling = args.pooling.or(subject.pooling);
         let row_hidden = pooling.unwrap_or_default() == Pooling::Mean;
@@ -379,6 +381,21 @@ mod tests {
             Planner::new(&memory, &subject, &device, EngineOptions::default(), 512).expect("planned");
         planner.take_more_sequences(room << 30).expect("planned");
         (planner.wanted.sequences, planner.wanted.pool_pages.unwrap_or(0) * AttentionSpec::PAGE)
+    }
+
+    #[test]
+    fn a_pipeline_of_gpus_drafts_only_if_it_is_asked_to() {
+        let drafts = |options: &[&str]| {
+            let shape = ["keel", "--shape", "qwen3.5-4b", "--bits", "4"];
+            let Arguments { device, memory, shape } = Arguments::parse_from(shape.iter().chain(options));
+            let subject = shape.subject(true).expect("a shape");
+            let planner = Planner::new(&memory, &subject, &device, EngineOptions::default(), 512);
+            planner.expect("planned").wanted.drafts
+        };
+        assert_eq!(drafts(&["--devices", "cuda:0,cuda:1"]), 0);
+        assert_eq!(drafts(&["--devices", "cuda:0,cuda:1", "--drafts", "3"]), 3);
+        assert_eq!(drafts(&["--devices", "cuda:0,cuda:1", "--split", "tensor"]), DRAFTS_FEW);
+        assert_eq!(drafts(&["--device", "cuda:0"]), 4);
     }
 
     #[test]

@@ -36,7 +36,10 @@ fn check(device: &DeviceArgs, plans: &Plans, options: &EngineOptions) -> Result<
             room.check(planned.total(), planned, options)?;
         }
         if let Some(bytes) = device.split.members().get(rank).and_then(|member| member.remote.flatten()) {
-            let room = FreeMemory { bytes, why: format!("{name}, as its process says") };
+            // A node's own limit is in these bytes, but the layers were shared without it.
+            let remedy =
+                "in a pipeline give node 0 a --memory-limit with a value for each device: layers follow it";
+            let room = FreeMemory { bytes, why: format!("{name}, as its process says ({remedy})") };
             room.check(on_device(planned, true), planned, options)?;
         }
     }

@@ -112,7 +112,7 @@ fn the_tower_next_to_a_model_is_found_and_named() {
 fn fit_counts_no_tower_for_a_copy_in_fewer_bits() {
     let Some(folder) = vlm_fixture("vlm_qwen3_5") else { return };
     let files = files(&folder);
-    // What is told where nothing fits is the copy with the fewest bits.
+    // If nothing fits, the message names the copy with the fewest bits.
     let least = |extra: &[&str]| {
         let message = stderr(&keel(&[&["fit", arg(&files.text), "--limit", "1K"], extra].concat()));
         let needed =

@@ -75,6 +75,17 @@ fn a_node_says_why_it_cannot_open_its_devices() {
     assert!((4..=5).contains(&starts), "it starts again after each of four leaders:\n{log}");
 }
 
+/// The leader shares the layers without the limit, which only the node knows.
+#[test]
+fn a_plan_beyond_the_own_limit_of_a_node_names_the_remedy() {
+    let nodes = addresses().join(",");
+    let mut node = Command::new(env!("CARGO_BIN_EXE_keel"));
+    node.args(["serve", "--devices", "cuda:0", "--nodes", &nodes, "--node", "1", "--memory-limit", "1Mi"]);
+    let _node = Running(node.env("KEEL_CONFIG", "").stderr(Stdio::null()).spawn().expect("keel starts"));
+    let leader = ["generate", "Once", "--devices", "cuda:0", "--nodes", &nodes];
+    fail(&leader, "1/cuda:0, as its process says (in a pipeline give node 0 a --memory-limit");
+}
+
 /// A leader whose model cannot be loaded looks for some seconds whether a node is lost.
 #[test]
 fn a_signal_ends_a_leader_that_does_not_serve() {

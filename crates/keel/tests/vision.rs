@@ -318,6 +318,30 @@ fn fit_counts_what_a_limit_counts_and_names_the_device_of_the_tower() {
     assert!(apart[0]["bytes"].as_u64() < whole[0]["bytes"].as_u64(), "the tower is not on the GPU");
 }
 
+/// The tower stays as it is, and routers take more bits than the rest.
+#[test]
+fn fit_counts_a_copy_in_fewer_bits_as_quantize_writes_it() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let folders = vlm_fixture("vlm_qwen3_5").into_iter().chain([common::fixture("qwen3_5_moe")]);
+    for (i, folder) in folders.enumerate() {
+        let form = ["--sequences", "1", "--context", "256", "--kv-bits", "4", "--json", "--limit"];
+        let fit = [&["fit", arg(&folder)][..], &form].concat();
+        // Where nothing fits, the copy with the fewest bits is told.
+        let message = common::stderr(&common::keel(&[&fit[..], &["1K"]].concat()));
+        let least = message.split(" needs ").nth(1).and_then(|rest| rest.split(' ').next());
+        let least = least.unwrap_or_else(|| panic!("{message}"));
+        let line = common::json(&[&fit[..], &[least]].concat())["fits"][0].clone();
+        let bits = line["weights"].as_str().and_then(|name| name.strip_suffix(" bits"));
+        let copy = dir.path().join(i.to_string());
+        succeed(&["quantize", arg(&folder), arg(&copy), "--bits", bits.expect("a copy")]);
+        let command = line["command"].as_str().expect("a command");
+        let flags = command.split_once(" --sequences ").expect("the bounds").1;
+        let plan = ["plan", "--json", "--model", arg(&copy), "--sequences"];
+        let plan: Vec<&str> = plan.into_iter().chain(flags.split_whitespace()).collect();
+        assert_eq!(Some(common::total(&common::json(&plan))), line["bytes"].as_u64(), "{command}");
+    }
+}
+
 /// A program that stands in for `ffmpeg` gives a file the frames of the fixture.
 #[cfg(unix)]
 #[test]

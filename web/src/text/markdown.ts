@@ -25,7 +25,7 @@ const marked = new Marked({ gfm: true, breaks: false }, mathSyntax, {
   renderer: {
     code,
     html: rawHtml,
-    // Levels would break the page's own outline, so they are a matter of looks.
+    // All headings are `h2`: other levels would break the page's outline. A class sets the size.
     heading({ tokens, depth }) {
       return `<h2 class="level-${depth}">${this.parser.parseInline(tokens)}</h2>\n`;
     },

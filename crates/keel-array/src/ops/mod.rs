@@ -332,7 +332,7 @@ impl Op {
         }
     }
 
-    /// Checks that no state shares memory with another of the `inputs`, which a user's graph can cause. `overlaps` tells
+    /// Checks that no state shares memory with another of the `inputs`, which a user's graph can cause. `overlaps` says
     /// whether two inputs share memory.
     ///
     /// # Errors

@@ -8,6 +8,58 @@ use crate::ops::Op;
 use crate::runtime::next_prepared;
 use crate::{ArrayError, Buffer, Layout, Result, Runtime};
 
+/// The sources that say what a launch and its numbers mean: what another process is sent, and how many operands an
+/// operation has.
+const SOURCES: [&str; 17] = [
+    include_str!("../backend.rs"),
+    include_str!("../blocks/mod.rs"),
+    include_str!("../dtype.rs"),
+    include_str!("../ops/elementwise.rs"),
+    include_str!("../ops/exchange.rs"),
+    include_str!("../ops/fast.rs"),
+    include_str!("../ops/indexing.rs"),
+    include_str!("../ops/kv_format.rs"),
+    include_str!("../ops/mod.rs"),
+    include_str!("../ops/operands.rs"),
+    include_str!("../ops/reduce.rs"),
+    include_str!("../ops/sequence.rs"),
+    include_str!("../shape.rs"),
+    include_str!("../usage.rs"),
+    include_str!("../weight.rs"),
+    include_str!("mod.rs"),
+    include_str!("remote_launch.rs"),
+];
+
+/// A hash of all [`SOURCES`].
+const SOURCES_HASH: u64 = {
+    let (mut hash, mut i) = (0, 0);
+    while i < SOURCES.len() {
+        hash = hash_on(hash, SOURCES[i]);
+        i += 1;
+    }
+    hash
+};
+
+/// Goes on with a hash over a text, by words of 8 bytes: fewer steps for the compiler.
+const fn hash_on(hash: u64, text: &str) -> u64 {
+    const fn with(hash: u64, word: u64) -> u64 {
+        // FxHash.
+        (hash.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
+    }
+    let (words, rest) = text.as_bytes().as_chunks();
+    let (mut hash, mut i) = (with(hash, text.len() as u64), 0);
+    while i < words.len() {
+        hash = with(hash, u64::from_le_bytes(words[i]));
+        i += 1;
+    }
+    i = 0;
+    while i < rest.len() {
+        hash = with(hash, rest[i] as u64);
+        i += 1;
+    }
+    hash
+}
+
 /// A piece of a program that another process has planned, bound to memory of this one. It runs many times.
 ///
 /// Kernels, workspaces and places in the arena are those of the plan. A planning backend of the other process has
@@ -21,14 +73,20 @@ pub struct RemoteLaunch {
 }
 
 impl RemoteLaunch {
+    /// A hash of the sources that define launches, and of the one that defines the messages with which they are sent.
+    /// Processes with different hashes may not mean the same by a launch.
+    pub const fn hash_of_sources(messages: &str) -> u64 {
+        hash_on(SOURCES_HASH, messages)
+    }
+
     /// Binds `kernels` to the memory of their externals and outputs: buffers, each with the byte at which it
     /// begins. `has_arena` says whether the other process had an arena for them; here they use the runtime's, which
     /// [`Runtime::reserve_arena`] has made large enough.
     ///
     /// # Errors
-    /// An operand that is missing or not within its memory, or a kernel that the backend does not have: the other
-    /// process has planned for another device. Shapes are not compared with the operation; the other process vouches
-    /// for them.
+    /// An operand that is missing or not within its memory, too little scratch, or a kernel that the backend does not
+    /// have: the other process has planned for another device, or is another build. Shapes are not compared with the
+    /// operation; the other process vouches for them.
     pub fn new(
         runtime: &Runtime,
         kernels: Vec<Kernel>,
@@ -118,7 +176,15 @@ impl Places<'_> {
         if let Some(output) = kernel.outputs.iter().find(|output| !self.holds(output, 0)) {
             return wrong(format!("a result is not within its memory: {output:?}"));
         }
-        self.check_inputs(kernel, runtime)
+        self.check_inputs(kernel, runtime)?;
+        let needed = runtime.backend().workspace_bytes(kernel);
+        let given = kernel.workspace.as_ref().map_or(0, |scratch| scratch.len());
+        if given < needed {
+            return wrong(format!(
+                "{needed} bytes of scratch are needed, and it has {given}: run the same build of keel on all nodes"
+            ));
+        }
+        Ok(())
     }
 
     /// The same for the operands that a kernel and its absorbed kernels read.
@@ -191,4 +257,46 @@ fn end_of(layout: &Layout) -> Option<usize> {
     let span = steps
         .try_fold(0usize, |span, (extent, stride)| span.checked_add((extent - 1).checked_mul(*stride)?))?;
     layout.offset.checked_add(span)?.checked_add(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// Another process is sent only what can be read again.
+    #[test]
+    fn all_sources_of_what_is_sent_are_hashed() {
+        let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+        let mut found = 0;
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).expect("a folder of this crate") {
+                let path = entry.expect("it is listed").path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let text = std::fs::read_to_string(&path).expect("a source");
+                if text.contains("Deserialize") {
+                    assert!(SOURCES.contains(&text.as_str()), "{} is not in SOURCES", path.display());
+                    found += 1;
+                }
+            }
+        }
+        assert!(found > 10, "{found} sources");
+    }
+
+    #[test]
+    fn each_byte_of_a_source_changes_the_hash() {
+        let text = "seventeen letters";
+        let whole = hash_on(1, text);
+        for i in 0..text.len() {
+            let other = format!("{}~{}", &text[..i], &text[i + 1..]);
+            assert_ne!(hash_on(1, &other), whole, "byte {i}");
+            let parts = hash_on(hash_on(1, &text[..i]), &text[i..]);
+            assert_ne!(parts, whole, "two sources");
+        }
+        assert_ne!(RemoteLaunch::hash_of_sources("a"), RemoteLaunch::hash_of_sources("b"));
+    }
 }

@@ -68,6 +68,27 @@ fn the_deepest_block_names_the_page_of_a_branch() {
     assert_eq!(tree.insert(&text(&[1, 2, 9]), &pages(&[8]), pools.take_checkpoint()).pages, pages(&[8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 9])).pages, pages(&[8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, pages(&[7]));
+    let pages_of = |blocks: &[u32]| tree.pages_of(&text(blocks));
+    assert_eq!((pages_of(&[1, 2]), pages_of(&[1, 2, 9])), (Some(pages(&[7])), Some(pages(&[8]))));
+    assert_eq!((pages_of(&[]), pages_of(&[1, 2, 3, 4])), (Some(Vec::new()), None));
+}
+
+#[test]
+fn a_text_comes_after_those_that_it_begins_with() {
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    for (block, page) in [(7, 7), (1, 8)] {
+        let inserted = tree.insert(&text(&[block]), &pages(&[page]), pools.take_checkpoint());
+        assert_eq!(inserted.pages, pages(&[page]));
+    }
+    assert_eq!(tree.evict(|_| false), Some(Evicted { pages: pages(&[7]) }));
+    // The block after block 1 gets the place of the evicted one, which comes before that of block 1.
+    let inserted = tree.insert(&text(&[1, 2]), &pages(&[8]), pools.take_checkpoint());
+    assert_eq!(inserted, Inserted::default());
+    assert_eq!(tree.insert(&text(&[5]), &pages(&[9]), pools.take_checkpoint()).pages, pages(&[9]));
+    tree.use_now(&text(&[1, 2]));
+    let texts: Vec<Vec<u32>> = tree.texts(9).into_iter().map(|found| found.tokens).collect();
+    assert_eq!(texts, [text(&[1]), text(&[1, 2]), text(&[5])]);
+    assert_eq!(tree.texts(2).len(), 2);
 }
 
 #[test]

@@ -91,18 +91,14 @@ fn activations_follow_their_formulas() {
         let mut random = Random::new(width as u64);
         let x = random.uniforms(rows * 2 * width, -20.0, 20.0);
         let y = all_cuts(rows, &[(&x, 2 * width)], width, |x, y, worker| swiglu(x[0], y, worker));
-        let want: Vec<f64> = x
-            .chunks_exact(2 * width)
-            .flat_map(|row| (0..width).map(|i| naive::silu(f64::from(row[i])) * f64::from(row[width + i])))
-            .collect();
-        assert_close("swiglu", &y, &want, 1e-6);
+        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+        assert_close("swiglu", &y, &naive::activation::swiglu(&wide(&x), width), 1e-6);
 
         let (x, gate) = x.split_at(rows * width);
         let y = all_cuts(rows, &[(x, width), (gate, width)], width, |x, y, worker| {
             sigmoid_gate(x[0], x[1], y, worker);
         });
-        let want: Vec<f64> =
-            x.iter().zip(gate).map(|(&x, &g)| f64::from(x) / (1.0 + (-f64::from(g)).exp())).collect();
+        let want = naive::activation::sigmoid_gate(&wide(x), &wide(gate));
         assert_close("sigmoid_gate", &y, &want, 1e-6);
     }
 }

@@ -10,7 +10,7 @@ use super::read_ahead::ReadAhead;
 use super::staging::Ring;
 use super::transfer::{Move, STAGING_BYTES, launch_moves};
 use super::{Gpu, Mode};
-use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, capture, driver};
+use crate::driver::{CudaMemory, Device, Graph, PinnedBuffer, SizedKernel, capture, driver};
 use crate::error::{CudaError, Result};
 use crate::kernels::KernelKey;
 use keel_array::{
@@ -282,7 +282,11 @@ impl Session {
         record: impl Fn(&Session, Pace) -> Result<(), Unrecorded>,
     ) -> Result<(), Unrecorded> {
         let Some(i) = self.seen.iter().position(|s| s.key == key) else {
-            // The first run loads kernels and lets libraries choose, which a capture cannot contain.
+            // All cores of the host compile its kernels. A launch would compile the one that it needs, one after the other.
+            let kernels = listed(gpu, || record(self, Pace::Free))?;
+            let loaded = gpu.modules.load_all(&kernels, &mut |_, _| ());
+            loaded.map_err(|e| Unrecorded::Kernel(e.in_op("launch")))?;
+            // The first run lets libraries choose, which a capture cannot contain.
             record(self, Pace::Watched)?;
             if self.seen.len() == GRAPHS_MAX {
                 self.seen.remove(0);
@@ -340,15 +344,9 @@ impl Session {
         gpu: &Gpu,
         mode: Mode,
         launches: &[Launch<'_>],
-    ) -> Result<Vec<(KernelKey, usize)>, ArrayError> {
+    ) -> Result<Vec<SizedKernel>, ArrayError> {
         let record = || launches.iter().try_for_each(|launch| self.record(gpu, mode, launch, Pace::Free));
-        let listed = gpu.listing.of(record).map_err(Unrecorded::into_error)?;
-        let mut most: HashMap<KernelKey, usize> = HashMap::new();
-        for (key, shared_bytes) in listed {
-            let bytes = most.entry(key).or_default();
-            *bytes = shared_bytes.max(*bytes);
-        }
-        Ok(most.into_iter().collect())
+        listed(gpu, record).map_err(Unrecorded::into_error)
     }
 
     /// The error that a kernel of a slot's launch has reported. The launch has ended.
@@ -359,6 +357,16 @@ impl Session {
         };
         Err(dispatch::fault(&kernels[wrong.kernel], wrong))
     }
+}
+
+/// The kernels that `record` would put on the stream, each once, with the most shared memory that it needs.
+fn listed<E>(gpu: &Gpu, record: impl FnOnce() -> Result<(), E>) -> Result<Vec<SizedKernel>, E> {
+    let mut most: HashMap<KernelKey, usize> = HashMap::new();
+    for SizedKernel { key, shared_bytes } in gpu.listing.of(record)? {
+        let bytes = most.entry(key).or_default();
+        *bytes = shared_bytes.max(*bytes);
+    }
+    Ok(most.into_iter().map(|(key, shared_bytes)| SizedKernel { key, shared_bytes }).collect())
 }
 
 /// The error of a launch on a backend that only plans.

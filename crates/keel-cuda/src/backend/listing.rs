@@ -1,14 +1,12 @@
 //! Kernels that are listed instead of launched, so that they can be compiled before the first launch.
 
+use crate::driver::SizedKernel;
 use crate::kernels::KernelKey;
 use std::sync::{Mutex, MutexGuard};
 
-/// A kernel, and bytes of its dynamic shared memory.
-type Listed = (KernelKey, usize);
-
 /// Takes the place of the stream while the kernels of launches are listed.
 #[derive(Default)]
-pub(super) struct Listing(Mutex<Option<Vec<Listed>>>);
+pub(super) struct Listing(Mutex<Option<Vec<SizedKernel>>>);
 
 /// Ends a listing when it is dropped, also in a panic. All later launches would only be listed otherwise.
 struct UnderWay<'a>(&'a Listing);
@@ -20,7 +18,7 @@ impl Drop for UnderWay<'_> {
 }
 
 impl Listing {
-    fn listed(&self) -> MutexGuard<'_, Option<Vec<Listed>>> {
+    fn listed(&self) -> MutexGuard<'_, Option<Vec<SizedKernel>>> {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -33,7 +31,7 @@ impl Listing {
     pub fn takes(&self, key: &KernelKey, shared_bytes: usize) -> bool {
         match self.listed().as_mut() {
             Some(listed) => {
-                listed.push((key.clone(), shared_bytes));
+                listed.push(SizedKernel { key: key.clone(), shared_bytes });
                 true
             }
             None => false,
@@ -41,7 +39,7 @@ impl Listing {
     }
 
     /// The kernels that `record` would launch.
-    pub fn of<E>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Vec<Listed>, E> {
+    pub fn of<E>(&self, record: impl FnOnce() -> Result<(), E>) -> Result<Vec<SizedKernel>, E> {
         *self.listed() = Some(Vec::new());
         let _under_way = UnderWay(self);
         record()?;
@@ -67,7 +65,8 @@ mod tests {
             list();
             Ok::<(), ()>(())
         });
-        let bytes = listed.map(|listed| listed.into_iter().map(|(_, bytes)| bytes).collect::<Vec<_>>());
+        let bytes =
+            listed.map(|listed| listed.into_iter().map(|kernel| kernel.shared_bytes).collect::<Vec<_>>());
         assert_eq!(bytes, Ok(vec![8, 16]));
         assert!(!listing.is_under_way() && !listing.takes(&key, 8));
         let refused = listing.of(|| {

@@ -15,7 +15,7 @@ mod staging;
 mod transfer;
 mod weights;
 
-use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules, OPENING, explained};
+use crate::driver::{Blas, CudaMemory, Device, GRANULE, Modules, OPENING, SizedKernel, explained};
 use crate::error::Result;
 use group::Membership;
 pub use group::{CudaGroup, GroupIds, PeerProcesses, Role};
@@ -367,9 +367,9 @@ impl Programs for CudaBackend {
         let Some(gpu) = &self.gpu else { return Ok(()) };
         let in_op = |error: crate::CudaError| error.in_op("compile");
         gpu.device.bind().map_err(in_op)?;
-        let mut keys = gpu.session().kernels_of(gpu, self.mode, launches)?;
-        keys.push((transfer::kernel(), 0));
-        gpu.modules.load_all(&keys, progress).map_err(in_op)
+        let mut kernels = gpu.session().kernels_of(gpu, self.mode, launches)?;
+        kernels.push(SizedKernel { key: transfer::kernel(), shared_bytes: 0 });
+        gpu.modules.load_all(&kernels, progress).map_err(in_op)
     }
 
     fn preparations(&self) -> Preparations {

@@ -10,7 +10,13 @@ pub enum Precision {
     F32,
 }
 
-/// Across what a row keeps its bits.
+/// Across what a row keeps its bits. Each value includes those before it.
+///
+/// ```
+/// use keel_cuda::{CudaOptions, Determinism};
+/// let options = CudaOptions { determinism: Determinism::Steps, ..CudaOptions::default() };
+/// assert!(options.determinism > Determinism::Off && options.determinism < Determinism::Devices);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Determinism {
     /// The fastest kernels: the other rows of a step may change bits.

@@ -84,8 +84,8 @@ impl<'a> Bound<'a> {
         self.layout.row_stride(inner).expect("the program copies uneven rows")
     }
 
-    /// Distances between rows and between heads, in elements, of values [T, heads, D].
-    pub fn head_strides(&self) -> (usize, usize) {
+    /// The strides of values [T, heads, D].
+    pub fn head_strides(&self) -> HeadStrides {
         head_strides(self.layout).expect("a copy is absorbed only if its source is made of heads")
     }
 
@@ -106,10 +106,17 @@ impl<'a> Bound<'a> {
     }
 }
 
-/// Distances between rows and between heads of a layout [T, heads, D] whose heads are gap-free.
-pub(super) fn head_strides(layout: &Layout) -> Option<(usize, usize)> {
+/// Distances between rows and between heads, in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HeadStrides {
+    pub row: usize,
+    pub head: usize,
+}
+
+/// The strides of a layout [T, heads, D] whose heads are gap-free.
+pub(super) fn head_strides(layout: &Layout) -> Option<HeadStrides> {
     match (&layout.shape[..], &layout.strides[..]) {
-        ([_, _, width], &[row, head, step]) if step == 1 || *width == 1 => Some((row, head)),
+        ([_, _, width], &[row, head, step]) if step == 1 || *width == 1 => Some(HeadStrides { row, head }),
         _ => None,
     }
 }
@@ -175,7 +182,7 @@ mod tests {
         let heads =
             wide.slice(&[0, 4], &Shape::from([5, 8])).reshape(&Shape::from([5, 2, 4])).expect("whole rows");
         let halves = heads.slice(&[0, 0, 2], &Shape::from([5, 2, 2]));
-        assert_eq!(head_strides(&halves), Some((12, 4)));
+        assert_eq!(head_strides(&halves), Some(HeadStrides { row: 12, head: 4 }));
         assert_eq!(head_strides(&wide), None);
     }
 

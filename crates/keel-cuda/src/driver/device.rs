@@ -224,7 +224,7 @@ impl Device {
 
     /// Makes waits for this device end with the error of `watch`: its stream may wait for devices that never come.
     pub fn watch(&self, watch: impl Fn() -> Result<()> + Send + Sync + 'static) {
-        // The first one stays, because a device is in one group for life.
+        // A second call changes nothing: a device never changes its group.
         let _ = self.watch.set(Box::new(watch));
     }
 
@@ -378,8 +378,11 @@ impl Before {
 }
 
 /// Bytes of a device's memory.
-pub(crate) struct MemoryInfo {
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryInfo {
+    /// Bytes that are free.
     pub free: u64,
+    /// All bytes.
     pub total: u64,
 }
 

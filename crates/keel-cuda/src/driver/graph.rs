@@ -71,7 +71,7 @@ impl Drop for Capturing {
     }
 }
 
-/// A graph as it was captured, which an executable one does not need.
+/// The captured graph. It is destroyed once the executable graph is made.
 struct Captured(CUgraph);
 
 impl Drop for Captured {

@@ -108,7 +108,7 @@ impl Mailboxes {
     /// # Errors
     /// A device still has work after 10 s, or the driver's reason.
     pub fn reset(&self) -> Result<()> {
-        // What still runs anywhere could write to the others.
+        // A kernel that still runs on any device could write to the mailboxes of the others.
         self.by_rank.iter().try_for_each(|mailbox| mailbox.device.drain(DRAIN))?;
         let slots = slots_bytes(self.by_rank.len());
         for Mailbox { device, memory, .. } in &self.by_rank {

@@ -27,6 +27,7 @@ pub(crate) use blas::{
 pub(crate) use compiler::cached;
 use compiler::has_compiler;
 pub use compiler::{Architecture, compile};
+pub use device::MemoryInfo;
 pub(crate) use device::{DRAIN, Delivery, Device, overlap};
 pub(crate) use event::Event;
 pub(crate) use graph::{Graph, capture};
@@ -35,7 +36,7 @@ pub(crate) use mailbox::{
     one_shot_blocks,
 };
 pub(crate) use memory::{CudaMemory, PinnedBuffer};
-pub(crate) use modules::Modules;
+pub(crate) use modules::{Modules, SizedKernel};
 pub(crate) use nccl::{
     Communicator, Extent, ID_BYTES, Membership, Messages, Nccl, apply_settings, communicator_bytes,
 };

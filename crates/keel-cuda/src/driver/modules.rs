@@ -23,6 +23,12 @@ pub(crate) struct Function {
     static_bytes: usize,
 }
 
+/// A kernel, and the most dynamic shared memory that it is launched with, in bytes.
+pub(crate) struct SizedKernel {
+    pub key: KernelKey,
+    pub shared_bytes: usize,
+}
+
 struct Module {
     module: CUmodule,
     function: Function,
@@ -78,23 +84,18 @@ impl Modules {
         }
     }
 
-    /// Loads kernels, each with the most dynamic shared memory that it is launched with. Those that are not on disk are
-    /// compiled on all of the host's cores. `progress` gets the number of compiled kernels and the number of all of
-    /// them.
-    pub fn load_all(
-        &self,
-        kernels: &[(KernelKey, usize)],
-        progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<()> {
-        let is_new = |kernel: &&(KernelKey, usize)| !self.loaded().contains_key(&kernel.0);
-        let missing: Vec<&(KernelKey, usize)> = kernels.iter().filter(is_new).collect();
+    /// Loads kernels. Those that are not on disk are compiled on all of the host's cores. `progress` gets the number of
+    /// compiled kernels and the number of all of them.
+    pub fn load_all(&self, kernels: &[SizedKernel], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        let is_new = |kernel: &&SizedKernel| !self.loaded().contains_key(&kernel.key);
+        let missing: Vec<&SizedKernel> = kernels.iter().filter(is_new).collect();
         let threads = available_parallelism().map_or(1, NonZero::get).min(missing.len());
         let next = AtomicUsize::new(0);
         let (sender, codes) = channel();
         let work = |sender: Sender<(usize, Result<Vec<u8>>)>| {
             loop {
                 let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some((key, _)) = missing.get(at) else { return };
+                let Some(SizedKernel { key, .. }) = missing.get(at) else { return };
                 if sender.send((at, self.code(key))).is_err() {
                     return;
                 }
@@ -109,7 +110,7 @@ impl Modules {
             let mut outcome = Ok(());
             for (done, (at, code)) in codes.iter().enumerate() {
                 progress(done + 1, missing.len());
-                let (key, shared_bytes) = missing[at];
+                let SizedKernel { key, shared_bytes } = missing[at];
                 let loaded = code.and_then(|code| self.load(&mut self.loaded(), key, &code));
                 let set = loaded.and_then(|function| function.allow_shared(*shared_bytes));
                 outcome = outcome.and(set);

@@ -263,7 +263,7 @@ impl Batcher {
                 continue;
             };
             last = i;
-            let hidden = self.hidden_after(item, &part);
+            let hidden = self.hidden_after(i, item, &part);
             let running = &mut self.running[i];
             // The token of an answer that was run.
             let run = (!part.is_prompt).then(|| running.tokens[running.cache.len()]);
@@ -301,8 +301,8 @@ impl Batcher {
     }
 
     /// The hidden state after work item `item` of the step taken last, if the MTP head needs it.
-    fn hidden_after(&mut self, item: usize, part: &StepRows) -> Result<Option<Vec<f32>>> {
-        let is_needed = part.draws && self.engine.options().drafts > 0;
+    fn hidden_after(&mut self, i: usize, item: usize, part: &StepRows) -> Result<Option<Vec<f32>>> {
+        let is_needed = part.draws && self.engine.options().drafts > 0 && self.running[i].may_draft();
         if is_needed { self.engine.hidden_of(item).map(|hidden| Some(hidden.to_vec())) } else { Ok(None) }
     }
 

@@ -77,7 +77,7 @@ impl Batcher {
 
     /// An answer makes no more drafts.
     pub(super) fn draft_no_more(&mut self, i: usize) {
-        if let Some(speculation) = self.running[i].speculation.take() {
+        if let Some(speculation) = self.running[i].draft_no_more() {
             self.speculation.add(speculation.counters());
         }
     }
@@ -85,8 +85,14 @@ impl Batcher {
     /// One or more tokens for each of these answers.
     pub(super) fn round(&mut self, indices: &[usize]) -> Result<Vec<Result<Drawn>>> {
         let keeps_state = self.keeps_state();
-        let decoding = members(&mut self.running, indices);
-        let mut batch: Vec<RoundSequence<'_>> = decoding.map(|r| r.in_round(keeps_state)).collect();
+        let (mut batch, mut outside): (Vec<RoundSequence<'_>>, Vec<_>) = (Vec::new(), Vec::new());
+        for (i, running) in self.running.iter_mut().enumerate() {
+            match indices.binary_search(&i) {
+                Ok(_) => batch.push(running.in_round(keeps_state)),
+                Err(_) => outside.extend(&mut running.speculation),
+            }
+        }
+        self.engine.fetch_lags(outside)?;
         let rounds = self.engine.round(&mut batch)?;
         let decoding = members(&mut self.running, indices);
         let take = |(r, round): (&mut Running, Result<Round>)| {

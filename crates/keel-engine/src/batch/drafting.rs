@@ -79,7 +79,8 @@ impl Batcher {
     /// drafts.
     pub(super) fn note_plain_step(&mut self) {
         let mut answers = self.running.iter().filter(|running| running.is_answering()).peekable();
-        let are_known = answers.peek().is_some() && answers.all(|running| running.speculation.is_some());
+        let is_known = |running: &Running| running.speculation.is_some() || !running.may_draft();
+        let are_known = answers.peek().is_some() && answers.all(is_known);
         self.plain_steps += usize::from(are_known || self.plain_steps > 0);
     }
 

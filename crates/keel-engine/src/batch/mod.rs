@@ -29,8 +29,6 @@ mod sequence;
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use keel_array::AttentionSpec;
-
 pub use features::PictureKey;
 pub use logprobs::TokenLogprobs;
 pub use persist::Restored;
@@ -105,8 +103,6 @@ pub struct Batcher {
     /// How often the tower has encoded a picture, and in how many pieces.
     encoded: u64,
     encoded_pieces: u64,
-    /// Requests that no step can take.
-    refused: Vec<(SequenceId, EngineError)>,
     /// Counts of sequences that have ended.
     speculation: SpeculationCounters,
     /// Counts calls of [`Batcher::step`]: answers that have waited longest come first.
@@ -137,7 +133,6 @@ impl Batcher {
             encoding: None,
             encoded: 0,
             encoded_pieces: 0,
-            refused: Vec::new(),
             engine,
             options,
             waiting: VecDeque::new(),
@@ -247,7 +242,8 @@ impl Batcher {
         let pages = pages_at_full_length(request.prompt.len(), request.max_tokens);
         let size = self.engine.cache().size();
         if pages > size.pages() {
-            let page_bytes = self.engine.cache().spec().token_bytes() * AttentionSpec::PAGE;
+            // Layers with a window have pages of their own.
+            let page_bytes = self.engine.cache().swap_size().page_bytes;
             return Err(EngineError::NeverFits {
                 needed_bytes: pages * page_bytes,
                 total_bytes: size.pages() * page_bytes,
@@ -338,7 +334,6 @@ impl Batcher {
             self.decode();
             self.prefill();
         }
-        self.end_refused();
         self.turn = self.turn.wrapping_add(1);
         let has_run = !self.events.is_empty() || !self.pending.is_empty() || self.encoded_pieces > pieces;
         if !has_run && self.running.iter().any(|running| running.awaits_mask) {

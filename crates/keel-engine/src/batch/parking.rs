@@ -105,7 +105,7 @@ impl Batcher {
 
     fn park(&mut self, running: &mut Running) -> Result<()> {
         self.engine.commit(&mut running.cache)?;
-        // Otherwise it would keep the hidden states of its whole round.
+        // The device keeps them for two rounds alone.
         self.engine.fetch_lags(&mut running.speculation)?;
         // Its pages go next, so its prefix is remembered now for a next turn.
         self.remember_answer(running);

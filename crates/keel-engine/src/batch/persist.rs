@@ -1,13 +1,16 @@
 //! Remembered prefixes across restarts: the texts of the prefix tree to a [`PrefixFolder`] and back.
 //!
-//! A file that is missing, damaged or of another model is skipped; its tokens are run again.
+//! A file holds no full page that an earlier file holds. A file that is missing, damaged or of another model is
+//! skipped, and so are those that need its pages. Their tokens are run again.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use keel_cache::{CacheError, PREFIX_BLOCK, PrefixFolder, RememberedText, SavedPrefix, Unwritten};
+use keel_array::AttentionSpec;
+use keel_cache::{CacheError, PREFIX_BLOCK, PageId, PrefixFolder, RememberedText, SavedPrefix, Unwritten};
 
 use super::Batcher;
-use super::prefixes::{PrefixText, text_of};
+use super::prefixes::{PrefixText, key, text_of};
 use crate::{EngineError, Result};
 
 /// The result of restoring a folder.
@@ -72,6 +75,7 @@ impl Batcher {
     ) -> Result<Vec<SavedPrefix>> {
         let texts = self.prefixes.tree().texts(PrefixFolder::TEXTS_MAX);
         let mut entries = Vec::new();
+        let mut saved_pages: HashSet<PageId> = HashSet::new();
         for (i, RememberedText { tokens: key, pages, state }) in texts.into_iter().enumerate() {
             let PrefixText { mut tokens, is_long } = text_of(key);
             let pictures = self.prefixes.unname(&mut tokens);
@@ -86,7 +90,10 @@ impl Batcher {
                 Err(error) => return Err(error.into()),
             };
             sequence.set_long(is_long);
-            cache.save(&sequence, &tokens, model, &path)?;
+            let full_pages = &pages[..tokens.len() / AttentionSpec::PAGE];
+            let first_page = full_pages.iter().take_while(|page| saved_pages.contains(*page)).count();
+            cache.save_from(first_page, &sequence, &tokens, model, &path)?;
+            saved_pages.extend(full_pages.iter().copied());
             written.push(path);
             if written.len() == 1 {
                 folder.remove_index()?;
@@ -109,14 +116,18 @@ impl Batcher {
                 return restored;
             }
         };
-        let mut kept = Vec::new();
-        // The least recently used comes first in the index. Where there is no room for all, it is the one to miss.
-        for text in texts.into_iter().rev() {
+        let (mut kept, mut without_room) = (Vec::new(), 0);
+        // The most recently used comes first in the index. Where there is no room for all, the others are missed.
+        for text in texts {
             match text.and_then(|text| self.restore_one(model, folder, &text)) {
                 Ok(Some(text)) => kept.push(text),
-                Ok(None) => {}
+                Ok(None) => without_room += 1,
                 Err(problem) => restored.problems.push(problem),
             }
+        }
+        if without_room > 0 {
+            let problem = format!("no room for {without_room} texts: too few pages or saved states are free");
+            restored.problems.push(problem);
         }
         restored.texts = kept.len();
         kept.iter().rev().for_each(|text| self.prefixes.touch(&text.tokens, text.is_long));
@@ -135,17 +146,23 @@ impl Batcher {
             return Ok(None);
         }
         let (path, name) = (folder.intact(text, cache.saved_bytes_max())?, text.name());
-        let (sequence, mut tokens) = match cache.load(model, &path) {
-            Ok(loaded) => loaded,
-            Err(CacheError::NoPages { .. }) => return Ok(None),
-            Err(error) => return Err(error.to_string()),
-        };
+        let file = cache.open_file(model, &path).map_err(|e| e.to_string())?;
+        let mut tokens = file.tokens.clone();
         if self.prefixes.rename(&mut tokens, &text.pictures).is_none() {
             return Err(format!("{name}: it shows pictures that the index does not name"));
         }
         if !tokens.len().is_multiple_of(PREFIX_BLOCK) {
             return Err(format!("{name}: it ends within a block"));
         }
+        let before = &tokens[..file.first_page * AttentionSpec::PAGE];
+        let Some(first_pages) = self.prefixes.tree().pages_of(&key(before, file.is_long)) else {
+            return Err(format!("{name}: the text that it continues is not remembered"));
+        };
+        let sequence = match cache.load_from(&file, &first_pages) {
+            Ok(sequence) => sequence,
+            Err(CacheError::NoPages { .. }) => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+        };
         let state = cache.save_checkpoint(&sequence).map_err(|e| e.to_string())?;
         self.prefixes.remember(cache, &tokens, &sequence, state);
         Ok(Some(PrefixText { tokens, is_long: sequence.is_long() }))

@@ -19,11 +19,10 @@ use keel_models::vision::{ImageRun, VisionConfig, prompt_layout, run_ends};
 
 use super::features::{PictureKey, Wanted};
 use super::prompts::PromptRows;
-use super::request::BatchEvent;
 use super::sequence::Running;
 use super::{BatchRequest, Batcher};
 use crate::vision::EncodeStatus;
-use crate::{Engine, EngineError, PatchGrid, Result};
+use crate::{EngineError, PatchGrid, Result};
 
 /// How long a step waits for a tower with a thread of its own while no sequence has other work. After that it returns,
 /// so that arrivals and cancellations are seen.
@@ -197,6 +196,7 @@ impl Batcher {
             );
             return Err(EngineError::Option(reason));
         }
+        self.engine.check_runs(&asked.inputs)?;
         for one in &asked.pictures {
             let (patches, planned) = (one.input.grid.h * one.input.grid.w, runner.patches_max());
             if patches > planned {
@@ -337,36 +337,17 @@ impl Batcher {
 
     /// Changes the shares of a step so that pictures whose rows see each other stay whole. Together the shares stay
     /// within the rows of a step.
-    pub(super) fn keep_pictures_whole(&mut self, shares: &mut Vec<PromptRows>) {
+    pub(super) fn keep_pictures_whole(&self, shares: &mut Vec<PromptRows>) {
         if !self.engine.leaves_grid() {
             return;
         }
-        let most = self.engine.prefill_rows_max();
-        let mut sum = 0;
-        let mut failed = Vec::new();
+        let (most, mut sum) = (self.engine.prefill_rows_max(), 0);
         shares.retain_mut(|PromptRows { i, rows }| {
             let running = &self.running[*i];
-            match whole_rows(&self.engine, running, *rows) {
-                Ok(whole) => *rows = whole,
-                Err(error) => failed.push((*i, error)),
-            }
+            let whole = self.engine.whole_pictures(&running.cache, running.virtual_len(), *rows);
+            *rows = whole.min(running.prompt_rows_left());
             sum += *rows;
-            sum <= most && failed.iter().all(|(of, _)| of != i)
+            sum <= most
         });
-        self.refused.extend(failed.into_iter().map(|(i, error)| (self.running[i].id, error)));
     }
-
-    /// Ends sequences whose pictures fit into no step.
-    pub(super) fn end_refused(&mut self) {
-        for (id, error) in std::mem::take(&mut self.refused) {
-            if let Some(i) = self.running.iter().position(|running| running.id == id) {
-                self.end(i, BatchEvent::Failed(error));
-            }
-        }
-    }
-}
-
-fn whole_rows(engine: &Engine, running: &Running, rows: usize) -> Result<usize> {
-    let at = running.virtual_len();
-    Ok(engine.whole_pictures(&running.cache, at, rows)?.min(running.prompt_rows_left()))
 }

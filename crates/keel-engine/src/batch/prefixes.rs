@@ -199,7 +199,7 @@ impl PictureNames {
 }
 
 /// A text as a key of the tree. Long sequences share nothing with others.
-fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
+pub(super) fn key(tokens: &[u32], is_long: bool) -> Cow<'_, [u32]> {
     let mut key = Cow::Borrowed(tokens);
     if is_long && !tokens.is_empty() {
         key.to_mut()[0] |= LONG;

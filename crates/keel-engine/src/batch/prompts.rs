@@ -191,11 +191,15 @@ impl Batcher {
         if let Some(read) = self.read_out(i, row) {
             return read;
         }
-        if self.engine.options().drafts > 0 {
+        if self.engine.options().drafts > 0 && self.running[i].may_draft() {
             // Without the hidden state the answer makes no drafts.
-            let hidden = self.engine.last_hidden_of(row).ok();
-            let drafting = hidden.map(|hidden| Speculation::new(self.options.speculation, hidden));
-            self.running[i].speculation = drafting;
+            match self.engine.last_hidden_of(row) {
+                Ok(hidden) => {
+                    let drafting = Speculation::new(self.options.speculation, hidden);
+                    self.running[i].speculation = Some(drafting);
+                }
+                Err(_) => self.draft_no_more(i),
+            }
         }
         match drawn {
             Some(token) => self.running[i].take_drawn(token),

@@ -156,8 +156,8 @@ impl BatchEvent {
 /// Bounds of a batch.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchOptions {
-    /// The most tokens in one step, answers and prompts together. It does not bind a prompt while no other request runs
-    /// or waits.
+    /// The most tokens in one step, answers and prompts together. A prompt may exceed it while no other request runs or
+    /// waits.
     pub step_tokens: usize,
     /// How many requests may wait. An empty queue also takes more of them if they arrive together.
     pub queue_limit: usize,

@@ -36,7 +36,7 @@ pub(super) struct Running {
     pub holds: bool,
     /// Its constraint is not ready, so it sits out of the step.
     pub awaits_mask: bool,
-    /// Set after the prompt, if the engine drafts.
+    /// Set after the prompt, if the engine drafts and it may.
     pub speculation: Option<Speculation>,
     /// Its part in steps under way.
     pub ahead: Ahead,
@@ -259,6 +259,17 @@ impl Running {
         let Some(speculation) = &self.speculation else { return false };
         let (room, left) = (engine.room_of(&self.cache), self.rows_max(keeps_state));
         engine.wants_drafts(speculation, &self.chooser, room, left, sequences, self.ahead.draws)
+    }
+
+    /// Whether it may make drafts at all.
+    pub fn may_draft(&self) -> bool {
+        self.chooser.drafts
+    }
+
+    /// It makes no drafts from now on. Returns what it kept for them.
+    pub fn draft_no_more(&mut self) -> Option<Speculation> {
+        self.chooser.drafts = false;
+        self.speculation.take()
     }
 
     /// How many rows the head lags behind after the steps under way, if it drafts.

@@ -27,14 +27,22 @@ impl Engine {
         sink: &mut LogitSink<'_>,
         mtp_sink: Option<&mut LogitSink<'_>>,
     ) -> Result<()> {
-        let start = sequence.offset();
+        if mtp_sink.is_some() && sequence.offset() > 0 {
+            return Err(EngineError::Option("the head's logits are given for whole prompts only".into()));
+        }
+        if mtp_sink.is_some() && self.model().mtp.is_none() {
+            return Err(EngineError::NoMtpHead);
+        }
+        // Those of the whole prompt, for the head.
         let mut hidden = Vec::new();
         let mut rows = Vec::new();
         let mut collect =
             |engine: &mut Engine, sequence: &SequenceCache, tokens: &[u32], regime| -> Result<()> {
                 engine.run(regime, Outcome::Hidden, &[Rows::after(sequence, tokens)])?;
                 engine.stepper.read_hidden(0, tokens.len(), &mut rows)?;
-                hidden.extend_from_slice(&rows);
+                if mtp_sink.is_some() {
+                    hidden.extend_from_slice(&rows);
+                }
                 engine.head(&rows, sink)
             };
         if one_by_one {
@@ -60,14 +68,9 @@ impl Engine {
                 collect(engine, sequence, tokens, Regime::Prefill)
             })?;
         }
-        match mtp_sink {
-            Some(sink) if start == 0 => {
-                let vision = sequence.vision_inputs().cloned();
-                self.mtp_logits(prompt, vision, &hidden, one_by_one, sink)
-            }
-            Some(_) => Err(EngineError::Option("the head's logits are given for whole prompts only".into())),
-            None => Ok(()),
-        }
+        let Some(sink) = mtp_sink else { return Ok(()) };
+        let vision = sequence.vision_inputs().cloned();
+        self.mtp_logits(prompt, vision, &hidden, one_by_one, sink)
     }
 
     /// Logits of hidden states `[rows, hidden]`, row by row.
@@ -93,9 +96,6 @@ impl Engine {
         one_by_one: bool,
         sink: &mut LogitSink<'_>,
     ) -> Result<()> {
-        if self.model().mtp.is_none() {
-            return Err(EngineError::NoMtpHead);
-        }
         let width = self.model().config.hidden;
         let mut sequence = self.open()?;
         self.choose_rope_frequencies(&mut sequence, prompt.len());

@@ -13,8 +13,8 @@ pub(super) struct HostMemory {
 }
 
 impl Engine {
-    /// Charges the most host memory that steps and their sequences take, and allocates the part that they share. What
-    /// sequences have is taken when they start.
+    /// Charges the most host memory that steps and their sequences take, and allocates the part that they share. A
+    /// sequence allocates its own part when it starts.
     pub(super) fn allocate_host_memory(&self) -> Result<HostMemory> {
         let (options, config) = (&self.options, &self.model().config);
         let hidden_bytes = config.hidden * size_of::<f32>();
@@ -23,8 +23,8 @@ impl Engine {
         if options.drafts > 0 {
             let sequence =
                 Speculation::bytes_max(config.hidden) + options.drafts * SamplerChooser::DRAFT_BYTES;
-            // Hidden states: of the rows of a round until the next one, of the rows that a pass of the head takes, and
-            // a row of each sequence in the step taken last.
+            // Hidden states: of rows of rounds while the host shares them out, of the rows that a pass of the head
+            // takes, and a row of each sequence in the step taken last.
             let hidden_rows = 2 * options.decode_rows() + options.sequences;
             bytes += options.sequences * sequence + hidden_rows * hidden_bytes;
         } else if self.stages() > 1 {

@@ -26,11 +26,11 @@ use crate::device_thread::DeviceThread;
 use crate::engine::host_memory::HostMemory;
 use crate::engine::in_flight::{InFlightSteps, StepTimer, Taken};
 use crate::options::EngineOptions;
-use crate::speculation::{Costs, RoundHidden};
+use crate::speculation::Costs;
 use crate::split::microbatches::Microbatches;
 use crate::split::step::Peer;
 use crate::split::{self, PlacedPart};
-use crate::step::{Buckets, Outcome, Rows, StepKind, StepSizes, Stepper, ids_of, prefill_rows_max};
+use crate::step::{Buckets, Outcome, Rows, StepKind, StepSizes, Stepper, ids_of};
 use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
 use crate::{EngineError, Result};
 
@@ -65,8 +65,8 @@ pub struct Engine {
     /// Measured costs of rounds of speculation.
     pub(crate) costs: Costs,
     host_memory: HostMemory,
-    /// The hidden states that the last successful round has left on the device.
-    pub(crate) round_hidden: Option<Arc<RoundHidden>>,
+    /// How many rounds have left hidden states on the device. It has those of the last two.
+    pub(crate) kept_rounds: u64,
     /// The work done until the engine was ready.
     ready: Option<LateWork>,
 }
@@ -105,9 +105,8 @@ impl Engine {
         let whole = keel_models::read_config_of(config, parameters)?;
         let runtime = split::check_devices(devices, whole.layers.len())?;
         let vision = vision::config(config, options.vision)?;
-        let picture_run = vision.as_ref().map_or(0, VisionConfig::run_rows);
         let largest_steps = options.largest_steps && runtime.backend().is_planning();
-        let options = EngineOptions { picture_run, largest_steps, ..options };
+        let options = EngineOptions { largest_steps, ..options };
         let models = split::load_parts(devices, progress, |PlacedPart { device, part }, progress, stop| {
             let loader = Loader::new(device, parameters, options.compute, progress).until(stop);
             keel_models::load(&loader.in_order(options.sums).of_part(part.clone()), config)
@@ -115,14 +114,10 @@ impl Engine {
         if options.drafts > 0 && models.last().is_some_and(|model| model.mtp.is_none()) {
             return Err(EngineError::NoMtpHead);
         }
-        let (cache, layers) = allocate_cache(devices, &models, &options)?;
         let on = devices.iter().map(|placed| (placed.device.backend(), &placed.part));
-        let sizes = StepSizes {
-            options: &options,
-            buckets: Buckets::for_devices(&options, on),
-            vision: vision.as_ref(),
-            cache: &cache,
-        };
+        let buckets = Buckets::for_devices(&options, vision.as_ref(), on);
+        let (cache, layers) = allocate_cache(devices, &models, &options, &buckets)?;
+        let sizes = StepSizes { options: &options, buckets, vision: vision.as_ref(), cache: &cache };
         let mut peers = Vec::with_capacity(models.len());
         for (rank, (model, layers)) in models.into_iter().zip(layers).enumerate() {
             let device = &devices[rank].device;
@@ -159,7 +154,7 @@ impl Engine {
             options,
             costs,
             host_memory: HostMemory::default(),
-            round_hidden: None,
+            kept_rounds: 0,
             ready: None,
         };
         engine.host_memory = engine.allocate_host_memory()?;
@@ -416,6 +411,7 @@ fn allocate_cache(
     devices: &[PlacedPart<Runtime>],
     models: &[HybridModel],
     options: &EngineOptions,
+    buckets: &Buckets,
 ) -> Result<(ModelCache, Vec<Range<usize>>)> {
     let format = options.cache_format();
     let mut spec = CacheSpec { layers: Vec::new(), format };
@@ -425,9 +421,9 @@ fn allocate_cache(
         spec.layers.extend(model.cache_spec(format).layers);
         of_devices.push(DeviceLayers { runtime: placed.device.clone(), layers: start..spec.layers.len() });
     }
-    if let Some(lead) = of_devices.last().filter(|_| options.picture_run > 0) {
+    if buckets.leaves_grid() {
         // A step with a picture writes all its rows before its first row looks back.
-        spec.widen_windows(prefill_rows_max(options, lead.runtime.backend().is_compiling()));
+        spec.widen_windows(buckets.prefill_rows_max());
     }
     let cache = ModelCache::allocate_on(&of_devices, spec, options.cache_size())?;
     Ok((cache, of_devices.into_iter().map(|device| device.layers).collect()))

@@ -2,7 +2,7 @@
 
 use keel_array::Regime;
 use keel_array::sampling::Draw;
-use keel_cache::SequenceCache;
+use keel_cache::{SequenceCache, VisionInputs};
 
 use super::Engine;
 use crate::PREFILL_GRID;
@@ -95,6 +95,7 @@ impl Engine {
     ) -> Result<()> {
         self.choose_rope_frequencies(sequence, sequence.len() + prompt.len());
         self.admit(sequence, prompt)?;
+        sequence.vision_inputs().map_or(Ok(()), |vision| self.check_runs(vision))?;
         if !sequence.offset().is_multiple_of(PREFILL_GRID) {
             let reason =
                 format!("a prompt cannot start at token {}, off the 64-token grid", sequence.offset());
@@ -109,7 +110,7 @@ impl Engine {
             let at = sequence.offset();
             let to_save = if at < save_at { save_at - at } else { usize::MAX };
             let rows = rest.len().min(rows_max).min(to_save);
-            let rows = self.whole_pictures(sequence, at, self.chunk_rows(rows))?.min(rest.len());
+            let rows = self.whole_pictures(sequence, at, self.chunk_rows(rows)).min(rest.len());
             let (tokens, after) = rest.split_at(rows);
             if let Err(error) = step(self, sequence, tokens, after.first().copied()) {
                 self.give_up(sequence, tokens.len(), false);
@@ -124,12 +125,24 @@ impl Engine {
         Ok(())
     }
 
+    /// Refuses pictures that fit into no step: rows that see each other are run together.
+    pub(crate) fn check_runs(&self, vision: &VisionInputs) -> Result<()> {
+        let (longest, most) = (vision.longest_run(), self.prefill_rows_max());
+        if longest <= most {
+            return Ok(());
+        }
+        let reason = format!(
+            "pictures side by side of {longest} tokens must be run in one step, and a step has at most {most}: put text \
+             between them, or set a larger prefill_step"
+        );
+        Err(EngineError::Option(reason))
+    }
+
     /// Returns `count`, or another number so that a step from token `at` on does not end within a picture whose rows
     /// see each other.
-    pub(crate) fn whole_pictures(&self, sequence: &SequenceCache, at: usize, count: usize) -> Result<usize> {
-        let most = self.prefill_rows_max();
-        let Some(vision) = sequence.vision_inputs() else { return Ok(count) };
-        let Some(run) = vision.run_around(at + count) else { return Ok(count) };
+    pub(crate) fn whole_pictures(&self, sequence: &SequenceCache, at: usize, count: usize) -> usize {
+        let Some(vision) = sequence.vision_inputs() else { return count };
+        let Some(run) = vision.run_around(at + count) else { return count };
         // Cut at the grid point before the picture. If that is within another picture, cut before that one, and so on.
         // If no grid point is left, cut right before the picture.
         let mut cut = run.start / PREFILL_GRID * PREFILL_GRID;
@@ -137,20 +150,15 @@ impl Engine {
             cut = other.start / PREFILL_GRID * PREFILL_GRID;
         }
         match (cut > at, run.start > at) {
-            (true, _) => Ok(cut - at),
-            (false, true) => Ok(run.start - at),
-            (false, false) if run.end - at <= most => Ok(run.end - at),
-            (false, false) => Err(EngineError::Option(format!(
-                "a picture of {} tokens must be run in one step, and a step has at most {most}",
-                run.end - at
-            ))),
+            (true, _) => cut - at,
+            (false, true) => run.start - at,
+            (false, false) => run.end - at,
         }
     }
 
-    /// Whether a step of a prompt may begin and end off the grid. Where the rows of a picture see each other, it may
-    /// begin and end at a picture.
+    /// Whether a step of a prompt may begin and end off the grid, at a picture.
     pub(crate) fn leaves_grid(&self) -> bool {
-        self.options.picture_run > 0
+        self.stepper.buckets().leaves_grid()
     }
 
     /// Runs a step of prompts. Returns the tokens drawn after them; none if no prompt asks for one.

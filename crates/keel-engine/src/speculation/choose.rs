@@ -202,7 +202,6 @@ impl SamplerChooser {
 }
 
 /// A draft that was drawn from the logits of the MTP head.
-#[derive(Default)]
 struct Proposed {
     token: u32,
     /// The tokens that it was drawn from with their probabilities, by token.
@@ -301,7 +300,8 @@ impl Chooser for SamplerChooser {
         let uniform = self.sampler.uniform();
         let q = self.sampler.distribution(row).first(PROPOSED_TOKENS_MAX);
         if self.proposed.len() == at {
-            self.proposed.push(Proposed::default());
+            // All its memory at once: a list that grows may take more than it needs.
+            self.proposed.push(Proposed { token: 0, distribution: Vec::with_capacity(PROPOSED_TOKENS_MAX) });
         }
         let Proposed { token, distribution } = &mut self.proposed[at];
         *token = q.draw(uniform);

@@ -7,48 +7,27 @@
 //! ```
 //!
 //! The hidden states of a round's rows are copied to a place of their own on the device, right after the verify pass.
-//! There are two such places, so those of the round before stay until the round has succeeded. If it fails, it can be
-//! repeated. In the next round the head runs the rows of each sequence that drafts. The host reads the rows of the
-//! other sequences before that round ends. So no row is lost.
+//! There are two such places, so those of the last round stay until the next one has succeeded. If it fails, it can be
+//! repeated. In the next round the head runs the rows of each sequence that drafts. Before that round, the host reads
+//! the rows of the other sequences. So no row is lost.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
 
 use super::Speculation;
-use super::round::{Proposal, Round, RoundSequence};
+use super::round::{Proposal, RoundSequence};
 use crate::options::{DRAFTS_MAX, MTP_LAG_MAX};
 use crate::{Engine, EngineError, Result};
 
-/// With more sequences, one read of all rows of a round is faster than a read for each sequence.
+/// With more sequences, one read of all their rows is faster than a read for each sequence.
 const READS_MAX: usize = 8;
 
-/// The hidden states of the rows of a round. Until the host has read them, they are those that the device keeps.
-#[derive(Debug)]
-pub(crate) struct RoundHidden {
-    /// Where the device keeps them, in rows of those that rounds leave there.
-    place: Range<usize>,
-    values: OnceLock<Vec<f32>>,
-}
-
-impl RoundHidden {
-    fn at(place: Range<usize>) -> Arc<RoundHidden> {
-        Arc::new(RoundHidden { place, values: OnceLock::new() })
-    }
-}
-
-/// Rows of a round.
+/// Rows of a round whose hidden states the device alone has.
 #[derive(Debug)]
 struct RoundRows {
-    round: Arc<RoundHidden>,
-    rows: Range<usize>,
-}
-
-impl RoundRows {
-    /// Where the device keeps them.
-    fn place(&self) -> Range<usize> {
-        let first = self.round.place.start;
-        first + self.rows.start..first + self.rows.end
-    }
+    /// The number of the round.
+    round: u64,
+    /// Where the device keeps them, in rows of those that rounds leave there.
+    places: Range<usize>,
 }
 
 /// The rows that the head lags behind a sequence, the oldest first.
@@ -87,7 +66,7 @@ impl Lag {
 
     /// Where the device keeps the hidden states of the last rows, if they are not on the host.
     pub fn rows_of_round(&self) -> Range<usize> {
-        self.of_round.as_ref().map_or(0..0, RoundRows::place)
+        self.of_round.as_ref().map_or(0..0, |of_round| of_round.places.clone())
     }
 
     /// Sets the token after the prompt's last row, which only the first round knows. Returns whether it did.
@@ -111,11 +90,11 @@ impl Lag {
         self.tokens.push(token);
     }
 
-    /// Adds the rows of a round from `row` on that gave these tokens.
-    pub fn push_round(&mut self, round: &Arc<RoundHidden>, row: usize, tokens: &[u32]) {
+    /// Adds rows of a round that gave these tokens. `first` is the place of the first one.
+    pub fn push_round(&mut self, round: u64, first: usize, tokens: &[u32]) {
         assert!(self.of_round.is_none(), "the rows of the round before are run or read before this one ends");
         self.tokens.extend_from_slice(tokens);
-        self.of_round = Some(RoundRows { round: Arc::clone(round), rows: row..row + tokens.len() });
+        self.of_round = Some(RoundRows { round, places: first..first + tokens.len() });
     }
 
     /// Removes the first `rows` rows.
@@ -124,8 +103,9 @@ impl Lag {
         self.hidden.drain(..on_host);
         self.tokens.drain(..rows);
         if let Some(of_round) = &mut self.of_round {
-            of_round.rows.start = of_round.rows.end.min(of_round.rows.start + rows - on_host / self.width);
-            self.of_round.take_if(|of_round| of_round.rows.is_empty());
+            let Range { start, end } = of_round.places;
+            of_round.places.start = end.min(start + rows - on_host / self.width);
+            self.of_round.take_if(|of_round| of_round.places.is_empty());
         }
     }
 
@@ -135,113 +115,72 @@ impl Lag {
         self.hidden.truncate(self.tokens.len() * self.width);
         let on_host = self.hidden.len() / self.width;
         if let Some(of_round) = &mut self.of_round {
-            of_round.rows.end = of_round.rows.start + self.tokens.len() - on_host;
-            self.of_round.take_if(|of_round| of_round.rows.is_empty());
+            of_round.places.end = of_round.places.start + self.tokens.len() - on_host;
+            self.of_round.take_if(|of_round| of_round.places.is_empty());
         }
     }
 
     /// Moves rows of a round to the host, where `read` appends their hidden states.
     fn fetch(&mut self, read: impl FnOnce(Range<usize>, &mut Vec<f32>) -> Result<()>) -> Result<()> {
-        let Some(of_round) = &self.of_round else { return Ok(()) };
-        let RoundRows { round, rows } = of_round;
-        match round.values.get() {
-            Some(values) => {
-                let values = &values[rows.start * self.width..rows.end * self.width];
-                self.hidden.extend_from_slice(values);
-            }
-            None => read(of_round.place(), &mut self.hidden)?,
-        }
+        read(self.rows_of_round(), &mut self.hidden)?;
         self.of_round = None;
         Ok(())
     }
 }
 
 impl Engine {
-    /// Whether the device keeps hidden states that the head lags behind: those of the last round.
-    fn is_on_device(&self, lag: &Lag) -> bool {
-        let current = self.round_hidden.as_ref().zip(lag.of_round.as_ref());
-        current.is_some_and(|(current, RoundRows { round, .. })| Arc::ptr_eq(current, round))
-    }
-
-    /// Brings the hidden states that the head lags behind these sequences to the host.
-    pub(crate) fn fetch_lags<'a>(&self, all: impl IntoIterator<Item = &'a mut Speculation>) -> Result<()> {
-        let lags: Vec<&mut Lag> = all.into_iter().map(|speculation| &mut speculation.lag).collect();
-        if lags.iter().filter(|lag| self.is_on_device(lag)).count() > READS_MAX {
-            self.read_round_hidden()?;
+    /// Brings the hidden states that the head lags behind these sequences to the host. A sequence that sits out of a
+    /// round needs it before the round, because the device keeps the hidden states of the last two rounds alone.
+    ///
+    /// # Errors
+    /// If the device cannot be read, or it does not keep them any more.
+    pub fn fetch_lags<'a>(&self, all: impl IntoIterator<Item = &'a mut Speculation>) -> Result<()> {
+        let lags = all.into_iter().map(|speculation| &mut speculation.lag);
+        let mut lags: Vec<&mut Lag> = lags.filter(|lag| lag.of_round.is_some()).collect();
+        if !lags.iter().all(|lag| self.keeps(lag, 2)) {
+            let reason =
+                "hidden states of an earlier round are gone: call `fetch_lags` before the sequence sits out";
+            return Err(EngineError::Option(reason.into()));
         }
-        for lag in lags {
-            let is_on_device = self.is_on_device(lag);
-            lag.fetch(|rows, hidden| match is_on_device {
-                true => self.stepper.append_round_hidden(rows, hidden),
-                // Rows of earlier rounds of this engine were read when the next round ended.
-                false => Err(EngineError::Option("the drafts belong to a round of another engine".into())),
-            })?;
+        if lags.len() <= READS_MAX {
+            let read = |rows, hidden: &mut Vec<f32>| self.stepper.append_round_hidden(rows, hidden);
+            return lags.iter_mut().try_for_each(|lag| lag.fetch(read));
         }
-        Ok(())
-    }
-
-    /// Reads all hidden states of the last round.
-    fn read_round_hidden(&self) -> Result<()> {
-        let unread = self.round_hidden.as_ref().filter(|round| round.values.get().is_none());
-        let Some(round) = unread else { return Ok(()) };
+        let places = lags.iter().map(|lag| lag.rows_of_round());
+        let span = places.reduce(|span, of| span.start.min(of.start)..span.end.max(of.end));
+        let Range { start, end } = span.unwrap_or_default();
         let mut values = Vec::new();
-        self.stepper.append_round_hidden(round.place.clone(), &mut values)?;
-        round.values.get_or_init(|| values);
-        Ok(())
+        self.stepper.append_round_hidden(start..end, &mut values)?;
+        let width = self.model().config.hidden;
+        let copy = |rows: Range<usize>, hidden: &mut Vec<f32>| {
+            hidden.extend_from_slice(&values[(rows.start - start) * width..(rows.end - start) * width]);
+            Ok(())
+        };
+        lags.iter_mut().try_for_each(|lag| lag.fetch(copy))
     }
 
-    /// Prepares the hidden states that the MTP head needs for a round: those of rounds before the last one go to the
-    /// host.
-    pub(super) fn ready_lags(&self, batch: &mut [RoundSequence<'_>]) -> Result<()> {
-        let all = batch.iter_mut().filter_map(|sequence| sequence.speculation.as_deref_mut());
-        self.fetch_lags(all.filter(|speculation| !self.is_on_device(&speculation.lag)))
+    /// Whether the device keeps the rows of a round that the head lags behind, and it was one of the last `rounds`
+    /// rounds. True if there are none.
+    fn keeps(&self, lag: &Lag, rounds: u64) -> bool {
+        lag.of_round.as_ref().is_none_or(|RoundRows { round, places }| {
+            let end = self.round_place(*round) + self.options.decode_rows();
+            *round <= self.kept_rounds && self.kept_rounds < round + rounds && places.end <= end
+        })
     }
 
-    /// Where the device is to keep the hidden states of the rows of this round, if sequences draft. Those of the last
-    /// round stay.
-    pub(super) fn next_hidden(
-        &self,
-        batch: &[RoundSequence<'_>],
-        proposals: &[Proposal],
-    ) -> Option<Arc<RoundHidden>> {
-        batch.iter().find(|sequence| sequence.speculation.is_some())?;
-        let rows = proposals.iter().map(|proposal| proposal.depth + 1).sum::<usize>();
-        let is_second = self.round_hidden.as_ref().is_some_and(|round| round.place.start == 0);
-        let first = if is_second { self.options.decode_rows() } else { 0 };
-        Some(RoundHidden::at(first..first + rows))
+    /// Where the device keeps the hidden states of the first row of a round. Rounds take turns in two places.
+    pub(super) fn round_place(&self, round: u64) -> usize {
+        if round.is_multiple_of(2) { 0 } else { self.options.decode_rows() }
     }
 
-    /// Keeps the hidden states of the rows of the verify pass that was submitted last, if sequences draft.
-    pub(super) fn keep_verified(&mut self, hidden: Option<&RoundHidden>) -> Result<()> {
-        let Some(RoundHidden { place, .. }) = hidden else { return Ok(()) };
-        self.keep_round_hidden(place.start, place.len())
-    }
-
-    /// Makes the round that is about to end with these outcomes the last one; the device keeps its `hidden` states.
-    /// Before that, the host reads the hidden states of the round before that a sequence still needs.
-    pub(super) fn note_round_hidden(
-        &mut self,
-        batch: &mut [RoundSequence<'_>],
-        proposals: &[Proposal],
-        outcomes: &[Result<Round>],
-        hidden: Arc<RoundHidden>,
-    ) -> Result<()> {
-        let (mut lagging, mut run_by_head) = (Vec::new(), 0);
-        for ((sequence, proposal), outcome) in batch.iter_mut().zip(proposals).zip(outcomes) {
-            let Some(speculation) = sequence.speculation.as_deref_mut() else { continue };
-            if outcome.is_ok() && !proposal.drafts.is_empty() {
-                run_by_head += usize::from(self.is_on_device(&speculation.lag));
-            } else {
-                lagging.push(speculation);
-            }
-        }
-        self.fetch_lags(lagging)?;
-        // Other sequences take no part in this round.
-        if self.round_hidden.as_ref().is_some_and(|round| Arc::strong_count(round) > 1 + run_by_head) {
-            self.read_round_hidden()?;
-        }
-        self.round_hidden = Some(hidden);
-        Ok(())
+    /// Brings hidden states to the host of sequences that make no drafts in this round, and those of the round before
+    /// the last one: this round takes their place. The head runs the others in this round.
+    pub(super) fn ready_lags(&self, batch: &mut [RoundSequence<'_>], proposals: &[Proposal]) -> Result<()> {
+        let all = batch.iter_mut().zip(proposals).filter_map(|(sequence, proposal)| {
+            let speculation = sequence.speculation.as_deref_mut()?;
+            (proposal.depth == 0 || !self.keeps(&speculation.lag, 1)).then_some(speculation)
+        });
+        self.fetch_lags(all)
     }
 }
 
@@ -251,12 +190,12 @@ mod tests {
 
     const WIDTH: usize = 2;
 
-    /// A row on the host, before the token 1, and rows 1 to 3 of a round, before the tokens 2 to 4. The device keeps
-    /// these as rows 3 to 5.
+    /// A row on the host, before the token 1, and rows of a round, before the tokens 2 to 4. The device keeps these as
+    /// rows 3 to 5.
     fn lag() -> Lag {
         let mut lag = Lag::after_prompt(vec![0.5; WIDTH]);
         assert!(lag.name_last(1) && !lag.name_last(1));
-        lag.push_round(&RoundHidden::at(2..10), 1, &[2, 3, 4]);
+        lag.push_round(1, 3, &[2, 3, 4]);
         lag
     }
 
@@ -288,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_from_the_device_or_from_what_was_read() {
+    fn rows_of_a_round_go_to_the_host() {
         let mut lag = lag();
         let refused = |_: Range<usize>, _: &mut Vec<f32>| Err(EngineError::NoMtpHead);
         lag.fetch(refused).expect_err("it cannot be read");
@@ -300,11 +239,5 @@ mod tests {
         .expect("it can be read");
         assert_eq!(lag.hidden(), [0.5, 0.5, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0]);
         assert_eq!(standing(&lag), (vec![1, 2, 3, 4], 4, 0..0));
-
-        let of_round = RoundHidden::at(2..10);
-        lag.push_round(&of_round, 1, &[5, 6]);
-        of_round.values.get_or_init(|| (0..8 * WIDTH).map(|i| i as f32).collect());
-        lag.fetch(refused).expect("it was read before");
-        assert_eq!(lag.hidden()[4 * WIDTH..], [2.0, 3.0, 4.0, 5.0]);
     }
 }

@@ -31,7 +31,6 @@ pub use choose::{Choice, Chooser, Draft, SamplerChooser};
 pub use counters::SpeculationCounters;
 pub use depth::Depth;
 pub(crate) use depth::{BOUNDS_MAX, COMPARED_EVERY, Costs};
-pub(crate) use lag::RoundHidden;
 pub use round::{Round, RoundSequence};
 
 use std::time::Duration;

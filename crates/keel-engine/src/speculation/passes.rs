@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use keel_array::{RESULT_BYTES_MAX, RUNS_MAX};
 
-use super::lag::RoundHidden;
 use super::round::{Proposal, RoundSequence, RoundTimes};
 use crate::engine::in_flight::{EndedRun, InFlightRun};
 use crate::step::{Outcome, Rows, StepKind};
@@ -54,15 +53,13 @@ impl Engine {
         &mut self,
         batch: &mut [RoundSequence<'_>],
         proposals: &mut [Proposal],
-        hidden: Option<&RoundHidden>,
         times: &mut RoundTimes,
     ) -> Result<Result<Vec<u32>>> {
         self.finish_in_flight()?;
         batch.iter().try_for_each(|sequence| self.cache.expect_whole(sequence.cache))?;
         let (start, mut passes) = (Instant::now(), Passes::default());
         let submitted = self.draft(batch, proposals, Some(&mut passes));
-        let submitted =
-            submitted.and_then(|()| self.verify(batch, proposals, hidden, Some(&mut passes))?.map(drop));
+        let submitted = submitted.and_then(|()| self.verify(batch, proposals, Some(&mut passes))?.map(drop));
         while !passes.in_flight.is_empty() {
             self.end_first(&mut passes);
         }

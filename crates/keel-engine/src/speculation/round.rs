@@ -9,7 +9,6 @@
 //!
 //! Then positions, rows that the head lags behind and counters move on. That cannot fail.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use keel_array::Regime;
@@ -17,7 +16,6 @@ use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 
 use super::choose::{Chooser, Draft};
-use super::lag::RoundHidden;
 use super::passes::Passes;
 use super::{Costs, Speculation};
 use crate::batch::MASK_PATIENCE;
@@ -79,7 +77,7 @@ pub(super) struct Proposal {
 
 impl Engine {
     /// Drafts, verifies and accepts for all sequences of a batch, each at its own depth. A sequence without drafts
-    /// takes part with one row.
+    /// takes part with one row. Before a sequence that drafts sits out, it needs [`Engine::fetch_lags`].
     ///
     /// After an error each sequence is as before the round, except that it may hold more pages. A retried round chooses
     /// the same tokens. A sequence whose chooser fails gets an error of its own; its rows are taken back, or without a
@@ -120,7 +118,7 @@ impl Engine {
                 share_times(batch, &proposals, times);
                 let is_open = self.leaves_open();
                 let all = batch.iter_mut().zip(&proposals).zip(judged);
-                let (kept, costs) = (self.round_hidden.as_ref(), &mut self.costs);
+                let (kept, costs) = ((self.kept_rounds, self.round_place(self.kept_rounds)), &mut self.costs);
                 Ok(all
                     .map(|((sequence, proposal), round)| {
                         sequence.move_on(proposal, round, is_open, kept, costs)
@@ -208,8 +206,7 @@ impl Engine {
         batch: &mut [RoundSequence<'_>],
         proposals: &mut [Proposal],
     ) -> Result<(Vec<Result<Round>>, RoundTimes)> {
-        self.ready_lags(batch)?;
-        let hidden = self.next_hidden(batch, proposals);
+        self.ready_lags(batch, proposals)?;
         for (sequence, proposal) in batch.iter_mut().zip(proposals.iter_mut()) {
             if let Some(speculation) = sequence.speculation.as_deref_mut() {
                 proposal.caught_up = self.catch_up(sequence.cache, speculation, proposal.depth)?;
@@ -217,33 +214,33 @@ impl Engine {
         }
         let mut times = RoundTimes::default();
         let verified = if self.queues_passes(proposals) {
-            self.run_queued(batch, proposals, hidden.as_deref(), &mut times)?
+            self.run_queued(batch, proposals, &mut times)?
         } else {
             let start = Instant::now();
             self.draft(batch, proposals, None)?;
             times.drafting = start.elapsed();
             let start = Instant::now();
-            let verified = self.verify(batch, proposals, hidden.as_deref(), None)?;
+            let verified = self.verify(batch, proposals, None)?;
             times.verifying = start.elapsed();
             verified
         };
         let start = Instant::now();
-        let judged = verified.and_then(|drawn| self.judge(batch, proposals, &drawn, hidden));
+        let judged = verified.and_then(|drawn| self.judge(batch, proposals, &drawn));
         // The verify pass has committed the rows of the round before.
         let judged =
             judged.inspect_err(|_| self.note_lost(batch.iter_mut().map(|sequence| &mut *sequence.cache)))?;
+        self.kept_rounds += u64::from(is_drafting(batch));
         times.choosing = start.elapsed();
         Ok((judged, times))
     }
 
-    /// Runs the last token of each sequence and its drafts, and keeps the `hidden` states of these rows. Returns the
-    /// tokens that the device drew after them. With `passes` they are only submitted. The outer error says that the
-    /// pass has failed, the inner one that its results could not be kept or read.
+    /// Runs the last token of each sequence and its drafts, and keeps the hidden states of these rows if sequences
+    /// draft. Returns the tokens that the device drew after them. With `passes` they are only submitted. The outer
+    /// error says that the pass has failed, the inner one that its results could not be kept or read.
     pub(super) fn verify(
         &mut self,
         batch: &[RoundSequence<'_>],
         proposals: &[Proposal],
-        hidden: Option<&RoundHidden>,
         passes: Option<&mut Passes>,
     ) -> Result<Result<Vec<u32>>> {
         let tokens: Vec<Vec<u32>> = batch
@@ -260,7 +257,7 @@ impl Engine {
         let count = tokens.iter().map(Vec::len).sum();
         if let Some(passes) = passes {
             self.submit_pass(Outcome::OpenRows, &rows, passes)?;
-            return Ok(self.keep_verified(hidden).map(|()| Vec::new()));
+            return Ok(self.keep_verified(batch, count).map(|()| Vec::new()));
         }
         // Where the engine drafts, each row gives its hidden state and a token.
         let outcome = if self.options.drafts > 0 { Outcome::OpenRows } else { Outcome::LastLogits };
@@ -271,7 +268,16 @@ impl Engine {
         } else {
             self.run_then_read(StepKind::decode(outcome), &rows, count)?
         };
-        Ok(drawn.and_then(|drawn| self.keep_verified(hidden).map(|()| drawn)))
+        Ok(drawn.and_then(|drawn| self.keep_verified(batch, count).map(|()| drawn)))
+    }
+
+    /// Keeps the hidden states of the `rows` rows of the verify pass that was submitted last, if sequences draft. Those
+    /// of the last round stay.
+    fn keep_verified(&mut self, batch: &[RoundSequence<'_>], rows: usize) -> Result<()> {
+        match is_drafting(batch) {
+            true => self.keep_round_hidden(self.round_place(self.kept_rounds + 1), rows),
+            false => Ok(()),
+        }
     }
 
     /// Chooses the tokens of each sequence. An error says that results could not be read.
@@ -280,7 +286,6 @@ impl Engine {
         batch: &mut [RoundSequence<'_>],
         proposals: &mut [Proposal],
         drawn: &[u32],
-        hidden: Option<Arc<RoundHidden>>,
     ) -> Result<Vec<Result<Round>>> {
         let (mut all, mut row) = (Vec::with_capacity(batch.len()), 0);
         let until = Instant::now() + MASK_PATIENCE;
@@ -296,9 +301,6 @@ impl Engine {
                     Err(error) => Err(error),
                 },
             });
-        }
-        if let Some(hidden) = hidden {
-            self.note_round_hidden(batch, proposals, &all, hidden)?;
         }
         Ok(all)
     }
@@ -350,14 +352,14 @@ impl Engine {
 }
 
 impl RoundSequence<'_> {
-    /// Applies the outcome of a round. `is_open` says that the round left its rows open. `hidden` are the hidden states
-    /// of its rows, where sequences draft.
+    /// Applies the outcome of a round. `is_open` says that the round left its rows open. Where sequences draft, the
+    /// device keeps the hidden states of its rows: those of round `kept.0`, from place `kept.1` on.
     fn move_on(
         &mut self,
         proposal: &Proposal,
         round: Result<Round>,
         is_open: bool,
-        hidden: Option<&Arc<RoundHidden>>,
+        kept: (u64, usize),
         costs: &mut Costs,
     ) -> Result<Round> {
         let round = match round {
@@ -373,24 +375,24 @@ impl RoundSequence<'_> {
                 return Err(error);
             }
         };
-        let (kept, drafted) = (round.tokens.len(), proposal.drafts.len());
+        let (given, drafted) = (round.tokens.len(), proposal.drafts.len());
         let accepted =
             round.tokens.iter().zip(&proposal.drafts).take_while(|(token, draft)| token == draft).count();
         if is_open {
-            self.cache.accept(kept);
+            self.cache.accept(given);
         } else {
-            self.cache.advance(kept);
+            self.cache.advance(given);
         }
         let Some(speculation) = &mut self.speculation else { return Ok(round) };
-        let Some(hidden) = hidden else { unreachable!("the hidden states of the round are kept") };
         let run_by_head = if drafted > 0 { speculation.lag_after(0) } else { proposal.caught_up };
         speculation.lag.forget(run_by_head);
-        speculation.lag.push_round(hidden, proposal.open_row, &round.tokens);
+        let (number, first) = kept;
+        speculation.lag.push_round(number, first + proposal.open_row, &round.tokens);
         // A round that ended with a draft says nothing about later ones.
-        let judged = if kept == accepted { accepted } else { drafted };
+        let judged = if given == accepted { accepted } else { drafted };
         speculation.control.note(judged, accepted);
         costs.note_drafts(judged, accepted);
-        speculation.counters.note_round(drafted, accepted, kept);
+        speculation.counters.note_round(drafted, accepted, given);
         Ok(round)
     }
 
@@ -401,6 +403,11 @@ impl RoundSequence<'_> {
         }
         self.chooser.abandon();
     }
+}
+
+/// Whether the rows of a round need their hidden states later: those of sequences that draft, now or in later rounds.
+fn is_drafting(batch: &[RoundSequence<'_>]) -> bool {
+    batch.iter().any(|sequence| sequence.speculation.is_some())
 }
 
 fn share_times(batch: &mut [RoundSequence<'_>], proposals: &[Proposal], times: RoundTimes) {

@@ -9,6 +9,7 @@
 
 use keel_array::{Backend, PREFILL_GRID, RESULT_BYTES_MAX, Regime};
 use keel_models::Part;
+use keel_models::vision::VisionConfig;
 
 use super::{HiddenPlace, Outcome, StepKind, StepShape};
 use crate::options::{EngineOptions, MTP_LAG_MAX};
@@ -28,6 +29,8 @@ pub(crate) struct Buckets {
     open_rows: Vec<usize>,
     /// Numbers of rows in a step of prompts, ascending.
     prefill_rows: Vec<usize>,
+    /// How many tokens of one picture must be in the same step because they see each other; 0 if they do not.
+    picture_run: usize,
     /// The most prompts in a step of several.
     prompts: usize,
     /// Numbers of rows in a pass in which the MTP (multi-token-prediction) head only catches up, ascending.
@@ -42,16 +45,17 @@ pub(crate) struct Buckets {
 }
 
 impl Buckets {
-    /// `is_coarse` says that a program costs much before its first run. `runs_ahead` says that steps run ahead of the
-    /// host.
-    pub fn new(options: &EngineOptions, is_coarse: bool, runs_ahead: bool) -> Buckets {
+    /// `picture_run` tokens of a picture must be in the same step. `is_coarse` says that a program costs much before
+    /// its first run. `runs_ahead` says that steps run ahead of the host.
+    pub fn new(options: &EngineOptions, picture_run: usize, is_coarse: bool, runs_ahead: bool) -> Buckets {
         let prompts = prompts_max(options, is_coarse);
         let open_most = options.open_rows();
         let lags = [8, 16, 32, MTP_LAG_MAX];
         Buckets {
             sequences: up_to(options.sequences, |n| next_sequences(n, is_coarse)),
             open_rows: (1..=open_most).collect(),
-            prefill_rows: up_to(prefill_rows_max(options, is_coarse), |n| next_rows(n, is_coarse)),
+            prefill_rows: up_to(prefill_rows_max(options, picture_run, prompts), |n| next_rows(n, is_coarse)),
+            picture_run,
             prompts,
             lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == MTP_LAG_MAX).collect(),
             is_coarse,
@@ -61,13 +65,21 @@ impl Buckets {
         }
     }
 
-    /// The list for the devices of a model, by rank.
+    /// The list for the devices of a model, by rank, with its vision tower where pictures are planned for.
     pub fn for_devices<'a>(
         options: &EngineOptions,
+        vision: Option<&VisionConfig>,
         devices: impl Iterator<Item = (&'a dyn Backend, &'a Part)> + Clone,
     ) -> Buckets {
         let is_coarse = devices.clone().any(|(backend, _)| backend.is_compiling());
-        Buckets::new(options, is_coarse, runs_ahead(options, devices))
+        let picture_run = vision.map_or(0, VisionConfig::run_rows);
+        Buckets::new(options, picture_run, is_coarse, runs_ahead(options, devices))
+    }
+
+    /// Whether a step of a prompt may begin and end off the grid. Where the rows of a picture see each other, it may
+    /// begin and end at a picture.
+    pub fn leaves_grid(&self) -> bool {
+        self.picture_run > 0
     }
 
     /// Whether steps run ahead of the host.
@@ -251,9 +263,9 @@ fn prompts_max(options: &EngineOptions, is_coarse: bool) -> usize {
 
 /// Rows of the largest step of prompts: no more than these prompts can have, but at least a whole picture whose rows
 /// see each other.
-pub(crate) fn prefill_rows_max(options: &EngineOptions, is_coarse: bool) -> usize {
-    let all = options.context.next_multiple_of(PREFILL_GRID).saturating_mul(prompts_max(options, is_coarse));
-    options.prefill_step.min(all).max(options.picture_run.next_multiple_of(PREFILL_GRID))
+fn prefill_rows_max(options: &EngineOptions, picture_run: usize, prompts: usize) -> usize {
+    let all = options.context.next_multiple_of(PREFILL_GRID).saturating_mul(prompts);
+    options.prefill_step.min(all).max(picture_run.next_multiple_of(PREFILL_GRID))
 }
 
 /// The first number of an ascending list that is at least `n`; `n` itself if there is none.
@@ -306,11 +318,11 @@ mod tests {
 
     #[test]
     fn lists_ascend_to_what_the_options_say() {
-        let coarse = Buckets::new(&options(), true, false);
+        let coarse = Buckets::new(&options(), 0, true, false);
         assert_eq!(coarse.sequences, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]);
         assert_eq!(coarse.prefill_rows, [16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]);
         let few = EngineOptions { sequences: 3, context: 100, ..EngineOptions::default() };
-        let fine = Buckets::new(&few, false, false);
+        let fine = Buckets::new(&few, 0, false, false);
         assert_eq!((&fine.sequences[..], fine.prompts), (&[1, 2, 3][..], 3));
         assert_eq!(fine.prefill_rows, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 192, 256, 320, 384]);
     }
@@ -320,7 +332,7 @@ mod tests {
         for (is_coarse, runs_ahead) in [(false, false), (true, false), (true, true)] {
             for (drafts, sequences) in [(0, 1), (0, 37), (3, 5), (8, 256)] {
                 let options = EngineOptions { drafts, sequences, ..options() };
-                let buckets = Buckets::new(&options, is_coarse, runs_ahead);
+                let buckets = Buckets::new(&options, 0, is_coarse, runs_ahead);
                 let list = buckets.list();
                 assert!(list.len() < 450, "{} shapes", list.len());
                 assert!(list.iter().enumerate().all(|(i, shape)| !list[..i].contains(shape)));
@@ -363,7 +375,7 @@ mod tests {
             [(false, 0, true), (false, 8, true), (true, 0, true), (true, 3, false), (true, 0, false)]
         {
             let options = EngineOptions { drafts, ..options() };
-            let of = |options| Buckets::new(&options, is_coarse, runs_ahead);
+            let of = |options| Buckets::new(&options, 0, is_coarse, runs_ahead);
             let all = of(options).list();
             let largest = of(EngineOptions { largest_steps: true, ..options }).list();
             assert!(largest.len() <= 10 && largest.contains(&all[0]), "{largest:?}");
@@ -375,11 +387,11 @@ mod tests {
 
     #[test]
     fn where_rows_are_dear_a_prompt_is_cut_before_it_is_padded() {
-        let buckets = Buckets::new(&options(), false, false);
+        let buckets = Buckets::new(&options(), 0, false, false);
         assert_eq!(
             [2048, 2000, 1100, 76, 60, 3].map(|rows| buckets.chunk_rows(rows)),
             [2048, 2000, 1024, 64, 60, 3]
         );
-        assert_eq!(Buckets::new(&options(), true, false).chunk_rows(1100), 1100);
+        assert_eq!(Buckets::new(&options(), 0, true, false).chunk_rows(1100), 1100);
     }
 }

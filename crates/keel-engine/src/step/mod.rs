@@ -16,14 +16,14 @@ use keel_cache::{LayerStorage, ModelCache};
 use keel_models::HybridModel;
 use keel_models::vision::VisionConfig;
 
-pub(crate) use buckets::{Buckets, prefill_rows_max};
+pub(crate) use buckets::Buckets;
 pub(crate) use filling::Filling;
 
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
 use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_rows, read_settled_rows};
-pub(crate) use results::{append_rows, ids_of};
+pub(crate) use results::{append_rows, drafts_not_planned, ids_of};
 pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
 use staging::{MtpStaging, Staging};
 pub(crate) use staging::{Rows, TokensAt};
@@ -301,8 +301,8 @@ impl Stepper {
         prompts: usize,
         hidden: &mut Vec<f32>,
     ) -> Result<()> {
-        let place = HiddenPlace::of(step);
-        self.kept_hidden.as_ref().map_or(Ok(()), |kept| kept.append(place, answers, prompts, hidden))
+        let kept = self.kept_hidden.as_ref().ok_or_else(drafts_not_planned)?;
+        kept.append(HiddenPlace::of(step), answers, prompts, hidden)
     }
 
     /// Copies row `row` of the logits that were kept of a regime.

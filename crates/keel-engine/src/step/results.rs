@@ -107,10 +107,12 @@ impl Results {
 
     /// The buffers of engines that draft.
     pub fn draft(&self) -> Result<&DraftResults> {
-        self.draft
-            .as_ref()
-            .ok_or_else(|| EngineError::Option("drafts were not planned for: set drafts".into()))
+        self.draft.as_ref().ok_or_else(drafts_not_planned)
     }
+}
+
+pub(crate) fn drafts_not_planned() -> EngineError {
+    EngineError::Option("drafts were not planned for: set drafts".into())
 }
 
 fn not_planned() -> EngineError {

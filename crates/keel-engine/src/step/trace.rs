@@ -105,7 +105,7 @@ impl Stepper {
                 let head = model.mtp.as_ref().ok_or(EngineError::NoMtpHead)?;
                 let input = self.head_staging()?.input(shape.rows)?;
                 let rows =
-                    model.mtp_remember(head, &input, &step.tokens, step.mtp_layers(), &step.context)?;
+                    model.mtp_write_kv(head, &input, &step.tokens, step.mtp_layers(), &step.context)?;
                 let last = rows.take(&self.staging.last_rows.prefix(1)?)?;
                 vec![(last, self.results.draft()?.remembered.clone())]
             }

@@ -83,7 +83,7 @@ impl VisionRunner {
         Ok(status)
     }
 
-    /// Waits for a piece under way, whose job has been given up.
+    /// Waits for the piece of an abandoned job, and drops its result.
     pub(super) fn wait_for_thread(&mut self) {
         if let Some(piece) = self.thread.as_mut().and_then(|thread| thread.in_flight.take()) {
             drop(piece.running.wait());

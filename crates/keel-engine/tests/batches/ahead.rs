@@ -18,14 +18,10 @@ fn models() -> Vec<PathBuf> {
 }
 
 fn batcher(folder: &Path, runtime: &Runtime) -> Batcher {
-    drafting(folder, runtime, 0)
+    drafting(folder, runtime, 0, SpeculationOptions::default())
 }
 
-fn drafting(folder: &Path, runtime: &Runtime, drafts: usize) -> Batcher {
-    drafting_as(folder, runtime, drafts, SpeculationOptions::default())
-}
-
-fn drafting_as(folder: &Path, runtime: &Runtime, drafts: usize, speculation: SpeculationOptions) -> Batcher {
+fn drafting(folder: &Path, runtime: &Runtime, drafts: usize, speculation: SpeculationOptions) -> Batcher {
     let options = EngineOptions {
         drafts,
         context: 512,
@@ -62,7 +58,9 @@ fn traffic(batcher: &mut Batcher, every: usize, ends: &[Vec<u32>]) -> Vec<Outcom
     let now = Instant::now();
     for at in 0..5_000 {
         if at % every == 0 && at / every < REQUESTS {
-            batcher.submit(request(at / every, ends[at / every].clone()), now).expect("accepted");
+            let request = request(at / every, ends[at / every].clone());
+            // It drafts only where drafts change nothing.
+            batcher.submit(BatchRequest { speculate: false, ..request }, now).expect("accepted");
         }
         if at % every == 2 && at / every > 4 {
             let id = at / every - 4;
@@ -78,33 +76,34 @@ fn traffic(batcher: &mut Batcher, every: usize, ends: &[Vec<u32>]) -> Vec<Outcom
     outcomes
 }
 
+/// Asserts that a busy batch gives the answers that each request gets from `alone`, while requests arrive, end and are
+/// cancelled.
+fn expect_answers_in_traffic(what: &str, alone: &mut Batcher, busy: &mut Batcher) {
+    assert!(!alone.engine().runs_ahead() && busy.engine().runs_ahead());
+    let no_ends = vec![Vec::new(); REQUESTS];
+    let whole: Vec<Outcome> = (0..REQUESTS).map(|i| run_alone(alone, request(i, Vec::new()))).collect();
+    // A token from the middle of every other answer becomes its end token.
+    let end_of = |(i, outcome): (usize, &Outcome)| match outcome.tokens.get(outcome.tokens.len() / 2) {
+        Some(&end) if i % 2 == 0 => vec![end],
+        _ => Vec::new(),
+    };
+    let ends: Vec<Vec<u32>> = whole.iter().enumerate().map(end_of).collect();
+    let ended: Vec<Outcome> = (0..REQUESTS).map(|i| run_alone(alone, request(i, ends[i].clone()))).collect();
+    assert!(ended.iter().any(|outcome| outcome.finish == Some(FinishReason::Stop)));
+    for (every, ends, want) in [(11, &no_ends, &whole), (23, &ends, &ended), (2, &ends, &ended)] {
+        for (i, got) in traffic(busy, every, ends).into_iter().enumerate() {
+            expect_answer(&format!("{what}, one in {every} steps"), i, got, &want[i]);
+        }
+    }
+    assert_all_is_back(busy);
+}
+
 #[test]
 fn answers_are_those_of_steps_that_are_waited_for() {
     for folder in models() {
         for (waiting, queueing) in waiting_and_queueing() {
-            let mut alone = batcher(&folder, &waiting);
-            assert!(!alone.engine().runs_ahead());
-            let no_ends = vec![Vec::new(); REQUESTS];
-            let whole: Vec<Outcome> =
-                (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, Vec::new()))).collect();
-            // A token from the middle of every other answer becomes its end token.
-            let end_of = |(i, outcome): (usize, &Outcome)| match outcome.tokens.get(outcome.tokens.len() / 2)
-            {
-                Some(&end) if i % 2 == 0 => vec![end],
-                _ => Vec::new(),
-            };
-            let ends: Vec<Vec<u32>> = whole.iter().enumerate().map(end_of).collect();
-            let ended: Vec<Outcome> =
-                (0..REQUESTS).map(|i| run_alone(&mut alone, request(i, ends[i].clone()))).collect();
-            assert!(ended.iter().any(|outcome| outcome.finish == Some(FinishReason::Stop)));
-            let mut batcher = batcher(&folder, &queueing);
-            assert!(batcher.engine().runs_ahead());
-            for (every, ends, want) in [(11, &no_ends, &whole), (23, &ends, &ended), (2, &ends, &ended)] {
-                for (i, got) in traffic(&mut batcher, every, ends).into_iter().enumerate() {
-                    expect_answer(&format!("{}, one in {every} steps", folder.display()), i, got, &want[i]);
-                }
-            }
-            assert_all_is_back(&mut batcher);
+            let (mut alone, mut busy) = (batcher(&folder, &waiting), batcher(&folder, &queueing));
+            expect_answers_in_traffic(&folder.display().to_string(), &mut alone, &mut busy);
         }
     }
 }
@@ -118,7 +117,7 @@ fn a_batch_that_makes_no_drafts_runs_ahead() {
     for (waiting, queueing) in waiting_and_queueing() {
         let mut alone = batcher(&demo(), &waiting);
         let none = SpeculationOptions { depth: Depth::Fixed(0), ..SpeculationOptions::default() };
-        let mut together = drafting_as(&demo(), &queueing, 3, none);
+        let mut together = drafting(&demo(), &queueing, 3, none);
         let (now, mut ahead, mut steps) = (Instant::now(), 0, 0);
         let mut outcomes: Vec<Outcome> = (0..8).map(|_| Outcome::default()).collect();
         for i in 0..8 {
@@ -148,7 +147,7 @@ fn a_batch_goes_from_rounds_to_steps_ahead_and_back() {
     for (waiting, queueing) in waiting_and_queueing() {
         let mut alone = batcher(&demo(), &waiting);
         let auto = SpeculationOptions { repeatable: true, ..SpeculationOptions::default() };
-        let mut together = drafting_as(&demo(), &queueing, 3, auto);
+        let mut together = drafting(&demo(), &queueing, 3, auto);
         let hot = |i: usize| BatchRequest {
             max_tokens: 180,
             sampler: SamplerOptions { temperature: 2.5, seed: 3 + i as u64, ..SamplerOptions::default() },
@@ -175,27 +174,17 @@ fn a_batch_goes_from_rounds_to_steps_ahead_and_back() {
     }
 }
 
-/// The device draws in rounds, too, so sampled answers do not depend on the drafts of their neighbours. Answers that
-/// the host draws keep their distribution, not their text.
+/// Drafts mix with arrivals, ends and cancellations. The device draws in rounds, too, so sampled answers do not depend
+/// on the drafts of their neighbours. Answers that the host draws make no drafts of their own.
 #[test]
 fn answers_with_drafts_are_those_without() {
     for folder in [demo(), fixture("qwen3_5_moe")] {
         for (waiting, queueing) in waiting_and_queueing() {
             let mut alone = batcher(&folder, &waiting);
-            let mut together = drafting(&folder, &queueing, 3);
-            let drawn_there: Vec<usize> = (0..REQUESTS).filter(|i| i % 6 != 5).collect();
-            let numbered = |(id, &i): (usize, &usize)| BatchRequest {
-                id: id as u64,
-                speculate: false, // except where drafts change nothing
-                ..request(i, Vec::new())
-            };
-            let outcomes = run(&mut together, drawn_there.iter().enumerate().map(numbered).collect());
-            assert!(together.status().speculation.drafted_total() > 0);
-            for (got, &i) in outcomes.into_iter().zip(&drawn_there) {
-                let want = run_alone(&mut alone, request(i, Vec::new()));
-                expect_answer(&format!("{} with drafts", folder.display()), i, got, &want);
-            }
-            assert_all_is_back(&mut together);
+            let auto = SpeculationOptions { repeatable: true, ..SpeculationOptions::default() };
+            let mut busy = drafting(&folder, &queueing, 3, auto);
+            expect_answers_in_traffic(&format!("{} with drafts", folder.display()), &mut alone, &mut busy);
+            assert!(busy.status().speculation.drafted_total() > 0);
         }
     }
 }

@@ -173,7 +173,7 @@ fn names_in(folder: &Path) -> BTreeSet<String> {
     files.map(|file| file.file_name().into_string().expect("text")).collect()
 }
 
-/// Files hold what users wrote, so those of texts that were forgotten go.
+/// Files contain users' texts. So the files of forgotten texts are removed.
 #[test]
 fn a_folder_has_only_files_that_its_index_names() {
     let dir = tempfile::tempdir().expect("a temporary folder");
@@ -266,24 +266,88 @@ fn a_file_that_cannot_be_removed_costs_no_text() {
     assert_all_is_back(&mut saving);
 }
 
-/// In a pool that does not hold all texts at once, the last one used comes back.
+/// A text of three pages, which leaves states after 256, 512 and 640 tokens.
+fn three_pages() -> BatchRequest {
+    BatchRequest { marks: vec![256, 512], ..BatchRequest::new(0, prompt("qwen3_5", 1, 700), 1) }
+}
+
+/// The pool has room for the pages of the text, and not for its beginnings as texts with pages of their own.
 #[test]
 fn a_long_text_is_restored_to_its_end() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let options = EngineOptions { sequences: 1, checkpoints: 8, pool_pages: Some(4), ..options() };
-    let new = || batching::batcher_with("qwen3_5", options, BatchOptions::default());
-    let request = || {
-        let mut request = BatchRequest::new(0, prompt("qwen3_5", 1, 700), 1);
-        request.marks = vec![256, 512];
-        request
+    let new = |pages| {
+        let options = EngineOptions { sequences: 1, checkpoints: 8, pool_pages: Some(pages), ..options() };
+        batching::batcher_with("qwen3_5", options, BatchOptions::default())
     };
-    let mut first = new();
-    run(&mut first, vec![request()]);
-    assert!(first.save_prefixes("m", dir.path()).expect("saves") >= 3);
-    let mut second = new();
-    assert!(second.restore_prefixes("m", dir.path()).problems.is_empty());
-    assert_eq!(run(&mut second, vec![request()])[0].cached, 640);
-    assert_all_is_back(&mut second);
+    let mut first = new(4);
+    run(&mut first, vec![three_pages()]);
+    assert_eq!(first.save_prefixes("m", dir.path()).expect("saves"), 3);
+    let mut second = new(4);
+    let restored = second.restore_prefixes("m", dir.path());
+    assert!(restored.texts == 3 && restored.problems.is_empty(), "{restored:?}");
+    assert_eq!(second.status().prefix_pages, 3);
+    assert_eq!(run(&mut second, vec![three_pages()])[0].cached, 640);
+    let mut small = new(2);
+    let restored = small.restore_prefixes("m", dir.path());
+    assert_eq!((restored.texts, restored.problems.len()), (2, 1), "{restored:?}");
+    assert!(restored.problems[0].contains("no room for 1 texts"), "{restored:?}");
+    [first, second, small].iter_mut().for_each(assert_all_is_back);
+}
+
+/// A text continues from pages of the texts before it.
+#[test]
+fn texts_whose_first_pages_are_missing_are_passed_over() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let mut first = batcher("qwen3_5", BatchOptions::default());
+    run(&mut first, vec![three_pages()]);
+    assert_eq!(first.save_prefixes("m", dir.path()).expect("saves"), 3);
+    let path = dir.path().join("index.json");
+    let sound = std::fs::read_to_string(&path).expect("there");
+    let mut index: serde_json::Value = serde_json::from_str(&sound).expect("JSON");
+    index["files"].as_array_mut().expect("a list").reverse();
+    let expect = |texts: usize, cached: usize| {
+        let mut second = batcher("qwen3_5", BatchOptions::default());
+        let restored = second.restore_prefixes("m", dir.path());
+        let missing = |problem: &&String| problem.contains("the text that it continues");
+        let passed_over = restored.problems.iter().filter(missing).count();
+        assert_eq!((restored.texts, passed_over), (texts, 2), "{restored:?}");
+        assert_eq!(run(&mut second, vec![three_pages()])[0].cached, cached);
+        assert_all_is_back(&mut second);
+    };
+    // Each text comes before those that it continues.
+    std::fs::write(&path, index.to_string()).expect("written");
+    expect(1, 256);
+    std::fs::write(&path, sound).expect("written");
+    std::fs::remove_file(dir.path().join("0.safetensors")).expect("there");
+    expect(0, 0);
+    assert_all_is_back(&mut first);
+}
+
+/// Many chats with one system prompt.
+#[test]
+fn texts_with_one_beginning_take_no_more_of_the_disk_than_of_the_pool() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let ask = |batcher: &mut Batcher, salt| {
+        let text = [prompt("llama", 0, 512), prompt("llama", salt, 65)].concat();
+        run(batcher, vec![BatchRequest::new(0, text, 3)]).remove(0)
+    };
+    let mut first = batcher("llama", BatchOptions::default());
+    let answers: Vec<Outcome> = (1..=20).map(|salt| ask(&mut first, salt)).collect();
+    assert_eq!(first.save_prefixes("m", dir.path()).expect("saves"), 20);
+    let files = names_in(dir.path());
+    let sizes = files.iter().map(|name| std::fs::metadata(dir.path().join(name)).expect("there").len());
+    let (saved_bytes, cache) = (sizes.sum::<u64>(), first.engine().cache());
+    let pool_bytes = (cache.size().pages() * 256 * cache.spec().token_bytes()) as u64;
+    assert!(saved_bytes < pool_bytes, "{saved_bytes} bytes of a pool of {pool_bytes}");
+    let mut second = batcher("llama", BatchOptions::default());
+    let restored = second.restore_prefixes("m", dir.path());
+    assert!(restored.texts == 20 && restored.problems.is_empty(), "{restored:?}");
+    assert_eq!(second.status().prefix_pages, first.status().prefix_pages);
+    for (salt, answer) in (1..).zip(&answers) {
+        let again = ask(&mut second, salt);
+        assert_eq!((again.cached, &again.tokens), (576, &answer.tokens));
+    }
+    [first, second].iter_mut().for_each(assert_all_is_back);
 }
 
 /// Windows are overwritten, and without checkpoints there is no state to go on from.

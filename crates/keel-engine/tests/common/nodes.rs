@@ -123,8 +123,8 @@ impl Nodes {
                 let runtimes = opening.ranks.map(device).collect();
                 Ok(OpenDevices { runtimes, members: Arc::new(SameProcess(groups)) })
             };
-            let leaders = [Ipv4Addr::LOCALHOST.into()];
-            let serve = move || keel_remote::serve(&listener, devices, &leaders, open_devices, || ());
+            let leaders = || vec![Ipv4Addr::LOCALHOST.into()];
+            let serve = move || keel_remote::serve(&listener, devices, leaders, open_devices, || ());
             std::thread::spawn(serve);
             address
         };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::batching::{Outcome, assert_all_is_back, batcher, finish, options, prompt, run, step};
 use crate::common::{engine, fixture, runtime};
-use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, Category, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint, SequenceEvent};
 use keel_engine::{Depth, EngineError, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions};
@@ -156,6 +156,24 @@ fn what_cannot_run_is_refused_with_numbers() {
     let second = batcher.submit(BatchRequest::new(1, vec![1; 10], 5), now);
     assert!(second.expect_err("one may wait").to_string().contains("limit of 1"));
     assert_eq!(finish(&mut batcher, 1)[0].tokens.len(), 5);
+}
+
+/// Layers with a window have no part in the pool.
+#[test]
+fn what_never_fits_is_refused_with_the_bytes_of_the_plan() {
+    let with = |pool_pages| {
+        let options = EngineOptions { pool_pages: Some(pool_pages), ..options() };
+        engine(&fixture("gemma3_text"), &runtime(2), options)
+    };
+    let [two, three] = [2, 3].map(with);
+    let [less, more] = [&two, &three].map(|engine| engine.runtime().ledger().active().get(Category::Kv));
+    let page_bytes = (more - less) as usize;
+    let mut batcher = Batcher::new(two, BatchOptions::default());
+    let refused = batcher.submit(BatchRequest::new(0, vec![1, 2, 3], 700), Instant::now());
+    let Err(EngineError::NeverFits { needed_bytes, total_bytes, .. }) = refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!((needed_bytes, total_bytes), (3 * page_bytes, 2 * page_bytes));
 }
 
 #[test]

@@ -362,7 +362,7 @@ fn a_failed_step_spares_those_that_are_parked() {
     assert_all_is_back(&mut batcher);
 }
 
-/// A step fails that still has a row of a sequence which has left. Another sequence has its slot by then.
+/// A sequence leaves while a step with its row is under way, and another takes its slot. Then the step fails.
 #[test]
 fn a_failed_step_says_nothing_about_the_next_owner_of_a_slot() {
     for is_taken_first in [false, true] {

@@ -52,17 +52,17 @@ fn no_hidden_state_passes_the_host_while_all_sequences_draft() {
     // A sequence that does not draft needs its rows later.
     members[1].speculation.set_depth(Depth::Fixed(0));
     for _ in 0..2 {
-        assert_eq!(events_of(&mut engine, &queueing, &mut members), "LLLWWWR", "its rows alone are read");
+        assert_eq!(events_of(&mut engine, &queueing, &mut members), "RLLLWWW", "its rows alone are read");
     }
     members[1].speculation.set_depth(Depth::Fixed(2));
     let events = events_of(&mut engine, &queueing, &mut members);
     assert_eq!(events, "TLLLWWW", "all but its last row were on the host");
-    // The rows of a sequence that sits out are read with all others.
     queueing.take_events();
-    round(&mut engine, &mut members[..3]).expect("the round runs");
-    assert_eq!(queueing.take_events(), "LLLWWWR");
-    round(&mut engine, &mut members[..3]).expect("the round runs");
-    assert_eq!(queueing.take_events(), "LLLWWW", "they were read once");
+    for events in ["RLLLWWW", "LLLWWW"] {
+        engine.fetch_lags([&mut members[3].speculation]).expect("the device keeps them");
+        round(&mut engine, &mut members[..3]).expect("the round runs");
+        assert_eq!(queueing.take_events(), events, "its rows are read once");
+    }
     assert_eq!(events_of(&mut engine, &queueing, &mut members), "TLLLWWW");
     // Those of a sequence that has left are not.
     release(&mut engine, members.pop());
@@ -78,7 +78,22 @@ fn many_sequences_without_drafts_cost_one_read() {
     rounds(&mut engine, &mut members, 2);
     members.iter_mut().for_each(|member| member.speculation.set_depth(Depth::Fixed(0)));
     queueing.large_bytes.store(hidden_bytes(&engine), Ordering::Relaxed);
-    assert_eq!(events_of(&mut engine, &queueing, &mut members), "LWR");
+    assert_eq!(events_of(&mut engine, &queueing, &mut members), "RLW");
+    release(&mut engine, members);
+}
+
+/// The device keeps the rows of two rounds. A sequence that misses two and whose rows were not read is told so.
+#[test]
+fn hidden_states_that_are_gone_are_an_error() {
+    let mut engine = drafting(&crate::common::runtime(2));
+    let mut members: Vec<Member> = (0..2).map(|i| greedy(&mut engine, i)).collect();
+    rounds(&mut engine, &mut members, 1);
+    round(&mut engine, &mut members[..1]).expect("the round runs");
+    round(&mut engine, &mut members).expect("its rows are still there");
+    rounds(&mut engine, &mut members[..1], 2);
+    let refused = round(&mut engine, &mut members).expect_err("its rows are gone");
+    assert!(refused.to_string().contains("call `fetch_lags`"), "{refused}");
+    rounds(&mut engine, &mut members[..1], 1);
     release(&mut engine, members);
 }
 
@@ -95,15 +110,20 @@ fn schedule(seed: u64, rounds: usize) -> Vec<Vec<(usize, usize)>> {
     (0..rounds).map(|_| round(&mut random)).filter(|round| !round.is_empty()).collect()
 }
 
-/// Sets the depths of a round, and returns its members.
-fn of_round<'a>(members: &'a mut [Member], round: &[(usize, usize)]) -> Vec<&'a mut Member> {
-    let depth_of = |i: usize| round.iter().find(|(of, _)| *of == i).map(|(_, depth)| *depth);
-    let all = members.iter_mut().enumerate();
-    all.filter_map(|(i, member)| {
-        member.speculation.set_depth(Depth::Fixed(depth_of(i)?));
-        Some(member)
-    })
-    .collect()
+/// Runs a round of the members that it names, at these depths. The others sit out.
+fn run(engine: &mut Engine, members: &mut [Member], round: &[(usize, usize)]) -> keel_engine::Result<()> {
+    let (mut inside, mut outside) = (Vec::new(), Vec::new());
+    for (i, member) in members.iter_mut().enumerate() {
+        match round.iter().find(|(of, _)| *of == i) {
+            Some((_, depth)) => {
+                member.speculation.set_depth(Depth::Fixed(*depth));
+                inside.push(member);
+            }
+            None => outside.push(&mut member.speculation),
+        }
+    }
+    engine.fetch_lags(outside)?;
+    round_of(engine, inside)
 }
 
 type Standing = (Vec<u32>, Vec<u64>, Vec<u64>);
@@ -140,7 +160,7 @@ fn drafts_do_not_depend_on_who_sits_out_or_makes_none() {
         for engine in [&mut waiting, &mut queueing] {
             let mut members: Vec<Member> = (0..COUNT).map(|i| greedy(engine, i)).collect();
             for round in &schedule {
-                round_of(engine, of_round(&mut members, round)).expect("the round runs");
+                run(engine, &mut members, round).expect("the round runs");
             }
             assert_eq!(members.iter().map(standing).collect::<Vec<_>>(), want);
             release(engine, members);
@@ -166,14 +186,14 @@ fn a_round_that_fails_loses_no_hidden_state() {
                 0 => queueing.until.store(random.below(4), Ordering::Relaxed),
                 _ => queueing.breaks_large_reads.store(true, Ordering::Relaxed),
             }
-            let outcome = round_of(&mut engine, of_round(&mut members, round));
+            let outcome = run(&mut engine, &mut members, round);
             queueing.until.store(usize::MAX, Ordering::Relaxed);
             queueing.breaks_large_reads.store(false, Ordering::Relaxed);
             failed[fault] += usize::from(outcome.is_err());
             outcome.is_ok()
         });
         if !has_run {
-            round_of(&mut engine, of_round(&mut members, round)).expect("the round runs");
+            run(&mut engine, &mut members, round).expect("the round runs");
         }
     }
     assert!(failed.iter().all(|&failed| failed > 8), "{failed:?} rounds failed");

@@ -64,8 +64,8 @@ fn plain_batcher(engine: Engine) -> Batcher {
 
 const REQUESTS: usize = 20;
 
-/// Request `i`: greedy, sampled, or (one in ten) sampled by the host. Answers cross the grid and pages. The last ones do
-/// not draft: rejection sampling keeps their distribution, but not their text.
+/// Request `i`: greedy, sampled, or (one in ten) sampled by the host. Answers cross the grid and pages. The last ones
+/// do not draft: rejection sampling keeps their distribution, but not their text.
 fn request(i: usize, end_tokens: Vec<u32>) -> BatchRequest {
     let prompt = (0..30 + 37 * i % 240).map(|j| ((j * 7 + i * 131 + 5) % 90) as u32).collect();
     let mut request = BatchRequest::new(i as u64, prompt, [45, 1, 80, 20, 7][i % 5]);

@@ -2,7 +2,8 @@
 //! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device. In the fixed order of sums,
 //! the bits of one device.
 //!
-//! `crate::common::splitting` asserts that each device allocates what was planned for it, takes no more, and keeps nothing.
+//! `crate::common::splitting` asserts that each device allocates what was planned for it, takes no more, and keeps
+//! nothing.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

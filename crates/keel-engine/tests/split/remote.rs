@@ -293,6 +293,16 @@ fn a_launch_that_takes_long_is_waited_for() {
     });
 }
 
+/// So no step on them runs ahead of the host.
+#[test]
+fn devices_of_nodes_say_that_their_group_spans_processes() {
+    within(60, || {
+        let nodes = Nodes::start(&[1], as_they_are());
+        let Led { cluster: _cluster, backends } = nodes.lead(1).expect("it follows");
+        assert!(backends[0].group().expect("it is in a group").spans_processes());
+    });
+}
+
 #[test]
 fn a_node_that_is_away_busy_or_refuses_is_named() {
     within(60, || {

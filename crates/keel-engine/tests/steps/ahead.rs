@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::drawn::{prompt, waited_for};
 use crate::common::queueing::{Answers, Queueing, queueing, runtimes};
-use crate::common::{decoded, demo, engine, fixture, state_of};
+use crate::common::{decoded, demo, engine, fixture, runtime, state_of};
 use keel_array::sampling::Draw;
 use keel_cache::{CacheError, SequenceCache};
 use keel_engine::{
@@ -181,6 +181,22 @@ fn steps_run_ahead_between_rounds_of_drafts() {
     assert!(counters.rounds == 5 && counters.verify_time > Duration::ZERO, "{counters:?}");
     // Each step has a second program, which keeps hidden states.
     assert_eq!(queueing.take_events(), "LLLLWWLLWWLLWWLLWWWW", "of 5 steps");
+}
+
+/// Each device says so before the prompt runs, also a model that runs ahead and can take its steps back.
+#[test]
+fn drafts_that_were_not_planned_are_refused() {
+    for runtime in [queueing(512).0, runtime(2)] {
+        let mut engine = engine(&fixture("llama"), &runtime, options(0));
+        let speculation = Some(SpeculationOptions::default());
+        let options = GenerateOptions { speculation, ..until(TOKENS, sampled(), Vec::new()) };
+        let sequence = engine.open().expect("a slot is free");
+        let mut has_run = false;
+        let refused = TokenIterator::new(&mut engine, sequence, &prompt(), options, &mut |_| has_run = true);
+        let refused = refused.err().expect("it has no drafts").to_string();
+        assert!(refused.contains("set drafts") && !has_run, "{refused}");
+        assert!(engine.cache().is_idle());
+    }
 }
 
 /// Rewinds to the checkpoint of the prompt. From there the sequence goes on like a fresh one.

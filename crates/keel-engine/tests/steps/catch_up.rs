@@ -8,7 +8,7 @@ use crate::common::queueing::queueing;
 use crate::common::{demo, engine};
 use keel_array::Runtime;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{Depth, EngineOptions, SpeculationOptions};
+use keel_engine::{Depth, EngineOptions, SamplerOptions, SpeculationOptions};
 
 /// A batch whose answers may draft and do not.
 fn plain(runtime: &Runtime) -> Batcher {
@@ -39,6 +39,26 @@ fn the_head_catches_up_after_a_step_under_way() {
     let passes = events.matches('L').count() - 2 * 111;
     assert!((18..=30).contains(&passes), "{passes} passes of the head: {events}");
     finish_from(&mut batcher, outcomes);
+    assert_all_is_back(&mut batcher);
+}
+
+/// Where the host draws, each step is waited for. Nothing is kept for the head, and it runs no rows.
+#[test]
+fn an_answer_that_may_not_draft_costs_nothing_of_the_head() {
+    const TOKENS: usize = 130;
+    let (runtime, queueing) = queueing(512);
+    let (mut batcher, now) = (plain(&runtime), Instant::now());
+    let hidden_bytes = batcher.engine().model().config.hidden * size_of::<f32>();
+    let sampler = SamplerOptions { repetition_penalty: 1.2, ..SamplerOptions::default() };
+    let request = BatchRequest::new(0, vec![5, 9, 3], TOKENS);
+    batcher.submit(BatchRequest { sampler, speculate: false, ..request }, now).expect("accepted");
+    queueing.large_bytes.store(hidden_bytes, Ordering::Relaxed);
+    queueing.take_events();
+    let outcomes = finish_from(&mut batcher, vec![Outcome::default()]);
+    assert_eq!(outcomes[0].tokens.len(), TOKENS);
+    let events = queueing.take_events();
+    let [launches, reads] = ['L', 'R'].map(|event| events.matches(event).count());
+    assert_eq!((launches, reads), (TOKENS, TOKENS), "a program and a row of logits for each token: {events}");
     assert_all_is_back(&mut batcher);
 }
 

@@ -12,11 +12,15 @@ use keel_cache::{CommitProgress, FailedStepState, SequenceCache};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::{Engine, EngineOptions};
 
-/// A sequence after each of its tokens: the bytes of windows and states, and the logits.
-type Course = Vec<(Vec<u8>, Vec<f32>)>;
+/// A sequence after one of its tokens.
+struct AfterToken {
+    /// The bytes of windows and states.
+    recurrent: Vec<u8>,
+    logits: Vec<f32>,
+}
 
-/// Plain decoding in an engine without a log, which commits each token at once.
-fn plain_course(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Course {
+/// The sequence after each of `tokens`, by plain decoding in an engine without a log, which commits each token at once.
+fn reference(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Vec<AfterToken> {
     let backend = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
     let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
     let options =
@@ -27,28 +31,28 @@ fn plain_course(folder: &Path, prompt: &[u32], tokens: &[u32]) -> Course {
     let each = tokens.iter().map(|&token| {
         engine.decode(&mut [&mut sequence], &[token]).expect("runs");
         engine.logits(0, &mut logits).expect("there");
-        (recurrent_bytes(&engine, &sequence), logits.clone())
+        AfterToken { recurrent: recurrent_bytes(&engine, &sequence), logits: logits.clone() }
     });
     each.collect()
 }
 
-/// Asserts that a sequence with the first `tokens` tokens of a course has the state of the course there, and goes on
-/// like it.
-fn expect_on_course(
+/// Asserts that a sequence with the first `tokens` tokens has the reference's state there, and that `next` gives the
+/// reference's logits.
+fn expect_as_reference(
     engine: &mut Engine,
     sequence: &SequenceCache,
-    course: &Course,
+    reference: &[AfterToken],
     (tokens, next): (usize, u32),
 ) {
     let mut twin = engine.cache_mut().fork(sequence).expect("a slot is free");
     engine.commit(&mut twin).expect("runs");
     if let Some(before) = tokens.checked_sub(1) {
-        assert!(recurrent_bytes(engine, &twin) == course[before].0, "windows or states differ");
+        assert!(recurrent_bytes(engine, &twin) == reference[before].recurrent, "windows or states differ");
     }
     let mut logits = Vec::new();
     engine.decode(&mut [&mut twin], &[next]).expect("runs");
     engine.logits(0, &mut logits).expect("there");
-    assert!(logits == course[tokens].1, "keys or values differ");
+    assert!(logits == reference[tokens].logits, "keys or values differ");
     engine.release(twin);
 }
 
@@ -57,7 +61,7 @@ fn a_plain_step_happens_or_has_not_been() {
     let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
     let moe = [(fixture("qwen3_5_moe"), 1, 20)];
     for (folder, piece, launches_min) in [(demo(), 1, 100), (demo(), 7, 10)].into_iter().chain(moe) {
-        let course = plain_course(&folder, &prompt, &tokens);
+        let reference = reference(&folder, &prompt, &tokens);
         let (mut engine, faults) = disturbed_engine(&folder, piece);
         let mut sequence = decoded(&mut engine, &prompt, &[]);
         for (i, &token) in tokens.iter().enumerate() {
@@ -69,7 +73,7 @@ fn a_plain_step_happens_or_has_not_been() {
                 let Err(error) = outcome else { break };
                 assert!(error.to_string().contains("injected"), "{error}");
                 assert_eq!(sequence.len(), prompt.len() + i);
-                expect_on_course(&mut engine, &sequence, &course, (i, token));
+                expect_as_reference(&mut engine, &sequence, &reference, (i, token));
                 launches += 1;
             }
             assert!(launches >= launches_min, "{launches} launches in pieces of {piece}");
@@ -81,7 +85,7 @@ fn a_plain_step_happens_or_has_not_been() {
 #[test]
 fn a_plain_step_that_fails_within_its_launch_has_not_been() {
     let (prompt, tokens) = (vec![1, 250, 33, 400, 12, 5], [9, 77, 300]);
-    let course = plain_course(&demo(), &prompt, &tokens);
+    let reference = reference(&demo(), &prompt, &tokens);
     let (mut engine, faults) = disturbed_engine(&demo(), 512);
     faults.breaks_pages.store(true, Ordering::Relaxed);
     let mut sequence = decoded(&mut engine, &prompt, &[]);
@@ -97,7 +101,7 @@ fn a_plain_step_that_fails_within_its_launch_has_not_been() {
                 left,
                 Some(FailedStepState::PartlyCommitted(CommitProgress { windows: 3, states: 3 }))
             );
-            expect_on_course(&mut engine, &sequence, &course, (i, token));
+            expect_as_reference(&mut engine, &sequence, &reference, (i, token));
         }
         engine.decode(&mut [&mut sequence], &[token]).expect("runs");
     }

@@ -116,7 +116,7 @@ impl Attention {
     ///
     /// # Errors
     /// If the operands do not fit.
-    pub fn remember(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
+    pub fn write_kv(&self, x: &Array, pool: &KvPool, step: &StepContext) -> Result<Array> {
         let NewRows { key, value } = self.new_rows(&self.projection.apply_from(1, x)?, step)?;
         let batch = if self.window.is_some() { &step.window_batch } else { &step.batch };
         let spec = AttentionSpec { scale: Real::from(self.scale), window: Some(0), regime: step.regime };

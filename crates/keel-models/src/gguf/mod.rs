@@ -19,7 +19,7 @@ use crate::{HybridConfig, ModelError, Result};
 
 pub use config::config;
 pub use export::CheckpointAsGguf;
-pub use import::{GgufAsCheckpoint, transformers_config};
+pub use import::{GgufAsCheckpoint, portable_config, transformers_config};
 pub use metadata::metadata;
 pub use parameters::GgufParameters;
 pub use tower::{add_tower, may_see, processor};
@@ -64,7 +64,7 @@ fn architecture_of(config: &HybridConfig) -> Result<&'static str> {
         "ministral3" | "mistral3" => "mistral3",
         "smollm3" => "smollm3",
         "phi3" => "phi3",
-        "olmo3" => "olmo2",
+        "olmo2" | "olmo3" => "olmo2",
         "glm4" => "glm4",
         "qwen2" => "qwen2",
         "qwen3" => "qwen3",

@@ -109,8 +109,9 @@ impl Names {
     }
 
     /// The parameters in a tensor of the file, without `weight` or `bias`: the inverse of [`Names::module`]. Two if the
-    /// tensor joins two layers, none if the tensor is no parameter.
-    pub fn parameters(&self, tensor: &str, fused_experts: bool) -> Vec<String> {
+    /// tensor joins two layers, none if the tensor is no parameter. Experts have the names of transformers, which has
+    /// gate and up in one parameter.
+    pub fn parameters(&self, tensor: &str) -> Vec<String> {
         let top = match tensor {
             "token_embd" => Some("model.embed_tokens"),
             "output_norm" => Some("model.norm"),
@@ -138,7 +139,8 @@ impl Names {
             "post_attention_norm" => vec!["post_attention_layernorm"],
             "ffn_norm" if !self.post_attention_norm => vec!["post_attention_layernorm"],
             "ssm_ba" if self.joint_alpha_beta => vec!["linear_attn.in_proj_a", "linear_attn.in_proj_b"],
-            "ffn_down_exps" if fused_experts => vec!["mlp.experts.down_proj"],
+            "ffn_gate_exps" | "ffn_up_exps" => vec!["mlp.experts.gate_up_proj"],
+            "ffn_down_exps" => vec!["mlp.experts.down_proj"],
             part => PARTS.iter().filter(|(_, name)| *name == part).map(|(name, _)| *name).take(1).collect(),
         };
         found.into_iter().map(|part| format!("{layer}.{part}")).collect()
@@ -200,7 +202,7 @@ mod tests {
             let found = names.module(&format!("model.layers.1.{part}"));
             assert_eq!(found.as_deref(), Some(&*format!("blk.1.{tensor}")), "{arch}");
             assert_eq!(
-                names.parameters(&format!("blk.1.{tensor}"), false),
+                names.parameters(&format!("blk.1.{tensor}")),
                 [format!("model.layers.1.{part}")],
                 "{arch}"
             );
@@ -217,7 +219,7 @@ mod tests {
             ("model.norm.weight", "output_norm.weight"),
             ("model.layers.3.self_attn.q_proj.bias", "blk.3.attn_q.bias"),
             ("model.layers.0.post_attention_layernorm.weight", "blk.0.post_attention_norm.weight"),
-            ("model.layers.1.mlp.switch_mlp.down_proj.weight", "blk.1.ffn_down_exps.weight"),
+            ("model.layers.1.mlp.experts.gate_up_proj.weight", "blk.1.ffn_gate_up_exps.weight"),
             ("model.layers.2.linear_attn.A_log", "blk.2.ssm_a"),
             ("model.layers.2.linear_attn.dt_bias", "blk.2.ssm_dt.bias"),
             ("mtp.layers.0.mlp.gate", "blk.4.ffn_gate_inp"),
@@ -227,13 +229,19 @@ mod tests {
             assert_eq!(names.tensor(hugging_face).as_deref(), Some(gguf));
             let (tensor, (parameter, _)) = (split(gguf).0, split(hugging_face));
             let whole = if gguf.ends_with("ssm_dt.bias") { gguf } else { tensor };
-            assert_eq!(names.parameters(whole, false), [parameter]);
+            assert_eq!(names.parameters(whole), [parameter]);
         }
         let both = ["a", "b"].map(|part| format!("model.layers.1.linear_attn.in_proj_{part}"));
-        assert_eq!(plain.parameters("blk.1.ssm_ba", false), both);
-        assert_eq!(plain.parameters("blk.0.ffn_down_exps", true), ["model.layers.0.mlp.experts.down_proj"]);
+        assert_eq!(plain.parameters("blk.1.ssm_ba"), both);
+        // Files have three stacks, MLX's checkpoints too, and transformers' two.
+        for (part, stack) in [("gate", "gate_up"), ("up", "gate_up"), ("down", "down")] {
+            let tensor = format!("blk.0.ffn_{part}_exps");
+            let module = format!("model.layers.0.mlp.switch_mlp.{part}_proj");
+            assert_eq!(plain.module(&module).as_deref(), Some(&*tensor));
+            assert_eq!(plain.parameters(&tensor), [format!("model.layers.0.mlp.experts.{stack}_proj")]);
+        }
         for unknown in ["rope_freqs", "blk.x.attn_q", "blk.0.attn_rot_embd", "blk.3.nextn.eh_proj"] {
-            assert!(names.parameters(unknown, false).is_empty(), "{unknown}");
+            assert!(names.parameters(unknown).is_empty(), "{unknown}");
         }
         assert_eq!(plain.tensor("model.layers.0.linear_attn.in_proj_b").as_deref(), Some("blk.0.ssm_ba"));
         assert_eq!(

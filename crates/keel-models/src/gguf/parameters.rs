@@ -120,11 +120,7 @@ impl Parameters for GgufParameters<'_> {
         Ok(self.stored.0.check_intact()?)
     }
 
-    fn rotation(&self, _: &str) -> Result<Option<RotationValues>> {
-        Ok(None)
-    }
-
-    fn shared_rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>> {
+    fn rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>> {
         Ok(None)
     }
 

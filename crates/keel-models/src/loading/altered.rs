@@ -45,8 +45,7 @@ forward! {
     fn linear_rows(
         &self, module: &str, expert: Option<usize>, rows: Range<usize>, spec: &WeightSpec, sink: &mut RowSink<'_>
     ) -> Result<()>;
-    fn rotation(&self, module: &str) -> Result<Option<RotationValues>>;
-    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>>;
+    fn rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>>;
     fn release(&self, module: &str);
     fn values(&self, name: &str, elements: usize) -> Result<Vec<f32>>;
     fn rows_are_alike(&self) -> bool;

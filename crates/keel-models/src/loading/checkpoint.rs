@@ -32,8 +32,8 @@ fn expect_linear(
 pub struct CheckpointParameters<'a>(pub &'a dyn TensorSource);
 
 impl CheckpointParameters<'_> {
-    /// Releases the file's pages of rows of a module while its weight grows, so that a tensor is never in memory twice.
-    /// Stacked experts may be bare parameters, named as the module.
+    /// Gives the file's pages of these rows back to the system, so that a tensor is never in memory twice. A stack of
+    /// experts may be stored under the module's bare name.
     fn release_rows(&self, module: &str, tensor: &LinearTensor<'_>, rows: Range<usize>) {
         if let LinearTensor::Columns(columns) = tensor {
             return self.0.release_rows(module, columns.stored_rows(rows));
@@ -123,12 +123,8 @@ impl Parameters for CheckpointParameters<'_> {
         self.0.release_linear(module);
     }
 
-    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
-        Ok(self.0.rotation(module)?)
-    }
-
-    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
-        Ok(self.0.shared_rotation(prefix, module)?)
+    fn rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+        Ok(self.0.rotation(prefix, module)?)
     }
 
     fn values(&self, name: &str, _elements: usize) -> Result<Vec<f32>> {

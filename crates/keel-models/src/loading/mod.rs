@@ -37,8 +37,8 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 pub type RowSink<'a> = dyn FnMut(usize, RowData<'_>) -> Result<()> + 'a;
 
 /// A source of parameters. Several devices may read it at the same time. A source that differs from another in a few
-/// methods implements [`Altered`]. No method has a default: the compiler then finds one that [`Altered`] does not pass
-/// on, which would make another model.
+/// methods implements [`Altered`]. No method has a default. So the compiler reports a method that [`Altered`] forgets
+/// to pass on. With a default it would load a different model.
 pub trait Parameters: Sync {
     /// True if there is a parameter of this name.
     fn contains(&self, name: &str) -> bool;
@@ -72,18 +72,12 @@ pub trait Parameters: Sync {
         sink: &mut RowSink<'_>,
     ) -> Result<()>;
 
-    /// The rotation of a layer's input; `None` for most layers.
-    ///
-    /// # Errors
-    /// If it is misshapen.
-    fn rotation(&self, module: &str) -> Result<Option<RotationValues>>;
-
-    /// As [`rotation`](Parameters::rotation), for a rotation that `module` shares with other layers. Its parameters'
+    /// The rotation of the input of `module`, or of all layers that share it; `None` for most layers. Its parameters'
     /// names begin with `prefix`.
     ///
     /// # Errors
     /// If it is misshapen.
-    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>>;
+    fn rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>>;
 
     /// Called after a layer, or one expert of it, has been read.
     fn release(&self, module: &str);
@@ -207,7 +201,7 @@ impl<'a> Loader<'a> {
     /// If a layer of the checkpoint is missing or misshapen, or memory runs out.
     pub fn projection(&self, sources: Vec<SourceRows>, cols: usize) -> Result<Projection> {
         let widths: Vec<usize> = sources.iter().map(SourceRows::len).collect();
-        let rotation = |source: &SourceRows| self.parameters.rotation(&source.module);
+        let rotation = |source: &SourceRows| self.own_rotation(&source.module);
         let rotations = sources.iter().map(rotation).collect::<Result<Vec<_>>>()?;
         let rotates = rotations.iter().any(Option::is_some);
         let (weights, rotations) = match self.common_format(&sources, cols)? {
@@ -221,14 +215,6 @@ impl<'a> Loader<'a> {
         Ok(Projection { weights, rotations, widths, bias: None })
     }
 
-    /// A projection of one layer.
-    ///
-    /// # Errors
-    /// As [`Loader::projection`].
-    pub fn single(&self, source: SourceRows, cols: usize) -> Result<Projection> {
-        self.projection(vec![source], cols)
-    }
-
     /// A layer that is summed over the devices that share its columns. This device has `cols` of them.
     ///
     /// # Errors
@@ -236,7 +222,7 @@ impl<'a> Loader<'a> {
     pub fn row_parallel(&self, source: SourceRows, cols: usize, sums: Sums) -> Result<RowParallel> {
         let Stored { experts, rows } = source.stored;
         let format = self.parameters.linear_format(&source.module, experts, rows, cols)?;
-        let rotation = self.parameters.rotation(&source.module)?;
+        let rotation = self.own_rotation(&source.module)?;
         let rotation = rotation.map(|values| self.rotation(&values)).transpose()?;
         let tiles = self.parameters.column_tiles(&source.module);
         let parts = sums.parts(cols / tiles, columns_together(format));

@@ -81,11 +81,7 @@ impl Parameters for RandomParameters {
         Ok(())
     }
 
-    fn rotation(&self, _: &str) -> Result<Option<RotationValues>> {
-        Ok(None)
-    }
-
-    fn shared_rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>> {
+    fn rotation(&self, _: &str, _: &str) -> Result<Option<RotationValues>> {
         Ok(None)
     }
 

@@ -7,9 +7,14 @@ use super::{Loader, SourceRows};
 use crate::{ModelError, Result};
 
 impl Loader<'_> {
+    /// The rotation of the input of this layer alone.
+    pub(super) fn own_rotation(&self, module: &str) -> Result<Option<RotationValues>> {
+        self.parameters.rotation(&format!("{module}."), module)
+    }
+
     /// Returns an error if the input of a layer is rotated, for layers that do not rotate it.
     pub(super) fn refuse_rotation(&self, module: &str) -> Result<()> {
-        if self.parameters.rotation(module)?.is_none() {
+        if self.own_rotation(module)?.is_none() {
             return Ok(());
         }
         let reason = format!(
@@ -30,12 +35,12 @@ impl Loader<'_> {
     ) -> Result<Option<PairRotation>> {
         let Some(first) = experts.first().and_then(|sources| sources.first()) else { return Ok(None) };
         for source in experts.iter().flatten() {
-            if self.parameters.rotation(&source.module)?.is_some() {
+            if self.own_rotation(&source.module)?.is_some() {
                 let reason = format!("{}: an expert with a rotation of its own is not read", source.module);
                 return Err(ModelError::Config(reason));
             }
         }
-        let values = self.parameters.shared_rotation(prefix, &first.module)?;
+        let values = self.parameters.rotation(prefix, &first.module)?;
         values.map(|values| self.rotation(&values)).transpose()
     }
 

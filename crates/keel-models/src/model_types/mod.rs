@@ -6,6 +6,7 @@ mod llama;
 mod ministral;
 mod ministral3;
 mod mistral;
+mod olmo2;
 mod olmo3;
 mod phi3;
 mod qwen2;
@@ -24,7 +25,7 @@ use crate::loading::Loader;
 use crate::{HybridConfig, HybridModel, ModelError, Result};
 
 /// The model types that [`crate::load`] supports.
-pub const MODEL_TYPES: [&str; 15] = [
+pub const MODEL_TYPES: [&str; 16] = [
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -38,6 +39,7 @@ pub const MODEL_TYPES: [&str; 15] = [
     "ministral3",
     "smollm3",
     "phi3",
+    "olmo2",
     "olmo3",
     "glm4",
 ];
@@ -68,6 +70,7 @@ pub(crate) fn family_of(config: &Value) -> Result<Family> {
         "mistral3" => mistral::config,
         "smollm3" => smollm3::config,
         "phi3" => phi3::config,
+        "olmo2" => olmo2::config,
         "olmo3" => olmo3::config,
         "glm4" => glm4::config,
         other => {

@@ -18,7 +18,7 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
     let fields = Fields::new(config);
     let defaults =
         Defaults { context: 2048, eps: 1e-5, theta: 500_000.0, window: Some(4096), ..Defaults::default() };
-    let mut config = transformer::config(&fields, defaults)?;
+    let mut config = common(&fields, defaults)?;
     if fields.get("layer_types").is_none() {
         for (i, kind) in config.layers.iter_mut().enumerate() {
             if !(i + 1).is_multiple_of(FULL_EVERY) {
@@ -26,11 +26,17 @@ pub(crate) fn config(config: &Value) -> Result<HybridConfig> {
             }
         }
     }
+    transformer::drop_unused_windows(&mut config);
+    Ok(config)
+}
+
+/// The numbers that do not depend on windows, also of `olmo2`.
+pub(crate) fn common(fields: &Fields<'_>, defaults: Defaults) -> Result<HybridConfig> {
+    let mut config = transformer::config(fields, defaults)?;
     // Published configs name the scaling without saying that it is only for layers without a window.
-    if !rope::is_by_layer_type(&fields) {
+    if !rope::is_by_layer_type(fields) {
         config.sliding_rope_scaling = RopeScaling::None;
     }
-    transformer::drop_unused_windows(&mut config);
     let bias = fields.flag("attention_bias");
     config.traits = Traits {
         qkv_bias: bias,

@@ -246,12 +246,8 @@ impl Altered for ShareParameters<'_> {
         }
     }
 
-    fn rotation(&self, module: &str) -> Result<Option<RotationValues>> {
-        self.whole.rotation(module)?.map(|values| self.own_rotation(module, values)).transpose()
-    }
-
-    fn shared_rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
-        let values = self.whole.shared_rotation(prefix, module)?;
+    fn rotation(&self, prefix: &str, module: &str) -> Result<Option<RotationValues>> {
+        let values = self.whole.rotation(prefix, module)?;
         values.map(|values| self.own_rotation(module, values)).transpose()
     }
 

@@ -230,7 +230,7 @@ impl VisionConfig {
         }
     }
 
-    /// The runs of tokens of `t` groups of `h` by `w` patches, their rows counted on from `first`.
+    /// The token runs of `t` groups of `h` by `w` patches. `first` is the row of the first run, then of what follows.
     pub fn runs_of(&self, t: usize, h: usize, w: usize, first: &mut usize) -> Vec<ImageRun> {
         let (groups, height, width) = match self.kind {
             TowerKind::Qwen { merge, .. } => (t, h / merge, w / merge),

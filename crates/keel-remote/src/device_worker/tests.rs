@@ -247,6 +247,41 @@ fn operands_outside_of_their_memory_are_refused() {
     }
 }
 
+/// A kernel of another build may use more scratch than the leader has planned.
+#[test]
+fn kernels_without_enough_scratch_are_refused() {
+    let (session, _leader) = session(1);
+    let mut worker = worker(session);
+    for request in
+        [Request::Allocate { memory: 1, bytes: 1 << 10, lasting: false }, Request::Arena { bytes: 1 << 20 }]
+    {
+        assert!(worker.attempt(request, &[]).is_ok());
+    }
+    let operand =
+        |memory, shape: &[usize], dtype| Operand { memory, layout: Layout::contiguous(shape.into()), dtype };
+    let external = OperandMemory::External(0);
+    let sample = |workspace| Kernel {
+        op: Op::Sample,
+        inputs: vec![operand(external, &[2, 16], DType::F32), operand(external, &[2, 5], DType::F32)],
+        outputs: vec![operand(OperandMemory::Output(0), &[2], DType::U32)],
+        workspace,
+        absorbed: Vec::new(),
+        regime: None,
+    };
+    let needed = worker.backend().workspace_bytes(&sample(None));
+    assert!(needed > 0);
+    let at = At { memory: 1, offset: 0 };
+    let program = |workspace| {
+        let (kernels, externals, outputs) = (vec![sample(workspace)], vec![at], vec![at]);
+        Request::Program(Piece { number: 1, kernels, externals, outputs, has_arena: true })
+    };
+    for short in [None, Some(0..needed - 1)] {
+        let found = refusal(&mut worker, program(short), &[]);
+        assert!(found.contains(&format!("{needed} bytes of scratch are needed")), "{found}");
+    }
+    assert!(worker.attempt(program(Some(64..64 + needed)), &[]).is_ok());
+}
+
 /// Kernels index their operands.
 #[test]
 fn kernels_without_all_operands_are_refused() {

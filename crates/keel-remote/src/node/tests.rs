@@ -31,12 +31,17 @@ pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
     (Arc::new(Session::new(1, count, control, stream)), leader)
 }
 
+/// The address of all leaders here.
+fn here() -> Vec<IpAddr> {
+    vec![Ipv4Addr::LOCALHOST.into()]
+}
+
 /// A node with this many devices, and its address. Opening them fails.
 fn node(count: usize) -> std::net::SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address = listener.local_addr().expect("bound");
     let facts = move || vec![DeviceFacts { name: "cpu:0".into(), room: None }; count];
-    std::thread::spawn(move || serve(&listener, facts, &[], |_| Err("it has none".into()), || ()));
+    std::thread::spawn(move || serve(&listener, facts, here, |_| Err("it has none".into()), || ()));
     address
 }
 
@@ -47,8 +52,7 @@ fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
     let silent: Vec<TcpStream> =
         (0..HELLOS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     let start = Instant::now();
-    let lead =
-        || crate::connection::send_hello(&address.to_string(), &Hello::Lead { version: VERSION.into() });
+    let lead = || crate::connection::send_hello(&address.to_string(), &Hello::Lead { version: version() });
     let (_stream, welcome) = lead().expect("it answers");
     assert!(matches!(welcome, HelloReply::Accepted { session: 1, .. }), "{welcome:?}");
     assert!(start.elapsed() < HELLO_TIME_MAX, "{:?}", start.elapsed());
@@ -70,6 +74,41 @@ fn no_more_connections_wait_than_there_are_threads_for() {
 
 fn is_end(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::ConnectionReset
+}
+
+/// Builds of the same version may mean something else by a message.
+#[test]
+fn a_leader_of_another_build_is_refused() {
+    let hello = Hello::Lead { version: env!("CARGO_PKG_VERSION").into() };
+    let (_stream, reply) = crate::connection::send_hello(&node(1).to_string(), &hello).expect("it answers");
+    let HelloReply::Refused { reason, may_pass: false } = reply else { panic!("{reply:?}") };
+    assert!(reason.contains("run the same build"), "{reason}");
+}
+
+/// Node 0 may start again with another address, and its name may have none while it is away.
+#[test]
+fn the_addresses_of_leaders_are_asked_for_again() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let asked = AtomicUsize::new(0);
+    let leaders = move || match asked.fetch_add(1, Ordering::SeqCst) {
+        0 => vec![Ipv4Addr::new(192, 0, 2, 1).into()],
+        1 => Vec::new(),
+        _ => here(),
+    };
+    std::thread::spawn(move || serve(&listener, Vec::new, leaders, |_| Err("it has none".into()), || ()));
+    let mut refused = 0;
+    let is_served = (0..600).any(|_| {
+        let hello = Hello::Lead { version: version() };
+        let (_stream, reply) = crate::connection::send_hello(&address, &hello).expect("it answers");
+        if let HelloReply::Refused { reason, may_pass } = &reply {
+            assert!(reason.contains("[192.0.2.1]") && !may_pass, "{reason}");
+            refused += 1;
+            std::thread::sleep(HEARTBEAT / 10);
+        }
+        matches!(reply, HelloReply::Accepted { .. })
+    });
+    assert!(is_served && refused >= 2, "served: {is_served}, after {refused} refusals");
 }
 
 #[test]
@@ -158,12 +197,12 @@ fn a_node_is_told_when_a_leader_that_asked_for_its_devices_is_gone() {
     let facts = || vec![DeviceFacts { name: "cpu:0".into(), room: None }];
     let open = |_| Err("it has none".into());
     std::thread::spawn(move || {
-        serve(&listener, facts, &[], open, move || tell.send(()).expect("the test listens"))
+        serve(&listener, facts, here, open, move || tell.send(()).expect("the test listens"))
     });
     let lead = || {
         let (stream, reply) = loop {
             let (stream, reply) =
-                crate::connection::send_hello(&address, &Hello::Lead { version: VERSION.into() })
+                crate::connection::send_hello(&address, &Hello::Lead { version: version() })
                     .expect("it answers");
             match reply {
                 HelloReply::Refused { may_pass: true, .. } => std::thread::sleep(LOOK),
@@ -217,8 +256,10 @@ fn a_leader_that_has_opened_nothing_is_no_news() {
         session.is_asked.store(is_asked, Ordering::SeqCst);
         let node = Node {
             devices: Box::new(Vec::<DeviceFacts>::new),
+            leaders: Box::new(here),
             open: Box::new(none),
             closed: Box::new(|| ()),
+            known: Mutex::default(),
             present: Mutex::default(),
             sessions: AtomicU64::new(0),
             hellos: AtomicUsize::new(0),

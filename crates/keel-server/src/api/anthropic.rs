@@ -69,10 +69,6 @@ pub(crate) struct MessagesBody {
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
     thinking: Option<Value>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    #[serde(default, deserialize_with = "whole_number")]
-    top_k: Option<i64>,
     output_config: Option<Value>,
     /// The form of the answer under its earlier name.
     output_format: Option<Value>,
@@ -149,8 +145,11 @@ pub(crate) async fn count_tokens(
     Ok(Json(json!({"input_tokens": ask.prompt.len()})).into_response())
 }
 
-/// Fields of a chat that mean the same here. Anthropic's API has none of them.
-pub(crate) const SHARED: [&str; 7] = [
+/// Fields that mean the same in a chat. Anthropic's API has the first three.
+pub(crate) const SHARED: [&str; 10] = [
+    "temperature",
+    "top_p",
+    "top_k",
     "seed",
     "min_p",
     "presence_penalty",

@@ -1,9 +1,13 @@
 //! The names of fields in errors. Code that all endpoints share does not know how the endpoint calls its prompt.
 
-use axum::response::{IntoResponse, Response};
-use serde_json::json;
+use std::borrow::Cow;
 
-use crate::error::ServerError;
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Deserializer};
+use serde_json::json;
+use serde_path_to_error::Segment;
+
+use crate::error::{Result, ServerError, wrong};
 use crate::http::body::error_json;
 
 /// An error of an endpoint, in OpenAI's form. Its `param` is the endpoint's own name of the field.
@@ -20,7 +24,7 @@ pub(crate) fn about(prompt: &'static str) -> impl Fn(ServerError) -> EndpointErr
 }
 
 impl EndpointError {
-    fn param(&self) -> Option<&'static str> {
+    fn param(&self) -> Option<&str> {
         self.error.field().or_else(|| self.error.is_of_prompt().then_some(self.prompt))
     }
 }
@@ -38,10 +42,36 @@ pub(crate) fn renamed(error: ServerError, names: &[(&str, &'static str)]) -> Ser
     match error {
         ServerError::Field { field, problem } => {
             let own = names.iter().find(|(chat, _)| *chat == field);
-            ServerError::Field { field: own.map_or(field, |&(_, own)| own), problem }
+            ServerError::Field { field: own.map_or(field, |&(_, own)| Cow::from(own)), problem }
         }
         error => error,
     }
+}
+
+/// Reads a value. An error names the outermost field that is wrong. That is never a name of the client's own: values of
+/// unknown fields are kept as they are.
+///
+/// # Errors
+/// The field, or [`ServerError::Body`] if the value as a whole is of a wrong type.
+pub(crate) fn read<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<T> {
+    serde_path_to_error::deserialize(from).map_err(|error| {
+        let problem = error.inner().to_string();
+        let field = match error.path().iter().next() {
+            Some(Segment::Map { key }) => Some(key.clone()),
+            _ => missing_or_twice(&problem),
+        };
+        match field {
+            Some(field) => wrong(field, problem),
+            None => ServerError::Body(problem),
+        }
+    })
+}
+
+/// The field in serde's message about one that is missing or comes twice. Such an error has no path.
+fn missing_or_twice(problem: &str) -> Option<String> {
+    let rest =
+        ["missing field `", "duplicate field `"].iter().find_map(|begin| problem.strip_prefix(begin))?;
+    Some(rest.split_once('`')?.0.to_string())
 }
 
 #[cfg(test)]
@@ -50,7 +80,6 @@ mod tests {
     use keel_text::TextError;
 
     use super::*;
-    use crate::error::wrong;
 
     #[test]
     fn an_error_names_the_field_as_its_endpoint_does() {

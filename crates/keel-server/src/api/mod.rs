@@ -6,7 +6,6 @@ pub(crate) mod models;
 pub(crate) mod numbers;
 pub(crate) mod openai;
 pub(crate) mod openapi;
-pub(crate) mod passed_on;
 pub mod requests;
 pub(crate) mod rerank;
 pub(crate) mod sampling;

@@ -11,6 +11,7 @@ use crate::api::tokenize::{DetokenizeBody, TokenizeBody};
 use crate::error::Result;
 use crate::http::body::parse;
 use crate::loaded_model::EngineRequest;
+use crate::memory::requests::RequestMemory;
 use crate::options::ServerOptions;
 use crate::text::{Bounds, ServedText};
 
@@ -83,8 +84,8 @@ fn prepare(ask: &EngineRequest, text: &ServedText, vocab: usize) -> Result<()> {
     let known: Vec<u32> = ask.prompt.iter().copied().filter(|&id| (id as usize) < vocab).collect();
     let mut sampler = Sampler::new(ask.sampler.clone(), &known)?;
     let Some(grammar) = &ask.grammar else { return Ok(()) };
-    let Some(compiled) = text.grammars.compile(grammar, 1)?.pop() else { return Ok(()) };
-    let mut constraint = text.grammars.constraint(compiled, &ask.form);
+    let compiled = text.grammars.compile(grammar, RequestMemory::new(u64::MAX, 0).meter())?;
+    let (mut constraint, _tables) = text.grammars.constraint(compiled, &ask.form);
     for _ in 0..DRAWN {
         let mut logits = LogitsRow::from(vec![0.0; vocab]);
         if constraint.is_complete() || constraint.mask(&mut logits.values).is_err() {

@@ -120,7 +120,7 @@ pub(crate) fn readout_request(
     bounds: &Bounds<'_>,
     body: &RerankBody,
 ) -> Result<ReadoutRequest> {
-    unsupported::check(&body.rest)?;
+    unsupported::RERANK.check(&body.rest)?;
     check_count("documents", body.documents.len())?;
     if body.top_n == Some(0) {
         return Err(wrong("top_n", "0, expected at least 1"));

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use keel_engine::{Sampler, SamplerOptions};
 use keel_text::GenerationDefaults;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
+use crate::api::field_names::read;
 use crate::api::numbers::whole_number;
 use crate::error::{Result, wrong};
 
@@ -44,6 +46,14 @@ impl OneOrMany {
 }
 
 impl SamplingFields {
+    /// Those of all fields of a body that its endpoint does not read itself.
+    ///
+    /// # Errors
+    /// A field of a wrong type.
+    pub fn of(fields: Map<String, Value>) -> Result<SamplingFields> {
+        read(fields)
+    }
+
     /// The sampler's options. The model's recommendations apply where the request has no value.
     pub fn options(&self, defaults: &GenerationDefaults, vocab: usize) -> Result<SamplerOptions> {
         let own = defaults.recommended();
@@ -61,6 +71,8 @@ impl SamplingFields {
         };
         within("temperature", options.temperature, 0.0, 2.0)?;
         within("top_p", options.top_p, 0.0, 1.0)?;
+        within("min_p", options.min_p, 0.0, 1.0)?;
+        within("repetition_penalty", options.repetition_penalty, 0.01, 100.0)?;
         within("presence_penalty", options.presence_penalty, -2.0, 2.0)?;
         within("frequency_penalty", options.frequency_penalty, -2.0, 2.0)?;
         let options = SamplerOptions { top_p: options.top_p.max(f32::MIN_POSITIVE), ..options };
@@ -68,8 +80,9 @@ impl SamplingFields {
         Ok(options)
     }
 
+    /// The seed; `None` if each request has one of its own. Some clients send -1 for that.
     pub fn seed(&self) -> Option<u64> {
-        self.seed.map(|seed| seed as u64)
+        self.seed.filter(|&seed| seed != -1).map(|seed| seed as u64)
     }
 
     fn biases(&self, vocab: usize) -> Result<Vec<(u32, f32)>> {
@@ -94,7 +107,7 @@ fn within(field: &'static str, value: f32, low: f32, high: f32) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn options(json: serde_json::Value) -> Result<SamplerOptions> {
+    fn options(json: Value) -> Result<SamplerOptions> {
         let fields: SamplingFields = serde_json::from_value(json).expect("the types are right");
         let defaults = GenerationDefaults {
             do_sample: Some(true),
@@ -117,10 +130,20 @@ mod tests {
     }
 
     #[test]
+    fn a_seed_of_minus_one_is_none() {
+        for (given, seed) in [(-1, None), (-2, Some(u64::MAX - 1)), (7, Some(7))] {
+            let fields = SamplingFields { seed: Some(given), ..SamplingFields::default() };
+            assert_eq!(fields.seed(), seed, "{given}");
+        }
+    }
+
+    #[test]
     fn what_is_out_of_range_is_named() {
         for (json, field) in [
             (serde_json::json!({"temperature": 2.5}), "temperature"),
             (serde_json::json!({"top_p": 1.5}), "top_p"),
+            (serde_json::json!({"min_p": 2}), "min_p"),
+            (serde_json::json!({"repetition_penalty": 0}), "repetition_penalty"),
             (serde_json::json!({"presence_penalty": -3}), "presence_penalty"),
             (serde_json::json!({"logit_bias": {"100": 1}}), "logit_bias"),
             (serde_json::json!({"logit_bias": {"x": 1}}), "logit_bias"),

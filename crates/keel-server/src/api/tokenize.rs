@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use axum::response::{IntoResponse, Response};
 use keel_engine::EngineError;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::access::caller::Caller;
 use crate::api::field_names::{EndpointError, about};
@@ -14,6 +15,7 @@ use crate::api::numbers::ids;
 use crate::api::unsupported;
 use crate::error::{Result, wrong};
 use crate::http::body::Body;
+use crate::memory::requests::bytes_of_part;
 use crate::model_manager::ModelManager;
 use crate::text::Bounds;
 
@@ -37,7 +39,7 @@ impl TokenizeBody {
     /// # Errors
     /// There is none, or a field is not supported.
     pub fn text(&self) -> Result<&str> {
-        unsupported::check_tokenize(&self.rest)?;
+        unsupported::TOKENIZE.check(&self.rest)?;
         self.text.as_deref().ok_or_else(|| wrong("text", "it is missing"))
     }
 }
@@ -75,6 +77,15 @@ impl DetokenizeBody {
     }
 }
 
+/// The text of ids, under its name here, in llama.cpp and in vLLM. Serialized directly: as JSON values there would be a
+/// copy for each name.
+#[derive(Serialize)]
+struct Detokenized<'a> {
+    text: &'a str,
+    content: &'a str,
+    prompt: &'a str,
+}
+
 /// Encodes a text.
 pub(crate) async fn tokenize(
     State(manager): State<Arc<ModelManager>>,
@@ -105,7 +116,7 @@ async fn encoded(
 pub(crate) async fn detokenize(
     State(manager): State<Arc<ModelManager>>,
     Body(body, caller): Body<DetokenizeBody>,
-) -> Result<Json<Value>, EndpointError> {
+) -> Result<Response, EndpointError> {
     decoded(&manager, &caller, body).await.map_err(about("tokens"))
 }
 
@@ -113,7 +124,7 @@ async fn decoded(
     manager: &Arc<ModelManager>,
     caller: &Arc<Caller>,
     body: DetokenizeBody,
-) -> Result<Json<Value>> {
+) -> Result<Response> {
     let model = manager.model_for(body.model.as_deref()).await?;
     let worker = Arc::clone(&model);
     let decode = move |_: &Caller| {
@@ -121,5 +132,6 @@ async fn decoded(
         Ok(worker.text.tokenizer.decode(tokens, false)?)
     };
     let text = model.work(caller, decode).await?;
-    Ok(Json(json!({"text": text, "content": text})))
+    caller.meter.take(bytes_of_part(&text))?;
+    Ok(Json(Detokenized { text: &text, content: &text, prompt: &text }).into_response())
 }

@@ -129,7 +129,7 @@ const FIELDS: &[Unsupported] = &[
 const BEST_OF: &[Unsupported] = &[unless("best_of", || json!([1]))];
 
 /// Fields that `/v1/chat/completions` does not take.
-const CHAT: &[Unsupported] = &[
+const CHAT_FIELDS: &[Unsupported] = &[
     instead("enable_thinking", KWARGS),
     instead("thinking", KWARGS),
     instead("reasoning", "is a field of /v1/responses; use reasoning_effort"),
@@ -146,7 +146,7 @@ const CHAT: &[Unsupported] = &[
 ];
 
 /// Fields that `/v1/completions` does not take.
-const COMPLETIONS: &[Unsupported] = &[
+const COMPLETION_FIELDS: &[Unsupported] = &[
     instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
     instead("max_output_tokens", "is a field of /v1/responses; use max_tokens"),
     instead("stop_sequences", "is a field of /v1/messages; use stop"),
@@ -169,7 +169,7 @@ const COMPLETIONS: &[Unsupported] = &[
 ];
 
 /// Fields that `/v1/responses` does not take. Most are those of a chat.
-const RESPONSES: &[Unsupported] = &[
+const RESPONSE_FIELDS: &[Unsupported] = &[
     instead("response_format", "is a field of a chat; use text.format"),
     instead("max_tokens", "is a field of a chat; use max_output_tokens"),
     instead("max_completion_tokens", "is a field of a chat; use max_output_tokens"),
@@ -191,7 +191,7 @@ const RESPONSES: &[Unsupported] = &[
 ];
 
 /// Fields that `/v1/messages` does not take. Most are those of a chat.
-const MESSAGES: &[Unsupported] = &[
+const MESSAGES_FIELDS: &[Unsupported] = &[
     instead("stop", "is a field of a chat; use stop_sequences"),
     instead("response_format", "is a field of a chat; use output_config.format"),
     instead("max_completion_tokens", "is a field of a chat; use max_tokens"),
@@ -212,13 +212,13 @@ const MESSAGES: &[Unsupported] = &[
 ];
 
 /// Fields that `/v1/embeddings` does not take.
-const EMBEDDINGS: &[Unsupported] = &[
+const EMBEDDING_FIELDS: &[Unsupported] = &[
     // As the tokenizer adds them.
     unless("add_special_tokens", || json!([true])),
 ];
 
 /// Fields of `/tokenize` of other servers.
-const TOKENIZE: &[Unsupported] = &[
+const TOKENIZE_FIELDS: &[Unsupported] = &[
     instead("messages", "is not understood; send the text of the conversation"),
     unless("with_pieces", || json!([false])),
     unless("return_token_strs", || json!([false])),
@@ -226,31 +226,38 @@ const TOKENIZE: &[Unsupported] = &[
     unless("parse_special", || json!([true])),
 ];
 
-/// Refuses unsupported fields if one of them would change the answer.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check(rest: &Map<String, Value>) -> Result<()> {
-    refuse(FIELDS, rest)?;
-    refuse(BEST_OF, rest)
-}
+/// The unsupported fields of an endpoint.
+pub(crate) struct Refused(&'static [&'static [Unsupported]]);
 
-/// The same for `/v1/chat/completions`.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check_chat(rest: &Map<String, Value>) -> Result<()> {
-    check(rest)?;
-    refuse(CHAT, rest)
-}
+/// Of `/v1/rerank`.
+pub(crate) const RERANK: Refused = Refused(&[FIELDS, BEST_OF]);
+/// Of `/v1/chat/completions`.
+pub(crate) const CHAT: Refused = Refused(&[FIELDS, BEST_OF, CHAT_FIELDS]);
+/// Of `/v1/completions`. See [`check_best_of`], too.
+pub(crate) const COMPLETION: Refused = Refused(&[FIELDS, COMPLETION_FIELDS]);
+/// Of `/v1/responses`.
+pub(crate) const RESPONSE: Refused = Refused(&[FIELDS, BEST_OF, RESPONSE_FIELDS]);
+/// Of `/v1/messages`.
+pub(crate) const MESSAGES: Refused = Refused(&[FIELDS, BEST_OF, MESSAGES_FIELDS]);
+/// Of `/v1/embeddings`.
+pub(crate) const EMBEDDING: Refused = Refused(&[FIELDS, BEST_OF, EMBEDDING_FIELDS]);
+/// Of `/tokenize`.
+pub(crate) const TOKENIZE: Refused = Refused(&[TOKENIZE_FIELDS]);
 
-/// The same for `/v1/completions`.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check_completion(rest: &Map<String, Value>) -> Result<()> {
-    refuse(FIELDS, rest)?;
-    refuse(COMPLETIONS, rest)
+impl Refused {
+    /// Refuses unsupported fields if one of them would change the answer.
+    ///
+    /// # Errors
+    /// The field, and the advice.
+    pub fn check(&self, rest: &Map<String, Value>) -> Result<()> {
+        let asks = |unsupported: &&Unsupported| {
+            rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))
+        };
+        match self.0.iter().copied().flatten().find(asks) {
+            Some(unsupported) => Err(wrong(unsupported.field, unsupported.advice)),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Refuses `best_of` of `/v1/completions` unless it is the number of answers. With more, some would be thrown away.
@@ -261,51 +268,6 @@ pub(crate) fn check_best_of(rest: &Map<String, Value>, choices: usize) -> Result
     let is_asked = |value: &&Value| !is_empty(value) && value.as_f64() != Some(choices as f64);
     match rest.get("best_of").filter(is_asked) {
         Some(value) => Err(wrong("best_of", format!("{value}, expected {choices}, the value of n"))),
-        None => Ok(()),
-    }
-}
-
-/// The same for `/v1/responses`.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check_response(rest: &Map<String, Value>) -> Result<()> {
-    check(rest)?;
-    refuse(RESPONSES, rest)
-}
-
-/// The same for `/v1/messages`.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check_messages(rest: &Map<String, Value>) -> Result<()> {
-    check(rest)?;
-    refuse(MESSAGES, rest)
-}
-
-/// The same for `/v1/embeddings`.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check_embedding(rest: &Map<String, Value>) -> Result<()> {
-    check(rest)?;
-    refuse(EMBEDDINGS, rest)
-}
-
-/// The same for `/tokenize`.
-///
-/// # Errors
-/// The field, and the advice.
-pub(crate) fn check_tokenize(rest: &Map<String, Value>) -> Result<()> {
-    refuse(TOKENIZE, rest)
-}
-
-fn refuse(fields: &[Unsupported], rest: &Map<String, Value>) -> Result<()> {
-    let asks = |unsupported: &&Unsupported| {
-        rest.get(unsupported.field).is_some_and(|value| changes(value, unsupported))
-    };
-    match fields.iter().find(asks) {
-        Some(unsupported) => Err(wrong(unsupported.field, unsupported.advice)),
         None => Ok(()),
     }
 }

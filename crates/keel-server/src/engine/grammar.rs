@@ -1,6 +1,7 @@
 //! Uses grammars as constraints in a batch.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use keel_engine::batch::Constraint;
@@ -8,6 +9,7 @@ use keel_text::{AnswerForm, GrammarMask, GrammarSource, GrammarState, TextError,
 
 use crate::engine::mask_ahead::{Computed, MaskAhead};
 use crate::error::Result;
+use crate::memory::requests::Meter;
 
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,32 +30,70 @@ impl GrammarFactory {
         }
     }
 
-    /// Compiles a grammar for a number of answers, and computes its first mask. This may take long. The answers share
-    /// no tables.
-    pub fn compile(&self, grammar: &Grammar, answers: usize) -> Result<Vec<Compiled>> {
+    /// Compiles a grammar and computes its first mask. This may take long. `charge` holds the memory of the work, which
+    /// may outlive its request, and afterwards that of the grammar.
+    pub fn compile(&self, grammar: &Grammar, charge: Meter) -> Result<Compiled> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
+        charge.take(grammar.0.compile_bytes() as u64)?;
         let Computed { state, mask, took } = Computed::of(factory.start(&grammar.0)?);
-        let compiled = Compiled { state, first: Arc::new(mask?), took };
-        // The last of them is the original.
-        Ok(std::iter::repeat_n(compiled, answers).collect())
+        let first = Arc::new(mask?);
+        charge.set(state.bytes() as u64)?;
+        Ok(Compiled { state, first, took, charge })
     }
 
-    /// A constraint for one answer.
-    pub fn constraint(&self, compiled: Compiled, form: &AnswerForm) -> Box<dyn Constraint> {
+    /// A constraint for one answer, and the charge of its tables.
+    pub fn constraint(&self, compiled: Compiled, form: &AnswerForm) -> (Box<dyn Constraint>, Tables) {
         let begins_after = form.begins_in_reasoning.and_then(|markers| markers.end_token(&self.tokenizer));
         let masks = MaskAhead::new(compiled.state, compiled.first, compiled.took);
-        Box::new(Masked { masks, begins_after, has_begun: false, bound: 0 })
+        let tables = Tables { bytes: masks.bytes(), charge: compiled.charge };
+        (Box::new(Masked { masks, begins_after, has_begun: false, bound: 0 }), tables)
     }
 }
 
 /// A grammar at its start, and its mask there.
-#[derive(Clone)]
 pub(crate) struct Compiled {
     state: GrammarState,
     first: Arc<GrammarMask>,
     /// The time that the mask took.
     took: Duration,
+    /// Holds the bytes of the state.
+    charge: Meter,
+}
+
+impl Compiled {
+    /// Bytes that the grammar holds.
+    pub fn bytes(&self) -> u64 {
+        self.state.bytes() as u64
+    }
+
+    /// This grammar and copies of it, `count` in all, which share no tables. Each copy is charged before it is made.
+    /// This may take long.
+    pub fn copies(self, count: usize) -> Result<Vec<Compiled>> {
+        let mut all = Vec::with_capacity(count);
+        for _ in 1..count {
+            let charge = self.charge.part();
+            charge.take(self.bytes())?;
+            let (state, first) = (self.state.clone(), Arc::clone(&self.first));
+            all.push(Compiled { state, first, took: self.took, charge });
+        }
+        all.push(self);
+        Ok(all)
+    }
+}
+
+/// The charge of an answer's grammar, whose tables grow with its masks.
+pub(crate) struct Tables {
+    bytes: Arc<AtomicU64>,
+    charge: Meter,
+}
+
+impl Tables {
+    /// Raises the charge to what the grammar holds since its last mask.
+    pub fn charge(&self) -> Result<()> {
+        let grown = self.bytes.load(Ordering::Acquire).saturating_sub(self.charge.held());
+        Ok(self.charge.take(grown)?)
+    }
 }
 
 struct Masked {

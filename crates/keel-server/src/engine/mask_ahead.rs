@@ -8,6 +8,7 @@
 //! not there. An answer drafts while its masks are quick.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ pub(crate) struct MaskAhead {
     /// Whether a mask has taken long.
     is_slow: bool,
     is_complete: bool,
+    /// Bytes that the grammar holds, as of its last mask.
+    bytes: Arc<AtomicU64>,
     /// Made when the first mask is computed ahead.
     thread: Option<MaskThread>,
     canceller: MaskCanceller,
@@ -88,12 +91,18 @@ impl MaskAhead {
         MaskAhead {
             canceller: state.canceller(),
             is_complete: state.is_complete(),
+            bytes: Arc::new(AtomicU64::new(state.bytes() as u64)),
             state: Some(state),
             mask: Some(Ok(first)),
             took,
             is_slow: took > SLOW,
             thread: None,
         }
+    }
+
+    /// Bytes that the grammar holds. They are updated after each mask.
+    pub fn bytes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.bytes)
     }
 
     /// Whether the mask is there. If not, it is being computed. Waits for a mask that is not known to be slow.
@@ -179,6 +188,7 @@ impl MaskAhead {
 
     fn keep(&mut self, computed: Computed) {
         let Computed { state, mask, took } = computed;
+        self.bytes.store(state.bytes() as u64, Ordering::Release);
         self.state = Some(state);
         self.mask = Some(mask.map(Arc::new).map_err(|error| error.to_string()));
         self.took = took;

@@ -44,13 +44,9 @@ pub(crate) struct ReadValues {
 }
 
 /// The result of one prompt.
+#[derive(Default)]
 struct One {
     values: Vec<f32>,
-    started: Started,
-}
-
-#[derive(Clone, Copy)]
-struct Started {
     cached: usize,
     queued: Duration,
 }
@@ -115,8 +111,8 @@ impl LoadedModel {
                 return Err(error);
             }
         };
-        let cached = all.iter().map(|one| one.started.cached).sum();
-        let queued = all.iter().map(|one| one.started.queued).max().unwrap_or_default();
+        let cached = all.iter().map(|one| one.cached).sum();
+        let queued = all.iter().map(|one| one.queued).max().unwrap_or_default();
         timer.started(cached, queued);
         timer.ended(Ending::Stop, Usage { prompt: prompt_tokens, cached, ..Usage::default() });
         Ok(ReadValues { values: all.into_iter().map(|one| one.values).collect(), prompt_tokens })
@@ -130,11 +126,11 @@ impl LoadedModel {
         turn: Option<&Mutex<()>>,
     ) -> Result<One> {
         let mut events = self.submit_one(caller, request, turn).await?;
-        let mut one = One { values: Vec::new(), started: Started { cached: 0, queued: Duration::ZERO } };
+        let mut one = One::default();
         loop {
             match events.recv().await?.1 {
                 BatchEvent::Started { cached_tokens, queued } => {
-                    one.started = Started { cached: cached_tokens, queued };
+                    (one.cached, one.queued) = (cached_tokens, queued);
                 }
                 BatchEvent::Read(values) => one.values = values,
                 BatchEvent::Finished(_) => return Ok(one),
@@ -159,7 +155,7 @@ impl LoadedModel {
         loop {
             let request = request();
             let deadline = request.deadline;
-            match self.engine.submit(vec![request], wait_max, || caller.meter.part()).await {
+            match self.engine.submit(vec![(request, None)], wait_max, || caller.meter.part()).await {
                 Ok(mut submitted) => {
                     let (_, events) = submitted.pop().ok_or(ServerError::EngineStopped)?;
                     return Ok(events);

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 pub struct EngineView {
     pub(super) next_id: AtomicU64,
     status: Mutex<BatchStatus>,
-    pub(super) aborted: AtomicBool,
+    aborted: AtomicBool,
     stopped: AtomicBool,
     /// Told when `stopped` is set.
     stop: Notify,
@@ -108,6 +108,15 @@ impl EngineView {
         self.status.lock().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
+    /// Ends all running and waiting requests, and refuses new ones.
+    pub fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::Acquire)
+    }
+
     /// A step has ended.
     pub(super) fn set_status(&self, status: BatchStatus) {
         *self.status.lock().unwrap_or_else(|e| e.into_inner()) = status;
@@ -123,9 +132,10 @@ impl EngineView {
         self.failure.get().map(String::as_str)
     }
 
-    /// The engine's thread has ended.
+    /// The engine's thread has ended. What its batch still lists is never run.
     pub(super) fn note_stop(&self) {
         self.stopped.store(true, Ordering::Release);
+        self.status.lock().unwrap_or_else(|e| e.into_inner()).forget_gauges();
         self.stop.notify_one();
     }
 

@@ -16,9 +16,10 @@ use keel_engine::{Engine, EngineError};
 use tokio::sync::{mpsc, oneshot};
 use tracing::field::Empty;
 
+use crate::engine::grammar::Tables;
 use crate::engine::view::EngineView;
 use crate::error::{Result, ServerError};
-use crate::events::{Events, Listener, Patience, waiting_bytes};
+use crate::events::{Events, Listener, Patience};
 use crate::memory::requests::Meter;
 use crate::options::PrefixStore;
 
@@ -90,33 +91,29 @@ impl EngineHandle {
         Arc::clone(&self.view)
     }
 
-    /// Ends all running and waiting requests, and refuses new ones.
-    pub fn abort(&self) {
-        self.view.aborted.store(true, Ordering::Release);
-    }
-
-    /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. `meter` makes the
-    /// meter of each. The first of them fails if it waits longer than `wait_max`. The others may wait for it.
+    /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. Each comes with the
+    /// charge of its grammar, if it has one. `meter` makes the meter of each. The first of them fails if it waits
+    /// longer than `wait_max`. The others may wait for it.
     ///
     /// # Errors
     /// Errors of [`Batcher::submit`]; [`ServerError::Busy`]; [`ServerError::EngineStopped`].
     pub(crate) async fn submit(
         &self,
-        requests: Vec<BatchRequest>,
+        requests: Vec<(BatchRequest, Option<Tables>)>,
         wait_max: Option<Duration>,
         meter: impl Fn() -> Meter,
     ) -> Result<Vec<(SequenceId, Events)>> {
         let mut listed = Vec::with_capacity(requests.len());
         let mut all = Vec::with_capacity(requests.len());
         let mut patience = wait_max.map(|limit| Patience { since: Instant::now(), limit });
-        for mut request in requests {
+        for (mut request, tables) in requests {
             request.id = self.view.next_id.fetch_add(1, Ordering::Relaxed);
             // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
             // events.
             let (sender, receiver) = mpsc::unbounded_channel();
             let meter = Arc::new(meter());
             all.push((request.id, Events { receiver, meter: Arc::clone(&meter) }));
-            listed.push((request, Listener { sender, meter, patience: patience.take() }));
+            listed.push((request, Listener { sender, meter, tables, patience: patience.take() }));
         }
         let (accepted, answer) = oneshot::channel();
         self.send(Command::Submit { requests: listed, accepted })?;
@@ -209,7 +206,7 @@ impl Worker {
         let _note = StopNote(Arc::clone(&self.view));
         while self.take_commands() {
             self.end_impatient(Instant::now());
-            if self.view.aborted.load(Ordering::Acquire) {
+            if self.view.is_aborted() {
                 self.batcher.cancel_all();
                 for (_, events) in self.live.drain() {
                     events.send(Err(ServerError::Draining));
@@ -358,12 +355,12 @@ impl Worker {
         // What has started waits no longer.
         events.patience = None;
         let mut ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
-        let charged = events.meter.take(waiting_bytes(&event));
+        let charged = events.charge(&event);
         if charged.is_err() {
             self.batcher.cancel(id);
             ends = true;
         }
-        events.send(charged.map(|()| event).map_err(ServerError::from));
+        events.send(charged.map(|()| event));
         if ends {
             self.live.remove(&id);
         }

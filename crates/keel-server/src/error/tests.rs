@@ -12,6 +12,16 @@ fn what_the_client_can_mend_is_4xx_and_names_no_file() {
     assert!(!ours.public_message().contains("secret"));
 }
 
+/// The model is loaded again, or a supervisor starts the server again.
+#[test]
+fn a_stopped_engine_may_be_asked_again() {
+    for error in [ServerError::EngineStopped, ServerError::EngineLost { source: None }] {
+        let reply = error.reply();
+        assert_eq!((reply.status.as_u16(), reply.code, reply.retry_after), (503, "engine_stopped", Some(10)));
+        assert!(!error.public_message().contains("restart"), "{error}");
+    }
+}
+
 /// Clients shorten a conversation by themselves if the message has these words.
 #[test]
 fn clients_recognise_a_full_context() {

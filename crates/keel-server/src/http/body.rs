@@ -14,6 +14,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::access::caller::Caller;
+use crate::api::field_names::read;
 use crate::error::{Result, ServerError};
 use crate::http::connections::BODY_BUFFER_BYTES;
 use crate::loaded_model::LoadedModel;
@@ -120,8 +121,16 @@ pub(crate) fn is_anthropics(uri: &Uri, headers: &HeaderMap) -> bool {
 pub(crate) const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// Parses a body as JSON.
+///
+/// # Errors
+/// [`ServerError::Body`] if it is no JSON; else the field that is wrong.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    serde_json::from_slice(bytes).map_err(|error| ServerError::Body(error.to_string()))
+    serde_json::from_slice(bytes).map_err(|error| {
+        // The second reading follows the path to the wrong field. That takes time and memory.
+        let again = || read::<T, _>(&mut serde_json::Deserializer::from_slice(bytes)).err();
+        let of_field = if error.is_data() { again() } else { None };
+        of_field.unwrap_or_else(|| ServerError::Body(error.to_string()))
+    })
 }
 
 /// An error in OpenAI's form.

@@ -144,8 +144,8 @@ impl Server {
         let threads = manager.close().await;
         drop(manager);
         // A thread ends when the last handle is gone; a stream that is still being dropped may hold one.
-        for thread in threads {
-            if failure.is_none() || ends_soon(&thread).await {
+        for (thread, has_failed) in threads {
+            if !has_failed || ends_soon(&thread).await {
                 let _ = tokio::task::spawn_blocking(move || thread.join()).await;
             }
         }

@@ -103,8 +103,9 @@ pub(crate) fn bytes_of_body(body: &[u8]) -> u64 {
     body.len() as u64 * PER_BODY_BYTE + values * PER_VALUE
 }
 
-/// Heap bytes per byte of a text while it is tokenized. [`PER_WORD`] is the same per word. English prose is charged about
-/// 180 bytes per byte. So the default budget has room for a text of about 2.4 MB, which is less than the limit on bodies.
+/// Heap bytes per byte of a text while it is tokenized. [`PER_WORD`] is the same per word. English prose is charged
+/// about 180 bytes per byte. So the default budget has room for a text of about 2.4 MB, which is less than the limit on
+/// bodies.
 const PER_TEXT_BYTE: u64 = 120;
 const PER_WORD: u64 = 320;
 

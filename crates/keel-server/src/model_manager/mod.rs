@@ -320,11 +320,12 @@ impl ModelManager {
         loaded.map(|entry| entry.needs).fold(Needs::default(), Needs::plus)
     }
 
-    /// The least recently used model among those that hold some of the memory that is short. Idle models come before
-    /// busy ones.
+    /// The least recently used model among those that hold some of the memory that is short. Models whose engine has
+    /// failed come first, and idle ones before busy ones.
     fn least_recent(&self, shortage: &Shortage) -> Option<usize> {
         let age = |at: &usize| {
-            self.entries[*at].resident().as_ref().map(|resident| (resident.is_busy(), resident.used))
+            let resident = self.entries[*at].resident();
+            resident.as_ref().map(|r| (!r.model.engine.is_stopped(), r.is_busy(), r.used))
         };
         let would_help = |at: &usize| (shortage.of)(self.entries[*at].needs) > 0;
         (0..self.entries.len()).filter(|at| would_help(at) && age(at).is_some()).min_by_key(age)
@@ -347,9 +348,18 @@ impl ModelManager {
         let join = move || drop(done.send(thread.join()));
         if std::thread::Builder::new().name("keel-unload".into()).spawn(join).is_ok() {
             // A device that is lost may never let go.
-            let patience = if view.failure().is_some() { FREE_TIME } else { Duration::MAX };
-            if tokio::time::timeout(patience, ended).await.is_err() {
-                tracing::error!(model = entry.id, "its lost device has given nothing back for {patience:?}");
+            let stuck = async {
+                view.stopped().await;
+                match view.failure() {
+                    Some(_) => tokio::time::sleep(FREE_TIME).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                _ = ended => {}
+                () = stuck => {
+                    tracing::error!(model = entry.id, "its lost device has given nothing back for {FREE_TIME:?}");
+                }
             }
         }
         {
@@ -394,9 +404,10 @@ impl ModelManager {
         }
     }
 
-    /// Ends all running and waiting requests of all models.
+    /// Ends all running and waiting requests of all models, also of those that are being unloaded.
     pub(crate) fn abort(&self) {
         self.loaded().iter().for_each(|model| model.engine.abort());
+        self.departed().leaving.iter().for_each(|engine| engine.abort());
     }
 
     /// Refuses new requests from now on; running requests continue. Remembered prefixes are saved as soon as nothing
@@ -406,12 +417,15 @@ impl ModelManager {
         self.loaded().iter().for_each(|model| model.engine.save_prefixes());
     }
 
-    /// The threads of the engines. They end when no other code holds the engines. Waits for a model that is being
-    /// loaded or unloaded now; no other is loaded after that.
-    pub(crate) async fn close(&self) -> Vec<JoinHandle<()>> {
+    /// The threads of the engines, and whether each engine has failed. The threads end when no other code holds the
+    /// engines. Waits for a model that is being loaded or unloaded now; no other is loaded after that.
+    pub(crate) async fn close(&self) -> Vec<(JoinHandle<()>, bool)> {
         self.shared.start_draining();
         let _turn = self.turn.lock().await;
-        self.entries.iter().filter_map(|entry| Some(entry.resident().take()?.thread)).collect()
+        let thread = |Resident { model, thread, .. }: Resident| {
+            (thread, model.engine.is_stopped() || model.engine.failure().is_some())
+        };
+        self.entries.iter().filter_map(|entry| entry.resident().take().map(thread)).collect()
     }
 }
 

@@ -1,29 +1,41 @@
+use std::any::Any;
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::Poll;
 use std::time::Duration;
 
-use keel_array::{Runtime, RuntimeOptions};
+use keel_array::{ArrayError, Backend, DeviceMemory, Launch, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
-use keel_engine::batch::BatchOptions;
+use keel_engine::batch::{BatchOptions, BatchRequest};
 use keel_engine::{Engine, EngineOptions};
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::fixtures::demo;
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_text::TextFiles;
 use keel_weights::Checkpoint;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
 use super::{Load, LoadOutput, Modalities, ModelManager, ModelManagerOptions, ServedModel};
+use crate::engine::worker::EngineHandle;
 use crate::error::ServerError;
 use crate::options::ServerOptions;
 use crate::shared::Shared;
 use crate::text::ServedText;
 
+fn cpu() -> Arc<dyn Backend> {
+    Arc::new(CpuBackend::new(CpuOptions::default()))
+}
+
 fn load() -> Result<LoadOutput, Box<dyn std::error::Error + Send + Sync>> {
+    load_on(cpu())
+}
+
+fn load_on(backend: Arc<dyn Backend>) -> Result<LoadOutput, Box<dyn std::error::Error + Send + Sync>> {
     let checkpoint = Checkpoint::open(&demo())?;
-    let runtime = Runtime::new(Arc::new(CpuBackend::new(CpuOptions::default())), RuntimeOptions::default());
+    let runtime = Runtime::new(backend, RuntimeOptions::default());
     let options =
         EngineOptions { context: 256, sequences: 1, pool_pages: Some(8), ..EngineOptions::default() };
     let parameters = CheckpointParameters(&checkpoint);
@@ -185,20 +197,94 @@ async fn one_load_answers_all_that_wait_for_it() {
     assert_eq!(loads.load(Ordering::Acquire), 2);
 }
 
-#[tokio::test]
-async fn the_end_waits_for_a_model_that_is_being_unloaded_and_nothing_is_loaded_after_it() {
-    let (manager, loads) = two(|| ());
+/// Has `a` unloaded for a request for `b`. The engine's thread of `a` goes on while there is a handle, as it does while
+/// it saves prefixes.
+async fn unloading(manager: &Arc<ModelManager>) -> (EngineHandle, JoinHandle<Result<(), ServerError>>) {
     let model = manager.model_for(Some("a")).await.expect("it loads");
-    // The engine's thread goes on while there is a handle, as it does while it saves prefixes.
     let handle = model.engine.clone();
     drop(model);
     let other = {
-        let manager = Arc::clone(&manager);
+        let manager = Arc::clone(manager);
         tokio::spawn(async move { manager.model_for(Some("b")).await.map(drop) })
     };
     while !manager.loaded().is_empty() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    (handle, other)
+}
+
+#[tokio::test]
+async fn an_abort_reaches_a_model_that_is_being_unloaded() {
+    let (manager, _) = two(|| ());
+    let (handle, other) = unloading(&manager).await;
+    assert!(!handle.is_aborted());
+    manager.abort();
+    assert!(handle.is_aborted());
+    drop(handle);
+    other.await.expect("it is answered").expect("it is loaded");
+}
+
+/// Memory that is never freed once its device is lost.
+struct Held {
+    memory: Box<dyn DeviceMemory>,
+    is_lost: Arc<AtomicBool>,
+}
+
+impl DeviceMemory for Held {
+    fn as_any(&self) -> &dyn Any {
+        self.memory.as_any()
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        while self.is_lost.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// A device that can be lost.
+struct Losing(Arc<AtomicBool>);
+
+impl Interceptor for Losing {
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> Result<(), ArrayError> {
+        match self.0.load(Ordering::Acquire) {
+            true => Err(ArrayError::DeviceLost { op: "launch".into(), reason: "injected".into() }),
+            false => backend.launch(launch),
+        }
+    }
+
+    fn allocate_lasting(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        let memory = backend.allocate_lasting(bytes)?;
+        Ok(Box::new(Held { memory, is_lost: Arc::clone(&self.0) }))
+    }
+}
+
+#[tokio::test]
+async fn a_device_that_is_lost_while_its_model_is_unloaded_keeps_no_other_from_loading() {
+    let is_lost = Arc::new(AtomicBool::new(false));
+    let backend = InterceptedBackend::new(cpu(), Arc::new(Losing(Arc::clone(&is_lost))));
+    let a: Load = Box::new(move || load_on(backend.clone()));
+    let b: Load = Box::new(load);
+    let manager = manager(ServerOptions::default(), None, vec![("a", a), ("b", b)]);
+    let (handle, other) = unloading(&manager).await;
+    is_lost.store(true, Ordering::Release);
+    let requests = vec![(BatchRequest::new(0, vec![1], 4), None)];
+    let submitted = handle.submit(requests, None, || manager.memory.meter()).await;
+    let (_, mut events) = submitted.expect("it is queued").pop().expect("there is one");
+    while events.recv().await.is_ok() {}
+    let view = handle.view();
+    drop(handle);
+    other.await.expect("it is answered").expect("it is loaded");
+    assert!(view.devices()[0].allocated.total() > 0, "the lost device has given nothing back");
+    is_lost.store(false, Ordering::Release);
+}
+
+#[tokio::test]
+async fn the_end_waits_for_a_model_that_is_being_unloaded_and_nothing_is_loaded_after_it() {
+    let (manager, loads) = two(|| ());
+    let (handle, other) = unloading(&manager).await;
     manager.drain();
     let mut end = Box::pin(manager.close());
     assert!(!completes(&mut end).await, "the model is not unloaded yet");

@@ -107,7 +107,7 @@ fn what_cannot_be_embedded_is_refused_in_openais_form() {
         (json!({"input": "a", "dimensions": 0}), 400, "invalid_value", json!("dimensions")),
         (json!({"input": "a", "dimensions": 1 << 20}), 400, "invalid_value", json!("dimensions")),
         (json!({"input": "a", "model": "other"}), 404, "model_not_found", json!("model")),
-        (json!({"input": "a", "encoding_format": "int8"}), 400, "invalid_body", Value::Null),
+        (json!({"input": "a", "encoding_format": "int8"}), 400, "invalid_value", json!("encoding_format")),
         (json!({"input": "a", "lora": "x"}), 400, "invalid_value", json!("lora")),
         (json!({"input": []}), 400, "empty_prompt", json!("input")),
         (json!({"input": [[]]}), 400, "empty_prompt", json!("input")),
@@ -115,7 +115,8 @@ fn what_cannot_be_embedded_is_refused_in_openais_form() {
         (json!({"input": [1 << 20]}), 400, "invalid_value", json!("input")),
         (json!({"input": vec![5; 2049]}), 400, "context_length_exceeded", json!("input")),
         (json!({"input": "a ".repeat(9000)}), 400, "context_length_exceeded", json!("input")),
-        (json!({}), 400, "invalid_body", Value::Null),
+        (json!({}), 400, "invalid_value", json!("input")),
+        (json!([]), 400, "invalid_body", Value::Null),
     ] {
         assert_eq!(refusal(&server, EMBEDDINGS, &body), (status, code.into(), field), "{body}");
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{Running, engine_options, read, request, send};
+use crate::common::{Running, engine_options, read, request, send, wait_for};
 use keel_server::ServerOptions;
 use serde_json::{Value, json};
 
@@ -32,7 +32,9 @@ const ROUNDS: usize = 20;
 /// the network's two threads, no such answer could come, however fast or slow the machine is.
 #[test]
 fn health_is_answered_while_grammars_are_compiled() {
-    let server = Running::start();
+    // All of these grammars have room at once.
+    let options = ServerOptions { request_memory: 8 << 30, ..ServerOptions::default() };
+    let server = Running::with(engine_options(), options);
     let body = body(8);
     assert!(body.len() > 40_000, "{}", body.len());
     let (mut during, mut asked_count, mut compiled) = (0, 0, 0);
@@ -61,6 +63,22 @@ fn health_is_answered_while_grammars_are_compiled() {
     println!("{during} of {asked_count} answers came during compilations; {compiled} requests with grammars");
     assert!(compiled > 0, "no request came to its grammar");
     assert!(during >= ANSWERS, "{during} of {asked_count} answers came before a compilation had ended");
+    server.assert_all_is_back();
+}
+
+#[test]
+fn a_grammar_is_compiled_once_for_all_prompts() {
+    let server = Running::start();
+    let schema = json!({"enum": ["yes", "no"]});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}});
+    let body = json!({"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 8, "response_format": format});
+    let answer = server.ask("/v1/completions", &body);
+    let choices = answer["choices"].as_array().expect("a list");
+    let texts: Vec<&str> = choices.iter().filter_map(|choice| choice["text"].as_str()).collect();
+    assert_eq!(texts.len(), 6, "{answer}");
+    assert!(texts.iter().all(|text| ["\"yes\"", "\"no\""].contains(text)), "{texts:?}");
+    assert_eq!((server.model.grammars_begun(), server.model.grammars_ended()), (1, 1));
+    wait_for("all is given back", || server.model.memory.used() == 0);
     server.assert_all_is_back();
 }
 

@@ -1,6 +1,6 @@
 //! An error names the wrong field as its API does, and says what the field takes.
 
-use crate::common::Running;
+use crate::common::{Running, request};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -45,6 +45,11 @@ fn a_refused_field_is_the_param_of_the_error() {
         (CHAT, json!({"messages": of_user(json!(long))}), "messages"),
         (CHAT, json!({"messages": of_user(json!("a b ".repeat(2000)))}), "messages"),
         (CHAT, json!({"response_format": {"type": "xml"}}), "response_format"),
+        (CHAT, json!({"temperature": "x"}), "temperature"),
+        (CHAT, json!({"min_p": 2}), "min_p"),
+        (CHAT, json!({"repetition_penalty": 0}), "repetition_penalty"),
+        (CHAT, json!({"n": -1}), "n"),
+        (CHAT, json!({"messages": [{"role": "user", "content": "a"}, {"role": 5}]}), "messages"),
         (TEXT, json!({"prompt": ""}), "prompt"),
         (TEXT, json!({"prompt": []}), "prompt"),
         (TEXT, json!({"prompt": [99999]}), "prompt"),
@@ -53,6 +58,7 @@ fn a_refused_field_is_the_param_of_the_error() {
         (TEXT, json!({"stop": [""]}), "stop"),
         (TEXT, json!({"max_tokens": 0}), "max_tokens"),
         (TEXT, json!({"model": "gpt-4"}), "model"),
+        (TEXT, json!({"logit_bias": {"5": "x"}}), "logit_bias"),
         (RESPONSES, json!({"input": []}), "input"),
         (RESPONSES, json!({"input": ["a"]}), "input"),
         (RESPONSES, json!({"input": [{"role": 5, "content": "a"}]}), "input"),
@@ -74,15 +80,26 @@ fn a_refused_field_is_the_param_of_the_error() {
         ("/v1/embeddings", json!({"input": ""}), "input"),
         ("/v1/embeddings", json!({"input": long}), "input"),
         ("/v1/embeddings", json!({"model": "gpt-4"}), "model"),
+        ("/v1/embeddings", json!({"dimensions": "x"}), "dimensions"),
         ("/v1/rerank", json!({"documents": []}), "documents"),
+        ("/v1/rerank", json!({"query": 5}), "query"),
+        ("/tokenize", json!({"text": 5}), "text"),
+        ("/detokenize", json!({"tokens": [72.5]}), "tokens"),
     ] {
         let error = refused(&server, path, &body(path, more.clone()));
         assert_eq!(error["param"], param, "{path} {param}: {error}");
     }
+    assert_eq!(refused(&server, CHAT, &json!({"max_tokens": 2}))["param"], "messages", "it is missing");
+    let twice = br#"{"prompt": "a", "prompt": "b"}"#;
+    let twice = request(server.address, "POST", TEXT, &[], twice).json();
+    assert_eq!(twice["error"]["param"], "prompt", "{twice}");
     for (more, field) in [
         (json!({"max_tokens": 0}), "max_tokens: "),
         (json!({"system": 5}), "system: "),
         (json!({"seed": "x"}), "seed: "),
+        (json!({"temperature": "x"}), "temperature: "),
+        (json!({"logit_bias": []}), "logit_bias: "),
+        (json!({"max_tokens": "x"}), "max_tokens: "),
         (json!({"messages": of_user(json!(5))}), "messages: "),
         (json!({"messages": of_user(json!([{"type": "text"}]))}), "messages: a text block has no text"),
     ] {

@@ -105,11 +105,11 @@ fn wrong_requests_are_refused_in_openais_form() {
     let server = Running::start();
     let chat_with = |more| with(chat("Hi"), more);
     let cases = [
-        ("/v1/chat/completions", json!({}), 400, "invalid_body"),
+        ("/v1/chat/completions", json!({}), 400, "invalid_value"),
         ("/v1/chat/completions", json!([]), 400, "invalid_body"),
         ("/v1/chat/completions", chat_with(json!({"messages": []})), 400, "invalid_value"),
-        ("/v1/chat/completions", chat_with(json!({"messages": "x"})), 400, "invalid_body"),
-        ("/v1/chat/completions", chat_with(json!({"temperature": "hot"})), 400, "invalid_body"),
+        ("/v1/chat/completions", chat_with(json!({"messages": "x"})), 400, "invalid_value"),
+        ("/v1/chat/completions", chat_with(json!({"temperature": "hot"})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"temperature": 9})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"n": 0})), 400, "invalid_value"),
         ("/v1/chat/completions", chat_with(json!({"n": 1000})), 400, "invalid_value"),

@@ -243,6 +243,25 @@ fn ids_may_be_written_as_whole_floats_and_no_others() {
     assert_eq!(server.post("/v1/completions", &part).status, 400);
 }
 
+/// It is there under the names of llama.cpp and of vLLM, too.
+#[test]
+fn the_text_of_ids_has_three_names_and_is_charged() {
+    let server = Running::start();
+    let text_of = |ids: Vec<u32>| {
+        let answer = server.ask("/detokenize", &json!({"tokens": ids}));
+        assert_eq!((&answer["content"], &answer["prompt"]), (&answer["text"], &answer["text"]));
+        answer["text"].as_str().expect("text").len()
+    };
+    let length = |id: &u32| text_of(vec![*id]);
+    let short = (300..340).min_by_key(length).expect("there are some");
+    let long = (300..340).max_by_key(length).expect("there are some");
+    // The bodies have the same length, so that only the texts differ.
+    let [few, many] = [short, long].map(|id| (text_of(vec![id; 10_000]), server.model.memory.peak()));
+    assert!(many.0 > few.0, "{few:?} {many:?}");
+    assert!(many.1 - few.1 > 3 * (many.0 - few.0) as u64, "{few:?} {many:?}");
+    server.assert_all_is_back();
+}
+
 /// Claude Code, Codex and other clients send these whatever the model.
 #[test]
 fn hints_about_effort_and_length_are_ignored() {

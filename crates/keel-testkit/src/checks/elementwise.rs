@@ -3,8 +3,7 @@
 use super::{Check, FLOATS, INTEGERS, download, expect, layouts, rounded, upload};
 use crate::cases::elementwise::{BROADCASTS, SHAPES};
 use crate::compare::assert_each_close;
-use crate::naive::elementwise::{binary, gelu, gelu_tanh, select, sigmoid, softplus};
-use crate::naive::silu;
+use crate::naive::elementwise::{binary, gelu, gelu_tanh, select, sigmoid, silu, softplus};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;

@@ -2,11 +2,11 @@
 
 use super::{Check, expect, layouts, rounded, upload};
 use crate::cases::rows::SHAPES;
-use crate::naive::elementwise::{binary, sigmoid};
+use crate::naive::activation;
+use crate::naive::elementwise::binary;
 use crate::naive::rms_norm::{gated_rms_norm, rms_norm};
 use crate::naive::rope::rope;
 use crate::naive::rotate_pairs::rotate_pairs;
-use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use keel_array::{Array, DType, PairRotation, RopeSpec, Runtime};
@@ -179,7 +179,7 @@ fn swiglu(runtime: &Runtime) {
     let mut random = Random::new(65);
     for &(rows, width) in SHAPES {
         let x = draw(&mut random, &[rows, 2 * width]);
-        let want = Tensor::from_fn(&[rows, width], |i| silu(x.at(i)) * x.at(&[i[0], i[1] + width]));
+        let want = Tensor { shape: vec![rows, width], values: activation::swiglu(&x.values, width) };
         for (layout, x) in layouts(runtime, &x, DType::F32) {
             expect(&format!("swiglu [{rows}, {width}] {layout}"), &x.swiglu().expect("an even width"), &want);
         }
@@ -191,7 +191,8 @@ fn gate(runtime: &Runtime) {
     for (tokens, heads, size) in [(1, 2, 16), (5, 3, 33), (67, 4, 64)] {
         let mut heads_of = || draw(&mut random, &[tokens, heads, size]);
         let (x, g) = (heads_of(), heads_of());
-        let want = binary(&x, &g, &x.shape, |x, g| x * sigmoid(g));
+        let values = activation::sigmoid_gate(&x.values, &g.values);
+        let want = Tensor { shape: x.shape.clone(), values };
         for ((layout, x), (_, g)) in
             layouts(runtime, &x, DType::F32).iter().zip(layouts(runtime, &g, DType::F32))
         {

@@ -8,10 +8,10 @@ use super::share::is_mine;
 use super::{download, rounded};
 use crate::cases::linear::weights;
 use crate::compare::largest_distance;
+use crate::naive::activation;
 use crate::naive::linear::{Affine, e4m3_below, e4m3_rows, e4m3_weights, linear};
 use crate::naive::matmul::matmul_transposed;
 use crate::naive::rms_norm::rms_norm;
-use crate::naive::silu;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::tolerance;
@@ -284,8 +284,6 @@ fn single(values: &[f64]) -> Vec<f32> {
     values.iter().map(|value| *value as f32).collect()
 }
 
-/// `silu(x[:, :k]) * x[:, k:]`
 fn swiglu(x: &[f64], k: usize) -> Vec<f32> {
-    let gated = |row: &[f64]| (0..k).map(|i| (silu(row[i]) * row[k + i]) as f32).collect::<Vec<_>>();
-    x.chunks_exact(2 * k).flat_map(gated).collect()
+    single(&activation::swiglu(x, k))
 }

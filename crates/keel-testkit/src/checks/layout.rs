@@ -2,7 +2,8 @@
 
 use super::{Check, FLOATS, INTEGERS, download, expect, layouts, upload};
 use crate::cases::elementwise::SHAPES;
-use crate::naive::indexing::{concatenate, random_bits, random_normal, random_uniform, slice_update};
+use crate::naive::create::{random_bits, random_normal, random_uniform};
+use crate::naive::layout::{concatenate, slice_update};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use keel_array::{Array, ArraySpec, DType, RandomKind, Runtime};

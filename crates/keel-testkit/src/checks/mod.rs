@@ -181,7 +181,7 @@ fn layouts(runtime: &Runtime, x: &Tensor, dtype: DType) -> Vec<(&'static str, Ar
         let starts: Vec<usize> = (0..rank).map(|axis| 1 + axis % 2).collect();
         let stops: Vec<usize> = starts.iter().zip(&x.shape).map(|(s, n)| s + n).collect();
         let filler = Tensor::from_fn(&wide, |_| 77.0);
-        let padded = crate::naive::indexing::slice_update(&filler, x, &starts);
+        let padded = crate::naive::layout::slice_update(&filler, x, &starts);
         let array = upload(runtime, &padded, dtype);
         arrays.push(("part", array.slice(&starts, &stops).expect("a block within the array")));
     }

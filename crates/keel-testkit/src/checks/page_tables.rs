@@ -6,6 +6,7 @@ use keel_array::{Array, AttentionSpec, Batch, Category, DType, KvPool, Regime, R
 pub(super) const CHECKS: &[Check] = &[
     Check { op: "paged_attention", run: steps_that_overwrite_keys_are_refused },
     Check { op: "paged_attention", run: two_of_many_sequences_in_one_page_are_refused },
+    Check { op: "paged_attention", run: a_wrong_page_is_found_anywhere_in_long_sequences },
     Check { op: "paged_attention", run: pages_that_no_row_sees_any_more_may_come_again },
 ];
 
@@ -13,6 +14,7 @@ const PAGE: usize = AttentionSpec::PAGE;
 const HEAD: usize = 16;
 
 /// A step whose sequences have rows at these positions, each with its pages.
+#[derive(Clone)]
 struct Step {
     /// The first position of each sequence and the number of its rows.
     rows: Vec<(usize, usize)>,
@@ -114,6 +116,31 @@ fn two_of_many_sequences_in_one_page_are_refused(runtime: &Runtime) {
             Step::of_many(&pages, pool_pages).expect_refusal(runtime, &[&message]);
         }
         Step::of_many(&pages, pool_pages).outcome(runtime).expect("each has its own page");
+    }
+}
+
+fn a_wrong_page_is_found_anywhere_in_long_sequences(runtime: &Runtime) {
+    // A backend may share the pages of a sequence among threads, fewer for each of more sequences.
+    const LONG: usize = 40;
+    for sequences in [1, 2, 9] {
+        let own = |b: usize| ((b * LONG) as u32..((b + 1) * LONG) as u32).collect::<Vec<_>>();
+        let rows: Vec<_> = (0..sequences).map(|b| (LONG * PAGE - 1 - b, 1)).collect();
+        let pages: Vec<_> = (0..sequences).map(own).collect();
+        let step = Step { pool_pages: sequences * LONG, ..Step::new(&rows, &[]).of_decode() };
+        let with = |pages| Step { pages, ..step.clone() };
+        with(pages.clone()).outcome(runtime).expect("each has its own pages");
+        let last = sequences - 1;
+        for at in [0, 1, 17, 31, 32, LONG - 1] {
+            let mut missing = pages.clone();
+            missing[last][at] = 1000;
+            with(missing).expect_refusal(runtime, &[&format!("is in page 1000 of {}", step.pool_pages)]);
+            if at + 1 < LONG {
+                let (mut twice, page) = (pages.clone(), pages[last][LONG - 1]);
+                twice[last][at] = page;
+                let message = format!("to page {page}, where its rows still see earlier keys");
+                with(twice).expect_refusal(runtime, &[&message]);
+            }
+        }
     }
 }
 

@@ -2,7 +2,8 @@
 
 use super::share::is_mine;
 use super::{Check, FLOATS, INTEGERS, download, expect, layouts, rounded, upload};
-use crate::naive::reduce::{argsort, cumsum, largest, layer_norm, reduce, smallest, softmax, sorted};
+use crate::naive::reduce::{cumsum, largest, layer_norm, reduce, smallest, softmax};
+use crate::naive::sort::{argsort, sorted};
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use keel_array::{Array, DType, Reduction, Runtime};

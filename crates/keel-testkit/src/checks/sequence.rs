@@ -6,7 +6,7 @@ use super::{Check, delta_cuts, expect, expect_within, rounded, upload};
 use crate::naive::attention::{Shape, attention, attention_until};
 use crate::naive::causal_conv::causal_conv;
 use crate::naive::gated_delta::{Inputs, gated_delta_kept};
-use crate::naive::kv_coding::coded;
+use crate::naive::kv_coded::coded;
 use crate::naive::tensor::Tensor;
 use crate::random::Random;
 use crate::{cases, tolerance};

@@ -1,5 +1,7 @@
 //! Depthwise causal convolution with SiLU.
 
+use super::elementwise::silu;
+
 /// `y` `[T, C]` of `x` `[T, C]` with `weight` `[W, C]`. `window` `[W - 1, C]` holds the rows before, and is updated.
 pub fn causal_conv(x: &[f32], weight: &[f32], channels: usize, window: &mut Vec<f32>) -> Vec<f64> {
     let (rows, width) = (x.len() / channels, weight.len() / channels);
@@ -11,7 +13,7 @@ pub fn causal_conv(x: &[f32], weight: &[f32], channels: usize, window: &mut Vec<
             for j in 0..width {
                 sum += f64::from(weight[j * channels + c]) * f64::from(window[(t + j) * channels + c]);
             }
-            y.push(super::silu(sum));
+            y.push(silu(sum));
         }
     }
     window.drain(..rows * channels);

@@ -7,6 +7,11 @@ pub fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
+/// `x / (1 + e^-x)`
+pub fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
 /// `ln(1 + e^x)`
 pub fn softplus(x: f64) -> f64 {
     if x > 700.0 { x } else { x.exp().ln_1p() }

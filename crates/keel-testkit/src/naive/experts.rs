@@ -1,7 +1,7 @@
 //! Routing of a mixture of experts, and the sum of the experts' outputs.
 
 use super::elementwise::sigmoid;
-use super::reduce::argsort;
+use super::sort::argsort;
 
 /// Probabilities and indices of the `k` most probable of each row of `experts` logits. NaN comes last and has the
 /// probability of negative infinity, which is 0.

@@ -1,13 +1,16 @@
 //! Oracles: plain loops in `f64`, correct by inspection, never optimised.
 
+pub mod activation;
 pub mod attention;
 pub mod causal_conv;
+pub mod create;
 pub mod elementwise;
 pub mod exchange;
 pub mod experts;
 pub mod gated_delta;
 pub mod indexing;
-pub mod kv_coding;
+pub mod kv_coded;
+pub mod layout;
 pub mod linear;
 pub mod matmul;
 pub mod reduce;
@@ -15,9 +18,5 @@ pub mod rms_norm;
 pub mod rope;
 pub mod rotate_pairs;
 pub mod sample;
+pub mod sort;
 pub mod tensor;
-
-/// `x / (1 + e^-x)`
-pub fn silu(x: f64) -> f64 {
-    x / (1.0 + (-x).exp())
-}

@@ -1,5 +1,7 @@
 //! Root-mean-square norm of each group of `weight.len()` values.
 
+use super::elementwise::silu;
+
 /// `x / sqrt(mean(x^2) + eps) * weight`
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f64> {
     x.chunks_exact(weight.len())
@@ -14,5 +16,5 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f64> {
 /// `rms_norm(x) * silu(gate)`
 pub fn gated_rms_norm(x: &[f32], gate: &[f32], weight: &[f32], eps: f32) -> Vec<f64> {
     let normed = rms_norm(x, weight, eps);
-    normed.iter().zip(gate).map(|(x, &gate)| x * super::silu(f64::from(gate))).collect()
+    normed.iter().zip(gate).map(|(x, &gate)| x * silu(f64::from(gate))).collect()
 }

@@ -2,13 +2,13 @@
 
 use super::elements::{floats, integers, store_floats, store_integers};
 use keel_array::{Binary, DType, Fused, FusedStep, Kernel, Launch, Op, RandomKind, Reduction, Source, Unary};
-use keel_testkit::naive::elementwise::{gelu, gelu_tanh, select, sigmoid, softplus};
-use keel_testkit::naive::indexing::{
-    concatenate, random_bits, random_normal, random_uniform, slice_update, take, take_along,
-};
+use keel_testkit::naive::create::{random_bits, random_normal, random_uniform};
+use keel_testkit::naive::elementwise::{gelu, gelu_tanh, select, sigmoid, silu, softplus};
+use keel_testkit::naive::indexing::{take, take_along};
+use keel_testkit::naive::layout::{concatenate, slice_update};
 use keel_testkit::naive::matmul::matmul;
-use keel_testkit::naive::reduce::{argsort, cumsum, largest, layer_norm, reduce, smallest, softmax, sorted};
-use keel_testkit::naive::silu;
+use keel_testkit::naive::reduce::{cumsum, largest, layer_norm, reduce, smallest, softmax};
+use keel_testkit::naive::sort::{argsort, sorted};
 use keel_testkit::naive::tensor::Tensor;
 
 /// Total over operations: a new operation does not compile until it is decided about.

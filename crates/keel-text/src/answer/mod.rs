@@ -90,8 +90,8 @@ pub struct AnswerParser {
     gap: String,
     /// The search in `held` for the marker that ends the current call.
     search: Search,
-    /// A parameter without an end hid the end of its call until the answer ended. From then on such an end counts at
-    /// once. Otherwise each later call would search the same text again.
+    /// Set at the end of an answer in which a parameter never ends, and so hides the end of its call. From then on the
+    /// end of a call counts within a parameter, too. Otherwise each later call would search the same text again.
     trusts_ends: bool,
     /// Reasoning may begin, because there was none yet.
     may_reason: bool,

@@ -19,16 +19,42 @@ use crate::fp4::Fp4Mode;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quantization {
     default: ModuleQuantization,
+    /// `None` if the method's `qweight` is not read.
     gptq: Option<Gptq>,
     overrides: BTreeMap<String, ModuleQuantization>,
 }
 
-/// The config's GPTQ settings.
+/// How codes and zeros are stored in words (`qweight`, `qzeros`) of GPTQ's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gptq {
     pub bits: u64,
     /// Added to each stored zero.
     pub zero_offset: u8,
+}
+
+/// As the first tools stored them.
+impl Default for Gptq {
+    fn default() -> Gptq {
+        Gptq { bits: 4, zero_offset: 1 }
+    }
+}
+
+impl Gptq {
+    /// The settings of a method; `None` if its words are not read.
+    fn of_method(method: &str, section: &Map<String, Value>) -> Option<Gptq> {
+        let text = |key: &str| section.get(key).and_then(Value::as_str).unwrap_or_default();
+        let bits = section.get("bits").and_then(Value::as_u64).unwrap_or(4);
+        match method {
+            "awq" | "paroquant" => Some(Gptq::default()),
+            "gptq" => Some(Gptq { bits, zero_offset: u8::from(text("checkpoint_format") != "gptq_v2") }),
+            // It has several orders. These two are those of AutoGPTQ and AutoAWQ.
+            "auto-round" | "intel/auto-round" => {
+                let known = ["auto_round:auto_gptq", "auto_round:auto_awq"];
+                known.contains(&text("packing_format")).then_some(Gptq { bits, zero_offset: 1 })
+            }
+            _ => None,
+        }
+    }
 }
 
 /// The config's quantisation of one module.
@@ -56,12 +82,10 @@ impl Quantization {
             section.get("quant_method").and_then(Value::as_str).filter(|&name| name != "mlx")
         {
             let detail = |key: &str| Some(format!(", {key} '{}'", section.get(key)?.as_str()?));
-            let details: String = ["format", "quant_algo"].into_iter().filter_map(detail).collect();
+            let details: String =
+                ["format", "packing_format", "quant_algo"].into_iter().filter_map(detail).collect();
             let default = ModuleQuantization::Unsupported(format!("quant_method '{method}'{details}"));
-            let gptq = (method == "gptq").then(|| Gptq {
-                bits: section.get("bits").and_then(Value::as_u64).unwrap_or(4),
-                zero_offset: u8::from(section.get("checkpoint_format").is_none_or(|form| form != "gptq_v2")),
-            });
+            let gptq = Gptq::of_method(method, section);
             return Some(Quantization { default, gptq, overrides: BTreeMap::new() });
         }
         let default = parse_format(section, None);
@@ -75,10 +99,10 @@ impl Quantization {
             };
             overrides.insert(module.clone(), parsed);
         }
-        Some(Quantization { default, gptq: None, overrides })
+        Some(Quantization { default, gptq: Some(Gptq::default()), overrides })
     }
 
-    /// The GPTQ settings, if the config has them.
+    /// The form of `qweight`; `None` if the config's method has one that is not read.
     pub(crate) fn gptq(&self) -> Option<Gptq> {
         self.gptq
     }

@@ -20,6 +20,7 @@ mod config;
 mod tensor;
 
 pub use codec::{dequantize_row, pack_row, quantize_rows, unpack_row};
+pub(crate) use config::Gptq;
 pub use config::{ModuleQuantization, Quantization};
 pub use tensor::AffineTensor;
 pub(crate) use tensor::affine_cols;

@@ -8,8 +8,8 @@ use std::{
 
 use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue};
 use crate::{
-    LinearFormat, LinearInfo, LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError,
-    linear, mapped::MappedFile, source::missing, unsupported::GGUF_ADVICE,
+    LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError, linear, mapped::MappedFile,
+    source::missing, unsupported::GGUF_ADVICE,
 };
 
 /// The number of files that a model is split into. A part has only some of the tensors.
@@ -102,11 +102,6 @@ impl TensorSource for GgufFile {
         let info = self.info(name)?;
         let (name, entry) = self.entry(name)?;
         TensorView::new(name, info.dtype, info.shape, &self.map.bytes()[entry.range.clone()])
-    }
-
-    fn linear_info(&self, module: &str) -> Result<LinearInfo> {
-        let Some(matrix) = self.blocks(module)? else { return linear::info(self, module) };
-        Ok(LinearInfo::new(matrix.shape(), LinearFormat::Blocks(matrix.format())))
     }
 
     fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {

@@ -183,7 +183,7 @@ mod tests {
     use keel_array::{BlockFormat, DType};
 
     use super::*;
-    use crate::TensorSource;
+    use crate::{LinearFormat, TensorSource};
     use crate::gguf::{GgufFile, GgufValue};
 
     fn spec(name: &str, kind: GgmlType, shape: &[usize]) -> GgufTensorSpec {
@@ -226,7 +226,8 @@ mod tests {
         assert_eq!(file.tensor("n").unwrap().bytes(), [2; 12]);
         assert_eq!(file.tensor("z").unwrap().bytes(), [3; 4]);
         let info = file.linear_info("w").unwrap();
-        assert_eq!((info.rows, info.cols, info.bytes()), (2, 64, 136));
+        assert_eq!((info.rows, info.cols), (2, 64));
+        assert_eq!(info.format, LinearFormat::Blocks(BlockFormat::Q8_0));
         let mut copy = GgufMetadata::default();
         for key in ["a.kinds", "a.texts"] {
             copy.raw(key, file.header().raw_value(file.bytes(), key).unwrap());

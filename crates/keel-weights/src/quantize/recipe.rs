@@ -33,6 +33,13 @@ impl QuantizeRecipe {
         QuantizeRecipe { format, overrides: BTreeMap::new(), shard_bytes_max: SHARD_BYTES_MAX }
     }
 
+    /// The format that the weight of a linear layer or embedding takes; `None` if it stays dense. `cols` are its
+    /// columns.
+    pub fn format_for(&self, module: &str, cols: usize) -> Option<AffineFormat> {
+        let format = self.format_of(module).filter(|_| !is_unchanged(module))?;
+        format.groups(cols).filter(|&groups| groups > 0).map(|_| format)
+    }
+
     /// The format of a module whose dense weight can be quantised.
     pub(super) fn format_of(&self, module: &str) -> Option<AffineFormat> {
         let matching = self.overrides.iter().filter(|(path, _)| is_tail(module, path));
@@ -49,11 +56,8 @@ impl QuantizeRecipe {
 /// The module of a tensor that can be quantised: a float matrix or a stack of expert matrices, but not of the vision
 /// tower, norms, or the small tensors of recurrent layers.
 pub(super) fn module_of<'a>(name: &'a str, info: &TensorInfo<'_>) -> Option<&'a str> {
-    let parts = || name.split('.');
-    let is_expert = parts().any(|part| part == "experts" || part == "switch_mlp");
-    let is_vision = parts().any(|part| part == "visual" || part.starts_with("vision"));
-    let is_kept = |part: &str| part.contains("norm") || ["conv1d", "A_log", "dt_bias"].contains(&part);
-    if !info.dtype.is_float() || is_vision || parts().any(is_kept) {
+    let is_expert = name.split('.').any(|part| part == "experts" || part == "switch_mlp");
+    if !info.dtype.is_float() || is_unchanged(name) {
         return None;
     }
     match (name.strip_suffix(".weight"), info.shape.len()) {
@@ -62,6 +66,15 @@ pub(super) fn module_of<'a>(name: &'a str, info: &TensorInfo<'_>) -> Option<&'a 
         (None, 3) if is_expert => Some(name),
         _ => None,
     }
+}
+
+/// Whether a name tells that a tensor stays as it is: one of the vision tower, a norm or a part of a recurrent layer.
+fn is_unchanged(name: &str) -> bool {
+    let is_kept = |part: &str| {
+        let is_vision = part == "visual" || part.starts_with("vision");
+        is_vision || part.contains("norm") || ["conv1d", "A_log", "dt_bias"].contains(&part)
+    };
+    name.split('.').any(is_kept)
 }
 
 /// Whether the last parts of a dotted path are `tail`.
@@ -121,5 +134,9 @@ mod tests {
         assert_eq!(recipe.format_of("l.1.mlp.up_proj"), format(6, 64));
         assert_eq!(recipe.format_of("l.1.mlp.sup_proj"), format(4, 32));
         assert_eq!(recipe.format_of("l.1.mlp.gate"), format(5, 32));
+        assert_eq!(recipe.format_for("l.1.mlp.sup_proj", 96), format(4, 32));
+        for (module, cols) in [("l.1.mlp.sup_proj", 48), ("l.0.mlp.up_proj", 64), ("visual.proj", 64)] {
+            assert_eq!(recipe.format_for(module, cols), None, "{module}");
+        }
     }
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::{
     plan::{Conversion, Target, TensorConversion},
     recipe::QuantizeRecipe,
-    source::RowSource,
+    source::{RowSource, encode_floats},
 };
 use crate::{
     AffineFormat, Checkpoint, Result, ShardedWriter, TensorSource, TensorSpec, WeightsError,
@@ -17,12 +17,11 @@ use crate::{
     cols, float,
     gguf::{GgmlType, encode},
     json, rows,
+    view::fill_rows,
 };
 
 /// Values decoded at a time: 16 MiB of f32.
 pub(super) const CHUNK_VALUES: usize = 4 << 20;
-/// Values that one thread decodes at a time.
-const TASK_VALUES: usize = 1 << 16;
 
 /// Extensions of the files that are copied with the weights: tokenizer, template, generation settings.
 const COPIED_EXTENSIONS: [&str; 5] = ["json", "jinja", "txt", "model", "tiktoken"];
@@ -253,11 +252,7 @@ fn blocks_of<'s>(source: &'s dyn RowSource, name: &str, kind: GgmlType) -> Optio
 /// Rows of `name` from `start` on, in this type.
 fn encode_rows(name: &str, kind: GgmlType, start: usize, cols: usize, values: &[f32]) -> Result<Vec<u8>> {
     let format = match kind {
-        GgmlType::Plain(dtype) => {
-            let mut bytes = vec![0; values.len() * dtype.size()];
-            float::encode(dtype, values, &mut bytes);
-            return Ok(bytes);
-        }
+        GgmlType::Plain(dtype) => return encode_floats(name, dtype, start, cols, values),
         GgmlType::Blocks(format) => format,
     };
     let row_bytes = cols / format.values() * format.bytes();
@@ -278,13 +273,11 @@ fn decode(
     values: &mut Vec<f32>,
 ) -> Result<()> {
     let cols = cols(&spec.shape);
-    let task_rows = (TASK_VALUES / cols).max(1);
     values.resize(rows.len() * cols, 0.0);
-    values.par_chunks_mut(task_rows * cols).enumerate().try_for_each(|(i, values)| {
-        let first = rows.start + i * task_rows;
-        source.rows_f32(&spec.name, first..first + values.len() / cols, values)?;
-        let mut rows = values.chunks_exact(cols).enumerate();
-        rows.try_for_each(|(row, values)| check_finite(&spec.name, first + row, values))
+    fill_rows(&rows, cols, values, |rows, values| {
+        source.rows_f32(&spec.name, rows.clone(), values)?;
+        let mut rows = rows.zip(values.chunks_exact(cols));
+        rows.try_for_each(|(row, values)| check_finite(&spec.name, row, values))
     })
 }
 

@@ -3,12 +3,14 @@
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
 use keel_array::{BlockFormat, DType};
+use rayon::prelude::*;
 
 use crate::{
     Checkpoint, ColumnsTensor, LinearFormat, LinearTensor, Result, TensorSource, TensorSpec, WeightsError,
-    cols, float,
+    cols, float, fp8,
     gguf::{GgmlType, GgufFile},
     unsupported,
+    view::fill_rows,
 };
 
 /// Tensors to be converted.
@@ -32,11 +34,7 @@ pub trait RowSource: Sync {
     /// # Errors
     /// As [`rows_f32`](RowSource::rows_f32).
     fn bytes_of_rows(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
-        let mut values = vec![0.0; rows.len() * cols(&spec.shape)];
-        self.rows_f32(&spec.name, rows, &mut values)?;
-        let mut bytes = vec![0; values.len() * spec.dtype.size()];
-        float::encode(spec.dtype, &values, &mut bytes);
-        Ok(Cow::Owned(bytes))
+        encoded_rows(self, spec, rows).map(Cow::Owned)
     }
 
     /// The blocks of a tensor stored in this coding and in the output's row order; `None` otherwise.
@@ -61,6 +59,34 @@ pub trait RowSource: Sync {
     /// # Errors
     /// [`WeightsError::CutShort`].
     fn check_intact(&self) -> Result<()>;
+}
+
+/// Rows of a source, decoded and encoded again.
+fn encoded_rows<S: RowSource + ?Sized>(source: &S, spec: &TensorSpec, rows: Range<usize>) -> Result<Vec<u8>> {
+    let (name, cols) = (&spec.name, cols(&spec.shape));
+    let mut values = vec![0.0; rows.len() * cols];
+    fill_rows(&rows, cols, &mut values, |rows, values| source.rows_f32(name, rows, values))?;
+    encode_floats(name, spec.dtype, rows.start, cols, &values)
+}
+
+/// Values of rows from `start` on, in this type. A finite value that would become infinite is an error.
+pub(super) fn encode_floats(
+    name: &str,
+    dtype: DType,
+    start: usize,
+    cols: usize,
+    values: &[f32],
+) -> Result<Vec<u8>> {
+    let limit = float::overflow(dtype);
+    // Without an early exit, the loop compiles to vector code.
+    let overflows =
+        |row: &[f32]| row.iter().fold(false, |found, x| found | (x.is_finite() & (x.abs() >= limit)));
+    if let Some(row) = values.par_chunks(cols.max(1)).position_first(overflows) {
+        return Err(WeightsError::TooLarge { name: name.into(), row: start + row, dtype });
+    }
+    let mut bytes = vec![0; values.len() * dtype.size()];
+    float::encode(dtype, values, &mut bytes);
+    Ok(bytes)
 }
 
 impl RowSource for Checkpoint {
@@ -138,7 +164,7 @@ impl<'a> Dequantized<'a> {
                 };
                 let shape = info.experts.into_iter().chain([info.rows, info.cols]).collect();
                 TensorSpec { name: format!("{module}.weight"), dtype, shape }
-            } else if PARTS.contains(&part) {
+            } else if PARTS.contains(&part) || part == "weight_scale" && is_packed(checkpoint, module) {
                 continue;
             } else {
                 unsupported::check_part(checkpoint, name)?;
@@ -153,7 +179,7 @@ impl<'a> Dequantized<'a> {
 
 /// Whether the checkpoint has scales for a weight.
 fn is_packed(checkpoint: &Checkpoint, module: &str) -> bool {
-    ["scales", "weight_scale_inv"].iter().any(|part| checkpoint.contains(&format!("{module}.{part}")))
+    checkpoint.contains(&format!("{module}.scales")) || fp8::scales_name(checkpoint, module).is_some()
 }
 
 impl RowSource for Dequantized<'_> {
@@ -162,10 +188,16 @@ impl RowSource for Dequantized<'_> {
     }
 
     fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        match name.strip_suffix(".weight").filter(|_| !self.checkpoint.contains(name) || self.is_linear(name))
-        {
+        match self.decoded_module(name) {
             Some(module) => self.checkpoint.linear(module)?.rows_f32(rows, out),
             None => RowSource::rows_f32(self.checkpoint, name, rows, out),
+        }
+    }
+
+    fn bytes_of_rows(&self, spec: &TensorSpec, rows: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        match self.decoded_module(&spec.name) {
+            Some(_) => encoded_rows(self, spec, rows).map(Cow::Owned),
+            None => RowSource::bytes_of_rows(self.checkpoint, spec, rows),
         }
     }
 
@@ -189,8 +221,10 @@ impl Dequantized<'_> {
         self.tensors.get(name).map(|spec| cols(&spec.shape))
     }
 
-    fn is_linear(&self, name: &str) -> bool {
-        name.strip_suffix(".weight").is_some_and(|module| is_packed(self.checkpoint, module))
+    /// The quantised module whose weight has this name. The other tensors are those of the checkpoint.
+    fn decoded_module<'n>(&self, name: &'n str) -> Option<&'n str> {
+        let module = name.strip_suffix(".weight")?;
+        (!self.checkpoint.contains(name) || is_packed(self.checkpoint, module)).then_some(module)
     }
 }
 

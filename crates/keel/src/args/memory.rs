@@ -77,8 +77,9 @@ pub struct MemoryArgs {
     #[arg(long, conflicts_with = "resident")]
     pub on_demand: bool,
     /// Most drafts of the multi-token-prediction head that a step verifies for each sequence. By default, if the model
-    /// has such a head, 8 on the CPU and 4 on a GPU, and 2 on several devices and where more do not fit. The server
-    /// measures how many drafts pay and may make none. On the CPU a sampled request with a seed makes none.
+    /// has such a head, 8 on the CPU and 4 on a GPU, and 2 on several devices and where more do not fit; none where
+    /// GPUs form a pipeline and with --nodes. The server measures how many drafts pay and may make none. On the CPU a
+    /// sampled request with a seed makes none.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=DRAFTS_MAX as i64))]
     pub drafts: Option<u8>,
     /// How an embedding is computed: the hidden state of the last token, or the mean over all tokens. The mean takes

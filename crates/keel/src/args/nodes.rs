@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use evenkeel::{Determinism, room_on_gpu};
 use keel_array::{Backend, Compute, Runtime};
@@ -60,11 +60,16 @@ impl NodeArgs {
         self.nodes.get(self.node).map(String::as_str).ok_or_else(missing)
     }
 
-    /// The addresses that node 0 has, for a node that serves no other.
-    pub fn leaders(&self) -> Result<Vec<IpAddr>> {
+    /// The addresses that node 0 has now, for a node that serves no other. None if its name cannot be looked up.
+    pub fn leaders(&self) -> Vec<IpAddr> {
         let first = &self.nodes[0];
-        let found = first.to_socket_addrs().with_context(|| format!("--nodes {first}"))?;
-        Ok(found.map(|address| address.ip().to_canonical()).collect())
+        match first.to_socket_addrs() {
+            Ok(found) => found.map(|address| address.ip().to_canonical()).collect(),
+            Err(error) => {
+                tracing::warn!("--nodes {first}: {error}; it is looked up again when a leader connects");
+                Vec::new()
+            }
+        }
     }
 
     /// Refuses several processes, or a number that is none of them.

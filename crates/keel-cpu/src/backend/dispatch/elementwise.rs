@@ -1,9 +1,8 @@
 //! Element-wise operations: floats as chains, all other types by type.
 
 use super::Call;
-use crate::kernels::generic::arithmetic::{compare, integer_binary, integer_unary, select};
 use crate::kernels::generic::chain::chain;
-use crate::kernels::generic::copy::cast;
+use crate::kernels::generic::elementwise::{cast, compare, integer_binary, integer_unary, select};
 use crate::kernels::generic::scalar::{with_bits, with_float, with_scalar};
 use crate::pool::Worker;
 use keel_array::{Binary, FusedStep, Op, Source};

@@ -2,8 +2,8 @@
 
 use super::Call;
 use crate::backend::weights;
+use crate::kernels::generic::indexing::{Index, position, take, take_along};
 use crate::kernels::generic::scalar::with_bits;
-use crate::kernels::generic::take::{Index, position, take, take_along};
 use crate::kernels::linear::unpack_row;
 use crate::pool::Worker;
 use keel_array::{ArrayError, DType, Op, WeightSpec};

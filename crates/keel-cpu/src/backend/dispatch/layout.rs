@@ -1,7 +1,7 @@
 //! Copies, joins, block replacement.
 
 use super::Call;
-use crate::kernels::generic::copy::{JoinedOperand, concatenate, copy, write_block};
+use crate::kernels::generic::layout::{JoinedOperand, concatenate, copy, write_block};
 use crate::kernels::generic::scalar::with_bits;
 use crate::pool::Worker;
 use keel_array::Op;

@@ -12,15 +12,15 @@
 //!
 //! Values are finite: a key that a row does not see has weight 0, and 0 times NaN or infinity is NaN.
 
-mod coded;
 mod decode;
+mod kv_coded;
 mod page;
 mod pages;
 mod prefill;
 mod segments;
 
-pub use coded::{CodedPages, CodedPagesMut};
 pub use decode::{attention_decode, decode_workspace_len};
+pub use kv_coded::{CodedPages, CodedPagesMut};
 pub use pages::{KvElement, KvPages, KvPagesMut, KvRead, KvWrite, PAGE, PageTable, TILE, kv_write};
 pub use prefill::{attention_prefill, prefill_workspace_len};
 

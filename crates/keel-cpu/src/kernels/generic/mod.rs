@@ -3,18 +3,18 @@
 //! Element-wise kernels read a block of each operand into a buffer before they write, so the result may take the
 //! place of an operand. Reductions work on whole rows: their order never depends on the number of workers.
 
-pub mod arithmetic;
 pub mod chain;
-pub mod copy;
 pub mod create;
+pub mod elementwise;
 pub mod experts;
+pub mod indexing;
+pub mod layout;
 pub mod matmul;
 pub mod reduce;
 pub mod rotate_pairs;
 pub mod scalar;
 pub mod sort;
 pub mod strided;
-pub mod take;
 
 /// Elements that a kernel works on at a time: 2 KB of the largest type, well inside the first-level cache.
 pub const BLOCK: usize = 256;

@@ -18,7 +18,7 @@
 use super::elementwise::runs_by_four;
 use super::linear::{self, Biased, combination};
 use crate::backend::Mode;
-use crate::backend::operand::head_strides;
+use crate::backend::operand::{HeadStrides, head_strides};
 use crate::backend::weights::TILE_ROWS;
 use keel_array::{DType, Kernel, Layout, Op, Operand, OperandMemory, Regime, Shape, WeightSpec};
 
@@ -46,7 +46,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
             // these columns and cannot absorb. To keep the bits, no device does.
             enters(weight, producer) || !mode.spans_devices() && enters_by_heads(weight, producer)
         }
-        (Op::Linear { weight, .. }, 0) if linear::surely_in_half(weight, reader, mode) => {
+        (Op::Linear { weight, .. }, 0) if linear::takes_x_in_half(weight, reader, mode) => {
             enters_as_half(weight, producer) || enters_by_heads(weight, producer)
         }
         (Op::GatherLinear { weight }, 0) if linear::takes_few_rows(weight, reader, mode) => {
@@ -75,7 +75,7 @@ pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kern
         (Op::Binary(_) | Op::Fused(_), _) => match &producer.op {
             Op::Linear { weight, residual: false } => {
                 Biased::of(reader, input, weight).is_some()
-                    && linear::surely_as_stored(weight, producer, mode)
+                    && linear::blas_takes_stored_weight(weight, producer, mode)
             }
             _ => false,
         },
@@ -133,7 +133,7 @@ fn enters_by_heads(weight: &WeightSpec, producer: &Kernel) -> bool {
     };
     // Read 16 bytes at a time. An intermediate begins at a multiple of 16 bytes; memory from outside may not.
     let strides = head_strides(&read.layout).filter(|_| matches!(read.memory, OperandMemory::Temp(_)));
-    let aligned = strides.is_some_and(|(row, head)| row.is_multiple_of(4) && head.is_multiple_of(4));
+    let aligned = strides.is_some_and(|by| by.row.is_multiple_of(4) && by.head.is_multiple_of(4));
     let x = &producer.inputs[0].layout;
     let columns: usize = read.layout.shape.iter().skip(1).product();
     let plain = x.is_contiguous() && producer.producer(0).is_none() && columns == weight.cols;
@@ -151,7 +151,7 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
         Op::SwiGlu => aligned && producer.absorbed.is_empty(),
         Op::RmsNorm { .. } | Op::LayerNorm { .. } => aligned && weight.cols <= 4 * 1024,
         Op::Unary(_) | Op::Binary(_) | Op::Fused(_) => {
-            // What is large is an intermediate; what all rows share is a parameter.
+            // An operand with a row for each token is an intermediate; one that all rows share is a parameter.
             let known = |input: &Operand| {
                 matches!(input.memory, OperandMemory::Temp(_)) || input.layout.row_stride(1).is_none()
             };
@@ -165,7 +165,7 @@ fn enters_as_half(weight: &WeightSpec, producer: &Kernel) -> bool {
 /// Whether the producer rotates heads as a whole, which it can read 16 bytes at a time.
 fn turns_whole_heads(producer: &Kernel) -> bool {
     let x = producer.source(0);
-    let aligned = |(row, head): (usize, usize)| {
+    let aligned = |HeadStrides { row, head }| {
         [row, head, x.layout.offset].iter().all(|distance| distance.is_multiple_of(4))
     };
     matches!(&producer.op, Op::Rope(spec) if x.layout.shape.last() == Some(&spec.rotary))

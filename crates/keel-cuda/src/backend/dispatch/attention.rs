@@ -7,7 +7,8 @@ mod shared_memory;
 
 use super::batch::{BatchCheck, check_batch};
 use super::fast::rotation;
-use super::{Bound, BoundKernel, Call, Geometry};
+use super::{BLOCKS_WANTED, Bound, BoundKernel, Call, Geometry};
+use crate::backend::operand::HeadStrides;
 use crate::backend::{Mode, Precision};
 use crate::kernels::{
     ATTENTION, ATTENTION_DECODE_PERSISTENT, ATTENTION_PREPARE, ATTENTION_TENSOR, ATTENTION_WGMMA, KernelKey,
@@ -16,7 +17,7 @@ use crate::kernels::{
 use crate::parameters::{Attend, AttentionMerge, AttentionPrepare, KvWrite};
 use decode_persistent::{Capacity, Walk, is_worthwhile};
 use keel_array::{ArrayError, AttentionSpec, DType, Kernel, KvFormat, Op, Regime, RopeSpec, Shape};
-use kv_splits::{BLOCKS_WANTED, KvSplits, SPLIT_STEP, WIDE_TILE, splits};
+use kv_splits::{KvSplits, SPLIT_STEP, WIDE_TILE, splits};
 use shared_memory::KvHead;
 
 /// Pairs of row and head of a block, in decode and in f32; four times as many in prefill on tensor cores.
@@ -42,7 +43,7 @@ fn sees_later_keys(kernel: &Kernel) -> bool {
 }
 
 /// Whether every device attends on tensor cores, for all rows at once. The kernel can then leave f16 of an eighth.
-pub(super) fn surely_leaves_half(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> bool {
+pub(super) fn leaves_half(spec: &AttentionSpec, kernel: &Kernel, mode: Mode) -> bool {
     (spec.regime, spec.window, mode.precision) == (Regime::Prefill, None, Precision::Fast)
         && kernel.inputs[3].dtype != DType::F32
 }
@@ -151,8 +152,10 @@ impl RopeArgs<'_> {
 /// `Heads` of the source: address, and the distances of rows and heads.
 fn heads(producer: &BoundKernel<'_>) -> [u64; 3] {
     let x = producer.strided(0);
-    let (row, head) =
-        if producer.producer(0).is_some() { x.head_strides() } else { (x.row_stride(2), x.width()) };
+    let HeadStrides { row, head } = match producer.producer(0) {
+        Some(_) => x.head_strides(),
+        None => HeadStrides { row: x.row_stride(2), head: x.width() },
+    };
     [x.address, row as u64, head as u64]
 }
 

@@ -235,7 +235,8 @@ fn unary(op: Unary) -> &'static str {
     }
 }
 
-/// An expression over `a` and `b`. Each step is rounded, so that a chain has the bits of its steps one by one.
+/// An expression over `a` and `b`. Each operation is rounded. So a fused chain has the bits of its operations run one
+/// by one.
 fn binary(op: Binary) -> &'static str {
     match op {
         Binary::Add => "__fadd_rn(a, b)",

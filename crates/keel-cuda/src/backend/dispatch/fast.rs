@@ -2,6 +2,7 @@
 
 use super::{Bound, Call, Geometry};
 use crate::backend::Precision;
+use crate::backend::operand::HeadStrides;
 use crate::kernels::{ACTIVATION, KernelKey, RMS_NORM, ROPE, ROTATE_PAIRS};
 use crate::parameters::{AddRmsNorm, GatedRmsNorm, RmsNorm, Rope, RotatePairs, SigmoidGate, SwiGlu, Wide};
 use keel_array::{ArrayError, Op, RopeSpec};
@@ -109,16 +110,16 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
     const WARPS: usize = 4;
     let (x, y) = (call.strided(0), &call.outputs[0]);
     let (tokens, heads) = (x.layout.shape[0], x.layout.shape[1]);
-    let (stride, head_stride) = match call.producer(0) {
+    let HeadStrides { row, head } = match call.producer(0) {
         Some(_) => x.head_strides(),
-        None => (x.row_stride(2), x.width()),
+        None => HeadStrides { row: x.row_stride(2), head: x.width() },
     };
     let key = rotation(KernelKey::new(ROPE, "rope"), spec, norm.is_some()).define("D", x.width());
     let (w, eps) = norm.unwrap_or((0, 0.0));
     let parameters = Rope {
         x: x.address,
-        stride: Wide(stride),
-        head_stride: Wide(head_stride),
+        stride: Wide(row),
+        head_stride: Wide(head),
         positions: call.inputs[1].address,
         inverse: call.inputs[2].address,
         w,

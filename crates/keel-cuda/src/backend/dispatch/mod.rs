@@ -26,6 +26,10 @@ use keel_array::{ArrayError, Kernel, KernelGroup, Op};
 pub(super) use linear::{narrows, rounds_weight};
 pub(super) use support::supports;
 
+/// Blocks that fill a device: one for each multiprocessor of an H100 or H200. The number is the same for other devices:
+/// a plan has no device, and the cuts that follow from the number order sums.
+const BLOCKS_WANTED: usize = 132;
+
 /// Puts a kernel's launches on the stream.
 fn run(call: &Call<'_>) -> Result<(), ArrayError> {
     if call.outputs.iter().all(|y| y.len() == 0) && !call.kernel.op.commits_open_rows() {

@@ -100,8 +100,8 @@ fn conv(spec: &ConvSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     call.launch(&key("causal_conv"), geometry(sequences), &parameters)
 }
 
-/// Whether rows are divided into tiles. Otherwise one block goes over all rows of a sequence, of which a decode step has
-/// one. A step of prompts has room for more sequences than take part, so their number tells nothing of their length.
+/// Whether rows are divided into tiles. Otherwise one block goes over all rows of a sequence, of which a decode step
+/// has one. A step of prompts has room for more sequences than take part, so their number says nothing of their length.
 fn runs_in_tiles(rows: usize, sequences: usize) -> bool {
     rows > sequences
 }

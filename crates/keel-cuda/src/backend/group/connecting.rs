@@ -143,7 +143,7 @@ impl CudaGroup {
     fn seat_all(&self, links: Vec<Links>) {
         for (rank, links) in self.shared.local.clone().zip(links) {
             let replaced = self.seat(rank).links.replace(links);
-            // Not while the seat is locked: the end of exchanges may take a while.
+            // After the seat's lock is released: ending exchanges may take long.
             drop(replaced);
         }
     }

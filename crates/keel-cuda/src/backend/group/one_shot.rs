@@ -44,7 +44,7 @@ impl CudaGroup {
         };
         for rank in first..first + devices.len() {
             let replaced = std::mem::replace(&mut self.seat(rank).mailboxes, mailboxes.clone());
-            // Not while the seat is locked: the last one waits for the devices, which look at their seats.
+            // After the seat's lock is released: the last drop waits for the devices, which lock their seats.
             drop(replaced);
         }
         Ok(())

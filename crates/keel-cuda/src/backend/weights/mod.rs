@@ -345,7 +345,7 @@ mod tests {
         let (codes, pairs) = (vec![1; 19 * 96], vec![0.5; 19 * 3]);
         let data = RowData::Affine { codes: &codes, scales: &pairs, biases: &pairs };
         let all = pack(&spec, &RowBlock { expert: 2, first_row: 16, rows: 19, data }).expect("whole tiles");
-        // Two column tiles of 5 bits; experts of three row tiles; this is the eighth and ninth of nine.
+        // The weight has 2 column tiles of 5 bits and 3 experts of 3 row tiles. The block has the last 2 of the 9.
         assert_eq!((all[0].offset, all[0].bytes.len()), (7 * 2 * 640, 2 * 2 * 640));
         assert_eq!((all[1].offset, all[1].bytes.len()), (layout.pairs + 7 * 256, 2 * 256));
         assert_eq!(layout.bytes(), layout.pairs + 9 * 256);

@@ -113,6 +113,17 @@ fn drafts_leave_no_trace() {
 }
 
 #[test]
+fn a_draft_takes_no_more_memory_than_is_planned() {
+    let mut chooser = chooser(SamplerOptions { temperature: 100.0, ..SamplerOptions::default() });
+    for tokens in [200, 400] {
+        chooser.draft(&mut LogitsRow::from(vec![1.0; tokens])).expect("free");
+        chooser.retract();
+    }
+    let bytes = chooser.proposed[0].distribution.capacity() * size_of::<(u32, f32)>();
+    assert_eq!(bytes, SamplerChooser::DRAFT_BYTES);
+}
+
+#[test]
 fn an_abandoned_round_chooses_the_same_again() {
     let mut chooser = SamplerChooser::new(sampler(options(3)), Some(Box::new(Turns(0))), Vec::new());
     let round = |chooser: &mut SamplerChooser| {

@@ -116,7 +116,7 @@ fn expensive_rows_are_not_bought() {
 /// without a sequence alone.
 fn crowd(verify: f64) -> Costs {
     let options = EngineOptions { sequences: 32, drafts: 3, ..EngineOptions::default() };
-    let mut costs = Costs::new(&Buckets::new(&options, true, false));
+    let mut costs = Costs::new(&Buckets::new(&options, 0, true, false));
     let shape = |outcome, rows| StepKind::decode(outcome).of(rows, 32);
     costs.note_empty(&shape(Outcome::Ahead, 32), 3e-3);
     costs.note_empty(&shape(Outcome::OpenRows, 32), 9e-3);
@@ -143,7 +143,7 @@ fn depths_follow_from_passes_without_a_sequence_until_they_are_measured() {
 #[test]
 fn passes_with_as_many_rows_of_other_sequences_are_not_mixed() {
     let options = EngineOptions { sequences: 64, drafts: 1, ..EngineOptions::default() };
-    let mut costs = Costs::new(&Buckets::new(&options, true, false));
+    let mut costs = Costs::new(&Buckets::new(&options, 0, true, false));
     let shape = |outcome, rows, sequences| StepKind::decode(outcome).of(rows, sequences);
     costs.note_empty(&shape(Outcome::OpenRows, 128, 64), 8e-3);
     costs.note_empty(&shape(Outcome::OpenRows, 64, 64), 9e-3);

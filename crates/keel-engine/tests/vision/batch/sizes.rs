@@ -24,6 +24,32 @@ fn made_up_request(config: &VisionConfig, id: u64, (h, w): (usize, usize)) -> Ba
     BatchRequest { vision: Some(vision.expect("the tokens fit")), ..BatchRequest::new(id, tokens, ANSWER) }
 }
 
+/// Pictures whose rows see each other are one run if no token is between them. One that fits into no step is refused
+/// at once, with the tokens and the limit.
+#[test]
+fn pictures_side_by_side_that_fit_into_no_step_are_refused() {
+    for model in Model::all().filter(|model| model.config.is_bidirectional()) {
+        let rows = model.config.run_rows();
+        let prefill_step = rows.next_multiple_of(64);
+        let count = prefill_step / rows + 1;
+        let config = &model.config.tokens;
+        let tokens =
+            [vec![5, 6, config.start], vec![config.image; count * rows], vec![config.end, 9]].concat();
+        let pictures = vec![model.case("b_large").pictures.swap_remove(0); count];
+        let request = || model.request(0, &tokens, &pictures);
+        let mut small = model.batcher(EngineOptions { prefill_step, ..options() }, exactly());
+        let refused = small.submit(request(), Instant::now()).expect_err("it fits into no step").to_string();
+        let numbers = format!(
+            "of {} tokens must be run in one step, and a step has at most {prefill_step}",
+            count * rows
+        );
+        assert!(refused.contains(&numbers), "{}: {refused}", model.name);
+        assert!(small.is_idle());
+        let large = EngineOptions { prefill_step: 2 * prefill_step, ..options() };
+        assert_eq!(answer(&mut model.batcher(large, exactly()), request()).tokens.len(), ANSWER);
+    }
+}
+
 /// Grids of every kind, in any order, with and without drafts, with a tower whose passes are cut.
 #[test]
 fn pictures_of_any_size_leave_nothing_to_be_done_late() {

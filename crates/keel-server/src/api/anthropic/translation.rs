@@ -3,20 +3,18 @@
 use serde_json::{Map, Value, json};
 
 use super::{InputMessage, MessagesBody, SHARED};
+use crate::api::field_names::read;
 use crate::api::openai::chat::ChatBody;
-use crate::api::passed_on::check_types;
 use crate::api::unsupported;
 use crate::error::{Result, wrong};
 
 /// Translates the request to a chat.
 pub(crate) fn chat(body: MessagesBody) -> Result<ChatBody> {
-    // The types of all other fields are checked before.
-    serde_json::from_value(to_chat(body)?).map_err(|error| wrong("messages", error.to_string()))
+    read(to_chat(body)?)
 }
 
 fn to_chat(body: MessagesBody) -> Result<Value> {
-    unsupported::check_messages(&body.rest)?;
-    check_types(&SHARED, &body.rest)?;
+    unsupported::MESSAGES.check(&body.rest)?;
     let mut messages = Vec::new();
     if let Some(system) = body.system.filter(|s| !s.is_null()) {
         check_system(&system)?;
@@ -55,9 +53,6 @@ fn to_chat(body: MessagesBody) -> Result<Value> {
         "stop": body.stop_sequences,
         "tool_choice": choice,
         "parallel_tool_calls": parallel,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
         "chat_template_kwargs": variables,
     });
     // The values are moved, because the macro would copy them.
@@ -239,8 +234,6 @@ mod tests {
         for (field, value) in [
             ("system", json!(5)),
             ("system", json!([{"type": "text"}])),
-            ("seed", json!("x")),
-            ("logit_bias", json!([])),
             ("messages", json!([{"role": "user", "content": 5}])),
         ] {
             let mut body = json!({"messages": []});

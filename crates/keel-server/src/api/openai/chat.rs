@@ -55,9 +55,7 @@ pub(crate) struct ChatBody {
     response_format: Option<Value>,
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<String>,
-    #[serde(flatten)]
-    sampling: SamplingFields,
-    /// All other fields.
+    /// All other fields, such as those of sampling.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -125,7 +123,8 @@ pub(crate) fn engine_request(
     bounds: &Bounds<'_>,
     body: ChatBody,
 ) -> Result<EngineRequest> {
-    unsupported::check_chat(&body.rest)?;
+    unsupported::CHAT.check(&body.rest)?;
+    let sampling = SamplingFields::of(body.rest)?;
     let asked = response_grammar(body.response_format.as_ref())?;
     let parallel = body.parallel_tool_calls.unwrap_or(true);
     let tools = Tools::new(body.tools, body.tool_choice.as_ref(), parallel, asked)?;
@@ -150,11 +149,11 @@ pub(crate) fn engine_request(
     let ask = EngineRequest {
         marks: vec![prompt.shared_len],
         max_tokens: body.max_completion_tokens.or(body.max_tokens),
-        sampler: body.sampling.options(&text.defaults, bounds.vocab)?,
-        seed: body.sampling.seed(),
+        sampler: sampling.options(&text.defaults, bounds.vocab)?,
+        seed: sampling.seed(),
         stop: body.stop.map_or(Vec::new(), OneOrMany::into_vec),
         choices: body.n.unwrap_or(1),
-        ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
+        ignore_eos: sampling.ignore_eos.unwrap_or(false),
         top_logprobs,
         listing: Listing::Objects,
         one_call: tools.one_call,

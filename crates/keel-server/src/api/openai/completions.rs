@@ -22,7 +22,7 @@ use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
 use crate::collect::{Outbox, StreamRoom, collect, error_event, merge, respond};
 use crate::collected::Collected;
-use crate::error::{Result, wrong};
+use crate::error::{Result, ServerError, wrong};
 use crate::http::body::Body;
 use crate::loaded_model::{EngineRequest, bytes_of_copy};
 use crate::memory::requests::{Listing, bytes_of_part};
@@ -53,9 +53,7 @@ pub(crate) struct CompletionBody {
     logprobs: Option<usize>,
     echo: Option<bool>,
     response_format: Option<Value>,
-    #[serde(flatten)]
-    sampling: SamplingFields,
-    /// All other fields.
+    /// All other fields, such as those of sampling.
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -134,13 +132,19 @@ pub(crate) fn engine_requests(
     bounds: &Bounds<'_>,
     body: CompletionBody,
 ) -> Result<(Vec<EngineRequest>, Vec<String>)> {
-    unsupported::check_completion(&body.rest)?;
+    unsupported::COMPLETION.check(&body.rest)?;
     unsupported::check_best_of(&body.rest, body.n.unwrap_or(1))?;
+    let sampling = SamplingFields::of(body.rest)?;
     let count = body.prompt.count();
     if count == 0 || count > PROMPTS_MAX {
         return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));
     }
     let prompts = body.prompt.encode(text, bounds)?;
+    // What is decoded for an echo is then no longer than the context.
+    if let Some(long) = prompts.iter().find(|prompt| prompt.len() >= bounds.context) {
+        let (prompt, context, context_max) = (long.len(), bounds.context, bounds.context_max);
+        return Err(ServerError::PromptTooLong { prompt, context, context_max });
+    }
     if body.logprobs.is_some() && body.echo == Some(true) {
         return Err(wrong(
             "echo",
@@ -150,7 +154,7 @@ pub(crate) fn engine_requests(
     if body.logprobs.is_some_and(|n| n > TOP_LOGPROBS_MAX) {
         return Err(wrong("logprobs", format!("expected 0 to {TOP_LOGPROBS_MAX}")));
     }
-    let sampler = body.sampling.options(&text.defaults, bounds.vocab)?;
+    let sampler = sampling.options(&text.defaults, bounds.vocab)?;
     let grammar = response_grammar(body.response_format.as_ref())?;
     let stop = body.stop.map_or(Vec::new(), OneOrMany::into_vec);
     let choices = body.n.unwrap_or(1);
@@ -181,10 +185,10 @@ pub(crate) fn engine_requests(
         marks: Vec::new(),
         max_tokens: Some(body.max_tokens.unwrap_or(MAX_TOKENS_DEFAULT)),
         sampler: sampler.clone(),
-        seed: body.sampling.seed(),
+        seed: sampling.seed(),
         stop: stop.clone(),
         choices,
-        ignore_eos: body.sampling.ignore_eos.unwrap_or(false),
+        ignore_eos: sampling.ignore_eos.unwrap_or(false),
         top_logprobs: body.logprobs,
         listing: Listing::Entries,
         grammar: grammar.clone(),
@@ -211,7 +215,8 @@ impl CompletionHeader {
     }
 }
 
-/// A token's text. If its bytes are no text, they are written out as in OpenAI's API, so that such tokens differ.
+/// A token's text. Bytes that are not UTF-8 are written as `bytes:\xNN`, as in OpenAI's API. So two such tokens have
+/// different texts.
 fn spelling(token: &[u8]) -> String {
     match std::str::from_utf8(token) {
         Ok(text) => text.to_string(),
@@ -287,9 +292,31 @@ async fn stream(
 #[cfg(test)]
 mod tests {
     use keel_engine::batch::TokenLogprobs;
+    use keel_text::TextFiles;
 
     use super::*;
     use crate::api::openai::chat_logprobs;
+
+    #[test]
+    fn ids_that_exceed_the_context_are_refused_before_they_are_decoded() {
+        let text = ServedText::new(&TextFiles::read(&keel_testkit::fixtures::demo()).expect("there"));
+        let text = text.expect("sound");
+        let bounds = Bounds {
+            vocab: 1 << 16,
+            context: 8,
+            context_max: 8,
+            answer_min: 1,
+            choices_max: 1,
+            sources: None,
+            meter: None,
+        };
+        let ask = |ids: usize| {
+            let body = json!({"prompt": vec![65; ids], "echo": true});
+            engine_requests(&text, &bounds, serde_json::from_value(body).expect("a body"))
+        };
+        assert!(ask(7).is_ok_and(|(_, echoes)| !echoes[0].is_empty()));
+        assert!(matches!(ask(8), Err(ServerError::PromptTooLong { prompt: 8, context: 8, .. })));
+    }
 
     #[test]
     fn parts_of_characters_are_listed_by_their_bytes() {

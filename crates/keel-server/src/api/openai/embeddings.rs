@@ -121,7 +121,7 @@ async fn embedded(
 
 /// Encodes each text.
 pub(crate) fn prompts(text: &ServedText, bounds: &Bounds<'_>, body: &EmbeddingBody) -> Result<Vec<Vec<u32>>> {
-    unsupported::check_embedding(&body.rest)?;
+    unsupported::EMBEDDING.check(&body.rest)?;
     // An embedding needs no room for an answer after the prompt.
     let bounds = Bounds { answer_min: 0, ..*bounds };
     check_count("input", body.input.count())?;

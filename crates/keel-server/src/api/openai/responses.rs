@@ -14,9 +14,8 @@ use serde_json::{Map, Value, json};
 use super::chat::{ChatBody, engine_request_on_worker};
 use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
-use crate::api::field_names::{EndpointError, about, renamed};
+use crate::api::field_names::{EndpointError, about, read, renamed};
 use crate::api::numbers::{check_limit, whole_number};
-use crate::api::passed_on::check_types;
 use crate::api::unsupported;
 use crate::collect::{StreamRoom, collect, error_event, respond};
 use crate::collected::Collected;
@@ -152,13 +151,11 @@ const OWN_NAMES: [(&str, &str); 2] = [("messages", "input"), ("response_format",
 
 /// Translates the request to a chat.
 pub(crate) fn chat(body: ResponseBody) -> Result<ChatBody> {
-    // The types of all other fields are checked before.
-    serde_json::from_value(to_chat(body)?).map_err(|error| wrong("input", error.to_string()))
+    read(to_chat(body)?).map_err(|error| renamed(error, &OWN_NAMES))
 }
 
 fn to_chat(body: ResponseBody) -> Result<Value> {
-    unsupported::check_response(&body.rest)?;
-    check_types(&SHARED, &body.rest)?;
+    unsupported::RESPONSE.check(&body.rest)?;
     check_limit("max_output_tokens", body.max_output_tokens)?;
     let effort = part("reasoning", body.reasoning, "effort")?;
     if !(effort.is_null() || effort.is_string()) {
@@ -196,24 +193,56 @@ fn part(name: &'static str, field: Option<Value>, key: &str) -> Result<Value> {
     }
 }
 
-/// Appends an item to a chat. Calls belong to the assistant's turn before them, as templates expect.
+/// The assistant's turn that its next reasoning or call belongs to: the last one, as templates expect, or a new one.
+fn assistants_turn(messages: &mut Vec<Value>) -> &mut Value {
+    if messages.last().is_none_or(|turn| turn["role"] != "assistant") {
+        messages.push(json!({"role": "assistant"}));
+    }
+    let last = messages.len() - 1;
+    &mut messages[last]
+}
+
+/// Appends an item to a chat. The items of an answer become one turn.
 fn append(mut item: Value, messages: &mut Vec<Value>) -> Result<()> {
     if !item.is_object() {
         return Err(wrong("input", "an item is no object"));
     }
-    messages.push(match item["type"].as_str() {
-        None | Some("message") => json!({"role": item["role"], "content": item["content"]}),
+    match item["type"].as_str() {
+        None | Some("message") => {
+            let content = item["content"].take();
+            // The reasoning before it has begun its turn.
+            let begun = messages.last_mut().filter(|turn| {
+                item["role"] == "assistant"
+                    && turn.get("reasoning_content").is_some()
+                    && turn.get("content").or(turn.get("tool_calls")).is_none()
+            });
+            match begun {
+                Some(turn) => turn["content"] = content,
+                None => {
+                    let mut one = json!({"role": item["role"]});
+                    one["content"] = content;
+                    messages.push(one);
+                }
+            }
+        }
+        // As in a chat, the template decides which turns show their reasoning.
+        Some("reasoning") => {
+            let parts = item["content"].as_array().into_iter().flatten();
+            let text: String = parts.filter_map(|part| part["text"].as_str()).collect();
+            if !text.is_empty() {
+                let turn = assistants_turn(messages);
+                let earlier = turn["reasoning_content"].as_str().unwrap_or_default();
+                let all = format!("{earlier}{text}");
+                turn["reasoning_content"] = Value::String(all);
+            }
+        }
         Some("function_call") => {
             let call = json!({"id": item["call_id"], "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]}});
-            match messages.last_mut().filter(|turn| turn["role"] == "assistant") {
-                Some(turn) => match &mut turn["tool_calls"] {
-                    Value::Array(calls) => calls.push(call),
-                    calls => *calls = json!([call]),
-                },
-                None => messages.push(json!({"role": "assistant", "tool_calls": [call]})),
+            match &mut assistants_turn(messages)["tool_calls"] {
+                Value::Array(calls) => calls.push(call),
+                calls => *calls = json!([call]),
             }
-            return Ok(());
         }
         Some("function_call_output") => {
             let output = item["output"].take();
@@ -223,12 +252,10 @@ fn append(mut item: Value, messages: &mut Vec<Value>) -> Result<()> {
             }
             let mut one = json!({"role": "tool", "tool_call_id": item["call_id"]});
             one["content"] = output;
-            one
+            messages.push(one);
         }
-        // Earlier reasoning is not shown to the model again.
-        Some("reasoning") => return Ok(()),
         Some(other) => return Err(wrong("input", format!("an item of type {other:?} is not known"))),
-    });
+    }
     Ok(())
 }
 
@@ -333,87 +360,4 @@ fn whole(head: &ChunkHeader, answer: &Collected) -> Value {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::api::openai::messages::to_template;
-
-    fn translated(body: Value) -> Result<Value> {
-        to_chat(serde_json::from_value(body).expect("the types are right"))
-    }
-
-    #[test]
-    fn an_assistants_items_are_one_turn() {
-        let call = |id: &str| json!({"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"});
-        let output = |id: &str| json!({"type": "function_call_output", "call_id": id, "output": "x"});
-        let said = json!({"role": "assistant", "content": "I look."});
-        let input = json!([{"role": "user", "content": "Look!"}, {"type": "reasoning"}, said, call("1"), call("2"),
-            output("1"), output("2"), call("3"), call("4"), output("3"), output("4")]);
-        let chat = translated(json!({"input": input})).expect("right");
-        let turns: Vec<(&str, usize)> = chat["messages"]
-            .as_array()
-            .expect("a list")
-            .iter()
-            .map(|m| (m["role"].as_str().expect("a role"), m["tool_calls"].as_array().map_or(0, Vec::len)))
-            .collect();
-        let expected = [
-            ("user", 0),
-            ("assistant", 2),
-            ("tool", 0),
-            ("tool", 0),
-            ("assistant", 2),
-            ("tool", 0),
-            ("tool", 0),
-        ];
-        assert_eq!(turns, expected);
-        assert_eq!(chat["messages"][1]["content"], "I look.");
-    }
-
-    #[test]
-    fn instructions_and_a_developers_message_are_one_system_message() {
-        let input = json!([{"role": "developer", "content": "b"}, {"role": "user", "content": "Hi"}]);
-        let chat = translated(json!({"instructions": "a", "input": input})).expect("right");
-        let messages = serde_json::from_value(chat["messages"].clone()).expect("messages");
-        let messages = to_template(messages).expect("right").messages;
-        let contents: Vec<(&str, &Value)> = messages.iter().map(|m| (&*m.role, &m.content)).collect();
-        assert_eq!(contents, [("system", &json!("a\n\nb")), ("user", &json!("Hi"))]);
-    }
-
-    #[test]
-    fn the_output_of_a_call_is_a_text_or_parts() {
-        let of = |output: Value| {
-            let item = json!({"type": "function_call_output", "call_id": "1", "output": output});
-            translated(json!({"input": [item]})).map(|mut chat| chat["messages"][0].take())
-        };
-        let parts =
-            json!([{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:x"}]);
-        for output in [json!("a"), parts, Value::Null] {
-            let message = json!({"role": "tool", "tool_call_id": "1", "content": output});
-            assert_eq!(of(output).expect("right"), message);
-        }
-        for wrong in [json!({"a": 1}), json!(5), json!(true)] {
-            assert_eq!(of(wrong).expect_err("neither").field(), Some("input"));
-        }
-    }
-
-    #[test]
-    fn fields_of_a_chat_are_passed_on_or_refused() {
-        let fields = json!({"input": "x", "stop": ["a"], "min_p": 0.5, "presence_penalty": 1.0, "n": 1,
-            "frequency_penalty": 1.0, "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "top_logprobs": 0});
-        let chat = translated(fields.clone()).expect("right");
-        for field in
-            ["stop", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"]
-        {
-            assert_eq!(chat[field], fields[field], "{field}");
-        }
-        for (field, value) in [
-            ("n", json!(2)),
-            ("response_format", json!({"type": "json_object"})),
-            ("top_logprobs", json!(3)),
-            ("prompt", json!({"id": "p"})),
-            ("max_tokens", json!(5)),
-        ] {
-            let refused = translated(json!({"input": "x", field: value})).expect_err("it has no effect here");
-            assert_eq!(refused.field(), Some(field));
-        }
-    }
-}
+mod tests;

@@ -25,7 +25,7 @@ fn worker() -> (EngineHandle, Worker) {
 fn submit(handle: &EngineHandle, id: u64) -> (oneshot::Receiver<Result<(), EngineError>>, Events) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let meter = Arc::new(RequestMemory::new(1 << 20, 0).meter());
-    let listener = Listener { sender, meter: Arc::clone(&meter), patience: None };
+    let listener = Listener { sender, meter: Arc::clone(&meter), tables: None, patience: None };
     let (accepted, answer) = oneshot::channel();
     let requests = vec![(BatchRequest::new(id, vec![1], 4), listener)];
     assert!(handle.send(Command::Submit { requests, accepted }).is_ok());

@@ -32,7 +32,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::http::response_body::with_guard;
-use crate::options::ServerOptions;
+use crate::options::{CONNECTIONS_MIN, ServerOptions};
 use link::{Link, Phase, Times};
 use stream::{Answered, Arriving, Watched};
 
@@ -47,8 +47,6 @@ const ROUND: Duration = Duration::from_millis(100);
 const REFUSED_PAUSE: Duration = Duration::from_millis(20);
 /// Number of file descriptors that are reserved for files.
 const DESCRIPTORS_KEPT: usize = 16;
-/// Smallest limit on connections, even if there are no descriptors left.
-const CONNECTIONS_MIN: usize = 4;
 
 const NO_ROOM: &[u8] =
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
@@ -187,8 +185,8 @@ impl Connections {
         true
     }
 
-    /// Starts the watch, which closes connections that exceed a timeout or whose client has left. It ends when the result
-    /// is dropped.
+    /// Starts the watch, which closes connections that exceed a timeout or whose client has left. It ends when the
+    /// result is dropped.
     pub fn watch(self: &Arc<Self>) -> JoinSet<()> {
         let connections = Arc::clone(self);
         let mut watch = JoinSet::new();

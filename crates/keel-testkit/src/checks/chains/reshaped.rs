@@ -26,7 +26,7 @@ fn choices(runtime: &Runtime, random: &mut Random, tokens: usize) -> Array {
     upload(runtime, &chosen, DType::U32)
 }
 
-/// The halves that SwiGLU multiplies are not those of the product's rows.
+/// After the reshape, SwiGLU's halves are not the halves of the product's rows, so SwiGLU must not absorb the product.
 pub(super) fn product_then_gate(runtime: &Runtime) {
     const N: usize = 128;
     const K: usize = 256;
@@ -49,7 +49,7 @@ pub(super) fn product_then_gate(runtime: &Runtime) {
     }
 }
 
-/// The rows that experts multiply are not those of SwiGLU. With the most rows they are sorted by expert.
+/// After the reshape, the experts' rows are not those of SwiGLU. With the most rows they are sorted by expert.
 pub(super) fn gate_then_experts(runtime: &Runtime) {
     const F: usize = 128;
     let mut random = Random::new(102);

@@ -78,7 +78,7 @@ fn all_frames_of_a_long_video_are_read() {
     };
     video.take(&(0..FRAMES).collect::<Vec<_>>(), &mut sink).expect("they are there");
     assert_eq!(taken, FRAMES);
-    // The numbers of nearly all frames are more than an argument holds.
+    // A list of 19,999 frame numbers is too long for an argument of the command line.
     let most: Vec<usize> = (1..FRAMES).collect();
     let message = video.take(&most, &mut |_| Ok(())).expect_err("too many").to_string();
     assert!(message.contains("19999 of its 20000 frames") && message.ends_with("sample fewer"), "{message}");

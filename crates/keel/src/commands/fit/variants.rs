@@ -3,14 +3,15 @@
 use anyhow::Result;
 use keel_array::{DType, WeightFormat};
 use keel_models::loading::{Altered, Parameters};
-use keel_weights::TensorSource;
+use keel_weights::quantize::QuantizeRecipe;
+use keel_weights::{AffineFormat, TensorSource};
 
 use crate::args::{Subject, SubjectArgs, quoted};
 use evenkeel::{ModelFiles, WeightFiles};
 
 /// Bits per weight to try for a model that can be quantised.
-const BITS: [u8; 5] = [8, 6, 5, 4, 3];
-const GROUP_SIZE: u16 = 64;
+const BITS: [usize; 5] = [8, 6, 5, 4, 3];
+const GROUP_SIZE: usize = 64;
 
 /// A form of the weights, and the command that starts a server with it.
 pub struct Variant<'a> {
@@ -55,9 +56,10 @@ impl<'a> Variant<'a> {
         };
         let Some(source) = source else { return variants };
         // The 0.5 is for a 16-bit scale and a 16-bit offset per group of 64.
-        for bits in BITS.into_iter().filter(|&bits| f64::from(bits) + 0.5 < file_bits - 0.5) {
-            let format = WeightFormat::Affine { bits, group_size: GROUP_SIZE, scale_dtype: DType::BF16 };
-            let parameters = Box::new(Quantised { inner: model.parameters(), format });
+        for bits in BITS.into_iter().filter(|&bits| bits as f64 + 0.5 < file_bits - 0.5) {
+            let Some(format) = AffineFormat::new(bits, GROUP_SIZE) else { continue };
+            let parameters =
+                Box::new(Quantised { inner: model.parameters(), recipe: QuantizeRecipe::new(format) });
             let of_file = Subject::of(model);
             // `keel quantize` of a GGUF file leaves the tower, which is a file of its own.
             let with_tower = of_file.with_tower && matches!(model.weights, WeightFiles::Checkpoint(_));
@@ -71,7 +73,7 @@ impl<'a> Variant<'a> {
 }
 
 /// The name of a quantised copy. It is next to the source, also where the source ends with a slash.
-fn name_of_copy(source: &str, bits: u8) -> String {
+fn name_of_copy(source: &str, bits: usize) -> String {
     let mut name = source.trim_end_matches('/').to_string();
     // These two are no names. With the bits appended they would be a name inside the source.
     if matches!(name.rsplit('/').next(), Some("." | ".."))
@@ -82,10 +84,10 @@ fn name_of_copy(source: &str, bits: u8) -> String {
     format!("{}-{bits}bit", name.trim_end_matches(".gguf"))
 }
 
-/// Parameters with quantised linear layers, for plans only. Their rows are never read.
+/// The parameters of the copy that `keel quantize` writes, for plans only. Their rows are never read.
 struct Quantised<'a> {
     inner: Box<dyn Parameters + 'a>,
-    format: WeightFormat,
+    recipe: QuantizeRecipe,
 }
 
 impl Altered for Quantised<'_> {
@@ -101,7 +103,11 @@ impl Altered for Quantised<'_> {
         cols: usize,
     ) -> keel_models::Result<WeightFormat> {
         let own = self.inner.linear_format(module, experts, rows, cols)?;
-        Ok(if cols.is_multiple_of(usize::from(GROUP_SIZE)) { self.format } else { own })
+        let Some(format) = self.recipe.format_for(module, cols) else { return Ok(own) };
+        // Scales have the type of the values. Values in blocks are read as f16.
+        let scale_dtype = if let WeightFormat::Dense(dtype) = own { dtype } else { DType::F16 };
+        let (bits, group_size) = (format.bits() as u8, format.group_size() as u16);
+        Ok(WeightFormat::Affine { bits, group_size, scale_dtype })
     }
 }
 

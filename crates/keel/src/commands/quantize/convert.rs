@@ -5,12 +5,12 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use keel_models::HybridConfig;
-use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, transformers_config};
+use keel_models::gguf::{CheckpointAsGguf, GgufAsCheckpoint, portable_config, transformers_config};
 use keel_text::{GenerationDefaults, TextFiles};
 use keel_weights::Checkpoint;
 use keel_weights::gguf::GgufFile;
 use keel_weights::quantize::{
-    Dequantized, QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, metadata_of,
+    Dequantized, GgufRecipe, QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, metadata_of,
     quantize_checkpoint, write_config, write_gguf, write_safetensors,
 };
 use serde_json::Value;
@@ -40,33 +40,34 @@ pub fn convert(
         let file = GgufFile::open(source)?;
         return from_gguf(&file, source, target, output, progress);
     }
-    match output {
+    let checkpoint = Checkpoint::open(source)?;
+    let report = match output {
+        Output::Gguf(recipe) => to_gguf(&checkpoint, target, recipe, progress)?,
         Output::Mlx(recipe) => {
             let report = quantize_checkpoint(source, target, recipe, progress)?;
-            pooling::copy(Checkpoint::open(source)?.folder(), target)?;
-            Ok(report)
+            pooling::copy(checkpoint.folder(), target)?;
+            report
         }
-        _ => from_checkpoint(&Checkpoint::open(source)?, target, output, progress),
-    }
+        Output::Safetensors(dtype) => {
+            let (dense, form) = (Dequantized::new(&checkpoint)?, SafetensorsForm::Dense(*dtype));
+            let (report, section) =
+                write_safetensors(&dense, target, checkpoint.metadata(), &form, progress)?;
+            copy_side_files(checkpoint.folder(), target)?;
+            pooling::copy(checkpoint.folder(), target)?;
+            write_config(target, checkpoint.config(), section)?;
+            report
+        }
+    };
+    Ok(QuantizeReport { source_bytes: checkpoint.total_bytes(), ..report })
 }
 
-fn from_checkpoint(
+fn to_gguf(
     checkpoint: &Checkpoint,
     target: &Path,
-    output: &Output,
+    recipe: &GgufRecipe,
     progress: &mut Progress<'_>,
 ) -> Result<QuantizeReport> {
     let folder = checkpoint.folder();
-    let Output::Gguf(recipe) = output else {
-        let Output::Safetensors(dtype) = output else { unreachable!("MLX's form is made elsewhere") };
-        let form = SafetensorsForm::Dense(*dtype);
-        let dense = Dequantized::new(checkpoint)?;
-        let (report, section) = write_safetensors(&dense, target, checkpoint.metadata(), &form, progress)?;
-        copy_side_files(folder, target)?;
-        pooling::copy(folder, target)?;
-        write_config(target, checkpoint.config(), section)?;
-        return Ok(QuantizeReport { source_bytes: checkpoint.total_bytes(), ..report });
-    };
     let config = keel_models::read_config(checkpoint.config())?;
     let tensors = CheckpointAsGguf::new(checkpoint, &config)?;
     let mut metadata = keel_models::gguf::metadata(checkpoint.config(), &config, tensors.has_mtp_head())?;
@@ -81,8 +82,7 @@ fn from_checkpoint(
     } else {
         metadata.string("tokenizer.ggml.model", "none");
     }
-    let report = write_gguf(&tensors, target, metadata, recipe, progress)?;
-    Ok(QuantizeReport { source_bytes: checkpoint.total_bytes(), ..report })
+    Ok(write_gguf(&tensors, target, metadata, recipe, progress)?)
 }
 
 fn from_gguf(
@@ -110,7 +110,10 @@ fn from_gguf(
         }
     }
     // mlx-lm does not know the names that transformers has for text models.
-    let written = if let Output::Mlx(_) = output { json } else { transformers_config(&json) };
+    let written = match output {
+        Output::Mlx(_) => portable_config(&json, &config),
+        _ => transformers_config(&json, &config),
+    };
     write_config(target, &written, section)?;
     let source_bytes = file.header().tensors().values().map(|entry| entry.range.len() as u64).sum();
     Ok(QuantizeReport { source_bytes, ..report })

@@ -19,10 +19,10 @@ use crate::signals::Signals;
 /// Between two looks at what has come.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How often a leader that has lost a node tries to load although there is too little memory.
+/// How often a leader that has lost a node tries to load although the machines are not ready.
 const TRIES: usize = 15;
 
-/// How long one attempt to reach a lost node takes, and the pause after a load that found too little memory.
+/// How long one attempt to reach a lost node takes, and the pause after a load for which machines were not ready.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// A node that has gone without a word is found to be lost after 5 s. What fails because of it may fail sooner.
@@ -38,13 +38,13 @@ pub fn follow(device: &DeviceArgs) -> Result<()> {
     device.check_limits()?;
     // The driver starts before a leader waits for an answer.
     Survey::take();
-    let (own, leaders) = (nodes.own_address()?, nodes.leaders()?);
+    let (own, leaders) = (nodes.own_address()?, nodes.leaders());
     let listener = TcpListener::bind(own)
         .map_err(|error| RemoteError::Listen { address: own.into(), reason: error.to_string() })?;
     tracing::info!("{} at {own} for the leader at {leaders:?}", device.split.list());
-    let (facts, opened) = (device.clone(), device.clone());
+    let (facts, nodes, opened) = (device.clone(), nodes.clone(), device.clone());
     let open = move |opening| nodes::open(&opened, opening);
-    keel_remote::serve(&listener, move || nodes::facts(&facts), &leaders, open, start_again);
+    keel_remote::serve(&listener, move || nodes::facts(&facts), move || nodes.leaders(), open, start_again);
     Ok(())
 }
 
@@ -93,7 +93,8 @@ pub fn signal_or_loss(nodes: &NodeArgs) -> impl Future<Output = ()> + Send + use
 /// Loads of a leader after it has lost a node.
 #[derive(Default)]
 pub struct Reloads {
-    /// How often it may still try if there is too little memory: a process that was killed may still hold some.
+    /// How often it may still try if machines are not ready: a process that was killed may still hold memory, and a
+    /// machine that has started may not have its driver yet.
     tries: usize,
 }
 
@@ -110,29 +111,29 @@ impl Reloads {
         while split.nodes.lost().is_none() && Instant::now() < patience {
             std::thread::sleep(LOOK);
         }
-        let is_too_large = error.is_some_and(is_out_of_memory) && self.tries > 0;
+        let is_passing = error.is_some_and(may_pass) && self.tries > 0;
         let mut why = match (split.nodes.lost(), error) {
             (Some(why), _) => {
                 self.tries = TRIES;
                 why
             }
-            (None, Some(error)) if is_too_large => {
+            (None, Some(error)) if is_passing => {
                 self.tries -= 1;
                 std::thread::sleep(ATTEMPT);
-                format!("{error:#}; the node that was lost may still hold memory")
+                format!("{error:#}; the node that was lost may not be ready")
             }
             _ => return false,
         };
         tracing::warn!("{why}; serving again when it is back");
         loop {
-            match split.meet_within(ATTEMPT) {
-                Ok(()) => return true,
-                Err(error) if error.to_string() != why => {
-                    why = error.to_string();
-                    tracing::warn!("{why}");
-                }
-                Err(_) => {}
+            let next = Instant::now() + ATTEMPT;
+            let Err(error) = split.meet_within(ATTEMPT) else { return true };
+            if error.to_string() != why {
+                why = error.to_string();
+                tracing::warn!("{why}");
             }
+            // A node that refuses does so at once.
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
         }
     }
 }
@@ -152,6 +153,52 @@ fn is_of_device(error: &anyhow::Error) -> bool {
     })
 }
 
-fn is_out_of_memory(error: &anyhow::Error) -> bool {
-    error.chain().any(|cause| matches!(cause.downcast_ref(), Some(Error::OutOfMemory(_))))
+/// Whether the reason may pass: there is too little memory, or a node cannot open its devices.
+fn may_pass(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        matches!(cause.downcast_ref(), Some(Error::OutOfMemory(_)))
+            || matches!(cause.downcast_ref(), Some(RemoteError::Refused { .. }))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use clap::Parser;
+    use keel_remote::DeviceFacts;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        device: DeviceArgs,
+    }
+
+    /// A machine may start a node before its driver answers. Here the node also refuses the first connection, because
+    /// it does not know its leader's address yet.
+    #[test]
+    fn a_node_that_is_not_ready_is_asked_again_after_a_pause() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let nodes = format!("127.0.0.1:1,{}", listener.local_addr().expect("bound"));
+        let facts = || vec![DeviceFacts { name: "cuda:0".into(), room: None }];
+        let was_asked = AtomicBool::new(false);
+        let leaders = move || match was_asked.swap(true, Ordering::SeqCst) {
+            false => Vec::new(),
+            true => vec![Ipv4Addr::LOCALHOST.into()],
+        };
+        let open = |_| Err("no driver".into());
+        std::thread::spawn(move || keel_remote::serve(&listener, facts, leaders, open, || ()));
+        let device = ["keel", "--devices", "cuda:0", "--nodes", &nodes];
+        let mut split = Arguments::parse_from(device).device.split;
+        split.nodes.signals = Some(Signals::watch().expect("a thread"));
+        let (node, address, reason) = (1, "tower:7000".into(), "cuda:0: no driver".into());
+        let outcome = Err(RemoteError::Refused { node, address, reason }.into());
+        let (mut reloads, start) = (Reloads { tries: 1 }, Instant::now());
+        assert!(reloads.meet_again(&mut split, &outcome), "it is met again");
+        assert!(start.elapsed() >= LOSS_MAX + 2 * ATTEMPT, "after a pause: {:?}", start.elapsed());
+        assert!(split.nodes.cluster.is_some() && reloads.tries == 0);
+    }
 }

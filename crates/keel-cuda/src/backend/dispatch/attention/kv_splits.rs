@@ -1,5 +1,6 @@
 //! How the keys of a sequence are split among blocks.
 
+use super::super::BLOCKS_WANTED;
 use crate::backend::Mode;
 use keel_array::{AttentionSpec, Regime, Shape};
 
@@ -12,9 +13,6 @@ pub(super) const SPLIT_STEP: usize = 64;
 
 /// Pairs of row and head of a block of the fastest prefill kernel.
 pub(super) const WIDE_TILE: usize = 128;
-
-/// Blocks that keep a device's memory busy.
-pub(super) const BLOCKS_WANTED: usize = 132;
 
 /// Most splits that are cut evenly, in decode and in prefill: each writes partial results to scratch.
 const SPLITS_MAX: usize = 64;

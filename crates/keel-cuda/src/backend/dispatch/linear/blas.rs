@@ -102,7 +102,7 @@ pub(super) fn through_blas(
 }
 
 /// `x W^T + bias`, onto a residual if there is one, for a product with a weight as it is
-/// [stored](super::surely_as_stored).
+/// [stored](super::blas_takes_stored_weight).
 pub(super) fn with_bias(
     weight: &WeightSpec,
     rows: usize,

@@ -17,7 +17,7 @@ pub(super) fn exact_rows(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     expect_readable(weight, call)?;
-    let split = exact_split(weight, call.choice());
+    let split = exact_split(weight, call.select_by());
     for first in (0..rows).step_by(FEW_ROWS) {
         let count = FEW_ROWS.min(rows - first);
         let key =

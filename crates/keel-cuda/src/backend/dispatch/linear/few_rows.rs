@@ -5,6 +5,7 @@ use super::super::{Bound, BoundKernel, Call, Geometry};
 use super::gather::launches;
 use super::tuning::{LARGE, Tuning};
 use super::{FEW_ROWS, address, at_row, col_tiles, pairs, row_tiles, weight_key};
+use crate::backend::operand::HeadStrides;
 use crate::backend::weights::Coding;
 use crate::kernels::{KernelKey, LINEAR_FEW_ROWS};
 use crate::parameters::{LinearRows, PrepareRows};
@@ -231,12 +232,12 @@ impl<'a> FewRows<'a> {
         let (products, rows) = if gathers { (rows.len(), 1) } else { (1, rows.len()) };
         let first_of_x = self.experts.map_or(first, |(_, fanout)| first / fanout);
         let fused = is_fused(self.weight, rows, gathers);
-        let tuning = Tuning::of(self.weight, rows, self.gated, gathers, call.choice());
+        let tuning = Tuning::of(self.weight, rows, self.gated, gathers, call.select_by());
         let tuning = tuning.for_device(&call.gpu.device, |tuning| self.shared_bytes(tuning, rows, fused));
         let key = self.key(&tuning, rows, fused);
         let mut x = at_row(self.x.address, first_of_x, self.weight.cols);
         let norm = self.norm().map(|norm| norm.address);
-        let gate = self.gate().map(|gate| at_row(gate.address, first_of_x, gate.head_strides().0));
+        let gate = self.gate().map(|gate| at_row(gate.address, first_of_x, gate.head_strides().row));
         if !fused {
             let key = KernelKey { entry: "prepare_rows", ..key.clone() };
             let parameters = PrepareRows { x, norm, gate, prepared: call.scratch };
@@ -305,7 +306,7 @@ fn entry_of<'a>(producer: &BoundKernel<'a>) -> Entry<'a> {
 }
 
 fn gate_constants(key: KernelKey, gate: Bound<'_>) -> KernelKey {
-    let (row, head) = gate.head_strides();
+    let HeadStrides { row, head } = gate.head_strides();
     key.define("HEAD_DIM", gate.width()).define("GATE_ROW", row).define("GATE_HEAD", head)
 }
 

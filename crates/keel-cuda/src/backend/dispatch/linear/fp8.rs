@@ -2,11 +2,11 @@
 //! are rounded with a scale for each row: W for each product, or once, when it is loaded. Twice the rate of 16 bits and
 //! half the bytes of W; each factor is off by up to 2^-4 of itself.
 
-use super::super::attention::surely_leaves_half;
+use super::super::attention::leaves_half;
 use super::super::{Bound, Call, Geometry};
 use super::blas::result_type;
-use super::choice::{LinearKernel, SelectBy, linear_kernel, surely_in_half};
 use super::half_operands::HALF_ALIGN;
+use super::selection::{LinearKernel, SelectBy, linear_kernel, takes_x_in_half};
 use super::{col_tiles, pairs, weight_key};
 use crate::backend::Mode;
 use crate::backend::weights::{Layout as WeightLayout, TILE_ROWS, keeps_fp8, suits_fp8};
@@ -52,24 +52,24 @@ pub(in crate::backend) fn narrows(producer: &Kernel, reader: &Kernel, mode: Mode
     };
     let leaves = match (&producer.op, reader.producer(0)) {
         (Op::Linear { residual: false, .. }, Some(gate)) => {
-            matches!(gate.op, Op::SwiGlu) && is_seen_whole(&gate.inputs[0]) && is_surely_tried(producer, mode)
+            matches!(gate.op, Op::SwiGlu) && is_seen_whole(&gate.inputs[0]) && takes_fp8(producer, mode)
         }
         (Op::PagedAttention(spec), None) => {
-            is_seen_whole(&reader.inputs[0]) && surely_leaves_half(spec, producer, mode)
+            is_seen_whole(&reader.inputs[0]) && leaves_half(spec, producer, mode)
         }
         _ => false,
     };
-    leaves && is_surely_tried(reader, mode)
+    leaves && takes_fp8(reader, mode)
 }
 
 /// Whether a kernel is a product that is tried in 8 bits on every device.
-fn is_surely_tried(kernel: &Kernel, mode: Mode) -> bool {
+fn takes_fp8(kernel: &Kernel, mode: Mode) -> bool {
     let Op::Linear { weight, .. } = &kernel.op else { return false };
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
-    let choice = SelectBy::of(kernel, mode);
+    let by = SelectBy::of(kernel, mode);
     is_tried(weight)
-        && surely_in_half(weight, kernel, mode)
-        && linear_kernel(weight, rows, choice) == LinearKernel::Blas
+        && takes_x_in_half(weight, kernel, mode)
+        && linear_kernel(weight, rows, by) == LinearKernel::Blas
 }
 
 /// Where x and W in 8 bits and their scales lie in the scratch, from a multiple of [`HALF_ALIGN`] on. W takes the place
@@ -83,7 +83,7 @@ pub(super) struct Fp8Scratch {
 }
 
 impl Fp8Scratch {
-    /// What is not at `w` begins at `first`.
+    /// W is at `w`. The other sections begin at `first`.
     pub fn new(weight: &WeightSpec, rows: usize, w: usize, first: usize) -> Fp8Scratch {
         let x = first.next_multiple_of(HALF_ALIGN);
         let x_scales = (x + rows * weight.cols).next_multiple_of(HALF_ALIGN);

@@ -20,10 +20,10 @@ pub(in crate::backend::dispatch) fn gather(weight: &WeightSpec, call: &Call<'_>)
     if is_grouped(weight, call.kernel, call.mode) {
         return grouped(weight, fanout, call);
     }
-    match arithmetic(weight, call.choice()) {
+    match arithmetic(weight, call.select_by()) {
         Arithmetic::Exact | Arithmetic::WidenedCodes | Arithmetic::ManyHalf => {
             expect_readable(weight, call)?;
-            let split = exact_split(weight, call.choice());
+            let split = exact_split(weight, call.select_by());
             let key = weight_key(LINEAR_EXACT, "exact_rows", weight)
                 .define("DIM_T", 1)
                 .define("SPLIT", split)

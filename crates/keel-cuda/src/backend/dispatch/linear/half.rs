@@ -1,9 +1,9 @@
 //! Products of 16-bit factors by a kernel of our own. Each element is summed over the columns in one order, which no
 //! shape changes, so that a share of a weight's rows has the bits of the whole. cuBLASLt does not promise that.
 
-use super::super::{Bound, Call, Geometry};
+use super::super::{BLOCKS_WANTED, Bound, Call, Geometry};
+use super::address;
 use super::half_operands::{HALF_ALIGN, alpha, factors, splits_x, to_half, x_bytes, x_parts};
-use super::{BLOCKS_WANTED, address};
 use crate::driver::FactorType;
 use crate::kernels::{HalfForm, KernelKey, LINEAR_HALF};
 use crate::parameters::LinearHalf;

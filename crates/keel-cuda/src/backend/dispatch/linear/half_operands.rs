@@ -105,13 +105,13 @@ pub(super) fn absorbed_to_half(
         |operand: &Bound<'_>| operand.layout.shape.rank() < 2 || operand.layout.row_stride(1).is_none();
     producer.inputs.iter().filter(|operand| !shared(operand)).try_for_each(|x| call.expect_aligned(x, 16))?;
     let heads = |gate: Bound<'_>, w: u64, eps: f32| {
-        let (gate_row, gate_head) = gate.head_strides();
+        let strides = gate.head_strides();
         let (d, heads) = (gate.width(), weight.cols / gate.width());
         let parameters = GatedHeadsHalf {
             x: x.address,
             gate: gate.address,
-            gate_row: Wide(gate_row),
-            gate_head: Wide(gate_head),
+            gate_row: Wide(strides.row),
+            gate_head: Wide(strides.head),
             w,
             y,
             rows: rows * heads,

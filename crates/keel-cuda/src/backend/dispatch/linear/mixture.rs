@@ -234,7 +234,7 @@ impl<'c, 'a> Mixture<'c, 'a> {
     /// Launches the choice of experts together with gate and up.
     fn gate_up(&self) -> Result<(), ArrayError> {
         self.rows.check_aligned(self.parts.chosen)?;
-        let tuning = Tuning::of(self.weight, 1, true, true, self.parts.chosen.choice());
+        let tuning = Tuning::of(self.weight, 1, true, true, self.parts.chosen.select_by());
         let products = self.choices + usize::from(self.shared.is_some());
         // Blocks that a multiprocessor has room for: all blocks of the grid should run at once, as far as registers
         // allow.

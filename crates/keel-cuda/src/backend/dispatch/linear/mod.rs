@@ -1,4 +1,4 @@
-//! Products with packed weights. Which kernel multiplies depends on shapes alone, see `choice.rs`; in the fast mode:
+//! Products with packed weights. Which kernel multiplies depends on shapes alone, see `selection.rs`; in the fast mode:
 //!
 //! | rows | quantised weight | dense bf16 weight | dense f16 weight | f32 arithmetic, other dense weights |
 //! |---|---|---|---|---|
@@ -24,7 +24,6 @@
 
 mod biased;
 mod blas;
-mod choice;
 pub(super) mod combination;
 mod exact;
 mod few_rows;
@@ -35,6 +34,7 @@ mod half;
 mod half_operands;
 pub(super) mod mixture;
 mod panels;
+mod selection;
 mod tuning;
 
 use super::{Bound, Call, Geometry};
@@ -45,8 +45,6 @@ use crate::kernels::{DEQUANTIZE, KernelKey, Source};
 use crate::parameters::EmbeddingRows;
 pub(super) use biased::{Biased, biased_linear};
 use blas::{blas_scratch, through_blas};
-use choice::{LinearKernel, SelectBy, linear_kernel, takes_groups};
-pub(super) use choice::{is_grouped, surely_as_stored, surely_in_half};
 use exact::{exact_rows, exact_tiled};
 pub(super) use few_rows::Convolution;
 pub(super) use few_rows::gathers;
@@ -57,15 +55,14 @@ use gather::grouped_scratch;
 use half::{half_bytes, linear_half};
 use keel_array::{ArrayError, Compute, DType, Kernel, Op, WeightFormat, WeightSpec};
 use panels::{in_panels, panels_bytes};
+use selection::{LinearKernel, SelectBy, linear_kernel, takes_groups};
+pub(super) use selection::{blas_takes_stored_weight, is_grouped, takes_x_in_half};
 
 /// Rows that are multiplied in one pass over the weight. A row's bits do not depend on their number.
 const FEW_ROWS: usize = 16;
 
 /// Rows of a weight from which on tensor cores are worth the preparation of x.
 const TENSOR_ROWS_MIN: usize = 64;
-
-/// Blocks that fill a device, for products on tensor cores.
-const BLOCKS_WANTED: usize = 132;
 
 /// How a weight is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,9 +79,9 @@ enum Arithmetic {
     ManyHalf,
 }
 
-fn arithmetic(weight: &WeightSpec, choice: SelectBy) -> Arithmetic {
+fn arithmetic(weight: &WeightSpec, by: SelectBy) -> Arithmetic {
     // Few rows may be a share of many. A single row is not shared.
-    let is_narrow = weight.rows < if choice.spans_devices() { 2 } else { TENSOR_ROWS_MIN };
+    let is_narrow = weight.rows < if by.spans_devices() { 2 } else { TENSOR_ROWS_MIN };
     match weight.format {
         _ if weight.compute == Compute::F32 || is_narrow => Arithmetic::Exact,
         WeightFormat::Affine { .. } | WeightFormat::Blocks(_) => match weight.compute {
@@ -136,7 +133,7 @@ pub(super) fn linear(
     call: &Call<'_>,
 ) -> Result<(), ArrayError> {
     let rows = call.inputs[0].len() / weight.cols;
-    match linear_kernel(weight, rows, call.choice()) {
+    match linear_kernel(weight, rows, call.select_by()) {
         LinearKernel::ExactRows => exact_rows(weight, residual, rows, call),
         LinearKernel::ExactTiled => exact_tiled(weight, residual, rows, call),
         LinearKernel::FewRows => FewRows::of(weight, call).run(residual, call),
@@ -148,7 +145,7 @@ pub(super) fn linear(
 
 impl Call<'_> {
     /// The quantity that selects the kernels of a product.
-    fn choice(&self) -> SelectBy {
+    fn select_by(&self) -> SelectBy {
         SelectBy::of(self.kernel, self.mode)
     }
 }
@@ -164,12 +161,11 @@ fn at_row(address: u64, row: usize, stride: usize) -> u64 {
 
 /// Whether a product runs as one of few rows, which absorbs what comes before it.
 pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
-    let (elements, choice) =
-        (|i: usize| kernel.inputs[i].layout.shape.elements(), SelectBy::of(kernel, mode));
-    matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::Half)
+    let (elements, by) = (|i: usize| kernel.inputs[i].layout.shape.elements(), SelectBy::of(kernel, mode));
+    matches!(arithmetic(weight, by), Arithmetic::Codes | Arithmetic::Half)
         && match kernel.op {
-            Op::GatherLinear { .. } => !takes_groups(weight, elements(2), choice),
-            _ => linear_kernel(weight, elements(0) / weight.cols, choice) == LinearKernel::FewRows,
+            Op::GatherLinear { .. } => !takes_groups(weight, elements(2), by),
+            _ => linear_kernel(weight, elements(0) / weight.cols, by) == LinearKernel::FewRows,
         }
 }
 
@@ -195,9 +191,9 @@ pub(super) fn gated_linear(call: &Call<'_>) -> Result<(), ArrayError> {
 /// Warps that share the columns of a row tile in f32, in units of a column tile. This number orders the sums, so it
 /// depends on the weight's shape alone, and on its columns alone if several devices may hold its rows: about eight with
 /// equal shares, more if few row tiles meet long columns.
-fn exact_split(weight: &WeightSpec, choice: SelectBy) -> usize {
+fn exact_split(weight: &WeightSpec, by: SelectBy) -> usize {
     let units = col_tiles(weight);
-    let long = weight.cols > 8192 && weight.rows < 5000 && !choice.spans_devices();
+    let long = weight.cols > 8192 && weight.rows < 5000 && !by.spans_devices();
     let best = if long { 12..=18 } else { 5..=10 };
     // The largest number of warps that divides the units leaves none idle.
     best.rev().find(|warps| units.is_multiple_of(*warps)).unwrap_or(8).min(units)

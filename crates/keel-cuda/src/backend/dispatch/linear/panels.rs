@@ -1,8 +1,8 @@
 //! Products whose weight is widened on its way into the tensor cores, with x in panels.
 
-use super::super::{Bound, Call, Geometry};
+use super::super::{BLOCKS_WANTED, Bound, Call, Geometry};
 use super::half_operands::absorbed_to_half;
-use super::{BLOCKS_WANTED, TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
+use super::{TILE_COLS, address, codes_and_pairs, col_tiles, row_tiles, weight_key};
 use crate::backend::weights::Coding;
 use crate::kernels::{HalfForm, KernelKey, LINEAR_PANELS};
 use crate::parameters::{AddParts, LinearPanels, ToHalfPanels};

@@ -3,7 +3,8 @@
 //! several devices may hold rows of a weight, they follow from the columns and their coding alone. The figures are
 //! those that measured best on an H100, and on an H200 for the shapes of 27b and its shares.
 
-use super::{BLOCKS_WANTED, SelectBy, col_tiles, row_tiles};
+use super::super::BLOCKS_WANTED;
+use super::{SelectBy, col_tiles, row_tiles};
 use crate::backend::weights::Coding;
 use crate::driver::Device;
 use keel_array::WeightSpec;
@@ -33,10 +34,10 @@ const FETCH_BOUND_ROWS: usize = 4;
 
 impl Tuning {
     /// The cut of a product of `rows` rows; with SwiGLU if `gated`, with experts if it `gathers`.
-    pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool, choice: SelectBy) -> Tuning {
+    pub fn of(weight: &WeightSpec, rows: usize, gated: bool, gathers: bool, by: SelectBy) -> Tuning {
         let fastest = Tuning::fastest(weight, rows, gated, gathers);
         let (split, unit) = order_by_columns(weight);
-        if !choice.spans_devices() || (split, unit) == (fastest.split, fastest.unit) {
+        if !by.spans_devices() || (split, unit) == (fastest.split, fastest.unit) {
             return fastest;
         }
         // At most 16 warps a block. Registers suffice for two blocks of 10 warps.
@@ -187,13 +188,12 @@ mod tests {
         let affine = |(bits, group_size)| WeightFormat::Affine { bits, group_size, scale_dtype: DType::BF16 };
         let formats = [(4, 64), (3, 32), (8, 128)].map(affine).into_iter();
         let dense = [WeightFormat::Dense(DType::BF16), WeightFormat::Dense(DType::F32)];
-        let choice = SelectBy::RegimeOnDevices(Regime::Decode);
+        let by = SelectBy::RegimeOnDevices(Regime::Decode);
         for format in formats.chain(BlockFormat::ALL.map(WeightFormat::Blocks)).chain(dense) {
             for cols in [128, 768, 2304, 4352, 9216, 17_408] {
                 let spec = |experts, rows| WeightSpec { experts, rows, cols, format, compute: Compute::Auto };
                 let of = |rows, gated, gathers| {
-                    let tuning =
-                        Tuning::of(&spec(if gathers { 8 } else { 1 }, rows), 1, gated, gathers, choice);
+                    let tuning = Tuning::of(&spec(if gathers { 8 } else { 1 }, rows), 1, gated, gathers, by);
                     assert!(tuning.warps() <= 32, "{format:?}: {tuning:?}");
                     (tuning.split, tuning.unit)
                 };
@@ -202,7 +202,7 @@ mod tests {
                     for (gated, gathers) in [(false, false), (true, false), (false, true), (true, true)] {
                         assert_eq!(of(rows, gated, gathers), whole, "{format:?}, {rows} x {cols}");
                     }
-                    let exact = [rows, 18_432].map(|rows| exact_split(&spec(1, rows), choice));
+                    let exact = [rows, 18_432].map(|rows| exact_split(&spec(1, rows), by));
                     assert_eq!(exact[0], exact[1]);
                 }
             }

@@ -29,8 +29,8 @@ pub struct Answer {
     pub completion_tokens: usize,
     /// Seconds from the request's arrival to the first text.
     pub first_s: f64,
-    /// Seconds between pieces of text.
-    pub gaps_s: Vec<f64>,
+    /// When each piece of text came.
+    pub pieces: Vec<Instant>,
     /// Seconds from the request's arrival to the end.
     pub total_s: f64,
     asked: Instant,
@@ -45,7 +45,7 @@ impl Answer {
             cached_tokens: 0,
             completion_tokens: 0,
             first_s: 0.0,
-            gaps_s: Vec::new(),
+            pieces: Vec::new(),
             total_s: 0.0,
             asked,
         }
@@ -118,7 +118,7 @@ impl Client {
         let asked = Instant::now();
         let mut response = self.send("POST", "/v1/completions", &body.to_string()).await?;
         let mut answer = Answer::asked_at(asked);
-        let (mut events, mut pieces, mut last) = (Events::default(), 0, asked);
+        let mut events = Events::default();
         while let Some(chunk) = response.chunk().await? {
             for event in events.push(&chunk)? {
                 if let Some(message) = event["error"]["message"].as_str() {
@@ -130,18 +130,16 @@ impl Client {
                     continue;
                 }
                 let now = Instant::now();
-                if pieces == 0 {
+                if answer.pieces.is_empty() {
                     answer.first_s = (now - asked).as_secs_f64();
-                } else {
-                    answer.gaps_s.push((now - last).as_secs_f64());
                 }
-                (pieces, last) = (pieces + 1, now);
+                answer.pieces.push(now);
                 answer.text.push_str(text);
             }
         }
         // A server that reports no usage streams one token per piece.
         if answer.completion_tokens == 0 {
-            answer.completion_tokens = pieces;
+            answer.completion_tokens = answer.pieces.len();
         }
         answer.total_s = asked.elapsed().as_secs_f64();
         Ok(answer)

@@ -24,8 +24,9 @@ use report::{Comparison, Report};
 
 /// Send a load to a running server (keel's or another with OpenAI's API) and report throughput and latencies.
 ///
-/// Every answer is streamed. With --check each answer is requested again, alone, at temperature 0, and must be the
-/// same. If one is not, or a request fails, the exit code is 1.
+/// Every answer is streamed. Gaps between tokens are reported twice: all of them, and those that begin after the ramp.
+/// With --concurrency N the ramp ends when N requests have a first token. With --check each answer is requested again,
+/// alone, at temperature 0, and must be the same. If one is not, or a request fails, the exit code is 1.
 #[derive(Debug, Args)]
 pub struct BenchServeArgs {
     /// Address of the server.
@@ -113,7 +114,7 @@ async fn measure(args: &BenchServeArgs, load: Load) -> Result<Report> {
     let wall = start.elapsed();
     let memory = client.memory().await;
     let comparison = if args.check { Some(compare(&client, &load, &answers).await) } else { None };
-    Ok(Report::new(answers, wall, memory, comparison))
+    Ok(Report::new(answers, args.concurrency as usize, wall, memory, comparison))
 }
 
 /// Requests every answer again, alone, and compares.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use super::client::Answer;
 use evenkeel::human_bytes;
@@ -47,6 +48,7 @@ pub struct Report {
     completion_tokens: usize,
     first: Times,
     between: Times,
+    after_ramp: Times,
     total: Times,
     memory: Option<Value>,
     comparison: Option<Comparison>,
@@ -61,10 +63,26 @@ pub struct Comparison {
     pub failures: Vec<String>,
 }
 
+/// The end of the ramp: when `concurrency` requests, or all of them, have a first token. `None` without a token.
+fn ramp_end(answers: &[Answer], concurrency: usize) -> Option<Instant> {
+    let firsts = answers.iter().filter_map(|answer| answer.pieces.first().copied());
+    let mut firsts: Vec<Instant> = firsts.collect();
+    firsts.sort_unstable();
+    firsts.truncate(concurrency);
+    firsts.pop()
+}
+
+/// Seconds between pieces of text, of gaps that begin at `from` or later.
+fn gaps_s(answers: &[Answer], from: Option<Instant>) -> Vec<f64> {
+    let gaps = answers.iter().flat_map(|answer| answer.pieces.windows(2));
+    gaps.filter(|gap| Some(gap[0]) >= from).map(|gap| (gap[1] - gap[0]).as_secs_f64()).collect()
+}
+
 impl Report {
-    /// Summarises the answers.
+    /// Summarises the answers to a load of `concurrency` requests at a time.
     pub fn new(
         answers: Vec<Result<Answer>>,
+        concurrency: usize,
         wall: Duration,
         memory: Option<Value>,
         comparison: Option<Comparison>,
@@ -80,7 +98,8 @@ impl Report {
             cached_tokens: sum(|a| a.cached_tokens),
             completion_tokens: sum(|a| a.completion_tokens),
             first: Times::of(answers.iter().map(|a| a.first_s).collect()),
-            between: Times::of(answers.iter().flat_map(|a| a.gaps_s.iter().copied()).collect()),
+            between: Times::of(gaps_s(&answers, None)),
+            after_ramp: Times::of(gaps_s(&answers, ramp_end(&answers, concurrency))),
             total: Times::of(answers.iter().map(|a| a.total_s).collect()),
             memory,
             comparison,
@@ -112,6 +131,7 @@ impl Report {
             "completion_tokens_per_second": self.completion_tokens as f64 / self.wall_s,
             "time_to_first_token_s": self.first.to_json(),
             "time_between_tokens_s": self.between.to_json(),
+            "time_between_tokens_after_ramp_s": self.after_ramp.to_json(),
             "request_s": self.total.to_json(),
             "memory_peak": self.memory,
             "answers_that_differ_alone": self.comparison.as_ref().map(|comparison| comparison.differing),
@@ -125,7 +145,7 @@ impl Report {
             "{} answered, {} failed in {:.1} s: {:.2} requests/s, {:.1} tokens/s\n\
              {} prompt tokens ({} of them reused), {} generated\n\n\
              ms                     p50      p90      p99      max\n\
-             first token     {}\nbetween tokens  {}\nrequest         {}\n",
+             first token     {}\nbetween tokens  {}\nafter the ramp  {}\nrequest         {}\n",
             self.answered,
             self.failures.len(),
             self.wall_s,
@@ -136,6 +156,7 @@ impl Report {
             self.completion_tokens,
             self.first.to_text(),
             self.between.to_text(),
+            self.after_ramp.to_text(),
             self.total.to_text(),
         );
         if let Some(Value::Object(memory)) = &self.memory {
@@ -169,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_load_without_an_answer_fails() {
-        let error = Report::new(vec![Err(anyhow!("refused"))], Duration::ZERO, None, None).check();
+        let error = Report::new(vec![Err(anyhow!("refused"))], 1, Duration::ZERO, None, None).check();
         assert!(error.expect_err("no answer").to_string().contains("none of 1 requests"));
     }
 
@@ -178,7 +199,7 @@ mod tests {
         let report = |failed: usize, comparison| {
             let answered = (0..3).map(|_| Ok(Answer::asked_at(Instant::now())));
             let failed = (0..failed).map(|_| Err(anyhow!("refused")));
-            Report::new(answered.chain(failed).collect(), Duration::from_secs(1), None, comparison)
+            Report::new(answered.chain(failed).collect(), 3, Duration::from_secs(1), None, comparison)
         };
         let comparison = |differing, failures: &[&str]| {
             let failures = failures.iter().map(|failure| failure.to_string()).collect();
@@ -200,6 +221,29 @@ mod tests {
         );
         assert!(report.to_text().contains("the first failure: lost"));
         assert_eq!(report.to_json()["failed_alone"], 1);
+    }
+
+    #[test]
+    fn gaps_of_the_ramp_count_only_among_all_gaps() {
+        let start = Instant::now();
+        let answer = |seconds: &[u64]| {
+            let mut answer = Answer::asked_at(start);
+            answer.pieces = seconds.iter().map(|&at| start + Duration::from_secs(at)).collect();
+            Ok(answer)
+        };
+        let report = |concurrency| {
+            let answers = vec![answer(&[1, 2, 9, 12]), answer(&[]), answer(&[8, 10, 11]), answer(&[20, 25])];
+            Report::new(answers, concurrency, Duration::from_secs(30), None, None)
+        };
+        let after_ramp = |concurrency| report(concurrency).after_ramp;
+        let p50_and_max = |concurrency| (after_ramp(concurrency).p50, after_ramp(concurrency).max);
+        // The ramp ends after 1, 8 and 20 s. So the gap of 7 s that begins after 2 s counts for a single request alone.
+        assert_eq!([1, 2, 9].map(p50_and_max), [(2.0, 7.0), (2.0, 5.0), (5.0, 5.0)]);
+        let two = report(2);
+        assert_eq!(two.between, after_ramp(1));
+        let (text, json) = (two.to_text(), two.to_json());
+        assert!(text.contains("\nafter the ramp     2000.0   5000.0   5000.0   5000.0\n"), "{text}");
+        assert_eq!(json["time_between_tokens_after_ramp_s"]["max"], 5.0);
     }
 
     #[test]

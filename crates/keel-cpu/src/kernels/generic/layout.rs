@@ -1,8 +1,8 @@
-//! Moving elements: copies out of strides, joins, block replacement, conversion.
+//! Moving elements: copies out of strides, joins, block replacement.
 
-use super::scalar::{Plain, Scalar, Wide};
+use super::GRAIN;
+use super::scalar::Plain;
 use super::strided::Strided;
-use super::{BLOCK, GRAIN};
 use crate::pool::Worker;
 use crate::shared_slice::SharedMut;
 
@@ -16,38 +16,6 @@ pub fn copy<T: Plain>(x: Strided<'_, T>, y: SharedMut<'_, T>, worker: &Worker<'_
         // SAFETY: each range is claimed once.
         x.read(range.start, unsafe { y.range(range) });
     }
-}
-
-/// `y[i] = x[i]` in another type: floats by way of f32, all others by way of i64.
-///
-/// # Panics
-/// If the lengths differ.
-pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker: &Worker<'_>) {
-    assert_eq!(x.len(), y.len());
-    // Cleared once, and not for each block.
-    let (mut raw, mut wide) = ([S::default(); BLOCK], [S::Wide::default(); BLOCK]);
-    for range in worker.claim(y.len(), GRAIN) {
-        for start in range.clone().step_by(BLOCK) {
-            let len = BLOCK.min(range.end - start);
-            let wide = &mut wide[..len];
-            read_wide(&x, start, &mut raw[..len], wide);
-            // SAFETY: each range is claimed once.
-            write_wide(wide, unsafe { y.range(start..start + len) });
-        }
-    }
-}
-
-/// Elements from `start` on, as they are in `raw`, and widened. This and [`write_wide`] are functions of their own, so
-/// that the loops over elements are compiled for each type, not for each pair of types.
-#[inline(never)]
-fn read_wide<S: Scalar>(x: &Strided<'_, S>, start: usize, raw: &mut [S], wide: &mut [S::Wide]) {
-    x.read(start, raw);
-    wide.iter_mut().zip(raw).for_each(|(wide, x)| *wide = x.wide());
-}
-
-#[inline(never)]
-fn write_wide<W: Wide, D: Scalar>(from: &[W], y: &mut [D]) {
-    y.iter_mut().zip(from).for_each(|(y, x)| *y = x.narrow());
 }
 
 /// One operand of [`concatenate`]: its elements, and the number of them for each index of the leading axes.

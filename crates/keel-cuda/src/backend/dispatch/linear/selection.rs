@@ -29,7 +29,7 @@ pub(in crate::backend::dispatch) enum SelectBy {
 }
 
 impl SelectBy {
-    /// The choice for a kernel. A program without a regime is not a step of decoding.
+    /// The quantity for a kernel. A program without a regime is not a step of decoding.
     pub fn of(kernel: &Kernel, mode: Mode) -> SelectBy {
         let regime = kernel.regime.unwrap_or(Regime::Prefill);
         match mode.determinism {
@@ -70,9 +70,9 @@ pub(super) enum LinearKernel {
 }
 
 /// How a product is run.
-pub(super) fn linear_kernel(weight: &WeightSpec, rows: usize, choice: SelectBy) -> LinearKernel {
-    let few = choice.is_few(rows);
-    match (arithmetic(weight, choice), choice) {
+pub(super) fn linear_kernel(weight: &WeightSpec, rows: usize, by: SelectBy) -> LinearKernel {
+    let few = by.is_few(rows);
+    match (arithmetic(weight, by), by) {
         (Arithmetic::Exact | Arithmetic::ManyHalf, _) if few => LinearKernel::ExactRows,
         (Arithmetic::Exact, _) => LinearKernel::ExactTiled,
         (Arithmetic::Codes | Arithmetic::Half, _) if few => LinearKernel::FewRows,
@@ -95,9 +95,13 @@ fn rows_in_panels_max(weight: &WeightSpec) -> usize {
     }
 }
 
-/// Whether x is needed in 16 bits alone: it is multiplied in 16 bits, and cuBLASLt, if it does so, surely takes the
+/// Whether every device needs x in 16 bits alone: it is multiplied in 16 bits, and if cuBLASLt does so, it takes the
 /// shape.
-pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
+pub(in crate::backend::dispatch) fn takes_x_in_half(
+    weight: &WeightSpec,
+    kernel: &Kernel,
+    mode: Mode,
+) -> bool {
     let even = |extent: usize| extent >= 256 && extent.is_multiple_of(64);
     let rows = kernel.inputs[0].layout.shape.elements() / weight.cols;
     let in_half = match linear_kernel(weight, rows, SelectBy::of(kernel, mode)) {
@@ -110,20 +114,20 @@ pub(in crate::backend::dispatch) fn surely_in_half(weight: &WeightSpec, kernel: 
     in_half && !splits_x(weight) && rows > FEW_ROWS && even(weight.rows) && even(weight.cols)
 }
 
-/// Whether cuBLASLt surely multiplies all rows at once, by a weight as it is stored. It can then add a bias.
-pub(in crate::backend::dispatch) fn surely_as_stored(
+/// Whether cuBLASLt multiplies all rows at once on every device, by a weight as it is stored. It can then add a bias.
+pub(in crate::backend::dispatch) fn blas_takes_stored_weight(
     weight: &WeightSpec,
     kernel: &Kernel,
     mode: Mode,
 ) -> bool {
-    matches!(weight.format, WeightFormat::Dense(_)) && surely_in_half(weight, kernel, mode)
+    matches!(weight.format, WeightFormat::Dense(_)) && takes_x_in_half(weight, kernel, mode)
 }
 
 /// Whether rows of a quantised weight are sorted by expert.
 pub(in crate::backend::dispatch) fn is_grouped(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
-    let (rows, choice) = (kernel.inputs[2].layout.shape.elements(), SelectBy::of(kernel, mode));
-    matches!(arithmetic(weight, choice), Arithmetic::Codes | Arithmetic::WidenedCodes)
-        && takes_groups(weight, rows, choice)
+    let (rows, by) = (kernel.inputs[2].layout.shape.elements(), SelectBy::of(kernel, mode));
+    matches!(arithmetic(weight, by), Arithmetic::Codes | Arithmetic::WidenedCodes)
+        && takes_groups(weight, rows, by)
 }
 
 /// The most experts by which rows are sorted. `group_rows` has shared memory for 512 counts.
@@ -131,12 +135,12 @@ const GROUPED_EXPERTS_MAX: usize = 512;
 
 /// Whether rows with an expert each are sorted by expert and multiplied together. That takes many rows, and no more
 /// experts than the sort handles.
-pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, choice: SelectBy) -> bool {
-    let many = match choice {
+pub(super) fn takes_groups(weight: &WeightSpec, rows: usize, by: SelectBy) -> bool {
+    let many = match by {
         SelectBy::Rows => rows > 8 * FEW_ROWS,
         SelectBy::Regime(regime) | SelectBy::RegimeOnDevices(regime) => regime == Regime::Prefill,
     };
-    let many = many || arithmetic(weight, choice) == Arithmetic::WidenedCodes;
+    let many = many || arithmetic(weight, by) == Arithmetic::WidenedCodes;
     many && weight.experts <= GROUPED_EXPERTS_MAX
 }
 
@@ -184,12 +188,12 @@ mod tests {
     fn in_a_regime_every_number_of_rows_goes_the_same_way() {
         for weight in weights() {
             let regimes = [Regime::Prefill, Regime::Decode].into_iter();
-            let choices = regimes.flat_map(|of| [SelectBy::Regime(of), SelectBy::RegimeOnDevices(of)]);
-            for choice in choices {
-                let ways = ROWS.map(|rows| linear_kernel(&weight, rows, choice));
-                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {choice:?}: {ways:?}");
+            let selectors = regimes.flat_map(|of| [SelectBy::Regime(of), SelectBy::RegimeOnDevices(of)]);
+            for by in selectors {
+                let ways = ROWS.map(|rows| linear_kernel(&weight, rows, by));
+                assert!(ways.iter().all(|way| *way == ways[0]), "{weight:?}, {by:?}: {ways:?}");
                 assert!(!ways.contains(&LinearKernel::Blas));
-                let grouped = ROWS.map(|rows| takes_groups(&weight, rows, choice));
+                let grouped = ROWS.map(|rows| takes_groups(&weight, rows, by));
                 assert!(grouped.iter().all(|takes| *takes == grouped[0]));
             }
         }

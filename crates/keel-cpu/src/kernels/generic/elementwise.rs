@@ -1,6 +1,6 @@
-//! Element-wise operations that are not chains of f32: integers, comparisons, selection.
+//! Element-wise operations that are not chains of f32: integers, comparisons, selection, conversion.
 
-use super::scalar::{Flag, Plain, Scalar};
+use super::scalar::{Flag, Plain, Scalar, Wide};
 use super::strided::Strided;
 use super::{BLOCK, GRAIN};
 use crate::pool::Worker;
@@ -137,4 +137,33 @@ pub fn select<T: Plain>(
             *y = if flags[i] != 0 { a_block[i] } else { b_block[i] };
         }
     });
+}
+
+/// `y[i] = x[i]` in another type: floats by way of f32, all others by way of i64.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn cast<S: Scalar, D: Scalar>(x: Strided<'_, S>, y: SharedMut<'_, D>, worker: &Worker<'_>) {
+    assert_eq!(x.len(), y.len());
+    // Cleared once, and not for each block.
+    let (mut raw, mut wide) = ([S::default(); BLOCK], [S::Wide::default(); BLOCK]);
+    for_each_block(y.len(), worker, |range| {
+        let wide = &mut wide[..range.len()];
+        read_wide(&x, range.start, &mut raw[..range.len()], wide);
+        // SAFETY: each block is claimed once.
+        write_wide(wide, unsafe { y.range(range) });
+    });
+}
+
+/// Elements from `start` on, as they are in `raw`, and widened. This and [`write_wide`] are functions of their own, so
+/// that the loops over elements are compiled for each type, not for each pair of types.
+#[inline(never)]
+fn read_wide<S: Scalar>(x: &Strided<'_, S>, start: usize, raw: &mut [S], wide: &mut [S::Wide]) {
+    x.read(start, raw);
+    wide.iter_mut().zip(raw).for_each(|(wide, x)| *wide = x.wide());
+}
+
+#[inline(never)]
+fn write_wide<W: Wide, D: Scalar>(from: &[W], y: &mut [D]) {
+    y.iter_mut().zip(from).for_each(|(y, x)| *y = x.narrow());
 }
