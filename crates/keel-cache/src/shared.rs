@@ -32,54 +32,30 @@ impl ModelCache {
     }
 
     /// Saves the state of a sequence and gives it to the caller. `None` if no checkpoint is free, or the model has no
-    /// state.
+    /// state. If steps that commit their rows are under way, this is the state after the last of them. The caller knows
+    /// how many tokens that state has seen.
     ///
     /// # Errors
-    /// An error of the runtime.
+    /// Rows that are not committed, a torn state; an error of the runtime.
     pub fn save_checkpoint(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointLease>> {
-        if self.spec.is_recurrent() {
-            self.expect_settled(sequence)?;
-        }
-        self.save_checkpoint_ahead(sequence)
-    }
-
-    /// As [`ModelCache::save_checkpoint`], while steps that commit their rows are under way: saves the state after the
-    /// last of them. The caller knows how many tokens that state has seen.
-    ///
-    /// # Errors
-    /// An error of the runtime.
-    pub fn save_checkpoint_ahead(&mut self, sequence: &SequenceCache) -> Result<Option<CheckpointLease>> {
         if !self.spec.is_recurrent() {
             return Ok(None);
         }
         let Some(checkpoint) = self.pools.take_checkpoint() else { return Ok(None) };
-        self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)?;
+        self.overwrite_checkpoint(sequence, &checkpoint)?;
         Ok(Some(checkpoint))
     }
 
-    /// Saves the state of a sequence over a saved state that the caller keeps.
+    /// As [`ModelCache::save_checkpoint`], over a saved state that the caller keeps.
     ///
     /// # Errors
-    /// An error of the runtime.
+    /// As [`ModelCache::save_checkpoint`]. If a copy fails, neither state is kept.
     pub fn overwrite_checkpoint(
         &mut self,
         sequence: &SequenceCache,
         checkpoint: &CheckpointLease,
     ) -> Result<()> {
         self.expect_settled(sequence)?;
-        self.overwrite_checkpoint_ahead(sequence, checkpoint)
-    }
-
-    /// As [`ModelCache::overwrite_checkpoint`], while steps that commit their rows are under way: saves the state after
-    /// the last of them.
-    ///
-    /// # Errors
-    /// An error of the runtime.
-    pub fn overwrite_checkpoint_ahead(
-        &mut self,
-        sequence: &SequenceCache,
-        checkpoint: &CheckpointLease,
-    ) -> Result<()> {
         self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)
     }
 

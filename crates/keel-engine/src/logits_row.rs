@@ -5,7 +5,15 @@ use std::cmp::Reverse;
 use keel_array::sampling::{EXPONENT_MIN, enough, greatest, id_of, order, target, weight};
 
 use crate::SamplerOptions;
-use crate::batch::TokenLogprobs;
+
+/// Log probabilities at one position, before penalties, temperature and constraints.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    /// Log probability of the token drawn.
+    pub drawn: f32,
+    /// The most probable tokens, most probable first.
+    pub top: Vec<(u32, f32)>,
+}
 
 /// One row of logits on the host, and the memory in which a token is drawn from it. All sequences of an engine share
 /// one, because tokens are drawn one after the other.

@@ -5,5 +5,5 @@
 mod checks;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    checks::Bench::of_this_thread(|bench| bench.sequence(bytes));
+    checks::Bench::of_this_thread(|bench| (bench.sequence(bytes), bench.continuation(bytes)));
 });

@@ -24,7 +24,7 @@ use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
 use crate::{EngineError, PREFILL_GRID, Result, Ticket, Work, WorkRows};
-use keel_cache::SavedState;
+use keel_cache::{CheckpointLease, SavedState};
 
 /// A step under way.
 pub(super) struct Pending {
@@ -225,25 +225,15 @@ impl Batcher {
     /// answer's last grid point. With micro-batches it is saved when the step is taken.
     fn save_ahead(&mut self, i: usize, is_prompt: bool) -> Option<SavedState> {
         let running = &self.running[i];
-        let at = running.virtual_len();
-        let at_grid =
-            at > running.prompt_len && at.is_multiple_of(PREFILL_GRID) && self.options.reuse_generated;
-        let is_kept = if is_prompt { running.save_points.contains(&at) } else { at_grid };
+        let position = running.virtual_len();
+        let at_grid = position > running.prompt_len
+            && position.is_multiple_of(PREFILL_GRID)
+            && self.options.reuse_generated;
+        let is_kept = if is_prompt { running.save_points.contains(&position) } else { at_grid };
         if !is_kept || self.engine.runs_microbatches() {
             return None;
         }
-        let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
-        // Where none is free, the answer's own state before this one makes room, not one that others may share.
-        let own = if is_prompt || cache.free_checkpoints() > 0 { None } else { running.rolling.take() };
-        let saved = match own {
-            Some(SavedState { checkpoint, .. }) => cache
-                .overwrite_checkpoint_ahead(&running.cache, &checkpoint)
-                .map(|()| Some(checkpoint))
-                .map_err(Into::into),
-            None => self.prefixes.save_checkpoint_ahead(cache, &running.cache),
-        };
-        // A state that cannot be kept is computed again when it is needed.
-        self.kept_or_counted(saved).map(|checkpoint| SavedState { position: at, checkpoint })
+        self.save_state(i, is_prompt).map(|checkpoint| SavedState { position, checkpoint })
     }
 
     /// Takes the first step under way.
@@ -277,7 +267,7 @@ impl Batcher {
                 }
                 match self.engine.runs_microbatches() {
                     true => self.save_at_save_point(i),
-                    false => self.remember_stop(i, part.saved),
+                    false => self.remember_stop(i, part.saved.map(|saved| saved.checkpoint)),
                 }
             } else if self.engine.runs_microbatches() {
                 self.keep_state(i);
@@ -332,12 +322,11 @@ impl Batcher {
     }
 
     /// Remembers a prompt that has come to one of its save points, with its saved state if there is one.
-    fn remember_stop(&mut self, i: usize, saved: Option<SavedState>) {
+    pub(super) fn remember_stop(&mut self, i: usize, state: Option<CheckpointLease>) {
         let running = &self.running[i];
-        let at = running.cache.len();
-        if running.save_points.contains(&at) {
-            let state = saved.map(|saved| saved.checkpoint);
-            self.prefixes.remember(self.engine.cache_mut(), &running.key(at), &running.cache, state);
+        if running.is_at_save_point() {
+            let (key, cache) = (running.key(running.cache.len()), self.engine.cache_mut());
+            self.prefixes.remember(cache, &key, &running.cache, state);
         }
     }
 

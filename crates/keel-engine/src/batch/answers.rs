@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use keel_cache::SavedState;
+use keel_cache::{CheckpointLease, SavedState};
 
 use super::sequence::{Drawn, Running};
 use super::{Batcher, MASK_PATIENCE, members};
@@ -116,13 +116,23 @@ impl Batcher {
     /// Keeps the state of an answer at its last grid point for a next turn. A failure is counted and costs no token:
     /// the answer goes on without that state. If its own state is torn, its next step says so.
     pub(super) fn keep_state(&mut self, i: usize) {
-        let running = &self.running[i];
         // If open rows cannot be committed, which is counted there, the state before this one stays.
-        if !self.keeps_state() || !running.is_at_grid_of_answer() || self.commit(i).is_err() {
+        if !self.keeps_state() || !self.running[i].is_at_grid_of_answer() || self.commit(i).is_err() {
             return;
         }
+        if let Some(checkpoint) = self.save_state(i, false) {
+            let running = &mut self.running[i];
+            running.rolling = Some(SavedState { position: running.cache.len(), checkpoint });
+        }
+    }
+
+    /// Saves the state that the steps submitted so far leave. If no checkpoint is free, the state that an answer has
+    /// saved before makes room, else one of the tree. A failure counts as a failed step: no token depends on it, and a
+    /// state that is not kept is computed again when it is needed.
+    pub(super) fn save_state(&mut self, i: usize, is_prompt: bool) -> Option<CheckpointLease> {
         let (running, cache) = (&mut self.running[i], self.engine.cache_mut());
-        let saved = match running.rolling.take() {
+        let own = if is_prompt || cache.free_checkpoints() > 0 { None } else { running.rolling.take() };
+        let saved = match own {
             // A copy that fails halfway leaves neither state.
             Some(SavedState { checkpoint, .. }) => cache
                 .overwrite_checkpoint(&running.cache, &checkpoint)
@@ -130,10 +140,7 @@ impl Batcher {
                 .map_err(Into::into),
             None => self.prefixes.save_checkpoint(cache, &running.cache),
         };
-        let kept = self.kept_or_counted(saved);
-        let running = &mut self.running[i];
-        let position = running.cache.len();
-        running.rolling = kept.map(|checkpoint| SavedState { position, checkpoint });
+        saved.inspect_err(|error| self.count_failed_step(error)).ok().flatten()
     }
 
     /// Draws the next token of an answer from row `row` of the logits.

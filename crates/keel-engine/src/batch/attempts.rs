@@ -3,8 +3,6 @@
 //! A failed step is retried once. Where the engine drafts, steps are atomic, so a transient fault costs one step and no
 //! answer. If the retry fails, each sequence is run alone, and only those that fail again end with the error.
 
-use keel_cache::CheckpointLease;
-
 use super::Batcher;
 use super::sequence::Drawn;
 use crate::{EngineError, Result};
@@ -68,14 +66,6 @@ impl Batcher {
             return Err(first);
         }
         step(self).inspect_err(|error| self.count_failed_step(error))
-    }
-
-    /// A saved state, if it was saved. A failure counts as a failed step: no token depends on it.
-    pub(super) fn kept_or_counted(
-        &mut self,
-        saved: Result<Option<CheckpointLease>>,
-    ) -> Option<CheckpointLease> {
-        saved.inspect_err(|error| self.count_failed_step(error)).ok().flatten()
     }
 
     pub(super) fn is_whole(&self, i: usize) -> bool {

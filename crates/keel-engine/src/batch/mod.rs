@@ -13,7 +13,6 @@ mod attempts;
 mod drafting;
 mod features;
 mod leaving;
-mod logprobs;
 mod microbatches;
 mod overcommit;
 mod parking;
@@ -29,8 +28,8 @@ mod sequence;
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
+pub use crate::logits_row::TokenLogprobs;
 pub use features::PictureKey;
-pub use logprobs::TokenLogprobs;
 pub use persist::Restored;
 pub use pictures::{PictureInput, RequestVision};
 pub use readout::{Readout, direction};

@@ -103,29 +103,15 @@ impl Prefixes {
         cache: &mut ModelCache,
         sequence: &SequenceCache,
     ) -> Result<Option<CheckpointLease>> {
-        self.free_checkpoint(cache);
-        Ok(if self.enabled { cache.save_checkpoint(sequence)? } else { None })
-    }
-
-    /// As [`Prefixes::save_checkpoint`], while steps of the sequence are under way: saves the state that the last of
-    /// them will leave.
-    pub fn save_checkpoint_ahead(
-        &mut self,
-        cache: &mut ModelCache,
-        sequence: &SequenceCache,
-    ) -> Result<Option<CheckpointLease>> {
-        self.free_checkpoint(cache);
-        Ok(if self.enabled { cache.save_checkpoint_ahead(sequence)? } else { None })
-    }
-
-    /// Forgets a saved state if no checkpoint is free.
-    fn free_checkpoint(&mut self, cache: &mut ModelCache) {
-        if self.enabled
-            && cache.free_checkpoints() == 0
+        if !self.enabled {
+            return Ok(None);
+        }
+        if cache.free_checkpoints() == 0
             && let Some(evicted) = self.tree.evict_state()
         {
             cache.take_back(evicted);
         }
+        Ok(cache.save_checkpoint(sequence)?)
     }
 
     /// Remembers the first tokens of a sequence, with the state after them. A state that is known already is freed.

@@ -172,18 +172,13 @@ impl Batcher {
         outcomes.into_iter().filter_map(report).collect()
     }
 
-    /// Saves the state of a prompt at its save points, where other requests may go on from it. A failure is counted.
-    /// The prompt goes on, and other requests find no state there.
+    /// Saves the state of a prompt at its save points, where other requests may go on from it. If that fails, they find
+    /// no state there.
     pub(super) fn save_at_save_point(&mut self, i: usize) {
-        let running = &self.running[i];
-        if !running.is_at_save_point() {
-            return;
+        if self.running[i].is_at_save_point() {
+            let state = self.save_state(i, true);
+            self.remember_stop(i, state);
         }
-        let saved = self.prefixes.save_checkpoint(self.engine.cache_mut(), &running.cache);
-        let state = self.kept_or_counted(saved);
-        let running = &self.running[i];
-        let (key, cache) = (running.key(running.cache.len()), self.engine.cache_mut());
-        self.prefixes.remember(cache, &key, &running.cache, state);
     }
 
     /// The token after a prompt, which was row `row` of the last step.

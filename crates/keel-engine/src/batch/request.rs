@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::logprobs::TokenLogprobs;
 use super::pictures::RequestVision;
 use super::readout::Readout;
+use crate::logits_row::TokenLogprobs;
 use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCounters, SpeculationOptions};
 
 /// Names a sequence within its batch. A request of the server has one for each of its answers.

@@ -7,11 +7,11 @@ use keel_array::AttentionSpec;
 use keel_array::sampling::Draw;
 use keel_cache::{SavedState, SequenceCache};
 
-use super::logprobs::TokenLogprobs;
 use super::pictures::Pictures;
 use super::policy::PromptRest;
 use super::readout::Reading;
 use super::request::{BatchRequest, SequenceId, SequenceStatus};
+use crate::logits_row::TokenLogprobs;
 use crate::speculation::{Chooser, RoundSequence, SamplerChooser, Speculation};
 use crate::{Engine, FinishReason, LogitsRow, PREFILL_GRID, Result, Sampler};
 

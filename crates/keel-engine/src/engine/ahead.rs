@@ -128,7 +128,7 @@ impl Engine {
 
     /// Steps under way: at most two, or one for each [micro-batch](Engine::microbatches_max) and one of prompts.
     pub fn steps_in_flight(&self) -> usize {
-        self.in_flight.len() + self.microbatch_steps()
+        self.in_flight.steps.len() + self.microbatch_steps()
     }
 
     /// How many answers, and how many ends of prompts, a step may have whose tokens the host draws.
@@ -148,14 +148,14 @@ impl Engine {
             return self.submit_microbatch(work);
         }
         self.check_work(work)?;
-        if self.in_flight.is_empty() {
+        if self.in_flight.steps.is_empty() {
             // A pass of the head that failed after the last step is no failure of this one.
             self.in_flight.end();
         }
         for Work { sequence, ahead, rows, .. } in work.iter_mut() {
             self.make_room_ahead(sequence, *ahead, rows.tokens())?;
         }
-        let before = self.in_flight.back().map_or(&[][..], |step| &step.items);
+        let before = self.in_flight.steps.back().map_or(&[][..], |step| &step.items);
         let places: Vec<usize> =
             before.iter().map(|item| self.stepper.place(item.regime, item.row)).collect();
         let items = items_of(work);
@@ -184,18 +184,18 @@ impl Engine {
             let keeping = self.stepper.keeping_hidden(number);
             step.add(keeping.map(|program| self.submit_on_lead(Regime::Decode, program)));
         }
-        self.in_flight.push_back(step);
+        self.in_flight.steps.push_back(step);
         self.tickets += 1;
         Ok(Ticket(number))
     }
 
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
-        let before = self.in_flight.back().map_or(&[][..], |step| &step.items);
+        let before = self.in_flight.steps.back().map_or(&[][..], |step| &step.items);
         let is_drawn = |of: usize| before.get(of).is_some_and(|item| item.is_drawn);
         let by_host =
             |regime| work.iter().filter(|work| work.by_host && work.rows.regime() == regime).count();
         let for_host = by_host(Regime::Decode).max(by_host(Regime::Prefill));
-        let reason = if self.in_flight.len() == STEPS_MAX {
+        let reason = if self.in_flight.steps.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
         } else if let Some(reason) = self.refused_rows(work, self.options.sequences) {
             reason
@@ -247,7 +247,7 @@ impl Engine {
         tokens: &[u32],
     ) -> Result<()> {
         self.admit_ahead(sequence, ahead, tokens)?;
-        if self.in_flight.is_empty() {
+        if self.in_flight.steps.is_empty() {
             self.commit(sequence)?;
         }
         self.cache.expect_whole(sequence)?;
@@ -284,8 +284,8 @@ impl Engine {
         if self.runs_microbatches() {
             return self.take_microbatch(ticket);
         }
-        let is_first = self.in_flight.front().is_some_and(|step| step.number == ticket.0);
-        let Some(mut step) = is_first.then(|| self.in_flight.pop_front()).flatten() else {
+        let is_first = self.in_flight.steps.front().is_some_and(|step| step.number == ticket.0);
+        let Some(mut step) = is_first.then(|| self.in_flight.steps.pop_front()).flatten() else {
             return Err(EngineError::Option(NOT_FIRST.into()));
         };
         let refusal = step.refusal.take();
@@ -306,7 +306,10 @@ impl Engine {
         if let Some(run) = catch_up.filter(|run| self.is_split() && run.has_failed()) {
             // The devices have met again without the steps under way, whose results are undefined now.
             let cause = self.first_cause_of([run]).to_string();
-            self.in_flight.iter_mut().for_each(|step| step.refusal = Some(EngineError::Step(cause.clone())));
+            self.in_flight
+                .steps
+                .iter_mut()
+                .for_each(|step| step.refusal = Some(EngineError::Step(cause.clone())));
         }
         let answers = self.taken.answers();
         if answers > 0 {
@@ -376,8 +379,8 @@ impl Engine {
     /// still needed. Where a step [cannot be taken back](Engine::can_take_back), the sequence answers
     /// [`keel_cache::CacheError::AheadState`] until it is rewound.
     pub(crate) fn give_up_steps(&mut self, sequence: &mut SequenceCache) {
-        let steps = self.in_flight.len();
-        let Some(first) = self.in_flight.front() else { return };
+        let steps = self.in_flight.steps.len();
+        let Some(first) = self.in_flight.steps.front() else { return };
         let has_failed = self.take(Ticket(first.number)).is_err();
         // If the only step failed, its failure already says what state the sequence is in.
         if !(steps == 1 && has_failed) {

@@ -1,7 +1,6 @@
 //! A step that was submitted and not yet taken.
 
 use std::collections::VecDeque;
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -186,23 +185,9 @@ impl InFlightRun {
 /// The steps under way, the oldest first.
 #[derive(Default)]
 pub(crate) struct InFlightSteps {
-    steps: VecDeque<InFlightStep>,
+    pub steps: VecDeque<InFlightStep>,
     /// Set if one has failed on a device. Those after it are then not begun on any.
     has_failed: Arc<AtomicBool>,
-}
-
-impl Deref for InFlightSteps {
-    type Target = VecDeque<InFlightStep>;
-
-    fn deref(&self) -> &VecDeque<InFlightStep> {
-        &self.steps
-    }
-}
-
-impl DerefMut for InFlightSteps {
-    fn deref_mut(&mut self) -> &mut VecDeque<InFlightStep> {
-        &mut self.steps
-    }
 }
 
 impl InFlightSteps {

@@ -132,8 +132,8 @@ impl Engine {
             return Ok(());
         }
         let reason = format!(
-            "pictures side by side of {longest} tokens must be run in one step, and a step has at most {most}: put text \
-             between them, or set a larger prefill_step"
+            "pictures side by side of {longest} tokens must be run in one step, and a step has at most {most}: put \
+             text between them, or start with a larger --prefill-step"
         );
         Err(EngineError::Option(reason))
     }

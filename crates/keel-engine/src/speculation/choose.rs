@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use keel_array::sampling::Draw;
 
-use crate::batch::{Constraint, TokenLogprobs};
+use crate::batch::Constraint;
+use crate::logits_row::TokenLogprobs;
 use crate::{EngineError, LogitsRow, Result, Sampler};
 
 /// The most tokens of a draft's distribution.

@@ -46,7 +46,10 @@ impl Engine {
     /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. Each of two steps may have
     /// `RUNS_MAX / 2` programs. A step of answers and prompts has that number already.
     pub(crate) fn can_catch_up_ahead(&self) -> bool {
-        self.in_flight.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
+        self.in_flight
+            .steps
+            .back()
+            .is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
     }
 
     /// Submits one pass of the MTP head after the step submitted last. It runs the rows of these sequences that the
@@ -67,7 +70,7 @@ impl Engine {
         }
         self.write_draft_input(&input)?;
         let run = self.submit_on_all(StepKind::decode(Outcome::MtpState), &rows)?;
-        let Some(step) = self.in_flight.back_mut() else { unreachable!("a step is under way") };
+        let Some(step) = self.in_flight.steps.back_mut() else { unreachable!("a step is under way") };
         step.catch_up = Some(run);
         all.iter_mut().for_each(|(_, speculation)| speculation.lag.forget(count(speculation)));
         Ok(())

@@ -11,7 +11,7 @@ use keel_array::{Backend, PREFILL_GRID, RESULT_BYTES_MAX, Regime};
 use keel_models::Part;
 use keel_models::vision::VisionConfig;
 
-use super::{HiddenPlace, Outcome, StepKind, StepShape};
+use super::{Outcome, StepKind, StepShape};
 use crate::options::{EngineOptions, MTP_LAG_MAX};
 
 /// The most prompts in a step.
@@ -97,9 +97,9 @@ impl Buckets {
         self.runs_ahead && !self.open_rows.is_empty()
     }
 
-    /// The program that keeps hidden states.
-    pub fn keeping_hidden(place: HiddenPlace) -> StepShape {
-        StepKind::decode(Outcome::KeptHidden(place)).of(1, 1)
+    /// The program that keeps the hidden states of step number `step`.
+    pub fn keeping_hidden(step: u64) -> StepShape {
+        StepKind::decode(Outcome::KeptHidden((step % 2) as usize)).of(1, 1)
     }
 
     /// The program that keeps logits.
@@ -207,7 +207,7 @@ impl Buckets {
             shapes.extend(sequences.clone().flat_map(of));
             let many = sequences.clone().filter(|&&n| n > 1);
             shapes.extend(many.map(|&n| decode(Outcome::MtpState).of(n * self.open_rows.len(), n)));
-            shapes.extend([HiddenPlace::First, HiddenPlace::Second].map(Buckets::keeping_hidden));
+            shapes.extend([0, 1].map(Buckets::keeping_hidden));
         }
         for &n in sequences {
             let both = |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|of| decode(of).of(each * n, n));

@@ -10,7 +10,6 @@ use crate::options::EngineOptions;
 use super::StepShape;
 use super::buckets::Buckets;
 use super::results::{append_with, read_settled_rows};
-use super::shape::HiddenPlace;
 use crate::Result;
 
 /// Rows of the kept logits: those of answers, then those of prompts.
@@ -87,13 +86,12 @@ impl KeptHidden {
         Ok(Some(KeptHidden { rows, hidden, sequences, prompts }))
     }
 
-    fn first(&self, place: HiddenPlace, regime: Regime) -> usize {
-        let of_step = if place == HiddenPlace::First { 0 } else { self.sequences + self.prompts };
-        of_step + if regime == Regime::Decode { 0 } else { self.sequences }
+    fn first(&self, place: usize, regime: Regime) -> usize {
+        place * (self.sequences + self.prompts) + if regime == Regime::Decode { 0 } else { self.sequences }
     }
 
     /// What the program computes: rows of the hidden states of `answers` and of `prompts`, and where they go.
-    pub fn trace(&self, answers: &Array, prompts: &Array, place: HiddenPlace) -> Result<Vec<(Array, Array)>> {
+    pub fn trace(&self, answers: &Array, prompts: &Array, place: usize) -> Result<Vec<(Array, Array)>> {
         let pair = |from: &Array, regime, count| -> Result<(Array, Array)> {
             let to = self.hidden.entries(self.first(place, regime), count)?;
             Ok((from.take(&self.rows.prefix(count)?)?, to))
@@ -104,17 +102,11 @@ impl KeptHidden {
         ])
     }
 
-    /// Copies the hidden states of these numbers of answers and prompts of a step that has ended. A later one may be
-    /// under way.
-    pub fn append(
-        &self,
-        place: HiddenPlace,
-        answers: usize,
-        prompts: usize,
-        values: &mut Vec<f32>,
-    ) -> Result<()> {
+    /// Copies the hidden states of these numbers of answers and prompts of step number `step`, which has ended. A later
+    /// one may be under way.
+    pub fn append(&self, step: u64, answers: usize, prompts: usize, values: &mut Vec<f32>) -> Result<()> {
         for (regime, rows) in [(Regime::Decode, answers), (Regime::Prefill, prompts)] {
-            let first = self.first(place, regime);
+            let first = self.first((step % 2) as usize, regime);
             append_with(Array::read_settled_bytes, &self.hidden, first..first + rows, values)?;
         }
         Ok(())

@@ -24,7 +24,7 @@ use crate::{EngineError, Result};
 use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, drafts_not_planned, ids_of};
-pub(crate) use shape::{HiddenPlace, Outcome, StepKind, StepShape};
+pub(crate) use shape::{Outcome, StepKind, StepShape};
 use staging::{MtpStaging, Staging};
 pub(crate) use staging::{Rows, TokensAt};
 pub(crate) use trace::{Pairs, trace};
@@ -290,7 +290,7 @@ impl Stepper {
     /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to
     /// run. One token comes to the host with it and is ignored.
     pub fn keeping_hidden(&mut self, step: u64) -> Result<PreparedStep> {
-        self.keeping(Buckets::keeping_hidden(HiddenPlace::of(step)))
+        self.keeping(Buckets::keeping_hidden(step))
     }
 
     /// Copies the hidden states that were kept of these numbers of answers and prompts of step number `step`.
@@ -302,7 +302,7 @@ impl Stepper {
         hidden: &mut Vec<f32>,
     ) -> Result<()> {
         let kept = self.kept_hidden.as_ref().ok_or_else(drafts_not_planned)?;
-        kept.append(HiddenPlace::of(step), answers, prompts, hidden)
+        kept.append(step, answers, prompts, hidden)
     }
 
     /// Copies row `row` of the logits that were kept of a regime.

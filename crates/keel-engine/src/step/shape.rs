@@ -5,20 +5,6 @@ use keel_cache::CommitProgress;
 
 use super::staging::Rows;
 
-/// Where the hidden states of a step are kept. Two steps may be under way, and take turns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum HiddenPlace {
-    First,
-    Second,
-}
-
-impl HiddenPlace {
-    /// The place for step number `step`.
-    pub fn of(step: u64) -> HiddenPlace {
-        if step.is_multiple_of(2) { HiddenPlace::First } else { HiddenPlace::Second }
-    }
-}
-
 /// What a step computes in addition to states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -43,8 +29,8 @@ pub(crate) enum Outcome {
     MtpState,
     /// Rows of the logits of the step before, for the host.
     KeptLogits,
-    /// Hidden states of the step before, for the host.
-    KeptHidden(HiddenPlace),
+    /// Hidden states of the step before, for the host. Two steps may be under way, and take turns in places 0 and 1.
+    KeptHidden(usize),
     /// Commits accepted open rows and runs none. Those of some layers are committed already.
     Commit(CommitProgress),
 }

@@ -18,9 +18,9 @@ fn a_state_that_cannot_be_saved_ahead_is_counted() {
     step(&mut batcher);
     // No checkpoint is free, so the state is saved over the last one of the answer. There is no entry of that number.
     let cache = batcher.engine.cache_mut();
-    let taken = cache.save_checkpoint_ahead(&batcher.running[0].cache).expect("saved").expect("there is one");
+    let taken = cache.save_checkpoint(&batcher.running[0].cache).expect("saved").expect("there is one");
     let sequence = other.engine.open().expect("a slot is free");
-    let mut save = || other.engine.cache_mut().save_checkpoint_ahead(&sequence).expect("saved");
+    let mut save = || other.engine.cache_mut().save_checkpoint(&sequence).expect("saved");
     let [first, second] = [save(), save()].map(|checkpoint| checkpoint.expect("there are two"));
     assert_eq!([taken.id(), first.id(), second.id()].map(|id| id.index()), [0, 0, 1]);
     batcher.running[0].rolling = Some(SavedState { position: 0, checkpoint: second });
