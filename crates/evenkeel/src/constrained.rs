@@ -14,9 +14,10 @@ use keel_text::GrammarState;
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub struct GrammarConstraint {
-    /// The grammar.
+    /// The grammar after the tokens so far.
     pub state: GrammarState,
-    /// The grammar applies after this token. With `None` it applies from the start.
+    /// The grammar applies after this token. With `None` it applies from the start. It stays set after the token has
+    /// come, because the token may be taken back.
     pub begins_after: Option<u32>,
     /// Whether that token has come.
     has_begun: bool,
@@ -25,8 +26,22 @@ pub struct GrammarConstraint {
 }
 
 impl GrammarConstraint {
-    /// A grammar that applies after a token, or from the start.
-    pub(crate) fn new(state: GrammarState, begins_after: Option<u32>) -> GrammarConstraint {
+    /// A grammar that applies after the token `begins_after`, or from the start.
+    ///
+    /// ```
+    /// use evenkeel::{GrammarConstraint, ModelFiles, ModelText, engine::batch::Constraint, text::GrammarSource};
+    /// let files = ModelFiles::built_in()?;
+    /// let source = GrammarSource::Regex("a".into());
+    /// let start = ModelText::open(&files)?.grammar(&files, &source, &[])?.state;
+    /// let mut grammar = GrammarConstraint::new(start, Some(5));
+    /// let (mut before, mut after) = ([0.0; 4096], [0.0; 4096]);
+    /// grammar.mask(&mut before).expect("no token is masked");
+    /// grammar.accept(5).expect("every token is allowed before the grammar");
+    /// grammar.mask(&mut after).expect("the model has 4096 tokens");
+    /// assert!(before.iter().all(|&logit| logit == 0.0) && after.iter().any(|&logit| logit < 0.0));
+    /// # Ok::<(), evenkeel::Error>(())
+    /// ```
+    pub fn new(state: GrammarState, begins_after: Option<u32>) -> GrammarConstraint {
         GrammarConstraint { state, begins_after, has_begun: false, bound: 0 }
     }
 

@@ -38,8 +38,9 @@ pub struct Request {
     pub ignore_end: bool,
     /// A schema or grammar that the text follows.
     pub grammar: Option<GrammarSource>,
-    /// Draft with the model's multi-token-prediction head. It is refused if [`keel_engine::EngineOptions::drafts`] is
-    /// 0. A batch refuses it, because it drafts by [`BatchOptions::speculation`].
+    /// Draft with the model's multi-token-prediction head. Under a grammar and in [`Model::resume`] it has no effect.
+    /// Otherwise it is refused if [`keel_engine::EngineOptions::drafts`] is 0. A batch always refuses it, because it
+    /// drafts by [`BatchOptions::speculation`].
     pub speculation: Option<SpeculationOptions>,
 }
 

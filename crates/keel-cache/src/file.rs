@@ -104,8 +104,10 @@ impl ModelCache {
     /// Opens a sequence with the contents of the file at `path`, and returns it with its tokens.
     ///
     /// # Errors
-    /// [`CacheError::File`] if the file has another format, model or size, or lacks pages; or if no slot or page is
-    /// free. After an error no slot or page is held.
+    /// - [`CacheError::File`] if the file has another format, model or size, or lacks pages; an error of the file.
+    /// - [`CacheError::NoSlot`] or [`CacheError::NoPages`] if too few are free.
+    ///
+    /// After an error no slot or page is held.
     pub fn load(&mut self, model: &str, path: &Path) -> Result<(SequenceCache, Vec<u32>)> {
         let file = self.open_file(model, path)?;
         Ok((self.load_from(&file, &[])?, file.tokens))
@@ -146,7 +148,8 @@ impl ModelCache {
     /// [`SequenceFile::first_page`]. These pages are shared. A partly filled last page is the sequence's own.
     ///
     /// # Errors
-    /// As [`ModelCache::load`]; [`CacheError::File`] also if the file continues from another number of pages.
+    /// As [`ModelCache::load`], so [`CacheError::NoPages`] if there is no room for the file's pages.
+    /// [`CacheError::File`] also if the file continues from another number of pages.
     pub fn load_from(&mut self, saved: &SequenceFile, first_pages: &[PageId]) -> Result<SequenceCache> {
         let SequenceFile { file, tokens, first_page, is_long } = saved;
         let wrong = |problem: String| CacheError::File { path: file.path().into(), problem };

@@ -325,7 +325,8 @@ impl PrefixTree {
     }
 
     /// The `most` remembered texts that were used last, most recently used first. A text comes after those that it
-    /// begins with. It ends at a saved state, or at a last block if no state is needed.
+    /// begins with. Exception: if one use touched both and both end in the same page, the longer comes first, because
+    /// its page holds both. A text ends at a saved state, or at a last block if no state is needed.
     pub fn texts(&self, most: usize) -> Vec<RememberedText> {
         let is_end = |node: &Node| {
             if self.needs_state { node.state.is_some() } else { node.children.is_empty() }
@@ -335,7 +336,10 @@ impl PrefixTree {
             .filter(|&id| self.nodes[id.0].as_ref().is_some_and(is_end))
             .collect();
         // A block is used whenever one after it is.
-        ends.sort_by_cached_key(|&id| (Reverse(self.node(id).last_used), self.path_to(id).len()));
+        ends.sort_by_cached_key(|&id| {
+            let blocks = self.path_to(id).len();
+            (Reverse(self.node(id).last_used), blocks.div_ceil(BLOCKS_PER_PAGE), Reverse(blocks))
+        });
         ends.truncate(most);
         ends.into_iter().map(|id| self.text_of(id)).collect()
     }

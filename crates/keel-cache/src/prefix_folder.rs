@@ -1,10 +1,10 @@
 //! Remembered prefixes on disk.
 //!
 //! A folder holds one cache file for each text ([`ModelCache::save_from`](crate::ModelCache::save_from)), and
-//! `index.json`. A file has no full page that an earlier file has. The index names the files in the order in which they
-//! are to be read, with their sizes and checksums, and the pictures of each text by their hashes. It is written last:
-//! files without an index are never read. Texts are what users wrote, so no file of a text stays that the index does
-//! not name, unless it cannot be removed.
+//! `index.json`. A file has no full page that an earlier file of the same save has. The index names the files in the
+//! order in which they are to be read, with their sizes and checksums, and the pictures of each text by their hashes.
+//! It is written last: files without an index are never read. Texts are what users wrote, so no file of a text stays
+//! that the index does not name, unless it cannot be removed.
 
 use std::collections::HashSet;
 use std::io::{self, BufReader, Read};

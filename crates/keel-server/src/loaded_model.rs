@@ -122,8 +122,9 @@ impl LoadedModel {
         }
         let Some(grammar) = ask.grammar.clone() else { return Ok(Vec::new()) };
         let (model, charge) = (Arc::clone(self), caller.meter.part());
+        let seat = self.works.grammar_seat(wait, || charge.take(grammar.0.compile_bytes() as u64)).await?;
         let compile = move || model.text.grammars.compile(&grammar, charge)?.copies(count);
-        self.works.grammar(wait, self.options.grammar_time, compile).await
+        self.works.grammar(seat, self.options.grammar_time, compile).await
     }
 
     /// Starts the answers to all prompts of a request. They arrive together, and the first one is waited for. Prompts

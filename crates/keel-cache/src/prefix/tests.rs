@@ -73,21 +73,25 @@ fn the_deepest_block_names_the_page_of_a_branch() {
     assert_eq!((pages_of(&[]), pages_of(&[1, 2, 3, 4])), (Some(Vec::new()), None));
 }
 
+/// Within one use, texts with fewer pages come first. Of those that end in one page the longest comes first.
 #[test]
-fn a_text_comes_after_those_that_it_begins_with() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
-    for (block, page) in [(7, 7), (1, 8)] {
-        let inserted = tree.insert(&text(&[block]), &pages(&[page]), pools.take_checkpoint());
+fn a_text_comes_after_those_that_end_in_its_earlier_pages() {
+    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(5));
+    let chat = [1, 2, 3, 4, 5, 6];
+    for (blocks, page) in [(&[7][..], 7), (&chat[..4], 8)] {
+        let inserted = tree.insert(&text(blocks), &pages(&[page]), pools.take_checkpoint());
         assert_eq!(inserted.pages, pages(&[page]));
     }
     assert_eq!(tree.evict(|_| false), Some(Evicted { pages: pages(&[7]) }));
-    // The block after block 1 gets the place of the evicted one, which comes before that of block 1.
-    let inserted = tree.insert(&text(&[1, 2]), &pages(&[8]), pools.take_checkpoint());
-    assert_eq!(inserted, Inserted::default());
-    assert_eq!(tree.insert(&text(&[5]), &pages(&[9]), pools.take_checkpoint()).pages, pages(&[9]));
-    tree.use_now(&text(&[1, 2]));
+    // Block 5 gets the place of the evicted block, which comes before that of block 4.
+    for (len, new_pages) in [(6, &[9][..]), (5, &[]), (1, &[])] {
+        let inserted = tree.insert(&text(&chat[..len]), &pages(&[8, 9]), pools.take_checkpoint());
+        assert_eq!(inserted.pages, pages(new_pages));
+    }
+    assert_eq!(tree.insert(&text(&[8]), &pages(&[10]), pools.take_checkpoint()).pages, pages(&[10]));
+    tree.use_now(&text(&chat));
     let texts: Vec<Vec<u32>> = tree.texts(9).into_iter().map(|found| found.tokens).collect();
-    assert_eq!(texts, [text(&[1]), text(&[1, 2]), text(&[5])]);
+    assert_eq!(texts, [text(&chat[..4]), text(&chat[..1]), text(&chat), text(&chat[..5]), text(&[8])]);
     assert_eq!(tree.texts(2).len(), 2);
 }
 

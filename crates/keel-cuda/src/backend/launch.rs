@@ -282,7 +282,7 @@ impl Session {
         record: impl Fn(&Session, Pace) -> Result<(), Unrecorded>,
     ) -> Result<(), Unrecorded> {
         let Some(i) = self.seen.iter().position(|s| s.key == key) else {
-            // All cores of the host compile its kernels. A launch would compile the one that it needs, one after the other.
+            // All cores of the host compile its kernels. Launches would compile them one after the other.
             let kernels = listed(gpu, || record(self, Pace::Free))?;
             let loaded = gpu.modules.load_all(&kernels, &mut |_, _| ());
             loaded.map_err(|e| Unrecorded::Kernel(e.in_op("launch")))?;

@@ -116,30 +116,45 @@ impl Batcher {
                 return restored;
             }
         };
-        let (mut kept, mut without_room) = (Vec::new(), 0);
-        // The most recently used comes first in the index. Where there is no room for all, the others are missed.
+        let (all, mut kept, mut without_room) = (texts.len(), Vec::new(), 0);
+        // The most recently used comes first in the index. If there is no room for all, the last are not restored.
         for text in texts {
-            match text.and_then(|text| self.restore_one(model, folder, &text)) {
+            match text.and_then(|text| self.restore_one(model, folder, &text, without_room > 0)) {
                 Ok(Some(text)) => kept.push(text),
                 Ok(None) => without_room += 1,
                 Err(problem) => restored.problems.push(problem),
             }
         }
         if without_room > 0 {
-            let problem = format!("no room for {without_room} texts: too few pages or saved states are free");
-            restored.problems.push(problem);
+            let reason = "too few pages or saved states are free";
+            restored.problems.push(format!("no room for {without_room} of {all} texts: {reason}"));
         }
         restored.texts = kept.len();
-        kept.iter().rev().for_each(|text| self.prefixes.touch(&text.tokens, text.is_long));
+        self.touch_again(&kept);
         restored
     }
 
-    /// Restores one text; `None` if there is no room for it.
+    /// Notes the uses of texts as they were when the texts were saved. The most recently used comes first.
+    fn touch_again(&mut self, texts: &[PrefixText]) {
+        let mut last: Option<&PrefixText> = None;
+        for text in texts.iter().rev() {
+            // A longer text touches its beginnings. If they were touched again, its state would be forgotten first.
+            let is_beginning =
+                |of: &PrefixText| of.is_long == text.is_long && of.tokens.starts_with(&text.tokens);
+            if !last.is_some_and(is_beginning) {
+                self.prefixes.touch(&text.tokens, text.is_long);
+            }
+            last = Some(text);
+        }
+    }
+
+    /// Restores one text; `None` if there is no room for it. `lacks_room` says that there was none for an earlier one.
     fn restore_one(
         &mut self,
         model: &str,
         folder: PrefixFolder<'_>,
         text: &SavedPrefix,
+        lacks_room: bool,
     ) -> Result<Option<PrefixText>, String> {
         let cache = self.engine.cache_mut();
         if cache.free_pages() == 0 || cache.spec().is_recurrent() && cache.free_checkpoints() == 0 {
@@ -156,7 +171,9 @@ impl Batcher {
         }
         let before = &tokens[..file.first_page * AttentionSpec::PAGE];
         let Some(first_pages) = self.prefixes.tree().pages_of(&key(before, file.is_long)) else {
-            return Err(format!("{name}: the text that it continues is not remembered"));
+            // An earlier text without room is the likely cause.
+            let problem = format!("{name}: the text that it continues is not remembered");
+            return if lacks_room { Ok(None) } else { Err(problem) };
         };
         let sequence = match cache.load_from(&file, &first_pages) {
             Ok(sequence) => sequence,

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use super::depth::POSITIONS;
 
-/// Counts and times of a sequence's rounds. The time of a pass that several sequences share is divided among them.
+/// Counts and times of the rounds of sequences that may draft. The time of a pass that several sequences share is
+/// divided among them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SpeculationCounters {
     /// Rounds, including those without drafts.
     pub rounds: u64,
-    /// Rounds without drafts.
+    /// Of these rounds, those without drafts.
     pub plain_rounds: u64,
     /// Tokens that the rounds gave.
     pub tokens: u64,

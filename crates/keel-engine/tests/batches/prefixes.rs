@@ -266,32 +266,55 @@ fn a_file_that_cannot_be_removed_costs_no_text() {
     assert_all_is_back(&mut saving);
 }
 
-/// A text of three pages, which leaves states after 256, 512 and 640 tokens.
-fn three_pages() -> BatchRequest {
-    BatchRequest { marks: vec![256, 512], ..BatchRequest::new(0, prompt("qwen3_5", 1, 700), 1) }
+/// A text of three pages, which leaves states at two marks and after 640 tokens.
+fn three_pages(marks: [usize; 2]) -> BatchRequest {
+    BatchRequest { marks: marks.to_vec(), ..BatchRequest::new(0, prompt("qwen3_5", 1, 700), 1) }
 }
 
-/// The pool has room for the pages of the text, and not for its beginnings as texts with pages of their own.
+/// A batch of one sequence with memory for three states.
+fn small_batcher(pages: usize) -> Batcher {
+    let options = EngineOptions { sequences: 1, checkpoints: 3, pool_pages: Some(pages), ..options() };
+    batching::batcher_with("qwen3_5", options, BatchOptions::default())
+}
+
+/// The pool has room for the pages of the text, and not for its beginnings as texts with pages of their own. The states
+/// after 576 and 640 tokens lie in one page. A smaller pool has room for some texts, or for none.
 #[test]
 fn a_long_text_is_restored_to_its_end() {
+    for (marks, pages, fitting) in [([256, 512], 2, 2), ([512, 576], 1, 0)] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let restore = |pages| {
+            let mut batcher = small_batcher(pages);
+            let restored = batcher.restore_prefixes("m", dir.path());
+            (batcher, restored)
+        };
+        let mut first = small_batcher(4);
+        run(&mut first, vec![three_pages(marks)]);
+        assert_eq!(first.save_prefixes("m", dir.path()).expect("saves"), 3);
+        let (mut second, restored) = restore(4);
+        assert!(restored.texts == 3 && restored.problems.is_empty(), "{restored:?}");
+        assert_eq!((first.status().prefix_pages, second.status().prefix_pages), (3, 3));
+        assert_eq!(run(&mut second, vec![three_pages(marks)])[0].cached, 640);
+        let (small, restored) = restore(pages);
+        let missing =
+            format!("no room for {} of 3 texts: too few pages or saved states are free", 3 - fitting);
+        assert_eq!((restored.texts, restored.problems), (fitting, vec![missing]));
+        [first, second, small].iter_mut().for_each(assert_all_is_back);
+    }
+}
+
+/// The next turn of a chat continues from the deepest state.
+#[test]
+fn the_deepest_state_of_a_text_is_forgotten_last() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let new = |pages| {
-        let options = EngineOptions { sequences: 1, checkpoints: 8, pool_pages: Some(pages), ..options() };
-        batching::batcher_with("qwen3_5", options, BatchOptions::default())
-    };
-    let mut first = new(4);
-    run(&mut first, vec![three_pages()]);
+    let (mut first, mut second) = (small_batcher(8), small_batcher(8));
+    run(&mut first, vec![three_pages([256, 512])]);
     assert_eq!(first.save_prefixes("m", dir.path()).expect("saves"), 3);
-    let mut second = new(4);
-    let restored = second.restore_prefixes("m", dir.path());
-    assert!(restored.texts == 3 && restored.problems.is_empty(), "{restored:?}");
-    assert_eq!(second.status().prefix_pages, 3);
-    assert_eq!(run(&mut second, vec![three_pages()])[0].cached, 640);
-    let mut small = new(2);
-    let restored = small.restore_prefixes("m", dir.path());
-    assert_eq!((restored.texts, restored.problems.len()), (2, 1), "{restored:?}");
-    assert!(restored.problems[0].contains("no room for 1 texts"), "{restored:?}");
-    [first, second, small].iter_mut().for_each(assert_all_is_back);
+    assert_eq!(second.restore_prefixes("m", dir.path()).texts, 3);
+    // Another prompt takes the memory of one state.
+    run(&mut second, vec![BatchRequest::new(0, prompt("qwen3_5", 2, 100), 1)]);
+    assert_eq!(run(&mut second, vec![three_pages([256, 512])])[0].cached, 640);
+    [first, second].iter_mut().for_each(assert_all_is_back);
 }
 
 /// A text continues from pages of the texts before it.
@@ -299,7 +322,7 @@ fn a_long_text_is_restored_to_its_end() {
 fn texts_whose_first_pages_are_missing_are_passed_over() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let mut first = batcher("qwen3_5", BatchOptions::default());
-    run(&mut first, vec![three_pages()]);
+    run(&mut first, vec![three_pages([256, 512])]);
     assert_eq!(first.save_prefixes("m", dir.path()).expect("saves"), 3);
     let path = dir.path().join("index.json");
     let sound = std::fs::read_to_string(&path).expect("there");
@@ -311,7 +334,7 @@ fn texts_whose_first_pages_are_missing_are_passed_over() {
         let missing = |problem: &&String| problem.contains("the text that it continues");
         let passed_over = restored.problems.iter().filter(missing).count();
         assert_eq!((restored.texts, passed_over), (texts, 2), "{restored:?}");
-        assert_eq!(run(&mut second, vec![three_pages()])[0].cached, cached);
+        assert_eq!(run(&mut second, vec![three_pages([256, 512])])[0].cached, cached);
         assert_all_is_back(&mut second);
     };
     // Each text comes before those that it continues.

@@ -30,12 +30,12 @@ impl GrammarFactory {
         }
     }
 
-    /// Compiles a grammar and computes its first mask. This may take long. `charge` holds the memory of the work, which
-    /// may outlive its request, and afterwards that of the grammar.
+    /// Compiles a grammar and computes its first mask. This may take long. `charge` holds
+    /// [`GrammarSource::compile_bytes`] for the work, which may outlive its request, and afterwards the memory of the
+    /// grammar.
     pub fn compile(&self, grammar: &Grammar, charge: Meter) -> Result<Compiled> {
         let factory =
             self.factory.as_ref().map_err(|reason| TextError::Grammar { reason: reason.clone() })?;
-        charge.take(grammar.0.compile_bytes() as u64)?;
         let Computed { state, mask, took } = Computed::of(factory.start(&grammar.0)?);
         let first = Arc::new(mask?);
         charge.set(state.bytes() as u64)?;
@@ -92,7 +92,7 @@ impl Tables {
     /// Raises the charge to what the grammar holds since its last mask.
     pub fn charge(&self) -> Result<()> {
         let grown = self.bytes.load(Ordering::Acquire).saturating_sub(self.charge.held());
-        Ok(self.charge.take(grown)?)
+        Ok(self.charge.grow(grown)?)
     }
 }
 

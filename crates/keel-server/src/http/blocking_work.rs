@@ -5,12 +5,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use keel_text::Cancel;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::{Result, ServerError};
+use crate::memory::charge::Refused;
 
 /// Requests with more bytes than this are large.
 const LARGE_BYTES: u64 = 4 << 20;
@@ -18,6 +19,9 @@ const SMALL_SEATS: usize = 2;
 const LARGE_SEATS: usize = 1;
 const GRAMMAR_SEATS: usize = 2;
 const PICTURE_SEATS: usize = 2;
+
+/// Pause between attempts to charge memory.
+const CHARGE_PAUSE: Duration = Duration::from_millis(20);
 
 /// Number of threads for the work.
 pub const WORK_THREADS: usize = SMALL_SEATS + LARGE_SEATS + GRAMMAR_SEATS + PICTURE_SEATS;
@@ -80,14 +84,31 @@ impl BlockingWork {
         run(&self.pictures, wait, work).await
     }
 
-    /// Compiles a grammar. Compilation stops with an error after `limit`, without the wait for a seat.
-    pub async fn grammar<T: Send + 'static>(
+    /// A seat to compile a grammar, once `charge` has charged its memory. Other work returns its memory soon, so a
+    /// refusal that may pass is waited for.
+    pub async fn grammar_seat(
         &self,
         wait: Duration,
+        charge: impl Fn() -> std::result::Result<(), Refused>,
+    ) -> Result<OwnedSemaphorePermit> {
+        let since = Instant::now();
+        let seat = seat(&self.grammars, wait).await?;
+        loop {
+            match charge() {
+                Ok(()) => return Ok(seat),
+                Err(Refused::Now { .. }) if since.elapsed() < wait => tokio::time::sleep(CHARGE_PAUSE).await,
+                Err(refused) => return Err(refused.into()),
+            }
+        }
+    }
+
+    /// Compiles a grammar. Compilation stops with an error after `limit`.
+    pub async fn grammar<T: Send + 'static>(
+        &self,
+        seat: OwnedSemaphorePermit,
         limit: Duration,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let seat = seat(&self.grammars, wait).await?;
         let compilations = Arc::clone(&self.compilations);
         let work = move || {
             compilations.begun.fetch_add(1, Ordering::AcqRel);
@@ -153,6 +174,33 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(600);
 
+    async fn compile<T: Send + 'static>(
+        works: &BlockingWork,
+        wait: Duration,
+        limit: Duration,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let seat = works.grammar_seat(wait, || Ok(())).await?;
+        works.grammar(seat, limit, work).await
+    }
+
+    #[tokio::test]
+    async fn a_grammar_waits_for_memory_that_others_return() {
+        let works = BlockingWork::new();
+        let asked = AtomicU64::new(0);
+        let charge = || match asked.fetch_add(1, Ordering::Relaxed) {
+            0 | 1 => Err(Refused::Now { needed: 3, used: 2, limit: 4 }),
+            _ => Ok(()),
+        };
+        drop(works.grammar_seat(LONG, charge).await.expect("the third attempt finds room"));
+        assert_eq!(asked.load(Ordering::Relaxed), 3);
+        let late =
+            works.grammar_seat(Duration::ZERO, || Err(Refused::Now { needed: 3, used: 2, limit: 4 })).await;
+        assert!(matches!(late, Err(ServerError::RequestMemory { .. })), "{late:?}");
+        let never = works.grammar_seat(LONG, || Err(Refused::Always { needed: 5, limit: 4 })).await;
+        assert!(matches!(never, Err(ServerError::RequestTooLarge { .. })), "{never:?}");
+    }
+
     #[tokio::test]
     async fn the_time_of_a_grammar_does_not_include_the_wait_for_a_seat() {
         let works = Arc::new(BlockingWork::new());
@@ -161,17 +209,17 @@ mod tests {
         let occupy = |_| {
             let (works, ended) = (Arc::clone(&works), Arc::clone(&ended));
             let work = move || Ok(ended.lock().map(|ended| ended.recv()).is_ok());
-            tokio::spawn(async move { works.grammar(LONG, LONG, work).await })
+            tokio::spawn(async move { compile(&works, LONG, LONG, work).await })
         };
         let others: Vec<_> = (0..GRAMMAR_SEATS).map(occupy).collect();
         while works.grammars.available_permits() > 0 {
             tokio::task::yield_now().await;
         }
-        let busy = works.grammar(Duration::from_millis(1), LONG, || Ok(())).await;
+        let busy = compile(&works, Duration::from_millis(1), LONG, || Ok(())).await;
         assert!(matches!(busy, Err(ServerError::Busy)), "{busy:?}");
         let waiting = {
             let works = Arc::clone(&works);
-            tokio::spawn(async move { works.grammar(LONG, Duration::from_secs(1), || Ok(7)).await })
+            tokio::spawn(async move { compile(&works, LONG, Duration::from_secs(1), || Ok(7)).await })
         };
         tokio::time::sleep(Duration::from_millis(1200)).await;
         assert!(!waiting.is_finished(), "it waits for a seat");
@@ -190,7 +238,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(200));
             Ok(())
         };
-        let slow = works.grammar(LONG, Duration::from_millis(20), slow).await;
+        let slow = compile(&works, LONG, Duration::from_millis(20), slow).await;
         assert!(matches!(slow, Err(ServerError::GrammarTime { .. })), "{slow:?}");
     }
 }

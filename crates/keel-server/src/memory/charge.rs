@@ -95,13 +95,26 @@ impl Meter {
     /// # Errors
     /// [`Refused`]; nothing has been charged then.
     pub fn take(&self, bytes: u64) -> Result<(), Refused> {
+        // An owner that holds little, such as waiting tokens, may use the whole budget, even if its request is large.
+        // So a running answer is not cut off while small requests have room.
+        self.take_of(self.budget.share(self.held().saturating_add(bytes)), bytes)
+    }
+
+    /// Charges bytes by which a running answer has grown. As for waiting tokens, large requests leave room for them,
+    /// however much the answer holds.
+    ///
+    /// # Errors
+    /// [`Refused`]; nothing has been charged then.
+    pub fn grow(&self, bytes: u64) -> Result<(), Refused> {
+        self.take_of(self.budget.share(bytes), bytes)
+    }
+
+    /// Charges bytes if no more than `share` are then used.
+    fn take_of(&self, share: u64, bytes: u64) -> Result<(), Refused> {
         if bytes == 0 {
             // Whatever others use, what is charged already stays.
             return Ok(());
         }
-        // An owner that holds little, such as waiting tokens, may use the whole budget, even if its request is large.
-        // So a running answer is not cut off while small requests have room.
-        let share = self.budget.share(self.held().saturating_add(bytes));
         let wanted = self.request.load(Ordering::Acquire).saturating_add(bytes);
         let more = |used: u64| used.checked_add(bytes).filter(|&used| used <= share);
         match self.budget.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {

@@ -223,6 +223,9 @@ mod tests {
         let waiting = large.part();
         waiting.take(100).expect("an eighth is free for small ones");
         assert!(matches!(large.take(1 << 20), Err(Refused::Now { .. })), "but not for large ones");
+        assert!(matches!(large.take(1000), Err(Refused::Now { .. })), "nor for parts of these");
+        large.grow(1000).expect("a running answer grows into it");
+        assert!(matches!(large.grow(1 << 20), Err(Refused::Now { .. })), "up to the budget");
     }
 
     #[test]

@@ -183,8 +183,8 @@ mod tests {
     use keel_array::{BlockFormat, DType};
 
     use super::*;
-    use crate::{LinearFormat, TensorSource};
     use crate::gguf::{GgufFile, GgufValue};
+    use crate::{LinearFormat, TensorSource};
 
     fn spec(name: &str, kind: GgmlType, shape: &[usize]) -> GgufTensorSpec {
         GgufTensorSpec { name: name.into(), kind, shape: shape.into() }
