@@ -72,6 +72,8 @@ fn gptq_packs_inputs_and_stores_zeros_less_one() {
         ("gptq", "checkpoint_format", "gptq", 1.0),
         ("gptq", "checkpoint_format", "gptq_v2", 0.0),
         ("auto-round", "packing_format", "auto_round:auto_gptq", 1.0),
+        ("auto-round", "packing_format", "auto_round:gptq", 1.0),
+        ("intel/auto-round", "packing_format", "", 1.0),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let config = json!({"quant_method": method, "bits": 4, "group_size": GROUP, key: form});

@@ -47,9 +47,10 @@ impl Gptq {
         match method {
             "awq" | "paroquant" => Some(Gptq::default()),
             "gptq" => Some(Gptq { bits, zero_offset: u8::from(text("checkpoint_format") != "gptq_v2") }),
-            // It has several orders. These two are those of AutoGPTQ and AutoAWQ.
+            // It has several orders. These are those of AutoGPTQ, also where none is named, and of AutoAWQ.
             "auto-round" | "intel/auto-round" => {
-                let known = ["auto_round:auto_gptq", "auto_round:auto_awq"];
+                let gptq = ["", "auto", "auto_round:gptq", "auto_round:auto_gptq"];
+                let known = [&gptq[..], &["auto_round:awq", "auto_round:auto_awq"]].concat();
                 known.contains(&text("packing_format")).then_some(Gptq { bits, zero_offset: 1 })
             }
             _ => None,
