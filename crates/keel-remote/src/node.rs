@@ -167,6 +167,9 @@ impl Node {
     /// Serves a new connection.
     fn receive_hello(&self, mut stream: TcpStream) {
         if let Err(reason) = self.expect_leader(&stream) {
+            // A reply is lost if a connection is closed with bytes that were not read.
+            let deadline = Instant::now() + HELLO_TIME_MAX;
+            let _ = frame::read_first::<Hello>(&mut UntilDeadline { stream: &stream, deadline });
             self.hellos.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!("a connection is refused: {reason}");
             return refuse(&mut stream, reason, false);
