@@ -26,10 +26,7 @@ pub(crate) fn open(address: &str, hello: &Hello) -> std::io::Result<TcpStream> {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
             Ok(mut stream) => {
                 stream.set_nodelay(true)?;
-                // In one write: a node that refuses an address closes the connection without reading.
-                let mut first = Vec::new();
-                frame::write(&mut first, hello, &[])?;
-                stream.write_all(&first)?;
+                frame::write(&mut stream, hello, &[])?;
                 return Ok(stream);
             }
             Err(error) => last = unconnected(error),

@@ -166,17 +166,15 @@ struct Node {
 impl Node {
     /// Serves a new connection.
     fn receive_hello(&self, mut stream: TcpStream) {
-        if let Err(reason) = self.expect_leader(&stream) {
-            // A reply is lost if a connection is closed with bytes that were not read.
-            let deadline = Instant::now() + HELLO_TIME_MAX;
-            let _ = frame::read_first::<Hello>(&mut UntilDeadline { stream: &stream, deadline });
-            self.hellos.fetch_sub(1, Ordering::SeqCst);
+        // A stranger's hello is read, too: a reply is lost if a connection is closed with bytes that were not read.
+        let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + HELLO_TIME_MAX };
+        let hello = frame::read_first::<Hello>(&mut until);
+        let expected = self.expect_leader(&stream);
+        self.hellos.fetch_sub(1, Ordering::SeqCst);
+        if let Err(reason) = expected {
             tracing::warn!("a connection is refused: {reason}");
             return refuse(&mut stream, reason, false);
         }
-        let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + HELLO_TIME_MAX };
-        let hello = frame::read_first::<Hello>(&mut until);
-        self.hellos.fetch_sub(1, Ordering::SeqCst);
         match hello {
             Ok(Hello::Lead { version }) => {
                 if let Some(session) = self.welcome(stream, &version) {
