@@ -339,6 +339,7 @@ mod tests {
     use super::*;
     use crate::collect::collect;
     use crate::collected::Collected;
+    use crate::events::waiting_bytes;
     use crate::memory::requests::RequestMemory;
     use crate::metrics::Metrics;
 
@@ -354,6 +355,8 @@ mod tests {
         let (sender, receiver) = mpsc::unbounded_channel();
         for id in tokenizer.encode(text, false).expect("encodes") {
             let token = BatchEvent::Token { id, logprobs: None };
+            // As the engine's thread does. The answer gives these bytes back.
+            meter.take(waiting_bytes(&token)).expect("there is room");
             sender.send((Instant::now(), Ok(token))).expect("somebody listens");
         }
         sender.send((Instant::now(), Ok(BatchEvent::Finished(reason)))).expect("somebody listens");
