@@ -60,17 +60,7 @@ pub fn integer_binary<T: Scalar>(
         Binary::Min | Binary::And => Ord::min,
         other => unreachable!("{} does not give an integer", other.name()),
     };
-    let (mut a_block, mut b_block) = ([T::default(); BLOCK], [T::default(); BLOCK]);
-    for_each_block(y.len(), worker, |range| {
-        let (av, bv) = (&mut a_block[..range.len()], &mut b_block[..range.len()]);
-        a.read(range.start, av);
-        b.read(range.start, bv);
-        // SAFETY: each block is claimed once.
-        let y = unsafe { y.range(range) };
-        for ((y, a), b) in y.iter_mut().zip(av).zip(bv) {
-            *y = T::from_i64(f(a.to_i64(), b.to_i64()));
-        }
-    });
+    for_each_pair(a, b, y, worker, |a, b| T::from_i64(f(a.to_i64(), b.to_i64())));
 }
 
 /// `y = a op b` as flags; false where a float is NaN.
@@ -85,6 +75,24 @@ pub fn compare<T: Scalar>(
     worker: &Worker<'_>,
 ) {
     assert!(a.len() == y.len() && b.len() == y.len());
+    for_each_pair(a, b, y, worker, |a, b| {
+        let holds = if T::IS_FLOAT {
+            holds(op, &a.to_f32(), &b.to_f32())
+        } else {
+            holds(op, &a.to_i64(), &b.to_i64())
+        };
+        Flag(u8::from(holds))
+    });
+}
+
+/// `y = f(a, b)`. All three have as many elements.
+fn for_each_pair<T: Scalar, D>(
+    a: Strided<'_, T>,
+    b: Strided<'_, T>,
+    y: SharedMut<'_, D>,
+    worker: &Worker<'_>,
+    f: impl Fn(T, T) -> D,
+) {
     let (mut a_block, mut b_block) = ([T::default(); BLOCK], [T::default(); BLOCK]);
     for_each_block(y.len(), worker, |range| {
         let (av, bv) = (&mut a_block[..range.len()], &mut b_block[..range.len()]);
@@ -92,14 +100,7 @@ pub fn compare<T: Scalar>(
         b.read(range.start, bv);
         // SAFETY: each block is claimed once.
         let y = unsafe { y.range(range) };
-        for ((y, a), b) in y.iter_mut().zip(av).zip(bv) {
-            let holds = if T::IS_FLOAT {
-                holds(op, &a.to_f32(), &b.to_f32())
-            } else {
-                holds(op, &a.to_i64(), &b.to_i64())
-            };
-            *y = Flag(u8::from(holds));
-        }
+        y.iter_mut().zip(av).zip(bv).for_each(|((y, a), b)| *y = f(*a, *b));
     });
 }
 
