@@ -1,6 +1,6 @@
 //! The arena: as large as the largest program needs. Where the backend can grow it, its address never changes.
 
-use super::{active, backend, counting, runtime};
+use super::{active, backend, counting, runtime, while_resting};
 use keel_array::{Array, ArrayError, Backend, Category, DType, DeviceMemory, Executable, Launch, Result};
 use keel_array::{Runtime, RuntimeOptions};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
@@ -146,23 +146,17 @@ fn a_rest_and_a_larger_arena_do_not_wait_for_each_other() {
     let (done, ended) = channel();
     std::thread::spawn(move || {
         let runtime = runtime();
-        let stop = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !stop.load(Ordering::Relaxed) {
-                    runtime.release_idle_memory();
-                }
-            });
-            let sums = |count: usize| {
-                let x = counting(&runtime, &[7, count]);
-                x.softmax(1).and_then(|y| y.cumsum(1, false, false)).and_then(|y| y.sum(1)).expect("an axis")
-            };
+        let sums = |count: usize| {
+            let x = counting(&runtime, &[7, count]);
+            x.softmax(1).and_then(|y| y.cumsum(1, false, false)).and_then(|y| y.sum(1)).expect("an axis")
+        };
+        while_resting(&runtime, |rest| {
             for round in 0..300 {
+                rest();
                 let queued = sums(33);
                 runtime.async_eval(&[&queued]).expect("there is memory");
                 runtime.eval(&[&sums(1024 + 512 * round)]).expect("there is memory");
             }
-            stop.store(true, Ordering::Relaxed);
         });
         done.send(()).expect("the test waits");
     });

@@ -16,6 +16,7 @@ use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_testkit::checks::ownership::counting;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 /// Two workers; freed memory is filled with NaN.
 fn backend() -> CpuBackend {
@@ -33,4 +34,18 @@ fn runtime() -> Runtime {
 /// Bytes that the ledger counts, of all categories.
 fn active(runtime: &Runtime) -> u64 {
     runtime.ledger().active().total()
+}
+
+/// Does `work` while another thread gives the runtime's idle memory back, four times for each call of the function that
+/// `work` gets. Without end it would take the device again before anyone else could.
+fn while_resting(runtime: &Runtime, work: impl FnOnce(&dyn Fn())) {
+    let (rest, asked) = channel();
+    std::thread::scope(move |scope| {
+        scope.spawn(move || {
+            for () in asked {
+                (0..4).for_each(|_| runtime.release_idle_memory());
+            }
+        });
+        work(&|| rest.send(()).expect("the thread listens"));
+    });
 }

@@ -1,7 +1,7 @@
 //! Order and errors of submissions.
 
 use super::watched::Watched;
-use super::{active, backend, counting, runtime, runtime_with};
+use super::{active, backend, counting, runtime, runtime_with, while_resting};
 use keel_array::{
     Array, Backend, Category, Compute, DType, DeviceMemory, Runtime, RuntimeOptions, Weight, WeightFormat,
     WeightSpec,
@@ -93,14 +93,9 @@ fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
     let runtime = runtime_with(RuntimeOptions { submission_ops: 1, ..RuntimeOptions::default() });
     // Large enough for whole pages.
     let n = 1 << 16;
-    let done = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !done.load(Ordering::Acquire) {
-                runtime.release_idle_memory();
-            }
-        });
+    while_resting(&runtime, |rest| {
         for round in 0..300 {
+            rest();
             let x = Array::full(&runtime, [n], DType::F32, 1.0).expect("an addressable shape");
             let y = (0..6).try_fold(x, |x, i| x.cumsum(0, i % 2 == 1, false)?.sigmoid());
             let y = y.and_then(|y| y.max(0)).expect("an axis");
@@ -108,7 +103,6 @@ fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
             let most = y.to_vec::<f32>().expect("it runs")[0];
             assert_eq!(most, 1.0, "round {round}: an intermediate was lost");
         }
-        done.store(true, Ordering::Release);
     });
 }
 
