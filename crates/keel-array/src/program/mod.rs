@@ -35,8 +35,8 @@ pub use fusion::{KernelGroup, ProgramGroup};
 pub(crate) use graph::Graph;
 pub use remote_launch::RemoteLaunch;
 
-/// Alignment of each operand in an arena, in bytes: a cache line, and a 512-bit register.
-pub const ALIGNMENT: usize = 64;
+/// Alignment of each operand in an arena, in bytes: a line of a GPU's cache, two of a processor's.
+pub const ALIGNMENT: usize = 128;
 
 /// Where an operand's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
