@@ -55,7 +55,7 @@ pub use ids::{CheckpointId, PageId, SlotId};
 pub use model_cache::ModelCache;
 pub(crate) use pages::PageAllocator;
 pub use pools::CheckpointLease;
-pub use prefix::{Evicted, Inserted, PREFIX_BLOCK, PrefixHit, PrefixTree, RememberedText};
+pub use prefix::{PREFIX_BLOCK, PrefixHit, PrefixTree, RememberedText};
 pub use prefix_folder::{IndexEntries, PictureHash, PrefixFolder, SavedPrefix, Unwritten};
 pub use sequence::{SavedState, SequenceCache};
 pub use spec::{CacheFormat, CacheSize, CacheSpec, LayerSpec};

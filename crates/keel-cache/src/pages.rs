@@ -2,16 +2,19 @@
 
 use crate::{CacheError, PageId, Result};
 
-/// Page numbers with reference counts. A page number stands for the same page in every attention layer.
+/// Page numbers with reference counts. A page number stands for the same page in every attention layer. A page is held by
+/// sequences and by blocks of a prefix tree; all blocks together count as one holder.
 #[derive(Debug)]
 pub struct PageAllocator {
     /// Free pages. The last is handed out next.
     free: Vec<PageId>,
-    /// Holders of each page.
-    holders: Vec<u32>,
-    /// Pages that a prefix tree holds.
-    is_remembered: Vec<bool>,
-    /// Number of pages that only a prefix tree holds.
+    /// Sequences that hold each page.
+    sequences: Vec<u32>,
+    /// Blocks of a prefix tree that hold each page.
+    blocks: Vec<u32>,
+    /// Number of pages that blocks hold.
+    remembered: usize,
+    /// Number of pages that only blocks hold.
     only_remembered: usize,
 }
 
@@ -20,8 +23,9 @@ impl PageAllocator {
     pub fn new(total: usize) -> PageAllocator {
         PageAllocator {
             free: PageId::all(total),
-            holders: vec![0; total],
-            is_remembered: vec![false; total],
+            sequences: vec![0; total],
+            blocks: vec![0; total],
+            remembered: 0,
             only_remembered: 0,
         }
     }
@@ -33,7 +37,7 @@ impl PageAllocator {
 
     /// All pages.
     pub fn total(&self) -> usize {
-        self.holders.len()
+        self.sequences.len()
     }
 
     /// Takes `count` pages, or none.
@@ -45,8 +49,8 @@ impl PageAllocator {
         if count > free {
             return Err(CacheError::NoPages { needed: count, free, total });
         }
-        let holders = &mut self.holders;
-        Ok(self.free.drain(free - count..).rev().inspect(move |&page| holders[page.index()] = 1))
+        let sequences = &mut self.sequences;
+        Ok(self.free.drain(free - count..).rev().inspect(move |&page| sequences[page.index()] = 1))
     }
 
     /// Takes one page.
@@ -56,13 +60,13 @@ impl PageAllocator {
     pub fn take_one(&mut self) -> Result<PageId> {
         let total = self.total();
         let page = self.free.pop().ok_or(CacheError::NoPages { needed: 1, free: 0, total })?;
-        self.holders[page.index()] = 1;
+        self.sequences[page.index()] = 1;
         Ok(page)
     }
 
     /// Holders of a page.
     pub fn holders(&self, page: PageId) -> u32 {
-        self.holders[page.index()]
+        self.sequences(page) + u32::from(self.is_remembered(page))
     }
 
     /// True if a page has more than one holder.
@@ -70,69 +74,75 @@ impl PageAllocator {
         self.holders(page) > 1
     }
 
+    /// How many sequences hold a page.
+    pub fn sequences(&self, page: PageId) -> u32 {
+        self.sequences[page.index()]
+    }
+
+    /// Number of pages that a prefix tree holds. O(1).
+    pub fn remembered(&self) -> usize {
+        self.remembered
+    }
+
     /// Number of pages that only a prefix tree holds. Forgetting would free them. O(1).
     pub fn only_remembered(&self) -> usize {
         self.only_remembered
     }
 
-    /// How many sequences hold a page.
-    pub fn sequences(&self, page: PageId) -> u32 {
-        self.holders(page) - u32::from(self.is_remembered[page.index()])
+    fn is_remembered(&self, page: PageId) -> bool {
+        self.blocks[page.index()] > 0
     }
 
     fn is_only_remembered(&self, page: PageId) -> bool {
-        self.is_remembered[page.index()] && self.holders[page.index()] == 1
+        self.is_remembered(page) && self.sequences(page) == 0
     }
 
-    /// Changes the holders of a page, and the count of pages that only a tree holds with them.
-    fn change(&mut self, page: PageId, change: impl FnOnce(&mut u32, &mut bool)) {
-        let was = self.is_only_remembered(page);
-        change(&mut self.holders[page.index()], &mut self.is_remembered[page.index()]);
-        let is = self.is_only_remembered(page);
-        self.only_remembered = self.only_remembered + usize::from(is) - usize::from(was);
-    }
-
-    /// Adds a holder.
-    pub fn share(&mut self, page: PageId) {
-        assert!(self.holders(page) > 0, "page {} is shared while it is free", page.0);
-        self.change(page, |holders, _| *holders += 1);
-    }
-
-    /// Removes a holder; the last one frees the page.
-    pub fn release(&mut self, page: PageId) {
-        assert!(self.holders(page) > 0, "page {} is released twice", page.0);
-        self.change(page, |holders, _| *holders -= 1);
+    /// Changes the holders of a page, and the counts of remembered pages with them. The last holder frees the page.
+    fn change(&mut self, page: PageId, change: impl FnOnce(&mut u32, &mut u32)) {
+        assert!(self.holders(page) > 0, "page {} has no holder", page.0);
+        self.remembered -= usize::from(self.is_remembered(page));
+        self.only_remembered -= usize::from(self.is_only_remembered(page));
+        change(&mut self.sequences[page.index()], &mut self.blocks[page.index()]);
+        self.remembered += usize::from(self.is_remembered(page));
+        self.only_remembered += usize::from(self.is_only_remembered(page));
         if self.holders(page) == 0 {
-            assert!(!self.is_remembered[page.index()], "page {} is remembered and has no holder", page.0);
             self.free.push(page);
         }
     }
 
-    /// Adds a prefix tree as holder. There is one tree.
-    pub fn remember(&mut self, page: PageId) {
-        assert!(!self.is_remembered[page.index()], "page {} is remembered twice", page.0);
-        self.share(page);
-        self.change(page, |_, is_remembered| *is_remembered = true);
+    /// Adds a sequence as holder of a page that has one.
+    pub fn share(&mut self, page: PageId) {
+        self.change(page, |sequences, _| *sequences += 1);
     }
 
-    /// Removes the prefix tree as holder.
+    /// Removes a sequence as holder.
+    pub fn release(&mut self, page: PageId) {
+        assert!(self.sequences(page) > 0, "page {} is released twice", page.0);
+        self.change(page, |sequences, _| *sequences -= 1);
+    }
+
+    /// Adds a block of a prefix tree as holder of a page that has one.
+    pub fn remember(&mut self, page: PageId) {
+        self.change(page, |_, blocks| *blocks += 1);
+    }
+
+    /// Removes a block of a prefix tree as holder.
     pub fn forget(&mut self, page: PageId) {
-        assert!(self.is_remembered[page.index()], "page {} is forgotten twice", page.0);
-        self.change(page, |_, is_remembered| *is_remembered = false);
-        self.release(page);
+        assert!(self.is_remembered(page), "page {} is forgotten twice", page.0);
+        self.change(page, |_, blocks| *blocks -= 1);
     }
 
     /// Every page is either free or held: `free + held == total`. The counts are those that a scan finds.
     pub fn is_conserved(&self) -> bool {
-        let held = self.holders.iter().filter(|&&h| h > 0).count();
+        let count =
+            |is: &dyn Fn(PageId) -> bool| (0..self.total() as u32).filter(|&page| is(PageId(page))).count();
         let mut free = self.free.clone();
         free.sort_unstable();
         free.dedup();
-        let only_remembered =
-            (0..self.total() as u32).filter(|&page| self.is_only_remembered(PageId(page))).count();
-        held + free.len() == self.total()
-            && free.iter().all(|&p| self.holders[p.index()] == 0)
-            && only_remembered == self.only_remembered
+        count(&|page| self.holders(page) > 0) + free.len() == self.total()
+            && free.iter().all(|&page| self.holders(page) == 0)
+            && count(&|page| self.is_remembered(page)) == self.remembered
+            && count(&|page| self.is_only_remembered(page)) == self.only_remembered
     }
 }
 
@@ -159,17 +169,19 @@ mod tests {
     fn pages_that_only_the_tree_holds_are_counted() {
         let mut pages = PageAllocator::new(3);
         let taken: Vec<PageId> = pages.take(2).expect("three are free").collect();
-        let mut expect = |change: &mut dyn FnMut(&mut PageAllocator), only_remembered| {
+        let mut expect = |change: &mut dyn FnMut(&mut PageAllocator), remembered, only_remembered| {
             change(&mut pages);
-            assert_eq!(pages.only_remembered(), only_remembered);
+            assert_eq!((pages.remembered(), pages.only_remembered()), (remembered, only_remembered));
             assert!(pages.is_conserved());
         };
-        expect(&mut |pages| pages.remember(taken[0]), 0);
-        expect(&mut |pages| pages.release(taken[0]), 1);
-        expect(&mut |pages| pages.share(taken[0]), 0);
-        expect(&mut |pages| pages.release(taken[1]), 0);
-        expect(&mut |pages| pages.release(taken[0]), 1);
-        expect(&mut |pages| pages.forget(taken[0]), 0);
+        expect(&mut |pages| pages.remember(taken[0]), 1, 0);
+        expect(&mut |pages| pages.remember(taken[0]), 1, 0);
+        expect(&mut |pages| pages.release(taken[0]), 1, 1);
+        expect(&mut |pages| pages.share(taken[0]), 1, 0);
+        expect(&mut |pages| pages.release(taken[1]), 1, 0);
+        expect(&mut |pages| pages.release(taken[0]), 1, 1);
+        expect(&mut |pages| pages.forget(taken[0]), 1, 1);
+        expect(&mut |pages| pages.forget(taken[0]), 0, 0);
         assert_eq!(pages.free(), 3);
     }
 }

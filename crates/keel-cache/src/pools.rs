@@ -1,11 +1,11 @@
 //! Free pages, slots and checkpoints, and their way back.
 //!
-//! The cache, its sequences and leases of checkpoints share the pools. A sequence or a lease gives back what it holds
+//! The cache, its sequences and leases share the pools. A sequence or a lease gives back what it holds
 //! when it is dropped, wherever that happens: after an error, in the middle of an iteration, in a panic.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::{CheckpointId, FailedStepState, HostBlockId, PageAllocator, SequenceCache, SlotId};
+use crate::{CheckpointId, FailedStepState, HostBlockId, PageAllocator, PageId, SequenceCache, SlotId};
 
 /// Free pages, slots, checkpoints and blocks of host memory.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct Pools {
     pub failed_steps: Vec<Option<FailedStepState>>,
 }
 
-/// The pools, shared by the cache, its sequences and leases of checkpoints.
+/// The pools, shared by the cache, its sequences and leases.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedPools(Arc<Mutex<Pools>>);
 
@@ -43,6 +43,12 @@ impl SharedPools {
     pub fn take_checkpoint(&self) -> Option<CheckpointLease> {
         let id = self.lock().checkpoints.pop()?;
         Some(CheckpointLease { id, home: self.clone() })
+    }
+
+    /// Holds a page for a block of a prefix tree.
+    pub fn remember(&self, page: PageId) -> PageLease {
+        self.lock().pages.remember(page);
+        PageLease { id: page, home: self.clone() }
     }
 
     /// Takes back everything that a sequence holds on the device.
@@ -73,6 +79,26 @@ impl CheckpointLease {
 impl Drop for CheckpointLease {
     fn drop(&mut self) {
         self.home.lock().checkpoints.push(self.id);
+    }
+}
+
+/// Holds a page for a block of a prefix tree, until the lease is dropped.
+#[derive(Debug)]
+pub(crate) struct PageLease {
+    id: PageId,
+    home: SharedPools,
+}
+
+impl PageLease {
+    /// The page.
+    pub fn id(&self) -> PageId {
+        self.id
+    }
+}
+
+impl Drop for PageLease {
+    fn drop(&mut self) {
+        self.home.lock().pages.forget(self.id);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The prefixes kept after their sequences have ended: a tree over blocks of 64 tokens.
 //!
-//! The tree owns no memory, so it can be tested without a device. It knows numbers of pages, and reports which of them
-//! it begins or ceases to hold: [`crate::ModelCache`] counts the holders. It holds the leases of its saved states.
+//! The tree owns no memory, so it can be tested without a device. It holds leases of pages and of saved states, which
+//! give back when a block is forgotten.
 //!
 //! ```text
 //! root ── block 0 ── block 1 ── block 2 ── block 3      a page holds four blocks
@@ -19,7 +19,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use keel_array::{AttentionSpec, PREFILL_GRID};
 
-use crate::{CheckpointId, CheckpointLease, PageId};
+use crate::pools::{PageLease, SharedPools};
+use crate::{CheckpointId, CheckpointLease, ModelCache, PageId};
 
 /// Tokens of a block: the grid on which a sequence can be resumed.
 pub const PREFIX_BLOCK: usize = PREFILL_GRID;
@@ -38,22 +39,6 @@ pub struct PrefixHit {
     /// Tokens that the tree and the prompt have in common, with or without a saved state. A state saved here would let
     /// the next prompt of this kind start later.
     pub known_len: usize,
-}
-
-/// The pages that an insertion adds to the tree.
-#[derive(Debug, Default, PartialEq, Eq)]
-#[must_use = "`ModelCache::hold` counts the tree as a holder of the pages"]
-pub struct Inserted {
-    /// Pages to add a holder to.
-    pub pages: Vec<PageId>,
-}
-
-/// The pages that the tree has given up.
-#[derive(Debug, Default, PartialEq, Eq)]
-#[must_use = "`ModelCache::take_back` frees the pages"]
-pub struct Evicted {
-    /// Pages to remove a holder from.
-    pub pages: Vec<PageId>,
 }
 
 /// A text that is remembered to its end.
@@ -75,7 +60,7 @@ struct NodeId(usize);
 struct Node {
     parent: Option<NodeId>,
     block: Box<[u32]>,
-    page: PageId,
+    page: PageLease,
     state: Option<CheckpointLease>,
     children: HashMap<Box<[u32]>, NodeId>,
     last_used: u64,
@@ -95,8 +80,6 @@ pub struct PrefixTree {
     nodes: Vec<Option<Node>>,
     free: Vec<NodeId>,
     roots: HashMap<Box<[u32]>, NodeId>,
-    /// For each page, how many nodes name it.
-    page_nodes: HashMap<PageId, usize>,
     /// Nodes without children, the least recently used first.
     leaves: BTreeSet<LastUse>,
     /// Nodes with a saved state, the least recently used first.
@@ -104,20 +87,25 @@ pub struct PrefixTree {
     /// Whether a sequence can only continue from a saved state.
     needs_state: bool,
     clock: u64,
+    home: SharedPools,
 }
 
 impl PrefixTree {
-    /// An empty tree, for a model with recurrent layers (`needs_state`) or without.
-    pub fn new(needs_state: bool) -> PrefixTree {
+    /// An empty tree over the pages of a cache.
+    pub fn new(cache: &ModelCache) -> PrefixTree {
+        PrefixTree::over(cache.pools.clone(), cache.spec.is_recurrent())
+    }
+
+    fn over(home: SharedPools, needs_state: bool) -> PrefixTree {
         PrefixTree {
             nodes: Vec::new(),
             free: Vec::new(),
             roots: HashMap::new(),
-            page_nodes: HashMap::new(),
             leaves: BTreeSet::new(),
             with_state: BTreeSet::new(),
             needs_state,
             clock: 0,
+            home,
         }
     }
 
@@ -129,11 +117,6 @@ impl PrefixTree {
     /// True if nothing is remembered.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-
-    /// How many pages are held. O(1).
-    pub fn pages(&self) -> usize {
-        self.page_nodes.len()
     }
 
     /// How many saved states are held. O(1).
@@ -192,7 +175,7 @@ impl PrefixTree {
     /// The pages that hold the blocks of a path: the deepest block of each page names it.
     fn pages_along(&self, path: &[NodeId]) -> Vec<PageId> {
         let deepest = path.chunks(BLOCKS_PER_PAGE).filter_map(<[NodeId]>::last);
-        deepest.map(|&id| self.node(id).page).collect()
+        deepest.map(|&id| self.node(id).page.id()).collect()
     }
 
     /// Notes that the blocks of a text were used just now.
@@ -219,27 +202,18 @@ impl PrefixTree {
     /// a state there, it drops the given one. If a state is needed and none is given, nothing is remembered.
     ///
     /// # Panics
-    /// If the tokens are not whole blocks, or lie in more pages than given.
-    pub fn insert(&mut self, tokens: &[u32], pages: &[PageId], state: Option<CheckpointLease>) -> Inserted {
+    /// If the tokens are not whole blocks, lie in more pages than given, or lie in a page that is free.
+    pub fn insert(&mut self, tokens: &[u32], pages: &[PageId], state: Option<CheckpointLease>) {
         assert!(tokens.len().is_multiple_of(PREFIX_BLOCK), "{} tokens are no whole blocks", tokens.len());
         assert!(tokens.len() <= pages.len() * AttentionSpec::PAGE, "a page is missing");
-        let mut inserted = Inserted::default();
         if self.needs_state && state.is_none() {
-            return inserted;
+            return;
         }
         let mut path: Vec<NodeId> = Vec::new();
         for (i, block) in tokens.chunks_exact(PREFIX_BLOCK).enumerate() {
             let parent = path.last().copied();
-            let id = self.child(parent, block).unwrap_or_else(|| {
-                let page = pages[i / BLOCKS_PER_PAGE];
-                let nodes = self.page_nodes.entry(page).or_default();
-                *nodes += 1;
-                if *nodes == 1 {
-                    inserted.pages.push(page);
-                }
-                self.add(parent, block, page)
-            });
-            path.push(id);
+            let known = self.child(parent, block);
+            path.push(known.unwrap_or_else(|| self.add(parent, block, pages[i / BLOCKS_PER_PAGE])));
         }
         self.touch(&path);
         if let (Some(&last), Some(state)) = (path.last(), state) {
@@ -250,14 +224,13 @@ impl PrefixTree {
                 self.with_state.insert(used);
             }
         }
-        inserted
     }
 
     fn add(&mut self, parent: Option<NodeId>, block: &[u32], page: PageId) -> NodeId {
         let node = Node {
             parent,
             block: block.into(),
-            page,
+            page: self.home.remember(page),
             state: None,
             children: HashMap::new(),
             last_used: self.clock,
@@ -291,37 +264,30 @@ impl PrefixTree {
         }
     }
 
-    /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in `pinned` pages go
-    /// last: a running sequence shares these pages, so forgetting them frees nothing. O(log n) for each block
-    /// forgotten and each pinned leaf passed over.
-    #[must_use = "`ModelCache::take_back` frees the pages"]
-    pub fn evict(&mut self, pinned: impl Fn(PageId) -> bool) -> Option<Evicted> {
-        let is_free = |used: &&LastUse| !pinned(self.node(used.node).page);
-        let &LastUse { node: leaf, .. } = self.leaves.iter().find(is_free).or_else(|| self.leaves.first())?;
-        let mut evicted = Evicted::default();
-        self.remove_leaf(leaf, &mut evicted);
-        Some(evicted)
+    /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in pages that a running
+    /// sequence shares go last: forgetting them frees nothing. Returns false if nothing is remembered. O(log n) for each
+    /// block forgotten and each leaf passed over.
+    pub fn evict(&mut self) -> bool {
+        let pools = self.home.lock();
+        let is_free = |used: &&LastUse| !pools.pages.is_shared(self.node(used.node).page.id());
+        let leaf = self.leaves.iter().find(is_free).or_else(|| self.leaves.first()).copied();
+        // Each lease locks the pools.
+        drop(pools);
+        leaf.inspect(|leaf| self.remove_leaf(leaf.node)).is_some()
     }
 
     /// Forgets the least recently used state, and blocks that are useless without it.
-    #[must_use = "`ModelCache::take_back` frees the pages"]
-    pub fn evict_state(&mut self) -> Option<Evicted> {
-        let LastUse { node: id, .. } = self.with_state.pop_first()?;
-        let mut evicted = Evicted::default();
+    pub fn evict_state(&mut self) {
+        let Some(LastUse { node: id, .. }) = self.with_state.pop_first() else { return };
         self.node_mut(id).state = None;
         if self.node(id).children.is_empty() && self.needs_state {
-            self.remove_leaf(id, &mut evicted);
+            self.remove_leaf(id);
         }
-        Some(evicted)
     }
 
     /// Forgets everything.
-    pub fn clear(&mut self) -> Evicted {
-        let mut evicted = Evicted::default();
-        while let Some(more) = self.evict(|_| false) {
-            evicted.pages.extend(more.pages);
-        }
-        evicted
+    pub fn clear(&mut self) {
+        while self.evict() {}
     }
 
     /// The `most` remembered texts that were used last, most recently used first. A text comes after those that it
@@ -358,7 +324,7 @@ impl PrefixTree {
     }
 
     /// Removes a leaf, then each ancestor from which and through which nothing can continue.
-    fn remove_leaf(&mut self, leaf: NodeId, evicted: &mut Evicted) {
+    fn remove_leaf(&mut self, leaf: NodeId) {
         let mut next = Some(leaf);
         while let Some(id) = next {
             let Some(node) = self.nodes[id.0].take() else { break };
@@ -366,13 +332,6 @@ impl PrefixTree {
             let used = LastUse { at: node.last_used, node: id };
             self.leaves.remove(&used);
             self.with_state.remove(&used);
-            if let Some(nodes) = self.page_nodes.get_mut(&node.page) {
-                *nodes -= 1;
-                if *nodes == 0 {
-                    self.page_nodes.remove(&node.page);
-                    evicted.pages.push(node.page);
-                }
-            }
             self.siblings_under(node.parent).remove(&node.block);
             let childless = node.parent.filter(|&parent| self.node(parent).children.is_empty());
             if let Some(parent) = childless {

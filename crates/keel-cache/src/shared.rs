@@ -3,7 +3,7 @@
 use keel_array::AttentionSpec;
 
 use crate::model_cache::SlotCopy;
-use crate::{CheckpointId, CheckpointLease, Evicted, Inserted, ModelCache, PageId, Result, SequenceCache};
+use crate::{CheckpointId, CheckpointLease, ModelCache, PageId, Result, SequenceCache};
 
 impl ModelCache {
     /// Pages without a holder.
@@ -24,6 +24,11 @@ impl ModelCache {
     /// How many sequences hold a page.
     pub fn page_sequences(&self, page: PageId) -> u32 {
         self.pools.lock().pages.sequences(page)
+    }
+
+    /// Number of pages that a tree holds. O(1).
+    pub fn remembered_pages(&self) -> usize {
+        self.pools.lock().pages.remembered()
     }
 
     /// Number of pages that only a tree holds. Forgetting would free them. O(1).
@@ -57,16 +62,6 @@ impl ModelCache {
     ) -> Result<()> {
         self.expect_settled(sequence)?;
         self.copy_slot(sequence.slot(), checkpoint.id(), SlotCopy::Save)
-    }
-
-    /// Counts the tree as a holder of the inserted pages.
-    pub fn hold(&mut self, inserted: Inserted) {
-        inserted.pages.into_iter().for_each(|page| self.pools.lock().pages.remember(page));
-    }
-
-    /// Takes back the pages that the tree no longer holds.
-    pub fn take_back(&mut self, evicted: Evicted) {
-        evicted.pages.into_iter().for_each(|page| self.pools.lock().pages.forget(page));
     }
 
     /// A sequence that continues after the first `len` tokens of `pages`, with the saved `state` at that point. The

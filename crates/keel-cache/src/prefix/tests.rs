@@ -15,16 +15,38 @@ fn state(number: u32) -> Option<CheckpointId> {
     Some(CheckpointId(number))
 }
 
-/// Pools of checkpoints alone. They are taken in ascending order.
-fn checkpoints(total: usize) -> SharedPools {
+/// Pools in which a sequence holds every page. Checkpoints are taken in ascending order.
+fn pools(total_pages: usize, checkpoints: usize) -> SharedPools {
+    let mut all = PageAllocator::new(total_pages);
+    assert_eq!(all.take(total_pages).expect("all are free").count(), total_pages);
     SharedPools::new(Pools {
-        pages: PageAllocator::new(0),
+        pages: all,
         sliding_pages: PageAllocator::new(0),
         slots: Vec::new(),
-        checkpoints: CheckpointId::all(total),
+        checkpoints: CheckpointId::all(checkpoints),
         blocks: Vec::new(),
         failed_steps: Vec::new(),
     })
+}
+
+/// A tree for a model with recurrent layers or without, over ten pages.
+fn tree(needs_state: bool, checkpoints: usize) -> (PrefixTree, SharedPools) {
+    let pools = pools(10, checkpoints);
+    (PrefixTree::over(pools.clone(), needs_state), pools)
+}
+
+/// The sequence that holds a page ends.
+fn end(pools: &SharedPools, page: u32) {
+    pools.lock().pages.release(PageId(page));
+}
+
+/// The pages that the tree holds.
+fn held(pools: &SharedPools) -> Vec<PageId> {
+    let pools = &pools.lock().pages;
+    let all = (0..pools.total() as u32).map(PageId);
+    let held: Vec<PageId> = all.filter(|&page| pools.holders(page) > pools.sequences(page)).collect();
+    assert_eq!(held.len(), pools.remembered());
+    held
 }
 
 /// The free checkpoints. The last of them is taken next.
@@ -39,11 +61,11 @@ fn prompt(blocks: &[u32]) -> Vec<u32> {
 
 #[test]
 fn a_prompt_continues_at_the_deepest_state() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
-    let inserted = tree.insert(&text(&[1, 2]), &pages(&[7]), pools.take_checkpoint());
-    assert_eq!(inserted, Inserted { pages: pages(&[7]) });
-    let inserted = tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), pools.take_checkpoint());
-    assert_eq!(inserted, Inserted { pages: pages(&[8]) });
+    let (mut tree, pools) = tree(true, 3);
+    tree.insert(&text(&[1, 2]), &pages(&[7]), pools.take_checkpoint());
+    assert_eq!(held(&pools), pages(&[7]));
+    tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), pools.take_checkpoint());
+    assert_eq!(held(&pools), pages(&[7, 8]));
     let hit = tree.find(&prompt(&[1, 2, 3, 4, 5, 6]));
     assert_eq!(hit, PrefixHit { len: 320, pages: pages(&[7, 8]), state: state(1), known_len: 320 });
     let hit = tree.find(&prompt(&[1, 2, 3, 9]));
@@ -55,17 +77,19 @@ fn a_prompt_continues_at_the_deepest_state() {
 
 #[test]
 fn without_recurrent_layers_every_block_will_do() {
-    let mut tree = PrefixTree::new(false);
-    assert_eq!(tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), None).pages, pages(&[7, 8]));
+    let (mut tree, pools) = tree(false, 0);
+    tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), None);
+    assert_eq!(held(&pools), pages(&[7, 8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, pages(&[7]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3, 4, 5])).pages, pages(&[7, 8]));
 }
 
 #[test]
 fn the_deepest_block_names_the_page_of_a_branch() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
-    assert_eq!(tree.insert(&text(&[1, 2, 3]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
-    assert_eq!(tree.insert(&text(&[1, 2, 9]), &pages(&[8]), pools.take_checkpoint()).pages, pages(&[8]));
+    let (mut tree, pools) = tree(true, 3);
+    tree.insert(&text(&[1, 2, 3]), &pages(&[7]), pools.take_checkpoint());
+    tree.insert(&text(&[1, 2, 9]), &pages(&[8]), pools.take_checkpoint());
+    assert_eq!(held(&pools), pages(&[7, 8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 9])).pages, pages(&[8]));
     assert_eq!(tree.find(&prompt(&[1, 2, 3])).pages, pages(&[7]));
     let pages_of = |blocks: &[u32]| tree.pages_of(&text(blocks));
@@ -76,19 +100,19 @@ fn the_deepest_block_names_the_page_of_a_branch() {
 /// Within one use, texts with fewer pages come first. Of those that end in one page the longest comes first.
 #[test]
 fn a_text_comes_after_those_that_end_in_its_earlier_pages() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(5));
+    let (mut tree, pools) = tree(true, 5);
     let chat = [1, 2, 3, 4, 5, 6];
-    for (blocks, page) in [(&[7][..], 7), (&chat[..4], 8)] {
-        let inserted = tree.insert(&text(blocks), &pages(&[page]), pools.take_checkpoint());
-        assert_eq!(inserted.pages, pages(&[page]));
+    for (blocks, page) in [(&[7][..], 1), (&chat[..4], 8)] {
+        tree.insert(&text(blocks), &pages(&[page]), pools.take_checkpoint());
     }
-    assert_eq!(tree.evict(|_| false), Some(Evicted { pages: pages(&[7]) }));
+    assert!(tree.evict());
+    assert_eq!(held(&pools), pages(&[8]));
     // Block 5 gets the place of the evicted block, which comes before that of block 4.
-    for (len, new_pages) in [(6, &[9][..]), (5, &[]), (1, &[])] {
-        let inserted = tree.insert(&text(&chat[..len]), &pages(&[8, 9]), pools.take_checkpoint());
-        assert_eq!(inserted.pages, pages(new_pages));
+    for len in [6, 5, 1] {
+        tree.insert(&text(&chat[..len]), &pages(&[8, 9]), pools.take_checkpoint());
     }
-    assert_eq!(tree.insert(&text(&[8]), &pages(&[10]), pools.take_checkpoint()).pages, pages(&[10]));
+    tree.insert(&text(&[8]), &pages(&[7]), pools.take_checkpoint());
+    assert_eq!(held(&pools), pages(&[7, 8, 9]));
     tree.use_now(&text(&chat));
     let texts: Vec<Vec<u32>> = tree.texts(9).into_iter().map(|found| found.tokens).collect();
     assert_eq!(texts, [text(&chat[..4]), text(&chat[..1]), text(&chat), text(&chat[..5]), text(&[8])]);
@@ -97,40 +121,55 @@ fn a_text_comes_after_those_that_end_in_its_earlier_pages() {
 
 #[test]
 fn what_was_used_longest_ago_goes_first_and_all_comes_back() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
+    let (mut tree, pools) = tree(true, 3);
     for (blocks, page) in [(&[1, 2][..], 7), (&[1, 3], 8), (&[5], 9)] {
-        let inserted = tree.insert(&text(blocks), &pages(&[page]), pools.take_checkpoint());
-        assert_eq!(inserted.pages, pages(&[page]));
+        tree.insert(&text(blocks), &pages(&[page]), pools.take_checkpoint());
     }
     tree.find(&prompt(&[1, 2]));
-    let evicted = tree.evict(|_| false).expect("something is remembered");
-    assert_eq!((evicted.pages, free(&pools)), (pages(&[8]), vec![1]));
+    let free_pages = || pools.lock().pages.free();
+    end(&pools, 8);
+    assert!(tree.evict());
+    assert_eq!((held(&pools), free(&pools), free_pages()), (pages(&[7, 9]), vec![1], 1));
     assert_eq!(tree.find(&prompt(&[1, 3])).known_len, 64);
-    let evicted = tree.evict(|page| page == PageId(9)).expect("something is remembered");
-    assert_eq!((evicted.pages, free(&pools)), (pages(&[7]), vec![1, 0]), "the pinned page goes last");
-    assert_eq!((tree.clear().pages, free(&pools)), (pages(&[9]), vec![1, 0, 2]));
-    assert!(tree.is_empty() && tree.evict(|_| false).is_none());
+    end(&pools, 7);
+    assert!(tree.evict());
+    let shared_goes_last = (pages(&[9]), vec![1, 0], 2);
+    assert_eq!((held(&pools), free(&pools), free_pages()), shared_goes_last);
+    tree.clear();
+    assert_eq!((held(&pools), free(&pools), free_pages()), (Vec::new(), vec![1, 0, 2], 2));
+    assert!(tree.is_empty() && !tree.evict());
+}
+
+#[test]
+fn a_tree_that_is_dropped_gives_everything_back() {
+    let (mut tree, pools) = tree(true, 1);
+    tree.insert(&text(&[1, 2, 3, 4, 5]), &pages(&[7, 8]), pools.take_checkpoint());
+    end(&pools, 7);
+    drop(tree);
+    assert_eq!((held(&pools), free(&pools), pools.lock().pages.free()), (Vec::new(), vec![0], 1));
+    assert!(pools.lock().pages.is_conserved());
 }
 
 #[test]
 fn blocks_without_a_state_after_them_are_dropped_with_it() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
-    assert_eq!(tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
-    let inserted = tree.insert(&text(&[1, 2, 3]), &pages(&[7]), pools.take_checkpoint());
-    assert_eq!(inserted, Inserted::default());
+    let (mut tree, pools) = tree(true, 3);
+    tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint());
+    tree.insert(&text(&[1, 2, 3]), &pages(&[7]), pools.take_checkpoint());
     tree.find(&prompt(&[1]));
-    assert_eq!((tree.evict_state(), free(&pools)), (Some(Evicted::default()), vec![2, 1]));
+    tree.evict_state();
+    assert_eq!((held(&pools), free(&pools)), (pages(&[7]), vec![2, 1]));
     assert_eq!((tree.len(), tree.states()), (1, 1));
-    assert_eq!((tree.evict_state(), free(&pools)), (Some(Evicted { pages: pages(&[7]) }), vec![2, 1, 0]));
+    tree.evict_state();
+    assert_eq!((held(&pools), free(&pools)), (Vec::new(), vec![2, 1, 0]));
     assert!(tree.is_empty());
 }
 
 #[test]
 fn a_second_state_at_a_place_is_freed() {
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(3));
-    assert_eq!(tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint()).pages, pages(&[7]));
-    assert_eq!(tree.insert(&text(&[1]), &pages(&[8]), pools.take_checkpoint()), Inserted::default());
-    assert_eq!(free(&pools), [2, 1]);
+    let (mut tree, pools) = tree(true, 3);
+    tree.insert(&text(&[1]), &pages(&[7]), pools.take_checkpoint());
+    tree.insert(&text(&[1]), &pages(&[8]), pools.take_checkpoint());
+    assert_eq!((held(&pools), free(&pools)), (pages(&[7]), vec![2, 1]));
     assert_eq!(tree.texts(9), [RememberedText { tokens: text(&[1]), pages: pages(&[7]), state: state(0) }]);
 }
 
@@ -149,8 +188,8 @@ fn assert_orders_are_right(tree: &PrefixTree) {
     assert!(tree.with_state.iter().copied().eq(scan(|node| node.state.is_some())));
 }
 
-/// Random insertions, look-ups and evictions, compared with a separate count of holders of pages and with the free
-/// checkpoints.
+/// Random insertions, look-ups and evictions, compared with a count of the blocks in each page. A third of the pages
+/// stays held by sequences.
 #[test]
 fn pages_and_states_are_conserved() {
     let mut seed = 1u64;
@@ -158,33 +197,33 @@ fn pages_and_states_are_conserved() {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((seed >> 33) as u32) % below
     };
-    let (mut tree, pools) = (PrefixTree::new(true), checkpoints(2000));
-    let mut held_pages = Vec::new();
+    let pools = pools(4000, 2000);
+    let mut tree = PrefixTree::over(pools.clone(), true);
     for round in 0..2000 {
         let blocks: Vec<u32> = (0..1 + random(6)).map(|_| random(3)).collect();
         match random(4) {
             0 => {
                 let hit = tree.find(&prompt(&blocks));
-                assert!(hit.pages.iter().all(|page| held_pages.contains(page)), "{hit:?}");
+                assert!(hit.pages.iter().all(|page| held(&pools).contains(page)), "{hit:?}");
                 assert!(hit.len == 0 || !free(&pools).contains(&hit.state.expect("a state").0), "{hit:?}");
             }
-            1 => {
-                let gone = if random(2) == 0 { tree.evict(|p| p.0 % 3 == 0) } else { tree.evict_state() };
-                let gone = gone.unwrap_or_default();
-                held_pages.retain(|page| !gone.pages.contains(page));
-            }
+            1 if random(2) == 0 => assert!(tree.evict() || tree.is_empty()),
+            1 => tree.evict_state(),
             _ => {
-                let own = [round * 2, round * 2 + 1].map(PageId);
-                let inserted = tree.insert(&text(&blocks), &own, pools.take_checkpoint());
-                held_pages.extend(&inserted.pages);
+                let own = [round * 2, round * 2 + 1];
+                tree.insert(&text(&blocks), &own.map(PageId), pools.take_checkpoint());
+                own.into_iter().filter(|page| page % 3 != 0).for_each(|page| end(&pools, page));
             }
         }
-        let mut held: Vec<PageId> = tree.page_nodes.keys().copied().collect();
-        held.sort_unstable();
-        held_pages.sort_unstable();
-        assert_eq!((tree.pages(), held), (held_pages.len(), held_pages.clone()));
+        let mut pages_of_blocks: Vec<PageId> =
+            tree.nodes.iter().flatten().map(|node| node.page.id()).collect();
+        pages_of_blocks.sort_unstable();
+        pages_of_blocks.dedup();
+        assert_eq!(held(&pools), pages_of_blocks);
+        assert!(pools.lock().pages.is_conserved());
         assert_eq!(tree.states() + free(&pools).len(), 2000);
         assert_orders_are_right(&tree);
     }
-    assert_eq!((tree.clear().pages.len(), free(&pools).len()), (held_pages.len(), 2000));
+    tree.clear();
+    assert_eq!((held(&pools), free(&pools).len()), (Vec::new(), 2000));
 }

@@ -135,7 +135,7 @@ impl Batcher {
         let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
         // The sequence holds what it shares, so making room may forget the prefix.
         let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
-        self.prefixes.make_room(self.engine.cache_mut(), copies);
+        self.prefixes.make_room(self.engine.cache(), copies);
         self.engine.cache_mut().own_last_page(&mut sequence)?;
         let Waiting { mut request, key, sampler, .. } = waiting;
         sequence.set_long(self.engine.is_long(request.prompt.len()));

@@ -159,7 +159,7 @@ impl Batcher {
         }
         let pages =
             indices.iter().zip(&parts).map(|(&i, part)| self.running[i].pages_needed(part.rows)).sum();
-        self.prefixes.make_room(&mut self.engine.cache, pages);
+        self.prefixes.make_room(&self.engine.cache, pages);
         let before: &[StepRows] = self.pending.back().map_or(&[], |pending| &pending.parts);
         let mut work = Vec::with_capacity(parts.len());
         let mut of_before = 0;
@@ -325,8 +325,7 @@ impl Batcher {
     pub(super) fn remember_stop(&mut self, i: usize, state: Option<CheckpointLease>) {
         let running = &self.running[i];
         if running.is_at_save_point() {
-            let (key, cache) = (running.key(running.cache.len()), self.engine.cache_mut());
-            self.prefixes.remember(cache, &key, &running.cache, state);
+            self.prefixes.remember(&running.key(running.cache.len()), &running.cache, state);
         }
     }
 

@@ -29,7 +29,7 @@ impl Batcher {
             return;
         }
         let missing = indices.iter().map(|&i| self.pages_for(i, drafts + 1)).sum();
-        self.prefixes.make_room(self.engine.cache_mut(), missing);
+        self.prefixes.make_room(self.engine.cache(), missing);
         self.plain_steps = 0;
         let mut ended = Vec::new();
         for (i, drawn) in self.decode_rows(&indices) {

@@ -33,12 +33,14 @@ impl Batcher {
 
     /// Remembers the tokens of a sequence up to its last kept state.
     pub(super) fn remember_answer(&mut self, running: &mut Running) {
-        let cache = &mut self.engine.cache;
         if let Some(SavedState { position, checkpoint }) = running.rolling.take() {
-            self.prefixes.remember(cache, &running.key(position), &running.cache, Some(checkpoint));
-        } else if self.options.reuse_generated && !cache.spec().is_recurrent() && running.shares_prefixes() {
+            self.prefixes.remember(&running.key(position), &running.cache, Some(checkpoint));
+        } else if self.options.reuse_generated
+            && !self.engine.cache().spec().is_recurrent()
+            && running.shares_prefixes()
+        {
             let whole = running.cache.len() / keel_cache::PREFIX_BLOCK * keel_cache::PREFIX_BLOCK;
-            self.prefixes.remember(cache, &running.key(whole), &running.cache, None);
+            self.prefixes.remember(&running.key(whole), &running.cache, None);
         }
     }
 

@@ -285,7 +285,7 @@ impl Batcher {
     /// Forgets remembered prefixes, and features of pictures that no request holds.
     pub fn forget_prefixes(&mut self) {
         self.features.clear();
-        self.prefixes.clear(self.engine.cache_mut());
+        self.prefixes.clear();
     }
 
     /// Counts for display.
@@ -296,7 +296,7 @@ impl Batcher {
             parking: self.parking_status(),
             pages: self.engine.cache().size().pages(),
             free_pages: self.engine.cache().free_pages(),
-            prefix_pages: self.prefixes.tree().pages(),
+            prefix_pages: self.engine.cache().remembered_pages(),
             idle_prefix_pages: self.engine.cache().evictable_pages(),
             prefix_states: self.prefixes.tree().states(),
             pictures: PictureStatus {

@@ -42,7 +42,7 @@ impl Batcher {
                 continue;
             }
             let Some(mut running) = self.parked.pop_front() else { return };
-            self.prefixes.make_room(self.engine.cache_mut(), next.held);
+            self.prefixes.make_room(self.engine.cache(), next.held);
             let before = self.engine.cache().free_swap_blocks();
             let outcome = self.engine.cache_mut().unpark(&mut running.cache);
             let blocks = self.engine.cache().free_swap_blocks() - before;

@@ -181,7 +181,7 @@ impl Batcher {
             Err(error) => return Err(error.to_string()),
         };
         let state = cache.save_checkpoint(&sequence).map_err(|e| e.to_string())?;
-        self.prefixes.remember(cache, &tokens, &sequence, state);
+        self.prefixes.remember(&tokens, &sequence, state);
         Ok(Some(PrefixText { tokens, is_long: sequence.is_long() }))
     }
 }

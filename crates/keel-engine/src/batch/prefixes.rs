@@ -21,8 +21,7 @@ impl Prefixes {
     pub fn new(cache: &ModelCache, enabled: bool) -> Prefixes {
         // The pages of sliding layers are overwritten again and again, so they cannot be shared.
         let enabled = enabled && cache.spec().sliding_window().is_none();
-        let tree = PrefixTree::new(cache.spec().is_recurrent());
-        Prefixes { tree, enabled, names: PictureNames::default() }
+        Prefixes { tree: PrefixTree::new(cache), enabled, names: PictureNames::default() }
     }
 
     /// A prompt as the tree knows it: tokens of pictures become the names of the pictures.
@@ -90,11 +89,8 @@ impl Prefixes {
     }
 
     /// Forgets prefixes until `pages` pages are free.
-    pub fn make_room(&mut self, cache: &mut ModelCache, pages: usize) {
-        while cache.free_pages() < pages {
-            let Some(evicted) = self.tree.evict(|page| cache.page_holders(page) > 1) else { return };
-            cache.take_back(evicted);
-        }
+    pub fn make_room(&mut self, cache: &ModelCache, pages: usize) {
+        while cache.free_pages() < pages && self.tree.evict() {}
     }
 
     /// Saves the state of a sequence in a checkpoint, if one is free or can be freed.
@@ -106,25 +102,17 @@ impl Prefixes {
         if !self.enabled {
             return Ok(None);
         }
-        if cache.free_checkpoints() == 0
-            && let Some(evicted) = self.tree.evict_state()
-        {
-            cache.take_back(evicted);
+        if cache.free_checkpoints() == 0 {
+            self.tree.evict_state();
         }
         Ok(cache.save_checkpoint(sequence)?)
     }
 
     /// Remembers the first tokens of a sequence, with the state after them. A state that is known already is freed.
-    pub fn remember(
-        &mut self,
-        cache: &mut ModelCache,
-        tokens: &[u32],
-        sequence: &SequenceCache,
-        state: Option<CheckpointLease>,
-    ) {
+    pub fn remember(&mut self, tokens: &[u32], sequence: &SequenceCache, state: Option<CheckpointLease>) {
         if self.enabled {
             let pages = &sequence.pages()[..tokens.len().div_ceil(AttentionSpec::PAGE)];
-            cache.hold(self.tree.insert(&key(tokens, sequence.is_long()), pages, state));
+            self.tree.insert(&key(tokens, sequence.is_long()), pages, state);
         }
     }
 
@@ -134,8 +122,8 @@ impl Prefixes {
     }
 
     /// Forgets everything.
-    pub fn clear(&mut self, cache: &mut ModelCache) {
-        cache.take_back(self.tree.clear());
+    pub fn clear(&mut self) {
+        self.tree.clear();
     }
 }
 

@@ -87,7 +87,7 @@ impl Batcher {
                 continue;
             }
             let pages = self.running[i].pages_needed(rows);
-            self.prefixes.make_room(self.engine.cache_mut(), pages);
+            self.prefixes.make_room(self.engine.cache(), pages);
             // Reserved now, so that the next part does not count on these pages. If pages are missing, the step says
             // so.
             let _ = self.engine.cache_mut().reserve(&mut self.running[i].cache, rows);
