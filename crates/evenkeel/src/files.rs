@@ -31,7 +31,7 @@ pub use tower_file::{OpenTower, TowerFile};
 pub enum WeightFiles {
     /// A folder with config.json, safetensors, and further files.
     Checkpoint(Checkpoint),
-    /// A GGUF file, which contains everything but the vision tower.
+    /// A GGUF file or its parts, which contain everything but the vision tower.
     Gguf(GgufFile),
 }
 
@@ -193,11 +193,9 @@ impl ModelFiles {
     pub fn is_quantized(&self) -> bool {
         match &self.weights {
             WeightFiles::Checkpoint(checkpoint) => checkpoint.quantization().is_some(),
-            WeightFiles::Gguf(file) => file
-                .header()
-                .tensors()
-                .values()
-                .any(|entry| entry.kind.is_ok_and(|kind| kind.dtype().is_none())),
+            WeightFiles::Gguf(file) => {
+                file.entries().any(|(_, entry)| entry.kind.is_ok_and(|kind| kind.dtype().is_none()))
+            }
         }
     }
 
@@ -282,8 +280,11 @@ impl ModelFiles {
             Some(self.path.clone())
         };
         let mut paths: Vec<PathBuf> = named.into_iter().collect();
-        if let WeightFiles::Checkpoint(checkpoint) = &self.weights {
-            paths.extend(checkpoint.files().iter().map(|file| file.path().to_path_buf()));
+        match &self.weights {
+            WeightFiles::Checkpoint(checkpoint) => {
+                paths.extend(checkpoint.files().iter().map(|file| file.path().to_path_buf()));
+            }
+            WeightFiles::Gguf(file) => paths.extend(file.paths().map(Path::to_path_buf)),
         }
         paths.extend(self.tower.as_ref().map(|tower| tower.path.clone()));
         paths.sort();

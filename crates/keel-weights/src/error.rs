@@ -58,16 +58,19 @@ pub enum WeightsError {
         problem: HeaderProblem,
     },
 
-    /// A GGUF file that has only some of a model's tensors.
+    /// A GGUF file that is one part of a model, of which other parts are missing or do not belong to it.
     #[error(
-        "{} is one of the {parts} parts of a split model: merge them with `llama-gguf-split --merge`, and give the merged file",
+        "{} is one of the {total} parts of a model: {problem}; put all parts into one folder under the names that they were \
+         published with",
         path.display()
     )]
-    Split {
-        /// The file.
+    Parts {
+        /// The part.
         path: PathBuf,
         /// How many parts there are.
-        parts: u64,
+        total: u64,
+        /// What is wrong.
+        problem: String,
     },
 
     /// A weights file that lost bytes while it was in use.

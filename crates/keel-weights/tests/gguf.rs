@@ -242,20 +242,51 @@ fn tensors_that_lie() {
     }
 }
 
-/// A part has only some of the tensors, and says nothing else about it.
-#[test]
-fn a_part_of_a_split_model_is_refused() {
+/// Files with these names. Each has its part number, the number of parts, and one tensor of three zeros.
+fn parts(files: &[(&str, u32, u32, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("m-00001-of-00003.gguf");
-    for (parts, is_read) in [(0, true), (1, true), (3, false)] {
-        let header = Builder::new(3, 1, 1).string("split.count").u32(4).u32(parts);
-        std::fs::write(&path, header.tensor("t", &[3], 0, 0).data(32, 12)).unwrap();
-        let opened = GgufFile::open(&path);
-        assert_eq!(opened.is_ok(), is_read, "{parts} parts");
-        let Err(error) = opened else { continue };
-        let message = error.to_string();
-        assert!(message.contains("one of the 3 parts") && message.contains("--merge"), "{message}");
+    for (name, number, total, tensor) in files {
+        let header = Builder::new(3, 1, 2).string("split.no").u32(4).u32(*number);
+        let header = header.string("split.count").u32(4).u32(*total).tensor(tensor, &[3], 0, 0);
+        std::fs::write(folder.path().join(name), header.data(32, 12)).unwrap();
     }
+    folder
+}
+
+#[test]
+fn a_model_in_parts_is_read_as_one() {
+    let [one, two, three] = ["m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf"];
+    let folder = parts(&[(one, 0, 3, "b"), (two, 1, 3, "a"), (three, 2, 3, "c"), ("whole.gguf", 0, 1, "d")]);
+    for given in [one, two, three] {
+        let file = GgufFile::open(&folder.path().join(given)).unwrap();
+        assert_eq!(file.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(file.paths().map(|path| path.file_name().unwrap()).collect::<Vec<_>>(), [one, two, three]);
+        assert_eq!(file.metadata()["split.no"].as_u64(), Some(0), "the metadata are those of the first part");
+        assert!(file.names().all(|name| file.tensor(name).unwrap().bytes() == [0; 12]));
+        file.release_rows("c", 0..1);
+        file.check_intact().unwrap();
+        assert!(file.tensor("d").unwrap_err().to_string().contains("which holds 3 tensors"));
+    }
+    let whole = GgufFile::open(&folder.path().join("whole.gguf")).unwrap();
+    assert_eq!((whole.names().count(), whole.paths().count()), (1, 1));
+}
+
+#[test]
+fn parts_that_do_not_belong_together_are_refused() {
+    let [one, two] = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"];
+    let refused = |files: &[(&str, u32, u32, &str)], reason: &str| {
+        let folder = parts(files);
+        for (name, ..) in files {
+            let message = GgufFile::open(&folder.path().join(name)).unwrap_err().to_string();
+            assert!(message.contains(reason) && message.contains("parts of a model: "), "{message}");
+        }
+    };
+    refused(&[(one, 0, 2, "a")], "m-00002-of-00002.gguf is not in its folder");
+    refused(&[(two, 1, 2, "a")], "m-00001-of-00002.gguf is not in its folder");
+    refused(&[("m.gguf", 0, 2, "a")], "does not end in -00001-of-00002.gguf");
+    refused(&[("m-00001-of-00004.gguf", 0, 2, "a")], "does not end in -00001-of-00002.gguf");
+    refused(&[(one, 0, 2, "a"), (two, 0, 2, "b")], "do not say that it is part 2 of 2");
+    refused(&[(one, 0, 2, "a"), (two, 1, 2, "a")], "tensor 'a' is in an earlier part, too");
 }
 
 /// Each dtype that is stored element by element is kept.

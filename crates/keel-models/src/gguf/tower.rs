@@ -132,7 +132,7 @@ impl Keys<'_> {
 
     /// An extent of a tensor.
     pub fn extent(&self, tensor: &str, axis: usize) -> Option<u64> {
-        let shape = &self.file.header().tensors().get(tensor)?.shape;
+        let shape = &self.file.entry(tensor)?.shape;
         shape.get(axis).map(|extent| *extent as u64)
     }
 
@@ -195,8 +195,9 @@ impl Keys<'_> {
 
     /// The blocks with a merger of their own, ascending, as their tensors say.
     pub fn deepstack(&self) -> Vec<usize> {
-        let tensors = self.file.header().tensors().keys();
-        let blocks = tensors
+        let blocks = self
+            .file
+            .names()
             .filter_map(|name| name.strip_prefix("v.deepstack.")?.strip_suffix(".fc1.weight")?.parse().ok());
         let mut blocks: Vec<usize> = blocks.collect();
         blocks.sort_unstable();

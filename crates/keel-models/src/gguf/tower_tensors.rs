@@ -119,7 +119,7 @@ impl<'a> TowerTensors<'a> {
     }
 
     pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
-        let mut shape = self.file.header().tensors().get(&self.tensor(name)?)?.shape.clone();
+        let mut shape = self.file.entry(&self.tensor(name)?)?.shape.clone();
         if self.is_in_frames(name) && shape.len() > 1 {
             shape.insert(2, 2);
         }
@@ -153,7 +153,7 @@ impl<'a> TowerTensors<'a> {
             return Ok(values);
         }
         // `[hidden, 3, y, x]` for each frame become `[hidden, 3, frame, y, x]`.
-        let shape = |name: &str| self.file.header().tensors().get(name).map(|entry| entry.shape.clone());
+        let shape = |name: &str| self.file.entry(name).map(|entry| entry.shape.clone());
         let (first, last) = (shape(&tensor).unwrap_or_default(), shape(SECOND_FRAME).unwrap_or_default());
         let [_, 3, height, width] = first[..] else {
             let (expected, got) = ("(hidden, 3, patch, patch)".into(), format!("{first:?}"));
@@ -171,7 +171,7 @@ impl<'a> TowerTensors<'a> {
     /// All values of a tensor in the file's order.
     fn all(&self, tensor: &str) -> Result<Vec<f32>> {
         let missing = || ModelError::Config(format!("the mmproj file has no {tensor}"));
-        let shape = &self.file.header().tensors().get(tensor).ok_or_else(missing)?.shape;
+        let shape = &self.file.entry(tensor).ok_or_else(missing)?.shape;
         let rows = if shape.len() < 2 { 1 } else { shape[..shape.len() - 1].iter().product() };
         let mut values = vec![0.0; shape.iter().product()];
         self.file.rows_f32(tensor, 0..rows, &mut values)?;

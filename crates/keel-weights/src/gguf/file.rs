@@ -1,4 +1,4 @@
-//! One mapped GGUF file.
+//! A mapped GGUF file, or the mapped parts of one.
 
 use std::{
     collections::BTreeMap,
@@ -6,84 +6,186 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue};
+use super::{BlockTensor, GgmlType, GgufEntry, GgufHeader, GgufValue, part_name::PartName};
 use crate::{
     LinearTensor, Result, TensorInfo, TensorSource, TensorView, WeightsError, linear, mapped::MappedFile,
     source::missing, unsupported::GGUF_ADVICE,
 };
 
-/// The number of files that a model is split into. A part has only some of the tensors.
+/// The keys that only a part of a model has.
+pub(crate) const PART_KEYS: &str = "split.";
+
+/// The number of parts of a model. Each has some of the tensors, and the first has the metadata.
 const PARTS_KEY: &str = "split.count";
 
-/// A GGUF file, mapped into memory. Opening reads only the header.
+/// Which part a file is, from 0.
+const PART_KEY: &str = "split.no";
+
+/// A GGUF file, mapped into memory, or all parts of a model that is split into several files. Opening reads only the
+/// headers.
 ///
 /// As a [`TensorSource`] it lends tensors that are stored element by element. It lends a matrix in blocks through
 /// [`linear`](TensorSource::linear) as [`LinearTensor::Blocks`].
 #[derive(Debug)]
 pub struct GgufFile {
+    /// One part, unless the model is split.
+    parts: Vec<Part>,
+    /// The part of each tensor.
+    owners: BTreeMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct Part {
     path: PathBuf,
     map: MappedFile,
     header: GgufHeader,
 }
 
-impl GgufFile {
-    /// Maps the file at `path` and checks its header.
-    ///
-    /// # Errors
-    /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken, [`WeightsError::Split`]
-    /// if it is one of several parts.
-    pub fn open(path: &Path) -> Result<GgufFile> {
+impl Part {
+    fn open(path: &Path) -> Result<Part> {
         let map = MappedFile::open(path)?;
         let header = GgufHeader::parse(map.bytes())
             .map_err(|problem| WeightsError::Header { path: path.into(), problem })?;
-        let parts = header.metadata().get(PARTS_KEY).and_then(GgufValue::as_u64).unwrap_or(1);
-        if parts > 1 {
-            return Err(WeightsError::Split { path: path.into(), parts });
-        }
-        Ok(GgufFile { path: path.into(), map, header })
+        Ok(Part { path: path.into(), map, header })
     }
 
-    /// The checked header.
-    pub fn header(&self) -> &GgufHeader {
-        &self.header
+    fn number(&self, key: &str) -> Option<u64> {
+        self.header.metadata().get(key).and_then(GgufValue::as_u64)
+    }
+
+    /// How many parts the model has.
+    fn total(&self) -> u64 {
+        self.number(PARTS_KEY).unwrap_or(0).max(1)
+    }
+
+    fn problem(&self, problem: String) -> WeightsError {
+        WeightsError::Parts { path: self.path.clone(), total: self.total(), problem }
+    }
+}
+
+impl GgufFile {
+    /// Maps the file at `path` and checks its header. If it is one of the parts of a model
+    /// (`NAME-00002-of-00003.gguf`), all parts are mapped; they lie in the same folder.
+    ///
+    /// # Errors
+    /// [`WeightsError::Io`] if it cannot be opened, [`WeightsError::Header`] if it is broken, [`WeightsError::Parts`]
+    /// if another part is missing or does not belong to the same model.
+    pub fn open(path: &Path) -> Result<GgufFile> {
+        let part = Part::open(path)?;
+        let parts = if part.total() == 1 { vec![part] } else { all_parts(part)? };
+        let mut owners = BTreeMap::new();
+        for (i, part) in parts.iter().enumerate() {
+            for name in part.header.tensors().keys() {
+                if owners.insert(name.clone(), i).is_some() {
+                    return Err(part.problem(format!("tensor '{name}' is in an earlier part, too")));
+                }
+            }
+        }
+        Ok(GgufFile { parts, owners })
+    }
+
+    /// The files: one, or the parts of a model in their order.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.parts.iter().map(|part| &*part.path)
     }
 
     /// All metadata by key.
     pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
-        self.header.metadata()
+        self.parts[0].header.metadata()
     }
 
-    /// The whole file.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        self.map.bytes()
+    /// The bytes of a metadata value: its type and its value.
+    pub(crate) fn raw_value(&self, key: &str) -> Option<&[u8]> {
+        let first = &self.parts[0];
+        first.header.raw_value(first.map.bytes(), key)
     }
 
-    fn entry(&self, name: &str) -> Result<(&str, &GgufEntry)> {
-        let found = self.header.tensors().get_key_value(name);
-        found.map(|(name, entry)| (name.as_str(), entry)).ok_or_else(|| missing(self, name, &self.path))
+    /// All tensors by name, as they are stored.
+    pub fn entries(&self) -> impl Iterator<Item = (&str, &GgufEntry)> {
+        self.owners.iter().map(|(name, &part)| (name.as_str(), &self.parts[part].header.tensors()[name]))
+    }
+
+    /// How a tensor is stored.
+    pub fn entry(&self, name: &str) -> Option<&GgufEntry> {
+        self.stored(name).ok().map(|stored| stored.entry)
+    }
+
+    /// The bytes of a tensor, as they are stored.
+    pub fn bytes_of(&self, name: &str) -> Option<&[u8]> {
+        self.stored(name).ok().map(|stored| stored.bytes())
+    }
+
+    fn stored(&self, name: &str) -> Result<StoredTensor<'_>> {
+        let found = self.owners.get(name).and_then(|&part| {
+            let part = &self.parts[part];
+            let (name, entry) = part.header.tensors().get_key_value(name)?;
+            Some(StoredTensor { part, name, entry })
+        });
+        found.ok_or_else(|| missing(self, name, &self.parts[0].path))
     }
 
     /// A module's weight, if it is a matrix in blocks.
     fn blocks(&self, module: &str) -> Result<Option<BlockTensor<'_>>> {
-        let (name, entry) = self.entry(&format!("{module}.weight"))?;
+        let stored = self.stored(&format!("{module}.weight"))?;
+        let StoredTensor { name, entry, .. } = stored;
         let Ok(GgmlType::Blocks(format)) = entry.kind else { return Ok(None) };
         linear::check_matrices(module, &entry.shape)?;
-        let bytes = &self.map.bytes()[entry.range.clone()];
-        Ok(Some(BlockTensor { name, format, shape: &entry.shape, bytes }))
+        Ok(Some(BlockTensor { name, format, shape: &entry.shape, bytes: stored.bytes() }))
     }
+}
+
+/// A tensor in its part.
+#[derive(Clone, Copy)]
+struct StoredTensor<'a> {
+    part: &'a Part,
+    name: &'a str,
+    entry: &'a GgufEntry,
+}
+
+impl<'a> StoredTensor<'a> {
+    fn bytes(&self) -> &'a [u8] {
+        &self.part.map.bytes()[self.entry.range.clone()]
+    }
+}
+
+/// All parts of the model of `known`, in their order.
+fn all_parts(known: Part) -> Result<Vec<Part>> {
+    let total = known.total();
+    let name = known.path.file_name().and_then(|name| PartName::parse(name.to_str()?));
+    let Some(name) = name.filter(|name| u64::from(name.total) == total) else {
+        let problem = format!(
+            "its name does not end in -00001-of-{total:05}.gguf or another of the {total} numbers, so the other parts are \
+             not found"
+        );
+        return Err(known.problem(problem));
+    };
+    let mut parts = Vec::new();
+    for (i, name) in name.all().enumerate() {
+        let path = known.path.with_file_name(&name);
+        if !path.is_file() {
+            return Err(known.problem(format!("{name} is not in its folder")));
+        }
+        let part = Part::open(&path)?;
+        let found = (part.total(), part.number(PART_KEY));
+        if found != (total, Some(i as u64)) {
+            return Err(part.problem(format!("its metadata do not say that it is part {} of {total}", i + 1)));
+        }
+        parts.push(part);
+    }
+    Ok(parts)
 }
 
 impl TensorSource for GgufFile {
     fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
-        Box::new(self.header.tensors().keys().map(String::as_str))
+        Box::new(self.owners.keys().map(String::as_str))
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.header.tensors().contains_key(name)
+        self.owners.contains_key(name)
     }
 
     fn info(&self, name: &str) -> Result<TensorInfo<'_>> {
-        let (name, entry) = self.entry(name)?;
+        let StoredTensor { entry, .. } = self.stored(name)?;
         let kind = entry.kind.map_err(|id| WeightsError::UnsupportedForm {
             name: name.into(),
             found: GgmlType::describe_unread(id),
@@ -100,8 +202,8 @@ impl TensorSource for GgufFile {
 
     fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         let info = self.info(name)?;
-        let (name, entry) = self.entry(name)?;
-        TensorView::new(name, info.dtype, info.shape, &self.map.bytes()[entry.range.clone()])
+        let stored = self.stored(name)?;
+        TensorView::new(stored.name, info.dtype, info.shape, stored.bytes())
     }
 
     fn linear(&self, module: &str) -> Result<LinearTensor<'_>> {
@@ -110,12 +212,12 @@ impl TensorSource for GgufFile {
     }
 
     fn check_intact(&self) -> Result<()> {
-        self.map.check_intact(&self.path)
+        self.parts.iter().try_for_each(|part| part.map.check_intact(&part.path))
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {
-        if let Some(entry) = self.header.tensors().get(name) {
-            self.map.release_rows(&entry.range, &entry.shape, rows);
+        if let Ok(StoredTensor { part, entry, .. }) = self.stored(name) {
+            part.map.release_rows(&entry.range, &entry.shape, rows);
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     Result, TensorSpec, WeightsError, cols,
-    gguf::{GgmlType, GgufMetadata, GgufTensorSpec, GgufWriter, can_encode},
+    gguf::{GgmlType, GgufMetadata, GgufTensorSpec, GgufWriter, PART_KEYS, can_encode},
 };
 
 /// The type of each tensor of a GGUF file.
@@ -181,8 +181,9 @@ fn outputs(tensors: &[TensorSpec], recipe: &GgufRecipe) -> Result<(Vec<GgufTenso
 /// The metadata of a file, for another file of the same model.
 pub fn metadata_of(file: &crate::gguf::GgufFile) -> GgufMetadata {
     let mut metadata = GgufMetadata::default();
-    for key in file.metadata().keys() {
-        if let Some(value) = file.header().raw_value(file.bytes(), key) {
+    // The new file is whole.
+    for key in file.metadata().keys().filter(|key| !key.starts_with(PART_KEYS)) {
+        if let Some(value) = file.raw_value(key) {
             metadata.raw(key, value);
         }
     }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::{
     Checkpoint, ColumnsTensor, LinearFormat, LinearTensor, Result, TensorSource, TensorSpec, WeightsError,
     cols, float, fp8,
-    gguf::{GgmlType, GgufFile},
+    gguf::{GgmlType, GgufEntry, GgufFile},
     unsupported,
     view::fill_rows,
 };
@@ -231,15 +231,14 @@ impl Dequantized<'_> {
 impl RowSource for GgufFile {
     /// Tensors that are not in blocks keep their types. Blocks have no element type; f32 stands for it.
     fn tensors(&self) -> Result<Vec<TensorSpec>> {
-        let spec = |name: &str| {
-            let entry = &self.header().tensors()[name];
+        let spec = |(name, entry): (&str, &GgufEntry)| {
             let dtype = match entry.kind {
                 Ok(kind) => kind.dtype().unwrap_or(DType::F32),
                 Err(_) => self.info(name)?.dtype,
             };
             Ok(TensorSpec { name: name.into(), dtype, shape: entry.shape.clone() })
         };
-        self.names().map(spec).collect()
+        self.entries().map(spec).collect()
     }
 
     fn rows_f32(&self, name: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
@@ -251,12 +250,12 @@ impl RowSource for GgufFile {
     }
 
     fn blocks(&self, name: &str, format: BlockFormat) -> Option<&[u8]> {
-        let entry = self.header().tensors().get(name)?;
-        (entry.kind == Ok(GgmlType::Blocks(format))).then(|| &self.bytes()[entry.range.clone()])
+        let is_stored_so = self.entry(name)?.kind == Ok(GgmlType::Blocks(format));
+        self.bytes_of(name).filter(|_| is_stored_so)
     }
 
     fn stored_bytes(&self, spec: &TensorSpec) -> u64 {
-        self.header().tensors().get(&spec.name).map_or(0, |entry| entry.range.len() as u64)
+        self.entry(&spec.name).map_or(0, |entry| entry.range.len() as u64)
     }
 
     fn release_rows(&self, name: &str, rows: Range<usize>) {

@@ -78,7 +78,7 @@ fn facts(model: &ModelFiles, device: &DeviceArgs) -> Result<Value> {
         "mtp_layers": if has_mtp_head(config, &*parameters) { config.mtp_layers } else { 0 },
         "files": match &model.weights {
             WeightFiles::Checkpoint(checkpoint) => checkpoint.files().len(),
-            WeightFiles::Gguf(_) => 1,
+            WeightFiles::Gguf(file) => file.paths().count(),
         },
         "tensors": model.tensors().names().count(),
         "vision_tensors": count.vision_tensors,
@@ -120,7 +120,7 @@ struct Count {
 impl Count {
     fn of_gguf(file: &GgufFile) -> Count {
         let mut count = Count::default();
-        for entry in file.header().tensors().values() {
+        for (_, entry) in file.entries() {
             let kind = entry.kind.map_or_else(GgmlType::describe_unread, |kind| kind.to_string());
             *count.dtypes.entry(kind).or_default() += 1;
             count.parameters += entry.shape.iter().product::<usize>() as u64;

@@ -47,8 +47,7 @@ impl<'a> Variant<'a> {
             WeightFiles::Checkpoint(checkpoint) if checkpoint.quantization().is_some() => return variants,
             WeightFiles::Checkpoint(_) => 16.0,
             WeightFiles::Gguf(file) => {
-                let entries = file.header().tensors().values();
-                let (bytes, elements) = entries.fold((0, 0), |(bytes, elements), entry| {
+                let (bytes, elements) = file.entries().fold((0, 0), |(bytes, elements), (_, entry)| {
                     (bytes + entry.range.len(), elements + entry.shape.iter().product::<usize>())
                 });
                 8.0 * bytes as f64 / elements.max(1) as f64

@@ -115,6 +115,6 @@ fn from_gguf(
         _ => transformers_config(&json, &config),
     };
     write_config(target, &written, section)?;
-    let source_bytes = file.header().tensors().values().map(|entry| entry.range.len() as u64).sum();
+    let source_bytes = file.entries().map(|(_, entry)| entry.range.len() as u64).sum();
     Ok(QuantizeReport { source_bytes, ..report })
 }

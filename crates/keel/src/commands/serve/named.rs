@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use evenkeel::ModelFiles;
+use keel_weights::gguf::PartName;
 
 /// A value of `--model`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +31,8 @@ impl Named {
 }
 
 /// The default name of a model: that of its folder or file, and `OWNER/NAME` for a folder of the hub's. The file
-/// `model.safetensors` has the name of its folder. Another weights file has its name without `.safetensors`.
+/// `model.safetensors` has the name of its folder. Another weights file has its name without `.safetensors`. A GGUF model
+/// in parts has the name that it would have in one file.
 pub fn of(model: &ModelFiles) -> String {
     of_path(&model.path)
 }
@@ -40,7 +42,10 @@ fn of_path(path: &Path) -> String {
     match name.and_then(|name| name.split_once(".safetensors")) {
         Some(("model", _)) => path.parent().map_or("keel".into(), of_path),
         Some((stem, _)) => stem.into(),
-        None => hub_name(path).unwrap_or_else(|| name.unwrap_or("keel").to_string()),
+        None => hub_name(path).unwrap_or_else(|| match name.and_then(PartName::parse) {
+            Some(part) => format!("{}.gguf", part.stem),
+            None => name.unwrap_or("keel").to_string(),
+        }),
     }
 }
 
@@ -60,6 +65,7 @@ mod tests {
         let hub = "/home/a/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd";
         assert_eq!(of_path(hub.as_ref()), "Qwen/Qwen3-0.6B");
         assert_eq!(of_path(format!("{hub}/q4.gguf").as_ref()), "q4.gguf");
+        assert_eq!(of_path("models/q4-00001-of-00003.gguf".as_ref()), "q4.gguf");
         assert_eq!(of_path("models/snapshots/a".as_ref()), "a");
         assert_eq!(of_path(format!("{hub}/model.safetensors").as_ref()), "Qwen/Qwen3-0.6B");
         assert_eq!(of_path("models/two/model.safetensors.index.json".as_ref()), "two");

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
+use keel_weights::gguf::PartName;
 use keel_weights::{Checkpoint, read_regular};
 
 use crate::input;
@@ -206,7 +207,9 @@ impl Cache {
                 let path = self.find(name).with_context(not_there)?;
                 let snapshot = self.snapshot(name, &self.commit_of(name, &path));
                 let removed = path.strip_prefix(&snapshot).unwrap_or(&path).to_string_lossy().into_owned();
-                fs::remove_file(&path)
+                let mut parts = parts_of(&removed).into_iter().map(|part| snapshot.join(part));
+                parts
+                    .try_for_each(fs::remove_file)
                     .and_then(|()| forget_towers(&snapshot, &removed))
                     .with_context(cannot_remove)?;
             }
@@ -291,11 +294,18 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, St
     }
 }
 
+/// GGUF models of which every part is there, each by its first part.
 fn gguf_files(folder: &Path) -> Vec<String> {
     let mut files = files_below(folder, "");
     // The contents of a link may have been deleted.
-    files.retain(|file| is_gguf_model(file) && folder.join(file).is_file());
+    let is_here = |file: &String| parts_of(file).iter().all(|part| folder.join(part).is_file());
+    files.retain(|file| is_gguf_model(file) && is_here(file));
     files
+}
+
+/// The files of a GGUF model, of which this is the first.
+fn parts_of(file: &str) -> Vec<String> {
+    PartName::parse(file).map_or_else(|| vec![file.into()], |first| first.all().collect())
 }
 
 fn read_ref(path: &Path) -> Option<String> {

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 
 use anyhow::{Result, bail};
+use keel_weights::gguf::PartName;
 
 use super::client::RemoteFile;
 use crate::source::hub_name::HubName;
@@ -15,8 +16,8 @@ pub const USUAL_CODING: &str = "Q4_K_M";
 pub enum Wanted<'a> {
     /// A checkpoint: config, weights and text files, in one folder.
     Checkpoint(Vec<&'a RemoteFile>),
-    /// One GGUF file, and the file of its vision tower, if it has one.
-    Gguf { model: &'a RemoteFile, tower: Option<&'a RemoteFile> },
+    /// One GGUF file or the first of its parts, its other parts, and the file of its vision tower, if it has one.
+    Gguf { model: &'a RemoteFile, parts: Vec<&'a RemoteFile>, tower: Option<&'a RemoteFile> },
 }
 
 impl<'a> Wanted<'a> {
@@ -24,14 +25,16 @@ impl<'a> Wanted<'a> {
     pub fn files(&self) -> Vec<&'a RemoteFile> {
         match self {
             Wanted::Checkpoint(files) => files.clone(),
-            Wanted::Gguf { model, tower } => tower.iter().copied().chain([*model]).collect(),
+            Wanted::Gguf { model, parts, tower } => {
+                tower.iter().chain(parts).copied().chain([*model]).collect()
+            }
         }
     }
 
     /// The path of one of the files in the model's folder. A vision tower lies next to its model there.
     pub fn place_of(&self, file: &RemoteFile) -> String {
         match self {
-            Wanted::Gguf { model, tower: Some(tower) } if tower.path == file.path => {
+            Wanted::Gguf { model, tower: Some(tower), .. } if tower.path == file.path => {
                 place_of(&file.path, &model.path)
             }
             _ => file.path.clone(),
@@ -48,12 +51,12 @@ impl<'a> Wanted<'a> {
         is_here: &dyn Fn(&str) -> bool,
     ) -> Result<Wanted<'a>> {
         let gguf: Vec<&RemoteFile> = files.iter().filter(|file| is_gguf_model(&file.path)).collect();
-        let with_tower = |model: &'a RemoteFile| {
+        let whole = |model: &'a RemoteFile| {
             let tower = tower_of(&model.path, files, is_here);
-            Wanted::Gguf { model, tower }
+            Ok(Wanted::Gguf { model, parts: other_parts(&model.path, files)?, tower })
         };
         if let Some(pick) = &name.pick {
-            return choose_gguf(name, &gguf, pick).map(with_tower);
+            return whole(choose_gguf(name, &gguf, pick)?);
         }
         let checkpoint = checkpoint_files(files);
         if !checkpoint.is_empty() {
@@ -63,8 +66,8 @@ impl<'a> Wanted<'a> {
             [] => bail!(
                 "{name} on the hub has neither config.json with safetensors nor a GGUF file: there is nothing that keel runs"
             ),
-            [only] if !is_split(&only.path) => Ok(with_tower(only)),
-            _ => choose_gguf(name, &gguf, USUAL_CODING).map(with_tower),
+            [only] => whole(only),
+            _ => whole(choose_gguf(name, &gguf, USUAL_CODING)?),
         }
     }
 }
@@ -87,10 +90,21 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     in_root().filter(is_text).chain(pooling).chain(weights).collect()
 }
 
-/// Whether a file is a complete model, and not a vision part or a table for quantisation.
+/// Whether a file is a model or the first part of one, and not a vision part or a table for quantisation.
 pub fn is_gguf_model(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
-    name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix")
+    let is_first = PartName::parse(path).is_none_or(|part| part.number == 1);
+    name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix") && is_first
+}
+
+/// The parts of a model after the first; none if it is in one file.
+fn other_parts<'a>(model: &str, files: &'a [RemoteFile]) -> Result<Vec<&'a RemoteFile>> {
+    let Some(first) = PartName::parse(model) else { return Ok(Vec::new()) };
+    let find = |path: String| match files.iter().find(|file| file.path == path) {
+        Some(file) => Ok(file),
+        None => bail!("{path} is not on the hub, and {model} is nothing without it"),
+    };
+    first.all().skip(1).map(find).collect()
 }
 
 /// Whether a file is by its name the vision tower of a GGUF model.
@@ -128,20 +142,10 @@ fn tower_of<'a>(
 
 /// Bits of the coding at the end of a file's name: 4 of `Q4_K_M`, 16 of `BF16`.
 fn bits_of(path: &str) -> Option<u32> {
-    let stem = path.strip_suffix(".gguf").unwrap_or(path);
+    let stem = PartName::parse(path).map_or(path.strip_suffix(".gguf").unwrap_or(path), |part| part.stem);
     let coding = stem.rsplit(['-', '.', '/']).next()?;
     let digits = coding.trim_start_matches(|c: char| !c.is_ascii_digit());
     digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
-}
-
-/// Whether a file is one of several parts: `-00001-of-00003.gguf`.
-fn is_split(path: &str) -> bool {
-    let stem = path.strip_suffix(".gguf").unwrap_or(path);
-    let mut parts = stem.rsplit('-');
-    let is_number = |part: Option<&str>| {
-        part.is_some_and(|part| part.len() == 5 && part.chars().all(|c| c.is_ascii_digit()))
-    };
-    is_number(parts.next()) && parts.next() == Some("of") && is_number(parts.next())
 }
 
 /// Whether a pick selects a GGUF file: by its whole name, or by a coding in its name.
@@ -166,10 +170,6 @@ fn choose_gguf<'a>(name: &HubName, gguf: &[&'a RemoteFile], pick: &str) -> Resul
     picked.sort_by_key(|file| (file.path.matches('/').count(), file.path.len()));
     let repository = name.repository();
     match picked.first() {
-        Some(file) if is_split(&file.path) => bail!(
-            "{} of {repository} is one part of a split file, which keel does not read: choose a coding in a single file",
-            file.path
-        ),
         Some(file) => Ok(file),
         None if gguf.is_empty() => bail!("{repository} on the hub has no GGUF file to pick {pick} from"),
         None => {
@@ -252,12 +252,37 @@ mod tests {
     }
 
     #[test]
+    fn a_gguf_model_in_parts_comes_with_all_of_them() {
+        let paths = [
+            "BF16/m-BF16-00001-of-00002.gguf",
+            "BF16/m-BF16-00002-of-00002.gguf",
+            "Q8_0/m-Q8_0-00001-of-00003.gguf",
+            "Q8_0/m-Q8_0-00002-of-00003.gguf",
+            "Q8_0/m-Q8_0-00003-of-00003.gguf",
+            "mmproj-BF16.gguf",
+            "mmproj-Q8_0.gguf",
+        ];
+        assert_eq!(chosen("a/b:BF16", &paths).expect("there"), [paths[0], paths[1], paths[5]]);
+        assert_eq!(chosen("a/b:Q8_0", &paths).expect("there"), [paths[2], paths[3], paths[4], paths[6]]);
+        assert_eq!(chosen("a/b", &paths[..2]).expect("the only one"), paths[..2]);
+        let (name, files) = (HubName::parse("a/b:Q8_0").expect("a name"), files(&paths));
+        let wanted = Wanted::choose(&name, &files, &|_| false).expect("there");
+        assert_eq!(
+            wanted.files().last().expect("files").path,
+            paths[2],
+            "the first part is found when all are here"
+        );
+        let missing = chosen("a/b:Q4_0", &paths).expect_err("not there").to_string();
+        assert!(missing.contains("m-Q8_0-00001-of-00003.gguf") && !missing.contains("00002"), "{missing}");
+    }
+
+    #[test]
     fn what_cannot_be_run_is_said() {
         let error = |name: &str, paths: &[&str]| chosen(name, paths).expect_err("refused").to_string();
         assert!(error("a/b", &["pytorch_model.bin", "config.json"]).contains("nothing that keel runs"));
         assert!(error("a/b:Q8_0", &["config.json"]).contains("has no GGUF file"));
-        let split = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
-        assert!(error("a/b:Q8_0", &split).contains("one part of a split file"));
+        let torn = ["m-Q8_0-00001-of-00002.gguf"];
+        assert!(error("a/b:Q8_0", &torn).contains("m-Q8_0-00002-of-00002.gguf is not on the hub"));
         assert_eq!(chosen("a/b", &["only-Q2_K.gguf"]).expect("there"), ["only-Q2_K.gguf"]);
     }
 }

@@ -54,6 +54,19 @@ fn gguf_files_are_found_by_pick() {
 }
 
 #[test]
+fn a_gguf_model_in_parts_is_there_with_its_last_part_and_removed_whole() {
+    let (_folder, cache) = cache();
+    let first = "m-Q4_K_M-00001-of-00002.gguf";
+    put(&cache, "a/b", ONE, &[(first, "aa")]);
+    assert!(cache.find(&name("a/b")).is_none());
+    put(&cache, "a/b", ONE, &[("m-Q4_K_M-00002-of-00002.gguf", "bb")]);
+    assert!(cache.find(&name("a/b:Q4_K_M")).expect("whole").ends_with(first));
+    assert_eq!(cache.entries().expect("readable")[0].gguf, [first]);
+    cache.remove(&name("a/b:Q4_K_M")).expect("there");
+    assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+}
+
+#[test]
 fn what_is_removed_frees_its_bytes_and_no_others() {
     let (_folder, cache) = cache();
     put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa"), ("m-Q8_0.gguf", "bb")]);

@@ -2,7 +2,9 @@
 
 #![cfg(feature = "hub")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod gguf;
 
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -11,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use common::hub::{Asked, COMMIT, Hub, Manners, command_with_hub, keel_with_hub, sha256};
 use common::{arg, fixture, json, stderr, succeed};
-use keel_testkit::fixtures::{MmprojForm, mmproj, vlm_fixture};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tempfile::TempDir;
 
 const WEIGHTS: &str = "model.safetensors";
@@ -193,68 +194,6 @@ fn a_revision_is_pinned() {
     // Another branch needs another request. Here it has the same files.
     assert_eq!(tokens(&generate(&hub, home.path(), "owner/name@v1.0", &[])), want);
     assert_eq!(files_asked(&hub.take_asked()), [""; 0]);
-}
-
-#[test]
-fn one_of_several_gguf_files_is_picked() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let demo = common::demo();
-    let file = folder.path().join("demo.gguf");
-    succeed(&["quantize", arg(&demo), arg(&file), "--type", "Q8_0"]);
-    let bytes = std::fs::read(&file).expect("written");
-    let other = |name: &str| (name.to_string(), vec![0; 20_000]);
-    let files =
-        vec![other("demo-Q4_K_M.gguf"), ("demo-Q8_0.gguf".into(), bytes), other("x/mmproj-Q8_0.gguf")];
-    let hub = Hub::start(files, Manners::default());
-    let home = tempfile::tempdir().expect("a temporary folder");
-    let how = ["--raw", "--max-tokens", "8", "--temperature", "0", "--json"];
-    let run = |model| {
-        hub.keel(home.path(), &[&["generate", "Once upon a time", "--model", model], &how[..]].concat(), &[])
-    };
-    let from_disk = json(&[&["generate", "Once upon a time", "--model", arg(&file)], &how[..]].concat());
-    assert_eq!(tokens(&run("owner/name:q8_0")), from_disk["tokens"]);
-    assert_eq!(files_asked(&hub.take_asked()), ["demo-Q8_0.gguf"]);
-    assert_eq!(tokens(&run("owner/name:Q8_0")), from_disk["tokens"]);
-    assert_eq!(hub.take_asked(), []);
-    refused(&run("owner/name:Q2_K"), "pick one with owner/name:CODING of demo-Q4_K_M.gguf, demo-Q8_0.gguf");
-}
-
-#[test]
-fn a_gguf_model_comes_with_its_vision_tower() {
-    let Some(fixture) = vlm_fixture("vlm_qwen3_5") else { return };
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let file = folder.path().join("m.gguf");
-    succeed(&["quantize", arg(&fixture), arg(&file), "--type", "Q8_0"]);
-    let text = std::fs::read(&file).expect("written");
-    let tower = mmproj(&fixture, MmprojForm::default());
-    let files = vec![
-        ("m-Q8_0.gguf".into(), text),
-        ("mmproj-m-BF16.gguf".into(), tower.clone()),
-        ("mmproj-m-F32.gguf".into(), tower),
-    ];
-    let hub = Hub::start(files, Manners::default());
-    let home = tempfile::tempdir().expect("a temporary folder");
-    let run = |args: &[&str]| {
-        let output = hub.keel(home.path(), args, &[]);
-        assert!(output.status.success(), "{args:?}: {}", stderr(&output));
-        output
-    };
-    run(&["pull", "owner/name:Q8_0", "--no-mmproj"]);
-    assert_eq!(files_asked(&hub.take_asked()), ["m-Q8_0.gguf"]);
-    let alone = run(&["inspect", "owner/name:Q8_0"]);
-    assert!(!stderr(&alone).contains("vision tower"), "{}", stderr(&alone));
-    run(&["pull", "owner/name:Q8_0"]);
-    assert_eq!(files_asked(&hub.take_asked()), ["mmproj-m-BF16.gguf"], "the rest is there");
-    let seeing = run(&["inspect", "owner/name:Q8_0"]);
-    assert!(stderr(&seeing).contains("the vision tower is mmproj-m-BF16.gguf"), "{}", stderr(&seeing));
-    assert_eq!(hub.take_asked(), []);
-    let list: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).expect("JSON");
-    assert_eq!(list[0]["gguf"], json!(["m-Q8_0.gguf"]));
-    assert_eq!(list[0]["mmproj"], json!(["mmproj-m-BF16.gguf"]));
-    let list = String::from_utf8(run(&["list"]).stdout).expect("UTF-8");
-    assert!(list.contains("m-Q8_0.gguf, mmproj-m-BF16.gguf"), "{list}");
-    run(&["rm", "owner/name:Q8_0"]);
-    assert!(!blobs(home.path()).exists(), "the tower goes with its last model");
 }
 
 /// A download can take hours, so a server that cannot start says so first.
