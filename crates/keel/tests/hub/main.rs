@@ -12,7 +12,7 @@ use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
 
 use common::hub::{Asked, COMMIT, Hub, Manners, command_with_hub, keel_with_hub, sha256};
-use common::{arg, fixture, json, stderr, succeed};
+use common::{arg, fixture, json, stderr};
 use serde_json::Value;
 use tempfile::TempDir;
 
