@@ -44,14 +44,13 @@ pub struct Placement {
 /// # Ok::<(), evenkeel::Error>(())
 /// ```
 pub fn place<E: Display>(planned: impl Fn(Device) -> Result<MemoryReport, E>) -> Placement {
-    let (device, why) =
-        choose(machine(), &mut |ordinal| Ok::<_, E>(on_device(&planned(Device::Cuda(ordinal))?, true)));
-    Placement { device, why }
+    choose(machine(), &mut |ordinal| Ok::<_, E>(on_device(&planned(Device::Cuda(ordinal))?, true)))
 }
 
-/// Returns the device, and the reason in one line. `bytes` returns what the GPU with a given number would have to hold.
-fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64, E>) -> (Device, String) {
-    let on_cpu = |reason: String| (Device::Cpu, format!("running on the CPU: {reason}"));
+/// Chooses by this survey. `bytes` returns what the GPU with a given number would have to hold.
+fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64, E>) -> Placement {
+    let on_cpu =
+        |reason: String| Placement { device: Device::Cpu, why: format!("running on the CPU: {reason}") };
     if survey.driver.is_err() && survey.gpus.is_empty() {
         return on_cpu("there is no NVIDIA driver".into());
     }
@@ -64,8 +63,9 @@ fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u6
         match room_on(gpu).map(|room| (room, bytes(gpu.ordinal))) {
             None => refusals.push(format!("{name} is of a generation before 8.0")),
             Some((room, Ok(bytes))) if bytes <= room => {
-                let line = format!("{} are planned, {} are free", human_bytes(bytes), human_bytes(room));
-                return (Device::Cuda(gpu.ordinal), format!("running on {name}: {line}"));
+                let (planned, room) = (human_bytes(bytes), human_bytes(room));
+                let why = format!("running on {name}: {planned} are planned, {room} are free");
+                return Placement { device: Device::Cuda(gpu.ordinal), why };
             }
             Some((room, Ok(bytes))) => {
                 let (planned, room) = (human_bytes(bytes), human_bytes(room));
@@ -113,7 +113,7 @@ mod tests {
         Survey { driver: Ok((13, 0)), gpus, compiler: Ok((13, 0)), blas: Ok((13, 0)), kernel_cache: None }
     }
 
-    fn chosen(survey: &Survey, gib: u64) -> (Device, String) {
+    fn chosen(survey: &Survey, gib: u64) -> Placement {
         choose(survey, &mut |_| Ok::<_, Error>(gib << 30))
     }
 
@@ -121,13 +121,13 @@ mod tests {
     fn the_first_gpu_on_which_the_plan_fits() {
         let survey =
             survey(vec![gpu(0, (7, 5), 70), gpu(1, (8, 0), 10), gpu(2, (9, 0), 70), gpu(3, (9, 0), 70)]);
-        let (device, why) = chosen(&survey, 4);
+        let Placement { device, why } = chosen(&survey, 4);
         assert_eq!(
             (device, why.as_str()),
             (Device::Cuda(1), "running on cuda:1 (GPU 1): 4.0 GiB are planned, 8.5 GiB are free")
         );
-        assert_eq!(chosen(&survey, 40).0, Device::Cuda(2));
-        let (device, why) = chosen(&survey, 69);
+        assert_eq!(chosen(&survey, 40).device, Device::Cuda(2));
+        let Placement { device, why } = chosen(&survey, 69);
         assert_eq!(device, Device::Cpu, "the driver takes some, too");
         for part in ["before 8.0", "69.0 GiB are planned", "cuda:3 (GPU 3) has 68.5 GiB free"] {
             assert!(why.contains(part), "{why}");
@@ -140,17 +140,18 @@ mod tests {
         let no_driver = Survey { driver: Err(missing("libcuda")), ..survey(Vec::new()) };
         assert_eq!(
             chosen(&no_driver, 1),
-            (Device::Cpu, "running on the CPU: there is no NVIDIA driver".into())
+            Placement { device: Device::Cpu, why: "running on the CPU: there is no NVIDIA driver".into() }
         );
-        assert_eq!(chosen(&survey(Vec::new()), 1).1, "running on the CPU: there is no NVIDIA GPU");
+        assert_eq!(chosen(&survey(Vec::new()), 1).why, "running on the CPU: there is no NVIDIA GPU");
         let no_compiler = Survey { compiler: Err(missing("libnvrtc")), ..survey(vec![gpu(0, (9, 0), 70)]) };
-        let (device, why) = chosen(&no_compiler, 1);
+        let Placement { device, why } = chosen(&no_compiler, 1);
         assert!(device == Device::Cpu && why.contains("libnvrtc was not found: install it"), "{why}");
     }
 
     #[test]
     fn what_a_gpu_cannot_plan_is_left_to_the_cpu() {
-        let (device, why) = choose(&survey(vec![gpu(0, (9, 0), 70)]), &mut |_| Err("no such kernel"));
+        let Placement { device, why } =
+            choose(&survey(vec![gpu(0, (9, 0), 70)]), &mut |_| Err("no such kernel"));
         assert!(device == Device::Cpu && why.contains("cuda:0 (GPU 0): no such kernel"), "{why}");
     }
 }

@@ -46,7 +46,8 @@ pub struct EngineOptions {
     pub drafts: usize,
     /// Whether the logits of every prompt token can be read, and those of the MTP head.
     pub all_logits: bool,
-    /// Keep the hidden states of all rows of a step of prompts, which [`crate::batch::Readout::MeanHidden`] adds up.
+    /// Keep the hidden states of all rows of a step of prompts, which [`crate::batch::Readout::MeanHidden`] adds up; of
+    /// two more steps where steps run ahead.
     pub row_hidden: bool,
     /// Also load the model's vision tower, for pictures up to this size. `None` is for text alone.
     pub vision: Option<VisionOptions>,

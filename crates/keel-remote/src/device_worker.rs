@@ -107,7 +107,7 @@ impl Worker {
         }
     }
 
-    /// Keeps the first failure of a request without an answer, and before it the first that lasts.
+    /// Keeps the first failure of a request without an answer. The first that lasts replaces one that does not.
     fn keep(&mut self, failure: Failure) {
         if self.failure.as_ref().is_none_or(|kept| failure.is_lasting && !kept.is_lasting) {
             self.failure = Some(failure);

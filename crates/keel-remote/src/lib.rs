@@ -33,6 +33,7 @@ mod connection;
 mod device_worker;
 mod error;
 mod frame;
+mod leaders;
 mod link;
 mod message;
 mod node;

@@ -4,12 +4,15 @@ use keel_array::{DeviceUsage, Kernel, Preparations, RemoteLaunch, WeightSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A hash of the sources that say what messages mean. Many builds have one version of the crate.
-const SOURCES: u64 = RemoteLaunch::hash_of_sources(include_str!("message.rs"));
+/// The sources that say what messages mean and how they are framed.
+const SOURCES: &str = concat!(include_str!("frame.rs"), include_str!("message.rs"));
+
+/// A hash of them and of those that define launches. Many builds have one version of the crate.
+const SOURCES_HASH: u64 = RemoteLaunch::hash_of_sources(SOURCES);
 
 /// Both ends must speak the same language: the version of the crate, and of its sources.
 pub(crate) fn version() -> String {
-    format!("{}+{SOURCES:016x}", env!("CARGO_PKG_VERSION"))
+    format!("{}+{SOURCES_HASH:016x}", env!("CARGO_PKG_VERSION"))
 }
 
 /// The first message of a connection.
@@ -240,5 +243,29 @@ impl Failure {
     /// Of no operation.
     pub fn new(reason: impl Into<String>) -> Failure {
         Failure { op: None, reason: reason.into(), is_lasting: false }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Otherwise builds that frame or mean messages differently would talk to each other.
+    #[test]
+    fn all_sources_of_messages_are_hashed() {
+        let mut found = 0;
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
+        for entry in std::fs::read_dir(folder).expect("a folder of this crate") {
+            let path = entry.expect("it is listed").path();
+            if path.is_dir() {
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).expect("a source");
+            if text.contains("Deserialize") {
+                assert!(SOURCES.contains(&text), "{} is not in SOURCES", path.display());
+                found += 1;
+            }
+        }
+        assert_eq!(found, 2, "messages and their frames");
     }
 }

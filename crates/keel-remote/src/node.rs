@@ -12,6 +12,7 @@ use keel_array::{Backend, Runtime};
 use serde_json::Value;
 
 use crate::connection::{HEARTBEAT, MessageSender, SILENCE_MAX, UntilDeadline, locked, silence_or, spawn};
+use crate::leaders::{Leaders, Stranger};
 use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, version};
 use crate::{Members, device_worker, frame};
 
@@ -90,9 +91,10 @@ struct Devices {
 }
 
 /// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room
-/// for, and `open` opens them. Only connections from `leaders` are served. They are asked for again when a connection
-/// comes from another address, at most once a second: a leader may start again with a new one. If they have none, the
-/// last ones stay.
+/// for, and `open` opens them. Only connections from `leaders` are served. Their addresses are looked up now, and again
+/// when a connection comes from another address, at most once a second: a leader may start again with a new one. If
+/// none are found, the last ones stay. A refused connection is told to try again, unless the look-up for it has found
+/// other addresses.
 ///
 /// `closed` is called when a leader that has asked for the devices is gone, before another one is served. The devices
 /// are dropped then, unless one has not ended its work within 15 s. A driver may keep memory of its own until the
@@ -106,10 +108,9 @@ pub fn serve(
 ) {
     let node = Arc::new(Node {
         devices: Box::new(devices),
-        leaders: Box::new(leaders),
+        leaders: Leaders::new(leaders),
         open: Box::new(open),
         closed: Box::new(closed),
-        known: Mutex::default(),
         present: Mutex::default(),
         sessions: AtomicU64::new(0),
         hellos: AtomicUsize::new(0),
@@ -140,21 +141,12 @@ fn refuse(stream: &mut TcpStream, reason: String, may_pass: bool) {
     let _ = frame::write(stream, &HelloReply::Refused { reason, may_pass }, &[]);
 }
 
-/// The addresses that leaders may have.
-#[derive(Default)]
-struct Known {
-    leaders: Vec<IpAddr>,
-    /// When they were asked for.
-    since: Option<Instant>,
-}
-
 /// What all connections of a node share.
 struct Node {
     devices: Box<dyn Fn() -> Vec<DeviceFacts> + Send + Sync>,
-    leaders: Box<dyn Fn() -> Vec<IpAddr> + Send + Sync>,
+    leaders: Leaders,
     open: Box<dyn Fn(OpenRequest) -> Result<OpenDevices, String> + Send + Sync>,
     closed: Box<dyn Fn() + Send + Sync>,
-    known: Mutex<Known>,
     /// The leader's session.
     present: Mutex<Option<Arc<Session>>>,
     /// Sessions so far.
@@ -169,11 +161,15 @@ impl Node {
         // A stranger's hello is read, too: a reply is lost if a connection is closed with bytes that were not read.
         let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + HELLO_TIME_MAX };
         let hello = frame::read_first::<Hello>(&mut until);
-        let expected = self.expect_leader(&stream);
+        let expected = self.leaders.expect(&stream);
         self.hellos.fetch_sub(1, Ordering::SeqCst);
-        if let Err(reason) = expected {
-            tracing::warn!("a connection is refused: {reason}");
-            return refuse(&mut stream, reason, false);
+        if let Err(Stranger { reason, may_pass }) = expected {
+            match may_pass {
+                // A leader tries again five times a second.
+                true => tracing::debug!("a connection is refused: {reason}"),
+                false => tracing::warn!("a connection is refused: {reason}"),
+            }
+            return refuse(&mut stream, reason, may_pass);
         }
         match hello {
             Ok(Hello::Lead { version }) => {
@@ -191,27 +187,6 @@ impl Node {
             }
             Err(error) => tracing::warn!("a connection says nothing that can be read: {error}"),
         }
-    }
-
-    /// Refuses a connection that does not come from a leader.
-    fn expect_leader(&self, stream: &TcpStream) -> Result<(), String> {
-        let peer = stream.peer_addr().map_err(|error| error.to_string())?.ip().to_canonical();
-        let mut known = locked(&self.known);
-        let is_old = known.since.is_none_or(|since| since.elapsed() >= HEARTBEAT);
-        if is_old && !known.leaders.contains(&peer) {
-            known.since = Some(Instant::now());
-            drop(known);
-            let leaders = (self.leaders)();
-            known = locked(&self.known);
-            if !leaders.is_empty() {
-                known.leaders = leaders;
-            }
-        }
-        if known.leaders.contains(&peer) {
-            return Ok(());
-        }
-        let leaders = &known.leaders;
-        Err(format!("its leader is {leaders:?} by its --nodes, and this connection is from {peer}"))
     }
 
     /// Answers a leader. `None` if it is refused.

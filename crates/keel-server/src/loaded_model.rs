@@ -11,8 +11,8 @@ use tracing::field::Empty;
 
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerStyle};
-use crate::engine::grammar::{Compiled, Grammar, Tables};
-use crate::engine::worker::EngineHandle;
+use crate::engine::grammar::{Compiled, Grammar};
+use crate::engine::worker::{EngineHandle, NewRequest};
 use crate::error::{Result, ServerError, wrong};
 use crate::memory::requests::{Listing, bytes_of_value};
 use crate::metrics::RequestTimer;
@@ -189,7 +189,7 @@ impl LoadedModel {
             requests.extend(made);
         }
         let sizes: Vec<_> =
-            requests.iter().map(|(request, _)| (request.prompt.len(), request.max_tokens)).collect();
+            requests.iter().map(|new| (new.request.prompt.len(), new.request.max_tokens)).collect();
         // Later answers of a request may wait for its first ones.
         let earlier = answers.len();
         let wait_max = (earlier == 0).then_some(self.options.batch.queue_timeout);
@@ -218,13 +218,13 @@ impl LoadedModel {
         answers[earlier].started().await
     }
 
-    /// The requests for the answers to one prompt, each with the charge of its grammar.
+    /// The requests for the answers to one prompt.
     fn requests_of(
         &self,
         ask: EngineRequest,
         grammars: &mut Vec<Compiled>,
         deadline: Option<Instant>,
-    ) -> Result<Vec<(BatchRequest, Option<Tables>)>> {
+    ) -> Result<Vec<NewRequest>> {
         let max_tokens = self.max_tokens(&ask)?;
         let seed = ask.seed.unwrap_or_else(fresh_seed);
         let request = |choice| {
@@ -243,7 +243,7 @@ impl LoadedModel {
                 speculate: ask.seed.is_none() || ask.sampler.temperature == 0.0,
                 ..BatchRequest::new(0, ask.prompt.clone(), max_tokens)
             };
-            (request, tables)
+            NewRequest { request, tables }
         };
         Ok((0..ask.choices).map(request).collect())
     }

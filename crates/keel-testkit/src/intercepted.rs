@@ -126,8 +126,13 @@ pub struct InterceptedBackend<D> {
     under_way: Mutex<BTreeMap<u64, Vec<Written>>>,
 }
 
-/// An address that stands for a memory, and bytes of that memory.
-type Written = (usize, Range<usize>);
+/// Bytes of a memory.
+#[derive(Clone, Debug)]
+struct Written {
+    /// An address that stands for the memory.
+    memory: usize,
+    bytes: Range<usize>,
+}
 
 fn address(memory: &dyn DeviceMemory) -> usize {
     std::ptr::from_ref(memory).addr()
@@ -143,7 +148,7 @@ fn written(launch: &Launch<'_>) -> Vec<Written> {
         let steps = layout.shape.iter().zip(&layout.strides).map(|(n, stride)| n.saturating_sub(1) * stride);
         let start = offset + layout.offset * size;
         let elements = if layout.shape.elements() == 0 { 0 } else { steps.sum::<usize>() + 1 };
-        (address(buffer.memory()), start..start + elements * size)
+        Written { memory: address(buffer.memory()), bytes: start..start + elements * size }
     };
     placed.map(range).collect()
 }
@@ -204,8 +209,8 @@ impl<D: Interceptor> Memory for InterceptedBackend<D> {
     fn read_settled(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.disturbance.before_read(bytes.len(), true)?;
         let read = offset..offset + bytes.len();
-        let is_hit = |(at, range): &&Written| {
-            *at == address(memory) && range.start < read.end && read.start < range.end
+        let is_hit = |Written { memory: at, bytes }: &&Written| {
+            *at == address(memory) && bytes.start < read.end && read.start < bytes.end
         };
         let hit = self.under_way().values().flatten().find(is_hit).cloned();
         assert!(hit.is_none(), "bytes {read:?} are read as settled, and a launch under way writes {hit:?}");

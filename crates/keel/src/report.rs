@@ -8,6 +8,8 @@ use keel_array::{DeviceUsage, MemoryReport, Runtime};
 use keel_server::DeviceReport;
 use serde_json::{Map, Value, json};
 
+use crate::placed_model::DevicePlan;
+
 /// Planned and measured memory; of several devices, the sums.
 #[derive(Clone, Debug)]
 pub struct Memory {
@@ -26,17 +28,17 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Reads the ledgers, the system and the driver now. `planned` is the plan to report. `devices` are the names and
-    /// plans of several devices; it is empty if there is one.
+    /// Reads the ledgers, the system and the driver now. `planned` is the plan to report. `devices` are the plans of
+    /// several devices; it is empty if there is one.
     pub fn measure<'a>(
         planned: MemoryReport,
         runtimes: impl Iterator<Item = &'a Runtime>,
-        devices: impl Iterator<Item = (&'a str, MemoryReport)>,
+        devices: &[DevicePlan],
     ) -> Memory {
         let runtimes: Vec<&Runtime> = runtimes.collect();
-        let device = |((name, planned), runtime): ((&str, MemoryReport), &&Runtime)| DeviceReport {
-            name: name.into(),
-            planned,
+        let device = |(plan, runtime): (&DevicePlan, &&Runtime)| DeviceReport {
+            name: plan.name.clone(),
+            planned: plan.planned,
             allocated: runtime.ledger().active(),
             peak: runtime.ledger().peak(),
         };
@@ -46,7 +48,7 @@ impl Memory {
             peak: runtimes.iter().map(|runtime| runtime.ledger().peak()).sum(),
             resident: resident_bytes(),
             driver: runtimes.first().and_then(|runtime| DriverMemory::measure(runtime)),
-            devices: devices.zip(&runtimes).map(device).collect(),
+            devices: devices.iter().zip(&runtimes).map(device).collect(),
         }
     }
 
@@ -137,9 +139,10 @@ pub fn plan_table(planned: &MemoryReport) -> String {
 }
 
 /// A table with a column for each device and one for their sum.
-pub fn devices_table(devices: &[(&str, MemoryReport)]) -> String {
-    let sum: MemoryReport = devices.iter().map(|(_, planned)| *planned).sum();
-    let columns: Vec<(&str, MemoryReport)> = devices.iter().copied().chain([("all", sum)]).collect();
+pub fn devices_table(devices: &[DevicePlan]) -> String {
+    let sum: MemoryReport = devices.iter().map(|plan| plan.planned).sum();
+    let own = devices.iter().map(|plan| (plan.name.as_str(), plan.planned));
+    let columns: Vec<(&str, MemoryReport)> = own.chain([("all", sum)]).collect();
     let mut table = String::new();
     let mut row = |name: &str, cells: &mut dyn Iterator<Item = String>| {
         let cells: String = cells.map(|cell| format!("{cell:>16}")).collect();

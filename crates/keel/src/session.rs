@@ -129,8 +129,7 @@ impl Session {
 
     /// The current memory report.
     pub fn memory(&self) -> Memory {
-        let devices = self.devices.iter().map(|plan| (plan.name.as_str(), plan.planned));
-        Memory::measure(self.planned, self.engine.runtimes(), devices)
+        Memory::measure(self.planned, self.engine.runtimes(), &self.devices)
     }
 }
 

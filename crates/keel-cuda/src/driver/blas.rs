@@ -1,6 +1,7 @@
 //! cuBLASLt: products of 16-bit and 8-bit floats on tensor cores, which give f32 or f16.
 
 use super::Device;
+use super::survey::Version;
 use crate::CudaError;
 use crate::error::Result;
 use cudarc::cublaslt::{result, sys};
@@ -150,7 +151,7 @@ fn is_present() -> Result<()> {
 }
 
 /// The library's version.
-pub(super) fn version() -> Result<(u32, u32)> {
+pub(super) fn version() -> Result<Version> {
     is_present()?;
     // SAFETY: asks a library that is there for a number; it needs no device.
     let version = unsafe { sys::cublasLtGetVersion() };

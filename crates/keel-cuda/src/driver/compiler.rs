@@ -10,6 +10,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use super::kernel_cache::{cache_folder, read, store};
+use super::survey::Version;
 
 /// The target of a compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,7 +77,7 @@ pub(super) fn has_compiler() -> Result<()> {
 }
 
 /// The compiler's version.
-pub(super) fn version() -> Result<(u32, u32)> {
+pub(super) fn version() -> Result<Version> {
     has_compiler()?;
     let (major, minor) = compiler_version();
     Ok((major as u32, minor as u32))

@@ -7,7 +7,7 @@
 //!
 //! A sequence whose tokens the host draws is in every other step: the step after its row is submitted before the host
 //! has its logits. All such sequences are in the same steps, so together they wait no longer than one alone. One whose
-//! mask is not ready sits out.
+//! mask is not ready sits out. The values that are read of a prompt come when its step is taken (`readout.rs`).
 //!
 //! An answer that ends with its token has a row too many in the step under way. That row writes after the answer's end.
 //! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
@@ -51,7 +51,7 @@ pub(super) struct StepRows {
     is_prompt: bool,
     /// Whether a token is drawn after its rows.
     draws: bool,
-    /// Whether the host draws it.
+    /// Whether the host reads the logits after its rows.
     by_host: bool,
     /// Its state after its rows, if that state is kept.
     saved: Option<SavedState>,
@@ -60,14 +60,14 @@ pub(super) struct StepRows {
 impl StepRows {
     /// The next row of an answer.
     pub fn of_answer(running: &Running) -> StepRows {
-        let by_host = !running.draws_ahead();
+        let by_host = running.needs_logits();
         StepRows { id: running.id, rows: 1, is_prompt: false, draws: true, by_host, saved: None }
     }
 
     /// The next `rows` rows of a prompt.
     pub fn of_prompt(running: &Running, rows: usize) -> StepRows {
-        let draws = running.awaits_first_at(running.virtual_len() + rows);
-        let by_host = draws && !running.draws_ahead();
+        let ends = running.awaits_first_at(running.virtual_len() + rows);
+        let (draws, by_host) = (ends && running.reading.is_none(), ends && running.needs_logits());
         StepRows { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
     }
 }
@@ -82,17 +82,17 @@ impl Batcher {
     /// Whether the next step is submitted before the last one is taken.
     pub(super) fn goes_ahead(&self) -> bool {
         // A sequence that outgrows its rotary frequencies is run again, after all steps are taken.
-        let can_go = |running: &Running| {
-            running.reading.is_none() && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
-        };
-        let by_host = self.running.iter().filter(|running| !running.draws_ahead());
-        let for_host = by_host.fold([0, 0], |mut counts, running| {
+        let can_go = |running: &Running| self.engine.can_grow(&running.cache, running.virtual_len() + 1);
+        let by_host = self.running.iter().filter(|running| running.needs_logits());
+        let [prompts, answers] = by_host.fold([0usize; 2], |mut counts, running| {
             counts[usize::from(running.is_answering())] += 1;
             counts
         });
+        // Prompts may end in different steps. Answers go on together.
+        let for_host = answers.max(prompts.min(1));
         self.engine.runs_ahead()
             && !self.is_careful
-            && for_host.iter().all(|count| *count <= self.engine.host_rows_max())
+            && for_host <= self.engine.host_rows_max()
             && self.running.iter().all(can_go)
             && !self.wants_drafts()
             && self.finds_pages_ahead()
@@ -215,9 +215,16 @@ impl Batcher {
             answers.map(|(i, running)| (i, StepRows::of_answer(running))).collect();
         let of_prompt = |PromptRows { i, rows }| (i, StepRows::of_prompt(&self.running[i], rows));
         parts.extend(chunks.into_iter().map(of_prompt));
-        // A chunk whose picture is kept whole may be longer than its share, and end its prompt.
-        parts.retain(|(_, part)| !(part.by_host && keeps_logits));
         parts.sort_unstable_by_key(|(i, _)| *i);
+        // A step keeps the logits of few prompts, and of none after a step that keeps some. Even then one may end here:
+        // a chunk whose picture is kept whole may be longer than its share.
+        let kept_max = if keeps_logits { 0 } else { self.engine.host_rows_max() };
+        let mut kept = [0; 2];
+        parts.retain(|(_, part)| {
+            let kept = &mut kept[usize::from(part.is_prompt)];
+            *kept += usize::from(part.by_host);
+            !part.by_host || *kept <= kept_max
+        });
         parts
     }
 
@@ -246,8 +253,10 @@ impl Batcher {
     }
 
     fn take_parts(&mut self, parts: Vec<StepRows>, tokens: Vec<Option<u32>>) {
-        let (mut ended, mut last) = (Vec::new(), 0);
+        let (mut ended, mut last, mut prompt_rows) = (Vec::new(), 0, 0);
         for (item, (part, token)) in parts.into_iter().zip(tokens).enumerate() {
+            let first = prompt_rows;
+            prompt_rows += if part.is_prompt { part.rows } else { 0 };
             let Some(i) = position_from(&self.running, last, |running| running.id == part.id) else {
                 // The sequence has left the batch.
                 continue;
@@ -274,14 +283,17 @@ impl Batcher {
             } else if part.saved.is_some() {
                 self.running[i].rolling = part.saved;
             }
-            if part.draws {
+            let outcome = if part.draws {
                 let drawn = match token {
                     Some(token) => self.running[i].take_ahead(token),
                     None => self.draw_kept(i, item),
                 };
-                let drawn = drawn.inspect(|drawn| self.note_hidden(i, run, hidden, drawn));
-                ended.extend(self.report(i, drawn).map(|end| (part.id, end)));
-            }
+                Some(drawn.inspect(|drawn| self.note_hidden(i, run, hidden, drawn)))
+            } else {
+                self.read_item(i, item, first, part.rows)
+            };
+            let end = outcome.and_then(|outcome| self.report(i, outcome));
+            ended.extend(end.map(|end| (part.id, end)));
         }
         for (id, end) in ended {
             if let Some(i) = self.running.iter().position(|running| running.id == id) {

@@ -89,7 +89,7 @@ impl Batcher {
     /// end answers: once the head lags 64 rows (`MTP_LAG_MAX`), and before answers are asked that could not draft
     /// because of its lag.
     pub(super) fn catch_up(&mut self) {
-        if !self.running.iter().any(Running::is_answering) {
+        if self.answers() == 0 {
             self.plain_steps = 0;
         }
         if self.engine.options().drafts == 0 || !self.engine.runs_ahead() {

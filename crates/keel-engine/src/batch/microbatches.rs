@@ -22,7 +22,7 @@ impl Batcher {
                 && (running.is_answering() || running.pictures.key.is_none())
                 && self.engine.can_grow(&running.cache, running.virtual_len() + 1)
         };
-        let for_host = self.running.iter().filter(|running| !running.draws_ahead()).count();
+        let for_host = self.running.iter().filter(|running| running.needs_logits()).count();
         !self.is_careful
             && self.microbatches() > 1
             && for_host <= HOST_ROWS_MAX

@@ -140,7 +140,7 @@ pub(super) struct Pictures {
     pub key: Option<Vec<u32>>,
     /// Pictures that it holds.
     held: Vec<PictureKey>,
-    /// Pictures that the tower has not status at yet, as numbers in `asked`. The next one is the last.
+    /// Pictures that the tower has not encoded yet, as numbers in `asked`. The next one is the last.
     unseen: Vec<usize>,
     seen: Vec<SeenPicture>,
 }

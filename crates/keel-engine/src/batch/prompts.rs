@@ -4,11 +4,12 @@
 use std::time::Instant;
 
 use super::policy::{PromptRest, share_prefill};
+use super::readout::ResultsOf;
 use super::request::BatchEvent;
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
-use crate::{Chunk, EngineError, PREFILL_GRID, Result};
+use crate::{Chunk, Engine, EngineError, PREFILL_GRID, Result};
 
 /// How long a step of a prompt that is alone may take, if it has more rows than other steps: requests that come, and
 /// ends of requests, wait for it.
@@ -40,13 +41,13 @@ impl Batcher {
 
     /// Which prompts the next step should run, and how many tokens of each.
     ///
-    /// After a step that `keeps_logits` for the host, no prompt may end whose first token the host draws. Prompts that
-    /// could end wait for one step and leave their share to others. Turns then count pairs of steps, so that each
-    /// prompt comes first in a step in which it may end.
+    /// After a step that `keeps_logits` for the host, no prompt may end whose logits the host reads. Prompts that could
+    /// end wait for one step and leave their share to others. Turns then count pairs of steps, so that each prompt
+    /// comes first in a step in which it may end.
     pub(super) fn shares(&mut self, keeps_logits: bool) -> Vec<PromptRows> {
-        let decoding = self.running.iter().filter(|running| running.is_answering()).count();
+        let decoding = self.answers();
         let step_max = self.engine.prefill_rows_max();
-        let is_prompt = |running: &Running| !running.is_answering() && !running.pictures.are_unseen();
+        let is_prompt = |running: &Running| running.prompt_rows_left() > 0 && !running.pictures.are_unseen();
         let mut prompts = self.running.iter().filter(|running| is_prompt(running));
         let budget = match (prompts.next(), prompts.next()) {
             (Some(alone), None) if decoding == 0 && self.waiting.is_empty() => {
@@ -59,12 +60,12 @@ impl Batcher {
             let PromptRest { tokens, until_save_point: until_stop } = running.prompt_rest();
             tokens == until_stop && tokens <= budget.max(PREFILL_GRID)
         };
-        let waits = |running: &Running| keeps_logits && !running.draws_ahead() && may_end(running);
+        let waits = |running: &Running| keeps_logits && running.needs_logits() && may_end(running);
         let runs = |running: &Running| is_prompt(running) && !waits(running);
         let indices: Vec<usize> = (0..self.running.len()).filter(|&i| runs(&self.running[i])).collect();
         let rests: Vec<PromptRest> = indices.iter().map(|&i| self.running[i].prompt_rest()).collect();
-        let is_drawn = self.running.iter().all(Running::draws_ahead);
-        let turn = if is_drawn { self.prompt_turn } else { self.prompt_turn / 2 };
+        let needs_logits = self.running.iter().any(Running::needs_logits);
+        let turn = if needs_logits { self.prompt_turn / 2 } else { self.prompt_turn };
         let mut shares = share_prefill(&rests, budget, turn, self.engine.chunks_max());
         // One that finds no pages has had its turn, too.
         self.prompt_turn = self.prompt_turn.wrapping_add(usize::from(!indices.is_empty()));
@@ -155,7 +156,7 @@ impl Batcher {
             if !running.is_run_again {
                 self.emit(id, BatchEvent::Prefilled(done));
             }
-            let outcome = self.add_rows(part.i, first, part.rows);
+            let outcome = self.add_rows(part.i, first, part.rows, Engine::row_hidden);
             if outcome.is_ok() {
                 self.save_at_save_point(part.i);
             }
@@ -183,7 +184,7 @@ impl Batcher {
 
     /// The token after a prompt, which was row `row` of the last step.
     fn first_token(&mut self, i: usize, row: usize, drawn: Option<u32>) -> Result<Drawn> {
-        if let Some(read) = self.read_out(i, row) {
+        if let Some(read) = self.read_out(i, ResultsOf::Row(row)) {
             return read;
         }
         if self.engine.options().drafts > 0 && self.running[i].may_draft() {

@@ -1,13 +1,14 @@
 //! Prompts without an answer: hidden states or logits are read instead.
 //!
 //! The step that ends a prompt leaves the hidden state of its last row and the logits after it, so these cost nothing
-//! more. A mean is added up on the host, row by row in f64: its bits do not depend on how the prompt was cut into
-//! steps.
+//! more. Where steps run ahead, a program after the step copies these results, and the host reads the copy while the
+//! next step runs (`step/kept.rs`). A mean is added up on the host, row by row in f64: its bits do not depend on how
+//! the prompt was cut into steps.
 
 use super::Batcher;
 use super::request::BatchEvent;
 use super::sequence::Drawn;
-use crate::{EngineError, FinishReason, Result};
+use crate::{Engine, EngineError, FinishReason, Result};
 
 /// The values to read of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +43,15 @@ pub fn direction(mut values: Vec<f32>, dimensions: usize) -> Result<Vec<f32>> {
     Ok(values)
 }
 
+/// Where a step has its results of a prompt.
+#[derive(Clone, Copy)]
+pub(super) enum ResultsOf {
+    /// In this row. The step was waited for.
+    Row(usize),
+    /// At this work item. The step was the last to be taken.
+    Item(usize),
+}
+
 /// A readout in progress.
 pub(super) struct Reading {
     wanted: Readout,
@@ -56,6 +66,10 @@ impl Reading {
 
     pub fn shares_prefixes(&self) -> bool {
         self.wanted.shares_prefixes()
+    }
+
+    pub fn needs_logits(&self) -> bool {
+        matches!(self.wanted, Readout::Logits(_))
     }
 
     /// Adds rows of `width` values.
@@ -87,26 +101,52 @@ impl Batcher {
         }
     }
 
-    /// Adds `rows` rows of the last step, from row `first` on, if their mean is wanted.
-    pub(super) fn add_rows(&mut self, i: usize, first: usize, rows: usize) -> Result<()> {
+    /// Adds `rows` rows of a step's prompts, from row `first` on, if their mean is wanted. `read` copies them.
+    pub(super) fn add_rows(
+        &mut self,
+        i: usize,
+        first: usize,
+        rows: usize,
+        read: impl FnOnce(&Engine, usize, usize, &mut Vec<f32>) -> Result<()>,
+    ) -> Result<()> {
         let reading = self.running[i].reading.as_mut();
         let Some(reading) = reading.filter(|reading| reading.wanted == Readout::MeanHidden) else {
             return Ok(());
         };
-        self.engine.row_hidden(first, rows, &mut self.row_hidden)?;
+        read(&self.engine, first, rows, &mut self.row_hidden)?;
         reading.add(&self.row_hidden, self.engine.model().config.hidden);
         Ok(())
     }
 
-    /// Reports the values read of a prompt that was row `row` of the last step. `None` if the prompt is to be answered.
-    pub(super) fn read_out(&mut self, i: usize, row: usize) -> Option<Result<Drawn>> {
+    /// Reads what is wanted of work item `item` of the step taken last: `rows` rows of a prompt, from row `first` of
+    /// all prompts on. `None` if the prompt goes on.
+    pub(super) fn read_item(
+        &mut self,
+        i: usize,
+        item: usize,
+        first: usize,
+        rows: usize,
+    ) -> Option<Result<Drawn>> {
+        match self.add_rows(i, first, rows, Engine::kept_row_hidden) {
+            Ok(()) if self.running[i].awaits_first() => self.read_out(i, ResultsOf::Item(item)),
+            Ok(()) => None,
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// Reports the values read of a prompt that has ended. `None` if it is to be answered.
+    pub(super) fn read_out(&mut self, i: usize, results: ResultsOf) -> Option<Result<Drawn>> {
         let running = &self.running[i];
         let reading = running.reading.as_ref()?;
-        let values = match &reading.wanted {
-            Readout::LastHidden => self.engine.last_hidden_of(row),
-            Readout::MeanHidden => Ok(reading.mean(running.prompt_len)),
-            Readout::Logits(ids) => self.engine.with_logits_row(|engine, logits| {
-                engine.logits(row, &mut logits.values)?;
+        let values = match (&reading.wanted, results) {
+            (Readout::LastHidden, ResultsOf::Row(row)) => self.engine.last_hidden_of(row),
+            (Readout::LastHidden, ResultsOf::Item(item)) => self.engine.kept_hidden(item),
+            (Readout::MeanHidden, _) => Ok(reading.mean(running.prompt_len)),
+            (Readout::Logits(ids), _) => self.engine.with_logits_row(|engine, logits| {
+                match results {
+                    ResultsOf::Row(row) => engine.logits(row, &mut logits.values)?,
+                    ResultsOf::Item(item) => engine.kept_logits(item, &mut logits.values)?,
+                }
                 Ok(ids.iter().map(|&id| logits.values[id as usize]).collect())
             }),
         };

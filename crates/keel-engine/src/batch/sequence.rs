@@ -154,9 +154,9 @@ impl Running {
         self.cache.len() + self.ahead.rows
     }
 
-    /// As [`Running::is_decoding`], once all steps under way are taken.
+    /// Whether it is answered and its prompt has been run, once all steps under way are taken.
     pub fn is_answering(&self) -> bool {
-        self.virtual_len() >= self.run_len
+        self.prompt_rows_left() == 0 && self.reading.is_none()
     }
 
     /// How many tokens may still be drawn, not counting those that steps under way draw.
@@ -282,9 +282,9 @@ impl Running {
         self.reading.as_ref().is_none_or(Reading::shares_prefixes)
     }
 
-    /// Whether the device can draw its next tokens, and the host needs nothing else of its steps.
-    pub fn draws_ahead(&self) -> bool {
-        self.reading.is_none() && self.chooser.draws_ahead()
+    /// Whether the host reads logits after its rows, to draw tokens or for themselves.
+    pub fn needs_logits(&self) -> bool {
+        self.reading.as_ref().map_or_else(|| !self.chooser.draws_ahead(), Reading::needs_logits)
     }
 
     /// How the device draws the token of the next step, even if an earlier token is still to be taken; `None` if the

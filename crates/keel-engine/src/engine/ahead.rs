@@ -10,7 +10,8 @@
 //! ```
 //!
 //! Where the host draws the token after a row, the row's logits are kept until it reads them, and the sequence is in no
-//! step before it has. One step under way at a time keeps logits.
+//! step before it has. One step under way at a time keeps logits. Hidden states that the host reads of prompts are kept
+//! in two places in turn, so each of two steps under way may keep them.
 //!
 //! A sequence grows when its token is taken. The token that ends a text is seen when the next step is under way. That
 //! step is given up. Its keys and values lie after the end and are written again. Gated-delta states have moved on, so
@@ -27,7 +28,7 @@ use keel_array::{Regime, RowLog};
 use keel_cache::SequenceCache;
 
 use crate::engine::in_flight::{EndedRun, EndedStep, InFlightStep, Item, Taken};
-use crate::step::{Outcome, Rows, StepKind, TokensAt};
+use crate::step::{HiddenOf, Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
 
 /// How many steps may be under way.
@@ -41,9 +42,10 @@ pub struct Work<'a> {
     pub ahead: usize,
     /// The rows to run.
     pub rows: WorkRows<'a>,
-    /// How the device draws the token after its rows. `None` for a prompt that goes on, and if the host draws it.
+    /// How the device draws the token after its rows. `None` for a prompt that goes on or is not answered, and if the
+    /// host draws it.
     pub draw: Option<Draw>,
-    /// Whether the host draws it, from [`Engine::kept_logits`].
+    /// Whether the host reads the logits after its rows ([`Engine::kept_logits`]), to draw the token or for themselves.
     pub by_host: bool,
 }
 
@@ -180,13 +182,20 @@ impl Engine {
                 step.add(keeping.map(|program| self.submit_on_lead(regime, program)));
             }
         }
-        if self.stepper.keeps_hidden() {
+        if self.options.drafts > 0 || work.iter().any(|work| self.is_hidden_read(work)) {
             let keeping = self.stepper.keeping_hidden(number);
             step.add(keeping.map(|program| self.submit_on_lead(Regime::Decode, program)));
         }
         self.in_flight.steps.push_back(step);
         self.tickets += 1;
         Ok(Ticket(number))
+    }
+
+    /// Whether the host reads hidden states of this work, in an engine without drafts: those of a prompt that ends and
+    /// whose logits nothing reads, or those of all rows.
+    fn is_hidden_read(&self, work: &Work<'_>) -> bool {
+        let WorkRows::Prompt { next, .. } = work.rows else { return false };
+        self.stepper.keeps_rows() || next.is_none() && work.draw.is_none() && !work.by_host
     }
 
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
@@ -334,7 +343,9 @@ impl Engine {
         let answers = self.taken.answers();
         let Taken { step, items, hidden, .. } = &mut self.taken;
         if hidden.is_empty() {
-            let read = self.stepper.append_kept_hidden(*step, answers, items.len() - answers, hidden);
+            let mut read = |of, rows| self.stepper.append_kept_hidden(*step, of, 0..rows, hidden);
+            let read = read(HiddenOf::Answers, answers)
+                .and_then(|()| read(HiddenOf::Prompts, items.len() - answers));
             read.inspect_err(|_| hidden.clear())?;
         }
         let Item { regime, row, .. } = items[item];

@@ -1,5 +1,6 @@
 //! Hidden states that a step of prompts leaves for the host.
 
+use crate::step::HiddenOf;
 use crate::{Engine, EngineError, Result};
 
 impl Engine {
@@ -31,5 +32,24 @@ impl Engine {
             return Err(EngineError::Option(reason.into()));
         }
         self.stepper.read_hidden(first, rows, hidden)
+    }
+
+    /// The hidden state after work item `item` of the step taken last: a prompt that has ended and is not answered.
+    ///
+    /// # Errors
+    /// It could not be read.
+    pub(crate) fn kept_hidden(&self, item: usize) -> Result<Vec<f32>> {
+        let (row, mut hidden) = (self.taken.items[item].row, Vec::new());
+        self.stepper.append_kept_hidden(self.taken.step, HiddenOf::Prompts, row..row + 1, &mut hidden)?;
+        Ok(hidden)
+    }
+
+    /// As [`Engine::row_hidden`], for the prompts of the step taken last.
+    ///
+    /// # Errors
+    /// They could not be read.
+    pub(crate) fn kept_row_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
+        hidden.clear();
+        self.stepper.append_kept_hidden(self.taken.step, HiddenOf::PromptRows, first..first + rows, hidden)
     }
 }

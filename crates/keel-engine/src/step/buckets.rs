@@ -199,6 +199,7 @@ impl Buckets {
             shapes.extend(sequences.map(|&n| decode(Outcome::LastLogits).of(n, n)));
             if self.host_rows > 0 {
                 shapes.extend([Regime::Decode, Regime::Prefill].map(|regime| self.keeping(regime)));
+                shapes.extend([0, 1].map(Buckets::keeping_hidden));
             }
             return shapes;
         }

@@ -1,7 +1,9 @@
 //! Logits and hidden states that the host reads while a later step runs.
 //!
-//! The next step overwrites the logits of a step. So where the host draws a token, the row's logits are copied to a
-//! place of their own, by a program that follows the step's.
+//! The next step overwrites the results of a step. So where the host draws a token, the row's logits are copied to a
+//! place of their own, by a program that follows the step's. Hidden states are copied in the same way.
+
+use std::ops::Range;
 
 use keel_array::{Array, Category, DType, Regime, Runtime};
 
@@ -57,15 +59,25 @@ impl KeptLogits {
     }
 }
 
-/// The hidden states after the last rows of the sequences of two steps, of answers and then of prompts. The MTP
-/// (multi-token-prediction) head runs these rows later.
+/// Hidden states that a step keeps.
+#[derive(Clone, Copy)]
+pub(crate) enum HiddenOf {
+    /// Those of its answers, where sequences draft. The MTP (multi-token-prediction) head runs these rows later.
+    Answers,
+    /// Those of the last rows of its prompts.
+    Prompts,
+    /// Those of all rows of its prompts, where they are added up.
+    PromptRows,
+}
+
+/// Hidden states of two steps.
 pub(super) struct KeptHidden {
-    /// 0, 1, 2 and so on, u32 `[sequences]`.
+    /// 0, 1, 2 and so on, u32 `[rows]`.
     rows: Array,
-    /// f32 `[2 (sequences + prompts), hidden]`: those of one step, then those of the other.
+    /// f32 `[2 (sum of counts), hidden]`: those of one step, then those of the other.
     hidden: Array,
-    sequences: usize,
-    prompts: usize,
+    /// How many of each [`HiddenOf`] a step keeps.
+    counts: [usize; 3],
 }
 
 impl KeptHidden {
@@ -75,40 +87,37 @@ impl KeptHidden {
         options: &EngineOptions,
         width: usize,
     ) -> Result<Option<KeptHidden>> {
-        if !buckets.drafts_ahead() {
+        if !buckets.runs_ahead() {
             return Ok(None);
         }
-        let (sequences, prompts) = (options.sequences, buckets.prompts());
-        let rows = Array::persistent(runtime, Category::Staging, [sequences], DType::U32)?;
-        rows.write(&(0..sequences as u32).collect::<Vec<_>>())?;
-        let both = [2 * (sequences + prompts), width];
+        let answers = if buckets.drafts_ahead() { options.sequences } else { 0 };
+        let prompt_rows = if options.row_hidden { buckets.prefill_rows_max() } else { 0 };
+        let most = options.sequences.max(prompt_rows);
+        let rows = Array::persistent(runtime, Category::Staging, [most], DType::U32)?;
+        rows.write(&(0..most as u32).collect::<Vec<_>>())?;
+        let counts = [answers, buckets.prompts(), prompt_rows];
+        let both = [2 * counts.iter().sum::<usize>(), width];
         let hidden = Array::persistent(runtime, Category::Activations, both, DType::F32)?;
-        Ok(Some(KeptHidden { rows, hidden, sequences, prompts }))
+        Ok(Some(KeptHidden { rows, hidden, counts }))
     }
 
-    fn first(&self, place: usize, regime: Regime) -> usize {
-        place * (self.sequences + self.prompts) + if regime == Regime::Decode { 0 } else { self.sequences }
+    fn first(&self, place: usize, of: HiddenOf) -> usize {
+        place * self.counts.iter().sum::<usize>() + self.counts[..of as usize].iter().sum::<usize>()
     }
 
-    /// What the program computes: rows of the hidden states of `answers` and of `prompts`, and where they go.
-    pub fn trace(&self, answers: &Array, prompts: &Array, place: usize) -> Result<Vec<(Array, Array)>> {
-        let pair = |from: &Array, regime, count| -> Result<(Array, Array)> {
-            let to = self.hidden.entries(self.first(place, regime), count)?;
+    /// What the program computes: the first rows of these hidden states, and where they go.
+    pub fn trace(&self, all: &[(HiddenOf, &Array)], place: usize) -> Result<Vec<(Array, Array)>> {
+        let pair = |&(of, from): &(HiddenOf, &Array)| -> Result<(Array, Array)> {
+            let count = self.counts[of as usize];
+            let to = self.hidden.entries(self.first(place, of), count)?;
             Ok((from.take(&self.rows.prefix(count)?)?, to))
         };
-        Ok(vec![
-            pair(answers, Regime::Decode, self.sequences)?,
-            pair(prompts, Regime::Prefill, self.prompts)?,
-        ])
+        all.iter().map(pair).collect()
     }
 
-    /// Copies the hidden states of these numbers of answers and prompts of step number `step`, which has ended. A later
-    /// one may be under way.
-    pub fn append(&self, step: u64, answers: usize, prompts: usize, values: &mut Vec<f32>) -> Result<()> {
-        for (regime, rows) in [(Regime::Decode, answers), (Regime::Prefill, prompts)] {
-            let first = self.first((step % 2) as usize, regime);
-            append_with(Array::read_settled_bytes, &self.hidden, first..first + rows, values)?;
-        }
-        Ok(())
+    /// Appends these of the hidden states that step number `step` kept, which has ended. A later one may be under way.
+    pub fn append(&self, step: u64, of: HiddenOf, rows: Range<usize>, values: &mut Vec<f32>) -> Result<()> {
+        let first = self.first((step % 2) as usize, of);
+        append_with(Array::read_settled_bytes, &self.hidden, first + rows.start..first + rows.end, values)
     }
 }

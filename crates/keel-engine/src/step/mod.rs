@@ -21,6 +21,7 @@ pub(crate) use filling::Filling;
 
 use crate::options::EngineOptions;
 use crate::{EngineError, Result};
+pub(crate) use kept::HiddenOf;
 use kept::{KeptHidden, KeptLogits};
 use results::{Results, read_rows, read_settled_rows};
 pub(crate) use results::{append_rows, drafts_not_planned, ids_of};
@@ -65,7 +66,7 @@ pub(crate) struct Stepper {
     results: Results,
     /// Logits for the host, where it may read them while a later step runs.
     kept: Option<KeptLogits>,
-    /// Hidden states for the host in the same way, where sequences draft.
+    /// Hidden states for the host in the same way.
     kept_hidden: Option<KeptHidden>,
     /// Whether sequences may draft.
     drafts: bool,
@@ -282,9 +283,10 @@ impl Stepper {
         self.kept.as_ref().ok_or_else(not_planned)
     }
 
-    /// Whether steps of an engine with drafts may run ahead.
-    pub fn keeps_hidden(&self) -> bool {
-        self.kept_hidden.is_some()
+    fn kept_hidden(&self) -> Result<&KeptHidden> {
+        let not_planned =
+            || EngineError::Option("no hidden states are kept for the host: steps do not run ahead".into());
+        self.kept_hidden.as_ref().ok_or_else(not_planned)
     }
 
     /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to
@@ -293,16 +295,15 @@ impl Stepper {
         self.keeping(Buckets::keeping_hidden(step))
     }
 
-    /// Copies the hidden states that were kept of these numbers of answers and prompts of step number `step`.
+    /// Appends these of the hidden states that were kept of step number `step`.
     pub fn append_kept_hidden(
         &self,
         step: u64,
-        answers: usize,
-        prompts: usize,
+        of: HiddenOf,
+        rows: Range<usize>,
         hidden: &mut Vec<f32>,
     ) -> Result<()> {
-        let kept = self.kept_hidden.as_ref().ok_or_else(drafts_not_planned)?;
-        kept.append(step, answers, prompts, hidden)
+        self.kept_hidden()?.append(step, of, rows, hidden)
     }
 
     /// Copies row `row` of the logits that were kept of a regime.

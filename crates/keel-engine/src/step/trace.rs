@@ -5,7 +5,7 @@ use keel_cache::LayerStorage;
 use keel_models::HybridModel;
 use keel_models::blocks::StepContext;
 
-use super::{Outcome, StepShape, Stepper};
+use super::{HiddenOf, Outcome, StepShape, Stepper};
 use crate::{EngineError, Result};
 
 /// The values that a program computes, each with its destination.
@@ -83,8 +83,14 @@ impl Stepper {
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
             Outcome::KeptHidden(place) => {
-                let kept = self.kept_hidden.as_ref().ok_or(EngineError::NoMtpHead)?;
-                kept.trace(&self.results.draft()?.rows, &self.results.last_hidden, place)?
+                let mut all = vec![(HiddenOf::Prompts, &self.results.last_hidden)];
+                if self.drafts {
+                    all.push((HiddenOf::Answers, &self.results.draft()?.rows));
+                }
+                if self.results.keeps_rows {
+                    all.push((HiddenOf::PromptRows, self.results.hidden()?));
+                }
+                self.kept_hidden()?.trace(&all, place)?
             }
             Outcome::KeptLogits => vec![self.kept()?.trace(&self.results.logits, shape)?],
             Outcome::OpenRows => {

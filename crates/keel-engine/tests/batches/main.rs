@@ -9,3 +9,4 @@ mod faults;
 mod long_turns;
 mod masks;
 mod prefixes;
+mod readouts;

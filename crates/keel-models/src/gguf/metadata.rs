@@ -4,7 +4,8 @@ use keel_weights::gguf::GgufMetadata;
 use serde_json::Value;
 
 use super::{SMOLLM3_INTERVAL, architecture_of};
-use crate::model_types::{gemma3_text, transformer};
+use crate::model_types::gemma3_text;
+use crate::model_types::transformer::{self, ActivationKey};
 use crate::{HybridConfig, MixerKind, ModelError, Result, RopeScaling};
 
 /// The metadata of a model with these numbers, without its tokenizer.
@@ -151,7 +152,8 @@ impl Keys<'_> {
     fn check_silent(&self) -> Result<()> {
         let c = self.config;
         let gemma = self.arch == "gemma3";
-        let (key, usual) = if gemma { gemma3_text::ACTIVATION } else { transformer::ACTIVATION };
+        let ActivationKey { key, default: usual } =
+            if gemma { gemma3_text::ACTIVATION } else { transformer::ACTIVATION };
         let used = c.traits.activation;
         let (layers, per_head) = (c.layers.len() as u64, (c.hidden / c.heads.max(1)) as u64);
         let scalar = super::query_scalar(self.arch, layers, per_head, c.head_dim as u64);

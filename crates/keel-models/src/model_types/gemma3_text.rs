@@ -8,11 +8,12 @@ use serde_json::Value;
 use crate::blocks::Activation;
 use crate::config::fields::Fields;
 use crate::config::rope;
-use crate::model_types::transformer::{self, Defaults, HeadNorms, NormNames, Traits};
+use crate::model_types::transformer::{self, ActivationKey, Defaults, HeadNorms, NormNames, Traits};
 use crate::{HybridConfig, MixerKind, Result, RopeScaling};
 
-/// The config's key of the function of the feed-forward half, and its default.
-pub(crate) const ACTIVATION: (&str, Activation) = ("hidden_activation", Activation::GeluTanh);
+/// Where configs give the function of the feed-forward half.
+pub(crate) const ACTIVATION: ActivationKey =
+    ActivationKey { key: "hidden_activation", default: Activation::GeluTanh };
 
 /// The numbers. Published configs leave out keys whose value is the reference's default.
 pub(crate) fn config(config: &Value) -> Result<HybridConfig> {

@@ -93,12 +93,18 @@ pub(crate) struct Defaults {
     pub tied: bool,
     /// `sliding_window`.
     pub window: Option<usize>,
-    /// The key of the function of the feed-forward half, and its default.
-    pub activation: (&'static str, Activation),
+    pub activation: ActivationKey,
+}
+
+/// The key of the function of the feed-forward half, and the function if it is missing.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ActivationKey {
+    pub key: &'static str,
+    pub default: Activation,
 }
 
 /// Where most model types give the function of the feed-forward half.
-pub(crate) const ACTIVATION: (&str, Activation) = ("hidden_act", Activation::Silu);
+pub(crate) const ACTIVATION: ActivationKey = ActivationKey { key: "hidden_act", default: Activation::Silu };
 
 impl Default for Defaults {
     fn default() -> Defaults {
@@ -209,7 +215,7 @@ pub(crate) fn windows_nowhere(config: &mut HybridConfig) {
 ///
 /// # Errors
 /// If the function is not supported.
-fn activation(fields: &Fields<'_>, (key, default): (&str, Activation)) -> Result<Activation> {
+fn activation(fields: &Fields<'_>, ActivationKey { key, default }: ActivationKey) -> Result<Activation> {
     let Some(function) = fields.get(key) else { return Ok(default) };
     match function.as_str() {
         Some("silu" | "swish") => Ok(Activation::Silu),

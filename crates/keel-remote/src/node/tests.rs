@@ -85,30 +85,75 @@ fn a_leader_of_another_build_is_refused() {
     assert!(reason.contains("run the same build"), "{reason}");
 }
 
-/// Node 0 may start again with another address, and its name may have none while it is away.
-#[test]
-fn the_addresses_of_leaders_are_asked_for_again() {
+/// A node whose leaders have these addresses, and its own address.
+fn led_by(leaders: impl Fn() -> Vec<IpAddr> + Send + Sync + 'static) -> String {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address = listener.local_addr().expect("bound").to_string();
-    let asked = AtomicUsize::new(0);
-    let leaders = move || match asked.fetch_add(1, Ordering::SeqCst) {
-        0 => vec![Ipv4Addr::new(192, 0, 2, 1).into()],
-        1 => Vec::new(),
-        _ => here(),
-    };
     std::thread::spawn(move || serve(&listener, Vec::new, leaders, |_| Err("it has none".into()), || ()));
-    let mut refused = 0;
-    let is_served = (0..600).any(|_| {
-        let hello = Hello::Lead { version: version() };
-        let (_stream, reply) = crate::connection::send_hello(&address, &hello).expect("it answers");
-        if let HelloReply::Refused { reason, may_pass } = &reply {
-            assert!(reason.contains("[192.0.2.1]") && !may_pass, "{reason}");
-            refused += 1;
-            std::thread::sleep(HEARTBEAT / 10);
-        }
-        matches!(reply, HelloReply::Accepted { .. })
+    address
+}
+
+/// What a node answers to a leader, which then leaves.
+fn reply_of(address: &str) -> HelloReply {
+    crate::connection::send_hello(address, &Hello::Lead { version: version() }).expect("it answers").1
+}
+
+/// Node 0 may start again with another address, and its name may have none while it is away.
+#[test]
+fn the_addresses_of_leaders_are_looked_up_again() {
+    let look_ups = AtomicUsize::new(0);
+    let address = led_by(move || match look_ups.fetch_add(1, Ordering::SeqCst) {
+        0 | 1 | 3 => Vec::new(),
+        2 => vec![Ipv4Addr::new(192, 0, 2, 1).into()],
+        _ => here(),
     });
-    assert!(is_served && refused >= 2, "served: {is_served}, after {refused} refusals");
+    let (mut passing, mut last) = (Vec::new(), Vec::new());
+    let is_served = (0..600).any(|_| {
+        let HelloReply::Refused { reason, may_pass } = reply_of(&address) else { return true };
+        let refusals = if may_pass { &mut passing } else { &mut last };
+        refusals.push(reason);
+        std::thread::sleep(HEARTBEAT / 10);
+        false
+    });
+    assert!(is_served);
+    // The second look-up finds none, and so does the one after that of another address.
+    for expected in ["the name of node 0 in its --nodes has no address so far", "[192.0.2.1]"] {
+        assert!(passing.iter().any(|reason| reason.contains(expected)), "{expected}: {passing:?}");
+    }
+    assert!(last.len() == 1 && last[0].contains("its leader is [192.0.2.1] by its --nodes"), "{last:?}");
+}
+
+/// The look-up of a name may take long.
+#[test]
+fn a_leader_that_comes_during_a_look_up_is_told_to_try_again() {
+    let (begin, begun) = channel();
+    let (end, ended) = channel::<()>();
+    let slow = Mutex::new((begin, ended));
+    let look_ups = AtomicUsize::new(0);
+    let address = led_by(move || {
+        if look_ups.fetch_add(1, Ordering::SeqCst) == 0 {
+            return Vec::new();
+        }
+        let slow = locked(&slow);
+        slow.0.send(()).expect("the test listens");
+        let _ = slow.1.recv();
+        here()
+    });
+    let to = address.clone();
+    let first = std::thread::spawn(move || {
+        loop {
+            match reply_of(&to) {
+                HelloReply::Refused { may_pass: true, .. } => std::thread::sleep(LOOK),
+                reply => return reply,
+            }
+        }
+    });
+    begun.recv_timeout(Duration::from_secs(20)).expect("a second after the first one");
+    let reply = reply_of(&address);
+    assert!(matches!(reply, HelloReply::Refused { may_pass: true, .. }), "{reply:?}");
+    drop(end);
+    let reply = first.join().expect("no panic");
+    assert!(matches!(reply, HelloReply::Accepted { .. }), "{reply:?}");
 }
 
 #[test]
@@ -256,10 +301,9 @@ fn a_leader_that_has_opened_nothing_is_no_news() {
         session.is_asked.store(is_asked, Ordering::SeqCst);
         let node = Node {
             devices: Box::new(Vec::<DeviceFacts>::new),
-            leaders: Box::new(here),
+            leaders: Leaders::new(here),
             open: Box::new(none),
             closed: Box::new(|| ()),
-            known: Mutex::default(),
             present: Mutex::default(),
             sessions: AtomicU64::new(0),
             hellos: AtomicUsize::new(0),

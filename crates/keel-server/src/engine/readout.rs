@@ -15,6 +15,7 @@ use tracing::field::Empty;
 
 use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
+use crate::engine::worker::NewRequest;
 use crate::error::{Result, ServerError, wrong};
 use crate::events::Events;
 use crate::loaded_model::LoadedModel;
@@ -155,7 +156,8 @@ impl LoadedModel {
         loop {
             let request = request();
             let deadline = request.deadline;
-            match self.engine.submit(vec![(request, None)], wait_max, || caller.meter.part()).await {
+            let requests = vec![NewRequest { request, tables: None }];
+            match self.engine.submit(requests, wait_max, || caller.meter.part()).await {
                 Ok(mut submitted) => {
                     let (_, events) = submitted.pop().ok_or(ServerError::EngineStopped)?;
                     return Ok(events);

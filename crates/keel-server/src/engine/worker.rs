@@ -30,13 +30,20 @@ type Accepted = oneshot::Sender<Result<(), EngineError>>;
 
 enum Command {
     Submit {
-        requests: Vec<(BatchRequest, Listener)>,
+        requests: Vec<BatchRequest>,
+        listeners: HashMap<SequenceId, Listener>,
         accepted: Accepted,
     },
     /// Only of tests.
     ForgetPrefixes(oneshot::Sender<()>),
     /// The server is shutting down: prefixes are saved as soon as nothing runs.
     SavePrefixes,
+}
+
+/// A request, and the charge of its grammar, if it has one.
+pub(crate) struct NewRequest {
+    pub request: BatchRequest,
+    pub tables: Option<Tables>,
 }
 
 /// A batch without a limit on the time in its queue. The worker limits it, because it knows which answers and texts
@@ -91,32 +98,33 @@ impl EngineHandle {
         Arc::clone(&self.view)
     }
 
-    /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. Each comes with the
-    /// charge of its grammar, if it has one. `meter` makes the meter of each. The first of them fails if it waits
-    /// longer than `wait_max`. The others may wait for it.
+    /// Adds requests to the batch's queue before the same step, all or none, and assigns their ids. `meter` makes the
+    /// meter of each. The first of them fails if it waits longer than `wait_max`. The others may wait for it.
     ///
     /// # Errors
     /// Errors of [`Batcher::submit`]; [`ServerError::Busy`]; [`ServerError::EngineStopped`].
     pub(crate) async fn submit(
         &self,
-        requests: Vec<(BatchRequest, Option<Tables>)>,
+        requests: Vec<NewRequest>,
         wait_max: Option<Duration>,
         meter: impl Fn() -> Meter,
     ) -> Result<Vec<(SequenceId, Events)>> {
         let mut listed = Vec::with_capacity(requests.len());
+        let mut listeners = HashMap::with_capacity(requests.len());
         let mut all = Vec::with_capacity(requests.len());
         let mut patience = wait_max.map(|limit| Patience { since: Instant::now(), limit });
-        for (mut request, tables) in requests {
+        for NewRequest { mut request, tables } in requests {
             request.id = self.view.next_id.fetch_add(1, Ordering::Relaxed);
             // The channel needs no bound of its own: tokens that wait are charged, and prompt chunks bound the other
             // events.
             let (sender, receiver) = mpsc::unbounded_channel();
             let meter = Arc::new(meter());
             all.push((request.id, Events { receiver, meter: Arc::clone(&meter) }));
-            listed.push((request, Listener { sender, meter, tables, patience: patience.take() }));
+            listeners.insert(request.id, Listener { sender, meter, tables, patience: patience.take() });
+            listed.push(request);
         }
         let (accepted, answer) = oneshot::channel();
-        self.send(Command::Submit { requests: listed, accepted })?;
+        self.send(Command::Submit { requests: listed, listeners, accepted })?;
         answer.await.map_err(|_| ServerError::EngineStopped)??;
         Ok(all)
     }
@@ -310,8 +318,8 @@ impl Worker {
         match command {
             // The clients have left. The receivers of the events are gone, too.
             Command::Submit { accepted, .. } if accepted.is_closed() => {}
-            Command::Submit { requests, accepted } => {
-                let _ = accepted.send(self.submit(requests));
+            Command::Submit { requests, listeners, accepted } => {
+                let _ = accepted.send(self.submit(requests, listeners));
             }
             Command::SavePrefixes => self.saves_when_idle = true,
             Command::ForgetPrefixes(done) => {
@@ -323,11 +331,13 @@ impl Worker {
     }
 
     /// Adds all requests to the queue, or none.
-    fn submit(&mut self, requests: Vec<(BatchRequest, Listener)>) -> Result<(), EngineError> {
-        let (requests, listeners): (Vec<_>, Vec<_>) = requests.into_iter().unzip();
-        let ids: Vec<SequenceId> = requests.iter().map(|request| request.id).collect();
+    fn submit(
+        &mut self,
+        requests: Vec<BatchRequest>,
+        listeners: HashMap<SequenceId, Listener>,
+    ) -> Result<(), EngineError> {
         self.batcher.submit_together(requests, Instant::now())?;
-        self.live.extend(ids.into_iter().zip(listeners));
+        self.live.extend(listeners);
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use super::{Load, LoadOutput, Modalities, ModelManager, ModelManagerOptions, ServedModel};
-use crate::engine::worker::EngineHandle;
+use crate::engine::worker::{EngineHandle, NewRequest};
 use crate::error::ServerError;
 use crate::options::ServerOptions;
 use crate::shared::Shared;
@@ -270,7 +270,7 @@ async fn a_device_that_is_lost_while_its_model_is_unloaded_keeps_no_other_from_l
     let manager = manager(ServerOptions::default(), None, vec![("a", a), ("b", b)]);
     let (handle, other) = unloading(&manager).await;
     is_lost.store(true, Ordering::Release);
-    let requests = vec![(BatchRequest::new(0, vec![1], 4), None)];
+    let requests = vec![NewRequest { request: BatchRequest::new(0, vec![1], 4), tables: None }];
     let submitted = handle.submit(requests, None, || manager.memory.meter()).await;
     let (_, mut events) = submitted.expect("it is queued").pop().expect("there is one");
     while events.recv().await.is_ok() {}

@@ -28,7 +28,7 @@ use crate::error::{Result, setting, wrong};
 use crate::text::Bounds;
 
 pub use source::{Fetch, FetchLimits, PictureSources};
-use video::VideoPreprocessor;
+use video::{PreparedVideo, VideoPreprocessor};
 pub(crate) use video::{VideoInput, VideoSource};
 
 /// Pictures of one request at most.
@@ -129,7 +129,7 @@ impl ImagePreprocessor {
                     tokens * (1 + crops)
                 }
                 MediaSource::Video(video) => {
-                    let (input, span) =
+                    let PreparedVideo { input, span } =
                         self.prepare_video(video, bounds).map_err(|error| error.of("video", i))?;
                     let tokens = span.tokens * span.seconds.len();
                     media.inputs.push(input);

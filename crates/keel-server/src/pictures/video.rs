@@ -48,6 +48,12 @@ pub(crate) enum VideoSource {
     Frames(Vec<String>),
 }
 
+/// A prepared video, and its place in the prompt.
+pub(super) struct PreparedVideo {
+    pub input: PictureInput,
+    pub span: VideoSpan,
+}
+
 /// Prepares the videos of requests.
 pub(super) struct VideoPreprocessor {
     files: ProcessorFiles,
@@ -77,7 +83,7 @@ impl ImagePreprocessor {
         &self,
         video: &VideoInput,
         bounds: &Bounds<'_>,
-    ) -> Result<(PictureInput, VideoSpan), MediaError> {
+    ) -> Result<PreparedVideo, MediaError> {
         let Some(videos) = &self.videos else {
             return Err(MediaError::Picture("this model is not shown videos".into()));
         };
@@ -106,7 +112,7 @@ impl ImagePreprocessor {
         url: &str,
         fps: Option<f64>,
         bounds: &Bounds<'_>,
-    ) -> Result<(PictureInput, VideoSpan), MediaError> {
+    ) -> Result<PreparedVideo, MediaError> {
         let processor = videos.processor(fps)?;
         let file = source::read(url, bounds)?;
         let video = VideoFile::open(&file.bytes, LIMITS)?;
@@ -124,7 +130,7 @@ impl ImagePreprocessor {
         urls: Vec<String>,
         fps: Option<f64>,
         bounds: &Bounds<'_>,
-    ) -> Result<(PictureInput, VideoSpan), MediaError> {
+    ) -> Result<PreparedVideo, MediaError> {
         if urls.len() > LISTED_MAX {
             let problem =
                 format!("a video of {} or more frames, at most {LISTED_MAX} are listed", urls.len());
@@ -154,7 +160,7 @@ impl ImagePreprocessor {
         chosen: &[usize],
         fps: f64,
         work: Option<Hold<'_>>,
-    ) -> Result<(PictureInput, VideoSpan), MediaError> {
+    ) -> Result<PreparedVideo, MediaError> {
         let key = video.key(processor);
         if let Some(work) = work {
             work.keep(size_of_val(&video.values[..]) as u64);
@@ -164,6 +170,7 @@ impl ImagePreprocessor {
             tokens: self.config.rows_of(grid.h, grid.w),
             seconds: timestamps(chosen, fps, processor.frames_per_patch()),
         };
-        Ok((PictureInput { key, values: Arc::new(video.values), grid, is_video: true }, span))
+        let input = PictureInput { key, values: Arc::new(video.values), grid, is_video: true };
+        Ok(PreparedVideo { input, span })
     }
 }

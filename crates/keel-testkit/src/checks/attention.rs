@@ -16,7 +16,7 @@ pub(super) fn attend(runtime: &Runtime, regime: Regime, format: KvFormat, within
         }
         let batches = cases::attention::BATCHES.iter();
         for sequences in batches.filter(|rows| is_mine(&("attend", regime, format, shape, rows))) {
-            attend_batch(runtime, &mut random, shape, sequences, (regime, format, within));
+            attend_batch(runtime, &mut random, shape, sequences, regime, format, within);
         }
     }
 }
@@ -27,7 +27,9 @@ fn attend_batch(
     random: &mut Random,
     shape: &Shape,
     sequences: &[(usize, usize)],
-    (regime, format, within): (Regime, KvFormat, f64),
+    regime: Regime,
+    format: KvFormat,
+    within: f64,
 ) {
     let Some(elements) = format.row_elements(shape.head_dim) else { unreachable!("a size that pools keep") };
     let pages = sequences.iter().map(|(first, rows)| (first + rows).div_ceil(256)).max().unwrap_or(0);
@@ -90,6 +92,6 @@ pub(super) fn attend_many(runtime: &Runtime, format: KvFormat, within: f64) {
     let mut random = Random::new(76);
     let sequences = cases::attention::many_sequences();
     for shape in cases::attention::SHAPES_OF_MANY.iter().filter(|shape| is_mine(&("many", format, shape))) {
-        attend_batch(runtime, &mut random, shape, &sequences, (Regime::Decode, format, within));
+        attend_batch(runtime, &mut random, shape, &sequences, Regime::Decode, format, within);
     }
 }

@@ -239,7 +239,7 @@ fn affine<const PART: usize>(runtime: &Runtime) {
                 let y = array.linear(&weight).expect("extents fit");
                 expect_within(&format!("{what}, {compute:?}"), &y, &want, limit);
             }
-            expect_fast(runtime, &what, &x, &array, &w, (bits, scale_dtype));
+            expect_fast(runtime, &what, &x, &array, &w, bits, scale_dtype);
         }
     }
 }
@@ -258,7 +258,7 @@ fn in_published_codings(runtime: &Runtime) {
         let y = array.linear(&weight).expect("extents fit");
         let want = linear(&floats(&x), &w);
         expect_within(&format!("{what}, Bf16"), &y, &want, tolerance::BF16_ACTIVATIONS);
-        expect_fast(runtime, &what, &x, &array, &w, (bits, DType::BF16));
+        expect_fast(runtime, &what, &x, &array, &w, bits, DType::BF16);
     }
 }
 
@@ -270,7 +270,7 @@ fn wide(runtime: &Runtime) {
         for t in [1, 2, 4, 5].into_iter().filter(|t| is_mine(&("wide", n, k, t))) {
             let x = rounded(&Tensor::random(&mut random, &[t, k], -1.0, 1.0), DType::F32);
             let what = format!("linear [{t}, {n}, {k}] of {bits} bits");
-            expect_fast(runtime, &what, &x, &upload(runtime, &x, DType::F32), &w, (bits, DType::BF16));
+            expect_fast(runtime, &what, &x, &upload(runtime, &x, DType::F32), &w, bits, DType::BF16);
         }
     }
 }
@@ -285,7 +285,7 @@ fn long(runtime: &Runtime) {
         let r = rounded(&Tensor::random(&mut random, &[t, n], -1.0, 1.0), DType::F32);
         let what = format!("linear [{t}, {n}, {k}] of 4 bits");
         let array = upload(runtime, &x, DType::F32);
-        expect_fast(runtime, &what, &x, &array, &w, (4, DType::BF16));
+        expect_fast(runtime, &what, &x, &array, &w, 4, DType::BF16);
         let weight = affine_weight(runtime, std::slice::from_ref(&w), 4, Compute::Bf16);
         let y = array.linear_add(&weight, &upload(runtime, &r, DType::F32)).expect("extents fit");
         let want: Vec<f64> = linear(&floats(&x), &w).iter().zip(&r.values).map(|(y, r)| y + r).collect();
@@ -305,7 +305,8 @@ fn expect_fast(
     x: &Tensor,
     array: &Array,
     w: &Affine,
-    (bits, scale_dtype): (usize, DType),
+    bits: usize,
+    scale_dtype: DType,
 ) {
     let weight = affine_scaled_by(runtime, std::slice::from_ref(w), bits, scale_dtype, Compute::Auto);
     let (x, values) = (floats(x), w.weights());

@@ -123,7 +123,7 @@ fn products(runtime: &Runtime, kinds: fn(&Runtime, &mut Random, Compute) -> Kind
             for &t in rows {
                 // Backends compile a kernel for each form, so one weight and few rows have to do.
                 let forms = if compute == Compute::Auto && i == 0 && t <= 3 { FORMS } else { &FORMS[..1] };
-                products_of(runtime, &mut random, t, (kind, weight, compute), forms);
+                products_of(runtime, &mut random, t, kind, weight, compute, forms);
             }
         }
     }
@@ -133,7 +133,9 @@ fn products_of(
     runtime: &Runtime,
     random: &mut Random,
     t: usize,
-    (kind, weight, compute): (&str, &Weight, Compute),
+    kind: &str,
+    weight: &Weight,
+    compute: Compute,
     forms: &[(&str, Form)],
 ) {
     let x = draw(random, &[t, K]);

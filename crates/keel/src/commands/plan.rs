@@ -197,8 +197,7 @@ impl Printed<'_> {
         }
         output::line("")?;
         let devices = plans.several();
-        let columns: Vec<_> = devices.iter().map(|plan| (plan.name.as_str(), plan.planned)).collect();
-        output::text(&if columns.is_empty() { plan_table(&plans.total()) } else { devices_table(&columns) })?;
+        output::text(&if devices.is_empty() { plan_table(&plans.total()) } else { devices_table(&devices) })?;
         let Some(requests) = self.requests else { return Ok(()) };
         let bound = human_bytes(requests);
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))

@@ -99,49 +99,54 @@ fn q8_0(block: &[u8; 34], out: &mut [f32; 32]) {
     }
 }
 
-/// The eight scales and mins of 12 bytes.
+/// Scale and min of 32 values: `scale * code - min`.
+#[derive(Clone, Copy, Default)]
+struct SubBlock {
+    scale: f32,
+    min: f32,
+}
+
+/// The eight sub-blocks of a block, which begins with the units of scales and mins in f16, and 12 bytes of both.
 #[inline(always)]
-fn scales_and_mins(packed: &[u8]) -> [(f32, f32); 8] {
-    let mut all = [(0.0, 0.0); 8];
+fn sub_blocks(block: &[u8]) -> [SubBlock; 8] {
+    let (d, dmin, packed) = (half(block, 0), half(block, 2), &block[4..16]);
+    let of = |scale: u8, min: u8| SubBlock { scale: d * f32::from(scale), min: dmin * f32::from(min) };
+    let mut all = [SubBlock::default(); 8];
     for i in 0..4 {
-        all[i] = (f32::from(packed[i] & 63), f32::from(packed[i + 4] & 63));
+        all[i] = of(packed[i] & 63, packed[i + 4] & 63);
         let (scale, min) =
             (packed[i + 8] & 15 | packed[i] >> 6 << 4, packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4);
-        all[i + 4] = (f32::from(scale), f32::from(min));
+        all[i + 4] = of(scale, min);
     }
     all
 }
 
 #[inline(always)]
 fn q4_k(block: &[u8; 144], out: &mut [f32; 256]) {
-    let (d, dmin) = (half(block, 0), half(block, 2));
-    let scales = scales_and_mins(&block[4..16]);
+    let subs = sub_blocks(block);
     for pair in 0..4 {
         let quants = &block[16 + 32 * pair..][..32];
         let out = &mut out[64 * pair..][..64];
-        let (low, high) = (scales[2 * pair], scales[2 * pair + 1]);
-        let (low, high) = ((d * low.0, dmin * low.1), (d * high.0, dmin * high.1));
+        let (low, high) = (subs[2 * pair], subs[2 * pair + 1]);
         for i in 0..32 {
-            out[i] = low.0 * f32::from(quants[i] & 15) - low.1;
-            out[i + 32] = high.0 * f32::from(quants[i] >> 4) - high.1;
+            out[i] = low.scale * f32::from(quants[i] & 15) - low.min;
+            out[i + 32] = high.scale * f32::from(quants[i] >> 4) - high.min;
         }
     }
 }
 
 #[inline(always)]
 fn q5_k(block: &[u8; 176], out: &mut [f32; 256]) {
-    let (d, dmin) = (half(block, 0), half(block, 2));
-    let scales = scales_and_mins(&block[4..16]);
+    let subs = sub_blocks(block);
     let fifth = &block[16..48];
     for pair in 0..4 {
         let quants = &block[48 + 32 * pair..][..32];
         let out = &mut out[64 * pair..][..64];
-        let (low, high) = (scales[2 * pair], scales[2 * pair + 1]);
-        let (low, high) = ((d * low.0, dmin * low.1), (d * high.0, dmin * high.1));
+        let (low, high) = (subs[2 * pair], subs[2 * pair + 1]);
         for i in 0..32 {
             let bits = fifth[i] >> (2 * pair);
-            out[i] = low.0 * f32::from(quants[i] & 15 | (bits & 1) << 4) - low.1;
-            out[i + 32] = high.0 * f32::from(quants[i] >> 4 | (bits >> 1 & 1) << 4) - high.1;
+            out[i] = low.scale * f32::from(quants[i] & 15 | (bits & 1) << 4) - low.min;
+            out[i + 32] = high.scale * f32::from(quants[i] >> 4 | (bits >> 1 & 1) << 4) - high.min;
         }
     }
 }

@@ -51,8 +51,8 @@ pub(super) fn transpose_keys<S: Simd>(s: S, padded: usize, m: &mut Scratch<'_>) 
 
 /// `a - b`, where each is a sum stored as two floats.
 #[inline(always)]
-pub(super) fn difference<S: Simd>(s: S, a: (f32, f32), b_high: S::V, b_low: S::V) -> S::V {
-    s.add(s.sub(s.splat(a.0), b_high), s.sub(s.splat(a.1), b_low))
+pub(super) fn difference<S: Simd>(s: S, a_high: f32, a_low: f32, b_high: S::V, b_low: S::V) -> S::V {
+    s.add(s.sub(s.splat(a_high), b_high), s.sub(s.splat(a_low), b_low))
 }
 
 /// The numbers `start`, `start + 1`, ... as lanes.
@@ -70,8 +70,9 @@ pub(super) fn decays_between<S: Simd>(s: S, rows: usize, padded: usize, m: &mut 
             row.fill(0.0);
             continue;
         }
-        let log = (m.log_high[i], m.log_low[i]);
-        lanes!(s, row, [high = m.log_high, low = m.log_low] => exp(s, difference(s, log, high, low)));
+        let (own_high, own_low) = (m.log_high[i], m.log_low[i]);
+        lanes!(s, row, [high = m.log_high, low = m.log_low] =>
+            exp(s, difference(s, own_high, own_low, high, low)));
         row[i + 1..].fill(0.0);
     }
 }

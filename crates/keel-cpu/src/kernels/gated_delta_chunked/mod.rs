@@ -201,8 +201,9 @@ impl<E: StateElement> Head<'_, E> {
             m.log_high[i] = sum as f32;
             m.log_low[i] = (sum - f64::from(m.log_high[i])) as f32;
         }
-        let last = (m.log_high[CHUNK - 1], m.log_low[CHUNK - 1]);
+        let (last_high, last_low) = (m.log_high[CHUNK - 1], m.log_low[CHUNK - 1]);
         lanes!(s, m.from_start, [x = m.log_high] => exp(s, x));
-        lanes!(s, m.to_end, [high = m.log_high, low = m.log_low] => exp(s, difference(s, last, high, low)));
+        lanes!(s, m.to_end, [high = m.log_high, low = m.log_low] =>
+            exp(s, difference(s, last_high, last_low, high, low)));
     }
 }

@@ -114,15 +114,16 @@ impl<'a> Row<'a> {
         buckets.iter().for_each(|bucket| all.add([bucket.count, bucket.mass]));
         let mut kept = all.mass;
         if (1..all.count).contains(&self.top_k) {
-            kept = self.locate(buckets, COUNT, self.top_k - 1).1;
+            (_, kept) = self.locate(buckets, COUNT, self.top_k - 1);
         }
         if self.top_p < 1.0 {
-            kept = self.locate(buckets, MASS, enough(self.top_p, kept) - 1).1;
+            (_, kept) = self.locate(buckets, MASS, enough(self.top_p, kept) - 1);
         }
         if is_within(self.log_min_p) {
             kept = kept.min(self.mass_down_to(buckets, self.log_min_p));
         }
-        self.locate(buckets, MASS, target(self.uniform, kept)).0
+        let (id, _) = self.locate(buckets, MASS, target(self.uniform, kept));
+        id
     }
 
     /// The id of the first candidate at which the running measure exceeds `target`, and the weight up to and including

@@ -123,29 +123,29 @@ pub(super) fn run(spec: &AttentionSpec, call: &Call<'_>) -> Result<(), ArrayErro
 struct RopeArgs<'a> {
     heads: &'a BoundKernel<'a>,
     spec: &'a RopeSpec,
-    /// Weight and eps.
-    norm: Option<(u64, f32)>,
+    /// The epsilon if each head is normed first. The norm's weight is the fourth operand of `heads`.
+    norm_eps: Option<f32>,
 }
 
 fn rope_args<'a>(producer: &'a BoundKernel<'a>) -> RopeArgs<'a> {
-    let (spec, norm) = match &producer.kernel.op {
+    let (spec, norm_eps) = match &producer.kernel.op {
         Op::Rope(spec) => (spec, None),
-        Op::NormRope { rope, eps } => (rope, Some((producer.inputs[3].address, eps.get()))),
+        Op::NormRope { rope, eps } => (rope, Some(eps.get())),
         op => unreachable!("{} is not absorbed by attention", op.name()),
     };
-    RopeArgs { heads: producer, spec, norm }
+    RopeArgs { heads: producer, spec, norm_eps }
 }
 
 impl RopeArgs<'_> {
     fn rotates_as(&self, other: &RopeArgs<'_>) -> bool {
-        self.spec == other.spec && self.norm.is_some() == other.norm.is_some()
+        self.spec == other.spec && self.norm_eps.is_some() == other.norm_eps.is_some()
     }
 
     /// `RopeArgs` of the source.
     fn words(&self) -> [u64; 4] {
-        let (weight, eps) = self.norm.unwrap_or((0, 0.0));
+        let weight = self.norm_eps.map_or(0, |_| self.heads.inputs[3].address);
         let [positions, inverse] = [1, 2].map(|i| self.heads.inputs[i].address);
-        [positions, inverse, weight, u64::from(eps.to_bits())]
+        [positions, inverse, weight, u64::from(self.norm_eps.unwrap_or(0.0).to_bits())]
     }
 }
 
@@ -204,7 +204,7 @@ impl<'a> Task<'a> {
     }
 
     /// The key of an entry of `attention_tensor.cu`. Only the decode kernel depends on warps, stages and `early`.
-    fn tensor_key(&self, entry: &'static str, (warps, stages): (usize, usize), early: bool) -> KernelKey {
+    fn tensor_key(&self, entry: &'static str, warps: usize, stages: usize, early: bool) -> KernelKey {
         let key = self.key(ATTENTION_TENSOR, entry).define("WARPS", warps);
         key.define("KV_STAGES", stages).define("EARLY", u8::from(early))
     }
@@ -291,7 +291,7 @@ impl<'a> Task<'a> {
             .define("EARLY", u8::from(early))
             .define("QUERIES", u8::from(q.is_some()))
             .define("KEYS", u8::from(k.is_some()));
-        let key = rotation(key, rope_args(any).spec, rope_args(any).norm.is_some());
+        let key = rotation(key, rope_args(any).spec, rope_args(any).norm_eps.is_some());
         self.call.launch(&key, Geometry::rows(blocks, 128), &parameters)
     }
 
@@ -404,7 +404,7 @@ impl<'a> Task<'a> {
                 block: (128, 1, 1),
                 shared_bytes: head.prefill_bytes(),
             };
-            return (self.tensor_key("attention_prefill", (8, 1), false), geometry);
+            return (self.tensor_key("attention_prefill", 8, 1, false), geometry);
         }
         let decodes = tensor && self.until().is_none();
         if let Some(walk) = self.walk(splits).filter(|_| decodes) {
@@ -431,7 +431,7 @@ impl<'a> Task<'a> {
                 shared_bytes: head.decode_bytes(warps, stages),
             };
             let early = single && self.keeps_keys();
-            return (self.tensor_key("attention_decode", (warps, stages), early), geometry);
+            return (self.tensor_key("attention_decode", warps, stages, early), geometry);
         }
         let geometry = Geometry {
             grid: (tiles(TILE), self.kv_heads, splits),

@@ -52,7 +52,7 @@ pub(super) fn run(call: &Call<'_>) -> Result<(), ArrayError> {
             call.launch(&norm("gated_rms_norm"), row_geometry(x.rows(), x.width()), &parameters)
         }
         Op::Rope(spec) => rotate(spec, None, call),
-        Op::NormRope { rope, eps } => rotate(rope, Some((call.inputs[3].address, eps.get())), call),
+        Op::NormRope { rope, eps } => rotate(rope, Some(eps.get()), call),
         Op::RotatePairs => {
             let [_, scales, pairs, cos_sin] = &call.inputs[..] else { unreachable!("four operands") };
             let parameters = RotatePairs {
@@ -106,7 +106,8 @@ fn row_geometry(rows: usize, width: usize) -> Geometry {
     Geometry::rows(rows, width.div_ceil(4).next_multiple_of(32).clamp(32, 1024))
 }
 
-fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<(), ArrayError> {
+/// `norm_eps` is the epsilon if each head is normed first. The norm's weight is the fourth operand.
+fn rotate(spec: &RopeSpec, norm_eps: Option<f32>, call: &Call<'_>) -> Result<(), ArrayError> {
     const WARPS: usize = 4;
     let (x, y) = (call.strided(0), &call.outputs[0]);
     let (tokens, heads) = (x.layout.shape[0], x.layout.shape[1]);
@@ -114,16 +115,15 @@ fn rotate(spec: &RopeSpec, norm: Option<(u64, f32)>, call: &Call<'_>) -> Result<
         Some(_) => x.head_strides(),
         None => HeadStrides { row: x.row_stride(2), head: x.width() },
     };
-    let key = rotation(KernelKey::new(ROPE, "rope"), spec, norm.is_some()).define("D", x.width());
-    let (w, eps) = norm.unwrap_or((0, 0.0));
+    let key = rotation(KernelKey::new(ROPE, "rope"), spec, norm_eps.is_some()).define("D", x.width());
     let parameters = Rope {
         x: x.address,
         stride: Wide(row),
         head_stride: Wide(head),
         positions: call.inputs[1].address,
         inverse: call.inputs[2].address,
-        w,
-        eps,
+        w: norm_eps.map_or(0, |_| call.inputs[3].address),
+        eps: norm_eps.unwrap_or(0.0),
         y: y.address,
         tokens,
         heads,

@@ -27,8 +27,8 @@ fn submit(handle: &EngineHandle, id: u64) -> (oneshot::Receiver<Result<(), Engin
     let meter = Arc::new(RequestMemory::new(1 << 20, 0).meter());
     let listener = Listener { sender, meter: Arc::clone(&meter), tables: None, patience: None };
     let (accepted, answer) = oneshot::channel();
-    let requests = vec![(BatchRequest::new(id, vec![1], 4), listener)];
-    assert!(handle.send(Command::Submit { requests, accepted }).is_ok());
+    let (requests, listeners) = (vec![BatchRequest::new(id, vec![1], 4)], HashMap::from([(id, listener)]));
+    assert!(handle.send(Command::Submit { requests, listeners, accepted }).is_ok());
     (answer, Events { receiver, meter })
 }
 

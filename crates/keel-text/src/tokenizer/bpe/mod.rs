@@ -21,7 +21,7 @@ use crate::cancel;
 use merges::Merges;
 pub(super) use read::read;
 use texts::Texts;
-use word::Word;
+use word::{PairMerge, Symbol, Word};
 
 /// Bytes of a word between two checks for cancellation.
 const CHECKED_EACH: usize = 1024;
@@ -95,7 +95,8 @@ impl Bpe {
             let rank = self.merges.rank(left, right)?;
             joined.clear();
             joined.extend([self.texts.text(left), &self.texts.text(right)[self.prefix.len()..]]);
-            Some((rank, self.texts.place(&joined).expect("looked up when the merges were read")))
+            let result = self.texts.place(&joined).expect("looked up when the merges were read");
+            Some(PairMerge { rank, result })
         });
         Ok(word)
     }
@@ -150,10 +151,10 @@ impl Model for Bpe {
             return Ok(vec![self.token(place, 0, text.len())]);
         }
         let mut at = 0;
-        let token = |(place, bytes): (u32, u32)| {
-            let start = at;
-            at += bytes as usize;
-            self.token(place, start, bytes as usize)
+        let token = |symbol: &Symbol| {
+            let (start, bytes) = (at, symbol.bytes as usize);
+            at += bytes;
+            self.token(symbol.token, start, bytes)
         };
         Ok(self.word(text)?.tokens().map(token).collect())
     }

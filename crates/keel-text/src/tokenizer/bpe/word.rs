@@ -13,13 +13,21 @@ const NONE: u32 = u32::MAX;
 
 /// A token of the word.
 #[derive(Clone, Copy)]
-struct Symbol {
+pub(super) struct Symbol {
     /// The token's place in the vocabulary.
-    token: u32,
+    pub token: u32,
     /// Number of bytes of the word that it covers. It is 0 after the symbol was merged into the one before.
-    bytes: u32,
+    pub bytes: u32,
     before: u32,
     after: u32,
+}
+
+/// A pair of tokens that merges.
+pub(super) struct PairMerge {
+    /// The pair's place in the order of merges.
+    pub rank: u32,
+    /// The token that it becomes.
+    pub result: u32,
 }
 
 /// The tokens of a word, from left to right.
@@ -40,12 +48,11 @@ impl Word {
     }
 
     /// Merges pairs until no pair merges any more. The pair of lowest rank merges first; of equal ranks, the leftmost.
-    /// `merge` returns rank and result of a pair.
-    pub(super) fn merge_all(&mut self, mut merge: impl FnMut(u32, u32) -> Option<(u32, u32)>) {
+    pub(super) fn merge_all(&mut self, mut merge: impl FnMut(u32, u32) -> Option<PairMerge>) {
         let mut queue = BinaryHeap::with_capacity(self.symbols.len());
         for at in 1..self.symbols.len() {
             let pair = merge(self.symbols[at - 1].token, self.symbols[at].token);
-            queue.extend(pair.map(|(rank, result)| Reverse((rank, at as u32 - 1, result))));
+            queue.extend(pair.map(|pair| Reverse((pair.rank, at as u32 - 1, pair.result))));
         }
         while let Some(Reverse((_, at, result))) = queue.pop() {
             if queue.len() % CHECKED_EACH == 0 && cancel::is_cancelled() {
@@ -57,7 +64,7 @@ impl Word {
             }
             let right = self.symbols[left.after as usize];
             // Earlier merges may have changed the pair.
-            if merge(left.token, right.token).is_none_or(|(_, now)| now != result) {
+            if merge(left.token, right.token).is_none_or(|now| now.result != result) {
                 continue;
             }
             self.symbols[left.after as usize].bytes = 0;
@@ -68,18 +75,17 @@ impl Word {
                 let next = &mut self.symbols[merged.after as usize];
                 next.before = at;
                 let pair = merge(result, next.token);
-                queue.extend(pair.map(|(rank, result)| Reverse((rank, at, result))));
+                queue.extend(pair.map(|pair| Reverse((pair.rank, at, pair.result))));
             }
             if merged.before != NONE {
                 let pair = merge(self.symbols[merged.before as usize].token, result);
-                queue.extend(pair.map(|(rank, result)| Reverse((rank, merged.before, result))));
+                queue.extend(pair.map(|pair| Reverse((pair.rank, merged.before, pair.result))));
             }
         }
     }
 
-    /// The tokens, each with the number of bytes that it covers.
-    pub(super) fn tokens(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
-        let alive = self.symbols.iter().filter(|symbol| symbol.bytes > 0);
-        alive.map(|symbol| (symbol.token, symbol.bytes))
+    /// The tokens that are left.
+    pub(super) fn tokens(&self) -> impl Iterator<Item = &Symbol> {
+        self.symbols.iter().filter(|symbol| symbol.bytes > 0)
     }
 }

@@ -60,27 +60,27 @@ fn offset_levels(values: &[f32], high: i32, out: &mut [u8]) -> [u8; 256] {
     out[..2].copy_from_slice(&d.to_le_bytes());
     out[2..4].copy_from_slice(&dmin.to_le_bytes());
     let whole = |x: f32, unit: f16| if unit == f16::ZERO { 0.0 } else { level(x / unit.to_f32(), 0, 63) };
-    let mut scales = [(0u8, 0u8); 8];
+    let (mut scales, mut mins) = ([0u8; 8], [0u8; 8]);
     let mut levels = [0; 256];
     for (sub, values) in values.chunks_exact(32).enumerate() {
         let (scale, min) = (whole(fits[sub].step, d), whole(fits[sub].offset, dmin));
-        scales[sub] = (scale as u8, min as u8);
+        (scales[sub], mins[sub]) = (scale as u8, min as u8);
         let (step, min) = (d.to_f32() * scale, dmin.to_f32() * min);
         for (q, x) in levels[sub * 32..].iter_mut().zip(values) {
             *q = if step == 0.0 { 0 } else { level((x + min) / step, 0, high) as u8 };
         }
     }
-    pack_scales(&scales, &mut out[4..16]);
+    pack_scales(&scales, &mins, &mut out[4..16]);
     levels
 }
 
 /// Eight scales and offsets of 6 bits. The first four are stored plainly. The last four have their low bits in four
 /// bytes and their upper two bits on top of the first four.
-fn pack_scales(scales: &[(u8, u8); 8], out: &mut [u8]) {
+fn pack_scales(scales: &[u8; 8], mins: &[u8; 8], out: &mut [u8]) {
     for i in 0..4 {
-        let ((scale, min), (late_scale, late_min)) = (scales[i], scales[i + 4]);
-        out[i] = scale | late_scale >> 4 << 6;
-        out[i + 4] = min | late_min >> 4 << 6;
+        let (late_scale, late_min) = (scales[i + 4], mins[i + 4]);
+        out[i] = scales[i] | late_scale >> 4 << 6;
+        out[i + 4] = mins[i] | late_min >> 4 << 6;
         out[i + 8] = late_scale & 15 | late_min << 4;
     }
 }

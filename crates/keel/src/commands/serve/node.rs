@@ -38,10 +38,10 @@ pub fn follow(device: &DeviceArgs) -> Result<()> {
     device.check_limits()?;
     // The driver starts before a leader waits for an answer.
     Survey::take();
-    let (own, leaders) = (nodes.own_address()?, nodes.leaders());
+    let own = nodes.own_address()?;
     let listener = TcpListener::bind(own)
         .map_err(|error| RemoteError::Listen { address: own.into(), reason: error.to_string() })?;
-    tracing::info!("{} at {own} for the leader at {leaders:?}", device.split.list());
+    tracing::info!("lends {} at {own}", device.split.list());
     let (facts, nodes, opened) = (device.clone(), nodes.clone(), device.clone());
     let open = move |opening| nodes::open(&opened, opening);
     keel_remote::serve(&listener, move || nodes::facts(&facts), move || nodes.leaders(), open, start_again);
@@ -164,7 +164,7 @@ fn may_pass(error: &anyhow::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use clap::Parser;
     use keel_remote::DeviceFacts;
@@ -178,16 +178,16 @@ mod tests {
     }
 
     /// A machine may start a node before its driver answers. Here the node also refuses the first connection, because
-    /// it does not know its leader's address yet.
+    /// the name of its leader still has another address.
     #[test]
     fn a_node_that_is_not_ready_is_asked_again_after_a_pause() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let nodes = format!("127.0.0.1:1,{}", listener.local_addr().expect("bound"));
         let facts = || vec![DeviceFacts { name: "cuda:0".into(), room: None }];
-        let was_asked = AtomicBool::new(false);
-        let leaders = move || match was_asked.swap(true, Ordering::SeqCst) {
-            false => Vec::new(),
-            true => vec![Ipv4Addr::LOCALHOST.into()],
+        let look_ups = AtomicUsize::new(0);
+        let leaders = move || match look_ups.fetch_add(1, Ordering::SeqCst) {
+            0 | 1 => vec![Ipv4Addr::new(192, 0, 2, 1).into()],
+            _ => vec![Ipv4Addr::LOCALHOST.into()],
         };
         let open = |_| Err("no driver".into());
         std::thread::spawn(move || keel_remote::serve(&listener, facts, leaders, open, || ()));

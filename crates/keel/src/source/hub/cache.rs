@@ -90,7 +90,7 @@ impl Cache {
         let repository = self.repository(name);
         let refs = revisions_of(&repository);
         let mut commits = names_in(&repository.join("snapshots"));
-        commits.retain(|commit| is_commit(commit) && refs.iter().all(|(_, of_ref)| of_ref != commit));
+        commits.retain(|commit| is_commit(commit) && refs.iter().all(|revision| revision.commit != *commit));
         // The link was made when the file was downloaded for that commit.
         let linked = |path: &PathBuf| fs::symlink_metadata(path).and_then(|facts| facts.modified()).ok();
         commits.iter().filter_map(|commit| self.find_in(name, commit)).max_by_key(linked)
@@ -275,7 +275,7 @@ fn sweep(folder: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, String)]) -> Entry {
+fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[Revision]) -> Entry {
     let snapshot = folder.join("snapshots").join(commit);
     let files = files_below(&snapshot, "");
     let facts = |file: &String| fs::metadata(snapshot.join(file)).ok();
@@ -286,7 +286,7 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[(String, St
         towers: files.iter().filter(is_tower).cloned().collect(),
         repository: repository.into(),
         commit: commit.into(),
-        revisions: revisions.iter().filter(|(_, c)| c == commit).map(|(name, _)| name.clone()).collect(),
+        revisions: revisions.iter().filter(|of| of.commit == commit).map(|of| of.name.clone()).collect(),
         is_complete: is_whole || !gguf.is_empty(),
         gguf: if is_whole { Vec::new() } else { gguf },
         bytes: files.iter().filter_map(facts).map(|facts| facts.len()).sum(),
@@ -313,11 +313,17 @@ fn read_ref(path: &Path) -> Option<String> {
     Some(text.trim().to_string()).filter(|commit| is_commit(commit))
 }
 
-/// Branches and tags, with their commits.
-fn revisions_of(folder: &Path) -> Vec<(String, String)> {
+/// A branch or tag, and the commit that it points to.
+struct Revision {
+    name: String,
+    commit: String,
+}
+
+fn revisions_of(folder: &Path) -> Vec<Revision> {
     let refs = folder.join("refs");
     let names = files_below(&refs, "");
-    names.into_iter().filter_map(|name| read_ref(&refs.join(&name)).map(|commit| (name, commit))).collect()
+    let revision = |name: String| read_ref(&refs.join(&name)).map(|commit| Revision { name, commit });
+    names.into_iter().filter_map(revision).collect()
 }
 
 fn names_in(folder: &Path) -> Vec<String> {

@@ -42,6 +42,7 @@ pub struct Load {
     pub requests: Vec<Planned>,
 }
 
+/// A line of a file: a request without its arrival.
 #[derive(Deserialize)]
 struct Line {
     prompt: String,
@@ -90,7 +91,7 @@ impl Load {
         let requests = (0..count).map(|_| {
             let own = random.within(prompt);
             let prompt = format!("{prefix} {}", random.words(own)).trim_start().to_string();
-            (prompt, random.within(answer))
+            Line { prompt, max_tokens: random.within(answer) }
         });
         let requests: Vec<_> = requests.collect();
         Load::arriving(requests, rate, random)
@@ -102,8 +103,7 @@ impl Load {
     /// A line is not valid. The message has its number.
     pub fn parse(text: &str, rate: f64, seed: u64) -> Result<Load> {
         let line = |(i, text): (usize, &str)| {
-            let line: Line = serde_json::from_str(text).with_context(|| format!("line {}", i + 1))?;
-            Ok((line.prompt, line.max_tokens))
+            serde_json::from_str::<Line>(text).with_context(|| format!("line {}", i + 1))
         };
         let lines = text.lines().enumerate().filter(|(_, text)| !text.trim().is_empty());
         let requests = lines.map(line).collect::<Result<Vec<_>>>()?;
@@ -113,9 +113,9 @@ impl Load {
         Ok(Load::arriving(requests, rate, Random(SplitMix64(seed))))
     }
 
-    fn arriving(requests: Vec<(String, usize)>, rate: f64, mut random: Random) -> Load {
+    fn arriving(requests: Vec<Line>, rate: f64, mut random: Random) -> Load {
         let mut at_s = 0.0;
-        let planned = requests.into_iter().map(|(prompt, max_tokens)| {
+        let planned = requests.into_iter().map(|Line { prompt, max_tokens }| {
             if rate > 0.0 {
                 at_s += random.gap(rate);
             }
