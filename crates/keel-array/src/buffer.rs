@@ -78,6 +78,11 @@ impl Buffer {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// A number that only the handles to this memory share, as long as there is one.
+    pub(crate) fn address(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     /// Number of handles to this memory.
     pub(crate) fn handles(&self) -> usize {
         Arc::strong_count(&self.0)

@@ -132,5 +132,26 @@ pub(crate) fn expect_shape(
     if **got == *expected {
         return Ok(());
     }
-    Err(ArrayError::Shape { op, operand, expected: Shape::from(expected).to_string(), got: got.clone() })
+    Err(wrong_shape(op, operand, Shape::from(expected).to_string(), got))
+}
+
+/// The error for `operand`, which has another shape than `expected`.
+pub(crate) fn wrong_shape(
+    op: &'static str,
+    operand: &'static str,
+    expected: impl Into<String>,
+    got: &Shape,
+) -> ArrayError {
+    ArrayError::Shape { op, operand, expected: expected.into(), got: got.clone() }
+}
+
+/// `Ok` if the type of `operand` is right; otherwise an error with the expected types.
+pub(crate) fn expect_dtype(
+    op: &'static str,
+    operand: &'static str,
+    is_right: bool,
+    expected: &'static str,
+    got: DType,
+) -> Result<()> {
+    if is_right { Ok(()) } else { Err(ArrayError::DType { op, operand, expected, got }) }
 }

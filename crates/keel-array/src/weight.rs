@@ -196,12 +196,15 @@ impl WeightSpec {
     /// Refuses a specification that no weight has. For specifications that another process sends.
     ///
     /// # Errors
-    /// A format with other numbers, columns that are not whole groups or blocks, no elements, or too many.
+    /// A format with other numbers or types, columns that are not whole groups or blocks, no elements, or too many.
     pub fn check(&self) -> Result<()> {
         let wrong = |reason: String| Err(ArrayError::Argument { op: "weight", reason });
         match self.format {
             WeightFormat::Dense(dtype) if !dtype.is_float() => {
                 wrong(format!("elements are {dtype}, expected a float type"))
+            }
+            WeightFormat::Affine { scale_dtype, .. } if !scale_dtype.is_float() => {
+                wrong(format!("scales are {scale_dtype}, expected a float type"))
             }
             WeightFormat::Affine { bits, .. } if !matches!(bits, 2..=6 | 8) => {
                 wrong(format!("{bits} bits; affine weights have 2, 3, 4, 5, 6 or 8"))
@@ -271,5 +274,25 @@ fn check_rows(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<()> {
             }
         }
         (_, format) => wrong(format!("the rows are not coded as the weight, {format:?}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_and_scales_are_floats() {
+        let check =
+            |format| WeightSpec { experts: 1, rows: 4, cols: 64, format, compute: Compute::Auto }.check();
+        let affine = |scale_dtype| WeightFormat::Affine { bits: 4, group_size: 64, scale_dtype };
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            assert!(check(affine(dtype)).is_ok() && check(WeightFormat::Dense(dtype)).is_ok(), "{dtype}");
+        }
+        for dtype in [DType::Bool, DType::U8, DType::U32, DType::I32, DType::I64] {
+            let message = check(affine(dtype)).expect_err("no floats").to_string();
+            assert_eq!(message, format!("weight: scales are {dtype}, expected a float type"));
+            assert!(check(WeightFormat::Dense(dtype)).is_err(), "{dtype}");
+        }
     }
 }

@@ -2,22 +2,28 @@
 
 #![allow(dead_code, reason = "each target uses one of these functions")]
 
-use keel_vision::{DecodeLimits, Picture, ProcessorFiles, VideoFile, VideoFileLimits, decode};
+use keel_vision::{
+    DecodeLimits, Measured, Picture, ProcessorFiles, VideoFile, VideoFileLimits, VisionError, decode, measure,
+};
 use serde_json::{Map, Value, json};
 
 /// Small limits, so that a fuzzer spends its time on the parsers.
 const LIMITS: DecodeLimits = DecodeLimits { file_bytes: 1 << 20, pixels: 1 << 18 };
 
-/// Decodes and prepares `file` as a picture. Returns whether it was accepted.
+/// Measures `file` as a picture, then decodes and prepares it. Returns whether it was accepted.
 pub fn picture(file: &[u8]) -> bool {
-    let picture = match decode(file, LIMITS) {
-        Ok(picture) => picture,
+    let decoded =
+        measure(file, LIMITS).and_then(|measured| Ok::<_, VisionError>((measured, decode(file, LIMITS)?)));
+    let (Measured { width, height, decode_bytes }, picture) = match decoded {
+        Ok(both) => both,
         Err(problem) => {
             assert!(!problem.to_string().is_empty());
             return false;
         }
     };
-    assert_eq!(picture.rgb.len(), picture.width * picture.height * 3);
+    assert_eq!((picture.width, picture.height), (width, height));
+    assert_eq!(picture.rgb.len(), width * height * 3);
+    assert!(decode_bytes >= picture.rgb.len() as u64);
     let patches = json!({"patch_size": 8, "size": {"shortest_edge": 1024, "longest_edge": 4096}});
     let whole = json!({"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 24, "width": 16},
         "do_pan_and_scan": true, "pan_and_scan_min_crop_size": 4});

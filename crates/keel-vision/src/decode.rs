@@ -7,12 +7,12 @@
 //! - The orientation in EXIF is applied.
 //! - Only the first frame of a GIF is read.
 
-use std::borrow::Cow;
-use std::io::Cursor;
+use std::io::{BufRead, Cursor, Seek};
 
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, RgbImage};
 
+use crate::metadata::{JpegParts, Parts, jpeg_parts, png_exif, png_parts};
 use crate::{Picture, Result, VisionError, jpeg, video_file, webp, work_limit};
 
 /// Bounds on a picture and its file. They are checked before memory is allocated.
@@ -42,9 +42,9 @@ const DECODER_BYTES: u64 = 64 << 20;
 /// A file whose header was read and is within the limits.
 struct Opened<'a> {
     format: ImageFormat,
+    /// Of a JPEG, it has the header alone.
     decoder: Box<dyn ImageDecoder + 'a>,
-    /// Bytes of a copy of the file that the decoder has.
-    copied_bytes: u64,
+    orientation: Orientation,
 }
 
 fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
@@ -52,19 +52,16 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
         return Err(VisionError::FileBytes { bytes: bytes.len(), limit: limits.file_bytes });
     }
     let format = image::guess_format(bytes).map_err(|_| VisionError::Format)?;
-    if !matches!(format, ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP | ImageFormat::Gif) {
-        return Err(VisionError::Format);
-    }
-    if format == ImageFormat::Jpeg && !jpeg_has_end(bytes) {
-        return Err(VisionError::Decode("the file ends before the picture does".into()));
-    }
-    let read = if format == ImageFormat::Png { without_profile(bytes) } else { Cow::Borrowed(bytes) };
-    let copied_bytes = if let Cow::Owned(copy) = &read { copy.capacity() as u64 } else { 0 };
-    let mut reader = ImageReader::with_format(Cursor::new(read), format);
-    let mut allowed = Limits::default();
-    allowed.max_alloc = Some(limits.pixels.saturating_mul(PIXEL_BYTES_MAX).saturating_add(DECODER_BYTES));
-    reader.limits(allowed);
-    let decoder = reader.into_decoder().map_err(broken)?;
+    let (decoder, exif) = match format {
+        ImageFormat::Png => (decoder_of(Parts::new(png_parts(bytes)), format, limits)?, png_exif(bytes)),
+        ImageFormat::Jpeg => {
+            let JpegParts { header, exif, .. } = jpeg_parts(bytes)?;
+            (decoder_of(Cursor::new(header), format, limits)?, exif)
+        }
+        ImageFormat::WebP => (decoder_of(Cursor::new(bytes), format, limits)?, webp::exif(bytes)),
+        ImageFormat::Gif => (decoder_of(Parts::new(video_file::gif_parts(bytes)), format, limits)?, None),
+        _ => return Err(VisionError::Format),
+    };
     let (width, height) = decoder.dimensions();
     if u64::from(width) * u64::from(height) > limits.pixels {
         return Err(VisionError::Pixels { width, height, pixels_max: limits.pixels });
@@ -72,34 +69,20 @@ fn open(bytes: &[u8], limits: DecodeLimits) -> Result<Opened<'_>> {
     if width == 0 || height == 0 || (width, height) == (1, 1) {
         return Err(VisionError::Empty { width: width as usize, height: height as usize });
     }
-    Ok(Opened { format, decoder: Box::new(decoder), copied_bytes })
+    let orientation = exif.and_then(Orientation::from_exif_chunk).unwrap_or(Orientation::NoTransforms);
+    Ok(Opened { format, decoder, orientation })
 }
 
-/// A PNG without its colour profile, which is not used. The decoder would unpack a profile of a few bytes to as much
-/// memory as it may take.
-fn without_profile(bytes: &[u8]) -> Cow<'_, [u8]> {
-    const SIGNATURE_BYTES: usize = 8;
-    // Length, kind and checksum of a chunk.
-    const FRAME_BYTES: usize = 12;
-    let (mut at, mut profiles) = (SIGNATURE_BYTES, Vec::new());
-    while let Some(&[a, b, c, d, ref kind @ ..]) = bytes.get(at..at + 8) {
-        let end = (u32::from_be_bytes([a, b, c, d]) as usize).saturating_add(at + FRAME_BYTES);
-        if kind == b"iCCP" {
-            profiles.push(at..end.min(bytes.len()));
-        }
-        at = end;
-    }
-    if profiles.is_empty() {
-        return Cow::Borrowed(bytes);
-    }
-    let mut kept = Vec::with_capacity(bytes.len());
-    let mut from = 0;
-    for profile in profiles {
-        kept.extend_from_slice(&bytes[from..profile.start]);
-        from = profile.end;
-    }
-    kept.extend_from_slice(&bytes[from..]);
-    Cow::Owned(kept)
+fn decoder_of<'a>(
+    read: impl BufRead + Seek + 'a,
+    format: ImageFormat,
+    limits: DecodeLimits,
+) -> Result<Box<dyn ImageDecoder + 'a>> {
+    let mut reader = ImageReader::with_format(read, format);
+    let mut allowed = Limits::default();
+    allowed.max_alloc = Some(limits.pixels.saturating_mul(PIXEL_BYTES_MAX).saturating_add(DECODER_BYTES));
+    reader.limits(allowed);
+    Ok(Box::new(reader.into_decoder().map_err(broken)?))
 }
 
 /// The size of a picture by its header, and the memory to decode it.
@@ -113,30 +96,37 @@ pub struct Measured {
     pub decode_bytes: u64,
 }
 
-/// Reads the header of a picture.
+/// Reads the header of a picture. Of lossless WebP, it reads all before the pixels, which tells the decoder's memory.
+///
+/// # Memory
+/// At most 1 MiB of heap, whatever the file holds; for WebP, 4 bytes more for each block of 16 pixels. It is less than
+/// [`Measured::decode_bytes`].
 ///
 /// # Errors
 /// As [`decode`], except for faults of the picture after its header.
 pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
-    let Opened { format, mut decoder, copied_bytes } = open(bytes, limits)?;
+    let Opened { format, decoder, orientation } = open(bytes, limits)?;
     let (width, height) = decoder.dimensions();
     let [pixels, pixel_bytes] =
         [u64::from(width) * u64::from(height), u64::from(decoder.color_type().bytes_per_pixel())];
-    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     drop(decoder);
     let file_bytes = bytes.len() as u64;
     // The decoder's pixels, then these and the RGB values.
     let (own, converted) = (pixels * pixel_bytes, if pixel_bytes == 3 { 0 } else { 3 * pixels });
     let decoded = match format {
-        ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 2 * file_bytes),
+        // The library has two copies of the file, and may keep what comes between scans.
+        ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 3 * file_bytes),
         ImageFormat::WebP => {
-            webp_bytes(bytes, width, height, own, converted) + webp::table_bytes(bytes, pixels)?
+            let decoded =
+                webp_bytes(bytes, width, height, own, converted) + webp::table_bytes(bytes, pixels)?;
+            decoded.max(2 * file_bytes)
         }
         ImageFormat::Gif => {
-            let of_frame = video_file::gif_frame_pixels(bytes).filter(|&frame| frame != pixels).unwrap_or(0);
-            own + converted.max(4 * of_frame)
+            let none = || VisionError::Decode("the GIF has no frame".into());
+            own + converted.max(4 * video_file::gif_frame_pixels(bytes).ok_or_else(none)?)
         }
-        _ => own + converted + copied_bytes,
+        // Some rows are kept as they were before they were filtered, in memory that grows by doubling.
+        _ => own + converted + 3 * pixel_bytes * u64::from(width) * u64::from(height.min(6)),
     };
     let turned = if orientation == Orientation::NoTransforms { 0 } else { 2 * own };
     let (width, height) = match orientation {
@@ -146,7 +136,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
         | Orientation::Rotate270FlipH => (height as usize, width as usize),
         _ => (width as usize, height as usize),
     };
-    Ok(Measured { width, height, decode_bytes: decoded.max(turned).max(2 * file_bytes) + DECODER_BYTES_MIN })
+    Ok(Measured { width, height, decode_bytes: decoded.max(turned) + DECODER_BYTES_MIN })
 }
 
 /// The most bytes of heap while a WebP file is decoded, without the tables of lossless ones.
@@ -175,16 +165,18 @@ fn webp_bytes(bytes: &[u8], width: u32, height: u32, own: u64, converted: u64) -
 /// - The [`crate::WorkLimit`] of this thread is over.
 pub fn decode(bytes: &[u8], limits: DecodeLimits) -> Result<Picture> {
     work_limit::check()?;
-    let Opened { format, mut decoder, .. } = open(bytes, limits)?;
+    let Opened { format, decoder, orientation } = open(bytes, limits)?;
     let (width, height) = decoder.dimensions();
-    let orientation = decoder.orientation().map_err(broken)?;
     let mut decoded = match format {
         ImageFormat::Jpeg => {
-            // It has a copy of the file.
             drop(decoder);
             match jpeg_of(bytes, limits)? {
                 Some(decoded) => decoded,
-                None => DynamicImage::from_decoder(open(bytes, limits)?.decoder).map_err(broken)?,
+                None => {
+                    let JpegParts { header, data, .. } = jpeg_parts(bytes)?;
+                    let decoder = decoder_of(Cursor::new([&header[..], data].concat()), format, limits)?;
+                    DynamicImage::from_decoder(decoder).map_err(broken)?
+                }
             }
         }
         _ => DynamicImage::from_decoder(decoder).map_err(broken)?,
@@ -205,23 +197,6 @@ fn broken(error: ImageError) -> VisionError {
         ImageError::Unsupported(_) => VisionError::Format,
         other => VisionError::Decode(other.to_string()),
     }
-}
-
-/// Whether the end marker follows the start of a scan. Without this check the library would fill missing parts with
-/// grey.
-fn jpeg_has_end(bytes: &[u8]) -> bool {
-    let mut at = 2;
-    while let Some(&[0xff, marker, high, low]) = bytes.get(at..at + 4) {
-        if marker == 0xff {
-            at += 1;
-        } else if marker == 0xda {
-            // Within a scan, the byte after 0xff is 0 or a restart marker, so 0xff 0xd9 is the end marker.
-            return bytes[at + 4..].windows(2).any(|pair| pair == [0xff, 0xd9]);
-        } else {
-            at += 2 + usize::from(u16::from_be_bytes([high, low]));
-        }
-    }
-    false
 }
 
 /// Decodes a JPEG to the same bits as the references. Returns `None` for a kind of JPEG that only the library reads.
@@ -271,6 +246,40 @@ mod tests {
         let mut file = Vec::new();
         JpegEncoder::new(&mut file).encode_image(&RgbImage::new(side, side)).expect("coded");
         file
+    }
+
+    /// Frames of Motion JPEG leave out the tables that all of them use.
+    #[test]
+    fn a_jpeg_without_huffman_tables_is_refused() {
+        let (mut file, limits) = (jpeg(16), DecodeLimits::default());
+        while let Some(at) = file.windows(2).position(|pair| pair == [0xff, 0xc4]) {
+            let size = usize::from(u16::from_be_bytes([file[at + 2], file[at + 3]]));
+            drop(file.drain(at..at + 2 + size));
+        }
+        assert_eq!(measure(&file, limits).map(|measured| measured.width).ok(), Some(16));
+        let message = decode(&file, limits).expect_err("it has no codes").to_string();
+        assert!(message.contains("Huffman table is missing"), "{message}");
+    }
+
+    #[test]
+    fn a_frame_beyond_the_screen_of_a_gif_is_cut() {
+        let mut file = Vec::new();
+        let frame = image::RgbaImage::from_fn(40, 30, |x, _| image::Rgba([6 * x as u8, 0, 0, 255]));
+        image::codecs::gif::GifEncoder::new(&mut file).encode_frame(image::Frame::new(frame)).expect("coded");
+        let limits = DecodeLimits::default();
+        let whole = measure(&file, limits).expect("it has a header");
+        assert_eq!((whole.width, whole.height), (40, 30));
+        // The size of the screen.
+        file[6..10].copy_from_slice(&[16, 0, 8, 0]);
+        let cut = measure(&file, limits).expect("it has a header");
+        assert_eq!((cut.width, cut.height), (16, 8));
+        assert!(cut.decode_bytes >= DECODER_BYTES_MIN + 4 * (40 * 30 + 16 * 8), "its frame is decoded whole");
+        let picture = decode(&file, limits).expect("its frame is cut");
+        assert_eq!((picture.width, picture.height, picture.rgb.len()), (16, 8, 16 * 8 * 3));
+        assert_eq!(picture.rgb[15 * 3], 90);
+        file.truncate(13);
+        let message = measure(&file, limits).expect_err("there is no frame").to_string();
+        assert!(message.contains("the picture cannot be decoded"), "{message}");
     }
 
     /// By the standard the marker FF01 has no length. The library skips one, and with it a whole picture here.

@@ -63,7 +63,7 @@ pub enum VisionError {
     #[error("the video cannot be read: {0}")]
     VideoFile(String),
     /// The request that needed the result has ended.
-    #[error("the work was ended, because nobody waits for it")]
+    #[error("the work was ended, because its result is no longer needed")]
     Unwanted,
     /// The time for the work is over.
     #[error("reading the pictures and videos took longer than {seconds} s; send fewer or smaller ones")]

@@ -16,6 +16,7 @@ mod decode;
 mod error;
 mod fields;
 mod jpeg;
+mod metadata;
 mod patches;
 mod picture;
 mod pixels;

@@ -5,9 +5,11 @@
 use crate::{Result, VisionError, work_limit};
 
 /// Symbols of the five codes of a group: green with lengths, red, blue, alpha, distances.
-const ALPHABETS: [usize; 5] = [256 + LENGTHS, 256, 256, 256, 40];
+const ALPHABETS: [usize; 5] = [256 + LENGTHS, 256, 256, 256, DISTANCES];
 /// Prefixes of lengths among the symbols of green.
 const LENGTHS: usize = 24;
+/// Prefixes of distances.
+const DISTANCES: usize = 40;
 /// The longest code.
 const CODE_BITS_MAX: usize = 15;
 /// The decoder looks up this many bits in a table, and walks a tree for the others.
@@ -40,22 +42,32 @@ pub(crate) fn table_bytes(file: &[u8], pixels: u64) -> Result<u64> {
             b"ANMF" => Some([size_at(payload, 6)?, size_at(payload, 9)?]),
             _ => None,
         };
-        let inner = frame.map(|size| (size, payload.get(16..).unwrap_or_default()));
-        let parts: Vec<([usize; 2], &[u8; 4], &[u8])> = match inner {
-            Some((size, inner)) => chunks(inner).map(|(kind, payload)| (size, kind, payload)).collect(),
-            None => vec![(canvas, kind, payload)],
+        let Some(size) = frame else {
+            most = most.max(part_bytes(kind, payload, canvas, pixels)?);
+            continue;
         };
-        for (size, kind, payload) in parts {
-            let bytes = match (kind, payload.first()) {
-                (b"VP8L", _) => picture(payload, pixels),
-                // Alpha that is coded as the green of a lossless picture without a header.
-                (b"ALPH", Some(info)) if info & 3 == 1 => stream(&mut Bits::new(&payload[1..]), size, pixels),
-                _ => continue,
-            };
-            most = most.max(bytes?);
+        for (kind, payload) in chunks(payload.get(16..).unwrap_or_default()) {
+            most = most.max(part_bytes(kind, payload, size, pixels)?);
         }
     }
     Ok(most)
+}
+
+/// The bytes of tables for one chunk, of a picture or a frame of this size.
+fn part_bytes(kind: &[u8; 4], payload: &[u8], size: [usize; 2], pixels: u64) -> Result<u64> {
+    match (kind, payload.first()) {
+        (b"VP8L", _) => picture(payload, pixels),
+        // Alpha that is coded as the green of a lossless picture without a header.
+        (b"ALPH", Some(info)) if info & 3 == 1 => stream(&mut Bits::new(&payload[1..]), size, pixels),
+        _ => Ok(0),
+    }
+}
+
+/// The EXIF data of a file. A file of one chunk has none.
+pub(crate) fn exif(file: &[u8]) -> Option<&[u8]> {
+    let mut chunks = chunks(file.get(12..)?);
+    chunks.next().filter(|(kind, _)| *kind == b"VP8X")?;
+    chunks.find(|(kind, _)| *kind == b"EXIF").map(|(_, payload)| payload)
 }
 
 /// The chunks of a file or of a frame.
@@ -104,10 +116,13 @@ impl<'a> Bits<'a> {
         Ok(bits as usize & ((1 << count) - 1))
     }
 
-    /// A length or a distance that begins with this prefix.
+    /// A length or a distance that begins with this prefix. A code of one or two symbols may name any byte.
     fn after_prefix(&mut self, prefix: usize) -> Result<usize> {
         if prefix < 4 {
             return Ok(prefix + 1);
+        }
+        if prefix >= DISTANCES {
+            return Err(broken());
         }
         let extra = (prefix - 2) / 2;
         Ok(((2 + prefix % 2) << extra) + self.read(extra)? + 1)
@@ -334,4 +349,50 @@ fn near_distances(width: usize) -> Vec<usize> {
     near.retain(|&(x, y)| y > 0 || x > 0);
     near.sort_by_key(|&(x, y)| (x * x + y * y, x.abs(), x < 0));
     near.into_iter().map(|(x, y)| (x + y * width as i64).max(1) as usize).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A picture of 8 x 8 pixels. The picture of its groups is a copy whose distance has a prefix that no alphabet has.
+    fn with_prefix(prefix: usize) -> Vec<u8> {
+        let mut bits = Vec::new();
+        let mut write = |value: usize, count: usize| bits.extend((0..count).map(|i| value >> i & 1));
+        // Signature, size less one, no alpha, version 0, no transform, no remembered colours, groups by blocks.
+        [(0x2f, 8), (7, 14), (7, 14), (0, 1), (0, 3), (0, 1), (0, 1), (1, 1), (0, 3)]
+            .into_iter()
+            .for_each(|(value, count)| write(value, count));
+        // No remembered colours. Green has one symbol, 256: after 138 and 118 zeros (18), a length of one (1).
+        [(0, 1), (0, 1), (0, 4), (0, 3), (1, 3), (0, 3), (1, 3), (1, 1), (0, 3), (1, 2)]
+            .into_iter()
+            .chain([(1, 1), (138 - 11, 7), (1, 1), (118 - 11, 7), (0, 1)])
+            .for_each(|(value, count)| write(value, count));
+        // Codes of one symbol of 8 bits.
+        for symbol in [0, 0, 0, prefix] {
+            write(0b101, 3);
+            write(symbol, 8);
+        }
+        write(0, 24);
+        let payload: Vec<u8> =
+            bits.chunks(8).map(|byte| byte.iter().rev().fold(0, |all, bit| all << 1 | *bit as u8)).collect();
+        let size = (payload.len() as u32).to_le_bytes();
+        [&b"RIFF....WEBPVP8L"[..], &size, &payload].concat()
+    }
+
+    #[test]
+    fn a_distance_that_no_alphabet_has_is_refused() {
+        for prefix in [40, 41, 62, 130, 255] {
+            let message = table_bytes(&with_prefix(prefix), 64).expect_err("it is broken").to_string();
+            assert!(message.contains("a code before the pixels is broken"), "{prefix}: {message}");
+        }
+    }
+
+    #[test]
+    fn exif_is_found_in_extended_files_alone() {
+        let file = |first: &[u8]| [&b"RIFF....WEBP"[..], first, b"\0\0\0\0EXIF\x03\0\0\0abc"].concat();
+        assert_eq!(exif(&file(b"VP8X")), Some(&b"abc"[..]));
+        assert_eq!(exif(&file(b"VP8L")), None);
+        assert_eq!(exif(b"RIFF"), None);
+    }
 }

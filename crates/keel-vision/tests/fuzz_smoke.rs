@@ -15,7 +15,8 @@ fn data(name: &str) -> Vec<u8> {
 }
 
 /// Byte strings with a meaning for the decoders.
-const WORDS: [&[u8]; 7] = [b"\0\0\0\0", b"\xff\xff\xff\xff", b"IDAT", b"\xff\xda", b"null", b"-1", b"1e999"];
+const WORDS: [&[u8]; 9] =
+    [b"\0\0\0\0", b"\xff\xff\xff\xff", b"IDAT", b"eXIf", b"VP8X", b"\xff\xda", b"null", b"-1", b"1e999"];
 
 fn survive(sound: &[u8], check: fn(&[u8]) -> bool) {
     assert!(check(sound));
@@ -37,6 +38,16 @@ fn mutated_pictures_never_panic() {
     for name in ["bilevel.png", "palette_trns.png", "progressive_420.jpg"] {
         survive(&data(name), checks::picture);
     }
+    survive(&lossless(), checks::picture);
+    survive(&gif(1), checks::picture);
+}
+
+/// A lossless WebP picture.
+fn lossless() -> Vec<u8> {
+    let mut file = std::io::Cursor::new(Vec::new());
+    let pixels = image::RgbImage::from_fn(40, 30, |x, y| image::Rgb([(x * y) as u8, x as u8, y as u8]));
+    pixels.write_to(&mut file, image::ImageFormat::WebP).expect("it is written");
+    file.into_inner()
 }
 
 #[test]

@@ -98,6 +98,29 @@ fn with_profile(image: &DynamicImage) -> Vec<u8> {
     bytes
 }
 
+/// A PNG with a text and EXIF of 4 MiB each after its header. A byte of the text takes two in the decoder.
+fn with_texts(image: &DynamicImage) -> Vec<u8> {
+    const HEADER_BYTES: usize = 8 + 25;
+    let mut file = coded(image, ImageFormat::Png);
+    for kind in [b"tEXt", b"eXIf"] {
+        let mut chunk = [&kind[..], b"Comment\0"].concat();
+        chunk.resize(4 << 20, 0xff);
+        let next = |crc: u32, _| if crc & 1 == 1 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 };
+        let crc = !chunk.iter().fold(!0u32, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), next));
+        let size = (chunk.len() as u32 - 4).to_be_bytes();
+        drop(file.splice(HEADER_BYTES..HEADER_BYTES, [&size[..], &chunk, &crc.to_be_bytes()].concat()));
+    }
+    file
+}
+
+/// A GIF with data of an application of 8 MiB before its frame.
+fn with_application_data(mut file: Vec<u8>) -> Vec<u8> {
+    let first = file.windows(2).position(|at| at == [0x21, 0xf9]).expect("its frame has a time");
+    let block = [&[255][..], &[7; 255]].concat().repeat(8 << 12);
+    drop(file.splice(first..first, [&b"\x21\xff\x0bXMP DataXMP"[..], &block, &[0]].concat()));
+    file
+}
+
 fn lossless(image: &DynamicImage) -> Vec<u8> {
     let mut bytes = Vec::new();
     let encoder = WebPEncoder::new_lossless(&mut bytes);
@@ -200,6 +223,7 @@ fn pictures() -> Vec<(&'static str, Vec<u8>)> {
         ("16-bit RGB PNG", png(wide.to_rgb16().into())),
         ("16-bit RGBA PNG", png(wide.to_rgba16().into())),
         ("PNG with a profile", with_profile(&wide)),
+        ("PNG with texts", with_texts(&wide)),
         ("JPEG", coded(&wide, ImageFormat::Jpeg)),
         ("gray JPEG", coded(&wide.to_luma8().into(), ImageFormat::Jpeg)),
         ("turned JPEG", turned(&wide)),
@@ -210,6 +234,7 @@ fn pictures() -> Vec<(&'static str, Vec<u8>)> {
         ("lossy WebP", include_bytes!("data/lossy.webp").to_vec()),
         ("lossy WebP with alpha", include_bytes!("data/lossy_alpha.webp").to_vec()),
         ("GIF", gif(1, 1200, 900)),
+        ("GIF with data of an application", with_application_data(gif(1, 1200, 900))),
     ]
 }
 

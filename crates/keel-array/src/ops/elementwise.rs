@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Op;
+use crate::error::expect_dtype;
 use crate::{Array, ArrayError, DType, Result};
 
 /// Functions of one operand. On integers only `Neg`, `Abs` and `Not` are defined.
@@ -164,10 +165,8 @@ impl Array {
             Unary::Neg | Unary::Abs => self.dtype() != DType::Bool,
             _ => self.dtype().is_float(),
         };
-        if !allowed {
-            let expected = if op == Unary::Not { "bool" } else { "a float type" };
-            return Err(ArrayError::DType { op: op.name(), operand: "x", expected, got: self.dtype() });
-        }
+        let expected = if op == Unary::Not { "bool" } else { "a float type" };
+        expect_dtype(op.name(), "x", allowed, expected, self.dtype())?;
         Array::build(Op::Unary(op), &[self], self.shape().clone(), self.dtype())
     }
 
@@ -179,30 +178,10 @@ impl Array {
             rhs: other.shape().clone(),
         })?;
         let dtype = self.dtype().promote(other.dtype());
-        if op.is_logical() && dtype != DType::Bool {
-            return Err(ArrayError::DType {
-                op: name,
-                operand: "both operands",
-                expected: "bool",
-                got: dtype,
-            });
-        }
-        if op == Binary::Pow && !dtype.is_float() {
-            return Err(ArrayError::DType {
-                op: name,
-                operand: "both operands",
-                expected: "a float type",
-                got: dtype,
-            });
-        }
-        if op.is_arithmetic() && dtype == DType::Bool {
-            return Err(ArrayError::DType {
-                op: name,
-                operand: "both operands",
-                expected: "a number",
-                got: dtype,
-            });
-        }
+        let expect = |is_right, expected| expect_dtype(name, "both operands", is_right, expected, dtype);
+        expect(!op.is_logical() || dtype == DType::Bool, "bool")?;
+        expect(op != Binary::Pow || dtype.is_float(), "a float type")?;
+        expect(!op.is_arithmetic() || dtype != DType::Bool, "a number")?;
         let lhs = self.cast(dtype)?.broadcast_to(&shape)?;
         let rhs = other.cast(dtype)?.broadcast_to(&shape)?;
         let result = if op.compares() { DType::Bool } else { dtype };
@@ -226,14 +205,7 @@ impl Array {
     /// If this array is not bool, or the shapes do not broadcast.
     pub fn select(&self, if_true: &Array, if_false: &Array) -> Result<Array> {
         const OP: &str = "where";
-        if self.dtype() != DType::Bool {
-            return Err(ArrayError::DType {
-                op: OP,
-                operand: "condition",
-                expected: "bool",
-                got: self.dtype(),
-            });
-        }
+        expect_dtype(OP, "condition", self.dtype() == DType::Bool, "bool", self.dtype())?;
         let values = if_true.shape().broadcast(if_false.shape());
         let shape = values.and_then(|s| s.broadcast(self.shape())).ok_or_else(|| ArrayError::Broadcast {
             op: OP,

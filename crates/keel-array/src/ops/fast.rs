@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::reduce::expect_float;
 use super::{Op, Real};
-use crate::error::expect_shape;
+use crate::error::{expect_dtype, expect_shape, wrong_shape};
 use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
 
 /// A rotary embedding over the first `rotary` elements of each head, in half-split pairs `(i, i + rotary / 2)`.
@@ -193,12 +193,7 @@ impl Array {
         expect_f32(OP, &[self])?;
         let wide = self.last_extent(OP)?;
         if !wide.is_multiple_of(2) {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "x",
-                expected: "(.., 2F)".into(),
-                got: self.shape().clone(),
-            });
+            return Err(wrong_shape(OP, "x", "(.., 2F)", self.shape()));
         }
         let mut shape = self.shape().to_vec();
         shape[self.shape().rank() - 1] = wide / 2;
@@ -226,12 +221,7 @@ impl Array {
         const OP: &str = "route_top_k";
         expect_f32(OP, &[self])?;
         let &[tokens, experts] = &self.shape()[..] else {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "logits",
-                expected: "(T, E)".into(),
-                got: self.shape().clone(),
-            });
+            return Err(wrong_shape(OP, "logits", "(T, E)", self.shape()));
         };
         if k == 0 || k > experts {
             return Err(ArrayError::Argument {
@@ -263,12 +253,7 @@ impl Array {
         const OP: &str = "combine_experts";
         expect_f32(OP, &[self, weights])?;
         let &[tokens, choices, width] = &self.shape()[..] else {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "y",
-                expected: "(T, J, N)".into(),
-                got: self.shape().clone(),
-            });
+            return Err(wrong_shape(OP, "y", "(T, J, N)", self.shape()));
         };
         expect_shape(OP, "weights", &[tokens, choices], weights.shape())?;
         let mut inputs = vec![self, weights];
@@ -295,10 +280,7 @@ pub(crate) fn expect_f32(op: &'static str, operands: &[&Array]) -> Result<()> {
 
 /// `Ok` if x is f32; otherwise an error that calls it `operand`.
 pub(crate) fn expect_f32_in(op: &'static str, operand: &'static str, x: &Array) -> Result<()> {
-    match x.dtype() {
-        DType::F32 => Ok(()),
-        got => Err(ArrayError::DType { op, operand, expected: "f32", got }),
-    }
+    expect_dtype(op, operand, x.dtype() == DType::F32, "f32", x.dtype())
 }
 
 fn check_rope(
@@ -310,12 +292,7 @@ fn check_rope(
 ) -> Result<()> {
     expect_f32(op, &[x, inverse])?;
     let &[tokens, _, size] = &x.shape()[..] else {
-        return Err(ArrayError::Shape {
-            op,
-            operand: "x",
-            expected: "(T, H, D)".into(),
-            got: x.shape().clone(),
-        });
+        return Err(wrong_shape(op, "x", "(T, H, D)", x.shape()));
     };
     if !spec.rotary.is_multiple_of(2) || spec.rotary > size {
         return Err(ArrayError::Argument {
@@ -326,9 +303,7 @@ fn check_rope(
             ),
         });
     }
-    if positions.dtype() != DType::I32 {
-        return Err(ArrayError::DType { op, operand: "positions", expected: "i32", got: positions.dtype() });
-    }
+    expect_dtype(op, "positions", positions.dtype() == DType::I32, "i32", positions.dtype())?;
     match spec.sections {
         None => expect_shape(op, "positions", &[tokens], positions.shape())?,
         Some(sections) if sections.iter().sum::<usize>() == spec.rotary / 2 => {

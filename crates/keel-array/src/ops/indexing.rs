@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Op, Real};
+use crate::error::{expect_dtype, wrong_shape};
 use crate::{Array, ArrayError, DType, Result, Runtime, Shape};
 
 /// Distributions of [`Array::random`].
@@ -74,20 +75,13 @@ impl Array {
         expect_index(OP, indices)?;
         let (x, i) = (self.shape(), indices.shape());
         if x.rank() == 0 || x.rank() != i.rank() || x[..x.rank() - 1] != i[..i.rank() - 1] {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "indices",
-                expected: format!("{x} in all but the last axis"),
-                got: i.clone(),
-            });
+            return Err(wrong_shape(OP, "indices", format!("{x} in all but the last axis"), i));
         }
         Array::build(Op::TakeAlong, &[self, indices], i.clone(), self.dtype())
     }
 }
 
 pub(crate) fn expect_index(op: &'static str, indices: &Array) -> Result<()> {
-    match indices.dtype() {
-        DType::I32 | DType::U32 => Ok(()),
-        got => Err(ArrayError::DType { op, operand: "indices", expected: "i32 or u32", got }),
-    }
+    let is_right = matches!(indices.dtype(), DType::I32 | DType::U32);
+    expect_dtype(op, "indices", is_right, "i32 or u32", indices.dtype())
 }

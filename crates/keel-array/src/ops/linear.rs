@@ -3,7 +3,7 @@
 use super::Op;
 use super::fast::{expect_f32, expect_f32_in};
 use super::indexing::expect_index;
-use crate::error::expect_shape;
+use crate::error::{expect_shape, wrong_shape};
 use crate::{Array, ArrayError, DType, Result, Shape, Weight};
 
 impl Array {
@@ -17,12 +17,7 @@ impl Array {
         super::reduce::expect_float(OP, other)?;
         let (a, b) = (self.shape(), other.shape());
         if a.rank() < 2 || b.rank() < 2 || a[a.rank() - 1] != b[b.rank() - 2] {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "rhs",
-                expected: format!("(.., K, N) for a lhs (.., M, K) of {a}"),
-                got: b.clone(),
-            });
+            return Err(wrong_shape(OP, "rhs", format!("(.., K, N) for a lhs (.., M, K) of {a}"), b));
         }
         let (a_batch, b_batch) = (Shape::from(&a[..a.rank() - 2]), Shape::from(&b[..b.rank() - 2]));
         let batch = a_batch.broadcast(&b_batch).ok_or_else(|| ArrayError::Broadcast {
@@ -90,12 +85,7 @@ impl Array {
         let choices = experts.shape();
         let matches = choices.rank() == 2 && (lead == [choices[0]] || *lead == **choices);
         if !matches {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "experts",
-                expected: format!("(T, J) for x {}", self.shape()),
-                got: choices.clone(),
-            });
+            return Err(wrong_shape(OP, "experts", format!("(T, J) for x {}", self.shape()), choices));
         }
         let shape = Shape::from([choices[0], choices[1], spec.rows]);
         Array::build(
@@ -130,11 +120,6 @@ fn leading<'a>(op: &'static str, x: &'a Array, cols: usize) -> Result<&'a [usize
     expect_f32_in(op, "x", x)?;
     match &x.shape()[..] {
         [lead @ .., last] if *last == cols => Ok(lead),
-        _ => Err(ArrayError::Shape {
-            op,
-            operand: "x",
-            expected: format!("(.., {cols})"),
-            got: x.shape().clone(),
-        }),
+        _ => Err(wrong_shape(op, "x", format!("(.., {cols})"), x.shape())),
     }
 }

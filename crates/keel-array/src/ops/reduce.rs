@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Op;
 use super::views::resolve_axis;
+use crate::error::expect_dtype;
 use crate::{Array, ArrayError, ArraySpec, DType, Result, Shape};
 
 /// How the elements of the last axis become one.
@@ -85,9 +86,7 @@ impl Array {
             Reduction::Mean => (self.dtype().is_float(), "a float type"),
             _ => (self.dtype() != DType::Bool, "a number"),
         };
-        if !wants.0 {
-            return Err(ArrayError::DType { op, operand: "x", expected: wants.1, got: self.dtype() });
-        }
+        expect_dtype(op, "x", wants.0, wants.1, self.dtype())?;
         if matches!(reduction, Reduction::Max | Reduction::Min | Reduction::Mean) {
             expect_elements(op, self.shape()[axis])?;
         }
@@ -170,14 +169,7 @@ impl Array {
     /// If there is no such axis or the type is bool.
     pub fn cumsum(&self, axis: isize, reverse: bool, exclusive: bool) -> Result<Array> {
         let axis = resolve_axis("cumsum", axis, self.shape())?;
-        if self.dtype() == DType::Bool {
-            return Err(ArrayError::DType {
-                op: "cumsum",
-                operand: "x",
-                expected: "a number",
-                got: DType::Bool,
-            });
-        }
+        expect_dtype("cumsum", "x", self.dtype() != DType::Bool, "a number", self.dtype())?;
         let moved = self.axis_last(axis)?;
         Array::build(Op::CumSum { reverse, exclusive }, &[&moved], moved.shape().clone(), self.dtype())?
             .last_to(axis)
@@ -227,8 +219,5 @@ fn expect_elements(op: &'static str, extent: usize) -> Result<()> {
 }
 
 pub(crate) fn expect_float(op: &'static str, x: &Array) -> Result<()> {
-    if !x.dtype().is_float() {
-        return Err(ArrayError::DType { op, operand: "x", expected: "a float type", got: x.dtype() });
-    }
-    Ok(())
+    expect_dtype(op, "x", x.dtype().is_float(), "a float type", x.dtype())
 }

@@ -1,7 +1,8 @@
 //! Drawing tokens from logits.
 
 use super::Op;
-use crate::error::expect_shape;
+use super::fast::expect_f32_in;
+use crate::error::{expect_shape, wrong_shape};
 use crate::sampling::Draw;
 use crate::{Array, ArrayError, DType, Result, Shape};
 
@@ -20,13 +21,10 @@ impl Array {
     pub fn sample(&self, draws: &Array) -> Result<Array> {
         const OP: &str = "sample";
         for (operand, array) in [("logits", self), ("draws", draws)] {
-            if array.dtype() != DType::F32 {
-                return Err(ArrayError::DType { op: OP, operand, expected: "f32", got: array.dtype() });
-            }
+            expect_f32_in(OP, operand, array)?;
         }
         let &[rows, width] = &self.shape()[..] else {
-            let (expected, got) = ("[rows, vocabulary]".into(), self.shape().clone());
-            return Err(ArrayError::Shape { op: OP, operand: "logits", expected, got });
+            return Err(wrong_shape(OP, "logits", "[rows, vocabulary]", self.shape()));
         };
         if !(1..=Draw::WIDTH_MAX).contains(&width) {
             let reason = format!("rows of {width} logits are not within 1 to {}", Draw::WIDTH_MAX);

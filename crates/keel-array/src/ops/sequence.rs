@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::fast::expect_f32;
 use super::{KvFormat, Op, Real};
-use crate::error::expect_shape;
+use crate::error::{expect_dtype, expect_shape, wrong_shape};
 use crate::{Array, ArrayError, DType, Result, Shape};
 
 /// The two ways in which rows are computed; see the crate documentation on regimes.
@@ -231,20 +231,10 @@ impl Array {
         const OP: &str = "causal_conv";
         expect_f32(OP, &[self, weight, &window.rows])?;
         let &[_, channels] = &self.shape()[..] else {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "x",
-                expected: "(T, C)".into(),
-                got: self.shape().clone(),
-            });
+            return Err(wrong_shape(OP, "x", "(T, C)", self.shape()));
         };
         let &[width, _] = &weight.shape()[..] else {
-            return Err(ArrayError::Shape {
-                op: OP,
-                operand: "weight",
-                expected: "(K, C)".into(),
-                got: weight.shape().clone(),
-            });
+            return Err(wrong_shape(OP, "weight", "(K, C)", weight.shape()));
         };
         expect_shape(OP, "weight", &[width.max(1), channels], weight.shape())?;
         let slots = extent(&window.rows, 0);
@@ -275,10 +265,8 @@ impl Array {
     ) -> Result<Array> {
         const OP: &str = "gated_delta";
         expect_f32(OP, &[self, a, b, a_log, dt_bias])?;
-        if ![DType::F32, DType::F16].contains(&state.state.dtype()) {
-            let got = state.state.dtype();
-            return Err(ArrayError::DType { op: OP, operand: "state", expected: "f32 or f16", got });
-        }
+        let is_right = matches!(state.state.dtype(), DType::F32 | DType::F16);
+        expect_dtype(OP, "state", is_right, "f32 or f16", state.state.dtype())?;
         if spec.key_heads == 0 || !spec.value_heads.is_multiple_of(spec.key_heads) {
             let reason = format!(
                 "{} value heads are not a multiple of {} key heads",
@@ -342,9 +330,7 @@ impl Array {
                 "rows that see later keys are rows of the prefill regime, with a window or without".into();
             return Err(ArrayError::Argument { op: OP, reason });
         }
-        if until.dtype() != DType::U32 {
-            return Err(ArrayError::DType { op: OP, operand: "until", expected: "u32", got: until.dtype() });
-        }
+        expect_dtype(OP, "until", until.dtype() == DType::U32, "u32", until.dtype())?;
         expect_shape(OP, "until", &[extent(self, 0)], until.shape())?;
         self.attend(rows, pool, batch, Some(until), spec)
     }
@@ -361,8 +347,7 @@ impl Array {
         let KvRows { keys: k, values: v } = rows;
         expect_f32(OP, &[self, k, v])?;
         let &[tokens, heads, size] = &self.shape()[..] else {
-            let (expected, got) = ("(T, H, D)".into(), self.shape().clone());
-            return Err(ArrayError::Shape { op: OP, operand: "q", expected, got });
+            return Err(wrong_shape(OP, "q", "(T, H, D)", self.shape()));
         };
         let (kv_heads, scale) = (extent(k, 1), spec.scale.get());
         if !(scale.is_finite() && scale > 0.0) {
@@ -442,9 +427,7 @@ fn checked<'a>(op: &'static str, batch: &'a Batch) -> Result<&'a Batch> {
     expect_shape(op, "batch.accepted", &[sequences], batch.accepted.shape())?;
     expect_shape(op, "batch.table", &[sequences, extent(&batch.table, 1)], batch.table.shape())?;
     for array in [&batch.row_start, &batch.slot, &batch.position, &batch.table, &batch.accepted] {
-        if array.dtype() != DType::U32 {
-            return Err(ArrayError::DType { op, operand: "batch", expected: "u32", got: array.dtype() });
-        }
+        expect_dtype(op, "batch", array.dtype() == DType::U32, "u32", array.dtype())?;
     }
     Ok(batch)
 }

@@ -1,7 +1,7 @@
 //! Layout changes, copies and joins.
 
 use super::{Op, View};
-use crate::error::expect_shape;
+use crate::error::{expect_dtype, expect_shape, wrong_shape};
 use crate::{Array, ArrayError, Result, Shape};
 
 /// Resolves a possibly negative axis.
@@ -27,12 +27,12 @@ impl Array {
     pub fn reshape(&self, shape: impl Into<Shape>) -> Result<Array> {
         let shape = shape.into();
         if shape.elements() != self.shape().elements() {
-            return Err(ArrayError::Shape {
-                op: "reshape",
-                operand: "x",
-                expected: format!("{} elements for {shape}", shape.elements()),
-                got: self.shape().clone(),
-            });
+            return Err(wrong_shape(
+                "reshape",
+                "x",
+                format!("{} elements for {shape}", shape.elements()),
+                self.shape(),
+            ));
         }
         self.view(View::Reshape, shape)
     }
@@ -135,14 +135,13 @@ impl Array {
                 expected[axis] = extent;
             }
             expect_shape(OP, "operand", &expected, array.shape())?;
-            if array.dtype() != first.dtype() {
-                return Err(ArrayError::DType {
-                    op: OP,
-                    operand: "operand",
-                    expected: "the type of the first",
-                    got: array.dtype(),
-                });
-            }
+            expect_dtype(
+                OP,
+                "operand",
+                array.dtype() == first.dtype(),
+                "the type of the first",
+                array.dtype(),
+            )?;
             shape[axis] += expected[axis];
         }
         Array::build(Op::Concatenate { axis }, arrays, shape.into(), first.dtype())

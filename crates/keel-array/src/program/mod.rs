@@ -9,6 +9,7 @@
 //!
 //! A program holds no memory. [`Bindings`] give it the buffers of one evaluation.
 
+mod apart;
 mod cache;
 mod described;
 mod fusion;
@@ -376,7 +377,7 @@ impl<'a> Launch<'a> {
             OperandMemory::Output(i) => bound(&self.bindings.outputs[i]),
             OperandMemory::Arena { offset, .. } => Place { buffer: self.arena(), offset },
             OperandMemory::Temp(_) => unreachable!("a planned program has no unplaced operand"),
-            OperandMemory::Absorbed(_) => unreachable!("what a kernel makes for itself is not in memory"),
+            OperandMemory::Absorbed(_) => unreachable!("an absorbed value is not in memory"),
         }
     }
 
@@ -385,3 +386,6 @@ impl<'a> Launch<'a> {
         self.arena.unwrap_or_else(|| unreachable!("a program with intermediates is bound to an arena"))
     }
 }
+
+#[cfg(test)]
+mod tests;

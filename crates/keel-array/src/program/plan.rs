@@ -111,7 +111,11 @@ impl<'a> MemoryPlanner<'a> {
             }
             match input.memory {
                 OperandMemory::External(e) => {
-                    let free = self.graph.externals[e].donatable
+                    let external = &self.graph.externals[e];
+                    // The rest of a larger input would stay allocated (law 4).
+                    let whole = bytes_of(external.dtype, external.layout.shape.elements());
+                    let free = external.donatable
+                        && whole == self.temps[t].bytes
                         && self.last_external_use[e] == i
                         && !self.mutated[e]
                         && !self.donated[e];

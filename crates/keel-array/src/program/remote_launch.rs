@@ -84,9 +84,12 @@ impl RemoteLaunch {
     /// [`Runtime::reserve_arena`] has made large enough.
     ///
     /// # Errors
-    /// An operand that is missing or not within its memory, too little scratch, or a kernel that the backend does not
-    /// have: the other process has planned for another device, or is another build. Shapes are not compared with the
-    /// operation; the other process vouches for them.
+    /// - An operand that is missing or not within its memory.
+    /// - A result or scratch that shares memory with another operand.
+    /// - Too little scratch, or a kernel that the backend does not have: the other process has planned for another
+    ///   device, or is another build.
+    ///
+    /// Shapes are not compared with the operation; the other process vouches for them.
     pub fn new(
         runtime: &Runtime,
         kernels: Vec<Kernel>,
@@ -161,7 +164,7 @@ struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// Whether a kernel's operands and its scratch are within this memory.
+    /// Whether a kernel's operands and its scratch are within this memory, and lie apart where they must.
     fn check(&self, kernel: &Kernel, runtime: &Runtime) -> Result<()> {
         let wrong = |reason: String| Err(ArrayError::Kernel { op: kernel.op.name().into(), reason });
         if let Some(scratch) = &kernel.workspace {
@@ -173,10 +176,13 @@ impl Places<'_> {
             }
             self.note_arena(scratch.end);
         }
-        if let Some(output) = kernel.outputs.iter().find(|output| !self.holds(output, 0)) {
+        if let Some(output) = kernel.outputs.iter().find(|output| !self.holds(output)) {
             return wrong(format!("a result is not within its memory: {output:?}"));
         }
         self.check_inputs(kernel, runtime)?;
+        if let Err(reason) = kernel.check_apart(|memory| self.base(memory)) {
+            return wrong(reason);
+        }
         let needed = runtime.backend().workspace_bytes(kernel);
         let given = kernel.workspace.as_ref().map_or(0, |scratch| scratch.len());
         if given < needed {
@@ -203,7 +209,7 @@ impl Places<'_> {
             let is_there = match input.memory {
                 OperandMemory::Absorbed(producer) => producer < kernel.absorbed.len(),
                 // Operand 1 of a product and of an embedding is the packed weight.
-                _ => self.holds(input, if i == 1 { weight_bytes } else { 0 }),
+                _ => self.holds(input) && (i != 1 || input.bytes_in_memory().len() >= weight_bytes),
             };
             if !is_there {
                 let reason = format!("operand {i} is not within its memory: {input:?}");
@@ -213,12 +219,21 @@ impl Places<'_> {
         Ok(())
     }
 
-    /// Whether an operand of at least `bytes_min` bytes is within its memory.
-    fn holds(&self, operand: &Operand, bytes_min: usize) -> bool {
-        let Some(end) = end_of(&operand.layout) else { return false };
-        let Some(bytes) = end.checked_mul(operand.dtype.size()).map(|bytes| bytes.max(bytes_min)) else {
-            return false;
+    /// The memory of an operand, `None` for the arena, and its first byte there. Several places may lie in one buffer.
+    fn base(&self, memory: OperandMemory) -> Option<(Option<usize>, usize)> {
+        let (buffer, offset) = match memory {
+            OperandMemory::External(i) => self.externals.get(i)?,
+            OperandMemory::Output(i) => self.outputs.get(i)?,
+            OperandMemory::Arena { offset, .. } => return Some((None, offset)),
+            OperandMemory::Temp(_) | OperandMemory::Absorbed(_) => return None,
         };
+        Some((Some(buffer.address()), *offset))
+    }
+
+    /// Whether an operand is within its memory.
+    fn holds(&self, operand: &Operand) -> bool {
+        let Some(end) = end_of(&operand.layout) else { return false };
+        let Some(bytes) = end.checked_mul(operand.dtype.size()) else { return false };
         let room = |places: &[(Buffer, usize)], i: usize| {
             places.get(i).and_then(|(buffer, offset)| buffer.bytes().checked_sub(*offset))
         };

@@ -7,15 +7,17 @@ use super::{Kernel, OperandMemory, OutputMemory, Program};
 use crate::ops::bytes_of;
 
 /// Bytes of the arena that hold an intermediate.
-#[derive(Clone)]
 struct Held {
     bytes: Range<usize>,
     /// The intermediate; `usize::MAX` for scratch.
     temp: usize,
 }
 
-/// Every kernel has the operands of its operation. Every operand lies within its memory. Every intermediate is read
-/// only while its memory still holds it.
+/// - Every kernel has the operands of its operation.
+/// - Every operand lies within its memory.
+/// - Results and scratch lie [apart](Kernel::check_apart) from other operands.
+/// - Every intermediate is read only while its memory still holds it.
+/// - An output takes over only the whole of an input.
 pub(super) fn verify(program: &Program, graph: &Graph) {
     let mut holds: Vec<Held> = Vec::new();
     for (i, kernel) in program.kernels.iter().enumerate() {
@@ -39,6 +41,8 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
                 );
             }
         }
+        let apart = kernel.check_apart(base);
+        assert!(apart.is_ok(), "kernel {i} ({name}): {apart:?}");
         let scratch = kernel.workspace.clone().map(|bytes| Held { bytes, temp: usize::MAX });
         let written = kernel.outputs.iter().filter_map(|output| match output.memory {
             OperandMemory::Arena { temp, offset } => {
@@ -48,18 +52,8 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
             _ => None,
         });
         let written: Vec<_> = written.chain(scratch).collect();
-        for Held { bytes: Range { start, end }, temp } in written.iter().cloned() {
-            assert!(end <= program.arena_bytes, "kernel {i} ({name}) writes past the arena");
-            if temp == usize::MAX {
-                let clash = kernel.reads().into_iter().chain(&kernel.outputs).any(|o| match o.memory {
-                    OperandMemory::Arena { offset, .. } => {
-                        offset < end && start < offset + bytes_of(o.dtype, o.layout.end())
-                    }
-                    _ => false,
-                });
-                assert!(!clash, "kernel {i} ({name}): the scratch overlaps an operand");
-            }
-        }
+        let is_within = written.iter().all(|new| new.bytes.end <= program.arena_bytes);
+        assert!(is_within, "kernel {i} ({name}) writes past the arena");
         let are_apart = |a: &Range<usize>, b: &Range<usize>| a.end <= b.start || b.end <= a.start;
         holds.retain(|held| written.iter().all(|new| are_apart(&held.bytes, &new.bytes)));
         holds.extend(written.into_iter().filter(|new| new.temp != usize::MAX));
@@ -67,9 +61,23 @@ pub(super) fn verify(program: &Program, graph: &Graph) {
     for output in &program.outputs {
         if let OutputMemory::Donated(e) = output.memory {
             let external = &graph.externals[e];
-            let same = (&external.layout.shape, external.dtype) == (&output.spec.shape, output.spec.dtype);
-            assert!(external.donatable && same, "an output took over an input that is still needed");
+            let is_whole = bytes_of(external.dtype, external.layout.shape.elements())
+                == bytes_of(output.spec.dtype, output.spec.shape.elements());
+            assert!(
+                external.donatable && is_whole,
+                "an output took over an input that is still needed, or part of one"
+            );
         }
+    }
+}
+
+/// The memory of an operand, and its first byte there. All intermediates and scratch have the arena in common.
+/// Different inputs of a program count as different memory: only a run knows better.
+fn base(memory: OperandMemory) -> Option<(OperandMemory, usize)> {
+    match memory {
+        OperandMemory::Arena { offset, .. } => Some((OperandMemory::Arena { temp: 0, offset: 0 }, offset)),
+        OperandMemory::Absorbed(_) => None,
+        other => Some((other, 0)),
     }
 }
 

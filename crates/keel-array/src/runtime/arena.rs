@@ -42,7 +42,8 @@ impl Arena {
         self.slot().clone()
     }
 
-    /// A handle to the arena, unless it is just being replaced. Never waits: what replaces it waits for the device.
+    /// A handle to the arena, unless it is just being replaced. Never waits: a thread that replaces the arena may wait
+    /// for the device with the lock held.
     pub fn at_once(&self) -> Option<Buffer> {
         self.0.try_lock().ok()?.clone()
     }

@@ -3,7 +3,7 @@
 use bytemuck::NoUninit;
 
 use crate::array::{Array, Storage};
-use crate::error::expect_shape;
+use crate::error::{expect_dtype, expect_shape};
 use crate::ledger::Category;
 use crate::program::Binding;
 use crate::{ArrayError, DType, Layout, Result, Runtime, Shape};
@@ -80,20 +80,7 @@ impl Array {
     /// # Errors
     /// If this array is not in memory or has fewer entries.
     pub fn prefix(&self, count: usize) -> Result<Array> {
-        const OP: &str = "prefix";
-        let storage = self
-            .0
-            .storage()
-            .ok_or(ArrayError::Argument { op: OP, reason: "the array is not in memory".into() })?;
-        if self.shape().first().is_none_or(|&extent| count > extent) {
-            return Err(ArrayError::Argument {
-                op: OP,
-                reason: format!("no {count} entries in {}", self.shape()),
-            });
-        }
-        let shape: Shape = [count].iter().chain(&self.shape()[1..]).copied().collect();
-        let layout = Layout { shape, ..storage.layout.clone() };
-        Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
+        self.entries(0, count)
     }
 
     /// As [`Array::prefix`], for `count` entries from entry `start` on.
@@ -101,11 +88,15 @@ impl Array {
     /// # Errors
     /// As [`Array::prefix`].
     pub fn entries(&self, start: usize, count: usize) -> Result<Array> {
-        let all = self.prefix(start.saturating_add(count))?;
-        let storage = all.0.storage().unwrap_or_else(|| unreachable!("a prefix is in memory"));
+        let wrong = |reason| ArrayError::Argument { op: "entries", reason };
+        let storage = self.0.storage().ok_or_else(|| wrong("the array is not in memory".into()))?;
+        let extent = self.shape().first().copied();
+        if extent.is_none_or(|extent| start.checked_add(count).is_none_or(|end| end > extent)) {
+            let reason = format!("from entry {start} on there are no {count} entries in {}", self.shape());
+            return Err(wrong(reason));
+        }
         let shape: Shape = [count].iter().chain(&self.shape()[1..]).copied().collect();
-        let offset = storage.layout.offset + start * self.shape()[1..].iter().product::<usize>();
-        let layout = Layout { shape, offset, ..storage.layout.clone() };
+        let layout = storage.layout.slice(&[start], &shape);
         Ok(Array::ready(self.runtime(), self.dtype(), Storage { layout, ..storage }))
     }
 
@@ -114,14 +105,7 @@ impl Array {
     /// # Errors
     /// If there are more values than elements, the type differs, or the array is not in memory.
     pub fn write<T: Element>(&self, values: &[T]) -> Result<()> {
-        if T::DTYPE != self.dtype() {
-            return Err(ArrayError::DType {
-                op: "write",
-                operand: "array",
-                expected: "the type of the values",
-                got: self.dtype(),
-            });
-        }
+        expect_dtype("write", "array", T::DTYPE == self.dtype(), "the type of the values", self.dtype())?;
         self.write_bytes(0, bytemuck::cast_slice(values))
     }
 
@@ -181,10 +165,8 @@ impl Array {
     /// # Errors
     /// As [`Array::eval`]; or if the type differs.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        if T::DTYPE != self.dtype() {
-            let expected = "the array's own type (cast it first)";
-            return Err(ArrayError::DType { op: "to_vec", operand: "array", expected, got: self.dtype() });
-        }
+        let expected = "the array's own type (cast it first)";
+        expect_dtype("to_vec", "array", T::DTYPE == self.dtype(), expected, self.dtype())?;
         self.eval()?;
         let dense = match self.0.storage() {
             Some(storage) if storage.layout.is_contiguous() => self.clone(),

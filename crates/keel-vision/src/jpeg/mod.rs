@@ -150,12 +150,19 @@ pub(crate) fn decode_bytes(bytes: &[u8]) -> Option<u64> {
         if !matches!(marker, 0xc0..=0xc2) {
             continue;
         }
-        let &[_, y1, y0, x1, x0, count, ref specs @ ..] = body else { return None };
+        let &[precision, y1, y0, x1, x0, count, ref specs @ ..] = body else { return None };
         let (height, width) = (word([y1, y0]), word([x1, x0]));
         let specs = specs.as_chunks::<3>().0.get(..usize::from(count))?;
+        if precision != 8 || height == 0 || !matches!(count, 1 | 3 | 4) {
+            return None;
+        }
         let factors = |spec: &[u8; 3]| (usize::from(spec[1] >> 4), usize::from(spec[1] & 15));
         let h_max = specs.iter().map(|s| factors(s).0).max()?.max(1);
         let v_max = specs.iter().map(|s| factors(s).1).max()?.max(1);
+        let are_whole = |(h, v)| h_max.is_multiple_of(h) && v_max.is_multiple_of(v);
+        if !specs.iter().map(factors).all(are_whole) {
+            return None;
+        }
         let mcus = width.div_ceil(8 * h_max) * height.div_ceil(8 * v_max);
         let blocks: usize = specs.iter().map(|s| mcus * factors(s).0 * factors(s).1).sum();
         // 64 coefficients of two bytes and 64 samples of one; rows of samples for each thread.

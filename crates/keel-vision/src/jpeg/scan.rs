@@ -202,7 +202,7 @@ pub(super) fn decode_scan(frame: &mut Frame, scan: &Scan<'_>, data: &[u8]) -> Re
 
 type TablePair<'t> = (Option<&'t HuffmanTable>, Option<&'t HuffmanTable>);
 
-const NO_TABLE: Stop = Stop::Broken("a scan's Huffman table is not there");
+const NO_TABLE: Stop = Stop::Broken("a scan's Huffman table is missing, as in single frames of a video");
 
 fn sequential(
     block: &mut [i16; 64],

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! open    the kind is read from the file's first bytes; ffmpeg lists the packets (`-c copy -f framecrc`), decoding
-//!         none
+//!         none; where packets may not be frames, it also decodes and lists the frames
 //! take    ffmpeg decodes and writes the chosen frames as PPM pictures, one after the other
 //! ```
 //!
@@ -34,13 +34,17 @@ const LINE_BYTES_MAX: u64 = 4096;
 /// The most bytes of an argument. Linux starts no program with 128 KiB, which include the zero at the end.
 const ARGUMENT_BYTES_MAX: usize = (128 << 10) - 1;
 
+/// Codecs of which each packet is a frame. Others have packets that show nothing, or two frames.
+const ONE_FRAME_A_PACKET: [&str; 5] = ["av1", "h264", "hevc", "mjpeg", "vp9"];
+/// What to do without an `ffmpeg` that knows all options.
+const GET_FFMPEG: &str = "install ffmpeg 5.1 or later from your system's packages or from https://ffmpeg.org";
+
 /// A coded video in a file of its own, which goes when this is dropped.
 pub(super) struct FfmpegVideo {
     file: NamedTempFile,
     demuxer: &'static str,
     ffmpeg: PathBuf,
     limits: VideoFileLimits,
-    /// Frames in the list of packets.
     frames: usize,
     /// Width and height as the list of packets has them.
     size: (usize, usize),
@@ -82,10 +86,17 @@ impl FfmpegVideo {
         file.write_all(bytes).and_then(|()| file.flush()).map_err(kept)?;
         let ffmpeg = ffmpeg.to_path_buf();
         let mut coded = FfmpegVideo { file, demuxer, ffmpeg, limits, frames: 0, size: (0, 0) };
-        let list = ["-c", "copy", "-f", "framecrc", "-"].map(String::from);
-        let count = coded.run(&list, |output| packets(output, limits.frames))?;
+        let Listed { mut count, are_frames } = coded.list(["-c", "copy"])?;
+        if !are_frames && (count.width as u64).saturating_mul(count.height as u64) <= limits.pixels {
+            count.frames = coded.list(["-fps_mode", "passthrough"])?.count.frames;
+        }
         (coded.frames, coded.size) = (count.frames, (count.width, count.height));
         Ok((coded, count))
+    }
+
+    fn list(&self, how: [&str; 2]) -> Result<Listed> {
+        let args: Vec<String> = how.into_iter().chain(["-f", "framecrc", "-"]).map(String::from).collect();
+        self.run(&args, |output| listed(output, self.limits.frames))
     }
 
     /// The arguments that let through the frames with these numbers. They are few if all frames are asked for.
@@ -143,9 +154,10 @@ impl FfmpegVideo {
         command.args(["-map", "0:v:0", "-an", "-sn", "-dn"]).args(args);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let started = command.spawn().map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => failed(
-                "this kind of video is read by ffmpeg, which is not installed here: send a GIF or a list of frames".into(),
-            ),
+            std::io::ErrorKind::NotFound => failed(format!(
+                "this kind of video is read by ffmpeg, which is not installed here: {GET_FFMPEG}, or send a GIF \
+                 or a list of frames"
+            )),
             _ => failed(format!("ffmpeg does not start: {error}")),
         })?;
         let patience = WorkLimit::current();
@@ -158,7 +170,10 @@ impl FfmpegVideo {
         let ended = child.end(outcome.is_ok());
         let message = message.and_then(|message| message.join().ok()).unwrap_or_default();
         // The message must not tell a path of this machine.
-        let message = message.replace(&*self.file.path().to_string_lossy(), "the file");
+        let mut message = message.replace(&*self.file.path().to_string_lossy(), "the file");
+        if message.contains("Unrecognized option") {
+            message = format!("{message}; it is too old: {GET_FFMPEG}");
+        }
         match (outcome, ended) {
             (_, Ended::Impatient) => {
                 patience.check()?;
@@ -283,12 +298,20 @@ fn unreadable(error: std::io::Error) -> crate::VisionError {
     failed(format!("the output of ffmpeg cannot be read: {error}"))
 }
 
-/// Reads the list of packets: `#tb 0: 1/10240`, `#dimensions 0: 96x64`, then `stream, dts, pts, duration, ...` for
-/// each.
-fn packets(output: &mut impl BufRead, frames_max: usize) -> Result<Count> {
+/// A list of packets or frames.
+struct Listed {
+    count: Count,
+    /// Whether each packet is a frame. A video that begins within a group of frames may lose some.
+    are_frames: bool,
+}
+
+/// Reads a list: `#tb 0: 1/10240`, `#codec_id 0: h264`, `#dimensions 0: 96x64`, then for each packet or frame
+/// `stream, dts, pts, duration, size, checksum`, and flags (`F=0x0`) if it needs others to be decoded.
+fn listed(output: &mut impl BufRead, frames_max: usize) -> Result<Listed> {
     let mut tick = 0.0;
     let (mut frames, mut first, mut last) = (0, i64::MAX, i64::MIN);
     let (mut width, mut height) = (0, 0);
+    let mut are_frames = false;
     let mut line = String::new();
     loop {
         line.clear();
@@ -298,12 +321,26 @@ fn packets(output: &mut impl BufRead, frames_max: usize) -> Result<Count> {
         if let Some(base) = line.strip_prefix("#tb 0:") {
             let (above, below) = base.trim().split_once('/').unwrap_or_default();
             tick = above.parse::<f64>().unwrap_or(0.0) / below.parse::<f64>().unwrap_or(f64::INFINITY);
+        } else if let Some(codec) = line.strip_prefix("#codec_id 0:") {
+            are_frames = ONE_FRAME_A_PACKET.contains(&codec.trim());
         } else if let Some(size) = line.strip_prefix("#dimensions 0:") {
             let (w, h) = size.trim().split_once('x').unwrap_or_default();
             (width, height) = (w.parse().unwrap_or(0), h.parse().unwrap_or(0));
         } else if !line.starts_with('#') {
-            let mut fields = line.split(',').map(|field| field.trim().parse::<i64>().unwrap_or(0));
-            let (shown, lasts) = (fields.nth(2).unwrap_or(0), fields.next().unwrap_or(0));
+            // A time that is not known is the least number.
+            let known = |field: &str| field.trim().parse::<i64>().ok().filter(|&number| number != i64::MIN);
+            let mut fields = line.split(',').map(known);
+            let (shown, lasts) = (fields.nth(2).flatten(), fields.next().flatten().unwrap_or(0));
+            if fields.next() == Some(Some(0)) {
+                // A packet without bytes: the frame before it stays.
+                continue;
+            }
+            are_frames &= frames > 0 || !line.contains("F=0x");
+            // Frames without times follow each other evenly.
+            let (shown, lasts) = match shown {
+                Some(shown) => (shown, lasts),
+                None => (lasts.max(1).saturating_mul(frames as i64), lasts.max(1)),
+            };
             (first, last) = (first.min(shown), last.max(shown.saturating_add(lasts)));
             frames += 1;
             if frames > frames_max {
@@ -312,7 +349,7 @@ fn packets(output: &mut impl BufRead, frames_max: usize) -> Result<Count> {
         }
     }
     let seconds = if frames > 0 { last.saturating_sub(first) as f64 * tick } else { 0.0 };
-    Ok(Count { frames, seconds, width, height })
+    Ok(Listed { count: Count { frames, seconds, width, height }, are_frames })
 }
 
 /// Reads one picture `P6 width height 255`; `None` at the end of the output.

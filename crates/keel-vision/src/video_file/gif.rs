@@ -3,12 +3,11 @@
 //! The blocks of the file are walked through first: they tell the number of frames and their times without decoding a
 //! pixel.
 
-use std::io::Cursor;
-
 use image::codecs::gif::GifDecoder;
 use image::{AnimationDecoder, ImageDecoder, Limits};
 
 use super::{Count, FrameSink, VideoFileLimits, failed};
+use crate::metadata::Parts;
 use crate::{Picture, Result, work_limit};
 
 /// Hundredths of a second for a frame that states none, as browsers show it.
@@ -31,6 +30,38 @@ impl<'a> Walk<'a> {
         Ok(self.take(1)?[0])
     }
 
+    /// The header of the file: the size of the screen, and the colours of all frames.
+    fn header(&mut self) -> Result<&'a [u8]> {
+        let screen = &self.take(13)?[6..];
+        self.colours(screen[4])?;
+        Ok(screen)
+    }
+
+    fn block(&mut self) -> Result<Block<'a>> {
+        match self.byte()? {
+            0x21 => {
+                let label = self.byte()?;
+                let rest = self.0;
+                self.sub_blocks()?;
+                Ok(match (label, rest) {
+                    (0xf9, &[4, _, low, high, ..]) => {
+                        Block::Control(u64::from(u16::from_le_bytes([low, high])))
+                    }
+                    _ => Block::Other,
+                })
+            }
+            0x2c => {
+                let frame = self.take(9)?;
+                self.colours(frame[8])?;
+                self.byte()?;
+                self.sub_blocks()?;
+                Ok(Block::Frame(frame))
+            }
+            0x3b => Ok(Block::End),
+            other => Err(failed(format!("a block of its GIF has the unknown kind {other}"))),
+        }
+    }
+
     fn sub_blocks(&mut self) -> Result<()> {
         loop {
             match self.byte()? {
@@ -49,6 +80,16 @@ impl<'a> Walk<'a> {
     }
 }
 
+enum Block<'a> {
+    /// How long the next frame stays, in hundredths of a second.
+    Control(u64),
+    /// Place, size and flags of a frame.
+    Frame(&'a [u8]),
+    /// Text, or data of an application.
+    Other,
+    End,
+}
+
 fn number(bytes: &[u8]) -> usize {
     usize::from(u16::from_le_bytes([bytes[0], bytes[1]]))
 }
@@ -56,30 +97,19 @@ fn number(bytes: &[u8]) -> usize {
 /// Counts the frames and their time.
 pub(super) fn count(bytes: &[u8], limits: VideoFileLimits) -> Result<Count> {
     let mut walk = Walk(bytes);
-    walk.take(6)?;
-    let screen = walk.take(7)?;
-    walk.colours(screen[4])?;
+    let screen = walk.header()?;
     let (mut frames, mut hundredths, mut delay) = (0, 0, 0);
     loop {
-        match walk.byte()? {
-            0x21 => {
-                // Graphic control: how long the next frame stays.
-                if walk.byte()? == 0xf9 && walk.0.first() == Some(&4) {
-                    delay = number(&walk.take(5)?[2..]) as u64;
-                }
-                walk.sub_blocks()?;
-            }
-            0x2c => {
-                let frame = walk.take(9)?;
+        match walk.block()? {
+            Block::Control(time) => delay = time,
+            Block::Other => {}
+            Block::Frame(frame) => {
                 // A decoder allocates a frame's own size, and the limits are on the screen's.
                 let ends = [0, 2].map(|at| number(&frame[at..]) + number(&frame[at + 4..]));
                 let [right, bottom] = ends;
                 if right > number(screen) || bottom > number(&screen[2..]) {
                     return Err(failed(format!("frame {frames} of its GIF reaches beyond the picture")));
                 }
-                walk.colours(frame[8])?;
-                walk.byte()?;
-                walk.sub_blocks()?;
                 frames += 1;
                 hundredths += if delay < 2 { DELAY_DEFAULT } else { delay };
                 delay = 0;
@@ -87,8 +117,7 @@ pub(super) fn count(bytes: &[u8], limits: VideoFileLimits) -> Result<Count> {
                     return Err(failed(format!("it has more than {} frames", limits.frames)));
                 }
             }
-            0x3b => break,
-            other => return Err(failed(format!("a block of its GIF has the unknown kind {other}"))),
+            Block::End => break,
         }
     }
     let seconds = hundredths as f64 / 100.0;
@@ -98,18 +127,42 @@ pub(super) fn count(bytes: &[u8], limits: VideoFileLimits) -> Result<Count> {
 /// Pixels of the first frame, which need not be those of the screen. `None` if there is no such frame.
 pub(crate) fn first_frame_pixels(bytes: &[u8]) -> Option<u64> {
     let mut walk = Walk(bytes);
-    walk.take(6).ok()?;
-    walk.take(7).and_then(|screen| walk.colours(screen[4])).ok()?;
+    walk.header().ok()?;
     loop {
-        match walk.byte().ok()? {
-            0x21 => walk.byte().and_then(|_| walk.sub_blocks()).ok()?,
-            0x2c => {
-                let frame = walk.take(9).ok()?;
-                return Some(number(&frame[4..]) as u64 * number(&frame[6..]) as u64);
-            }
-            _ => return None,
+        // A frame that is cut short has a size, too.
+        if let [0x2c, _, _, _, _, w0, w1, h0, h1, ..] = walk.0 {
+            let [width, height] = [[*w0, *w1], [*h0, *h1]].map(u16::from_le_bytes);
+            return Some(u64::from(width) * u64::from(height));
+        }
+        match walk.block().ok()? {
+            Block::Control(_) | Block::Other => {}
+            Block::Frame(_) | Block::End => return None,
         }
     }
+}
+
+/// The parts of a file without text and without data of applications, which a decoder would keep.
+pub(crate) fn needed_parts(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut walk = Walk(bytes);
+    let mut is_header = true;
+    std::iter::from_fn(move || {
+        loop {
+            let from = walk.0;
+            let block = match std::mem::take(&mut is_header) {
+                true => walk.header().map(|_| Block::End),
+                false => walk.block(),
+            };
+            match block {
+                Ok(Block::Other) => {}
+                Ok(_) => return Some(&from[..from.len() - walk.0.len()]),
+                // The decoder says what is wrong with the rest, unless it would keep it.
+                Err(_) => {
+                    walk.0 = &[];
+                    return Some(from).filter(|rest| !matches!(rest, [] | [0x21, ..]));
+                }
+            }
+        }
+    })
 }
 
 /// Decodes the frames with these numbers.
@@ -120,7 +173,7 @@ pub(super) fn take(
     sink: &mut FrameSink<'_>,
 ) -> Result<()> {
     let broken = |error: image::ImageError| failed(format!("a frame cannot be decoded: {error}"));
-    let mut decoder = GifDecoder::new(Cursor::new(bytes)).map_err(broken)?;
+    let mut decoder = GifDecoder::new(Parts::new(needed_parts(bytes))).map_err(broken)?;
     let mut allowed = Limits::default();
     // Canvas, frame and their copies, four bytes a pixel.
     allowed.max_alloc = Some(limits.pixels.saturating_mul(16).saturating_add(16 << 20));
@@ -182,6 +235,34 @@ mod tests {
         assert!(
             video.take(&[4], &mut |_| Ok(())).expect_err("too few").to_string().contains("before frame 4")
         );
+    }
+
+    /// A decoder keeps what applications have written to a file.
+    #[test]
+    fn a_decoder_gets_frames_and_their_times_alone() {
+        let sound = video_of(&[25, 40]);
+        let first = sound.windows(2).position(|at| at == [0x21, 0xf9]).expect("it has a time");
+        let mut padded = sound.clone();
+        let text =
+            [&b"\x21\xff\x03XMP"[..], &[&[255][..], &[7; 255]].concat().repeat(1000), b"\0\x21\xfe\x02hi\0"]
+                .concat();
+        drop(padded.splice(first..first, text));
+        let read = |file: &[u8]| needed_parts(file).flatten().copied().collect::<Vec<u8>>();
+        assert_eq!(read(&padded), read(&sound));
+        assert!(read(&sound).starts_with(&sound[..13]) && read(&sound).ends_with(b";"));
+        // An extension that does not end is not kept either.
+        assert_eq!(read(&padded[..first + 5000]), read(&sound[..first]));
+        for file in [&sound, &padded] {
+            let mut count = 0;
+            let mut sink = |_: Picture| -> Result<()> {
+                count += 1;
+                Ok(())
+            };
+            VideoFile::open(file, VideoFileLimits::default())
+                .and_then(|video| video.take(&[0, 1], &mut sink))
+                .expect("sound");
+            assert_eq!(count, 2);
+        }
     }
 
     #[test]

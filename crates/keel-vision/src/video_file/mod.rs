@@ -7,7 +7,7 @@
 mod ffmpeg;
 mod gif;
 
-pub(crate) use gif::first_frame_pixels as gif_frame_pixels;
+pub(crate) use gif::{first_frame_pixels as gif_frame_pixels, needed_parts as gif_parts};
 
 use std::path::Path;
 use std::time::Duration;
@@ -64,7 +64,8 @@ enum Kind<'a> {
 pub type FrameSink<'a> = dyn FnMut(Picture) -> Result<()> + 'a;
 
 impl<'a> VideoFile<'a> {
-    /// Counts the frames of a file, without decoding them.
+    /// Counts the frames of a file. They are decoded only where a codec's packets need not be frames, and within the
+    /// limits.
     ///
     /// # Errors
     /// - The file exceeds the limits, is of no known kind, or is broken.
@@ -180,6 +181,9 @@ mod tests {
         let bytes = b"\x00\x00\x00\x18ftypisom";
         let opened = VideoFile::open_with(bytes, VideoFileLimits::default(), Path::new("no such program"));
         let message = opened.err().expect("refused").to_string();
-        assert!(message.contains("ffmpeg") && message.contains("not installed"), "{message}");
+        assert!(
+            message.contains("not installed") && message.contains("install ffmpeg 5.1 or later"),
+            "{message}"
+        );
     }
 }

@@ -37,6 +37,45 @@ fn packets_are_counted_and_frames_read() {
     assert_eq!((count, fps, &pixels[..]), (3, 2.0, &b"abcdefghijkl"[..]));
 }
 
+/// An AVI file gives its frames no times.
+#[test]
+fn frames_without_times_follow_each_other_evenly() {
+    for lasts in [0, 1] {
+        let packet = |i: usize| format!("0, {i}, {}, {lasts}, 9, 0x1\\n", i64::MIN);
+        let packets: String = (0..3).map(packet).collect();
+        let script = format!("printf '#tb 0: 1/25\\n#codec_id 0: mjpeg\\n#dimensions 0: 2x1\\n{packets}'");
+        let (_folder, program) = program(&script);
+        let video = VideoFile::open_with(MP4, VideoFileLimits::default(), &program).expect("sound");
+        assert_eq!(video.frames(), 3);
+        assert!((video.fps() - 25.0).abs() < 1e-6, "{} frames a second", video.fps());
+    }
+}
+
+#[test]
+fn frames_are_counted_where_packets_are_not_frames() {
+    let list = |codec: &str, packets: &[&str]| {
+        let header = format!("#tb 0: 1/10\\n#codec_id 0: {codec}\\n#dimensions 0: 2x1\\n");
+        let packet = |(i, of): (usize, &&str)| format!("0, {i}, {i}, 1, {of}\\n");
+        let packets: String = packets.iter().enumerate().map(packet).collect();
+        format!("printf '{header}{packets}'")
+    };
+    let frames = list("rawvideo", &["6, 0x1"; 3]);
+    for (codec, packets, count) in [
+        ("h264", &["9, 0x1", "9, 0x1, F=0x0", "9, 0x1, F=0x0", "9, 0x1, F=0x0"][..], 4),
+        ("mjpeg", &["9, 0x1", "0, 0x1", "9, 0x1", "0, 0x1", "9, 0x1"], 3),
+        // The rest has packets that are not shown, or begins with frames that are not there.
+        ("vp8", &["9, 0x1", "9, 0x1, F=0x0", "9, 0x1, F=0x0", "9, 0x1, F=0x0"], 3),
+        ("h264", &["9, 0x1, F=0x0", "9, 0x1, F=0x0", "9, 0x1", "9, 0x1, F=0x0"], 3),
+    ] {
+        let packets = list(codec, packets);
+        let script =
+            format!("case \"$*\" in *'-c copy'*) {packets};; *framecrc*) {frames};; *) exit 3;; esac");
+        let (_folder, program) = program(&script);
+        let video = VideoFile::open_with(MP4, VideoFileLimits::default(), &program).expect("sound");
+        assert_eq!(video.frames(), count, "{codec}");
+    }
+}
+
 #[test]
 fn stand_ins_start_while_other_threads_start_theirs() {
     let message = || open("exit 0", VideoFileLimits::default()).expect_err("no frames").to_string();
@@ -135,6 +174,11 @@ fn whatever_ffmpeg_does_is_an_error_in_a_sentence() {
             "longer than 2 s",
         ),
         (then("true"), limits, "last 2 frames"),
+        (
+            then("echo \"Unrecognized option 'fps_mode'.\" >&2; exit 1"),
+            limits,
+            "it is too old: install ffmpeg 5.1 or later",
+        ),
         (then("printf 'P6\\n2 1\\n255\\nabc'"), limits, "cannot be read"),
         (then("printf 'P6\\n9999999 9999999\\n255\\n'"), limits, "at most"),
         (then("printf 'P6\\n2 1\\n65535\\nabcdefghijkl'"), limits, "values up to 65535"),
