@@ -1,4 +1,4 @@
-//! Prints the memory of a model before anything is loaded, and then what was allocated: the same.
+//! Prints the planned memory of a model before anything is loaded, and then the allocated memory: the same.
 //!
 //! ```text
 //! cargo run --release -p evenkeel --example plan -- [MODEL]

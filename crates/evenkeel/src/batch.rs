@@ -42,7 +42,7 @@ pub enum BatchEvent {
     Failed(Error),
 }
 
-/// What happened to a request of a [`Batch`] in a step.
+/// An event of a request of a [`Batch`], with the request's id.
 ///
 /// ```
 /// use evenkeel::{LoadOptions, Model, Request, SequenceEvent};
@@ -56,7 +56,7 @@ pub enum BatchEvent {
 pub struct SequenceEvent {
     /// The request, as [`Batch::submit`] returned it.
     pub id: SequenceId,
-    /// What happened to it.
+    /// The event.
     pub event: BatchEvent,
 }
 
@@ -214,7 +214,7 @@ impl Batch {
         self.batcher.status()
     }
 
-    /// Advances texts by one token each: all of them, or in a pipeline those of one micro-batch. Returns what happened
+    /// Advances texts by one token each: all of them, or in a pipeline those of one micro-batch. Returns the events
     /// since the last call, [`Batch::complete`] and [`Batch::embed`] included. A request that fails ends alone, with
     /// [`BatchEvent::Failed`].
     ///
@@ -239,7 +239,7 @@ impl Batch {
         events
     }
 
-    /// Makes a step and appends what happened.
+    /// Makes a step and appends its events.
     fn advance(&mut self, events: &mut Vec<SequenceEvent>) {
         // Requests that ended within this step before the batch ended them. Nothing follows their end.
         let mut ended = Vec::new();

@@ -44,8 +44,8 @@ pub struct DeviceOptions {
     pub isa: Option<Isa>,
     /// Take all planned memory from the system at the start, not when it is first used (CPU).
     pub resident: bool,
-    /// Across what a row keeps its bits: how work is cut into steps, and how many devices share a layer. On the CPU the
-    /// first always holds, and `Steps` also gives the second.
+    /// Choices that do not change the bits of a row: how work is cut into steps, and how many devices share a layer. On
+    /// the CPU this always holds for the first, and `Steps` also gives the second.
     pub determinism: Determinism,
     /// The most bytes of tensor memory. By default a GPU's limit is its free memory, and the CPU has none. Plans are
     /// compared with the free memory as well.

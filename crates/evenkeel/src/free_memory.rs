@@ -70,7 +70,7 @@ impl FreeMemory {
         }
     }
 
-    /// Compares the part of a plan that takes this memory, `needed` bytes, with what is free.
+    /// Compares the part of a plan that takes this memory, `needed` bytes, with the free bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if it is more.

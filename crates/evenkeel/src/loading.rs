@@ -72,7 +72,7 @@ pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
     Ok(tokens.max(1).next_multiple_of(AttentionSpec::PAGE).min(context_max))
 }
 
-/// What a load does once its device is chosen.
+/// The device, the options and the plan of a load, once its device is chosen.
 pub(crate) struct PlacedLoad {
     pub device: DeviceOptions,
     pub engine: EngineOptions,

@@ -15,7 +15,7 @@ use crate::{
     Batch, Error, LoadOptions, ModelFiles, ModelText, Result, TextStream, TokenOptions, check_and_limit,
 };
 
-/// What to generate. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
+/// A request for a text. The default asks for as many tokens as fit, drawn as the checkpoint recommends.
 ///
 /// ```
 /// use evenkeel::{LoadOptions, Model, Request};

@@ -28,8 +28,8 @@ pub struct Placement {
     pub why: String,
 }
 
-/// Chooses the first GPU on which the plan fits, else the CPU. `planned` returns the plan of a GPU: what is on another
-/// device, such as a vision tower, is no part of it. If no GPU can take the plan, the plan of the CPU then reports any
+/// Chooses the first GPU on which the plan fits, else the CPU. `planned` returns the plan of a GPU: a part on another
+/// device, such as a vision tower, does not count. If no GPU can take the plan, the plan of the CPU then reports any
 /// error.
 ///
 /// ```
@@ -47,7 +47,7 @@ pub fn place<E: Display>(planned: impl Fn(Device) -> Result<MemoryReport, E>) ->
     choose(machine(), &mut |ordinal| Ok::<_, E>(on_device(&planned(Device::Cuda(ordinal))?, true)))
 }
 
-/// Chooses by this survey. `bytes` returns what the GPU with a given number would have to hold.
+/// Chooses by this survey. `bytes` returns the bytes that the GPU with a given number would have to hold.
 fn choose<E: Display>(survey: &Survey, bytes: &mut dyn FnMut(usize) -> Result<u64, E>) -> Placement {
     let on_cpu =
         |reason: String| Placement { device: Device::Cpu, why: format!("running on the CPU: {reason}") };

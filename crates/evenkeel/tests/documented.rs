@@ -76,8 +76,8 @@ fn items(source: &str) -> Vec<Item> {
     items
 }
 
-/// What the documentation lacks. One of three examples has to call a method: its own, that of its type, or the one that
-/// its documentation names.
+/// Gaps in the documentation. One of three examples has to call a method: its own, that of its type, or that of the
+/// item that its documentation names.
 fn gaps(items: &[Item]) -> Vec<String> {
     let examples: HashMap<&str, String> =
         items.iter().map(|item| (item.name.as_str(), item.example())).collect();

@@ -1,4 +1,4 @@
-//! What is read from the metadata of GGUF files.
+//! Values that are read from the metadata of GGUF files.
 
 use evenkeel::array::DType;
 use evenkeel::models;

@@ -326,7 +326,7 @@ fn a_stop_string_that_ends_a_request_while_a_list_runs_leaves_its_text() {
     assert!(matches!(end, Some(BatchEvent::Finished(FinishReason::Stop))), "{end:?}");
 }
 
-/// What a batch of one request has to say until it is idle: its text, and its end.
+/// The events of a batch of one request until it is idle: its text, and its end.
 fn rest_of(batch: &mut Batch) -> (String, Option<BatchEvent>) {
     let (mut text, mut end) = (String::new(), None);
     while !batch.is_idle() {

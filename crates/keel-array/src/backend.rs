@@ -1,4 +1,4 @@
-//! What a device offers to the runtime.
+//! The operations that a device offers to the runtime.
 
 use std::any::Any;
 use std::ops::Range;
@@ -17,7 +17,7 @@ const PIECE_BYTES: usize = 16 << 10;
 pub const RESULT_BYTES_MAX: usize = 4096;
 
 /// Most launches that may be under way at a time; see [`Submission::enqueue`].
-pub const LAUNCHES_MAX: usize = 24;
+pub const LAUNCHES_MAX: usize = 32;
 
 /// A launch that was not waited for.
 #[derive(Debug)]
@@ -158,14 +158,14 @@ pub trait Memory: Send + Sync {
     ///
     /// Writes, copies and clears return no errors. If one fails, nothing tells what memory holds. Every launch and read
     /// after it fails with [`ArrayError::DeviceLost`](crate::ArrayError::DeviceLost), as long as the backend lives.
-    /// Only what has failed because of another device of the group may be reported once: the step after it fails, and
-    /// a step that is repeated writes its inputs again.
+    /// Only a failure because of another device of the group may be reported once: the step after it fails, and a step
+    /// that is repeated writes its inputs again.
     fn write(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &[u8]);
 
     /// Copies bytes from `memory` at byte `offset` to the host.
     ///
     /// # Errors
-    /// The copy failed, or one before it on which these bytes may depend. What `bytes` then holds is undefined.
+    /// The copy failed, or one before it on which these bytes may depend. The contents of `bytes` are then undefined.
     fn read(&self, memory: &dyn DeviceMemory, offset: usize, bytes: &mut [u8]) -> Result<()>;
 
     /// As [`Memory::read`], for memory that no launch under way writes, and that the host has not written since it last
@@ -240,7 +240,7 @@ pub trait Programs: Send + Sync {
     /// for the device that it plans for.
     ///
     /// # Errors
-    /// One sentence: what it cannot run, what it can, and what to do.
+    /// One sentence: the unsupported shape, type or attribute, the supported ones, and what to do.
     fn supports(&self, kernel: &Kernel) -> Result<(), String>;
 
     /// Bytes of scratch that this kernel needs. They lie in the arena, next to the operands.

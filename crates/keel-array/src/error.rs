@@ -1,4 +1,4 @@
-//! What can go wrong when arrays are built and evaluated.
+//! Errors of building and evaluating arrays.
 
 use crate::{Category, DType, Shape};
 
@@ -55,7 +55,7 @@ pub enum ArrayError {
     Argument {
         /// Operation.
         op: &'static str,
-        /// What is wrong and what to do.
+        /// The problem and what to do.
         reason: String,
     },
     /// The device cannot run the operation with these shapes.
@@ -65,7 +65,7 @@ pub enum ArrayError {
         backend: String,
         /// Operation.
         op: String,
-        /// What the device cannot do, what it can, and what to do.
+        /// The unsupported shape, type or attribute, the supported ones, and what to do.
         reason: String,
     },
     /// The hard limit would be exceeded.
@@ -74,7 +74,7 @@ pub enum ArrayError {
          lower the context, the batch or the prefill step, or raise the limit"
     )]
     Limit {
-        /// What the memory was for.
+        /// The purpose of the memory.
         category: Category,
         /// Bytes asked for.
         requested: u64,
@@ -86,7 +86,7 @@ pub enum ArrayError {
     /// The plan is frozen and does not contain this allocation.
     #[error("{category}: an allocation of {requested} bytes is not in the memory plan, which is frozen")]
     Frozen {
-        /// What the memory was for.
+        /// The purpose of the memory.
         category: Category,
         /// Bytes asked for.
         requested: u64,
@@ -94,11 +94,11 @@ pub enum ArrayError {
     /// The system has no memory left.
     #[error("{category}: the system refused {requested} bytes: {reason}")]
     Allocation {
-        /// What the memory was for.
+        /// The purpose of the memory.
         category: Category,
         /// Bytes asked for.
         requested: u64,
-        /// What the system said.
+        /// The system's answer.
         reason: String,
     },
     /// A kernel found something wrong while it ran.
@@ -106,7 +106,7 @@ pub enum ArrayError {
     Kernel {
         /// Operation.
         op: String,
-        /// What it found.
+        /// The problem that it found.
         reason: String,
     },
     /// The device has failed for good: it runs nothing more, or nothing tells what its memory holds.
@@ -114,7 +114,7 @@ pub enum ArrayError {
     DeviceLost {
         /// The operation that met it.
         op: String,
-        /// What the driver said.
+        /// The driver's message.
         reason: String,
     },
 }

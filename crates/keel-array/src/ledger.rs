@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::{ArrayError, Result};
 
-/// What the memory is for.
+/// The purpose of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum Category {
@@ -158,7 +158,7 @@ impl Ledger {
             return Err(ArrayError::Frozen { category, requested: bytes });
         }
         let used = books.active_total;
-        // No allocation is larger than what a pointer can reach. Backends that only count would grant it.
+        // No allocation is larger than the range of a pointer. Backends that only count would grant it.
         let limit = books.limit.unwrap_or(u64::MAX).min(isize::MAX as u64);
         if used.checked_add(bytes).is_none_or(|sum| sum > limit) {
             return Err(ArrayError::Limit { category, requested: bytes, used, limit });

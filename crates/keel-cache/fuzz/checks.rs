@@ -84,7 +84,7 @@ impl Bench {
     /// two. Returns whether it was accepted.
     ///
     /// # Panics
-    /// If a refusal holds memory or says nothing, or what was accepted does not share exactly these pages.
+    /// If a refusal holds memory or says nothing, or an accepted sequence does not share exactly these pages.
     pub fn continuation(&mut self, header: &[u8]) -> bool {
         let (path, again) = (self.at("continuation"), self.at("again"));
         std::fs::write(&path, with_data(header)).expect("written");
@@ -124,7 +124,7 @@ impl Bench {
     /// Loads a file of a sequence. Returns whether it was accepted.
     ///
     /// # Panics
-    /// If a refusal holds memory or says nothing, or what was accepted is not what is saved again.
+    /// If a refusal holds memory or says nothing, or an accepted sequence differs after it is saved and loaded again.
     pub fn file(&mut self, file: &[u8]) -> bool {
         let (path, again) = (self.at("sequence"), self.at("again"));
         std::fs::write(&path, file).expect("written");
@@ -153,7 +153,7 @@ impl Bench {
     /// Reads an index of prefixes, and looks for the files that it names. Returns whether it was accepted.
     ///
     /// # Panics
-    /// If it exceeds a limit, leads out of its folder, or is not what is written again.
+    /// If it exceeds a limit, leads out of its folder, or differs after it is written and read again.
     pub fn prefix_index(&mut self, index: &[u8]) -> bool {
         let folder = PrefixFolder::new(MODEL, self.folder.path());
         std::fs::write(self.at("index.json"), index).expect("written");

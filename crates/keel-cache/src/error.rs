@@ -1,4 +1,4 @@
-//! What can go wrong with caches.
+//! Errors of caches.
 
 use std::path::PathBuf;
 
@@ -89,7 +89,7 @@ pub enum CacheError {
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: String,
     },
     /// A file cannot be read or written.

@@ -67,7 +67,7 @@ impl ModelCache {
         sequence.expect_committed()
     }
 
-    /// Records what a failed run did to the sequences of these slots. `has_mutated` tells whether it has changed a
+    /// Records the effect of a failed run on the sequences of these slots. `has_mutated` tells whether it has changed a
     /// state (see [`keel_array::FailedRun::has_mutated`]; on several devices, whether that of the state's device has).
     /// `settled` holds the commits of earlier runs. `commits_rows` says whether the run also commits its own rows.
     pub fn note_failure(

@@ -46,7 +46,7 @@ impl ModelCache {
     ///
     /// # Errors
     /// [`CacheError::File`] if the number of tokens is not the sequence's; [`CacheError::OpenRows`]; an error of the
-    /// disk. After an error what was at `path` is still there.
+    /// disk. After an error, an earlier file at `path` is still there.
     pub fn save(&self, sequence: &SequenceCache, tokens: &[u32], model: &str, path: &Path) -> Result<()> {
         self.save_from(0, sequence, tokens, model, path)
     }

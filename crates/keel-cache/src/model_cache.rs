@@ -22,7 +22,7 @@ pub struct ModelCache {
     pub(crate) swap: SwapSpace,
 }
 
-/// What a copy between a slot and a checkpoint is for.
+/// The purpose of a copy between a slot and a checkpoint.
 #[derive(Clone, Copy)]
 pub(crate) enum SlotCopy {
     Save,
@@ -76,7 +76,7 @@ impl ModelCache {
         Ok(ModelCache { swap, layers, saved, pools, spec, size })
     }
 
-    /// What each layer stores, and the forms in which it is kept.
+    /// The storage of each layer, and its formats.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }

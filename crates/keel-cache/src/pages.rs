@@ -2,8 +2,8 @@
 
 use crate::{CacheError, PageId, Result};
 
-/// Page numbers with reference counts. A page number stands for the same page in every attention layer. A page is held by
-/// sequences and by blocks of a prefix tree; all blocks together count as one holder.
+/// Page numbers with reference counts. A page number stands for the same page in every attention layer. A page is held
+/// by sequences and by blocks of a prefix tree; all blocks together count as one holder.
 #[derive(Debug)]
 pub struct PageAllocator {
     /// Free pages. The last is handed out next.

@@ -1,7 +1,7 @@
 //! Free pages, slots and checkpoints, and their way back.
 //!
-//! The cache, its sequences and leases share the pools. A sequence or a lease gives back what it holds
-//! when it is dropped, wherever that happens: after an error, in the middle of an iteration, in a panic.
+//! The cache, its sequences and leases share the pools. A sequence or a lease gives back its pages, slot, checkpoint or
+//! blocks when it is dropped, wherever that happens: after an error, in the middle of an iteration, in a panic.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -265,8 +265,8 @@ impl PrefixTree {
     }
 
     /// Forgets the least recently used leaf, and ancestors that are useless without it. Leaves in pages that a running
-    /// sequence shares go last: forgetting them frees nothing. Returns false if nothing is remembered. O(log n) for each
-    /// block forgotten and each leaf passed over.
+    /// sequence shares go last: forgetting them frees nothing. Returns false if nothing is remembered. O(log n) for
+    /// each block forgotten and each leaf passed over.
     pub fn evict(&mut self) -> bool {
         let pools = self.home.lock();
         let is_free = |used: &&LastUse| !pools.pages.is_shared(self.node(used.node).page.id());

@@ -3,8 +3,8 @@
 //! A folder holds one cache file for each text ([`ModelCache::save_from`](crate::ModelCache::save_from)), and
 //! `index.json`. A file has no full page that an earlier file of the same save has. The index names the files in the
 //! order in which they are to be read, with their sizes and checksums, and the pictures of each text by their hashes.
-//! It is written last: files without an index are never read. Texts are what users wrote, so no file of a text stays
-//! that the index does not name, unless it cannot be removed.
+//! It is written last: files without an index are never read. Texts come from users, so a file of a text that the index
+//! does not name stays only if it cannot be removed.
 
 use std::collections::HashSet;
 use std::io::{self, BufReader, Read};
@@ -76,7 +76,7 @@ impl PrefixFolder<'_> {
     /// Makes the folder if it does not exist. A link in place of the index is refused: it may lead to another's file.
     ///
     /// # Errors
-    /// The folder cannot be made, or what stands in place of the index is not a file.
+    /// The folder cannot be made, or the entry in place of the index is not a file.
     pub fn begin(&self) -> Result<(), Unwritten> {
         std::fs::create_dir_all(self.path).map_err(|error| Unwritten::new(self.path, &error))?;
         self.index().map(drop)
@@ -86,13 +86,13 @@ impl PrefixFolder<'_> {
     /// says that the file is another.
     ///
     /// # Errors
-    /// The index cannot be removed, or what stands in its place is not a file.
+    /// The index cannot be removed, or the entry in its place is not a file.
     pub fn remove_index(&self) -> Result<(), Unwritten> {
         let Some(index) = self.index()? else { return Ok(()) };
         std::fs::remove_file(&index).map_err(|error| Unwritten::new(&index, &error))
     }
 
-    /// Removes the files of texts that are not among these. What is not a regular file stays.
+    /// Removes the files of texts that are not among these. An entry that is not a regular file stays.
     ///
     /// # Errors
     /// A file cannot be removed.

@@ -41,7 +41,7 @@ pub struct GroupMemory {
 }
 
 impl SystemMemory {
-    /// What the system reports now.
+    /// The memory that the system reports now.
     pub fn look() -> SystemMemory {
         SystemMemory::under(Path::new("/"))
     }

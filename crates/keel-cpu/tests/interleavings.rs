@@ -153,7 +153,7 @@ impl Pair {
             pair.meeting.begin(job);
             work(&pair, 0, job);
             pair.meeting.end();
-            // The helper is out, so what it wrote is there and may be changed.
+            // The helper is out, so its writes are there, and the values may be changed.
             pair.values.iter().for_each(|value| value.add(0));
         }
         pair.meeting.close();

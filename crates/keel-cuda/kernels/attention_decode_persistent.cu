@@ -50,7 +50,7 @@ struct WarpSums {
 #define QUERY_BYTES (2 * 16 * LINE)
 #define MANY_SHARED(items) (WARPS * KV_STAGES * 2 * CHUNK_BYTES + 2 * (QUERY_BYTES + sizeof(WarpSums)) + (items) * sizeof(Item))
 
-// What an item costs: its start and end, and its chunks. A limit keeps the greatest cost COST_RATIO times the least,
+// The cost of an item: its start and end, and its chunks. A limit keeps the greatest cost COST_RATIO times the least,
 // so that a block's list has room for its share of any items.
 #define ITEM_COST 8
 #define CHUNKS_MAX 64

@@ -1,5 +1,5 @@
-// Tiles of queries, keys and values in shared memory, and their products on tensor cores: what the kernels of
-// attention_tensor.cu and attention_decode_persistent.cu share. Macros: H, KV, D (a multiple of 16, at most 256),
+// Tiles of queries, keys and values in shared memory, and their products on tensor cores. The kernels of
+// attention_tensor.cu and attention_decode_persistent.cu share them. Macros: H, KV, D (a multiple of 16, at most 256),
 // Q_STRIDE, KV_BITS (8 or 4 for coded pools), WINDOW.
 #pragma once
 #include "paged.cuh"

@@ -1,4 +1,4 @@
-// What all kernels share: element types without the toolkit's headers, strided operands, reports of wrong data.
+// Shared by all kernels: element types without the toolkit's headers, strided operands, reports of wrong data.
 #pragma once
 
 // A condition of the preprocessor on a constant that is not given is an error. Without this it would take 0 for it.

@@ -1,5 +1,6 @@
-// A chunk of 16 keys, or of their values, in a warp's shared memory, and its products on tensor cores: what the decode
-// kernels of attention_tensor.cu and attention_decode_persistent.cu share. Both take a row's sums in the same order.
+// A chunk of 16 keys, or of their values, in a warp's shared memory, and its products on tensor cores. The decode
+// kernels of attention_tensor.cu and attention_decode_persistent.cu share them. Both take a row's sums in the same
+// order.
 //
 // Chunks of f16 are tiles of attention_tiles.cuh. Coded chunks (KV_BITS) lie in shared memory as in their page, codes
 // and then steps, so copies bring them in the background. They are widened to f16 in registers, between shared memory

@@ -32,7 +32,7 @@ __device__ __forceinline__ float2 two_finite(u32 v) {
     const f16x2 two = *(const f16x2 *)&v;
     return make_float2(to_f32(two.x), to_f32(two.y));
 }
-// silu(FACTOR x) / FACTOR with a relative error of 2^-20 while it is no subnormal: far less than what e4m3 loses.
+// silu(FACTOR x) / FACTOR with a relative error of 2^-20 while it is no subnormal: far less than the error of e4m3.
 template <int FACTOR> __device__ __forceinline__ float quick_silu(float x) {
     float power, part;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * (-1.4426950408889634f * FACTOR)));
@@ -82,7 +82,7 @@ __device__ __forceinline__ float scale_of(float largest) { return largest > LEAS
 #define FROM_NORM 2
 #define FROM_SWIGLU 3
 #define FROM_SWIGLU_F16 4
-// What the values of four_of_row are a fraction of.
+// The rounded values are those of four_of_row times this factor.
 #define FACTOR_OF_ROW (FROM == FROM_F16 ? 8.0f : FROM == FROM_SWIGLU_F16 ? 64.0f : 1.0f)
 #define FOURS (DIM_K / 4)
 #define FOURS_OF_THREAD ((FOURS + THREADS - 1) / THREADS)
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize_to_fp8(
         if (lane < 8) of_warps[warp][8 * h + lane] = by[h];
     }
     __syncthreads();
-    // Kernels before this one may still read what `out` and `scales` held.
+    // Kernels before this one may still read the old contents of `out` and `scales`.
     wait_for_inputs();
 #pragma unroll
     for (int h = 0; h < 2; h++) {

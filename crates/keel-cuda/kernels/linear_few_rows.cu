@@ -13,7 +13,7 @@
 // added in shared memory in the order of s. With PASSES > 1 a block continues with the row tiles one grid further.
 //
 // Macros: DIM_N = N, DIM_K = K, DIM_T = T; BITS, GROUP, PAIR_T or BLOCK or DENSE=1;
-// SPLIT, UNIT: they order the sums, and follow from the weight's shape and what is absorbed, never from T;
+// SPLIT, UNIT: they order the sums, and follow from the weight's shape and the absorbed kernels, never from T;
 // ROW_WARPS, PASSES, STAGES, MIN_BLOCKS, BULK: they change only the time.
 //   FUSED=1    each block quantises x in shared memory: a single row of at most 32,768 columns, or rows with chosen
 //              experts (`is_fused` of dispatch/linear/few_rows.rs). 0: `prepare_rows` has done it

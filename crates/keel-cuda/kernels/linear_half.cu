@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) linear_half(
     const u32 t0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
     take_turn();
 
-    // Requests 64 columns of the tiles; zeros for what does not exist.
+    // Requests 64 columns of the tiles; zeros for rows and columns that do not exist.
     auto fetch = [&](u32 i) {
         const u32 to = shared_address(stages) + i % STAGES * STAGE_BYTES, kt = i % K_TILES;
         const u16* part = x;

@@ -118,7 +118,7 @@ extern "C" __global__ void add_rms_norm(
         squares = fmaf(s, s, squares);
     }
     const float scale = inverse_rms(squares, width, eps, shared);
-    // Each thread reads what it wrote itself.
+    // Each thread reads the sums that it wrote itself.
     for (u32 i = threadIdx.x; i < width; i += blockDim.x) y[first + i] = sum[first + i] * scale * w[i];
 }
 

@@ -37,7 +37,7 @@
 #define PARTS (GROUP < 64 ? 64 / GROUP : 1)  // scale groups of a tile
 #define SHARE (GROUP == 128 ? 2 : 1)         // tiles that share a scale group
 #define SUB_TILE (16 * PARTS * SUB_BYTES)    // bytes of the scale groups of one tile, or of SHARE tiles
-#define SUPER_TILE (16 * SUPER_BYTES)        // and of what four tiles share
+#define SUPER_TILE (16 * SUPER_BYTES)        // and of the superscales that four tiles share
 // Of a row tile:
 #define PAIR_ROW ((size_t)((K_TILES + SHARE - 1) / SHARE * SUB_TILE + (SUPER_BYTES ? K_TILES / 4 * SUPER_TILE : 0)))
 
@@ -184,7 +184,7 @@ __device__ __forceinline__ Scaling scaling_at(const SlotPairs (&p)[TILE_SLOTS], 
     const Scaling low = scaling(of, 0, half), high = scaling(of, SLOT_PARTS - 1, half);
     return t < 2 ? low : high;
 }
-#define STORED u32 // type of what a weight's address points to: codes, or dense weights
+#define STORED u32 // type of the words at a weight's address: codes, or dense weights
 #define WEIGHT Weights{weight, pairs}
 struct Weights {
     const u32 *codes; // section 1, of the first row tile of this expert

@@ -15,7 +15,7 @@ pub enum CudaError {
         /// Where it comes from.
         advice: &'static str,
     },
-    /// The driver is older than what the kernels need.
+    /// The driver is older than the version that the kernels need.
     #[error(
         "the NVIDIA driver supports CUDA {}.{}, but {}.{} or newer is needed: update the driver",
         found / 1000, found % 1000 / 10, needed / 1000, needed % 1000 / 10
@@ -72,7 +72,7 @@ pub enum CudaError {
         /// The function of the driver or of a library.
         call: &'static str,
     },
-    /// A device has too little free memory for what is taken outside of plans.
+    /// A device has too little free memory for an allocation outside of plans.
     #[error(
         "cuda:{ordinal} has too little free memory for {purpose}{}; nvidia-smi shows which programs hold its memory: \
          end one of them, or choose another device ({call}: out of memory)",
@@ -81,7 +81,7 @@ pub enum CudaError {
     DeviceFull {
         /// The device's number.
         ordinal: usize,
-        /// What the memory is for.
+        /// The purpose of the memory.
         purpose: &'static str,
         /// The device's memory; `None` if nothing tells.
         memory: Option<MemoryInfo>,

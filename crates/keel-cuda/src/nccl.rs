@@ -9,7 +9,7 @@ pub const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The oldest version that is used. It frees the communicators of one process in any order.
 pub const VERSION_MIN: Version = (2, 18);
 
-/// The error of a machine without the library, with what to install.
+/// The error of a machine without the library. It names the packages to install.
 ///
 /// ```
 /// assert!(keel_cuda::nccl::missing().to_string().starts_with("libnccl.so.2 was not found: "));

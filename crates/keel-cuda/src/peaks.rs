@@ -11,7 +11,7 @@ use std::time::Instant;
 /// Bytes of a copy: far more than the caches hold.
 const COPY_BYTES: usize = 2 << 30;
 
-/// What the memory is for, in an error.
+/// The purpose of the memory, in an error.
 const PURPOSE: Purpose = Purpose { what: "the measurement of its rates, which takes 4 GiB", bytes: 6 << 30 };
 const _: () = assert!(2 * COPY_BYTES == 4 << 30);
 

@@ -12,7 +12,7 @@ const PROGRAMS: usize = 60;
 /// Kernels of a program: enough that a capture takes longer than memory is freed.
 const KERNELS: usize = 60;
 
-/// Elements of an array that is freed. Few lost ones show next to what graphs and kernels take.
+/// Elements of an array that is freed. Even a few lost ones show next to the memory of graphs and kernels.
 const FREED: usize = 16 << 20;
 
 /// Arrays that are freed one after the other.

@@ -1,5 +1,5 @@
-//! Exchanges between GPUs: what a plan says of them, which needs no GPU, and on a machine with two GPUs, with
-//! `KEEL_TEST_CUDA=1`, the exchanges themselves.
+//! Exchanges between GPUs: their plans, which need no GPU, and on a machine with two GPUs, with `KEEL_TEST_CUDA=1`, the
+//! exchanges themselves.
 
 mod common;
 
@@ -214,8 +214,8 @@ fn nccl_adds_gathers_and_sends_long_arrays_within_graphs() {
     }
 }
 
-/// Messages of whole prompts, from a stage of one GPU to the next. What comes is multiplied on tensor cores: the first
-/// product loads kernels of a library while a message is under way.
+/// Messages of whole prompts, from a stage of one GPU to the next. The received rows are multiplied on tensor cores:
+/// the first product loads kernels of a library while a message is under way.
 #[test]
 fn stages_multiply_long_messages() {
     const COLS: usize = 4096;
@@ -301,8 +301,8 @@ fn a_gpu_that_waits_for_one_that_failed_gets_an_error_and_all_meet_again() {
     all_sum();
 }
 
-/// A device that rejoins empties its stream. What the host has written before and no launch has delivered yet arrives
-/// all the same, whatever is written after.
+/// A device that rejoins empties its stream. Bytes that the host has written before, and that no launch has delivered
+/// yet, arrive all the same, whatever is written after.
 #[test]
 fn writes_that_wait_while_exchanges_end_arrive() {
     let Some(ranks) = ranks(Determinism::Off) else { return };

@@ -103,7 +103,7 @@ fn sixty_four_kernels_compose_a_thousand_times() {
 }
 
 /// The first kernel of a graph finds wrong data, and the second one is refused, so no launch is waited for. The next
-/// launch is not blamed for what the first kernel has found.
+/// launch is not blamed for the wrong data that the first kernel has found.
 #[test]
 fn a_launch_that_is_refused_leaves_no_report() {
     let Some(runtime) = runtime() else { return };

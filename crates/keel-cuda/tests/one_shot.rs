@@ -1,6 +1,6 @@
 //! Sums of small arrays by the GPUs' mailboxes. They need two GPUs that reach each other's memory, or one that NCCL may
-//! connect with itself (NCCL_MULTI_RANK_GPU_ENABLE=1), and `KEEL_TEST_CUDA=1`. What needs no GPU is tested next to the
-//! code.
+//! connect with itself (NCCL_MULTI_RANK_GPU_ENABLE=1), and `KEEL_TEST_CUDA=1`. The parts that need no GPU are tested
+//! next to the code.
 //!
 //! On a GPU that ranks share, the driver may let a rank's call wait for the kernel of another one, which waits for that
 //! rank. So nothing is allocated, loaded or freed while ranks wait for each other.
@@ -27,7 +27,7 @@ fn ranks(determinism: Determinism) -> Option<Vec<Rank>> {
     let count = if found == 1 { 3 } else { found.min(4) };
     let ranks = common::open(found, count, count, determinism);
     for rank in &ranks {
-        // Loads the kernels that deliver what the host writes.
+        // Loads the kernels that deliver the host's writes.
         let x = rank.array(1, DType::F32);
         x.write(&[1.0]).expect("memory");
         assert_eq!(x.add(&x).and_then(|y| y.to_vec::<f32>()).expect("memory"), [2.0]);

@@ -8,7 +8,7 @@ use keel_array::{
 use keel_cuda::{CudaBackend, CudaOptions};
 use std::sync::Arc;
 
-/// What a program is built from.
+/// The runtime on which a program is built.
 struct Bench(Runtime);
 
 impl Bench {
@@ -33,7 +33,7 @@ impl Bench {
     }
 }
 
-/// What is seen of the program that computes a value.
+/// The result of `seen` on the program that computes a value.
 fn planned<T>(build: impl FnOnce(&Bench) -> Result<Array>, seen: impl FnOnce(&Program) -> T) -> T {
     let backend = Arc::new(CudaBackend::planning(&CudaOptions::default()));
     let bench = Bench(Runtime::new(backend, RuntimeOptions::default()));

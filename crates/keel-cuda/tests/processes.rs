@@ -295,7 +295,7 @@ fn exchange(number: usize, current: &Mutex<Option<CudaGroup>>, messages: &Arc<Me
             member.fail_and_meet_again(sum);
             member.add(&sums);
         }
-        // What one process has sent may still be on its way when its own work is done.
+        // Messages of a process may still be on their way when its own work is done.
         messages.meet();
         *current.lock().expect("no panic") = None;
     }

@@ -153,7 +153,7 @@ fn main() {
     let text = engine.model().config.products_per_token() * TEXT as u64;
     let batcher = Batcher::new(engine, BatchOptions::default());
     let mut asking = Asking { batcher, grid, asked: 0 };
-    // What a look moves between host and device, in arrays of the same sizes.
+    // Arrays of the sizes that a look moves between host and device.
     let moved = [grid.h * grid.w * tower.patch_values(), tower.rows_of(grid.h, grid.w) * tower.text_hidden];
     let moved = moved.map(|len| Array::zeros(&runtime, [len], DType::F32).expect("it fits"));
     let (mut looks, mut texts, mut questions, mut copies) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());

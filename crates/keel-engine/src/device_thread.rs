@@ -202,7 +202,7 @@ enum Work {
     Wait(BegunStep),
 }
 
-/// What becomes of it.
+/// The result of a thread's work.
 enum End {
     Finished(FinishedJob),
     Begun(BegunStep),

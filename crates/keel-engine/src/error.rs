@@ -114,7 +114,7 @@ pub enum EngineError {
     Device {
         /// The device's name.
         device: String,
-        /// What has failed on it.
+        /// Its error.
         error: Box<EngineError>,
     },
     /// The model has no vision tower.

@@ -16,7 +16,7 @@ use crate::{
     Work, WorkRows,
 };
 
-/// What to generate.
+/// Options of a generated text.
 #[derive(Clone, Debug, Default)]
 pub struct GenerateOptions {
     /// Tokens at most.

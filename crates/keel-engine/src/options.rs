@@ -32,7 +32,7 @@ pub struct EngineOptions {
     /// only when the pages that it may need can be promised.
     pub pool_pages: Option<usize>,
     /// Host memory in which sequences are parked while others need their pages. A batch then admits more than fits.
-    /// With 0 it admits only what it can promise.
+    /// With 0 it admits only requests whose pages it can promise.
     pub swap_bytes: usize,
     /// Arithmetic of the linear layers.
     pub compute: Compute,

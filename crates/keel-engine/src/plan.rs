@@ -1,7 +1,7 @@
 //! The memory plan.
 //!
-//! A plan is what an engine allocates: the code of [`Engine::load`] runs on a backend that only counts. So [`plan`]
-//! gives the numbers of [`Engine::load`], exact to the byte.
+//! A plan counts the allocations of an engine: the code of [`Engine::load`] runs on a backend that only counts. So
+//! [`plan`] gives the numbers of [`Engine::load`], exact to the byte.
 
 use std::sync::Arc;
 

@@ -33,7 +33,7 @@ fn request(id: u64) -> BatchRequest {
     BatchRequest { sampler, top_logprobs: Some(3), ..BatchRequest::new(id, prompt, 100) }
 }
 
-/// What a sequence has in addition: its prompt, its tokens and its pages.
+/// Bytes that a sequence has in addition: its prompt, its tokens and its pages.
 const OWN_BYTES: usize = 8 << 10;
 
 /// The planned host memory of an engine.

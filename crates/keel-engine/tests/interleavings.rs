@@ -6,8 +6,8 @@
 #[allow(dead_code)]
 mod work_channel;
 
-/// The channel of the standard library as its documentation describes it: what was sent is received in order. A
-/// receiver drops what it has not received. Time passes between any two steps.
+/// The channel of the standard library as its documentation describes it: values are received in the order in which
+/// they were sent. A receiver that ends drops the values that it has not received. Time passes between any two steps.
 mod sync {
     use std::collections::VecDeque;
     use std::time::Duration;

@@ -20,7 +20,7 @@ use rope_config::QueryGrowth;
 
 /// Largest width, count or length: far above all models, and products of two stay far from an overflow.
 const EXTENT_MAX: usize = 1 << 24;
-/// Widest projection to heads. It bounds what is listed for each of its rows.
+/// Widest projection to heads. It bounds the lists with an entry for each of its rows.
 const PROJECTED_MAX: usize = 1 << 20;
 
 /// Most layers of a multi-token-prediction head.

@@ -138,7 +138,7 @@ pub struct MtpHead {
     pub norm: RmsNorm,
 }
 
-/// What comes after the last layer.
+/// The parts of the model after its last layer.
 #[derive(Debug)]
 pub struct Output {
     /// Final norm.

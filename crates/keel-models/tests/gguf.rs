@@ -1,4 +1,4 @@
-//! What the config of a GGUF file says, and what a config must not say for one to be written.
+//! Configs that are read from GGUF files, and configs for which no GGUF file is written.
 
 use std::path::{Path, PathBuf};
 

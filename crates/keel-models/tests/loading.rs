@@ -1,4 +1,5 @@
-//! What the loader refuses, and which pages of a checkpoint it releases, on a backend that keeps nothing.
+//! The checkpoints that the loader refuses, and the pages of a checkpoint that it releases, on a backend that keeps
+//! nothing.
 
 use std::any::Any;
 use std::ops::Range;

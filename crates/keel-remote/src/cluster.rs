@@ -12,16 +12,13 @@ use std::time::{Duration, Instant};
 use keel_array::Backend;
 use serde_json::Value;
 
-use crate::connection::{MessageSender, locked, open, send_hello, silence_or, spawn};
+use crate::connection::{MessageSender, PAUSE, SILENCE_MAX, greet, locked, silence_or, spawn};
 use crate::link::Link;
-use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, version};
+use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, Welcome, version};
 use crate::{Members, RemoteBackend, RemoteError, Result, frame};
 
 /// How long nodes may take to open their devices, and to connect them.
 const OPEN_MAX: Duration = Duration::from_secs(120);
-
-/// Between two attempts to reach a node.
-const PAUSE: Duration = Duration::from_millis(200);
 
 /// Most answers of a node that wait to be heard. It gives one when its devices are open, and one in each round.
 const SAID_MAX: usize = 16;
@@ -47,6 +44,8 @@ pub(crate) struct Node {
 /// The nodes that a leader has devices of.
 pub struct Cluster {
     nodes: Vec<Node>,
+    /// How long nodes may take to accept all control connections, and later those of all devices.
+    patience: Duration,
     members: OnceLock<Arc<dyn Members>>,
     round: Mutex<Round>,
     lost: Mutex<Option<String>>,
@@ -65,7 +64,7 @@ struct Round {
 
 impl Cluster {
     /// Connects with the nodes at these addresses, which are numbered from 1 on. Waits up to `patience` until they are
-    /// there.
+    /// there. [`Cluster::open`] waits as long for the connections of their devices.
     ///
     /// # Errors
     /// A node cannot be reached, is another version, or has a leader.
@@ -79,7 +78,7 @@ impl Cluster {
         }
         let (members, round) = (OnceLock::new(), Mutex::default());
         let (lost, watchers) = (Mutex::default(), Mutex::default());
-        let cluster = Arc::new(Cluster { nodes, members, round, lost, watchers });
+        let cluster = Arc::new(Cluster { nodes, patience, members, round, lost, watchers });
         for (i, reader) in readers.into_iter().enumerate() {
             let weak = Arc::downgrade(&cluster);
             spawn("keel-control", move || listen(&weak, i, reader))?;
@@ -127,11 +126,13 @@ impl Cluster {
             first_rank = ranks.end;
         }
         self.nodes.iter().try_for_each(|node| self.wait(node, None))?;
+        let until = Instant::now() + self.patience;
         let mut planners = planners.into_iter();
         let mut backends = Vec::with_capacity(first_rank);
         for node in &self.nodes {
             for (index, planner) in (0..node.devices.len()).zip(planners.by_ref()) {
-                backends.push(RemoteBackend::new(self.link(node, index)?, planner, Arc::downgrade(self)));
+                let link = self.link(node, index, until)?;
+                backends.push(RemoteBackend::new(link, planner, Arc::downgrade(self)));
             }
         }
         Ok(backends)
@@ -187,12 +188,18 @@ impl Cluster {
         }
     }
 
-    /// Opens the connection of a device.
-    fn link(self: &Arc<Self>, node: &Node, index: usize) -> Result<Arc<Link>> {
+    /// Opens the connection of a device. The node is lost if it does not answer.
+    fn link(self: &Arc<Self>, node: &Node, index: usize, until: Instant) -> Result<Arc<Link>> {
         let lost =
             |error: std::io::Error| RemoteError::Lost { peer: node.name(), reason: silence_or(&error) };
         let hello = Hello::Device { session: node.session, index };
-        let stream = open(&node.address, &hello).map_err(lost)?;
+        let is_last = || self.lost().is_some() || Instant::now() + PAUSE >= until;
+        let greeted = greet(node.number, &node.address, &hello, is_last).inspect_err(|error| {
+            if let RemoteError::Unreachable { reason, .. } = error {
+                self.lose(node, reason);
+            }
+        });
+        let (stream, ()) = greeted?;
         let (cluster, at) = (Arc::downgrade(self), node.number - 1);
         let when_ended = Box::new(move |reason: &str| {
             if let Some(cluster) = cluster.upgrade() {
@@ -318,42 +325,32 @@ struct Reader {
 
 impl Node {
     fn connect(number: usize, address: &str, until: Instant) -> Result<(Node, Reader)> {
-        let unreachable =
-            |reason: String| RemoteError::Unreachable { node: number, address: address.into(), reason };
-        let refused = |reason: String| RemoteError::Refused { node: number, address: address.into(), reason };
-        loop {
-            let attempt = send_hello(address, &Hello::Lead { version: version() });
-            let is_last = Instant::now() + PAUSE >= until;
-            match attempt {
-                Ok((stream, HelloReply::Accepted { session, devices })) => {
-                    let as_error = |error: std::io::Error| unreachable(error.to_string());
-                    // The heartbeat starts now: connecting the other nodes may take longer than the allowed silence.
-                    let control =
-                        MessageSender::new(stream.try_clone().map_err(as_error)?, ControlMessage::Here)?;
-                    let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
-                    let (said, heard) = sync_channel(SAID_MAX);
-                    let node = Node {
-                        number,
-                        address: address.into(),
-                        session,
-                        devices,
-                        stream,
-                        control,
-                        is_lost: AtomicBool::new(false),
-                        ranks: OnceLock::new(),
-                        replies: Mutex::new(heard),
-                        links: Mutex::default(),
-                    };
-                    return Ok((node, Reader { stream: reader, replies: said }));
-                }
-                // It may still be freeing what its last leader had.
-                Ok((_, HelloReply::Refused { reason, may_pass })) if is_last || !may_pass => {
-                    return Err(refused(reason));
-                }
-                Err(error) if is_last => return Err(unreachable(silence_or(&error))),
-                Ok(_) | Err(_) => std::thread::sleep(PAUSE),
-            }
-        }
+        let hello = Hello::Lead { version: version() };
+        let is_last = || Instant::now() + PAUSE >= until;
+        let (stream, Welcome { session, devices }) = greet(number, address, &hello, is_last)?;
+        let as_error = |error: std::io::Error| RemoteError::Unreachable {
+            node: number,
+            address: address.into(),
+            reason: error.to_string(),
+        };
+        stream.set_write_timeout(Some(SILENCE_MAX)).map_err(as_error)?;
+        // The heartbeat starts now: connecting the other nodes may take longer than the allowed silence.
+        let control = MessageSender::new(stream.try_clone().map_err(as_error)?, ControlMessage::Here)?;
+        let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
+        let (said, heard) = sync_channel(SAID_MAX);
+        let node = Node {
+            number,
+            address: address.into(),
+            session,
+            devices,
+            stream,
+            control,
+            is_lost: AtomicBool::new(false),
+            ranks: OnceLock::new(),
+            replies: Mutex::new(heard),
+            links: Mutex::default(),
+        };
+        Ok((node, Reader { stream: reader, replies: said }))
     }
 
     fn name(&self) -> String {

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-use crate::message::{Hello, HelloReply};
+use crate::message::{Hello, HelloReply, Refusal};
 use crate::{RemoteError, Result, frame};
 
 /// How often each end says that it is there.
@@ -19,8 +20,40 @@ pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// How long a connection may take to be made.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 
+/// Between two attempts to reach a node.
+pub(crate) const PAUSE: Duration = Duration::from_millis(200);
+
+/// Connects with a node, which accepts `hello`. A connection that fails, and one whose refusal may pass, is tried again
+/// until `is_last` says that there was time enough. From then on a silent connection is lost.
+///
+/// # Errors
+/// The node cannot be reached, or refuses.
+pub(crate) fn greet<T: DeserializeOwned>(
+    node: usize,
+    address: &str,
+    hello: &Hello,
+    is_last: impl Fn() -> bool,
+) -> Result<(TcpStream, T)> {
+    loop {
+        let attempt = send_hello(address, hello);
+        let is_last = is_last();
+        match attempt {
+            Ok((stream, HelloReply::Accepted(welcome))) => return Ok((stream, welcome)),
+            // It may still be freeing what its last leader had.
+            Ok((_, HelloReply::Refused(Refusal { reason, may_pass }))) if is_last || !may_pass => {
+                return Err(RemoteError::Refused { node, address: address.into(), reason });
+            }
+            Err(error) if is_last => {
+                let reason = silence_or(&error);
+                return Err(RemoteError::Unreachable { node, address: address.into(), reason });
+            }
+            Ok(_) | Err(_) => std::thread::sleep(PAUSE),
+        }
+    }
+}
+
 /// Connects and sends the first message.
-pub(crate) fn open(address: &str, hello: &Hello) -> std::io::Result<TcpStream> {
+fn open(address: &str, hello: &Hello) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::other("the name has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
@@ -48,12 +81,14 @@ fn unconnected(error: std::io::Error) -> std::io::Error {
 }
 
 /// The same, and the node's answer. From then on a silent connection is lost.
-pub(crate) fn send_hello(address: &str, hello: &Hello) -> std::io::Result<(TcpStream, HelloReply)> {
+pub(crate) fn send_hello<T: DeserializeOwned>(
+    address: &str,
+    hello: &Hello,
+) -> std::io::Result<(TcpStream, HelloReply<T>)> {
     let mut stream = open(address, hello)?;
     stream.set_read_timeout(Some(SILENCE_MAX))?;
-    stream.set_write_timeout(Some(SILENCE_MAX))?;
-    let welcome = frame::read(&mut stream, &mut Vec::new())?;
-    Ok((stream, welcome))
+    let reply = frame::read(&mut stream, &mut Vec::new())?;
+    Ok((stream, reply))
 }
 
 /// Reads a connection until a deadline.

@@ -7,31 +7,60 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use keel_array::{
-    ArrayError, Backend, Buffer, Category, MemoryAt, MemoryCopy, MemoryRange, RemoteLaunch, RowBlock,
-    RowData, Runtime,
+    ArrayError, Backend, Buffer, Category, Kernel, MemoryAt, MemoryCopy, MemoryRange, Op, Operand,
+    RemoteLaunch, RowBlock, RowData, Runtime, View,
 };
 
 use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
 use crate::message::{
-    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
+    At, Coding, CopyAt, DeviceReply, Failure, HelloReply, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
 };
 use crate::node::Session;
 
 /// Most allocations of a device.
 const MEMORIES_MAX: usize = 1 << 20;
 
-/// Most kernels of all pieces of programs together.
-const KERNELS_MAX: usize = 4 << 20;
+/// Most memory of all pieces of programs together, in bytes. A kernel takes about 1 KiB.
+const PIECE_BYTES_MAX: usize = 4 << 30;
 
 /// What a request gives: an answer, and bytes for it.
 type Outcome = Result<(DeviceReply, Vec<u8>), Failure>;
 
+/// A piece of a program.
+struct BoundPiece {
+    launch: RemoteLaunch,
+    /// Its [`bytes_of`].
+    bytes: usize,
+}
+
+/// Memory of this process that a piece takes, in bytes.
+fn bytes_of(piece: &Piece) -> usize {
+    let places = piece.externals.len() + piece.outputs.len();
+    let kernels: usize = piece.kernels.iter().map(bytes_of_kernel).sum();
+    places * size_of::<(Buffer, usize)>() + kernels
+}
+
+/// The same of a kernel with those that it absorbs.
+fn bytes_of_kernel(kernel: &Kernel) -> usize {
+    let operand = |Operand { layout, .. }: &Operand| {
+        size_of::<Operand>() + size_of_val(&layout.shape[..]) + size_of_val(&layout.strides[..])
+    };
+    let operands: usize = kernel.inputs.iter().chain(&kernel.outputs).map(operand).sum();
+    let attributes = match &kernel.op {
+        Op::Fused(fused) => size_of_val(&fused.steps[..]),
+        Op::SliceUpdate { starts } | Op::View(View::Permute(starts) | View::Slice(starts)) => {
+            size_of_val(&starts[..])
+        }
+        _ => 0,
+    };
+    let absorbed: usize = kernel.absorbed.iter().map(bytes_of_kernel).sum();
+    size_of::<Kernel>() + operands + attributes + absorbed
+}
+
 /// A device with what the leader has on it. Dropping it frees all of that.
 struct Worker {
-    pieces: HashMap<u64, RemoteLaunch>,
-    /// Kernels of these pieces.
-    kernels: usize,
+    pieces: HashMap<u64, BoundPiece>,
     memories: HashMap<u64, Buffer>,
     runtime: Runtime,
     /// The first failure of a request without an answer.
@@ -39,12 +68,13 @@ struct Worker {
     session: Arc<Session>,
 }
 
-/// Serves the connection of a device until it ends.
+/// Accepts the connection of a device, and serves it until it ends.
 ///
 /// # Errors
 /// The connection fails. A leader that closes it is no error.
-pub(crate) fn serve(stream: TcpStream, runtime: Runtime, session: Arc<Session>) -> io::Result<()> {
+pub(crate) fn serve(mut stream: TcpStream, runtime: Runtime, session: Arc<Session>) -> io::Result<()> {
     stream.set_nodelay(true)?;
+    frame::write(&mut stream, &HelloReply::Accepted(()), &[])?;
     let mut from = BufReader::with_capacity(1 << 20, stream.try_clone()?);
     let to = MessageSender::new(stream, DeviceReply::Here).map_err(io::Error::other)?;
     let mut worker = Worker::new(runtime, session);
@@ -97,14 +127,7 @@ fn failed(error: ArrayError) -> Failure {
 
 impl Worker {
     fn new(runtime: Runtime, session: Arc<Session>) -> Worker {
-        Worker {
-            pieces: HashMap::new(),
-            kernels: 0,
-            memories: HashMap::new(),
-            runtime,
-            failure: None,
-            session,
-        }
+        Worker { pieces: HashMap::new(), memories: HashMap::new(), runtime, failure: None, session }
     }
 
     /// Keeps the first failure of a request without an answer. The first that lasts replaces one that does not.
@@ -186,8 +209,7 @@ impl Worker {
             }
             Request::Free { memory } => {
                 if let Some(freed) = self.memories.remove(&memory) {
-                    self.pieces.retain(|_, piece| !piece.uses(&freed));
-                    self.kernels = self.pieces.values().map(RemoteLaunch::kernels).sum();
+                    self.pieces.retain(|_, piece| !piece.launch.uses(&freed));
                 }
             }
             Request::Arena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
@@ -234,7 +256,7 @@ impl Worker {
                 }
             }
             Request::Program(piece) => self.bind(piece)?,
-            Request::Forget { number } => self.forget(number),
+            Request::Forget { number } => drop(self.pieces.remove(&number)),
             Request::Launch { number, .. } => {
                 self.piece(number)?.with(|launch| self.backend().launch(launch)).map_err(failed)?;
                 return Ok((self.prepared(), Vec::new()));
@@ -269,9 +291,9 @@ impl Worker {
     fn piece(&self, number: u64) -> Result<&RemoteLaunch, Failure> {
         let wrong = |reason: String| Failure::new(reason);
         let missing = || wrong(format!("there is no piece {number} of a program"));
-        let piece = self.pieces.get(&number).ok_or_else(missing)?;
-        match piece.fits_arena() {
-            true => Ok(piece),
+        let launch = &self.pieces.get(&number).ok_or_else(missing)?.launch;
+        match launch.fits_arena() {
+            true => Ok(launch),
             false => {
                 Err(wrong(format!("the arena has become smaller than piece {number} of a program needs")))
             }
@@ -279,31 +301,25 @@ impl Worker {
     }
 
     fn bind(&mut self, piece: Piece) -> Result<(), Failure> {
+        let bytes = bytes_of(&piece);
         let Piece { number, kernels, externals, outputs, has_arena } = piece;
         let buffers = |places: Vec<At>| -> Result<Vec<(Buffer, usize)>, Failure> {
             places.into_iter().map(|at| Ok((self.buffer(at.memory)?.clone(), at.offset))).collect()
         };
         let (externals, outputs) = (buffers(externals)?, buffers(outputs)?);
-        self.forget(number);
+        self.pieces.remove(&number);
         // A leader sends one piece before it forgets another, and pieces of programs that run once.
         if self.pieces.len() >= PIECES_MAX + 2 {
             return Err(too_many("pieces of programs", PIECES_MAX + 2));
         }
-        let count = self.kernels + kernels.len();
-        if count > KERNELS_MAX {
-            return Err(too_many("kernels", KERNELS_MAX));
+        let others: usize = self.pieces.values().map(|piece| piece.bytes).sum();
+        if others + bytes > PIECE_BYTES_MAX {
+            return Err(too_many("bytes of programs", PIECE_BYTES_MAX));
         }
         let launch =
             RemoteLaunch::new(&self.runtime, kernels, externals, outputs, has_arena).map_err(failed)?;
-        self.pieces.insert(number, launch);
-        self.kernels = count;
+        self.pieces.insert(number, BoundPiece { launch, bytes });
         Ok(())
-    }
-
-    fn forget(&mut self, number: u64) {
-        if let Some(piece) = self.pieces.remove(&number) {
-            self.kernels -= piece.kernels();
-        }
     }
 
     fn make_ready(&self, numbers: &[u64]) -> Outcome {

@@ -5,16 +5,10 @@ use std::sync::{Mutex, TryLockError};
 use std::time::Instant;
 
 use crate::connection::{HEARTBEAT, locked};
+use crate::message::Refusal;
 
 /// What looks the addresses up.
 type LookUp = Box<dyn Fn() -> Vec<IpAddr> + Send + Sync>;
-
-/// Why a connection is refused.
-pub(crate) struct Stranger {
-    pub reason: String,
-    /// Whether a later look-up may find its address.
-    pub may_pass: bool,
-}
 
 /// The addresses that leaders may have.
 pub(crate) struct Leaders {
@@ -37,9 +31,10 @@ impl Leaders {
         }
     }
 
-    /// Refuses a connection that does not come from a leader.
-    pub fn expect(&self, stream: &TcpStream) -> Result<(), Stranger> {
-        let unknown = |error: std::io::Error| Stranger { reason: error.to_string(), may_pass: true };
+    /// Refuses a connection that does not come from a leader. The refusal may pass if a later look-up may find its
+    /// address.
+    pub fn expect(&self, stream: &TcpStream) -> Result<(), Refusal> {
+        let unknown = |error: std::io::Error| Refusal::passing(error.to_string());
         let peer = stream.peer_addr().map_err(unknown)?.ip().to_canonical();
         if locked(&self.known).contains(&peer) {
             return Ok(());
@@ -51,7 +46,7 @@ impl Leaders {
             [] => "the name of node 0 in its --nodes has no address so far".into(),
             known => format!("its leader is {known:?} by its --nodes, and this connection is from {peer}"),
         };
-        Err(Stranger { reason, may_pass: !found })
+        Err(Refusal { reason, may_pass: !found })
     }
 
     /// Looks the addresses up, at most once a second, and only if no other thread does. Returns whether there are some.

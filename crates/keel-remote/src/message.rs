@@ -4,8 +4,9 @@ use keel_array::{DeviceUsage, Kernel, Preparations, RemoteLaunch, WeightSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The sources that say what messages mean and how they are framed.
-const SOURCES: &str = concat!(include_str!("frame.rs"), include_str!("message.rs"));
+/// The sources that say what messages mean, how they are framed, and how connections begin and end.
+const SOURCES: &str =
+    concat!(include_str!("connection.rs"), include_str!("frame.rs"), include_str!("message.rs"));
 
 /// A hash of them and of those that define launches. Many builds have one version of the crate.
 const SOURCES_HASH: u64 = RemoteLaunch::hash_of_sources(SOURCES);
@@ -32,18 +33,40 @@ pub(crate) enum Hello {
     },
 }
 
-/// The node's answer to [`Hello::Lead`].
+/// The node's answer to a [`Hello`]: [`Welcome`] for a leader, `()` for the connection of a device. A refusal does not
+/// depend on the hello. Its form stays, because leaders of other builds read it.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum HelloReply {
-    Accepted {
-        session: u64,
-        devices: Vec<DeviceFacts>,
-    },
-    /// `may_pass` says that it is worth asking again.
-    Refused {
-        reason: String,
-        may_pass: bool,
-    },
+pub(crate) enum HelloReply<T> {
+    Accepted(T),
+    Refused(Refusal),
+}
+
+/// What an accepted leader learns of a node.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Welcome {
+    /// The number that the node gives to this leader.
+    pub session: u64,
+    pub devices: Vec<DeviceFacts>,
+}
+
+/// Why a node does not serve a connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Refusal {
+    pub reason: String,
+    /// Whether it is worth asking again.
+    pub may_pass: bool,
+}
+
+impl Refusal {
+    /// It is worth asking again.
+    pub fn passing(reason: impl Into<String>) -> Refusal {
+        Refusal { reason: reason.into(), may_pass: true }
+    }
+
+    /// It is not.
+    pub fn last(reason: impl Into<String>) -> Refusal {
+        Refusal { reason: reason.into(), may_pass: false }
+    }
 }
 
 /// A device of a node, as its leader hears of it.
@@ -250,6 +273,14 @@ impl Failure {
 mod tests {
     use super::*;
 
+    /// A leader of another build learns from a refusal that it is one.
+    #[test]
+    fn the_form_of_a_refusal_stays() {
+        let refused = HelloReply::<()>::Refused(Refusal::last("another build"));
+        let form = serde_json::json!({"Refused": {"reason": "another build", "may_pass": false}});
+        assert_eq!(serde_json::to_value(refused).expect("memory"), form);
+    }
+
     /// Otherwise builds that frame or mean messages differently would talk to each other.
     #[test]
     fn all_sources_of_messages_are_hashed() {
@@ -266,6 +297,6 @@ mod tests {
                 found += 1;
             }
         }
-        assert_eq!(found, 2, "messages and their frames");
+        assert_eq!(found, 3, "messages, their frames and connections");
     }
 }

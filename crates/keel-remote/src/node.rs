@@ -1,9 +1,10 @@
 //! A node: the process whose devices a leader uses.
 
-use std::io::BufReader;
+use std::collections::VecDeque;
+use std::io::{self, BufReader};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -12,14 +13,16 @@ use keel_array::{Backend, Runtime};
 use serde_json::Value;
 
 use crate::connection::{HEARTBEAT, MessageSender, SILENCE_MAX, UntilDeadline, locked, silence_or, spawn};
-use crate::leaders::{Leaders, Stranger};
-use crate::message::{ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, version};
+use crate::leaders::Leaders;
+use crate::message::{
+    ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, Refusal, Welcome, version,
+};
 use crate::{Members, device_worker, frame};
 
 /// How long a new connection may take to say what it is.
 const HELLO_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// Most connections that have not said what they are.
+/// Most connections that have not said what they are. One more closes the oldest of them.
 const HELLOS_MAX: usize = 16;
 
 /// Most devices of a group.
@@ -113,32 +116,27 @@ pub fn serve(
         closed: Box::new(closed),
         present: Mutex::default(),
         sessions: AtomicU64::new(0),
-        hellos: AtomicUsize::new(0),
+        silent: Mutex::default(),
     });
     for stream in listener.incoming() {
-        let Ok(stream) = stream else {
-            // The system has no files left, for example; the next connection may come through.
-            std::thread::sleep(HEARTBEAT);
-            continue;
+        let stream = match stream {
+            Ok(stream) => Arc::new(stream),
+            Err(error) => {
+                // The system has no files left, for example; the next connection may come through.
+                tracing::warn!("no connection can be accepted: {error}");
+                std::thread::sleep(HEARTBEAT);
+                continue;
+            }
         };
+        node.admit(&stream);
         // On a thread of its own: neither a connection that says nothing nor a slow look-up of a name must keep the
         // leader waiting.
         let own = Arc::clone(&node);
-        let refused = if node.hellos.fetch_add(1, Ordering::SeqCst) < HELLOS_MAX {
-            spawn("keel-session", move || own.receive_hello(stream)).err().map(|error| error.to_string())
-        } else {
-            Some(format!("{HELLOS_MAX} others have not said what they are"))
-        };
-        if let Some(reason) = refused {
-            tracing::warn!("a connection is refused: {reason}");
-            node.hellos.fetch_sub(1, Ordering::SeqCst);
+        if let Err(error) = spawn("keel-session", move || own.receive_hello(&stream)) {
+            tracing::warn!("a connection is closed: {error}");
+            locked(&node.silent).pop_back();
         }
     }
-}
-
-fn refuse(stream: &mut TcpStream, reason: String, may_pass: bool) {
-    let _ = stream.set_write_timeout(Some(SILENCE_MAX));
-    let _ = frame::write(stream, &HelloReply::Refused { reason, may_pass }, &[]);
 }
 
 /// What all connections of a node share.
@@ -151,72 +149,85 @@ struct Node {
     present: Mutex<Option<Arc<Session>>>,
     /// Sessions so far.
     sessions: AtomicU64,
-    /// Connections that have not said what they are.
-    hellos: AtomicUsize,
+    /// Connections that have not said what they are, the oldest first.
+    silent: Mutex<VecDeque<Arc<TcpStream>>>,
 }
 
 impl Node {
-    /// Serves a new connection.
-    fn receive_hello(&self, mut stream: TcpStream) {
-        // A stranger's hello is read, too: a reply is lost if a connection is closed with bytes that were not read.
-        let mut until = UntilDeadline { stream: &stream, deadline: Instant::now() + HELLO_TIME_MAX };
-        let hello = frame::read_first::<Hello>(&mut until);
-        let expected = self.leaders.expect(&stream);
-        self.hellos.fetch_sub(1, Ordering::SeqCst);
-        if let Err(Stranger { reason, may_pass }) = expected {
-            match may_pass {
-                // A leader tries again five times a second.
-                true => tracing::debug!("a connection is refused: {reason}"),
-                false => tracing::warn!("a connection is refused: {reason}"),
-            }
-            return refuse(&mut stream, reason, may_pass);
-        }
-        match hello {
-            Ok(Hello::Lead { version }) => {
-                if let Some(session) = self.welcome(stream, &version) {
-                    let ending = Ending { session: &session, node: self };
-                    follow(&session, &*self.open);
-                    drop(ending);
-                }
-            }
-            Ok(Hello::Device { session, index }) => {
-                let found = locked(&self.present).clone().filter(|present| present.number == session);
-                if let Some(session) = found {
-                    session.serve_device(stream, index);
-                }
-            }
-            Err(error) => tracing::warn!("a connection says nothing that can be read: {error}"),
+    /// Makes room for a new connection.
+    fn admit(&self, stream: &Arc<TcpStream>) {
+        let mut silent = locked(&self.silent);
+        silent.push_back(Arc::clone(stream));
+        if silent.len() > HELLOS_MAX
+            && let Some(oldest) = silent.pop_front()
+        {
+            // Its thread sees the end.
+            let _ = oldest.shutdown(Shutdown::Both);
         }
     }
 
-    /// Answers a leader. `None` if it is refused.
-    fn welcome(&self, mut stream: TcpStream, leader: &str) -> Option<Arc<Session>> {
+    /// Serves a new connection.
+    fn receive_hello(&self, stream: &Arc<TcpStream>) {
+        // A stranger's hello is read, too: a reply is lost if a connection is closed with bytes that were not read.
+        let mut until = UntilDeadline { stream, deadline: Instant::now() + HELLO_TIME_MAX };
+        let hello = frame::read_first::<Hello>(&mut until);
+        locked(&self.silent).retain(|other| !Arc::ptr_eq(other, stream));
+        let served = self.leaders.expect(stream).and_then(|()| match hello {
+            Ok(Hello::Lead { version }) => self.lead(stream, &version),
+            Ok(Hello::Device { session, index }) => self.lend(stream, session, index),
+            Err(error) => Err(Refusal::last(format!("it says nothing that can be read: {error}"))),
+        });
+        if let Err(refusal) = served {
+            refuse(stream, refusal);
+        }
+    }
+
+    /// Follows a leader until it is gone.
+    fn lead(&self, stream: &TcpStream, leader: &str) -> Result<(), Refusal> {
         let own = version();
         if leader != own {
-            let reason = format!(
+            return Err(Refusal::last(format!(
                 "it is version {own}, and the leader {leader}: run the same build of keel on all nodes"
-            );
-            refuse(&mut stream, reason, false);
-            return None;
+            )));
         }
+        let session = self.welcome(stream)?;
+        let ending = Ending { session: &session, node: self };
+        follow(&session, &*self.open);
+        drop(ending);
+        Ok(())
+    }
+
+    /// Accepts a leader if there is no other.
+    fn welcome(&self, stream: &TcpStream) -> Result<Arc<Session>, Refusal> {
         let mut present = locked(&self.present);
         if present.is_some() {
-            drop(present);
-            refuse(&mut stream, "it has a leader; end that one first".into(), true);
-            return None;
+            return Err(Refusal::passing("it has a leader; end that one first"));
         }
         let number = self.sessions.fetch_add(1, Ordering::SeqCst) + 1;
-        let devices = (self.devices)();
-        let count = devices.len();
-        let _ = stream.set_nodelay(true);
-        let _ = stream.set_read_timeout(Some(SILENCE_MAX));
-        let _ = stream.set_write_timeout(Some(SILENCE_MAX));
-        frame::write(&mut stream, &HelloReply::Accepted { session: number, devices }, &[]).ok()?;
-        let control = MessageSender::new(stream.try_clone().ok()?, ControlMessage::Here).ok()?;
-        let session = Arc::new(Session::new(number, count, control, stream));
+        let begun = Session::begin(stream, number, (self.devices)());
+        let session = Arc::new(begun.map_err(|error| Refusal::passing(error.to_string()))?);
         *present = Some(Arc::clone(&session));
-        Some(session)
+        Ok(session)
     }
+
+    /// Lends a device to its leader.
+    fn lend(&self, stream: &TcpStream, session: u64, index: usize) -> Result<(), Refusal> {
+        let present = locked(&self.present).clone().filter(|present| present.number == session);
+        let gone = || Refusal::last("it has lost the control connection of this leader");
+        present.ok_or_else(gone)?.serve_device(stream, index)
+    }
+}
+
+/// Answers a connection that is not served.
+fn refuse(mut stream: &TcpStream, refusal: Refusal) {
+    let reason = &refusal.reason;
+    match refusal.may_pass {
+        // A leader tries again five times a second.
+        true => tracing::debug!("a connection is refused: {reason}"),
+        false => tracing::warn!("a connection is refused: {reason}"),
+    }
+    let _ = stream.set_write_timeout(Some(SILENCE_MAX));
+    let _ = frame::write(&mut stream, &HelloReply::<()>::Refused(refusal), &[]);
 }
 
 /// The end of a session, also by a panic: the next leader is served.
@@ -266,6 +277,17 @@ impl Session {
     fn new(number: u64, count: usize, control: MessageSender, stream: TcpStream) -> Session {
         let (round, devices, is_asked) = (Mutex::default(), Mutex::default(), AtomicBool::new(false));
         Session { number, count, control, stream, round, devices, is_asked }
+    }
+
+    /// Accepts a leader.
+    fn begin(mut stream: &TcpStream, number: u64, devices: Vec<DeviceFacts>) -> io::Result<Session> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(SILENCE_MAX))?;
+        stream.set_write_timeout(Some(SILENCE_MAX))?;
+        let (control, own, count) = (stream.try_clone()?, stream.try_clone()?, devices.len());
+        frame::write(&mut stream, &HelloReply::Accepted(Welcome { session: number, devices }), &[])?;
+        let control = MessageSender::new(control, ControlMessage::Here).map_err(io::Error::other)?;
+        Ok(Session::new(number, count, control, own))
     }
 
     fn members(&self) -> Option<Arc<dyn Members>> {
@@ -324,7 +346,7 @@ impl Session {
         devices.threads.retain(|thread| !thread.is_finished());
         let started = match devices.threads.len() < self.count + CONNECTING_MAX {
             true => std::thread::Builder::new().name("keel-connect".into()).spawn(connect),
-            false => Err(std::io::Error::other("it waits for earlier connections of its devices")),
+            false => Err(io::Error::other("it waits for earlier connections of its devices")),
         };
         match started {
             Ok(thread) => devices.threads.push(thread),
@@ -355,30 +377,27 @@ impl Session {
     }
 
     /// Gives a device to the connection that the leader has opened for it.
-    fn serve_device(self: &Arc<Self>, stream: TcpStream, index: usize) {
+    fn serve_device(self: &Arc<Self>, stream: &TcpStream, index: usize) -> Result<(), Refusal> {
+        let clone = || stream.try_clone().map_err(|error| Refusal::passing(error.to_string()));
+        let (own, end) = (clone()?, clone()?);
+        // A leader that is gone is seen on its control connection. Here it says nothing while it asks for nothing.
+        let _ = own.set_read_timeout(None);
         let mut devices = locked(&self.devices);
         let runtime = devices.runtimes.get_mut(index).and_then(Option::take);
-        let (Some(runtime), Ok(end)) = (runtime, stream.try_clone()) else {
-            return tracing::warn!("device {index} is not there, or has a connection");
-        };
-        // A leader that is gone is seen on its control connection. Here it says nothing while it asks for nothing.
-        let _ = stream.set_read_timeout(None);
-        let session = Arc::clone(self);
+        let missing = || Refusal::last(format!("its device {index} is not open, or has a connection"));
+        let (runtime, session) = (runtime.ok_or_else(missing)?, Arc::clone(self));
         let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
             let control = session.stream.try_clone();
-            if let Err(error) = device_worker::serve(stream, runtime, session) {
+            if let Err(error) = device_worker::serve(own, runtime, session) {
                 tracing::warn!("device {index}: {error}");
                 // Without this device there is nothing that the leader can run.
                 let _ = control.map(|control| control.shutdown(Shutdown::Both));
             }
         });
-        match started {
-            Ok(thread) => {
-                devices.streams.push(end);
-                devices.threads.push(thread);
-            }
-            Err(error) => tracing::error!("no thread can be started: {error}"),
-        }
+        let failed = |error: io::Error| Refusal::last(format!("no thread can be started: {error}"));
+        devices.threads.push(started.map_err(failed)?);
+        devices.streams.push(end);
+        Ok(())
     }
 
     /// Ends the work of all devices and frees them. Those that wait for the leader's devices stop waiting. Waits for

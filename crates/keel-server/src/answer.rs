@@ -118,7 +118,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Charges what is kept of the answer to its request.
+    /// Charges the request for a part of the answer that is kept.
     ///
     /// # Errors
     /// There is no memory left for it.

@@ -140,7 +140,7 @@ impl StreamRoom {
 pub(crate) struct Outbox {
     events: mpsc::Sender<Waiting>,
     own: Arc<Semaphore>,
-    /// Holds what waits beyond the stream's own bytes.
+    /// Holds the charge of events that wait beyond the stream's own bytes.
     waiting: Arc<Meter>,
     caller: Arc<Caller>,
 }
@@ -175,7 +175,7 @@ impl Outbox {
         let bytes = bytes as u64;
         let until = Instant::now() + ROOM_TIME;
         loop {
-            // Read before the attempt: what is given back meanwhile makes this too large, never too small.
+            // Read before the attempt: bytes that are given back meanwhile make this too large, never too small.
             let unread = self.waiting.held();
             let Err(refused) = self.waiting.take(bytes) else { break };
             // The client reads, and so makes room in the stream's own bytes.

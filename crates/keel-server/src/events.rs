@@ -52,7 +52,7 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Charges an event that waits, and with a token what the grammar has grown by.
+    /// Charges an event that waits, and with a token also the growth of the grammar's tables.
     pub fn charge(&self, event: &BatchEvent) -> Result<()> {
         if let (BatchEvent::Token { .. }, Some(tables)) = (event, &self.tables) {
             tables.charge()?;

@@ -177,7 +177,7 @@ impl LoadedModel {
     ) -> Result<()> {
         let (mut requests, mut styles) = (Vec::new(), Vec::new());
         for ask in asks {
-            // What its answers have in common.
+            // The style that all of its answers have.
             let style = AnswerStyle {
                 stops: StopMatcher::new(&ask.stop)?,
                 form: ask.form.clone(),

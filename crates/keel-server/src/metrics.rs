@@ -213,7 +213,8 @@ impl Metrics {
     }
 
     /// Sets the memory of the device of the first reading. Each reading is that of one engine, with the name of its
-    /// device. A driver has one account for a device, and its own part is what no engine on the device has.
+    /// device. A driver has one account for a device. Its own part is the rest after the tensors of all engines on the
+    /// device.
     fn set_device_memory(&self, readings: Vec<(String, DeviceReading)>) {
         self.0.device_memory.clear();
         let Some(((name, DeviceReading { usage, driver_bytes }), others)) = readings.split_first() else {

@@ -119,7 +119,7 @@ impl ServedText {
         ServedText { preprocessor: Some(preprocessor), ..self }
     }
 
-    /// What the model takes in addition to text.
+    /// The inputs that the model takes in addition to text.
     pub fn takes(&self) -> Modalities {
         let videos = self.preprocessor.as_ref().is_some_and(ImagePreprocessor::takes_videos);
         Modalities { pictures: self.preprocessor.is_some(), videos }

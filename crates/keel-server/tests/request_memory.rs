@@ -131,7 +131,7 @@ fn what_is_charged_is_what_is_taken() {
     assert!(wrong.is_empty(), "{wrong:?}");
 }
 
-/// Requests whose bodies are large: status, what they hold, path and body.
+/// Requests whose bodies are large: status, name of the content, path and body.
 fn large_bodies() -> Vec<(u16, &'static str, &'static str, String)> {
     let words = "The little dog ran over the hill and far away. ";
     let text = |text: &str| json!({"text": text.repeat(MB / text.len())}).to_string();
@@ -184,7 +184,7 @@ fn large_bodies() -> Vec<(u16, &'static str, &'static str, String)> {
     ]
 }
 
-/// Requests whose answers, or what each answer holds, are larger than their bodies.
+/// Requests whose answers, or the copies that each answer holds, are larger than their bodies.
 fn answers_and_copies() -> Vec<(u16, &'static str, &'static str, String)> {
     let chat = json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 150, "ignore_eos": true,
         "logprobs": true, "top_logprobs": 20, "n": 4});

@@ -38,7 +38,7 @@ impl Random {
     }
 }
 
-/// How many mutations a test of a parser runs: `default`, or what `KEEL_FUZZ_MUTATIONS` says.
+/// How many mutations a test of a parser runs: `default`, or the value of `KEEL_FUZZ_MUTATIONS`.
 pub fn mutations(default: u64) -> u64 {
     match std::env::var("KEEL_FUZZ_MUTATIONS") {
         Ok(count) => count.parse().expect("KEEL_FUZZ_MUTATIONS is a number"),

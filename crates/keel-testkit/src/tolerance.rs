@@ -23,7 +23,7 @@ pub const INT8_ACTIVATIONS: f64 = 1e-2;
 pub const OF_THE_NEAREST: f64 = 2e-3;
 
 /// Relative to a typical sum of products. Wide enough for activations of 8 bits in groups (0.4% of a typical sum in the
-/// mean, 2% in the worst of many sums), and far below what 8-bit floats lose (4% in the mean, 17% in the worst).
+/// mean, 2% in the worst of many sums), and far below the error of 8-bit floats (4% in the mean, 17% in the worst).
 pub const ONE_OF_TWO_ROUNDINGS: f64 = 3e-2;
 
 /// Rounding activations to bf16 (relative error 2^-9 each); the oracle does not round.

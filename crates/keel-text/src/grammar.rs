@@ -223,7 +223,7 @@ fn correct_added(words: &mut [Vec<u8>], json: &Value, tokenizer: &Tokenizer) -> 
 /// A position within a grammar.
 pub struct GrammarState {
     parser: TokenParser,
-    /// Heap bytes of what never changes.
+    /// Heap bytes that never change.
     fixed_bytes: usize,
     /// Heap bytes that the parser keeps of the tokens so far.
     text_bytes: usize,
@@ -285,7 +285,7 @@ impl GrammarState {
     pub fn accept(&mut self, token: u32) -> Result<(), TextError> {
         let before = self.parser.parser_stats().clone();
         self.run(|parser| parser.consume_token(token))?;
-        // What is taken back later keeps its room.
+        // A token that is taken back later keeps its room.
         self.text_bytes += bytes_of_text(&self.parser.parser_stats().delta(&before));
         self.run(TokenParser::check_stop)?;
         Ok(())

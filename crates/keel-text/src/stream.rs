@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! ids      ... | context | pending |          window = context + pending
-//! text     ... | emitted      | new |held     new = decode(window)[emitted..], less what may still change
+//! text     ... | emitted      | new |held     new = decode(window)[emitted..], less held, which may still change
 //! ```
 //!
 //! The window has a few ids, so an id costs the same at any point of the text.

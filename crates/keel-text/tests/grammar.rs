@@ -178,7 +178,7 @@ fn what_cannot_be_used_is_refused() {
     }
 }
 
-/// What a rule captures has no bound, and each state of a lexer has a bit for each literal.
+/// The text that a rule captures has no bound, and each state of a lexer has a bit for each literal.
 #[test]
 fn what_takes_memory_without_bound_is_refused() {
     let (factory, _) = factory();

@@ -114,7 +114,7 @@ pub fn measure(bytes: &[u8], limits: DecodeLimits) -> Result<Measured> {
     // The decoder's pixels, then these and the RGB values.
     let (own, converted) = (pixels * pixel_bytes, if pixel_bytes == 3 { 0 } else { 3 * pixels });
     let decoded = match format {
-        // The library has two copies of the file, and may keep what comes between scans.
+        // The library has two copies of the file, and may keep the segments between scans.
         ImageFormat::Jpeg => jpeg::decode_bytes(bytes).unwrap_or(8 * pixels + 3 * file_bytes),
         ImageFormat::WebP => {
             let decoded =

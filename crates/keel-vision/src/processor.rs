@@ -254,8 +254,8 @@ impl ImageProcessor {
         Ok(self)
     }
 
-    /// The most bytes of heap while a picture of `width` by `height` is prepared, in addition to its own. What is
-    /// prepared is included.
+    /// The most bytes of heap while a picture of `width` by `height` is prepared, in addition to its own. The prepared
+    /// picture and its crops are included.
     ///
     /// # Errors
     /// As [`ImageProcessor::process`].

@@ -150,7 +150,7 @@ impl VideoProcessor {
     }
 
     /// The most bytes of heap while `frames` chosen frames of `width` by `height` are prepared, in addition to the
-    /// frames themselves. What is prepared is included. A frame may come turned.
+    /// frames themselves. The prepared frames are included. A frame may come turned.
     ///
     /// # Errors
     /// As [`VideoProcessor::frame_size`].

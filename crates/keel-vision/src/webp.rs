@@ -16,7 +16,7 @@ const CODE_BITS_MAX: usize = 15;
 const TABLE_BITS_MAX: usize = 10;
 /// A node of its tree.
 const NODE_BYTES: usize = 16;
-/// A group of codes in its list, which may have to move to grow, with what the allocator adds to each table.
+/// A group of codes in its list, which may have to move to grow, with the bytes that the allocator adds to each table.
 const GROUP_BYTES: usize = 1 << 10;
 /// The order in which the lengths of a code of lengths are stored.
 const LENGTHS_ORDER: [usize; 19] = [17, 18, 0, 1, 2, 3, 4, 5, 16, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];

@@ -1,7 +1,7 @@
 //! Ends work on pictures and videos early: when no client waits for the result, or when its time is over.
 //!
-//! A thread carries its limit, as in `keel_text::Cancel`. It is checked between pictures, between frames, between
-//! the scans of a JPEG, and while `ffmpeg` runs. What happens between two checks is bounded by the limits on pixels.
+//! A thread carries its limit, as in `keel_text::Cancel`. It is checked between pictures, between frames, between the
+//! scans of a JPEG, and while `ffmpeg` runs. The work between two checks is bounded by the limits on pixels.
 
 use std::cell::RefCell;
 use std::fmt::{Debug, Formatter};

@@ -6,7 +6,7 @@ use keel_weights::{
     ModuleQuantization, Quantization, SafetensorsHeader, StoredDType, TensorView, gguf::GgufHeader,
 };
 
-/// Parses `file` as a safetensors file and uses what it declares. Returns whether it was accepted.
+/// Parses `file` as a safetensors file and decodes the tensors that it declares. Returns whether it was accepted.
 pub fn safetensors(file: &[u8]) -> bool {
     let header = match SafetensorsHeader::parse(file) {
         Ok(header) => header,
@@ -36,7 +36,7 @@ pub fn safetensors(file: &[u8]) -> bool {
     true
 }
 
-/// Parses `file` as a GGUF file and checks what it declares. Returns whether it was accepted.
+/// Parses `file` as a GGUF file and checks the tensors that it declares. Returns whether it was accepted.
 pub fn gguf(file: &[u8]) -> bool {
     let header = match GgufHeader::parse(file) {
         Ok(header) => header,

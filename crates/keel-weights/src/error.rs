@@ -11,7 +11,7 @@ pub enum WeightsError {
     /// The operating system refused an operation on a file or folder.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was attempted, as a verb: "open", "write".
+        /// The attempted action, as a verb: "open", "write".
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub enum WeightsError {
     Json {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, with the line where known.
+        /// The problem with it, with the line where known.
         problem: String,
     },
 
@@ -54,7 +54,7 @@ pub enum WeightsError {
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: HeaderProblem,
     },
 
@@ -69,7 +69,7 @@ pub enum WeightsError {
         path: PathBuf,
         /// How many parts there are.
         total: u64,
-        /// What is wrong.
+        /// The problem with the parts.
         problem: String,
     },
 
@@ -89,7 +89,7 @@ pub enum WeightsError {
     Output {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem, as the end of a sentence.
         problem: String,
     },
 
@@ -157,7 +157,7 @@ pub enum WeightsError {
     Module {
         /// The module's path.
         module: String,
-        /// What does not agree.
+        /// The parts that do not agree, or the unsupported quantisation.
         problem: String,
     },
 

@@ -87,7 +87,7 @@ fn install() {
         PREVIOUS.store(Box::into_raw(Box::new(previous)), Ordering::Release);
         ours.sa_sigaction = on_bus_error as *const () as usize;
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: the handler has the signature that SA_SIGINFO asks for, and does only what a handler may.
+        // SAFETY: the handler has the signature that SA_SIGINFO asks for, and makes only calls that a handler may make.
         unsafe { libc::sigaction(libc::SIGBUS, &ours, std::ptr::null_mut()) };
     });
 }

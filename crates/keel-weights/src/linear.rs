@@ -337,7 +337,7 @@ mod tests {
         let (none, huge) = (Zeros::new(four(), &[]), [1, usize::MAX / 8]);
         let overflowing = affine_format(&none, "m", &huge, &huge).unwrap_err().to_string();
         assert!(overflowing.contains("do not belong together"), "{overflowing}");
-        // What loading refuses, a plan refuses too.
+        // A plan refuses the same checkpoints as loading.
         assert!(message(four(), plain).contains("'m.biases' is not in"));
         let with_biases = |weight, shape: &[usize]| {
             let parts =

@@ -28,9 +28,9 @@ impl MappedFile {
             return Err(WeightsError::no_weights(path));
         }
         let file = open_regular(path).map_err(WeightsError::io("open", path))?;
-        // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it. What remains is
-        // the contract of every mapped checkpoint: no process rewrites the file in place while it is loaded. This
-        // crate's writers keep it: they rename finished files. A file that is cut short is noticed, see `is_damaged`.
+        // SAFETY: the mapping is read-only and private to this value, which outlives all slices of it. The rest is the
+        // contract of every mapped checkpoint: no process rewrites the file in place while it is loaded. This crate's
+        // writers keep the contract: they rename finished files. A file that is cut short is noticed, see `is_damaged`.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(WeightsError::io("map", path))?;
         #[cfg(unix)]
         let watched = crate::fault::Watched::new(&map);

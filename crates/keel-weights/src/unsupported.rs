@@ -2,12 +2,12 @@
 
 use crate::{ModuleQuantization, Result, TensorSource, WeightsError};
 
-/// What to do with a checkpoint of such weights.
+/// The advice for a checkpoint of such weights.
 pub(crate) const CHECKPOINT_ADVICE: &str = "read are bf16, f16 and f32, MLX's affine forms, mxfp4 and nvfp4, AWQ and GPTQ in \
      4 bits, and FP8 (E4M3) with scales for blocks of 128 by 128, for rows or for a whole matrix; use the unquantised weights, \
      which `keel quantize` makes smaller, or a GGUF file of the model, such as one in Q4_K_M";
 
-/// What to do with a GGUF file of such tensors.
+/// The advice for a GGUF file of such tensors.
 pub(crate) const GGUF_ADVICE: &str = "read are F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4; use a file \
      of the model in one of these, such as Q4_K_M";
 
@@ -66,7 +66,7 @@ pub(crate) fn explained<S: TensorSource + ?Sized>(
 }
 
 /// The form in words: the config's method if it is known, with the form that the tensors' names tell if the method
-/// alone does not say what is not read.
+/// alone does not say which form is not read.
 fn described(method: Option<&str>, by_name: Option<&str>) -> Option<String> {
     match (method, by_name) {
         (Some(method), Some(form)) if is_read(method) => Some(format!("{method}, {form}")),

@@ -388,7 +388,7 @@ fn forms_that_are_not_read_are_named_with_a_remedy() {
         (Value::Null, &nf4, "'m.weight' is stored as u8 (bitsandbytes)".into()),
         (json!({"quant_method": "aqlm"}), &aqlm, "stored as f16 (quant_method 'aqlm')".into()),
         (Value::Null, &hqq, "'m.W_q' is stored as u8 (HQQ)".into()),
-        // Another form of the method is read, so its name alone does not say what is not.
+        // Another form of the method is read, so the method's name alone does not say which form is not.
         (
             json!({"quant_method": "fp8"}),
             &channels,

@@ -29,7 +29,7 @@ const TOKENS: [&[u8]; 14] = [
     b"1e3",
 ];
 
-/// Damages a file, or what its first bytes declare: the length of its JSON, or its format.
+/// Damages a file, or its first bytes, which declare the length of its JSON or its format.
 fn damage(file: &mut Vec<u8>, random: &mut Random) {
     for _ in 0..1 + random.below(3) {
         match random.below(7) {

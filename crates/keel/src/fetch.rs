@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use keel_server::Fetch;
 
-/// What downloads from these hosts: names, `.example.org` for all below it, or addresses, with a port or without.
+/// The fetcher of these hosts: names, `.example.org` for all below it, or addresses, with a port or without.
 ///
 /// # Errors
 /// If the program was built without downloads.
@@ -20,7 +20,7 @@ pub fn fetcher(_: &[String]) -> Result<Arc<dyn Fetch>> {
     anyhow::bail!("--allow-image-urls: this program was built without downloads (feature hub)")
 }
 
-/// What downloads from these hosts: names, `.example.org` for all below it, or addresses, with a port or without.
+/// The fetcher of these hosts: names, `.example.org` for all below it, or addresses, with a port or without.
 ///
 /// # Errors
 /// An empty name.

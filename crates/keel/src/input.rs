@@ -1,6 +1,6 @@
-//! Files and standard input that a command reads whole. Each has a limit of bytes. What an option names is a regular
-//! file or a pipe, such as the shell's `<(...)`. Devices are refused, because they have no end. Files of a folder that
-//! somebody else filled are read with `keel_weights::read_regular`, which refuses pipes, too.
+//! Files and standard input that a command reads whole. Each has a limit of bytes. An option names a regular file or a
+//! pipe, such as the shell's `<(...)`. Devices are refused, because they have no end. Files of a folder that somebody
+//! else filled are read with `keel_weights::read_regular`, which refuses pipes, too.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -77,7 +77,7 @@ fn open_pipe(path: &Path) -> io::Result<File> {
     open.recv_timeout(WRITER_WAIT).unwrap_or_else(|_| Err(io::Error::new(ErrorKind::TimedOut, nobody())))
 }
 
-/// What to do about a terminal.
+/// The advice after an error about this path: it may be a terminal.
 fn instead(path: &Path) -> &'static str {
     if path == Path::new("/dev/stdin") {
         " (- stands for standard input, where that can be read)"

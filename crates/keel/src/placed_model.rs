@@ -235,7 +235,7 @@ mod tests {
         device: DeviceArgs,
     }
 
-    /// What is settled for the built-in model on a GPU whose memory has this limit.
+    /// The resolved options of the built-in model on a GPU whose memory has this limit.
     fn settled(limit: u64, depth: Depth) -> ResolvedOptions {
         let limit = format!("--memory-limit={limit}");
         let Arguments { device } = Arguments::parse_from(["keel", "--device", "cuda:0", &limit]);

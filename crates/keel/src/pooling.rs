@@ -1,4 +1,4 @@
-//! What the embedding of a text is, as the files of sentence-transformers say.
+//! The pooling of embeddings, as the files of sentence-transformers name it.
 //!
 //! `modules.json` lists the modules in their order: the model, the pooling (whose folder has a `config.json`), the
 //! norm.
@@ -20,7 +20,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The pooling that a model's files name; `None` if there are no such files.
 ///
 /// # Errors
-/// A file is broken, or asks for what is not supported.
+/// A file is broken, or asks for an unsupported module or pooling.
 pub fn of_model(model: &ModelFiles) -> Result<Option<Pooling>> {
     match &model.weights {
         WeightFiles::Checkpoint(checkpoint) => of_folder(checkpoint.folder()),

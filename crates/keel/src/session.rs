@@ -152,7 +152,7 @@ pub fn close(model: ModelFiles) {
     forget();
 }
 
-/// Gives back what the allocator keeps and code that has run.
+/// Gives back free memory that the allocator keeps, and code that has run.
 pub fn forget() {
     keel_cpu::process::heap::give_back_free();
     keel_cpu::process::code::give_back();

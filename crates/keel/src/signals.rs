@@ -11,7 +11,7 @@ use tokio::sync::watch;
 pub const INTERRUPTED: i32 = 130;
 
 /// Ends the process with this exit code, whatever its threads do. Files that it has not finished are removed. Exit
-/// handlers of libraries do not run: those of a GPU's driver would free what the threads use.
+/// handlers of libraries do not run: those of a GPU's driver would free memory that the threads use.
 pub fn end_at_once(code: i32) -> ! {
     keel_weights::remove_unfinished();
     signal_hook::low_level::exit(code)
@@ -19,7 +19,7 @@ pub fn end_at_once(code: i32) -> ! {
 
 /// Watches for signals in a process that serves, downloads or converts a model. A download and a conversion end at
 /// once. While a server runs, it ends in order. While it loads or waits for a node, a signal ends the process at once:
-/// nothing is lost, as the nodes free what they have when the connection ends. In a container this process may be the
+/// nothing is lost, as the nodes free their memory when the connection ends. In a container this process may be the
 /// first one, which the system does not end at a signal that it does not watch for.
 #[derive(Clone, Debug)]
 pub struct Signals {

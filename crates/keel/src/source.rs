@@ -54,7 +54,7 @@ pub fn locate(model: &str, tower: &TowerFile) -> Result<PathBuf> {
     bail!("--model {model}: there is no such file or folder{}", hub_advice(model))
 }
 
-/// The end of advice: what a name without a folder may have been meant as.
+/// The end of advice: another meaning of a name without a folder.
 fn hub_advice(model: &str) -> &'static str {
     let is_bare = !model.contains(['/', '\\']);
     if cfg!(feature = "hub") && is_bare { "; a model of the hub is OWNER/NAME" } else { "" }

@@ -50,8 +50,8 @@ fn check(device: &DeviceArgs, plans: &Plans, options: &EngineOptions) -> Result<
     Ok(())
 }
 
-/// Compares each plan with the free memory of its GPU, and limits the GPU's memory to that. What NCCL holds there is
-/// not free any more.
+/// Compares each plan with the free memory of its GPU, and limits the GPU's memory to that. The memory that NCCL holds
+/// there is not free any more.
 fn check_and_limit_gpus(
     device: &DeviceArgs,
     plans: &Plans,

@@ -246,8 +246,8 @@ fn memory_limits_that_are_too_small() {
     }
 }
 
-/// A few of the stacks fit into the address space. They are large: what is left of it after the last one is then enough
-/// for the small mappings that each started thread makes, which std does not let fail.
+/// A few of the stacks fit into the address space. They are large: the rest of it after the last one is then enough for
+/// the small mappings that each started thread makes, which std does not let fail.
 #[cfg(target_os = "linux")]
 #[test]
 fn threads_that_the_system_does_not_start_are_an_error() {

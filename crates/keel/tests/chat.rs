@@ -5,7 +5,7 @@ mod common;
 use common::{demo, joined, json, keel_with_input, stderr};
 use keel_text::{ChatRequest, ChatTemplate, Message, TextFiles, Tokenizer};
 
-/// What `chat` writes for these lines. It must succeed.
+/// The output of `chat` for these lines. It must succeed.
 fn chat(flags: &[&str], input: &str) -> String {
     let output = keel_with_input(&[&["chat"], flags].concat(), input);
     assert!(output.status.success(), "{}", stderr(&output));

@@ -198,7 +198,7 @@ fn a_plan_is_compared_with_the_memory_of_its_device() {
     let plan = |flags: &[&str]| succeed(&[&["plan", "--shape", "qwen3.5-0.8b"], flags].concat());
     let on_gpu = plan(&["--device", "cuda:77"]);
     assert!(on_gpu.contains("this machine has no such GPU"), "{on_gpu}");
-    // What the host holds for a GPU is another line.
+    // The memory that the host holds for a GPU is another line.
     assert!(!on_gpu.contains("the plan fits") && !on_gpu.contains("the plan does not fit"), "{on_gpu}");
     if cfg!(target_os = "linux") {
         let on_cpu = plan(&["--device", "cpu"]);

@@ -111,7 +111,7 @@ fn an_empty_variable_counts_as_not_given() {
     assert_eq!(plan("", &["--device", "cpu"]), plan("cpu", &[]));
 }
 
-/// The two exclude each other on the command line. What is given there counts.
+/// The two exclude each other on the command line. The option that is given there counts.
 #[test]
 fn an_option_that_is_given_excludes_those_of_the_file() {
     let home = written("[generate]\nraw = true\ntemperature = 0\n[serve]\nshape = 'qwen3.5-0.8b'\n");

@@ -1,4 +1,4 @@
-//! `keel embed`: texts from everywhere, poolings, and what is refused.
+//! `keel embed`: texts from everywhere, poolings, and refusals.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Plans: what they count, what they fit to a limit, and what they refuse. `fixtures.rs` compares plans with what runs
-//! allocate.
+//! Plans: the bytes that they count, the options that they fit to a limit, and refusals. `fixtures.rs` compares plans
+//! with the allocations of runs.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! A model on several processes, through the program: what needs no GPU.
+//! A model on several processes, through the program: the cases that need no GPU.
 
 #![cfg(unix)]
 

@@ -1,4 +1,4 @@
-//! Models in other forms: what `inspect` counts, what `quantize` writes and how `eval` judges it.
+//! Models in other forms: the facts that `inspect` counts, the files that `quantize` writes and how `eval` judges them.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! `keel serve` of a split model as a process: answers, and what each device holds.
+//! `keel serve` of a split model as a process: answers, and the memory of each device.
 
 #![cfg(unix)]
 

@@ -150,8 +150,8 @@ impl Array {
     /// This array with the block at `starts` replaced by `update`.
     ///
     /// # Memory
-    /// Written in place if the array is in memory, this is its only handle, and this update is what is evaluated. In a
-    /// chain of updates that is evaluated as a whole, the first one copies the array.
+    /// Written in place if the array is in memory, this is its only handle, and this update is the evaluated array. In
+    /// a chain of updates that is evaluated as a whole, the first one copies the array.
     ///
     /// # Errors
     /// If the block is not within the array, or the types differ.

@@ -1,4 +1,4 @@
-//! A program as text: what is launched, in the order of the first launch of its kind.
+//! A program as text: its kinds of launches, in the order of the first launch of each kind.
 
 use super::{Kernel, Program};
 use crate::DType;

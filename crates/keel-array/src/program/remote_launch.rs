@@ -8,8 +8,8 @@ use crate::ops::Op;
 use crate::runtime::next_prepared;
 use crate::{ArrayError, Buffer, Layout, Result, Runtime};
 
-/// The sources that say what a launch and its numbers mean: what another process is sent, and how many operands an
-/// operation has.
+/// The sources that define a launch and its numbers: the values that are sent to another process, and the number of
+/// operands of an operation.
 const SOURCES: [&str; 17] = [
     include_str!("../backend.rs"),
     include_str!("../blocks/mod.rs"),
@@ -68,7 +68,7 @@ pub struct RemoteLaunch {
     runtime: Runtime,
     program: Arc<Program>,
     bindings: Bindings,
-    /// The end of what the kernels use of the arena; `None` if they use none.
+    /// The end of the bytes of the arena that the kernels use; `None` if they use none.
     arena_end: Option<usize>,
 }
 
@@ -280,7 +280,7 @@ mod tests {
 
     use super::*;
 
-    /// Another process is sent only what can be read again.
+    /// Only values that can be read again are sent to another process.
     #[test]
     fn all_sources_of_what_is_sent_are_hashed() {
         let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];

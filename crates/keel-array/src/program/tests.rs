@@ -89,7 +89,7 @@ fn exp(input: Operand, output: Operand) -> Kernel {
     kernel(Op::Unary(Unary::Exp), &[input], &[output])
 }
 
-/// What `verify` says to a plan: two intermediates at the bytes 0 and 128 of an arena of 1 KiB, then `last`.
+/// The verdict of `verify` on a plan: two intermediates at the bytes 0 and 128 of an arena of 1 KiB, then `last`.
 fn verdict(last: Kernel) -> Result<(), String> {
     let fill = |output| kernel(Op::Fill(1.0f32.into()), &[], &[output]);
     let kernels = vec![fill(arena(0, 0)), fill(arena(1, 128)), last];

@@ -11,9 +11,9 @@ use crate::backend::{Backend, LAUNCHES_MAX, MemoryRange, RESULT_BYTES_MAX, Ticke
 use crate::program::{Binding, Launch};
 use crate::{Array, ArrayError};
 
-/// Most runs under way at a time: two steps, each of a program for answers, one for prompts, and one that keeps
-/// logits or hidden states for the host.
-pub const RUNS_MAX: usize = 6;
+/// Most runs under way at a time: two steps, each of a program for answers, one for prompts, and one that keeps hidden
+/// states for the host. One of the two steps also keeps logits of its answers and of its prompts.
+pub const RUNS_MAX: usize = 8;
 
 /// Most pieces of a run under way at a time. A longer program waits for its first pieces.
 const PIECES_MAX: usize = LAUNCHES_MAX / RUNS_MAX;

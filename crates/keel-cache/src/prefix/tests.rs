@@ -173,7 +173,7 @@ fn a_second_state_at_a_place_is_freed() {
     assert_eq!(tree.texts(9), [RememberedText { tokens: text(&[1]), pages: pages(&[7]), state: state(0) }]);
 }
 
-/// The ordered sets hold what a scan of all nodes finds.
+/// The ordered sets hold the nodes that a scan of all nodes finds.
 fn assert_orders_are_right(tree: &PrefixTree) {
     let scan = |is_in: fn(&Node) -> bool| -> Vec<LastUse> {
         let live = tree.nodes.iter().enumerate().filter_map(|(id, node)| Some((NodeId(id), node.as_ref()?)));

@@ -134,7 +134,7 @@ impl CpuGroup {
         Turn(self)
     }
 
-    /// Waits until `is_ready` holds. If a member has given up, takes back what this one offers. Others may compute
+    /// Waits until `is_ready` holds. If a member has given up, takes back the offers of this one. Others may compute
     /// meanwhile.
     fn wait<'a>(
         &'a self,
@@ -164,7 +164,7 @@ impl CpuGroup {
         self.wait(state, |state| state.seats[self.rank].letter.is_none()).map(drop)
     }
 
-    /// Copies what member `from` sends to `y`.
+    /// Copies the values that member `from` sends into `y`.
     pub(super) fn receive(&self, from: usize, y: &mut [f32]) -> Result<(), String> {
         let is_mine = |state: &State| state.seats[from].letter.is_some_and(|(to, _)| to == self.rank);
         let mut state = self.wait(self.state(), is_mine)?;

@@ -107,7 +107,7 @@ impl<J: Copy> Meeting<J> {
         self.wake_sleepers();
     }
 
-    /// Waits until all helpers have left the job. What they wrote is then visible to the caller.
+    /// Waits until all helpers have left the job. Their writes are then visible to the caller.
     pub fn end(&self) {
         self.wait_until(|| self.finished.load(Ordering::Acquire) + 1 == self.workers);
         *self.lock() = None;
@@ -184,7 +184,8 @@ impl<J: Copy> Meeting<J> {
         self.shares[owner].take(phase, len, from_back)
     }
 
-    /// Waits while [`Patience`] lasts, then sleeps. What makes `ready` true calls `wake_sleepers` afterwards.
+    /// Waits while [`Patience`] lasts, then sleeps. The thread that makes `ready` true calls `wake_sleepers`
+    /// afterwards.
     #[inline]
     fn wait_until(&self, ready: impl Fn() -> bool) {
         let mut round = 0;
@@ -200,7 +201,8 @@ impl<J: Copy> Meeting<J> {
     fn sleep_until(&self, ready: impl Fn() -> bool) {
         let mut job = self.lock();
         self.sleepers.fetch_add(1, Ordering::Relaxed);
-        // With the fence of `wake_sleepers`: this thread sees what is ready, or the other one sees that it sleeps.
+        // With the fence of `wake_sleepers`: this thread sees that `ready` is true, or the other one sees that it
+        // sleeps.
         fence(Ordering::SeqCst);
         while !ready() {
             job = self.wake.wait(job).unwrap_or_else(|e| e.into_inner());

@@ -23,7 +23,7 @@ mod linux {
     const PIECES_MAX: usize = 16 << 10;
 
     /// Libraries that stay until the process ends and are small. Those of a GPU have hundreds of megabytes, and NVML is
-    /// unloaded: what is mapped in its place must not be dropped.
+    /// unloaded: another mapping in its place must not be dropped.
     const LIBRARIES: [&str; 4] = ["libc.so", "libm.so", "libgcc_s.so", "ld-linux"];
 
     pub fn give_back() {

@@ -40,10 +40,10 @@ pub(crate) fn run_at<K: VectorKernel>(isa: Isa, kernel: K) {
     assert!(isa <= Isa::best(), "{isa} kernels cannot run here: this CPU has {}", Isa::best());
     match isa {
         Isa::Portable => kernel.run(portable::Portable),
-        // SAFETY: `isa` is at most what was detected.
+        // SAFETY: `isa` is at most the detected level.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { avx2::run(kernel) },
-        // SAFETY: `isa` is at most what was detected.
+        // SAFETY: `isa` is at most the detected level.
         #[cfg(target_arch = "x86_64")]
         _ => unsafe { avx512::run(kernel) },
         #[cfg(not(target_arch = "x86_64"))]

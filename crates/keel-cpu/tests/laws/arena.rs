@@ -140,7 +140,7 @@ fn nothing_reads_what_the_arena_held_before_a_rest() {
     assert_eq!(runtime.ledger().active(), active, "it stays allocated");
 }
 
-/// An arena that is replaced waits until nothing is queued, and a rest keeps what is queued from running.
+/// An arena that is replaced waits until nothing is queued, and a rest keeps queued launches from running.
 #[test]
 fn a_rest_and_a_larger_arena_do_not_wait_for_each_other() {
     let (done, ended) = channel();

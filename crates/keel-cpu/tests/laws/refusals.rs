@@ -102,7 +102,7 @@ fn arrays_of_different_runtimes_do_not_meet() {
     refused(counting(&here, &[2]).add(&counting(&there, &[2])), "different runtimes");
 }
 
-/// State is written in place: an intermediate would lose what is written to it.
+/// State is written in place: an intermediate would lose the writes.
 #[test]
 fn state_that_is_not_plain_memory_is_refused() {
     let runtime = runtime();

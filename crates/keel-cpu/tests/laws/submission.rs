@@ -248,7 +248,7 @@ fn weights_of_a_watched_backend_lie_where_its_own_do() {
     drop(weight);
 }
 
-/// A prepared run does not ask again whether what it reads was ever computed.
+/// A prepared run does not ask again whether the arrays that it reads were ever computed.
 #[test]
 fn what_could_not_be_evaluated_is_not_prepared() {
     let runtime = runtime();

@@ -11,7 +11,7 @@ pub struct Watched {
     /// Launches wait while it is closed.
     gate: Mutex<bool>,
     opened: Condvar,
-    /// Act as if dropping the host's handle had freed what a submission still reads.
+    /// Act as if dropping the host's handle had freed memory that a submission still reads.
     pub forgetful: AtomicBool,
     /// The next launch panics.
     pub panics: AtomicBool,

@@ -4,8 +4,8 @@
 //! same graph and start together. So the time contains the start and the end of a kernel, and a write to a peer. The
 //! floor of a line counts the bytes alone, at 450 GB/s; the floor of a short sum is the latency of that write.
 //!
-//! The last line is what a sum adds between two products, as in a layer: a chain of norms and of pairs of products of
-//! one row, with a sum after each pair and without. Each pair has weights of its own.
+//! The last line is the time that a sum adds between two products, as in a layer: a chain of norms and of pairs of
+//! products of one row, with a sum after each pair and without. Each pair has weights of its own.
 
 use super::{RUNS, median_seconds, products};
 use keel_array::{

@@ -154,7 +154,8 @@ impl<'a> Call<'a> {
         self.unsettled.borrow_mut().clear();
     }
 
-    /// Notes what this kernel writes: all of it as unsettled, and memory from before the launch as written.
+    /// Notes the operands that this kernel writes: all of them as unsettled, and those in memory from before the launch
+    /// as written.
     pub fn note_written(&self) {
         let states = self.kernel.op.mutated_inputs().map(|i| self.inputs[i]);
         let all = states.chain(self.outputs.iter().copied());

@@ -3,7 +3,7 @@
 use crate::error::{CudaError, Result};
 use keel_array::ArrayError;
 
-/// The first transfer that failed. What its bytes are is not known, so nothing runs or is read after it. One that
+/// The first transfer that failed. The values of its bytes are not known, so nothing runs or is read after it. One that
 /// failed because of a peer is reported by one launch: the stream has passed, and the step after it writes its inputs
 /// again.
 #[derive(Default)]

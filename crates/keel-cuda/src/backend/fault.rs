@@ -1,10 +1,10 @@
-//! Reports of wrong data: what the device holds for the kernels of a launch, and what the host finds in a slot of the
-//! queue after it.
+//! Reports of wrong data: the header that the device holds for the kernels of a launch, and the report that the host
+//! finds in a slot of the queue after it.
 //!
 //! The device has one header, `Fault` of `common.cuh`, at an address that graphs keep. It names the slot, and the first
 //! kernel that finds wrong data takes it. Each launch needs a header that is not taken, so the host posts one with the
-//! launch's small writes, after the kernels before it. A report repeats the header's number: what a launch that was
-//! refused half-way has left in the slot is not taken for the report of the next launch there.
+//! launch's small writes, after the kernels before it. A report repeats the header's number. So the report that a
+//! launch refused half-way has left in the slot is not taken for that of the next launch there.
 
 /// `Wrong` of `common.cuh`, padded so that results that follow it are aligned.
 pub(super) const WRONG_BYTES: usize = 32;
@@ -44,7 +44,7 @@ impl Header {
         }
     }
 
-    /// What the device holds, for a slot at this address.
+    /// The header's bytes on the device, for a slot at this address.
     pub fn bytes(&self, slot: u64) -> [u8; FAULT_BYTES] {
         let is_taken = 0u32;
         let mut bytes = [0; FAULT_BYTES];

@@ -10,8 +10,8 @@
 //! then        each: rejoin ▸ ends its exchanges, drops its graphs      the last one: connects all again
 //! ```
 //!
-//! In a group of several processes, one of them leads. Each process knows its own devices, and is told what those of
-//! the others do: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through
+//! In a group of several processes, one of them leads. Each process knows its own devices, and is told when those of
+//! the others fail or return: [`CudaGroup::note_absent`], [`CudaGroup::note_rejoined`]. It tells the others through
 //! [`PeerProcesses`].
 //!
 //! Small arrays of a stage are added without the library, by mailboxes; see `kernels/one_shot_all_reduce.cu`. Their
@@ -50,7 +50,7 @@ struct Links {
     stage: Option<Communicator>,
 }
 
-/// What a device exchanges arrays with.
+/// The connections through which a device exchanges arrays.
 #[derive(Default)]
 struct MemberState {
     links: Option<Links>,
@@ -315,8 +315,8 @@ impl CudaGroup {
         self.shared.absent.store(NO_RANK, Ordering::Release);
     }
 
-    /// As [`keel_array::Group::rejoin`]. What was sent and not received would stay in the library's buffers, so all
-    /// devices connect again.
+    /// As [`keel_array::Group::rejoin`]. Arrays that were sent and not received would stay in the library's buffers, so
+    /// all devices connect again.
     pub(super) fn rejoin(&self, gpu: &Gpu) {
         if self.has_failed() {
             // Its own stream may hold exchanges as well, whatever its failure was.

@@ -69,7 +69,7 @@ impl From<CudaError> for Unrecorded {
     }
 }
 
-/// What a graph was captured with: the piece of a prepared program, and the arena's address.
+/// The key of a captured graph: the piece of a prepared program, and the arena's address.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct GraphKey {
     piece: PreparedPiece,
@@ -90,7 +90,7 @@ pub(super) struct Seen {
 pub(super) struct Session {
     // Dropped first: graphs refer to the memory below.
     pub(super) seen: Vec<Seen>,
-    /// The header of reports on the device, and what the host has posted there.
+    /// The header of reports on the device. `header` is the last one that the host has posted there.
     fault: CudaMemory,
     header: Header,
     queue: Queue,

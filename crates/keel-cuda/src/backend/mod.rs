@@ -38,7 +38,7 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic.
     pub precision: Precision,
-    /// Across what a row keeps its bits.
+    /// The changes under which a row keeps its bits.
     pub determinism: Determinism,
     /// Fill memory with NaN before it is freed, so that a use after free is seen. For tests.
     pub poison_freed: bool,
@@ -65,7 +65,7 @@ pub struct CudaBackend {
 /// A device with everything that launches need.
 struct Gpu {
     device: Arc<Device>,
-    // Dropped before `modules` and `blas`: graphs refer to what those have loaded.
+    // Dropped before `modules` and `blas`: graphs refer to the kernels that those have loaded.
     session: Mutex<Session>,
     /// Dropped after the graphs that hold its exchanges.
     membership: Option<Membership>,
@@ -73,7 +73,7 @@ struct Gpu {
     blas: Blas,
     /// Takes kernels that are to be listed instead of launched.
     listing: Listing,
-    /// Whether the next kernel must not start before what is on the stream has ended.
+    /// Whether the next kernel must not start before the work on the stream has ended.
     is_held: AtomicBool,
     /// Graphs captured.
     captured: AtomicU64,
@@ -234,7 +234,8 @@ impl Memory for CudaBackend {
         CudaMemory::of(arena).grow(bytes).map_err(|e| e.to_string())
     }
 
-    /// From cuMemGetInfo. What was in use before comes from NVML, if it is there: asking the driver needs a context.
+    /// From cuMemGetInfo. The free bytes from before the device was opened come from NVML, if it is there: asking the
+    /// driver needs a context.
     fn device_usage(&self) -> Option<DeviceUsage> {
         self.gpu.as_ref()?.device.usage().ok()
     }

@@ -1,4 +1,4 @@
-//! What decides which kernels run: the arithmetic, and what must not change bits.
+//! The options that decide which kernels run: the arithmetic, and the changes that must leave bits as they are.
 
 /// Arithmetic where the operations themselves leave it open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -10,7 +10,7 @@ pub enum Precision {
     F32,
 }
 
-/// Across what a row keeps its bits. Each value includes those before it.
+/// The changes under which a row keeps its bits. Each value includes those before it.
 ///
 /// ```
 /// use keel_cuda::{CudaOptions, Determinism};

@@ -34,7 +34,7 @@ pub(super) struct Move {
 }
 
 impl Session {
-    /// Copies host bytes to the device, after what is on the stream. Returns before they arrive.
+    /// Copies host bytes to the device, after the work on the stream. Returns before they arrive.
     pub fn write(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &[u8]) {
         let outcome = self.try_write(gpu, memory, offset, bytes);
         self.failed.note(outcome);
@@ -103,7 +103,7 @@ impl Session {
         outcome
     }
 
-    /// Copies device bytes to the host, after what is on the stream. Fails if a transfer before it has failed.
+    /// Copies device bytes to the host, after the work on the stream. Fails if a transfer before it has failed.
     pub fn read(&mut self, gpu: &Gpu, memory: &CudaMemory, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.failed.report_to_read()?;
         let start = memory.range(offset, bytes.len());
@@ -201,7 +201,7 @@ impl Session {
             scales: at(copy.scales + rows.start * size_of::<f32>()),
         };
         let (key, geometry) = rounds_weight(spec, rows.len());
-        // The kernel reads codes before it waits for what is on the stream.
+        // The kernel reads codes before it waits for the work on the stream.
         gpu.hold_next();
         gpu.launch(&key, geometry, parameters.arguments(key.entry))?;
         gpu.hold_next();

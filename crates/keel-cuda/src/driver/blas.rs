@@ -20,7 +20,7 @@ pub(crate) enum FactorType {
     E4m3,
 }
 
-/// What a product writes.
+/// The type of a product's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum ResultType {
     F32,
@@ -47,7 +47,7 @@ pub(crate) struct ScaleAddresses {
     pub w: u64,
 }
 
-/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`; added to what y holds if `accumulate`. With `bias`, a
+/// `y [rows, cols] = alpha x [rows, inner] w [cols, inner]^T`; added to the values in y if `accumulate`. With `bias`, a
 /// value for each column of y is added, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {

@@ -88,7 +88,7 @@ pub(crate) struct Device {
     pub name: String,
     /// Compute capability by which kernels are chosen: major, minor.
     pub capability: (u32, u32),
-    /// What kernels are compiled for.
+    /// The architecture that kernels are compiled for.
     pub architecture: Architecture,
     pub multiprocessors: usize,
     /// Bytes of shared memory that a block may have.
@@ -103,7 +103,7 @@ pub(crate) struct Device {
     watch: OnceLock<Watch>,
     /// Whether [`Device::is_done`] has waited for [`DRAIN`] in vain. It does not wait that long a second time.
     is_stuck: AtomicBool,
-    /// Bytes that are lost to this process, because the device has not ended what may use them.
+    /// Bytes that are lost to this process, because the device has not ended the work that may use them.
     pub(super) unfreed: AtomicU64,
 }
 
@@ -210,7 +210,7 @@ impl Device {
         self.stream
     }
 
-    /// Copies device bytes to the host and waits for the copy, but not for what is on the stream.
+    /// Copies device bytes to the host and waits for the copy, but not for the work on the stream.
     ///
     /// # Safety
     /// The bytes are on the device and in pinned memory, and nothing on the stream writes either.
@@ -291,7 +291,7 @@ impl Device {
         memory_info()
     }
 
-    /// The same, and what was free before the device was opened.
+    /// The same, and the bytes that were free before the device was opened.
     pub fn usage(&self) -> Result<DeviceUsage> {
         let MemoryInfo { free, total } = self.memory_info()?;
         Ok(DeviceUsage { total, free, free_before: self.free_before })

@@ -54,7 +54,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         let _ = self.device.bind();
-        // SAFETY: created by `new`, destroyed once; the driver keeps what the stream still needs of it.
+        // SAFETY: created by `new`, destroyed once; the driver frees it after the stream's last use of it.
         let _ = unsafe { driver!(cuEventDestroy_v2(self.event)) };
     }
 }

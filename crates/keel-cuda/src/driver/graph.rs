@@ -14,9 +14,9 @@ pub(crate) struct Graph {
 // SAFETY: a handle of the driver, used by one thread at a time, which the runtime's stream ensures.
 unsafe impl Send for Graph {}
 
-/// Captures what `record` puts on the device's stream as a graph. Nothing runs. `record` allocates and frees no memory
-/// of the device. Returns `None` if another user of the device has ended the capture: if one thread waits for the whole
-/// device, the captures of all other threads end.
+/// Captures the work that `record` puts on the device's stream, as a graph. Nothing runs. `record` allocates and frees
+/// no memory of the device. Returns `None` if another user of the device has ended the capture: if one thread waits for
+/// the whole device, the captures of all other threads end.
 pub(crate) fn capture<E: From<crate::CudaError>>(
     device: &Arc<Device>,
     record: impl FnOnce() -> Result<(), E>,
@@ -24,7 +24,7 @@ pub(crate) fn capture<E: From<crate::CudaError>>(
     let stream = device.stream();
     let no_other = device.no_capture();
     // In this mode other threads may allocate, free and wait meanwhile, as long as they do not use this stream.
-    // SAFETY: no other thread uses the stream while the lock is held; what already runs on it is not captured.
+    // SAFETY: no other thread uses the stream while the lock is held; the work that already runs on it is not captured.
     unsafe {
         driver!(cuStreamBeginCapture_v2(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?
     };

@@ -1,8 +1,8 @@
 //! Compiled kernels on disk.
 //!
-//! The driver trusts what it loads: machine code that is cut short ends the process. So threads and processes that keep
-//! the same kernel at the same time each write a file of their own and rename it, and each file ends with a hash of its
-//! code.
+//! The driver trusts the machine code that it loads: code that is cut short ends the process. So threads and processes
+//! that keep the same kernel at the same time each write a file of their own and rename it, and each file ends with a
+//! hash of its code.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::io::{Error, Write};
@@ -90,7 +90,7 @@ mod tests {
         let path = folder.path().join("a.cubin");
         assert!(read(&path).is_none());
         store(&path, b"machine code");
-        // Another user's process may load what this one compiled.
+        // Another user's process may load the code that this one compiled.
         let plain = folder.path().join("plain");
         std::fs::write(&plain, b"").expect("writable");
         let permissions = |path| std::fs::metadata(path).expect("there").permissions();

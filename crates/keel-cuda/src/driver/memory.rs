@@ -75,7 +75,7 @@ impl CudaMemory {
         Ok(true)
     }
 
-    /// Zeroes bytes of the memory, after what is on the stream.
+    /// Zeroes bytes of the memory, after the work on the stream.
     fn zero(&self, offset: usize, len: usize) -> Result<()> {
         let Some(device) = &self.device else { return Ok(()) };
         let _no_capture = device.no_capture();

@@ -1,6 +1,6 @@
-//! Devices with too little free memory for what is taken outside of plans: the context, the buffers of a backend, and
-//! those of a measurement. A plan is compared with the free memory before it is allocated. These are not, so the driver
-//! refuses them.
+//! Devices with too little free memory for the allocations outside of plans: the context, the buffers of a backend, and
+//! those of a measurement. A plan is compared with the free memory before it is allocated. These allocations are not,
+//! so the driver refuses them.
 
 use super::device::{MemoryInfo, memory_info};
 use super::driver;
@@ -8,15 +8,15 @@ use super::survey::facts;
 use crate::CudaError;
 use cudarc::driver::sys::CUdevice;
 
-/// What memory is for.
+/// The purpose of an allocation outside of plans.
 #[derive(Clone, Copy)]
 pub(crate) struct Purpose {
     pub what: &'static str,
-    /// More than it takes. If a device has as much, its memory is not what lacks.
+    /// More bytes than it takes. If more than this is free on the device, other memory is short.
     pub bytes: u64,
 }
 
-/// What a backend takes of its device before any plan.
+/// The memory that a backend takes of its device before any plan.
 pub(crate) const OPENING: Purpose =
     Purpose { what: "the driver's context and small buffers", bytes: 2 << 30 };
 

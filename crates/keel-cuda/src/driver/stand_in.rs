@@ -1,5 +1,5 @@
-//! A GPU that stands in for a smaller one: kernels are chosen and cut as for the smaller one, and compiled without what
-//! only its own generation has. So tests on one GPU cover what others run.
+//! A GPU that stands in for a smaller one: kernels are chosen and cut as for the smaller one, and compiled without the
+//! instructions that only its own generation has. So tests on one GPU cover the kernels that others run.
 
 use crate::CudaError;
 use crate::error::Result;
@@ -7,7 +7,7 @@ use crate::error::Result;
 /// The environment variable that names the compute capability of the smaller GPU, such as `8.6`.
 const VARIABLE: &str = "KEEL_CUDA_AS";
 
-/// What the choice of kernels depends on.
+/// The properties of a GPU on which the choice of kernels depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StandIn {
     /// Compute capability: major, minor.

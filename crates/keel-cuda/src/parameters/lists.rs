@@ -346,7 +346,8 @@ parameters! {
         boards: u64 = "Board*", y: u64 = "u32*", width: usize = "u32",
     }
 
-    /// The arrays of a batch, and what they are checked against. Pointers that an operation does not have are null.
+    /// The arrays of a batch, and the bounds that they are checked against. Pointers that an operation does not have
+    /// are null.
     CheckBatch = "check_batch.params" of ["check_batch"] {
         row_start: u64 = "u32*", slot: u64 = "u32*", position: u64 = "u32*", table: u64 = "u32*",
         accepted: u64 = "u32*", sequences: usize = "u32", rows: usize = "u32", slots: usize = "u32",
@@ -376,7 +377,7 @@ parameters! {
         accepted: u64 = "const u32*", counters: u64 = "u32*", keep_open: usize = "u32", y: u64 = "float*",
     }
 
-    /// What the chunks of a step need of their own rows.
+    /// Norms, gates, T and P of each chunk, from the chunk's own rows (see `gated_delta_chunked.cu`).
     GatedDeltaPrepare = "gated_delta_prepare.params" of ["gated_delta_prepare"] {
         qkv: u64 = "const float*", a: u64 = "const float*", b: u64 = "const float*",
         a_log: u64 = "const float*", dt_bias: u64 = "const float*", row_start: u64 = "const u32*",

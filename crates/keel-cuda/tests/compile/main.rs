@@ -77,7 +77,8 @@ fn holds_entry(code: &[u8], entry: &str) -> bool {
 /// A compilation: compute capability, and the entry points that it must hold.
 type Program<'k> = ((u32, u32), Vec<&'k KernelKey>);
 
-/// Keys grouped into what is compiled once: the same file with the same constants for the same architecture.
+/// Keys grouped into programs, each of which is compiled once: the same file with the same constants for the same
+/// architecture.
 fn programs<'k>(keys: impl Iterator<Item = ((u32, u32), &'k KernelKey)>) -> Vec<Program<'k>> {
     let mut programs = BTreeMap::new();
     for (capability, key) in keys {
@@ -132,7 +133,7 @@ fn every_kernel_compiles_for_every_architecture() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// What is compiled holds all entry points that its constants allow, so entry points with the same constants need it
+/// A compiled program holds all entry points that its constants allow, so entry points with the same constants need it
 /// only once.
 #[test]
 fn entry_points_with_the_same_constants_are_one_program() {

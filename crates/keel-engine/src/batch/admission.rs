@@ -133,7 +133,7 @@ impl Batcher {
 
     fn start(&mut self, waiting: Waiting, hit: &PrefixHit) -> Result<()> {
         let mut sequence = self.engine.cache_mut().resume(hit.len, &hit.pages, hit.state)?;
-        // The sequence holds what it shares, so making room may forget the prefix.
+        // The sequence holds the pages that it shares, so making room may forget the prefix.
         let copies = usize::from(!hit.len.is_multiple_of(AttentionSpec::PAGE));
         self.prefixes.make_room(self.engine.cache(), copies);
         self.engine.cache_mut().own_last_page(&mut sequence)?;

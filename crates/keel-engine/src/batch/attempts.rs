@@ -1,4 +1,4 @@
-//! What happens when a step fails.
+//! Retries of failed steps.
 //!
 //! A failed step is retried once. Where the engine drafts, steps are atomic, so a transient fault costs one step and no
 //! answer. If the retry fails, each sequence is run alone, and only those that fail again end with the error.

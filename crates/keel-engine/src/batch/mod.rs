@@ -314,8 +314,8 @@ impl Batcher {
         }
     }
 
-    /// Admits requests, advances answers by a token and prompts by chunks, and returns what happened. All answers
-    /// advance, or those of one micro-batch, or prompts alone (`microbatches.rs`).
+    /// Admits requests, advances answers by a token and prompts by chunks, and returns the events. All answers advance,
+    /// or those of one micro-batch, or prompts alone (`microbatches.rs`).
     pub fn step(&mut self, now: Instant) -> Vec<SequenceEvent> {
         self.expire(now);
         self.bring_back();

@@ -12,7 +12,7 @@ use crate::engine::ahead::STEPS_MAX;
 use crate::{EngineError, Result};
 
 impl Batcher {
-    /// The bounds of overcommit; `None` if only what can be promised is admitted.
+    /// The bounds of overcommit; `None` if a request is admitted only when its pages can be promised.
     pub(super) fn overcommit_policy(&self) -> Option<OvercommitPolicy> {
         let cache = self.engine.cache();
         let swap = cache.swap_size();

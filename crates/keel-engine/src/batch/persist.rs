@@ -48,7 +48,7 @@ impl Batcher {
             Ok(texts.len())
         });
         if saved.is_err() {
-            // Files without an index are never read, but hold what users wrote.
+            // Files without an index are never read, but hold users' texts.
             written.iter().for_each(|path| drop(std::fs::remove_file(path)));
             folder.remove_unnamed();
         }

@@ -1,7 +1,7 @@
 //! Requests with pictures: their input, and when the tower encodes them.
 //!
 //! ```text
-//! submit     pictures known by their keys; what never fits is refused
+//! submit     pictures known by their keys; pictures that never fit are refused
 //! start      room for the features of those pictures that the prompt's remembered part does not cover
 //! each step  the tower does a piece of its work at most, so that it delays requests by no more; known pictures cost
 //!            nothing.
@@ -313,8 +313,8 @@ impl Batcher {
         }
     }
 
-    /// Lets go of features that no step will read: those of prompts that have been run. A step under way has what it
-    /// needs in its staging arrays.
+    /// Lets go of features that no step will read: those of prompts that have been run. A step under way has its
+    /// features in its staging arrays.
     fn let_go_of_seen(&mut self) {
         for running in &mut self.running {
             let is_done = running.pictures.are_held()

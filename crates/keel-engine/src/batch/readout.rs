@@ -118,7 +118,7 @@ impl Batcher {
         Ok(())
     }
 
-    /// Reads what is wanted of work item `item` of the step taken last: `rows` rows of a prompt, from row `first` of
+    /// Reads the wanted values of work item `item` of the step taken last: `rows` rows of a prompt, from row `first` of
     /// all prompts on. `None` if the prompt goes on.
     pub(super) fn read_item(
         &mut self,

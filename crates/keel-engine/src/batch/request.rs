@@ -10,7 +10,7 @@ use crate::{EngineError, FinishReason, LateWork, SamplerOptions, SpeculationCoun
 /// Names a sequence within its batch. A request of the server has one for each of its answers.
 pub type SequenceId = u64;
 
-/// Limits what a sequence may say next; for example a grammar.
+/// Limits the tokens that a sequence may get next; for example a grammar.
 pub trait Constraint: Send {
     /// Sets the logits of tokens that may not come next to negative infinity.
     ///
@@ -110,12 +110,12 @@ impl BatchRequest {
     }
 }
 
-/// What happened to a sequence in a step.
+/// An event, with its sequence.
 #[derive(Debug)]
 pub struct SequenceEvent {
     /// The sequence.
     pub id: SequenceId,
-    /// What happened to it.
+    /// The event.
     pub event: BatchEvent,
 }
 

@@ -266,7 +266,7 @@ impl Running {
         self.chooser.drafts
     }
 
-    /// It makes no drafts from now on. Returns what it kept for them.
+    /// It makes no drafts from now on. Returns the data that it kept for them.
     pub fn draft_no_more(&mut self) -> Option<Speculation> {
         self.chooser.drafts = false;
         self.speculation.take()

@@ -41,7 +41,7 @@ impl<G, W, E> WorkSender<G, W, E> {
     /// Hands work to the thread. The guard goes with it.
     pub fn hand(&self, guard: G, work: W) -> ResultReceiver<E> {
         let (end, ended) = channel();
-        // If the thread has ended, dropping what was handed tells so.
+        // If the thread has ended, the work is dropped, which tells the waiter.
         let _ = self.0.send(SentWork { guard, work, end });
         ResultReceiver(ended)
     }

@@ -422,7 +422,7 @@ impl Engine {
         self.stepper.row_log(StepKind::decode(Outcome::LastLogits)) == RowLog::KeepOpen
     }
 
-    /// What the program over these rows computes; `None` if there are no rows.
+    /// The outcome of the program over these rows; `None` if there are no rows.
     pub(crate) fn outcome_of(&self, regime: Regime, rows: &[Rows<'_>]) -> Option<Outcome> {
         match (regime, rows) {
             (_, []) => None,

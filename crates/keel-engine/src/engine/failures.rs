@@ -1,4 +1,4 @@
-//! What steps that failed did to their sequences.
+//! The effect of failed steps on their sequences.
 
 use keel_array::RowLog;
 use keel_cache::{CommitProgress, SequenceCache};
@@ -8,7 +8,7 @@ use crate::step::StepKind;
 use crate::{Engine, EngineError};
 
 impl Engine {
-    /// Records what a program of a round did to its sequences if it has failed.
+    /// If a program of a round has failed, records its effect on its sequences.
     pub(crate) fn note_failed_pass(&mut self, kind: StepKind, ended: &EndedRun) {
         let commits_rows = self.stepper.row_log(kind) != RowLog::KeepOpen;
         let slots = ended.slots.iter().copied();

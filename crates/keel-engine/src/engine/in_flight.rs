@@ -62,11 +62,11 @@ impl StepTime {
     }
 }
 
-/// Finds out how long steps take on the device, from what the host sees.
+/// Measures how long steps take on the device, from the times at which the host sees their ends.
 ///
 /// The host sees the end of a step if it waited for it. A step that was submitted before the end of the step before it
-/// begins then. So its time is known if the host waited for both. Otherwise the caller may have paused, and the time is
-/// at most what the host sees.
+/// begins then. So its time is known if the host waited for both. Otherwise the caller may have paused, and the
+/// measured time is an upper bound.
 #[derive(Default)]
 pub(crate) struct StepTimer {
     /// When the step taken last ended, if the host saw it.
@@ -107,7 +107,7 @@ pub(crate) struct Taken {
 }
 
 impl Taken {
-    /// Takes over what a step has run.
+    /// Takes over the number and the work items of a step that has run.
     pub fn note(&mut self, step: &mut InFlightStep) {
         self.step = step.number;
         self.items = std::mem::take(&mut step.items);

@@ -1,5 +1,5 @@
-//! What an engine does before it is ready. It traces each step of the list. If the backend compiles kernels, it also
-//! compiles each step and runs it twice without a sequence.
+//! Makes an engine ready. It traces each step of the list. If the backend compiles kernels, it also compiles each step
+//! and runs it twice without a sequence.
 
 use std::time::Instant;
 
@@ -38,7 +38,7 @@ impl LateWork {
         self.with(other, |a, b| a + b)
     }
 
-    /// What has been added since it was `before`.
+    /// The work added since it was `before`.
     fn since(self, before: LateWork) -> LateWork {
         self.with(before, |now, before| now - before)
     }

@@ -71,7 +71,7 @@ struct Mean {
     source: Source,
 }
 
-/// What a time follows from.
+/// The source of a mean time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     /// A step that may have had prompts, too, or whose end was seen late. A plain step takes at most this time.

@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::time::Instant;
 
+use keel_array::Regime;
 use keel_array::sampling::Draw;
-use keel_array::{RUNS_MAX, Regime};
 use keel_cache::SequenceCache;
 
 use super::Speculation;
@@ -43,13 +43,10 @@ impl Engine {
         self.run(Regime::Decode, Outcome::MtpState, &[rows_of])
     }
 
-    /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows. Each of two steps may have
-    /// `RUNS_MAX / 2` programs. A step of answers and prompts has that number already.
+    /// Whether a step is under way after which [`Engine::catch_up_ahead`] can run rows: one of answers or of prompts
+    /// alone. One of both has three programs: two that run rows, and one that keeps hidden states.
     pub(crate) fn can_catch_up_ahead(&self) -> bool {
-        self.in_flight
-            .steps
-            .back()
-            .is_some_and(|step| step.catch_up.is_none() && step.runs.len() < RUNS_MAX / 2)
+        self.in_flight.steps.back().is_some_and(|step| step.catch_up.is_none() && step.runs.len() < 3)
     }
 
     /// Submits one pass of the MTP head after the step submitted last. It runs the rows of these sequences that the

@@ -50,7 +50,7 @@ pub struct SpeculationOptions {
     pub repeatable: bool,
 }
 
-/// What a drafting sequence keeps between rounds.
+/// The data that a drafting sequence keeps between rounds.
 #[derive(Debug)]
 pub struct Speculation {
     options: SpeculationOptions,

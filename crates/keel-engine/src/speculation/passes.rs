@@ -67,7 +67,7 @@ impl Engine {
         let failed = std::mem::take(&mut passes.failed);
         let outcome = if failed.is_empty() { submitted } else { Err(self.first_cause_of(failed)) };
         if let Err(error) = outcome {
-            // Devices are ready again for what is begun next.
+            // This makes the devices ready for the next program.
             let error = self.finish_in_flight().err().unwrap_or(error);
             return if passes.is_verified { Ok(Err(error)) } else { Err(error) };
         }

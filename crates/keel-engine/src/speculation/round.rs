@@ -4,7 +4,7 @@
 //!
 //! - The pass of the model leaves its rows open. (Without a log it commits them. Then a failed pass may tear
 //!   sequences.)
-//! - The MTP head's next pass overwrites what this one wrote.
+//! - The MTP head's next pass overwrites the rows that this pass wrote.
 //! - Choosers remember their state at the start.
 //!
 //! Then positions, rows that the head lags behind and counters move on. That cannot fail.
@@ -132,7 +132,8 @@ impl Engine {
         }
     }
 
-    /// Chooses the depth of each sequence: what its control says, within the rest of the sequence and of the context.
+    /// Chooses the depth of each sequence: the choice of its control, within the rest of the sequence and of the
+    /// context.
     fn proposals(&self, batch: &[RoundSequence<'_>]) -> Vec<Proposal> {
         let sequences = batch.len();
         batch

@@ -15,8 +15,8 @@ use crate::{EngineError, Result};
 /// Loads all parts with `load`, which reports the bytes of each weight, as `progress` does for all of them. It ends
 /// with [`ModelError::Stopped`] soon after its flag is set: another device has failed.
 ///
-/// Devices load at the same time. Shares of a layer read the same columns, so what one device has read from the disk is
-/// still in the system's cache when the others read it.
+/// Devices load at the same time. Shares of a layer read the same columns, so bytes that one device has read from the
+/// disk are still in the system's cache when the others read them.
 pub(crate) fn load_parts(
     devices: &[PlacedPart<Runtime>],
     progress: &dyn Fn(u64),

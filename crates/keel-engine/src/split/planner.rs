@@ -48,7 +48,7 @@ impl<D> PlacedPart<D> {
 /// How devices divide the mixtures of experts of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MixtureChoice {
-    /// What each device has of them.
+    /// The part of a mixture that each device has.
     pub cut: MixtureCut,
     /// The reason in one line.
     pub reason: String,
@@ -73,7 +73,7 @@ impl SplitPlanner<'_> {
     /// output head by tokens. The largest stage of weights, keys, values and states is as small as it can be.
     ///
     /// `limits` are the bytes of each device; none means that all hold the same. A stage gets layers in proportion to
-    /// what its smallest device holds.
+    /// the bytes of its smallest device.
     ///
     /// # Errors
     /// There are more stages than layers; something of the model does not divide; as [`crate::Engine::load`].

@@ -32,7 +32,7 @@ impl Peer {
         DeviceStep { thread: self.thread.as_deref(), job: Job::of(step, None) }
     }
 
-    /// Whether the device takes part in a step: what comes after the layers is run where it lies.
+    /// Whether the device takes part in a step. Work after the layers runs only on devices that have the output head.
     pub fn takes_part(&self, outcome: Outcome) -> bool {
         match outcome {
             // They copy results of the lead.
@@ -256,7 +256,8 @@ impl Engine {
         self.note_finished(all, rows, settled, false)
     }
 
-    /// Records what a step did to its sequences if it failed on a device. Returns the error that was the first cause.
+    /// If a step failed on a device, records its effect on its sequences, and returns the error that was the first
+    /// cause.
     pub(crate) fn note_finished(
         &mut self,
         ended: Vec<FinishedJob>,
@@ -294,7 +295,7 @@ impl Engine {
         self.runtimes().filter_map(|runtime| runtime.backend().group()).for_each(|group| group.rejoin());
     }
 
-    /// Records what a failed step did on the devices to the sequences of these slots.
+    /// Records the effect of a failed step on the sequences of these slots, as its devices report it.
     pub(crate) fn note_devices(
         &mut self,
         ended: &[FinishedJob],

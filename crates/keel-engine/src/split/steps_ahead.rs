@@ -8,10 +8,10 @@
 //!
 //! Every device has all logits and draws the same tokens, so each finds the tokens of the step before in its own pool.
 //! A step is begun on all devices before [`Engine::submit`] returns, each on its own thread and the lead's on the
-//! caller's: the first run of a program may wait for the other devices before it is begun as a whole. What the host
-//! puts on the devices after that, such as copies of states, follows the step. Each thread also waits for its device's
-//! end, so a device that fails is seen while the caller waits for the lead. Once a step has failed on one, later ones
-//! are begun on none, until all devices have met again.
+//! caller's: the first run of a program may wait for the other devices before it is begun as a whole. Later work of the
+//! host on the devices, such as copies of states, follows the step. Each thread also waits for its device's end, so a
+//! device that fails is seen while the caller waits for the lead. Once a step has failed on one, later ones are begun
+//! on none, until all devices have met again.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use crate::{Engine, Result};
 impl Engine {
     /// Begins a step over these rows on all devices.
     pub(crate) fn submit_on_all(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<InFlightRun> {
-        // What may be refused comes first: a device that has begun waits for all others.
+        // All steps are prepared before one is begun: that may fail, and a device that has begun waits for all others.
         let mut ready = Vec::with_capacity(self.peers.len());
         for peer in &mut self.peers {
             ready.push(peer.stepper.drawing_step(kind, rows)?);

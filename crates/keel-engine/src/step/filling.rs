@@ -1,5 +1,5 @@
-//! What the host writes to a device's buffers before a step. A device whose steps queue up writes it when the step's
-//! turn comes.
+//! Values that the host writes to a device's buffers before a step. A device whose steps queue up writes them when the
+//! step's turn comes.
 
 use keel_array::{Array, Element};
 

@@ -40,7 +40,7 @@ impl KeptLogits {
         if regime == Regime::Decode { 0 } else { self.host_rows }
     }
 
-    /// What the program computes: rows of `logits`, and where they go.
+    /// The result of the program, which is rows of `logits`, and its destination.
     pub fn trace(&self, logits: &Array, shape: StepShape) -> Result<(Array, Array)> {
         let at = self.first(shape.regime);
         let rows = self.rows.entries(at, shape.rows)?;
@@ -105,7 +105,7 @@ impl KeptHidden {
         place * self.counts.iter().sum::<usize>() + self.counts[..of as usize].iter().sum::<usize>()
     }
 
-    /// What the program computes: the first rows of these hidden states, and where they go.
+    /// The results of the program, which are the first rows of these hidden states, and their destinations.
     pub fn trace(&self, all: &[(HiddenOf, &Array)], place: usize) -> Result<Vec<(Array, Array)>> {
         let pair = |&(of, from): &(HiddenOf, &Array)| -> Result<(Array, Array)> {
             let count = self.counts[of as usize];

@@ -43,7 +43,7 @@ pub(crate) struct PreparedStep {
     pub drawn: Array,
 }
 
-/// What the steps of all devices have in common.
+/// The sizes, options and storage that the steps of all devices have in common.
 pub(crate) struct StepSizes<'a> {
     pub options: &'a EngineOptions,
     pub buckets: Buckets,
@@ -220,8 +220,8 @@ impl Stepper {
         step.ok_or_else(missing)
     }
 
-    /// What a step does with rows that may be taken back. Where rows can be left open, each decode step commits the
-    /// open rows of the step before. A step of generated tokens leaves its own rows open, so it is atomic.
+    /// How a step treats rows that may be taken back. Where rows can be left open, each decode step commits the open
+    /// rows of the step before. A step of generated tokens leaves its own rows open, so it is atomic.
     pub fn row_log(&self, kind: StepKind) -> RowLog {
         match kind.outcome {
             _ if kind.regime == Regime::Prefill || !self.drafts => RowLog::None,
@@ -247,7 +247,7 @@ impl Stepper {
         self.step(shape)
     }
 
-    /// The step over rows without pictures, and what to write before it runs. Other steps may run before.
+    /// The step over rows without pictures, and the values to write before it runs. Other steps may run before.
     pub fn queued_step(&mut self, kind: StepKind, rows: &[Rows<'_>]) -> Result<(Executable, Filling)> {
         let count = rows.iter().map(|row| row.tokens.len()).sum();
         let shape = self.buckets.fit(kind, count, rows.len());

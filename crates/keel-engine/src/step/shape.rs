@@ -1,11 +1,11 @@
-//! What a program of a step computes, and for how many rows.
+//! The outcome of a step's program, and the number of its rows.
 
 use keel_array::Regime;
 use keel_cache::CommitProgress;
 
 use super::staging::Rows;
 
-/// What a step computes in addition to states.
+/// The result of a step in addition to states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// Nothing: the prompt goes on.
@@ -53,7 +53,7 @@ impl Outcome {
     }
 }
 
-/// What a step computes, and in which regime.
+/// The outcome and the regime of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepKind {
     pub regime: Regime,

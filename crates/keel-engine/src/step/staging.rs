@@ -243,7 +243,7 @@ impl Staging {
         filling.add(&self.source, source);
     }
 
-    /// What the buffers hold for the rows of a step of this shape. The step draws a token after each row if
+    /// The contents of the buffers for the rows of a step of this shape. The step draws a token after each row if
     /// `draws_rows`, else after each sequence. Padding belongs to no sequence.
     pub fn filling(&self, rows: &[Rows<'_>], shape: StepShape, draws_rows: bool) -> Filling {
         let mut filling = Filling::default();

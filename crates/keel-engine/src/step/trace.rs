@@ -1,4 +1,4 @@
-//! What each kind of step computes: its values and where they go.
+//! The computation of each kind of step: its values and their destinations.
 
 use keel_array::{Array, Executable, Regime, Runtime};
 use keel_cache::LayerStorage;
@@ -20,7 +20,7 @@ pub(crate) fn trace(runtime: &Runtime, pairs: impl FnOnce() -> Result<Pairs>) ->
     })
 }
 
-/// What a traced step reads, and the device's part of the model.
+/// The inputs of a traced step, and the device's part of the model.
 struct Tracing<'a> {
     model: &'a HybridModel,
     layers: &'a [LayerStorage],

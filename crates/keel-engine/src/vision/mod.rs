@@ -56,7 +56,7 @@ pub struct PatchGrid {
 
 /// A tower and its buffers. Every layer writes its keys and values to the same pages.
 pub(crate) struct VisionRunner {
-    /// Runs the pieces of a tower with a device of its own. It is dropped first: its last piece uses what follows.
+    /// Runs the pieces of a tower with a device of its own. It is dropped first: its last piece uses the fields below.
     thread: Option<TowerThread>,
     tower: Tower,
     passes: Passes,
@@ -89,7 +89,7 @@ struct InputBuffers {
 /// The next piece of a job.
 struct NextPiece {
     step: Executable,
-    /// The first piece of a group of frames reads what the host writes before it.
+    /// The input that the host writes before the first piece of a group of frames; `None` for the other pieces.
     input: Option<PieceInput>,
 }
 

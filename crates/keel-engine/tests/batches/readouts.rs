@@ -45,7 +45,7 @@ fn logits() -> Readout {
     Readout::Logits(vec![7, 300, 41])
 }
 
-/// Runs each request alone, and expects what it got among others.
+/// Runs each request alone, and expects the outcome that it got among others.
 fn expect_as_alone(what: &str, alone: &mut Batcher, requests: &[&dyn Fn() -> BatchRequest], got: &[Outcome]) {
     assert_eq!(requests.len(), got.len());
     for (i, (request, got)) in requests.iter().zip(got).enumerate() {

@@ -1,4 +1,4 @@
-//! What the engine's tests share: fixtures, and engines made from them.
+//! Shared parts of the engine's tests: fixtures, and engines made from them.
 
 #![allow(dead_code, unused_imports)] // each test file uses its part
 

@@ -168,7 +168,7 @@ impl Nodes {
     }
 }
 
-/// What a cable does.
+/// The state of a cable that is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Connections end.

@@ -37,7 +37,7 @@ pub fn parts(
     SplitPlanner { backend: &alone, parameters, config, options }.parts(DeviceGrid { stages, shares }, &[])
 }
 
-/// An engine on these backends. Also asserts that every device holds what was planned for it.
+/// An engine on these backends. Also asserts that every device holds its planned bytes.
 pub fn load_on(
     source: (&dyn Parameters, &Value),
     options: EngineOptions,

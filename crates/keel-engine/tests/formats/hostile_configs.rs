@@ -17,7 +17,7 @@ const LOADED_BYTES_MAX: u64 = 4 << 20;
 /// planned and small enough. Without this bound the test would pass if every config was refused.
 const RAN_ONE_IN: usize = 3;
 
-/// What became of a config.
+/// The outcome of a config.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     Refused,

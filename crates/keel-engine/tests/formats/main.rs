@@ -1,4 +1,4 @@
-//! Checkpoints in every form that is read, and what is planned for them.
+//! Checkpoints in every form that is read, and their plans.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! Plans and configs agree on what a config leaves out.
+//! Plans and configs agree on the values that a config leaves out.
 
 use std::sync::Arc;
 

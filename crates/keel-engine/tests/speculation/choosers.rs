@@ -1,4 +1,4 @@
-//! What the chooser of a sequence does to its drafts: constraints, penalties, and errors.
+//! The effect of a sequence's chooser on its drafts: constraints, penalties, and errors.
 
 use std::time::Instant;
 

@@ -134,7 +134,7 @@ fn standing(member: &Member) -> Standing {
     (member.tokens.clone(), counters.drafted.to_vec(), counters.accepted.to_vec())
 }
 
-/// What each sequence gets alone, with the depths of the schedule.
+/// The standing of each sequence when it runs alone, with the depths of the schedule.
 fn alone(engine: &mut Engine, schedule: &[Vec<(usize, usize)>]) -> Vec<Standing> {
     let each = (0..COUNT).map(|i| {
         let mut one = [greedy(engine, i)];

@@ -2,8 +2,7 @@
 //! MTP head, saved and loaded sequences, prefixes, parking, and the ledger of each device. In the fixed order of sums,
 //! the bits of one device.
 //!
-//! `crate::common::splitting` asserts that each device allocates what was planned for it, takes no more, and keeps
-//! nothing.
+//! `crate::common::splitting` asserts that each device allocates its planned bytes, takes no more, and keeps nothing.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -203,7 +202,7 @@ fn middle_row_error(want: &[f32], got: &[f32], vocab: usize) -> f64 {
     errors[errors.len() / 2]
 }
 
-/// What 2 and 4 devices give in the fixed order, compared with one device.
+/// Compares the logits of 2 and 4 devices in the fixed order with those of one device.
 fn compare_bits(compute: Compute) {
     let options = EngineOptions { sums: SumOrder::Fixed, compute, ..exact() };
     let mut counts = [0; 8];

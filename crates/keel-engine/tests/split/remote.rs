@@ -230,7 +230,7 @@ fn a_lost_node_ends_answers_with_an_error_and_comes_back() {
     });
 }
 
-/// What lies on a lost node cannot be read. Zeros must not take its place.
+/// Data on a lost node cannot be read. Zeros must not take its place.
 #[test]
 fn a_lost_node_gives_an_error_and_no_bytes() {
     within(100, || {
@@ -319,7 +319,7 @@ fn a_node_that_is_away_busy_or_refuses_is_named() {
     });
 }
 
-/// What the leader reads of a whole model next to it.
+/// The leader reads the same logits from a model on nodes as from a whole model next to it.
 #[test]
 fn a_model_on_nodes_is_the_whole_model() {
     within(100, || {

@@ -37,7 +37,7 @@ fn has_gpu() -> bool {
     std::env::var_os("KEEL_TEST_CUDA").is_some()
 }
 
-/// Whether the CPU leaves out the laws of prefill steps and of what was kept. `model_laws/one_sequence.rs` holds them
+/// Whether the CPU leaves out the laws of prefill steps and of kept sequences. `model_laws/one_sequence.rs` holds them
 /// there: with dense weights, 4-bit weights, experts and large heads, in f32 and in the arithmetic of `Compute::Auto`.
 fn is_held_by_fixtures(subject: Subject) -> bool {
     let is_held = !has_gpu() && matches!(subject, Subject::Exact | Subject::Dense | Subject::Experts);

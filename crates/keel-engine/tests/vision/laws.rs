@@ -61,7 +61,7 @@ impl Case {
     }
 }
 
-/// A case's tokens and what they see.
+/// A case's tokens and its vision inputs.
 struct Seen {
     tokens: Vec<u32>,
     vision: Arc<VisionInputs>,

@@ -75,7 +75,7 @@ pub struct Attention {
     pub window: Option<usize>,
 }
 
-/// What the heads give.
+/// The output of the heads.
 struct Mixed {
     /// f32 `[T, H, D]`.
     heads: Array,

@@ -157,7 +157,7 @@ impl MixtureOfExperts {
         Ok(Some(own.all_reduce(peers)?))
     }
 
-    /// What `down` reads, f32 `[T, k, F]`.
+    /// The input of `down`, f32 `[T, k, F]`.
     fn inner(&self, x: &Array, experts: &Array) -> Result<Array> {
         let inner = input(x, &self.gate_up_rotation)?.gather_linear(&self.gate_up, experts)?.swiglu()?;
         input(&inner, &self.down_rotation)

@@ -1,4 +1,4 @@
-//! A model on several devices: the part that a device holds, and what of a checkpoint it reads.
+//! A model on several devices: the part that a device holds, and the rows and columns of a checkpoint that it reads.
 
 pub(crate) mod columns;
 pub(crate) mod part;

@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use crate::{MixtureCut, ModelError, Result, Share};
 
-/// Consecutive layers, with what comes before the first and after the last layer of the model.
+/// Consecutive layers, with the parts of the model before its first and after its last layer.
 ///
 /// A device without a `previous` one embeds the tokens. A device without a `next` one holds the final norm, the output
 /// head and the multi-token-prediction head. Hidden states go from a device to the next. Or each device holds a share
-/// of every layer, and they add up what their shares compute. In a combination each stage of the pipeline is several
-/// devices that share its layers.
+/// of every layer, and the devices add up the results of their shares. In a combination each stage of the pipeline is
+/// several devices that share its layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// The layers.

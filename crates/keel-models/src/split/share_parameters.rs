@@ -106,8 +106,8 @@ impl<'a> ShareParameters<'a> {
         }
     }
 
-    /// What this device's columns have of the rotation of a layer's input. Pairs stay within groups of columns, so a
-    /// device that has whole groups has both columns of each pair.
+    /// The part of the rotation of a layer's input that belongs to this device's columns. Pairs stay within groups of
+    /// columns, so a device that has whole groups has both columns of each pair.
     fn own_rotation(&self, module: &str, whole: RotationValues) -> Result<RotationValues> {
         if !matches!(self.cut(module, 0), Cut::Columns) {
             return Ok(whole);

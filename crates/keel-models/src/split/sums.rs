@@ -57,8 +57,8 @@ impl Sums {
         if parts.is_multiple_of(count) { parts / count } else { 1 }
     }
 
-    /// What this device adds its share to: the residual on the first device that shares the layer, nothing on the
-    /// others.
+    /// The array to which this device adds its share: the residual on the first device that shares the layer, nothing
+    /// on the others.
     pub(crate) fn start(self, residual: &Array) -> Option<&Array> {
         (self.share.index == 0).then_some(residual)
     }
@@ -103,7 +103,7 @@ pub(crate) fn of_their_device(is_own: &Array, values: &Array, peers: Peers) -> R
     is_own.select(values, &nothing(values)?)?.all_reduce(peers)
 }
 
-/// What does not change a sum: -0, f32 `[1]`.
+/// A summand that does not change a sum: -0, f32 `[1]`.
 pub(crate) fn nothing(like: &Array) -> Result<Array> {
     Array::full(like.runtime(), [1], DType::F32, -0.0)
 }

@@ -230,7 +230,8 @@ impl VisionConfig {
         }
     }
 
-    /// The token runs of `t` groups of `h` by `w` patches. `first` is the row of the first run, then of what follows.
+    /// The token runs of `t` groups of `h` by `w` patches. `first` is the row of the first run, and afterwards the row
+    /// after the last run.
     pub fn runs_of(&self, t: usize, h: usize, w: usize, first: &mut usize) -> Vec<ImageRun> {
         let (groups, height, width) = match self.kind {
             TowerKind::Qwen { merge, .. } => (t, h / merge, w / merge),

@@ -1,7 +1,8 @@
 use std::ops::Range;
 
 use keel_array::{
-    Compute, DType, Kernel, Layout, Op, Operand, OperandMemory, RuntimeOptions, WeightFormat, WeightSpec,
+    Compute, DType, Fused, FusedStep, Layout, OperandMemory, RuntimeOptions, Source, Unary, WeightFormat,
+    WeightSpec,
 };
 use keel_cpu::{CpuBackend, CpuOptions};
 
@@ -191,8 +192,10 @@ fn operands_without_elements_need_no_memory() {
 fn operands_outside_of_their_memory_are_refused() {
     let (session, _leader) = session(1);
     let mut worker = worker(session);
-    let allocate = Request::Allocate { memory: 1, bytes: 64, lasting: false };
-    assert!(worker.attempt(allocate, &[]).is_ok());
+    for memory in [1, 2] {
+        let allocate = Request::Allocate { memory, bytes: 64, lasting: false };
+        assert!(worker.attempt(allocate, &[]).is_ok());
+    }
     let operand = |memory, shape: &[usize]| Operand {
         memory,
         layout: Layout::contiguous(shape.into()),
@@ -203,7 +206,7 @@ fn operands_outside_of_their_memory_are_refused() {
         number: 1,
         kernels: vec![copy(input, output, workspace)],
         externals: vec![at],
-        outputs: vec![at],
+        outputs: vec![At { memory: 2, offset: 0 }],
         has_arena: false,
     };
     let (external, result) = (OperandMemory::External(0), OperandMemory::Output(0));
@@ -272,7 +275,8 @@ fn kernels_without_enough_scratch_are_refused() {
     assert!(needed > 0);
     let at = At { memory: 1, offset: 0 };
     let program = |workspace| {
-        let (kernels, externals, outputs) = (vec![sample(workspace)], vec![at], vec![at]);
+        let outputs = vec![At { memory: 1, offset: 512 }];
+        let (kernels, externals) = (vec![sample(workspace)], vec![at]);
         Request::Program(Piece { number: 1, kernels, externals, outputs, has_arena: true })
     };
     for short in [None, Some(0..needed - 1)] {
@@ -324,4 +328,84 @@ fn kernels_without_all_operands_are_refused() {
         let absorbed = Kernel { absorbed: vec![kernel(op, inputs, outputs)], ..kernel(Op::Copy, 1, 1) };
         assert!(refusal_of(absorbed).contains(&format!("it has {inputs} operands")));
     }
+}
+
+/// A piece that copies 4 bytes from one memory to another.
+fn copying(number: u64) -> Piece {
+    let operand = |memory| Operand { memory, layout: Layout::contiguous([1].into()), dtype: DType::F32 };
+    let (input, output) = (operand(OperandMemory::External(0)), operand(OperandMemory::Output(0)));
+    Piece {
+        number,
+        kernels: vec![copy(input, output, None)],
+        externals: vec![At { memory: 1, offset: 0 }],
+        outputs: vec![At { memory: 2, offset: 0 }],
+        has_arena: false,
+    }
+}
+
+/// The message with a piece may be long. What stays of it is limited, too.
+#[test]
+fn all_that_takes_memory_in_a_piece_is_counted() {
+    const COUNT: usize = 1000;
+    let changed = |change: fn(&mut Piece)| {
+        let mut piece = copying(1);
+        change(&mut piece);
+        bytes_of(&piece) - bytes_of(&copying(1))
+    };
+    let (kernel, operand, number) = (size_of::<Kernel>(), size_of::<Operand>(), size_of::<usize>());
+    let step = size_of::<FusedStep>();
+    type Change = fn(&mut Piece);
+    let cases: [(&str, usize, Change); 8] = [
+        ("kernels", kernel + 2 * operand, |piece| piece.kernels = vec![piece.kernels[0].clone(); COUNT + 1]),
+        ("absorbed kernels", kernel + 2 * operand, |piece| {
+            piece.kernels[0].absorbed = vec![piece.kernels[0].clone(); COUNT];
+        }),
+        ("what these absorb", kernel, |piece| {
+            let innermost = vec![piece.kernels[0].clone(); COUNT];
+            let inner = Kernel { absorbed: innermost, ..piece.kernels[0].clone() };
+            piece.kernels[0].absorbed = vec![inner];
+        }),
+        ("operands", operand, |piece| {
+            piece.kernels[0].inputs = vec![piece.kernels[0].inputs[0].clone(); COUNT + 1];
+        }),
+        ("axes", 2 * number, |piece| {
+            piece.kernels[0].inputs[0].layout = Layout::contiguous(vec![1usize; COUNT + 1].into());
+        }),
+        ("places", size_of::<Buffer>(), |piece| piece.externals = vec![piece.externals[0]; COUNT + 1]),
+        ("steps", step, |piece| {
+            let steps = vec![FusedStep::Unary(Unary::Neg, Source::Input(0)); COUNT];
+            piece.kernels[0].op = Op::Fused(Arc::new(Fused { steps }));
+        }),
+        ("starts", number, |piece| piece.kernels[0].op = Op::SliceUpdate { starts: vec![0; COUNT] }),
+    ];
+    for (what, each, change) in cases {
+        let bytes = changed(change);
+        assert!(bytes >= COUNT * each, "{what}: {bytes} bytes");
+    }
+}
+
+/// A leader that sends more and more programs does not take all memory of the node.
+#[test]
+fn programs_have_a_limit_of_memory() {
+    let (session, _leader) = session(1);
+    let mut worker = worker(session);
+    for memory in [1, 2] {
+        let allocate = Request::Allocate { memory, bytes: 64, lasting: false };
+        assert!(worker.attempt(allocate, &[]).is_ok());
+    }
+    let send = |worker: &mut Worker, number| worker.attempt(Request::Program(copying(number)), &[]);
+    assert!(send(&mut worker, 1).is_ok());
+    let bytes = bytes_of(&copying(1));
+    // As if it were as large as that.
+    worker.pieces.get_mut(&1).expect("it is bound").bytes = PIECE_BYTES_MAX - bytes + 1;
+    let found = refusal(&mut worker, Request::Program(copying(2)), &[]);
+    assert!(found.contains("too many bytes of programs: a device has at most 4294967296"), "{found}");
+    worker.pieces.get_mut(&1).expect("it stays").bytes -= 1;
+    assert!(send(&mut worker, 2).is_ok(), "there is just room for it");
+    assert!(send(&mut worker, 2).is_ok(), "it is replaced");
+    assert!(send(&mut worker, 3).is_err(), "there is no room for one more");
+    assert!(worker.attempt(Request::Forget { number: 2 }, &[]).is_ok());
+    assert!(send(&mut worker, 3).is_ok(), "one is forgotten");
+    assert!(worker.attempt(Request::Free { memory: 1 }, &[]).is_ok());
+    assert!(worker.pieces.is_empty(), "they have lost their memory");
 }

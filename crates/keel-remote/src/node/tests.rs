@@ -1,9 +1,13 @@
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Sender, channel};
 
+use keel_array::RuntimeOptions;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 
 use super::*;
+use crate::connection::send_hello;
+use crate::message::DeviceReply;
 
 /// Tells the test what devices hear.
 pub(crate) struct Heard(pub(crate) Sender<String>);
@@ -37,7 +41,7 @@ fn here() -> Vec<IpAddr> {
 }
 
 /// A node with this many devices, and its address. Opening them fails.
-fn node(count: usize) -> std::net::SocketAddr {
+fn node(count: usize) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address = listener.local_addr().expect("bound");
     let facts = move || vec![DeviceFacts { name: "cpu:0".into(), room: None }; count];
@@ -50,38 +54,70 @@ fn node(count: usize) -> std::net::SocketAddr {
 fn connections_that_say_nothing_do_not_keep_a_leader_waiting() {
     let address = node(1);
     let silent: Vec<TcpStream> =
-        (0..HELLOS_MAX - 1).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+        (0..HELLOS_MAX).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     let start = Instant::now();
-    let lead = || crate::connection::send_hello(&address.to_string(), &Hello::Lead { version: version() });
-    let (_stream, welcome) = lead().expect("it answers");
-    assert!(matches!(welcome, HelloReply::Accepted { session: 1, .. }), "{welcome:?}");
+    let lead = || send_hello::<Welcome>(&address.to_string(), &Hello::Lead { version: version() });
+    let (_stream, reply) = lead().expect("it answers");
+    assert!(matches!(reply, HelloReply::Accepted(Welcome { session: 1, .. })), "{reply:?}");
+    let (_second, reply) = lead().expect("it answers");
+    assert!(matches!(reply, HelloReply::Refused(Refusal { may_pass: true, .. })), "{reply:?}");
     assert!(start.elapsed() < HELLO_TIME_MAX, "{:?}", start.elapsed());
-    let (_second, welcome) = lead().expect("it answers");
-    assert!(matches!(welcome, HelloReply::Refused { may_pass: true, .. }), "{welcome:?}");
-    drop(silent);
+    // It has made room.
+    let mut oldest = &silent[0];
+    oldest.set_read_timeout(Some(HELLO_TIME_MAX)).expect("a limit");
+    let closed = io::Read::read(&mut oldest, &mut [0]);
+    assert!(matches!(closed, Ok(0)), "{closed:?}");
+}
+
+/// All hellos are answered, so that a leader knows whether it should try again.
+#[test]
+fn what_is_not_served_is_told_why() {
+    let address = node(1).to_string();
+    let device = |session| send_hello::<()>(&address, &Hello::Device { session, index: 0 });
+    let expect_last = |reply: HelloReply<()>, expected: &str| {
+        let HelloReply::Refused(Refusal { reason, may_pass: false }) = reply else { panic!("{reply:?}") };
+        assert!(reason.contains(expected), "{reason}");
+    };
+    let (_stream, reply) = device(1).expect("it answers");
+    expect_last(reply, "it has lost the control connection of this leader");
+    let (_leader, reply) =
+        send_hello::<Welcome>(&address, &Hello::Lead { version: version() }).expect("it answers");
+    assert!(matches!(reply, HelloReply::Accepted(_)), "{reply:?}");
+    let (_stream, reply) = device(1).expect("it answers");
+    expect_last(reply, "its device 0 is not open");
+    let mut unreadable = TcpStream::connect(&address).expect("it listens");
+    frame::write(&mut unreadable, &"hello", &[]).expect("it reads");
+    let reply = frame::read(&mut unreadable, &mut Vec::new()).expect("it answers");
+    expect_last(reply, "nothing that can be read");
 }
 
 #[test]
-fn no_more_connections_wait_than_there_are_threads_for() {
-    let address = node(1);
-    let _silent: Vec<TcpStream> =
-        (0..HELLOS_MAX).map(|_| TcpStream::connect(address).expect("it listens")).collect();
-    let mut refused = TcpStream::connect(address).expect("it listens");
-    refused.set_read_timeout(Some(HELLO_TIME_MAX / 2)).expect("a limit");
-    let closed = std::io::Read::read(&mut refused, &mut [0]);
-    assert!(matches!(closed, Ok(0)) || closed.is_err_and(|e| is_end(&e)), "it is closed at once");
-}
-
-fn is_end(error: &std::io::Error) -> bool {
-    error.kind() == std::io::ErrorKind::ConnectionReset
+fn a_device_has_one_connection() {
+    let (session, _leader) = session(1);
+    let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
+    locked(&session.devices).runtimes = vec![Some(Runtime::new(backend, RuntimeOptions::default()))];
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let connect = || {
+        let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
+        (listener.accept().expect("the leader connects").0, leader)
+    };
+    let (own, mut leader) = connect();
+    session.serve_device(&own, 0).expect("it is there");
+    let reply = frame::read(&mut leader, &mut Vec::new()).expect("it answers");
+    assert!(matches!(reply, HelloReply::Accepted(())), "{reply:?}");
+    let next = frame::read(&mut leader, &mut Vec::new()).expect("its heartbeat");
+    assert!(matches!(next, DeviceReply::Here), "{next:?}");
+    let refusal = session.serve_device(&connect().0, 0).expect_err("it has a connection");
+    assert_eq!(refusal, Refusal::last("its device 0 is not open, or has a connection"));
+    assert!(session.end(END_MAX));
 }
 
 /// Builds of the same version may mean something else by a message.
 #[test]
 fn a_leader_of_another_build_is_refused() {
     let hello = Hello::Lead { version: env!("CARGO_PKG_VERSION").into() };
-    let (_stream, reply) = crate::connection::send_hello(&node(1).to_string(), &hello).expect("it answers");
-    let HelloReply::Refused { reason, may_pass: false } = reply else { panic!("{reply:?}") };
+    let (_stream, reply) = send_hello::<Welcome>(&node(1).to_string(), &hello).expect("it answers");
+    let HelloReply::Refused(Refusal { reason, may_pass: false }) = reply else { panic!("{reply:?}") };
     assert!(reason.contains("run the same build"), "{reason}");
 }
 
@@ -94,8 +130,8 @@ fn led_by(leaders: impl Fn() -> Vec<IpAddr> + Send + Sync + 'static) -> String {
 }
 
 /// What a node answers to a leader, which then leaves.
-fn reply_of(address: &str) -> HelloReply {
-    crate::connection::send_hello(address, &Hello::Lead { version: version() }).expect("it answers").1
+fn reply_of(address: &str) -> HelloReply<Welcome> {
+    send_hello(address, &Hello::Lead { version: version() }).expect("it answers").1
 }
 
 /// Node 0 may start again with another address, and its name may have none while it is away.
@@ -109,7 +145,7 @@ fn the_addresses_of_leaders_are_looked_up_again() {
     });
     let (mut passing, mut last) = (Vec::new(), Vec::new());
     let is_served = (0..600).any(|_| {
-        let HelloReply::Refused { reason, may_pass } = reply_of(&address) else { return true };
+        let HelloReply::Refused(Refusal { reason, may_pass }) = reply_of(&address) else { return true };
         let refusals = if may_pass { &mut passing } else { &mut last };
         refusals.push(reason);
         std::thread::sleep(HEARTBEAT / 10);
@@ -143,17 +179,17 @@ fn a_leader_that_comes_during_a_look_up_is_told_to_try_again() {
     let first = std::thread::spawn(move || {
         loop {
             match reply_of(&to) {
-                HelloReply::Refused { may_pass: true, .. } => std::thread::sleep(LOOK),
+                HelloReply::Refused(Refusal { may_pass: true, .. }) => std::thread::sleep(LOOK),
                 reply => return reply,
             }
         }
     });
     begun.recv_timeout(Duration::from_secs(20)).expect("a second after the first one");
     let reply = reply_of(&address);
-    assert!(matches!(reply, HelloReply::Refused { may_pass: true, .. }), "{reply:?}");
+    assert!(matches!(reply, HelloReply::Refused(Refusal { may_pass: true, .. })), "{reply:?}");
     drop(end);
     let reply = first.join().expect("no panic");
-    assert!(matches!(reply, HelloReply::Accepted { .. }), "{reply:?}");
+    assert!(matches!(reply, HelloReply::Accepted(_)), "{reply:?}");
 }
 
 #[test]
@@ -247,14 +283,13 @@ fn a_node_is_told_when_a_leader_that_asked_for_its_devices_is_gone() {
     let lead = || {
         let (stream, reply) = loop {
             let (stream, reply) =
-                crate::connection::send_hello(&address, &Hello::Lead { version: version() })
-                    .expect("it answers");
+                send_hello::<Welcome>(&address, &Hello::Lead { version: version() }).expect("it answers");
             match reply {
-                HelloReply::Refused { may_pass: true, .. } => std::thread::sleep(LOOK),
+                HelloReply::Refused(Refusal { may_pass: true, .. }) => std::thread::sleep(LOOK),
                 reply => break (stream, reply),
             }
         };
-        assert!(matches!(reply, HelloReply::Accepted { .. }), "{reply:?}");
+        assert!(matches!(reply, HelloReply::Accepted(_)), "{reply:?}");
         stream
     };
     drop(lead());
@@ -266,9 +301,9 @@ fn a_node_is_told_when_a_leader_that_asked_for_its_devices_is_gone() {
     told.recv_timeout(Duration::from_secs(60)).expect("the second did");
 }
 
-/// Counts what is logged at INFO and above.
+/// When something was logged at INFO and above, and at which level.
 #[derive(Default)]
-struct Logged(AtomicUsize);
+struct Logged(Mutex<Vec<(tracing::Level, Instant)>>);
 
 impl tracing::Subscriber for Logged {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
@@ -283,8 +318,8 @@ impl tracing::Subscriber for Logged {
 
     fn record_follows_from(&self, _span: &tracing::span::Id, _follows: &tracing::span::Id) {}
 
-    fn event(&self, _event: &tracing::Event<'_>) {
-        self.0.fetch_add(1, Ordering::SeqCst);
+    fn event(&self, event: &tracing::Event<'_>) {
+        locked(&self.0).push((*event.metadata().level(), Instant::now()));
     }
 
     fn enter(&self, _span: &tracing::span::Id) {}
@@ -306,7 +341,7 @@ fn a_leader_that_has_opened_nothing_is_no_news() {
             closed: Box::new(|| ()),
             present: Mutex::default(),
             sessions: AtomicU64::new(0),
-            hellos: AtomicUsize::new(0),
+            silent: Mutex::default(),
         };
         drop(leader);
         let logged = Arc::new(Logged::default());
@@ -315,6 +350,31 @@ fn a_leader_that_has_opened_nothing_is_no_news() {
             follow(&session, &none);
             drop(ending);
         });
-        assert_eq!(logged.0.load(Ordering::SeqCst), lines, "asked: {is_asked}");
+        assert_eq!(locked(&logged.0).len(), lines, "asked: {is_asked}");
     }
+}
+
+/// The system may have no files left for a long time.
+#[test]
+fn connections_that_cannot_be_accepted_are_logged_once_a_second() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    listener.set_nonblocking(true).expect("it can fail");
+    let logged = Arc::new(Logged::default());
+    let own = Arc::clone(&logged);
+    std::thread::spawn(move || {
+        tracing::subscriber::with_default(own, || {
+            serve(&listener, Vec::new, here, |_| Err("it has none".into()), || ());
+        });
+    });
+    let warnings = || -> Vec<Instant> {
+        let all = locked(&logged.0);
+        all.iter().filter(|(level, _)| *level == tracing::Level::WARN).map(|(_, at)| *at).collect()
+    };
+    let until = Instant::now() + Duration::from_secs(60);
+    while warnings().len() < 3 {
+        assert!(Instant::now() < until, "{} in a minute", warnings().len());
+        std::thread::sleep(LOOK);
+    }
+    let are_apart = warnings().windows(2).all(|pair| pair[1] - pair[0] >= HEARTBEAT);
+    assert!(are_apart, "{:?}", warnings());
 }

@@ -89,7 +89,7 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// Raises the charge to what the grammar holds since its last mask.
+    /// Raises the charge to the grammar's bytes as of its last mask.
     pub fn charge(&self) -> Result<()> {
         let grown = self.bytes.load(Ordering::Acquire).saturating_sub(self.charge.held());
         Ok(self.charge.grow(grown)?)

@@ -1,4 +1,4 @@
-//! The thread that owns an engine, and what it needs from a request: its handle, its view, grammars, values that are
+//! The thread that owns an engine, its handle and its view. Also its work for a request: grammars, and values that are
 //! read instead of an answer.
 
 pub(crate) mod grammar;

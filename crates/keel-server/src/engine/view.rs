@@ -132,7 +132,7 @@ impl EngineView {
         self.failure.get().map(String::as_str)
     }
 
-    /// The engine's thread has ended. What its batch still lists is never run.
+    /// The engine's thread has ended. Requests that its batch still lists are never run.
     pub(super) fn note_stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.status.lock().unwrap_or_else(|e| e.into_inner()).forget_gauges();

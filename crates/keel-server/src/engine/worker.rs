@@ -362,7 +362,7 @@ impl Worker {
 
     fn deliver(&mut self, id: SequenceId, event: BatchEvent) {
         let Some(events) = self.live.get_mut(&id) else { return };
-        // What has started waits no longer.
+        // A request that has started waits no longer.
         events.patience = None;
         let mut ends = matches!(event, BatchEvent::Finished(_) | BatchEvent::Failed(_));
         let charged = events.charge(&event);

@@ -154,7 +154,7 @@ impl Server {
 }
 
 /// Waits until the thread of an engine that has failed ends. Returns whether it has ended in time. If not, it is left
-/// alone: the end of the process frees what it holds.
+/// alone: the end of the process frees its memory and devices.
 async fn ends_soon(thread: &JoinHandle<()>) -> bool {
     let end = async {
         while !thread.is_finished() {

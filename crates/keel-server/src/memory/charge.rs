@@ -11,7 +11,7 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 const SMALL_BYTES: u64 = 256 << 10;
 const LARGE_SHARE: (u64, u64) = (7, 8);
 
-/// A budget, and what is used of it.
+/// A budget, and its bytes in use.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: u64,
@@ -112,7 +112,7 @@ impl Meter {
     /// Charges bytes if no more than `share` are then used.
     fn take_of(&self, share: u64, bytes: u64) -> Result<(), Refused> {
         if bytes == 0 {
-            // Whatever others use, what is charged already stays.
+            // Bytes that are charged already stay, whatever others use.
             return Ok(());
         }
         let wanted = self.request.load(Ordering::Acquire).saturating_add(bytes);

@@ -10,7 +10,7 @@ use super::ModelManager;
 use crate::engine::view::EngineView;
 use crate::error::ServerError;
 
-/// Time for an engine that has failed to free what it holds. A device that is lost may never let go.
+/// Time in which an engine that has failed must free its memory and devices. A device that is lost may never let go.
 pub(crate) const FREE_TIME: Duration = Duration::from_secs(10);
 
 /// Why no model can be loaded any more, once that is known.

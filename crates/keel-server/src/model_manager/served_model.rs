@@ -31,13 +31,13 @@ pub struct ServedModel {
     pub tower_bytes: u64,
     /// Largest number of tokens of a sequence.
     pub context: usize,
-    /// What the model takes in addition to text.
+    /// The inputs that the model takes in addition to text.
     pub takes: Modalities,
     /// Loads the model.
     pub load: Load,
 }
 
-/// What a model takes in addition to text.
+/// The inputs that a model takes in addition to text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Modalities {
     /// Pictures.

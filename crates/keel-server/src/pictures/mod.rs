@@ -1,4 +1,4 @@
-//! Pictures of requests: from a URL in a message to what the tower reads, apart from the network's threads.
+//! Pictures of requests: from a URL in a message to the tower's input, apart from the network's threads.
 //!
 //! ```text
 //! source.rs   where a picture comes from: the request itself, an allowed folder, an allowed host
@@ -206,7 +206,7 @@ pub fn placeholders(config: &VisionConfig, tokenizer: &Tokenizer) -> Result<Plac
     })
 }
 
-/// What is wrong with a picture.
+/// A problem with a picture.
 #[derive(Debug)]
 pub(crate) enum MediaError {
     /// It cannot be had or decoded.

@@ -1,7 +1,7 @@
 //! Where pictures come from.
 //!
 //! A data URI brings its picture along. Files and hosts are read only where the server's options name them: a request
-//! must not make the server read what its sender could not.
+//! must not make the server read data that its sender could not read.
 
 use std::borrow::Cow;
 use std::fmt::Debug;

@@ -28,7 +28,7 @@ const LIMITS: VideoFileLimits = VideoFileLimits {
 /// Frames of a video that a request lists one by one, at most.
 const LISTED_MAX: usize = 2048;
 
-/// What precedes frames in one data URI, as vLLM's clients send them.
+/// The prefix of frames in one data URI, as vLLM's clients send them.
 const JPEG_FRAMES: &str = "data:video/jpeg;base64,";
 
 /// A video of a conversation.

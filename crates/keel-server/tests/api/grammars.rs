@@ -43,7 +43,7 @@ fn health_is_answered_while_grammars_are_compiled() {
             (0..4).map(|_| send(server.address, "POST", "/v1/completions", &[], body.as_bytes())).collect();
         let replies = std::thread::spawn(move || clients.into_iter().map(read).collect::<Vec<_>>());
         while !replies.is_finished() {
-            // What ends between the two readings counts as ended during the request.
+            // A grammar that ends between the two readings counts as ended during the request.
             let ended = server.model.grammars_ended();
             let are_compiled = server.model.grammars_begun() - ended >= NETWORK_THREADS;
             assert_eq!(request(server.address, "GET", "/health", &[], b"").status, 200);

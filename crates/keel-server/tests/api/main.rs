@@ -1,4 +1,4 @@
-//! What clients ask for: the APIs and their answers.
+//! The APIs and their answers to clients.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -142,7 +142,7 @@ fn a_wrong_type_is_told_what_the_field_takes() {
     }
 }
 
-/// What llama.cpp and vLLM take, and what would be ignored here.
+/// Fields that llama.cpp and vLLM take, and that would be ignored here.
 #[test]
 fn ids_and_texts_are_refused_if_their_fields_are_not_read() {
     let server = Running::start();

@@ -110,7 +110,7 @@ fn agree(want: &Value, got: &Value) -> bool {
     false
 }
 
-/// Asserts that every device holds what was planned for it, and is shown.
+/// Asserts that every device holds its planned bytes, and is shown.
 fn assert_planned(server: &Running, count: usize) {
     let status = server.get("/status").json();
     let devices = status["devices"].as_array().expect("devices");

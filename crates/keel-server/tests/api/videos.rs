@@ -1,4 +1,4 @@
-//! Videos over HTTP: lists of frames and GIFs, and what is refused.
+//! Videos over HTTP: lists of frames and GIFs, and refusals.
 
 use std::path::Path;
 

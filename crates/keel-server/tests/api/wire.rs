@@ -19,7 +19,7 @@ fn events(body: &str) -> Vec<Value> {
     data.map(|text| serde_json::from_str(text).expect("JSON")).collect()
 }
 
-/// What an API says of a call: the text, the number of calls, and how the answer ended.
+/// An API's answer with calls: the text, the number of calls, and how the answer ended.
 type Said = (String, usize, String);
 
 fn chat_says(server: &Running, body: &Value) -> [Said; 2] {
@@ -224,7 +224,7 @@ fn completions_say_where_each_token_begins() {
             assert_eq!(text[at..][..token.chars().count()].iter().collect::<String>(), token, "at {at}");
         }
     }
-    // What a stop string takes away has no place in the text.
+    // No offset points into text that a stop string takes away.
     let stop: String = text[20..26].iter().collect();
     let cut = server.ask("/v1/completions", &with(body, json!({"stop": [stop]})))["choices"][0].clone();
     let length = cut["text"].as_str().expect("text").chars().count() as u64;

@@ -1,4 +1,4 @@
-//! Compiled grammars: what compiling takes, and the tables of each answer, which grow with its text.
+//! Compiled grammars: the memory of compiling, and the tables of each answer, which grow with its text.
 
 use keel_server::ServerOptions;
 use keel_text::{GrammarFactory, GrammarSource, GrammarState, TextFiles, Tokenizer};
@@ -69,7 +69,7 @@ fn follow(state: &mut GrammarState, tokenizer: &Tokenizer, tokens: usize) {
     state.allowed().expect("within bounds");
 }
 
-/// What a state counts is no less than what it takes of the heap: after compiling, in a clone, and after a text.
+/// A state counts no fewer bytes than it takes of the heap: after compiling, in a clone, and after a text.
 pub fn states_count_what_they_take() {
     let files = TextFiles::read(&demo()).expect("the built-in model is there");
     let tokenizer = Tokenizer::new(&files).expect("it has a tokenizer");
@@ -104,7 +104,7 @@ fn growing(tokens: usize, answers: usize) -> Value {
         "response_format": {"type": "grammar", "grammar": many_rules(250)}})
 }
 
-/// Requests whose compiled grammars are much larger than their bodies: status, what they hold, path and body.
+/// Requests whose compiled grammars are much larger than their bodies: status, name of the content, path and body.
 pub fn large_grammars() -> Vec<(u16, &'static str, &'static str, String)> {
     let format = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": patterns(300)}});
     let many = json!({"prompt": "Once", "max_tokens": 4, "n": 16, "response_format": format});

@@ -1,5 +1,5 @@
 //! How rows of the gated delta rule are divided into steps does not change a bit, for states in f32 and in f16. Decays
-//! of very different strength follow the oracle. Decays may follow from what the step computes.
+//! of very different strength follow the oracle. The parameters of decays may be results of the step's own kernels.
 
 use std::ops::Range;
 

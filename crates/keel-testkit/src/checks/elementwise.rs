@@ -74,7 +74,7 @@ fn unary(runtime: &Runtime, op: &str, apply: UnaryFn, oracle: fn(f64) -> f64, lo
         );
         for x in inputs {
             let want = x.map(oracle);
-            // What overflows the type is infinite. Other results are not rounded: the tolerance is for that.
+            // Values that overflow the type are infinite. Other results are not rounded: the tolerance is for that.
             let stored = rounded(&want, dtype).values.into_iter().zip(&want.values);
             let want: Vec<f64> = stored.map(|(y, want)| if y.is_infinite() { y } else { *want }).collect();
             for (layout, array) in layouts(runtime, &x, dtype) {

@@ -77,7 +77,7 @@ fn scatter(x: &Array, peers: Peers, rank: usize, shares: &[Tensor]) {
     expect("all_gather of reduce_scatter", &whole.expect("as many elements"), &all_reduce(shares));
 }
 
-/// A chain: every device adds one to what it gets, and sends it on.
+/// A chain: every device adds one to its input, and sends the sum on.
 fn pass_on(runtime: &Runtime, rank: usize, count: usize, shape: &[usize], first: &Tensor) {
     let x = match rank {
         0 => upload(runtime, first, DType::F32),

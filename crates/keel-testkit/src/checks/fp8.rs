@@ -26,8 +26,8 @@ fn computes(runtime: &Runtime) -> Vec<Compute> {
 }
 
 /// Rows of x, rows of W and columns. 300 rows are beyond the kernels of few rows; 257 by 80 by 192 has tails of tiles;
-/// 260 columns are no whole 16. With 256 rows of W a product absorbs what comes before it: SwiGLU, and a norm of up to
-/// 4,096 columns. From 4,096 columns on, a thread rounds several groups of four.
+/// 260 columns are no whole 16. With 256 rows of W a product absorbs the operation before it: SwiGLU, or a norm of up
+/// to 4,096 columns. From 4,096 columns on, a thread rounds several groups of four.
 const SHAPES: [(usize, usize, usize); 9] = [
     (300, 256, 512),
     (257, 80, 192),
@@ -73,7 +73,7 @@ pub(super) fn in_fp8(runtime: &Runtime) {
         let weight = affine_weight(runtime, std::slice::from_ref(&w), bits, compute);
         let up = |tensor: &Tensor| up(runtime, tensor);
         let (array, residual) = (up(&x), up(&r));
-        // A product absorbs what reads an intermediate: the sum of two halves, which is exact.
+        // A product absorbs a norm or SwiGLU of an intermediate. This one is the sum of two halves, which is exact.
         let twice = |tensor: &Tensor| {
             let values = tensor.values.iter().map(|value| value / 2.0).collect();
             let half = up(&Tensor { values, shape: tensor.shape.clone() });
@@ -124,7 +124,7 @@ fn expect_one_of_two(what: &str, y: &Array, exact: &[f64], coded: &[f64], typica
     assert!(!are_few || from_exact <= step, "{what}: few rows are not rounded to 8-bit floats");
 }
 
-/// Weights in blocks. How W is rounded does not depend on what comes before the product, so x alone has to do. The
+/// Weights in blocks. How W is rounded does not depend on the operation before the product, so x alone has to do. The
 /// second shape has long rows, which several blocks of a GPU may round; the last has few rows for one arithmetic.
 pub(super) fn of_blocks(runtime: &Runtime) {
     let (mut random, computes) = (Random::new(63), computes(runtime));
@@ -188,8 +188,8 @@ fn codes(format: BlockFormat) -> (Range<usize>, [u8; 2]) {
     }
 }
 
-/// A product of gate and up, SwiGLU, and a product. If a backend rounds what enters the last product to 8 bits, it may
-/// keep f16 between gate and SwiGLU: what that loses is a small part.
+/// A product of gate and up, SwiGLU, and a product. If a backend rounds the input of the last product to 8 bits, it may
+/// keep f16 between gate and SwiGLU: the error of f16 is a small part.
 pub(super) fn feed_forward(runtime: &Runtime) {
     let (mut random, computes) = (Random::new(61), computes(runtime));
     // 300 rows are many, 140 for one arithmetic alone, 100 are not. Both products have whole tiles, so that a backend

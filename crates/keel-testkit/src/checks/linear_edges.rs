@@ -1,4 +1,4 @@
-//! Products at the edges of what callers give: blocks without rows, rows that begin anywhere, and long rows.
+//! Products of unusual operands: blocks without rows, rows that begin anywhere, and long rows.
 
 use super::linear::{affine_weight, dense_weight, floats};
 use super::{Check, expect_within, rounded, upload};

@@ -41,7 +41,7 @@ const K: usize = 512;
 /// Rows of x that kernels of few rows take.
 const FEW: usize = 16;
 
-/// Asserts what a bad value in some rows does to rows of `width` results.
+/// Asserts that bad values spoil all `width` results of their rows, and change no bit of the other rows.
 #[track_caller]
 fn expect_spoiled(what: &str, clean: &[f32], got: &[f32], width: usize, is_spoiled: impl Fn(usize) -> bool) {
     assert_eq!(clean.len(), got.len(), "{what}: number of elements");
@@ -90,7 +90,7 @@ struct Factors {
     gate: Array,
 }
 
-/// A product with what comes before or after it, which a backend may make one kernel of.
+/// A product, alone or with an operation before or after it. A backend may make one kernel of both.
 type Form = fn(&Array, &Factors, &Weight) -> Result<Array>;
 
 const FORMS: &[(&str, Form)] = &[

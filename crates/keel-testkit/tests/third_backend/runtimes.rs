@@ -1,4 +1,4 @@
-//! What belongs to a runtime: its arrays, and the arena that its programs need.
+//! Memory that belongs to a runtime: its arrays, and the arena that its programs need.
 
 use super::Third;
 use keel_array::{Array, Category, Executable, Result, Runtime, RuntimeOptions};

@@ -12,7 +12,7 @@ use super::refused;
 use crate::TextError;
 
 /// Bound on a grammar's lexemes: its literals and patterns. Each state of the lexer has a bit for each of them, so they
-/// bound what one mask can add.
+/// bound the memory that one mask can add.
 const LEXEMES: usize = 8192;
 
 /// A state at its start, whatever its grammar.
@@ -30,7 +30,7 @@ const ELEMENT_BYTES: usize = 64;
 
 /// Per byte that the library counts of a lexer's tables.
 const PER_TABLE_BYTE: usize = 2;
-/// Of a lexer's state, in addition to what the library counts and to the bits of its lexemes.
+/// Of a lexer's state, in addition to the bytes that the library counts and to the bits of its lexemes.
 const LEXER_STATE_BYTES: usize = 96;
 /// Per unit of the lexer's work: classes of characters and symbolic derivatives, which the library does not count.
 const FUEL_BYTES: usize = 8;
@@ -43,7 +43,7 @@ const ITEM_BYTES: usize = 32;
 const ROW_BYTES: usize = 256;
 const TEXT_BYTE_BYTES: usize = 48;
 
-/// Bytes of what never changes: the rules, and what the lexer is made of.
+/// Bytes that never change: those of the rules, of the lexer's lexemes and expressions, and of masks.
 ///
 /// # Errors
 /// [`TextError::Grammar`] if the grammar has too many lexemes, or a rule that captures its text.

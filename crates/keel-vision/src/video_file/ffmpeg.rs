@@ -36,7 +36,7 @@ const ARGUMENT_BYTES_MAX: usize = (128 << 10) - 1;
 
 /// Codecs of which each packet is a frame. Others have packets that show nothing, or two frames.
 const ONE_FRAME_A_PACKET: [&str; 5] = ["av1", "h264", "hevc", "mjpeg", "vp9"];
-/// What to do without an `ffmpeg` that knows all options.
+/// The advice to a user without an `ffmpeg` that knows all options.
 const GET_FFMPEG: &str = "install ffmpeg 5.1 or later from your system's packages or from https://ffmpeg.org";
 
 /// A coded video in a file of its own, which goes when this is dropped.
@@ -242,7 +242,7 @@ impl Watched {
         Watched { child, done: Some(done), watcher: Some(watcher) }
     }
 
-    /// Standard output, and what the process says on standard error.
+    /// Standard output, and the text that the process writes to standard error.
     fn pipes(&mut self) -> (Option<ChildStdout>, Option<thread::JoinHandle<String>>) {
         let mut child = lock(&self.child);
         drop(child.stdin.take());

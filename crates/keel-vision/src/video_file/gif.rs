@@ -237,7 +237,7 @@ mod tests {
         );
     }
 
-    /// A decoder keeps what applications have written to a file.
+    /// A decoder would keep the data that applications have written to a file.
     #[test]
     fn a_decoder_gets_frames_and_their_times_alone() {
         let sound = video_of(&[25, 40]);

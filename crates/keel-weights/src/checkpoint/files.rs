@@ -19,7 +19,8 @@ pub(super) fn weights_path(path: &Path) -> Result<PathBuf> {
     if metadata.is_dir() {
         let (single, index) = (path.join(SINGLE_FILE), path.join(INDEX_FILE));
         return match (single.exists(), index.exists()) {
-            // Some tools keep what they do not change, such as an MTP head, in another file. The index has both.
+            // Some tools keep the tensors that they do not change, such as an MTP head, in another file. The index
+            // names both files.
             (true, true) if names_single_file(&index) => Ok(index),
             (true, _) => Ok(single),
             (false, true) => Ok(index),

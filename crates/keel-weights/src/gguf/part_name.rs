@@ -3,7 +3,7 @@
 /// The name or path of one part of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartName<'a> {
-    /// What comes before the numbers.
+    /// The name before the numbers.
     pub stem: &'a str,
     /// Which part it is, from 1.
     pub number: u32,

@@ -91,7 +91,7 @@ fn parse_device(text: &str) -> Result<Wanted, String> {
     }
 }
 
-/// The value of `--deterministic`: what does not change bits.
+/// The value of `--deterministic`: the choices that do not change bits.
 fn determinism_parser() -> impl TypedValueParser<Value = Determinism> {
     let steps = PossibleValue::new("steps").help("How work is cut into steps");
     let devices = PossibleValue::new("devices").help("Also how many devices share a layer");

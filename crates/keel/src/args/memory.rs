@@ -31,7 +31,7 @@ fn some_or_none(text: &str) -> Result<usize, String> {
     if text == "0" { Ok(0) } else { count(text) }
 }
 
-/// Bounds from which the memory of a server follows. What is not given follows the model and the machine.
+/// Bounds from which the memory of a server follows. Bounds that are not given follow from the model and the machine.
 #[derive(Clone, Debug, Default, Args)]
 pub struct MemoryArgs {
     /// Sequences that run at once. By default one for each core, at least 4 and at most 16. On a GPU 128, 64 or 32, if
@@ -89,7 +89,7 @@ pub struct MemoryArgs {
     pub pooling: Option<Pooling>,
 }
 
-/// What the embedding of a text is.
+/// How hidden states become the embedding of a text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Pooling {
     /// The hidden state of the last token.
@@ -105,7 +105,7 @@ impl MemoryArgs {
         usize::try_from(self.image_pixels.unwrap_or(IMAGE_PIXELS_DEFAULT)).unwrap_or(usize::MAX)
     }
 
-    /// For what pictures a server plans; `None` for text alone. The tower works in pieces of at most `step_tokens`
+    /// The pictures for which a server plans; `None` for text alone. The tower works in pieces of at most `step_tokens`
     /// tokens' work.
     ///
     /// # Errors

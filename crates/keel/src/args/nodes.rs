@@ -46,7 +46,7 @@ impl NodeArgs {
         !self.nodes.is_empty()
     }
 
-    /// Whether this process does what another one says.
+    /// Whether this process follows node 0.
     pub fn follows(&self) -> bool {
         self.node > 0
     }
@@ -72,10 +72,11 @@ impl NodeArgs {
         }
     }
 
-    /// Refuses several processes, or a number that is none of them.
+    /// Refuses a single address, a number that is none of the addresses, and several nodes for a command that runs in
+    /// one process.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A usage error that names the problem.
     pub fn check(&self) -> Result<()> {
         if self.nodes.len() == 1 {
             return Err(usage(
@@ -214,7 +215,7 @@ pub fn lead(
     Ok(backends)
 }
 
-/// The devices of this process, and what they have room for now, as a leader hears of them.
+/// The devices of this process, and the bytes that they have room for now, as a leader hears of them.
 pub fn facts(device: &DeviceArgs) -> Vec<DeviceFacts> {
     let survey = Survey::take();
     let of = |(i, member): (usize, &Member)| {

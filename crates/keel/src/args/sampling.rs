@@ -6,7 +6,7 @@ use evenkeel::recommended;
 use keel_engine::{Sampler, SamplerOptions};
 use keel_text::GenerationDefaults;
 
-/// Sampling. What is not given is taken from the checkpoint's generation_config.json.
+/// Sampling. Values that are not given are taken from the checkpoint's generation_config.json.
 #[derive(Clone, Debug, Args)]
 pub struct SamplingArgs {
     /// Most tokens to generate.
@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(options(&[], &defaults), SamplerOptions::default());
     }
 
-    /// What the help says is the default without a recommendation.
+    /// The defaults in the help are those that hold without a recommendation.
     #[test]
     fn the_help_tells_the_defaults() {
         let command = <Cli as clap::CommandFactory>::command();

@@ -246,7 +246,7 @@ impl SplitArgs {
         Ok(())
     }
 
-    /// Refuses several devices, for what runs on one.
+    /// Refuses several devices, for work that runs on one.
     ///
     /// # Errors
     /// Several devices share the model.

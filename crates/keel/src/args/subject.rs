@@ -38,7 +38,7 @@ pub struct Subject<'a> {
     pub quantised: bool,
     /// Whether it has all that pictures need: a tower, and files that say how they are prepared.
     pub with_tower: bool,
-    /// What the model's files say an embedding is.
+    /// The pooling of embeddings that the model's files name.
     pub pooling: Option<Pooling>,
 }
 

@@ -288,7 +288,7 @@ impl Form<'_> {
         let options = EngineOptions { largest_steps: steps == Steps::Largest, ..planner.wanted };
         let plans = variant.subject.on(on).plans(options)?;
         let planned = plans.model();
-        // A limit counts what --memory-limit counts. Free memory is a GPU's own; devices of the CPU share the host's.
+        // A limit counts the bytes of --memory-limit. Free memory is a GPU's own; devices of the CPU share the host's.
         let needed = if args.limit.is_some() { plans.charged() } else { plans.needed() };
         let split = plans.largest().map(|largest| (on.split.split(), largest));
         let default_kv = args.engine.kv_bits.is_none() && kv == args.engine.options().kv_format();

@@ -203,7 +203,8 @@ impl Printed<'_> {
         output::line(&format!("requests    {bound} more at most, as requests come (--request-memory)"))
     }
 
-    /// Compares the plan with the free memory of its device, and what the host holds for a GPU with that of the host.
+    /// Compares the plan with the free memory of its device, and the host memory of a model on a GPU with that of the
+    /// host.
     fn print_room(&self, driver: Option<DriverMemory>) -> Result<()> {
         let (model, is_gpu) = (self.plans.model(), self.plans.is_gpu);
         let of_host = on_host(&model, is_gpu) + self.plans.tower.map_or(0, |tower| tower.total());

@@ -31,7 +31,7 @@ pub struct PullArgs {
 
 /// Runs the command.
 pub fn run(args: &PullArgs) -> Result<()> {
-    // A signal ends the download. What has come is kept.
+    // A signal ends the download. The bytes that have come are kept.
     let _signals = Signals::watch()?;
     let name = HubName::parse(&args.name)?;
     let towers = if args.no_mmproj { Towers::Left } else { Towers::Wanted };

@@ -63,7 +63,7 @@ impl ServeArgs {
     }
 }
 
-/// What is served.
+/// The models that are served.
 #[derive(Debug, Args)]
 struct ModelsArgs {
     /// A folder with config.json and weights, a weights file, or a hub name (owner/name). NAME=MODEL sets the model's

@@ -61,7 +61,7 @@ impl ChatImages {
         Ok(ChatImages { placeholders: placeholders(&config, &text.tokenizer)?, config, processor, count: 0 })
     }
 
-    /// For what pictures an engine must plan.
+    /// The pictures for which an engine must plan.
     pub fn options(&self) -> VisionOptions {
         VisionOptions {
             patches: PIXELS_MAX / self.config.patch.pow(2),

@@ -40,8 +40,8 @@ pub fn origin(url: &str, folder: &Path) -> Result<Origin> {
     Ok(Origin::File(folder.join(url.strip_prefix("file://").unwrap_or(url))))
 }
 
-/// The memory that work on a picture or a video may take: what is free now. The work is in no plan, and a small file
-/// may need much of it.
+/// The memory that work on a picture or a video may take: all memory that is free now. The work is in no plan, and a
+/// small file may need much of it.
 pub fn room() -> u64 {
     FreeMemory::of_host().map_or(WORK_BYTES_MAX, |free| free.bytes)
 }

@@ -151,7 +151,7 @@ fn prepare_video(
             let taken = processor.sample(frames.len(), *fps)?;
             let mut builder = VideoBuilder::new(&processor, taken.len());
             for (number, &i) in taken.iter().enumerate() {
-                // The resized frames and what they become are counted once.
+                // The resized frames and the values prepared from them are counted once.
                 let work = |width, height| match number {
                     0 => processor.work_bytes(taken.len(), width, height),
                     _ => Ok(0),

@@ -1,4 +1,4 @@
-//! Servers as processes, and what they answer.
+//! Servers as processes, and their answers.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -67,8 +67,8 @@ pub fn post(address: &str, path: &str, body: &str) -> String {
     text
 }
 
-/// What `keel plan` prints: bytes by category as the ledger has them, and the bound of requests, which it does not
-/// have.
+/// The numbers that `keel plan` prints: bytes by category as the ledger has them, and the bound of requests, which the
+/// ledger does not have.
 pub fn planned(flags: &[&str]) -> (BTreeMap<String, u64>, Option<u64>) {
     let plan = super::json(&[&["plan", "--json"], flags].concat());
     let mut plan: BTreeMap<String, u64> = serde_json::from_value(plan).expect("bytes by category");

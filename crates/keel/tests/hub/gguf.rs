@@ -75,7 +75,7 @@ fn a_gguf_model_in_parts_is_pulled_and_run_whole() {
     };
     let (one, two) = (inspected(&whole), inspected(&parts[0]));
     assert_eq!((one.0, two.0, one.1, one.2), (Some(1), Some(2), two.1, two.2));
-    // What is written from the parts is whole again.
+    // A file that is written from the parts is whole again.
     let again = folder.path().join("again.gguf");
     succeed(&["quantize", arg(&parts[0]), arg(&again), "--type", "Q8_0"]);
     assert_eq!(from(&again)["tokens"], expected);

@@ -1,15 +1,15 @@
 //! Stage 3: everything that makes one launch of several operations.
 //!
-//! | kind | what becomes of the kernels | who decides |
+//! | kind | effect on the kernels | who decides |
 //! |---|---|---|
 //! | [`chains`] | element-wise f32 kernels become one kernel | this crate |
 //! | [`absorb`] | a producer runs within its readers, and its value is never in memory | [`Programs::absorbs`] |
 //! | [`narrow`] | a value that one kernel reads takes 16 bits an element | [`Programs::narrows`] |
 //! | [`groups`] | consecutive kernels run together, and their values stay in memory | [`Programs::group_of`] |
 //!
-//! The first three come before the memory plan, because they remove values or make them smaller. Groups come after
-//! it, because kernels that run together must not write what one of them still reads, and the plan decides where values
-//! lie. A backend runs the groups of the program and forms no others.
+//! The first three come before the memory plan, because they remove values or make them smaller. Groups come after it,
+//! because kernels that run together must not write memory that one of them still reads, and the plan decides where
+//! values lie. A backend runs the groups of the program and forms no others.
 //!
 //! [`Programs::absorbs`]: crate::Programs::absorbs
 //! [`Programs::narrows`]: crate::Programs::narrows

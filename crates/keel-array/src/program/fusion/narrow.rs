@@ -1,7 +1,7 @@
 //! A value that a single kernel reads may take 16 bits an element, if that kernel rounds it further anyway.
 //!
 //! Only a backend knows which kernels can write and read such a value. It is asked after absorption, when it is known
-//! which kernel reads what.
+//! which kernel reads which value.
 
 use std::collections::HashMap;
 

@@ -25,7 +25,7 @@ pub(super) fn describe_fault(what: u32, number: u32, bound: u32) -> String {
     }
 }
 
-/// The operands of an operation that describe its batch, and what they are checked against.
+/// The operands of an operation that describe its batch, and the bounds that they are checked against.
 #[derive(Default)]
 pub(super) struct BatchCheck<'a> {
     pub rows: usize,
@@ -66,7 +66,7 @@ pub(super) fn check_batch(
     check: &BatchCheck<'_>,
 ) -> Result<(), ArrayError> {
     let address = |bound: Option<&Bound<'_>>| bound.map_or(0, |b| b.address);
-    // The report's address and the kernel's number are added below: they do not change what is checked.
+    // The report's address and the kernel's number are added below: they do not change the check.
     let parameters = CheckBatch {
         row_start: row_start.address,
         slot: address(check.slot.map(|s| s.0)),

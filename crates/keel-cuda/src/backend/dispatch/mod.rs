@@ -87,7 +87,7 @@ pub(super) fn group_of(kernels: &[Kernel], mode: Mode) -> Option<KernelGroup> {
     }
 }
 
-/// Puts the launches of a group of kernels on the stream, and notes what they write.
+/// Puts the launches of a group of kernels on the stream, and notes the memory that they write.
 pub(super) fn run_group(name: Option<&str>, calls: &[Call<'_>]) -> Result<(), ArrayError> {
     match (name, calls) {
         (Some(linear::mixture::NAME), _) => linear::mixture::run(calls),
@@ -108,7 +108,7 @@ pub(super) fn workspace_bytes(kernel: &Kernel, mode: Mode) -> usize {
         Op::Sample => sample::workspace_bytes(kernel),
         Op::AllReduce { .. } | Op::ReduceScatter { .. } => exchange::workspace_bytes(kernel, mode),
         Op::Linear { .. } | Op::GatherLinear { .. } => matmul::workspace_bytes(kernel, mode),
-        // What follows a product may have absorbed it.
+        // The kernel after a product may have absorbed it.
         Op::SwiGlu | Op::Binary(_) | Op::Fused(_) => {
             kernel.absorbed.first().map_or(0, |product| matmul::workspace_bytes(product, mode))
         }

@@ -210,7 +210,7 @@ fn delta(spec: &GatedDeltaSpec, call: &Call<'_>) -> Result<(), ArrayError> {
     if spec.regime == Regime::Prefill && chunked(spec, call.mode.precision) && aligned(qkv) {
         return delta_chunked(spec, constants, call);
     }
-    // What the kernel reads before it waits.
+    // The operands that the kernel reads before it waits.
     let early = [a_log, dt_bias, state, row_start, slot].iter().all(|operand| call.is_untouched(operand));
     let key = constants(KernelKey::new(GATED_DELTA, "gated_delta")).define("EARLY", u8::from(early));
     let grid = (spec.value_heads * spec.value_dim.div_ceil(COLUMNS), slot.len(), 1);

@@ -1,5 +1,5 @@
-//! Refuses what the kernels cannot run when a program is made, by shapes, types and attributes alone. So a plan gives
-//! the same answer as a device.
+//! Refuses operations that the kernels cannot run. It does so when a program is made, by shapes, types and attributes
+//! alone, so a plan gives the same answer as a device.
 //!
 //! A launched kernel relies on this. The match names every operation, so a new one cannot be forgotten.
 
@@ -26,7 +26,7 @@ const EXPERTS_MAX: usize = 12_288;
 /// Bytes of shared memory that a block can have on every generation from Ampere on.
 pub(super) const SHARED_BYTES: usize = 99 << 10;
 
-/// Refuses what no kernel of this backend runs.
+/// Refuses an operation that no kernel of this backend runs.
 pub(in crate::backend) fn supports(kernel: &Kernel, mode: Mode) -> Result<(), String> {
     let operands = kernel.inputs.iter().chain(&kernel.outputs);
     for extent in operands.flat_map(|operand| operand.layout.shape.iter()) {

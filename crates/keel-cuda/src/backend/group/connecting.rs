@@ -118,7 +118,7 @@ impl CudaGroup {
         outcome
     }
 
-    /// What connects this process's devices.
+    /// The parts of a connection of this process's devices.
     ///
     /// # Errors
     /// One of them is closed.
@@ -149,7 +149,7 @@ impl CudaGroup {
     }
 }
 
-/// What connects the devices of a process.
+/// The parts with which a thread connects the devices of a process.
 struct Wiring {
     nccl: Arc<Nccl>,
     devices: Vec<Arc<Device>>,

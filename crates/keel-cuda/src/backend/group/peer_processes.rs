@@ -61,8 +61,8 @@ pub trait PeerProcesses: Send + Sync {
     /// ([`CudaGroup::connect_with`](super::CudaGroup::connect_with)). Does not wait for that.
     ///
     /// # Errors
-    /// One sentence: one of them is gone. What was noted of absent devices before this call is forgotten, so a process
-    /// whose end was noted earlier must be an error here.
+    /// One sentence: one of them is gone. Notes of absent devices from before this call are dropped, so a process whose
+    /// end was noted earlier must be an error here.
     fn announce(&self, ids: &GroupIds) -> Result<(), String>;
 
     /// Waits until all other processes have connected.

@@ -1,6 +1,6 @@
 use super::*;
 
-/// Other processes that only note what they are told.
+/// Other processes that only note the calls.
 pub struct Told {
     abandoned: Mutex<Vec<usize>>,
     announced: AtomicUsize,

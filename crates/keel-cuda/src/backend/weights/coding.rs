@@ -80,7 +80,7 @@ impl Coding {
 
     /// The scales of the rows:
     /// `[row tiles][column tiles, or those that share a group][row % 8][group of the tile][half]`.
-    /// Before each four tiles comes what they share, `[row % 8][half]`.
+    /// The superscales that four tiles share come before those four tiles, `[row % 8][half]`.
     pub(super) fn pack_pairs(&self, rows: &Rows<'_>, count: usize, row_tile_bytes: usize) -> Vec<u8> {
         let groups = rows.subs.len() / self.sub_bytes / count;
         let supers = rows.supers.len().checked_div(self.super_bytes * count).unwrap_or(0);

@@ -150,7 +150,7 @@ pub(super) fn pack(spec: &WeightSpec, block: &RowBlock<'_>) -> Result<Vec<Packed
 }
 
 /// Rows of a quantised weight: a code for each value `[rows, cols]`; as bytes, the scales of each group
-/// `[rows, groups]` and what each 256 columns share.
+/// `[rows, groups]` and the superscale that each 256 columns share.
 struct Rows<'a> {
     codes: &'a [u8],
     subs: &'a [u8],

@@ -64,7 +64,7 @@ fn is_at_rest(device: &Device) -> bool {
     device.state != State::Runs || device.steps == SUMS * STEPS
 }
 
-/// What happens if `device` takes its next step; `None` if it must wait or is done.
+/// The devices after `device` has taken its next step; `None` if it must wait or is done.
 ///
 /// # Errors
 /// A slot holds another sum than it should.

@@ -22,7 +22,7 @@ const CHANNELS: u64 = 16;
 ///
 /// - No NVLink multicast.
 /// - All connections are made at the start. So a device that fails later cannot leave a peer in the middle of a
-///   connection, and what connections take is not free any more when plans are compared with free memory.
+///   connection, and the memory of connections is already taken when plans are compared with free memory.
 /// - No access to another device's operands: arenas are mapped for their own device only. Exchanges go through the
 ///   library's buffers, also in graphs.
 /// - A number of channels that does not depend on the machine, so that a plan knows it: [`CHANNELS`].
@@ -97,7 +97,7 @@ pub(crate) fn communicator_bytes(extent: Extent) -> u64 {
     bytes_with(extent, setting)
 }
 
-/// What a communicator connects.
+/// The devices that a communicator connects.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Extent {
     pub devices: usize,

@@ -1,4 +1,4 @@
-//! Pictures of any size: shapes of passes, padding, pieces, and what a pass leaves.
+//! Pictures of any size: shapes of passes, padding, pieces, and the work that a pass leaves.
 
 use super::*;
 

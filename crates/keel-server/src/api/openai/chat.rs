@@ -170,7 +170,7 @@ pub(crate) fn engine_request(
     Ok(ask)
 }
 
-/// The variables of the template. What `chat_template_kwargs` says holds before `reasoning_effort`.
+/// The variables of the template. Those of `chat_template_kwargs` take precedence over `reasoning_effort`.
 fn variables(kwargs: Option<Map<String, Value>>, effort: Option<String>) -> Map<String, Value> {
     let mut variables = kwargs.unwrap_or_default();
     match effort.as_deref() {

@@ -140,7 +140,7 @@ pub(crate) fn engine_requests(
         return Err(wrong("prompt", format!("{count} prompts, expected 1 to {PROMPTS_MAX}")));
     }
     let prompts = body.prompt.encode(text, bounds)?;
-    // What is decoded for an echo is then no longer than the context.
+    // After this check, a prompt that is decoded for an echo is no longer than the context.
     if let Some(long) = prompts.iter().find(|prompt| prompt.len() >= bounds.context) {
         let (prompt, context, context_max) = (long.len(), bounds.context, bounds.context_max);
         return Err(ServerError::PromptTooLong { prompt, context, context_max });

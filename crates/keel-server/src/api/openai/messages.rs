@@ -36,7 +36,7 @@ pub(crate) struct Conversation {
     pub pictures: Vec<MediaSource>,
 }
 
-/// The messages, with text parts joined and the arguments of calls as objects, which is what templates iterate over. A
+/// The messages as templates iterate over them: text parts are joined, and the arguments of calls are objects. A
 /// message that shows pictures stays a list of parts. System messages at the start become one, because many templates
 /// take only one.
 pub(crate) fn to_template(messages: Vec<ChatMessage>) -> Result<Conversation> {

@@ -33,7 +33,7 @@ fn read<T: Debug + serde::de::DeserializeOwned>(smallest: Value) -> BTreeSet<Str
     let body: T = parse(smallest.to_string().as_bytes()).expect("a body");
     let mut names = fields(&body);
     assert!(!names.is_empty(), "{body:?}");
-    // What is left over is checked by `unsupported`, or passed on by name.
+    // All other fields are in `rest`. They are checked by `unsupported`, or passed on by name.
     names.remove("rest");
     names
 }

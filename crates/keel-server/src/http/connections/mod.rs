@@ -36,8 +36,8 @@ use crate::options::{CONNECTIONS_MIN, ServerOptions};
 use link::{Link, Phase, Times};
 use stream::{Answered, Arriving, Watched};
 
-/// Largest size of a request's head, and of each buffer between the socket and a body's reader. It also bounds what is
-/// written ahead of a client.
+/// Largest size of a request's head, and of each buffer between the socket and a body's reader. It also bounds the
+/// bytes that are written ahead of a client.
 pub(crate) const READ_BYTES_MAX: usize = 16 << 10;
 /// Most bytes of a body that wait for their reader: one buffer is handed over while the next one is filled.
 pub(crate) const BODY_BUFFER_BYTES: u64 = 2 * READ_BYTES_MAX as u64;

@@ -1,4 +1,4 @@
-//! Pictures over HTTP: the answers of the reference by every API, prefixes, and what is refused.
+//! Pictures over HTTP: the answers of the reference by every API, prefixes, and refusals.
 
 mod fetching;
 
@@ -177,7 +177,7 @@ fn every_api_shows_the_same_picture() {
     server.assert_all_is_back();
 }
 
-/// The page offers what the model takes.
+/// The page offers the inputs that the model takes.
 #[test]
 fn a_model_says_whether_it_takes_videos() {
     for name in VLM {

@@ -1,5 +1,5 @@
-//! A reshape between two operations that a backend may run as one: what the second takes for its rows, choices or heads
-//! is not what the first has computed as such.
+//! A reshape between two operations that a backend may run as one: the rows, choices or heads of the second are not
+//! those of the first.
 
 use super::{EPS, ROWS, codings, draw, expect_same, expect_within_of};
 use crate::cases::linear::weights;

@@ -107,7 +107,7 @@ impl Process {
         Ok(Ready { output: is_ready(pipes.first()), input: is_ready(pipes.get(1)) })
     }
 
-    /// Sends what the pipe takes now. Returns the rest.
+    /// Sends the bytes that the pipe takes now. Returns the rest.
     fn send<'l>(&mut self, line: &'l [u8]) -> &'l [u8] {
         match self.input.write(line) {
             Ok(count) => &line[count..],

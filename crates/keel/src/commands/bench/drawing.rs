@@ -8,7 +8,7 @@ use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
 use keel_engine::{Engine, LogitsRow, Sampler, SamplerOptions, Work, WorkRows};
 
-/// What follows a step.
+/// The drawing of tokens after a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Drawing {
     /// Nothing. Where an engine may draft and its plain steps run ahead, as with greedy.

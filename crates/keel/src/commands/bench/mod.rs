@@ -78,7 +78,7 @@ pub struct BenchArgs {
     json: bool,
 }
 
-/// What else can be timed.
+/// Other measurements.
 #[derive(Debug, Subcommand)]
 enum What {
     Serve(serve::BenchServeArgs),
@@ -175,8 +175,8 @@ struct Opened {
     profiled: Option<Arc<CpuBackend>>,
 }
 
-/// Loads the model on its device or devices. Also starts what records the memory and the time of each operation, if
-/// they are asked for.
+/// Loads the model on its device or devices. Also starts the recorders of the memory and of the time of each operation,
+/// if they are asked for.
 fn open(args: &BenchArgs, subject: &Subject<'_>, options: EngineOptions) -> Result<Opened> {
     let device = &args.device;
     if device.split.is_split() {

@@ -92,7 +92,7 @@ impl SpeculativeRuns {
     }
 }
 
-/// The tokens of all sequences of a run, how many it made per second, and what became of its drafts.
+/// The tokens of all sequences of a run, how many it made per second, and the counters of its drafts.
 struct Decoded {
     tokens: Vec<Vec<u32>>,
     rate: f64,

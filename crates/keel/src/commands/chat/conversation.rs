@@ -105,7 +105,7 @@ impl Conversation {
         }
     }
 
-    /// Shows the model a picture with the next turn. Returns what was shown, in words.
+    /// Shows the model a picture with the next turn. Returns a line that tells the user so.
     ///
     /// # Errors
     /// A conversation without a vision tower; a file that cannot be read or shown.

@@ -21,8 +21,8 @@ use nccl::Nccl;
 /// Free memory below this leads to advice.
 const LITTLE_BYTES: u64 = 1 << 30;
 
-/// Print what keel finds on this machine (cores, instructions, memory, GPUs, libraries, caches), and advice on what is
-/// missing.
+/// Print the facts that keel finds on this machine (cores, instructions, memory, GPUs, libraries, caches), and advice
+/// on each problem.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// Print one JSON object.

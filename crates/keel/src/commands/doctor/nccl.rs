@@ -60,7 +60,7 @@ fn version_of(file: &Path) -> Option<Version> {
     Some((parts.next()?.ok()?, parts.next()?.ok()?))
 }
 
-/// What keeps several GPUs from exchanging arrays, in the words of the error that a run would give.
+/// The reason why several GPUs cannot exchange arrays, in the words of the error that a run would give.
 pub fn problem(found: Option<&Nccl>) -> Option<String> {
     match found {
         None => Some(missing().to_string()),

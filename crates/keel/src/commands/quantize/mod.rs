@@ -66,7 +66,7 @@ const BITS_DEFAULT: usize = 4;
 const GROUP_SIZE_DEFAULT: usize = 64;
 const RECIPE_DEFAULT: &str = "Q4_K_M";
 
-/// What can be written.
+/// A form that can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Form {
     /// Safetensors, quantised as MLX does.

@@ -31,8 +31,8 @@ impl Named {
 }
 
 /// The default name of a model: that of its folder or file, and `OWNER/NAME` for a folder of the hub's. The file
-/// `model.safetensors` has the name of its folder. Another weights file has its name without `.safetensors`. A GGUF model
-/// in parts has the name that it would have in one file.
+/// `model.safetensors` has the name of its folder. Another weights file has its name without `.safetensors`. A GGUF
+/// model in parts has the name that it would have in one file.
 pub fn of(model: &ModelFiles) -> String {
     of_path(&model.path)
 }

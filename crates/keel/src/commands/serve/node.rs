@@ -1,4 +1,4 @@
-//! `keel serve` on several machines: a node that does what another one says, and a leader that waits for its nodes.
+//! `keel serve` on several machines: a node that lends its devices, and a leader that waits for its nodes.
 
 use std::net::TcpListener;
 #[cfg(unix)]
@@ -16,7 +16,7 @@ use crate::args::{DeviceArgs, NodeArgs, SplitArgs, nodes};
 use crate::renderer::own_program;
 use crate::signals::Signals;
 
-/// Between two looks at what has come.
+/// Pause between two checks for a lost node.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// How often a leader that has lost a node tries to load although the machines are not ready.
@@ -25,10 +25,10 @@ const TRIES: usize = 15;
 /// How long one attempt to reach a lost node takes, and the pause after a load for which machines were not ready.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
-/// A node that has gone without a word is found to be lost after 5 s. What fails because of it may fail sooner.
+/// A node that has gone without a word is found to be lost after 5 s. Work that needs it may fail sooner.
 const LOSS_MAX: Duration = Duration::from_secs(6);
 
-/// Does what node 0 says, with the devices of this process, until a signal ends the process.
+/// Lends the devices of this process to node 0, until a signal ends the process.
 ///
 /// # Errors
 /// Devices of the CPU, or an address that cannot be listened on.

@@ -4,10 +4,10 @@
 //! the f32 operations round alike everywhere (multiply-add rounds once), so **`Compute::F32` and
 //! `Compute::Int8` give the same bits at every level**; only [`Lanes::dot_bf16`] rounds as its hardware does.
 //!
-//! Every method is unsafe for one reason: the caller must run on a CPU with the instructions of the methods that
-//! it calls, inside a function compiled for them. A dot product may need more than the other methods of its level:
-//! the type that implements [`Lanes`] says what. Pointers must be valid for the bytes that the method's name implies;
-//! none needs an alignment.
+//! Every method is unsafe for one reason: the caller must run on a CPU with the instructions of the methods that it
+//! calls, inside a function compiled for them. A dot product may need more instructions than the other methods of its
+//! level: the type that implements [`Lanes`] names them. Pointers must be valid for the bytes that the method's name
+//! implies; none needs an alignment.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;

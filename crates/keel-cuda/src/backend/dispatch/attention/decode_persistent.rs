@@ -11,7 +11,7 @@ const WARPS: usize = 8;
 const ITEM_BYTES: usize = 16;
 const COST_RATIO: usize = 8;
 
-/// Other shared memory of a block: what its sources declare, and what the driver keeps.
+/// Other shared memory of a block: the variables that its sources declare, and the part that the driver keeps.
 const STATIC_BYTES: usize = 256;
 const RESERVED_BYTES: usize = 1024;
 
@@ -60,11 +60,12 @@ impl Walk {
     }
 }
 
-/// What a device has for the blocks of a launch.
+/// The resources of a device for the blocks of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Capacity {
     pub multiprocessors: usize,
-    /// Bytes of shared memory that a block may have: all of a multiprocessor's but what the driver keeps for one.
+    /// Bytes of shared memory that a block may have: all of a multiprocessor's but the part that the driver keeps for a
+    /// block.
     pub shared_bytes_max: usize,
 }
 

@@ -28,7 +28,7 @@ pub(super) struct BlasScratch {
     x: usize,
     w: usize,
     padded: usize,
-    /// What a product in 8 bits has in addition.
+    /// The further sections of scratch for a product in 8 bits.
     eight: Fp8Scratch,
     pub end: usize,
 }
@@ -52,7 +52,7 @@ pub(super) fn through_blas(
 ) -> Result<(), ArrayError> {
     let scratch = blas_scratch(weight, rows);
     let own = call.scratch.next_multiple_of(HALF_ALIGN as u64);
-    // What comes before the product may have written x in 16 bits (see `fp8::narrows`).
+    // The kernel before the product may have written x in 16 bits (see `fp8::narrows`).
     let is_half = call.inputs[0].dtype == DType::F16;
     let x = if is_half { call.inputs[0].address } else { own + scratch.x as u64 };
     let (y, accumulate) = (&call.outputs[0], residual.is_some());

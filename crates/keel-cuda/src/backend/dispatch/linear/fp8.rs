@@ -35,7 +35,7 @@ pub(super) fn is_tried(weight: &WeightSpec) -> bool {
     matches!(weight.compute, Compute::PrefillFp8 | Compute::Fp8) && suits_fp8(weight)
 }
 
-/// See `Programs::narrows`: what leaves f16 for a product that rounds x to 8 bits.
+/// See `Programs::narrows`: the kernels that write f16 for a product that rounds x to 8 bits.
 ///
 /// - a product of gate and up, before SwiGLU that is absorbed;
 /// - attention of prompts.
@@ -101,7 +101,7 @@ pub(super) struct Fp8Product<'a> {
     own: u64,
 }
 
-/// What becomes x in 8 bits: rows of values, `stride` elements apart. The names are those of the kernel's constants.
+/// The source of x in 8 bits: rows of values, `stride` elements apart. The names are those of the kernel's constants.
 struct Source {
     from: &'static str,
     x: u64,
@@ -149,8 +149,8 @@ impl<'a> Fp8Product<'a> {
         refusal.is_none().then_some(Fp8Product { weight, product, operands, own })
     }
 
-    /// Writes x in 8 bits, in one launch from what comes before the product. If that cannot be, `halve` first writes x
-    /// in 16 bits to address `half`.
+    /// Writes x in 8 bits, in one launch from its `Source`. If it has none, `halve` first writes x in 16 bits to
+    /// address `half`.
     pub fn round(
         &self,
         half: u64,
@@ -212,7 +212,8 @@ fn threads(cols: usize) -> usize {
 }
 
 impl Source {
-    /// What comes before a product: x itself, a norm or SwiGLU. `None` if another kernel has to make x.
+    /// The source of a product's x in 8 bits: x itself, or the input of the norm or SwiGLU before the product. `None`
+    /// if another kernel has to make x.
     fn before(cols: usize, call: &Call<'_>) -> Option<Source> {
         let plain = |from, x: &Bound<'_>, stride| Source { from, x: x.address, stride, norm: 0, eps: 0.0 };
         let source = match call.producer(0) {

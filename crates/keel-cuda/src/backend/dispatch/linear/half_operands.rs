@@ -1,5 +1,5 @@
-//! x and W in 16 bits for products on tensor cores. The kernel that rounds x also computes what comes before: a norm,
-//! the layer norm, the gated norm of heads, a gate, SwiGLU, or a chain of element-wise operations.
+//! x and W in 16 bits for products on tensor cores. The kernel that rounds x also computes the operation before the
+//! product: a norm, the layer norm, the gated norm of heads, a gate, SwiGLU, or a chain of element-wise operations.
 
 use super::super::{Bound, BoundKernel, Call, Geometry, elementwise};
 use super::{col_tiles, pairs, row_tiles, weight_key};
@@ -11,7 +11,7 @@ use crate::parameters::{
 };
 use keel_array::{ArrayError, Compute, DType, Op, WeightFormat, WeightSpec};
 
-/// Alignment of what lies in scratch, in bytes; the arena promises less.
+/// Alignment of the sections of scratch, in bytes; the arena promises less.
 pub(super) const HALF_ALIGN: usize = 256;
 
 /// The type of the factors of a product on tensor cores.
@@ -83,8 +83,8 @@ pub(super) fn weight_in_half(weight: &WeightSpec, scratch: u64, call: &Call<'_>)
     Ok(scratch)
 }
 
-/// What a product of x and W in 16 bits is multiplied by. In f16, x is an eighth (`half.cuh`). A widened weight makes
-/// up for it, and one as stored does not.
+/// The factor by which a product of x and W in 16 bits is multiplied. In f16, x is an eighth (`half.cuh`). A widened
+/// weight makes up for it, and one as stored does not.
 pub(super) fn alpha(weight: &WeightSpec) -> u8 {
     if factors(weight) == FactorType::F16 && !is_widened(weight) { 8 } else { 1 }
 }

@@ -159,7 +159,7 @@ fn at_row(address: u64, row: usize, stride: usize) -> u64 {
     if address == 0 { 0 } else { address + (row * stride * size_of::<f32>()) as u64 }
 }
 
-/// Whether a product runs as one of few rows, which absorbs what comes before it.
+/// Whether a product runs as one of few rows, which absorbs the kernels before it.
 pub(super) fn takes_few_rows(weight: &WeightSpec, kernel: &Kernel, mode: Mode) -> bool {
     let (elements, by) = (|i: usize| kernel.inputs[i].layout.shape.elements(), SelectBy::of(kernel, mode));
     matches!(arithmetic(weight, by), Arithmetic::Codes | Arithmetic::Half)

@@ -1,5 +1,5 @@
 //! How a product of few rows is cut. `split` and `unit` order the sums, so they follow from the weight's shape and from
-//! what is absorbed, never from the number of rows of x. A row therefore has the same bits in every batch. Where
+//! the absorbed kernels, never from the number of rows of x. A row therefore has the same bits in every batch. Where
 //! several devices may hold rows of a weight, they follow from the columns and their coding alone. The figures are
 //! those that measured best on an H100, and on an H200 for the shapes of 27b and its shares.
 
@@ -106,7 +106,7 @@ impl Tuning {
         Tuning { split, unit, passes: passes(weight, rows), blocks_min, ..plain }
     }
 
-    /// Drops what the device does not have: fetches through shared memory came with Hopper and need enough of that
+    /// Drops fetches through shared memory if the device cannot do them: they came with Hopper and need enough of that
     /// memory.
     pub fn for_device(self, device: &Device, shared_bytes: impl Fn(&Tuning) -> usize) -> Tuning {
         let takes = device.capability >= (9, 0) && shared_bytes(&self) <= device.shared_bytes_max;

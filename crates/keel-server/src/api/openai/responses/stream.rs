@@ -106,7 +106,7 @@ impl Stream {
         self.done(kind.item(&id, &text, status)).await
     }
 
-    /// Sends an answer. What is kept of it until its end is charged to the request.
+    /// Sends an answer. Its parts, which are kept until its end, are charged to the request.
     async fn answer(&mut self, answer: &mut Answer) -> Result<()> {
         let begun = json!({"response": self.head.response("in_progress", &[], None)});
         self.send("response.created", begun.clone()).await?;
@@ -131,7 +131,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Reports an error, with what was complete before it where there is room for that.
+    /// Reports an error, with the items that were complete before it where there is room for them.
     async fn fail(&mut self, error: &ServerError) -> Result<()> {
         let has_room =
             !matches!(error, ServerError::RequestMemory { .. } | ServerError::RequestTooLarge { .. });
