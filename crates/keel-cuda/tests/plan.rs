@@ -367,6 +367,34 @@ fn a_mixture_of_few_rows_ends_with_its_products() {
 }
 
 /// The device maps at least this much at a time, so an arena of a few bytes takes this much there.
+/// A stage of a pipeline whose layers begin with a product reads an array that it has received.
+#[test]
+fn an_array_that_is_made_of_no_other_is_read_as_it_is() {
+    let runtime = Runtime::new(planning(), RuntimeOptions::default());
+    let (one, many) = (weight(&runtime, 2 * K, K), stack(&runtime, 5, 2 * K, K));
+    for rows in [1, 16, 17, 300] {
+        let place = |shape: &[usize]| {
+            Array::persistent(&runtime, Category::Activations, shape, DType::F32).expect("memory")
+        };
+        let zeros = |shape: &[usize], dtype| Array::zeros(&runtime, shape, dtype);
+        let kernels = |build: &dyn Fn() -> keel_array::Result<Array>| {
+            runtime.trace(|| {
+                let y = build().expect("shapes fit");
+                let prepared = runtime.prepare(&[(&y, &place(y.shape()))]).expect("a program");
+                prepared.program().kernels().iter().map(described).collect::<Vec<_>>()
+            })
+        };
+        let x = || zeros(&[rows, K], DType::F32);
+        assert_eq!(kernels(&|| x()?.linear(&one)), ["fill []", "linear []"], "{rows} rows");
+        let gathered = kernels(&|| x()?.gather_linear(&many, &zeros(&[rows, 3], DType::U32)?));
+        assert_eq!(gathered, ["fill []", "fill []", "gather_linear []"], "{rows} rows");
+        let gated = || zeros(&[rows, 4, 64], DType::F32)?.sigmoid_gate(&zeros(&[rows, 4, 64], DType::F32)?);
+        assert_eq!(kernels(&gated), ["fill []", "fill []", "sigmoid_gate []"], "{rows} rows");
+        let routed = kernels(&|| zeros(&[rows, 70], DType::F32)?.route_top_k(3, true)?.weights.exp());
+        assert_eq!(routed, ["fill []", "route_top_k []", "exp []"], "{rows} rows");
+    }
+}
+
 #[test]
 fn an_arena_is_planned_in_whole_granules() {
     const GRANULE: usize = 2 << 20;

@@ -100,6 +100,15 @@ fn a_template_without_a_place_for_tools_gets_them_as_text() {
     assert!(asked(&plain, None).starts_with(call));
     let reading = compile(&format!("{{% if tools %}}{{{{ tools|length }}}}{{% endif %}}{all}"));
     assert_eq!(asked(&reading, Some(&tools)), "1[assistant: True]");
+    // A statement that sets them from themselves reads them, too.
+    for value in ["tools", "tools or []", "tools if tools is defined else none"] {
+        let resetting = compile(&format!("{{%- set tools = {value} -%}}{{{{ tools|length }}}}{all}"));
+        assert_eq!(asked(&resetting, Some(&tools)), "1[assistant: True]", "{value}");
+    }
+    for value in ["[]", "messages[0].tools", "'tools'"] {
+        let own = compile(&format!("{{% set tools = {value} %}}{all}"));
+        assert!(asked(&own, Some(&tools)).starts_with("[system: You can call"), "{value}");
+    }
     // Of two templates only the one for tools reads them.
     let both = serde_json::json!({"chat_template": [{"name": "default", "template": all},
         {"name": "tool_use", "template": "{{ tools|length }} tools"}]})

@@ -125,11 +125,6 @@ impl RemoteLaunch {
         self.arena_end.is_none_or(|end| bytes.is_some_and(|bytes| end <= bytes))
     }
 
-    /// How many kernels it has.
-    pub fn kernels(&self) -> usize {
-        self.program.kernels.len()
-    }
-
     /// Whether it is bound to this memory.
     pub fn uses(&self, buffer: &Buffer) -> bool {
         let all = self.bindings.externals.iter().chain(&self.bindings.outputs);

@@ -23,14 +23,14 @@ impl AnswerForm {
     ///
     /// The parser finds the markers of reasoning in the text. They need not be tokens of the vocabulary. A grammar
     /// needs the token that ends the reasoning, because it begins after this token. Without the token it begins at
-    /// once. So an answer with a grammar (`has_grammar`) does not begin in reasoning.
+    /// once. So an answer with a grammar (`has_grammar`) does not begin in reasoning, and its calls have markers.
     pub fn of_chat(tokenizer: &Tokenizer, tail: &str, tools: Vec<Value>, has_grammar: bool) -> AnswerForm {
         let fits = |markers: &ReasoningMarkers| !has_grammar || markers.end_token(tokenizer).is_some();
         AnswerForm {
             reasoning: true,
             begins_in_reasoning: ReasoningMarkers::begun_at_end(tail).filter(fits),
             tools,
-            marked_calls: false,
+            marked_calls: has_grammar,
         }
     }
 

@@ -6,8 +6,6 @@ pub(super) struct Markers {
     pub begin: &'static str,
     /// `None` if everything after `begin` belongs to it.
     pub end: Option<&'static str>,
-    /// The notation of the calls begins with `begin`.
-    pub in_notation: bool,
 }
 
 impl Markers {
@@ -23,11 +21,11 @@ impl Markers {
 }
 
 const fn pair(begin: &'static str, end: &'static str) -> Markers {
-    Markers { begin, end: Some(end), in_notation: false }
+    Markers { begin, end: Some(end) }
 }
 
 const fn to_the_end(begin: &'static str) -> Markers {
-    Markers { begin, end: None, in_notation: true }
+    Markers { begin, end: None }
 }
 
 /// Markers around reasoning: those of most models, then Mistral's.
@@ -47,14 +45,11 @@ pub(super) const FUNCTOOLS: &str = "functools[";
 /// Hermes, Qwen, SmolLM3, GLM from 4.5 on.
 pub(super) const TOOL_CALL: Markers = pair("<tool_call>", "</tool_call>");
 /// A call of Qwen3-Coder. The model often leaves out the begin marker of [`TOOL_CALL`] before it.
-pub(super) const FUNCTION: Markers =
-    Markers { begin: "<function=", end: Some(FUNCTION_END), in_notation: true };
+pub(super) const FUNCTION: Markers = pair("<function=", FUNCTION_END);
 pub(super) const FUNCTION_END: &str = "</function>";
 /// Begins a parameter of a call in tags.
 pub(super) const PARAMETER: &str = "<parameter=";
 pub(super) const PARAMETER_END: &str = "</parameter>";
-/// Begins each end of a tag.
-pub(super) const END_BEGIN: &str = "</";
 
 /// Around the keys and the values of GLM's calls.
 pub(super) const KEY: &str = "<arg_key>";
@@ -94,6 +89,18 @@ pub(super) const CALL_TOKENS: [&str; 16] = [
     FUNCTION_END,
 ];
 
+/// The first begin marker of a call in a text.
+pub(super) fn find_begin(text: &str) -> Option<(usize, Markers)> {
+    let begins = |at: usize| CALLS.into_iter().find(|markers| text[at..].starts_with(markers.begin));
+    // Every marker begins with one of these characters.
+    text.match_indices(['<', '[']).find_map(|(at, _)| Some((at, begins(at)?)))
+}
+
+/// Length of the longest suffix of `text` that is a proper prefix of a begin marker of a call.
+pub(super) fn overlap_with_begin(text: &str) -> usize {
+    CALLS.into_iter().map(|markers| overlap(text, markers.begin)).max().unwrap_or(0)
+}
+
 /// Length of the longest suffix of `text` that is a proper prefix of `marker`.
 pub(super) fn overlap(text: &str, marker: &str) -> usize {
     (1..marker.len()).rev().find(|&n| text.ends_with(&marker[..n])).unwrap_or(0)
@@ -114,12 +121,11 @@ mod tests {
         }
         // A literal in another file would be missing from the list above.
         for source in [
-            include_str!("bare_call.rs"),
-            include_str!("cut.rs"),
             include_str!("mod.rs"),
-            include_str!("search.rs"),
+            include_str!("object.rs"),
+            include_str!("reader.rs"),
             include_str!("tags.rs"),
-            include_str!("tool_call.rs"),
+            include_str!("value.rs"),
         ] {
             let code = source.split("mod tests {").next().unwrap_or_default();
             let literal = code.lines().find(|line| line.contains("\"<"));

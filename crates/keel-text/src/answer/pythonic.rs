@@ -1,153 +1,105 @@
-//! Calls in Python's notation: `name(key=value, ...)`, one after the other, with literals as values. OLMo 3 uses it.
+//! Calls in Python's notation: `name(key=value, ...)`, with literals as values. OLMo 3 uses it.
 
 use serde_json::{Map, Number, Value};
 
-use super::tool_call::ParsedCall;
+use super::reader::{Read, Reader, Stop};
 
 /// Largest nesting depth of values.
 const DEPTH_MAX: usize = 64;
 
-/// Returns the calls, or `None` if the text contains anything else.
-pub(super) fn parse(text: &str) -> Option<Vec<ParsedCall>> {
-    let mut reader = Reader { rest: text.trim() };
-    // A list of calls is accepted as well.
-    let is_list = reader.take("[");
-    let mut calls = Vec::new();
-    while !(reader.rest.is_empty() || is_list && reader.rest.starts_with(']')) {
-        calls.push(reader.call()?);
-        reader.take(",");
-    }
-    let ended = !is_list || reader.take("]");
-    (ended && reader.rest.is_empty() && !calls.is_empty()).then_some(calls)
-}
-
-/// Whether a name of a function or of a key may contain this character.
-pub(super) fn is_of_name(c: char) -> bool {
-    c.is_alphanumeric() || "_-.".contains(c)
-}
-
-struct Reader<'a> {
-    /// The text that is not read yet. It never begins with white space.
-    rest: &'a str,
-}
-
-impl<'a> Reader<'a> {
-    fn skip(&mut self, bytes: usize) -> &'a str {
-        let (taken, rest) = self.rest.split_at(bytes);
-        self.rest = rest.trim_start();
-        taken
-    }
-
-    /// Consumes `word` if the text continues with it.
-    fn take(&mut self, word: &str) -> bool {
-        let comes = self.rest.starts_with(word);
-        if comes {
-            self.skip(word.len());
-        }
-        comes
-    }
-
-    fn name(&mut self) -> Option<&'a str> {
-        let name = self.skip(self.rest.len() - self.rest.trim_start_matches(is_of_name).len());
-        (!name.is_empty()).then_some(name)
-    }
-
-    fn call(&mut self) -> Option<ParsedCall> {
-        let name = self.name()?.to_string();
+impl Reader<'_> {
+    /// Reads the arguments after the opening bracket, and the closing one.
+    pub(super) fn python_arguments(&mut self) -> Read<Map<String, Value>> {
         let mut arguments = Map::new();
-        if !self.take("(") {
-            return None;
+        while !self.take(")")? {
+            let key = self.identifier()?.to_string();
+            self.expect("=")?;
+            arguments.insert(key, self.python_value(0)?);
+            self.separator(")")?;
         }
-        while !self.take(")") {
-            let key = self.name()?.to_string();
-            if !self.take("=") {
-                return None;
-            }
-            arguments.insert(key, self.value(0)?);
-            if !self.take(",") && !self.rest.starts_with(')') {
-                return None;
-            }
-        }
-        Some(ParsedCall { name, arguments })
+        Ok(arguments)
     }
 
-    fn value(&mut self, depth: usize) -> Option<Value> {
+    /// Reads a comma. The last one before `close` may be missing.
+    fn separator(&mut self, close: &str) -> Read<()> {
+        if self.take(",")? || self.comes(&[close])? { Ok(()) } else { Err(self.stop()) }
+    }
+
+    fn python_value(&mut self, depth: usize) -> Read<Value> {
         if depth > DEPTH_MAX {
-            return None;
+            return Err(Stop::Wrong);
         }
-        match self.rest.chars().next()? {
+        match self.next().chars().next().ok_or(Stop::Open)? {
             '"' | '\'' => {
-                let mut text = self.string()?;
+                let mut text = self.python_string()?;
                 // Python joins adjacent string literals.
-                while self.rest.starts_with(['"', '\'']) {
-                    text.push_str(&self.string()?);
+                while self.next().starts_with(['"', '\'']) {
+                    text.push_str(&self.python_string()?);
                 }
-                Some(Value::String(text))
+                Ok(Value::String(text))
             }
-            '[' => self.list("[", "]", depth),
-            '(' => self.list("(", ")", depth),
-            '{' => self.object(depth),
-            '-' | '+' | '.' | '0'..='9' => self.number(),
-            _ => match self.name()? {
-                "True" | "true" => Some(Value::Bool(true)),
-                "False" | "false" => Some(Value::Bool(false)),
-                "None" | "null" => Some(Value::Null),
-                _ => None,
+            '[' => self.python_list("[", "]", depth),
+            '(' => self.python_list("(", ")", depth),
+            '{' => self.python_object(depth),
+            '-' | '+' | '.' | '0'..='9' => self.python_number(),
+            _ => match self.identifier()? {
+                "True" | "true" => Ok(Value::Bool(true)),
+                "False" | "false" => Ok(Value::Bool(false)),
+                "None" | "null" => Ok(Value::Null),
+                _ => Err(self.stop()),
             },
         }
     }
 
-    fn list(&mut self, open: &str, close: &str, depth: usize) -> Option<Value> {
+    fn python_list(&mut self, open: &str, close: &str, depth: usize) -> Read<Value> {
         let mut values = Vec::new();
-        self.take(open);
-        while !self.take(close) {
-            values.push(self.value(depth + 1)?);
-            if !self.take(",") && !self.rest.starts_with(close) {
-                return None;
-            }
+        self.expect(open)?;
+        while !self.take(close)? {
+            values.push(self.python_value(depth + 1)?);
+            self.separator(close)?;
         }
-        Some(Value::Array(values))
+        Ok(Value::Array(values))
     }
 
-    fn object(&mut self, depth: usize) -> Option<Value> {
+    fn python_object(&mut self, depth: usize) -> Read<Value> {
         let mut object = Map::new();
-        self.take("{");
-        while !self.take("}") {
-            let Value::String(key) = self.value(depth + 1)? else { return None };
-            if !self.take(":") {
-                return None;
-            }
-            object.insert(key, self.value(depth + 1)?);
-            if !self.take(",") && !self.rest.starts_with('}') {
-                return None;
-            }
+        self.expect("{")?;
+        while !self.take("}")? {
+            let Value::String(key) = self.python_value(depth + 1)? else { return Err(self.stop()) };
+            self.expect(":")?;
+            object.insert(key, self.python_value(depth + 1)?);
+            self.separator("}")?;
         }
-        Some(Value::Object(object))
+        Ok(Value::Object(object))
     }
 
-    fn number(&mut self) -> Option<Value> {
-        let end = self.rest.find(|c: char| !(c.is_ascii_alphanumeric() || "+-._".contains(c)));
-        let text = self.skip(end.unwrap_or(self.rest.len())).replace('_', "");
+    fn python_number(&mut self) -> Read<Value> {
+        let rest = self.rest();
+        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || "+-._".contains(c)));
+        let text = rest[..end.unwrap_or(rest.len())].replace('_', "");
+        self.at += end.unwrap_or(rest.len());
         let text = text.trim_start_matches('+');
         let whole = text.parse::<i64>().map(Number::from).ok();
         let whole = whole.or_else(|| text.parse::<u64>().map(Number::from).ok());
-        whole.or_else(|| Number::from_f64(text.parse().ok()?)).map(Value::Number)
+        let number = whole.or_else(|| Number::from_f64(text.parse().ok()?));
+        number.map(Value::Number).ok_or_else(|| self.stop())
     }
 
     /// Reads a string in one kind of quotes, also in triple quotes.
-    fn string(&mut self) -> Option<String> {
-        let quote = &self.rest[..1];
+    fn python_string(&mut self) -> Read<String> {
+        let all = self.rest();
+        let quote = &all[..1];
         let triple = quote.repeat(3);
-        let end = if self.rest.starts_with(&triple) { &triple[..] } else { quote };
-        let mut rest = &self.rest[end.len()..];
+        let end = if all.starts_with(&triple) { &triple[..] } else { quote };
+        let mut rest = &all[end.len()..];
         let mut text = String::new();
         loop {
             if let Some(after) = rest.strip_prefix(end) {
-                self.rest = after.trim_start();
-                return Some(text);
+                self.at = self.text.len() - after.len();
+                return Ok(text);
             }
             let mut chars = rest.chars();
-            match chars.next()? {
+            match chars.next().ok_or(Stop::Open)? {
                 '\\' => rest = escape(chars.as_str(), &mut text)?,
                 c => {
                     text.push(c);
@@ -160,9 +112,9 @@ impl<'a> Reader<'a> {
 
 /// Appends the character that an escape stands for, and returns the text after the escape. `rest` begins after the
 /// backslash.
-fn escape<'a>(rest: &'a str, text: &mut String) -> Option<&'a str> {
+fn escape<'a>(rest: &'a str, text: &mut String) -> Read<&'a str> {
     let mut chars = rest.chars();
-    let c = chars.next()?;
+    let c = chars.next().ok_or(Stop::Open)?;
     let digits = match c {
         'x' => 2,
         'u' => 4,
@@ -170,9 +122,11 @@ fn escape<'a>(rest: &'a str, text: &mut String) -> Option<&'a str> {
         _ => 0,
     };
     if digits > 0 {
-        let code = rest.get(1..1 + digits)?;
-        text.push(char::from_u32(u32::from_str_radix(code, 16).ok()?)?);
-        return rest.get(1 + digits..);
+        let end = if rest.len() > digits { Stop::Wrong } else { Stop::Open };
+        let code = rest.get(1..1 + digits).ok_or(end)?;
+        let code = u32::from_str_radix(code, 16).ok().and_then(char::from_u32);
+        text.push(code.ok_or(Stop::Wrong)?);
+        return Ok(&rest[1 + digits..]);
     }
     match c {
         'n' => text.push('\n'),
@@ -186,17 +140,22 @@ fn escape<'a>(rest: &'a str, text: &mut String) -> Option<&'a str> {
         // In other escapes Python keeps the backslash.
         _ => text.extend(['\\', c]),
     }
-    Some(chars.as_str())
+    Ok(chars.as_str())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::answer::markers::TOOL_CALL;
+    use crate::answer::reader::{End, Reading, read};
     use serde_json::json;
 
     fn one(text: &str) -> Option<Value> {
-        let calls = parse(text)?;
-        Some(calls.into_iter().map(|call| json!([call.name, call.arguments])).collect())
+        let tools = ["f", "g", "g.h"].map(|name| json!({ "name": name }));
+        let text = format!("{}{text}", TOOL_CALL.begin);
+        let Reading::Calls(calls, _) = read(&text, Some(TOOL_CALL), &tools, End::Whole) else { return None };
+        let arguments = |text: &str| -> Value { serde_json::from_str(text).expect("JSON") };
+        Some(calls.iter().map(|(name, text)| json!([name, arguments(text)])).collect())
     }
 
     #[test]

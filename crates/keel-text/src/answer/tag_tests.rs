@@ -146,7 +146,7 @@ fn many_parameters_without_an_end_take_little_time() {
         assert!(parts.is_empty());
         parser.finish(&mut parts);
         let calls = parts.iter().filter(|part| matches!(part, AnswerPart::ToolCall { .. })).count();
-        assert_eq!((calls, parser.trusts_ends), (count * calls_each, calls_each == 1));
+        assert_eq!(calls, count * calls_each);
         assert!(work(&parser) < 4 * one.len() * count, "{} bytes were read", work(&parser));
     }
 }

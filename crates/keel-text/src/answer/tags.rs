@@ -1,4 +1,4 @@
-//! Reads calls in tags: while they arrive, to find their end, and once they are whole, to find their parts.
+//! Calls in tags.
 //!
 //! ```text
 //! <function=NAME> <parameter=KEY> VALUE </parameter> ... </function> ...
@@ -6,348 +6,167 @@
 //!
 //! A value may contain these tags, and the end marker of the call. The model may leave out `</parameter>`. So a value
 //! ends:
-//! - at `</parameter>`, if a next parameter, the end of the function, of the call or of the text follows;
+//! - at `</parameter>`, if a next parameter, the end of the function, of the call or of the answer follows;
 //! - without any `</parameter>`: at a next parameter of the tool on a new line, at the end of the function if a next
-//!   function or the end of the text follows, or at the end of the text.
+//!   function or the end of the answer follows, or at the end of the call if the answer ends with it;
+//! - at the end of the function if the end marker of the call and a next call follow.
 //!
-//! Within a value the end marker of the call counts if `</function>` is before it and a next call after it. Where the
-//! answer ends within a value, [`TagReader::last_end`] says which of the markers counts.
+//! Where the answer ends within a value, the first of these ends counts, whatever follows it:
+//! - the end of a function that the end marker of the call follows;
+//! - if the answer was not cut off, the end of a function without markers on its own line.
 
-use std::ops::Range;
-
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::markers::{FUNCTION, FUNCTION_END, Markers, PARAMETER, PARAMETER_END, TOOL_CALL};
-use super::search::{Begin, begin_of};
-use super::tool_call::find;
+use super::reader::{End, Read, Reader, Stop, find, fits, is_of_name, names};
+use super::schema::typed;
 
-/// A function that is called. All ranges are bytes of the text that was read.
-#[derive(Clone, Debug)]
-pub(super) struct Function {
-    pub name: Range<usize>,
-    /// Keys and values.
-    pub parameters: Vec<(Range<usize>, Range<usize>)>,
-}
-
-/// The part of a call that the reader has reached. A position is that of the tag that led there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    /// Outside a function.
-    Between,
-    /// In the name of a function, which begins at this position.
-    Name(usize),
-    /// In a function, outside its parameters.
-    Function,
-    /// In the key of a parameter, which begins at this position.
-    Key(usize),
-    /// In a value, also after tags that turned out to belong to it.
-    Value,
-    /// In a value, after `</parameter>` and white space. What follows decides whether the tag counts.
-    Closed(usize),
-    /// The same after `</function>`.
-    FunctionClosed(usize),
-    /// In a value, after the end marker of the call, which comes after `</function>` or is it.
-    Ended(usize),
-    /// In a value, after another end marker of the call. It counts only where the answer ends.
-    Loose(usize),
-    /// The text is no call. Its first end marker counts.
-    Broken,
-}
-
-/// What the reader does next.
-enum Step {
-    Found(usize),
-    /// The next decision needs more text.
-    Wait,
-    Go,
-}
-
-/// The state of reading. It looks at each byte a bounded number of times.
-#[derive(Clone, Debug)]
-pub(super) struct TagReader {
-    /// Number of bytes that were read.
-    read: usize,
-    place: Place,
-    functions: Vec<Function>,
-    /// The key of the current parameter.
-    key: Range<usize>,
-    /// Where the current value begins.
-    value: usize,
-    /// The current value contains `</parameter>`.
-    has_end: bool,
-    /// `None` for a text that is a whole call, without its markers.
-    markers: Option<Markers>,
-    /// An end marker after `</function>` counts within a value, whatever follows.
-    trusts_ends: bool,
-    /// The first end marker in the current value that most likely is no part of it.
-    likely_end: Option<usize>,
-    /// The first `</function>` on its own line in the current value, if it is the end marker.
-    line_end: Option<usize>,
-    /// Number of bytes that were looked at, also if more than once.
-    #[cfg(test)]
-    pub(super) work: usize,
-}
-
-/// The functions that a text consists of. `is_closed`: an end marker follows the text, so its last value may end with
-/// it. The end of the last function may be missing.
-pub(super) fn parse(text: &str, tools: &[Value], is_closed: bool) -> Option<Vec<Function>> {
-    let mut reader = TagReader::at(Place::Between, 0, None, false);
-    reader.find(text, tools);
-    let is_read = reader.read == text.len();
-    match reader.place {
-        Place::Between | Place::Function if is_read => {}
-        Place::Closed(at) if is_read => reader.end_value(at),
-        Place::FunctionClosed(at) if is_read && !reader.has_end => reader.end_value(at),
-        Place::Value | Place::FunctionClosed(_) if is_closed && !reader.has_end => {
-            reader.end_value(text.len());
-        }
-        _ => return None,
-    }
-    Some(reader.functions)
-}
-
-impl TagReader {
-    fn at(place: Place, read: usize, markers: Option<Markers>, trusts_ends: bool) -> TagReader {
-        TagReader {
-            read,
-            place,
-            functions: Vec::new(),
-            key: 0..0,
-            value: 0,
-            has_end: false,
-            markers,
-            trusts_ends,
-            likely_end: None,
-            line_end: None,
-            #[cfg(test)]
-            work: 0,
-        }
-    }
-
-    /// Reads the text after the begin marker of `markers`. It has `gap` bytes of white space at its begin.
-    pub(super) fn in_call(markers: Markers, gap: usize, trusts_ends: bool) -> TagReader {
-        let place = if markers.is_tags() { Place::Name(gap) } else { Place::Between };
-        TagReader::at(place, gap, Some(markers), trusts_ends)
-    }
-
-    /// The position of the end marker of the call. `text` may only grow between calls.
-    pub(super) fn find(&mut self, text: &str, tools: &[Value]) -> Option<usize> {
-        while self.read < text.len() {
-            #[cfg(test)]
-            (self.work += 1);
-            match self.step(text, tools) {
-                Step::Found(at) => return Some(at),
-                Step::Wait => return None,
-                Step::Go => {}
+impl<'a> Reader<'a> {
+    /// Reads a function. One that was not offered counts, too, if a parameter follows on a new line. So a marker inside
+    /// its parameters begins no call.
+    pub(super) fn function(&mut self) -> Read<()> {
+        self.in_tags = self.markers.is_some_and(|markers| markers.end.is_some());
+        self.at += FUNCTION.begin.len();
+        let rest = self.rest();
+        let name =
+            self.tag_end().map_err(|stop| match names(self.tools).any(|name| name.starts_with(rest)) {
+                true => stop,
+                false if rest.chars().all(is_of_name) => stop.if_open(Stop::Unnamed),
+                false => Stop::Wrong,
+            })?;
+        let tool = find(self.tools, name);
+        if tool.is_none() {
+            self.is_unknown = true;
+            if !name.chars().all(is_of_name) || !fits(self.rest(), &format!("\n{PARAMETER}")) {
+                return Err(Stop::Wrong);
             }
         }
-        None
-    }
-
-    /// The end marker of a call whose last value never ends, at the end of the answer. Text may follow the marker.
-    /// `is_cut`: the value may have been cut off, so only a marker counts that is hardly a part of it.
-    pub(super) fn last_end(&self, is_cut: bool) -> Option<usize> {
-        match self.place {
-            // The value has its end.
-            Place::Closed(_) => None,
-            _ if is_cut || self.likely_end.is_some() => self.likely_end,
-            Place::Loose(at) | Place::Ended(at) => Some(at),
-            _ => self.line_end,
+        let mut arguments = Map::new();
+        while self.take(PARAMETER)? {
+            let key = self.tag_end()?;
+            let value = self.value(key, tool, &arguments)?;
+            let value = value.strip_prefix('\n').unwrap_or(value);
+            let value = value.strip_suffix('\n').unwrap_or(value);
+            arguments.insert(key.to_string(), typed(value, tool, key));
         }
+        let is_closed = self.take(FUNCTION_END)? || self.is_over();
+        if !is_closed && !self.comes(self.outer_end().as_slice())? {
+            return Err(self.stop());
+        }
+        self.push(name, arguments);
+        Ok(())
     }
 
-    fn step(&mut self, text: &str, tools: &[Value]) -> Step {
-        let rest = &text.as_bytes()[self.read..];
-        let is_space = rest[0].is_ascii_whitespace();
-        match self.place {
-            Place::Name(start) | Place::Key(start) => self.step_in_name(start, rest[0]),
-            Place::Value => return self.step_in_value(text, tools),
-            Place::Broken => match self.tag(rest, &[]) {
-                Begin::With(_) => return Step::Found(self.read),
-                Begin::Open => return Step::Wait,
-                Begin::Without => self.read += 1,
-            },
-            _ if is_space => self.read += 1,
-            Place::Between | Place::Function => {
-                let next = match self.place {
-                    Place::Function => self.tag(rest, &[PARAMETER, FUNCTION_END]),
-                    _ => self.tag(rest, &[FUNCTION.begin]),
-                };
-                match next {
-                    Begin::With(tag) if self.ends_call(tag) => return Step::Found(self.read),
-                    Begin::With(tag) => {
-                        let after = self.read + tag.len();
-                        let place = match tag {
-                            FUNCTION_END => Place::Between,
-                            PARAMETER => Place::Key(after),
-                            _ => Place::Name(after),
-                        };
-                        self.go_on(tag, place);
-                    }
-                    Begin::Open => return Step::Wait,
-                    Begin::Without => self.place = Place::Broken,
+    /// Reads the rest of a tag. Returns what it names.
+    fn tag_end(&mut self) -> Read<&'a str> {
+        let rest = self.rest();
+        let end = rest.find(['<', '\n', '>']).ok_or(Stop::Open)?;
+        if !rest[end..].starts_with('>') {
+            return Err(Stop::Wrong);
+        }
+        self.at += end + 1;
+        Ok(&rest[..end])
+    }
+
+    /// Reads the value of the parameter `key`. `set`: the parameters before it.
+    fn value(&mut self, key: &str, tool: Option<&Value>, set: &Map<String, Value>) -> Read<&'a str> {
+        let (text, from) = (self.text, self.at);
+        // The value contains `</parameter>`.
+        let mut has_end = false;
+        while let Some(plain) = self.rest().find('<') {
+            let at = self.at + plain;
+            self.at = at;
+            let begins_line = at > from && text[..at].ends_with('\n');
+            if self.take(PARAMETER_END)? {
+                let next = [Some(PARAMETER), Some(FUNCTION_END), self.outer_end()];
+                let next: Vec<_> = next.into_iter().flatten().collect();
+                if self.comes(&next)? || self.is_over() {
+                    return Ok(&text[from..at]);
                 }
+                has_end = true;
+                continue;
             }
-            Place::Closed(at) => match self.tag(rest, &[PARAMETER, FUNCTION_END]) {
-                Begin::With(_) => {
-                    self.end_value(at);
-                    self.place = Place::Function;
-                }
-                Begin::Open => return Step::Wait,
-                Begin::Without => (self.place, self.has_end) = (Place::Value, true),
-            },
-            Place::FunctionClosed(at) => match self.tag(rest, &[FUNCTION.begin]) {
-                Begin::With(tag) if self.ends_call(tag) => return self.take_likely_end(self.read, tag),
-                Begin::With(_) if !self.has_end => {
-                    self.end_value(at);
-                    self.place = Place::Between;
-                }
-                Begin::Open => return Step::Wait,
-                _ => self.place = Place::Value,
-            },
-            Place::Ended(at) => return self.step_after_end(at, rest),
-            Place::Loose(_) => self.place = Place::Value,
-        }
-        Step::Go
-    }
-
-    fn step_in_name(&mut self, start: usize, byte: u8) {
-        let name = start..self.read;
-        match byte {
-            b'<' | b'\n' => self.place = Place::Broken,
-            b'>' => {
-                self.read += 1;
-                if self.place == Place::Name(start) {
-                    self.functions.push(Function { name, parameters: Vec::new() });
-                    self.place = Place::Function;
-                } else {
-                    (self.key, self.value, self.has_end) = (name, self.read, false);
-                    self.place = Place::Value;
-                }
+            let ends = if self.take(FUNCTION_END)? {
+                self.ends_function(begins_line, has_end)?
+            } else if begins_line && !has_end && self.take(PARAMETER)? {
+                self.is_next_key(key, tool, set)?
+            } else if let Some(end) = self.outer_end()
+                && self.take(end)?
+            {
+                self.is_over() && !has_end
+            } else {
+                self.at += 1;
+                false
+            };
+            if ends {
+                self.at = at;
+                return Ok(&text[from..at]);
             }
-            _ => self.read += 1,
         }
+        Err(Stop::Open)
     }
 
-    fn step_in_value(&mut self, text: &str, tools: &[Value]) -> Step {
-        let (at, rest) = (self.read, &text.as_bytes()[self.read..]);
-        // Each tag and each end marker begins with this character.
-        let plain = rest.iter().position(|&byte| byte == b'<').unwrap_or(rest.len());
-        if plain > 0 {
-            self.read += plain;
-            #[cfg(test)]
-            (self.work += plain - 1);
-            return Step::Go;
+    /// Whether `</function>`, which was just read, ends the value that contains it.
+    fn ends_function(&mut self, begins_line: bool, has_end: bool) -> Read<bool> {
+        let is_alone = self.markers.is_some_and(Markers::is_tags);
+        let begin = self.markers.map_or(FUNCTION.begin, |markers| markers.begin);
+        let begins = [FUNCTION.begin, TOOL_CALL.begin, begin];
+        let next = if is_alone { &begins[..2] } else { &begins[..1] };
+        let mut ends = self.comes(next)? && (is_alone || !has_end);
+        let close = self.markers.and_then(|markers| markers.closer().or(markers.end));
+        if let Some(close) = close
+            && self.take(close)?
+        {
+            // At the end of the answer no regular end has come.
+            ends = self.end != End::More || self.comes(&begins)?;
         }
-        let begins_line = at > self.value && text.as_bytes()[at - 1] == b'\n';
-        match self.tag(rest, &[PARAMETER_END, FUNCTION_END, PARAMETER]) {
-            Begin::With(PARAMETER_END) => self.go_on(PARAMETER_END, Place::Closed(at)),
-            Begin::With(FUNCTION_END) if self.ends_call(FUNCTION_END) => {
-                if begins_line && self.trusts_ends {
-                    return Step::Found(at);
-                }
-                self.line_end = self.line_end.or(Some(at).filter(|_| begins_line));
-                self.go_on(FUNCTION_END, Place::Ended(at));
-            }
-            Begin::With(FUNCTION_END) => self.go_on(FUNCTION_END, Place::FunctionClosed(at)),
-            Begin::With(PARAMETER) if begins_line && !self.has_end => match self.is_next_key(text, tools) {
-                Some(true) => {
-                    self.end_value(at);
-                    self.place = Place::Function;
-                }
-                Some(false) => self.read += PARAMETER.len(),
-                None => return Step::Wait,
-            },
-            Begin::With(PARAMETER) => self.read += PARAMETER.len(),
-            Begin::With(end) => self.go_on(end, Place::Loose(at)),
-            Begin::Open => return Step::Wait,
-            Begin::Without => self.read += 1,
+        if ends && has_end {
+            return Err(Stop::Wrong);
         }
-        Step::Go
+        let is_last = self.is_over() || self.end == End::Whole && is_alone && begins_line;
+        Ok(ends || is_last && !has_end)
     }
 
-    /// Reads what follows an end marker in a value. A next call says that the marker counts.
-    fn step_after_end(&mut self, at: usize, rest: &[u8]) -> Step {
-        let begin = self.markers.unwrap_or(FUNCTION).begin;
-        let closer = self.markers.and_then(Markers::closer);
-        match begin_of(rest, [begin, FUNCTION.begin, TOOL_CALL.begin].into_iter().chain(closer)) {
-            Begin::With(tag) if Some(tag) == closer => return self.take_likely_end(at, tag),
-            Begin::With(_) => return Step::Found(at),
-            Begin::Open => return Step::Wait,
-            Begin::Without => self.place = Place::Value,
-        }
-        Step::Go
-    }
-
-    /// Notes the end marker at `at`, and reads `tag`, which says that the marker hardly belongs to the value.
-    fn take_likely_end(&mut self, at: usize, tag: &str) -> Step {
-        if self.trusts_ends {
-            return Step::Found(at);
-        }
-        self.likely_end.get_or_insert(at);
-        self.go_on(tag, Place::Ended(at));
-        Step::Go
-    }
-
-    /// Whether `rest` begins with one of `tags` or with the end marker of the call.
-    fn tag(&self, rest: &[u8], tags: &[&'static str]) -> Begin {
-        begin_of(rest, tags.iter().copied().chain(self.markers.and_then(|markers| markers.end)))
-    }
-
-    fn ends_call(&self, tag: &str) -> bool {
-        self.markers.is_some_and(|markers| markers.end == Some(tag))
-    }
-
-    /// Whether the parameter that begins here is one of the function that is not set yet. `None` if more text decides.
-    fn is_next_key(&self, text: &str, tools: &[Value]) -> Option<bool> {
-        let rest = &text.as_bytes()[self.read + PARAMETER.len()..];
-        let function = self.functions.last()?;
-        let tool = find(tools, &text[function.name.clone()]);
+    /// Whether the parameter that begins here is one of the tool that is not set yet.
+    fn is_next_key(&self, key: &str, tool: Option<&Value>, set: &Map<String, Value>) -> Read<bool> {
         let properties = tool.and_then(|tool| tool["parameters"]["properties"].as_object());
-        let set = || function.parameters.iter().map(|(key, _)| key).chain([&self.key]);
-        let is_open = |key: &&String| !set().any(|set| text[set.clone()] == key[..]);
         let mut may_grow = false;
-        for key in properties.into_iter().flat_map(|properties| properties.keys()).filter(is_open) {
-            match rest.strip_prefix(key.as_bytes()) {
-                Some([b'>', ..]) => return Some(true),
-                Some([]) => may_grow = true,
-                Some(_) => {}
-                None => may_grow |= key.as_bytes().starts_with(rest),
+        for next in properties.into_iter().flat_map(Map::keys) {
+            if next == key || set.contains_key(next) {
+                continue;
             }
+            let tag = format!("{next}>");
+            if self.rest().starts_with(&tag) {
+                return Ok(true);
+            }
+            may_grow |= tag.starts_with(self.rest());
         }
-        (!may_grow).then_some(false)
-    }
-
-    fn go_on(&mut self, tag: &str, place: Place) {
-        self.read += tag.len();
-        self.place = place;
-    }
-
-    fn end_value(&mut self, at: usize) {
-        (self.likely_end, self.line_end) = (None, None);
-        let parameter = (self.key.clone(), self.value..at);
-        if let Some(function) = self.functions.last_mut() {
-            function.parameters.push(parameter);
-        }
+        if may_grow && self.end != End::Whole { Err(Stop::Open) } else { Ok(false) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::answer::reader::{Reading, read};
     use serde_json::json;
 
-    fn check(markers: Markers, text: &str, expected: Option<usize>, ends: [Option<usize>; 2]) {
+    /// Where the end marker of the call is, if the text, or the answer that ends with it, has one that counts.
+    fn end_of(markers: Markers, text: &str, end: End) -> Option<usize> {
         let tools = [json!({"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}})];
-        for step in [1, 3, 100] {
-            let mut reader = TagReader::in_call(markers, 0, false);
-            let sizes = (1..text.len()).step_by(step).chain([text.len()]);
-            let found = sizes.filter_map(|at| reader.find(&text[..at], &tools)).next();
-            assert_eq!(found, expected, "{text} in pieces of {step}");
-            if found.is_none() {
-                let last = [reader.last_end(false), reader.last_end(true)];
-                assert_eq!(last, ends, "{text} in pieces of {step}");
-            }
+        let text = format!("{}{text}", markers.begin);
+        let Reading::Calls(calls, taken) = read(&text, Some(markers), &tools, end) else { return None };
+        let at = text[..taken].strip_suffix(markers.end?).filter(|_| !calls.is_empty())?.len();
+        Some(at - markers.begin.len())
+    }
+
+    /// `ends`: the end markers that count where the answer ends, and where it is cut off.
+    fn check(markers: Markers, text: &str, expected: Option<usize>, ends: [Option<usize>; 2]) {
+        let found = (1..=text.len()).find_map(|at| end_of(markers, &text[..at], End::More));
+        assert_eq!(found, expected, "{text}");
+        if found.is_none() {
+            let last = [End::Whole, End::Cut].map(|end| end_of(markers, text, end));
+            assert_eq!(last, ends, "{text}");
         }
     }
 
@@ -360,11 +179,14 @@ mod tests {
             ("<function=f><parameter=a></tool_call></parameter>b</tool_call></parameter>\n", ""),
             ("<function=f><parameter=a>1</function>", " <tool_call>"),
             ("<function=f><parameter=a>1</function>\n", "\n<function="),
-            ("<function=f>junk<parameter=a>", ""),
             ("<function=f><parameter=a>1\n<parameter=b>2</parameter>", ""),
-            ("<parameter=a>", ""),
         ] {
             check(TOOL_CALL, &format!("{before}{end}{after}"), Some(before.len()), [None; 2]);
+        }
+        for wrong in ["<function=f>junk<parameter=a></tool_call>", "<parameter=a></tool_call>"] {
+            let text = format!("<tool_call>{wrong}");
+            let reading = read(&text, Some(TOOL_CALL), &[json!({"name": "f"})], End::More);
+            assert!(matches!(reading, Reading::Text(..=23)), "{wrong}: {reading:?}");
         }
         let function = "<function=f><parameter=a>";
         // At the end of the answer only an end after `</function>`, or at the end of the text, counts.

@@ -297,7 +297,7 @@ fn many_calls_in_a_string_that_is_none_take_little_time() {
         let (parser, parts) = parser_after(&form, &answer, answer.len());
         let calls = parts.iter().filter(|part| matches!(part, AnswerPart::ToolCall { .. })).count();
         assert_eq!(calls, count);
-        assert!(parser.moved < 2 * count * 2 * PIECE_BYTES_MAX, "{} bytes were moved", parser.moved);
+        assert!(work(&parser) < 4 * answer.len(), "{} bytes were read", work(&parser));
     }
 }
 
@@ -340,7 +340,7 @@ fn calls_without_markers_may_follow_reasoning() {
 }
 
 /// The parser after an answer that arrives in pieces of `size` bytes, and its parts.
-fn parser_after(form: &AnswerForm, answer: &str, size: usize) -> (AnswerParser, Vec<AnswerPart>) {
+pub(super) fn parser_after(form: &AnswerForm, answer: &str, size: usize) -> (AnswerParser, Vec<AnswerPart>) {
     let (mut parser, mut parts) = (AnswerParser::new(form.clone()), Vec::new());
     for piece in answer.as_bytes().chunks(size) {
         parser.push(std::str::from_utf8(piece).expect("ASCII"), &mut parts);
@@ -348,9 +348,9 @@ fn parser_after(form: &AnswerForm, answer: &str, size: usize) -> (AnswerParser, 
     (parser, parts)
 }
 
-/// Number of bytes that all searches for markers looked at.
+/// Number of bytes that were read, also if more than once.
 pub(super) fn work(parser: &AnswerParser) -> usize {
-    parser.work + parser.search.work()
+    parser.work
 }
 
 #[test]
@@ -358,7 +358,7 @@ fn a_call_is_searched_once_however_it_is_cut() {
     let form = AnswerForm { tools: tools(), ..AnswerForm::default() };
     let long = "x".repeat(100_000);
     let tags = "<tool_call>\n<function=weather>\n<parameter=city>\n";
-    let json = "<tool_call>{\"name\": \"weather\", \"a\": ";
+    let json = "<tool_call>{\"name\": \"weather\", \"a\": \"";
     for begin in [json, &json[11..], "<tool_call>weather(", tags, &tags[12..]] {
         let (parser, parts) = parser_after(&form, &format!("{begin}{long}"), 1);
         assert!(parts.is_empty());

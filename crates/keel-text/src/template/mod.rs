@@ -163,9 +163,10 @@ impl Here {
             let text = source::without_generation_blocks(&source::with_unix_lines(text));
             let stack_bytes = limits::compiling_stack_bytes(&text).min(stack_bytes_max);
             let reads_tools = guarded_on_stack("compile the chat template", stack_bytes, || {
+                let resets_tools = resets_tools(&environment, &text);
                 environment.add_template_owned(name, text).map_err(|err| failure(name, &err))?;
                 let template = environment.get_template(name).map_err(|err| failure(name, &err))?;
-                Ok(template.undeclared_variables(false).contains("tools"))
+                Ok(resets_tools || template.undeclared_variables(false).contains("tools"))
             })?;
             if reads_tools {
                 with_tools.push(name);
@@ -201,6 +202,20 @@ impl Here {
             context.into_iter().map(|(name, value)| (name.to_string(), value)).collect::<BTreeMap<_, _>>(),
         )
     }
+}
+
+/// Whether the first statement that sets `tools` reads them, as `{% set tools = tools or [] %}` does. The engine counts
+/// a variable as the template's own from the begin of the statement that sets it.
+fn resets_tools(environment: &Environment<'_>, template: &str) -> bool {
+    let value_of = |block: &'_ str| {
+        let statement = block.split("%}").next()?.trim_matches(['-', '+']).trim();
+        let target = statement.strip_prefix("set")?.trim_start().strip_prefix("tools")?;
+        Some(target.trim_start().strip_prefix('=')?.to_string())
+    };
+    template.split("{%").skip(1).find_map(value_of).is_some_and(|value| {
+        let value = environment.compile_expression(&value);
+        value.is_ok_and(|value| value.undeclared_variables(false).contains("tools"))
+    })
 }
 
 /// Converts the engine's error: the template's own exception, or name, reason and line.

@@ -28,7 +28,8 @@ const HEAD_MAX: usize = 512;
 /// See `Programs::absorbs`.
 pub(in crate::backend) fn absorbs(reader: &Kernel, input: usize, producer: &Kernel, mode: Mode) -> bool {
     let (seen, made) = (&reader.inputs[input].layout, &producer.outputs[0].layout.shape);
-    if !whole(seen, made) {
+    // A producer without inputs fills an array, or receives it from another device.
+    if producer.inputs.is_empty() || !whole(seen, made) {
         return false;
     }
     match (&reader.op, input) {

@@ -157,10 +157,7 @@ pub(crate) fn engine_request(
         top_logprobs,
         listing: Listing::Objects,
         one_call: tools.one_call,
-        form: AnswerForm {
-            marked_calls: tools.grammar.is_some(),
-            ..AnswerForm::of_chat(&text.tokenizer, &prompt.tail, tools.offered, tools.grammar.is_some())
-        },
+        form: AnswerForm::of_chat(&text.tokenizer, &prompt.tail, tools.offered, tools.grammar.is_some()),
         grammar: tools.grammar,
         prompt: prompt.ids,
         vision,

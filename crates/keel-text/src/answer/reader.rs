@@ -1,0 +1,435 @@
+//! Reads the calls that a text begins with.
+//!
+//! | who | notation |
+//! |---|---|
+//! | Hermes, Qwen, Llama, SmolLM3 | a JSON object with `name` and `arguments` (or `parameters`), one after the other |
+//! | Phi-4-mini, Mistral up to 2024 | a JSON list of such objects |
+//! | Mistral from 2025 on | `[TOOL_CALLS]NAME[ARGS]{...}`, one after the other |
+//! | Qwen3-Coder | `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>` |
+//! | GLM-4 | `NAME`, a line end, a JSON object |
+//! | GLM from 4.5 on | `NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...`, or `NAME` without arguments |
+//! | OLMo 3 | `NAME(KEY=VALUE, ...)`, one after the other |
+//!
+//! The reader keeps nothing between two readings. When more text has come, the same text is read again from its begin.
+//! What a reading decides stays decided if the text grows.
+
+use serde::de::DeserializeOwned;
+use serde_json::{Deserializer, Map, Value};
+
+use super::markers::{
+    CALLS, FUNCTION, FUNCTOOLS, KEY, KEY_END, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID, Markers, VALUE,
+    VALUE_END,
+};
+use super::schema::typed;
+
+/// Name and arguments. The arguments are a JSON object as text.
+pub(super) type Call = (String, String);
+
+/// What comes after a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// More text may come.
+    More,
+    /// Nothing: the answer has ended.
+    Whole,
+    /// The answer was cut off.
+    Cut,
+}
+
+/// What a text begins with.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Reading {
+    /// Calls, and the number of bytes that they take. The answer may have cut off another call after them.
+    Calls(Vec<Call>, usize),
+    /// This number of bytes is text. Only the begin marker is if no call follows it.
+    Text(usize),
+    /// More text decides.
+    Open,
+}
+
+/// Why the reader stopped before the end of the calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// The text is no call.
+    Wrong,
+    /// The text has ended.
+    Open,
+    /// The text has ended before a call was named. If it is cut off here, it may as well be something else.
+    Unnamed,
+}
+
+pub(super) type Read<T> = Result<T, Stop>;
+
+/// Reads a text that begins with the begin marker of `markers`, or without markers where an answer begins.
+pub(super) fn read(text: &str, markers: Option<Markers>, tools: &[Value], end: End) -> Reading {
+    let begin = markers.map_or(0, |markers| markers.begin.len());
+    let mut reader =
+        Reader { text, at: begin, markers, tools, end, calls: Vec::new(), in_tags: false, is_unknown: false };
+    let result = reader.calls();
+    let Reader { at, calls, in_tags, is_unknown, .. } = reader;
+    match result {
+        Ok(()) if is_unknown => Reading::Text(at),
+        Ok(()) => Reading::Calls(calls, at),
+        Err(Stop::Open | Stop::Unnamed) if end == End::More => Reading::Open,
+        Err(Stop::Open) if end == End::Cut && !is_unknown => Reading::Calls(calls, text.len()),
+        Err(Stop::Unnamed) if end == End::Cut && !calls.is_empty() => Reading::Calls(calls, text.len()),
+        // A marker inside a call in tags begins no call.
+        Err(Stop::Wrong) if in_tags => Reading::Text(at),
+        Err(_) if in_tags => Reading::Text(text.len()),
+        Err(_) => Reading::Text(begin),
+    }
+}
+
+/// Finds a tool (in OpenAI's form) by its name.
+pub(super) fn find<'a>(tools: &'a [Value], name: &str) -> Option<&'a Value> {
+    definitions(tools).find(|tool| tool["name"] == name)
+}
+
+fn definitions(tools: &[Value]) -> impl Iterator<Item = &Value> {
+    tools.iter().map(|tool| tool.get("function").unwrap_or(tool))
+}
+
+/// The names of the tools.
+pub(super) fn names(tools: &[Value]) -> impl Iterator<Item = &str> {
+    definitions(tools).filter_map(|tool| tool["name"].as_str())
+}
+
+/// Whether a name of a function or of a key may contain this character.
+pub(super) fn is_of_name(c: char) -> bool {
+    c.is_alphanumeric() || "_-.".contains(c)
+}
+
+/// Whether `text` begins with `word`, or is a part of it that may grow.
+pub(super) fn fits(text: &str, word: &str) -> bool {
+    text.starts_with(word) || word.starts_with(text)
+}
+
+pub(super) struct Reader<'a> {
+    pub text: &'a str,
+    /// Number of bytes that were read.
+    pub at: usize,
+    /// The markers around the calls. `None` for calls without markers.
+    pub markers: Option<Markers>,
+    pub tools: &'a [Value],
+    pub end: End,
+    /// The calls that are whole.
+    pub calls: Vec<Call>,
+    /// A call in tags has begun.
+    pub in_tags: bool,
+    /// One of the calls, in tags, is that of a tool that was not offered.
+    pub is_unknown: bool,
+}
+
+impl<'a> Reader<'a> {
+    pub fn rest(&self) -> &'a str {
+        &self.text[self.at..]
+    }
+
+    /// The text after white space.
+    pub fn next(&mut self) -> &'a str {
+        self.at = self.text.len() - self.rest().trim_ascii_start().len();
+        self.rest()
+    }
+
+    /// Why the text does not go on as a call does.
+    pub fn stop(&mut self) -> Stop {
+        if self.next().is_empty() { Stop::Open } else { Stop::Wrong }
+    }
+
+    /// Whether one of `words` comes next.
+    pub fn comes(&mut self, words: &[&str]) -> Read<bool> {
+        let rest = self.next();
+        let comes = words.iter().any(|word| rest.starts_with(word));
+        let may_grow = self.end != End::Whole && words.iter().any(|word| word.starts_with(rest));
+        if !comes && may_grow { Err(Stop::Open) } else { Ok(comes) }
+    }
+
+    /// Reads `word` if it comes next.
+    pub fn take(&mut self, word: &str) -> Read<bool> {
+        let comes = self.comes(&[word])?;
+        self.at += if comes { word.len() } else { 0 };
+        Ok(comes)
+    }
+
+    pub fn expect(&mut self, word: &str) -> Read<()> {
+        if self.take(word)? { Ok(()) } else { Err(self.stop()) }
+    }
+
+    /// Whether the answer has ended here.
+    pub fn is_over(&mut self) -> bool {
+        self.end == End::Whole && self.next().is_empty()
+    }
+
+    /// The end marker that comes after all calls.
+    pub fn outer_end(&self) -> Option<&'static str> {
+        self.markers.filter(|markers| !markers.is_tags())?.end
+    }
+
+    /// Reads calls, one after the other, up to their end.
+    fn calls(&mut self) -> Read<()> {
+        if self.markers.is_some_and(Markers::is_tags) {
+            self.at = 0;
+            return self.function();
+        }
+        let result = self.lists();
+        // A word at the begin of an answer may be the name of a tool, and a bracket may begin a list.
+        let text = self.text.trim_start_matches(['[', ' ', '\n']);
+        let has_begun = self.markers.is_some() || text.contains(['{', '[', '\n']);
+        if has_begun { result } else { result.map_err(|stop| stop.if_open(Stop::Unnamed)) }
+    }
+
+    fn lists(&mut self) -> Read<()> {
+        loop {
+            if !self.calls.is_empty() {
+                if self.ends()? {
+                    return Ok(());
+                }
+                if self.markers.is_some_and(|markers| markers.begin == MISTRAL) {
+                    self.take(MISTRAL)?;
+                }
+            }
+            let is_list = self.take(FUNCTOOLS)? || self.take("[")?;
+            while !(is_list && self.take("]")?) {
+                self.call()?;
+                let _ = self.take(",")? || self.take(";")?;
+                if !is_list {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Whether the calls end here. Those without markers also end where calls with markers begin.
+    fn ends(&mut self) -> Read<bool> {
+        let is_closed = match self.outer_end() {
+            Some(end) => self.take(end)?,
+            None => self.markers.is_none() && self.comes(&CALLS.map(|markers| markers.begin))?,
+        };
+        Ok(is_closed || self.is_over())
+    }
+
+    fn call(&mut self) -> Read<()> {
+        if self.next().starts_with('{') {
+            return self.object();
+        }
+        if self.markers.is_some() && self.comes(&[FUNCTION.begin])? {
+            return self.function();
+        }
+        let (tools, rest) = (self.tools, self.rest());
+        if self.end != End::Whole
+            && names(tools).any(|name| name.len() > rest.len() && name.starts_with(rest))
+        {
+            return Err(Stop::Open);
+        }
+        let longest = names(tools).filter(|name| rest.starts_with(name)).max_by_key(|name| name.len());
+        let name = longest.ok_or_else(|| self.stop())?;
+        self.at += name.len();
+        let arguments = self.arguments(name)?;
+        self.push(name, arguments);
+        Ok(())
+    }
+
+    pub fn push(&mut self, name: &str, arguments: Map<String, Value>) {
+        self.calls.push((name.to_string(), Value::Object(arguments).to_string()));
+    }
+
+    /// Reads the arguments after the name of a tool.
+    fn arguments(&mut self, name: &str) -> Read<Map<String, Value>> {
+        let from = self.at;
+        self.next();
+        if self.markers.is_none() {
+            let is_below = self.text[from..self.at].contains('\n');
+            return if is_below { self.json_object() } else { Err(self.stop()) };
+        }
+        if let Some(end) = self.outer_end()
+            && self.comes(&[end])?
+        {
+            return Ok(Map::new());
+        }
+        if self.take("(")? {
+            return self.python_arguments();
+        }
+        if self.take(KEY)? {
+            return self.keys(name);
+        }
+        if self.take(MISTRAL_ID)? {
+            self.identifier()?;
+        }
+        self.take(MISTRAL_ARGUMENTS)?;
+        self.json_object()
+    }
+
+    fn json_object(&mut self) -> Read<Map<String, Value>> {
+        if self.next().starts_with('{') { self.json() } else { Err(self.stop()) }
+    }
+
+    /// Reads the characters of a name.
+    pub fn identifier(&mut self) -> Read<&'a str> {
+        let rest = self.next();
+        let len = rest.len() - rest.trim_start_matches(is_of_name).len();
+        self.at += len;
+        if len > 0 { Ok(&rest[..len]) } else { Err(self.stop()) }
+    }
+
+    /// Reads keys and values in tags. The begin marker of a value may be missing.
+    fn keys(&mut self, name: &str) -> Read<Map<String, Value>> {
+        let mut arguments = Map::new();
+        loop {
+            let key = self.until(KEY_END)?.trim();
+            self.take(VALUE)?;
+            let value = self.until(VALUE_END)?;
+            arguments.insert(key.to_string(), typed(value, find(self.tools, name), key));
+            if !self.take(KEY)? {
+                return Ok(arguments);
+            }
+        }
+    }
+
+    /// Reads the text before `end`, and `end`. It is missing if a next key or the end of the call comes first.
+    fn until(&mut self, end: &str) -> Read<&'a str> {
+        let rest = self.rest();
+        for (at, _) in rest.match_indices('<') {
+            let tag = &rest[at..];
+            if tag.starts_with(end) {
+                self.at += at + end.len();
+                return Ok(&rest[..at]);
+            }
+            if tag.starts_with(KEY) || self.outer_end().is_some_and(|end| tag.starts_with(end)) {
+                return Err(Stop::Wrong);
+            }
+        }
+        Err(Stop::Open)
+    }
+
+    /// Reads a value of JSON.
+    pub fn json<T: DeserializeOwned>(&mut self) -> Read<T> {
+        let mut values = Deserializer::from_str(self.rest()).into_iter();
+        match values.next() {
+            Some(Ok(value)) => {
+                self.at += values.byte_offset();
+                Ok(value)
+            }
+            Some(Err(error)) if !error.is_eof() => Err(Stop::Wrong),
+            _ => Err(Stop::Open),
+        }
+    }
+}
+
+impl Stop {
+    pub fn if_open(self, other: Stop) -> Stop {
+        if self == Stop::Open { other } else { self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::answer::markers::TOOL_CALL;
+
+    fn may_be_marked_call(markers: Markers, text: &str, tools: &[Value]) -> bool {
+        let text = format!("{}{text}", markers.begin);
+        !matches!(read(&text, Some(markers), tools, End::More), Reading::Text(_))
+    }
+
+    fn may_be_call(text: &str, tools: &[Value]) -> bool {
+        !matches!(read(text, None, tools, End::More), Reading::Text(_))
+    }
+
+    /// A marker is mentioned if no call can follow it. What decides stays decided if the text grows.
+    #[test]
+    fn text_after_a_marker_is_a_call_or_a_mention() {
+        let tools = [json!({"function": {"name": "weather"}})];
+        for (markers, text) in [
+            (TOOL_CALL, "\n{\"id\": 1, \"name\": \"weather\""),
+            (TOOL_CALL, "{\"name\": \"weather\", "),
+            (TOOL_CALL, "[{\"arguments\": {"),
+            (TOOL_CALL, "[weather(city="),
+            (TOOL_CALL, "weather\n<arg_key>"),
+            (TOOL_CALL, "weather [ARGS]{"),
+            (TOOL_CALL, "weather \n{\"city\""),
+            (TOOL_CALL, "weather ( )"),
+            (TOOL_CALL, "weather( city = 1"),
+            (TOOL_CALL, "weather[CALL_ID]a"),
+            (TOOL_CALL, "functools[{"),
+            (TOOL_CALL, "\n<function=weather>\n<parameter=city>"),
+            (FUNCTION, "weather>\n</function>"),
+            // It was not offered.
+            (FUNCTION, "save>\n<parameter=text>"),
+        ] {
+            for end in 0..=text.len() {
+                assert!(may_be_marked_call(markers, &text[..end], &tools), "{}", &text[..end]);
+            }
+        }
+        for (markers, text) in [
+            (TOOL_CALL, " tags"),
+            (TOOL_CALL, "[sic]"),
+            (TOOL_CALL, "weather is"),
+            (TOOL_CALL, "weather (see below"),
+            (TOOL_CALL, "weather (="),
+            (TOOL_CALL, "weather [1"),
+            (TOOL_CALL, "weather <b"),
+            (TOOL_CALL, "weathers"),
+            (TOOL_CALL, "{name"),
+            (TOOL_CALL, "{}"),
+            (TOOL_CALL, "{\"name\": \"weathers"),
+            (TOOL_CALL, "<function=weather>Use"),
+            (TOOL_CALL, "</"),
+            (FUNCTION, "NAME> "),
+            (FUNCTION, "NAME>\nso"),
+            (FUNCTION, "NAME <"),
+            (FUNCTION, "weather> or"),
+            (FUNCTION, "weather></tool"),
+            (FUNCTION, "weather "),
+        ] {
+            for more in ["", "\"", ": {}", "\", \"name\": \"weather\"}", "\n{", "</tool_call>"] {
+                assert!(!may_be_marked_call(markers, &format!("{text}{more}"), &tools), "{text}{more}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_begin_decides_and_what_follows_changes_nothing() {
+        let tools = [json!({"function": {"name": "weather"}}), json!({"name": "say \"it\""})];
+        for text in [
+            "weather\n",
+            "weather\n {\"a\"",
+            "{ \"name\" : \"weather\", \"x\": 1",
+            "[{\"type\": \"function\", \"id\"",
+            "{\"id\": \"call_1\"",
+            "{\"id\": \"call_1\" , \"type\": \"function\", \"name\": \"weather\"",
+            "{\"type\": \"tool_call\", \"parameters\": {",
+            "functools[ {\"name\": \"wea",
+            "{\"name\": \"say \\\"it\\\"\"",
+            "{\"parameters\": {\"a\": 1}",
+        ] {
+            let mut begins = (1..=text.len()).filter(|&end| text[..end].starts_with(['{', '[']));
+            assert!(begins.all(|end| may_be_call(&text[..end], &tools)), "{text}");
+            assert!(may_be_call(text, &tools), "{text}");
+        }
+        for text in [
+            "weather\nis",
+            "{}",
+            "{\"b",
+            "{\"names",
+            "{\"name\": \"weathers",
+            "{\"name\": 1",
+            "{\"id\": 1",
+            "{\"id\": \"a\"}",
+            "{\"id\": \"a\", \"items",
+            "{\"id\": \"a\", \"name\": \"weathers",
+            "{\"function\"",
+            "{\"type\": \"function\", \"function\"",
+            "{\"type\": \"object",
+            "[{\"b",
+            "functools[1",
+            "{ x",
+            "{\"name\" ,",
+        ] {
+            for more in ["", "\"", ": {}", "\", \"name\": \"weather\"}", "\n{"] {
+                assert!(!may_be_call(&format!("{text}{more}"), &tools), "{text}{more}");
+            }
+        }
+    }
+}
