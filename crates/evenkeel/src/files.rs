@@ -286,7 +286,8 @@ impl ModelFiles {
             }
             WeightFiles::Gguf(file) => paths.extend(file.paths().map(Path::to_path_buf)),
         }
-        paths.extend(self.tower.as_ref().map(|tower| tower.path.clone()));
+        let tower = self.tower.iter().flat_map(|tower| tower.file.paths());
+        paths.extend(tower.map(Path::to_path_buf));
         paths.sort();
         paths.dedup();
         paths

@@ -287,7 +287,9 @@ impl PrefixTree {
 
     /// Forgets everything.
     pub fn clear(&mut self) {
-        while self.evict() {}
+        while let Some(&leaf) = self.leaves.first() {
+            self.remove_leaf(leaf.node);
+        }
     }
 
     /// The `most` remembered texts that were used last, most recently used first. A text comes after those that it

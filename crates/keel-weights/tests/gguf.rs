@@ -287,6 +287,13 @@ fn parts_that_do_not_belong_together_are_refused() {
     refused(&[("m-00001-of-00004.gguf", 0, 2, "a")], "does not end in -00001-of-00002.gguf");
     refused(&[(one, 0, 2, "a"), (two, 0, 2, "b")], "do not say that it is part 2 of 2");
     refused(&[(one, 0, 2, "a"), (two, 1, 2, "a")], "tensor 'a' is in an earlier part, too");
+    // The first part is that of another model.
+    let folder = parts(&[(two, 1, 2, "b")]);
+    let header = Builder::new(3, 1, 3).string("split.no").u32(4).u32(0).string("split.count").u32(4).u32(2);
+    let header = header.string("split.tensors.count").u32(5).u32(7).tensor("a", &[3], 0, 0);
+    std::fs::write(folder.path().join(one), header.data(32, 12)).unwrap();
+    let message = GgufFile::open(&folder.path().join(two)).unwrap_err().to_string();
+    assert!(message.contains("the parts have 2 tensors together, and by its metadata 7"), "{message}");
 }
 
 /// Each dtype that is stored element by element is kept.

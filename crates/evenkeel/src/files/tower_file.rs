@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use keel_models::gguf::{add_tower, may_see, processor};
 use keel_models::{ModelError, vision};
-use keel_weights::gguf::GgufFile;
+use keel_weights::gguf::{GgufFile, PartName};
 use serde_json::Value;
 
 use crate::{Error, Result};
@@ -120,10 +120,35 @@ fn candidates(model: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let is_custom = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default();
-        name.to_string_lossy().to_ascii_lowercase().contains(CUSTOM)
+        let text = name.to_string_lossy();
+        text.to_ascii_lowercase().contains(CUSTOM)
             && name != model.file_name().unwrap_or_default()
+            && PartName::parse(&text).is_none_or(|part| part.number == 1)
     };
     let mut found: Vec<PathBuf> = entries.filter(is_custom).filter(|path| super::is_gguf(path)).collect();
     found.sort();
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tower_in_parts_is_one_candidate() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let model = folder.path().join("m.gguf");
+        let names = [
+            "m.gguf",
+            "mmproj-00001-of-00002.gguf",
+            "mmproj-00002-of-00002.gguf",
+            "mmproj-F16.gguf",
+            "mmproj.txt",
+        ];
+        for name in names {
+            std::fs::write(folder.path().join(name), "").expect("writable");
+        }
+        let found: Vec<String> = candidates(&model).iter().map(|path| name_of(path)).collect();
+        assert_eq!(found, [names[1], names[3]]);
+    }
 }

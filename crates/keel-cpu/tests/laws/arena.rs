@@ -4,9 +4,9 @@ use super::{active, backend, counting, runtime, while_resting};
 use keel_array::{Array, ArrayError, Backend, Category, DType, DeviceMemory, Executable, Launch, Result};
 use keel_array::{Runtime, RuntimeOptions};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Bytes reserved from the start, for growth.
@@ -140,6 +140,41 @@ fn nothing_reads_what_the_arena_held_before_a_rest() {
     assert_eq!(runtime.ledger().active(), active, "it stays allocated");
 }
 
+/// Another thread gives idle memory back while the arena is replaced.
+struct RestMeanwhile {
+    replacing: Sender<()>,
+    rested: Mutex<Receiver<()>>,
+}
+
+impl Interceptor for RestMeanwhile {
+    fn allocate_arena(&self, backend: &dyn Backend, bytes: usize) -> Result<Box<dyn DeviceMemory>, String> {
+        self.replacing.send(()).map_err(|error| error.to_string())?;
+        let rested = self.rested.lock().expect("no panic").recv_timeout(Duration::from_secs(60));
+        rested.map_err(|_| "a rest waits for the arena".to_string())?;
+        backend.allocate(bytes)
+    }
+}
+
+/// The rest has the device, and the replacement of an arena may wait for the device.
+#[test]
+fn a_rest_does_not_wait_for_an_arena_that_is_being_replaced() {
+    let ((replacing, asked), (done, rested)) = (channel(), channel());
+    let meanwhile = Arc::new(RestMeanwhile { replacing, rested: Mutex::new(rested) });
+    let runtime =
+        Runtime::new(InterceptedBackend::new(Arc::new(backend()), meanwhile), RuntimeOptions::default());
+    let resting = runtime.clone();
+    std::thread::spawn(move || {
+        asked.iter().take(2).for_each(|()| {
+            resting.release_idle_memory();
+            let _ = done.send(());
+        });
+    });
+    for n in [33, 1025] {
+        let (program, _) = prepare(&runtime, n).expect("the arena is replaced");
+        program.run().expect("it runs");
+    }
+}
+
 /// An arena that is replaced waits until nothing is queued, and a rest keeps queued launches from running.
 #[test]
 fn a_rest_and_a_larger_arena_do_not_wait_for_each_other() {
@@ -150,9 +185,8 @@ fn a_rest_and_a_larger_arena_do_not_wait_for_each_other() {
             let x = counting(&runtime, &[7, count]);
             x.softmax(1).and_then(|y| y.cumsum(1, false, false)).and_then(|y| y.sum(1)).expect("an axis")
         };
-        while_resting(&runtime, |rest| {
+        while_resting(&runtime, || {
             for round in 0..300 {
-                rest();
                 let queued = sums(33);
                 runtime.async_eval(&[&queued]).expect("there is memory");
                 runtime.eval(&[&sums(1024 + 512 * round)]).expect("there is memory");

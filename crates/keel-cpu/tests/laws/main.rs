@@ -16,7 +16,8 @@ use keel_array::{Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_testkit::checks::ownership::counting;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 /// Two workers; freed memory is filled with NaN.
 fn backend() -> CpuBackend {
@@ -36,16 +37,19 @@ fn active(runtime: &Runtime) -> u64 {
     runtime.ledger().active().total()
 }
 
-/// Does `work` while another thread gives the runtime's idle memory back, four times for each call of the function that
-/// `work` gets. Without end it would take the device again before anyone else could.
-fn while_resting(runtime: &Runtime, work: impl FnOnce(&dyn Fn())) {
-    let (rest, asked) = channel();
+/// Does `work` while another thread gives the runtime's idle memory back, again and again. Without pauses it would take
+/// the device before anyone else could.
+fn while_resting(runtime: &Runtime, work: impl FnOnce()) {
+    const PAUSE: Duration = Duration::from_micros(50);
+    let (working, ended) = channel::<()>();
     std::thread::scope(move |scope| {
         scope.spawn(move || {
-            for () in asked {
-                (0..4).for_each(|_| runtime.release_idle_memory());
+            while ended.recv_timeout(PAUSE) == Err(RecvTimeoutError::Timeout) {
+                runtime.release_idle_memory();
             }
         });
-        work(&|| rest.send(()).expect("the thread listens"));
+        // It is dropped when the work ends, also by a panic.
+        let _working = working;
+        work();
     });
 }

@@ -93,9 +93,8 @@ fn nobody_gets_the_device_between_two_pieces_of_queued_work() {
     let runtime = runtime_with(RuntimeOptions { submission_ops: 1, ..RuntimeOptions::default() });
     // Large enough for whole pages.
     let n = 1 << 16;
-    while_resting(&runtime, |rest| {
+    while_resting(&runtime, || {
         for round in 0..300 {
-            rest();
             let x = Array::full(&runtime, [n], DType::F32, 1.0).expect("an addressable shape");
             let y = (0..6).try_fold(x, |x, i| x.cumsum(0, i % 2 == 1, false)?.sigmoid());
             let y = y.and_then(|y| y.max(0)).expect("an axis");

@@ -81,8 +81,12 @@ fn position_from<T>(items: &[T], from: usize, mut is_it: impl FnMut(&T) -> bool)
 impl Batcher {
     /// Whether the next step is submitted before the last one is taken.
     pub(super) fn goes_ahead(&self) -> bool {
-        // A sequence that outgrows its rotary frequencies is run again, after all steps are taken.
-        let can_go = |running: &Running| self.engine.can_grow(&running.cache, running.virtual_len() + 1);
+        // A sequence that outgrows its rotary frequencies is run again, after all steps are taken. No row follows a
+        // prompt that is only read.
+        let can_go = |running: &Running| {
+            let next = usize::from(running.reading.is_none());
+            self.engine.can_grow(&running.cache, running.virtual_len() + next)
+        };
         let by_host = self.running.iter().filter(|running| running.needs_logits());
         let [prompts, answers] = by_host.fold([0usize; 2], |mut counts, running| {
             counts[usize::from(running.is_answering())] += 1;
@@ -205,7 +209,9 @@ impl Batcher {
     /// drawn. Each with the number of its running sequence, ascending.
     fn next_parts(&mut self) -> Vec<(usize, StepRows)> {
         let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
-        let chunks = self.shares(keeps_logits);
+        // A step keeps the logits of few rows, and of none after a step that keeps some.
+        let kept_max = if keeps_logits { 0 } else { self.engine.host_rows_max() };
+        let chunks = self.shares(kept_max);
         self.ask_masks(Running::is_answering);
         let goes_on = |(_, running): &(usize, &Running)| {
             running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
@@ -216,9 +222,7 @@ impl Batcher {
         let of_prompt = |PromptRows { i, rows }| (i, StepRows::of_prompt(&self.running[i], rows));
         parts.extend(chunks.into_iter().map(of_prompt));
         parts.sort_unstable_by_key(|(i, _)| *i);
-        // A step keeps the logits of few prompts, and of none after a step that keeps some. Even then one may end here:
-        // a chunk whose picture is kept whole may be longer than its share.
-        let kept_max = if keeps_logits { 0 } else { self.engine.host_rows_max() };
+        // One prompt too many may end here: a chunk whose picture is kept whole may be longer than its share.
         let mut kept = [0; 2];
         parts.retain(|(_, part)| {
             let kept = &mut kept[usize::from(part.is_prompt)];

@@ -54,7 +54,7 @@ impl Batcher {
         while self.pending.len() - prompts < self.microbatches() && self.submit_microbatch()? {}
         if prompts == 0 {
             let (rows, parts) = self
-                .shares(false)
+                .shares(usize::MAX)
                 .into_iter()
                 .map(|PromptRows { i, rows }| (i, StepRows::of_prompt(&self.running[i], rows)))
                 .unzip();

@@ -41,10 +41,10 @@ impl Batcher {
 
     /// Which prompts the next step should run, and how many tokens of each.
     ///
-    /// After a step that `keeps_logits` for the host, no prompt may end whose logits the host reads. Prompts that could
-    /// end wait for one step and leave their share to others. Turns then count pairs of steps, so that each prompt
-    /// comes first in a step in which it may end.
-    pub(super) fn shares(&mut self, keeps_logits: bool) -> Vec<PromptRows> {
+    /// Of the prompts whose logits the host reads, at most `ends_max` may end: those that came first. Others that could
+    /// end wait for a later step and leave their share to others. After a step that keeps logits, none may end. Turns
+    /// then count pairs of steps, so that each prompt comes first in a step in which it may end.
+    pub(super) fn shares(&mut self, mut ends_max: usize) -> Vec<PromptRows> {
         let decoding = self.answers();
         let step_max = self.engine.prefill_rows_max();
         let is_prompt = |running: &Running| running.prompt_rows_left() > 0 && !running.pictures.are_unseen();
@@ -60,8 +60,12 @@ impl Batcher {
             let PromptRest { tokens, until_save_point: until_stop } = running.prompt_rest();
             tokens == until_stop && tokens <= budget.max(PREFILL_GRID)
         };
-        let waits = |running: &Running| keeps_logits && running.needs_logits() && may_end(running);
-        let runs = |running: &Running| is_prompt(running) && !waits(running);
+        let mut runs = |running: &Running| {
+            let ends = is_prompt(running) && running.needs_logits() && may_end(running);
+            let waits = ends && ends_max == 0;
+            ends_max -= usize::from(ends && !waits);
+            is_prompt(running) && !waits
+        };
         let indices: Vec<usize> = (0..self.running.len()).filter(|&i| runs(&self.running[i])).collect();
         let rests: Vec<PromptRest> = indices.iter().map(|&i| self.running[i].prompt_rest()).collect();
         let needs_logits = self.running.iter().any(Running::needs_logits);
@@ -82,7 +86,7 @@ impl Batcher {
     /// The chunks of the next step that find their pages. Sequences may be parked for them.
     fn parts(&mut self) -> Vec<PromptRows> {
         let mut parts = Vec::new();
-        for part in self.shares(false) {
+        for part in self.shares(usize::MAX) {
             let PromptRows { i, rows } = part;
             if !self.make_way_for(i, rows) {
                 continue;

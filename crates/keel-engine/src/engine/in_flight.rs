@@ -229,7 +229,7 @@ impl InFlightStep {
     pub fn add(&mut self, submitted: Result<InFlightRun>) {
         match submitted {
             Ok(run) => self.runs.push(run),
-            Err(error) => self.refusal = Some(error),
+            Err(error) => drop(self.refusal.get_or_insert(error)),
         }
     }
 

@@ -102,7 +102,7 @@ fn the_host_waits_once_all_passes_are_submitted() {
     let four = members(&mut engine, DEPTHS);
     assert_eq!(of(four, &mut engine), "LLLLLWWWWW", "4 passes of the head and one of the model");
     let deep = vec![Member::join(&mut engine, &[5, 9, 3], 8, SamplerOptions::default())];
-    assert_eq!(of(deep, &mut engine), "LLLLLLWLWLWLWWWWWW", "6 may be under way");
+    assert_eq!(of(deep, &mut engine), "LLLLLLLLWLWWWWWWWW", "8 may be under way");
     // Drafts that the host draws are waited for.
     let penalised = SamplerOptions { repetition_penalty: 1.2, ..SamplerOptions::default() };
     let waiting = vec![Member::join(&mut engine, &[5, 9, 3], 2, penalised)];

@@ -6,7 +6,7 @@ use super::*;
 use crate::AnswerForm;
 
 /// The text and the number of calls of an answer that is cut off after it arrived in pieces of `size` characters.
-fn cut(answer: &str, size: usize) -> (String, usize) {
+pub(super) fn cut(answer: &str, size: usize) -> (String, usize) {
     let tools = vec![json!({"function": {"name": "weather"}})];
     let mut parser = AnswerParser::new(AnswerForm { tools, ..AnswerForm::default() });
     let (mut parts, chars) = (Vec::new(), answer.chars().collect::<Vec<_>>());
@@ -22,7 +22,7 @@ fn cut(answer: &str, size: usize) -> (String, usize) {
     (parts.iter().map(text).collect(), calls)
 }
 
-fn check(answer: &str, text: &str, calls: usize) {
+pub(super) fn check(answer: &str, text: &str, calls: usize) {
     for size in [1, 3, 1000] {
         assert_eq!(cut(answer, size), (text.to_string(), calls), "{answer:?} in pieces of {size}");
     }

@@ -9,12 +9,18 @@
 
 #[cfg(test)]
 mod cut_tests;
+#[cfg(test)]
+mod edge_tests;
 mod form;
 mod markers;
 mod object;
 mod pythonic;
 mod reader;
+#[cfg(test)]
+mod reader_tests;
 mod schema;
+#[cfg(test)]
+mod split_tests;
 #[cfg(test)]
 mod stream_tests;
 #[cfg(test)]
@@ -26,7 +32,7 @@ mod value;
 
 pub use form::{AnswerForm, ReasoningMarkers};
 use markers::{CALLS, Markers, REASONING, find_begin, overlap, overlap_with_begin};
-use reader::{Call, End, Reading, read};
+use reader::{Call, End, Reading, read_from};
 use value::read_value;
 
 /// Bounds the memory for a call that never ends.
@@ -36,7 +42,8 @@ const GAP_BYTES_MAX: usize = 1024;
 /// An open text up to this length is read again with each piece, and a longer one once its length has doubled.
 const SHORT_BYTES_MAX: usize = 256;
 /// A longer one is also read again where a call may end. These readings take at most this number of bytes for each byte
-/// of the answer, so that the time of an answer grows with its length and not with its square.
+/// of the answer, so that the time of an answer grows with its length and not with its square. The same limit holds for
+/// the bytes that are read again because they were read as part of a call that is none.
 const READS_PER_BYTE: usize = 8;
 /// Fewest bytes of a marker's beginning that are left out after text. Fewer may as well be text, such as `<` in `a <`.
 const MARKER_PART_MIN: usize = 5;
@@ -76,8 +83,8 @@ enum State {
 impl State {
     /// The state after a begin marker that is only mentioned. `text` comes next.
     fn after_mention(text: &str) -> State {
-        let text = text.trim_start();
-        let object = text.strip_prefix('[').unwrap_or(text).trim_start();
+        let text = text.trim_ascii_start();
+        let object = text.strip_prefix('[').unwrap_or(text).trim_ascii_start();
         // What begins otherwise may be a sentence. A quote in it begins no JSON string.
         if object.starts_with('{') { State::Value { inside: false } } else { State::Text }
     }
@@ -96,13 +103,19 @@ pub struct AnswerParser {
     seen: usize,
     /// Number of bytes that may be read again where a call may end ([`READS_PER_BYTE`]).
     credit: usize,
+    /// What is open may have ended since it was read last.
+    is_owed: bool,
+    /// Number of bytes whose part is decided.
+    decided: usize,
+    /// Number of bytes that are read again because they were read as part of a call that is none.
+    reread: usize,
     /// Reasoning may begin, because there was none yet.
     may_reason: bool,
     /// The next text begins a part, so its leading white space is dropped.
     at_start: bool,
     /// Text or reasoning came since the answer began, or since its last call.
     has_spoken: bool,
-    /// Number of bytes that were read, also if more than once.
+    /// Number of bytes that were read, also if more than once, without `reread`.
     #[cfg(test)]
     work: usize,
 }
@@ -119,6 +132,9 @@ impl AnswerParser {
             held: String::new(),
             seen: 0,
             credit: 0,
+            is_owed: false,
+            decided: 0,
+            reread: 0,
             has_spoken: false,
             #[cfg(test)]
             work: 0,
@@ -132,7 +148,8 @@ impl AnswerParser {
         let len = self.held.len();
         let is_due = len <= SHORT_BYTES_MAX || len >= 2 * self.seen || len > CALL_BYTES_MAX + GAP_BYTES_MAX;
         if !is_due {
-            if self.credit < len || !self.may_end(piece.len()) {
+            self.is_owed |= self.may_end(piece.len());
+            if self.credit < len || !self.is_owed {
                 return;
             }
             self.credit -= len;
@@ -156,7 +173,8 @@ impl AnswerParser {
         matches!(self.state, State::Reasoning(_))
     }
 
-    /// Whether what is open may end in the last `added` bytes of the held text.
+    /// Whether what is open may end in the last `added` bytes of the held text. A string that lacks its quote may end
+    /// with the line, after the end marker.
     fn may_end(&self, added: usize) -> bool {
         let (held, added) = (self.held.as_bytes(), self.held.len() - added);
         if let State::Value { .. } = self.state {
@@ -166,7 +184,9 @@ impl AnswerParser {
             let from = added.saturating_sub(marker.len() - 1);
             held[from..].windows(marker.len()).any(|bytes| bytes == marker.as_bytes())
         };
-        CALLS.iter().any(|markers| ends(markers.begin) || markers.end.is_some_and(ends))
+        let is_after = |marker: &str| held[..added].ends_with(marker.as_bytes());
+        let ends_call = |marker: &str| ends(marker) || is_after(marker);
+        CALLS.iter().any(|markers| ends(markers.begin) || markers.end.is_some_and(ends_call))
     }
 
     fn end(&mut self, end: End, parts: &mut Vec<AnswerPart>) {
@@ -200,11 +220,12 @@ impl AnswerParser {
     /// Makes all decisions that the held text allows.
     fn advance(&mut self, end: End, parts: &mut Vec<AnswerPart>) {
         let held = std::mem::take(&mut self.held);
-        self.seen = 0;
+        (self.seen, self.is_owed) = (0, false);
         let mut at = 0;
         loop {
             let (taken, goes_on) = self.step(&held[at..], end, parts);
             at += taken;
+            self.decided += taken;
             if !goes_on {
                 break;
             }
@@ -301,7 +322,8 @@ impl AnswerParser {
     ) -> (usize, bool) {
         let call = head(&text[at..]);
         let is_long = call.len() < text.len() - at;
-        let reading = read(call, markers, &self.form.tools, if is_long { End::More } else { end });
+        let (reading, read) =
+            read_from(call, markers, &self.form.tools, if is_long { End::More } else { end });
         let before = without_gap(&text[..at]);
         match reading {
             Reading::Open if !is_long => {
@@ -317,6 +339,11 @@ impl AnswerParser {
             }
             Reading::Text(_) | Reading::Open => {
                 let taken = if let Reading::Text(taken) = reading { taken } else { call.len() };
+                // A marker inside what was read may begin a call, unless too much would be read again.
+                let again = read.saturating_sub(taken);
+                let is_last = self.reread + again > READS_PER_BYTE * (self.decided + at + read);
+                let (taken, again) = if is_last { (read, 0) } else { (taken, again) };
+                self.reread += again;
                 let is_mention = !markers.is_some_and(Markers::is_tags)
                     && taken == markers.map_or(0, |markers| markers.begin.len());
                 let taken = if taken == 0 { 0 } else { at + taken };

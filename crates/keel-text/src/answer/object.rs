@@ -53,7 +53,7 @@ impl Reader<'_> {
                 "id" if may_be_value => vec!["\"".into()],
                 _ => vec![String::new()],
             };
-            if !allowed.iter().any(|word| fits(value, word)) {
+            if !allowed.iter().any(|word| may_be(value, word)) {
                 return Err(Stop::Wrong);
             }
             // The value decides while it may be one of these words.
@@ -90,11 +90,18 @@ impl Reader<'_> {
         let arguments = match members.arguments.or(members.parameters) {
             None | Some(Value::Null) => Map::new(),
             Some(Value::Object(arguments)) => arguments,
+            Some(Value::String(text)) if text.trim().is_empty() => Map::new(),
             Some(Value::String(text)) => serde_json::from_str(&text).ok()?,
             Some(_) => return None,
         };
         Some((name, arguments))
     }
+}
+
+/// The same as [`fits`], if no escape comes before the first difference. What comes after it is not compared.
+fn may_be(value: &str, word: &str) -> bool {
+    let same = value.bytes().zip(word.bytes()).take_while(|(a, b)| a == b).count();
+    same == word.len() || value.as_bytes().get(same).is_none_or(|&byte| byte == b'\\')
 }
 
 #[cfg(test)]

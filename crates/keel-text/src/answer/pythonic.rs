@@ -100,7 +100,10 @@ impl Reader<'_> {
             }
             let mut chars = rest.chars();
             match chars.next().ok_or(Stop::Open)? {
-                '\\' => rest = escape(chars.as_str(), &mut text)?,
+                '\\' => {
+                    self.at = self.text.len() - rest.len();
+                    rest = escape(chars.as_str(), &mut text)?;
+                }
                 c => {
                     text.push(c);
                     rest = chars.as_str();

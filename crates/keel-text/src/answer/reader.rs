@@ -60,14 +60,24 @@ pub(super) enum Stop {
 
 pub(super) type Read<T> = Result<T, Stop>;
 
-/// Reads a text that begins with the begin marker of `markers`, or without markers where an answer begins.
-pub(super) fn read(text: &str, markers: Option<Markers>, tools: &[Value], end: End) -> Reading {
+/// Reads a text that begins with the begin marker of `markers`, or without markers where an answer begins. Returns also
+/// how many bytes the reading took.
+pub(super) fn read_from(text: &str, markers: Option<Markers>, tools: &[Value], end: End) -> (Reading, usize) {
     let begin = markers.map_or(0, |markers| markers.begin.len());
-    let mut reader =
-        Reader { text, at: begin, markers, tools, end, calls: Vec::new(), in_tags: false, is_unknown: false };
+    let mut reader = Reader {
+        text,
+        at: begin,
+        markers,
+        tools,
+        end,
+        calls: Vec::new(),
+        in_tags: false,
+        is_unknown: false,
+        whole: begin,
+    };
     let result = reader.calls();
-    let Reader { at, calls, in_tags, is_unknown, .. } = reader;
-    match result {
+    let Reader { at, calls, in_tags, is_unknown, whole, .. } = reader;
+    let reading = match result {
         Ok(()) if is_unknown => Reading::Text(at),
         Ok(()) => Reading::Calls(calls, at),
         Err(Stop::Open | Stop::Unnamed) if end == End::More => Reading::Open,
@@ -76,8 +86,14 @@ pub(super) fn read(text: &str, markers: Option<Markers>, tools: &[Value], end: E
         // A marker inside a call in tags begins no call.
         Err(Stop::Wrong) if in_tags => Reading::Text(at),
         Err(_) if in_tags => Reading::Text(text.len()),
-        Err(_) => Reading::Text(begin),
-    }
+        Err(_) => Reading::Text(text[..whole].trim_ascii_end().len()),
+    };
+    (reading, if matches!(result, Ok(()) | Err(Stop::Wrong)) { at } else { text.len() })
+}
+
+#[cfg(test)]
+pub(super) fn read(text: &str, markers: Option<Markers>, tools: &[Value], end: End) -> Reading {
+    read_from(text, markers, tools, end).0
 }
 
 /// Finds a tool (in OpenAI's form) by its name.
@@ -118,6 +134,8 @@ pub(super) struct Reader<'a> {
     pub in_tags: bool,
     /// One of the calls, in tags, is that of a tool that was not offered.
     pub is_unknown: bool,
+    /// Number of bytes that begin no other call if these are none: the begin marker, and Mistral's calls after it.
+    pub whole: usize,
 }
 
 impl<'a> Reader<'a> {
@@ -157,7 +175,7 @@ impl<'a> Reader<'a> {
 
     /// Whether the answer has ended here.
     pub fn is_over(&mut self) -> bool {
-        self.end == End::Whole && self.next().is_empty()
+        self.end == End::Whole && self.rest().trim().is_empty()
     }
 
     /// The end marker that comes after all calls.
@@ -173,7 +191,7 @@ impl<'a> Reader<'a> {
         }
         let result = self.lists();
         // A word at the begin of an answer may be the name of a tool, and a bracket may begin a list.
-        let text = self.text.trim_start_matches(['[', ' ', '\n']);
+        let text = self.text.trim_start_matches(['[', ']', ' ', '\t', '\r', '\n']);
         let has_begun = self.markers.is_some() || text.contains(['{', '[', '\n']);
         if has_begun { result } else { result.map_err(|stop| stop.if_open(Stop::Unnamed)) }
     }
@@ -181,10 +199,12 @@ impl<'a> Reader<'a> {
     fn lists(&mut self) -> Read<()> {
         loop {
             if !self.calls.is_empty() {
+                let is_mistral = self.markers.is_some_and(|markers| markers.begin == MISTRAL);
+                self.whole = if is_mistral { self.at } else { self.whole };
                 if self.ends()? {
                     return Ok(());
                 }
-                if self.markers.is_some_and(|markers| markers.begin == MISTRAL) {
+                if is_mistral {
                     self.take(MISTRAL)?;
                 }
             }
@@ -205,6 +225,10 @@ impl<'a> Reader<'a> {
             Some(end) => self.take(end)?,
             None => self.markers.is_none() && self.comes(&CALLS.map(|markers| markers.begin))?,
         };
+        // The answer may end with any white space.
+        if !is_closed && self.end != End::Whole && self.rest().trim().is_empty() {
+            return Err(Stop::Open);
+        }
         Ok(is_closed || self.is_over())
     }
 
@@ -275,9 +299,10 @@ impl<'a> Reader<'a> {
     fn keys(&mut self, name: &str) -> Read<Map<String, Value>> {
         let mut arguments = Map::new();
         loop {
-            let key = self.until(KEY_END)?.trim();
-            self.take(VALUE)?;
-            let value = self.until(VALUE_END)?;
+            let key = self.until(KEY_END, self.outer_end())?.trim();
+            // With its begin marker a value may contain the end of the call.
+            let stop = if self.take(VALUE)? { None } else { self.outer_end() };
+            let value = self.until(VALUE_END, stop)?;
             arguments.insert(key.to_string(), typed(value, find(self.tools, name), key));
             if !self.take(KEY)? {
                 return Ok(arguments);
@@ -285,8 +310,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads the text before `end`, and `end`. It is missing if a next key or the end of the call comes first.
-    fn until(&mut self, end: &str) -> Read<&'a str> {
+    /// Reads the text before `end`, and `end`. It is missing if a next key or `stop` comes first.
+    fn until(&mut self, end: &str, stop: Option<&str>) -> Read<&'a str> {
         let rest = self.rest();
         for (at, _) in rest.match_indices('<') {
             let tag = &rest[at..];
@@ -294,7 +319,8 @@ impl<'a> Reader<'a> {
                 self.at += at + end.len();
                 return Ok(&rest[..at]);
             }
-            if tag.starts_with(KEY) || self.outer_end().is_some_and(|end| tag.starts_with(end)) {
+            if tag.starts_with(KEY) || stop.is_some_and(|stop| tag.starts_with(stop)) {
+                self.at += at;
                 return Err(Stop::Wrong);
             }
         }
@@ -309,7 +335,13 @@ impl<'a> Reader<'a> {
                 self.at += values.byte_offset();
                 Ok(value)
             }
-            Some(Err(error)) if !error.is_eof() => Err(Stop::Wrong),
+            Some(Err(error)) if !error.is_eof() => {
+                // The error's column counts bytes, so it may stand inside a character.
+                let lines = self.rest().split_inclusive('\n').take(error.line() - 1);
+                self.at += lines.map(str::len).sum::<usize>() + error.column();
+                self.at -= (0..4).find(|&n| self.text.is_char_boundary(self.at - n)).unwrap_or(0);
+                Err(Stop::Wrong)
+            }
             _ => Err(Stop::Open),
         }
     }
@@ -318,118 +350,5 @@ impl<'a> Reader<'a> {
 impl Stop {
     pub fn if_open(self, other: Stop) -> Stop {
         if self == Stop::Open { other } else { self }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-    use crate::answer::markers::TOOL_CALL;
-
-    fn may_be_marked_call(markers: Markers, text: &str, tools: &[Value]) -> bool {
-        let text = format!("{}{text}", markers.begin);
-        !matches!(read(&text, Some(markers), tools, End::More), Reading::Text(_))
-    }
-
-    fn may_be_call(text: &str, tools: &[Value]) -> bool {
-        !matches!(read(text, None, tools, End::More), Reading::Text(_))
-    }
-
-    /// A marker is mentioned if no call can follow it. What decides stays decided if the text grows.
-    #[test]
-    fn text_after_a_marker_is_a_call_or_a_mention() {
-        let tools = [json!({"function": {"name": "weather"}})];
-        for (markers, text) in [
-            (TOOL_CALL, "\n{\"id\": 1, \"name\": \"weather\""),
-            (TOOL_CALL, "{\"name\": \"weather\", "),
-            (TOOL_CALL, "[{\"arguments\": {"),
-            (TOOL_CALL, "[weather(city="),
-            (TOOL_CALL, "weather\n<arg_key>"),
-            (TOOL_CALL, "weather [ARGS]{"),
-            (TOOL_CALL, "weather \n{\"city\""),
-            (TOOL_CALL, "weather ( )"),
-            (TOOL_CALL, "weather( city = 1"),
-            (TOOL_CALL, "weather[CALL_ID]a"),
-            (TOOL_CALL, "functools[{"),
-            (TOOL_CALL, "\n<function=weather>\n<parameter=city>"),
-            (FUNCTION, "weather>\n</function>"),
-            // It was not offered.
-            (FUNCTION, "save>\n<parameter=text>"),
-        ] {
-            for end in 0..=text.len() {
-                assert!(may_be_marked_call(markers, &text[..end], &tools), "{}", &text[..end]);
-            }
-        }
-        for (markers, text) in [
-            (TOOL_CALL, " tags"),
-            (TOOL_CALL, "[sic]"),
-            (TOOL_CALL, "weather is"),
-            (TOOL_CALL, "weather (see below"),
-            (TOOL_CALL, "weather (="),
-            (TOOL_CALL, "weather [1"),
-            (TOOL_CALL, "weather <b"),
-            (TOOL_CALL, "weathers"),
-            (TOOL_CALL, "{name"),
-            (TOOL_CALL, "{}"),
-            (TOOL_CALL, "{\"name\": \"weathers"),
-            (TOOL_CALL, "<function=weather>Use"),
-            (TOOL_CALL, "</"),
-            (FUNCTION, "NAME> "),
-            (FUNCTION, "NAME>\nso"),
-            (FUNCTION, "NAME <"),
-            (FUNCTION, "weather> or"),
-            (FUNCTION, "weather></tool"),
-            (FUNCTION, "weather "),
-        ] {
-            for more in ["", "\"", ": {}", "\", \"name\": \"weather\"}", "\n{", "</tool_call>"] {
-                assert!(!may_be_marked_call(markers, &format!("{text}{more}"), &tools), "{text}{more}");
-            }
-        }
-    }
-
-    #[test]
-    fn the_begin_decides_and_what_follows_changes_nothing() {
-        let tools = [json!({"function": {"name": "weather"}}), json!({"name": "say \"it\""})];
-        for text in [
-            "weather\n",
-            "weather\n {\"a\"",
-            "{ \"name\" : \"weather\", \"x\": 1",
-            "[{\"type\": \"function\", \"id\"",
-            "{\"id\": \"call_1\"",
-            "{\"id\": \"call_1\" , \"type\": \"function\", \"name\": \"weather\"",
-            "{\"type\": \"tool_call\", \"parameters\": {",
-            "functools[ {\"name\": \"wea",
-            "{\"name\": \"say \\\"it\\\"\"",
-            "{\"parameters\": {\"a\": 1}",
-        ] {
-            let mut begins = (1..=text.len()).filter(|&end| text[..end].starts_with(['{', '[']));
-            assert!(begins.all(|end| may_be_call(&text[..end], &tools)), "{text}");
-            assert!(may_be_call(text, &tools), "{text}");
-        }
-        for text in [
-            "weather\nis",
-            "{}",
-            "{\"b",
-            "{\"names",
-            "{\"name\": \"weathers",
-            "{\"name\": 1",
-            "{\"id\": 1",
-            "{\"id\": \"a\"}",
-            "{\"id\": \"a\", \"items",
-            "{\"id\": \"a\", \"name\": \"weathers",
-            "{\"function\"",
-            "{\"type\": \"function\", \"function\"",
-            "{\"type\": \"object",
-            "[{\"b",
-            "functools[1",
-            "{ x",
-            "{\"name\" ,",
-        ] {
-            for more in ["", "\"", ": {}", "\", \"name\": \"weather\"}", "\n{"] {
-                assert!(!may_be_call(&format!("{text}{more}"), &tools), "{text}{more}");
-            }
-        }
     }
 }

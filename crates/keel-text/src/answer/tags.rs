@@ -37,7 +37,10 @@ impl<'a> Reader<'a> {
         let tool = find(self.tools, name);
         if tool.is_none() {
             self.is_unknown = true;
-            if !name.chars().all(is_of_name) || !fits(self.rest(), &format!("\n{PARAMETER}")) {
+            let is_name = name.chars().all(is_of_name);
+            // The tag ends before what is not of a name, however much of it has come.
+            self.at -= if is_name { 0 } else { name.len() + 1 };
+            if !is_name || !fits(self.rest(), &format!("\n{PARAMETER}")) {
                 return Err(Stop::Wrong);
             }
         }

@@ -9,7 +9,7 @@ pub(super) fn tools() -> Vec<Value> {
 }
 
 /// The parts of an answer that arrives in pieces of `size` characters. Neighbours of one kind are joined.
-fn parts(form: &AnswerForm, answer: &str, size: usize) -> Vec<AnswerPart> {
+pub(super) fn parts(form: &AnswerForm, answer: &str, size: usize) -> Vec<AnswerPart> {
     let mut parser = AnswerParser::new(form.clone());
     let (mut all, chars) = (Vec::new(), answer.chars().collect::<Vec<_>>());
     for piece in chars.chunks(size) {
@@ -350,7 +350,7 @@ pub(super) fn parser_after(form: &AnswerForm, answer: &str, size: usize) -> (Ans
 
 /// Number of bytes that were read, also if more than once.
 pub(super) fn work(parser: &AnswerParser) -> usize {
-    parser.work
+    parser.work + parser.reread
 }
 
 #[test]

@@ -5,13 +5,14 @@ use super::reader::End;
 use super::{CALL_BYTES_MAX, State};
 
 /// Reads JSON that is no call. Returns the number of bytes before the first place where a marker may be, and the state
-/// there. `inside`: the text begins inside a string.
+/// there. `inside`: the text begins inside a string. An end marker outside strings ends the JSON.
 ///
 /// Malformed JSON may have a string that never ends. So a string with a control character, which JSON forbids, counts
 /// as no string, and neither does the rest of one that holds back [`CALL_BYTES_MAX`] bytes.
 pub(super) fn read_value(text: &str, mut inside: bool, end: End) -> (usize, State) {
     let bytes = text.as_bytes();
-    // The first marker inside the current string.
+    // The first marker inside the current string. If this is an end marker, and a begin marker comes next, then the
+    // string lacks its quote.
     let mut hidden = None;
     let mut at = 0;
     while let Some(&byte) = bytes.get(at) {
@@ -20,13 +21,17 @@ pub(super) fn read_value(text: &str, mut inside: bool, end: End) -> (usize, Stat
         }
         match byte {
             b'<' | b'[' => {
-                let mut begins = CALLS.iter().map(|markers| markers.begin);
-                if begins.clone().any(|begin| text[at..].starts_with(begin)) {
-                    if !inside {
-                        return (at, State::Text);
+                let begins = CALLS.iter().map(|markers| markers.begin);
+                let mut ends = CALLS.iter().filter_map(|markers| markers.end);
+                let rest = &text[at..];
+                let is_begin = begins.clone().any(|begin| rest.starts_with(begin));
+                if is_begin || ends.clone().any(|end| rest.starts_with(end)) {
+                    let before = text[hidden.unwrap_or(at)..at].trim_ascii_end();
+                    if !inside || is_begin && ends.any(|end| before == end) {
+                        return (hidden.unwrap_or(at), State::Text);
                     }
                     hidden.get_or_insert(at);
-                } else if end != End::Whole && begins.any(|begin| begin.starts_with(&text[at..])) {
+                } else if end != End::Whole && begins.chain(ends).any(|marker| marker.starts_with(rest)) {
                     break;
                 }
             }

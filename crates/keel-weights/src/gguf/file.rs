@@ -21,6 +21,9 @@ const PARTS_KEY: &str = "split.count";
 /// Which part a file is, from 0.
 const PART_KEY: &str = "split.no";
 
+/// The number of tensors of all parts together.
+const TENSORS_KEY: &str = "split.tensors.count";
+
 /// A GGUF file, mapped into memory, or all parts of a model that is split into several files. Opening reads only the
 /// headers.
 ///
@@ -57,10 +60,6 @@ impl Part {
     fn total(&self) -> u64 {
         self.number(PARTS_KEY).unwrap_or(0).max(1)
     }
-
-    fn problem(&self, problem: String) -> WeightsError {
-        WeightsError::Parts { path: self.path.clone(), total: self.total(), problem }
-    }
 }
 
 impl GgufFile {
@@ -77,7 +76,12 @@ impl GgufFile {
         for (i, part) in parts.iter().enumerate() {
             for name in part.header.tensors().keys() {
                 if owners.insert(name.clone(), i).is_some() {
-                    return Err(part.problem(format!("tensor '{name}' is in an earlier part, too")));
+                    let problem = format!("tensor '{name}' is in an earlier part, too");
+                    return Err(WeightsError::Parts {
+                        path: part.path.clone(),
+                        total: part.total(),
+                        problem,
+                    });
                 }
             }
         }
@@ -150,29 +154,39 @@ impl<'a> StoredTensor<'a> {
 
 /// All parts of the model of `known`, in their order.
 fn all_parts(known: Part) -> Result<Vec<Part>> {
-    let total = known.total();
-    let name = known.path.file_name().and_then(|name| PartName::parse(name.to_str()?));
+    let (path, total) = (known.path.clone(), known.total());
+    let wrong = |path: &Path, problem: String| WeightsError::Parts { path: path.into(), total, problem };
+    let name = path.file_name().and_then(|name| PartName::parse(name.to_str()?));
     let Some(name) = name.filter(|name| u64::from(name.total) == total) else {
         let problem = format!(
             "its name does not end in -00001-of-{total:05}.gguf or another of the {total} numbers, so the other parts are \
              not found"
         );
-        return Err(known.problem(problem));
+        return Err(wrong(&path, problem));
     };
+    let mut known = Some(known);
     let mut parts = Vec::new();
-    for (i, name) in name.all().enumerate() {
-        let path = known.path.with_file_name(&name);
-        if !path.is_file() {
-            return Err(known.problem(format!("{name} is not in its folder")));
-        }
-        let part = Part::open(&path)?;
-        let found = (part.total(), part.number(PART_KEY));
-        if found != (total, Some(i as u64)) {
-            return Err(part.problem(format!("its metadata do not say that it is part {} of {total}", i + 1)));
+    for (number, name_of_part) in (1..).zip(name.all()) {
+        let neighbour = path.with_file_name(&name_of_part);
+        let part = match known.take_if(|_| number == name.number) {
+            Some(part) => part,
+            None if neighbour.is_file() => Part::open(&neighbour)?,
+            None => return Err(wrong(&path, format!("{name_of_part} is not in its folder"))),
+        };
+        if (part.total(), part.number(PART_KEY)) != (total, Some(u64::from(number) - 1)) {
+            let problem = format!("its metadata do not say that it is part {number} of {total}");
+            return Err(wrong(&part.path, problem));
         }
         parts.push(part);
     }
-    Ok(parts)
+    let tensors: usize = parts.iter().map(|part| part.header.tensors().len()).sum();
+    match parts[0].number(TENSORS_KEY) {
+        Some(all) if all != tensors as u64 => {
+            let problem = format!("the parts have {tensors} tensors together, and by its metadata {all}");
+            Err(wrong(&parts[0].path, problem))
+        }
+        _ => Ok(parts),
+    }
 }
 
 impl TensorSource for GgufFile {

@@ -42,9 +42,11 @@ fn of_path(path: &Path) -> String {
     match name.and_then(|name| name.split_once(".safetensors")) {
         Some(("model", _)) => path.parent().map_or("keel".into(), of_path),
         Some((stem, _)) => stem.into(),
-        None => hub_name(path).unwrap_or_else(|| match name.and_then(PartName::parse) {
-            Some(part) => format!("{}.gguf", part.stem),
-            None => name.unwrap_or("keel").to_string(),
+        None => hub_name(path).unwrap_or_else(|| {
+            match name.and_then(PartName::parse).filter(|part| part.total > 1) {
+                Some(part) => format!("{}.gguf", part.stem),
+                None => name.unwrap_or("keel").to_string(),
+            }
         }),
     }
 }

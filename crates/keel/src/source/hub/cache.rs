@@ -17,7 +17,7 @@ use keel_weights::{Checkpoint, read_regular};
 
 use crate::input;
 
-use super::choice::{USUAL_CODING, folder_of, is_gguf_model, is_gguf_tower, is_picked};
+use super::choice::{USUAL_CODING, folder_of, is_gguf_model, is_gguf_tower, is_picked, stem_of};
 use crate::source::hub_name::{HubName, MAIN, is_commit};
 
 /// The folder of models.
@@ -114,7 +114,7 @@ impl Cache {
             None if picked.len() > 1 => picked.retain(|file| is_picked(file, USUAL_CODING)),
             None => {}
         }
-        picked.sort_by_key(|file| (file.matches('/').count(), file.len()));
+        picked.sort_by_key(|file| (file.matches('/').count(), stem_of(file).len()));
         picked.first().map(|file| folder.join(file))
     }
 

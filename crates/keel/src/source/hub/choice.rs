@@ -125,14 +125,17 @@ pub fn place_of(tower: &str, model: &str) -> String {
 
 /// The vision tower to download with a GGUF file, as llama.cpp chooses it: in the file's folder or the nearest one
 /// above, the one with the nearest number of bits. One that is here already comes first, because a model with two
-/// towers next to it would have no clear one.
+/// towers next to it would have no clear one. Towers are small; one in parts is not taken.
 fn tower_of<'a>(
     model: &str,
     files: &'a [RemoteFile],
     is_here: &dyn Fn(&str) -> bool,
 ) -> Option<&'a RemoteFile> {
-    let is_above =
-        |file: &&RemoteFile| is_gguf_tower(&file.path) && folder_of(model).starts_with(folder_of(&file.path));
+    let is_above = |file: &&RemoteFile| {
+        is_gguf_tower(&file.path)
+            && PartName::parse(&file.path).is_none()
+            && folder_of(model).starts_with(folder_of(&file.path))
+    };
     let bits = |path: &str| bits_of(path).unwrap_or(u32::MAX);
     files.iter().filter(is_above).min_by_key(|file| {
         let difference = bits(&file.path).abs_diff(bits(model));
@@ -140,10 +143,14 @@ fn tower_of<'a>(
     })
 }
 
+/// A path without what says that it is a GGUF file, and which part of one.
+pub fn stem_of(path: &str) -> &str {
+    PartName::parse(path).map_or_else(|| path.strip_suffix(".gguf").unwrap_or(path), |part| part.stem)
+}
+
 /// Bits of the coding at the end of a file's name: 4 of `Q4_K_M`, 16 of `BF16`.
 fn bits_of(path: &str) -> Option<u32> {
-    let stem = PartName::parse(path).map_or(path.strip_suffix(".gguf").unwrap_or(path), |part| part.stem);
-    let coding = stem.rsplit(['-', '.', '/']).next()?;
+    let coding = stem_of(path).rsplit(['-', '.', '/']).next()?;
     let digits = coding.trim_start_matches(|c: char| !c.is_ascii_digit());
     digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
@@ -167,7 +174,7 @@ fn choose_gguf<'a>(name: &HubName, gguf: &[&'a RemoteFile], pick: &str) -> Resul
     let mut picked: Vec<&RemoteFile> =
         gguf.iter().filter(|file| is_picked(&file.path, pick)).copied().collect();
     // If both UD-Q4_K_M.gguf and Q4_K_M.gguf exist, the shorter name is meant.
-    picked.sort_by_key(|file| (file.path.matches('/').count(), file.path.len()));
+    picked.sort_by_key(|file| (file.path.matches('/').count(), stem_of(&file.path).len()));
     let repository = name.repository();
     match picked.first() {
         Some(file) => Ok(file),
@@ -277,6 +284,8 @@ mod tests {
             missing.contains("m-Q8_0-00001-of-00003.gguf") && !missing.contains("-00002-of-00003"),
             "{missing}"
         );
+        let both = ["m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-UD-Q4_K_M.gguf"];
+        assert_eq!(chosen("a/b:Q4_K_M", &both).expect("there"), both[..2], "the numbers make no name longer");
     }
 
     #[test]
