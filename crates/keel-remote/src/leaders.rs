@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::connection::{HEARTBEAT, locked};
 use crate::message::Refusal;
 
-/// What looks the addresses up.
+/// Looks the addresses up.
 type LookUp = Box<dyn Fn() -> Vec<IpAddr> + Send + Sync>;
 
 /// The addresses that leaders may have.

@@ -73,7 +73,7 @@ pub struct RemoteLaunch {
 }
 
 impl RemoteLaunch {
-    /// A hash of the sources that define launches, and of the one that defines the messages with which they are sent.
+    /// A hash of the sources that define launches, and of the text that defines the messages with which they are sent.
     /// Processes with different hashes may not mean the same by a launch.
     pub const fn hash_of_sources(messages: &str) -> u64 {
         hash_on(SOURCES_HASH, messages)

@@ -187,15 +187,20 @@ fn operands_without_elements_need_no_memory() {
     assert!(refusal(&mut worker, Request::Program(nowhere), &[]).contains("not within its memory"));
 }
 
-/// What no plan of ours has must not reach a kernel.
-#[test]
-fn operands_outside_of_their_memory_are_refused() {
-    let (session, _leader) = session(1);
-    let mut worker = worker(session);
+/// Memories 1 and 2, of 64 bytes each.
+fn allocate_two(worker: &mut Worker) {
     for memory in [1, 2] {
         let allocate = Request::Allocate { memory, bytes: 64, lasting: false };
         assert!(worker.attempt(allocate, &[]).is_ok());
     }
+}
+
+/// An operand that no plan has must not reach a kernel.
+#[test]
+fn operands_outside_of_their_memory_are_refused() {
+    let (session, _leader) = session(1);
+    let mut worker = worker(session);
+    allocate_two(&mut worker);
     let operand = |memory, shape: &[usize]| Operand {
         memory,
         layout: Layout::contiguous(shape.into()),
@@ -389,10 +394,7 @@ fn all_that_takes_memory_in_a_piece_is_counted() {
 fn programs_have_a_limit_of_memory() {
     let (session, _leader) = session(1);
     let mut worker = worker(session);
-    for memory in [1, 2] {
-        let allocate = Request::Allocate { memory, bytes: 64, lasting: false };
-        assert!(worker.attempt(allocate, &[]).is_ok());
-    }
+    allocate_two(&mut worker);
     let send = |worker: &mut Worker, number| worker.attempt(Request::Program(copying(number)), &[]);
     assert!(send(&mut worker, 1).is_ok());
     let bytes = bytes_of(&copying(1));
